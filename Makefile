@@ -1,0 +1,72 @@
+# Everything here needs no more than python3 (3.10 or later, with venv), make and a package registry.
+# Environments are made on demand; the stamp in each makes the second time instant and follows pyproject.toml.
+
+PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13 python3.10; do \
+	"$$p" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 10))' 2>/dev/null && echo "$$p" && break; done)
+ENGINE ?= onnxruntime
+ifeq ($(filter onnxruntime mindspore_lite,$(ENGINE)),)
+$(error ENGINE=$(ENGINE): expected onnxruntime or mindspore_lite)
+endif
+
+VENV := .venv
+MSLITE := .venv-mslite
+BIN := $(VENV)/bin
+MSLITE_TESTS := tests/protocol tests/worker  # of the packages that run on 3.7
+INSTALL := bin/python -m pip install --quiet --disable-pip-version-check
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: demo test check bench clean help $(VENV) $(MSLITE) mslite-if-possible
+
+demo: $(VENV)/.made $(if $(filter mindspore_lite,$(ENGINE)),$(MSLITE)/.made)  ## one model, four workers, one copy of the weights [ENGINE=onnxruntime|mindspore_lite]
+	$(BIN)/python -m benchmarks.demo --engine $(ENGINE)
+
+test: $(VENV)/.made mslite-if-possible  ## every test, on ONNX Runtime and where CPython 3.7 is found on MindSpore Lite
+	$(BIN)/python -m pytest
+	@if [ -e $(MSLITE)/.made ]; then set -x; $(MSLITE)/bin/python -m pytest $(MSLITE_TESTS); fi
+
+check: $(VENV)/.made-lint  ## lint, format, types, and who may import whom
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/mypy --python-version 3.10 daemon  # its oldest Python
+	$(BIN)/pyright
+	$(BIN)/lint-imports
+
+bench: $(VENV)/.made  ## memory, latency, throughput and start-up, each against the bare engine
+	$(BIN)/python -m benchmarks all
+
+clean:  ## remove everything that the other targets made
+	rm -rf $(VENV) $(MSLITE) build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+help:  ## this list
+	@sed -n 's/^\([a-z]*\):.*##  */  make \1\t/p' $(MAKEFILE_LIST) | expand -t 16
+
+$(VENV): $(VENV)/.made
+$(MSLITE): $(MSLITE)/.made
+
+$(VENV)/.made: pyproject.toml
+	$(if $(PYTHON),,$(error no Python 3.10 or later with venv found; on Debian: apt install python3.11-venv, elsewhere: make PYTHON=...))
+	$(PYTHON) -m venv $(VENV)
+	$(VENV)/$(INSTALL) --upgrade 'pip>=25.1'  # the first that knows --group
+	$(VENV)/$(INSTALL) --editable '.[daemon,onnxruntime]' --group test
+	@touch $@
+
+$(VENV)/.made-lint: $(VENV)/.made
+	$(VENV)/$(INSTALL) --group lint
+	@touch $@
+
+# weightd gets in by a .pth file: its build backend does not run on 3.7, so an editable install there is impossible.
+$(MSLITE)/.made: .ci/requirements-mslite.txt
+	python37=$$(.ci/find-python37) && "$$python37" -m venv $(MSLITE)
+	$(MSLITE)/$(INSTALL) --requirement $<
+	printf '%s\n' $(addprefix '$(CURDIR)'/,worker protocol tests/support) > $(MSLITE)/lib/python3.7/site-packages/weightd.pth
+	@touch $@
+
+# A missing MindSpore Lite fails the build where CI=true; elsewhere it is a skip that nobody can overlook.
+mslite-if-possible:
+	@$(MAKE) --no-print-directory $(MSLITE)/.made || { [ "$$CI" != true ] && printf '%s\n' \
+	'===============================================================================' \
+	'SKIPPED: the tests on the real MindSpore Lite. The lines above say what is missing.' \
+	'==============================================================================='; }

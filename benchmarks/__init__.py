@@ -1,0 +1,1 @@
+"""Measurements of weightd against the bare engine, each within one run: `python -m benchmarks NAME`."""

@@ -1,0 +1,116 @@
+"""The command `weightd`."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import logging
+import sys
+from pathlib import Path
+
+from weightd.daemon import exits
+from weightd.daemon.check import problems
+from weightd.daemon.claim import ClaimError
+from weightd.daemon.config import Config, ConfigError, DaemonConfig, ModelConfig, complete_daemon, complete_model, load
+from weightd.daemon.server import Server
+from weightd.protocol.schema import FieldError
+from weightd.protocol.version import VERSION
+
+_DESCRIPTION = """\
+Serves models from many processes that hold one copy of the weights.
+Talk to a running daemon with weightctl."""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command; return its exit status."""
+    options = _parser().parse_args(arguments)
+    logging.basicConfig(
+        stream=sys.stderr,
+        level=logging.DEBUG if options.verbose else logging.INFO,
+        format="%(asctime)s %(levelname)-7s %(message)s",
+    )
+    try:
+        status: int = options.run(options)
+    except ConfigError as error:
+        print(f"weightd: {error}", file=sys.stderr)
+        return exits.CONFIG
+    except ClaimError as error:
+        print(f"weightd: {error}", file=sys.stderr)
+        return exits.CANNOT_CREATE
+    return status
+
+
+def _serve(options: argparse.Namespace) -> int:
+    return Server(load(options.config)).run()
+
+
+def _run(options: argparse.Namespace) -> int:
+    model = ModelConfig(
+        path=options.model, python=options.python, workers=options.workers, threads=options.threads
+    )
+    name = options.name or Path(options.model).stem
+    try:
+        daemon = complete_daemon(DaemonConfig(socket=options.socket, cache_dir=options.cache_dir))
+        config = Config(daemon, {name: complete_model(name, _checked(model), Path.cwd())})
+    except FieldError as error:
+        raise ConfigError(str(error)) from None
+    return Server(config, one_shot=True).run()
+
+
+def _checked(model: ModelConfig) -> ModelConfig:
+    """Hold what the command line gave to the same bounds as the configuration file."""
+    for field in dataclasses.fields(model):
+        try:
+            field.metadata["kind"].check(getattr(model, field.name))
+        except FieldError as error:
+            raise error.at(f"--{field.name}") from None
+    return model
+
+
+def _check(options: argparse.Namespace) -> int:
+    config = load(options.config)
+    found = problems(config)
+    for problem in found:
+        print(f"weightd: {options.config}: {problem}", file=sys.stderr)
+    if found:
+        return exits.CONFIG
+    for name, model in config.models.items():
+        print(f"{name}: {model.engine}, {model.workers} workers, {model.path}")
+    print(f"{options.config}: good; clients connect to {config.daemon.socket}")
+    return exits.OK
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="weightd", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--version", action="version", version=f"weightd {VERSION}")
+    parser.add_argument("-v", "--verbose", action="store_true", help="log what each process does")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    serve = commands.add_parser("serve", help="serve the models of a configuration file", description=(
+        "Serves until SIGTERM or SIGINT: then it finishes what it has accepted, and leaves no process and no file. "
+        "A second signal kills at once. Exit status: 0 clean, 1 a model could not be served, "
+        "73 a socket or directory cannot be had, 78 the configuration is wrong."))
+    serve.add_argument("config", type=Path, metavar="CONFIG", help="a TOML file, see README")
+    serve.set_defaults(run=_serve)
+
+    run = commands.add_parser("run", help="serve one model, without a configuration file", description=(
+        "Serves one model until Ctrl-C, for a first look. Ends with status 1 if the model cannot be served."))
+    run.add_argument("model", metavar="MODEL", help="an .onnx or .mindir file")
+    run.add_argument("--workers", type=int, default=2, metavar="N", help="worker processes (default: %(default)s)")
+    run.add_argument("--threads", type=int, default=1, metavar="N", help="threads of one predict (default: %(default)s)")
+    run.add_argument("--name", default="", help="the model's name for clients (default: the file's, without suffix)")
+    run.add_argument("--python", default="", metavar="FILE", help="the interpreter that has the engine (default: this one)")
+    run.add_argument("--socket", default="", metavar="ADDRESS", help="where clients connect (default: weightctl's default)")
+    run.add_argument("--cache-dir", default="", metavar="DIR", help="for snapshots and page stores, on a disk")
+    run.set_defaults(run=_run)
+
+    check = commands.add_parser("check", help="check a configuration file, its models and interpreters")
+    check.add_argument("config", type=Path, metavar="CONFIG", help="a TOML file")
+    check.set_defaults(run=_check)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

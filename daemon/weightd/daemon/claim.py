@@ -1,0 +1,116 @@
+"""What one daemon has to itself: its lock, its sockets' paths, its private directory.
+
+Everything is named after the daemon's socket, so two daemons never touch each other's files, and what a killed
+daemon has left behind is removed by the next one on the same socket, and by no other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+from weightd.daemon.config import DaemonConfig
+from weightd.protocol.errors import WeightdError
+
+
+class ClaimError(WeightdError):
+    """The daemon cannot have a path for itself; the text says which, and who has it."""
+
+
+@contextlib.contextmanager
+def claim(config: DaemonConfig) -> Iterator[None]:
+    """Have the daemon's paths to itself within the block, and leave none of them behind.
+
+    Raises:
+        ClaimError: another daemon is on the same socket, or a path cannot be used.
+    """
+    make_directory(Path(config.runtime_dir), mode=0o755)
+    lock = _lock_path(config)
+    with _locked(lock):
+        private = config.private_dir
+        shutil.rmtree(private, ignore_errors=True)
+        make_directory(private, mode=0o700)
+        for path in _socket_paths(config):
+            _remove_stale_socket(path)
+        try:
+            yield
+        finally:
+            shutil.rmtree(private, ignore_errors=True)
+            for path in _socket_paths(config):
+                path.unlink(missing_ok=True)
+            lock.unlink(missing_ok=True)
+
+
+def _socket_paths(config: DaemonConfig) -> list[Path]:
+    paths = [config.children_socket]
+    if config.socket.startswith("ipc://"):
+        paths.append(Path(config.socket.removeprefix("ipc://")))
+    return paths
+
+
+def _lock_path(config: DaemonConfig) -> Path:
+    if config.socket.startswith("ipc://"):
+        return Path(config.socket.removeprefix("ipc://") + ".lock")
+    return Path(config.runtime_dir, f"{config.key}.lock")
+
+
+def make_directory(path: Path, mode: int) -> None:
+    """Make the directory where it is missing; refuse one that another user could exchange.
+
+    Raises:
+        ClaimError: it cannot be made, or it is a link, or it belongs to another user.
+    """
+    try:
+        path.mkdir(mode=mode, parents=True, exist_ok=True)
+        status = path.lstat()
+    except OSError as error:
+        raise ClaimError(f"cannot make the directory {path}: {error.strerror}") from None
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid not in (os.getuid(), 0):
+        raise ClaimError(f"{path}: expected a directory of this user, not a link or another user's")
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise ClaimError(f"{path}: this user cannot write there; set runtime_dir and cache_dir, or run as another user")
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold the lock file; its content is the pid of who holds it."""
+    while True:
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        except OSError as error:
+            raise ClaimError(f"cannot open the lock {path}: {error.strerror}") from None
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            owner = os.read(descriptor, 32).decode("ascii", "replace").strip()
+            os.close(descriptor)
+            raise ClaimError(f"weightd is running already on this socket, as pid {owner} ({path})") from None
+        # The holder before may have removed the file between our open and our lock: then it is nobody's lock.
+        with contextlib.suppress(FileNotFoundError):
+            if os.fstat(descriptor).st_ino == path.stat().st_ino:
+                break
+        os.close(descriptor)
+    try:
+        os.ftruncate(descriptor, 0)
+        os.write(descriptor, f"{os.getpid()}\n".encode())
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _remove_stale_socket(path: Path) -> None:
+    """Remove the socket that a killed daemon left; never anything else."""
+    try:
+        mode = path.lstat().st_mode
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise ClaimError(f"{path}: {error.strerror}") from None
+    if not stat.S_ISSOCK(mode):
+        raise ClaimError(f"{path}: expected a socket or nothing there, and will not remove what is there")
+    path.unlink()

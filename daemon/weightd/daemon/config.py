@@ -1,0 +1,213 @@
+"""The configuration file: TOML into frozen objects, or an error that names file, key and expectation."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from weightd.protocol import limits
+from weightd.protocol.errors import WeightdError
+from weightd.protocol.schema import FieldError, decode, integer, number, one_of, text
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+ENGINE_OF_SUFFIX: Mapping[str, str] = {".onnx": "onnxruntime", ".mindir": "mindspore_lite"}
+_SUFFIX_OF_ENGINE: Mapping[str, str] = {engine: suffix for suffix, engine in ENGINE_OF_SUFFIX.items()}
+
+
+class ConfigError(WeightdError):
+    """The configuration is not usable; the text names file, key and what was expected."""
+
+
+def _base(variable: str, root: str, xdg: str, fallback: str) -> str:
+    """The default of a directory: systemd's, root's, the user's XDG directory, or `fallback`."""
+    if variable in os.environ:
+        return os.environ[variable].split(":")[0]
+    if os.getuid() == 0:
+        return root
+    if xdg in os.environ:
+        return str(Path(os.environ[xdg], "weightd"))
+    return fallback
+
+
+def default_runtime_dir() -> str:
+    """Return the directory for sockets where the configuration names none."""
+    return _base("RUNTIME_DIRECTORY", "/run/weightd", "XDG_RUNTIME_DIR", f"/tmp/weightd-{os.getuid()}")  # noqa: S108
+
+
+def default_cache_dir() -> str:
+    """Return the directory for snapshots and page stores where the configuration names none."""
+    return _base("CACHE_DIRECTORY", "/var/cache/weightd", "XDG_CACHE_HOME", str(Path.home() / ".cache" / "weightd"))
+
+
+@dataclass(frozen=True)
+class DaemonConfig:
+    """The table [daemon]."""
+
+    socket: str = field(default="", metadata=text(limits.MAX_PATH_BYTES, empty=True))
+    """Where clients connect: ipc://PATH or tcp://HOST:PORT. Default: weightd.sock in `runtime_dir`."""
+
+    runtime_dir: str = field(default="", metadata=text(limits.MAX_PATH_BYTES, empty=True))
+    """Directory of the sockets. Default: what systemd gives, /run/weightd for root, XDG_RUNTIME_DIR/weightd."""
+
+    cache_dir: str = field(default="", metadata=text(limits.MAX_PATH_BYTES, empty=True))
+    """Directory of model snapshots and page stores, on a disk. Default: /var/cache/weightd or ~/.cache/weightd."""
+
+    drain_timeout: float = field(default=30.0, metadata=number())
+    """Seconds that accepted requests may take when the daemon is asked to stop."""
+
+    @property
+    def key(self) -> str:
+        """A short name for this daemon, made from its socket: two daemons never share a file."""
+        return hashlib.sha256(self.socket.encode()).hexdigest()[:12]
+
+    @property
+    def private_dir(self) -> Path:
+        """The directory of this daemon's snapshots and page stores."""
+        return Path(self.cache_dir, self.key)
+
+    @property
+    def children_socket(self) -> Path:
+        """The socket of this daemon's children."""
+        return Path(self.runtime_dir, f"{self.key}.sock")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A table [models.NAME]."""
+
+    path: str = field(metadata=text(limits.MAX_PATH_BYTES))
+    """The model file, absolute or relative to the configuration file: .onnx or .mindir."""
+
+    engine: str = field(default="", metadata=one_of(["", *_SUFFIX_OF_ENGINE]))
+    """The library that runs it. Default: onnxruntime for .onnx, mindspore_lite for .mindir."""
+
+    python: str = field(default="", metadata=text(limits.MAX_PATH_BYTES, empty=True))
+    """The interpreter that has the engine. Default: the daemon's own."""
+
+    workers: int = field(default=1, metadata=integer(1, 1024))
+    """Worker processes."""
+
+    threads: int = field(default=1, metadata=integer(1, 1024))
+    """Threads that one predict uses."""
+
+    device: str = field(default="cpu", metadata=one_of(["cpu"]))
+    """Where the model runs."""
+
+    timeout: float = field(default=30.0, metadata=number())
+    """Seconds until a request that names no timeout of its own is answered DEADLINE_EXCEEDED."""
+
+    load_timeout: float = field(default=600.0, metadata=number())
+    """Seconds that one process may take to build the model."""
+
+    max_queue: int = field(default=1024, metadata=integer(1, 1_000_000))
+    """Requests that may wait; further ones are answered RESOURCE_EXHAUSTED."""
+
+    max_queue_bytes: int = field(default=1024**3, metadata=integer(1, 2**62))
+    """Tensor bytes that may wait; further ones are answered RESOURCE_EXHAUSTED."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """A whole configuration file."""
+
+    daemon: DaemonConfig
+    models: Mapping[str, ModelConfig]
+
+
+def load(path: Path) -> Config:
+    """Read the configuration at `path`.
+
+    Raises:
+        ConfigError: it is unreadable, not TOML, or says something that it must not.
+    """
+    try:
+        tables = tomllib.loads(path.read_text("utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not TOML: {error}") from None
+    try:
+        return parse(tables, path.resolve().parent)
+    except FieldError as error:
+        raise ConfigError(f"{path}: {error}") from None
+
+
+def parse(tables: Mapping[str, Any], base: Path) -> Config:
+    """Return the configuration of parsed TOML; relative paths are relative to `base`.
+
+    Raises:
+        FieldError: the text names key and expectation.
+    """
+    for key in tables:
+        if key not in ("daemon", "models"):
+            raise FieldError("unknown table; expected one of daemon, models").at(f".{key}")
+    try:
+        daemon = complete_daemon(decode(DaemonConfig, tables.get("daemon", {})))
+    except FieldError as error:
+        raise error.at(".daemon") from None
+    models = tables.get("models")
+    if not isinstance(models, dict) or not models:
+        raise FieldError("expected at least one table [models.NAME]").at(".models")
+    complete: dict[str, ModelConfig] = {}
+    for name, table in models.items():
+        try:
+            complete[name] = complete_model(name, decode(ModelConfig, table), base)
+        except FieldError as error:
+            raise error.at(f".models.{name}") from None
+    return Config(daemon, complete)
+
+
+def complete_daemon(config: DaemonConfig) -> DaemonConfig:
+    """Return `config` with its defaults filled in and its socket checked.
+
+    Raises:
+        FieldError: the text names key and expectation.
+    """
+    runtime_dir = config.runtime_dir or default_runtime_dir()
+    socket = config.socket or f"ipc://{runtime_dir}/weightd.sock"
+    if not socket.startswith(("ipc:///", "tcp://")):
+        raise FieldError(f"expected ipc:///ABSOLUTE/PATH or tcp://HOST:PORT, got {socket!r}").at(".socket")
+    complete = dataclasses.replace(
+        config, socket=socket, runtime_dir=runtime_dir, cache_dir=config.cache_dir or default_cache_dir()
+    )
+    _check_ipc_path(socket.removeprefix("ipc://") if socket.startswith("ipc://") else "", ".socket")
+    _check_ipc_path(str(complete.children_socket), ".runtime_dir")
+    return complete
+
+
+def _check_ipc_path(path: str, key: str) -> None:
+    size = len(os.fsencode(path))
+    if size > limits.MAX_IPC_PATH_BYTES:
+        raise FieldError(
+            f"expected a socket path of at most {limits.MAX_IPC_PATH_BYTES} bytes, got {size}: {path}"
+        ).at(key)
+
+
+def complete_model(name: str, config: ModelConfig, base: Path) -> ModelConfig:
+    """Return `config` with its defaults filled in and its paths made absolute.
+
+    Raises:
+        FieldError: the text names key and expectation.
+    """
+    # The name becomes part of file names and of process names.
+    if not name or not all(c.isascii() and (c.isalnum() or c in "._-") for c in name) or name[0] in ".-" or len(name) > 64:
+        raise FieldError("expected a model name of 1 to 64 letters, digits, '.', '_' and '-'")
+    path = base / config.path
+    engine = config.engine or ENGINE_OF_SUFFIX.get(path.suffix)
+    if engine is None:
+        raise FieldError(f"expected a file that ends in {' or '.join(ENGINE_OF_SUFFIX)}, got {config.path!r}").at(".path")
+    if path.suffix != _SUFFIX_OF_ENGINE[engine]:
+        raise FieldError(f"expected a {_SUFFIX_OF_ENGINE[engine]} file for engine {engine}, got {config.path!r}").at(".path")
+    if config.timeout * 1e6 > limits.MAX_TIMEOUT_US or config.timeout == 0:
+        raise FieldError(f"expected more than 0 and at most {limits.MAX_TIMEOUT_US / 1e6:.0f} seconds").at(".timeout")
+    return dataclasses.replace(config, path=str(path), engine=engine, python=config.python or sys.executable)

@@ -1,0 +1,28 @@
+"""Percentiles of the last answers."""
+
+from __future__ import annotations
+
+from collections import deque
+
+# Enough for a p99 that ten answers stand behind; 8 KB.
+_WINDOW = 1024
+
+
+class Latencies:
+    """The last answers' latencies, in seconds."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._last: deque[float] = deque(maxlen=_WINDOW)
+
+    def add(self, seconds: float) -> None:
+        """Count an answer."""
+        self.count += 1
+        self._last.append(seconds)
+
+    def percentile_us(self, percent: float) -> float | None:
+        """Return the percentile over the last answers, in microseconds; None before the first."""
+        if not self._last:
+            return None
+        ranked = sorted(self._last)
+        return 1e6 * ranked[min(len(ranked) - 1, int(len(ranked) * percent / 100))]

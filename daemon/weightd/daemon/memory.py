@@ -1,0 +1,53 @@
+"""What processes and page stores take of the host's memory, as the kernel counts it."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from pathlib import Path
+
+
+def pss_bytes(pid: int) -> int | None:
+    """Return the process's proportional set size: its own pages, and its share of pages that it shares.
+
+    None when the process is gone or not ours to look at.
+    """
+    try:
+        for line in Path(f"/proc/{pid}/smaps_rollup").read_text("ascii").splitlines():
+            if line.startswith("Pss:"):
+                return int(line.split()[1]) * 1024
+    except (OSError, ValueError):
+        pass
+    return None
+
+
+def resident_bytes(path: Path) -> int:
+    """Return how much of the file is in memory (mincore(2)); 0 when it is gone."""
+    try:
+        with path.open("rb") as file:
+            size = path.stat().st_size
+            return _resident(file.fileno(), size) if size else 0
+    except OSError:
+        return 0
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p]
+_MAP_FAILED = ctypes.c_void_p(-1).value
+
+
+def _resident(descriptor: int, size: int) -> int:
+    # Python's own mmap gives no address of a read-only mapping.
+    address = _libc.mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, descriptor, 0)
+    if address == _MAP_FAILED:
+        return 0
+    pages = ctypes.create_string_buffer(-(-size // mmap.PAGESIZE))
+    try:
+        if _libc.mincore(address, size, pages) != 0:
+            return 0
+        return pages.raw[: len(pages)].count(1) * mmap.PAGESIZE
+    finally:
+        _libc.munmap(address, size)

@@ -1,0 +1,81 @@
+"""The daemon's children: started, watched by pidfd, killed and waited for."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+# Of a log that may be long, this much tells the cause.
+_TAIL_BYTES = 4096
+_TAIL_LINES = 6
+
+
+@dataclass(frozen=True)
+class Process:
+    """A child. `pidfd` becomes readable when it has exited; `log` is where its stdout and stderr go."""
+
+    pid: int
+    pidfd: int
+    log: Path
+    popen: subprocess.Popen[bytes]
+
+
+def start(argv: Sequence[str], log: Path, environment: Mapping[str, str] | None = None) -> Process:
+    """Start a child in a session of its own, so that a terminal's Ctrl-C reaches the daemon alone.
+
+    Raises:
+        OSError: it cannot be started.
+    """
+    with log.open("ab") as output:
+        popen = subprocess.Popen(
+            argv,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            env={**os.environ, **environment} if environment else None,
+            start_new_session=True,
+        )
+    return Process(popen.pid, os.pidfd_open(popen.pid), log, popen)
+
+
+def kill(process: Process) -> None:
+    """Kill the child; its pidfd tells when it is gone. The pidfd cannot hit another process by mistake."""
+    try:
+        signal.pidfd_send_signal(process.pidfd, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+
+
+def reap(process: Process) -> int:
+    """Wait for a child whose pidfd is readable, and return its exit status (negative: the signal)."""
+    status = process.popen.wait()
+    os.close(process.pidfd)
+    return status
+
+
+def last_words(process: Process) -> str:
+    """Return the end of the child's log, on one line."""
+    try:
+        with process.log.open("rb") as log:
+            log.seek(max(0, os.fstat(log.fileno()).st_size - _TAIL_BYTES))
+            text = log.read().decode("utf-8", "replace")
+    except OSError:
+        return ""
+    lines = [" ".join(line.split()) for line in text.splitlines() if line.strip()]
+    return " | ".join(lines[-_TAIL_LINES:])
+
+
+def explain(status: int) -> str:
+    """Return an exit status in words, with a hint where one helps."""
+    if status >= 0:
+        return f"exited with status {status}"
+    try:
+        name = signal.Signals(-status).name
+    except ValueError:
+        name = f"signal {-status}"
+    hint = " (if nobody sent it, the kernel was out of memory: see dmesg)" if -status == signal.SIGKILL else ""
+    return f"killed by {name}{hint}"

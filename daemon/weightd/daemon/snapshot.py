@@ -1,0 +1,76 @@
+"""The immutable copy of a model from which every process of a generation builds.
+
+Runs as a process of its own (``python -m weightd.daemon.snapshot MODEL DIRECTORY``), because copying and digesting
+gigabytes would stop the daemon's loop. It prints the digest; a failure is one line on stderr and status 1.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from pathlib import Path
+
+from weightd.protocol.modelfile import ModelFile, ModelFileError, digest, model_files
+
+
+def take(model: Path, directory: Path) -> Path:
+    """Copy the model's files into `directory`, read-only, and return the copy of the model file.
+
+    The copy shares the original's blocks where the file system can do that.
+
+    Raises:
+        ModelFileError: the model is unreadable, or changes while it is copied.
+        OSError: the copy cannot be written.
+    """
+    directory.mkdir(mode=0o700)
+    files = model_files(model)
+    before = [_identity(file) for file in files]
+    for file in files:
+        _copy(file.path, directory / file.name)
+    if [_identity(file) for file in files] != before:
+        raise ModelFileError(f"{model}: changed while it was copied; load it again once it is complete")
+    return directory / files[0].name
+
+
+def _identity(file: ModelFile) -> tuple[int, int, int]:
+    status = file.path.stat()
+    return status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def _copy(source: Path, target: Path) -> None:
+    target.parent.mkdir(mode=0o700, exist_ok=True, parents=True)
+    with source.open("rb") as reader, target.open("xb") as writer:
+        remaining = os.fstat(reader.fileno()).st_size
+        try:
+            while remaining > 0:
+                copied = os.copy_file_range(reader.fileno(), writer.fileno(), remaining)
+                if copied == 0:
+                    break
+                remaining -= copied
+        except OSError:
+            # Not between these file systems: start again the slow way.
+            reader.seek(0)
+            writer.seek(0)
+            writer.truncate()
+            shutil.copyfileobj(reader, writer, 1024 * 1024)
+        os.fchmod(writer.fileno(), 0o400)
+
+
+def main() -> int:
+    """Take the snapshot that the arguments name; print its digest."""
+    model, directory = map(Path, sys.argv[1:])
+    try:
+        copy = take(model, directory)
+        print(digest(copy))
+    except ModelFileError as error:
+        print(error, file=sys.stderr)
+        return 1
+    except OSError as error:
+        print(f"cannot copy {model} to {directory}: {error.strerror}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,96 @@
+"""The daemon's two ROUTER sockets, and how messages are read from and written to them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import zmq
+
+from weightd.daemon.claim import ClaimError
+from weightd.protocol import limits
+
+# A wake-up reads at most this many messages, so that one busy socket cannot starve the other.
+_BATCH = 64
+
+# Owner and group may connect: who is in the group is the operator's decision.
+_CLIENTS_UMASK = 0o117
+_CHILDREN_UMASK = 0o177
+
+# The last answers of a daemon that stops get this long to leave.
+LINGER_MS = 1000
+
+
+class Received(NamedTuple):
+    """A message: who sent it, the header and the tensor frames, and the peer's pid where the kernel told it."""
+
+    peer: bytes
+    frames: Sequence[Any]
+    identity: zmq.Frame
+
+
+def bind(context: zmq.Context[zmq.Socket[bytes]], address: str, *, clients: bool) -> zmq.Socket[bytes]:
+    """Return a ROUTER socket bound to `address`.
+
+    Raises:
+        ClaimError: the address cannot be bound.
+    """
+    socket = context.socket(zmq.ROUTER)
+    socket.setsockopt(zmq.LINGER, LINGER_MS)
+    socket.setsockopt(zmq.MAXMSGSIZE, limits.MAX_FRAME_BYTES)
+    # A peer that is gone is an error here, not a silent drop.
+    socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+    # The permissions of a unix socket are what the umask leaves: they are right from its first moment.
+    umask = os.umask(_CLIENTS_UMASK if clients else _CHILDREN_UMASK)
+    try:
+        socket.bind(address)
+    except zmq.ZMQError as error:
+        socket.close(linger=0)
+        raise ClaimError(f"cannot listen on {address}: {error.strerror}") from None
+    finally:
+        os.umask(umask)
+    return socket
+
+
+def receive(socket: zmq.Socket[bytes]) -> Iterator[Received]:
+    """Yield the messages that wait, at most a batch. Tensor frames are not copied."""
+    for _ in range(_BATCH):
+        try:
+            identity = socket.recv(zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            return
+        frames: list[Any] = []
+        more = identity.more
+        while more:
+            # The header is read here, and most are small: copying it is the cheaper way.
+            if not frames:
+                frames.append(socket.recv())
+                more = socket.getsockopt(zmq.RCVMORE)
+            else:
+                frame = socket.recv(copy=False)
+                frames.append(frame)
+                more = frame.more
+        yield Received(identity.bytes, frames, identity)
+
+
+def send(socket: zmq.Socket[bytes], peer: bytes, frames: Sequence[Any]) -> bool:
+    """Send without waiting; return whether the peer could be reached. Received frames pass on uncopied."""
+    try:
+        socket.send_multipart([peer, *frames], zmq.NOBLOCK)
+    except zmq.ZMQError as error:
+        if error.errno in (zmq.EHOSTUNREACH, zmq.EAGAIN):
+            return False
+        raise
+    return True
+
+
+def peer_pid(identity: zmq.Frame) -> int | None:
+    """Return the pid of the process behind a unix socket, as the kernel knows it (SO_PEERCRED)."""
+    try:
+        address = str(identity.get("Peer-Address"))
+    except zmq.ZMQError:
+        return None
+    # localhost:UID:GID:PID
+    parts = address.split(":")
+    return int(parts[3]) if len(parts) == 4 and parts[3].isdigit() else None

@@ -1,0 +1,43 @@
+"""Whether a request's inputs are what the model takes. What passes cannot harm an engine that checks nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from weightd.protocol.errors import InvalidArgument
+from weightd.protocol.messages import TensorSignature, TensorSpec
+
+
+def check_inputs(signature: Mapping[str, TensorSignature], inputs: Sequence[TensorSpec]) -> None:
+    """Check names, datatypes, ranks and dimensions against the model's inputs, by name.
+
+    Raises:
+        InvalidArgument: the text names the input, what was expected and what came.
+    """
+    if len(inputs) != len(signature) or any(each.name not in signature for each in inputs):
+        _refuse_names(signature, inputs)
+    for tensor in inputs:
+        expected = signature[tensor.name]
+        if tensor.datatype != expected.datatype:
+            raise InvalidArgument(f"input {tensor.name}: expected {expected.datatype}, got {tensor.datatype}")
+        if not _fits(expected.shape, tensor.shape):
+            raise InvalidArgument(
+                f"input {tensor.name}: expected shape {list(expected.shape)}"
+                f"{' (-1: any size from 1)' if -1 in expected.shape else ''}, got {list(tensor.shape)}"
+            )
+    if len({each.name for each in inputs}) != len(inputs):
+        raise InvalidArgument("an input is given twice")
+
+
+def _fits(expected: Sequence[int], shape: Sequence[int]) -> bool:
+    return len(shape) == len(expected) and all(
+        dim == wanted or (wanted == -1 and dim > 0) for wanted, dim in zip(expected, shape)
+    )
+
+
+def _refuse_names(signature: Mapping[str, TensorSignature], inputs: Sequence[TensorSpec]) -> None:
+    given = [each.name for each in inputs]
+    problems = [f"{name} is missing" for name in signature if name not in given]
+    problems += [f"{name} is not an input of the model" for name in given if name not in signature]
+    problems += [f"{name} is given twice" for name in sorted({name for name in given if given.count(name) > 1})]
+    raise InvalidArgument(f"inputs: {', '.join(problems)}; expected {', '.join(signature) or 'none'}")

@@ -1,0 +1,45 @@
+"""Ask a weightd daemon for inference.
+
+::
+
+    from weightd.client import Client
+
+    with Client() as client:
+        outputs = client.infer("digits", {"image": images})
+"""
+
+from __future__ import annotations
+
+from weightd.client.client import Client, Pending, WrongThread
+from weightd.protocol.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    Internal,
+    InvalidArgument,
+    NotFound,
+    PermissionDenied,
+    ProtocolError,
+    RequestError,
+    ResourceExhausted,
+    Unauthenticated,
+    Unavailable,
+    WeightdError,
+)
+
+__all__ = [
+    "Cancelled",
+    "Client",
+    "DeadlineExceeded",
+    "Internal",
+    "InvalidArgument",
+    "NotFound",
+    "Pending",
+    "PermissionDenied",
+    "ProtocolError",
+    "RequestError",
+    "ResourceExhausted",
+    "Unauthenticated",
+    "Unavailable",
+    "WeightdError",
+    "WrongThread",
+]

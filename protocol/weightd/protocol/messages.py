@@ -1,0 +1,225 @@
+"""The messages between a client and the daemon.
+
+Field names are those of the Open Inference Protocol v2. Tensor bytes are not in these messages: they are
+the frames that follow the header, one for each entry of `inputs` or `outputs`, in the same order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Dict, Optional, Tuple, Type, Union
+
+from weightd.protocol import limits
+from weightd.protocol.datatypes import ITEM_BYTES
+from weightd.protocol.errors import ERRORS
+from weightd.protocol.schema import integer, many, number, one_of, record, text
+
+_COUNT = integer(0, 2**63 - 1)
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One tensor of a request or an answer: its bytes are in the frame of the same position.
+
+    `shape` is the size of each dimension; [] is a scalar. The frame holds the elements in C order,
+    little-endian, without padding: its length is the product of the dimensions times the element's size.
+    """
+
+    name: str = field(metadata=text(limits.MAX_NAME_BYTES))
+    datatype: str = field(metadata=one_of(ITEM_BYTES))
+    shape: Tuple[int, ...] = field(metadata=many(integer(0, limits.MAX_DIM), limits.MAX_RANK))
+
+    @property
+    def nbytes(self) -> int:
+        """The length of the tensor's frame in bytes."""
+        size = ITEM_BYTES[self.datatype]
+        for dim in self.shape:
+            size *= dim
+        return size
+
+
+@dataclass(frozen=True)
+class TensorSignature:
+    """One input or output of a model. A dimension of -1 is free: each request chooses it."""
+
+    name: str = field(metadata=text(limits.MAX_NAME_BYTES))
+    datatype: str = field(metadata=one_of(ITEM_BYTES))
+    shape: Tuple[int, ...] = field(metadata=many(integer(-1, limits.MAX_DIM), limits.MAX_RANK))
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """What a request asks for beside its tensors."""
+
+    timeout: Optional[int] = field(default=None, metadata=integer(1, limits.MAX_TIMEOUT_US))
+    """Microseconds until the caller stops waiting; the daemon's default where it is absent."""
+
+
+NO_PARAMETERS = Parameters()
+
+
+@dataclass(frozen=True)
+class Infer:
+    """client → daemon: run the model on the tensors of `inputs`."""
+
+    id: str = field(metadata=text(limits.MAX_ID_BYTES))
+    model_name: str = field(metadata=text(limits.MAX_NAME_BYTES))
+    inputs: Tuple[TensorSpec, ...] = field(metadata=many(record(TensorSpec), limits.MAX_TENSORS))
+    parameters: Parameters = field(default=NO_PARAMETERS, metadata=record(Parameters))
+
+    @property
+    def tensors(self) -> Tuple[TensorSpec, ...]:
+        """The tensors whose bytes follow the header."""
+        return self.inputs
+
+
+@dataclass(frozen=True)
+class InferResponse:
+    """daemon → client: what the model answered."""
+
+    id: str = field(metadata=text(limits.MAX_ID_BYTES))
+    model_name: str = field(metadata=text(limits.MAX_NAME_BYTES))
+    outputs: Tuple[TensorSpec, ...] = field(metadata=many(record(TensorSpec), limits.MAX_TENSORS))
+
+    @property
+    def tensors(self) -> Tuple[TensorSpec, ...]:
+        """The tensors whose bytes follow the header."""
+        return self.outputs
+
+
+@dataclass(frozen=True)
+class Error:
+    """daemon → client: the request with this id ended in an error.
+
+    `id` is empty when the request was so broken that its id could not be read.
+    """
+
+    id: str = field(metadata=text(limits.MAX_ID_BYTES, empty=True))
+    code: str = field(metadata=one_of(ERRORS))
+    error: str = field(metadata=text(limits.MAX_TEXT_BYTES, empty=True))
+
+
+@dataclass(frozen=True)
+class ServerMetadata:
+    """client → daemon: who answers here?"""
+
+    id: str = field(metadata=text(limits.MAX_ID_BYTES))
+
+
+@dataclass(frozen=True)
+class ServerMetadataResponse:
+    """daemon → client: name and version of the server, and the names of its models."""
+
+    id: str = field(metadata=text(limits.MAX_ID_BYTES))
+    name: str = field(metadata=text(limits.MAX_NAME_BYTES))
+    version: str = field(metadata=text(limits.MAX_NAME_BYTES))
+    models: Tuple[str, ...] = field(metadata=many(text(limits.MAX_NAME_BYTES), 1024))
+
+
+@dataclass(frozen=True)
+class ModelMetadata:
+    """client → daemon: what does the model take and give?"""
+
+    id: str = field(metadata=text(limits.MAX_ID_BYTES))
+    model_name: str = field(metadata=text(limits.MAX_NAME_BYTES))
+
+
+@dataclass(frozen=True)
+class ModelMetadataResponse:
+    """daemon → client: the model's inputs and outputs; `platform` is its engine."""
+
+    id: str = field(metadata=text(limits.MAX_ID_BYTES))
+    name: str = field(metadata=text(limits.MAX_NAME_BYTES))
+    platform: str = field(metadata=text(limits.MAX_NAME_BYTES))
+    inputs: Tuple[TensorSignature, ...] = field(metadata=many(record(TensorSignature), limits.MAX_TENSORS))
+    outputs: Tuple[TensorSignature, ...] = field(metadata=many(record(TensorSignature), limits.MAX_TENSORS))
+
+
+@dataclass(frozen=True)
+class Status:
+    """client → daemon: what are you doing?"""
+
+    id: str = field(metadata=text(limits.MAX_ID_BYTES))
+
+
+@dataclass(frozen=True)
+class ProcessStatus:
+    """One process of a generation. Memory in bytes, latency in microseconds."""
+
+    name: str = field(metadata=text(limits.MAX_NAME_BYTES))
+    role: str = field(metadata=one_of(["holder", "worker"]))
+    state: str = field(metadata=text(limits.MAX_NAME_BYTES))
+    pid: int = field(metadata=_COUNT)
+    served: int = field(metadata=_COUNT)
+    in_flight: int = field(metadata=_COUNT)
+    p50_us: Optional[float] = field(default=None, metadata=number())
+    p99_us: Optional[float] = field(default=None, metadata=number())
+    pss_bytes: Optional[int] = field(default=None, metadata=_COUNT)
+    shared_bytes: Optional[int] = field(default=None, metadata=_COUNT)
+    note: str = field(default="", metadata=text(limits.MAX_TEXT_BYTES, empty=True))
+
+
+@dataclass(frozen=True)
+class GenerationStatus:
+    """One weight copy and the processes around it. Memory in bytes.
+
+    `saved_bytes` is what the workers share less what the one copy takes: what would be needed in addition
+    if each worker held its own.
+    """
+
+    number: int = field(metadata=_COUNT)
+    device: str = field(metadata=text(limits.MAX_NAME_BYTES))
+    state: str = field(metadata=text(limits.MAX_NAME_BYTES))
+    progress: str = field(metadata=text(limits.MAX_TEXT_BYTES, empty=True))
+    cause: str = field(metadata=text(limits.MAX_TEXT_BYTES, empty=True))
+    sha256: str = field(metadata=text(64, empty=True))
+    copy_bytes: int = field(metadata=_COUNT)
+    saved_bytes: int = field(metadata=_COUNT)
+    processes: Tuple[ProcessStatus, ...] = field(metadata=many(record(ProcessStatus), 4096))
+
+
+@dataclass(frozen=True)
+class ModelStatus:
+    """One model of the configuration. Latency in microseconds, from arrival to answer, in the daemon."""
+
+    name: str = field(metadata=text(limits.MAX_NAME_BYTES))
+    engine: str = field(metadata=text(limits.MAX_NAME_BYTES))
+    path: str = field(metadata=text(limits.MAX_PATH_BYTES))
+    state: str = field(metadata=text(limits.MAX_NAME_BYTES))
+    queued: int = field(metadata=_COUNT)
+    served: int = field(metadata=_COUNT)
+    failed: int = field(metadata=_COUNT)
+    generations: Tuple[GenerationStatus, ...] = field(metadata=many(record(GenerationStatus), 64))
+    p50_us: Optional[float] = field(default=None, metadata=number())
+    p99_us: Optional[float] = field(default=None, metadata=number())
+
+
+@dataclass(frozen=True)
+class StatusResponse:
+    """daemon → client: the daemon, its models and their processes. Memory in bytes (PSS)."""
+
+    id: str = field(metadata=text(limits.MAX_ID_BYTES))
+    version: str = field(metadata=text(limits.MAX_NAME_BYTES))
+    state: str = field(metadata=text(limits.MAX_NAME_BYTES))
+    pid: int = field(metadata=_COUNT)
+    uptime_s: float = field(metadata=number())
+    pss_bytes: int = field(metadata=_COUNT)
+    models: Tuple[ModelStatus, ...] = field(metadata=many(record(ModelStatus), 1024))
+
+
+ClientMessage = Union[Infer, ServerMetadata, ModelMetadata, Status]
+DaemonMessage = Union[InferResponse, Error, ServerMetadataResponse, ModelMetadataResponse, StatusResponse]
+
+FROM_CLIENT: Dict[str, Type[ClientMessage]] = {
+    "infer": Infer,
+    "server_metadata": ServerMetadata,
+    "model_metadata": ModelMetadata,
+    "status": Status,
+}
+TO_CLIENT: Dict[str, Type[DaemonMessage]] = {
+    "infer_response": InferResponse,
+    "error": Error,
+    "server_metadata_response": ServerMetadataResponse,
+    "model_metadata_response": ModelMetadataResponse,
+    "status_response": StatusResponse,
+}

@@ -1,0 +1,167 @@
+"""The messages between the daemon and its holders and workers.
+
+They travel over a private socket of the daemon's user, but are decoded as strictly as a client's: an engine
+that crashes may send anything before it dies.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Dict, Tuple, Type, Union
+
+from weightd.protocol import limits
+from weightd.protocol.errors import ERRORS
+from weightd.protocol.messages import TensorSignature, TensorSpec
+from weightd.protocol.schema import boolean, integer, many, mapping, one_of, record, text
+
+_REQUEST = integer(0, 2**63 - 1)
+_BYTES = integer(0, 2**63 - 1)
+
+
+@dataclass(frozen=True)
+class Traits:
+    """What an engine's way of sharing can do.
+
+    `pids_fixed_at_build`: only processes whose pid the holder knew at its build can attach.
+    `holder_must_outlive`: the shared memory becomes invalid with the holder.
+    `attach_rewrites_weights`: an attach writes the weights again, from the file of the one that attaches.
+    """
+
+    pids_fixed_at_build: bool = field(metadata=boolean())
+    holder_must_outlive: bool = field(metadata=boolean())
+    attach_rewrites_weights: bool = field(metadata=boolean())
+
+
+@dataclass(frozen=True)
+class Hello:
+    """child → daemon: I am up, and this is what I am.
+
+    `pid` is the engine's number for this process, which on Ascend is not `os.getpid()` in a container.
+    `sha256` names the content of the model that this process would load (`weightd.protocol.modelfile`).
+    """
+
+    pid: str = field(metadata=text(32))
+    sha256: str = field(metadata=text(64))
+    versions: Dict[str, str] = field(metadata=mapping(text(limits.MAX_NAME_BYTES, empty=True), 32))
+    traits: Traits = field(metadata=record(Traits))
+
+
+@dataclass(frozen=True)
+class Build:
+    """daemon → holder: build the model and let these processes share its weights."""
+
+    pids: Tuple[str, ...] = field(metadata=many(text(32), limits.MAX_PIDS))
+
+
+@dataclass(frozen=True)
+class Built:
+    """holder → daemon: the weights are exported.
+
+    `handle` is what a worker attaches to, "" where there is nothing to share; `note` then says why.
+    `canary_sizes` are the sizes of the free dimensions that the canary is run with, none where the model has no
+    canary; `canary` is the digest of its answers, "" for a model that does not repeat itself.
+    """
+
+    handle: str = field(metadata=text(limits.MAX_PATH_BYTES, empty=True))
+    inputs: Tuple[TensorSignature, ...] = field(metadata=many(record(TensorSignature), limits.MAX_TENSORS))
+    outputs: Tuple[TensorSignature, ...] = field(metadata=many(record(TensorSignature), limits.MAX_TENSORS))
+    canary_sizes: Tuple[int, ...] = field(metadata=many(integer(1, 1024), 8))
+    canary: str = field(metadata=text(64, empty=True))
+    shared_bytes: int = field(metadata=_BYTES)
+    note: str = field(default="", metadata=text(limits.MAX_TEXT_BYTES, empty=True))
+
+
+@dataclass(frozen=True)
+class Attach:
+    """daemon → worker: build the model on the weights behind the handle ("" = a copy of your own).
+
+    Then run the canary with these sizes of the free dimensions.
+    """
+
+    handle: str = field(metadata=text(limits.MAX_PATH_BYTES, empty=True))
+    canary_sizes: Tuple[int, ...] = field(metadata=many(integer(1, 1024), 8))
+
+
+@dataclass(frozen=True)
+class Attached:
+    """worker → daemon: the model is built; `canary` as in `Built`, `note` says why nothing is shared."""
+
+    canary: str = field(metadata=text(64, empty=True))
+    shared_bytes: int = field(metadata=_BYTES)
+    note: str = field(default="", metadata=text(limits.MAX_TEXT_BYTES, empty=True))
+
+
+@dataclass(frozen=True)
+class Broken:
+    """child → daemon: build or attach failed for this cause; the process exits."""
+
+    cause: str = field(metadata=text(limits.MAX_TEXT_BYTES))
+
+
+@dataclass(frozen=True)
+class Predict:
+    """daemon → worker: run the model on the tensors that follow."""
+
+    request: int = field(metadata=_REQUEST)
+    inputs: Tuple[TensorSpec, ...] = field(metadata=many(record(TensorSpec), limits.MAX_TENSORS))
+
+    @property
+    def tensors(self) -> Tuple[TensorSpec, ...]:
+        """The tensors whose bytes follow the header."""
+        return self.inputs
+
+
+@dataclass(frozen=True)
+class Result:
+    """worker → daemon: the answer to a `Predict`."""
+
+    request: int = field(metadata=_REQUEST)
+    outputs: Tuple[TensorSpec, ...] = field(metadata=many(record(TensorSpec), limits.MAX_TENSORS))
+
+    @property
+    def tensors(self) -> Tuple[TensorSpec, ...]:
+        """The tensors whose bytes follow the header."""
+        return self.outputs
+
+
+@dataclass(frozen=True)
+class Failed:
+    """worker → daemon: the `Predict` ended in an error.
+
+    `leaving`: the failure may have spoilt the model, so the process exits and takes no further request.
+    """
+
+    request: int = field(metadata=_REQUEST)
+    code: str = field(metadata=one_of(ERRORS))
+    error: str = field(metadata=text(limits.MAX_TEXT_BYTES, empty=True))
+    leaving: bool = field(metadata=boolean())
+
+
+@dataclass(frozen=True)
+class Settle:
+    """daemon → holder: no attach is due; let pages of the store that nobody maps leave memory."""
+
+
+@dataclass(frozen=True)
+class Stop:
+    """daemon → child: finish what you have and exit."""
+
+
+ChildMessage = Union[Hello, Built, Attached, Broken, Result, Failed]
+OrderMessage = Union[Build, Attach, Predict, Settle, Stop]
+
+FROM_CHILD: Dict[str, Type[ChildMessage]] = {
+    "hello": Hello,
+    "built": Built,
+    "attached": Attached,
+    "broken": Broken,
+    "result": Result,
+    "failed": Failed,
+}
+TO_CHILD: Dict[str, Type[OrderMessage]] = {
+    "build": Build,
+    "attach": Attach,
+    "predict": Predict,
+    "settle": Settle,
+    "stop": Stop,
+}

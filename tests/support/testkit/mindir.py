@@ -1,0 +1,60 @@
+"""ONNX to MindIR by MindSpore Lite's own Converter, and where its interpreter is.
+
+The Converter runs in a process of its own: it can crash, and a process that has converted may crash later.
+"""
+
+from __future__ import annotations
+
+import functools
+import subprocess
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+HOW_TO_GET_IT = (
+    "no working .venv-mslite: `make test` makes it, of the CPython 3.7 that $WEIGHTD_PYTHON37 names"
+)
+
+CONVERT_LIMIT_S = 300  # 192 MiB of weights take 1 to 2 s on two cores
+IMPORT_LIMIT_S = 60  # the first import reads 200 MB of libraries from disk
+
+_CONVERT = """
+import sys
+import mindspore_lite
+converter = mindspore_lite.Converter()
+converter.optimize = "general"
+converter.save_type = mindspore_lite.ModelType.MINDIR
+converter.convert(fmk_type=mindspore_lite.FmkType.ONNX, model_file=sys.argv[1], output_file=sys.argv[2])
+"""
+
+
+class ConvertError(RuntimeError):
+    """The Converter refused the model or died; the text holds what its native log says."""
+
+
+@functools.lru_cache(maxsize=None)
+def interpreter() -> Path | None:
+    """The repository's `.venv-mslite/bin/python` if MindSpore Lite can be imported there, else None."""
+    python = REPOSITORY / ".venv-mslite" / "bin" / "python"
+    if not python.exists():
+        return None
+    command = [str(python), "-I", "-c", "import mindspore_lite"]
+    done = subprocess.run(command, capture_output=True, timeout=IMPORT_LIMIT_S, check=False)
+    return python if done.returncode == 0 else None
+
+
+def convert(onnx: Path, out: Path, python: Path) -> Path:
+    """Convert the ONNX file to MindIR at `out` (suffix `.mindir`), in MindSpore Lite's own `python`.
+
+    The file is readable for its owner only (mode 0400). Models above 1 GB, which become several files, fail.
+    """
+    if out.suffix != ".mindir":
+        raise ValueError(f"MindSpore Lite writes .mindir files only, not {out.name}")
+    if out.exists():
+        out.unlink()
+    # The Converter appends the suffix by itself, always.
+    command = [str(python), "-I", "-c", _CONVERT, str(onnx), str(out.with_suffix(""))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=CONVERT_LIMIT_S, check=False)
+    if done.returncode != 0 or not out.exists():
+        log = "\n".join((done.stdout + done.stderr).splitlines()[-30:])
+        raise ConvertError(f"{onnx.name} could not be converted (exit status {done.returncode}):\n{log}")
+    return out

@@ -1,0 +1,152 @@
+"""Writers of small ONNX models, the same bytes for the same seed.
+
+Opset 17 and IR version 8: onnxruntime 1.20 and later takes them, MindSpore Lite 2.0.0 converts them.
+Each writer takes the path of the file to write and returns it. FP32 is float32, N and M are free batch sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Union
+
+import numpy as np
+from numpy.typing import NDArray
+from onnx import (
+    ModelProto,
+    NodeProto,
+    TensorProto,
+    ValueInfoProto,
+    external_data_helper,
+    helper,
+    numpy_helper,
+)
+
+OPSET = 17
+IR_VERSION = 8
+
+Dim = Union[int, str]
+
+
+def mlp(path: Path, layers: int = 12, width: int = 2048, batch: Dim = "N", seed: int = 0) -> Path:
+    """`layers` times relu(x @ W), W FP32 [width, width]: "x" FP32 [batch, width] -> "y" of the same shape.
+
+    The defaults hold 192 MiB of weights. He scaling: values neither vanish nor explode over the layers.
+    """
+    rng = np.random.default_rng(seed)
+    names = ["x", *(f"h{i}" for i in range(1, layers)), "y"]
+    nodes: list[NodeProto] = []
+    weights: list[TensorProto] = []
+    for i in range(layers):
+        weights.append(_weight(f"w{i}", _he(rng, width, width)))
+        nodes.append(helper.make_node("MatMul", [names[i], f"w{i}"], [f"m{i}"]))
+        nodes.append(helper.make_node("Relu", [f"m{i}"], [names[i + 1]]))
+    return save(path, nodes, [fp32("x", batch, width)], [fp32("y", batch, width)], weights)
+
+
+def tiny(path: Path, seed: int = 0) -> Path:
+    """One MatMul, W FP32 [64, 64]: "x" FP32 [N, 64] -> "y" FP32 [N, 64]."""
+    weight = _weight("w", _he(np.random.default_rng(seed), 64, 64))
+    nodes = [helper.make_node("MatMul", ["x", "w"], ["y"])]
+    return save(path, nodes, [fp32("x", "N", 64)], [fp32("y", "N", 64)], [weight])
+
+
+def two_inputs(path: Path) -> Path:
+    """Inputs "a", "b" FP32 [N, 4] -> "sum" = a + b, "difference" = a - b: a swap shows at once."""
+    nodes = [
+        helper.make_node("Add", ["a", "b"], ["sum"]),
+        helper.make_node("Sub", ["a", "b"], ["difference"]),
+    ]
+    inputs = [fp32("a", "N", 4), fp32("b", "N", 4)]
+    return save(path, nodes, inputs, [fp32("sum", "N", 4), fp32("difference", "N", 4)])
+
+
+def two_batches(path: Path) -> Path:
+    """Inputs "a" FP32 [N, 4], "b" FP32 [M, 4] -> "sum": the signature allows N != M, the engine fails on it.
+
+    (A batch of 1 broadcasts.) This failed predict is the one that poisons a MindSpore Lite model.
+    """
+    nodes = [helper.make_node("Add", ["a", "b"], ["sum"])]
+    return save(path, nodes, [fp32("a", "N", 4), fp32("b", "M", 4)], [fp32("sum", "N", 4)])
+
+
+def integers(path: Path, seed: int = 0) -> Path:
+    """An embedding: "ids" INT64 [N, 3], each from 0 to 15, -> "vectors" FP32 [N, 3, 4]."""
+    table = _weight("table", np.random.default_rng(seed).standard_normal((16, 4), dtype=np.float32))
+    nodes = [helper.make_node("Gather", ["table", "ids"], ["vectors"], axis=0)]
+    ids = helper.make_tensor_value_info("ids", TensorProto.INT64, ["N", 3])
+    return save(path, nodes, [ids], [fp32("vectors", "N", 3, 4)], [table])
+
+
+def fixed(path: Path, seed: int = 0) -> Path:
+    """No free dimension: "x" FP32 [2, 3] @ W FP32 [3, 5] -> "y" FP32 [2, 5]."""
+    weight = _weight("w", _he(np.random.default_rng(seed), 3, 5))
+    nodes = [helper.make_node("MatMul", ["x", "w"], ["y"])]
+    return save(path, nodes, [fp32("x", 2, 3)], [fp32("y", 2, 5)], [weight])
+
+
+def with_external_data(path: Path, locations: int = 2, width: int = 64, seed: int = 0) -> Path:
+    """A chain of MatMuls, "x" FP32 [N, width] -> "y"; weight i lies in a file of its own, STEM.w<i>.bin."""
+    rng = np.random.default_rng(seed)
+    names = ["x", *(f"h{i}" for i in range(1, locations)), "y"]
+    nodes: list[NodeProto] = []
+    weights: list[TensorProto] = []
+    for i in range(locations):
+        weights.append(
+            _external(path.with_name(f"{path.stem}.w{i}.bin"), _weight(f"w{i}", _he(rng, width, width)))
+        )
+        nodes.append(helper.make_node("MatMul", [names[i], f"w{i}"], [names[i + 1]]))
+    return save(path, nodes, [fp32("x", "N", width)], [fp32("y", "N", width)], weights)
+
+
+def random_output(path: Path) -> Path:
+    """Input "x" FP32 [N, 4] plus noise from [0, 1) -> "y" FP32 [N, 4]: no two answers are equal.
+
+    For ONNX Runtime only: MindSpore Lite's converter does not know RandomUniformLike.
+    """
+    nodes = [
+        helper.make_node("RandomUniformLike", ["x"], ["noise"], low=0.0, high=1.0),
+        helper.make_node("Add", ["x", "noise"], ["y"]),
+    ]
+    return save(path, nodes, [fp32("x", "N", 4)], [fp32("y", "N", 4)])
+
+
+def fp32(name: str, *shape: Dim) -> ValueInfoProto:
+    """An FP32 input or output; a dimension given as text is free."""
+    return helper.make_tensor_value_info(name, TensorProto.FLOAT, list(shape))
+
+
+def save(
+    path: Path,
+    nodes: Sequence[NodeProto],
+    inputs: Sequence[ValueInfoProto],
+    outputs: Sequence[ValueInfoProto],
+    weights: Sequence[TensorProto] = (),
+) -> Path:
+    """Write a graph as a model file."""
+    graph = helper.make_graph(nodes, path.stem, inputs, outputs, initializer=weights)
+    opset = helper.make_opsetid("", OPSET)
+    model: ModelProto = helper.make_model(
+        graph, opset_imports=[opset], ir_version=IR_VERSION, producer_name="testkit"
+    )
+    path.write_bytes(model.SerializeToString(deterministic=True))
+    return path
+
+
+def _he(rng: np.random.Generator, rows: int, columns: int) -> NDArray[np.float32]:
+    """Random FP32 weights [rows, columns] of variance 2 / rows: relu(x @ W) keeps the mean square of x."""
+    weights = rng.standard_normal((rows, columns), dtype=np.float32)
+    weights *= np.float32(np.sqrt(2 / rows))
+    return weights
+
+
+def _weight(name: str, values: NDArray[np.float32]) -> TensorProto:
+    return numpy_helper.from_array(values, name)
+
+
+def _external(file: Path, weight: TensorProto) -> TensorProto:
+    """Move the bytes of `weight` into `file`, which must lie in the directory of the model."""
+    size = file.write_bytes(weight.raw_data)
+    external_data_helper.set_external_data(weight, location=file.name, offset=0, length=size)
+    weight.ClearField("raw_data")
+    return weight

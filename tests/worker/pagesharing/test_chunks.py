@@ -1,0 +1,157 @@
+from __future__ import annotations
+
+from typing import Dict, List, Tuple, cast
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from weightd.worker.pagesharing import Unavailable, chunks
+from weightd.worker.pagesharing.chunks import Reader
+from weightd.worker.pagesharing.libc import PAGE, Libc, MappedBlocks
+from weightd.worker.pagesharing.maps import Region
+
+Heads = Dict[int, Tuple[int, int]]
+
+
+def reader(heads: Heads) -> Reader:
+    """Memory in which only these pages exist: page number -> its first two words."""
+
+    def populated(start: int, end: int) -> "np.ndarray[Tuple[int], np.dtype[np.bool_]]":
+        return np.array([page in heads for page in range(start // PAGE, end // PAGE)], dtype=np.bool_)
+
+    def read(
+        start: int, end: int, indices: "np.ndarray[Tuple[int, ...], np.dtype[np.intp]]"
+    ) -> "np.ndarray[Tuple[int, ...], np.dtype[np.uint64]]":
+        found = [heads[start // PAGE + int(index)] for index in indices]
+        return np.array(found, dtype=np.uint64).reshape(-1, 2)
+
+    return Reader(populated, read)
+
+
+def region(first: int, last: int, anonymous: bool = True) -> Region:
+    return Region(first * PAGE, last * PAGE, anonymous)
+
+
+def walk(span: List[Region], heads: Heads) -> List[Tuple[int, int]]:
+    """Find chunks, in pages."""
+    return [(chunk.start // PAGE, chunk.size // PAGE) for chunk in chunks.walk(span, reader(heads))]
+
+
+@pytest.mark.parametrize(
+    ("before", "size", "is_header"),
+    [
+        (0, PAGE | 2, True),
+        (0, (1 << 40) | 2, True),
+        (PAGE, PAGE | 2, False),  # not the first block of its mapping
+        (0, PAGE, False),  # no flag
+        (0, PAGE | 1, False),  # an ordinary block
+        (0, PAGE | 3, False),  # impossible together
+        (0, PAGE | 6, False),
+        (0, 2, False),  # no size
+        (0, PAGE + 16 | 2, False),  # not whole pages
+        (0, 0, False),
+    ],
+)
+def test_what_is_a_header(before: int, size: int, is_header: bool) -> None:
+    assert chunks.plausible(np.array([[before, size]], dtype=np.uint64)).tolist() == [is_header]
+
+
+def test_a_chunk_must_fit_into_its_span() -> None:
+    head = (0, 4 * PAGE | 2)
+    assert walk([region(10, 14)], {10: head}) == [(10, 4)]
+    assert walk([region(10, 13)], {10: head}) == []
+    assert walk([region(8, 20)], {17: head}) == []
+
+
+def test_a_chunk_may_reach_over_parts_that_were_mapped_from_a_file() -> None:
+    span = [region(10, 11), region(11, 13, anonymous=False), region(13, 20)]
+    assert walk(span, {10: (0, 5 * PAGE | 2), 15: (0, 5 * PAGE | 2)}) == [(10, 5), (15, 5)]
+
+
+def test_no_chunk_begins_in_a_file() -> None:
+    assert walk([region(10, 20, anonymous=False)], {10: (0, 5 * PAGE | 2)}) == []
+
+
+def test_what_looks_like_a_header_inside_a_chunk_is_data() -> None:
+    head = (0, 2 * PAGE | 2)
+    assert walk([region(0, 10)], {2: (0, 6 * PAGE | 2), 3: head, 6: head, 8: head}) == [(2, 6), (8, 2)]
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 9)), max_size=8), st.integers(1, 4), st.data())
+def test_all_chunks_are_found_among_other_memory(
+    layout: List[Tuple[int, int]], window: int, data: st.DataObject
+) -> None:
+    heads: Heads = {}
+    expected: List[Tuple[int, int]] = []
+    position = 1
+    for gap, size in layout:
+        for page in range(position, position + gap):
+            if data.draw(st.booleans()):
+                heads[page] = data.draw(st.sampled_from([(0, 0), (1, 2), (0, PAGE | 1), (PAGE, PAGE | 2)]))
+        position += gap
+        heads[position] = (0, size * PAGE | 2)
+        expected.append((position, size))
+        for page in range(position + 1, position + size):
+            if data.draw(st.booleans()):
+                heads[page] = data.draw(st.sampled_from([(0, 0), (0, PAGE | 2), (7, 7)]))
+        position += size
+    borders = [1, *data.draw(st.lists(st.integers(2, position + 1), unique=True).map(sorted)), position + 2]
+    span = [region(one, other) for one, other in zip(borders, borders[1:])]
+    original = chunks._WINDOW  # pyright: ignore[reportPrivateUsage]
+    chunks._WINDOW = window * PAGE  # pyright: ignore[reportPrivateUsage]
+    try:
+        assert walk(span, heads) == expected
+    finally:
+        chunks._WINDOW = original  # pyright: ignore[reportPrivateUsage]
+
+
+@pytest.mark.parametrize(
+    ("start", "end", "parts"),
+    [(0, 30, [(10, 12), (14, 20)]), (11, 15, [(11, 12), (14, 15)]), (12, 14, []), (16, 17, [(16, 17)]), (15, 15, [])],
+)
+def test_anonymous_parts(start: int, end: int, parts: List[Tuple[int, int]]) -> None:
+    span = [Region(10, 12, True), Region(12, 14, False), Region(14, 20, True)]
+    assert list(chunks.anonymous_parts(span, start, end)) == parts
+
+
+def test_malloc_must_agree_in_number_and_bytes() -> None:
+    chunks.agree(2, 3 * PAGE, MappedBlocks(2, 3 * PAGE, 2**64))
+    chunks.agree(2, 2**32 + PAGE, MappedBlocks(2, PAGE, 2**32))
+    for other in (MappedBlocks(1, 3 * PAGE, 2**64), MappedBlocks(3, 3 * PAGE, 2**64), MappedBlocks(2, PAGE, 2**64)):
+        with pytest.raises(Unavailable, match="found 2 malloc mappings of .* malloc counts"):
+            chunks.agree(2, 3 * PAGE, other)
+
+
+class OtherMalloc:
+    """glibc's count stays as it is, as blocks come from elsewhere."""
+
+    def __init__(self, counts: List[MappedBlocks]) -> None:
+        self.counts = counts
+        self.memory = np.zeros(4 * PAGE, dtype=np.uint8)
+        self.freed = 0
+
+    def mapped_blocks(self) -> MappedBlocks:
+        return self.counts.pop(0)
+
+    def malloc(self, length: int) -> int:
+        return (int(self.memory.ctypes.data) + PAGE) // PAGE * PAGE + 16
+
+    def free(self, address: int) -> None:
+        self.freed += 1
+
+
+def test_another_malloc_is_noticed_by_the_count() -> None:
+    other = OtherMalloc([MappedBlocks(0, 0, 2**64)] * 2)
+    with pytest.raises(Unavailable, match="another malloc"):
+        chunks.check_malloc(cast(Libc, other))
+    assert other.freed == 1
+
+
+def test_another_header_is_noticed() -> None:
+    size = (32 << 20) + PAGE
+    other = OtherMalloc([MappedBlocks(0, 0, 2**64), MappedBlocks(1, size, 2**64)])
+    with pytest.raises(Unavailable, match="another malloc"):
+        chunks.check_malloc(cast(Libc, other))
+    assert other.freed == 1

@@ -1,0 +1,46 @@
+from __future__ import annotations
+
+from typing import List
+
+import numpy as np
+
+from weightd.worker.pagesharing import hashing
+from weightd.worker.pagesharing.libc import PAGE
+
+
+def hashes_of(data: bytes) -> List[int]:
+    memory = np.frombuffer(data, dtype=np.uint8)
+    hashes = np.empty(len(data) // PAGE, dtype=np.uint64)
+    hashing.hash_pages(int(memory.ctypes.data), hashes)
+    return [int(value) for value in hashes]
+
+
+def test_multipliers_are_fixed_odd_and_different() -> None:
+    multipliers = [int(value) for value in hashing.multipliers(PAGE // 8)]
+    assert multipliers[:2] == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F5]  # those of splitmix64 with seed 0, made odd
+    assert all(value % 2 for value in multipliers)
+    assert len(set(multipliers)) == len(multipliers)
+
+
+def test_a_hash_is_the_sum_of_products() -> None:
+    data = np.random.RandomState(3).bytes(3 * PAGE)
+    multipliers = [int(value) for value in hashing.multipliers(PAGE // 8)]
+    words = [int(value) for value in np.frombuffer(data, dtype=np.uint64)]
+    pages = [words[start : start + PAGE // 8] for start in range(0, len(words), PAGE // 8)]
+    assert hashes_of(data) == [sum(a * b for a, b in zip(page, multipliers)) % 2**64 for page in pages]
+
+
+def test_more_pages_than_a_block() -> None:
+    page = np.random.RandomState(4).bytes(PAGE)
+    count = (16 << 20) // PAGE + 3
+    assert set(hashes_of(page * count)) == set(hashes_of(page))
+
+
+def test_only_zeros_have_the_hash_of_zeros() -> None:
+    assert hashes_of(bytes(PAGE)) == [hashing.ZERO_PAGE]
+    assert all(hashes_of(bytes(at) + b"\1" + bytes(PAGE - at - 1)) != [hashing.ZERO_PAGE] for at in range(0, PAGE, 97))
+
+
+def test_order_matters() -> None:
+    one = np.arange(PAGE // 8, dtype=np.uint64)
+    assert hashes_of(one.tobytes()) != hashes_of(one[::-1].tobytes())

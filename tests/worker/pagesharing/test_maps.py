@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+import ctypes
+import mmap
+from typing import List
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from weightd.worker.pagesharing import Unavailable, maps
+from weightd.worker.pagesharing.libc import PAGE
+from weightd.worker.pagesharing.maps import Pagemap, Region
+
+
+@pytest.mark.parametrize(
+    ("line", "region"),
+    [
+        (b"7f0000000000-7f0000100000 rw-p 00000000 00:00 0 \n", Region(0x7F0000000000, 0x7F0000100000, True)),
+        (b"1000-2000 rw-p 00000000 00:00 0                  [anon:x y]\n", Region(0x1000, 0x2000, True)),
+        (b"1000-2000 rw-p 00000000 00:00 0                  [heap]\n", Region(0x1000, 0x2000, False)),
+        (b"1000-2000 rw-p 00000000 00:00 0                  [stack]\n", Region(0x1000, 0x2000, False)),
+        (b"1000-2000 rw-p 00003000 fe:00 77                 /a file (deleted)\n", Region(0x1000, 0x2000, False)),
+        (b"1000-2000 rw-p 00003000 00:0f 77                 /anon_hugepage (deleted)\n", Region(0x1000, 0x2000, False)),
+        (b"1000-2000 rw-s 00000000 00:00 0 \n", None),
+        (b"1000-2000 r--p 00000000 00:00 0 \n", None),
+        (b"1000-2000 rwxp 00000000 00:00 0 \n", None),
+        (b"1000-2000 ---p 00000000 00:00 0 \n", None),
+    ],
+)
+def test_a_line_of_maps(line: bytes, region: object) -> None:
+    assert maps.parse(line) == region
+
+
+def test_too_many_regions_are_refused() -> None:
+    line = b"1000-2000 rw-p 00000000 00:00 0 \n"
+    assert len(maps.regions([line] * maps.MAX_REGIONS)) == maps.MAX_REGIONS
+    with pytest.raises(Unavailable, match="more than 100000 memory regions"):
+        maps.regions([line] * (maps.MAX_REGIONS + 1))
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(1, 3))))
+def test_spans_are_all_the_regions_cut_at_the_gaps(steps: List[List[int]]) -> None:
+    regions: List[Region] = []
+    position = 0
+    for gap, length in steps:
+        regions.append(Region(position + gap, position + gap + length, True))
+        position += gap + length
+    spans = list(maps.spans(regions))
+    assert [region for span in spans for region in span] == regions
+    assert all(one.end == other.start for span in spans for one, other in zip(span, span[1:]))
+    assert all(one[-1].end < other[0].start for one, other in zip(spans, spans[1:]))
+
+
+def test_own_memory_is_seen() -> None:
+    with mmap.mmap(-1, 8 * PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
+        memory[3 * PAGE] = 1
+        start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        assert any(r.start <= start and start + 8 * PAGE <= r.end and r.anonymous for r in maps.own_regions())
+        pagemap = Pagemap()
+        populated = pagemap.populated(start, start + 8 * PAGE)
+        pagemap.close()
+        assert np.flatnonzero(populated).tolist() == [3]
+        assert 0 < maps.count_mappings() < maps.mapping_limit()

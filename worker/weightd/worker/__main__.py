@@ -1,0 +1,79 @@
+"""The child process: ``python -m weightd.worker``, started by the daemon."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import sys
+from pathlib import Path
+
+import zmq
+
+from weightd.protocol import limits
+from weightd.protocol.errors import WeightdError
+from weightd.protocol.modelfile import digest
+from weightd.protocol.wire import clip, encode
+from weightd.protocol.worker_messages import Broken
+from weightd.worker import exits, pagesharing, parent
+from weightd.worker.engines import ENGINES, Settings
+from weightd.worker.session import Session
+
+# The last message says why the process leaves: give libzmq this long to hand it over, and no longer.
+_LINGER_MS = 2000
+
+
+def main() -> int:
+    """Run one child until the daemon stops it; return its exit status."""
+    arguments = _parser().parse_args()
+    parent.die_with(arguments.parent)
+    # Ctrl-C in a terminal reaches the whole process group; who stops when is the daemon's decision.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", level=logging.INFO)
+    pagesharing.prepare()
+    context = zmq.Context()
+    try:
+        return _connected(context, arguments)
+    finally:
+        context.destroy(linger=_LINGER_MS)
+
+
+def _connected(context: "zmq.Context[zmq.Socket[bytes]]", arguments: argparse.Namespace) -> int:
+    socket = context.socket(zmq.DEALER)
+    socket.setsockopt(zmq.ROUTING_ID, arguments.name.encode())
+    socket.setsockopt(zmq.MAXMSGSIZE, limits.MAX_FRAME_BYTES)
+    socket.setsockopt(zmq.LINGER, _LINGER_MS)
+    socket.connect(arguments.address)
+    try:
+        engine = ENGINES[arguments.engine](Settings(arguments.threads, arguments.device))
+        sha256 = digest(Path(arguments.model))
+    except WeightdError as error:
+        socket.send(encode(Broken(clip(f"{sys.executable}: {error}"))))
+        socket.recv()  # whatever it is: the daemon has read the cause
+        return exits.NO_ENGINE
+    return Session(socket, engine, arguments.model, arguments.store).run(sha256)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m weightd.worker", description="A process of weightd. It is started by the daemon, not by hand."
+    )
+    parser.add_argument("--address", required=True, help="the daemon's socket for its children")
+    parser.add_argument("--name", required=True, help="this process's name and routing id")
+    parser.add_argument("--parent", required=True, type=int, help="the daemon's pid")
+    parser.add_argument("--engine", required=True, choices=sorted(ENGINES), help="the library that runs the model")
+    parser.add_argument("--model", required=True, help="path of the model's snapshot")
+    parser.add_argument("--store", required=True, help="path where the holder may write its page store")
+    parser.add_argument("--threads", required=True, type=int, help="threads of one predict")
+    parser.add_argument("--device", required=True, help="where to run")
+    return parser
+
+
+if __name__ == "__main__":
+    status = main()
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Native libraries have been seen to crash in their exit handlers; the kernel cleans up better.
+    os._exit(status)

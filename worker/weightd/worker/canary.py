@@ -1,0 +1,103 @@
+"""An input with a known answer: a worker that does not give the holder's answer never serves.
+
+The inputs are made from the signature alone, so every process makes the same. Free dimensions are set to 1, then to 2:
+two sizes also show that the model can be resized, and which dimensions of the outputs are free.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any, Dict, List, NamedTuple, Sequence, Tuple
+
+import numpy as np
+
+from weightd.protocol.errors import RequestError
+from weightd.protocol.messages import TensorSignature
+from weightd.protocol.tensors import NUMPY_DTYPE
+from weightd.worker.engines.base import Arrays, Engine, Signature
+
+Sizes = Tuple[int, ...]
+
+_SEED = 20_260_101
+# Which of these a model can run is found out by the holder. Some models refuse small images: they have no canary.
+_CANDIDATES: Sequence[Sizes] = ((1, 2), (1,))
+
+
+class Canary(NamedTuple):
+    """The sizes it was run with, the digest of the answers, and the shapes of the outputs for each size.
+
+    No sizes: the model did not run on any. No digest: the model does not repeat its own answer.
+    """
+
+    sizes: Sizes
+    digest: str
+    shapes: List[Dict[str, Tuple[int, ...]]]
+
+    @property
+    def note(self) -> str:
+        """What an operator should know about it."""
+        if not self.sizes:
+            return "no canary: the model does not run with its free dimensions set to 1"
+        return "" if self.digest else "no canary: the model gives different answers to the same input"
+
+
+def find(engine: Engine, model: str) -> Canary:
+    """Return the canary of the model that `engine` has loaded; the engine is whole afterwards."""
+    fixed = all(dim >= 0 for each in engine.signature.inputs for dim in each.shape)
+    for sizes in ((1,),) if fixed else _CANDIDATES:
+        try:
+            first = run(engine, sizes)
+            again = run(engine, sizes)
+        except RequestError:
+            engine.load(model)
+            continue
+        return first if first.digest == again.digest else first._replace(digest="")
+    return Canary((), "", [])
+
+
+def run(engine: Engine, sizes: Sizes) -> Canary:
+    """Return the canary with the answers that `engine` gives now.
+
+    Raises:
+        InvalidArgument: the engine refuses the inputs.
+        Spoilt: the predict failed.
+    """
+    state = hashlib.sha256()
+    shapes: List[Dict[str, Tuple[int, ...]]] = []
+    for size in sizes:
+        outputs = engine.predict(_inputs(engine.signature, size))
+        for name, array in outputs.items():
+            state.update(f"{name} {array.dtype.str} {array.shape}\n".encode())
+            state.update(np.ascontiguousarray(array).tobytes())
+        shapes.append({name: tuple(array.shape) for name, array in outputs.items()})
+    return Canary(sizes, state.hexdigest() if sizes else "", shapes)
+
+
+def observed(signature: Signature, canary: Canary) -> Signature:
+    """Return `signature` with the shapes of outputs that the engine did not know, as the canary showed them."""
+    return signature._replace(outputs=tuple(_observed_output(each, canary.shapes) for each in signature.outputs))
+
+
+def _observed_output(output: TensorSignature, shapes: List[Dict[str, Tuple[int, ...]]]) -> TensorSignature:
+    seen = [each[output.name] for each in shapes if output.name in each]
+    if not seen or len(seen[0]) == len(output.shape) and output.shape != (-1,):
+        return output
+    if len({len(shape) for shape in seen}) != 1:
+        return output
+    dims = tuple(each[0] if len(set(each)) == 1 and len(seen) > 1 else -1 for each in zip(*seen))
+    return TensorSignature(output.name, output.datatype, dims)
+
+
+def _inputs(signature: Signature, size: int) -> Arrays:
+    return {each.name: _array(each, size) for each in signature.inputs}
+
+
+def _array(tensor: TensorSignature, size: int) -> Any:
+    # RandomState is the generator whose stream numpy promises never to change.
+    random = np.random.RandomState(_SEED)
+    shape = tuple(size if dim < 0 else dim for dim in tensor.shape)
+    dtype = np.dtype(NUMPY_DTYPE[tensor.datatype])
+    if dtype.kind == "f":
+        return np.asarray(random.uniform(-1.0, 1.0, shape), dtype=dtype)
+    # 0 and 1 are indices that every embedding has.
+    return np.asarray(random.randint(0, 2, shape), dtype=dtype)

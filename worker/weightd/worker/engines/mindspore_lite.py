@@ -1,0 +1,125 @@
+"""MindSpore Lite on the CPU, with every trap of the library closed.
+
+What the library does not do, measured on 2.0.0, and what this module does about it:
+
+- It binds inputs by position and checks only their size: here they are bound by name, in the model's order.
+- It ignores F-order and big-endian arrays without an error: `Arrays` are C order and native by contract.
+- Its inputs are not copied: the arrays stay alive and unchanged until the predict has ended.
+- Its outputs are views that the next predict overwrites: they are copied out.
+- A failed predict spoils the model, and the next answer may be the previous request's: `Spoilt`.
+- A failed build spoils the Model object: each build makes a new one.
+- Its exceptions have no cause: that is in the native log, from which it is read.
+- The dtypes of the file are not those that it takes (int64 becomes int32): they are read from the built model.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from typing import Any, Dict, List, Tuple
+
+import numpy as np
+
+from weightd.protocol.messages import TensorSignature
+from weightd.worker.engines.base import Arrays, BuildError, EngineMissing, Settings, Signature, Spoilt
+from weightd.worker.engines.cpu import CpuEngine
+from weightd.worker.nativelog import NativeLog
+
+_DATATYPE: Dict[str, str] = {
+    "BOOL": "BOOL",
+    "UINT8": "UINT8",
+    "UINT16": "UINT16",
+    "UINT32": "UINT32",
+    "UINT64": "UINT64",
+    "INT8": "INT8",
+    "INT16": "INT16",
+    "INT32": "INT32",
+    "INT64": "INT64",
+    "FLOAT16": "FP16",
+    "FLOAT32": "FP32",
+    "FLOAT64": "FP64",
+}
+
+# "[ERROR] ME(1234,7f...,python3.7):2026-01-01-10:00:00.123.456 [lite/src/x.cc:42] Build] the cause"
+_GLOG_ERROR = re.compile(r"^\[(?:ERROR|CRITICAL)\].*?\[[^\]]*:\d+\]\s*(?P<text>.*)$")
+
+
+class MindSporeLite(CpuEngine):
+    """Runs a MindIR model."""
+
+    name = "mindspore_lite"
+
+    def __init__(self, settings: Settings) -> None:
+        try:
+            self._library: Any = importlib.import_module("mindspore_lite")
+        except ImportError as error:
+            raise EngineMissing(f"{error}; install the vendor's wheel of mindspore_lite for this interpreter") from None
+        self._settings = settings
+        self._log = NativeLog(_GLOG_ERROR)
+
+    def versions(self) -> Dict[str, str]:
+        """Return the library's version."""
+        return {"mindspore_lite": str(self._library.__version__)}
+
+    def load(self, model: str) -> None:
+        """Build a new Model."""
+        context = self._library.Context()
+        context.target = ["cpu"]
+        context.cpu.thread_num = self._settings.threads
+        built = self._library.Model()
+        with self._log.cause_of(BuildError):
+            built.build_from_file(model, self._library.ModelType.MINDIR, context)
+        self._model: Any = built
+        self._bind(built.get_inputs())
+        self._signature = Signature(
+            tuple(_tensor_signature(each) for each in self._tensors),
+            tuple(_tensor_signature(each) for each in self._outputs()),
+        )
+
+    @property
+    def signature(self) -> Signature:
+        """What the built model takes. The shape of an output that depends on a free dimension is only [-1]."""
+        return self._signature
+
+    def predict(self, inputs: Arrays) -> Arrays:
+        """Resize where the shape is not that of the last request, run, and copy the outputs out."""
+        arrays = [inputs[name] for name in self._names]
+        with self._log.cause_of(Spoilt):
+            self._resize([list(array.shape) for array in arrays])
+            for tensor, array in zip(self._tensors, arrays):
+                tensor.set_data_from_numpy(array)
+            outputs = self._model.predict(self._tensors)
+            return {_name(each): np.array(each.get_data_to_numpy()) for each in outputs}
+
+    def _resize(self, shapes: List[List[int]]) -> None:
+        if shapes != self._shapes:
+            self._model.resize(self._tensors, shapes)
+            # The old tensors keep the old shape.
+            self._bind(self._model.get_inputs())
+
+    def _bind(self, tensors: List[Any]) -> None:
+        self._tensors = tensors
+        self._names = [_name(tensor) for tensor in tensors]
+        self._shapes = [list(tensor.shape) for tensor in tensors]
+
+    def _outputs(self) -> List[Any]:
+        if hasattr(self._model, "get_outputs"):
+            return list(self._model.get_outputs())
+        # 2.0.0 has it only in the binding beneath.
+        return [self._library.Tensor(each) for each in self._model._model.get_outputs()]
+
+
+def _name(tensor: Any) -> str:
+    """Names may be padded (the vendor's own examples strip them)."""
+    return str(tensor.name).rstrip()
+
+
+def _tensor_signature(tensor: Any) -> TensorSignature:
+    datatype = _DATATYPE.get(tensor.dtype.name)
+    if datatype is None:
+        raise BuildError(f"{_name(tensor)}: {tensor.dtype} has no datatype on the wire")
+    return TensorSignature(_name(tensor), datatype, _dims(tensor.shape))
+
+
+def _dims(shape: List[int]) -> Tuple[int, ...]:
+    return tuple(int(dim) if dim >= 0 else -1 for dim in shape)

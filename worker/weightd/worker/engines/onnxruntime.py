@@ -1,0 +1,92 @@
+"""ONNX Runtime on the CPU."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any, Dict, List, Tuple
+
+from weightd.protocol.errors import InvalidArgument
+from weightd.protocol.messages import TensorSignature
+from weightd.worker.engines.base import Arrays, BuildError, EngineMissing, Settings, Signature, Spoilt
+from weightd.worker.engines.cpu import CpuEngine
+
+_DATATYPE: Dict[str, str] = {
+    "tensor(bool)": "BOOL",
+    "tensor(uint8)": "UINT8",
+    "tensor(uint16)": "UINT16",
+    "tensor(uint32)": "UINT32",
+    "tensor(uint64)": "UINT64",
+    "tensor(int8)": "INT8",
+    "tensor(int16)": "INT16",
+    "tensor(int32)": "INT32",
+    "tensor(int64)": "INT64",
+    "tensor(float16)": "FP16",
+    "tensor(float)": "FP32",
+    "tensor(double)": "FP64",
+}
+
+
+class OnnxRuntime(CpuEngine):
+    """Runs an ONNX model. The library checks inputs itself and a refused input leaves the session intact."""
+
+    name = "onnxruntime"
+
+    def __init__(self, settings: Settings) -> None:
+        try:
+            self._library: Any = importlib.import_module("onnxruntime")
+            self._errors: Any = importlib.import_module("onnxruntime.capi.onnxruntime_pybind11_state")
+        except ImportError as error:
+            raise EngineMissing(f"{error}; install it with: pip install 'weightd[onnxruntime]'") from None
+        self._settings = settings
+
+    def versions(self) -> Dict[str, str]:
+        """Return the library's version."""
+        return {"onnxruntime": str(self._library.__version__)}
+
+    def load(self, model: str) -> None:
+        """Build a session whose weights lie in large allocations of their own, so that they can be shared."""
+        options = self._library.SessionOptions()
+        options.intra_op_num_threads = self._settings.threads
+        options.inter_op_num_threads = 1
+        # With the arena, weights and activations share blocks, and their pages differ between processes.
+        options.enable_cpu_mem_arena = False
+        options.add_session_config_entry("session.use_device_allocator_for_initializers", "1")
+        try:
+            self._session: Any = self._library.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+        except Exception as error:  # the library raises a dozen types that have only Exception in common
+            raise BuildError(f"onnxruntime: {error}") from None
+        self._signature = Signature(
+            tuple(_tensor_signature(each) for each in self._session.get_inputs()),
+            tuple(_tensor_signature(each) for each in self._session.get_outputs()),
+        )
+        self._output_names: List[str] = [each.name for each in self._signature.outputs]
+
+    @property
+    def signature(self) -> Signature:
+        """What the session says; a symbolic dimension is free."""
+        return self._signature
+
+    def predict(self, inputs: Arrays) -> Arrays:
+        """Run the session; its outputs are fresh arrays."""
+        try:
+            outputs = self._session.run(self._output_names, inputs)
+        except self._errors.InvalidArgument as error:
+            raise InvalidArgument(f"onnxruntime: {error}") from None
+        except (self._errors.Fail, self._errors.RuntimeException) as error:
+            # A node failed on these values or shapes. The session keeps no state between runs.
+            raise InvalidArgument(f"onnxruntime cannot run the model on these inputs: {error}") from None
+        except Exception as error:
+            raise Spoilt(f"onnxruntime: {error}") from error
+        return dict(zip(self._output_names, outputs))
+
+
+def _tensor_signature(node: Any) -> TensorSignature:
+    datatype = _DATATYPE.get(node.type)
+    if datatype is None:
+        raise BuildError(f"{node.name}: {node.type} has no datatype on the wire; expected one of {', '.join(_DATATYPE)}")
+    return TensorSignature(node.name, datatype, _dims(node.shape))
+
+
+def _dims(shape: List[Any]) -> Tuple[int, ...]:
+    """A dimension is an int, or the name of a symbolic one, or None."""
+    return tuple(dim if isinstance(dim, int) and dim >= 0 else -1 for dim in shape)

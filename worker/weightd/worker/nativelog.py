@@ -1,0 +1,67 @@
+"""The cause of a native failure, from what the engine's library wrote to stderr.
+
+The daemon gives each child a log file as its stderr, so the child can read back what the library has just written
+there, without redirecting anything.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+from typing import Iterator, List, Pattern, Type
+
+_STDERR = 2
+_MAX_READ = 64 * 1024
+_MAX_LINES = 4
+
+# The log is cut when it has grown over this, so that a library which logs on every predict cannot fill the disk.
+_MAX_LOG_BYTES = 4 * 1024 * 1024
+
+
+class NativeLog:
+    """Finds error lines in the log that stderr goes to. Where stderr is not a file, there is no cause to find.
+
+    Args:
+        error_line: matches a line that tells an error, with its text in the group ``text``.
+    """
+
+    def __init__(self, error_line: Pattern[str]) -> None:
+        self._error_line = error_line
+
+    @contextlib.contextmanager
+    def cause_of(self, error: Type[Exception]) -> Iterator[None]:
+        """Turn a RuntimeError of the block into an `error` whose text has the cause that the log tells."""
+        start = _size()
+        try:
+            yield
+        except RuntimeError as failure:
+            causes = self._errors_since(start)
+            text = " ".join(str(failure).split())
+            raise error(f"{text}: {' | '.join(causes)}" if causes else text) from None
+
+    def _errors_since(self, start: int) -> List[str]:
+        if start < 0:
+            return []
+        # Reading through /proc opens the file anew: stderr itself is open for writing only.
+        try:
+            with open(f"/proc/self/fd/{_STDERR}", "rb") as log:
+                log.seek(max(start, _size() - _MAX_READ))
+                lines = log.read(_MAX_READ).decode("utf-8", "replace").splitlines()
+        except OSError:
+            return []
+        found = [match.group("text").strip() for match in map(self._error_line.match, lines) if match]
+        # The first line is the root, the others are its callers.
+        return list(dict.fromkeys(found))[:_MAX_LINES]
+
+
+def _size() -> int:
+    """The size of the file behind stderr, or -1 if it is not a file."""
+    status = os.fstat(_STDERR)
+    return status.st_size if stat.S_ISREG(status.st_mode) else -1
+
+
+def bound() -> None:
+    """Empty the log if it has grown too large."""
+    if _size() > _MAX_LOG_BYTES:
+        os.ftruncate(_STDERR, 0)

@@ -1,0 +1,170 @@
+"""Which memory may be exchanged: large blocks of glibc's malloc, and nothing else.
+
+glibc's malloc gives a large block a mapping of its own. Such a mapping begins with two 64-bit words: the
+bytes before the block in its mapping (0), and the size of the mapping, whose lowest three bits are flags:
+"has its own mapping" is 2, and for such a block the other two are 0. (A block with an alignment beyond a page
+has a second such header further in; the first one stays.) We look for these words at the beginning of each
+page of the private memory.
+
+Data could look like such a header. So the mappings that were found, all of them, small ones too, must be as
+many as malloc itself says that it has, and have as many bytes in total: one that is none, or a missed one,
+and nothing is touched. And it is tried out, on a block of our own, that malloc is glibc's, that it writes
+headers like this, and that it counts.
+
+What is done here must not find its own memory. So nothing in this file or in maps.py holds an object of
+``LARGE`` bytes, and nothing that this package allocates afterwards can lie in memory that was in use by then.
+"""
+
+from __future__ import annotations
+
+import bisect
+from typing import TYPE_CHECKING, Callable, Iterator, List, NamedTuple, Sequence, Tuple
+
+import numpy as np
+
+from . import maps
+from .errors import Unavailable
+from .libc import PAGE, Libc, MappedBlocks
+from .maps import Pagemap, Region
+from .memory import words
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+LARGE = 1 << 20
+"""Blocks below this many bytes are left alone: nothing large is in them, and interpreters keep their own data
+there."""
+
+_HAS_OWN_MAPPING = 2
+_HEADER_WORDS = 2
+_WORD_BYTES = 8
+# The size from which blocks get a mapping adapts itself, up to 32 MiB. Freeing one larger than that does not
+# move it.
+_PROBE_BYTES = (32 << 20) + 1
+_WINDOW = 8192 * PAGE  # looked at in one go: numpy then needs 64 KiB, which malloc takes from its heap
+
+Extent = Tuple[int, int]
+"""Start and end of a piece of memory, at page boundaries."""
+
+
+class Chunk(NamedTuple):
+    """A mapping that malloc has made for one block."""
+
+    start: int
+    size: int
+
+
+class Reader(NamedTuple):
+    """How memory is looked at: in tests, memory that does not exist."""
+
+    populated: Callable[[int, int], NDArray[np.bool_]]
+    """(start, end) -> for each page, whether it exists."""
+    heads: Callable[[int, int, NDArray[np.intp]], NDArray[np.uint64]]
+    """(start, end, indices of pages) -> the first two words of each of these pages."""
+
+
+def find(libc: Libc) -> List[Extent]:
+    """Return the anonymous memory in the large malloc blocks of this process, less their first pages.
+
+    The first page of a block has malloc's header, and the header of the Python object if the block is one (its
+    reference count is written at any time).
+
+    Raises:
+        Unavailable: if it is not certain which memory that is.
+    """
+    check_malloc(libc)
+    pagemap = Pagemap()
+    try:
+        return _find(libc, Reader(pagemap.populated, _heads))
+    finally:
+        pagemap.close()
+
+
+def check_malloc(libc: Libc) -> None:
+    """Try out, on a block of our own, all that is assumed about malloc."""
+    before = libc.mapped_blocks()
+    block = libc.malloc(_PROBE_BYTES)
+    try:
+        after = libc.mapped_blocks()
+        grown = (after.total - before.total) % after.modulus
+        expected = -(-(_PROBE_BYTES + _HEADER_WORDS * _WORD_BYTES) // PAGE) * PAGE
+        header = (0, expected | _HAS_OWN_MAPPING)
+        start = block - _HEADER_WORDS * _WORD_BYTES
+        fits = after.number == before.number + 1 and grown == expected and start % PAGE == 0
+        if not fits or tuple(int(word) for word in words(start, _HEADER_WORDS * _WORD_BYTES)) != header:
+            raise Unavailable("malloc does not treat large blocks as glibc's does (is another malloc preloaded?)")
+    finally:
+        libc.free(block)
+
+
+def _find(libc: Libc, reader: Reader) -> List[Extent]:
+    count = total = 0
+    extents: List[Extent] = []
+    for span in maps.spans(maps.own_regions()):
+        for chunk in walk(span, reader):
+            count += 1
+            total += chunk.size
+            if chunk.size >= LARGE:
+                extents.extend(anonymous_parts(span, chunk.start + PAGE, chunk.start + chunk.size))
+    agree(count, total, libc.mapped_blocks())
+    return extents
+
+
+def agree(count: int, total: int, counted: MappedBlocks) -> None:
+    """Raise Unavailable unless what was found is just what malloc says that it has."""
+    if count != counted.number or total % counted.modulus != counted.total:
+        raise Unavailable(
+            f"found {count} malloc mappings of {total % counted.modulus} bytes, "
+            f"malloc counts {counted.number} of {counted.total}"
+        )
+
+
+def walk(span: Sequence[Region], reader: Reader) -> Iterator[Chunk]:
+    """Find the malloc mappings in regions that follow each other without a gap, in order, without overlap."""
+    position = span[0].start
+    end = span[-1].end
+    for region in span:
+        if not region.anonymous:
+            continue
+        position = max(position, region.start)
+        while position < region.end:
+            stop = min(position + _WINDOW, region.end)
+            for chunk in _candidates(position, stop, reader):
+                if chunk.start >= position and chunk.start + chunk.size <= end:
+                    yield chunk
+                    position = chunk.start + chunk.size
+            position = max(position, stop)
+
+
+def _candidates(start: int, end: int, reader: Reader) -> Iterator[Chunk]:
+    indices = np.flatnonzero(reader.populated(start, end))
+    heads = reader.heads(start, end, indices)
+    for index in np.flatnonzero(plausible(heads)):
+        yield Chunk(start + int(indices[index]) * PAGE, int(heads[index, 1]) - _HAS_OWN_MAPPING)
+
+
+def plausible(heads: NDArray[np.uint64]) -> NDArray[np.bool_]:
+    """For each pair of words: is it the header of a malloc mapping?"""
+    before, size = heads[:, 0], heads[:, 1]
+    # one comparison says both: the flags are just right, and the size is whole pages, not none
+    found: NDArray[np.bool_] = (before == 0) & (size % np.uint64(PAGE) == _HAS_OWN_MAPPING) & (size >= PAGE)
+    return found
+
+
+def anonymous_parts(span: Sequence[Region], start: int, end: int) -> Iterator[Extent]:
+    """Cut out of a part of a span what has been mapped from a file since."""
+    first = max(bisect.bisect_right(span, (start, end, True)) - 1, 0)
+    for region in span[first:]:
+        if region.start >= end:
+            return
+        low, high = max(start, region.start), min(end, region.end)
+        if region.anonymous and low < high:
+            yield low, high
+
+
+def _heads(start: int, end: int, indices: NDArray[np.intp]) -> NDArray[np.uint64]:
+    pages = words(start, end - start).reshape(-1, PAGE // _WORD_BYTES)
+    # first the columns, then the rows: pages that are not asked for are not read, and so not brought into
+    # being
+    heads: NDArray[np.uint64] = pages[:, :_HEADER_WORDS][indices]
+    return heads

@@ -1,0 +1,105 @@
+"""Runs of pages: which follow each other, where equal ones are in the store, and which are worth a mapping.
+
+Plain functions of arrays: nothing here touches memory, a file or the kernel.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Iterator, List, NamedTuple, Sequence
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+_TRIED_COPIES = 8
+"""Of many equal pages in the store this many are tried, for the one at which the longest run begins."""
+
+_FIRST_COMPARED = 64
+"""Pages compared at first to see how long a run is; then twice as many, and so on: short runs stay cheap."""
+
+
+class Run(NamedTuple):
+    """Pages of this process that follow each other."""
+
+    address: int
+    """Of the first of them."""
+    first: int
+    """The number of the page of the store that it seems equal to; the next ones are equal to the next ones
+    there."""
+    pages: int
+    """How many they are."""
+
+
+def run_starts(addresses: NDArray[np.uint64], page: int) -> NDArray[np.intp]:
+    """Return the indices at which a page does not follow the one before it, the first one included."""
+    breaks = np.flatnonzero(np.diff(addresses) != page) + 1
+    return np.concatenate((np.zeros(min(len(addresses), 1), dtype=breaks.dtype), breaks))
+
+
+def long_runs_of(marked: NDArray[np.bool_], starts: NDArray[np.intp], least: int) -> NDArray[np.bool_]:
+    """Keep of the marked pages those that are at least ``least`` in a row, in one run of addresses."""
+    if not len(marked):
+        return marked
+    borders = np.flatnonzero(marked[1:] != marked[:-1]) + 1
+    begins = np.union1d(starts, borders)
+    lengths = np.diff(np.append(begins, len(marked)))
+    kept: NDArray[np.bool_] = marked & np.repeat(lengths >= least, lengths)
+    return kept
+
+
+def match(
+    addresses: NDArray[np.uint64], hashes: NDArray[np.uint64], stored: NDArray[np.uint64], page: int
+) -> Iterator[Run]:
+    """Find the pages whose hash is in the store, in runs that are consecutive on both sides.
+
+    Args:
+        addresses: of the pages of this process, ascending.
+        hashes: of the same pages.
+        stored: the hashes of the pages of the store, in the order of the store.
+        page: the size of a page.
+    """
+    order = np.argsort(stored, kind="stable")
+    ascending = stored[order]
+    low = np.searchsorted(ascending, hashes, side="left")
+    high = np.searchsorted(ascending, hashes, side="right")
+    known = np.flatnonzero(low < high)
+    ends = np.append(run_starts(addresses, page)[1:], len(addresses))
+    index = 0
+    while True:
+        at = int(np.searchsorted(known, index))
+        if at == len(known):
+            return
+        index = int(known[at])
+        end = int(ends[np.searchsorted(ends, index, side="right")])
+        copies = order[_spread(int(low[index]), int(high[index]))]
+        length, first = max((_common_prefix(hashes[index:end], stored[copy:]), -int(copy)) for copy in copies)
+        yield Run(int(addresses[index]), -first, length)
+        index += length
+
+
+def _spread(low: int, high: int) -> NDArray[np.intp]:
+    """Some indices from ``low`` to before ``high``, evenly spread: all of them if they are few."""
+    count = min(high - low, _TRIED_COPIES)
+    return low + np.arange(count) * (high - low) // count
+
+
+def _common_prefix(one: NDArray[np.uint64], other: NDArray[np.uint64]) -> int:
+    """How many elements are equal before the first that differs."""
+    length = min(len(one), len(other))
+    begin, step = 0, _FIRST_COMPARED
+    while begin < length:
+        stop = min(begin + step, length)
+        differs = one[begin:stop] != other[begin:stop]
+        if differs.any():
+            return begin + int(differs.argmax())
+        begin, step = stop, step * 2
+    return length
+
+
+def longest(runs: Sequence[Run], count: int) -> List[Run]:
+    """Keep the ``count`` longest runs, in the order in which they come."""
+    if len(runs) <= count:
+        return list(runs)
+    ranked = sorted(range(len(runs)), key=lambda index: -runs[index].pages)
+    return [runs[index] for index in sorted(ranked[:count])]

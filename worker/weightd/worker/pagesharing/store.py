@@ -1,0 +1,209 @@
+"""The page store: a file of memory pages and of the hashes by which to find them.
+
+::
+
+    page 0       header: magic, format version, size of a page, number of pages; the rest is zero
+    pages 1..n   the pages, as they were in memory
+    then         n hashes of 64 bits, in the order of the pages
+
+All numbers are little-endian. The header is written last: a file without it was never finished. The size of a
+store is given by its header, so that a truncated one is recognised. A store belongs to one user, and nobody
+else may read it (it is a copy of a process's memory) or write it (it becomes the memory of others).
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import struct
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from .errors import Unavailable
+from .libc import PAGE, Libc, libc
+from .memory import view
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+MAGIC = b"weightd\x9d"
+VERSION = 1
+
+_HEADER = struct.Struct("<8sIIQ")
+_HASH_BYTES = 8
+_FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW
+_FINISHED_MODE = 0o400  # nobody writes it any more, not even by mistake
+
+
+def size_of(pages: int) -> int:
+    """The size of a store of so many pages, in bytes."""
+    return offset_of(pages) + pages * _HASH_BYTES
+
+
+def offset_of(page: int) -> int:
+    """Where a page is in the file; pages count from 0."""
+    return PAGE + page * PAGE
+
+
+def encode_header(pages: int) -> bytes:
+    """Write the header of a finished store."""
+    return _HEADER.pack(MAGIC, VERSION, PAGE, pages)
+
+
+def decode_header(header: bytes, file_size: int) -> int:
+    """Read and check a header. Return the number of pages; raise Unavailable with what is wrong."""
+    if len(header) < _HEADER.size:
+        raise Unavailable("the store has no header: it is truncated or no store")
+    magic, version, page, pages = _HEADER.unpack_from(header)
+    if not any(header[: _HEADER.size]):
+        raise Unavailable("the store was never finished")
+    if magic != MAGIC:
+        raise Unavailable("the file is not a page store")
+    if version != VERSION:
+        raise Unavailable(f"the store has format version {version}, this is {VERSION}")
+    if page != PAGE:
+        raise Unavailable(f"the store has pages of {page} bytes, this machine {PAGE}")
+    if size_of(pages) != file_size:
+        raise Unavailable(f"the store should have {size_of(pages)} bytes and has {file_size}: truncated?")
+    return int(pages)
+
+
+class NewStore:
+    """A store that is being written. ``fd`` can be mapped as far as pages were written."""
+
+    def __init__(self, path: str, pages: int) -> None:
+        """Create the file, which must not exist, and reserve its space where that is possible."""
+        self.path = path
+        self.pages = pages
+        self.fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | _FLAGS, 0o600)
+        try:
+            self._reserve()
+        except BaseException:
+            self.discard()
+            raise
+
+    def _reserve(self) -> None:
+        # In a file system in memory, space is memory: there it is taken piece by piece, as private pages are
+        # given back.
+        if on_disk(self.path):
+            try:
+                os.posix_fallocate(self.fd, 0, size_of(self.pages))
+            except OSError as error:
+                if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+                    raise
+        os.ftruncate(self.fd, size_of(self.pages))
+
+    def write_page(self, page: int, address: int, length: int) -> None:
+        """Write consecutive pages straight from memory."""
+        self._write(view(address, length), offset_of(page))
+
+    def finish(self, hashes: NDArray[np.uint64]) -> None:
+        """Write the hashes of all pages, then the header, and close the file."""
+        self._write(memoryview(hashes.tobytes()), offset_of(self.pages))
+        self._write(memoryview(encode_header(self.pages)), 0)
+        os.fchmod(self.fd, _FINISHED_MODE)
+        os.close(self.fd)
+
+    def discard(self) -> None:
+        """Close and remove the file. What has been mapped from it stays, as long as it is mapped."""
+        os.close(self.fd)
+        Path(self.path).unlink()
+
+    def _write(self, data: memoryview, offset: int) -> None:
+        while data:
+            written = os.pwrite(self.fd, data, offset)
+            data = data[written:]
+            offset += written
+
+
+class OpenStore:
+    """A finished store, checked and open, with all of it mapped to be read. Other mappings outlive it."""
+
+    def __init__(self, path: str, c: Libc) -> None:
+        """Open and check the store; raise Unavailable if anything is wrong with it."""
+        self._libc = c
+        self.fd = open_checked(path)
+        try:
+            self._size = os.fstat(self.fd).st_size
+            self.pages = decode_header(os.pread(self.fd, _HEADER.size, 0), self._size)
+            self.address = c.map_file(self.fd, self._size)
+        except BaseException:
+            os.close(self.fd)
+            raise
+
+    def hashes(self) -> NDArray[np.uint64]:
+        """Return a copy of the hashes of the pages."""
+        index = view(self.address + offset_of(self.pages), self.pages * _HASH_BYTES)
+        return np.frombuffer(index, dtype=np.uint64).copy() if self.pages else np.empty(0, dtype=np.uint64)
+
+    def close(self) -> None:
+        """Unmap and close it."""
+        self._libc.unmap(self.address, self._size)
+        os.close(self.fd)
+
+
+def open_checked(path: str) -> int:
+    """Open a store to be read, if it is a regular file that belongs to this user alone."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | _FLAGS)  # a named pipe must not block us
+    except OSError as error:
+        raise Unavailable(f"cannot open the store: {error}") from error
+    try:
+        check_owner(os.fstat(fd))
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def check_owner(status: os.stat_result) -> None:
+    """Raise Unavailable unless it is a regular file of this user that nobody else may use."""
+    if not stat.S_ISREG(status.st_mode):
+        raise Unavailable("the store is not a regular file")
+    if status.st_uid != os.geteuid():
+        raise Unavailable(f"the store belongs to user {status.st_uid}, this process to {os.geteuid()}")
+    if status.st_mode & 0o077:
+        raise Unavailable(f"others may use the store: its mode is {stat.S_IMODE(status.st_mode):o}")
+
+
+def on_disk(path: str) -> bool:
+    """Whether pages of a store at ``path`` can leave memory: not so on tmpfs. There need not be a file yet."""
+    existing = Path(path) if Path(path).exists() else Path(path).parent
+    return not libc().in_memory_file_system(str(existing))
+
+
+def evict(path: str) -> None:
+    """Write the store out, and let the pages of it that nobody uses leave memory. May take seconds.
+
+    They come back from disk when they are used. On tmpfs nothing happens.
+    """
+    fd = open_checked(path)
+    try:
+        os.fsync(fd)  # pages that are not on disk yet cannot leave
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    except OSError as error:
+        raise Unavailable(f"cannot write the store out: {error}") from error
+    finally:
+        os.close(fd)
+
+
+def resident_bytes(path: str) -> int:
+    """How many bytes of the store are in memory, used or not."""
+    c = libc()
+    fd = open_checked(path)
+    try:
+        size = os.fstat(fd).st_size
+        if not size:
+            return 0
+        address = c.map_file(fd, size)
+        try:
+            return c.resident_pages(address, size) * PAGE
+        finally:
+            c.unmap(address, size)
+    except OSError as error:
+        raise Unavailable(f"cannot tell how much of the store is in memory: {error}") from error
+    finally:
+        os.close(fd)
