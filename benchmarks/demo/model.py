@@ -110,9 +110,7 @@ def export(classifier: Classifier, path: Path) -> Path:
     image = helper.make_tensor_value_info("image", TensorProto.FLOAT, ["N", PIXELS])
     scores = helper.make_tensor_value_info("scores", TensorProto.FLOAT, ["N", DIGITS])
     graph = helper.make_graph(nodes, "digits", [image], [scores], initializer=weights)
-    model = helper.make_model(
-        graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8, producer_name="weightd"
-    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8, producer_name="weightd")
     path.write_bytes(model.SerializeToString())
     return path
 
@@ -125,9 +123,7 @@ def _features(images: Floats, first: Floats, bias: Floats, second: Floats) -> Fl
 
 def main() -> None:
     """Write the model and say how good it is."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.demo.model", description="Write the digit classifier."
-    )
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.demo.model", description="Write the digit classifier.")
     parser.add_argument("out", type=Path, metavar="OUT.onnx")
     out: Path = parser.parse_args().out
     data = split()
@@ -135,9 +131,7 @@ def main() -> None:
     right = accuracy(classifier.scores(data.held_out_images), data.held_out_labels)
     export(classifier, out)
     size = out.stat().st_size / 2**20
-    print(
-        f"{out}: {size:.0f} MiB, {right:.1%} of {len(data.held_out_labels)} held-out images right (by numpy)"
-    )
+    print(f"{out}: {size:.0f} MiB, {right:.1%} of {len(data.held_out_labels)} held-out images right (by numpy)")
 
 
 if __name__ == "__main__":
