@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
-from typing import Union
 
 from weightd.protocol.worker_messages import Attach, Build, Settle, Stop
 
@@ -34,7 +33,7 @@ class Send:
     """Send an order to a child."""
 
     name: str
-    order: Union[Build, Attach, Settle, Stop]
+    order: Build | Attach | Settle | Stop
 
 
 @dataclass(frozen=True)
@@ -58,4 +57,4 @@ class Dismiss:
     name: str
 
 
-Action = Union[Pin, Spawn, Send, Kill, Enlist, Dismiss]
+Action = Pin | Spawn | Send | Kill | Enlist | Dismiss

@@ -18,7 +18,6 @@ from weightd.daemon.states import (
     COUNTED,
     ENDED,
     GENERATION,
-    LOADING,
     ChildEvent,
     ChildState,
     GenerationEvent,
@@ -75,18 +74,20 @@ class Generation:
     state: GenerationState = GenerationState.PINNING
     cause: str = ""
     sha256: str = ""
-    children: dict[str, Child] = field(default_factory=dict)
+    children: dict[str, Child] = field(default_factory=dict[str, Child])
     built: Built | None = None
-    _actions: list[Action] = field(default_factory=list)
+    _actions: list[Action] = field(default_factory=list[Action])
     _restarts: Restarts = field(default_factory=Restarts)
     _serial: int = 0
     _unsettled: bool = False
+    _told: str = ""
 
     # --- events -------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
         """Begin."""
         self._actions.append(Pin())
+        self._tell_progress()
 
     def pinned(self, sha256: str, now: float) -> None:
         """The snapshot exists: start the processes."""
@@ -162,10 +163,11 @@ class Generation:
     def leaving(self, name: str, now: float) -> None:
         """A worker's model may be spoilt: it must go, and a fresh process take its place."""
         child = self.children.get(name)
-        if child is None or child.state not in COUNTED:
+        if child is None or child.state is not ChildState.READY:
             return
+        # It leaves in order and by its own word: no reason to wait with the next one.
+        _log.warning("%s: %s leaves: a predict failed and may have spoilt its model", self.label, name)
         self._stop(child, now)
-        self._lost(child, "", now)
         self._reconcile(now)
 
     def exited(self, name: str, how: str, now: float) -> None:
@@ -221,12 +223,12 @@ class Generation:
         """What it is doing now, for people."""
         ready = self._count(ChildState.READY)
         wanted = self.limits.workers
-        if self.state is GenerationState.GATHERING:
-            greeted = self._count(ChildState.GREETED)
-            return f"gathering, {greeted}/{wanted + 1} processes up"
+        if self.state in (GenerationState.SPAWNING, GenerationState.GATHERING):
+            up = sum(child.hello is not None for child in self.children.values())
+            return f"spawned, {up}/{wanted + 1} processes up"
         if self.state in (GenerationState.ATTACHING, GenerationState.SERVING) and ready < wanted:
             return f"attaching {ready}/{wanted}"
-        return self.state.value
+        return str(self.state.value)
 
     # --- decisions ----------------------------------------------------------------------------------------------
 
@@ -241,6 +243,8 @@ class Generation:
 
     def _reconcile(self, now: float) -> None:
         """Bring what is nearer to what should be; called after each event."""
+        if self._restarts.given_up and not self._count(ChildState.READY):
+            self.failed(self.cause, now)
         if self.state in ACTIVE and self.state is not GenerationState.PINNING:
             self._replace_missing(now)
             self._gather(now)
@@ -248,6 +252,7 @@ class Generation:
             self._settle()
         elif self.state not in ACTIVE:
             self._wind_down(now)
+        self._tell_progress()
 
     def _replace_missing(self, now: float) -> None:
         if self._missing() and self._restarts.due <= now:
@@ -268,7 +273,8 @@ class Generation:
         if holder is None or holder.hello is None:
             return
         workers = self._counted(Role.WORKER)
-        if holder.hello.traits.pids_fixed_at_build and any(worker.hello is None for worker in workers):
+        all_known = not self._missing() and all(worker.hello is not None for worker in workers)
+        if holder.hello.traits.pids_fixed_at_build and not all_known:
             return
         self._advance(GenerationEvent.GATHERED)
         self._advance_child(holder, ChildEvent.BUILD, deadline=now + self.limits.load_timeout)
@@ -305,7 +311,7 @@ class Generation:
 
     def _lost(self, child: Child, cause: str, now: float) -> None:
         """Account for a child that is of no use any more."""
-        _log.warning("%s: %s lost: %s", self.label, child.name, cause or "its model may be spoilt")
+        _log.warning("%s: %s lost: %s", self.label, child.name, cause)
         if child.role is Role.HOLDER:
             self._holder_lost(child, cause, now)
             return
@@ -316,9 +322,6 @@ class Generation:
             return
         self.cause = f"{child.name}: {cause}"
         self._restarts.start_failed(now)
-        others = [each for each in self._counted(Role.WORKER) if each is not child]
-        if self._restarts.given_up and not any(each.state is ChildState.READY for each in others):
-            self.failed(self.cause, now)
 
     def _holder_lost(self, holder: Child, cause: str, now: float) -> None:
         needed = holder.hello is None or holder.hello.traits.holder_must_outlive or self.built is None
@@ -343,18 +346,20 @@ class Generation:
 
     def _advance(self, event: GenerationEvent) -> None:
         before, self.state = self.state, advance(GENERATION, self.state, event)
-        level = logging.ERROR if self.state is GenerationState.FAILED else logging.INFO
-        _log.log(level, "%s: %s -> %s%s", self.label, before.value, self.state.value, self._because())
+        _log.debug("%s: %s -> %s", self.label, before.value, self.state.value)
+        if self.state is GenerationState.FAILED:
+            _log.error("%s failed: %s", self.label, self.cause)
 
-    def _because(self) -> str:
-        return f": {self.cause}" if self.state is GenerationState.FAILED else ""
+    def _tell_progress(self) -> None:
+        """One line each time that there is something new to tell."""
+        if self.progress != self._told:
+            self._told = self.progress
+            _log.info("%s: %s", self.label, self._told)
 
     def _advance_child(self, child: Child, event: ChildEvent, *, deadline: float) -> None:
         before, child.state = child.state, advance(CHILD, child.state, event)
         child.deadline = deadline
         _log.debug("%s: %s -> %s", child.name, before.value, child.state.value)
-        if child.state is ChildState.READY or (self.state in LOADING and child.state is not ChildState.GONE):
-            _log.info("%s: %s: %s", self.label, child.name, self.progress)
 
     def _counted(self, role: Role) -> list[Child]:
         return [child for child in self.children.values() if child.role is role and child.state in COUNTED]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import zmq
 
 from weightd.daemon import exits, processes
 from weightd.daemon.actions import Role
-from weightd.daemon.claim import claim
+from weightd.daemon.claim import ClaimError, claim
 from weightd.daemon.config import Config
 from weightd.daemon.files import GenerationFiles
 from weightd.daemon.loop import Loop, signals
@@ -27,8 +28,15 @@ from weightd.daemon.sockets import Received, bind, peer_pid, receive, send
 from weightd.daemon.states import GenerationState
 from weightd.daemon.status import Survey, report
 from weightd.protocol import limits
-from weightd.protocol.errors import InvalidArgument, LocalProtocolError, NotFound, RemoteProtocolError, RequestError
-from weightd.protocol.errors import ResourceExhausted, Unavailable
+from weightd.protocol.errors import (
+    InvalidArgument,
+    LocalProtocolError,
+    NotFound,
+    RemoteProtocolError,
+    RequestError,
+    ResourceExhausted,
+    Unavailable,
+)
 from weightd.protocol.messages import (
     FROM_CLIENT,
     ClientMessage,
@@ -44,7 +52,7 @@ from weightd.protocol.messages import (
 )
 from weightd.protocol.version import VERSION
 from weightd.protocol.wire import clip, decode, encode
-from weightd.protocol.worker_messages import FROM_CHILD, Hello, OrderMessage
+from weightd.protocol.worker_messages import FROM_CHILD, Broken, ChildMessage, Hello, OrderMessage
 
 _log = logging.getLogger("weightd")
 
@@ -69,6 +77,8 @@ class Server:
         self._processes: dict[str, Process] = {}
         self._owners: dict[str, Model] = {}
         self._surveys: list[Survey] = []
+        # What could not be done at once is told to its model after the actions that ordered it.
+        self._later: list[Callable[[float], None]] = []
         self._numbers = itertools.count(1)
         self._started = time.monotonic()
         self._stop_at: float | None = None
@@ -88,8 +98,7 @@ class Server:
             finally:
                 self._kill_all()
                 context.destroy()
-        failed = any(model.generation.state is GenerationState.FAILED for model in self._models.values())
-        return exits.MODEL_FAILED if failed else exits.OK
+        return exits.MODEL_FAILED if self._any_failed() else exits.OK
 
     # --- the loop -----------------------------------------------------------------------------------------------
 
@@ -113,12 +122,10 @@ class Server:
             self._tick(time.monotonic())
 
     def _finished(self) -> bool:
-        if self._one_shot and any(model.generation.state is GenerationState.FAILED for model in self._models.values()):
-            self._stop(time.monotonic())
         return self._stopping_models and not self._processes
 
     def _seconds_to_wait(self) -> float:
-        if self._surveys:
+        if self._surveys or self._later:
             return 0.0
         due = self._stop_at if self._stop_at is not None and not self._stopping_models else float("inf")
         for model in self._models.values():
@@ -126,16 +133,26 @@ class Server:
         return due - time.monotonic()
 
     def _tick(self, now: float) -> None:
+        later, self._later = self._later, []
+        for tell in later:
+            tell(now)
         for model in self._models.values():
             if now >= model.next_tick or now >= model.scheduler.next_deadline:
                 model.tick(now)
         if self._surveys and self._surveys[0].step():
             self._answer_status(self._surveys.pop(0))
-        if self._stop_at is not None and not self._stopping_models:
-            if now >= self._stop_at or all(model.scheduler.idle for model in self._models.values()):
-                self._stopping_models = True
-                for model in self._models.values():
-                    model.drain(now)
+        if self._one_shot and self._any_failed():
+            self._stop(now)
+        if self._stop_at is not None and not self._stopping_models and (now >= self._stop_at or self._idle()):
+            self._stopping_models = True
+            for model in self._models.values():
+                model.drain(now)
+
+    def _any_failed(self) -> bool:
+        return any(model.generation.state is GenerationState.FAILED for model in self._models.values())
+
+    def _idle(self) -> bool:
+        return all(model.scheduler.idle for model in self._models.values())
 
     def _on_signal(self) -> None:
         for number in os.read(self._wakeups, 64):
@@ -223,13 +240,11 @@ class Server:
             if model is None:
                 continue
             try:
-                message = decode(received.frames, FROM_CHILD)
+                message: ChildMessage = decode(received.frames, FROM_CHILD)
                 if isinstance(message, Hello):
                     self._check_pid(name, received)
             except RemoteProtocolError as error:
-                _log.error("%s broke the protocol, and is killed: %s", name, error)
-                self.kill(name)
-                continue
+                message = Broken(clip(f"it broke the protocol: {error}"))
             model.heard(name, message, received.frames[1:], now)
 
     def _check_pid(self, name: str, received: Received) -> None:
@@ -246,6 +261,8 @@ class Server:
         self._loop.remove(process.pidfd)
         how = processes.explain(processes.reap(process))
         words = processes.last_words(process)
+        if "No module named 'weightd" in words:
+            words += f"; install weightd there: {model.config.python} -m pip install weightd"
         model.exited(name, f"{how}: {words}" if words else how, time.monotonic())
 
     def _kill_all(self) -> None:
@@ -258,13 +275,13 @@ class Server:
         """Start the process that takes the snapshot."""
         path = Path(model.config.path)
         files = self._files[model.label] = GenerationFiles(self._config.daemon.private_dir / model.label, path.name)
-        files.create()
         argv = [sys.executable, "-m", "weightd.daemon.snapshot", str(path), str(files.snapshot_dir)]
         name = f"{model.label}.snapshot"
         try:
+            files.create()
             process = processes.start(argv, files.log(name))
-        except OSError as error:
-            model.pin_failed(f"cannot start {sys.executable}: {error.strerror}", time.monotonic())
+        except (ClaimError, OSError) as error:
+            self._later.append(functools.partial(model.pin_failed, f"cannot take a snapshot: {error}"))
             return
         self._processes[name] = process
         self._loop.add(process.pidfd, lambda: self._on_pinned(model, name))
@@ -291,7 +308,7 @@ class Server:
         try:
             process = processes.start(argv, files.log(name))
         except OSError as error:
-            model.exited(name, f"cannot start {config.python}: {error.strerror}", time.monotonic())
+            self._later.append(functools.partial(model.exited, name, f"cannot start {config.python}: {error.strerror}"))
             return
         self._processes[name] = process
         self._owners[name] = model

@@ -78,7 +78,14 @@ ENDED = frozenset({GenerationState.GONE, GenerationState.FAILED})
 
 # A child that the generation counts on: alive, and not on its way out.
 COUNTED = frozenset(
-    {ChildState.SPAWNED, ChildState.GREETED, ChildState.BUILDING, ChildState.HOLDING, ChildState.ATTACHING, ChildState.READY}
+    {
+        ChildState.SPAWNED,
+        ChildState.GREETED,
+        ChildState.BUILDING,
+        ChildState.HOLDING,
+        ChildState.ATTACHING,
+        ChildState.READY,
+    }
 )
 ALIVE = COUNTED | {ChildState.STOPPING}
 
@@ -88,8 +95,8 @@ GENERATION: Mapping[tuple[GenerationState, GenerationEvent], GenerationState] = 
     (GenerationState.GATHERING, GenerationEvent.GATHERED): GenerationState.BUILDING,
     (GenerationState.BUILDING, GenerationEvent.BUILT): GenerationState.ATTACHING,
     (GenerationState.ATTACHING, GenerationEvent.READY): GenerationState.SERVING,
-    **{(state, GenerationEvent.DRAIN): GenerationState.DRAINING for state in ACTIVE},
-    **{(state, GenerationEvent.FAIL): GenerationState.FAILED for state in ACTIVE},
+    **{(state, GenerationEvent.DRAIN): GenerationState.DRAINING for state in GenerationState if state in ACTIVE},
+    **{(state, GenerationEvent.FAIL): GenerationState.FAILED for state in GenerationState if state in ACTIVE},
     (GenerationState.DRAINING, GenerationEvent.EMPTY): GenerationState.GONE,
 }
 
@@ -99,8 +106,8 @@ CHILD: Mapping[tuple[ChildState, ChildEvent], ChildState] = {
     (ChildState.BUILDING, ChildEvent.BUILT): ChildState.HOLDING,
     (ChildState.GREETED, ChildEvent.ATTACH): ChildState.ATTACHING,
     (ChildState.ATTACHING, ChildEvent.ATTACHED): ChildState.READY,
-    **{(state, ChildEvent.STOP): ChildState.STOPPING for state in COUNTED},
-    **{(state, ChildEvent.EXIT): ChildState.GONE for state in ALIVE},
+    **{(state, ChildEvent.STOP): ChildState.STOPPING for state in ChildState if state in COUNTED},
+    **{(state, ChildEvent.EXIT): ChildState.GONE for state in ChildState if state in ALIVE},
 }
 
 S = TypeVar("S", bound=enum.Enum)
