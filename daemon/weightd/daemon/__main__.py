@@ -45,9 +45,7 @@ def _serve(options: argparse.Namespace) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    model = ModelConfig(
-        path=options.model, python=options.python, workers=options.workers, threads=options.threads
-    )
+    model = ModelConfig(path=options.model, python=options.python, workers=options.workers, threads=options.threads)
     name = options.name or Path(options.model).stem
     try:
         daemon = complete_daemon(DaemonConfig(socket=options.socket, cache_dir=options.cache_dir))
@@ -88,21 +86,37 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("-v", "--verbose", action="store_true", help="log what each process does")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    serve = commands.add_parser("serve", help="serve the models of a configuration file", description=(
-        "Serves until SIGTERM or SIGINT: then it finishes what it has accepted, and leaves no process and no file. "
-        "A second signal kills at once. Exit status: 0 clean, 1 a model could not be served, "
-        "73 a socket or directory cannot be had, 78 the configuration is wrong."))
+    serve = commands.add_parser(
+        "serve",
+        help="serve the models of a configuration file",
+        description=(
+            "Serves until SIGTERM or SIGINT: then it finishes what it has accepted, and leaves no process and no file. "
+            "A second signal kills at once. Exit status: 0 clean, 1 a model could not be served, "
+            "73 a socket or directory cannot be had, 78 the configuration is wrong."
+        ),
+    )
     serve.add_argument("config", type=Path, metavar="CONFIG", help="a TOML file, see README")
     serve.set_defaults(run=_serve)
 
-    run = commands.add_parser("run", help="serve one model, without a configuration file", description=(
-        "Serves one model until Ctrl-C, for a first look. Ends with status 1 if the model cannot be served."))
+    run = commands.add_parser(
+        "run",
+        help="serve one model, without a configuration file",
+        description=(
+            "Serves one model until Ctrl-C, for a first look. Ends with status 1 if the model cannot be served."
+        ),
+    )
     run.add_argument("model", metavar="MODEL", help="an .onnx or .mindir file")
     run.add_argument("--workers", type=int, default=2, metavar="N", help="worker processes (default: %(default)s)")
-    run.add_argument("--threads", type=int, default=1, metavar="N", help="threads of one predict (default: %(default)s)")
+    run.add_argument(
+        "--threads", type=int, default=1, metavar="N", help="threads of one predict (default: %(default)s)"
+    )
     run.add_argument("--name", default="", help="the model's name for clients (default: the file's, without suffix)")
-    run.add_argument("--python", default="", metavar="FILE", help="the interpreter that has the engine (default: this one)")
-    run.add_argument("--socket", default="", metavar="ADDRESS", help="where clients connect (default: weightctl's default)")
+    run.add_argument(
+        "--python", default="", metavar="FILE", help="the interpreter that has the engine (default: this one)"
+    )
+    run.add_argument(
+        "--socket", default="", metavar="ADDRESS", help="where clients connect (default: weightctl's default)"
+    )
     run.add_argument("--cache-dir", default="", metavar="DIR", help="for snapshots and page stores, on a disk")
     run.set_defaults(run=_run)
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from weightd.daemon.config import Config, ModelConfig
+from weightd.daemon.processes import explain
 from weightd.protocol.modelfile import ModelFileError, model_files
 from weightd.protocol.version import VERSION
 
@@ -17,7 +18,8 @@ _PROBE = """
 import sys
 from weightd.protocol.version import VERSION
 import weightd.worker.session
-from weightd.worker.engines import ENGINES, Settings
+from weightd.worker.engines import ENGINES
+from weightd.worker.engines.base import Settings
 ENGINES[sys.argv[1]](Settings(1, "cpu"))
 print(VERSION)
 """
@@ -25,9 +27,7 @@ print(VERSION)
 
 def problems(config: Config) -> list[str]:
     """Return what is wrong with the models and their interpreters; each text names the key."""
-    return [
-        f"models.{name}.{problem}" for name, model in config.models.items() for problem in _model_problems(model)
-    ]
+    return [f"models.{name}.{problem}" for name, model in config.models.items() for problem in _model_problems(model)]
 
 
 def _model_problems(model: ModelConfig) -> Iterator[str]:
@@ -46,6 +46,7 @@ def _interpreter_problem(model: ModelConfig) -> str:
             [model.python, "-c", _PROBE, model.engine],
             capture_output=True,
             text=True,
+            errors="replace",
             timeout=_INTERPRETER_TIMEOUT_S,
             check=False,
         )
@@ -54,6 +55,7 @@ def _interpreter_problem(model: ModelConfig) -> str:
     except subprocess.TimeoutExpired:
         return f"did not answer within {_INTERPRETER_TIMEOUT_S:g} s"
     if done.returncode != 0:
-        return (done.stderr.strip().splitlines() or [f"exited with status {done.returncode}"])[-1]
-    theirs = done.stdout.strip()
+        return (done.stderr.strip().splitlines() or [explain(done.returncode)])[-1]
+    # An engine may greet on stdout when it is imported: ours is the last word.
+    theirs = (done.stdout.split() or ["unknown"])[-1]
     return "" if theirs == VERSION else f"it has weightd {theirs}, the daemon is {VERSION}"

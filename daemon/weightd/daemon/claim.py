@@ -10,8 +10,9 @@ import contextlib
 import fcntl
 import os
 import shutil
+import socket
 import stat
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 
 from weightd.daemon.config import DaemonConfig
@@ -23,7 +24,7 @@ class ClaimError(WeightdError):
 
 
 @contextlib.contextmanager
-def claim(config: DaemonConfig) -> Iterator[None]:
+def claim(config: DaemonConfig) -> Generator[None, None, None]:
     """Have the daemon's paths to itself within the block, and leave none of them behind.
 
     Raises:
@@ -31,19 +32,17 @@ def claim(config: DaemonConfig) -> Iterator[None]:
     """
     make_directory(Path(config.runtime_dir), mode=0o755)
     lock = _lock_path(config)
-    with _locked(lock):
-        private = config.private_dir
-        shutil.rmtree(private, ignore_errors=True)
-        make_directory(private, mode=0o700)
+    make_directory(lock.parent.resolve(), mode=0o755)
+    with _locked(lock), _private(config.private_dir):
         for path in _socket_paths(config):
-            _remove_stale_socket(path)
+            _refuse_listener(path)
+            _remove_socket(path)
         try:
             yield
         finally:
-            shutil.rmtree(private, ignore_errors=True)
             for path in _socket_paths(config):
-                path.unlink(missing_ok=True)
-            lock.unlink(missing_ok=True)
+                with contextlib.suppress(ClaimError):
+                    _remove_socket(path)
 
 
 def _socket_paths(config: DaemonConfig) -> list[Path]:
@@ -77,7 +76,7 @@ def make_directory(path: Path, mode: int) -> None:
 
 
 @contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def _locked(path: Path) -> Generator[None, None, None]:
     """Hold the lock file; its content is the pid of who holds it."""
     while True:
         try:
@@ -86,10 +85,13 @@ def _locked(path: Path) -> Iterator[None]:
             raise ClaimError(f"cannot open the lock {path}: {error.strerror}") from None
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except BlockingIOError:
             owner = os.read(descriptor, 32).decode("ascii", "replace").strip()
             os.close(descriptor)
             raise ClaimError(f"weightd is running already on this socket, as pid {owner} ({path})") from None
+        except OSError as error:
+            os.close(descriptor)
+            raise ClaimError(f"cannot lock {path}: {error.strerror}") from None
         # The holder before may have removed the file between our open and our lock: then it is nobody's lock.
         with contextlib.suppress(FileNotFoundError):
             if os.fstat(descriptor).st_ino == path.stat().st_ino:
@@ -100,11 +102,37 @@ def _locked(path: Path) -> Iterator[None]:
         os.write(descriptor, f"{os.getpid()}\n".encode())
         yield
     finally:
+        # Removed while it is still held: nobody else's lock can be hit.
+        path.unlink(missing_ok=True)
         os.close(descriptor)
 
 
-def _remove_stale_socket(path: Path) -> None:
-    """Remove the socket that a killed daemon left; never anything else."""
+@contextlib.contextmanager
+def _private(path: Path) -> Generator[None, None, None]:
+    """Have an empty directory that nobody else can read."""
+    shutil.rmtree(path, ignore_errors=True)
+    make_directory(path, mode=0o700)
+    try:
+        yield
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _refuse_listener(path: Path) -> None:
+    """Raise if somebody listens there; the socket that a killed daemon left refuses to be connected to."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.setblocking(False)
+        try:
+            probe.connect(str(path))
+        except (FileNotFoundError, ConnectionRefusedError):
+            return
+        except OSError as error:
+            raise ClaimError(f"{path}: {error.strerror}") from None
+    raise ClaimError(f"{path}: another program listens there")
+
+
+def _remove_socket(path: Path) -> None:
+    """Remove the socket; never anything else."""
     try:
         mode = path.lstat().st_mode
     except FileNotFoundError:

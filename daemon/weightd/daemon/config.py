@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import os
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from weightd.protocol import limits
+from weightd.protocol import limits, paths
 from weightd.protocol.errors import WeightdError
 from weightd.protocol.schema import FieldError, decode, integer, number, one_of, text
 
@@ -23,30 +24,38 @@ else:
 ENGINE_OF_SUFFIX: Mapping[str, str] = {".onnx": "onnxruntime", ".mindir": "mindspore_lite"}
 _SUFFIX_OF_ENGINE: Mapping[str, str] = {engine: suffix for suffix, engine in ENGINE_OF_SUFFIX.items()}
 
+_SOCKET = re.compile(r"ipc:///.*[^/]|tcp://.+:[0-9]{1,5}")
+
+# It becomes part of file names and of process names.
+_MODEL_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}")
+
 
 class ConfigError(WeightdError):
     """The configuration is not usable; the text names file, key and what was expected."""
 
 
-def _base(variable: str, root: str, xdg: str, fallback: str) -> str:
-    """The default of a directory: systemd's, root's, the user's XDG directory, or `fallback`."""
-    if variable in os.environ:
-        return os.environ[variable].split(":")[0]
-    if os.getuid() == 0:
-        return root
-    if xdg in os.environ:
-        return str(Path(os.environ[xdg], "weightd"))
-    return fallback
-
-
 def default_runtime_dir() -> str:
-    """Return the directory for sockets where the configuration names none."""
-    return _base("RUNTIME_DIRECTORY", "/run/weightd", "XDG_RUNTIME_DIR", f"/tmp/weightd-{os.getuid()}")  # noqa: S108
+    """Return the directory for sockets where the configuration names none: what systemd gives, else the user's."""
+    return _from_systemd("RUNTIME_DIRECTORY") or paths.runtime_dir()
 
 
 def default_cache_dir() -> str:
     """Return the directory for snapshots and page stores where the configuration names none."""
-    return _base("CACHE_DIRECTORY", "/var/cache/weightd", "XDG_CACHE_HOME", str(Path.home() / ".cache" / "weightd"))
+    given = _from_systemd("CACHE_DIRECTORY")
+    if given or os.getuid() == 0:
+        return given or "/var/cache/weightd"
+    return paths.xdg_dir("XDG_CACHE_HOME") or _home_cache_dir()
+
+
+def _home_cache_dir() -> str:
+    try:
+        return str(Path.home() / ".cache" / "weightd")
+    except RuntimeError:  # a uid without an entry in the user database
+        return f"/var/tmp/weightd-{os.getuid()}"  # noqa: S108 - the daemon checks whose it is
+
+
+def _from_systemd(variable: str) -> str:
+    return os.environ.get(variable, "").split(":")[0]
 
 
 @dataclass(frozen=True)
@@ -68,7 +77,7 @@ class DaemonConfig:
     @property
     def key(self) -> str:
         """A short name for this daemon, made from its socket: two daemons never share a file."""
-        return hashlib.sha256(self.socket.encode()).hexdigest()[:12]
+        return hashlib.sha256(os.fsencode(self.socket)).hexdigest()[:12]
 
     @property
     def private_dir(self) -> Path:
@@ -92,7 +101,7 @@ class ModelConfig:
     """The library that runs it. Default: onnxruntime for .onnx, mindspore_lite for .mindir."""
 
     python: str = field(default="", metadata=text(limits.MAX_PATH_BYTES, empty=True))
-    """The interpreter that has the engine. Default: the daemon's own."""
+    """The interpreter that has the engine: a command, or a path as `path` is. Default: the daemon's own."""
 
     workers: int = field(default=1, metadata=integer(1, 1024))
     """Worker processes."""
@@ -134,7 +143,7 @@ def load(path: Path) -> Config:
         tables = tomllib.loads(path.read_text("utf-8"))
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: not TOML: {error}") from None
     try:
         return parse(tables, path.resolve().parent)
@@ -152,11 +161,11 @@ def parse(tables: Mapping[str, Any], base: Path) -> Config:
         if key not in ("daemon", "models"):
             raise FieldError("unknown table; expected one of daemon, models").at(f".{key}")
     try:
-        daemon = complete_daemon(decode(DaemonConfig, tables.get("daemon", {})))
+        daemon = complete_daemon(decode(DaemonConfig, tables.get("daemon", {})), base)
     except FieldError as error:
         raise error.at(".daemon") from None
-    models = tables.get("models")
-    if not isinstance(models, dict) or not models:
+    models = cast("dict[str, Any]", tables.get("models"))
+    if type(models) is not dict or not models:
         raise FieldError("expected at least one table [models.NAME]").at(".models")
     complete: dict[str, ModelConfig] = {}
     for name, table in models.items():
@@ -167,30 +176,36 @@ def parse(tables: Mapping[str, Any], base: Path) -> Config:
     return Config(daemon, complete)
 
 
-def complete_daemon(config: DaemonConfig) -> DaemonConfig:
-    """Return `config` with its defaults filled in and its socket checked.
+def complete_daemon(config: DaemonConfig, base: Path = Path()) -> DaemonConfig:
+    """Return `config` with its defaults filled in, its socket checked, and its paths made absolute.
 
     Raises:
         FieldError: the text names key and expectation.
     """
-    runtime_dir = config.runtime_dir or default_runtime_dir()
-    socket = config.socket or f"ipc://{runtime_dir}/weightd.sock"
-    if not socket.startswith(("ipc:///", "tcp://")):
+    _check_texts(config)
+    runtime_dir = str((base / (config.runtime_dir or default_runtime_dir())).absolute())
+    cache_dir = str((base / (config.cache_dir or default_cache_dir())).absolute())
+    socket = config.socket or paths.socket_address(runtime_dir)
+    if not _SOCKET.fullmatch(socket):
         raise FieldError(f"expected ipc:///ABSOLUTE/PATH or tcp://HOST:PORT, got {socket!r}").at(".socket")
-    complete = dataclasses.replace(
-        config, socket=socket, runtime_dir=runtime_dir, cache_dir=config.cache_dir or default_cache_dir()
-    )
-    _check_ipc_path(socket.removeprefix("ipc://") if socket.startswith("ipc://") else "", ".socket")
+    complete = dataclasses.replace(config, socket=socket, runtime_dir=runtime_dir, cache_dir=cache_dir)
     _check_ipc_path(str(complete.children_socket), ".runtime_dir")
+    _check_ipc_path(socket.removeprefix("ipc://") if socket.startswith("ipc://") else "", ".socket")
     return complete
+
+
+def _check_texts(config: DaemonConfig | ModelConfig) -> None:
+    for key, value in vars(config).items():
+        if isinstance(value, str) and "\0" in value:
+            raise FieldError(f"expected text without a NUL character, got {value!r}").at(f".{key}")
 
 
 def _check_ipc_path(path: str, key: str) -> None:
     size = len(os.fsencode(path))
     if size > limits.MAX_IPC_PATH_BYTES:
-        raise FieldError(
-            f"expected a socket path of at most {limits.MAX_IPC_PATH_BYTES} bytes, got {size}: {path}"
-        ).at(key)
+        raise FieldError(f"expected a socket path of at most {limits.MAX_IPC_PATH_BYTES} bytes, got {size}: {path}").at(
+            key
+        )
 
 
 def complete_model(name: str, config: ModelConfig, base: Path) -> ModelConfig:
@@ -199,15 +214,27 @@ def complete_model(name: str, config: ModelConfig, base: Path) -> ModelConfig:
     Raises:
         FieldError: the text names key and expectation.
     """
-    # The name becomes part of file names and of process names.
-    if not name or not all(c.isascii() and (c.isalnum() or c in "._-") for c in name) or name[0] in ".-" or len(name) > 64:
-        raise FieldError("expected a model name of 1 to 64 letters, digits, '.', '_' and '-'")
+    if not _MODEL_NAME.fullmatch(name):
+        raise FieldError(
+            "expected a model name of 1 to 64 ASCII letters, digits, '_', '.' and '-', the last two not first"
+        )
+    _check_texts(config)
     path = base / config.path
     engine = config.engine or ENGINE_OF_SUFFIX.get(path.suffix)
     if engine is None:
-        raise FieldError(f"expected a file that ends in {' or '.join(ENGINE_OF_SUFFIX)}, got {config.path!r}").at(".path")
+        raise FieldError(f"expected a file that ends in {' or '.join(ENGINE_OF_SUFFIX)}, got {config.path!r}").at(
+            ".path"
+        )
     if path.suffix != _SUFFIX_OF_ENGINE[engine]:
-        raise FieldError(f"expected a {_SUFFIX_OF_ENGINE[engine]} file for engine {engine}, got {config.path!r}").at(".path")
-    if config.timeout * 1e6 > limits.MAX_TIMEOUT_US or config.timeout == 0:
-        raise FieldError(f"expected more than 0 and at most {limits.MAX_TIMEOUT_US / 1e6:.0f} seconds").at(".timeout")
-    return dataclasses.replace(config, path=str(path), engine=engine, python=config.python or sys.executable)
+        raise FieldError(f"expected a {_SUFFIX_OF_ENGINE[engine]} file for engine {engine}, got {config.path!r}").at(
+            ".path"
+        )
+    if not 0 < config.timeout <= limits.MAX_TIMEOUT_US / 1e6:
+        raise FieldError(
+            f"expected more than 0 and at most {limits.MAX_TIMEOUT_US / 1e6:.0f} seconds, got {config.timeout:g}"
+        ).at(".timeout")
+    if config.load_timeout == 0:
+        raise FieldError("expected more than 0 seconds, got 0").at(".load_timeout")
+    # A name without a slash is a command of the PATH.
+    python = str(base / config.python) if "/" in config.python else config.python or sys.executable
+    return dataclasses.replace(config, path=str(path), engine=engine, python=python)

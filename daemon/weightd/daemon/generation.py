@@ -227,8 +227,14 @@ class Generation:
             up = sum(child.hello is not None for child in self.children.values())
             return f"spawned, {up}/{wanted + 1} processes up"
         if self.state in (GenerationState.ATTACHING, GenerationState.SERVING) and ready < wanted:
-            return f"attaching {ready}/{wanted}"
+            return (
+                f"serving {ready}/{wanted}, gave up on the others" if self._gave_up else f"attaching {ready}/{wanted}"
+            )
         return str(self.state.value)
+
+    @property
+    def _gave_up(self) -> bool:
+        return self._restarts.given_up and len(self._counted(Role.WORKER)) == self._count(ChildState.READY)
 
     # --- decisions ----------------------------------------------------------------------------------------------
 
@@ -243,7 +249,8 @@ class Generation:
 
     def _reconcile(self, now: float) -> None:
         """Bring what is nearer to what should be; called after each event."""
-        if self._restarts.given_up and not self._count(ChildState.READY):
+        # One that is still on its way may become READY.
+        if self._restarts.given_up and not self._counted(Role.WORKER):
             self.failed(self.cause, now)
         if self.state in ACTIVE and self.state is not GenerationState.PINNING:
             self._replace_missing(now)
@@ -341,7 +348,7 @@ class Generation:
             self._actions.append(Dismiss(child.name))
         # A child that has not said HELLO cannot be told anything: there may be nobody who would hear it.
         heard = child.state is not ChildState.SPAWNED
-        self._advance_child(child, ChildEvent.STOP, deadline=now + STOP_TIMEOUT_S)
+        self._advance_child(child, ChildEvent.STOP, deadline=now + STOP_TIMEOUT_S if heard else float("inf"))
         self._actions.append(Send(child.name, Stop()) if heard else Kill(child.name))
 
     def _advance(self, event: GenerationEvent) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
-# Enough for a p99 that ten answers stand behind; 8 KB.
+# Enough for a p99 that ten answers stand behind; 32 KB.
 _WINDOW = 1024
 
 

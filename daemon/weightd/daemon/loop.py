@@ -18,9 +18,9 @@ class Loop:
 
     def __init__(self) -> None:
         self._poller = zmq.Poller()
-        self._handlers: dict[Any, Callable[[], None]] = {}
+        self._handlers: dict[Any, Callable[[], object]] = {}
 
-    def add(self, source: Any, handler: Callable[[], None]) -> None:
+    def add(self, source: Any, handler: Callable[[], object]) -> None:
         """Call `handler` whenever `source` is readable."""
         self._poller.register(source, zmq.POLLIN)
         self._handlers[source] = handler
@@ -41,17 +41,22 @@ class Loop:
                 handler()
 
 
+def _only_wake(number: int, frame: object) -> None:
+    """The interpreter has written the number to the pipe: that is all a signal does."""
+
+
 @contextlib.contextmanager
 def signals(numbers: list[signal.Signals]) -> Generator[int, None, None]:
     """Give a descriptor from which each signal's number can be read as a byte; nothing else happens on a signal."""
     reader, writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-    before = {number: signal.signal(number, lambda *_: None) for number in numbers}
+    # The pipe is there before the handlers and after them: a signal between the two is not lost.
     wakeup = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    before = {number: signal.signal(number, _only_wake) for number in numbers}
     try:
         yield reader
     finally:
-        signal.set_wakeup_fd(wakeup)
         for number, handler in before.items():
             signal.signal(number, handler)
+        signal.set_wakeup_fd(wakeup)
         os.close(reader)
         os.close(writer)

@@ -16,7 +16,6 @@ from weightd.protocol.errors import InvalidArgument, RequestError, ResourceExhau
 from weightd.protocol.messages import ModelMetadataResponse, TensorSignature, TensorSpec
 from weightd.protocol.worker_messages import (
     Attached,
-    Broken,
     Built,
     ChildMessage,
     Failed,
@@ -28,7 +27,7 @@ from weightd.protocol.worker_messages import (
 
 
 class Host(Protocol):
-    """What a model needs done in the world outside."""
+    """What a model needs done in the world outside. None of these calls the model back before it has returned."""
 
     def pin(self, model: Model) -> None:
         """Take the snapshot; answer by `pinned` or `pin_failed`."""
@@ -121,7 +120,7 @@ class Model:
             self.generation.holder_built(child, message, now)
         elif isinstance(message, Attached):
             self.generation.attached(child, message, now)
-        elif isinstance(message, Broken):
+        else:
             self.generation.broken(child, message, now)
         self._settle()
 

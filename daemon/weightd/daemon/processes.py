@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -39,15 +40,19 @@ def start(argv: Sequence[str], log: Path, environment: Mapping[str, str] | None 
             env={**os.environ, **environment} if environment else None,
             start_new_session=True,
         )
-    return Process(popen.pid, os.pidfd_open(popen.pid), log, popen)
+    try:
+        return Process(popen.pid, os.pidfd_open(popen.pid), log, popen)
+    except OSError:
+        # Nobody could watch it.
+        popen.kill()
+        popen.wait()
+        raise
 
 
 def kill(process: Process) -> None:
     """Kill the child; its pidfd tells when it is gone. The pidfd cannot hit another process by mistake."""
-    try:
+    with contextlib.suppress(ProcessLookupError):
         signal.pidfd_send_signal(process.pidfd, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
 
 
 def reap(process: Process) -> int:

@@ -11,6 +11,9 @@ SHORT_LIFE_S = 10.0
 _FIRST_DELAY_S = 0.1
 _MAX_DELAY_S = 30.0
 
+# Doublings that lead well past the longest delay; a float has room for a thousand, deaths are not bounded.
+_MAX_DOUBLINGS = 10
+
 
 class Restarts:
     """Counts deaths and says when the next start is due. Times are monotonic seconds."""
@@ -45,4 +48,4 @@ class Restarts:
 
 
 def _delay(count: int) -> float:
-    return min(_MAX_DELAY_S, _FIRST_DELAY_S * 2.0 ** (count - 1))
+    return min(_MAX_DELAY_S, _FIRST_DELAY_S * 2.0 ** min(count - 1, _MAX_DOUBLINGS))

@@ -16,7 +16,7 @@ from weightd.protocol.messages import TensorSpec
 
 CREDIT = 2
 
-# A request that was on two workers when they died is held to be the cause.
+# A request that two workers died of is held to be the cause.
 MAX_DEATHS = 2
 
 
@@ -93,10 +93,14 @@ class Scheduler:
         self._requeue(self._remove(worker))
 
     def lost(self, worker: str) -> list[tuple[Request, RequestError]]:
-        """The worker is dead: what it had waits again, but for requests that have now killed too many."""
-        had = self._remove(worker)
-        for request in had:
+        """The worker is dead: what it had waits again, but for a request that has now killed too many.
+
+        A worker runs one request at a time, in the order in which it got them: it died of the first. The others
+        only waited in its socket, and are not blamed.
+        """
+        for request in list(self._running.get(worker, {}).values())[:1]:
             request.deaths += 1
+        had = self._remove(worker)
         self._requeue([request for request in had if request.deaths < MAX_DEATHS])
         return [
             (request, Internal(f"the request killed {request.deaths} workers"))

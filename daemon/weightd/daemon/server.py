@@ -6,6 +6,7 @@ import functools
 import itertools
 import logging
 import os
+import re
 import signal
 import sys
 import time
@@ -24,11 +25,12 @@ from weightd.daemon.loop import Loop, signals
 from weightd.daemon.model import Model
 from weightd.daemon.processes import Process
 from weightd.daemon.scheduler import Request
-from weightd.daemon.sockets import Received, bind, peer_pid, receive, send
+from weightd.daemon.sockets import BATCH, Received, bind, peer_pid, receive, send
 from weightd.daemon.states import GenerationState
 from weightd.daemon.status import Survey, report
 from weightd.protocol import limits
 from weightd.protocol.errors import (
+    Internal,
     InvalidArgument,
     LocalProtocolError,
     NotFound,
@@ -40,6 +42,7 @@ from weightd.protocol.errors import (
 from weightd.protocol.messages import (
     FROM_CLIENT,
     ClientMessage,
+    DaemonMessage,
     Error,
     Infer,
     InferResponse,
@@ -58,6 +61,8 @@ _log = logging.getLogger("weightd")
 
 # A status answer costs the kernel milliseconds a process: nobody needs more of them at once.
 _MAX_SURVEYS = 16
+
+_SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 class Server:
@@ -144,9 +149,7 @@ class Server:
         if self._one_shot and self._any_failed():
             self._stop(now)
         if self._stop_at is not None and not self._stopping_models and (now >= self._stop_at or self._idle()):
-            self._stopping_models = True
-            for model in self._models.values():
-                model.drain(now)
+            self._stop_models(now)
 
     def _any_failed(self) -> bool:
         return any(model.generation.state is GenerationState.FAILED for model in self._models.values())
@@ -161,12 +164,21 @@ class Server:
                 self._stop(time.monotonic())
             else:
                 _log.warning("asked twice to stop: killing every process")
+                # First: a model that does not stop would replace what is killed.
+                self._stop_models(time.monotonic())
                 self._kill_all()
 
     def _stop(self, now: float) -> None:
         if self._stop_at is None:
             _log.info("stopping: finishing what was accepted, for at most %g s", self._config.daemon.drain_timeout)
             self._stop_at = now + self._config.daemon.drain_timeout
+
+    def _stop_models(self, now: float) -> None:
+        self._stopping_models = True
+        for model in self._models.values():
+            model.drain(now)
+            # Nobody waits for its snapshot any more, and copying may take long.
+            self.kill(_snapshot_name(model))
 
     # --- clients ------------------------------------------------------------------------------------------------
 
@@ -224,17 +236,30 @@ class Server:
         state = "running" if self._stop_at is None else "stopping"
         uptime = time.monotonic() - self._started
         answer = report(survey, state, uptime, self._models.values(), self._processes, self._files)
-        send(self._clients, survey.client, [encode(answer, max_bytes=limits.MAX_STATUS_BYTES)])
+        self._tell(survey.client, answer, max_bytes=limits.MAX_STATUS_BYTES)
 
-    def _tell(self, client: bytes, message: object, frames: Sequence[Any] = ()) -> None:
-        if not send(self._clients, client, [encode(message), *frames]):
+    def _tell(
+        self,
+        client: bytes,
+        message: DaemonMessage,
+        frames: Sequence[Any] = (),
+        max_bytes: int = limits.MAX_HEADER_BYTES,
+    ) -> None:
+        try:
+            header = encode(message, max_bytes=max_bytes)
+        except LocalProtocolError as error:
+            # What an engine or a path says may not fit into a header: that is an answer too.
+            header, frames = encode(Error(message.id, Internal.code, clip(f"the answer cannot be sent: {error}"))), ()
+        if not send(self._clients, client, [header, *frames]):
             _log.debug("client %s is gone: its answer is dropped", client.hex())
 
     # --- children -----------------------------------------------------------------------------------------------
 
-    def _on_children(self) -> None:
+    def _on_children(self) -> int:
+        """Read a batch of messages from children; return how many there were."""
         now = time.monotonic()
-        for received in receive(self._children):
+        count = 0
+        for count, received in enumerate(receive(self._children), 1):
             name = received.peer.decode("utf-8", "replace")
             model = self._owners.get(name)
             if model is None:
@@ -246,6 +271,7 @@ class Server:
             except RemoteProtocolError as error:
                 message = Broken(clip(f"it broke the protocol: {error}"))
             model.heard(name, message, received.frames[1:], now)
+        return count
 
     def _check_pid(self, name: str, received: Received) -> None:
         """The kernel knows who says HELLO: it must be the process that was started under that name."""
@@ -254,8 +280,9 @@ class Server:
             raise RemoteProtocolError(f"hello: expected from pid {self._processes[name].pid}, got it from {pid}")
 
     def _on_exit(self, name: str) -> None:
-        # What it said before it died counts: read it first.
-        self._on_children()
+        # What it said before it died counts: read it first, all of it.
+        while self._on_children() == BATCH:
+            pass
         process = self._processes.pop(name)
         model = self._owners.pop(name)
         self._loop.remove(process.pidfd)
@@ -276,7 +303,7 @@ class Server:
         path = Path(model.config.path)
         files = self._files[model.label] = GenerationFiles(self._config.daemon.private_dir / model.label, path.name)
         argv = [sys.executable, "-m", "weightd.daemon.snapshot", str(path), str(files.snapshot_dir)]
-        name = f"{model.label}.snapshot"
+        name = _snapshot_name(model)
         try:
             files.create()
             process = processes.start(argv, files.log(name))
@@ -291,8 +318,9 @@ class Server:
         self._loop.remove(process.pidfd)
         status = processes.reap(process)
         words = processes.last_words(process)
-        if status == 0:
-            model.pinned(words, time.monotonic())
+        sha256 = words.rpartition(" ")[2]
+        if status == 0 and _SHA256.fullmatch(sha256):
+            model.pinned(sha256, time.monotonic())
         else:
             model.pin_failed(words or f"the snapshot {processes.explain(status)}", time.monotonic())
 
@@ -333,11 +361,12 @@ class Server:
 
     def tell_metadata(self, client: bytes, metadata: ModelMetadataResponse) -> None:
         """Send a model's metadata to the client."""
-        try:
-            self._tell(client, metadata)
-        except LocalProtocolError as error:
-            self.tell_error(client, metadata.id, InvalidArgument(str(error)))
+        self._tell(client, metadata)
 
     def tell_error(self, client: bytes, request_id: str, error: RequestError) -> None:
         """Send an error to the client."""
         self._tell(client, Error(request_id, error.code, clip(str(error))))
+
+
+def _snapshot_name(model: Model) -> str:
+    return f"{model.label}.snapshot"

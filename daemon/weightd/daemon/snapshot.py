@@ -41,20 +41,26 @@ def _identity(file: ModelFile) -> tuple[int, int, int]:
 def _copy(source: Path, target: Path) -> None:
     target.parent.mkdir(mode=0o700, exist_ok=True, parents=True)
     with source.open("rb") as reader, target.open("xb") as writer:
-        remaining = os.fstat(reader.fileno()).st_size
-        try:
-            while remaining > 0:
-                copied = os.copy_file_range(reader.fileno(), writer.fileno(), remaining)
-                if copied == 0:
-                    break
-                remaining -= copied
-        except OSError:
-            # Not between these file systems: start again the slow way.
+        if not _copied_by_kernel(reader.fileno(), writer.fileno()):
             reader.seek(0)
             writer.seek(0)
             writer.truncate()
             shutil.copyfileobj(reader, writer, 1024 * 1024)
         os.fchmod(writer.fileno(), 0o400)
+
+
+def _copied_by_kernel(reader: int, writer: int) -> bool:
+    """Copy the file without reading it; False if these file systems cannot, or say that it ends early."""
+    remaining = os.fstat(reader).st_size
+    try:
+        while remaining > 0:
+            copied = os.copy_file_range(reader, writer, remaining)
+            if copied == 0:
+                return False
+            remaining -= copied
+    except OSError:
+        return False
+    return True
 
 
 def main() -> int:

@@ -12,7 +12,7 @@ from weightd.daemon.claim import ClaimError
 from weightd.protocol import limits
 
 # A wake-up reads at most this many messages, so that one busy socket cannot starve the other.
-_BATCH = 64
+BATCH = 64
 
 # Owner and group may connect: who is in the group is the operator's decision.
 _CLIENTS_UMASK = 0o117
@@ -55,7 +55,7 @@ def bind(context: zmq.Context[zmq.Socket[bytes]], address: str, *, clients: bool
 
 def receive(socket: zmq.Socket[bytes]) -> Iterator[Received]:
     """Yield the messages that wait, at most a batch. Tensor frames are not copied."""
-    for _ in range(_BATCH):
+    for _ in range(BATCH):
         try:
             identity = socket.recv(zmq.NOBLOCK, copy=False)
         except zmq.Again:
@@ -66,7 +66,7 @@ def receive(socket: zmq.Socket[bytes]) -> Iterator[Received]:
             # The header is read here, and most are small: copying it is the cheaper way.
             if not frames:
                 frames.append(socket.recv())
-                more = socket.getsockopt(zmq.RCVMORE)
+                more = bool(socket.getsockopt(zmq.RCVMORE))
             else:
                 frame = socket.recv(copy=False)
                 frames.append(frame)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping
 
+from weightd.daemon.actions import Role
 from weightd.daemon.files import GenerationFiles
 from weightd.daemon.generation import Child
 from weightd.daemon.memory import pss_bytes, resident_bytes
 from weightd.daemon.model import Model
 from weightd.daemon.processes import Process
-from weightd.daemon.actions import Role
 from weightd.protocol.messages import GenerationStatus, ModelStatus, ProcessStatus, StatusResponse
 from weightd.protocol.version import VERSION
 from weightd.protocol.wire import clip
@@ -59,9 +59,7 @@ def report(
     )
 
 
-def _model(
-    model: Model, survey: Survey, processes: Mapping[str, Process], files: GenerationFiles
-) -> ModelStatus:
+def _model(model: Model, survey: Survey, processes: Mapping[str, Process], files: GenerationFiles) -> ModelStatus:
     return ModelStatus(
         name=model.name,
         engine=model.config.engine,

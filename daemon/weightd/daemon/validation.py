@@ -14,7 +14,7 @@ def check_inputs(signature: Mapping[str, TensorSignature], inputs: Sequence[Tens
     Raises:
         InvalidArgument: the text names the input, what was expected and what came.
     """
-    if len(inputs) != len(signature) or any(each.name not in signature for each in inputs):
+    if len(inputs) != len(signature) or {each.name for each in inputs} != set(signature):
         _refuse_names(signature, inputs)
     for tensor in inputs:
         expected = signature[tensor.name]
@@ -25,13 +25,11 @@ def check_inputs(signature: Mapping[str, TensorSignature], inputs: Sequence[Tens
                 f"input {tensor.name}: expected shape {list(expected.shape)}"
                 f"{' (-1: any size from 1)' if -1 in expected.shape else ''}, got {list(tensor.shape)}"
             )
-    if len({each.name for each in inputs}) != len(inputs):
-        raise InvalidArgument("an input is given twice")
 
 
 def _fits(expected: Sequence[int], shape: Sequence[int]) -> bool:
     return len(shape) == len(expected) and all(
-        dim == wanted or (wanted == -1 and dim > 0) for wanted, dim in zip(expected, shape)
+        dim == wanted or (wanted == -1 and dim > 0) for wanted, dim in zip(expected, shape, strict=False)
     )
 
 

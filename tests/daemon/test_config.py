@@ -1,0 +1,373 @@
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from weightd.daemon import config as module
+from weightd.daemon.config import Config, ConfigError, DaemonConfig, ModelConfig, complete_daemon, load
+
+MODEL = '[models.m]\npath = "m.onnx"\n'
+
+
+@pytest.fixture(autouse=True)
+def _nothing_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in ("RUNTIME_DIRECTORY", "CACHE_DIRECTORY", "XDG_RUNTIME_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(variable, raising=False)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "weightd.toml"
+
+
+def loaded(file: Path, text: str) -> Config:
+    file.write_text(text, "utf-8")
+    return load(file)
+
+
+def refusal(file: Path, text: str) -> str:
+    """What is wrong with the text, without the file's name, which must stand in front."""
+    with pytest.raises(ConfigError) as caught:
+        loaded(file, text)
+    file_name, _, problem = str(caught.value).partition(": ")
+    assert file_name == str(file)
+    assert "\n" not in problem
+    return problem
+
+
+def model_refusal(file: Path, line: str) -> str:
+    return refusal(file, f"{MODEL}{line}\n")
+
+
+# --- the file -------------------------------------------------------------------------------------------------------
+
+
+def test_the_smallest_file_is_completed_with_defaults(file: Path) -> None:
+    config = loaded(file, MODEL)
+    model = config.models["m"]
+    assert dict(config.models) == {"m": model}
+    assert model == ModelConfig(path=str(file.parent / "m.onnx"), engine="onnxruntime", python=sys.executable)
+    assert (model.workers, model.threads, model.device, model.timeout, model.load_timeout) == (1, 1, "cpu", 30.0, 600.0)
+    assert (model.max_queue, model.max_queue_bytes, config.daemon.drain_timeout) == (1024, 1024**3, 30.0)
+
+
+def test_what_the_file_says_is_taken(file: Path) -> None:
+    config = loaded(
+        file,
+        """
+        [daemon]
+        socket = "tcp://127.0.0.1:5555"
+        runtime_dir = "/run/other"
+        cache_dir = "/var/other"
+        drain_timeout = 3
+        [models."resnet-50.v1"]
+        path = "/models/resnet.mindir"
+        engine = "mindspore_lite"
+        python = "/opt/mslite/bin/python"
+        workers = 8
+        threads = 2
+        device = "cpu"
+        timeout = 0.5
+        load_timeout = 60
+        max_queue = 7
+        max_queue_bytes = 8
+        """,
+    )
+    assert config.daemon == DaemonConfig("tcp://127.0.0.1:5555", "/run/other", "/var/other", 3.0)
+    assert config.models["resnet-50.v1"] == ModelConfig(
+        "/models/resnet.mindir", "mindspore_lite", "/opt/mslite/bin/python", 8, 2, "cpu", 0.5, 60.0, 7, 8
+    )
+
+
+def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
+    missing = tmp_path / "missing.toml"
+    with pytest.raises(ConfigError, match="No such file or directory") as caught:
+        load(missing)
+    assert str(missing) in str(caught.value)
+    with pytest.raises(ConfigError, match="Is a directory"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["[models.m", "path", "a = 1\na = 2", 'a = "', "a = " + "[" * 20_000, "a = " + "9" * 10_000],
+    ids=["table", "key", "twice", "string", "nesting", "digits"],
+)
+def test_what_is_not_toml(file: Path, text: str) -> None:
+    assert refusal(file, text).startswith("not TOML: ")
+
+
+def test_what_is_not_text(file: Path) -> None:
+    file.write_bytes(b"a = '\xff\xfe'")
+    with pytest.raises(ConfigError, match="not TOML: 'utf-8' codec"):
+        load(file)
+
+
+# --- tables and keys ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("", "models: expected at least one table [models.NAME]"),
+        ("[models]", "models: expected at least one table [models.NAME]"),
+        ("models = 3", "models: expected at least one table [models.NAME]"),
+        (MODEL + "[model.n]\n", "model: unknown table; expected one of daemon, models"),
+        ("workers = 3\n" + MODEL, "workers: unknown table; expected one of daemon, models"),
+    ],
+)
+def test_tables(file: Path, text: str, problem: str) -> None:
+    assert refusal(file, text) == problem
+
+
+def test_a_table_is_not_a_value(file: Path) -> None:
+    assert refusal(file, "daemon = 3\n" + MODEL).startswith("daemon: expected map, got int")
+    assert refusal(file, "[models]\nm = 'm.onnx'\n").startswith("models.m: expected map, got str")
+
+
+def test_unknown_keys_are_refused_with_those_that_are_known(file: Path) -> None:
+    problem = model_refusal(file, "worker = 3")
+    assert problem.startswith("models.m.worker: unknown field; expected one of path, engine, python, workers, ")
+    problem = refusal(file, "[daemon]\nport = 1\n" + MODEL)
+    assert problem.startswith(
+        "daemon.port: unknown field; expected one of socket, runtime_dir, cache_dir, drain_timeout"
+    )
+
+
+def test_a_model_needs_its_path(file: Path) -> None:
+    assert refusal(file, "[models.m]\nworkers = 1\n") == "models.m.path: missing"
+
+
+TEXTS = ["3", "true", "1979-05-27", "[]", '"' + "x" * 4097 + '"']
+COUNTS = ["0", "-1", "true", "1.0", '"1"', "10_000_000_000_000_000_000", "[]"]
+SECONDS = ["-1", "-0.1", "nan", "inf", "-inf", "9" * 400, "true", '"1"', "[]"]
+DAEMON_KEYS = {"socket": TEXTS, "runtime_dir": TEXTS, "cache_dir": TEXTS, "drain_timeout": SECONDS}
+MODEL_KEYS = {
+    "path": [*TEXTS, '""'],
+    "engine": ["3", '"tensorflow"'],
+    "python": TEXTS,
+    "workers": [*COUNTS, "1025"],
+    "threads": [*COUNTS, "1025"],
+    "device": ["0", '"npu"', '""'],
+    "timeout": [*SECONDS, "0", "0.0", "3600.1", "9e99"],
+    "load_timeout": [*SECONDS, "0"],
+    "max_queue": [*COUNTS, "1_000_001"],
+    "max_queue_bytes": COUNTS,
+}
+
+
+def test_every_key_is_tried() -> None:
+    assert set(DAEMON_KEYS) == {each.name for each in dataclasses.fields(DaemonConfig)}
+    assert set(MODEL_KEYS) == {each.name for each in dataclasses.fields(ModelConfig)}
+
+
+@pytest.mark.parametrize(("key", "value"), [(key, value) for key, values in DAEMON_KEYS.items() for value in values])
+def test_a_bad_value_of_the_daemon_is_refused_by_its_key(file: Path, key: str, value: str) -> None:
+    assert refusal(file, f"[daemon]\n{key} = {value}\n{MODEL}").startswith(f"daemon.{key}: expected ")
+
+
+@pytest.mark.parametrize(("key", "value"), [(key, value) for key, values in MODEL_KEYS.items() for value in values])
+def test_a_bad_value_of_a_model_is_refused_by_its_key(file: Path, key: str, value: str) -> None:
+    path = "" if key == "path" else 'path = "m.onnx"'
+    assert refusal(file, f"[models.m]\n{path}\n{key} = {value}\n").startswith(f"models.m.{key}: expected ")
+
+
+@pytest.mark.parametrize("key", ["path", "python"])
+def test_no_path_has_a_nul(file: Path, key: str) -> None:
+    path = "" if key == "path" else 'path = "m.onnx"\n'
+    problem = refusal(file, f'[models.m]\n{path}{key} = "a\\u0000b/m.onnx"\n')
+    assert problem.startswith(f"models.m.{key}: expected text without a NUL character")
+
+
+def test_seconds_may_be_whole(file: Path) -> None:
+    model = loaded(file, MODEL + "timeout = 3600\nload_timeout = 1\n").models["m"]
+    assert (model.timeout, model.load_timeout) == (3600.0, 1.0)
+    assert type(model.timeout) is float
+    assert loaded(file, "[daemon]\ndrain_timeout = 0\n" + MODEL).daemon.drain_timeout == 0.0
+
+
+# --- names ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["m", "M_2", "resnet-50", "v1.2", "_x", "7", "a" * 64])
+def test_good_names(file: Path, name: str) -> None:
+    assert list(loaded(file, f'[models."{name}"]\npath = "m.onnx"\n').models) == [name]
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "..", ".hidden", "-x", "m\\n", "a b", "größe", "٣", "a" * 65, "a\\u0000"])
+def test_bad_names(file: Path, name: str) -> None:
+    problem = refusal(file, f'[models."{name}"]\npath = "m.onnx"\n'.replace("\\n", "\\t"))
+    assert problem.startswith("models.")
+    assert "expected a model name of 1 to 64 ASCII letters, digits, '_', '.' and '-'" in problem
+
+
+# --- paths and engines ----------------------------------------------------------------------------------------------
+
+
+def test_paths_are_relative_to_the_file(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file.parent.joinpath("elsewhere").mkdir()
+    monkeypatch.chdir(file.parent / "elsewhere")
+    daemon = '[daemon]\nruntime_dir = "run"\ncache_dir = "cache"\n'
+    config = loaded(file, daemon + '[models.m]\npath = "a/m.onnx"\npython = "venv/bin/python"\n')
+    assert config.models["m"].path == str(file.parent / "a/m.onnx")
+    assert config.models["m"].python == str(file.parent / "venv/bin/python")
+    assert config.daemon.runtime_dir == str(file.parent / "run")
+    assert config.daemon.cache_dir == str(file.parent / "cache")
+    assert config.daemon.socket == f"ipc://{file.parent}/run/weightd.sock"
+
+
+def test_the_file_may_be_named_relatively(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(file.parent)
+    loaded(file, MODEL)
+    assert load(Path("weightd.toml")).models["m"].path == str(file.parent / "m.onnx")
+
+
+def test_an_interpreter_without_a_slash_is_a_command(file: Path) -> None:
+    assert loaded(file, MODEL + 'python = "python3.7"\n').models["m"].python == "python3.7"
+
+
+def test_what_the_command_line_gives_is_relative_to_the_current_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert complete_daemon(DaemonConfig(cache_dir="cache")).cache_dir == str(tmp_path / "cache")
+
+
+@pytest.mark.parametrize(
+    ("path", "engine", "expected"),
+    [
+        ("m.onnx", "", "onnxruntime"),
+        ("m.mindir", "", "mindspore_lite"),
+        ("m.onnx", "onnxruntime", "onnxruntime"),
+        ("m.mindir", "mindspore_lite", "mindspore_lite"),
+    ],
+)
+def test_the_suffix_tells_the_engine(file: Path, path: str, engine: str, expected: str) -> None:
+    line = f'engine = "{engine}"\n' if engine else ""
+    assert loaded(file, f'[models.m]\npath = "{path}"\n{line}').models["m"].engine == expected
+
+
+@pytest.mark.parametrize(
+    ("path", "engine", "problem"),
+    [
+        ("m.pt", "", "expected a file that ends in .onnx or .mindir, got 'm.pt'"),
+        ("m", "", "expected a file that ends in .onnx or .mindir, got 'm'"),
+        (".onnx", "", "expected a file that ends in .onnx or .mindir, got '.onnx'"),
+        ("m.onnx", "mindspore_lite", "expected a .mindir file for engine mindspore_lite, got 'm.onnx'"),
+        ("m.mindir", "onnxruntime", "expected a .onnx file for engine onnxruntime, got 'm.mindir'"),
+        ("m.pt", "onnxruntime", "expected a .onnx file for engine onnxruntime, got 'm.pt'"),
+    ],
+)
+def test_the_suffix_must_be_the_engines(file: Path, path: str, engine: str, problem: str) -> None:
+    line = f'engine = "{engine}"\n' if engine else ""
+    assert refusal(file, f'[models.m]\npath = "{path}"\n{line}') == f"models.m.path: {problem}"
+
+
+# --- sockets --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "socket",
+    ["ipc:///run/a.sock", "ipc:///a", "tcp://127.0.0.1:5555", "tcp://*:1", "tcp://[::1]:65535", "tcp://localhost:80"],
+)
+def test_good_sockets(file: Path, socket: str) -> None:
+    assert loaded(file, f'[daemon]\nsocket = "{socket}"\n{MODEL}').daemon.socket == socket
+
+
+@pytest.mark.parametrize(
+    "socket",
+    [
+        "ipc://relative/a.sock",
+        "ipc://@abstract",
+        "ipc:///",
+        "ipc:///run/",
+        "/run/a.sock",
+        "tcp://",
+        "tcp://localhost",
+        "tcp://:5555",
+        "tcp://localhost:http",
+        "inproc://a",
+        "http://localhost:80",
+    ],
+)
+def test_bad_sockets(file: Path, socket: str) -> None:
+    problem = refusal(file, f'[daemon]\nsocket = "{socket}"\n{MODEL}')
+    assert problem == f"daemon.socket: expected ipc:///ABSOLUTE/PATH or tcp://HOST:PORT, got '{socket}'"
+
+
+def test_a_socket_path_has_at_most_107_bytes(file: Path) -> None:
+    fits = "/" + "a" * 106
+    assert loaded(file, f'[daemon]\nsocket = "ipc://{fits}"\n{MODEL}').daemon.socket == f"ipc://{fits}"
+    problem = refusal(file, f'[daemon]\nsocket = "ipc://{fits}b"\n{MODEL}')
+    assert problem == f"daemon.socket: expected a socket path of at most 107 bytes, got 108: {fits}b"
+    # Bytes, not characters.
+    wide = "/" + "é" * 54
+    assert refusal(file, f'[daemon]\nsocket = "ipc://{wide}"\n{MODEL}').startswith(
+        "daemon.socket: expected a socket path"
+    )
+
+
+def test_a_directory_that_is_too_long_for_its_sockets_is_named_itself(file: Path) -> None:
+    problem = refusal(file, f'[daemon]\nruntime_dir = "/{"a" * 100}"\n{MODEL}')
+    assert problem.startswith("daemon.runtime_dir: expected a socket path of at most 107 bytes, got ")
+
+
+def test_two_sockets_never_share_a_file() -> None:
+    one = DaemonConfig("ipc:///run/one.sock", "/run", "/cache")
+    two = dataclasses.replace(one, socket="ipc:///run/two.sock")
+    assert one.private_dir != two.private_dir
+    assert one.children_socket != two.children_socket
+    assert one.private_dir.parent == Path("/cache")
+    assert one.children_socket.parent == Path("/run")
+    assert one.key == dataclasses.replace(one, cache_dir="/other").key
+
+
+# --- where defaults come from ---------------------------------------------------------------------------------------
+
+
+def _as_user(monkeypatch: pytest.MonkeyPatch, uid: int) -> None:
+    monkeypatch.setattr(os, "getuid", lambda: uid)
+    monkeypatch.setenv("HOME", "/home/someone")
+
+
+def test_systemd_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    for uid in (0, 1000):
+        _as_user(monkeypatch, uid)
+        monkeypatch.setenv("XDG_RUNTIME_DIR", "/run/user/1000")
+        monkeypatch.setenv("RUNTIME_DIRECTORY", "/run/given:/run/second")
+        monkeypatch.setenv("CACHE_DIRECTORY", "/var/cache/given")
+        assert module.default_runtime_dir() == "/run/given"
+        assert module.default_cache_dir() == "/var/cache/given"
+
+
+def test_root_has_the_systems_directories(monkeypatch: pytest.MonkeyPatch) -> None:
+    _as_user(monkeypatch, 0)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", "/run/user/0")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/root/.cache")
+    assert module.default_runtime_dir() == "/run/weightd"
+    assert module.default_cache_dir() == "/var/cache/weightd"
+
+
+def test_a_user_has_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    _as_user(monkeypatch, 1000)
+    assert module.default_runtime_dir() == "/tmp/weightd-1000"
+    assert module.default_cache_dir() == "/home/someone/.cache/weightd"
+    monkeypatch.setenv("XDG_RUNTIME_DIR", "/run/user/1000")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
+    assert module.default_runtime_dir() == "/run/user/1000/weightd"
+    assert module.default_cache_dir() == "/somewhere/weightd"
+    assert complete_daemon(DaemonConfig()) == DaemonConfig(
+        "ipc:///run/user/1000/weightd/weightd.sock", "/run/user/1000/weightd", "/somewhere/weightd"
+    )
+
+
+def test_an_empty_variable_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    _as_user(monkeypatch, 1000)
+    for variable in ("RUNTIME_DIRECTORY", "CACHE_DIRECTORY", "XDG_RUNTIME_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.setenv(variable, "")
+    assert module.default_runtime_dir() == "/tmp/weightd-1000"
+    assert module.default_cache_dir() == "/home/someone/.cache/weightd"

@@ -1,0 +1,616 @@
+"""Scripted lives of a generation: what it wants done after each event, exactly."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import logging
+
+import pytest
+
+from weightd.daemon.actions import Action, Dismiss, Enlist, Kill, Pin, Role, Send, Spawn
+from weightd.daemon.generation import HELLO_TIMEOUT_S, STOP_TIMEOUT_S, Child, Generation, Limits
+from weightd.daemon.restarts import MAX_FAILED_STARTS
+from weightd.daemon.states import ACTIVE, ChildState, GenerationState
+from weightd.protocol.messages import TensorSignature
+from weightd.protocol.version import VERSION
+from weightd.protocol.worker_messages import Attach, Attached, Broken, Build, Built, Hello, Settle, Stop, Traits
+
+SHA = "5" * 64
+LOAD_TIMEOUT_S = 500.0
+X = TensorSignature("x", "FP32", (-1, 4))
+BUILT = Built("/store", (X,), (X,), (2, 3), "canary", 4096, "a note")
+ATTACHED = Attached("canary", 4000, "")
+HOLDER = "m.1.holder"
+CPU = Traits(pids_fixed_at_build=False, holder_must_outlive=False, attach_rewrites_weights=False)
+CARD = Traits(pids_fixed_at_build=True, holder_must_outlive=True, attach_rewrites_weights=True)
+
+_pids = itertools.count(1000)
+
+
+def hello(traits: Traits = CPU, pid: str = "", sha256: str = SHA, version: str = VERSION) -> Hello:
+    return Hello(pid or str(next(_pids)), sha256, {"weightd": version}, traits)
+
+
+class Life:
+    """A generation and what it wants done since it was last asked."""
+
+    def __init__(self, workers: int = 2, traits: Traits = CPU) -> None:
+        self.generation = Generation("m.1", Limits(workers, LOAD_TIMEOUT_S))
+        self.traits = traits
+        self.now = 1000.0
+        self.generation.start()
+
+    def state(self) -> GenerationState:
+        return self.generation.state
+
+    def actions(self) -> list[Action]:
+        return self.generation.take_actions()
+
+    def child(self, name: str) -> Child:
+        return self.generation.children[name]
+
+    # --- short cuts to where a test begins ---
+
+    def spawned(self) -> Life:
+        self.generation.pinned(SHA, self.now)
+        self.actions()
+        return self
+
+    def greet(self, *names: str) -> Life:
+        for name in names or tuple(self.generation.children):
+            self.generation.hello(name, hello(self.traits), self.now)
+        return self
+
+    def building(self) -> Life:
+        self.spawned().greet()
+        self.actions()
+        return self
+
+    def built(self) -> Life:
+        self.building()
+        self.generation.holder_built(HOLDER, BUILT, self.now)
+        self.actions()
+        return self
+
+    def serving(self) -> Life:
+        self.built()
+        for name in [each for each in self.generation.children if each != HOLDER]:
+            self.generation.attached(name, ATTACHED, self.now)
+        self.actions()
+        return self
+
+    def exit(self, name: str, how: str = "exited with status 3") -> list[Action]:
+        self.generation.exited(name, how, self.now)
+        return self.actions()
+
+    def tick_at(self, now: float) -> list[Action]:
+        self.now = now
+        self.generation.tick(now)
+        return self.actions()
+
+    def tick_when_due(self) -> list[Action]:
+        return self.tick_at(max(self.now, self.generation.next_tick))
+
+
+# --- the way it should go -------------------------------------------------------------------------------------------
+
+
+def test_a_whole_life() -> None:
+    life = Life(workers=2)
+    generation, now = life.generation, life.now
+    assert (life.state(), life.actions()) == (GenerationState.PINNING, [Pin()])
+    assert generation.next_tick == float("inf")
+
+    generation.pinned(SHA, now)
+    assert life.state() is GenerationState.SPAWNING
+    assert life.actions() == [
+        Spawn(HOLDER, Role.HOLDER),
+        Spawn("m.1.w1", Role.WORKER),
+        Spawn("m.1.w2", Role.WORKER),
+    ]
+    assert generation.next_tick == now + HELLO_TIMEOUT_S
+
+    generation.hello("m.1.w1", hello(pid="11"), now)
+    assert (life.state(), life.actions()) == (GenerationState.GATHERING, [])
+
+    # On the CPU the holder need not know who comes.
+    generation.hello(HOLDER, hello(), now)
+    assert (life.state(), life.actions()) == (GenerationState.BUILDING, [Send(HOLDER, Build(("11",)))])
+    generation.hello("m.1.w2", hello(), now)
+    assert life.actions() == []
+    assert generation.next_tick == now + LOAD_TIMEOUT_S
+
+    generation.holder_built(HOLDER, BUILT, now)
+    assert life.state() is GenerationState.ATTACHING
+    assert life.actions() == [Send("m.1.w1", Attach("/store", (2, 3)))]
+    assert (generation.built, life.child(HOLDER).shared_bytes, life.child(HOLDER).note) == (BUILT, 4096, "a note")
+
+    generation.attached("m.1.w1", ATTACHED, now)
+    assert life.state() is GenerationState.SERVING
+    assert life.actions() == [Enlist("m.1.w1"), Send("m.1.w2", Attach("/store", (2, 3)))]
+    assert life.child("m.1.w1").shared_bytes == 4000
+
+    generation.attached("m.1.w2", ATTACHED, now)
+    assert life.actions() == [Enlist("m.1.w2"), Send(HOLDER, Settle())]
+    assert generation.next_tick == float("inf")
+
+    generation.drain(now)
+    assert life.state() is GenerationState.DRAINING
+    assert life.actions() == [
+        Dismiss("m.1.w1"),
+        Send("m.1.w1", Stop()),
+        Dismiss("m.1.w2"),
+        Send("m.1.w2", Stop()),
+    ]
+    assert life.exit("m.1.w1") == []
+    assert life.exit("m.1.w2") == [Send(HOLDER, Stop())]
+    assert life.exit(HOLDER) == []
+    assert life.state() is GenerationState.GONE
+    assert generation.ended
+
+
+def test_progress_is_told_in_words() -> None:
+    life = Life(workers=2)
+    told = [life.generation.progress]
+    life.spawned()
+    told.append(life.generation.progress)
+    for name in ("m.1.w2", HOLDER, "m.1.w1"):
+        life.greet(name)
+        told.append(life.generation.progress)
+    life.generation.holder_built(HOLDER, BUILT, life.now)
+    told.append(life.generation.progress)
+    for name in ("m.1.w1", "m.1.w2"):
+        life.generation.attached(name, ATTACHED, life.now)
+        told.append(life.generation.progress)
+    assert told == [
+        "pinning",
+        "spawned, 0/3 processes up",
+        "spawned, 1/3 processes up",
+        "building",
+        "building",
+        "attaching 0/2",
+        "attaching 1/2",
+        "serving",
+    ]
+
+
+def test_progress_and_failure_are_logged_once_each(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    life = Life(workers=1).serving()
+    life.generation.tick(life.now)
+    life.generation.failed("the cause", life.now)
+    lines = [record.getMessage() for record in caplog.records]
+    assert lines.count("m.1: attaching 0/1") == 1
+    assert lines.count("m.1: serving") == 1
+    assert [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR] == [
+        "m.1 failed: the cause"
+    ]
+
+
+def test_actions_are_taken_once() -> None:
+    life = Life()
+    assert life.actions() == [Pin()]
+    assert life.actions() == []
+
+
+# --- pinning --------------------------------------------------------------------------------------------------------
+
+
+def test_without_a_snapshot_it_fails_and_starts_nothing() -> None:
+    life = Life()
+    life.actions()
+    life.generation.failed("no such file", life.now)
+    assert (life.state(), life.generation.cause, life.actions()) == (GenerationState.FAILED, "no such file", [])
+    assert life.generation.ended
+
+
+def test_a_snapshot_that_comes_after_the_end_starts_nothing() -> None:
+    life = Life()
+    life.actions()
+    life.generation.drain(life.now)
+    assert life.state() is GenerationState.GONE
+    life.generation.pinned(SHA, life.now)
+    assert (life.state(), life.actions()) == (GenerationState.GONE, [])
+
+
+def test_a_second_snapshot_changes_nothing() -> None:
+    life = Life().spawned()
+    life.generation.pinned("6" * 64, life.now)
+    assert (life.generation.sha256, life.actions()) == (SHA, [])
+
+
+# --- the holder -----------------------------------------------------------------------------------------------------
+
+
+def test_a_holder_that_cannot_build_ends_it_with_its_cause() -> None:
+    life = Life(workers=2).building()
+    life.generation.broken(HOLDER, Broken("not a model"), life.now)
+    assert (life.state(), life.generation.cause) == (GenerationState.FAILED, f"{HOLDER}: not a model")
+    assert life.actions() == [Send(HOLDER, Stop()), Send("m.1.w1", Stop()), Send("m.1.w2", Stop())]
+    for name in (HOLDER, "m.1.w1", "m.1.w2"):
+        assert not life.generation.ended
+        assert life.exit(name) == []
+    assert life.generation.ended
+    assert life.generation.cause == f"{HOLDER}: not a model"
+
+
+@pytest.mark.parametrize("greeted", [False, True])
+def test_a_holder_that_dies_before_it_has_built_ends_it(greeted: bool) -> None:
+    life = Life(workers=1).spawned()
+    if greeted:
+        life.greet()
+        life.actions()
+    stop: Action = Send("m.1.w1", Stop()) if greeted else Kill("m.1.w1")
+    assert life.exit(HOLDER, "killed by SIGKILL") == [stop]
+    assert (life.state(), life.generation.cause) == (GenerationState.FAILED, f"{HOLDER}: killed by SIGKILL")
+
+
+def test_on_the_cpu_nothing_is_lost_with_a_holder_that_has_built() -> None:
+    life = Life(workers=2).built()
+    assert life.exit(HOLDER) == []
+    life.generation.attached("m.1.w1", ATTACHED, life.now)
+    life.generation.attached("m.1.w2", ATTACHED, life.now)
+    assert life.state() is GenerationState.SERVING
+    # There is nobody to settle.
+    assert life.actions() == [Enlist("m.1.w1"), Send("m.1.w2", Attach("/store", (2, 3))), Enlist("m.1.w2")]
+
+
+def test_where_the_memory_is_the_holders_all_is_lost_with_it() -> None:
+    life = Life(workers=1, traits=CARD).serving()
+    assert life.exit(HOLDER, "killed by SIGSEGV") == [Dismiss("m.1.w1"), Send("m.1.w1", Stop())]
+    assert (life.state(), life.generation.cause) == (GenerationState.FAILED, f"{HOLDER}: killed by SIGSEGV")
+
+
+def test_a_holder_that_builds_for_ever_is_killed_and_ends_it() -> None:
+    life = Life(workers=1).building()
+    assert life.tick_at(life.now + LOAD_TIMEOUT_S - 0.001) == []
+    assert life.tick_when_due() == [Kill(HOLDER), Send("m.1.w1", Stop())]
+    assert (life.state(), life.generation.cause) == (GenerationState.FAILED, f"{HOLDER}: building took too long")
+
+
+# --- the whitelist --------------------------------------------------------------------------------------------------
+
+
+def test_where_pids_are_fixed_the_build_waits_for_every_worker() -> None:
+    life = Life(workers=2, traits=CARD).spawned()
+    life.generation.hello(HOLDER, hello(CARD, "9"), life.now)
+    life.generation.hello("m.1.w2", hello(CARD, "12"), life.now)
+    assert (life.state(), life.actions()) == (GenerationState.GATHERING, [])
+    life.generation.hello("m.1.w1", hello(CARD, "11"), life.now)
+    assert (life.state(), life.actions()) == (GenerationState.BUILDING, [Send(HOLDER, Build(("11", "12")))])
+
+
+def test_where_pids_are_fixed_the_build_waits_for_the_worker_that_replaces_a_dead_one() -> None:
+    life = Life(workers=2, traits=CARD).spawned().greet("m.1.w1", HOLDER)
+    assert life.exit("m.1.w2") == []
+    assert life.state() is GenerationState.GATHERING
+    assert life.tick_when_due() == [Spawn("m.1.w3", Role.WORKER)]
+    life.generation.hello("m.1.w3", hello(CARD, "13"), life.now)
+    [order] = life.actions()
+    assert isinstance(order, Send)
+    assert isinstance(order.order, Build)
+    assert "13" in order.order.pids
+    assert len(order.order.pids) == 2
+
+
+# --- hello ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("message", "cause"),
+    [
+        (hello(sha256="6" * 64), "it would load a model of sha256 666666666666, pinned is 555555555555"),
+        (
+            hello(version="0.0.9"),
+            f"its interpreter has weightd 0.0.9, the daemon is {VERSION}: install the same version in both",
+        ),
+        (
+            Hello("1", SHA, {}, CPU),
+            f"its interpreter has weightd unknown, the daemon is {VERSION}: install the same version in both",
+        ),
+    ],
+    ids=["sha256", "version", "no version"],
+)
+def test_a_child_that_is_not_what_was_started_is_refused(message: Hello, cause: str) -> None:
+    life = Life(workers=1).spawned()
+    life.generation.hello("m.1.w1", message, life.now)
+    assert life.actions() == [Kill("m.1.w1")]
+    assert life.generation.cause == f"m.1.w1: {cause}"
+    assert life.state() is GenerationState.SPAWNING
+    life.generation.hello(HOLDER, message, life.now)
+    assert (life.state(), life.generation.cause) == (GenerationState.FAILED, f"{HOLDER}: {cause}")
+
+
+def test_a_child_that_never_says_hello_is_killed() -> None:
+    life = Life(workers=1).spawned().greet(HOLDER)
+    life.actions()
+    life.now += HELLO_TIMEOUT_S
+    assert life.tick_at(life.now) == [Kill("m.1.w1")]
+    assert life.generation.cause == "m.1.w1: spawned took too long"
+    assert life.child("m.1.w1").state is ChildState.STOPPING
+    # It is not killed a second time, and its exit is no second loss.
+    assert life.tick_at(life.now + 0.1) == [Spawn("m.1.w2", Role.WORKER)]
+    life.exit("m.1.w1", "killed by SIGKILL")
+    assert life.generation.cause == "m.1.w1: spawned took too long"
+
+
+# --- workers --------------------------------------------------------------------------------------------------------
+
+
+def test_workers_attach_strictly_one_after_another() -> None:
+    life = Life(workers=4).built()
+    for number in range(1, 5):
+        attaching = [each.name for each in life.generation.children.values() if each.state is ChildState.ATTACHING]
+        assert attaching == [f"m.1.w{number}"]
+        life.generation.attached(f"m.1.w{number}", ATTACHED, life.now)
+        sent = [each for each in life.actions() if isinstance(each, Send) and isinstance(each.order, Attach)]
+        assert [each.name for each in sent] == ([f"m.1.w{number + 1}"] if number < 4 else [])
+
+
+def test_the_next_one_attaches_when_one_dies_attaching() -> None:
+    life = Life(workers=2).built()
+    assert life.exit("m.1.w1", "killed by SIGSEGV") == [Send("m.1.w2", Attach("/store", (2, 3)))]
+    assert life.generation.cause == "m.1.w1: killed by SIGSEGV"
+    assert life.tick_when_due() == [Spawn("m.1.w3", Role.WORKER)]
+    life.generation.attached("m.1.w2", ATTACHED, life.now)
+    assert life.generation.cause == ""
+    # The holder settles only after the last.
+    assert life.actions() == [Enlist("m.1.w2")]
+    life.greet("m.1.w3")
+    assert life.actions() == [Send("m.1.w3", Attach("/store", (2, 3)))]
+    life.generation.attached("m.1.w3", ATTACHED, life.now)
+    assert life.actions() == [Enlist("m.1.w3"), Send(HOLDER, Settle())]
+
+
+def test_a_worker_that_does_not_reproduce_the_canary_never_serves() -> None:
+    life = Life(workers=2).built()
+    life.generation.attached("m.1.w1", Attached("another", 0), life.now)
+    assert life.actions() == [Send("m.1.w1", Stop()), Send("m.1.w2", Attach("/store", (2, 3)))]
+    assert life.generation.cause == "m.1.w1: the canary's answer is not the holder's: the worker would answer wrongly"
+    assert life.state() is GenerationState.ATTACHING
+
+
+def test_a_model_that_does_not_repeat_itself_has_no_canary() -> None:
+    life = Life(workers=1).building()
+    life.generation.holder_built(HOLDER, dataclasses.replace(BUILT, canary=""), life.now)
+    life.generation.attached("m.1.w1", Attached("whatever", 0), life.now)
+    assert life.state() is GenerationState.SERVING
+
+
+def test_a_worker_that_dies_before_hello_is_replaced_after_a_while() -> None:
+    life = Life(workers=1).spawned()
+    assert life.exit("m.1.w1") == []
+    assert life.generation.next_tick == pytest.approx(life.now + 0.1)
+    assert life.tick_at(life.now + 0.05) == []
+    assert life.tick_when_due() == [Spawn("m.1.w2", Role.WORKER)]
+
+
+def test_a_ready_worker_that_dies_is_replaced_at_once() -> None:
+    life = Life(workers=2).serving()
+    assert life.exit("m.1.w1") == [Spawn("m.1.w3", Role.WORKER)]
+    life.greet("m.1.w3")
+    assert life.actions() == [Send("m.1.w3", Attach("/store", (2, 3)))]
+    life.generation.attached("m.1.w3", ATTACHED, life.now)
+    assert life.actions() == [Enlist("m.1.w3"), Send(HOLDER, Settle())]
+
+
+def test_a_worker_that_keeps_dying_is_replaced_later_and_later() -> None:
+    life = Life(workers=1).serving()
+    waits: list[float] = []
+    for number in range(2, 7):
+        born = life.now
+        actions = life.exit(f"m.1.w{number - 1}") or life.tick_when_due()
+        assert actions == [Spawn(f"m.1.w{number}", Role.WORKER)]
+        waits.append(life.now - born)
+        life.greet(f"m.1.w{number}")
+        life.generation.attached(f"m.1.w{number}", ATTACHED, life.now)
+        life.actions()
+    assert waits == pytest.approx([0.0, 0.1, 0.2, 0.4, 0.8])
+
+
+def test_a_worker_that_leaves_is_replaced_at_once_and_may_finish_leaving() -> None:
+    life = Life(workers=1).serving()
+    life.generation.leaving("m.1.w1", life.now)
+    assert life.actions() == [Dismiss("m.1.w1"), Send("m.1.w1", Stop()), Spawn("m.1.w2", Role.WORKER)]
+    assert life.generation.cause == ""
+    assert life.exit("m.1.w1", "exited with status 75") == []
+    assert list(life.generation.children) == [HOLDER, "m.1.w2"]
+
+
+@pytest.mark.parametrize("who", [HOLDER, "m.1.w1", "nobody"])
+def test_only_a_ready_worker_can_leave(who: str) -> None:
+    life = Life(workers=1).building()
+    life.generation.leaving(who, life.now)
+    assert (life.state(), life.actions()) == (GenerationState.BUILDING, [])
+
+
+def test_an_attach_that_takes_too_long_is_killed() -> None:
+    life = Life(workers=2).built()
+    assert life.tick_at(life.now + LOAD_TIMEOUT_S) == [Kill("m.1.w1"), Send("m.1.w2", Attach("/store", (2, 3)))]
+    assert life.generation.cause == "m.1.w1: attaching took too long"
+
+
+# --- giving up ------------------------------------------------------------------------------------------------------
+
+
+def test_it_gives_up_when_no_worker_can_start() -> None:
+    life = Life(workers=1).built()
+    for number in range(1, MAX_FAILED_STARTS + 1):
+        assert life.state() in ACTIVE
+        name = f"m.1.w{number}"
+        life.greet(name)
+        life.generation.broken(name, Broken(f"no engine {number}"), life.now)
+        life.exit(name)
+        life.tick_when_due()
+    assert (life.state(), life.generation.cause) == (GenerationState.FAILED, "m.1.w3: no engine 3")
+    assert life.actions() == []
+    assert life.exit(HOLDER) == []
+    assert life.generation.ended
+
+
+def _one_serves_and_the_other_never_starts() -> Life:
+    life = Life(workers=2).built()
+    life.generation.attached("m.1.w1", ATTACHED, life.now)
+    life.generation.broken("m.1.w2", Broken("no memory"), life.now)
+    life.exit("m.1.w2")
+    for number in range(3, MAX_FAILED_STARTS + 2):
+        life.tick_when_due()
+        life.exit(f"m.1.w{number}")
+    life.actions()
+    return life
+
+
+def test_those_that_serve_go_on_when_it_gives_up_the_others() -> None:
+    life = _one_serves_and_the_other_never_starts()
+    assert life.state() is GenerationState.SERVING
+    assert life.generation.next_tick == float("inf")
+    assert life.tick_at(life.now + 1e6) == []
+    assert life.generation.cause == "m.1.w4: exited with status 3"
+
+
+def test_it_settles_when_it_has_given_up_the_others() -> None:
+    life = Life(workers=2).built()
+    life.generation.attached("m.1.w1", ATTACHED, life.now)
+    life.exit("m.1.w2")
+    life.actions()
+    seen: list[Action] = []
+    for number in (3, 4):
+        life.tick_when_due()
+        seen += life.exit(f"m.1.w{number}")
+    assert seen == [Send(HOLDER, Settle())]
+
+
+@pytest.mark.parametrize("how", ["dies", "leaves"])
+def test_it_fails_when_the_last_one_that_served_goes(how: str) -> None:
+    life = _one_serves_and_the_other_never_starts()
+    if how == "dies":
+        life.generation.exited("m.1.w1", "killed by SIGKILL", life.now)
+    else:
+        life.generation.leaving("m.1.w1", life.now)
+    assert (life.state(), life.generation.cause) == (GenerationState.FAILED, "m.1.w4: exited with status 3")
+
+
+def test_one_that_is_still_on_its_way_is_waited_for() -> None:
+    life = Life(workers=4).built()
+    for number in (2, 3, 4):
+        life.generation.broken(f"m.1.w{number}", Broken("no memory"), life.now)
+        life.exit(f"m.1.w{number}")
+    assert life.state() is GenerationState.ATTACHING
+    assert life.generation.next_tick == life.now + LOAD_TIMEOUT_S
+    life.generation.attached("m.1.w1", ATTACHED, life.now)
+    # It works after all: the others get new chances.
+    assert life.actions() == [Enlist("m.1.w1")]
+    assert life.tick_when_due() == [Spawn(f"m.1.w{number}", Role.WORKER) for number in (5, 6, 7)]
+
+
+def test_a_worker_that_becomes_ready_gives_the_others_new_chances() -> None:
+    life = Life(workers=2).built()
+    for number in (2, 3):
+        life.exit(f"m.1.w{number}")
+        life.tick_when_due()
+    life.generation.attached("m.1.w1", ATTACHED, life.now)
+    life.exit("m.1.w4")
+    assert life.tick_when_due() == [Spawn("m.1.w5", Role.WORKER)]
+
+
+# --- winding down ---------------------------------------------------------------------------------------------------
+
+
+def test_workers_are_waited_for_before_the_holder_is_told() -> None:
+    life = Life(workers=3).serving()
+    life.generation.drain(life.now)
+    told = [each.name for each in life.actions() if isinstance(each, Send)]
+    assert told == ["m.1.w1", "m.1.w2", "m.1.w3"]
+    for name in ("m.1.w3", "m.1.w1"):
+        assert life.exit(name) == []
+    assert life.exit("m.1.w2") == [Send(HOLDER, Stop())]
+
+
+def test_who_does_not_leave_in_time_is_killed_once() -> None:
+    life = Life(workers=1).serving()
+    life.generation.drain(life.now)
+    life.actions()
+    assert life.tick_at(life.now + STOP_TIMEOUT_S - 0.001) == []
+    assert life.tick_when_due() == [Kill("m.1.w1")]
+    assert life.tick_at(life.now + 1000) == []
+    assert life.exit("m.1.w1") == [Send(HOLDER, Stop())]
+    assert life.tick_when_due() == [Kill(HOLDER)]
+    life.exit(HOLDER)
+    assert life.state() is GenerationState.GONE
+
+
+def _pinning(life: Life) -> None:
+    life.actions()
+
+
+def _gathering(life: Life) -> None:
+    life.spawned().greet("m.1.w1")
+
+
+@pytest.mark.parametrize(
+    ("reach", "state"),
+    [
+        (_pinning, GenerationState.PINNING),
+        (Life.spawned, GenerationState.SPAWNING),
+        (_gathering, GenerationState.GATHERING),
+        (Life.building, GenerationState.BUILDING),
+        (Life.built, GenerationState.ATTACHING),
+        (Life.serving, GenerationState.SERVING),
+    ],
+    ids=lambda each: each.value if isinstance(each, GenerationState) else "",
+)
+@pytest.mark.parametrize("drained", [True, False], ids=["drain", "fail"])
+def test_it_can_be_ended_in_every_state(reach: object, state: GenerationState, drained: bool) -> None:
+    life = Life(workers=2)
+    assert callable(reach)
+    reach(life)
+    assert life.state() is state
+    if drained:
+        life.generation.drain(life.now)
+    else:
+        life.generation.failed("a cause", life.now)
+    seen = life.actions()
+    for name in ("m.1.w1", "m.1.w2", HOLDER):
+        if name in life.generation.children:
+            assert life.child(name).state is ChildState.STOPPING
+            seen += life.exit(name)
+    assert not any(isinstance(each, Spawn) for each in seen)
+    assert life.state() is (GenerationState.GONE if drained else GenerationState.FAILED)
+    assert life.generation.ended
+    assert life.generation.cause == ("" if drained else "a cause")
+    assert life.tick_at(life.now + 1e6) == []
+
+
+def test_what_children_say_while_it_winds_down_changes_nothing() -> None:
+    life = Life(workers=2).built()
+    life.generation.drain(life.now)
+    life.actions()
+    life.generation.attached("m.1.w1", ATTACHED, life.now)
+    life.generation.broken("m.1.w2", Broken("late"), life.now)
+    life.generation.leaving("m.1.w2", life.now)
+    life.greet()
+    life.generation.drain(life.now)
+    life.generation.failed("late", life.now)
+    assert (life.state(), life.generation.cause, life.actions()) == (GenerationState.DRAINING, "", [])
+
+
+def test_a_holder_that_has_built_only_now_is_stopped_in_its_turn() -> None:
+    life = Life(workers=1).building()
+    life.generation.drain(life.now)
+    life.actions()
+    life.generation.holder_built(HOLDER, BUILT, life.now)
+    assert life.actions() == []
+    assert life.exit("m.1.w1") == [Send(HOLDER, Stop())]
+
+
+def test_nobody_is_known_by_a_name_that_was_never_given() -> None:
+    life = Life(workers=1).serving()
+    generation = life.generation
+    before = list(generation.children)
+    generation.hello("other", hello(), life.now)
+    generation.holder_built("other", BUILT, life.now)
+    generation.attached("other", ATTACHED, life.now)
+    generation.broken("other", Broken("x"), life.now)
+    generation.exited("other", "x", life.now)
+    assert (life.state(), life.actions(), list(generation.children)) == (GenerationState.SERVING, [], before)

@@ -1,0 +1,399 @@
+"""A model over a host that only writes down what it is asked for."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from weightd.daemon.actions import Role
+from weightd.daemon.config import ModelConfig
+from weightd.daemon.model import Model
+from weightd.daemon.scheduler import Request
+from weightd.daemon.states import GenerationState
+from weightd.protocol.errors import InvalidArgument, RequestError, ResourceExhausted, Unavailable
+from weightd.protocol.messages import ModelMetadataResponse, TensorSignature, TensorSpec
+from weightd.protocol.version import VERSION
+from weightd.protocol.worker_messages import (
+    Attach,
+    Attached,
+    Broken,
+    Build,
+    Built,
+    ChildMessage,
+    Failed,
+    Hello,
+    OrderMessage,
+    Predict,
+    Result,
+    Stop,
+    Traits,
+)
+
+SHA = "5" * 64
+CPU = Traits(pids_fixed_at_build=False, holder_must_outlive=False, attach_rewrites_weights=False)
+X = TensorSignature("x", "FP32", (-1, 2))
+Y = TensorSignature("y", "FP32", (-1, 3))
+GOOD = TensorSpec("x", "FP32", (5, 2))
+BAD = TensorSpec("z", "FP32", (5, 2))
+OUT = TensorSpec("y", "FP32", (5, 3))
+HOLDER, W1, W2 = "digits.1.holder", "digits.1.w1", "digits.1.w2"
+
+_numbers = itertools.count(1)
+
+
+def request(spec: TensorSpec = GOOD, deadline: float = 1e9, arrived: float = 0.0) -> Request:
+    number = next(_numbers)
+    return Request(number, b"client", f"id{number}", "digits", (spec,), (b"bytes",), arrived, deadline, 5)
+
+
+class FakeHost:
+    def __init__(self) -> None:
+        self.pinned = 0
+        self.spawned: list[tuple[str, Role]] = []
+        self.killed: list[str] = []
+        self.orders: list[tuple[str, OrderMessage]] = []
+        self.frames: list[Sequence[Any]] = []
+        self.answers: list[tuple[int, Sequence[TensorSpec], Sequence[Any]]] = []
+        self.refusals: list[tuple[int, RequestError]] = []
+        self.metadata: list[tuple[bytes, ModelMetadataResponse]] = []
+        self.errors: list[tuple[bytes, str, str]] = []
+
+    def pin(self, model: Model) -> None:
+        self.pinned += 1
+
+    def spawn(self, model: Model, name: str, role: Role) -> None:
+        self.spawned.append((name, role))
+
+    def kill(self, name: str) -> None:
+        self.killed.append(name)
+
+    def order(self, name: str, order: OrderMessage, frames: Sequence[Any] = ()) -> None:
+        self.orders.append((name, order))
+        self.frames.append(frames)
+
+    def answer(self, request: Request, outputs: Sequence[TensorSpec], frames: Sequence[Any]) -> None:
+        self.answers.append((request.number, outputs, frames))
+
+    def refuse(self, request: Request, error: RequestError) -> None:
+        self.refusals.append((request.number, error))
+
+    def tell_metadata(self, client: bytes, metadata: ModelMetadataResponse) -> None:
+        self.metadata.append((client, metadata))
+
+    def tell_error(self, client: bytes, request_id: str, error: RequestError) -> None:
+        self.errors.append((client, request_id, str(error)))
+
+    # --- what a test asks for ---
+
+    def predicts(self) -> list[tuple[str, int]]:
+        """Who was given which request since the last time."""
+        given = [(name, order.request) for name, order in self.orders if isinstance(order, Predict)]
+        self.orders = [each for each in self.orders if not isinstance(each[1], Predict)]
+        return given
+
+    def refused(self) -> list[tuple[int, str, str]]:
+        refusals, self.refusals = self.refusals, []
+        return [(number, error.code, str(error)) for number, error in refusals]
+
+
+class Stage:
+    """A model, its host, and the children's side of the talk."""
+
+    def __init__(self, workers: int = 2, max_queue: int = 10) -> None:
+        self.host = FakeHost()
+        self.now = 1000.0
+        config = ModelConfig(path="/models/digits.onnx", engine="onnxruntime", workers=workers, max_queue=max_queue)
+        self.model = Model("digits", config, 1, self.host)
+        self.model.start()
+
+    def says(self, child: str, message: ChildMessage, frames: Sequence[Any] = ()) -> Stage:
+        self.model.heard(child, message, frames, self.now)
+        return self
+
+    def building(self) -> Stage:
+        self.model.pinned(SHA, self.now)
+        for name, _ in list(self.host.spawned):
+            self.says(name, Hello("1", SHA, {"weightd": VERSION}, CPU))
+        return self
+
+    def built(self) -> Stage:
+        self.building()
+        return self.says(HOLDER, Built("/store", (X,), (Y,), (2,), "canary", 4096))
+
+    def serving(self) -> Stage:
+        self.built()
+        for name, role in list(self.host.spawned):
+            if role is Role.WORKER:
+                self.says(name, Attached("canary", 4000))
+        self.host.orders.clear()
+        return self
+
+    def submit(self, *requests: Request) -> list[int]:
+        for each in requests:
+            self.model.infer(each)
+        return [each.number for each in requests]
+
+
+# --- loading --------------------------------------------------------------------------------------------------------
+
+
+def test_it_loads_as_its_generation_wants() -> None:
+    stage = Stage()
+    host = stage.host
+    assert (host.pinned, host.spawned) == (1, [])
+    stage.building()
+    assert host.spawned == [(HOLDER, Role.HOLDER), (W1, Role.WORKER), (W2, Role.WORKER)]
+    assert [type(order) for _, order in host.orders] == [Build]
+    stage.says(HOLDER, Built("/store", (X,), (Y,), (2,), "canary", 4096))
+    assert host.orders[-1] == (W1, Attach("/store", (2,)))
+    assert not stage.model.serving
+    stage.says(W1, Attached("canary", 0))
+    assert not stage.model.serving
+    stage.says(W2, Attached("canary", 0))
+    assert stage.model.serving
+
+
+def test_the_next_tick_is_the_generations() -> None:
+    stage = Stage(workers=1)
+    assert stage.model.next_tick == float("inf")
+    stage.building()
+    assert stage.model.next_tick == stage.now + stage.model.config.load_timeout
+    stage.now = stage.model.next_tick
+    stage.model.tick(stage.now)
+    assert stage.host.killed == [HOLDER]
+    assert stage.model.next_tick == stage.now + 10.0
+
+
+def test_requests_that_come_while_it_loads_wait_and_are_checked_when_it_is_known_what_fits() -> None:
+    stage = Stage()
+    good, bad, again = stage.submit(request(), request(BAD), request())
+    stage.building()
+    assert stage.host.refused() == []
+    stage.says(HOLDER, Built("/store", (X,), (Y,), (2,), "canary", 4096))
+    [(number, code, text)] = stage.host.refused()
+    assert (number, code) == (bad, "INVALID_ARGUMENT")
+    assert "x is missing" in text
+    assert stage.host.predicts() == []
+    stage.says(W1, Attached("canary", 0))
+    assert stage.host.predicts() == [(W1, good), (W1, again)]
+    assert stage.model.failed == 1
+
+
+def test_serving_starts_with_the_first_ready_worker() -> None:
+    stage = Stage().built()
+    stage.says(W1, Attached("canary", 0))
+    [number] = stage.submit(request())
+    assert stage.host.predicts() == [(W1, number)]
+    assert stage.host.frames[-1] == (b"bytes",)
+
+
+def test_a_request_expires_while_it_loads() -> None:
+    stage = Stage()
+    [number] = stage.submit(request(deadline=1005.0))
+    stage.model.tick(1004.0)
+    assert stage.host.refused() == []
+    stage.model.tick(1005.0)
+    assert stage.host.refused() == [(number, "DEADLINE_EXCEEDED", "waited in the queue until its deadline")]
+
+
+def test_the_queue_is_bounded() -> None:
+    stage = Stage(max_queue=2)
+    stage.submit(request(), request())
+    with pytest.raises(ResourceExhausted):
+        stage.submit(request())
+
+
+# --- serving --------------------------------------------------------------------------------------------------------
+
+
+def test_an_answer_goes_to_who_asked_and_is_counted() -> None:
+    stage = Stage().serving()
+    [number] = stage.submit(request(arrived=stage.now))
+    stage.now += 0.25
+    stage.says(W1, Result(number, (OUT,)), (b"answer",))
+    assert stage.host.answers == [(number, (OUT,), (b"answer",))]
+    assert (stage.model.latencies.count, stage.model.by_worker[W1].count, stage.model.by_worker[W2].count) == (1, 1, 0)
+    assert stage.model.latencies.percentile_us(50) == 250_000
+    assert stage.model.failed == 0
+
+
+def test_an_answer_makes_room_for_the_next_request() -> None:
+    stage = Stage(workers=1).serving()
+    first, second, third = stage.submit(request(), request(), request())
+    assert stage.host.predicts() == [(W1, first), (W1, second)]
+    stage.says(W1, Result(first, (OUT,)))
+    assert stage.host.predicts() == [(W1, third)]
+
+
+def test_what_does_not_fit_is_refused_and_the_next_one_is_served() -> None:
+    stage = Stage().serving()
+    with pytest.raises(InvalidArgument, match="x is missing"):
+        stage.submit(request(BAD))
+    [number] = stage.submit(request())
+    assert stage.host.predicts() == [(W1, number)]
+
+
+@pytest.mark.parametrize("child", [HOLDER, W2, "stranger"])
+def test_an_answer_that_nobody_asked_for_is_dropped(child: str) -> None:
+    stage = Stage().serving()
+    [number] = stage.submit(request())
+    stage.says(child, Result(number, (OUT,)))
+    stage.says(child, Failed(number, "INTERNAL", "x", leaving=False))
+    assert (stage.host.answers, stage.host.refused()) == ([], [])
+    stage.says(W1, Result(number, (OUT,)))
+    stage.says(W1, Result(number, (OUT,)))
+    assert len(stage.host.answers) == 1
+
+
+def test_a_late_answer_is_dropped() -> None:
+    stage = Stage().serving()
+    [number] = stage.submit(request(deadline=1005.0))
+    stage.model.tick(1005.0)
+    assert stage.host.refused() == [(number, "DEADLINE_EXCEEDED", "was running at its deadline")]
+    stage.says(W1, Result(number, (OUT,)))
+    assert (stage.host.answers, stage.model.latencies.count) == ([], 0)
+
+
+def test_a_predict_that_fails_harmlessly_costs_nobody_else() -> None:
+    stage = Stage(workers=1).serving()
+    first, second = stage.submit(request(), request())
+    stage.says(W1, Failed(first, "INVALID_ARGUMENT", "out of range", leaving=False))
+    assert stage.host.refused() == [(first, "INVALID_ARGUMENT", "out of range")]
+    stage.says(W1, Result(second, (OUT,)))
+    assert [number for number, _, _ in stage.host.answers] == [second]
+    assert (stage.host.orders[1:], stage.model.failed) == ([(W1, Predict(second, (GOOD,)))], 1)
+
+
+def test_a_spoilt_worker_gets_nothing_more_and_what_it_had_runs_elsewhere() -> None:
+    stage = Stage(workers=2).serving()
+    one, two, three, four, five = stage.submit(*(request() for _ in range(5)))
+    assert stage.host.predicts() == [(W1, one), (W2, two), (W1, three), (W2, four)]
+    stage.says(W1, Failed(one, "INTERNAL", "spoilt", leaving=True))
+    assert stage.host.refused() == [(one, "INTERNAL", "spoilt")]
+    assert (W1, Stop()) in stage.host.orders
+    assert stage.host.spawned[-1] == ("digits.1.w3", Role.WORKER)
+    stage.says(W2, Result(two, (OUT,)))
+    stage.says(W2, Result(four, (OUT,)))
+    # The head of the queue is what the spoilt worker had.
+    assert stage.host.predicts() == [(W2, three), (W2, five)]
+    stage.model.exited(W1, "exited with status 75", stage.now)
+    assert stage.host.refused() == []
+    assert W1 not in stage.model.by_worker
+
+
+def test_what_a_dead_worker_had_runs_elsewhere_once() -> None:
+    stage = Stage(workers=2).serving()
+    [number] = stage.submit(request())
+    assert stage.host.predicts() == [(W1, number)]
+    stage.model.exited(W1, "killed by SIGKILL", stage.now)
+    assert stage.host.predicts() == [(W2, number)]
+    stage.model.exited(W2, "killed by SIGKILL", stage.now)
+    assert stage.host.refused() == [(number, "INTERNAL", "the request killed 2 workers")]
+    assert stage.host.predicts() == []
+    assert stage.model.generation.state is GenerationState.SERVING
+
+
+# --- metadata -------------------------------------------------------------------------------------------------------
+
+
+def test_metadata_is_told_at_once_or_when_it_is_known() -> None:
+    stage = Stage()
+    stage.model.metadata(b"early", "1")
+    assert stage.host.metadata == []
+    stage.built()
+    expected = ModelMetadataResponse("1", "digits", "onnxruntime", (X,), (Y,))
+    assert stage.host.metadata == [(b"early", expected)]
+    stage.model.metadata(b"late", "2")
+    assert [client for client, _ in stage.host.metadata] == [b"early", b"late"]
+
+
+def test_only_so_many_may_wait_for_metadata() -> None:
+    stage = Stage(max_queue=2)
+    stage.model.metadata(b"a", "1")
+    stage.model.metadata(b"b", "2")
+    with pytest.raises(ResourceExhausted, match="2 requests wait for the metadata already"):
+        stage.model.metadata(b"c", "3")
+    stage.built()
+    stage.model.metadata(b"c", "3")
+    assert len(stage.host.metadata) == 3
+
+
+# --- the end --------------------------------------------------------------------------------------------------------
+
+
+def test_when_it_fails_everyone_who_waits_is_told_why() -> None:
+    stage = Stage(workers=1)
+    stage.model.metadata(b"curious", "7")
+    [number] = stage.submit(request())
+    stage.model.pin_failed("no such file", stage.now)
+    text = "digits failed: no such file"
+    assert stage.host.refused() == [(number, "UNAVAILABLE", text)]
+    assert stage.host.errors == [(b"curious", "7", text)]
+    with pytest.raises(Unavailable, match=text):
+        stage.submit(request())
+    with pytest.raises(Unavailable, match=text):
+        stage.model.metadata(b"curious", "8")
+    assert not stage.model.serving
+
+
+def test_when_it_fails_what_runs_may_still_be_answered() -> None:
+    stage = Stage(workers=1).serving()
+    first, second, third = stage.submit(request(), request(), request())
+    stage.model.pin_failed("whatever", stage.now)
+    assert stage.host.refused() == [(third, "UNAVAILABLE", "digits failed: whatever")]
+    stage.says(W1, Result(first, (OUT,)))
+    assert [number for number, _, _ in stage.host.answers] == [first]
+    stage.model.exited(W1, "killed by SIGKILL", stage.now)
+    assert stage.host.refused() == [(second, "UNAVAILABLE", "digits failed: whatever")]
+
+
+def test_a_broken_holder_fails_it() -> None:
+    stage = Stage(workers=1).building().says(HOLDER, Broken("not a model"))
+    with pytest.raises(Unavailable, match=f"^digits failed: {HOLDER}: not a model$"):
+        stage.submit(request())
+
+
+def test_draining_gives_up_what_waits_and_finishes_what_runs() -> None:
+    stage = Stage(workers=1).serving()
+    first, second, third = stage.submit(request(), request(), request())
+    stage.host.predicts()
+    stage.model.drain(stage.now)
+    assert stage.host.refused() == [(third, "UNAVAILABLE", "weightd is stopping")]
+    assert (W1, Stop()) in stage.host.orders
+    with pytest.raises(Unavailable, match="digits is being unloaded"):
+        stage.submit(request())
+    stage.says(W1, Result(first, (OUT,)))
+    stage.says(W1, Result(second, (OUT,)))
+    assert len(stage.host.answers) == 2
+    stage.model.exited(W1, "exited with status 0", stage.now)
+    assert stage.host.orders[-1] == (HOLDER, Stop())
+    stage.model.exited(HOLDER, "exited with status 0", stage.now)
+    assert stage.model.generation.state is GenerationState.GONE
+    assert stage.host.refused() == []
+
+
+def test_what_a_worker_has_not_answered_when_it_is_gone_is_answered_at_the_end() -> None:
+    stage = Stage(workers=1).serving()
+    [number] = stage.submit(request())
+    stage.model.metadata(b"curious", "7")
+    stage.model.drain(stage.now)
+    stage.model.exited(W1, "killed by SIGKILL", stage.now)
+    assert stage.host.predicts() == [(W1, number)]
+    stage.model.exited(HOLDER, "exited with status 0", stage.now)
+    assert stage.host.refused() == [(number, "UNAVAILABLE", "digits is being unloaded")]
+    assert stage.model.scheduler.idle
+
+
+def test_draining_while_it_loads_answers_everyone() -> None:
+    stage = Stage(workers=1).building()
+    [number] = stage.submit(request())
+    stage.model.metadata(b"curious", "7")
+    stage.model.drain(stage.now)
+    assert stage.host.refused() == [(number, "UNAVAILABLE", "weightd is stopping")]
+    for name in (W1, HOLDER):
+        stage.model.exited(name, "exited with status 0", stage.now)
+    assert stage.host.errors == [(b"curious", "7", "digits is being unloaded")]
+    assert stage.model.generation.state is GenerationState.GONE

@@ -1,0 +1,74 @@
+from __future__ import annotations
+
+import pytest
+
+from weightd.daemon.restarts import MAX_FAILED_STARTS, SHORT_LIFE_S, Restarts
+
+
+def test_the_first_start_is_due_at_once() -> None:
+    restarts = Restarts()
+    assert restarts.due == 0.0
+    assert not restarts.given_up
+
+
+def test_it_gives_up_after_as_many_failed_starts_in_a_row() -> None:
+    restarts = Restarts()
+    for count in range(MAX_FAILED_STARTS):
+        assert restarts.failed_starts == count
+        assert not restarts.given_up
+        restarts.start_failed(100.0)
+    assert restarts.given_up
+
+
+def test_a_worker_that_became_ready_ends_the_row() -> None:
+    restarts = Restarts()
+    for _ in range(5):
+        for _ in range(MAX_FAILED_STARTS - 1):
+            restarts.start_failed(100.0)
+        restarts.became_ready()
+    assert not restarts.given_up
+
+
+def test_each_failed_start_waits_longer_than_the_one_before() -> None:
+    restarts = Restarts()
+    dues: list[float] = []
+    for _ in range(MAX_FAILED_STARTS):
+        restarts.start_failed(100.0)
+        dues.append(restarts.due)
+    assert dues == pytest.approx([100.1, 100.2, 100.4])
+
+
+def test_a_worker_that_lived_long_is_replaced_at_once() -> None:
+    restarts = Restarts()
+    for now in (100.0, 200.0, 300.0):
+        restarts.died(SHORT_LIFE_S, now)
+        assert restarts.due == now
+
+
+def test_short_lives_wait_longer_and_longer_but_never_for_ever() -> None:
+    restarts = Restarts()
+    waits: list[float] = []
+    for _ in range(12):
+        restarts.died(SHORT_LIFE_S - 0.01, 100.0)
+        waits.append(restarts.due - 100.0)
+    assert waits[:5] == pytest.approx([0.0, 0.1, 0.2, 0.4, 0.8])
+    assert waits == sorted(waits)
+    assert waits[-1] == pytest.approx(30.0)
+    assert not restarts.given_up
+
+
+def test_a_long_life_ends_the_row_of_short_ones() -> None:
+    restarts = Restarts()
+    for _ in range(6):
+        restarts.died(1.0, 100.0)
+    restarts.died(SHORT_LIFE_S, 200.0)
+    restarts.died(1.0, 300.0)
+    assert restarts.due == 300.0
+
+
+def test_thousands_of_deaths_are_counted_without_an_overflow() -> None:
+    restarts = Restarts()
+    for _ in range(3000):
+        restarts.died(0.0, 100.0)
+        restarts.start_failed(100.0)
+    assert restarts.due == pytest.approx(130.0)

@@ -1,0 +1,135 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from weightd.daemon.validation import check_inputs
+from weightd.protocol.datatypes import ITEM_BYTES
+from weightd.protocol.errors import InvalidArgument
+from weightd.protocol.messages import TensorSignature, TensorSpec
+
+SIGNATURE = {
+    "image": TensorSignature("image", "FP32", (-1, 8, 8)),
+    "scale": TensorSignature("scale", "FP64", ()),
+}
+IMAGE = TensorSpec("image", "FP32", (2, 8, 8))
+SCALE = TensorSpec("scale", "FP64", ())
+
+
+def refusal(*inputs: TensorSpec) -> str:
+    with pytest.raises(InvalidArgument) as caught:
+        check_inputs(SIGNATURE, inputs)
+    return str(caught.value)
+
+
+def test_what_the_model_takes_passes_in_any_order() -> None:
+    check_inputs(SIGNATURE, [IMAGE, SCALE])
+    check_inputs(SIGNATURE, [SCALE, IMAGE])
+    check_inputs({}, [])
+
+
+def test_names() -> None:
+    assert refusal(IMAGE) == "inputs: scale is missing; expected image, scale"
+    extra = TensorSpec("mask", "BOOL", (1,))
+    assert refusal(IMAGE, SCALE, extra) == "inputs: mask is not an input of the model; expected image, scale"
+    misnamed = TensorSpec("Image", "FP32", (2, 8, 8))
+    assert refusal(misnamed, SCALE) == (
+        "inputs: image is missing, Image is not an input of the model; expected image, scale"
+    )
+    assert refusal(IMAGE, SCALE, IMAGE) == "inputs: image is given twice; expected image, scale"
+    assert refusal(IMAGE, IMAGE) == "inputs: scale is missing, image is given twice; expected image, scale"
+    assert refusal() == "inputs: image is missing, scale is missing; expected image, scale"
+
+
+def test_a_model_without_inputs_takes_none() -> None:
+    with pytest.raises(InvalidArgument, match=r"^inputs: image is not an input of the model; expected none$"):
+        check_inputs({}, [IMAGE])
+
+
+@pytest.mark.parametrize(
+    ("tensor", "text"),
+    [
+        (TensorSpec("image", "FP64", (2, 8, 8)), "input image: expected FP32, got FP64"),
+        (
+            TensorSpec("image", "FP32", (8, 8)),
+            "input image: expected shape [-1, 8, 8] (-1: any size from 1), got [8, 8]",
+        ),
+        (
+            TensorSpec("image", "FP32", (2, 8, 9)),
+            "input image: expected shape [-1, 8, 8] (-1: any size from 1), got [2, 8, 9]",
+        ),
+        (
+            TensorSpec("image", "FP32", (0, 8, 8)),
+            "input image: expected shape [-1, 8, 8] (-1: any size from 1), got [0, 8, 8]",
+        ),
+    ],
+)
+def test_datatype_rank_fixed_dimension_and_batch_0(tensor: TensorSpec, text: str) -> None:
+    assert refusal(tensor, SCALE) == text
+
+
+def test_a_scalar_is_not_a_vector_of_one() -> None:
+    assert refusal(IMAGE, TensorSpec("scale", "FP64", (1,))) == "input scale: expected shape [], got [1]"
+
+
+# --- for any signature ----------------------------------------------------------------------------------------------
+
+signatures = st.lists(
+    st.builds(
+        TensorSignature,
+        st.text("abcd", min_size=1, max_size=2),
+        st.sampled_from(sorted(ITEM_BYTES)),
+        st.lists(st.one_of(st.just(-1), st.integers(1, 5)), max_size=4).map(tuple),
+    ),
+    min_size=1,
+    max_size=4,
+    unique_by=lambda each: each.name,
+)
+
+
+@st.composite
+def fitting(draw: st.DrawFn) -> tuple[dict[str, TensorSignature], list[TensorSpec]]:
+    signature = draw(signatures)
+    tensors = [
+        TensorSpec(each.name, each.datatype, tuple(draw(st.integers(1, 9)) if dim == -1 else dim for dim in each.shape))
+        for each in signature
+    ]
+    return {each.name: each for each in signature}, draw(st.permutations(tensors))
+
+
+@given(fitting())
+def test_what_fits_passes(case: tuple[dict[str, TensorSignature], list[TensorSpec]]) -> None:
+    check_inputs(*case)
+
+
+@given(fitting(), st.data())
+def test_one_thing_wrong_is_refused_with_its_name(
+    case: tuple[dict[str, TensorSignature], list[TensorSpec]], data: st.DataObject
+) -> None:
+    signature, tensors = case
+    index = data.draw(st.integers(0, len(tensors) - 1))
+    good = tensors[index]
+    bad = data.draw(st.sampled_from(_spoilt(signature[good.name], good)))
+    with pytest.raises(InvalidArgument, match=good.name):
+        check_inputs(signature, [*tensors[:index], *bad, *tensors[index + 1 :]])
+
+
+def _spoilt(expected: TensorSignature, good: TensorSpec) -> Sequence[list[TensorSpec]]:
+    """What may come instead of the good tensor, each wrong in one way."""
+    other = "BOOL" if good.datatype != "BOOL" else "INT8"
+    name, datatype, shape = good.name, good.datatype, good.shape
+    wrong = [
+        [],
+        [good, good],
+        [TensorSpec(name + "x", datatype, shape)],
+        [TensorSpec(name, other, shape)],
+        [TensorSpec(name, datatype, (*shape, 1))],
+    ]
+    wrong += [[TensorSpec(name, datatype, shape[:-1])]] if shape else []
+    for axis, dim in enumerate(expected.shape):
+        for size in (0,) if dim == -1 else (0, dim + 1):
+            wrong.append([TensorSpec(name, datatype, (*shape[:axis], size, *shape[axis + 1 :]))])
+    return wrong
