@@ -106,7 +106,7 @@ class Stage:
         self.host = FakeHost()
         self.now = 1000.0
         config = ModelConfig(path="/models/digits.onnx", engine="onnxruntime", workers=workers, max_queue=max_queue)
-        self.model = Model("digits", config, 1, self.host)
+        self.model = Model("digits", config, 1, self.host, self.host)
         self.model.start()
 
     def says(self, child: str, message: ChildMessage, frames: Sequence[Any] = ()) -> Stage:

@@ -26,8 +26,8 @@ from weightd.protocol.worker_messages import (
 )
 
 
-class Host(Protocol):
-    """What a model needs done in the world outside. None of these calls the model back before it has returned."""
+class Children(Protocol):
+    """What a model wants of its children. None of these calls the model back before it has returned."""
 
     def pin(self, model: Model) -> None:
         """Take the snapshot; answer by `pinned` or `pin_failed`."""
@@ -40,6 +40,10 @@ class Host(Protocol):
 
     def order(self, name: str, order: OrderMessage, frames: Sequence[Any] = ()) -> None:
         """Send an order to a child."""
+
+
+class Clients(Protocol):
+    """What a model has to tell clients."""
 
     def answer(self, request: Request, outputs: Sequence[TensorSpec], frames: Sequence[Any]) -> None:
         """Send the model's answer to the client."""
@@ -63,7 +67,7 @@ class Model:
         failed: requests that ended in an error after they were accepted.
     """
 
-    def __init__(self, name: str, config: ModelConfig, number: int, host: Host) -> None:
+    def __init__(self, name: str, config: ModelConfig, number: int, children: Children, clients: Clients) -> None:
         self.name = name
         self.config = config
         self.number = number
@@ -74,7 +78,8 @@ class Model:
         self.by_worker: dict[str, Latencies] = {}
         self.failed = 0
         self.next_tick = float("inf")
-        self._host = host
+        self._children = children
+        self._clients = clients
         self._inputs: dict[str, TensorSignature] | None = None
         self._metadata_waiters: list[tuple[bytes, str]] = []
 
@@ -185,7 +190,7 @@ class Model:
             latency = now - request.arrived
             self.latencies.add(latency)
             self.by_worker[child].add(latency)
-            self._host.answer(request, result.outputs, frames)
+            self._clients.answer(request, result.outputs, frames)
         self._dispatch()
 
     def _predict_failed(self, child: str, failed: Failed, now: float) -> None:
@@ -211,13 +216,13 @@ class Model:
     def _perform(self, action: Action) -> None:
         match action:
             case Pin():
-                self._host.pin(self)
+                self._children.pin(self)
             case Spawn(name, role):
-                self._host.spawn(self, name, role)
+                self._children.spawn(self, name, role)
             case Send(name, order):
-                self._host.order(name, order)
+                self._children.order(name, order)
             case Kill(name):
-                self._host.kill(name)
+                self._children.kill(name)
             case Enlist(name):
                 self.by_worker[name] = Latencies()
                 self.scheduler.enlist(name)
@@ -242,7 +247,7 @@ class Model:
             return
         waiters, self._metadata_waiters = self._metadata_waiters, []
         for client, request_id in waiters:
-            self._host.tell_metadata(
+            self._clients.tell_metadata(
                 client,
                 ModelMetadataResponse(request_id, self.name, self.config.engine, built.inputs, built.outputs),
             )
@@ -255,15 +260,15 @@ class Model:
                 self._refuse(request, error)
             waiters, self._metadata_waiters = self._metadata_waiters, []
             for client, request_id in waiters:
-                self._host.tell_error(client, request_id, error)
+                self._clients.tell_error(client, request_id, error)
 
     def _dispatch(self) -> None:
         for worker, request in self.scheduler.assign():
-            self._host.order(worker, Predict(request.number, tuple(request.inputs)), request.frames)
+            self._children.order(worker, Predict(request.number, tuple(request.inputs)), request.frames)
 
     def _refuse(self, request: Request, error: RequestError) -> None:
         self.failed += 1
-        self._host.refuse(request, error)
+        self._clients.refuse(request, error)
 
     def _update_next_tick(self) -> None:
         self.next_tick = self.generation.next_tick

@@ -1,0 +1,109 @@
+"""A bare two-hop echo over ZeroMQ: client, ROUTER/ROUTER broker, worker. The least that a brokered request costs.
+
+Each is a process, the broker is Python as weightd is, and nothing is decoded, checked, queued or computed. All three
+wait in a zmq.Poller, as a program does that has deadlines or several sockets to look at.
+
+    python echo.py broker FRONTEND BACKEND
+    python echo.py worker BACKEND HEADER_BYTES TENSOR_BYTES
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from types import TracebackType
+
+import zmq
+
+_WORKER = b"worker"
+_LIMIT_MS = 30_000
+
+
+class Echo:
+    """Client of an echo whose worker answers each message with frames of `answer_sizes`."""
+
+    def __init__(self, answer_sizes: Sequence[int]) -> None:
+        self._answer_sizes = answer_sizes
+
+    def __enter__(self) -> Echo:
+        self._directory = tempfile.TemporaryDirectory(prefix="echo-", dir="/tmp")
+        frontend, backend = (f"ipc://{self._directory.name}/{name}" for name in ("frontend", "backend"))
+        self._processes = [
+            _start("broker", frontend, backend),
+            _start("worker", backend, *map(str, self._answer_sizes)),
+        ]
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.connect(frontend)
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._context.destroy(linger=0)
+        for process in self._processes:
+            process.kill()
+            process.wait()
+        self._directory.cleanup()
+
+    def ask(self, frames: Sequence[bytes]) -> list[bytes]:
+        """Send `frames` and return the answer's."""
+        self._socket.send_multipart(frames)
+        if not self._poller.poll(_LIMIT_MS):
+            raise TimeoutError(f"the echo gave no answer within {_LIMIT_MS} ms")
+        return self._socket.recv_multipart()
+
+
+def broker(frontend_address: str, backend_address: str) -> None:
+    """Pass on what clients send to the worker, and its answers to them."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    frontend, backend = context.socket(zmq.ROUTER), context.socket(zmq.ROUTER)
+    backend.bind(backend_address)
+    backend.recv_multipart()  # the worker is there: from now on it can be addressed
+    frontend.bind(frontend_address)
+    poller = zmq.Poller()
+    poller.register(frontend, zmq.POLLIN)
+    poller.register(backend, zmq.POLLIN)
+    while True:
+        for socket, _ in poller.poll():
+            if socket is frontend:
+                backend.send_multipart([_WORKER, *frontend.recv_multipart()])
+            else:
+                frontend.send_multipart(backend.recv_multipart()[1:])
+
+
+def worker(address: str, answer_sizes: Sequence[int]) -> None:
+    """Answer each message with the same frames."""
+    answer = [bytes(size) for size in answer_sizes]
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    socket = context.socket(zmq.DEALER)
+    socket.setsockopt(zmq.ROUTING_ID, _WORKER)
+    socket.connect(address)
+    socket.send(b"hello")
+    poller = zmq.Poller()
+    poller.register(socket, zmq.POLLIN)
+    while True:
+        poller.poll()
+        client = socket.recv_multipart()[0]
+        socket.send_multipart([client, *answer])
+
+
+def _start(*arguments: str) -> subprocess.Popen[bytes]:
+    return subprocess.Popen([sys.executable, __file__, *arguments], stdin=subprocess.DEVNULL)
+
+
+def main() -> None:
+    """Run one of the two processes until it is killed."""
+    role, *arguments = sys.argv[1:]
+    if role == "broker":
+        broker(*arguments)
+    else:
+        worker(arguments[0], [int(size) for size in arguments[1:]])
+
+
+if __name__ == "__main__":
+    main()

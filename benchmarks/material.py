@@ -1,0 +1,80 @@
+"""What the benchmarks run on: models that are generated once, inputs, and the bare engine's answers to them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from testkit import mindir, models
+from testkit.plain import PlainProcess
+
+ENGINES = ("onnxruntime", "mindspore_lite")
+
+# Both have one input x and one output y, FP32 [N, width].
+MLP, MLP_WIDTH = "mlp", 2048  # 12 layers, 192 MiB of weights
+TINY, TINY_WIDTH = "tiny", 64
+_WRITERS: Mapping[str, Callable[[Path], Path]] = {MLP: models.mlp, TINY: models.tiny}
+
+# Different ones, in turn: an answer that reaches the wrong request shows.
+INPUTS = 4
+
+Arrays = Mapping[str, NDArray[Any]]
+
+
+class UnavailableError(Exception):
+    """The benchmark cannot run here; the text says what is missing."""
+
+
+class DifferenceError(Exception):
+    """An answer is not the bare engine's."""
+
+
+def model(name: str, engine: str) -> Path:
+    """Return the model's file for `engine`; made where it is missing (make clean removes it)."""
+    directory = mindir.REPOSITORY / "build" / "models"
+    directory.mkdir(parents=True, exist_ok=True)
+    onnx = directory / f"{name}.onnx"
+    if not onnx.exists():
+        # Renamed when complete: who is interrupted leaves no half model.
+        _WRITERS[name](directory / f"{name}.{os.getpid()}.onnx").rename(onnx)
+    if engine == "onnxruntime":
+        return onnx
+    python = mindir.interpreter()
+    if python is None:
+        raise UnavailableError(mindir.HOW_TO_GET_IT)
+    converted = onnx.with_suffix(".mindir")
+    if not converted.exists():
+        mindir.convert(onnx, directory / f"{name}.{os.getpid()}.mindir", python).rename(converted)
+    return converted
+
+
+def inputs(width: int) -> list[Arrays]:
+    """Return requests of batch 1, the same in every run."""
+    rng = np.random.default_rng(0)
+    return [{"x": rng.standard_normal((1, width), dtype=np.float32)} for _ in range(INPUTS)]
+
+
+class Reference:
+    """The bare engine's answers to `inputs`, in the same order."""
+
+    def __init__(self, bare: PlainProcess, inputs: list[Arrays]) -> None:
+        self._answers = [bare.infer(each) for each in inputs]
+
+    def check(self, index: int, answer: Arrays) -> None:
+        """Compare the answer to request number `index`, of which each has the next of the inputs, bit by bit.
+
+        Raises:
+            DifferenceError: it is another one.
+        """
+        expected = self._answers[index % len(self._answers)]
+        if answer.keys() != expected.keys():
+            raise DifferenceError(f"outputs {list(answer)} instead of {list(expected)}")
+        for name, array in expected.items():
+            other = answer[name]
+            if (other.dtype, other.shape) != (array.dtype, array.shape) or other.tobytes() != array.tobytes():
+                raise DifferenceError(f"answer {index}: {name} differs from the bare engine's")

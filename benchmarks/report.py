@@ -1,0 +1,94 @@
+"""Results for people and for programs."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import statistics
+import sys
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+MB = 1e6
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """What a figure should be at most, or at least. Missing it is no error: the machine may be busy."""
+
+    key: str
+    bound: float
+    at_least: bool = False
+
+    def reached(self, value: float) -> bool:
+        """Whether `value` is good enough."""
+        return value >= self.bound if self.at_least else value <= self.bound
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Result:
+    """The figures of one benchmark: the fields are the keys of the JSON object.
+
+    `n` is how many measurements stand behind them.
+    """
+
+    benchmark: ClassVar[str]
+    engine: str
+    workers: int
+    n: int
+
+    def targets(self) -> Sequence[Target]:
+        """Return what the figures are held against."""
+        raise NotImplementedError
+
+    def rows(self) -> Sequence[tuple[str, str]]:
+        """Return label and value of each line of the table."""
+        raise NotImplementedError
+
+
+def as_json(result: Result) -> dict[str, Any]:
+    """Return the figures by their keys, and whether they reach their targets."""
+    figures: dict[str, Any] = {"benchmark": result.benchmark}
+    figures.update(json.loads(json.dumps(vars(result)), parse_float=_short))
+    figures["targets"] = [
+        {
+            "key": target.key,
+            "at_least" if target.at_least else "at_most": _short(target.bound),
+            "reached": target.reached(getattr(result, target.key)),
+        }
+        for target in result.targets()
+    ]
+    return figures
+
+
+def as_table(result: Result) -> str:
+    """Return the figures as lines of text."""
+    rows = [*result.rows(), ("n", f"{result.n:,}")]
+    for target in result.targets():
+        value: float = getattr(result, target.key)
+        bound = f"at {'least' if target.at_least else 'most'} {target.bound:.3g}"
+        rows.append((f"{target.key} {bound}", f"{value:.3g}   {'reached' if target.reached(value) else 'MISSED'}"))
+    width = max(len(label) for label, _ in rows)
+    title = f"{result.benchmark}, {result.engine}, {result.workers} worker{'s' if result.workers > 1 else ''}"
+    return "\n".join([title, *(f"  {label:<{width}}  {value}" for label, value in rows)])
+
+
+def progress(text: str) -> None:
+    """Tell people, on stderr, what is being done."""
+    print(f"    {text}", file=sys.stderr, flush=True)
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """Return the smallest of `values` that `percent` of them do not exceed."""
+    ranked = sorted(values)
+    return ranked[min(len(ranked) - 1, int(len(ranked) * percent / 100))]
+
+
+def median_over_blocks(blocks: Sequence[Sequence[float]], percent: float) -> float:
+    """Return the median of the blocks' percentiles: a disturbed block does not count."""
+    return statistics.median(percentile(block, percent) for block in blocks)
+
+
+def _short(number: str | float) -> float:
+    """Four digits are more than any of these measurements has."""
+    return float(f"{float(number):.4g}")

@@ -1,0 +1,244 @@
+"""A real daemon with real workers, started as an operator would: `weightd serve CONFIG`."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import IO, Callable, Mapping, Type, TypeVar
+
+from testkit import mindir
+from weightd.client import Client, Unavailable, WeightdError
+from weightd.protocol.messages import GenerationStatus, ProcessStatus, StatusResponse
+
+T = TypeVar("T")
+
+# Model name to its table [models.NAME] of the configuration; only "path" is needed.
+Models = Mapping[str, Mapping[str, object]]
+
+LISTEN_LIMIT_S = 30
+READY_LIMIT_S = 300  # eight workers that build 192 MiB one after another on a busy machine
+STOP_LIMIT_S = 60
+TAIL_LINES = 30
+
+
+class ServiceError(RuntimeError):
+    """The daemon did not do what was waited for; the text ends with what it logged last."""
+
+
+class Service:
+    """A daemon that serves `models` from private directories, and is gone with them after the block.
+
+        with Service({"mlp": {"path": path, "workers": 2}}) as service, service.client() as client:
+            client.infer("mlp", {"x": x})
+
+    A model whose file ends in .mindir gets the repository's interpreter that has MindSpore Lite. `daemon` is more
+    for the table [daemon]; `verbose` logs what each process does. At the start of the block the daemon listens and
+    the models load: requests wait for them, `ready` waits for every worker.
+
+    Attributes:
+        address: where clients connect.
+        pid: the daemon's.
+        begin: when it was started (time.perf_counter).
+        cache: the directory of its snapshots, page stores and children's logs.
+    """
+
+    def __init__(self, models: Models, daemon: Mapping[str, object] | None = None, *, verbose: bool = False) -> None:
+        self._models = models
+        self._daemon = daemon or {}
+        self._verbose = verbose
+
+    def __enter__(self) -> Service:
+        # Short, for a socket's path has at most 107 bytes; TMPDIR may be long.
+        self._runtime = Path(tempfile.mkdtemp(prefix="weightd-", dir="/tmp"))
+        # Beside the repository's other builds: /tmp may be a memory file system, where a page store costs memory.
+        build = mindir.REPOSITORY / "build"
+        build.mkdir(exist_ok=True)
+        self.cache = Path(tempfile.mkdtemp(prefix="service-", dir=build))
+        self.address = f"ipc://{self._runtime}/weightd.sock"
+        try:
+            self._start()
+        except BaseException:
+            self._remove_directories()
+            raise
+        try:
+            self._until(self._listens, LISTEN_LIMIT_S, "listen")
+        except BaseException:
+            self.__exit__(None)
+            raise
+        return self
+
+    def __exit__(self, kind: Type[BaseException] | None, *_: object) -> None:
+        self.stop()
+        self._remove_directories()
+        if kind is not None:
+            print(f"the log of weightd ends with:\n{self._tail()}", file=sys.stderr)
+
+    def client(self, timeout: float = 60.0) -> Client:
+        """A client of this daemon, to be closed by the caller; for one thread."""
+        return Client(self.address, timeout=timeout)
+
+    def ready(self, timeout: float = READY_LIMIT_S) -> StatusResponse:
+        """Wait until every worker of every model is READY; return the status that says so."""
+
+        def check() -> StatusResponse | None:
+            status = self.status()
+            models = {model.name: model.generations for model in status.models}
+            for name, generations in models.items():
+                failed = [each for each in generations if each.state == "failed"]
+                if failed:
+                    raise ServiceError(f"{name} failed: {failed[-1].cause}")
+            ready = {name: sum(map(_ready_workers, generations)) for name, generations in models.items()}
+            complete = all(ready[name] == table.get("workers", 1) for name, table in self._models.items())
+            return status if complete else None
+
+        return self._until(check, timeout, "have every worker READY")
+
+    def status(self, timeout: float = 60.0) -> StatusResponse:
+        """What the daemon says about itself."""
+        with self.client(timeout) as client:
+            return client.status()
+
+    def processes(self) -> list[ProcessStatus]:
+        """Holders and workers of all models, as the daemon tells."""
+        models = self.status().models
+        return [process for model in models for generation in model.generations for process in generation.processes]
+
+    def pids(self) -> list[int]:
+        """The daemon's pid, then those of its holders and workers."""
+        return [self.pid, *(process.pid for process in self.processes())]
+
+    @property
+    def log(self) -> str:
+        """What the daemon logged so far."""
+        return "".join(self._log.lines)
+
+    def stop(self, limit: float = STOP_LIMIT_S) -> int:
+        """Ask the daemon to stop and return its exit status; one that takes longer than `limit` seconds is killed."""
+        return self._end(signal.SIGTERM, limit)
+
+    def kill(self) -> int:
+        """Kill the daemon without a warning; the kernel takes its children along, a moment later."""
+        return self._end(signal.SIGKILL, STOP_LIMIT_S)
+
+    def _start(self) -> None:
+        tables = {"daemon": {**self._directories(), **self._daemon}}
+        tables.update((f"models.{name}", _model(table)) for name, table in self._models.items())
+        config = self._runtime / "weightd.toml"
+        config.write_text(_toml(tables), encoding="utf-8")
+        command = [sys.executable, "-m", "weightd.daemon", *(["--verbose"] if self._verbose else [])]
+        self.begin = time.perf_counter()
+        self._process = subprocess.Popen(
+            [*command, "serve", str(config)], stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        )
+        self.pid: int = self._process.pid
+        assert self._process.stderr
+        self._log = _Log(self._process.stderr)
+
+    def _directories(self) -> dict[str, object]:
+        return {"socket": self.address, "runtime_dir": self._runtime, "cache_dir": self.cache}
+
+    def _remove_directories(self) -> None:
+        # The children of a killed daemon may still be writing to their logs.
+        shutil.rmtree(self._runtime, ignore_errors=True)
+        shutil.rmtree(self.cache, ignore_errors=True)
+
+    def _end(self, number: signal.Signals, limit: float) -> int:
+        if self._process.poll() is None:
+            self._process.send_signal(number)
+        try:
+            self._process.wait(limit)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+        status = self._process.wait()
+        self._log.finish()
+        return status
+
+    def _listens(self) -> bool:
+        try:
+            self.client().close()
+        except Unavailable:
+            return False
+        return True
+
+    def _until(self, check: Callable[[], T | None], timeout: float, what: str) -> T:
+        """Check at first and whenever the daemon has logged something, until there is a result that is true."""
+        deadline = time.monotonic() + timeout
+        while True:
+            seen = len(self._log.lines)
+            try:
+                result = check()
+            except WeightdError as error:
+                raise ServiceError(f"{error}\n{self._tail()}") from error
+            if result:
+                return result
+            if not self._log.wait_beyond(seen, deadline):
+                how = f"ended with status {self._process.wait()}" if self._log.ended else f"took over {timeout} s"
+                raise ServiceError(f"weightd was to {what}, but {how}:\n{self._tail()}")
+
+    def _tail(self) -> str:
+        return "".join(self._log.lines[-TAIL_LINES:])
+
+
+class _Log:
+    """The lines of a stream, read by a thread; others can wait for the next one."""
+
+    def __init__(self, stream: IO[str]) -> None:
+        self.lines: list[str] = []
+        self.ended = False
+        self._stream = stream
+        self._news = threading.Condition()
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._thread.start()
+
+    def wait_beyond(self, count: int, deadline: float) -> bool:
+        """Wait for more than `count` lines; False at the deadline or when there will be no more."""
+        with self._news:
+            self._news.wait_for(lambda: len(self.lines) > count or self.ended, deadline - time.monotonic())
+            return len(self.lines) > count
+
+    def finish(self) -> None:
+        """Read to the end of the stream, once its writer has exited."""
+        self._thread.join()
+        self._stream.close()
+
+    def _read(self) -> None:
+        for line in self._stream:
+            with self._news:
+                self.lines.append(line)
+                self._news.notify_all()
+        with self._news:
+            self.ended = True
+            self._news.notify_all()
+
+
+def _ready_workers(generation: GenerationStatus) -> int:
+    return sum(process.role == "worker" and process.state == "ready" for process in generation.processes)
+
+
+def _model(table: Mapping[str, object]) -> dict[str, object]:
+    table = dict(table)
+    if str(table["path"]).endswith(".mindir") and "python" not in table:
+        table["python"] = mindir.interpreter()
+        if table["python"] is None:
+            raise ServiceError(mindir.HOW_TO_GET_IT)
+    return table
+
+
+def _toml(tables: Mapping[str, Mapping[str, object]]) -> str:
+    """Text, numbers and booleans are written in TOML as in JSON."""
+    lines: list[str] = []
+    for name, table in tables.items():
+        lines.append(f"[{name}]")
+        lines += [f"{key} = {json.dumps(_plain(value), ensure_ascii=False)}" for key, value in table.items()]
+    return "\n".join(lines) + "\n"
+
+
+def _plain(value: object) -> object:
+    return str(value) if isinstance(value, Path) else value
