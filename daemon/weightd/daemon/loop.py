@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
 from collections.abc import Callable, Generator
 from typing import Any
@@ -14,31 +15,47 @@ _LONGEST_WAIT_S = 3600.0
 
 
 class Loop:
-    """Handlers by what they wait for: a ZeroMQ socket or a file descriptor."""
+    """Handlers by what they wait for: a ZeroMQ socket or a file descriptor.
+
+    All descriptors stand behind one epoll descriptor: a hundred children cost a wake-up no more than one.
+    """
 
     def __init__(self) -> None:
         self._poller = zmq.Poller()
-        self._handlers: dict[Any, Callable[[], object]] = {}
+        self._descriptors = select.epoll()
+        self._handlers: dict[Any, Callable[[], object]] = {self._descriptors.fileno(): self._on_descriptors}
+        self._poller.register(self._descriptors.fileno(), zmq.POLLIN)
 
-    def add(self, source: Any, handler: Callable[[], object]) -> None:
+    def add(self, source: zmq.Socket[bytes] | int, handler: Callable[[], object]) -> None:
         """Call `handler` whenever `source` is readable."""
-        self._poller.register(source, zmq.POLLIN)
+        if isinstance(source, int):
+            self._descriptors.register(source, select.EPOLLIN)
+        else:
+            self._poller.register(source, zmq.POLLIN)
         self._handlers[source] = handler
 
-    def remove(self, source: Any) -> None:
-        """Stop waiting for `source`."""
-        self._poller.unregister(source)
-        del self._handlers[source]
+    def remove(self, descriptor: int) -> None:
+        """Stop waiting for `descriptor`; call it before that is closed."""
+        self._descriptors.unregister(descriptor)
+        del self._handlers[descriptor]
 
     def wait(self, seconds: float) -> None:
         """Wait at most `seconds`, and call the handler of each readable source."""
         # Rounded up: a wait that ends a moment early would spin until its time has come.
         milliseconds = -int(-1000 * max(0.0, min(seconds, _LONGEST_WAIT_S)) // 1)
         for source, _ in self._poller.poll(milliseconds):
-            handler = self._handlers.get(source)
-            # A handler may have removed another source of the same poll.
+            self._handlers[source]()
+
+    def _on_descriptors(self) -> None:
+        for descriptor, _ in self._descriptors.poll(0):
+            handler = self._handlers.get(descriptor)
+            # A handler may have removed another descriptor of the same poll.
             if handler is not None:
                 handler()
+
+    def close(self) -> None:
+        """Give the epoll descriptor back."""
+        self._descriptors.close()
 
 
 def _only_wake(number: int, frame: object) -> None:

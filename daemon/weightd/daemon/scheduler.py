@@ -20,7 +20,7 @@ CREDIT = 2
 MAX_DEATHS = 2
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Request:
     """An accepted request. Times are monotonic seconds; `frames` are the tensors' bytes, never looked at."""
 

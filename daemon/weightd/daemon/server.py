@@ -58,6 +58,7 @@ class Server:
                 self._main_loop()
             finally:
                 context.destroy()
+                self._loop.close()
         return exits.MODEL_FAILED if self._any_failed() else exits.OK
 
     def _open(self, context: zmq.Context[zmq.Socket[bytes]], wakeups: int) -> None:

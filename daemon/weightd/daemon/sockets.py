@@ -56,10 +56,10 @@ def bind(context: zmq.Context[zmq.Socket[bytes]], address: str, *, clients: bool
 def receive(socket: zmq.Socket[bytes]) -> Iterator[Received]:
     """Yield the messages that wait, at most a batch. Tensor frames are not copied."""
     for _ in range(BATCH):
-        try:
-            identity = socket.recv(zmq.NOBLOCK, copy=False)
-        except zmq.Again:
+        # Cheaper than the exception of a read that finds nothing.
+        if not int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             return
+        identity = socket.recv(copy=False)
         frames: list[Any] = []
         more = identity.more
         while more:
