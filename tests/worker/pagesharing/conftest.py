@@ -40,8 +40,10 @@ def rollup(field):
     with open("/proc/self/smaps_rollup") as lines:
         return next(int(line.split()[1]) << 10 for line in lines if line.startswith(field + ":"))
 
-def fds():
-    return len(os.listdir("/proc/self/fd"))
+def traces():
+    "Open files, and files that are mapped as a whole."
+    with open("/proc/self/maps") as lines:
+        return len(os.listdir("/proc/self/fd")) + sum("-s " in line.split("/")[0] for line in lines)
 
 def reason(call, *arguments):
     try:
@@ -55,13 +57,13 @@ def reason(call, *arguments):
 class Child:
     """A Python process that does what it is told."""
 
-    def __init__(self, environment: "os._Environ[str]", **settings: str) -> None:
+    def __init__(self, **settings: str) -> None:
         self.process = subprocess.Popen(
             [sys.executable, "-c", _LOOP],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             universal_newlines=True,
-            env={**environment, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **settings},
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **settings},
         )
         self.do(_SETUP)
 
@@ -98,7 +100,7 @@ def spawn() -> Iterator[Spawn]:
     children: List[Child] = []
 
     def start(**settings: str) -> Child:
-        child = Child(os.environ, **{"MALLOC_MMAP_THRESHOLD_": "1048576", **settings})
+        child = Child(**{"MALLOC_MMAP_THRESHOLD_": "1048576", **settings})
         children.append(child)
         return child
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
-
-from weightd.worker.pagesharing import Unavailable, libc, remap
+from weightd.worker.pagesharing import Unavailable, libc, maps, remap
 
 if TYPE_CHECKING:
     from tests.worker.pagesharing.conftest import Child, Spawn
@@ -24,12 +24,12 @@ def path(tmp_path: Path) -> Path:
 
 def loaded(spawn: Spawn, path: Path) -> Child:
     child = spawn()
-    child.do(f"path = {str(path)!r}; model = weights(1, 40); before = digest(model); open_files = fds()")
+    child.do(f"path = {str(path)!r}; model = weights(1, 40); before = digest(model); clean = traces()")
     return child
 
 
 def unharmed(child: Child) -> bool:
-    return bool(child.ask("digest(model) == before and fds() == open_files and gc.isenabled()"))
+    return bool(child.ask("digest(model) == before and traces() == clean and gc.isenabled()"))
 
 
 def test_a_page_that_changes_after_it_was_hashed_is_not_mapped(spawn: Spawn, path: Path) -> None:
@@ -69,13 +69,13 @@ model[[1000, 500000, 1000000]] -= 1
 def test_equal_hashes_are_not_believed(spawn: Spawn, path: Path) -> None:
     loaded(spawn, path).do("pagesharing.hold(path)")
     child = spawn()
-    child.do(f"path = {str(path)!r}; model = weights(2, 40); before = digest(model); open_files = fds()")
+    child.do(f"path = {str(path)!r}; model = weights(2, 40); before = digest(model); clean = traces()")
     child.do("""
 def same(address, hashes):
     hashes[:] = store.OpenStore(path, libc.libc()).hashes()[:len(hashes)] if len(hashes) else 0
 sharing.hash_pages = same
 joined = pagesharing.join(path)
-open_files = fds()
+clean = traces()
 """)
     assert child.ask("joined.shared_bytes") == 0
     assert unharmed(child)
@@ -83,7 +83,7 @@ open_files = fds()
 
 def test_zeros_that_change_are_not_dropped(spawn: Spawn, path: Path) -> None:
     child = spawn()
-    child.do(f"path = {str(path)!r}; model = np.ones(5 << 20, dtype=np.int64); model[:] = 0; open_files = fds()")
+    child.do(f"path = {str(path)!r}; model = np.ones(5 << 20, dtype=np.int64); model[:] = 0; clean = traces()")
     child.do("""
 long_runs_of = runs.long_runs_of
 def change(*arguments):
@@ -155,7 +155,7 @@ def lose(self, address, length, fd, offset):
     raise OSError(12, "Cannot allocate memory")
 def fail(self, address, length):
     raise OSError(12, "Cannot allocate memory")
-libc.Libc.map_over, libc.Libc.fill_hole = lose, fail
+libc.Libc.map_over, libc.Libc.map_new = lose, fail
 """)
     with pytest.raises(EOFError):
         child.do("pagesharing.hold(path)")
@@ -174,6 +174,67 @@ joined = pagesharing.join(path)
 """)
     assert 30 * MIB < child.ask("joined.shared_bytes") < 33 * MIB
     assert child.ask("maps.count_mappings() - mappings") <= 2 * 3
+    assert unharmed(child)
+
+
+@pytest.mark.parametrize("verb", ["hold", "join"])
+def test_the_kernel_grants_no_more_mappings(spawn: Spawn, path: Path, verb: str) -> None:
+    if verb == "join":
+        loaded(spawn, path).do("pagesharing.hold(path)")
+    if maps.mapping_limit() > 200000:
+        pytest.skip("it would take too long to use up all mappings")
+    child = loaded(spawn, path)
+    child.do("""
+import ctypes, mmap
+filler = mmap.mmap(-1, maps.mapping_limit() * libc.PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+start = ctypes.addressof(ctypes.c_char.from_buffer(filler))
+protect = ctypes.CDLL(None).mprotect
+protect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+protect(start, len(filler), 0)
+for page in range(1, (maps.mapping_limit() - maps.count_mappings() - 20) & ~1, 2):
+    assert protect(start + page * libc.PAGE, libc.PAGE, mmap.PROT_READ) == 0
+more = [weights(seed, 2) for seed in range(2, 8)]
+model[200000:2000000:2000] += 1
+before = digest(model)
+sharing.affordable_exchanges = remap.affordable_exchanges = lambda: 1000
+""")
+    if verb == "hold":  # cut into pieces there is much to do
+        child.do("""
+def pieces(run):
+    return [runs.Run(run.address + page * libc.PAGE, run.first + page, 1) for page in range(0, run.pages, 2)]
+runs.longest = lambda every, count: [piece for run in every for piece in pieces(run)]
+""")
+    child.do("clean = traces()")
+    assert "Cannot allocate memory" in child.ask(f"reason(pagesharing.{verb}, path)")
+    child.do("assert protect(start, len(filler), mmap.PROT_READ | mmap.PROT_WRITE) == 0")
+    assert unharmed(child)
+
+
+def test_runs_that_fall_apart_take_no_more_mappings(spawn: Spawn, path: Path) -> None:
+    loaded(spawn, path).do("pagesharing.hold(path)")
+    child = loaded(spawn, path)
+    child.do("""
+match = runs.match
+def change(*arguments):
+    model[::5000] += 1
+    return match(*arguments)
+runs.match = change
+sharing.affordable_exchanges = remap.affordable_exchanges = lambda: 7
+mappings = maps.count_mappings()
+joined = pagesharing.join(path)
+model[::5000] -= 1
+""")
+    assert 0 < child.ask("maps.count_mappings() - mappings") <= 2 * 7
+    assert unharmed(child)
+
+
+def test_another_malloc(spawn: Spawn, path: Path) -> None:
+    child = loaded(spawn, path)
+    child.do("""
+other = np.zeros(33 << 20, dtype=np.uint8)
+libc.Libc.malloc, libc.Libc.free = (lambda self, length: other.ctypes.data), (lambda self, block: None)
+""")
+    assert "another malloc, or tuned" in child.ask("reason(pagesharing.hold, path)")
     assert unharmed(child)
 
 
@@ -198,9 +259,11 @@ def test_no_mapping_left(spawn: Spawn, path: Path) -> None:
 
 
 def test_half_of_the_mappings_are_left_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remap.maps, "mapping_limit", lambda: 65530)
-    monkeypatch.setattr(remap.maps, "count_mappings", lambda: 1530)
+    monkeypatch.setattr(maps, "mapping_limit", lambda: 65530)
+    monkeypatch.setattr(maps, "count_mappings", lambda: 1530)
     assert remap.affordable_exchanges() == 16000
+    monkeypatch.setattr(maps, "mapping_limit", lambda: 1 << 20)
+    assert remap.affordable_exchanges() == maps.MAX_REGIONS // 4
 
 
 def test_what_looks_like_a_block_and_is_none_stops_everything(spawn: Spawn, path: Path) -> None:
@@ -279,6 +342,6 @@ def test_a_c_library_without_a_version(monkeypatch: pytest.MonkeyPatch) -> None:
     def unknown(name: str) -> str:
         raise ValueError("unrecognized configuration name")
 
-    monkeypatch.setattr(libc.os, "confstr", unknown)
+    monkeypatch.setattr(os, "confstr", unknown)
     with pytest.raises(Unavailable, match="another C library"):
         libc.libc()

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from weightd.worker.pagesharing import Unavailable, maps
 from weightd.worker.pagesharing.libc import PAGE
 from weightd.worker.pagesharing.maps import Pagemap, Region
+from weightd.worker.pagesharing.memory import Peephole
 
 
 @pytest.mark.parametrize(
@@ -63,3 +64,15 @@ def test_own_memory_is_seen() -> None:
         pagemap.close()
         assert np.flatnonzero(populated).tolist() == [3]
         assert 0 < maps.count_mappings() < maps.mapping_limit()
+
+
+def test_memory_that_is_gone_is_no_crash() -> None:
+    peephole = Peephole()
+    with mmap.mmap(-1, PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
+        memory[:4] = b"here"
+        address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        assert peephole.read(address, 4) == b"here"
+    assert peephole.read(0, 4) is None
+    peephole.close()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        peephole.read(0, 4)

@@ -119,9 +119,10 @@ def test_zeros_cost_nothing(spawn: Spawn, tmp_path: Path) -> None:
     child.do("model = weights(1, 8); model[100000:900000] = 0; zeros = np.ones(1 << 20, dtype=np.int64); zeros[:] = 0")
     child.do("before = digest(model, zeros); anonymous = rollup('Anonymous')")
     child.do(f"held = pagesharing.hold({str(tmp_path / 'store')!r})")
-    assert child.ask("anonymous - rollup('Anonymous')") > 15 * MIB
+    assert child.ask("anonymous - rollup('Anonymous')") > 14 * MIB
     assert child.ask("held.zero_bytes") > 13 * MIB
     assert child.ask("held.shared_bytes + held.zero_bytes == held.examined_bytes")
+    assert child.ask("held.examined_bytes") == 16 * MIB
     assert child.ask("digest(model, zeros) == before")
     child.do("zeros[:] = 5; model[:] = 6")
     assert child.ask("bool((zeros == 5).all() and (model == 6).all())")
@@ -136,8 +137,8 @@ def test_nothing_to_share(spawn: Spawn, tmp_path: Path) -> None:
 
 
 def test_doing_it_again_does_nothing(spawn: Spawn, tmp_path: Path) -> None:
-    child = worker(spawn, tmp_path / "store") if holder(spawn, tmp_path / "store") else None
-    assert child is not None
+    holder(spawn, tmp_path / "store")
+    child = worker(spawn, tmp_path / "store")
     child.do(f"again = pagesharing.join({str(tmp_path / 'store')!r})")
     child.do(f"held = pagesharing.hold({str(tmp_path / 'other')!r})")
     assert child.ask("[again.shared_bytes, again.examined_bytes, held.shared_bytes]") == [0, 0, 0]
@@ -163,19 +164,37 @@ def test_prepare_gives_blocks_their_own_mappings(spawn: Spawn, tmp_path: Path) -
     assert child.ask("held.shared_bytes") == 8 * MIB
 
 
+def test_a_malloc_that_counts_in_32_bits(spawn: Spawn, tmp_path: Path) -> None:
+    child = spawn()
+    child.do("""
+import ctypes
+class Old:
+    library = ctypes.CDLL(None, use_errno=True)
+    def __getattr__(self, name):
+        if name == "mallinfo2":
+            raise AttributeError(name)
+        return getattr(self.library, name)
+libc._load = lambda: libc.Libc(Old())
+model = weights(1, 8)
+huge = np.empty(5 << 30, dtype=np.uint8)     # no more than addresses
+""")
+    assert child.ask("libc.libc().mapped_blocks().modulus") == 2**32
+    assert child.ask(f"pagesharing.hold({str(tmp_path / 'store')!r}).shared_bytes") == 8 * MIB
+
+
 def test_no_file_stays_open_and_the_collector_is_as_before(spawn: Spawn, tmp_path: Path) -> None:
     first = holder(spawn, tmp_path / "store")
     second = spawn()
-    second.do("model = weights(1, 8); before = fds(); gc.disable()")
+    second.do("model = weights(1, 8); before = traces(); gc.disable()")
     second.do(f"pagesharing.join({str(tmp_path / 'store')!r})")
-    assert second.ask("fds() == before")
+    assert second.ask("traces() == before")
     assert second.ask("gc.isenabled()") is False
     assert first.ask("gc.isenabled()") is True
-    assert first.ask("fds()") == second.ask("fds()")
+    assert first.ask("traces()") == second.ask("traces()")
 
 
 def test_only_large_blocks_of_malloc_are_found_and_never_our_own(spawn: Spawn) -> None:
-    child = spawn()
+    child = spawn(MALLOC_MMAP_THRESHOLD_="131072")
     child.do("""
 import mmap
 model = [weights(seed, 8) for seed in (1, 2)]
@@ -191,6 +210,19 @@ found = [chunks.find(libc.libc()) for _ in range(3)]
     assert child.ask("found[0]") == expected
 
 
+def test_an_aligned_block_that_was_moved_is_refused(spawn: Spawn, tmp_path: Path) -> None:
+    """The header that malloc then leaves behind is out of date."""
+    child = spawn()
+    child.do("""
+import ctypes
+c = ctypes.CDLL(None)
+c.memalign.restype = c.realloc.restype = ctypes.c_void_p
+block = c.memalign(ctypes.c_size_t(1 << 16), ctypes.c_size_t(3 << 20))
+block = c.realloc(ctypes.c_void_p(block), ctypes.c_size_t(9 << 20))
+""")
+    assert "malloc counts 1 of" in child.ask(f"reason(pagesharing.hold, {str(tmp_path / 'store')!r})")
+
+
 def test_any_use_of_malloc_is_understood(spawn: Spawn, tmp_path: Path) -> None:
     child = spawn()
     child.do("""
@@ -200,7 +232,7 @@ for name, kinds in dict(malloc="z", realloc="pz", free="p", memalign="zz", callo
     getattr(c, name).restype = ctypes.c_void_p
     getattr(c, name).argtypes = [dict(z=ctypes.c_size_t, p=ctypes.c_void_p)[kind] for kind in kinds]
 dice = random.Random(1)
-blocks = {}
+blocks, aligned = {}, set()
 def size():
     return dice.choice([100, 5000, 1 << 17, 1 << 20, 3 << 20]) + dice.randrange(1 << 20)
 def put(block, length):
@@ -211,7 +243,10 @@ def step():
     verb = dice.choice("malloc calloc memalign memalign realloc realloc free".split()) if blocks else "malloc"
     if verb in ("realloc", "free"):
         block = dice.choice(sorted(blocks))
+        if verb == "realloc" and block in aligned:
+            return  # see the test before
         data = blocks.pop(block)
+        aligned.discard(block)
         if verb == "free":
             return c.free(block)
         length = size()
@@ -222,6 +257,8 @@ def step():
         length = size()
         block = {"malloc": lambda: c.malloc(length), "calloc": lambda: c.calloc(1, length),
                  "memalign": lambda: c.memalign(dice.choice([64, 4096, 65536, 2 << 20]), length)}[verb]()
+        if verb == "memalign":
+            aligned.add(block)
     put(block, length)
 def right():
     return all(ctypes.string_at(block, len(data)) == data for block, data in blocks.items())
@@ -233,5 +270,5 @@ def right():
         child.do("for _ in range(30): step()")
         child.do(f"joined = pagesharing.join({str(tmp_path / str(turn))!r})")
         assert child.ask("right()")
-    child.do("for block in blocks: c.free(block)")
+    child.do("for block in blocks: c.free(block)\nblocks.clear()")
     assert child.ask("libc.libc().mapped_blocks().number") <= 1

@@ -30,9 +30,9 @@ Why that is safe, step by step
     2.  Pages are looked up by a hash, but a page is replaced only after it was compared with the store's page
         byte for byte, immediately before (``remap.py``). Wrong hashes, other models, and damaged stores share
         nothing; they do no harm.
-    3.  Between that comparison and the replacement a write would be lost. The engine is idle and there is one
-        Python thread: **that is the caller's promise**. What the interpreter itself writes meanwhile is not
-        in the memory of point 1.
+    3.  Between that comparison and the replacement a write would be lost. So the engine must be idle, and no
+        other thread may use, allocate or free large blocks: **that is the caller's promise**. What the
+        interpreter itself writes meanwhile is not in the memory of point 1.
     4.  If the kernel refuses in between (no memory, no space, too many mappings), what was replaced stays
         replaced by equal pages, what was not stays, and ``Unavailable`` says why. The model works in any case.
     5.  From then on each process can write to its pages without anybody noticing: the mappings are private.

@@ -2,9 +2,9 @@
 
 glibc's malloc gives a large block a mapping of its own. Such a mapping begins with two 64-bit words: the
 bytes before the block in its mapping (0), and the size of the mapping, whose lowest three bits are flags:
-"has its own mapping" is 2, and for such a block the other two are 0. (A block with an alignment beyond a page
-has a second such header further in; the first one stays.) We look for these words at the beginning of each
-page of the private memory.
+"has its own mapping" is 2, and for such a block the other two are 0. We look for these words at the beginning
+of each page of the private memory. (A block with a special alignment has a second header further in; the first
+one stays. If it is resized the first one is out of date, and the sums below do not come out.)
 
 Data could look like such a header. So the mappings that were found, all of them, small ones too, must be as
 many as malloc itself says that it has, and have as many bytes in total: one that is none, or a missed one,
@@ -18,7 +18,8 @@ What is done here must not find its own memory. So nothing in this file or in ma
 from __future__ import annotations
 
 import bisect
-from typing import TYPE_CHECKING, Callable, Iterator, List, NamedTuple, Sequence, Tuple
+import struct
+from typing import TYPE_CHECKING, Callable, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 import numpy as np
 
@@ -26,20 +27,17 @@ from . import maps
 from .errors import Unavailable
 from .libc import PAGE, Libc, MappedBlocks
 from .maps import Pagemap, Region
-from .memory import words
+from .memory import Peephole, view
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 LARGE = 1 << 20
-"""Blocks below this many bytes are left alone: nothing large is in them, and interpreters keep their own data
-there."""
+"""Blocks below this many bytes are left alone: they hold no weights to speak of, but things of the interpreter."""
 
 _HAS_OWN_MAPPING = 2
-_HEADER_WORDS = 2
-_WORD_BYTES = 8
-# The size from which blocks get a mapping adapts itself, up to 32 MiB. Freeing one larger than that does not
-# move it.
+_HEADER = struct.Struct("<QQ")
+# The size from which blocks get a mapping adapts to what is freed, up to 32 MiB: this is beyond.
 _PROBE_BYTES = (32 << 20) + 1
 _WINDOW = 8192 * PAGE  # looked at in one go: numpy then needs 64 KiB, which malloc takes from its heap
 
@@ -59,8 +57,8 @@ class Reader(NamedTuple):
 
     populated: Callable[[int, int], NDArray[np.bool_]]
     """(start, end) -> for each page, whether it exists."""
-    heads: Callable[[int, int, NDArray[np.intp]], NDArray[np.uint64]]
-    """(start, end, indices of pages) -> the first two words of each of these pages."""
+    head: Callable[[int, int], Optional[bytes]]
+    """(address, length) -> the bytes there, if there are any."""
 
 
 def find(libc: Libc) -> List[Extent]:
@@ -74,9 +72,11 @@ def find(libc: Libc) -> List[Extent]:
     """
     check_malloc(libc)
     pagemap = Pagemap()
+    peephole = Peephole()
     try:
-        return _find(libc, Reader(pagemap.populated, _heads))
+        return _find(libc, Reader(pagemap.populated, peephole.read))
     finally:
+        peephole.close()
         pagemap.close()
 
 
@@ -87,12 +87,11 @@ def check_malloc(libc: Libc) -> None:
     try:
         after = libc.mapped_blocks()
         grown = (after.total - before.total) % after.modulus
-        expected = -(-(_PROBE_BYTES + _HEADER_WORDS * _WORD_BYTES) // PAGE) * PAGE
-        header = (0, expected | _HAS_OWN_MAPPING)
-        start = block - _HEADER_WORDS * _WORD_BYTES
+        expected = -(-(_PROBE_BYTES + _HEADER.size) // PAGE) * PAGE
+        start = block - _HEADER.size
         fits = after.number == before.number + 1 and grown == expected and start % PAGE == 0
-        if not fits or tuple(int(word) for word in words(start, _HEADER_WORDS * _WORD_BYTES)) != header:
-            raise Unavailable("malloc does not treat large blocks as glibc's does (is another malloc preloaded?)")
+        if not fits or mapping_size(bytes(view(start, _HEADER.size))) != expected:
+            raise Unavailable("malloc does not map large blocks as glibc's does by default: another malloc, or tuned?")
     finally:
         libc.free(block)
 
@@ -129,26 +128,25 @@ def walk(span: Sequence[Region], reader: Reader) -> Iterator[Chunk]:
         position = max(position, region.start)
         while position < region.end:
             stop = min(position + _WINDOW, region.end)
-            for chunk in _candidates(position, stop, reader):
-                if chunk.start >= position and chunk.start + chunk.size <= end:
-                    yield chunk
-                    position = chunk.start + chunk.size
+            begin = position
+            for page in np.flatnonzero(reader.populated(begin, stop)).tolist():
+                address = begin + page * PAGE
+                size = 0 if address < position else mapping_size(reader.head(address, _HEADER.size))
+                if size and address + size <= end:
+                    yield Chunk(address, size)
+                    position = address + size
             position = max(position, stop)
 
 
-def _candidates(start: int, end: int, reader: Reader) -> Iterator[Chunk]:
-    indices = np.flatnonzero(reader.populated(start, end))
-    heads = reader.heads(start, end, indices)
-    for index in np.flatnonzero(plausible(heads)):
-        yield Chunk(start + int(indices[index]) * PAGE, int(heads[index, 1]) - _HAS_OWN_MAPPING)
-
-
-def plausible(heads: NDArray[np.uint64]) -> NDArray[np.bool_]:
-    """For each pair of words: is it the header of a malloc mapping?"""
-    before, size = heads[:, 0], heads[:, 1]
-    # one comparison says both: the flags are just right, and the size is whole pages, not none
-    found: NDArray[np.bool_] = (before == 0) & (size % np.uint64(PAGE) == _HAS_OWN_MAPPING) & (size >= PAGE)
-    return found
+def mapping_size(header: Optional[bytes]) -> int:
+    """The size in the header of a malloc mapping; 0 if it is none."""
+    if header is None or len(header) != _HEADER.size:
+        return 0
+    before, size = _HEADER.unpack(header)
+    # one comparison says both: the flags are just right, and the size is whole pages
+    if before != 0 or size % PAGE != _HAS_OWN_MAPPING:
+        return 0
+    return int(size) - _HAS_OWN_MAPPING
 
 
 def anonymous_parts(span: Sequence[Region], start: int, end: int) -> Iterator[Extent]:
@@ -160,11 +158,3 @@ def anonymous_parts(span: Sequence[Region], start: int, end: int) -> Iterator[Ex
         low, high = max(start, region.start), min(end, region.end)
         if region.anonymous and low < high:
             yield low, high
-
-
-def _heads(start: int, end: int, indices: NDArray[np.intp]) -> NDArray[np.uint64]:
-    pages = words(start, end - start).reshape(-1, PAGE // _WORD_BYTES)
-    # first the columns, then the rows: pages that are not asked for are not read, and so not brought into
-    # being
-    heads: NDArray[np.uint64] = pages[:, :_HEADER_WORDS][indices]
-    return heads

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 ZERO_PAGE = 0
 """The hash of a page that is all zeros (and, rarely, of another one)."""
 
-_BLOCK_PAGES = max((16 << 20) // PAGE, 1)
+_BLOCK_PAGES = (16 << 20) // PAGE
 _WORD_BYTES = 8
 
 

@@ -37,7 +37,18 @@ _M_MMAP_THRESHOLD = -3
 _MEMORY_FILE_SYSTEMS = (0x01021994, 0x858458F6)  # tmpfs, ramfs
 _STATFS_BYTES = 256  # struct statfs is 120 bytes on both machines; f_type is its first word
 
-_MALLINFO_FIELDS = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()
+_MALLINFO_FIELDS = [
+    "arena",
+    "ordblks",
+    "smblks",
+    "hblks",
+    "hblkhd",
+    "usmblks",
+    "fsmblks",
+    "uordblks",
+    "fordblks",
+    "keepcost",
+]
 
 _address = ctypes.c_void_p
 _size = ctypes.c_size_t
@@ -112,18 +123,23 @@ class Libc:
         """Put a private, writable mapping of a part of a file in the place of what is at ``address``."""
         self._checked_mmap(address, length, READ_WRITE, _MAP_PRIVATE | _MAP_FIXED, fd, offset)
 
-    def fill_hole(self, address: int, length: int) -> bool:
-        """Map new memory at ``address`` if nothing is mapped there, and say whether that was so."""
+    def map_new(self, address: int, length: int) -> None:
+        """Map new memory at ``address``, where nothing is mapped."""
         flags = _MAP_PRIVATE | _MAP_ANONYMOUS | _MAP_FIXED_NOREPLACE
+        got = self._checked_mmap(address, length, READ_WRITE, flags, -1, 0)
+        if got != address:  # a kernel before 4.17
+            self.unmap(got, length)
+            raise OSError(errno.EEXIST, os.strerror(errno.EEXIST))
+
+    def is_mapped(self, address: int, length: int) -> bool:
+        """Whether something is mapped at each page of a piece of the address space."""
         try:
-            got = self._checked_mmap(address, length, READ_WRITE, flags, -1, 0)
+            self.resident_pages(address, length)
         except OSError as error:
-            if error.errno == errno.EEXIST:
+            if error.errno == errno.ENOMEM:
                 return False
             raise
-        if got != address:  # a kernel before 4.17: it was not free
-            self.unmap(got, length)
-        return got == address
+        return True
 
     def unmap(self, address: int, length: int) -> None:
         """Unmap a whole mapping that this package has made."""

@@ -5,8 +5,8 @@ page is exchanged only right after it was compared, byte for byte, with what it 
 hash, a page that changed since it was hashed, or a store that is not what it should be only mean that a page
 is not shared.
 
-What is relied on: between the comparison and the exchange, a few microseconds, nobody writes to the page. The
-interpreter does not (see chunks.py for what memory this is); the engine does not, as it is idle.
+What is relied on: between the comparison and the exchange, a few milliseconds for a block, nobody writes to the
+page. The interpreter does not (see chunks.py for what memory this is); the engine does not, as it is idle.
 """
 
 from __future__ import annotations
@@ -17,16 +17,15 @@ import sys
 from . import maps
 from .libc import PAGE, Libc
 
-BLOCK = max(16 << 20, PAGE)
-"""Bytes compared and exchanged in one go: short enough to shorten that moment, long enough to cost
-nothing."""
+BLOCK = 16 << 20
+"""Bytes compared and exchanged in one go: few enough to keep that moment short, and enough to cost nothing."""
 
 _MAPPINGS_PER_EXCHANGE = 2  # a mapping is cut in three where its middle is replaced
 
 
 def affordable_exchanges() -> int:
-    """How many exchanges may be made: half of the mappings that the kernel still grants stay free."""
-    free = maps.mapping_limit() - maps.count_mappings()
+    """How many exchanges may be made: half of what the kernel and maps.py still allow is left for others."""
+    free = min(maps.mapping_limit() - maps.count_mappings(), maps.MAX_REGIONS)
     return max(free // 2 // _MAPPINGS_PER_EXCHANGE, 0)
 
 
@@ -39,6 +38,7 @@ class Remapper:
         self._fd = fd
         self._mapped_at = mapped_at
         self._exchanges_left = affordable_exchanges()
+        self._end = (0, 0)
 
     def share(self, address: int, offset: int, length: int) -> int:
         """Exchange the pages that are equal to those at ``offset`` of the file; return their bytes."""
@@ -48,7 +48,7 @@ class Remapper:
         )
 
     def _share_equal(self, address: int, offset: int, length: int) -> int:
-        if self._exchanges_left <= 0:
+        if not self._affordable(address, offset):
             return 0
         if self._libc.equal(address, self._mapped_at + offset, length):
             self._exchange(address, offset, length)
@@ -59,8 +59,13 @@ class Remapper:
         first = self._share_equal(address, offset, half)
         return first + self._share_equal(address + half, offset + half, length - half)
 
+    def _affordable(self, address: int, offset: int) -> bool:
+        return self._exchanges_left > 0 or self._end == (address, offset)
+
     def _exchange(self, address: int, offset: int, length: int) -> None:
-        self._exchanges_left -= 1
+        if self._end != (address, offset):  # otherwise the kernel makes one mapping of this and the one before
+            self._exchanges_left -= 1
+        self._end = (address + length, offset + length)
         try:
             self._libc.map_over(address, length, self._fd, offset)
         except OSError:
@@ -70,11 +75,11 @@ class Remapper:
     def _restore(self, address: int, equal: int, length: int) -> None:
         """Undo half an exchange: the kernel may have unmapped the old pages before it failed to map the new."""
         try:
-            if self._libc.fill_hole(address, length):
+            if not self._libc.is_mapped(address, length):
+                self._libc.map_new(address, length)
                 self._libc.copy(address, equal, length)
         except OSError as error:
-            # Memory of the engine is gone. There is no way on, and going on would be a crash or worse
-            # somewhere else.
+            # Memory of the engine is gone. Going on would be a crash, or worse, somewhere else.
             sys.stderr.write(f"weightd: lost memory while sharing pages: {error}\n")
             os.abort()
 

@@ -25,8 +25,7 @@ class Run(NamedTuple):
     address: int
     """Of the first of them."""
     first: int
-    """The number of the page of the store that it seems equal to; the next ones are equal to the next ones
-    there."""
+    """The page of the store that it seems equal to; those after it are equal to those after it there."""
     pages: int
     """How many they are."""
 

@@ -25,8 +25,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 _LEAST_ZERO_PAGES = 16
-"""Fewer zero pages in a row than this are treated as any other page: leaving them out would cut a mapping in
-three."""
+"""Fewer zero pages in a row are treated as any other page: to leave them out would cut a mapping in three."""
 
 
 @dataclass(frozen=True)
@@ -174,8 +173,7 @@ def _write_store(c: Libc, path: str, pages: Pages) -> int:
 def _worth_storing(addresses: NDArray[np.uint64]) -> List[Run]:
     """All runs of pages, or the longest of them if there are more than mappings to be had.
 
-    ``first`` is the index among the own pages here: the place in the store follows when it is known which
-    runs stay.
+    ``first`` is the index among the own pages here: places in the store are given to the runs that stay.
     """
     every = [
         Run(int(addresses[begin]), begin, end - begin)
