@@ -26,6 +26,8 @@ from weightd.protocol.errors import RemoteProtocolError
 from weightd.protocol.wire import clip, decode, encode
 from weightd.protocol.worker_messages import FROM_CHILD, Broken, ChildMessage, Hello, OrderMessage
 
+# weightd, or what it brings along.
+_MISSING_MODULE = re.compile(r"No module named '(weightd|zmq|msgpack|numpy)")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
@@ -152,7 +154,7 @@ class Backend:
         status, words = self._end(name)
         model = self._owners.pop(name)
         how = processes.explain(status)
-        if "No module named 'weightd" in words:
+        if _MISSING_MODULE.search(words):
             words += f"; install weightd there: {model.config.python} -m pip install weightd"
         model.exited(name, f"{how}: {words}" if words else how, time.monotonic())
 

@@ -1,0 +1,50 @@
+"""The engines, models that are built once, and the engines called directly."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from testkit import mindir
+
+from .support import ENGINES, Bare, Place, Zoo
+
+
+@pytest.fixture(scope="module", params=ENGINES)
+def engine(request: pytest.FixtureRequest) -> str:
+    """Each engine in turn. Where CI=true, both must be there."""
+    name: str = request.param
+    if name == "mindspore_lite" and mindir.interpreter() is None:
+        if os.environ.get("CI") == "true":
+            pytest.fail(mindir.HOW_TO_GET_IT)
+        pytest.skip(mindir.HOW_TO_GET_IT)
+    return name
+
+
+@pytest.fixture(scope="session")
+def zoo(tmp_path_factory: pytest.TempPathFactory) -> Zoo:
+    return Zoo(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="session")
+def bare() -> Iterator[Bare]:
+    with contextlib.ExitStack() as stack:
+        yield Bare(stack)
+
+
+@pytest.fixture
+def place() -> Iterator[Place]:
+    # Not tmp_path: the path of a socket has at most 107 bytes, and a page store belongs on a disk.
+    runtime = Path(tempfile.mkdtemp(prefix="weightd-", dir="/tmp"))
+    build = mindir.REPOSITORY / "build"
+    build.mkdir(exist_ok=True)
+    cache = Path(tempfile.mkdtemp(prefix="place-", dir=build))
+    yield Place(runtime, cache)
+    shutil.rmtree(runtime, ignore_errors=True)
+    shutil.rmtree(cache, ignore_errors=True)

@@ -1,0 +1,371 @@
+"""What the end-to-end tests share: models, right answers, load, and how to look at processes from outside."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from testkit import mindir, models
+from testkit.plain import PlainProcess
+from testkit.service import Service
+from weightd.client import Client, Pending
+from weightd.protocol.messages import ModelStatus, ProcessStatus
+
+Arrays = Mapping[str, NDArray[Any]]
+T = TypeVar("T")
+
+ENGINES = ("onnxruntime", "mindspore_lite")
+SUFFIX = {"onnxruntime": ".onnx", "mindspore_lite": ".mindir"}
+
+# For everything that is waited for and must happen; a machine that is busy with other work needs it.
+LIMIT_S = 30.0
+
+MLP_WIDTH = 512
+MLP_WEIGHT_BYTES = 4 * MLP_WIDTH * MLP_WIDTH * 4
+LARGE_WIDTH = 1024
+LARGE_WEIGHT_BYTES = 8 * LARGE_WIDTH * LARGE_WIDTH * 4
+
+_WRITERS: Mapping[str, Callable[[Path], Path]] = {
+    "mlp": lambda path: models.mlp(path, layers=4, width=MLP_WIDTH),
+    "other_mlp": lambda path: models.mlp(path, layers=4, width=MLP_WIDTH, seed=1),
+    "large": lambda path: models.mlp(path, layers=8, width=LARGE_WIDTH),
+    "two_inputs": models.two_inputs,
+    "two_batches": models.two_batches,
+    "integers": models.integers,
+    "fixed": models.fixed,
+}
+
+
+class Zoo:
+    """Small models by name and engine, each written and converted once."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    def path(self, name: str, engine: str) -> Path:
+        """Return the file of the model for the engine."""
+        onnx = self._directory / f"{name}.onnx"
+        if not onnx.exists():
+            _WRITERS[name](onnx)
+        converted = onnx.with_suffix(SUFFIX[engine])
+        if not converted.exists():
+            python = mindir.interpreter()
+            assert python, mindir.HOW_TO_GET_IT
+            mindir.convert(onnx, converted, python)
+        return converted
+
+
+class Bare:
+    """The engine called directly, which says what the right answer is."""
+
+    def __init__(self, stack: contextlib.ExitStack) -> None:
+        self._stack = stack
+        self._plain: dict[Path, PlainProcess] = {}
+
+    def answer(self, model: Path, inputs: Arrays) -> Arrays:
+        """Return what the engine itself answers."""
+        if model not in self._plain:
+            engine = {suffix: engine for engine, suffix in SUFFIX.items()}[model.suffix]
+            self._plain[model] = self._stack.enter_context(PlainProcess(model, engine))
+        return self._plain[model].infer(inputs)
+
+    def questions(self, model: Path, inputs: Iterable[Arrays]) -> list[Question]:
+        """Return each of the inputs with its right answer."""
+        return [Question(each, self.answer(model, each)) for each in inputs]
+
+
+class Question(NamedTuple):
+    """A request and the only answer that is right."""
+
+    inputs: Arrays
+    answer: Arrays
+
+
+def mlp_inputs(batches: Iterable[int], width: int = MLP_WIDTH) -> list[Arrays]:
+    """Return inputs of the mlp, all different, one for each batch size."""
+    random = np.random.default_rng(7)
+    return [{"x": random.standard_normal((batch, width), dtype=np.float32)} for batch in batches]
+
+
+def pairs(batches: Iterable[int]) -> list[Arrays]:
+    """Return inputs of two_inputs and two_batches."""
+    random = np.random.default_rng(8)
+
+    def one(batch: int) -> NDArray[np.float32]:
+        return random.standard_normal((batch, 4), dtype=np.float32)
+
+    return [{"a": one(batch), "b": one(batch)} for batch in batches]
+
+
+def embeddings(batches: Iterable[int], engine: str) -> list[Arrays]:
+    """Return inputs of the integers model; MindSpore Lite makes 32 bits of them."""
+    random = np.random.default_rng(9)
+    dtype = np.int64 if engine == "onnxruntime" else np.int32
+    return [{"ids": random.integers(0, 16, (batch, 3)).astype(dtype)} for batch in batches]
+
+
+def assert_same(got: Arrays, expected: Arrays) -> None:
+    """Assert that the outputs are the same bit for bit, names, dtypes and shapes included."""
+    assert sorted(got) == sorted(expected)
+    for name, array in expected.items():
+        assert (got[name].dtype, got[name].shape) == (array.dtype, array.shape), name
+        assert got[name].tobytes() == array.tobytes(), f"{name}: the bits differ"
+
+
+def ask_all(client: Client, model: str, questions: Sequence[Question]) -> None:
+    """Ask all at once and check every answer."""
+    pending = [client.submit(model, question.inputs) for question in questions]
+    for each, question in zip(pending, questions, strict=True):
+        assert_same(each.result(), question.answer)
+
+
+class Load:
+    """Threads with a client each that keep requests in flight and check every answer, until the block ends.
+
+    At the end of the block every request must have had its right answer, or the block fails.
+    """
+
+    def __init__(
+        self, address: str, model: str, questions: Sequence[Question], clients: int = 2, in_flight: int = 4
+    ) -> None:
+        self.answered = 0
+        self.wrong: list[str] = []
+        self._stop = threading.Event()
+        self._lock = threading.Lock()
+        arguments = (address, model, questions, in_flight)
+        self._threads = [threading.Thread(target=self._run, args=arguments, daemon=True) for _ in range(clients)]
+
+    def __enter__(self) -> Load:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join()
+        if kind is None:
+            assert not self.wrong, self.wrong[:3]
+            assert self.answered
+
+    def wait_for(self, more: int) -> None:
+        """Wait until so many more requests have been answered."""
+        enough = self.answered + more
+        until(lambda: self.answered >= enough or self.wrong, f"{more} more answers")
+
+    def _run(self, address: str, model: str, questions: Sequence[Question], in_flight: int) -> None:
+        try:
+            with Client(address, timeout=60) as client:
+                pending: deque[tuple[Pending, Question]] = deque()
+                count = 0
+                while not self._stop.is_set() or pending:
+                    while not self._stop.is_set() and len(pending) < in_flight:
+                        question = questions[count % len(questions)]
+                        pending.append((client.submit(model, question.inputs), question))
+                        count += 1
+                    if pending:
+                        self._check(*pending.popleft())
+        except Exception as error:  # noqa: BLE001 - whatever it is, the block fails with it
+            self.wrong.append(f"{type(error).__name__}: {error}")
+
+    def _check(self, pending: Pending, question: Question) -> None:
+        assert_same(pending.result(), question.answer)
+        with self._lock:
+            self.answered += 1
+
+
+class Place:
+    """Directories and an address for a daemon that a test starts in its own way."""
+
+    def __init__(self, runtime: Path, cache: Path) -> None:
+        self.runtime = runtime
+        self.cache = cache
+        self.address = f"ipc://{runtime}/weightd.sock"
+
+    def config(self, tables: Mapping[str, Mapping[str, object]], **daemon: object) -> Path:
+        """Write a configuration of these models; return its path."""
+        directories = {"socket": self.address, "runtime_dir": self.runtime, "cache_dir": self.cache}
+        lines = ["[daemon]", *_toml({**directories, **daemon})]
+        for name, table in tables.items():
+            lines += [f"[models.{name}]", *_toml(with_interpreter(table))]
+        path = self.runtime / "weightd.toml"
+        path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        return path
+
+    @property
+    def left(self) -> list[str]:
+        """What a daemon has left behind."""
+        return left_behind(self.runtime, self.cache)
+
+
+def with_interpreter(table: Mapping[str, object]) -> dict[str, object]:
+    """Return the table of a model with an interpreter that has its engine, unless it names one."""
+    engine = {suffix: engine for engine, suffix in SUFFIX.items()}[Path(str(table["path"])).suffix]
+    return {"python": interpreter(engine), **table}
+
+
+def _toml(table: Mapping[str, object]) -> list[str]:
+    """Text and numbers are written in TOML as in JSON."""
+    return [f"{key} = {json.dumps(str(value) if isinstance(value, Path) else value)}" for key, value in table.items()]
+
+
+class Weightd:
+    """The command `weightd` with some arguments; killed at the end of the block if it still runs."""
+
+    def __init__(self, log: Path, *arguments: object, session: bool = False) -> None:
+        self._log = log
+        self._command = [sys.executable, "-m", "weightd.daemon", *map(str, arguments)]
+        self._session = session
+
+    def __enter__(self) -> Weightd:
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(
+                self._command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=self._session
+            )
+        self.pid: int = self._process.pid
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._process.poll() is None:
+            self._process.kill()
+            self._process.wait()
+
+    @property
+    def log(self) -> str:
+        """What it wrote so far."""
+        return self._log.read_text("utf-8", "replace")
+
+    def wait(self, limit: float = LIMIT_S) -> int:
+        """Wait for its end and return its exit status."""
+        return self._process.wait(limit)
+
+    def wait_for(self, text: str) -> None:
+        """Wait until it has logged the text."""
+        until(lambda: text in self.log or self._process.poll() is not None, f"it logs {text!r}")
+        assert text in self.log, self.log
+
+    def client(self, address: str) -> Client:
+        """Connect as soon as it listens."""
+        self.wait_for("listens on")
+        return Client(address, timeout=60)
+
+
+def weightd(*arguments: object, limit: float = LIMIT_S) -> subprocess.CompletedProcess[str]:
+    """Run the command `weightd` to its end."""
+    command = [sys.executable, "-m", "weightd.daemon", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=limit, check=False)
+
+
+def until(check: Callable[[], T], what: str, limit: float = LIMIT_S) -> T:
+    """Poll until `check` gives something true, and return it."""
+    deadline = time.monotonic() + limit
+    while True:
+        result = check()
+        if result:
+            return result
+        assert time.monotonic() < deadline, f"waited {limit:g} s in vain: {what}"
+        time.sleep(0.01)
+
+
+def model_status(service: Service, name: str) -> ModelStatus:
+    """Return what the daemon says about one of its models."""
+    return next(model for model in service.status().models if model.name == name)
+
+
+def processes(service: Service, name: str, role: str) -> list[ProcessStatus]:
+    """Return the holders or the workers of a model."""
+    return [each for each in model_status(service, name).generations[-1].processes if each.role == role]
+
+
+def ready_workers(service: Service, name: str) -> list[ProcessStatus]:
+    """Return the workers of a model that are READY."""
+    return [each for each in processes(service, name, "worker") if each.state == "ready"]
+
+
+def cause_of_failure(service: Service, name: str) -> str:
+    """Wait until the model has FAILED, and return why."""
+
+    def cause() -> str:
+        generation = model_status(service, name).generations[-1]
+        return generation.cause if generation.state == "failed" else ""
+
+    return until(cause, f"{name} fails")
+
+
+def config_of(service: Service) -> Path:
+    """Return the configuration file with which the daemon was started."""
+    return runtime_of(service) / "weightd.toml"
+
+
+def runtime_of(service: Service) -> Path:
+    """Return the directory of the daemon's sockets."""
+    return Path(service.address.removeprefix("ipc://")).parent
+
+
+def left_behind(runtime: Path, cache: Path) -> list[str]:
+    """Return the files that a daemon has in its directories, but for its configuration and its own log."""
+    paths = [*runtime.rglob("*"), *cache.rglob("*")]
+    return sorted(str(path) for path in paths if path.name not in ("weightd.toml", "weightd.log"))
+
+
+def children_of(cache: Path) -> set[int]:
+    """Return the processes whose command line names the cache directory: what that daemon has started."""
+    pids = {int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()}
+    return {pid for pid in pids if str(cache) in _command_line(pid)}
+
+
+def _command_line(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode("utf-8", "replace")
+    except OSError:
+        return ""
+
+
+class Watched:
+    """Processes, watched by pidfds: a pid that is used again cannot deceive."""
+
+    def __init__(self, pids: Iterable[int]) -> None:
+        self._pidfds = {pid: os.pidfd_open(pid) for pid in pids}
+
+    def __enter__(self) -> Watched:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for pidfd in self._pidfds.values():
+            os.close(pidfd)
+
+    def survivors(self) -> list[int]:
+        """Return those that still run."""
+        return [pid for pid, pidfd in self._pidfds.items() if not select.select([pidfd], [], [], 0)[0]]
+
+
+def interpreter(engine: str) -> Path:
+    """Return the interpreter that has the engine."""
+    if engine == "onnxruntime":
+        return Path(sys.executable)
+    python = mindir.interpreter()
+    assert python, mindir.HOW_TO_GET_IT
+    return python
+
+
+def wrapped_interpreter(path: Path, engine: str, script: str) -> Path:
+    """Write an interpreter that first runs `script` (sh); in it, $* holds the arguments."""
+    path.write_text(f'#!/bin/sh\n{script}\nexec "{interpreter(engine)}" "$@"\n', encoding="utf-8")
+    path.chmod(0o755)
+    return path

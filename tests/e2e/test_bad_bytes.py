@@ -1,0 +1,325 @@
+"""Bytes that break the protocol: an error that names the field, flat memory, and everybody else is served on.
+
+No byte of these reaches an engine, so one engine is enough.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import socket
+import struct
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import msgpack
+import numpy as np
+import pytest
+import zmq
+
+from testkit.service import Service
+from weightd.client import Client
+from weightd.protocol import limits
+from weightd.protocol.messages import TO_CLIENT, Error, InferResponse
+from weightd.protocol.wire import decode
+
+from .support import Bare, Question, Zoo, ask_all, pairs, runtime_of
+
+pytestmark = pytest.mark.e2e
+
+FLAT_BYTES = 32 * 1024 * 1024
+TEN_GB = 10 * 1024**3
+
+A = {"name": "a", "datatype": "FP32", "shape": [2, 4]}
+B = {**A, "name": "b"}
+GOOD = {"v": 1, "type": "infer", "id": "good", "model_name": "two_inputs", "inputs": [A, B]}
+TENSOR = np.ones((2, 4), "<f4").tobytes()
+
+
+class Bad(NamedTuple):
+    """A message, the id that its error must carry, and words that it must have."""
+
+    frames: Sequence[bytes]
+    request_id: str
+    words: tuple[str, ...]
+
+
+def header(**changes: object) -> bytes:
+    """The good header with some fields changed; None removes one."""
+    fields: Mapping[str, object] = {**GOOD, "id": "bad", **changes}
+    return msgpack.packb({key: value for key, value in fields.items() if value is not None})
+
+
+def infer(*frames: bytes, **changes: object) -> Bad:
+    return Bad([header(**changes), *(frames or (TENSOR, TENSOR))], "bad", ())
+
+
+def expecting(bad: Bad, *words: str) -> Bad:
+    return bad._replace(words=words)
+
+
+def raw(data: bytes, *words: str) -> Bad:
+    return Bad([data], "", ("header", *words))
+
+
+CASES = {
+    "frame too short": expecting(infer(TENSOR[:-1], TENSOR), "frames[1] (a)", "32 bytes, got 31"),
+    "frame too long": expecting(infer(TENSOR, TENSOR + b"\0"), "frames[2] (b)", "32 bytes, got 33"),
+    "empty frame": expecting(infer(b"", TENSOR), "frames[1] (a)", "got 0"),
+    "shape larger than frame": expecting(
+        infer(inputs=[{**A, "shape": [2**20, 2**20]}, B]), "frames[1] (a)", str(4 * 2**40)
+    ),
+    "too few frames": expecting(infer(TENSOR), "expected 2 tensor frames", "got 1"),
+    "no frames": expecting(Bad([header()], "bad", ()), "expected 2 tensor frames", "got 0"),
+    "too many frames": expecting(infer(TENSOR, TENSOR, TENSOR), "expected 2 tensor frames", "got 3"),
+    "unknown field": expecting(infer(color="red"), "color"),
+    "missing field": expecting(infer(model_name=None), "model_name"),
+    "field of another type": expecting(infer(model_name=7), "model_name", "int"),
+    "unknown datatype": expecting(infer(inputs=[{**A, "datatype": "FP33"}, B]), "inputs[0].datatype", "FP33"),
+    "negative dim": expecting(infer(inputs=[{**A, "shape": [-2, -4]}, B]), "inputs[0].shape[0]", "-2"),
+    "fractional dim": expecting(infer(inputs=[A, {**B, "shape": [2.0, 4]}]), "inputs[1].shape[0]"),
+    "huge dim": expecting(infer(inputs=[{**A, "shape": [2**63, 4]}, B]), "inputs[0].shape[0]"),
+    "huge rank": expecting(infer(inputs=[{**A, "shape": [1] * 17}, B]), "inputs[0].shape", "16"),
+    "no tensor name": expecting(infer(inputs=[{**A, "name": ""}, B]), "inputs[0].name"),
+    "timeout 0": expecting(infer(parameters={"timeout": 0}), "parameters.timeout"),
+    "unknown version": expecting(infer(v=2), "version 1", "2"),
+    "unknown type": expecting(infer(type="shutdown"), "type", "shutdown"),
+    "a worker's message": expecting(infer(type="hello"), "type", "hello"),
+    "id too long": expecting(Bad([header(id="x" * 200), TENSOR, TENSOR], "", ()), "id"),
+    "empty message": raw(b""),
+    "truncated msgpack": raw(header()[:-5]),
+    "trailing bytes": raw(header() + b"\0"),
+    "a key twice": raw(b"\x82\xa1v\x01\xa1v\x01", "twice"),
+    "not a map": raw(msgpack.packb([1, 2]), "list"),
+    "not UTF-8": raw(b"\x81\xa1v\xa2\xff\xfe"),
+    "header over the bound": raw(header(model_name="x" * 100_000), "65536"),
+    "nested lists": raw(b"\x91" * 60_000),
+    "nested maps": raw(b"\x81\xa1a" * 20_000),
+    "4 GB of bytes": raw(b"\xc6\xff\xff\xff\xff"),
+    "4 GB of text": raw(b"\xdb\xff\xff\xff\xff"),
+    "4 G of list": raw(b"\xdd\xff\xff\xff\xff"),
+    "4 G of map": raw(b"\xdf\xff\xff\xff\xff"),
+    "4 GB of extension": raw(b"\xc9\xff\xff\xff\xff\x01"),
+    "extension": Bad([b"\x81\xa1v\xd4\x01\x00"], "", ("v: ", "version 1")),
+}
+
+
+@pytest.fixture(scope="module")
+def service(zoo: Zoo) -> Iterator[Service]:
+    with Service({"two_inputs": {"path": zoo.path("two_inputs", "onnxruntime")}}) as service:
+        service.ready()
+        yield service
+
+
+@pytest.fixture(scope="module")
+def bystander(service: Service) -> Iterator[Client]:
+    """Connected all the time."""
+    with service.client() as client:
+        yield client
+
+
+@pytest.fixture
+def questions(zoo: Zoo, bare: Bare) -> list[Question]:
+    return bare.questions(zoo.path("two_inputs", "onnxruntime"), pairs((2, 1)))
+
+
+@pytest.fixture
+def unharmed(service: Service, bystander: Client, questions: list[Question]) -> Iterator[None]:
+    """After the test the same daemon serves on, and has not grown."""
+    ask_all(bystander, "two_inputs", questions)
+    before = peak_bytes(service.pid)
+    yield
+    ask_all(bystander, "two_inputs", questions)
+    with service.client() as newcomer:
+        ask_all(newcomer, "two_inputs", questions)
+    assert bystander.status().pid == service.pid
+    assert peak_bytes(service.pid) - before < FLAT_BYTES
+
+
+def peak_bytes(pid: int) -> int:
+    """The most memory that the process has ever had resident."""
+    lines = Path(f"/proc/{pid}/status").read_text("ascii").splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
+
+
+@contextlib.contextmanager
+def dealer(service: Service) -> Generator[zmq.Socket[bytes]]:
+    """A socket that sends whatever it is given."""
+    with zmq.Context() as context, context.socket(zmq.DEALER) as peer:
+        peer.setsockopt(zmq.LINGER, 0)
+        peer.setsockopt(zmq.RCVTIMEO, 10_000)
+        peer.connect(service.address)
+        yield peer
+
+
+def assert_good_works(peer: zmq.Socket[bytes]) -> None:
+    peer.send_multipart([msgpack.packb(GOOD), TENSOR, TENSOR])
+    frames = peer.recv_multipart()
+    answer = decode(frames, TO_CLIENT)
+    assert isinstance(answer, InferResponse)
+    assert answer.id == "good"
+    outputs = {each.name: np.frombuffer(frame, "<f4") for each, frame in zip(answer.outputs, frames[1:], strict=True)}
+    assert outputs["sum"].tolist() == [2.0] * 8
+
+
+@pytest.mark.usefixtures("unharmed")
+@pytest.mark.parametrize("case", CASES)
+def test_a_bad_message_gets_an_error_that_names_the_field_and_the_next_good_one_works(
+    case: str, service: Service
+) -> None:
+    bad = CASES[case]
+    with dealer(service) as peer:
+        assert_good_works(peer)
+        peer.send_multipart(bad.frames)
+        answer = decode(peer.recv_multipart(), TO_CLIENT)
+        assert isinstance(answer, Error)
+        assert (answer.id, answer.code) == (bad.request_id, "INVALID_ARGUMENT")
+        for word in bad.words:
+            assert word in answer.error
+        assert_good_works(peer)
+
+
+@pytest.mark.usefixtures("unharmed")
+def test_every_truncation_of_a_header_is_an_error(service: Service) -> None:
+    whole = header()
+    with dealer(service) as peer:
+        for length in range(len(whole)):
+            peer.send_multipart([whole[:length], TENSOR, TENSOR])
+            answer = decode(peer.recv_multipart(), TO_CLIENT)
+            assert isinstance(answer, Error), length
+            assert answer.code == "INVALID_ARGUMENT"
+        assert_good_works(peer)
+
+
+@pytest.mark.usefixtures("unharmed")
+def test_random_messages_are_errors(service: Service) -> None:
+    noise = random.Random(5)
+    with dealer(service) as peer:
+        for _ in range(500):
+            frames = [noise.randbytes(noise.randrange(200)) for _ in range(noise.randrange(1, 5))]
+            peer.send_multipart(frames)
+            answer = decode(peer.recv_multipart(), TO_CLIENT)
+            assert isinstance(answer, Error)
+            assert answer.code == "INVALID_ARGUMENT"
+        assert_good_works(peer)
+
+
+# --- below ZeroMQ: bytes on the unix socket ---------------------------------------------------------------------
+
+GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
+SOCKET_TYPE = b"\x0bSocket-Type" + struct.pack(">I", 6) + b"DEALER"
+READY_BODY = b"\x05READY" + SOCKET_TYPE + b"\x08Identity" + struct.pack(">I", 0)
+READY = bytes([4, len(READY_BODY)]) + READY_BODY
+
+
+@contextlib.contextmanager
+def stream(service: Service) -> Generator[socket.socket]:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.settimeout(10)
+        connection.connect(service.address.removeprefix("ipc://"))
+        yield connection
+
+
+def shake_hands(connection: socket.socket) -> None:
+    """Do as a DEALER does (ZMTP 3.0)."""
+    connection.sendall(GREETING + READY)
+    assert read(connection, 64)[:1] == b"\xff"
+    flags, length = read(connection, 2)
+    assert flags == 4
+    assert read(connection, length).startswith(b"\x05READY")
+
+
+def read(connection: socket.socket, size: int) -> bytes:
+    """Read exactly so many bytes."""
+    data = b""
+    while len(data) < size:
+        part = connection.recv(size - len(data))
+        assert part, "the daemon has hung up"
+        data += part
+    return data
+
+
+def hangs_up(connection: socket.socket) -> bool:
+    """Whether the daemon ends the connection."""
+    try:
+        while connection.recv(4096):
+            pass
+    except ConnectionError:
+        pass
+    return True
+
+
+@pytest.mark.usefixtures("unharmed")
+def test_a_hand_made_zmtp_peer_is_answered(service: Service) -> None:
+    """So that the tests below fail for the reason they are made for."""
+    with stream(service) as connection:
+        shake_hands(connection)
+        connection.sendall(bytes([0, 5]) + b"hello")
+        flags, length = read(connection, 2)
+        assert flags == 0
+        answer = decode([read(connection, length)], TO_CLIENT)
+        assert isinstance(answer, Error)
+
+
+@pytest.mark.usefixtures("unharmed")
+@pytest.mark.parametrize("length", [limits.MAX_FRAME_BYTES + 1, TEN_GB, 2**63 - 1, 2**64 - 1])
+def test_a_frame_that_claims_to_be_huge_ends_the_connection(length: int, service: Service) -> None:
+    with stream(service) as connection:
+        shake_hands(connection)
+        connection.sendall(b"\x02" + struct.pack(">Q", length) + b"x" * 1000)
+        assert hangs_up(connection)
+
+
+@pytest.mark.usefixtures("unharmed")
+def test_frames_that_claim_as_much_as_they_may_and_never_come_cost_nothing(service: Service) -> None:
+    with contextlib.ExitStack() as stack:
+        for _ in range(8):
+            connection = stack.enter_context(stream(service))
+            shake_hands(connection)
+            connection.sendall(b"\x03" + struct.pack(">Q", limits.MAX_FRAME_BYTES) + b"x" * 1000)
+
+
+@pytest.mark.usefixtures("unharmed")
+@pytest.mark.parametrize("seed", range(5))
+def test_garbage_on_the_socket_harms_nobody(seed: int, service: Service) -> None:
+    noise = random.Random(seed)
+    for start in (b"", b"\xff", GREETING[:12], GREETING, GREETING + READY):
+        with stream(service) as connection, contextlib.suppress(ConnectionError):
+            connection.sendall(start + noise.randbytes(10_000))
+    with stream(service) as connection:
+        connection.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+
+
+@pytest.mark.usefixtures("unharmed")
+def test_peers_that_connect_and_say_nothing_harm_nobody(
+    service: Service, bystander: Client, questions: list[Question]
+) -> None:
+    with contextlib.ExitStack() as stack:
+        for said in (b"", GREETING[:5], GREETING, GREETING + READY, GREETING + READY + b"\x03"):
+            connection = stack.enter_context(stream(service))
+            connection.sendall(said)
+        ask_all(bystander, "two_inputs", questions)
+
+
+@pytest.mark.usefixtures("unharmed")
+def test_a_message_without_its_end_is_not_served(service: Service) -> None:
+    with stream(service) as connection:
+        shake_hands(connection)
+        data = msgpack.packb(GOOD)
+        connection.sendall(bytes([1, len(data)]) + data + bytes([1, len(TENSOR)]) + TENSOR)
+
+
+@pytest.mark.usefixtures("unharmed")
+def test_strangers_on_the_childrens_socket_are_ignored(service: Service) -> None:
+    [path] = [each for each in runtime_of(service).glob("*.sock") if each.name != "weightd.sock"]
+    assert path.stat().st_mode & 0o177 == 0
+    noise = random.Random(6)
+    with zmq.Context() as context:
+        for name in (b"stranger", b"two_inputs.1.w2", b"two_inputs.1.holder", b"\xff\xfe"):
+            with context.socket(zmq.DEALER) as peer:
+                peer.setsockopt(zmq.LINGER, 1000)
+                peer.setsockopt(zmq.ROUTING_ID, name)
+                peer.connect(f"ipc://{path}")
+                for data in (b"", noise.randbytes(100), msgpack.packb({"v": 1, "type": "broken", "cause": "x"})):
+                    peer.send(data)

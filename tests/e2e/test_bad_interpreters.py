@@ -1,0 +1,198 @@
+"""Interpreters that cannot run an engine, and workers that cannot build: FAILED with the cause, no endless restarts."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from testkit import mindir
+from testkit.service import Service
+from weightd.client import Client, Unavailable
+
+from .support import (
+    ENGINES,
+    Bare,
+    Place,
+    Weightd,
+    Zoo,
+    ask_all,
+    cause_of_failure,
+    children_of,
+    interpreter,
+    model_status,
+    pairs,
+    ready_workers,
+    until,
+    wrapped_interpreter,
+)
+
+pytestmark = pytest.mark.e2e
+
+WORKERS = 2
+
+# A holder, the workers, and the starts of a worker that may fail in a row.
+MOST_PROCESSES = 1 + WORKERS + 3
+
+HINT = {
+    "onnxruntime": "No module named 'onnxruntime'; install it with: pip install 'weightd[onnxruntime]'",
+    "mindspore_lite": "No module named 'mindspore_lite'; install the vendor's wheel of mindspore_lite",
+}
+
+
+class Bad(NamedTuple):
+    """An interpreter, and words that the cause must have."""
+
+    python: Path
+    words: Sequence[str]
+
+
+def executable(path: Path, script: bytes) -> Path:
+    path.write_bytes(script)
+    path.chmod(0o755)
+    return path
+
+
+CASES = ("without-weightd", "without-engine", "missing", "directory", "no-program", "exit-0", "exit-3", "crash")
+
+
+@pytest.fixture(scope="module")
+def bad(engine: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Bad]:
+    made = tmp_path_factory.mktemp("interpreters")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(made / "venv")], check=True, timeout=60)
+    venv = made / "venv" / "bin" / "python"
+    cases = {
+        "without-weightd": Bad(venv, ("exited with status 1", f"install weightd there: {venv} -m pip install weightd")),
+        "missing": Bad(made / "nothing", (f"cannot start {made}/nothing: No such file or directory",)),
+        "directory": Bad(made, (f"cannot start {made}: Permission denied",)),
+        "no-program": Bad(executable(made / "text", bytes(4)), (f"cannot start {made}/text: Exec format error",)),
+        "exit-0": Bad(executable(made / "zero", b"#!/bin/sh\nexit 0\n"), ("exited with status 0",)),
+        "exit-3": Bad(executable(made / "three", b"#!/bin/sh\necho oh no\nexit 3\n"), ("status 3: oh no",)),
+        "crash": Bad(executable(made / "crash", b"#!/bin/sh\nkill -SEGV $$\n"), ("killed by SIGSEGV",)),
+    }
+    if mindir.interpreter() is not None:
+        other = interpreter(next(other for other in ENGINES if other != engine))
+        cases["without-engine"] = Bad(other, (f"{other}: {HINT[engine]}",))
+    return cases
+
+
+@pytest.fixture(scope="module")
+def without_pythonpath() -> Iterator[None]:
+    """Else weightd might be found even where it is not installed."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("PYTHONPATH", raising=False)
+        yield
+
+
+@pytest.fixture(scope="module")
+def service(engine: str, zoo: Zoo, bad: dict[str, Bad], without_pythonpath: None) -> Iterator[Service]:
+    """One good model among those with bad interpreters."""
+    path = zoo.path("two_inputs", engine)
+    tables = {name: {"path": path, "python": each.python, "workers": WORKERS} for name, each in bad.items()}
+    with Service({**tables, "good": {"path": path}}, verbose=True) as service:
+        yield service
+
+
+@pytest.fixture
+def good(engine: str, client: Client, zoo: Zoo, bare: Bare) -> Iterator[None]:
+    """After the test, the good model in the same daemon serves."""
+    yield
+    ask_all(client, "good", bare.questions(zoo.path("two_inputs", engine), pairs((2, 1))))
+
+
+@pytest.fixture(scope="module")
+def client(service: Service) -> Iterator[Client]:
+    with service.client() as client:
+        yield client
+
+
+def started(log: str, name: str) -> int:
+    """How many processes of the model there have been."""
+    return len(set(re.findall(rf"\b{name}\.1\.(?:holder|w\d+)\b", log)))
+
+
+@pytest.mark.usefixtures("good")
+@pytest.mark.parametrize("case", CASES)
+def test_a_bad_interpreter_fails_its_model_alone_and_the_cause_is_told(
+    case: str, service: Service, client: Client, bad: dict[str, Bad]
+) -> None:
+    if case not in bad:
+        pytest.skip(mindir.HOW_TO_GET_IT)
+    cause = cause_of_failure(service, case)
+    for word in bad[case].words:
+        assert word in cause
+    with pytest.raises(Unavailable) as caught:
+        client.infer(case, {})
+    assert str(caught.value) == f"{case} failed: {cause}"
+    until(lambda: not model_status(service, case).generations[0].processes, "its processes are gone")
+    assert started(service.log, case) <= MOST_PROCESSES
+
+
+@pytest.mark.usefixtures("without_pythonpath")
+@pytest.mark.parametrize("case", ["without-weightd", "missing"])
+def test_run_ends_with_status_1_and_the_cause_when_the_interpreter_is_bad(
+    case: str, engine: str, bad: dict[str, Bad], zoo: Zoo, place: Place, tmp_path: Path
+) -> None:
+    options = ("--python", bad[case].python, "--socket", place.address, "--cache-dir", place.cache)
+    with Weightd(tmp_path / "log", "run", zoo.path("two_inputs", engine), *options) as daemon:
+        assert daemon.wait() == 1
+        for word in bad[case].words:
+            assert word in daemon.log
+    assert place.left == []
+
+
+def failing_workers(path: Path, engine: str, which: str) -> Path:
+    """An interpreter that runs the holder, and exits for the workers whose names match."""
+    return wrapped_interpreter(path, engine, f'case "$*" in {which}) echo no luck >&2; exit 7;; esac')
+
+
+def test_a_model_whose_workers_cannot_build_fails_after_a_few_tries(engine: str, zoo: Zoo, tmp_path: Path) -> None:
+    python = failing_workers(tmp_path / "python", engine, "*.w[0-9]*")
+    tables = {"model": {"path": zoo.path("two_inputs", engine), "python": python, "workers": WORKERS}}
+    with Service(tables, verbose=True) as service, service.client() as client:
+        with pytest.raises(Unavailable, match=r"model failed: model\.1\.w\d+: exited with status 7: .*no luck"):
+            client.infer("model", {})
+        until(lambda: not children_of(service.cache), "holder and workers are gone")
+        assert started(service.log, "model") <= MOST_PROCESSES
+        assert service.stop() == 1
+
+
+def test_a_worker_that_fails_to_start_once_is_started_again(engine: str, zoo: Zoo, bare: Bare, tmp_path: Path) -> None:
+    path = zoo.path("two_inputs", engine)
+    python = failing_workers(tmp_path / "python", engine, "*.w2*")
+    with Service({"model": {"path": path, "python": python, "workers": WORKERS}}) as service:
+        status = service.ready()
+        assert [each.name for each in ready_workers(service, "model")] == ["model.1.w1", "model.1.w3"]
+        assert status.models[0].generations[0].cause == ""
+        with service.client() as client:
+            ask_all(client, "model", bare.questions(path, pairs((2, 1))) * 5)
+        assert service.stop() == 0
+
+
+def test_a_model_some_of_whose_workers_cannot_build_serves_with_the_others_and_says_so(
+    engine: str, zoo: Zoo, bare: Bare, tmp_path: Path
+) -> None:
+    path = zoo.path("two_inputs", engine)
+    python = failing_workers(tmp_path / "python", engine, "*.w[2-9]*")
+    tables = {"model": {"path": path, "python": python, "workers": WORKERS}}
+    with Service(tables, verbose=True) as service, service.client() as client:
+        questions = bare.questions(path, pairs((2, 1))) * 5
+        ask_all(client, "model", questions)
+        until(lambda: "no luck" in model_status(service, "model").generations[0].cause, "the cause is told")
+        until(lambda: started(service.log, "model") >= 1 + 1 + 3, "the daemon has tried")
+        ask_all(client, "model", questions)
+        assert [each.name for each in ready_workers(service, "model")] == ["model.1.w1"]
+        assert model_status(service, "model").generations[0].progress == "attaching 1/2"
+        # Once it has none left, nobody waits for a worker that will not come.
+        os.kill(ready_workers(service, "model")[0].pid, signal.SIGKILL)
+        assert "no luck" in cause_of_failure(service, "model")
+        with pytest.raises(Unavailable, match="no luck"):
+            client.infer("model", questions[0].inputs)
+        assert started(service.log, "model") <= 2 * MOST_PROCESSES

@@ -1,0 +1,272 @@
+"""Model files that cannot be served, and model files that change while they are: the daemon says why, and serves on."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from testkit import mindir, models
+from testkit.service import Service
+from weightd.client import Client, Unavailable
+
+from .support import (
+    ENGINES,
+    SUFFIX,
+    Bare,
+    Place,
+    Weightd,
+    Zoo,
+    ask_all,
+    cause_of_failure,
+    children_of,
+    interpreter,
+    mlp_inputs,
+    model_status,
+    pairs,
+    ready_workers,
+    until,
+)
+
+pytestmark = pytest.mark.e2e
+
+
+def missing(path: Path, source: Path, foreign: Path) -> None:
+    """Write nothing."""
+
+
+def empty(path: Path, source: Path, foreign: Path) -> None:
+    path.touch()
+
+
+def truncated(path: Path, source: Path, foreign: Path) -> None:
+    path.write_bytes(source.read_bytes()[: source.stat().st_size // 2])
+
+
+def without_its_last_byte(path: Path, source: Path, foreign: Path) -> None:
+    path.write_bytes(source.read_bytes()[:-1])
+
+
+def other_format(path: Path, source: Path, foreign: Path) -> None:
+    shutil.copyfile(foreign, path)
+
+
+def text(path: Path, source: Path, foreign: Path) -> None:
+    path.write_text("this is not a model\n" * 100, encoding="utf-8")
+
+
+def directory(path: Path, source: Path, foreign: Path) -> None:
+    path.mkdir()
+
+
+def special(path: Path, source: Path, foreign: Path) -> None:
+    os.mkfifo(path)
+
+
+def dangling_link(path: Path, source: Path, foreign: Path) -> None:
+    path.symlink_to("nowhere")
+
+
+def forbidden(path: Path, source: Path, foreign: Path) -> None:
+    shutil.copyfile(source, path)
+    path.chmod(0)
+
+
+# The daemon itself sees what is no file, and what is no protobuf; the rest is for the engine to say.
+ENGINE_SAYS = {
+    "onnxruntime": r"\.holder: onnxruntime: \[ONNXRuntimeError\].* Missing opset",
+    "mindspore_lite": r"\.holder: build_from_file failed.*: .*Failed to load MindIR model",
+}
+NOT_ONNX = {"onnxruntime": "expected an ONNX model", "mindspore_lite": ENGINE_SAYS["mindspore_lite"]}
+
+BAD: dict[Callable[[Path, Path, Path], None], dict[str, str]] = {
+    missing: dict.fromkeys(ENGINES, "No such file or directory"),
+    empty: dict.fromkeys(ENGINES, "the file is empty"),
+    truncated: NOT_ONNX,
+    without_its_last_byte: NOT_ONNX,
+    text: NOT_ONNX,
+    other_format: ENGINE_SAYS,
+    directory: dict.fromkeys(ENGINES, "expected a file, got a directory|Is a directory"),
+    special: dict.fromkeys(ENGINES, "expected a file, got a special file"),
+    dangling_link: dict.fromkeys(ENGINES, "No such file or directory"),
+    # For root there is no such thing as a file that it may not read.
+    **({} if os.geteuid() == 0 else {forbidden: dict.fromkeys(ENGINES, "Permission denied")}),
+}
+
+
+@pytest.fixture(scope="module")
+def bad_paths(engine: str, zoo: Zoo, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    made = tmp_path_factory.mktemp("bad")
+    if engine == "onnxruntime" and mindir.interpreter() is None:
+        foreign = made / "foreign"
+        foreign.write_bytes(
+            b"\x0a\x050.1.1\x12\x09MindSpore*\x052.0.0:\x0a\x0a\x08\x0a\x01x\x0a\x01y\x1a\x00"
+        )  # as a MindIR begins
+    else:
+        foreign = zoo.path("mlp", next(other for other in ENGINES if other != engine))
+    paths: dict[str, Path] = {}
+    for write in BAD:
+        paths[write.__name__] = made / f"{write.__name__}{SUFFIX[engine]}"
+        write(paths[write.__name__], zoo.path("mlp", engine), foreign)
+    return paths
+
+
+@pytest.fixture(scope="module")
+def service(engine: str, zoo: Zoo, bad_paths: dict[str, Path]) -> Iterator[Service]:
+    """One good model among the bad ones."""
+    tables = {name: {"path": path, "workers": 2} for name, path in bad_paths.items()}
+    tables["good"] = {"path": zoo.path("two_inputs", engine)}
+    with Service(tables, verbose=True) as service:
+        yield service
+
+
+@pytest.fixture(scope="module")
+def client(service: Service) -> Iterator[Client]:
+    with service.client() as client:
+        yield client
+
+
+@pytest.fixture
+def good(engine: str, client: Client, zoo: Zoo, bare: Bare) -> Iterator[None]:
+    """After the test, the good model in the same daemon serves."""
+    yield
+    ask_all(client, "good", bare.questions(zoo.path("two_inputs", engine), pairs((2, 1))))
+
+
+@pytest.mark.usefixtures("good")
+@pytest.mark.parametrize("write", BAD)
+def test_a_bad_file_fails_its_model_alone_and_the_cause_is_told(
+    write: Callable[[Path, Path, Path], None],
+    engine: str,
+    service: Service,
+    client: Client,
+    bad_paths: dict[str, Path],
+) -> None:
+    name = write.__name__
+    cause = cause_of_failure(service, name)
+    assert re.search(BAD[write][engine], cause)
+    assert ".holder: " in cause or str(bad_paths[name]) in cause
+    for call in (lambda: client.infer(name, {"x": 1.0}), lambda: client.metadata(name)):
+        with pytest.raises(Unavailable) as caught:
+            call()
+        assert str(caught.value) == f"{name} failed: {cause}"
+    until(lambda: not model_status(service, name).generations[0].processes, "its processes are gone")
+    assert f"{name}.1 failed: {cause[:40]}" in service.log
+    # The holder and its two workers, each started once.
+    assert len(set(re.findall(rf"{name}\.1\.(?:holder|w\d+)(?=: spawned)", service.log))) <= 3
+
+
+def test_requests_that_wait_for_a_model_are_told_when_it_fails(engine: str, bad_paths: dict[str, Path]) -> None:
+    with Service({"bad": {"path": bad_paths["other_format"]}}) as service, service.client() as client:
+        pending = client.submit("bad", {"x": 1.0})
+        with pytest.raises(Unavailable, match="bad failed: "):
+            client.metadata("bad")
+        with pytest.raises(Unavailable, match="bad failed: "):
+            pending.result()
+        assert cause_of_failure(service, "bad")
+        assert service.stop() == 1
+
+
+def test_run_ends_with_status_1_and_the_cause_when_the_model_cannot_be_served(
+    engine: str, bad_paths: dict[str, Path], place: Place, tmp_path: Path
+) -> None:
+    python = interpreter(engine)
+    options = ("--python", python, "--socket", place.address, "--cache-dir", place.cache)
+    with Weightd(tmp_path / "log", "run", bad_paths["other_format"], *options) as daemon:
+        assert daemon.wait() == 1
+        assert re.search(rf"ERROR .*{ENGINE_SAYS[engine]}", daemon.log)
+    assert place.left == []
+    assert children_of(place.cache) == set()
+
+
+# --- while it serves --------------------------------------------------------------------------------------------
+
+
+def replaced(path: Path, other: Path) -> None:
+    new = path.with_name("new")
+    shutil.copyfile(other, new)
+    new.rename(path)
+
+
+def overwritten(path: Path, other: Path) -> None:
+    path.write_bytes(other.read_bytes())
+
+
+def truncated_in_place(path: Path, other: Path) -> None:
+    os.truncate(path, 100)
+
+
+def deleted(path: Path, other: Path) -> None:
+    path.unlink()
+
+
+CHANGES: Sequence[Callable[[Path, Path], None]] = (replaced, overwritten, truncated_in_place, deleted)
+
+
+@pytest.fixture(scope="module")
+def changing(engine: str, zoo: Zoo, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    """A model for each change, named after it."""
+    directory = tmp_path_factory.mktemp("changing")
+    tables: dict[str, dict[str, object]] = {}
+    for change in CHANGES:
+        path = directory / f"{change.__name__}{SUFFIX[engine]}"
+        shutil.copyfile(zoo.path("mlp", engine), path)
+        tables[change.__name__] = {"path": path}
+    with Service(tables) as service:
+        service.ready()
+        yield service
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_model_whose_file_changes_is_served_on_as_it_was_even_by_new_workers(
+    change: Callable[[Path, Path], None], engine: str, changing: Service, zoo: Zoo, bare: Bare
+) -> None:
+    name = change.__name__
+    inputs = mlp_inputs((1, 2, 64))
+    questions = bare.questions(zoo.path("mlp", engine), inputs)
+    other = zoo.path("other_mlp", engine)
+    for question, different in zip(questions, bare.questions(other, inputs), strict=True):
+        assert question.answer["y"].tobytes() != different.answer["y"].tobytes()
+    with changing.client() as client:
+        ask_all(client, name, questions)
+        change(Path(model_status(changing, name).path), other)
+        ask_all(client, name, questions)
+        [worker] = ready_workers(changing, name)
+        os.kill(worker.pid, signal.SIGKILL)
+        ask_all(client, name, questions)
+        [successor] = ready_workers(changing, name)
+        assert successor.name != worker.name
+
+
+# --- external data ----------------------------------------------------------------------------------------------
+
+
+def test_external_data_is_pinned_with_the_model(bare: Bare, tmp_path: Path) -> None:
+    path = models.with_external_data(tmp_path / "model.onnx")
+    random = np.random.default_rng(1)
+    questions = bare.questions(path, [{"x": random.standard_normal((2, 64), dtype=np.float32)}])
+    with Service({"model": {"path": path}}) as service, service.client() as client:
+        ask_all(client, "model", questions)
+        for file in tmp_path.glob("model.*.bin"):
+            file.write_bytes(bytes(file.stat().st_size))
+        [worker] = ready_workers(service, "model")
+        os.kill(worker.pid, signal.SIGKILL)
+        ask_all(client, "model", questions)
+
+
+def cut(file: Path) -> None:
+    os.truncate(file, 0)
+
+
+@pytest.mark.parametrize("damage", [Path.unlink, cut])
+def test_external_data_that_is_missing_or_empty_is_named(damage: Callable[[Path], None], tmp_path: Path) -> None:
+    path = models.with_external_data(tmp_path / "model.onnx")
+    damage(tmp_path / "model.w1.bin")
+    with Service({"model": {"path": path}}) as service:
+        assert str(tmp_path / "model.w1.bin") in cause_of_failure(service, "model")

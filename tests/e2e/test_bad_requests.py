@@ -1,0 +1,136 @@
+"""Requests that can never succeed: a clear error for each, and the next good request of the same client works."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from testkit.service import Service
+from weightd.client import Client, DeadlineExceeded, InvalidArgument, NotFound, RequestError
+
+from .support import Arrays, Bare, Zoo, ask_all, embeddings, model_status, pairs
+
+pytestmark = pytest.mark.e2e
+
+MODELS = ("two_inputs", "integers", "fixed")
+
+
+class Bad(NamedTuple):
+    """A request, and words that its error must have."""
+
+    model: str
+    inputs: Arrays
+    words: tuple[str, ...]
+
+
+def fp32(*shape: int) -> NDArray[np.float32]:
+    return np.ones(shape, np.float32)
+
+
+A = fp32(2, 4)
+CASES = {
+    "missing input": Bad("two_inputs", {"a": A}, ("b is missing", "expected a, b")),
+    "no input": Bad("two_inputs", {}, ("a is missing", "b is missing")),
+    "extra input": Bad("two_inputs", {"a": A, "b": A, "c": A}, ("c is not an input",)),
+    "misnamed input": Bad("two_inputs", {"a": A, "B": A}, ("b is missing", "B is not an input")),
+    "wrong datatype": Bad("two_inputs", {"a": A.astype(np.float64), "b": A}, ("input a", "FP32", "FP64")),
+    "floats for integers": Bad("integers", {"ids": fp32(2, 3)}, ("input ids", "got FP32")),
+    "rank too low": Bad("two_inputs", {"a": fp32(4), "b": A}, ("input a", "[-1, 4]", "[4]")),
+    "rank too high": Bad("two_inputs", {"a": A, "b": fp32(1, 2, 4)}, ("input b", "[-1, 4]", "[1, 2, 4]")),
+    "scalar": Bad("two_inputs", {"a": A, "b": fp32()}, ("input b", "[-1, 4]", "[]")),
+    "wrong fixed dim": Bad("two_inputs", {"a": fp32(2, 5), "b": A}, ("input a", "[-1, 4]", "[2, 5]")),
+    "batch of a fixed model": Bad("fixed", {"x": fp32(3, 3)}, ("input x", "[2, 3]", "[3, 3]")),
+    "batch 0": Bad("two_inputs", {"a": fp32(0, 4), "b": A}, ("input a", "[0, 4]", "any size from 1")),
+    "as many elements": Bad("fixed", {"x": fp32(3, 2)}, ("input x", "[2, 3]", "[3, 2]")),
+    "complex numbers": Bad("fixed", {"x": np.ones((2, 3), np.complex64)}, ("input x", "complex64", "FP32")),
+    "text": Bad("fixed", {"x": np.array([["a"] * 3] * 2)}, ("input x", "<U1")),
+    "objects": Bad("fixed", {"x": np.array([[None] * 3] * 2)}, ("input x", "object")),
+}
+
+
+@pytest.fixture(scope="module")
+def service(engine: str, zoo: Zoo) -> Iterator[Service]:
+    with Service({name: {"path": zoo.path(name, engine)} for name in MODELS}) as service:
+        service.ready()
+        yield service
+
+
+@pytest.fixture(scope="module")
+def client(service: Service) -> Iterator[Client]:
+    """One client for all the tests: what a bad request of it leaves behind would harm the next test."""
+    with service.client() as client:
+        yield client
+
+
+@pytest.fixture
+def good(engine: str, client: Client, zoo: Zoo, bare: Bare) -> Iterator[None]:
+    """After the test, good requests of the same client work."""
+    yield
+    ask_all(client, "two_inputs", bare.questions(zoo.path("two_inputs", engine), pairs((2, 1))))
+    ask_all(client, "integers", bare.questions(zoo.path("integers", engine), embeddings((2, 1), engine)))
+    ask_all(client, "fixed", bare.questions(zoo.path("fixed", engine), [{"x": fp32(2, 3)}]))
+
+
+@pytest.mark.usefixtures("good")
+@pytest.mark.parametrize("case", CASES)
+def test_a_bad_request_is_refused_by_name_and_the_next_good_one_works(case: str, client: Client) -> None:
+    bad = CASES[case]
+    with pytest.raises(InvalidArgument) as caught:
+        client.infer(bad.model, bad.inputs)
+    for word in bad.words:
+        assert word in str(caught.value)
+
+
+@pytest.mark.usefixtures("good")
+def test_an_unknown_model_is_not_found_and_the_known_ones_are_named(client: Client) -> None:
+    for call in (lambda: client.infer("nope", {"x": A}), lambda: client.metadata("nope")):
+        with pytest.raises(NotFound, match=r"'nope'.*two_inputs, integers, fixed"):
+            call()
+
+
+@pytest.mark.usefixtures("good")
+def test_bad_requests_among_good_ones_harm_only_themselves(
+    engine: str, client: Client, service: Service, zoo: Zoo, bare: Bare
+) -> None:
+    questions = bare.questions(zoo.path("two_inputs", engine), pairs((1, 2, 3)))
+    for case in CASES.values():
+        bad = None
+        try:
+            bad = client.submit(case.model, case.inputs)
+        except InvalidArgument:
+            continue
+        finally:
+            ask_all(client, "two_inputs", questions)
+        with pytest.raises(RequestError):
+            bad.result()
+    assert model_status(service, "two_inputs").generations[0].cause == ""
+
+
+@pytest.mark.usefixtures("good")
+def test_a_deadline_that_is_over_ends_the_request(client: Client) -> None:
+    with pytest.raises(DeadlineExceeded):
+        client.infer("fixed", {"x": fp32(2, 3)}, timeout=1e-6)
+
+
+def test_no_bad_request_reached_a_worker(service: Service) -> None:
+    for name in MODELS:
+        [generation] = model_status(service, name).generations
+        assert [each.name.rsplit(".", 1)[1] for each in generation.processes] == ["holder", "w1"]
+
+
+def test_what_comes_while_a_model_loads_is_checked_when_it_is_known_what_it_takes(
+    engine: str, zoo: Zoo, bare: Bare
+) -> None:
+    path = zoo.path("two_inputs", engine)
+    with Service({"two_inputs": {"path": path}}) as service, service.client() as client:
+        bad = client.submit("two_inputs", {"a": A})
+        [question] = bare.questions(path, pairs((2,)))
+        good = client.submit("two_inputs", question.inputs)
+        assert model_status(service, "two_inputs").state != "serving"
+        with pytest.raises(InvalidArgument, match="b is missing"):
+            bad.result()
+        assert good.result()["sum"].tobytes() == question.answer["sum"].tobytes()

@@ -1,0 +1,296 @@
+"""The commands weightd and weightctl, as an operator types them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from testkit.service import Service
+from weightd.protocol.version import VERSION
+
+from .support import (
+    Bare,
+    Place,
+    Question,
+    Weightd,
+    Zoo,
+    ask_all,
+    cause_of_failure,
+    interpreter,
+    pairs,
+    processes,
+    weightd,
+)
+
+pytestmark = pytest.mark.e2e
+
+BAD_CONFIG = 78
+SCRIPTS = Path(sys.executable).parent
+
+
+def weightctl(service: Service, *arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "weightd.client.ctl", "--socket", service.address, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+def as_json(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
+    """The one object that the command printed."""
+    printed: dict[str, Any] = json.loads(done.stdout)
+    return printed
+
+
+@pytest.mark.parametrize("name", ["weightd", "weightctl"])
+def test_the_commands_are_installed(name: str) -> None:
+    done = subprocess.run([SCRIPTS / name, "--version"], capture_output=True, text=True, timeout=30, check=False)
+    assert (done.returncode, done.stdout) == (0, f"{name} {VERSION}\n")
+
+
+def test_help_names_the_commands_and_the_exit_statuses() -> None:
+    done = weightd("--help")
+    assert done.returncode == 0
+    assert all(word in done.stdout for word in ("serve", "run", "check", "weightctl"))
+    done = weightd("serve", "--help")
+    assert all(word in done.stdout for word in ("SIGTERM", "73", "78"))
+
+
+def test_no_command_is_a_wrong_command_line() -> None:
+    done = weightd()
+    assert done.returncode == 2
+    assert "COMMAND" in done.stderr
+
+
+# --- weightd check and serve ------------------------------------------------------------------------------------
+
+
+def test_check_says_that_a_configuration_is_good(engine: str, zoo: Zoo, place: Place) -> None:
+    path = zoo.path("two_inputs", engine)
+    done = weightd("check", place.config({"sums": {"path": path, "workers": 3}}))
+    assert done.returncode == 0, done.stderr
+    assert f"sums: {engine}, 3 workers, {path}" in done.stdout
+    assert place.address in done.stdout
+    assert place.left == []
+
+
+def test_check_names_every_key_that_is_wrong(engine: str, zoo: Zoo, place: Place, tmp_path: Path) -> None:
+    path = zoo.path("two_inputs", engine)
+    empty = tmp_path / path.name
+    empty.touch()
+    done = weightd(
+        "check",
+        place.config(
+            {
+                "gone": {"path": path.with_name("gone" + path.suffix)},
+                "empty": {"path": empty},
+                "python": {"path": path, "python": "/no/such/python"},
+                "false": {"path": path, "python": "/bin/false"},
+            }
+        ),
+    )
+    assert done.returncode == BAD_CONFIG
+    lines = done.stderr.splitlines()
+    for words in (
+        ("models.gone.path: ", "No such file or directory"),
+        ("models.empty.path: ", "the file is empty"),
+        ("models.python.python: /no/such/python: cannot be run: No such file or directory",),
+        ("models.false.python: /bin/false: exited with status 1",),
+    ):
+        assert any(all(word in line for word in words) for line in lines), (words, lines)
+
+
+BAD_CONFIGS = {
+    "no TOML": ("[daemon", "not TOML"),
+    "unknown table": ("[deamon]", "deamon: unknown table"),
+    "unknown key": ("[daemon]\nsockt = 'x'\n[models.m]\npath = 'm.onnx'", "daemon.sockt"),
+    "no model": ("[daemon]", "models: expected at least one table [models.NAME]"),
+    "no path": ("[models.m]\nworkers = 2", "models.m.path"),
+    "a wrong type": ("[models.m]\npath = 'm.onnx'\nworkers = 'two'", "models.m.workers: expected integer"),
+    "out of bounds": ("[models.m]\npath = 'm.onnx'\nworkers = 0", "models.m.workers: expected"),
+    "a wrong name": ("[models.'a/b']\npath = 'm.onnx'", "models.a/b: expected a model name"),
+    "an unknown engine": ("[models.m]\npath = 'm.onnx'\nengine = 'torch'", "models.m.engine: expected"),
+    "an unknown suffix": ("[models.m]\npath = 'm.bin'", "models.m.path: expected a file that ends in"),
+    "engine and suffix": (
+        "[models.m]\npath = 'm.onnx'\nengine = 'mindspore_lite'",
+        "m.path: expected a .mindir",
+    ),
+    "a relative socket": ("[daemon]\nsocket = 'ipc://x'\n[models.m]\npath = 'm.onnx'", "daemon.socket: expected"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_CONFIGS)
+def test_serve_refuses_a_wrong_configuration_and_names_file_key_and_expectation(case: str, tmp_path: Path) -> None:
+    text, problem = BAD_CONFIGS[case]
+    config = tmp_path / "weightd.toml"
+    config.write_text(text, encoding="utf-8")
+    done = weightd("serve", config)
+    assert done.returncode == BAD_CONFIG
+    assert done.stderr.startswith(f"weightd: {config}: ")
+    assert problem in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_configuration_that_is_not_there_is_named(tmp_path: Path) -> None:
+    for command in ("serve", "check"):
+        done = weightd(command, tmp_path / "none.toml")
+        assert (done.returncode, done.stderr) == (
+            BAD_CONFIG,
+            f"weightd: {tmp_path}/none.toml: No such file or directory\n",
+        )
+
+
+# --- weightd run ------------------------------------------------------------------------------------------------
+
+
+def test_run_serves_one_model_without_a_configuration(
+    engine: str, zoo: Zoo, bare: Bare, place: Place, tmp_path: Path
+) -> None:
+    path = zoo.path("two_inputs", engine)
+    options = ("--python", interpreter(engine), "--socket", place.address, "--cache-dir", place.cache)
+    with Weightd(tmp_path / "log", "run", path, "--workers", 3, *options) as daemon:
+        with daemon.client(place.address) as client:
+            ask_all(client, "two_inputs", bare.questions(path, pairs((2, 1))))
+            daemon.wait_for("two_inputs.1: serving")
+            [model] = client.status().models
+            assert sum(each.role == "worker" for each in model.generations[0].processes) == 3
+        os.kill(daemon.pid, signal.SIGINT)
+        assert daemon.wait() == 0
+    assert place.left == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (("model.bin",), "expected a file that ends in .onnx or .mindir, got 'model.bin'"),
+        (("model.onnx", "--workers", "0"), "--workers: expected"),
+        (("model.onnx", "--threads", "-1"), "--threads: expected"),
+        (("model.onnx", "--name", "a/b"), "expected a model name"),
+        (("model.onnx", "--socket", "here"), "socket: expected"),
+    ],
+)
+def test_run_refuses_wrong_options_and_names_them(arguments: tuple[str, ...], problem: str) -> None:
+    done = weightd("run", *arguments)
+    assert done.returncode == BAD_CONFIG
+    assert problem in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+# --- weightctl --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def service(engine: str, zoo: Zoo) -> Iterator[Service]:
+    with Service({"two_inputs": {"path": zoo.path("two_inputs", engine), "workers": 2}}) as service:
+        service.ready()
+        yield service
+
+
+@pytest.fixture(scope="module")
+def failed(engine: str, zoo: Zoo, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    """One model that serves, and one that has failed."""
+    good = zoo.path("two_inputs", engine)
+    bad = tmp_path_factory.mktemp("failed") / good.name
+    bad.touch()
+    with Service({"good": {"path": good}, "bad": {"path": bad}}) as service:
+        cause_of_failure(service, "bad")
+        with service.client() as client:
+            client.metadata("good")
+            client.infer("good", pairs((1,))[0])
+        yield service
+
+
+@pytest.fixture
+def question(engine: str, zoo: Zoo, bare: Bare) -> Question:
+    return bare.questions(zoo.path("two_inputs", engine), pairs((3,)))[0]
+
+
+@pytest.fixture
+def files(question: Question, tmp_path: Path) -> list[str]:
+    """The options --input for the question."""
+    options: list[str] = []
+    for name, array in question.inputs.items():
+        np.save(tmp_path / f"{name}.npy", array)
+        options += ["--input", f"{name}={tmp_path / name}.npy"]
+    return options
+
+
+def test_status_shows_models_processes_and_memory(engine: str, service: Service) -> None:
+    done = weightctl(service, "status")
+    assert done.returncode == 0, done.stderr
+    assert f"pid {service.pid}" in done.stdout
+    assert f"two_inputs: SERVING, {engine}, " in done.stdout
+    for each in (*processes(service, "two_inputs", "holder"), *processes(service, "two_inputs", "worker")):
+        name = each.name.rsplit(".", 1)[1]
+        assert re.search(rf"^ *{name} +{each.role} +{each.state} +{each.pid} ", done.stdout, re.MULTILINE)
+
+
+def test_status_as_json_has_what_the_client_gets(service: Service) -> None:
+    done = weightctl(service, "status", "--json")
+    assert done.returncode == 0, done.stderr
+    told = as_json(done)
+    assert (told["pid"], told["version"]) == (service.pid, VERSION)
+    [generation] = told["models"][0]["generations"]
+    pids = sorted(each["pid"] for each in generation["processes"])
+    assert pids == sorted(service.pids()[1:])
+    for each in generation["processes"]:
+        assert each["pss_bytes"] > 0
+        assert {"served", "p50_us", "p99_us", "shared_bytes", "state", "role"} <= set(each)
+
+
+def test_status_shows_a_failed_model_with_its_cause_and_exits_with_1(failed: Service) -> None:
+    done = weightctl(failed, "status")
+    assert done.returncode == 1
+    assert "bad: FAILED" in done.stdout
+    assert "good: SERVING" in done.stdout
+    assert "the file is empty" in " ".join(done.stdout.split())
+    told = as_json(weightctl(failed, "status", "--json"))
+    [bad] = [model for model in told["models"] if model["name"] == "bad"]
+    assert bad["state"] == "failed"
+    assert bad["generations"][0]["cause"].endswith("the file is empty")
+
+
+def test_predict_prints_the_engines_answer(service: Service, files: list[str], question: Question) -> None:
+    done = weightctl(service, "predict", "two_inputs", *files, "--json")
+    assert done.returncode == 0, done.stderr
+    outputs = {each["name"]: each for each in as_json(done)["outputs"]}
+    assert set(outputs) == {"sum", "difference"}
+    for name, output in outputs.items():
+        assert (output["datatype"], output["shape"]) == ("FP32", [3, 4])
+        got = np.array(output["data"], np.float32)
+        assert got.tobytes() == question.answer[name].tobytes()
+    done = weightctl(service, "predict", "two_inputs", *files)
+    assert done.returncode == 0, done.stderr
+    assert "sum: FP32 [3, 4]" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("model", "inputs", "code", "text"),
+    [("nope", 2, "NOT_FOUND", "no model 'nope'"), ("two_inputs", 1, "INVALID_ARGUMENT", "b is missing")],
+)
+def test_predict_of_a_bad_request_prints_the_error_and_exits_with_1(
+    model: str, inputs: int, code: str, text: str, service: Service, files: list[str]
+) -> None:
+    arguments = ("predict", model, *files[: 2 * inputs])
+    done = weightctl(service, *arguments)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith(f"{code}: ")
+    assert text in done.stderr
+    done = weightctl(service, *arguments, "--json")
+    assert done.returncode == 1
+    assert as_json(done)["error"]["code"] == code
+    assert weightctl(service, "predict", "two_inputs", *files).returncode == 0
+
+
+def test_weightctl_says_at_once_that_there_is_no_daemon(place: Place) -> None:
+    command = [sys.executable, "-m", "weightd.client.ctl", "--socket", place.address, "status"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+    assert done.returncode == 69
+    assert done.stderr.startswith("UNAVAILABLE: ")

@@ -1,0 +1,59 @@
+"""A predict that fails: only its own request has an error, and no later answer is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from testkit.service import Service
+from weightd.client import Internal, InvalidArgument, RequestError
+
+from .support import Arrays, Bare, Load, Question, Zoo, ask_all, model_status, pairs
+
+pytestmark = pytest.mark.e2e
+
+# The engine cannot add 2 rows to 3, which no signature tells.
+POISON: Arrays = {"a": np.ones((2, 4), np.float32), "b": np.ones((3, 4), np.float32)}
+ERROR: dict[str, type[RequestError]] = {"onnxruntime": InvalidArgument, "mindspore_lite": Internal}
+
+
+@pytest.fixture(scope="module")
+def questions(engine: str, zoo: Zoo, bare: Bare) -> list[Question]:
+    """Of the shapes that the failing request has, and of others."""
+    return bare.questions(zoo.path("two_batches", engine), pairs((2, 3, 1, 2, 3, 8)))
+
+
+@pytest.fixture(scope="module")
+def service(engine: str, zoo: Zoo) -> Iterator[Service]:
+    with Service({"two_batches": {"path": zoo.path("two_batches", engine), "workers": 2}}) as service:
+        service.ready()
+        yield service
+
+
+def test_after_a_failed_predict_every_answer_is_right(engine: str, service: Service, questions: list[Question]) -> None:
+    with service.client() as client:
+        ask_all(client, "two_batches", questions * 4)
+        for _ in range(3):
+            with pytest.raises(ERROR[engine], match=r"(?i)broadcast|shape|dim"):
+                client.infer("two_batches", POISON)
+            ask_all(client, "two_batches", questions * 4)
+
+
+def test_other_clients_have_right_answers_while_predicts_fail(
+    engine: str, service: Service, questions: list[Question]
+) -> None:
+    before = model_status(service, "two_batches").failed
+    with Load(service.address, "two_batches", questions, clients=2, in_flight=8) as load:
+        load.wait_for(50)
+        with service.client() as client:
+            for _ in range(3):
+                pending = [client.submit("two_batches", POISON) for _ in range(2)]
+                for each in pending:
+                    with pytest.raises(ERROR[engine]):
+                        each.result()
+                load.wait_for(20)
+    service.ready()
+    status = model_status(service, "two_batches")
+    assert (status.state, status.failed) == ("serving", before + 6)

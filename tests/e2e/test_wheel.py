@@ -1,0 +1,117 @@
+"""The wheel: what is installed into a vendor's environment, and that it works on CPython 3.7."""
+
+from __future__ import annotations
+
+import email
+import email.message
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from testkit import mindir
+from weightd.protocol.version import VERSION
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("wheel")
+    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--quiet", "--disable-pip-version-check"]
+    subprocess.run([*command, "--wheel-dir", str(out), str(mindir.REPOSITORY)], check=True, timeout=240)
+    [path] = out.iterdir()
+    return path
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    target = tmp_path_factory.mktemp("target")
+    command = [sys.executable, "-m", "pip", "install", "--no-deps", "--quiet", "--disable-pip-version-check"]
+    subprocess.run([*command, "--target", str(target), str(wheel)], check=True, timeout=60)
+    return target
+
+
+@pytest.fixture(scope="module")
+def python37() -> Path:
+    """One that has what a vendor's environment has: numpy, pyzmq, msgpack, and an engine."""
+    python = mindir.interpreter()
+    if python is None:
+        if os.environ.get("CI") == "true":
+            pytest.fail(mindir.HOW_TO_GET_IT)
+        pytest.skip(mindir.HOW_TO_GET_IT)
+    return python
+
+
+def run(python: Path | str, target: Path, *arguments: str) -> str:
+    environment = {**os.environ, "PYTHONPATH": str(target)}
+    done = subprocess.run(
+        [str(python), *arguments], env=environment, cwd=target, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def metadata(wheel: Path) -> email.message.Message:
+    with zipfile.ZipFile(wheel) as archive:
+        [name] = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
+        return email.message_from_bytes(archive.read(name))
+
+
+def test_it_needs_python_37_and_three_packages_and_has_two_extras(wheel: Path) -> None:
+    fields = metadata(wheel)
+    assert (fields["Name"], fields["Version"], fields["Requires-Python"]) == ("weightd", VERSION, ">=3.7")
+    assert fields["License-Expression"] == "Apache-2.0"
+    requirements = [str(each) for each in fields.get_all("Requires-Dist", [])]
+    core = sorted(each.partition(">")[0].strip() for each in requirements if "extra ==" not in each)
+    assert core == ["msgpack", "numpy", "pyzmq"]
+    assert sorted(fields.get_all("Provides-Extra", [])) == ["daemon", "onnxruntime"]
+    extras = [each for each in requirements if "extra ==" in each]
+    assert sorted(each.partition(">")[0] for each in extras) == ["onnxruntime", "tomli"]
+    assert wheel.name == f"weightd-{VERSION}-py3-none-any.whl"
+
+
+def test_it_holds_the_four_packages_with_their_types_and_nothing_else(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+    packages = {"/".join(name.split("/")[:2]) for name in names if name.startswith("weightd/")}
+    assert packages == {"weightd/client", "weightd/daemon", "weightd/protocol", "weightd/worker"}
+    for package in packages:
+        assert f"{package}/py.typed" in names
+    assert {name.split("/")[0] for name in names} == {"weightd", f"weightd-{VERSION}.dist-info"}
+    assert not [name for name in names if name.endswith(".pyc")]
+    assert any(name.endswith("licenses/LICENSE") for name in names)
+
+
+def test_the_worker_runs_on_python_37(installed: Path, python37: Path) -> None:
+    assert run(python37, installed, "-c", "import sys; print(sys.version_info[:2])") == "(3, 7)\n"
+    assert "python -m weightd.worker" in run(python37, installed, "-m", "weightd.worker", "--help")
+    assert "weightctl" in run(python37, installed, "-m", "weightd.client.ctl", "--help")
+
+
+_IMPORT = """
+import pkgutil, sys
+import weightd.client, weightd.protocol, weightd.worker
+for package in (weightd.client, weightd.protocol, weightd.worker):
+    assert package.__file__.startswith(sys.argv[1]), package.__file__
+    for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
+        if not module.name.endswith("__main__"):
+            __import__(module.name)
+print(weightd.client.Client.__name__, "mindspore_lite" in sys.modules, "onnxruntime" in sys.modules)
+"""
+
+
+def test_every_module_for_old_interpreters_can_be_imported_there_and_needs_no_engine(
+    installed: Path, python37: Path
+) -> None:
+    for python in (python37, sys.executable):
+        assert run(python, installed, "-c", _IMPORT, str(installed)) == "Client False False\n"
+
+
+def test_the_daemon_runs_from_it(installed: Path) -> None:
+    assert run(sys.executable, installed, "-m", "weightd.daemon", "--version") == f"weightd {VERSION}\n"
+    said = run(sys.executable, installed, "-c", "import weightd.daemon; print(weightd.daemon.__file__)")
+    assert said.startswith(str(installed))
