@@ -176,9 +176,7 @@ def test_the_digits_are_read_by_onnxruntime(digits: Path, monkeypatch: pytest.Mo
         assert share_right(process, *held_out(monkeypatch)) > 0.97
 
 
-def test_the_digits_are_read_by_mindspore_lite(
-    digits: Path, monkeypatch: pytest.MonkeyPatch, mslite: Path
-) -> None:
+def test_the_digits_are_read_by_mindspore_lite(digits: Path, monkeypatch: pytest.MonkeyPatch, mslite: Path) -> None:
     converted = mindir.convert(digits, digits.with_suffix(".mindir"), mslite)
     with plain.PlainProcess(converted, "mindspore_lite") as process:
         assert share_right(process, *held_out(monkeypatch)) > 0.97

@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-from weightd.client.client import Client, Pending, WrongThread
+from weightd.client.client import Client, ClientClosed, Pending, WrongThread
 from weightd.protocol.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -29,6 +29,7 @@ from weightd.protocol.errors import (
 __all__ = [
     "Cancelled",
     "Client",
+    "ClientClosed",
     "DeadlineExceeded",
     "Internal",
     "InvalidArgument",

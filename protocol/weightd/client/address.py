@@ -4,25 +4,45 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import socket
 from pathlib import Path
 
-from weightd.protocol import limits
+from weightd.protocol import limits, paths
 from weightd.protocol.errors import InvalidArgument, PermissionDenied, RequestError, Unavailable
 
 _HINT = "start it with `weightd serve CONFIG` or `weightd run MODEL`"
+_TCP = re.compile(r"tcp://(\[[^\]\s]+\]|[^:\s]+):\d{1,5}")
 
 
 def default_address() -> str:
-    """Return where weightd listens unless told otherwise: $WEIGHTD_SOCKET, or the default of `weightd`."""
-    if "WEIGHTD_SOCKET" in os.environ:
-        return os.environ["WEIGHTD_SOCKET"]
-    if os.getuid() == 0 or "XDG_RUNTIME_DIR" not in os.environ:
-        own = Path(f"/tmp/weightd-{os.getuid()}/weightd.sock")
-        directory = own.parent if os.getuid() != 0 and own.exists() else Path("/run/weightd")
-    else:
-        directory = Path(os.environ["XDG_RUNTIME_DIR"], "weightd")
-    return f"ipc://{directory}/weightd.sock"
+    """Return where weightd listens unless told otherwise.
+
+    That is $WEIGHTD_SOCKET, or this user's own daemon, or the system's where this user has none.
+    """
+    given = os.environ.get("WEIGHTD_SOCKET")
+    if given:
+        return given
+    own, system = paths.runtime_dir(), paths.SYSTEM_RUNTIME_DIR
+    address = paths.socket_address(own)
+    if _is_foreign(own):
+        return paths.socket_address(system)
+    if not os.path.exists(ipc_path(address)) and os.path.isdir(system):  # noqa: PTH110, PTH112 - these never raise
+        return paths.socket_address(system)
+    return address
+
+
+def _is_foreign(directory: str) -> bool:
+    """Whether it is another user's: anyone may make a directory in /tmp, and wait there for our tensors."""
+    try:
+        return os.lstat(directory).st_uid not in (os.getuid(), 0)
+    except OSError:
+        return False
+
+
+def ipc_path(address: str) -> str:
+    """Return the path of an ipc:// address, "" for any other."""
+    return address[len("ipc://") :] if address.startswith("ipc://") else ""
 
 
 def check(address: str) -> None:
@@ -36,10 +56,11 @@ def check(address: str) -> None:
         PermissionDenied: this user may not connect.
         Unavailable: nobody listens there.
     """
-    if not address.startswith(("ipc://", "tcp://")):
+    path = ipc_path(address)
+    if path.startswith("/") and "\0" not in path:
+        _check_path(path)
+    elif not _TCP.fullmatch(address):
         raise InvalidArgument(f"expected an address ipc:///PATH or tcp://HOST:PORT, got {address!r}")
-    if address.startswith("ipc://"):
-        _check_path(address[len("ipc://") :])
 
 
 def _check_path(path: str) -> None:
@@ -48,26 +69,32 @@ def _check_path(path: str) -> None:
         raise InvalidArgument(
             f"expected a socket path of at most {limits.MAX_IPC_PATH_BYTES} bytes, got {size}: {path}"
         )
-    probe = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.setblocking(False)
-        probe.connect(path)
-    except OSError as error:
-        problem = _explain(error, path)
-        if problem is not None:
-            raise problem from None
-    finally:
-        probe.close()
+        try:
+            probe.connect(path)
+        except BlockingIOError:
+            pass  # Its backlog is full, so someone listens.
+        except OSError as error:
+            raise _explain(error, path) from None
 
 
-def _explain(error: OSError, path: str) -> "RequestError | None":
+def _explain(error: OSError, path: str) -> RequestError:
     if error.errno in (errno.EACCES, errno.EPERM):
-        return PermissionDenied(f"this user may not connect to {path}: {error.strerror}; ask for membership of its group")
+        return PermissionDenied(
+            f"this user may not connect to {path}: {error.strerror}; ask for membership of the socket's group"
+        )
     if error.errno == errno.ENOENT:
         return Unavailable(f"no daemon at {path}: there is no socket; {_HINT}")
+    if error.errno == errno.EPROTOTYPE or not _is_socket(path):
+        return InvalidArgument(f"{path} is not a socket of weightd")
     if error.errno == errno.ECONNREFUSED:
         return Unavailable(f"no daemon at {path}: nobody listens on the socket; {_HINT}")
-    if error.errno == errno.ENOTSOCK:
-        return InvalidArgument(f"{path} is not a socket")
-    # EAGAIN: its backlog is full, so someone listens.
-    return None
+    return Unavailable(f"cannot connect to {path}: {error.strerror}")
+
+
+def _is_socket(path: str) -> bool:
+    try:
+        return Path(path).is_socket()
+    except OSError:
+        return False

@@ -5,45 +5,54 @@ from __future__ import annotations
 import os
 import threading
 import time
+from functools import partial
 from types import TracebackType
-from typing import Any, Dict, List, Mapping, Optional, Type, cast
+from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple, Type, cast
 
 import zmq
 
-from weightd.client import address as addresses
-from weightd.client.core import Answer, ClientCore
+from weightd.client.address import default_address
+from weightd.client.connection import connect
+from weightd.client.core import Answer, Call, ClientCore, Started
 from weightd.protocol import limits
-from weightd.protocol.errors import DeadlineExceeded, WeightdError
+from weightd.protocol.errors import (
+    DeadlineExceeded,
+    InvalidArgument,
+    RemoteProtocolError,
+    Unavailable,
+    WeightdError,
+)
 from weightd.protocol.messages import ModelMetadataResponse, ServerMetadataResponse, StatusResponse
 
 DEFAULT_TIMEOUT_S = 30.0
 
-# The daemon ends a request at its deadline with an error of its own, which says more than the client could: wait a
-# little longer for it.
-_GRACE_S = 0.5
-
-# Below this, copying a frame costs less than tracking it.
-_ZERO_COPY_BYTES = 64 * 1024
+_MAX_TIMEOUT_S = limits.MAX_TIMEOUT_US / 1e6
+_MAX_GRACE_S = 0.5
 
 
 class WrongThread(WeightdError):
     """A Client is used by another thread or process than the one that made it. Make one for each: they are cheap."""
 
 
-class Pending:
-    """A request under way. Its answer is fetched with `result`, in any order."""
+class ClientClosed(WeightdError):
+    """A Client is used after `close`, or after the end of its `with` block."""
 
-    def __init__(self, client: Client, request_id: str, deadline: float) -> None:
-        self._client = client
-        self._request_id = request_id
-        self._deadline = deadline
+
+class Pending:
+    """A request under way. Its answer is fetched with `result`, in any order; without a Pending, it is dropped."""
+
+    __slots__ = ("_poll", "_wait")
+
+    def __init__(self, wait: Callable[[], Answer], poll: Callable[[], bool]) -> None:
+        self._wait = wait
+        self._poll = poll
 
     def done(self) -> bool:
-        """Whether the answer has come; never waits."""
-        return self._client._poll(self._request_id)  # noqa: SLF001
+        """Whether the request has ended, in an answer or in an error; never waits."""
+        return self._poll()
 
     def result(self) -> Dict[str, Any]:
-        """Wait for the answer until the deadline that `submit` was given; once.
+        """Wait for the answer until the deadline that `submit` was given.
 
         Returns:
             The outputs by name: numpy arrays, read-only.
@@ -51,35 +60,40 @@ class Pending:
         Raises:
             RequestError: the request ended in an error; one subclass for each code of the wire.
         """
-        return cast(Dict[str, Any], self._client._wait(self._request_id, self._deadline))  # noqa: SLF001
+        return cast(Dict[str, Any], self._wait())
 
 
 class Client:
     """Asks a weightd daemon for inference.
 
-    For one thread: use by another is a `WrongThread` error. Use it as a context manager, or `close` it.
+    For one thread: use by another, or by a forked process, is a `WrongThread` error. Use it as a context manager, or
+    `close` it. If the connection is lost, whatever is under way ends at once in `Unavailable`, and the next call
+    connects again.
 
     Args:
-        address: where the daemon listens, ipc:///PATH or tcp://HOST:PORT. Default: where it listens by default.
-        timeout: seconds that a call waits unless it says otherwise.
+        address: where the daemon listens, ipc:///PATH or tcp://HOST:PORT. Default: $WEIGHTD_SOCKET, or where the
+            daemon of this user or of the system listens by default.
+        timeout: seconds that a call waits unless it says otherwise; at most one hour.
 
     Raises:
-        InvalidArgument: `address` is none.
+        InvalidArgument: `address` is none, or `timeout` is out of bounds.
         PermissionDenied: this user may not connect.
         Unavailable: nobody listens there.
+        DeadlineExceeded: somebody listens there and does not answer.
     """
 
     def __init__(self, address: Optional[str] = None, *, timeout: float = DEFAULT_TIMEOUT_S) -> None:
-        self.address = addresses.default_address() if address is None else address
-        self.timeout = timeout
-        addresses.check(self.address)
+        self.address = default_address() if address is None else address
+        self.timeout = _checked(timeout)
         self._owner = (os.getpid(), threading.get_ident())
+        self._closed = False
         self._core = ClientCore()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket = self._context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, limits.MAX_FRAME_BYTES)
-        self._socket.connect(self.address)
+        try:
+            self._connection = connect(self._context, self.address, time.monotonic() + timeout)
+        except BaseException:
+            self._context.destroy(linger=0)
+            raise
 
     def infer(self, model: str, inputs: Mapping[str, Any], *, timeout: Optional[float] = None) -> Dict[str, Any]:
         """Run `model` on `inputs` and return its outputs.
@@ -88,13 +102,17 @@ class Client:
             model: the model's name in the daemon's configuration.
             inputs: an array for each input, by name; anything that `numpy.asarray` takes. Datatype, rank and fixed
                 dimensions must be the model's (see `metadata`): nothing is converted in silence.
-            timeout: seconds to wait; the client's where it is None.
+            timeout: seconds to wait; the client's where it is None. The daemon gives up then and says why; a client
+                that does not hear from it gives up a tenth of that time later, at most half a second.
 
         Returns:
             The outputs by name: numpy arrays, read-only.
 
         Raises:
-            RequestError: one subclass for each code of the wire, `DeadlineExceeded` among them.
+            RequestError: one subclass for each code of the wire, `DeadlineExceeded` among them. `Unavailable` also
+                where the connection is lost; the request may have been run then.
+            ProtocolError: one side broke the protocol: versions that do not fit.
+            WrongThread, ClientClosed: the client must not be used here, or no longer.
         """
         return self.submit(model, inputs, timeout=timeout).result()
 
@@ -104,11 +122,10 @@ class Client:
         The arrays must not be changed before the answer has come: large ones are not copied.
         Arguments and errors as for `infer`.
         """
-        self._check_owner()
-        seconds = self._seconds(timeout)
-        request_id, frames = self._core.infer(model, inputs, seconds)
-        deadline = self._send(frames, request_id, seconds)
-        return Pending(self, request_id, deadline)
+        seconds, deadline = self._begin(timeout)
+        call, frames = self._core.infer(model, inputs, seconds)
+        self._send(frames, deadline)
+        return Pending(partial(self._wait, call, deadline + _grace(seconds)), partial(self._poll, call))
 
     def metadata(self, model: str, *, timeout: Optional[float] = None) -> ModelMetadataResponse:
         """Return what the model takes and gives. Waits while it loads.
@@ -116,8 +133,8 @@ class Client:
         Raises:
             RequestError: as `infer`.
         """
-        self._check_owner()
-        return cast(ModelMetadataResponse, self._call(*self._core.model_metadata(model), timeout=timeout))
+        seconds, deadline = self._begin(timeout)
+        return cast(ModelMetadataResponse, self._ask(self._core.model_metadata(model), seconds, deadline))
 
     def server(self, *, timeout: Optional[float] = None) -> ServerMetadataResponse:
         """Return the daemon's version and the names of its models.
@@ -125,8 +142,8 @@ class Client:
         Raises:
             RequestError: as `infer`.
         """
-        self._check_owner()
-        return cast(ServerMetadataResponse, self._call(*self._core.server_metadata(), timeout=timeout))
+        seconds, deadline = self._begin(timeout)
+        return cast(ServerMetadataResponse, self._ask(self._core.server_metadata(), seconds, deadline))
 
     def status(self, *, timeout: Optional[float] = None) -> StatusResponse:
         """Return what the daemon is doing: models, generations, processes and their memory.
@@ -134,13 +151,21 @@ class Client:
         Raises:
             RequestError: as `infer`.
         """
-        self._check_owner()
-        return cast(StatusResponse, self._call(*self._core.status(), timeout=timeout))
+        seconds, deadline = self._begin(timeout)
+        return cast(StatusResponse, self._ask(self._core.status(), seconds, deadline))
 
     def close(self) -> None:
-        """Close the connection. Requests under way are given up."""
-        if self._owner[0] == os.getpid():
-            self._context.destroy(linger=0)
+        """Close the connection. Requests under way are given up. In a forked process it does nothing.
+
+        Raises:
+            WrongThread: another thread made the client.
+        """
+        if self._owner[0] != os.getpid() or self._closed:
+            return
+        self._check_owner()
+        self._closed = True
+        self._connection.close()
+        self._context.destroy(linger=0)
 
     def __enter__(self) -> Client:
         return self
@@ -151,42 +176,75 @@ class Client:
         self.close()
 
     # --- within -------------------------------------------------------------------------------------------------
+    #
+    # Every call that is under way belongs to the connection there is: with a connection, all its calls end.
 
-    def _call(self, request_id: str, frames: List[Any], *, timeout: Optional[float]) -> Answer:
-        return self._wait(request_id, self._send(frames, request_id, self._seconds(timeout)))
-
-    def _seconds(self, timeout: Optional[float]) -> float:
-        return self.timeout if timeout is None else timeout
-
-    def _send(self, frames: List[Any], request_id: str, seconds: float) -> float:
-        """Send, and return the deadline. A daemon that reads nothing for so long ends the wait too."""
+    def _begin(self, timeout: Optional[float]) -> Tuple[float, float]:
+        """Make sure that there is a connection; return the call's timeout and its deadline."""
+        self._check_owner()
+        seconds = self.timeout if timeout is None else _checked(timeout)
         deadline = time.monotonic() + seconds
-        if not self._socket.poll(self._milliseconds(deadline), zmq.POLLOUT):
-            self._core.forget(request_id)
-            raise DeadlineExceeded(f"could not send within {seconds:g} s: the daemon does not read")
-        copy = all(len(frame) < _ZERO_COPY_BYTES for frame in frames)
-        self._socket.send_multipart(frames, copy=copy)
-        return deadline
+        # What has come since the last call is not left to pile up, and a loss shows before a request is lost to it.
+        while not (self._connection.closed or self._connection.quiet) and self._take_in(0.0):
+            pass
+        if self._connection.closed:
+            self._hang_up(Unavailable, f"the connection to {self.address} was lost")
+            self._connection = connect(self._context, self.address, deadline)
+        return seconds, deadline
 
-    def _wait(self, request_id: str, deadline: float) -> Answer:
+    def _ask(self, started: Started, seconds: float, deadline: float) -> Answer:
+        call, frames = started
+        self._send(frames, deadline)
+        return self._wait(call, deadline + _grace(seconds))
+
+    def _send(self, frames: List[Any], deadline: float) -> None:
+        try:
+            self._connection.send(frames, deadline)
+        except Unavailable as error:
+            self._hang_up(Unavailable, str(error))
+            raise
+
+    def _wait(self, call: Call, deadline: float) -> Answer:
         self._check_owner()
-        while not self._core.answered(request_id):
-            if not self._socket.poll(self._milliseconds(deadline + _GRACE_S)):
-                self._core.forget(request_id)
-                raise DeadlineExceeded(f"no answer from {self.address} by the deadline")
-            self._core.received(self._socket.recv_multipart())
-        return self._core.take(request_id)
+        while not call.done:
+            if not self._take_in(deadline):
+                raise DeadlineExceeded(f"no answer from {self.address} in time: the daemon does not answer")
+        return call.result()
 
-    def _poll(self, request_id: str) -> bool:
+    def _poll(self, call: Call) -> bool:
         self._check_owner()
-        while not self._core.answered(request_id) and self._socket.poll(0):
-            self._core.received(self._socket.recv_multipart())
-        return self._core.answered(request_id)
+        while not call.done and self._take_in(0.0):
+            pass
+        return call.done
 
-    @staticmethod
-    def _milliseconds(deadline: float) -> int:
-        return max(0, int((deadline - time.monotonic()) * 1000) + 1)
+    def _take_in(self, deadline: float) -> bool:
+        """Take in the next message, or the loss of the connection; return whether either came by the deadline."""
+        try:
+            frames = self._connection.receive(deadline)
+            if frames is None:
+                return False
+            self._core.received(frames)
+        except (Unavailable, RemoteProtocolError) as error:
+            self._hang_up(type(error), str(error))
+        return True
+
+    def _hang_up(self, kind: Type[WeightdError], text: str) -> None:
+        self._connection.close()
+        self._core.fail_all(kind, text)
 
     def _check_owner(self) -> None:
         if self._owner != (os.getpid(), threading.get_ident()):
             raise WrongThread("this Client belongs to the thread that made it; make one Client for each thread")
+        if self._closed:
+            raise ClientClosed("this Client is closed")
+
+
+def _checked(timeout: float) -> float:
+    if not 0 < timeout <= _MAX_TIMEOUT_S:
+        raise InvalidArgument(f"timeout: expected more than 0 and at most {_MAX_TIMEOUT_S:.0f} seconds, got {timeout}")
+    return timeout
+
+
+def _grace(timeout: float) -> float:
+    """How much longer to wait for the daemon's own error at the deadline, which says more than the client could."""
+    return min(0.1 * timeout, _MAX_GRACE_S)

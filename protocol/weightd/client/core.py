@@ -1,15 +1,17 @@
-"""What a client knows of its requests, without a socket: bytes out, bytes in, answers by id."""
+"""What a client knows of its calls, without a socket and without a clock: bytes out, bytes in, answers by id."""
 
 from __future__ import annotations
 
 import itertools
 import os
-from typing import Any, Dict, List, Mapping, Sequence, Tuple, Union
+from typing import Any, Dict, List, Mapping, MutableMapping, Optional, Sequence, Tuple, Type, Union, cast
+from weakref import WeakValueDictionary
 
 from weightd.protocol import limits
-from weightd.protocol.errors import InvalidArgument, RemoteProtocolError, request_error
+from weightd.protocol.errors import InvalidArgument, RemoteProtocolError, WeightdError, request_error
 from weightd.protocol.messages import (
     TO_CLIENT,
+    DaemonMessage,
     Error,
     Infer,
     InferResponse,
@@ -20,6 +22,7 @@ from weightd.protocol.messages import (
     ServerMetadataResponse,
     Status,
     StatusResponse,
+    TensorSpec,
 )
 from weightd.protocol.tensors import frame_of, from_frame, spec_of, to_wire
 from weightd.protocol.wire import decode, encode
@@ -27,99 +30,155 @@ from weightd.protocol.wire import decode, encode
 Answer = Union[Dict[str, Any], ModelMetadataResponse, ServerMetadataResponse, StatusResponse]
 
 
+class Call:
+    """A question under way and, in the end, its answer.
+
+    Attributes:
+        id: the request's id on the wire.
+        expects: the type of the message that answers it.
+        done: whether it has ended, in an answer or in an error.
+    """
+
+    __slots__ = ("__weakref__", "_answer", "_error", "done", "expects", "id")
+
+    def __init__(self, request_id: str, expects: Type[DaemonMessage]) -> None:
+        self.id = request_id
+        self.expects = expects
+        self.done = False
+        self._answer: Optional[Answer] = None
+        self._error: Optional[WeightdError] = None
+
+    def result(self) -> Answer:
+        """Return the answer of a call that is done.
+
+        Raises:
+            RequestError: the request ended in an error.
+            RemoteProtocolError: it was answered by what breaks the protocol.
+        """
+        if self._error is not None:
+            raise self._error
+        return cast(Answer, self._answer)
+
+    def succeed(self, answer: Answer) -> None:
+        """End the call in an answer."""
+        self._answer = answer
+        self.done = True
+
+    def fail(self, error: WeightdError) -> None:
+        """End the call in an error."""
+        self._error = error
+        self.done = True
+
+
+Started = Tuple[Call, List[Any]]
+
+
 class ClientCore:
-    """Makes requests and matches answers to them."""
+    """Makes requests and matches answers to them.
+
+    It knows a call for as long as its maker holds it, and no longer: what was given up, for whatever reason, leaves
+    nothing behind, and its late answer is dropped.
+    """
 
     def __init__(self) -> None:
         self._ids = itertools.count(1)
         # Not a secret, only a help to tell clients apart in logs.
         self._prefix = f"{os.getpid()}-"
-        self._waiting: Dict[str, "Answer | Exception | None"] = {}
+        self._calls: MutableMapping[str, Call] = WeakValueDictionary()
 
-    def infer(self, model: str, inputs: Mapping[str, Any], timeout: float) -> Tuple[str, List[Any]]:
-        """Return id and frames of an inference request.
+    @property
+    def waiting(self) -> int:
+        """How many calls are under way."""
+        return len(self._calls)
+
+    def infer(self, model: str, inputs: Mapping[str, Any], timeout: float) -> Started:
+        """Return an inference request and its frames.
 
         Raises:
-            InvalidArgument: an array has no datatype on the wire.
+            InvalidArgument: an array has no datatype on the wire, or is too large for it.
+            LocalProtocolError: names or shapes do not fit into a header.
         """
-        arrays: List[Any] = []
-        specs: List[Any] = []
-        for name, value in inputs.items():
-            try:
-                array = to_wire(value)
-            except InvalidArgument as error:
-                raise InvalidArgument(f"input {name}: {error}") from None
-            arrays.append(array)
-            specs.append(spec_of(name, array))
-        request_id = self._next_id()
-        microseconds = min(max(1, int(timeout * 1e6)), limits.MAX_TIMEOUT_US)
-        header = encode(Infer(request_id, model, tuple(specs), Parameters(microseconds)))
-        return self._sent(request_id, [header, *map(frame_of, arrays)])
+        arrays = {name: _wire_array(name, value) for name, value in inputs.items()}
+        specs = tuple(spec_of(name, array) for name, array in arrays.items())
+        call = Call(self._next_id(), InferResponse)
+        header = encode(Infer(call.id, model, specs, Parameters(max(1, int(timeout * 1e6)))))
+        return self._started(call, [header, *map(frame_of, arrays.values())])
 
-    def model_metadata(self, model: str) -> Tuple[str, List[Any]]:
-        """Return id and frames of a question about a model."""
-        request_id = self._next_id()
-        return self._sent(request_id, [encode(ModelMetadata(request_id, model))])
+    def model_metadata(self, model: str) -> Started:
+        """Return a question about a model and its frames."""
+        call = Call(self._next_id(), ModelMetadataResponse)
+        return self._started(call, [encode(ModelMetadata(call.id, model))])
 
-    def server_metadata(self) -> Tuple[str, List[Any]]:
-        """Return id and frames of a question about the server."""
-        request_id = self._next_id()
-        return self._sent(request_id, [encode(ServerMetadata(request_id))])
+    def server_metadata(self) -> Started:
+        """Return a question about the server and its frames."""
+        call = Call(self._next_id(), ServerMetadataResponse)
+        return self._started(call, [encode(ServerMetadata(call.id))])
 
-    def status(self) -> Tuple[str, List[Any]]:
-        """Return id and frames of a question about everything."""
-        request_id = self._next_id()
-        return self._sent(request_id, [encode(Status(request_id))])
+    def status(self) -> Started:
+        """Return a question about everything and its frames."""
+        call = Call(self._next_id(), StatusResponse)
+        return self._started(call, [encode(Status(call.id))])
 
     def received(self, frames: Sequence[Any]) -> None:
-        """Take in a message. An answer that nobody waits for (any more) is dropped.
+        """Take in a message: it ends the call that it names. One that nobody waits for (any more) is dropped.
 
         Raises:
-            RemoteProtocolError: the daemon broke the protocol, or refuses a request it could not read.
+            RemoteProtocolError: the daemon broke the protocol, or refuses what it could not read, and no telling
+                which call is meant: nothing on this connection can be relied on.
         """
-        message = decode(frames, TO_CLIENT, max_bytes=limits.MAX_STATUS_BYTES)
-        if isinstance(message, Error) and not message.id:
-            raise RemoteProtocolError(f"the daemon could not read a request: {message.error}")
-        if message.id not in self._waiting:
+        try:
+            message = decode(frames, TO_CLIENT, max_bytes=limits.MAX_STATUS_BYTES)
+        except RemoteProtocolError as error:
+            if not error.request_id:
+                raise
+            self._fail(error.request_id, error)
             return
         if isinstance(message, Error):
-            self._waiting[message.id] = request_error(message.code, message.error)
+            if not message.id:
+                raise RemoteProtocolError(f"the daemon could not read a request: {message.error}")
+            self._fail(message.id, request_error(message.code, message.error))
+            return
+        call = self._calls.pop(message.id, None)
+        if call is None:
+            return
+        if not isinstance(message, call.expects):
+            wrong = f"expected a {call.expects.__name__}, got a {type(message).__name__}"
+            call.fail(RemoteProtocolError(wrong, call.id))
         elif isinstance(message, InferResponse):
-            self._waiting[message.id] = {
-                spec.name: from_frame(spec, frame) for spec, frame in zip(message.outputs, frames[1:])
-            }
+            _finish(call, message.outputs, frames)
         else:
-            self._waiting[message.id] = message
+            call.succeed(message)
 
-    def answered(self, request_id: str) -> bool:
-        """Whether the answer is there."""
-        return self._waiting[request_id] is not None
+    def fail_all(self, kind: Type[WeightdError], text: str) -> None:
+        """End every call that is under way in an error."""
+        for call in list(self._calls.values()):
+            call.fail(kind(text))
+        self._calls.clear()
 
-    def take(self, request_id: str) -> Answer:
-        """Return the answer, once.
-
-        Raises:
-            RequestError: the request ended in an error.
-        """
-        answer = self._waiting.pop(request_id)
-        if isinstance(answer, Exception):
-            raise answer
-        assert answer is not None, "take() before answered()"
-        return answer
-
-    def forget(self, request_id: str) -> None:
-        """Wait for this answer no longer."""
-        self._waiting.pop(request_id, None)
-
-    def fail_all(self, error: Exception) -> None:
-        """End every request that waits with `error`."""
-        for request_id, answer in self._waiting.items():
-            if answer is None:
-                self._waiting[request_id] = error
+    # --- within -------------------------------------------------------------------------------------------------
 
     def _next_id(self) -> str:
         return f"{self._prefix}{next(self._ids)}"
 
-    def _sent(self, request_id: str, frames: List[Any]) -> Tuple[str, List[Any]]:
-        self._waiting[request_id] = None
-        return request_id, frames
+    def _started(self, call: Call, frames: List[Any]) -> Started:
+        self._calls[call.id] = call
+        return call, frames
+
+    def _fail(self, request_id: str, error: WeightdError) -> None:
+        call = self._calls.pop(request_id, None)
+        if call is not None:
+            call.fail(error)
+
+
+def _wire_array(name: str, value: Any) -> Any:
+    try:
+        return to_wire(value)
+    except InvalidArgument as error:
+        raise InvalidArgument(f"input {name}: {error}") from None
+
+
+def _finish(call: Call, specs: Sequence[TensorSpec], frames: Sequence[Any]) -> None:
+    try:
+        call.succeed({spec.name: from_frame(spec, frame) for spec, frame in zip(specs, frames[1:])})
+    except InvalidArgument as error:
+        call.fail(RemoteProtocolError(f"outputs: {error}", call.id))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 PROTOCOL_VERSION = 1
 
-# A header names tensors and carries error texts; 64 KiB is a hundred times what 64 tensors need
-# and little enough that a hostile header costs nothing to refuse.
+# A header names tensors and carries error texts. The largest legal one, of a model with 64 inputs and 64 outputs whose
+# names and shapes are as long as they may be, fits; and a hostile one costs little to refuse.
 MAX_HEADER_BYTES = 64 * 1024
 
 # A status answer lists every process of every model (about 400 bytes each): 63 processes on each
@@ -22,21 +22,56 @@ MAX_TENSORS = 64
 # numpy before 2.0 has at most 32 dimensions; no engine is known to take more than 8.
 MAX_RANK = 16
 
-# A dimension is an int64 in ONNX and in MindIR; this bound keeps products in 64 bits meaningful.
+# A thousand times what a frame can hold, and small enough for a double: JSON and Lua have no other numbers.
 MAX_DIM = 2**40
 
+# Room for two UUIDs, or for a client's own numbering.
 MAX_ID_BYTES = 128
+
+# Names are written by people or exported from module paths; this is the length of a file name, too.
 MAX_NAME_BYTES = 256
+
+# A screenful: an error text is read by people, who find the rest in the log.
 MAX_TEXT_BYTES = 4096
 
-# A relative path of a model's file, or the path of a page store.
+# PATH_MAX of Linux: the path of a model's file, or of a page store.
 MAX_PATH_BYTES = 4096
 
 # One hour: a request that may wait longer is a batch job.
 MAX_TIMEOUT_US = 3_600_000_000
 
+# Models of one daemon: as many names of full length as fit in a header twice over.
+MAX_MODELS = 128
+
+# Generations of one model that a status answer lists: the present one and those that wind down.
+MAX_GENERATIONS = 64
+
+# Processes of one generation: a holder, its workers, of which the configuration allows 1,024, and those that leave.
+MAX_PROCESSES = 2048
+
 # The driver keeps at most 65,535 pids to a handle, a card at most 64 processes: 1,024 is generous.
 MAX_PIDS = 1024
+
+# A decimal number, with room for a namespace's.
+MAX_PID_BYTES = 32
+
+# A sha256 in hex.
+MAX_DIGEST_BYTES = 64
+
+# Libraries that a child names the version of.
+MAX_VERSIONS = 32
+
+# The canary runs with small sizes, and with few of them: it is run at each attach.
+MAX_CANARY_SIZES = 8
+MAX_CANARY_SIZE = 1024
+
+# Counters, and sizes in bytes: an int64 in every language.
+MAX_COUNT = 2**63 - 1
+
+# What the unpacker allocates for a list or a map before its items are looked at: twice the longest of any message, so
+# that one which is a little too long is refused by its name.
+MAX_LIST_ITEMS = 2 * MAX_PROCESSES
+MAX_MAP_ITEMS = 2 * MAX_VERSIONS
 
 # ipc:// addresses are sun_path of a sockaddr_un: 108 bytes with the terminating NUL.
 MAX_IPC_PATH_BYTES = 107

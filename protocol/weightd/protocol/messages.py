@@ -14,7 +14,7 @@ from weightd.protocol.datatypes import ITEM_BYTES
 from weightd.protocol.errors import ERRORS
 from weightd.protocol.schema import integer, many, number, one_of, record, text
 
-_COUNT = integer(0, 2**63 - 1)
+_COUNT = integer(0, limits.MAX_COUNT)
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ class ServerMetadataResponse:
     id: str = field(metadata=text(limits.MAX_ID_BYTES))
     name: str = field(metadata=text(limits.MAX_NAME_BYTES))
     version: str = field(metadata=text(limits.MAX_NAME_BYTES))
-    models: Tuple[str, ...] = field(metadata=many(text(limits.MAX_NAME_BYTES), 1024))
+    models: Tuple[str, ...] = field(metadata=many(text(limits.MAX_NAME_BYTES), limits.MAX_MODELS))
 
 
 @dataclass(frozen=True)
@@ -172,10 +172,10 @@ class GenerationStatus:
     state: str = field(metadata=text(limits.MAX_NAME_BYTES))
     progress: str = field(metadata=text(limits.MAX_TEXT_BYTES, empty=True))
     cause: str = field(metadata=text(limits.MAX_TEXT_BYTES, empty=True))
-    sha256: str = field(metadata=text(64, empty=True))
+    sha256: str = field(metadata=text(limits.MAX_DIGEST_BYTES, empty=True))
     copy_bytes: int = field(metadata=_COUNT)
     saved_bytes: int = field(metadata=_COUNT)
-    processes: Tuple[ProcessStatus, ...] = field(metadata=many(record(ProcessStatus), 4096))
+    processes: Tuple[ProcessStatus, ...] = field(metadata=many(record(ProcessStatus), limits.MAX_PROCESSES))
 
 
 @dataclass(frozen=True)
@@ -189,7 +189,7 @@ class ModelStatus:
     queued: int = field(metadata=_COUNT)
     served: int = field(metadata=_COUNT)
     failed: int = field(metadata=_COUNT)
-    generations: Tuple[GenerationStatus, ...] = field(metadata=many(record(GenerationStatus), 64))
+    generations: Tuple[GenerationStatus, ...] = field(metadata=many(record(GenerationStatus), limits.MAX_GENERATIONS))
     p50_us: Optional[float] = field(default=None, metadata=number())
     p99_us: Optional[float] = field(default=None, metadata=number())
 
@@ -204,7 +204,7 @@ class StatusResponse:
     pid: int = field(metadata=_COUNT)
     uptime_s: float = field(metadata=number())
     pss_bytes: int = field(metadata=_COUNT)
-    models: Tuple[ModelStatus, ...] = field(metadata=many(record(ModelStatus), 1024))
+    models: Tuple[ModelStatus, ...] = field(metadata=many(record(ModelStatus), limits.MAX_MODELS))
 
 
 ClientMessage = Union[Infer, ServerMetadata, ModelMetadata, Status]

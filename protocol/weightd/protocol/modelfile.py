@@ -6,17 +6,23 @@ must compute it in one way, so it is part of the protocol.
 - ONNX: tensors may lie in external files, named by a relative `location` inside the model
   (https://onnx.ai/onnx/repo-docs/ExternalData.html).
 - MindIR over 1 GB is `X_graph.mindir` with the directory `X_variables/` beside it.
+
+A location must stay inside the model's directory, but symbolic links are followed wherever they lead: the caches of
+package managers consist of them.
+
+A file may be exchanged or cut short at any time while it is read. That is why nothing is mapped here: reading beyond
+the end of a mapped file that has shrunk kills the process.
 """
 
 from __future__ import annotations
 
 import hashlib
-import mmap
 import os
 import stat
 from pathlib import Path, PurePosixPath
-from typing import Any, Dict, Iterator, List, NamedTuple, Tuple, Union
+from typing import BinaryIO, Dict, Iterator, List, NamedTuple, Tuple, Union, cast
 
+from weightd.protocol import limits
 from weightd.protocol.errors import WeightdError
 
 _BLOCK = 1024 * 1024
@@ -38,7 +44,8 @@ def model_files(path: Path) -> List[ModelFile]:
     """Return the files of the model at `path`, the model file itself first, the others by name.
 
     Raises:
-        ModelFileError: one of them is missing, unreadable, not a regular file, empty, or outside the directory.
+        ModelFileError: one of them is missing, unreadable, not a regular file, empty, or outside the directory, or an
+            ONNX file is none.
     """
     _check_readable(path)
     if path.name.endswith(_MINDIR_GRAPH):
@@ -48,7 +55,7 @@ def model_files(path: Path) -> List[ModelFile]:
     else:
         names = []
     files = [ModelFile(path.name, path)]
-    for name in sorted(set(names)):
+    for name in sorted({*names} - {path.name}):
         file = ModelFile(name, path.parent / name)
         _check_readable(file.path)
         files.append(file)
@@ -68,21 +75,34 @@ def digest(path: Path) -> str:
     digests = [_sha256(file.path) for file in files]
     if len(files) == 1:
         return digests[0]
-    lines = "".join(f"{each}  {file.name}\n" for each, file in zip(digests, files))
-    return hashlib.sha256(lines.encode()).hexdigest()
+    return hashlib.sha256(b"".join(map(_sha256sum_line, digests, files))).hexdigest()
+
+
+def _sha256sum_line(sha256: str, file: ModelFile) -> bytes:
+    """What sha256sum prints: a name that would break the line is escaped, and the line then begins with a backslash."""
+    escaped = file.name.replace("\\", "\\\\").replace("\n", "\\n").replace("\r", "\\r")
+    mark = "" if escaped == file.name else "\\"
+    return os.fsencode(f"{mark}{sha256}  {escaped}\n")
 
 
 def _check_readable(path: Path) -> None:
     try:
         status = path.stat()
+        # Before it is opened: opening a pipe waits for its other end.
+        if not stat.S_ISREG(status.st_mode):
+            what = "directory" if stat.S_ISDIR(status.st_mode) else "special file"
+            raise ModelFileError(f"{path}: expected a file, got a {what}")
         with path.open("rb"):
             pass
-    except OSError as error:
-        raise ModelFileError(f"{path}: {error.strerror}") from None
-    if not stat.S_ISREG(status.st_mode):
-        raise ModelFileError(f"{path}: expected a file, got a {'directory' if path.is_dir() else 'special file'}")
+    except (OSError, ValueError) as error:
+        raise _unreadable(path, error) from None
     if status.st_size == 0:
         raise ModelFileError(f"{path}: the file is empty")
+
+
+def _unreadable(path: Path, error: Exception) -> ModelFileError:
+    # The only ValueError of a path; its words differ among the versions of Python.
+    return ModelFileError(f"{path}: {error.strerror if isinstance(error, OSError) else 'the path holds a NUL'}")
 
 
 def _sha256(path: Path) -> str:
@@ -95,25 +115,29 @@ def _sha256(path: Path) -> str:
                     return state.hexdigest()
                 state.update(block)
     except OSError as error:
-        raise ModelFileError(f"{path}: {error.strerror}") from None
+        raise _unreadable(path, error) from None
 
 
 def _mindir_variables(path: Path) -> List[str]:
     directory = path.parent / (path.name[: -len(_MINDIR_GRAPH)] + "_variables")
-    if not directory.is_dir():
-        raise ModelFileError(f"{path}: expected its weights in {directory}/, which is not a directory")
-    return [
-        str(PurePosixPath(directory.name, entry.name)) for entry in os.scandir(directory) if entry.is_file()
-    ]
+    try:
+        if not directory.is_dir():
+            raise ModelFileError(f"{path}: expected its weights in {directory}/, which is not a directory")
+        with os.scandir(directory) as entries:
+            return [str(PurePosixPath(directory.name, entry.name)) for entry in entries if entry.is_file()]
+    except OSError as error:
+        raise _unreadable(directory, error) from None
 
 
 def _onnx_locations(path: Path) -> List[str]:
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        try:
-            locations = list(_external_locations(data, "model", 0, len(data)))
-        except (_Malformed, RecursionError):
-            # Not ONNX, or truncated. The engine will say so; here it is one file with a digest.
-            return []
+    try:
+        with path.open("rb") as file:
+            locations = list(_external_locations(file, "model", 0, os.fstat(file.fileno()).st_size))
+    except OSError as error:
+        raise _unreadable(path, error) from None
+    except _Malformed:
+        # An engine that understands it all the same would load external files that nobody has pinned.
+        raise ModelFileError(f"{path}: expected an ONNX model; this is something else, or only a part of one") from None
     for location in locations:
         pure = PurePosixPath(location)
         if pure.is_absolute() or ".." in pure.parts or not pure.parts:
@@ -125,7 +149,7 @@ def _onnx_locations(path: Path) -> List[str]:
 
 # --- A walk through ONNX's protobuf, only as far as external data needs -----------------------------------------
 #
-# Message to {field number: message}, from onnx.proto3. Anything else is skipped by its length, so the walk costs
+# Message to {field number: message}, from onnx.proto. Anything else is skipped by its length, so the walk costs
 # the number of nodes, not the size of the weights.
 
 _ONNX: Dict[str, Dict[int, str]] = {
@@ -136,74 +160,97 @@ _ONNX: Dict[str, Dict[int, str]] = {
     "node": {5: "attribute"},
     "attribute": {5: "tensor", 6: "graph", 10: "tensor", 11: "graph", 22: "sparse", 23: "sparse"},
     "sparse": {1: "tensor", 2: "tensor"},
-    "tensor": {13: "external_data"},
 }
-_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
+_EXTERNAL_DATA, _DATA_LOCATION, _EXTERNAL = 13, 14, 1  # in a tensor
+_KEY, _VALUE = 1, 2  # in an entry of external_data
+_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5  # wire types
 _MAX_VARINT_BYTES = 10
+
+# protobuf's own default: what nests deeper, no engine reads.
+_MAX_DEPTH = 100
+
+_Span = Tuple[int, int]
+_Field = Tuple[int, Union[int, _Span]]
 
 
 class _Malformed(Exception):
-    """The bytes are not protobuf."""
+    """The bytes are not the protobuf of a model."""
 
 
-_Field = Tuple[int, Union[int, Tuple[int, int]]]
-
-
-def _external_locations(data: Any, message: str, start: int, end: int) -> Iterator[str]:
+def _external_locations(file: BinaryIO, message: str, start: int, end: int, depth: int = 0) -> Iterator[str]:
+    if depth > _MAX_DEPTH:
+        raise _Malformed
     children = _ONNX[message]
-    for number, value in _fields(data, start, end):
+    for number, value in _fields(file, start, end):
         child = children.get(number)
         if child is None or not isinstance(value, tuple):
             continue
-        if child == "external_data":
-            entry = dict(_fields(data, *value))
-            if _text(data, entry.get(1)) == "location":
-                yield _text(data, entry.get(2))
+        if child == "tensor":
+            yield from _tensor_locations(file, *value)
         else:
-            yield from _external_locations(data, child, *value)
+            yield from _external_locations(file, child, *value, depth=depth + 1)
 
 
-def _fields(data: Any, start: int, end: int) -> Iterator[_Field]:
+def _tensor_locations(file: BinaryIO, start: int, end: int) -> Iterator[str]:
+    entries: List[_Span] = []
+    external = False
+    for number, value in _fields(file, start, end):
+        if number == _EXTERNAL_DATA and isinstance(value, tuple):
+            entries.append(value)
+        elif number == _DATA_LOCATION:
+            external = value == _EXTERNAL
+    for span in entries if external else ():
+        entry = dict(_fields(file, *span))
+        if _text(file, entry.get(_KEY)) == "location":
+            yield _text(file, entry.get(_VALUE))
+
+
+def _fields(file: BinaryIO, start: int, end: int) -> Iterator[_Field]:
     """Yield (field number, value) for each field; bytes are given as (start, end)."""
     position = start
     while position < end:
-        tag, position = _varint(data, position, end)
-        wire_type = tag & 7
+        # Whoever takes the fields may read elsewhere in between.
+        file.seek(position)
+        tag, size = _varint(file)
+        position += size
+        number, wire_type = tag >> 3, tag & 7
+        value: Union[int, _Span] = 0
         if wire_type == _VARINT:
-            value, position = _varint(data, position, end)
-            yield tag >> 3, value
-            continue
-        if wire_type == _BYTES:
-            length, position = _varint(data, position, end)
+            value, size = _varint(file)
+        elif wire_type == _BYTES:
+            length, size = _varint(file)
+            value = (position + size, position + size + length)
+            size += length
         elif wire_type in (_FIXED64, _FIXED32):
-            length = 8 if wire_type == _FIXED64 else 4
+            size = 8 if wire_type == _FIXED64 else 4
         else:
             raise _Malformed
-        if position + length > end:
+        position += size
+        # Number 0 is illegal: a file of zeros would otherwise be a valid message, and take a long time.
+        if position > end or number == 0:
             raise _Malformed
-        if wire_type == _BYTES:
-            yield tag >> 3, (position, position + length)
-        position += length
+        yield number, value
 
 
-def _varint(data: Any, position: int, end: int) -> Tuple[int, int]:
+def _varint(file: BinaryIO) -> Tuple[int, int]:
+    """Return the number at the file's position, and how many bytes it takes."""
     value = 0
-    for shift in range(0, 7 * _MAX_VARINT_BYTES, 7):
-        if position >= end:
+    for index in range(_MAX_VARINT_BYTES):
+        byte = file.read(1)
+        if not byte:
             raise _Malformed
-        byte = data[position]
-        position += 1
-        value |= (byte & 0x7F) << shift
-        if not byte & 0x80:
-            return value, position
+        value |= (byte[0] & 0x7F) << 7 * index
+        if byte[0] < 0x80:
+            return value, index + 1
     raise _Malformed
 
 
-def _text(data: Any, span: object) -> str:
+def _text(file: BinaryIO, span: object) -> str:
+    """Return a text as a file name: what is not UTF-8 is kept by surrogates, as everywhere in Python's file names."""
     if not isinstance(span, tuple):
         return ""
-    start, end = span
-    try:
-        return str(data[start:end], "utf-8")
-    except UnicodeDecodeError:
-        raise _Malformed from None
+    start, end = cast(_Span, span)
+    if end - start > limits.MAX_PATH_BYTES:
+        raise _Malformed
+    file.seek(start)
+    return os.fsdecode(file.read(end - start))

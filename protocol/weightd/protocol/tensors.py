@@ -6,8 +6,10 @@ from typing import Any, Dict
 
 import numpy as np
 
+from weightd.protocol import limits
 from weightd.protocol.errors import InvalidArgument
 from weightd.protocol.messages import TensorSpec
+from weightd.protocol.schema import label
 
 NUMPY_DTYPE: Dict[str, str] = {
     "BOOL": "|b1",
@@ -30,12 +32,21 @@ def to_wire(array: Any) -> Any:
     """Return `array` as the wire wants it: C order, little-endian. A copy only where it is not so already.
 
     Raises:
-        InvalidArgument: the dtype has no name on the wire (object, string, complex, structured ...).
+        InvalidArgument: it is no array, its dtype has no name on the wire (object, string, complex, structured ...),
+            it has too many dimensions, or it is too large for a frame.
     """
-    array = np.asarray(array)
+    try:
+        array = np.asarray(array)
+    except (ValueError, TypeError, OverflowError) as error:
+        raise InvalidArgument(f"expected an array: {error}") from None
     dtype = array.dtype.newbyteorder("<")
     if dtype.str not in _DATATYPE:
-        raise InvalidArgument(f"dtype {array.dtype} has no datatype on the wire; expected one of {', '.join(NUMPY_DTYPE)}")
+        names = ", ".join(NUMPY_DTYPE)
+        raise InvalidArgument(f"dtype {array.dtype} has no datatype on the wire; expected one of {names}")
+    if array.ndim > limits.MAX_RANK:
+        raise InvalidArgument(f"expected at most {limits.MAX_RANK} dimensions, got {array.ndim}")
+    if array.nbytes > limits.MAX_FRAME_BYTES:
+        raise InvalidArgument(f"expected at most {limits.MAX_FRAME_BYTES} bytes, got {array.nbytes}")
     # Not ascontiguousarray: it turns a scalar into shape (1,).
     return np.asarray(array, dtype=dtype, order="C")
 
@@ -51,5 +62,12 @@ def frame_of(array: Any) -> memoryview:
 
 
 def from_frame(spec: TensorSpec, frame: Any) -> Any:
-    """Return the tensor of a frame whose length the decoder has checked: a view, writable if the frame is."""
-    return np.frombuffer(frame, dtype=NUMPY_DTYPE[spec.datatype]).reshape(spec.shape)
+    """Return the tensor of a frame whose length the decoder has checked: a view, writable if the frame is.
+
+    Raises:
+        InvalidArgument: a BOOL is neither 0 nor 1. numpy and the engines compute nonsense with such a byte.
+    """
+    array = np.frombuffer(frame, dtype=NUMPY_DTYPE[spec.datatype]).reshape(spec.shape)
+    if spec.datatype == "BOOL" and array.size and array.view(np.uint8).max() > 1:
+        raise InvalidArgument(f"{label(spec.name)}: expected 0 or 1 in each byte of a BOOL")
+    return array

@@ -7,14 +7,16 @@ Decoding trusts nothing: every violation is a `RemoteProtocolError` that names t
 
 from __future__ import annotations
 
-from typing import Any, Dict, List, Mapping, Sequence, Sized, Tuple, Type, TypeVar
+from dataclasses import replace
+from typing import Any, Dict, Iterable, Mapping, Sequence, Sized, Tuple, Type, TypeVar, cast
 
 import msgpack
 
 from weightd.protocol import limits
 from weightd.protocol.errors import LocalProtocolError, RemoteProtocolError
-from weightd.protocol.messages import FROM_CLIENT, TO_CLIENT
-from weightd.protocol.schema import FieldError, decode as decode_fields, plain
+from weightd.protocol.messages import FROM_CLIENT, TO_CLIENT, TensorSpec
+from weightd.protocol.schema import FieldError, label, plain, shown
+from weightd.protocol.schema import decode as decode_fields
 from weightd.protocol.worker_messages import FROM_CHILD, TO_CHILD
 
 M = TypeVar("M")
@@ -23,21 +25,25 @@ _TAGS: Dict[Type[Any], str] = {
     cls: tag for table in (FROM_CLIENT, TO_CLIENT, FROM_CHILD, TO_CHILD) for tag, cls in table.items()
 }
 
+# numpy and the engines count the elements of a tensor in an int64, with a dimension of 0 left out.
+_MAX_EXTENT = 2**63
+
 
 def encode(message: object, *, max_bytes: int = limits.MAX_HEADER_BYTES) -> bytes:
     """Return the header frame of `message`; the caller adds the tensors' frames.
 
     Raises:
-        LocalProtocolError: a text is not encodable, an integer too large, or the header too long.
+        LocalProtocolError: it is no message, a field has a value that the peer would refuse, or the header is too long.
     """
-    fields = {"v": limits.PROTOCOL_VERSION, "type": _TAGS[type(message)]}
-    fields.update(plain(message))
+    tag = _TAGS.get(type(message))
+    if tag is None:
+        raise LocalProtocolError(f"{type(message).__name__} is not a message of the wire")
     try:
-        header: bytes = msgpack.packb(fields)
-    except (ValueError, OverflowError) as error:
-        raise LocalProtocolError(f"{fields['type']}: {error}") from None
+        header: bytes = msgpack.packb({"v": limits.PROTOCOL_VERSION, "type": tag, **plain(message)})
+    except FieldError as error:
+        raise LocalProtocolError(f"{tag}: {error}") from None
     if len(header) > max_bytes:
-        raise LocalProtocolError(f"header: expected at most {max_bytes} bytes, got {len(header)}")
+        raise LocalProtocolError(f"{tag}: expected a header of at most {max_bytes} bytes, got {len(header)}")
     return header
 
 
@@ -47,7 +53,7 @@ def decode(frames: Sequence[Any], table: Mapping[str, Type[M]], *, max_bytes: in
     Tensor frames are only measured, never read or copied: they stay ``frames[1:]``.
 
     Args:
-        frames: header and tensors, without a routing prefix; anything with a length and a buffer.
+        frames: header and tensors, without a routing prefix; anything with a length in bytes and a buffer.
         table: tag to type of the messages that the peer may send.
         max_bytes: the largest header to accept.
 
@@ -55,22 +61,11 @@ def decode(frames: Sequence[Any], table: Mapping[str, Type[M]], *, max_bytes: in
         RemoteProtocolError: the frames are not such a message.
     """
     fields = _unpack_header(frames, max_bytes)
-    request_id = _readable_id(fields)
-    version = fields.pop("v", None)
-    if type(version) is not int or version != limits.PROTOCOL_VERSION:
-        raise RemoteProtocolError(
-            f"v: this side speaks protocol version {limits.PROTOCOL_VERSION}, the peer sent {version!r:.40}",
-            request_id,
-        )
-    tag = fields.pop("type", None)
-    cls = table.get(tag) if type(tag) is str else None
-    if cls is None:
-        raise RemoteProtocolError(f"type: expected one of {', '.join(table)}, got {tag!r:.60}", request_id)
     try:
-        message = decode_fields(cls, fields)
+        message = _message(fields, table)
+        _check_tensor_frames(getattr(message, "tensors", ()), frames)
     except FieldError as error:
-        raise RemoteProtocolError(f"{tag}: {error}", request_id) from None
-    _check_tensor_frames(getattr(message, "tensors", ()), frames, request_id)
+        raise RemoteProtocolError(str(error), _readable_id(fields)) from None
     return message
 
 
@@ -81,51 +76,78 @@ def _unpack_header(frames: Sequence[Any], max_bytes: int) -> Dict[str, Any]:
     if len(header) > max_bytes:
         raise RemoteProtocolError(f"header: expected at most {max_bytes} bytes, got {len(header)}")
     try:
-        # unpackb bounds every claimed length by the bytes that are there, and nesting by its own stack.
-        fields = msgpack.unpackb(
-            getattr(header, "buffer", header), object_pairs_hook=_unique_map, ext_hook=_no_ext, max_ext_len=0
+        # A text is bounded by the bytes that are there. A list or map is allocated at the length that it claims, and
+        # again on each level of nesting: hence the bounds. Depth is bounded by unpackb's own stack.
+        fields: Any = msgpack.unpackb(
+            header,
+            object_pairs_hook=_unique_map,
+            max_array_len=limits.MAX_LIST_ITEMS,
+            max_map_len=limits.MAX_MAP_ITEMS,
         )
-    except RecursionError:
+    except (RecursionError, msgpack.StackError):
         raise RemoteProtocolError("header: nested too deep") from None
     except (ValueError, TypeError, msgpack.UnpackException) as error:
         text = str(error) or type(error).__name__
         raise RemoteProtocolError(f"header: expected one msgpack map: {text:.200}") from None
     if type(fields) is not dict:
         raise RemoteProtocolError(f"header: expected one msgpack map, got {type(fields).__name__}")
+    return cast(Dict[str, Any], fields)
+
+
+def _unique_map(pairs: Iterable[Tuple[Any, Any]]) -> Dict[Any, Any]:
+    # A list, or from msgpack in pure Python an iterator.
+    listed = list(pairs)
+    fields = dict(listed)
+    if len(fields) != len(listed):
+        names = [name for name, _ in listed]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the field {label(twice)} is given twice")
     return fields
 
 
-def _unique_map(pairs: List[Tuple[Any, Any]]) -> Dict[Any, Any]:
-    fields = dict(pairs)
-    if len(fields) != len(pairs):
-        raise ValueError("a key stands twice")
-    return fields
+def _message(fields: Dict[str, Any], table: Mapping[str, Type[M]]) -> M:
+    version = fields.pop("v", None)
+    if type(version) is not int or version != limits.PROTOCOL_VERSION:
+        raise FieldError(
+            f"this side speaks protocol version {limits.PROTOCOL_VERSION}, the peer sent {shown(version)}"
+        ).at("v")
+    tag = fields.pop("type", None)
+    cls = table.get(tag) if type(tag) is str else None
+    if cls is None:
+        raise FieldError(f"expected one of {', '.join(table)}, got {shown(tag)}").at("type")
+    try:
+        return decode_fields(cls, fields)
+    except FieldError as error:
+        raise FieldError(f"{tag}: {error}") from None
 
 
-def _no_ext(code: int, data: bytes) -> object:
-    raise ValueError(f"extension type {code}")
+def _check_tensor_frames(tensors: Sequence[TensorSpec], frames: Sequence[Sized]) -> None:
+    if len(frames) - 1 != len(tensors):
+        raise FieldError(f"expected {len(tensors)} tensor frames after the header, got {len(frames) - 1}").at("frames")
+    for index, tensor in enumerate(tensors, 1):
+        nbytes = tensor.nbytes
+        if len(frames[index]) != nbytes:
+            raise _tensor_error(index, tensor, f"is {nbytes} bytes, got {len(frames[index])}")
+        if nbytes == 0 and _extent(tensor) >= _MAX_EXTENT:
+            raise _tensor_error(index, tensor, "is too large to be described, even if it is empty")
+
+
+def _extent(tensor: TensorSpec) -> int:
+    """The bytes of the tensor if dimensions of 0 did not count."""
+    return replace(tensor, shape=tuple(dim for dim in tensor.shape if dim)).nbytes
+
+
+def _tensor_error(index: int, tensor: TensorSpec, problem: str) -> FieldError:
+    what = f"{tensor.datatype} of shape {list(tensor.shape)} {problem}"
+    return FieldError(what).at(f"frames[{index}] ({label(tensor.name)})")
 
 
 def _readable_id(fields: Dict[str, Any]) -> str:
     """The id that an error answer can carry, if the header has a legal one."""
     request_id = fields.get("id")
-    if type(request_id) is not str or len(request_id.encode("utf-8", "replace")) > limits.MAX_ID_BYTES:
+    if type(request_id) is not str or len(request_id.encode()) > limits.MAX_ID_BYTES:
         return ""
     return request_id
-
-
-def _check_tensor_frames(tensors: Sequence[Any], frames: Sequence[Sized], request_id: str) -> None:
-    if len(frames) - 1 != len(tensors):
-        raise RemoteProtocolError(
-            f"frames: expected {len(tensors)} tensor frames after the header, got {len(frames) - 1}", request_id
-        )
-    for index, tensor in enumerate(tensors, 1):
-        if len(frames[index]) != tensor.nbytes:
-            raise RemoteProtocolError(
-                f"frames[{index}] ({tensor.name}): {tensor.datatype} of shape {list(tensor.shape)} is "
-                f"{tensor.nbytes} bytes, got {len(frames[index])}",
-                request_id,
-            )
 
 
 def clip(text: str) -> str:

@@ -14,8 +14,8 @@ from weightd.protocol.errors import ERRORS
 from weightd.protocol.messages import TensorSignature, TensorSpec
 from weightd.protocol.schema import boolean, integer, many, mapping, one_of, record, text
 
-_REQUEST = integer(0, 2**63 - 1)
-_BYTES = integer(0, 2**63 - 1)
+_REQUEST = integer(0, limits.MAX_COUNT)
+_BYTES = integer(0, limits.MAX_COUNT)
 
 
 @dataclass(frozen=True)
@@ -40,9 +40,9 @@ class Hello:
     `sha256` names the content of the model that this process would load (`weightd.protocol.modelfile`).
     """
 
-    pid: str = field(metadata=text(32))
-    sha256: str = field(metadata=text(64))
-    versions: Dict[str, str] = field(metadata=mapping(text(limits.MAX_NAME_BYTES, empty=True), 32))
+    pid: str = field(metadata=text(limits.MAX_PID_BYTES))
+    sha256: str = field(metadata=text(limits.MAX_DIGEST_BYTES))
+    versions: Dict[str, str] = field(metadata=mapping(text(limits.MAX_NAME_BYTES, empty=True), limits.MAX_VERSIONS))
     traits: Traits = field(metadata=record(Traits))
 
 
@@ -50,7 +50,7 @@ class Hello:
 class Build:
     """daemon → holder: build the model and let these processes share its weights."""
 
-    pids: Tuple[str, ...] = field(metadata=many(text(32), limits.MAX_PIDS))
+    pids: Tuple[str, ...] = field(metadata=many(text(limits.MAX_PID_BYTES), limits.MAX_PIDS))
 
 
 @dataclass(frozen=True)
@@ -65,8 +65,8 @@ class Built:
     handle: str = field(metadata=text(limits.MAX_PATH_BYTES, empty=True))
     inputs: Tuple[TensorSignature, ...] = field(metadata=many(record(TensorSignature), limits.MAX_TENSORS))
     outputs: Tuple[TensorSignature, ...] = field(metadata=many(record(TensorSignature), limits.MAX_TENSORS))
-    canary_sizes: Tuple[int, ...] = field(metadata=many(integer(1, 1024), 8))
-    canary: str = field(metadata=text(64, empty=True))
+    canary_sizes: Tuple[int, ...] = field(metadata=many(integer(1, limits.MAX_CANARY_SIZE), limits.MAX_CANARY_SIZES))
+    canary: str = field(metadata=text(limits.MAX_DIGEST_BYTES, empty=True))
     shared_bytes: int = field(metadata=_BYTES)
     note: str = field(default="", metadata=text(limits.MAX_TEXT_BYTES, empty=True))
 
@@ -79,14 +79,14 @@ class Attach:
     """
 
     handle: str = field(metadata=text(limits.MAX_PATH_BYTES, empty=True))
-    canary_sizes: Tuple[int, ...] = field(metadata=many(integer(1, 1024), 8))
+    canary_sizes: Tuple[int, ...] = field(metadata=many(integer(1, limits.MAX_CANARY_SIZE), limits.MAX_CANARY_SIZES))
 
 
 @dataclass(frozen=True)
 class Attached:
     """worker → daemon: the model is built; `canary` as in `Built`, `note` says why nothing is shared."""
 
-    canary: str = field(metadata=text(64, empty=True))
+    canary: str = field(metadata=text(limits.MAX_DIGEST_BYTES, empty=True))
     shared_bytes: int = field(metadata=_BYTES)
     note: str = field(default="", metadata=text(limits.MAX_TEXT_BYTES, empty=True))
 
@@ -95,7 +95,7 @@ class Attached:
 class Broken:
     """child → daemon: build or attach failed for this cause; the process exits."""
 
-    cause: str = field(metadata=text(limits.MAX_TEXT_BYTES))
+    cause: str = field(metadata=text(limits.MAX_TEXT_BYTES, empty=True))
 
 
 @dataclass(frozen=True)

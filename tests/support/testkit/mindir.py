@@ -10,9 +10,7 @@ import subprocess
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[3]
-HOW_TO_GET_IT = (
-    "no working .venv-mslite: `make test` makes it, of the CPython 3.7 that $WEIGHTD_PYTHON37 names"
-)
+HOW_TO_GET_IT = "no working .venv-mslite: `make test` makes it, of the CPython 3.7 that $WEIGHTD_PYTHON37 names"
 
 CONVERT_LIMIT_S = 300  # 192 MiB of weights take 1 to 2 s on two cores
 IMPORT_LIMIT_S = 60  # the first import reads 200 MB of libraries from disk

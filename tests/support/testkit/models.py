@@ -92,9 +92,7 @@ def with_external_data(path: Path, locations: int = 2, width: int = 64, seed: in
     nodes: list[NodeProto] = []
     weights: list[TensorProto] = []
     for i in range(locations):
-        weights.append(
-            _external(path.with_name(f"{path.stem}.w{i}.bin"), _weight(f"w{i}", _he(rng, width, width)))
-        )
+        weights.append(_external(path.with_name(f"{path.stem}.w{i}.bin"), _weight(f"w{i}", _he(rng, width, width))))
         nodes.append(helper.make_node("MatMul", [names[i], f"w{i}"], [names[i + 1]]))
     return save(path, nodes, [fp32("x", "N", width)], [fp32("y", "N", width)], weights)
 
@@ -126,9 +124,7 @@ def save(
     """Write a graph as a model file."""
     graph = helper.make_graph(nodes, path.stem, inputs, outputs, initializer=weights)
     opset = helper.make_opsetid("", OPSET)
-    model: ModelProto = helper.make_model(
-        graph, opset_imports=[opset], ir_version=IR_VERSION, producer_name="testkit"
-    )
+    model: ModelProto = helper.make_model(graph, opset_imports=[opset], ir_version=IR_VERSION, producer_name="testkit")
     path.write_bytes(model.SerializeToString(deterministic=True))
     return path
 

@@ -13,12 +13,15 @@ import zmq
 
 from weightd.protocol import limits
 from weightd.protocol.errors import WeightdError
-from weightd.protocol.modelfile import digest
+from weightd.protocol.modelfile import ModelFileError, digest
 from weightd.protocol.wire import clip, encode
 from weightd.protocol.worker_messages import Broken
 from weightd.worker import exits, pagesharing, parent
-from weightd.worker.engines import ENGINES, Settings
+from weightd.worker.engines import ENGINES
+from weightd.worker.engines.base import Settings
 from weightd.worker.session import Session
+
+_log = logging.getLogger("weightd.worker")
 
 # The last message says why the process leaves: give libzmq this long to hand it over, and no longer.
 _LINGER_MS = 2000
@@ -39,7 +42,7 @@ def main() -> int:
         context.destroy(linger=_LINGER_MS)
 
 
-def _connected(context: "zmq.Context[zmq.Socket[bytes]]", arguments: argparse.Namespace) -> int:
+def _connected(context: zmq.Context[zmq.Socket[bytes]], arguments: argparse.Namespace) -> int:
     socket = context.socket(zmq.DEALER)
     socket.setsockopt(zmq.ROUTING_ID, arguments.name.encode())
     socket.setsockopt(zmq.MAXMSGSIZE, limits.MAX_FRAME_BYTES)
@@ -47,12 +50,20 @@ def _connected(context: "zmq.Context[zmq.Socket[bytes]]", arguments: argparse.Na
     socket.connect(arguments.address)
     try:
         engine = ENGINES[arguments.engine](Settings(arguments.threads, arguments.device))
+    except Exception as error:  # noqa: BLE001 - an import runs foreign code: it can fail in any way
+        _log.error("%s", error, exc_info=not isinstance(error, WeightdError))
+        return _broken(socket, f"{sys.executable}: {error}", exits.NO_ENGINE)
+    try:
         sha256 = digest(Path(arguments.model))
-    except WeightdError as error:
-        socket.send(encode(Broken(clip(f"{sys.executable}: {error}"))))
-        socket.recv()  # whatever it is: the daemon has read the cause
-        return exits.NO_ENGINE
+    except ModelFileError as error:
+        return _broken(socket, str(error), exits.CANNOT_BUILD)
     return Session(socket, engine, arguments.model, arguments.store).run(sha256)
+
+
+def _broken(socket: zmq.Socket[bytes], cause: str, status: int) -> int:
+    socket.send(encode(Broken(clip(cause))))
+    socket.recv()  # whatever it is: the daemon has read the cause
+    return status
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -71,7 +82,11 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    status = main()
+    try:
+        status = main()
+    except Exception:  # noqa: BLE001 - what follows has to be done in any case
+        _log.exception("the process fails")
+        status = exits.FAILED
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -7,19 +7,19 @@ two sizes also show that the model can be resized, and which dimensions of the o
 from __future__ import annotations
 
 import hashlib
-from typing import Any, Dict, List, NamedTuple, Sequence, Tuple
+from typing import Any, Callable, Dict, List, NamedTuple, Sequence, Tuple
 
 import numpy as np
 
-from weightd.protocol.errors import RequestError
+from weightd.protocol.errors import InvalidArgument
 from weightd.protocol.messages import TensorSignature
 from weightd.protocol.tensors import NUMPY_DTYPE
-from weightd.worker.engines.base import Arrays, Engine, Signature
+from weightd.worker.engines.base import Arrays, Engine, Signature, Spoilt
 
 Sizes = Tuple[int, ...]
 
 _SEED = 20_260_101
-# Which of these a model can run is found out by the holder. Some models refuse small images: they have no canary.
+# Which of these a model can run is found out by the holder. Some refuse both (small images, say): they have no canary.
 _CANDIDATES: Sequence[Sizes] = ((1, 2), (1,))
 
 
@@ -37,19 +37,21 @@ class Canary(NamedTuple):
     def note(self) -> str:
         """What an operator should know about it."""
         if not self.sizes:
-            return "no canary: the model does not run with its free dimensions set to 1"
+            return "no canary: the model does not run on an input made from its signature"
         return "" if self.digest else "no canary: the model gives different answers to the same input"
 
 
-def find(engine: Engine, model: str) -> Canary:
-    """Return the canary of the model that `engine` has loaded; the engine is whole afterwards."""
+def find(engine: Engine, rebuild: Callable[[], None]) -> Canary:
+    """Return the canary of the model that `engine` has built; `rebuild` is called where the search has spoilt it."""
     fixed = all(dim >= 0 for each in engine.signature.inputs for dim in each.shape)
     for sizes in ((1,),) if fixed else _CANDIDATES:
         try:
             first = run(engine, sizes)
             again = run(engine, sizes)
-        except RequestError:
-            engine.load(model)
+        except InvalidArgument:
+            continue
+        except Spoilt:
+            rebuild()
             continue
         return first if first.digest == again.digest else first._replace(digest="")
     return Canary((), "", [])
@@ -68,7 +70,7 @@ def run(engine: Engine, sizes: Sizes) -> Canary:
         outputs = engine.predict(_inputs(engine.signature, size))
         for name, array in outputs.items():
             state.update(f"{name} {array.dtype.str} {array.shape}\n".encode())
-            state.update(np.ascontiguousarray(array).tobytes())
+            state.update(array.tobytes())
         shapes.append({name: tuple(array.shape) for name, array in outputs.items()})
     return Canary(sizes, state.hexdigest() if sizes else "", shapes)
 
@@ -80,7 +82,7 @@ def observed(signature: Signature, canary: Canary) -> Signature:
 
 def _observed_output(output: TensorSignature, shapes: List[Dict[str, Tuple[int, ...]]]) -> TensorSignature:
     seen = [each[output.name] for each in shapes if output.name in each]
-    if not seen or len(seen[0]) == len(output.shape) and output.shape != (-1,):
+    if not seen or (len(seen[0]) == len(output.shape) and output.shape != (-1,)):
         return output
     if len({len(shape) for shape in seen}) != 1:
         return output
@@ -93,8 +95,8 @@ def _inputs(signature: Signature, size: int) -> Arrays:
 
 
 def _array(tensor: TensorSignature, size: int) -> Any:
-    # RandomState is the generator whose stream numpy promises never to change.
-    random = np.random.RandomState(_SEED)
+    # RandomState is the generator whose stream numpy promises never to change. Inputs differ, or a swap would not show.
+    random = np.random.RandomState([_SEED, *tensor.name.encode()])
     shape = tuple(size if dim < 0 else dim for dim in tensor.shape)
     dtype = np.dtype(NUMPY_DTYPE[tensor.datatype])
     if dtype.kind == "f":

@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
-from typing import Iterator, List, Pattern, Type
+from pathlib import Path
+from typing import Generator, List, Pattern, Type
 
 _STDERR = 2
 _MAX_READ = 64 * 1024
@@ -30,7 +31,7 @@ class NativeLog:
         self._error_line = error_line
 
     @contextlib.contextmanager
-    def cause_of(self, error: Type[Exception]) -> Iterator[None]:
+    def cause_of(self, error: Type[Exception]) -> Generator[None, None, None]:
         """Turn a RuntimeError of the block into an `error` whose text has the cause that the log tells."""
         start = _size()
         try:
@@ -45,7 +46,7 @@ class NativeLog:
             return []
         # Reading through /proc opens the file anew: stderr itself is open for writing only.
         try:
-            with open(f"/proc/self/fd/{_STDERR}", "rb") as log:
+            with Path(f"/proc/self/fd/{_STDERR}").open("rb") as log:
                 log.seek(max(start, _size() - _MAX_READ))
                 lines = log.read(_MAX_READ).decode("utf-8", "replace").splitlines()
         except OSError:
@@ -57,7 +58,10 @@ class NativeLog:
 
 def _size() -> int:
     """The size of the file behind stderr, or -1 if it is not a file."""
-    status = os.fstat(_STDERR)
+    try:
+        status = os.fstat(_STDERR)
+    except OSError:
+        return -1
     return status.st_size if stat.S_ISREG(status.st_mode) else -1
 
 

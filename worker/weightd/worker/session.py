@@ -6,13 +6,15 @@ watched from outside, by its pidfd.
 
 from __future__ import annotations
 
+import functools
 import logging
 import platform
-from typing import Any, List, Sequence
+from typing import Any, Sequence
 
 import numpy as np
 
-from weightd.protocol.errors import Internal, RequestError, WeightdError
+from weightd.protocol import limits
+from weightd.protocol.errors import Internal, InvalidArgument, RequestError, WeightdError
 from weightd.protocol.messages import TensorSpec
 from weightd.protocol.tensors import frame_of, from_frame, spec_of, to_wire
 from weightd.protocol.version import VERSION
@@ -33,12 +35,9 @@ from weightd.protocol.worker_messages import (
     Stop,
 )
 from weightd.worker import canary, exits, nativelog
-from weightd.worker.engines.base import Arrays, BuildError, Engine, Shared, Spoilt
+from weightd.worker.engines.base import Arrays, BuildError, Engine, Shared, Signature, Spoilt
 
 _log = logging.getLogger("weightd.worker")
-
-# Below this, copying a frame costs less than tracking it.
-_ZERO_COPY_BYTES = 64 * 1024
 
 
 class Session:
@@ -68,6 +67,7 @@ class Session:
             if isinstance(order, Stop):
                 return status
             if status == exits.OK:
+                nativelog.bound()
                 status = self._obey(order, frames[1:])
             # Else the daemon has the bad news and will say Stop: leaving before it does could lose them.
 
@@ -87,17 +87,20 @@ class Session:
             elif isinstance(order, Settle) and self._handle:
                 self._engine.settle(self._handle)
         except WeightdError as error:
-            _log.error("%s", error)
-            self._send(Broken(clip(str(error))))
-            return exits.CANNOT_BUILD
+            return self._broken(str(error), exits.CANNOT_BUILD)
+        except Exception as error:  # noqa: BLE001 - the daemon is told, whatever a library raises
+            _log.exception("%s", type(order).__name__)
+            return self._broken(f"{type(error).__name__}: {error}", exits.FAILED)
         return exits.OK
 
     def _build(self, order: Build) -> None:
-        """Build, and export only after the canary: what the first predict packs is shared too."""
+        """Build, find the canary, export; and see that the answers are still the same."""
         engine = self._engine
-        engine.load(self._model)
-        known = canary.find(engine, self._model)
-        shared = engine.export(self._store, order.pids)
+        build = functools.partial(engine.build, self._model, pids=order.pids)
+        build()
+        _check(engine.signature)
+        known = canary.find(engine, build)
+        shared = engine.export(self._store)
         self._handle = shared.handle
         if known.digest and canary.run(engine, known.sizes).digest != known.digest:
             raise BuildError("the canary's answer changed when the weights were shared")
@@ -115,22 +118,30 @@ class Session:
         )
 
     def _attach(self, order: Attach) -> None:
-        shared = self._engine.attach(self._model, order.handle)
-        answer = canary.run(self._engine, order.canary_sizes)
+        """Build, do what the holder did before it exported, attach; and give the answers that this process gives."""
+        engine = self._engine
+        engine.build(self._model, handle=order.handle)
+        canary.run(engine, order.canary_sizes)
+        shared = engine.attach(order.handle)
+        answer = canary.run(engine, order.canary_sizes)
         self._send(Attached(answer.digest, shared.bytes, shared.note))
+
+    def _broken(self, cause: str, status: int) -> int:
+        _log.error("%s", cause)
+        self._send(Broken(clip(cause)))
+        return status
 
     def _predict(self, order: Predict, frames: Sequence[bytes]) -> int:
         try:
             outputs = self._engine.predict(_arrays(order.inputs, frames))
+            arrays = {name: _sendable(name, array) for name, array in outputs.items()}
+            specs = tuple(spec_of(name, array) for name, array in arrays.items())
+            self._send(Result(order.request, specs), [frame_of(array) for array in arrays.values()])
         except RequestError as error:
             return self._fail(order, error, leaving=isinstance(error, Spoilt))
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - the request must be answered, whatever a library raises
             _log.exception("request %d", order.request)
             return self._fail(order, Internal(f"{type(error).__name__}: {error}"), leaving=True)
-        arrays = {name: to_wire(array) for name, array in outputs.items()}
-        specs = tuple(spec_of(name, array) for name, array in arrays.items())
-        self._send(Result(order.request, specs), [frame_of(array) for array in arrays.values()])
-        nativelog.bound()
         return exits.OK
 
     def _fail(self, order: Predict, error: RequestError, *, leaving: bool) -> int:
@@ -138,17 +149,37 @@ class Session:
         return exits.SPOILT if leaving else exits.OK
 
     def _send(self, message: object, tensors: Sequence[Any] = ()) -> None:
-        frames: List[Any] = [encode(message), *tensors]
-        copy = all(len(frame) < _ZERO_COPY_BYTES for frame in frames)
-        # Without a copy the frames keep the arrays alive until libzmq has written them.
-        self._socket.send_multipart(frames, copy=copy)
+        # pyzmq copies small frames (copy_threshold) and keeps the arrays of large ones alive until they are written.
+        self._socket.send_multipart([encode(message), *tensors], copy=False)
 
 
 def _arrays(specs: Sequence[TensorSpec], frames: Sequence[bytes]) -> Arrays:
-    """The received tensors, aligned, native and in C order as an engine wants them."""
-    return {spec.name: np.require(from_frame(spec, frame), requirements="CA") for spec, frame in zip(specs, frames)}
+    """The received tensors as an engine wants them: the frames are native and in C order already."""
+    return {spec.name: _aligned(from_frame(spec, frame)) for spec, frame in zip(specs, frames)}
+
+
+def _aligned(array: Any) -> Any:
+    return array if array.flags.aligned else array.copy()
+
+
+def _sendable(name: str, array: Any) -> Any:
+    """What the wire cannot carry is this request's error: it chose the sizes. A frame too long costs the connection."""
+    if array.nbytes > limits.MAX_FRAME_BYTES or array.ndim > limits.MAX_RANK:
+        raise InvalidArgument(
+            f"output {name} of shape {list(array.shape)} is {array.nbytes} bytes; the wire carries at most "
+            f"{limits.MAX_FRAME_BYTES} bytes in {limits.MAX_RANK} dimensions"
+        )
+    return to_wire(array)
+
+
+def _check(signature: Signature) -> None:
+    """Requests and answers give tensors by name: no two may have the same."""
+    for what, tensors in zip(Signature._fields, signature):
+        names = [each.name for each in tensors]
+        for name in names:
+            if names.count(name) > 1:
+                raise BuildError(f"two {what} of the model have the name {name}")
 
 
 def _notes(shared: Shared, known: canary.Canary) -> str:
     return "; ".join(note for note in (shared.note, known.note) if note)
-

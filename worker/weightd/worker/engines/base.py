@@ -10,7 +10,7 @@ from weightd.protocol.messages import TensorSignature
 from weightd.protocol.worker_messages import Traits
 
 Arrays = Dict[str, Any]
-"""Tensors by name: numpy arrays, native byte order, C order."""
+"""Tensors by name: numpy arrays. As inputs in native byte order, in C order and aligned; as outputs in any form."""
 
 
 class EngineMissing(WeightdError):
@@ -48,9 +48,15 @@ class Shared(NamedTuple):
 
 
 class Engine(abc.ABC):
-    """Runs one model. Built once, by one of `export`, `attach`; used from one thread.
+    """Runs one model, from one thread.
 
-    After an error from `export` or `attach`, or `Spoilt` from `predict`, the object is dead.
+    Sharing has two places, because libraries differ. One that shares weights by itself has to know while it builds.
+    For one that does not, weightd shares memory as it is after a first predict, in which some pack their weights::
+
+        holder    build(model, pids=...)      predict    export(store)      settle(handle) when nobody attaches
+        worker    build(model, handle=...)    predict    attach(handle)
+
+    After an error from `build`, `export` or `attach`, or `Spoilt` from `predict`, only a new build makes it usable.
     """
 
     name: ClassVar[str]
@@ -65,32 +71,33 @@ class Engine(abc.ABC):
         """Return the engine's number for this process. Allowed before the build."""
 
     @abc.abstractmethod
-    def load(self, model: str) -> None:
-        """Build the model with weights of its own; a second call builds it anew.
-
-        Raises:
-            BuildError: the engine refuses the model.
-        """
-
-    @abc.abstractmethod
-    def export(self, store: str, pids: Sequence[str]) -> Shared:
-        """Let the processes `pids` share the weights of the loaded model.
+    def build(self, model: str, *, pids: Sequence[str] = (), handle: str = "") -> None:
+        """Build the model; a second call builds it anew.
 
         Args:
-            store: path of a file that the engine may create for it, in a private directory.
-            pids: the `current_pid` of each process that will attach.
-        """
-
-    @abc.abstractmethod
-    def attach(self, model: str, handle: str) -> Shared:
-        """Build the model on the weights behind `handle`; "" or a useless handle = with its own.
+            model: path of the model.
+            pids: in a holder, the `current_pid` of each process that will attach.
+            handle: in a worker, what the holder exported; "" where it could not.
 
         Raises:
             BuildError: the engine refuses the model or the handle.
         """
 
+    @abc.abstractmethod
+    def export(self, store: str) -> Shared:
+        """Share the weights of the built model with the processes it was built for.
+
+        Args:
+            store: path of a file that the engine may create for it, in a private directory.
+        """
+
+    @abc.abstractmethod
+    def attach(self, handle: str) -> Shared:
+        """Use the weights behind the handle that the model was built with, if that can be done."""
+
+    @abc.abstractmethod
     def settle(self, handle: str) -> None:
-        """Give back what was only needed while processes attached."""
+        """Give back what was only needed while processes attached; a failure is only logged."""
 
     @property
     @abc.abstractmethod
@@ -109,5 +116,5 @@ class Engine(abc.ABC):
 
         Raises:
             InvalidArgument: the engine refuses these inputs; the model is as good as before.
-            Spoilt: the predict failed; the engine must not be used again.
+            Spoilt: the predict failed; the next call must be `build`.
         """

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 import os
-from typing import Sequence
 
 from weightd.protocol.worker_messages import Traits
 from weightd.worker import pagesharing
 from weightd.worker.engines.base import Engine, Shared
 
+_log = logging.getLogger("weightd.worker")
+
 
 class CpuEngine(Engine):
     """Shares the pages of the built model (`weightd.worker.pagesharing`); the handle is the store's path.
 
-    A subclass loads and predicts. What cannot be shared stays private: that costs memory, never an answer.
+    A subclass builds and predicts. What cannot be shared stays private: that costs memory, never an answer.
     """
 
     traits = Traits(pids_fixed_at_build=False, holder_must_outlive=False, attach_rewrites_weights=False)
@@ -22,18 +24,21 @@ class CpuEngine(Engine):
         """Return this process's pid: no engine library has another number for it on the CPU."""
         return str(os.getpid())
 
-    def export(self, store: str, pids: Sequence[str]) -> Shared:
-        """Write the pages of the loaded model to `store`; any process of this user can attach."""
+    def export(self, store: str) -> Shared:
+        """Write the pages of the built model to `store`; any process of this user can attach."""
         try:
             sharing = pagesharing.hold(store)
         except pagesharing.Unavailable as error:
             return Shared("", 0, f"weights are not shared: {error}")
-        note = "" if pagesharing.on_disk(store) else "the page store is on a memory file system: its cold pages stay in memory"
+        note = (
+            ""
+            if pagesharing.on_disk(store)
+            else "the page store is on a memory file system: its cold pages stay in memory"
+        )
         return Shared(store, sharing.shared_bytes, note)
 
-    def attach(self, model: str, handle: str) -> Shared:
-        """Build the model, then give back each page that the store has too."""
-        self.load(model)
+    def attach(self, handle: str) -> Shared:
+        """Give back each page of the built model that the store has too."""
         if not handle:
             return Shared("", 0, "weights are not shared: the holder has no page store")
         try:
@@ -44,4 +49,7 @@ class CpuEngine(Engine):
 
     def settle(self, handle: str) -> None:
         """Let the store's pages that no process uses leave memory."""
-        pagesharing.evict(handle)
+        try:
+            pagesharing.evict(handle)
+        except pagesharing.Unavailable as error:
+            _log.warning("the page store's cold pages stay in memory: %s", error)

@@ -9,14 +9,14 @@ What the library does not do, measured on 2.0.0, and what this module does about
 - A failed predict spoils the model, and the next answer may be the previous request's: `Spoilt`.
 - A failed build spoils the Model object: each build makes a new one.
 - Its exceptions have no cause: that is in the native log, from which it is read.
+- It rearranges some weights only in the first predict: they are shared because one comes before (`Engine`).
 - The dtypes of the file are not those that it takes (int64 becomes int32): they are read from the built model.
 """
 
 from __future__ import annotations
 
-import importlib
 import re
-from typing import Any, Dict, List, Tuple
+from typing import Any, Dict, List, Sequence, Tuple
 
 import numpy as np
 
@@ -41,7 +41,7 @@ _DATATYPE: Dict[str, str] = {
 }
 
 # "[ERROR] ME(1234,7f...,python3.7):2026-01-01-10:00:00.123.456 [lite/src/x.cc:42] Build] the cause"
-_GLOG_ERROR = re.compile(r"^\[(?:ERROR|CRITICAL)\].*?\[[^\]]*:\d+\]\s*(?P<text>.*)$")
+_GLOG_ERROR = re.compile(r"^\[(?:ERROR|CRITICAL)\][^\[]*\[[^\]]*:\d+\]\s*(?:[^\s\[\]]+\]\s*)?(?P<text>.*)$")
 
 
 class MindSporeLite(CpuEngine):
@@ -51,9 +51,10 @@ class MindSporeLite(CpuEngine):
 
     def __init__(self, settings: Settings) -> None:
         try:
-            self._library: Any = importlib.import_module("mindspore_lite")
+            import mindspore_lite  # noqa: PLC0415 - only an interpreter that runs this engine has it
         except ImportError as error:
             raise EngineMissing(f"{error}; install the vendor's wheel of mindspore_lite for this interpreter") from None
+        self._library = mindspore_lite
         self._settings = settings
         self._log = NativeLog(_GLOG_ERROR)
 
@@ -61,16 +62,16 @@ class MindSporeLite(CpuEngine):
         """Return the library's version."""
         return {"mindspore_lite": str(self._library.__version__)}
 
-    def load(self, model: str) -> None:
+    def build(self, model: str, *, pids: Sequence[str] = (), handle: str = "") -> None:
         """Build a new Model."""
         context = self._library.Context()
         context.target = ["cpu"]
         context.cpu.thread_num = self._settings.threads
-        built = self._library.Model()
+        # This lets go of the one before: two at once would be two copies of the weights.
+        self._model = self._library.Model()
         with self._log.cause_of(BuildError):
-            built.build_from_file(model, self._library.ModelType.MINDIR, context)
-        self._model: Any = built
-        self._bind(built.get_inputs())
+            self._model.build_from_file(model, self._library.ModelType.MINDIR, context)
+        self._bind(self._model.get_inputs())
         self._signature = Signature(
             tuple(_tensor_signature(each) for each in self._tensors),
             tuple(_tensor_signature(each) for each in self._outputs()),

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import Any, Dict, List, Tuple
+from typing import Any, Dict, List, Sequence, Tuple
 
 from weightd.protocol.errors import InvalidArgument
 from weightd.protocol.messages import TensorSignature
@@ -33,17 +32,19 @@ class OnnxRuntime(CpuEngine):
 
     def __init__(self, settings: Settings) -> None:
         try:
-            self._library: Any = importlib.import_module("onnxruntime")
-            self._errors: Any = importlib.import_module("onnxruntime.capi.onnxruntime_pybind11_state")
+            import onnxruntime  # noqa: PLC0415 - only an interpreter that runs this engine has it
+            from onnxruntime.capi import onnxruntime_pybind11_state  # noqa: PLC0415
         except ImportError as error:
             raise EngineMissing(f"{error}; install it with: pip install 'weightd[onnxruntime]'") from None
+        self._library = onnxruntime
+        self._errors = onnxruntime_pybind11_state
         self._settings = settings
 
     def versions(self) -> Dict[str, str]:
         """Return the library's version."""
         return {"onnxruntime": str(self._library.__version__)}
 
-    def load(self, model: str) -> None:
+    def build(self, model: str, *, pids: Sequence[str] = (), handle: str = "") -> None:
         """Build a session whose weights lie in large allocations of their own, so that they can be shared."""
         options = self._library.SessionOptions()
         options.intra_op_num_threads = self._settings.threads
@@ -52,8 +53,8 @@ class OnnxRuntime(CpuEngine):
         options.enable_cpu_mem_arena = False
         options.add_session_config_entry("session.use_device_allocator_for_initializers", "1")
         try:
-            self._session: Any = self._library.InferenceSession(model, options, providers=["CPUExecutionProvider"])
-        except Exception as error:  # the library raises a dozen types that have only Exception in common
+            self._session = self._library.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+        except Exception as error:  # noqa: BLE001 - a dozen types that have only Exception in common
             raise BuildError(f"onnxruntime: {error}") from None
         self._signature = Signature(
             tuple(_tensor_signature(each) for each in self._session.get_inputs()),
@@ -83,7 +84,9 @@ class OnnxRuntime(CpuEngine):
 def _tensor_signature(node: Any) -> TensorSignature:
     datatype = _DATATYPE.get(node.type)
     if datatype is None:
-        raise BuildError(f"{node.name}: {node.type} has no datatype on the wire; expected one of {', '.join(_DATATYPE)}")
+        raise BuildError(
+            f"{node.name}: {node.type} has no datatype on the wire; expected one of {', '.join(_DATATYPE)}"
+        )
     return TensorSignature(node.name, datatype, _dims(node.shape))
 
 

@@ -1,0 +1,21 @@
+"""Exit statuses of weightctl, as in sysexits.h where one fits."""
+
+from __future__ import annotations
+
+OK = 0
+ERROR = 1  # the request ended in an error; status: a model has failed
+USAGE = 64  # EX_USAGE: the command line is wrong
+NO_INPUT = 66  # EX_NOINPUT: an input file is missing, or is no .npy file
+UNAVAILABLE = 69  # EX_UNAVAILABLE: the daemon cannot be reached, or does not answer
+CANNOT_WRITE = 74  # EX_IOERR: the output cannot be written
+NOT_YET = 75  # EX_TEMPFAIL: status: a model does not serve, and has not failed either
+PROTOCOL = 76  # EX_PROTOCOL: the daemon speaks another version of the protocol
+NO_PERMISSION = 77  # EX_NOPERM: this user may not connect
+INTERRUPTED = 130  # Ctrl-C, as a shell reports it
+BROKEN_PIPE = 141  # nobody reads the output any more, as a shell reports it
+
+HELP = """\
+Exit status: 0 good, 1 the request ended in an error or a model has failed, 64 wrong command line,
+66 an input file cannot be used, 69 the daemon cannot be reached, 74 the output cannot be written,
+75 a model does not serve yet, 76 the daemon speaks another protocol version, 77 permission denied,
+130 Ctrl-C."""

@@ -1,0 +1,157 @@
+"""`weightctl status`: the models, their processes, their memory, and what sharing saves."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from typing import Any, Dict, Iterator, List
+
+from weightd.client.ctl import exits
+from weightd.client.ctl.text import clean, count, duration, megabytes, milliseconds, paragraph, size, table
+from weightd.client.ctl.verb import Connect, NotReached, Verb
+from weightd.protocol.errors import DeadlineExceeded, NotFound, Unavailable
+from weightd.protocol.messages import GenerationStatus, ModelStatus, ProcessStatus, StatusResponse
+
+_DESCRIPTION = """\
+Shows each model with its generations (one weight copy each) and their processes.
+
+Latencies are the daemon's, from a request's arrival to its answer, over the last answers. PSS is
+a process's proportional set size: its own memory, and its share of what it shares with others;
+so the PSS of all processes adds up to what the service takes. SHARED is how much of a worker's
+weights is memory that it has in common with the others. MB is 10^6 bytes.
+
+--json prints one object: the daemon's answer, and pss_total_bytes, the memory of the whole service.
+
+Exit status: 0 every model serves, 75 one does not serve yet, 1 one has failed (its cause is shown)."""
+
+_HEADING = ("PROCESS", "ROLE", "STATE", "PID", "SERVED", "IN FLIGHT", "P50 ms", "P99 ms", "PSS MB", "SHARED MB")
+_LEFT = 3
+
+
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", nargs="?", metavar="MODEL", help="only this model (default: all)")
+
+
+def _run(options: argparse.Namespace, connect: Connect) -> int:
+    with connect() as client:
+        try:
+            response = client.status()
+        except (Unavailable, DeadlineExceeded) as error:
+            raise NotReached(error) from None
+    total = pss_total(response)
+    if options.model is not None:
+        response = only(response, options.model)
+    print(json.dumps(as_json(response, total)) if options.json else render(response, total))
+    return exit_status(response)
+
+
+VERB = Verb("show the models, their processes and their memory", _DESCRIPTION, _add_arguments, _run)
+
+
+def only(response: StatusResponse, name: str) -> StatusResponse:
+    """Return `response` without the other models.
+
+    Raises:
+        NotFound: there is no such model.
+    """
+    models = tuple(model for model in response.models if model.name == name)
+    if not models:
+        there = ", ".join(model.name for model in response.models) or "none"
+        raise NotFound(f"no model {name!r}; there are: {there}")
+    return dataclasses.replace(response, models=models)
+
+
+def exit_status(response: StatusResponse) -> int:
+    """Return what the models' states mean for a script."""
+    states = {model.state for model in response.models}
+    if "failed" in states:
+        return exits.ERROR
+    return exits.OK if states <= {"serving"} else exits.NOT_YET
+
+
+def pss_total(response: StatusResponse) -> int:
+    """Return the memory of the whole service: the daemon and all its processes."""
+    return response.pss_bytes + sum(
+        process.pss_bytes or 0
+        for model in response.models
+        for generation in model.generations
+        for process in generation.processes
+    )
+
+
+def as_json(response: StatusResponse, total: int) -> Dict[str, Any]:
+    """Return `response` as a dictionary, with the memory of the whole service."""
+    return {**dataclasses.asdict(response), "pss_total_bytes": total}
+
+
+def render(response: StatusResponse, total: int) -> str:
+    """Return `response` as text for an operator.
+
+    Args:
+        response: what to show.
+        total: the memory of the whole service, which may hold more models than `response` shows.
+    """
+    up = duration(response.uptime_s)
+    lines = [f"weightd {clean(response.version)}: {clean(response.state)}, pid {response.pid}, up {up}", ""]
+    for model in response.models:
+        lines += [*_model(model), ""]
+    lines.append(f"memory of the service: {size(total)} PSS, of which the daemon {size(response.pss_bytes)}")
+    return "\n".join(lines)
+
+
+def _model(model: ModelStatus) -> Iterator[str]:
+    yield f"{clean(model.name)}: {clean(model.state).upper()}, {clean(model.engine)}, {clean(model.path)}"
+    counts = f"served {model.served:,}, failed {model.failed:,}, queued {model.queued:,}"
+    if model.p50_us is not None:
+        counts += f", p50 {milliseconds(model.p50_us)} ms, p99 {milliseconds(model.p99_us)} ms"
+    yield f"  {counts}"
+    for generation in model.generations:
+        yield from _generation(generation, f"{model.name}.{generation.number}.")
+
+
+def _generation(generation: GenerationStatus, prefix: str) -> Iterator[str]:
+    state = generation.progress or generation.state
+    sha256 = f", sha256 {clean(generation.sha256)[:12]}" if generation.sha256 else ""
+    yield f"  generation {generation.number} on {clean(generation.device)}: {clean(state)}{sha256}"
+    if generation.cause:
+        yield from paragraph("cause", generation.cause, "    ")
+    if generation.processes:
+        yield from table([_HEADING, *(_row(process, prefix) for process in generation.processes)], _LEFT, "    ")
+    for process in generation.processes:
+        if process.note:
+            yield from paragraph(_short(process.name, prefix), process.note, "    ")
+    yield from _savings(generation)
+
+
+def _row(process: ProcessStatus, prefix: str) -> List[str]:
+    works = process.role == "worker"
+    return [
+        _short(process.name, prefix),
+        process.role,
+        clean(process.state),
+        str(process.pid),
+        f"{process.served:,}" if works else "-",
+        str(process.in_flight) if works else "-",
+        milliseconds(process.p50_us),
+        milliseconds(process.p99_us),
+        megabytes(process.pss_bytes),
+        megabytes(process.shared_bytes) if works else "-",
+    ]
+
+
+def _short(name: str, prefix: str) -> str:
+    """A process's name without what stands above it: tiny.1.w2 is w2."""
+    return clean(name[len(prefix) :] if name.startswith(prefix) else name)
+
+
+def _savings(generation: GenerationStatus) -> Iterator[str]:
+    sharing = sum(1 for process in generation.processes if process.role == "worker" and process.shared_bytes)
+    one_copy = f"{count(sharing, 'worker')} on one copy of {size(generation.copy_bytes)}"
+    if generation.saved_bytes:
+        own = size(generation.saved_bytes + generation.copy_bytes)
+        yield f"    saves {size(generation.saved_bytes)}: {one_copy} instead of {own} of their own"
+    elif sharing:
+        yield f"    saves nothing yet: {one_copy}"
+    elif any(process.state == "ready" for process in generation.processes):
+        yield "    saves nothing: no worker shares its weights"

@@ -1,0 +1,80 @@
+"""Numbers, tables and foreign text, as a terminal should see them."""
+
+from __future__ import annotations
+
+import textwrap
+from typing import Iterator, List, Optional, Sequence
+
+WIDTH = 100
+
+_NONE = "-"
+
+
+def megabytes(size: Optional[int]) -> str:
+    """Return a size for a column headed MB, which is 10^6 bytes."""
+    return _NONE if size is None else f"{size / 1e6:,.1f}"
+
+
+def size(size: int) -> str:
+    """Return a size for a sentence."""
+    return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
+
+
+def milliseconds(microseconds: Optional[float]) -> str:
+    """Return a time for a column headed ms."""
+    return _NONE if microseconds is None else f"{microseconds / 1000:,.2f}"
+
+
+def duration(seconds: float) -> str:
+    """Return how long something has been going on, in its two largest units."""
+    left = int(seconds)
+    parts: List[str] = []
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60), ("s", 1)):
+        count, left = divmod(left, length)
+        if count or parts or unit == "s":
+            parts.append(f"{count} {unit}")
+    return " ".join(parts[:2])
+
+
+def count(number: int, noun: str) -> str:
+    """Return "1 worker", "2 workers"."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def clean(text: str) -> str:
+    """Return foreign text without what could play tricks on a terminal: control characters become visible."""
+    return "".join(each if each.isprintable() or each == "\n" else repr(each)[1:-1] for each in text)
+
+
+def paragraph(label: str, text: str, indent: str) -> Iterator[str]:
+    """Yield the lines of "label: text", wrapped; no word of it is cut, paths can be copied."""
+    first, further = f"{indent}{label}: ", f"{indent}  "
+    for line in clean(text).splitlines():
+        yield from textwrap.wrap(
+            line,
+            WIDTH,
+            initial_indent=first,
+            subsequent_indent=further,
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+        first = further
+
+
+def table(rows: Sequence[Sequence[str]], left: int, indent: str) -> List[str]:
+    """Return the lines of a table, columns as wide as they must be.
+
+    Args:
+        rows: the cells, the heading first; each row as long as the others.
+        left: how many columns are flush left; the others hold numbers.
+        indent: what each line starts with.
+    """
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    lines: List[str] = []
+    for row in rows:
+        cells = [
+            cell.ljust(width) if index < left else cell.rjust(width)
+            for index, (cell, width) in enumerate(zip(row, widths))
+        ]
+        lines.append((indent + "  ".join(cells)).rstrip())
+    return lines

@@ -1,0 +1,32 @@
+"""Where daemon and client meet unless they are told otherwise: neither may import the other, both must agree."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+# The service's, which systemd makes for it (RuntimeDirectory=weightd), and root's.
+SYSTEM_RUNTIME_DIR = "/run/weightd"
+
+_SOCKET_NAME = "weightd.sock"
+
+
+def runtime_dir() -> str:
+    """Return the directory where a daemon that this user starts has its sockets."""
+    if os.getuid() == 0:
+        return SYSTEM_RUNTIME_DIR
+    return xdg_dir("XDG_RUNTIME_DIR") or f"/tmp/weightd-{os.getuid()}"  # noqa: S108 - the daemon checks whose it is
+
+
+def xdg_dir(variable: str) -> str:
+    """Return weightd's directory in one of the user's XDG directories, "" where there is none.
+
+    Empty means unset there, and a relative path is to be ignored (XDG Base Directory Specification).
+    """
+    base = os.environ.get(variable, "")
+    return str(Path(base, "weightd")) if Path(base).is_absolute() else ""
+
+
+def socket_address(directory: str) -> str:
+    """Return the address for clients of the daemon whose runtime directory is `directory`."""
+    return f"ipc://{directory}/{_SOCKET_NAME}"

@@ -1,0 +1,192 @@
+"""docs/protocol.md says what the code does: each message, field, limit and code, and each example byte by byte."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+import re
+from pathlib import Path
+from typing import Any, Dict, Iterator, List, Mapping, Tuple, Type
+
+import msgpack
+import pytest
+
+from weightd.protocol import limits, messages, worker_messages
+from weightd.protocol.datatypes import ITEM_BYTES
+from weightd.protocol.errors import ERRORS, RemoteProtocolError
+from weightd.protocol.messages import FROM_CLIENT, NO_PARAMETERS, TO_CLIENT
+from weightd.protocol.schema import describe
+from weightd.protocol.wire import decode, encode
+from weightd.protocol.worker_messages import FROM_CHILD, TO_CHILD
+
+PAGE = (Path(__file__).parents[2] / "docs" / "protocol.md").read_text("utf-8")
+
+CHAPTERS: Mapping[str, Mapping[str, Type[Any]]] = {
+    "Client to daemon": FROM_CLIENT,
+    "Daemon to client": TO_CLIENT,
+    "Child to daemon": FROM_CHILD,
+    "Daemon to child": TO_CHILD,
+}
+MESSAGES: Dict[str, Type[Any]] = {tag: cls for table in CHAPTERS.values() for tag, cls in table.items()}
+RECORDS: Dict[str, Type[Any]] = {
+    name: cls
+    for module in (messages, worker_messages)
+    for name, cls in inspect.getmembers(module, inspect.isclass)
+    if dataclasses.is_dataclass(cls) and cls not in MESSAGES.values()
+}
+
+
+def sections(page: str, level: int) -> Dict[str, str]:
+    """Heading to text, for the headings of one level; the text ends at the next heading of that or a higher level."""
+    found: Dict[str, str] = {}
+    heading = ""
+    for line in without_code(page):
+        if re.match(f"#{{1,{level}}} ", line):
+            heading = line[level + 1 :] if line.startswith("#" * level + " ") else ""
+            assert heading not in found, f"{heading} stands twice"
+        if heading:
+            found[heading] = found.get(heading, "") + line.replace("\0", "") + "\n"
+    return found
+
+
+def without_code(page: str) -> Iterator[str]:
+    """The lines; those in a block of code begin with NUL, so that none is taken for a heading."""
+    code = False
+    for line in page.splitlines():
+        yield "\0" + line if code else line
+        code ^= line.startswith("```")
+
+
+def rows(section: str) -> List[List[str]]:
+    """The cells of the section's first table, without its head."""
+    table = re.search(r"(^\|.*\|\n)+", section, re.MULTILINE)
+    lines = table.group().splitlines()[2:] if table else []
+    return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
+
+
+def examples(section: str) -> List[bytes]:
+    return [bytes.fromhex(block.replace("\n", " ")) for block in re.findall(r"```hex\n(.*?)\n```", section, re.DOTALL)]
+
+
+def default(value: object) -> str:
+    if value == "required":
+        return "required"
+    if value is None:
+        return "absent"
+    return "`{}`" if value == NO_PARAMETERS else f"`{json.dumps(value)}`"
+
+
+CHAPTER = sections(PAGE, 2)
+SECTION = sections(PAGE, 3)
+
+
+@pytest.mark.parametrize(("chapter", "tag"), [(chapter, tag) for chapter, table in CHAPTERS.items() for tag in table])
+def test_each_message_is_in_the_chapter_of_its_direction(chapter: str, tag: str) -> None:
+    assert f"\n### `{tag}`\n" in CHAPTER[chapter]
+
+
+@pytest.mark.parametrize("chapter", CHAPTERS)
+def test_a_chapter_holds_no_other_messages(chapter: str) -> None:
+    assert re.findall(r"\n### `(\w+)`\n", CHAPTER[chapter]) == [*CHAPTERS[chapter]]
+
+
+def test_each_record_is_there_and_no_other() -> None:
+    assert {*re.findall(r"\n### (\w+)\n", CHAPTER["Records"])} == {*RECORDS}
+
+
+@pytest.mark.parametrize(("heading", "cls"), [*((f"`{tag}`", cls) for tag, cls in MESSAGES.items()), *RECORDS.items()])
+def test_each_field_is_described_with_its_kind_and_default(heading: str, cls: Type[Any]) -> None:
+    described = rows(SECTION[heading])
+    assert [row[:3] for row in described] == [
+        [f"`{name}`", kind, default(value)] for name, kind, value in describe(cls)
+    ]
+    assert all(len(row) == 4 and row[3] for row in described)
+    assert described or "It has no fields." in SECTION[heading]
+
+
+@pytest.mark.parametrize("tag", MESSAGES)
+def test_each_example_is_such_a_message_and_these_are_its_bytes(tag: str) -> None:
+    frames = examples(SECTION[f"`{tag}`"])
+    message = decode(frames, MESSAGES)
+    assert type(message) is MESSAGES[tag]
+    assert encode(message) == frames[0]
+    for block in re.findall(r"```json\n(.*?)\n```", SECTION[f"`{tag}`"], re.DOTALL):
+        assert json.loads(block) == msgpack.unpackb(frames[0])
+
+
+def test_the_examples_answer_each_other() -> None:
+    def example(tag: str) -> Any:
+        return decode(examples(SECTION[f"`{tag}`"]), MESSAGES)
+
+    for tag in ("infer", "server_metadata", "model_metadata", "status"):
+        assert example(tag).id == example(f"{tag}_response").id
+    assert example("predict").inputs == example("infer").inputs
+    assert example("predict").request == example("result").request == example("failed").request
+    assert example("result").outputs == example("infer_response").outputs
+    assert example("attach").handle == example("built").handle
+    assert example("attached").canary == example("built").canary
+    # Deep enough to show each record, with a field that is absent and one that is not.
+    process, worker = example("status_response").models[0].generations[0].processes
+    assert process.p50_us is None
+    assert worker.p50_us
+
+
+def test_each_limit_is_there_with_its_value_and_a_reason() -> None:
+    values = {name: value for name, value in vars(limits).items() if name.isupper()}
+    described = rows(CHAPTER["Limits"])
+    assert [row[:2] for row in described] == [[f"`{name}`", f"{value:,}"] for name, value in values.items()]
+    assert all(row[2] for row in described)
+
+
+def test_each_error_code_is_there_with_its_meaning_and_occasion() -> None:
+    described = rows(CHAPTER["Error codes"])
+    assert [row[0] for row in described] == [f"`{code}`" for code in ERRORS]
+    assert all(row[1] and row[2] for row in described)
+
+
+def test_each_datatype_is_there_with_its_size() -> None:
+    described = [(row[0], int(row[1])) for row in rows(SECTION["Datatypes"])]
+    assert described == [(f"`{name}`", size) for name, size in ITEM_BYTES.items()]
+
+
+def arrows() -> Iterator[Tuple[str, str]]:
+    for diagram in re.findall(r"```mermaid\n(.*?)```", PAGE, re.DOTALL):
+        yield from re.findall(r"(\w+--?>>\w+): (.*)", diagram)
+
+
+def test_the_diagrams_show_messages_in_their_directions() -> None:
+    directions: Dict[str, Mapping[str, Type[Any]]] = {
+        "C>>D": FROM_CLIENT,
+        "D>>C": TO_CLIENT,
+        "D>>W": TO_CHILD,
+        "W>>D": FROM_CHILD,
+    }
+    shown = 0
+    for arrow, words in arrows():
+        ends = re.sub(r"\d|-", "", arrow).replace("H", "W")
+        tag = re.match(r"\w+", words)
+        assert tag
+        if words == "starts the process":
+            continue
+        cls = directions[ends][tag.group()]
+        shown += 1
+        for named in re.findall(r"\((.*?)\)", words):
+            fields = [field.name for field in dataclasses.fields(cls)]
+            assert all(word in [*fields, *ERRORS] for word in named.split(", ")), words
+    assert shown > 15
+
+
+def test_the_page_shows_an_error_as_it_is() -> None:
+    raw: Dict[str, Any] = {"v": 1, "type": "infer", "id": "7", "model_name": "m", "inputs": [{"shape": [1, True]}]}
+    with pytest.raises(RemoteProtocolError) as caught:
+        decode([msgpack.packb(raw)], FROM_CLIENT)
+    assert f"\n```\n{caught.value}\n```\n" in SECTION["Strictness"]
+
+
+def test_links_within_the_page_lead_somewhere() -> None:
+    headings = [line.lstrip("#").strip() for line in without_code(PAGE) if line.startswith("#")]
+    anchors = {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
+    assert {*re.findall(r"\]\(#([\w-]+)\)", PAGE)} <= anchors
+    for target in re.findall(r"\]\((?!#|https?:)([^)#]+)", PAGE):
+        assert (Path(__file__).parents[2] / "docs" / target).exists()

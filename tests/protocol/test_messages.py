@@ -1,0 +1,496 @@
+"""Every message, field and bound, derived from the schema: what is legal passes both ways, what is not names its path.
+
+The tensor frames of these tests are `range` objects: they have a length, which is all that the decoder may look at.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import inspect
+import re
+import string
+from typing import Any, Callable, Dict, Iterator, List, Mapping, NamedTuple, Pattern, Sequence, Tuple, Type
+
+import msgpack
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from hypothesis.strategies import DataObject, SearchStrategy
+
+from weightd.protocol import limits, messages, worker_messages
+from weightd.protocol.errors import LocalProtocolError, RemoteProtocolError
+from weightd.protocol.schema import describe
+from weightd.protocol.wire import clip, decode, encode
+
+Raw = Dict[str, Any]
+Path = Tuple[Any, ...]
+
+TABLES: Sequence[Mapping[str, Type[Any]]] = (
+    messages.FROM_CLIENT,
+    messages.TO_CLIENT,
+    worker_messages.FROM_CHILD,
+    worker_messages.TO_CHILD,
+)
+ALL: Dict[str, Type[Any]] = {tag: cls for table in TABLES for tag, cls in table.items()}
+RECORDS: Dict[str, Type[Any]] = {
+    name: cls
+    for module in (messages, worker_messages)
+    for name, cls in inspect.getmembers(module, inspect.isclass)
+    if dataclasses.is_dataclass(cls)
+}
+
+# So large that only the bounds of fields matter.
+NO_BOUND = 1 << 30
+
+
+# --- from the description of a field to values -------------------------------------------------------------------
+
+
+class Domain(NamedTuple):
+    """Values that a field allows, up to its bounds; values that it does not, from just beyond them; any it allows."""
+
+    good: List[Any]
+    bad: List[Any]
+    some: SearchStrategy[Any]
+
+
+def a_text(low: str, high: str) -> Domain:
+    least, most = int(low), int(high)
+    bad: List[Any] = ["x" * (most + 1), "é" * (most // 2) + "xx", None, 1, True, b"x", ["x"], {}, *[""] * least]
+    return Domain(
+        ["x" * least, "x" * most, "é" * (most // 2)], bad, st.text(min_size=least, max_size=min(30, most // 4))
+    )
+
+
+def an_integer(low: str, high: str) -> Domain:
+    least, most = int(low), int(high)
+    bad: List[Any] = [least - 1, most + 1, True, False, float(low), low, None, [], {}]
+    return Domain([least, most], bad, st.integers(least, most))
+
+
+def a_list(most: str, item: str) -> Domain:
+    one, count = smallest(item), int(most)
+    bad: List[Any] = [[one] * (count + 1), {}, None, "", 0, b""]
+    return Domain([[], [one] * count], bad, st.lists(domain(item).some, max_size=2))
+
+
+def a_map(most: str, item: str) -> Domain:
+    one, count = smallest(item), int(most)
+    names = [f"n{i}" for i in range(count + 1)]
+    good: List[Any] = [{}, dict.fromkeys(names[1:], one), {"n" * limits.MAX_NAME_BYTES: one}]
+    bad: List[Any] = [dict.fromkeys(names, one), {"": one}, {"n" * (limits.MAX_NAME_BYTES + 1): one}, {b"n": one}]
+    some = st.dictionaries(st.text(min_size=1, max_size=20), domain(item).some, max_size=5)
+    return Domain(good, [*bad, [], None, "", 0], some)
+
+
+def one_of(names: str) -> Domain:
+    good = names.split(", ")
+    return Domain(good, ["", good[0] + " ", good[0].swapcase(), None, 0, True, b"", []], st.sampled_from(good))
+
+
+def a_boolean() -> Domain:
+    return Domain([True, False], [0, 1, None, "true", []], st.booleans())
+
+
+def a_number() -> Domain:
+    bad = [-1, -1e-300, float("nan"), float("inf"), True, "1", None]
+    return Domain([0, 0.0, 5e-324, 1.7e308, 2**64 - 1], bad, st.floats(0, 1e308) | st.integers(0, 2**53))
+
+
+def a_record(name: str) -> Domain:
+    required: Dict[str, SearchStrategy[Any]] = {}
+    optional: Dict[str, SearchStrategy[Any]] = {}
+    for field, description, default in describe(RECORDS[name]):
+        some = SHAPES if (name, field) == ("TensorSpec", "shape") else domain(description).some
+        (required if default == "required" else optional)[field] = some
+    some = st.tuples(st.fixed_dictionaries(required), st.fixed_dictionaries({}, optional=optional)).map(merged)
+    return Domain([smallest(name)], [None, [], "", 0, True, {"surplus": 1}], some)
+
+
+def merged(parts: Tuple[Raw, Raw]) -> Raw:
+    return {**parts[0], **parts[1]}
+
+
+# Of a size that a frame's length can be, sometimes empty, sometimes a scalar.
+SHAPES = st.lists(st.integers(0, 4), max_size=16) | st.lists(st.integers(0, 2**29), max_size=2)
+
+LIST = re.compile(r"list of at most (\d+): (.*)")
+MAP = re.compile(r"map of at most (\d+) names to (.*)")
+TEXT = re.compile(r"text, (\d+) to (\d+) bytes")
+MAKERS: Sequence[Tuple[Pattern[str], Callable[..., Domain]]] = (
+    (LIST, a_list),
+    (MAP, a_map),
+    (TEXT, a_text),
+    (re.compile(r"integer, (-?\d+) to (\d+)"), an_integer),
+    (re.compile(r"one of (.*)"), one_of),
+    (re.compile(r"boolean"), a_boolean),
+    (re.compile(r"number of at least 0"), a_number),
+    (re.compile(r"(\w+)"), a_record),
+)
+
+
+@functools.lru_cache(maxsize=None)
+def domain(description: str) -> Domain:
+    """What the schema's description of a field says."""
+    for pattern, make in MAKERS:
+        found = pattern.fullmatch(description)
+        if found:
+            return make(*found.groups())
+    raise AssertionError(description)
+
+
+def smallest(description: str) -> Any:
+    """A legal value with each list that may hold a record holding one, so that every field can be reached."""
+    if description in RECORDS:
+        return {name: smallest(each) for name, each, _ in describe(RECORDS[description])}
+    found = LIST.fullmatch(description)
+    if found:
+        return [smallest(found.group(2))]
+    return domain(description).good[0]
+
+
+def pack(tag: str, raw: Raw) -> bytes:
+    return msgpack.packb({"v": 1, "type": tag, **raw})
+
+
+def frames(tag: str, raw: Raw) -> List[Any]:
+    """The header, and for each tensor that it describes a frame of the right length."""
+    cls = ALL[tag]
+    specs: List[Raw] = [*raw.get("inputs", ()), *raw.get("outputs", ())] if hasattr(cls, "tensors") else []
+    return [pack(tag, raw), *(range(messages.TensorSpec(**spec).nbytes) for spec in specs)]
+
+
+def again(message: Any, tensors: Sequence[Any]) -> Any:
+    """The message after a second journey."""
+    return decode([encode(message, max_bytes=NO_BOUND), *tensors], ALL, max_bytes=NO_BOUND)
+
+
+VALID = st.one_of([st.tuples(st.just(tag), domain(ALL[tag].__name__).some) for tag in sorted(ALL)])
+
+
+# --- round trips -------------------------------------------------------------------------------------------------
+
+
+@given(VALID)
+def test_what_is_legal_decodes_and_makes_the_journey_back_unchanged(sample: Tuple[str, Raw]) -> None:
+    tag, raw = sample
+    sent = frames(tag, raw)
+    message = decode(sent, ALL)
+    assert type(message) is ALL[tag]
+    assert again(message, sent[1:]) == message
+    assert msgpack.unpackb(encode(message)) == {"v": 1, "type": tag, **complete(ALL[tag].__name__, raw)}
+
+
+def complete(description: str, raw: Any) -> Any:
+    """What is sent for `raw`: a field that it lacks has its default, and is absent if that is None."""
+    found = LIST.fullmatch(description)
+    if found:
+        return [complete(found.group(2), item) for item in raw]
+    if description not in RECORDS:
+        return raw
+    whole: Raw = {}
+    for name, each, default in describe(RECORDS[description]):
+        if name in raw:
+            whole[name] = complete(each, raw[name])
+        elif default is not None:
+            whole[name] = {} if default == messages.NO_PARAMETERS else default
+    return whole
+
+
+@given(VALID)
+def test_a_decoded_message_is_a_frozen_value(sample: Tuple[str, Raw]) -> None:
+    tag, raw = sample
+    one, other = decode(frames(tag, raw), ALL), decode(frames(tag, raw), ALL)
+    assert one == other
+    assert repr(one) == repr(other)
+    for field in dataclasses.fields(one):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(one, field.name, None)
+
+
+def test_each_tag_is_of_one_table_and_one_class() -> None:
+    assert sum(map(len, TABLES)) == len(ALL) == len(set(ALL.values()))
+
+
+@pytest.mark.parametrize("table", TABLES)
+def test_a_message_of_another_direction_is_refused(table: Mapping[str, Type[Any]]) -> None:
+    for tag, cls in ALL.items():
+        sent = frames(tag, smallest(cls.__name__))
+        if tag in table:
+            assert type(decode(sent, table)) is cls
+        else:
+            with pytest.raises(RemoteProtocolError, match=f"^type: expected one of .*, got '{tag}'$"):
+                decode(sent, table)
+
+
+# --- bounds ------------------------------------------------------------------------------------------------------
+
+
+class Site(NamedTuple):
+    """A place for a value in a message: the message's tag, the way to the value, and the value's description."""
+
+    tag: str
+    path: Path
+    description: str
+
+    def __str__(self) -> str:
+        return f"{self.tag}: {written(self.path)}"
+
+
+def written(path: Path) -> str:
+    """The path as errors write it."""
+    return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path)[1:]
+
+
+def sites(tag: str, path: Path, description: str) -> Iterator[Site]:
+    if path:
+        yield Site(tag, path, description)
+    found = LIST.fullmatch(description)
+    if found:
+        yield from sites(tag, (*path, 0), found.group(2))
+    elif description in RECORDS:
+        for name, each, _ in describe(RECORDS[description]):
+            yield from sites(tag, (*path, name), each)
+
+
+SITES = [site for tag, cls in ALL.items() for site in sites(tag, (), cls.__name__)]
+
+
+def put(raw: Any, path: Path, value: Any) -> Any:
+    """A copy of `raw` with `value` at `path`."""
+    changed = copy.deepcopy(raw)
+    here = changed
+    for step in path[:-1]:
+        here = here[step]
+    here[path[-1]] = value
+    return changed
+
+
+def taken(raw: Any, path: Path) -> Any:
+    for step in path:
+        raw = raw[step]
+    return raw
+
+
+@pytest.mark.parametrize("site", SITES, ids=str)
+def test_at_its_bound_a_value_passes(site: Site) -> None:
+    base = smallest(ALL[site.tag].__name__)
+    for value in domain(site.description).good:
+        sent = frames(site.tag, put(base, site.path, value))
+        message = decode(sent, ALL, max_bytes=NO_BOUND)
+        assert again(message, sent[1:]) == message
+
+
+@pytest.mark.parametrize("site", SITES, ids=str)
+def test_beyond_its_bound_a_value_is_refused_by_its_path(site: Site) -> None:
+    base = smallest(ALL[site.tag].__name__)
+    tensors = frames(site.tag, base)[1:]
+    for value in domain(site.description).bad:
+        with pytest.raises(RemoteProtocolError) as caught:
+            decode([pack(site.tag, put(base, site.path, value)), *tensors], ALL, max_bytes=NO_BOUND)
+        assert str(caught.value).startswith(str(site)), value
+        assert caught.value.request_id == ("" if site.path == ("id",) else base.get("id", ""))
+
+
+@pytest.mark.parametrize("site", SITES, ids=str)
+def test_beyond_its_bound_a_value_is_not_sent(site: Site) -> None:
+    """The bad values are the same, but for None, which in a message means absent."""
+    base = smallest(ALL[site.tag].__name__)
+    message = decode(frames(site.tag, base), ALL)
+    for value in domain(site.description).bad:
+        if value is not None:
+            with pytest.raises(LocalProtocolError) as caught:
+                encode(replaced(message, site.path, typed(value)), max_bytes=NO_BOUND)
+            assert str(caught.value).startswith(str(site)), value
+
+
+def typed(value: Any) -> Any:
+    """A list of the wire as a message has it; too long, it must be refused for that and not for its type."""
+    is_long = type(value) is LIST_TYPE and len(value) > 1
+    return tuple(value) if is_long else value
+
+
+LIST_TYPE: Type[Any] = list
+
+
+def replaced(message: Any, path: Path, value: Any) -> Any:
+    """A copy of the message with `value` at `path`, whatever it is."""
+    if not path:
+        return value
+    step, rest = path[0], path[1:]
+    if isinstance(step, int):
+        return (*message[:step], replaced(message[step], rest, value), *message[step + 1 :])
+    return dataclasses.replace(message, **{step: replaced(getattr(message, step), rest, value)})
+
+
+@pytest.mark.parametrize("tag", ALL)
+def test_a_text_that_utf8_cannot_encode_is_not_sent(tag: str) -> None:
+    message = decode(frames(tag, smallest(ALL[tag].__name__)), ALL)
+    for site in SITES:
+        if site.tag == tag and TEXT.fullmatch(site.description):
+            with pytest.raises(LocalProtocolError, match=re.escape(f"{site}: ")):
+                encode(replaced(message, site.path, "a\ud800"))
+
+
+def test_the_largest_messages_fit_in_a_header() -> None:
+    """But for the answer to `status`, which has a bound of its own, nothing legal is too large to be sent."""
+    for tag, cls in ALL.items():
+        if tag != "status_response":
+            sent = frames(tag, largest(cls.__name__))
+            message = decode(sent, ALL)
+            assert again(message, sent[1:]) == message
+            assert len(encode(message)) <= limits.MAX_HEADER_BYTES
+
+
+def largest(description: str) -> Any:
+    if description in RECORDS:
+        raw = {name: largest(each) for name, each, _ in describe(RECORDS[description])}
+        # Sixteen times the largest dimension is no tensor.
+        return {**raw, "shape": [0, 2**30, 2**20, *[0] * 13]} if description == "TensorSpec" else raw
+    found = LIST.fullmatch(description)
+    if found:
+        return [largest(found.group(2))] * int(found.group(1))
+    found = MAP.fullmatch(description)
+    if found:
+        names = [f"{i:0{limits.MAX_NAME_BYTES}}" for i in range(int(found.group(1)))]
+        return dict.fromkeys(names, largest(found.group(2)))
+    return max(domain(description).good, key=lambda value: len(msgpack.packb(value)))
+
+
+# --- mutations ---------------------------------------------------------------------------------------------------
+
+
+def decodes_to_an_equal_message_or_is_refused(sent: Sequence[Any]) -> None:
+    try:
+        message = decode(sent, ALL)
+    except RemoteProtocolError as error:
+        # Such an error is answered, and the answer must be one.
+        encode(messages.Error(error.request_id, "INVALID_ARGUMENT", clip(str(error))))
+    else:
+        assert again(message, sent[1:]) == message
+
+
+@settings(max_examples=300)
+@given(VALID, st.data())
+def test_changed_bytes(sample: Tuple[str, Raw], data: DataObject) -> None:
+    header, *tensors = frames(*sample)
+    changed = bytearray(header)
+    for _ in range(data.draw(st.integers(1, 4))):
+        at = data.draw(st.integers(0, max(0, len(changed) - 1)))
+        how = data.draw(st.sampled_from(["flip", "set", "insert", "delete", "truncate", "repeat"]))
+        if how == "flip" and changed:
+            changed[at] ^= 1 << data.draw(st.integers(0, 7))
+        elif how == "set" and changed:
+            changed[at] = data.draw(st.integers(0, 255))
+        elif how == "insert":
+            changed[at:at] = data.draw(st.binary(min_size=1, max_size=8))
+        elif how == "delete":
+            del changed[at : at + data.draw(st.integers(1, 8))]
+        elif how == "truncate":
+            del changed[at:]
+        else:
+            changed[at:at] = changed[at : at + 20]
+    decodes_to_an_equal_message_or_is_refused([bytes(changed), *tensors])
+
+
+@given(st.lists(st.binary(max_size=200), max_size=4))
+def test_random_bytes(sent: List[bytes]) -> None:
+    decodes_to_an_equal_message_or_is_refused(sent)
+
+
+JUNK = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text() | st.binary(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(st.sampled_from(sorted(ALL)), st.dictionaries(st.text(string.ascii_lowercase) | st.binary(), JUNK), st.data())
+def test_random_maps(tag: str, junk: Raw, data: DataObject) -> None:
+    named = {name: data.draw(JUNK) for name, _, _ in describe(ALL[tag])}
+    decodes_to_an_equal_message_or_is_refused([pack(tag, {**named, **junk})])
+
+
+@given(VALID, st.data())
+def test_a_dropped_field_is_named(sample: Tuple[str, Raw], data: DataObject) -> None:
+    tag, raw = sample
+    paths = list(required(ALL[tag].__name__, raw, ()))
+    assume(paths)
+    path = data.draw(st.sampled_from(paths))
+    changed = copy.deepcopy(raw)
+    del taken(changed, path[:-1])[path[-1]]
+    with pytest.raises(RemoteProtocolError) as caught:
+        decode([pack(tag, changed), *frames(tag, raw)[1:]], ALL)
+    assert str(caught.value) == f"{tag}: {written(path)}: missing"
+
+
+def required(description: str, raw: Any, path: Path) -> Iterator[Path]:
+    """The paths of the required fields that are in `raw`."""
+    found = LIST.fullmatch(description)
+    if found:
+        for index, item in enumerate(raw):
+            yield from required(found.group(2), item, (*path, index))
+    elif description in RECORDS:
+        for name, each, default in describe(RECORDS[description]):
+            if default == "required":
+                yield (*path, name)
+            if name in raw:
+                yield from required(each, raw[name], (*path, name))
+
+
+def maps(description: str, raw: Any, path: Path) -> Iterator[Path]:
+    """The paths of the records in `raw`, and of the message itself."""
+    found = LIST.fullmatch(description)
+    if found:
+        for index, item in enumerate(raw):
+            yield from maps(found.group(2), item, (*path, index))
+    elif description in RECORDS:
+        yield path
+        for name, each, _ in describe(RECORDS[description]):
+            if name in raw:
+                yield from maps(each, raw[name], (*path, name))
+
+
+@given(VALID, st.data(), JUNK)
+def test_a_surplus_field_is_named(sample: Tuple[str, Raw], data: DataObject, junk: Any) -> None:
+    tag, raw = sample
+    path = data.draw(st.sampled_from(list(maps(ALL[tag].__name__, raw, ()))))
+    changed = copy.deepcopy(raw)
+    taken(changed, path)["surplus"] = junk
+    with pytest.raises(RemoteProtocolError) as caught:
+        decode([pack(tag, changed), *frames(tag, raw)[1:]], ALL)
+    assert str(caught.value).startswith(f"{tag}: {written((*path, 'surplus'))}: unknown field; expected one of ")
+
+
+@given(VALID, st.data())
+def test_a_renamed_field_is_named(sample: Tuple[str, Raw], data: DataObject) -> None:
+    tag, raw = sample
+    paths = list(required(ALL[tag].__name__, raw, ()))
+    assume(paths)
+    path = data.draw(st.sampled_from(paths))
+    changed = copy.deepcopy(raw)
+    here = taken(changed, path[:-1])
+    here[path[-1].upper()] = here.pop(path[-1])
+    with pytest.raises(RemoteProtocolError) as caught:
+        decode([pack(tag, changed), *frames(tag, raw)[1:]], ALL)
+    assert f"{written((*path[:-1], path[-1].upper()))}: unknown field" in str(caught.value)
+
+
+@given(st.sampled_from(SITES), JUNK)
+def test_a_field_of_another_type(site: Site, junk: Any) -> None:
+    base = smallest(ALL[site.tag].__name__)
+    tensors = frames(site.tag, base)[1:]
+    decodes_to_an_equal_message_or_is_refused([pack(site.tag, put(base, site.path, junk)), *tensors])
+
+
+@given(VALID, st.data())
+def test_missing_and_surplus_frames(sample: Tuple[str, Raw], data: DataObject) -> None:
+    tag, raw = sample
+    sent = frames(tag, raw)
+    changed = data.draw(st.lists(st.sampled_from(sent[1:] or [b""]) | st.binary(), max_size=len(sent) + 2))
+    assume([len(each) for each in changed] != [len(each) for each in sent[1:]])
+    with pytest.raises(RemoteProtocolError, match=r"^frames") as caught:
+        decode([sent[0], *changed], ALL)
+    assert caught.value.request_id == raw.get("id", "")

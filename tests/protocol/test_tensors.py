@@ -1,0 +1,194 @@
+"""numpy arrays of every kind through frames and back."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from typing import Any, Dict, List
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from weightd.protocol import limits
+from weightd.protocol.datatypes import ITEM_BYTES
+from weightd.protocol.errors import InvalidArgument, RemoteProtocolError
+from weightd.protocol.messages import FROM_CLIENT, Infer, TensorSpec
+from weightd.protocol.tensors import NUMPY_DTYPE, frame_of, from_frame, spec_of, to_wire
+from weightd.protocol.wire import decode, encode
+
+CUBE = np.arange(24).reshape(2, 3, 4)
+
+
+def journey(value: Any) -> Any:
+    """The array that the other side has, decoded from bytes alone."""
+    array = to_wire(value)
+    header = encode(Infer("7", "m", (spec_of("x", array),)))
+    frame = bytes(frame_of(array))
+    message = decode([header, frame], FROM_CLIENT)
+    assert isinstance(message, Infer)
+    return from_frame(message.inputs[0], frame)
+
+
+def test_each_datatype_has_a_dtype_of_its_size() -> None:
+    assert {name: np.dtype(dtype).itemsize for name, dtype in NUMPY_DTYPE.items()} == ITEM_BYTES
+    assert len({*NUMPY_DTYPE.values()}) == len(NUMPY_DTYPE)
+
+
+@pytest.mark.parametrize("dtype", NUMPY_DTYPE.values())
+@pytest.mark.parametrize("order", ["<", ">", "="])
+@pytest.mark.parametrize("shape", [(), (1,), (5,), (2, 3), (0,), (3, 0, 2), (1,) * 16])
+def test_every_dtype_byte_order_and_shape(dtype: str, order: Any, shape: Any) -> None:
+    array = np.asarray(np.arange(np.prod(shape, dtype=int)), np.dtype(dtype).newbyteorder(order)).reshape(shape)
+    arrived = journey(array)
+    assert arrived.dtype.str == dtype
+    assert arrived.shape == shape
+    assert np.array_equal(arrived, array)
+
+
+VIEWS: Dict[str, Any] = {
+    "in C order": CUBE,
+    "in F order": np.asfortranarray(CUBE),
+    "transposed": CUBE.T,
+    "permuted": CUBE.transpose(1, 0, 2),
+    "every second": CUBE[:, ::2],
+    "backwards": CUBE[::-1, ::-1],
+    "one column": CUBE[:, :, 1],
+    "broadcast": np.broadcast_to(np.int64(3), (2, 3)),
+    "empty in F order": np.zeros((3, 0, 2), order="F"),
+    "big-endian in F order": np.asfortranarray(CUBE.astype(">i4")),
+    "not aligned": np.frombuffer(bytes(range(9)), dtype=np.uint8)[1:].view("<f4"),
+    "a field of records": np.array([(1, 2.5), (2, 3.5)], dtype=[("a", "<i4"), ("b", "<f8")])["b"],
+    "booleans": CUBE % 2 == 0,
+    "a numpy scalar": np.float32(2.5),
+    "a Python float": 2.5,
+    "a Python boolean": True,
+    "a list": [[1, 2], [3, 4]],
+    "a matrix": np.eye(2).view(np.matrix),
+}
+
+
+@pytest.mark.parametrize("value", VIEWS.values(), ids=VIEWS)
+def test_however_it_lies_in_memory(value: Any) -> None:
+    arrived = journey(value)
+    assert arrived.shape == np.shape(value)
+    assert np.array_equal(arrived, value)
+
+
+def test_the_frame_holds_the_elements_in_c_order_little_endian() -> None:
+    array = np.array([[1, 2], [3, 4]], dtype=">u2", order="F")
+    assert bytes(frame_of(to_wire(array))) == bytes([1, 0, 2, 0, 3, 0, 4, 0])
+    assert bytes(frame_of(to_wire(np.array([True, False])))) == b"\x01\x00"
+
+
+def test_an_array_as_the_wire_wants_it_is_not_copied() -> None:
+    for array in (CUBE, np.zeros((), "<f4"), np.zeros((2, 0, 3), "<f4"), CUBE[1:]):
+        wired = to_wire(array)
+        assert address(wired) == address(array)
+        assert not array.size or np.shares_memory(np.asarray(frame_of(wired)), array)
+
+
+def address(array: Any) -> Any:
+    return array.__array_interface__["data"][0]
+
+
+def test_what_is_read_only_stays_so_and_is_not_copied() -> None:
+    array = CUBE.copy()
+    array.flags.writeable = False
+    assert address(to_wire(array)) == address(array)
+    assert frame_of(to_wire(array)).readonly
+    assert not from_frame(spec_of("x", array), bytes(frame_of(array))).flags.writeable
+    assert from_frame(spec_of("x", array), bytearray(frame_of(array))).flags.writeable
+
+
+def test_a_frame_keeps_its_array_alive() -> None:
+    frame = frame_of(to_wire(np.arange(1000, dtype="<i8")))
+    assert np.array_equal(np.frombuffer(frame, "<i8"), np.arange(1000))
+
+
+def test_nan_and_infinity_travel_bit_by_bit() -> None:
+    bits = np.array([0x7FC00001, 0x7F800001, 0x7F800000, 0xFF800000, 0x80000000], dtype="<u4")
+    assert np.array_equal(journey(bits.view("<f4")).view("<u4"), bits)
+
+
+REFUSED: Dict[str, Any] = {
+    "objects": np.array([None]),
+    "text": np.array(["a"]),
+    "bytes": np.array([b"a"]),
+    "complex numbers": np.zeros(1, np.complex64),
+    "dates": np.array(["2020-01-01"], "M8[D]"),
+    "spans of time": np.array([1], "m8[s]"),
+    "records": np.zeros(1, [("a", "<i4")]),
+    "raw memory": np.zeros(1, "V2"),
+    "an integer beyond 64 bits": [2**70],
+    "nothing": None,
+    "a map": {"a": 1},
+}
+
+
+@pytest.mark.parametrize("value", REFUSED.values(), ids=REFUSED)
+def test_what_has_no_datatype_is_refused(value: Any) -> None:
+    with pytest.raises(InvalidArgument, match="has no datatype on the wire; expected one of BOOL, UINT8, "):
+        to_wire(value)
+
+
+@pytest.mark.skipif(np.dtype(np.longdouble).itemsize == 8, reason="a long double is a double here")
+def test_a_long_double_is_refused() -> None:
+    with pytest.raises(InvalidArgument, match="has no datatype on the wire"):
+        to_wire(np.zeros(1, np.longdouble))
+
+
+def test_a_type_of_an_extension_is_refused() -> None:
+    ml_dtypes = pytest.importorskip("ml_dtypes")
+    for name in ("bfloat16", "float8_e5m2", "int4"):
+        with pytest.raises(InvalidArgument, match=f"dtype {name} has no datatype on the wire"):
+            to_wire(np.zeros(1, getattr(ml_dtypes, name)))
+
+
+@pytest.mark.skipif(np.__version__ < "1.24", reason="this numpy makes an array of objects, with a warning")
+def test_what_is_no_array_is_refused() -> None:
+    with pytest.raises(InvalidArgument, match="expected an array: "):
+        to_wire([[1], [1, 2]])
+
+
+def test_the_number_of_dimensions_is_bounded() -> None:
+    assert journey(np.zeros((1,) * limits.MAX_RANK)).ndim == 16
+    with pytest.raises(InvalidArgument, match="expected at most 16 dimensions, got 17"):
+        to_wire(np.zeros((1,) * (limits.MAX_RANK + 1)))
+
+
+def test_the_size_is_bounded_and_a_copy_is_not_made_to_find_out() -> None:
+    beyond = np.broadcast_to(np.int8(0), (limits.MAX_FRAME_BYTES + 1,))
+    with pytest.raises(InvalidArgument, match="expected at most 1073741824 bytes, got 1073741825"):
+        to_wire(beyond)
+
+
+def test_a_boolean_is_0_or_1() -> None:
+    spec = TensorSpec("x", "BOOL", (3,))
+    assert from_frame(spec, b"\x00\x01\x01").tolist() == [False, True, True]
+    for frame in (b"\x00\x01\x02", b"\xff\x00\x00"):
+        with pytest.raises(InvalidArgument, match=r"^x: expected 0 or 1 in each byte of a BOOL$"):
+            from_frame(spec, frame)
+    assert from_frame(TensorSpec("x", "BOOL", (0,)), b"").size == 0
+
+
+SHAPES = st.lists(st.integers(0, 4), max_size=16) | st.lists(st.integers(0, 2**40), max_size=16)
+
+
+@given(st.sampled_from(sorted(ITEM_BYTES)), SHAPES, st.randoms(use_true_random=False))
+def test_whatever_decodes_is_an_array(datatype: str, shape: List[int], random: Any) -> None:
+    """An empty tensor may claim dimensions that numpy cannot multiply: none of these may reach it."""
+    if random.random() < 0.5:
+        shape = [*shape[:15], 0]
+    spec = TensorSpec("x", datatype, tuple(shape))
+    if spec.nbytes > 1 << 20:
+        return
+    frame = bytes(spec.nbytes)
+    try:
+        decode([encode(Infer("7", "m", (spec,))), frame], FROM_CLIENT)
+    except RemoteProtocolError:
+        assert 0 in shape
+        assert functools.reduce(operator.mul, filter(None, shape), ITEM_BYTES[datatype]) >= 2**63
+        return
+    assert from_frame(spec, frame).shape == spec.shape

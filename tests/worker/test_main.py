@@ -1,0 +1,302 @@
+"""The child as the daemon starts it: a real process, a real socket, the real engine of this interpreter."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.util
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, Callable, Dict, Generator, List, Tuple, Type, TypeVar
+
+import numpy as np
+import pytest
+import zmq
+
+from weightd.protocol.tensors import NUMPY_DTYPE, frame_of, spec_of
+from weightd.protocol.version import VERSION
+from weightd.protocol.wire import decode, encode
+from weightd.protocol.worker_messages import (
+    FROM_CHILD,
+    Attach,
+    Attached,
+    Broken,
+    Build,
+    Built,
+    Failed,
+    Hello,
+    Predict,
+    Result,
+    Settle,
+    Stop,
+)
+from weightd.worker import exits
+
+M = TypeVar("M")
+Model = Callable[[str], Path]
+
+MIB = 1 << 20
+LIMIT_MS = 60_000
+ENGINE = "mindspore_lite" if importlib.util.find_spec("mindspore_lite") else "onnxruntime"
+OTHER = "onnxruntime" if ENGINE == "mindspore_lite" else "mindspore_lite"
+
+
+class Daemon:
+    """The daemon's end: starts children and talks to them."""
+
+    def __init__(self, directory: Path, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+        self.directory = directory
+        self.children: Dict[str, subprocess.Popen[bytes]] = {}
+        self.socket = context.socket(zmq.ROUTER)
+        self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self.socket.setsockopt(zmq.RCVTIMEO, LIMIT_MS)
+        # The path of a socket has at most 107 bytes.
+        self.runtime = Path(tempfile.mkdtemp(prefix="weightd-", dir="/tmp"))
+        self.socket.bind(f"ipc://{self.runtime}/children")
+
+    def start(self, name: str, model: Path, engine: str = ENGINE, parent: int = 0) -> None:
+        """Start a child."""
+        command = [sys.executable, "-m", "weightd.worker", "--address", f"ipc://{self.runtime}/children"]
+        command += ["--name", name, "--parent", str(parent or os.getpid()), "--engine", engine, "--model", str(model)]
+        command += ["--store", str(self.directory / "store"), "--threads", "1", "--device", "cpu"]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        with (self.directory / f"{name}.log").open("ab") as log:
+            self.children[name] = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment
+            )
+
+    def tell(self, name: str, order: object, *frames: Any) -> None:
+        """Send an order."""
+        self.socket.send_multipart([name.encode(), encode(order), *frames])
+
+    def hear(self, name: str, kind: Type[M]) -> Tuple[M, List[bytes]]:
+        """Wait for the next message, which has to be of this kind and from this child."""
+        peer, *frames = self.socket.recv_multipart()
+        message = decode(frames, FROM_CHILD)
+        assert (peer.decode(), type(message)) == (name, kind), message
+        assert isinstance(message, kind)
+        return message, frames[1:]
+
+    def ask(self, name: str, number: int, **inputs: Any) -> None:
+        """Send a request."""
+        specs = tuple(spec_of(key, array) for key, array in inputs.items())
+        self.tell(name, Predict(number, specs), *(frame_of(array) for array in inputs.values()))
+
+    def answer(self, name: str, number: int) -> Any:
+        """Wait for the one output of a request."""
+        result, frames = self.hear(name, Result)
+        assert result.request == number
+        (spec,) = result.outputs
+        return np.frombuffer(frames[0], NUMPY_DTYPE[spec.datatype]).reshape(spec.shape)
+
+    def stop(self, name: str) -> int:
+        """Tell it to stop; return its exit status."""
+        self.tell(name, Stop())
+        return self.children[name].wait(LIMIT_MS / 1000)
+
+    def log(self, name: str) -> str:
+        """What it has written to stderr."""
+        return (self.directory / f"{name}.log").read_text()
+
+
+@pytest.fixture
+def daemon(tmp_path: Path) -> Generator[Daemon, None, None]:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    daemon = Daemon(tmp_path, context)
+    yield daemon
+    for child in daemon.children.values():
+        with contextlib.suppress(ProcessLookupError):
+            child.kill()
+        child.wait()
+    daemon.socket.close(linger=0)
+    context.term()
+    shutil.rmtree(str(daemon.runtime))
+
+
+def serve(daemon: Daemon, model: Path, *workers: str) -> Tuple[Built, List[Attached]]:
+    """A holder "h" and workers, one after another."""
+    for name in ("h", *workers):
+        daemon.start(name, model)
+        daemon.hear(name, Hello)
+    daemon.tell("h", Build(tuple(str(daemon.children[name].pid) for name in workers)))
+    built, _ = daemon.hear("h", Built)
+    attached: List[Attached] = []
+    for name in workers:
+        daemon.tell(name, Attach(built.handle, built.canary_sizes))
+        attached.append(daemon.hear(name, Attached)[0])
+    return built, attached
+
+
+def test_from_hello_to_stop(daemon: Daemon, model: Model) -> None:
+    path = model("wide")
+    daemon.start("h", path)
+    hello, _ = daemon.hear("h", Hello)
+    assert hello.pid == str(daemon.children["h"].pid)
+    assert hello.sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
+    assert hello.versions["weightd"] == VERSION
+    assert set(hello.versions) == {"weightd", "python", "numpy", ENGINE}
+    assert not hello.traits.pids_fixed_at_build
+    daemon.tell("h", Build(()))
+    built, _ = daemon.hear("h", Built)
+    assert built.handle == str(daemon.directory / "store")
+    assert (built.inputs[0].shape, built.outputs[0].shape) == ((-1, 1024), (-1, 1024))
+    assert built.canary_sizes == (1, 2)
+
+    daemon.start("w", path)
+    daemon.hear("w", Hello)
+    daemon.tell("w", Attach(built.handle, built.canary_sizes))
+    attached, _ = daemon.hear("w", Attached)
+    assert attached.canary == built.canary
+    assert built.shared_bytes >= attached.shared_bytes >= 4 * MIB - 64 * 1024
+    assert attached.note == ""
+    daemon.tell("h", Settle())
+
+    i, j = np.ogrid[:1024, :1024]
+    weights = ((i + 3 * j) % 5 - 2).astype(np.float32)
+    for size in (1, 64, 3, 3):  # 64: 256 KiB, which is not copied into the message
+        x = (np.arange(size * 1024) % 7 - 3).astype(np.float32).reshape(size, 1024)
+        daemon.ask("w", size, x=x)
+        assert np.array_equal(daemon.answer("w", size), x @ weights)
+    assert daemon.stop("w") == exits.OK
+    assert daemon.stop("h") == exits.OK
+
+
+def test_what_an_engine_makes_in_its_first_predict_is_shared_too(daemon: Daemon, model: Model) -> None:
+    """MindSpore Lite rearranges the weights of a convolution then. They are a quarter of what is shared here."""
+    built, attached = serve(daemon, model("convolution"), "w1", "w2")
+    assert built.shared_bytes > 2 * MIB
+    for each in attached:
+        assert each.canary == built.canary
+        assert each.shared_bytes > 0.9 * built.shared_bytes
+
+
+def test_without_a_store_the_worker_serves_and_says_why_nothing_is_shared(daemon: Daemon, model: Model) -> None:
+    built, _ = serve(daemon, model("relu"))
+    for name, handle in (("w1", ""), ("w2", str(daemon.directory / "gone"))):
+        daemon.start(name, model("relu"))
+        daemon.hear(name, Hello)
+        daemon.tell(name, Attach(handle, built.canary_sizes))
+        attached, _ = daemon.hear(name, Attached)
+        assert (attached.canary, attached.shared_bytes) == (built.canary, 0)
+        assert attached.note.startswith("weights are not shared: ")
+        daemon.ask(name, 1, x=np.array([[-1, 2, -3, 4]], np.float32))
+        assert daemon.answer(name, 1).tolist() == [[0, 2, 0, 4]]
+
+
+def test_a_store_that_cannot_be_settled_costs_a_warning(daemon: Daemon, model: Model) -> None:
+    serve(daemon, model("wide"))
+    (daemon.directory / "store").unlink()
+    daemon.tell("h", Settle())
+    assert daemon.stop("h") == exits.OK
+    assert "WARNING weightd.worker: the page store's cold pages stay in memory: " in daemon.log("h")
+
+
+def test_a_store_that_cannot_be_written_costs_only_memory(daemon: Daemon, model: Model) -> None:
+    (daemon.directory / "store").write_bytes(b"somebody else's")
+    built, _ = serve(daemon, model("wide"))
+    assert (built.handle, built.shared_bytes) == ("", 0)
+    assert built.note.startswith("weights are not shared: ")
+    assert daemon.stop("h") == exits.OK
+
+
+def test_a_request_that_the_engine_cannot_run(daemon: Daemon, model: Model) -> None:
+    """ONNX Runtime is as good as before; a MindSpore Lite model is not, so its process answers nothing more."""
+    serve(daemon, model("two_batches"), "w")
+    two, three = np.ones((2, 4), np.float32), np.ones((3, 4), np.float32)
+    daemon.ask("w", 1, a=two, b=two)
+    assert daemon.answer("w", 1).tolist() == (two * 2).tolist()
+    daemon.ask("w", 2, a=two, b=three)
+    daemon.ask("w", 3, a=three, b=three)
+    failed, _ = daemon.hear("w", Failed)
+    assert failed.request == 2
+    if ENGINE == "onnxruntime":
+        assert (failed.code, failed.leaving) == ("INVALID_ARGUMENT", False)
+        assert daemon.answer("w", 3).tolist() == (three * 2).tolist()
+        assert daemon.stop("w") == exits.OK
+    else:
+        assert (failed.code, failed.leaving) == ("INTERNAL", True)
+        assert failed.error.startswith("predict failed!: InferShape fail!")
+        assert daemon.stop("w") == exits.SPOILT
+        with pytest.raises(zmq.Again):
+            daemon.socket.recv(zmq.NOBLOCK)
+
+
+def test_a_model_that_cannot_be_built_is_told_with_its_cause(daemon: Daemon, onnx: Path, tmp_path: Path) -> None:
+    bad = tmp_path / "bad.mindir"
+    bad.write_bytes(b"this is not a model\n" * 100)
+    daemon.start("h", bad if ENGINE == "mindspore_lite" else onnx / "strings.onnx")
+    daemon.hear("h", Hello)
+    daemon.tell("h", Build(()))
+    broken, _ = daemon.hear("h", Broken)
+    assert broken.cause.startswith(("build_from_file failed! Error is Common error code.: ", "words: tensor(string) "))
+    assert daemon.stop("h") == exits.CANNOT_BUILD
+    assert f"ERROR weightd.worker: {broken.cause}\n" in daemon.log("h")
+
+
+@pytest.mark.parametrize("content", [None, b""])
+def test_a_model_that_cannot_be_read_is_told_with_its_name(daemon: Daemon, tmp_path: Path, content: Any) -> None:
+    bad = tmp_path / "bad.onnx"
+    if content is not None:
+        bad.write_bytes(content)
+    daemon.start("h", bad)
+    broken, _ = daemon.hear("h", Broken)
+    assert broken.cause.startswith(f"{bad}: ")
+    assert daemon.stop("h") == exits.CANNOT_BUILD
+
+
+@pytest.mark.skipif(importlib.util.find_spec(OTHER) is not None, reason="this interpreter has both engines")
+def test_an_engine_that_this_interpreter_has_not_is_told_with_a_hint(daemon: Daemon, model: Model) -> None:
+    daemon.start("h", model("relu"), engine=OTHER)
+    broken, _ = daemon.hear("h", Broken)
+    assert broken.cause.startswith(f"{sys.executable}: No module named '{OTHER}'; install ")
+    assert daemon.stop("h") == exits.NO_ENGINE
+    assert "Traceback" not in daemon.log("h")
+
+
+def test_an_engine_whose_import_fails_in_any_way_is_told(
+    daemon: Daemon, model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / f"{ENGINE}.py").write_text("raise ValueError('numpy.ndarray size changed')")
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    daemon.start("h", model("relu"))
+    broken, _ = daemon.hear("h", Broken)
+    assert broken.cause == f"{sys.executable}: numpy.ndarray size changed"
+    assert daemon.stop("h") == exits.NO_ENGINE
+    assert "Traceback" in daemon.log("h")
+
+
+def test_an_order_that_breaks_the_protocol_ends_it_with_a_traceback(daemon: Daemon, model: Model) -> None:
+    daemon.start("h", model("relu"))
+    daemon.hear("h", Hello)
+    daemon.socket.send_multipart([b"h", b"\xc1"])
+    assert daemon.children["h"].wait(30) == exits.FAILED
+    assert "Traceback" in daemon.log("h")
+    assert "RemoteProtocolError" in daemon.log("h")
+
+
+def test_ctrl_c_is_the_daemons_business(daemon: Daemon, model: Model) -> None:
+    serve(daemon, model("relu"))
+    daemon.children["h"].send_signal(signal.SIGINT)
+    daemon.tell("h", Settle())
+    assert daemon.stop("h") == exits.OK
+    assert "KeyboardInterrupt" not in daemon.log("h")
+
+
+def test_sigterm_ends_it_even_while_it_waits(daemon: Daemon, model: Model) -> None:
+    daemon.start("h", model("relu"))
+    daemon.hear("h", Hello)
+    daemon.children["h"].terminate()
+    assert daemon.children["h"].wait(30) == -signal.SIGTERM
+
+
+def test_a_child_of_somebody_else_ends_at_once_and_says_nothing_to_the_daemon(daemon: Daemon, model: Model) -> None:
+    daemon.start("h", model("relu"), parent=1)
+    assert daemon.children["h"].wait(30) == 1
+    assert f"expected to be a child of 1, but the parent is {os.getpid()}" in daemon.log("h")
+    with pytest.raises(zmq.Again):
+        daemon.socket.recv(zmq.NOBLOCK)

@@ -1,0 +1,501 @@
+"""The life of a child, with a socket that is a script and an engine that is a function."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from typing import Any, Callable, ClassVar, Dict, List, Optional, Sequence, Tuple, Type, TypeVar, cast
+
+import numpy as np
+import pytest
+import zmq
+
+from weightd.protocol import limits
+from weightd.protocol.errors import InvalidArgument
+from weightd.protocol.messages import TensorSignature
+from weightd.protocol.tensors import NUMPY_DTYPE, frame_of, spec_of, to_wire
+from weightd.protocol.version import VERSION
+from weightd.protocol.wire import decode, encode
+from weightd.protocol.worker_messages import (
+    FROM_CHILD,
+    Attach,
+    Attached,
+    Broken,
+    Build,
+    Built,
+    ChildMessage,
+    Failed,
+    Hello,
+    Predict,
+    Result,
+    Settle,
+    Stop,
+    Traits,
+)
+from weightd.worker import canary, exits, nativelog
+from weightd.worker.engines.base import Arrays, BuildError, Engine, Shared, Signature, Spoilt
+from weightd.worker.session import Session
+
+M = TypeVar("M")
+Answer = Callable[[Arrays], Arrays]
+
+SHA256 = "ab" * 32
+SIGNATURE = Signature((TensorSignature("x", "FP32", (-1, 3)),), (TensorSignature("y", "FP32", (-1,)),))
+STOP = [encode(Stop())]
+BUILD = [encode(Build(("11", "12")))]
+ATTACH = [encode(Attach("7", (1, 2)))]
+
+
+class Script:
+    """A socket: gives the orders one after another, keeps what is sent. More is not to be asked for than there is."""
+
+    def __init__(self, *orders: Sequence[Any]) -> None:
+        self.orders = list(orders)
+        self.sent: List[ChildMessage] = []
+        self.frames: List[List[bytes]] = []
+
+    def recv_multipart(self) -> Sequence[Any]:
+        return self.orders.pop(0)
+
+    def send_multipart(self, frames: Sequence[Any], **_: Any) -> None:
+        copies = [bytes(frame) for frame in frames]
+        self.sent.append(decode(copies, FROM_CHILD))  # this checks the lengths, too
+        self.frames.append(copies[1:])
+
+
+class Fake(Engine):
+    """An engine whose model is a Python function; it keeps a record of what was done with it."""
+
+    name: ClassVar[str] = "fake"
+    traits = Traits(pids_fixed_at_build=True, holder_must_outlive=True, attach_rewrites_weights=True)
+
+    def __init__(self, answer: Answer, signature: Signature = SIGNATURE) -> None:
+        self.answer = answer
+        self._signature = signature
+        self.done: List[str] = []
+        self.inputs: List[Arrays] = []
+
+    def versions(self) -> Dict[str, str]:
+        return {"fake": "1.2"}
+
+    def current_pid(self) -> str:
+        return "4711"
+
+    def build(self, model: str, *, pids: Sequence[str] = (), handle: str = "") -> None:
+        self.done.append(f"build {model} {','.join(pids)} {handle}".rstrip())
+
+    def export(self, store: str) -> Shared:
+        self.done.append(f"export {store}")
+        return Shared("7", 1000, "half of it")
+
+    def attach(self, handle: str) -> Shared:
+        self.done.append(f"attach {handle}")
+        return Shared(handle, 900, "less")
+
+    def settle(self, handle: str) -> None:
+        self.done.append(f"settle {handle}")
+
+    @property
+    def signature(self) -> Signature:
+        return self._signature
+
+    def predict(self, inputs: Arrays) -> Arrays:
+        self.done.append("predict")
+        self.inputs.append(inputs)
+        return self.answer(inputs)
+
+
+def twice(inputs: Arrays) -> Arrays:
+    return {"y": inputs["x"] * 2}
+
+
+def sequence(*answers: Any) -> Answer:
+    """A model that gives, or raises, one after another."""
+    left = list(answers)
+
+    def answer(_: Arrays) -> Arrays:
+        now = left.pop(0)
+        if isinstance(now, Exception):
+            raise now
+        return {"y": now}
+
+    return answer
+
+
+def predict(number: int, inputs: Optional[Dict[str, Any]] = None) -> List[Any]:
+    arrays = {name: to_wire(array) for name, array in (inputs or {"x": np.ones((1, 3), np.float32)}).items()}
+    specs = tuple(spec_of(name, array) for name, array in arrays.items())
+    return [encode(Predict(number, specs)), *(bytes(frame_of(array)) for array in arrays.values())]
+
+
+def play(engine: Engine, *orders: Sequence[Any]) -> Tuple[int, Script]:
+    """Run a session over the orders, to its end."""
+    socket = Script(*orders)
+    status = Session(socket, engine, "/m/model", "/s/store").run(SHA256)
+    assert not socket.orders, "it ended before its last order"
+    return status, socket
+
+
+def only(kind: Type[M], socket: Script) -> M:
+    (message,) = (each for each in socket.sent if isinstance(each, kind))
+    return message
+
+
+def array_of(socket: Script, result: Result) -> Any:
+    (spec,) = result.outputs
+    (frame,) = socket.frames[socket.sent.index(result)]
+    return np.frombuffer(frame, NUMPY_DTYPE[spec.datatype]).reshape(spec.shape)
+
+
+# --- coming up ------------------------------------------------------------------------------------------------
+
+
+def test_it_says_what_it_is_and_stops_when_told() -> None:
+    status, socket = play(Fake(twice), STOP)
+    assert status == exits.OK
+    hello = only(Hello, socket)
+    assert (hello.pid, hello.sha256, hello.traits) == ("4711", SHA256, Fake.traits)
+    assert hello.versions["weightd"] == VERSION
+    assert hello.versions["fake"] == "1.2"
+    assert set(hello.versions) == {"weightd", "python", "numpy", "fake"}
+
+
+def test_a_holder_builds_finds_the_canary_exports_and_asks_again() -> None:
+    engine = Fake(twice)
+    status, socket = play(engine, BUILD, STOP)
+    assert status == exits.OK
+    predicts = ["predict"] * 2  # sizes 1 and 2
+    assert engine.done == ["build /m/model 11,12", *predicts, *predicts, "export /s/store", *predicts]
+    built = only(Built, socket)
+    assert (built.handle, built.shared_bytes, built.note) == ("7", 1000, "half of it")
+    assert built.inputs == SIGNATURE.inputs
+    assert built.outputs == (TensorSignature("y", "FP32", (-1, 3)),)  # the engine knew only [-1]
+    assert built.canary_sizes == (1, 2)
+    assert built.canary == canary.run(engine, (1, 2)).digest
+
+
+def test_a_worker_does_as_the_holder_did_before_it_attaches() -> None:
+    engine = Fake(twice)
+    status, socket = play(engine, ATTACH, STOP)
+    assert status == exits.OK
+    assert engine.done == ["build /m/model  7", *["predict"] * 2, "attach 7", *["predict"] * 2]
+    attached = only(Attached, socket)
+    assert (attached.shared_bytes, attached.note) == (900, "less")
+    assert attached.canary == canary.run(engine, (1, 2)).digest
+
+
+def test_a_worker_gives_the_answer_that_it_gives_after_it_attached() -> None:
+    zeros, ones = np.zeros((1, 3), np.float32), np.ones((1, 3), np.float32)
+    _, spoilt_by_attach = play(Fake(sequence(zeros, zeros, ones, ones)), ATTACH, STOP)
+    _, right = play(Fake(sequence(zeros, zeros, zeros, zeros)), ATTACH, STOP)
+    assert only(Attached, spoilt_by_attach).canary != only(Attached, right).canary
+
+
+def test_a_model_without_a_canary_says_so() -> None:
+    engine = Fake(sequence(*[InvalidArgument("too small")] * 4))
+    _, socket = play(engine, BUILD, STOP)
+    built = only(Built, socket)
+    assert (built.canary_sizes, built.canary) == ((), "")
+    assert built.note == "half of it; no canary: the model does not run on an input made from its signature"
+    assert built.outputs == SIGNATURE.outputs
+    worker = Fake(twice)
+    _, socket = play(worker, [encode(Attach("7", ()))], STOP)
+    assert only(Attached, socket).canary == ""
+    assert "predict" not in worker.done
+
+
+def test_a_canary_that_spoils_the_engine_is_followed_by_a_build_for_the_same_processes() -> None:
+    engine = Fake(sequence(Spoilt("1"), *[np.zeros((1, 3), np.float32)] * 3))
+    status, socket = play(engine, BUILD, STOP)
+    assert status == exits.OK
+    assert only(Built, socket).canary_sizes == (1,)
+    build, export = "build /m/model 11,12", "export /s/store"
+    assert engine.done == [build, "predict", build, "predict", "predict", export, "predict"]
+
+
+def test_an_answer_that_changes_when_the_weights_are_shared_is_the_end() -> None:
+    before, after = np.zeros((1, 3), np.float32), np.ones((1, 3), np.float32)
+    engine = Fake(sequence(before, before, before, before, before, after))
+    status, socket = play(engine, BUILD, STOP)
+    assert status == exits.CANNOT_BUILD
+    assert only(Broken, socket).cause == "the canary's answer changed when the weights were shared"
+    assert not [each for each in socket.sent if isinstance(each, Built)]
+
+
+class Refusing(Fake):
+    """Raises at one step."""
+
+    def __init__(self, step: str, error: Exception) -> None:
+        super().__init__(twice)
+        self.step = step
+        self.error = error
+
+    def build(self, model: str, *, pids: Sequence[str] = (), handle: str = "") -> None:
+        self._at("build")
+
+    def export(self, store: str) -> Shared:
+        self._at("export")
+        return super().export(store)
+
+    def attach(self, handle: str) -> Shared:
+        self._at("attach")
+        return super().attach(handle)
+
+    def _at(self, step: str) -> None:
+        if step == self.step:
+            raise self.error
+
+
+@pytest.mark.parametrize(
+    ("order", "step"), [(BUILD, "build"), (BUILD, "export"), (ATTACH, "build"), (ATTACH, "attach")]
+)
+@pytest.mark.parametrize(
+    ("error", "cause", "expected"),
+    [
+        (BuildError("no such op"), "no such op", exits.CANNOT_BUILD),
+        (Spoilt("the canary died"), "the canary died", exits.CANNOT_BUILD),
+        (ValueError("what?"), "ValueError: what?", exits.FAILED),
+        (MemoryError(), "MemoryError: ", exits.FAILED),
+    ],
+)
+def test_what_cannot_be_built_is_told_and_waits_for_stop(
+    order: Sequence[Any], step: str, error: Exception, cause: str, expected: int
+) -> None:
+    status, socket = play(Refusing(step, error), order, predict(1), ATTACH, STOP)
+    assert status == expected
+    assert [type(each) for each in socket.sent] == [Hello, Broken]
+    assert only(Broken, socket).cause == cause
+
+
+def test_a_cause_that_is_longer_than_the_wire_takes_is_clipped() -> None:
+    _, socket = play(Refusing("build", BuildError("ä" * 10_000)), BUILD, STOP)
+    assert 4000 < len(only(Broken, socket).cause.encode()) <= limits.MAX_TEXT_BYTES
+
+
+@pytest.mark.parametrize(
+    ("signature", "cause"),
+    [
+        (Signature((SIGNATURE.inputs[0],) * 2, ()), "two inputs of the model have the name x"),
+        (Signature((), (SIGNATURE.outputs[0],) * 2), "two outputs of the model have the name y"),
+        (Signature((TensorSignature("n" * 300, "FP32", ()),), ()), "name: expected"),
+        (Signature((TensorSignature("", "FP32", ()),), ()), "name: expected"),
+        (Signature((TensorSignature("x", "FP32", (1,) * 17),), ()), "shape: expected"),
+        (Signature(tuple(TensorSignature(f"x{i}", "FP32", ()) for i in range(65)), ()), "inputs: expected"),
+    ],
+)
+def test_a_signature_that_the_wire_cannot_carry_is_a_cause(signature: Signature, cause: str) -> None:
+    status, socket = play(Fake(lambda _: {}, signature), BUILD, STOP)
+    assert status == exits.CANNOT_BUILD
+    assert cause in only(Broken, socket).cause
+
+
+def test_settle_reaches_the_engine_only_where_something_is_shared() -> None:
+    engine = Fake(twice)
+    play(engine, [encode(Settle())], BUILD, [encode(Settle())], STOP)
+    assert [each for each in engine.done if "settle" in each] == ["settle 7"]
+
+
+# --- requests -------------------------------------------------------------------------------------------------
+
+
+def test_a_request_is_answered() -> None:
+    status, socket = play(Fake(twice), predict(5, {"x": np.array([[1, 2, 3]], np.float32)}), STOP)
+    assert status == exits.OK
+    result = only(Result, socket)
+    assert result.request == 5
+    assert array_of(socket, result).tolist() == [[2, 4, 6]]
+
+
+OUTPUTS: Dict[str, Any] = {
+    "F-order": np.asfortranarray(np.arange(6, dtype=np.float32).reshape(2, 3)),
+    "big-endian": np.arange(6, dtype=">f4").reshape(2, 3),
+    "big-endian F-order": np.arange(6, dtype=">i8").reshape(2, 3, order="F"),
+    "scalar": np.float64(2.5),
+    "0-d": np.array(7, np.int64),
+    "bool": np.array([[True, False], [False, True]]),
+    "bool, every second": np.array([True, True, False, False])[::2],
+    "backwards": np.arange(5, dtype=np.int16)[::-1],
+    "transposed view": np.arange(24, dtype=np.uint8).reshape(2, 3, 4).transpose(2, 0, 1),
+    "broadcast": np.broadcast_to(np.float16(0.5), (2, 2)),
+    "empty": np.zeros((0, 4), np.float32),
+    "read-only": np.frombuffer(b"\1\2\3\4", np.uint16),
+    "unaligned": np.frombuffer(b"?\0\0\x80\x3f\0\0\0\x40", np.uint8)[1:].view("<f4"),
+}
+
+
+@pytest.mark.parametrize("name", OUTPUTS)
+def test_an_output_of_any_form_is_little_endian_and_in_c_order_on_the_wire(name: str) -> None:
+    output = OUTPUTS[name]
+    status, socket = play(Fake(sequence(output)), predict(1), STOP)
+    assert status == exits.OK
+    result = only(Result, socket)
+    assert result.outputs[0].shape == output.shape
+    assert socket.frames[-1] == [output.astype(output.dtype.newbyteorder("<")).tobytes("C")]
+    np.testing.assert_array_equal(array_of(socket, result), output)
+
+
+INPUTS: Dict[str, Any] = {
+    "float": np.arange(6, dtype=np.float32).reshape(2, 3),
+    "F-order": np.asfortranarray(np.arange(6, dtype=np.float64).reshape(2, 3)),
+    "big-endian": np.arange(6, dtype=">i4"),
+    "scalar": np.array(-3, np.int64),
+    "bool": np.array([True, False, True]),
+    "half": np.array([0.5, 1.5], np.float16),
+    "empty": np.zeros((0, 4), np.float32),
+}
+
+
+@pytest.mark.parametrize("name", INPUTS)
+@pytest.mark.parametrize("offset", [0, 1, 3])
+def test_an_engine_gets_native_aligned_arrays_in_c_order_wherever_a_frame_lies(name: str, offset: int) -> None:
+    engine = Fake(lambda inputs: {"y": inputs["x"]})
+    header, frame = predict(1, {"x": INPUTS[name]})
+    buffer = np.zeros(len(frame) + 16, np.uint8)
+    begin = -buffer.ctypes.data % 8 + offset
+    buffer[begin : begin + len(frame)] = np.frombuffer(frame, np.uint8)
+    _, socket = play(engine, [header, memoryview(cast("Any", buffer))[begin : begin + len(frame)]], STOP)
+    array = engine.inputs[0]["x"]
+    assert array.flags.aligned
+    assert array.flags.c_contiguous
+    assert array.dtype.isnative
+    assert array.shape == INPUTS[name].shape
+    np.testing.assert_array_equal(array, INPUTS[name])
+    np.testing.assert_array_equal(array_of(socket, only(Result, socket)), INPUTS[name])
+
+
+def test_several_inputs_and_outputs_keep_their_names() -> None:
+    engine = Fake(lambda inputs: {"difference": inputs["a"] - inputs["b"], "a": inputs["a"]})
+    inputs = {"b": np.ones(2, np.float32), "a": np.array([5, 6], np.float32)}
+    _, socket = play(engine, predict(1, inputs), STOP)
+    result = only(Result, socket)
+    assert [each.name for each in result.outputs] == ["difference", "a"]
+    assert [np.frombuffer(frame, "<f4").tolist() for frame in socket.frames[-1]] == [[4, 5], [5, 6]]
+
+
+def test_what_the_engine_refuses_is_answered_and_the_next_request_served() -> None:
+    engine = Fake(sequence(InvalidArgument("index out of bounds"), np.zeros(1)))
+    status, socket = play(engine, predict(1), predict(2), STOP)
+    assert status == exits.OK
+    assert only(Failed, socket) == Failed(1, "INVALID_ARGUMENT", "index out of bounds", leaving=False)
+    assert only(Result, socket).request == 2
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (Spoilt("predict failed!: InferShape fail!"), "predict failed!: InferShape fail!"),
+        (KeyError("x"), "KeyError: 'x'"),
+        (MemoryError(), "MemoryError: "),
+    ],
+)
+def test_after_a_predict_that_may_have_spoilt_the_model_only_stop_is_obeyed(error: Exception, text: str) -> None:
+    engine = Fake(sequence(error, np.zeros(1), np.zeros(1)))
+    orders = (predict(2), BUILD, ATTACH, [encode(Settle())], predict(3))
+    status, socket = play(engine, predict(1), *orders, STOP)
+    assert status == exits.SPOILT
+    assert [type(each) for each in socket.sent] == [Hello, Failed]
+    assert only(Failed, socket) == Failed(1, "INTERNAL", text, leaving=True)
+    assert engine.done == ["predict"]
+
+
+def test_an_error_text_that_is_too_long_is_clipped() -> None:
+    _, socket = play(Fake(sequence(InvalidArgument("x" * 10_000))), predict(1), STOP)
+    assert len(only(Failed, socket).error) == limits.MAX_TEXT_BYTES
+
+
+def test_an_output_that_no_frame_can_hold_is_an_error_and_not_a_lost_connection() -> None:
+    huge = np.broadcast_to(np.float32(0), (2**18 + 1, 1024))  # a view of four bytes, which nobody may copy
+    deep = np.zeros((1,) * 17)
+    status, socket = play(Fake(sequence(huge, deep, np.zeros(1))), predict(1), predict(2), predict(3), STOP)
+    assert status == exits.OK
+    failed = [each for each in socket.sent if isinstance(each, Failed)]
+    assert [(each.request, each.code, each.leaving) for each in failed] == [
+        (1, "INVALID_ARGUMENT", False),
+        (2, "INVALID_ARGUMENT", False),
+    ]
+    assert failed[0].error == (
+        "output y of shape [262145, 1024] is 1073745920 bytes; "
+        "the wire carries at most 1073741824 bytes in 16 dimensions"
+    )
+    assert only(Result, socket).request == 3
+
+
+def test_an_output_with_a_name_that_the_wire_does_not_take_does_not_go_unanswered() -> None:
+    status, socket = play(Fake(lambda _: {"": np.zeros(1)}), predict(1), STOP)
+    assert status == exits.SPOILT
+    assert only(Failed, socket).code == "INTERNAL"
+
+
+def test_an_output_that_has_no_name_on_the_wire_is_an_error() -> None:
+    status, socket = play(Fake(sequence(np.array(["text"]))), predict(1), STOP)
+    assert status == exits.OK
+    assert "no datatype on the wire" in only(Failed, socket).error
+
+
+def test_a_request_before_the_build_does_not_go_unanswered(caplog: pytest.LogCaptureFixture) -> None:
+    class NotBuilt(Fake):
+        def predict(self, inputs: Arrays) -> Arrays:
+            raise AttributeError("_session")
+
+    with caplog.at_level(logging.ERROR):
+        status, socket = play(NotBuilt(twice), predict(9), STOP)
+    assert status == exits.SPOILT
+    assert only(Failed, socket).request == 9
+    assert "Traceback" in caplog.text
+
+
+def test_the_log_is_bounded_before_each_order_so_that_the_last_one_can_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    bounded: List[int] = []
+    engine = Fake(sequence(InvalidArgument("1"), np.zeros(1), Spoilt("3")))
+    monkeypatch.setattr(nativelog, "bound", lambda: bounded.append(len(engine.done)))
+    play(engine, predict(1), predict(2), predict(3), predict(4), STOP)
+    assert bounded == [0, 1, 2]
+
+
+def test_large_answers_leave_whole_though_nobody_holds_them_any_more() -> None:
+    """Frames of 1 MiB are not copied: over inproc the receiver reads the very memory that the engine returned."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    ours, theirs = context.socket(zmq.DEALER), context.socket(zmq.DEALER)
+    try:
+        ours.bind("inproc://session")
+        theirs.connect("inproc://session")
+        count = 6
+
+        def fill(inputs: Arrays) -> Arrays:
+            form = np.asfortranarray if inputs["x"][0, 0] % 2 else np.ascontiguousarray
+            return {"y": form(np.full((512, 512), inputs["x"][0, 0], np.float32))}
+
+        for number in range(count):
+            ours.send_multipart(predict(number, {"x": np.full((1, 3), number, np.float32)}))
+        ours.send_multipart(STOP)
+        assert Session(theirs, Fake(fill), "", "").run(SHA256) == exits.OK
+        # What was freed too early is overwritten now.
+        gc.collect()
+        junk = [np.full((512, 512), -1, np.float32) for _ in range(count)]
+        assert isinstance(decode(ours.recv_multipart(), FROM_CHILD), Hello)
+        for number in range(count):
+            frames: List[Any] = ours.recv_multipart(copy=False)
+            result = decode([frame.buffer for frame in frames], FROM_CHILD)
+            assert isinstance(result, Result)
+            assert result.request == number
+            array = np.frombuffer(frames[1].buffer, "<f4")
+            assert (array.size, array.min(), array.max()) == (512 * 512, number, number)
+        del junk
+    finally:
+        ours.close(linger=0)
+        theirs.close(linger=0)
+        context.term()
+
+
+def test_large_frames_are_not_copied() -> None:
+    answer = np.zeros((512, 512), np.float32)
+    seen: List[Tuple[Any, Any]] = []
+
+    class Socket(Script):
+        def send_multipart(self, frames: Sequence[Any], **options: Any) -> None:
+            seen.append((frames[-1], options))
+
+    Session(Socket(predict(1), STOP), Fake(sequence(answer)), "", "").run(SHA256)
+    frame, options = seen[-1]
+    assert np.shares_memory(np.frombuffer(frame, np.uint8), answer)
+    assert options == {"copy": False}
