@@ -280,7 +280,12 @@ def test_an_order_that_breaks_the_protocol_ends_it_with_a_traceback(daemon: Daem
 
 
 def test_ctrl_c_is_the_daemons_business(daemon: Daemon, model: Model) -> None:
-    serve(daemon, model("relu"))
+    # A shell may have started the tests with SIGINT ignored, which children inherit.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        serve(daemon, model("relu"))
+    finally:
+        signal.signal(signal.SIGINT, before)
     daemon.children["h"].send_signal(signal.SIGINT)
     daemon.tell("h", Settle())
     assert daemon.stop("h") == exits.OK

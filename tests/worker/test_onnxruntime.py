@@ -75,7 +75,7 @@ def test_an_exception_that_nobody_expects_spoils(built: Built) -> None:
 def test_the_daemons_log_does_not_grow_without_a_bound_by_bad_requests(
     built: Built, native_log: Callable[[], ContextManager[Path]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The library logs each node that fails; `Session` bounds the log before each order."""
+    """The library logs each node that fails; `Session` bounds the log with each order."""
     monkeypatch.setattr(nativelog, "_MAX_LOG_BYTES", 1000)
     engine = built("integers")
     with native_log() as log:

@@ -44,7 +44,8 @@ class Backend:
         self.files: dict[str, GenerationFiles] = {}
         self._config = config
         self._loop = loop
-        self._owners: dict[str, Model] = {}
+        # By routing id, which is the name in bytes.
+        self._owners: dict[bytes, tuple[str, Model]] = {}
         # What could not be done at once is told to its model after the actions that ordered it.
         self._later: list[Callable[[float], None]] = []
         self._address = f"ipc://{config.children_socket}"
@@ -93,7 +94,7 @@ class Backend:
             cause = f"cannot start {config.python}: {error.strerror}"
             self._later.append(functools.partial(model.exited, name, cause))
             return
-        self._owners[name] = model
+        self._owners[name.encode()] = name, model
 
     def order(self, name: str, order: OrderMessage, frames: Sequence[Any] = ()) -> None:
         """Send an order to a child; one that cannot be reached is dying, and its pidfd will tell."""
@@ -126,9 +127,9 @@ class Backend:
         now = time.monotonic()
         batch = list(receive(self._socket))
         for received in batch:
-            name = received.peer.decode("utf-8", "replace")
-            model = self._owners.get(name)
-            if model is not None:
+            owner = self._owners.get(received.peer)
+            if owner is not None:
+                name, model = owner
                 model.heard(name, self._decode(name, received), received.frames[1:], now)
         return len(batch)
 
@@ -152,7 +153,7 @@ class Backend:
         while self._on_messages() == BATCH:
             pass
         status, words = self._end(name)
-        model = self._owners.pop(name)
+        _, model = self._owners.pop(name.encode())
         how = processes.explain(status)
         if _MISSING_MODULE.search(words):
             words += f"; install weightd there: {model.config.python} -m pip install weightd"

@@ -56,10 +56,10 @@ def bind(context: zmq.Context[zmq.Socket[bytes]], address: str, *, clients: bool
 def receive(socket: zmq.Socket[bytes]) -> Iterator[Received]:
     """Yield the messages that wait, at most a batch. Tensor frames are not copied."""
     for _ in range(BATCH):
-        # Cheaper than the exception of a read that finds nothing.
-        if not int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+        try:
+            identity = socket.recv(zmq.NOBLOCK, copy=False)
+        except zmq.Again:
             return
-        identity = socket.recv(copy=False)
         frames: list[Any] = []
         more = identity.more
         while more:
@@ -72,6 +72,9 @@ def receive(socket: zmq.Socket[bytes]) -> Iterator[Received]:
                 frames.append(frame)
                 more = frame.more
         yield Received(identity.bytes, frames, identity)
+        # Cheaper than the exception of a read that finds nothing.
+        if not int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+            return
 
 
 def send(socket: zmq.Socket[bytes], peer: bytes, frames: Sequence[Any]) -> bool:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
-from typing import Any, Dict, List, Mapping, MutableMapping, Optional, Sequence, Tuple, Type, Union, cast
-from weakref import WeakValueDictionary
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, Type, Union, cast
+from weakref import ReferenceType, ref
 
 from weightd.protocol import limits
 from weightd.protocol.errors import InvalidArgument, RemoteProtocolError, WeightdError, request_error
@@ -24,8 +25,11 @@ from weightd.protocol.messages import (
     StatusResponse,
     TensorSpec,
 )
-from weightd.protocol.tensors import frame_of, from_frame, spec_of, to_wire
+from weightd.protocol.tensors import frame_of, from_frame, specs_of, to_wire
 from weightd.protocol.wire import decode, encode
+
+# Calls that were given up are forgotten when this many, or twice those under way, are known.
+_LEAST_SWEEP = 256
 
 Answer = Union[Dict[str, Any], ModelMetadataResponse, ServerMetadataResponse, StatusResponse]
 
@@ -84,12 +88,14 @@ class ClientCore:
         self._ids = itertools.count(1)
         # Not a secret, only a help to tell clients apart in logs.
         self._prefix = f"{os.getpid()}-"
-        self._calls: MutableMapping[str, Call] = WeakValueDictionary()
+        # Plain weak references: a WeakValueDictionary costs a small request more than its encoding.
+        self._calls: Dict[str, ReferenceType[Call]] = {}
+        self._sweep_at = _LEAST_SWEEP
 
     @property
     def waiting(self) -> int:
         """How many calls are under way."""
-        return len(self._calls)
+        return sum(call() is not None for call in self._calls.values())
 
     def infer(self, model: str, inputs: Mapping[str, Any], timeout: float) -> Started:
         """Return an inference request and its frames.
@@ -99,9 +105,8 @@ class ClientCore:
             LocalProtocolError: names or shapes do not fit into a header.
         """
         arrays = {name: _wire_array(name, value) for name, value in inputs.items()}
-        specs = tuple(spec_of(name, array) for name, array in arrays.items())
         call = Call(self._next_id(), InferResponse)
-        header = encode(Infer(call.id, model, specs, Parameters(max(1, int(timeout * 1e6)))))
+        header = encode(Infer(call.id, model, specs_of(arrays), _parameters(timeout)))
         return self._started(call, [header, *map(frame_of, arrays.values())])
 
     def model_metadata(self, model: str) -> Started:
@@ -138,10 +143,10 @@ class ClientCore:
                 raise RemoteProtocolError(f"the daemon could not read a request: {message.error}")
             self._fail(message.id, request_error(message.code, message.error))
             return
-        call = self._calls.pop(message.id, None)
+        call = self._ended(message.id)
         if call is None:
             return
-        if not isinstance(message, call.expects):
+        if type(message) is not call.expects:
             wrong = f"expected a {call.expects.__name__}, got a {type(message).__name__}"
             call.fail(RemoteProtocolError(wrong, call.id))
         elif isinstance(message, InferResponse):
@@ -151,8 +156,10 @@ class ClientCore:
 
     def fail_all(self, kind: Type[WeightdError], text: str) -> None:
         """End every call that is under way in an error."""
-        for call in list(self._calls.values()):
-            call.fail(kind(text))
+        for reference in self._calls.values():
+            call = reference()
+            if call is not None:
+                call.fail(kind(text))
         self._calls.clear()
 
     # --- within -------------------------------------------------------------------------------------------------
@@ -161,13 +168,26 @@ class ClientCore:
         return f"{self._prefix}{next(self._ids)}"
 
     def _started(self, call: Call, frames: List[Any]) -> Started:
-        self._calls[call.id] = call
+        if len(self._calls) >= self._sweep_at:
+            self._calls = {each: known for each, known in self._calls.items() if known() is not None}
+            self._sweep_at = max(_LEAST_SWEEP, 2 * len(self._calls))
+        self._calls[call.id] = ref(call)
         return call, frames
 
+    def _ended(self, request_id: str) -> Optional[Call]:
+        """Return the call that ends now, None if nobody waits for it (any more)."""
+        reference = self._calls.pop(request_id, None)
+        return None if reference is None else reference()
+
     def _fail(self, request_id: str, error: WeightdError) -> None:
-        call = self._calls.pop(request_id, None)
+        call = self._ended(request_id)
         if call is not None:
             call.fail(error)
+
+
+@functools.lru_cache(maxsize=64)
+def _parameters(timeout: float) -> Parameters:
+    return Parameters(max(1, int(timeout * 1e6)))
 
 
 def _wire_array(name: str, value: Any) -> Any:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Dict
+import functools
+from typing import Any, Dict, Mapping, Tuple
 
 import numpy as np
 
@@ -25,6 +26,7 @@ NUMPY_DTYPE: Dict[str, str] = {
     "FP32": "<f4",
     "FP64": "<f8",
 }
+_WIRE_DTYPES = frozenset(np.dtype(dtype) for dtype in NUMPY_DTYPE.values())
 _DATATYPE: Dict[str, str] = {dtype: name for name, dtype in NUMPY_DTYPE.items()}
 
 
@@ -35,6 +37,9 @@ def to_wire(array: Any) -> Any:
         InvalidArgument: it is no array, its dtype has no name on the wire (object, string, complex, structured ...),
             it has too many dimensions, or it is too large for a frame.
     """
+    if type(array) is np.ndarray and array.dtype in _WIRE_DTYPES and array.flags.c_contiguous:
+        _check_size(array)
+        return array
     try:
         array = np.asarray(array)
     except (ValueError, TypeError, OverflowError) as error:
@@ -43,22 +48,37 @@ def to_wire(array: Any) -> Any:
     if dtype.str not in _DATATYPE:
         names = ", ".join(NUMPY_DTYPE)
         raise InvalidArgument(f"dtype {array.dtype} has no datatype on the wire; expected one of {names}")
-    if array.ndim > limits.MAX_RANK:
-        raise InvalidArgument(f"expected at most {limits.MAX_RANK} dimensions, got {array.ndim}")
-    if array.nbytes > limits.MAX_FRAME_BYTES:
-        raise InvalidArgument(f"expected at most {limits.MAX_FRAME_BYTES} bytes, got {array.nbytes}")
+    _check_size(array)
     # Not ascontiguousarray: it turns a scalar into shape (1,).
     return np.asarray(array, dtype=dtype, order="C")
 
 
+def _check_size(array: Any) -> None:
+    if array.ndim > limits.MAX_RANK:
+        raise InvalidArgument(f"expected at most {limits.MAX_RANK} dimensions, got {array.ndim}")
+    if array.nbytes > limits.MAX_FRAME_BYTES:
+        raise InvalidArgument(f"expected at most {limits.MAX_FRAME_BYTES} bytes, got {array.nbytes}")
+
+
+def specs_of(arrays: Mapping[str, Any]) -> Tuple[TensorSpec, ...]:
+    """Return the descriptions of `arrays`, which are what `to_wire` returned: the same object for the same shapes."""
+    return _specs(tuple([(name, array.dtype, array.shape) for name, array in arrays.items()]))
+
+
 def spec_of(name: str, array: Any) -> TensorSpec:
-    """Return the description of `array`, which is what `to_wire` returned."""
-    return TensorSpec(name, _DATATYPE[array.dtype.str], tuple(array.shape))
+    """Return the description of one array, which is what `to_wire` returned."""
+    return specs_of({name: array})[0]
+
+
+@functools.lru_cache(maxsize=256)
+def _specs(described: Tuple[Tuple[str, Any, Tuple[int, ...]], ...]) -> Tuple[TensorSpec, ...]:
+    return tuple(TensorSpec(name, _DATATYPE[dtype.str], tuple(shape)) for name, dtype, shape in described)
 
 
 def frame_of(array: Any) -> memoryview:
     """Return the bytes of `array`, which is what `to_wire` returned, without a copy."""
-    return memoryview(array.reshape(-1).view(np.uint8))
+    # A view without elements cannot be cast.
+    return memoryview(array).cast("B") if array.size else memoryview(b"")
 
 
 def from_frame(spec: TensorSpec, frame: Any) -> Any:

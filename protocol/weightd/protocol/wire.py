@@ -14,15 +14,35 @@ import msgpack
 
 from weightd.protocol import limits
 from weightd.protocol.errors import LocalProtocolError, RemoteProtocolError
-from weightd.protocol.messages import FROM_CLIENT, TO_CLIENT, TensorSpec
+from weightd.protocol.messages import FROM_CLIENT, TO_CLIENT, Infer, InferResponse, TensorSpec
+from weightd.protocol.repeats import Repeats
 from weightd.protocol.schema import FieldError, label, plain, shown
 from weightd.protocol.schema import decode as decode_fields
-from weightd.protocol.worker_messages import FROM_CHILD, TO_CHILD
+from weightd.protocol.worker_messages import FROM_CHILD, TO_CHILD, Predict, Result
 
 M = TypeVar("M")
 
 _TAGS: Dict[Type[Any], str] = {
     cls: tag for table in (FROM_CLIENT, TO_CLIENT, FROM_CHILD, TO_CHILD) for tag, cls in table.items()
+}
+
+# A request is these four messages: the ones that come often.
+_INFER = Repeats(Infer, "infer", "id", is_text=True)
+_INFER_RESPONSE = Repeats(InferResponse, "infer_response", "id", is_text=True)
+_PREDICT = Repeats(Predict, "predict", "request", is_text=False)
+_RESULT = Repeats(Result, "result", "request", is_text=False)
+_WRITTEN: Dict[Type[Any], Repeats] = {
+    Infer: _INFER,
+    InferResponse: _INFER_RESPONSE,
+    Predict: _PREDICT,
+    Result: _RESULT,
+}
+# By the identity of the table that says what the peer may send: it is one of the four.
+_READ: Dict[int, Repeats] = {
+    id(FROM_CLIENT): _INFER,
+    id(TO_CLIENT): _INFER_RESPONSE,
+    id(TO_CHILD): _PREDICT,
+    id(FROM_CHILD): _RESULT,
 }
 
 # numpy and the engines count the elements of a tensor in an int64, with a dimension of 0 left out.
@@ -35,6 +55,17 @@ def encode(message: object, *, max_bytes: int = limits.MAX_HEADER_BYTES) -> byte
     Raises:
         LocalProtocolError: it is no message, a field has a value that the peer would refuse, or the header is too long.
     """
+    repeats = _WRITTEN.get(type(message))
+    known = None if repeats is None else repeats.write(message)
+    if known is not None and len(known) <= max_bytes:
+        return known
+    header = _encode_anew(message, max_bytes)
+    if repeats is not None:
+        repeats.wrote(message, header)
+    return header
+
+
+def _encode_anew(message: object, max_bytes: int) -> bytes:
     tag = _TAGS.get(type(message))
     if tag is None:
         raise LocalProtocolError(f"{type(message).__name__} is not a message of the wire")
@@ -60,6 +91,18 @@ def decode(frames: Sequence[Any], table: Mapping[str, Type[M]], *, max_bytes: in
     Raises:
         RemoteProtocolError: the frames are not such a message.
     """
+    repeats = _READ.get(id(table))
+    if repeats is None or not frames or len(frames[0]) > max_bytes:
+        return _decode_anew(frames, table, max_bytes)
+    message: Any = repeats.recognise(frames)
+    if message is None:
+        message = _decode_anew(frames, table, max_bytes)
+        if isinstance(message, repeats.cls):
+            repeats.learn(frames, message)
+    return cast(M, message)
+
+
+def _decode_anew(frames: Sequence[Any], table: Mapping[str, Type[M]], max_bytes: int) -> M:
     fields = _unpack_header(frames, max_bytes)
     try:
         message = _message(fields, table)

@@ -16,7 +16,7 @@ import numpy as np
 from weightd.protocol import limits
 from weightd.protocol.errors import Internal, InvalidArgument, RequestError, WeightdError
 from weightd.protocol.messages import TensorSpec
-from weightd.protocol.tensors import frame_of, from_frame, spec_of, to_wire
+from weightd.protocol.tensors import frame_of, from_frame, specs_of, to_wire
 from weightd.protocol.version import VERSION
 from weightd.protocol.wire import clip, decode, encode
 from weightd.protocol.worker_messages import (
@@ -36,6 +36,9 @@ from weightd.protocol.worker_messages import (
 )
 from weightd.worker import canary, exits, nativelog
 from weightd.worker.engines.base import Arrays, BuildError, Engine, Shared, Signature, Spoilt
+
+# Below this, copying a frame costs less than tracking it.
+_ZERO_COPY_BYTES = 64 * 1024
 
 _log = logging.getLogger("weightd.worker")
 
@@ -67,8 +70,8 @@ class Session:
             if isinstance(order, Stop):
                 return status
             if status == exits.OK:
-                nativelog.bound()
                 status = self._obey(order, frames[1:])
+                nativelog.bound()
             # Else the daemon has the bad news and will say Stop: leaving before it does could lose them.
 
     def _hello(self, sha256: str) -> Hello:
@@ -135,7 +138,7 @@ class Session:
         try:
             outputs = self._engine.predict(_arrays(order.inputs, frames))
             arrays = {name: _sendable(name, array) for name, array in outputs.items()}
-            specs = tuple(spec_of(name, array) for name, array in arrays.items())
+            specs = specs_of(arrays)
             self._send(Result(order.request, specs), [frame_of(array) for array in arrays.values()])
         except RequestError as error:
             return self._fail(order, error, leaving=isinstance(error, Spoilt))
@@ -149,8 +152,11 @@ class Session:
         return exits.SPOILT if leaving else exits.OK
 
     def _send(self, message: object, tensors: Sequence[Any] = ()) -> None:
-        # pyzmq copies small frames (copy_threshold) and keeps the arrays of large ones alive until they are written.
-        self._socket.send_multipart([encode(message), *tensors], copy=False)
+        copy = True
+        for tensor in tensors:
+            copy = copy and len(tensor) < _ZERO_COPY_BYTES
+        # Without a copy, pyzmq keeps the arrays alive until they are written.
+        self._socket.send_multipart([encode(message), *tensors], copy=copy)
 
 
 def _arrays(specs: Sequence[TensorSpec], frames: Sequence[bytes]) -> Arrays:

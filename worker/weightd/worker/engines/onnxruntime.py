@@ -51,7 +51,6 @@ class OnnxRuntime(CpuEngine):
         options.inter_op_num_threads = 1
         # With the arena, weights and activations share blocks, and their pages differ between processes.
         options.enable_cpu_mem_arena = False
-        options.add_session_config_entry("session.use_device_allocator_for_initializers", "1")
         try:
             self._session = self._library.InferenceSession(model, options, providers=["CPUExecutionProvider"])
         except Exception as error:  # noqa: BLE001 - a dozen types that have only Exception in common
