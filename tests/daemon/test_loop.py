@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import time
@@ -169,6 +170,7 @@ def test_what_was_before_is_there_again() -> None:
     calls: list[int] = []
     mine = signal.signal(signal.SIGUSR1, lambda number, frame: calls.append(number))
     try:
+        gc.collect()  # loops of other tests have descriptors too
         before, descriptors = _handlers(), _descriptors()
         with pytest.raises(ZeroDivisionError), signals(USED):
             _fail_after_a_signal()

@@ -235,10 +235,10 @@ def test_a_full_disk_is_one_line(
 
 def test_as_the_process_that_it_is(model: Path, directory: Path) -> None:
     """A limit on the size of files stands in for the full disk: both copies fail in the kernel."""
-    command = ["sh", "-c", 'ulimit -f 64; exec "$0" -m weightd.daemon.snapshot "$1" "$2"']
+    command = ["sh", "-c", 'ulimit -f 64; exec "$0" -m weightd.daemon.snapshot "$1" "$2" "$3"']
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONDONTWRITEBYTECODE": "1"}
     done = subprocess.run(
-        [*command, sys.executable, str(model), str(directory)],
+        [*command, sys.executable, str(os.getpid()), str(model), str(directory)],
         capture_output=True,
         text=True,
         env=environment,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import logging
+import os
 import sys
 from pathlib import Path
 
@@ -48,7 +49,8 @@ def _run(options: argparse.Namespace) -> int:
     model = ModelConfig(path=options.model, python=options.python, workers=options.workers, threads=options.threads)
     name = options.name or Path(options.model).stem
     try:
-        daemon = complete_daemon(DaemonConfig(socket=options.socket, cache_dir=options.cache_dir))
+        socket = options.socket or os.environ.get("WEIGHTD_SOCKET", "")  # where weightctl will look
+        daemon = complete_daemon(DaemonConfig(socket=socket, cache_dir=options.cache_dir))
         config = Config(daemon, {name: complete_model(name, _checked(model), Path.cwd())})
     except FieldError as error:
         raise ConfigError(str(error)) from None

@@ -67,7 +67,7 @@ class Backend:
         """Start the process that takes the snapshot."""
         path = Path(model.config.path)
         files = self.files[model.label] = GenerationFiles(self._config.private_dir / model.label, path.name)
-        argv = [sys.executable, "-m", "weightd.daemon.snapshot", str(path), str(files.snapshot_dir)]
+        argv = [sys.executable, "-m", "weightd.daemon.snapshot", str(os.getpid()), str(path), str(files.snapshot_dir)]
         name = _snapshot_name(model)
         try:
             files.create()

@@ -167,6 +167,8 @@ def parse(tables: Mapping[str, Any], base: Path) -> Config:
     models = cast("dict[str, Any]", tables.get("models"))
     if type(models) is not dict or not models:
         raise FieldError("expected at least one table [models.NAME]").at(".models")
+    if len(models) > limits.MAX_MODELS:
+        raise FieldError(f"expected at most {limits.MAX_MODELS} models, got {len(models)}").at(".models")
     complete: dict[str, ModelConfig] = {}
     for name, table in models.items():
         try:

@@ -1,6 +1,6 @@
 """The immutable copy of a model from which every process of a generation builds.
 
-Runs as a process of its own (``python -m weightd.daemon.snapshot MODEL DIRECTORY``), because copying and digesting
+Runs as a process of its own (``python -m weightd.daemon.snapshot PARENT MODEL DIRECTORY``), because copying and digesting
 gigabytes would stop the daemon's loop. It prints the digest; a failure is one line on stderr and status 1.
 """
 
@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 from weightd.protocol.modelfile import ModelFile, ModelFileError, digest, model_files
+from weightd.protocol.parent import die_with
 
 
 def take(model: Path, directory: Path) -> Path:
@@ -79,4 +80,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    die_with(int(sys.argv.pop(1)))
     sys.exit(main())

@@ -69,8 +69,10 @@ def receive(socket: zmq.Socket[bytes]) -> Iterator[Received]:
                 more = bool(socket.getsockopt(zmq.RCVMORE))
             else:
                 frame = socket.recv(copy=False)
-                frames.append(frame)
                 more = frame.more
+                # One frame over the bound is enough to refuse the message; a million are not kept for that.
+                if len(frames) <= limits.MAX_TENSORS + 1:
+                    frames.append(frame)
         yield Received(identity.bytes, frames, identity)
         # Cheaper than the exception of a read that finds nothing.
         if not int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:

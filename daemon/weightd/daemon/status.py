@@ -63,7 +63,7 @@ def _model(model: Model, survey: Survey, processes: Mapping[str, Process], files
     return ModelStatus(
         name=model.name,
         engine=model.config.engine,
-        path=model.config.path,
+        path=clip(model.config.path),
         state=model.generation.state.value,
         queued=model.scheduler.queued,
         served=model.latencies.count,

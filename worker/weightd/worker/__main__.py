@@ -14,9 +14,10 @@ import zmq
 from weightd.protocol import limits
 from weightd.protocol.errors import WeightdError
 from weightd.protocol.modelfile import ModelFileError, digest
+from weightd.protocol.parent import die_with
 from weightd.protocol.wire import clip, encode
 from weightd.protocol.worker_messages import Broken
-from weightd.worker import exits, pagesharing, parent
+from weightd.worker import exits, pagesharing
 from weightd.worker.engines import ENGINES
 from weightd.worker.engines.base import Settings
 from weightd.worker.session import Session
@@ -30,7 +31,7 @@ _LINGER_MS = 2000
 def main() -> int:
     """Run one child until the daemon stops it; return its exit status."""
     arguments = _parser().parse_args()
-    parent.die_with(arguments.parent)
+    die_with(arguments.parent)
     # Ctrl-C in a terminal reaches the whole process group; who stops when is the daemon's decision.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", level=logging.INFO)

@@ -12,6 +12,14 @@ from weightd.worker.engines.base import Engine, Shared
 _log = logging.getLogger("weightd.worker")
 
 
+def _note(store: str, shared_bytes: int) -> str:
+    if not shared_bytes:
+        return "weights are not shared: the model has no memory of 1 MiB or more in one piece"
+    if not pagesharing.on_disk(store):
+        return "the page store is on a memory file system: its cold pages stay in memory"
+    return ""
+
+
 class CpuEngine(Engine):
     """Shares the pages of the built model (`weightd.worker.pagesharing`); the handle is the store's path.
 
@@ -30,12 +38,7 @@ class CpuEngine(Engine):
             sharing = pagesharing.hold(store)
         except pagesharing.Unavailable as error:
             return Shared("", 0, f"weights are not shared: {error}")
-        note = (
-            ""
-            if pagesharing.on_disk(store)
-            else "the page store is on a memory file system: its cold pages stay in memory"
-        )
-        return Shared(store, sharing.shared_bytes, note)
+        return Shared(store, sharing.shared_bytes, _note(store, sharing.shared_bytes))
 
     def attach(self, handle: str) -> Shared:
         """Give back each page of the built model that the store has too."""

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 CHILD = (
-    "import sys, time; from weightd.worker import parent; parent.die_with(int(sys.argv[1])); print('up', flush=True)"
+    "import sys, time; from weightd.protocol import parent; parent.die_with(int(sys.argv[1])); print('up', flush=True)"
 )
 SLEEP = f"{CHILD}; time.sleep(600)"
 # Starts the child as its own, tells its pid, and ends when it is told to.
