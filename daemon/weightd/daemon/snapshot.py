@@ -1,7 +1,7 @@
 """The immutable copy of a model from which every process of a generation builds.
 
-Runs as a process of its own (``python -m weightd.daemon.snapshot PARENT MODEL DIRECTORY``), because copying and digesting
-gigabytes would stop the daemon's loop. It prints the digest; a failure is one line on stderr and status 1.
+Runs as a process of its own (``python -m weightd.daemon.snapshot PARENT MODEL DIRECTORY``), because copying and
+digesting gigabytes would stop the daemon's loop. It prints the digest; a failure is one line on stderr and status 1.
 """
 
 from __future__ import annotations
