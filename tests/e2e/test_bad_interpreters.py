@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 
 from testkit import mindir
@@ -158,7 +159,7 @@ def test_a_model_whose_workers_cannot_build_fails_after_a_few_tries(engine: str,
     tables = {"model": {"path": zoo.path("two_inputs", engine), "python": python, "workers": WORKERS}}
     with Service(tables, verbose=True) as service, service.client() as client:
         with pytest.raises(Unavailable, match=r"model failed: model\.1\.w\d+: exited with status 7: .*no luck"):
-            client.infer("model", {})
+            client.infer("model", {name: np.zeros((1, 4), np.float32) for name in ("a", "b")})
         until(lambda: not children_of(service.cache), "holder and workers are gone")
         assert started(service.log, "model") <= MOST_PROCESSES
         assert service.stop() == 1
