@@ -125,13 +125,14 @@ class Backend:
     def _on_messages(self) -> int:
         """Read a batch of messages; return how many there were."""
         now = time.monotonic()
-        batch = list(receive(self._socket))
-        for received in batch:
+        count = 0
+        for received in receive(self._socket):
+            count += 1
             owner = self._owners.get(received.peer)
             if owner is not None:
                 name, model = owner
                 model.heard(name, self._decode(name, received), received.frames[1:], now)
-        return len(batch)
+        return count
 
     def _decode(self, name: str, received: Received) -> ChildMessage:
         try:

@@ -111,8 +111,8 @@ class Scheduler:
     def assign(self) -> Iterator[tuple[str, Request]]:
         """Yield each pair of worker and request that is due now; what is yielded is running."""
         while self._queue:
-            worker = min(self._enlisted, key=self.in_flight, default=None)
-            if worker is None or self.in_flight(worker) >= CREDIT:
+            worker = self._freest()
+            if worker is None:
                 return
             request = self._queue.popleft()
             self._queued_bytes -= request.nbytes
@@ -173,6 +173,16 @@ class Scheduler:
     def in_flight(self, worker: str) -> int:
         """Requests that the worker has."""
         return len(self._running.get(worker, ()))
+
+    def _freest(self) -> str | None:
+        """The worker with the most credit left, the first of them; None if no worker has any."""
+        freest, least = None, CREDIT
+        for worker, running in self._enlisted.items():
+            if len(running) < least:
+                freest, least = worker, len(running)
+                if not least:
+                    break
+        return freest
 
     def _unanswered(self) -> list[Request]:
         return [each for had in self._running.values() for each in had.values() if not each.answered]

@@ -100,7 +100,7 @@ class Connection:
             Unavailable: the connection is lost.
             DeadlineExceeded: the daemon has read nothing by the deadline.
         """
-        copy = all(len(frame) < _ZERO_COPY_BYTES for frame in frames)
+        copy = sum(map(len, frames)) < _ZERO_COPY_BYTES
         while True:
             try:
                 self._socket.send_multipart(frames, zmq.NOBLOCK, copy=copy)

@@ -152,9 +152,7 @@ class Session:
         return exits.SPOILT if leaving else exits.OK
 
     def _send(self, message: object, tensors: Sequence[Any] = ()) -> None:
-        copy = True
-        for tensor in tensors:
-            copy = copy and len(tensor) < _ZERO_COPY_BYTES
+        copy = sum(map(len, tensors)) < _ZERO_COPY_BYTES
         # Without a copy, pyzmq keeps the arrays alive until they are written.
         self._socket.send_multipart([encode(message), *tensors], copy=copy)
 
