@@ -347,7 +347,7 @@ def test_systemd_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_root_has_the_systems_directories(monkeypatch: pytest.MonkeyPatch) -> None:
     _as_user(monkeypatch, 0)
     monkeypatch.setenv("XDG_RUNTIME_DIR", "/run/user/0")
-    monkeypatch.setenv("XDG_CACHE_HOME", "/root/.cache")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/home/someone/.cache")
     assert module.default_runtime_dir() == "/run/weightd"
     assert module.default_cache_dir() == "/var/cache/weightd"
 
