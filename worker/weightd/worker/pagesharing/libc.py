@@ -104,6 +104,8 @@ class Libc:
         self._free = library.free
         self._free.argtypes = (_address,)
         self._free.restype = None
+        self._trim = library.malloc_trim
+        self._trim.argtypes = (_size,)
         self._mallopt = library.mallopt
         self._mallopt.argtypes = (_int, _int)
         self._wide = hasattr(library, "mallinfo2")
@@ -179,6 +181,10 @@ class Libc:
     def free(self, address: int) -> None:
         """Free what ``malloc`` returned."""
         self._free(address)
+
+    def give_back_free_memory(self) -> None:
+        """Have malloc give back to the kernel what it keeps of freed memory."""
+        self._trim(0)
 
     def give_own_mappings_from(self, length: int) -> None:
         """Have malloc give each block of at least ``length`` bytes a mapping of its own, from now on."""

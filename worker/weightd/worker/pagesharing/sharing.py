@@ -76,6 +76,7 @@ def hold(store: str) -> Sharing:
         pages, zero_bytes = _eligible(c)
         examined = len(pages.addresses) * PAGE + zero_bytes
         shared = _write_store(c, store, pages)
+        c.give_back_free_memory()
     return Sharing(shared, zero_bytes, examined, time.perf_counter() - started)
 
 
@@ -99,6 +100,7 @@ def join(store: str) -> Sharing:
             shared = _map_equal(c, opened, pages)
         finally:
             opened.close()
+        c.give_back_free_memory()
     return Sharing(shared, zero_bytes, examined, time.perf_counter() - started)
 
 
