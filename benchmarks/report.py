@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import json
 import statistics
@@ -26,7 +27,7 @@ class Target:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Result:
+class Result(abc.ABC):
     """The figures of one benchmark: the fields are the keys of the JSON object.
 
     `n` is how many measurements stand behind them.
@@ -37,13 +38,13 @@ class Result:
     workers: int
     n: int
 
+    @abc.abstractmethod
     def targets(self) -> Sequence[Target]:
         """Return what the figures are held against."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def rows(self) -> Sequence[tuple[str, str]]:
         """Return label and value of each line of the table."""
-        raise NotImplementedError
 
 
 def as_json(result: Result) -> dict[str, Any]:

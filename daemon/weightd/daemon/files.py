@@ -1,4 +1,4 @@
-"""The files of a generation: one private directory, removed with it."""
+"""The files of a generation: one private directory, removed when the daemon stops."""
 
 from __future__ import annotations
 
