@@ -50,17 +50,25 @@ class Script:
     """A socket: gives the orders one after another, keeps what is sent. More is not to be asked for than there is."""
 
     def __init__(self, *orders: Sequence[Any]) -> None:
-        self.orders = list(orders)
+        self.orders = [list(frames) for frames in orders]
         self.sent: List[ChildMessage] = []
         self.frames: List[List[bytes]] = []
+        self._message: List[bytes] = []
 
-    def recv_multipart(self) -> Sequence[Any]:
-        return self.orders.pop(0)
+    def recv(self, flags: int = 0, copy: bool = True) -> zmq.Frame:
+        assert not copy
+        frame = zmq.Frame(self.orders[0].pop(0))
+        frame.more = bool(self.orders[0])
+        if not frame.more:
+            del self.orders[0]
+        return frame
 
-    def send_multipart(self, frames: Sequence[Any], **_: Any) -> None:
-        copies = [bytes(frame) for frame in frames]
-        self.sent.append(decode(copies, FROM_CHILD))  # this checks the lengths, too
-        self.frames.append(copies[1:])
+    def send(self, frame: Any, flags: int = 0, copy: bool = True) -> None:
+        self._message.append(bytes(frame))
+        if not flags & zmq.SNDMORE:
+            message, self._message = self._message, []
+            self.sent.append(decode(message, FROM_CHILD))  # this checks the lengths, too
+            self.frames.append(message[1:])
 
 
 class Fake(Engine):
@@ -489,13 +497,13 @@ def test_large_answers_leave_whole_though_nobody_holds_them_any_more() -> None:
 
 def test_large_frames_are_not_copied() -> None:
     answer = np.zeros((512, 512), np.float32)
-    seen: List[Tuple[Any, Any]] = []
+    seen: List[Tuple[Any, bool]] = []
 
     class Socket(Script):
-        def send_multipart(self, frames: Sequence[Any], **options: Any) -> None:
-            seen.append((frames[-1], options))
+        def send(self, frame: Any, flags: int = 0, copy: bool = True) -> None:
+            seen.append((frame, copy))
 
     Session(Socket(predict(1), STOP), Fake(sequence(answer)), "", "").run(SHA256)
-    frame, options = seen[-1]
+    frame, copy = seen[-1]
     assert np.shares_memory(np.frombuffer(frame, np.uint8), answer)
-    assert options == {"copy": False}
+    assert not copy

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import zmq
 
 from weightd.daemon.claim import ClaimError
-from weightd.protocol import limits
+from weightd.protocol import limits, multipart
 
 # A wake-up reads at most this many messages, so that one busy socket cannot starve the other.
 BATCH = 64
@@ -54,35 +54,22 @@ def bind(context: zmq.Context[zmq.Socket[bytes]], address: str, *, clients: bool
 
 
 def receive(socket: zmq.Socket[bytes]) -> Iterator[Received]:
-    """Yield the messages that wait, at most a batch. Tensor frames are not copied."""
+    """Yield the messages that wait, at most a batch. Large tensor frames are not copied."""
     for _ in range(BATCH):
         try:
-            identity = socket.recv(zmq.NOBLOCK, copy=False)
+            identity, *frames = multipart.receive(socket, multipart.NOBLOCK)
         except zmq.Again:
             return
-        frames: list[Any] = []
-        more = identity.more
-        while more:
-            # The header is read here, and most are small: copying it is the cheaper way.
-            if not frames:
-                frames.append(socket.recv())
-                more = bool(socket.getsockopt(zmq.RCVMORE))
-            else:
-                frame = socket.recv(copy=False)
-                more = frame.more
-                # One frame over the bound is enough to refuse the message; a million are not kept for that.
-                if len(frames) <= limits.MAX_TENSORS + 1:
-                    frames.append(frame)
-        yield Received(identity.bytes, frames, identity)
+        yield Received(identity.bytes, [multipart.content(frame) for frame in frames], identity)
         # Cheaper than the exception of a read that finds nothing.
         if not int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             return
 
 
 def send(socket: zmq.Socket[bytes], peer: bytes, frames: Sequence[Any]) -> bool:
-    """Send without waiting; return whether the peer could be reached. Received frames pass on uncopied."""
+    """Send without waiting; return whether the peer could be reached. Large frames pass on uncopied."""
     try:
-        socket.send_multipart([peer, *frames], zmq.NOBLOCK)
+        multipart.send(socket, [peer, *frames], multipart.NOBLOCK)
     except zmq.ZMQError as error:
         if error.errno in (zmq.EHOSTUNREACH, zmq.EAGAIN):
             return False

@@ -114,7 +114,8 @@ class Client:
             ProtocolError: one side broke the protocol: versions that do not fit.
             WrongThread, ClientClosed: the client must not be used here, or no longer.
         """
-        return self.submit(model, inputs, timeout=timeout).result()
+        seconds, deadline = self._begin(timeout)
+        return cast(Dict[str, Any], self._ask(self._core.infer(model, inputs, seconds), seconds, deadline))
 
     def submit(self, model: str, inputs: Mapping[str, Any], *, timeout: Optional[float] = None) -> Pending:
         """Send a request without waiting; many may be under way at once.

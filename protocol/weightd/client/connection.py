@@ -14,11 +14,8 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from weightd.client import address as addresses
-from weightd.protocol import limits
+from weightd.protocol import limits, multipart
 from weightd.protocol.errors import DeadlineExceeded, InvalidArgument, Unavailable
-
-# Below this, copying a frame costs less than tracking it.
-_ZERO_COPY_BYTES = 64 * 1024
 
 # A host that vanishes does not close its TCP connections; a unix socket's peer cannot vanish unseen.
 _TCP_HEARTBEAT_MS = 5_000
@@ -100,10 +97,9 @@ class Connection:
             Unavailable: the connection is lost.
             DeadlineExceeded: the daemon has read nothing by the deadline.
         """
-        copy = sum(map(len, frames)) < _ZERO_COPY_BYTES
         while True:
             try:
-                self._socket.send_multipart(frames, zmq.NOBLOCK, copy=copy)
+                multipart.send(self._socket, frames, multipart.NOBLOCK)
             except zmq.Again:
                 if not self._writable.poll(_milliseconds(deadline)):
                     raise DeadlineExceeded(
@@ -128,7 +124,7 @@ class Connection:
             raise self._loss()
         while self._readable.poll(_milliseconds(deadline)):
             try:
-                frames = self._socket.recv_multipart(zmq.NOBLOCK)
+                frames = [frame.bytes for frame in multipart.receive(self._socket, multipart.NOBLOCK)]
             except zmq.Again:
                 # No message is left, so it is the monitor.
                 if self._has_ended():

@@ -10,7 +10,7 @@ import threading
 import time
 import warnings
 from pathlib import Path
-from typing import Any, Callable, Iterator, List, Sequence, cast
+from typing import Any, Callable, Iterator, List, Sequence
 
 import numpy as np
 import pytest
@@ -28,6 +28,7 @@ from weightd.client import (
     WrongThread,
 )
 from weightd.client.address import check
+from weightd.protocol import multipart
 from weightd.protocol.messages import ClientMessage, Error, Infer
 from weightd.protocol.wire import encode
 
@@ -376,7 +377,7 @@ def test_ctrl_c_in_the_middle_of_a_message_costs_the_connection_only(
     pending = client.submit("echo", {"x": X})
 
     us = threading.get_ident()
-    receive = cast(Any, zmq.Socket).recv_multipart
+    receive = multipart.receive
 
     def interrupted(*arguments: Any, **options: Any) -> Any:
         if threading.get_ident() == us:
@@ -384,7 +385,7 @@ def test_ctrl_c_in_the_middle_of_a_message_costs_the_connection_only(
         return receive(*arguments, **options)
 
     with monkeypatch.context() as patch:
-        patch.setattr(zmq.Socket, "recv_multipart", interrupted)
+        patch.setattr(multipart, "receive", interrupted)
         with pytest.raises(KeyboardInterrupt):
             pending.result()
     assert np.array_equal(client.infer("echo", {"x": X})["x"], X)

@@ -13,7 +13,7 @@ from typing import Any, Sequence
 
 import numpy as np
 
-from weightd.protocol import limits
+from weightd.protocol import limits, multipart
 from weightd.protocol.errors import Internal, InvalidArgument, RequestError, WeightdError
 from weightd.protocol.messages import TensorSpec
 from weightd.protocol.tensors import frame_of, from_frame, specs_of, to_wire
@@ -36,9 +36,6 @@ from weightd.protocol.worker_messages import (
 )
 from weightd.worker import canary, exits, nativelog
 from weightd.worker.engines.base import Arrays, BuildError, Engine, Shared, Signature, Spoilt
-
-# Below this, copying a frame costs less than tracking it.
-_ZERO_COPY_BYTES = 64 * 1024
 
 _log = logging.getLogger("weightd.worker")
 
@@ -65,7 +62,7 @@ class Session:
         self._send(self._hello(sha256))
         status = exits.OK
         while True:
-            frames = self._socket.recv_multipart()
+            frames = list(map(multipart.content, multipart.receive(self._socket)))
             order = decode(frames, TO_CHILD)
             if isinstance(order, Stop):
                 return status
@@ -152,9 +149,7 @@ class Session:
         return exits.SPOILT if leaving else exits.OK
 
     def _send(self, message: object, tensors: Sequence[Any] = ()) -> None:
-        copy = sum(map(len, tensors)) < _ZERO_COPY_BYTES
-        # Without a copy, pyzmq keeps the arrays alive until they are written.
-        self._socket.send_multipart([encode(message), *tensors], copy=copy)
+        multipart.send(self._socket, [encode(message), *tensors])
 
 
 def _arrays(specs: Sequence[TensorSpec], frames: Sequence[bytes]) -> Arrays:
