@@ -22,9 +22,9 @@ demo: $(VENV)/.made $(if $(filter mindspore_lite,$(ENGINE)),$(MSLITE)/.made)  ##
 
 test: $(VENV)/.made mslite-if-possible  ## every test, on ONNX Runtime and where CPython 3.7 is found on MindSpore Lite
 	$(BIN)/python -m pytest
-	@# The packages that run on 3.7. In two processes: importing mindspore_lite makes the whole process, Python's own
+	@# The packages that run on 3.7. In processes of their own: importing mindspore_lite makes the whole process, Python's own
 	@# floats included, take subnormal numbers for 0, and the tests of the protocol would notice.
-	@if [ -e $(MSLITE)/.made ]; then set -ex; for each in protocol worker; do $(MSLITE)/bin/python -m pytest tests/$$each; done; fi
+	@if [ -e $(MSLITE)/.made ]; then set -ex; for each in ascendsim protocol worker; do $(MSLITE)/bin/python -m pytest tests/$$each; done; fi
 
 check: $(VENV)/.made-lint  ## lint, format, types, and who may import whom
 	$(BIN)/ruff check

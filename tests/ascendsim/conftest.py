@@ -1,0 +1,49 @@
+"""A simulated machine, models, and programs that run on it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Callable, Generator, List
+
+import numpy as np
+import pytest
+
+from ascendsim import Host, models
+from ascendsim.program import Nursery, Program
+
+
+@pytest.fixture(scope="session")
+def nursery() -> Generator[Nursery, None, None]:
+    with Nursery() as nursery:
+        yield nursery
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> Host:
+    """A machine with two cards."""
+    return Host(tmp_path / "host", cards=2)
+
+
+@pytest.fixture
+def start(nursery: Nursery, host: Host) -> Generator[Callable[..., Program], None, None]:
+    """Start a program on the host."""
+    programs: List[Program] = []
+
+    def start(**options: Any) -> Program:
+        programs.append(nursery.start(host, **options))
+        return programs[-1]
+
+    yield start
+    for program in programs:
+        program.kill()
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """A model with a free batch."""
+    return models.mlp(tmp_path / "mlp.mindir")
+
+
+@pytest.fixture
+def x() -> Any:
+    return np.random.RandomState(1).standard_normal((3, 64)).astype(np.float32)

@@ -1,0 +1,253 @@
+"""The driver beneath the library, as far as the library calls it: one `Driver` in each process.
+
+An error is an `AclError` with the vendor's number; why, only `Host.driver_log` says.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import mmap
+import os
+import signal
+from pathlib import Path
+from typing import Dict, Generator, Sequence, Tuple
+
+from ascendsim import ledger, process
+from ascendsim.ledger import GRANULE, MIB, Ledger, Memory, Store
+from ascendsim.stall import stall
+from ascendsim.switches import Switches, read
+
+INVALID_PARAM = 107000
+NO_CONTEXT = 107002
+NOT_SUPPORTED = 207000
+NO_MEMORY = 207001
+DRIVER_ERROR = 507899
+
+MAX_PIDS = 65535
+"""Of one handle: svm_define.h:197, DEVMM_SHARE_MEM_MAX_PID_CNT."""
+
+# Above 2**53 and 2**31: a handle that goes through a float or a C int is another one.
+_FIRST_HANDLE = 0x5A00_0000_0000_0001
+
+
+class AclError(Exception):
+    """A call that did not return 0."""
+
+    def __init__(self, code: int, reason: str) -> None:
+        super().__init__(f"{code}: {reason}")
+        self.code = code
+        self.reason = reason
+
+
+class Driver:
+    """The driver, for this process."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._store = Store(directory)
+        self._cards = int((directory / "cards").read_text(encoding="ascii"))
+        self._identity = process.Identity(directory, read(directory).pid_offset)
+        self._devices: Dict[int, Tuple[int, int]] = {}  # how often it was set, and the number of its context's memory
+
+    @property
+    def switches(self) -> Switches:
+        """The host's switches now."""
+        return read(self._directory)
+
+    @property
+    def cards(self) -> int:
+        """How many cards there are."""
+        return self._cards
+
+    @property
+    def pid(self) -> int:
+        """aclrtDeviceGetBareTgid: the pid outside of any container (devdrv_manager_container.c)."""
+        return self._identity.pid
+
+    @property
+    def uses_a_card(self) -> bool:
+        """Whether this process has one open."""
+        return bool(self._devices)
+
+    def count(self, name: str) -> int:
+        """Count something over all processes; return how often it was counted before."""
+        with self._open() as (entries, _):
+            return entries.count(name)
+
+    def set_device(self, device: int) -> None:
+        """aclrtSetDevice: take a place on the card and memory for a context."""
+        if not 0 <= device < self._cards:
+            raise self._refusal(INVALID_PARAM, f"no card {device}")
+        if device in self._devices:
+            times, number = self._devices[device]
+            self._devices[device] = (times + 1, number)
+            return
+        with self._open() as (entries, switches):
+            users = sum(each.kind == ledger.CONTEXT for each in entries.on(device))
+            if users >= switches.max_processes:
+                raise self._refusal(DRIVER_ERROR, f"card {device} has {users} processes already")
+            memory = self._take(entries, switches, device, switches.context_mib * MIB, ledger.CONTEXT)
+        self._devices[device] = (1, memory.number)
+
+    def reset_device(self, device: int) -> None:
+        """aclrtResetDevice: undo one `set_device`."""
+        if device not in self._devices:
+            return
+        times, number = self._devices[device]
+        if times > 1:
+            self._devices[device] = (times - 1, number)
+            return
+        del self._devices[device]
+        self.free(number)
+
+    def allocate(self, device: int, size: int, kind: str) -> int:
+        """aclrtMalloc, aclrtMallocPhysical: the number of new memory of this kind."""
+        with self._open() as (entries, switches):
+            memory = self._take(entries, switches, device, size, kind)
+            if kind == ledger.WEIGHTS:
+                with self._store.file(memory).open("wb") as file:
+                    file.truncate(memory.bytes)
+            return memory.number
+
+    def export(self, number: int) -> int:
+        """aclrtMemExportToShareableHandle: once for each piece of memory."""
+        with self._open() as (entries, _):
+            memory = entries.find(number)
+            if memory.handle:
+                raise self._refusal(DRIVER_ERROR, "Blk has been shared")
+            memory.handle = _FIRST_HANDLE + 16 * number
+            return memory.handle
+
+    def set_pids(self, handle: int, pids: Sequence[int]) -> None:
+        """aclrtMemSetPidToShareableHandle: pids add up, the same again renews its time (v2)."""
+        if not pids:
+            raise self._refusal(INVALID_PARAM, "no pids")
+        with self._open() as (entries, switches):
+            if switches.acl_set_pid == "unsupported":
+                raise self._refusal(NOT_SUPPORTED, "set pid is not supported")
+            memory = next((each for each in entries.memory if each.handle == handle), None)
+            if handle == 0 or memory is None:
+                raise self._refusal(DRIVER_ERROR, "Share handle doesn't exist")
+            if memory.owner != self._identity.token or not memory.owned:
+                raise self._refusal(DRIVER_ERROR, "only the process that exported may set pids (EACCES)")
+            listed = [pid for pid in pids if pid != 0]
+            if not listed:
+                raise self._refusal(INVALID_PARAM, "all pids are 0 (EINVAL)")
+            for pid in listed:
+                if len(memory.whitelist) >= MAX_PIDS:
+                    raise self._refusal(DRIVER_ERROR, f"the list is full, {pid} is not on it")
+                memory.whitelist[str(pid)] = process.now()
+
+    def import_(self, handle: int, device: int) -> int:
+        """aclrtMemImportFromShareableHandle: the number of the memory behind the handle."""
+        with self._open() as (entries, switches):
+            memory = next((each for each in entries.memory if each.handle == handle), None)
+            if memory is None or not memory.valid:
+                raise self._refusal(DRIVER_ERROR, "Share handle doesn't exist")
+            self._check_import(memory, device, switches)
+            memory.importers.append(self._identity.token)
+            return memory.number
+
+    def map(self, number: int, size: int, length: int) -> mmap.mmap:
+        """aclrtMapMem: the first `length` bytes, for reading and writing (there is no read-only mapping)."""
+        with self._open() as (entries, switches):
+            memory = entries.find(number)
+            if size > memory.bytes or (switches.map_exactly and size != memory.bytes):
+                raise self._refusal(INVALID_PARAM, f"{size} bytes to map, {memory.bytes} allocated")
+            with self._store.file(memory).open("r+b") as file:
+                return mmap.mmap(file.fileno(), max(1, length))
+
+    def free(self, number: int) -> None:
+        """aclrtFree, aclrtFreePhysical: let go of memory that was allocated or imported."""
+        with self._open() as (entries, switches):
+            memory = next((each for each in entries.memory if each.number == number), None)
+            if memory is not None:
+                self._store.release(entries, memory, self._identity.token, switches)
+
+    def is_valid(self, number: int) -> bool:
+        """Whether the memory is still there: strict mode takes it from importers when its owner has gone."""
+        with self._open() as (entries, _):
+            return any(each.number == number and each.valid for each in entries.memory)
+
+    def memory_info(self, device: int) -> Tuple[int, int]:
+        """aclrtGetMemInfo: free and total bytes."""
+        with self._open() as (entries, switches):
+            total = switches.capacity_mib * MIB
+            return max(0, total - entries.used(device)), total
+
+    def is_inherited(self) -> bool:
+        """True in a forked child."""
+        return os.getpid() != self._identity.os_pid
+
+    def _check_fork(self) -> None:
+        """Stop the child of a process that had a card open, whatever it calls (docs: do not fork)."""
+        if not self.is_inherited():
+            return
+        how = self.switches.fork
+        if how == "hang":
+            stall()
+        if how == "crash":
+            os.kill(os.getpid(), signal.SIGSEGV)
+        raise self._refusal(DRIVER_ERROR, "ACL was used before the fork")
+
+    def _check_import(self, memory: Memory, device: int, switches: Switches) -> None:
+        reason = ""
+        listed = memory.whitelist.get(str(self._identity.pid))
+        if switches.vnpu:
+            reason = "a virtual instance cannot import"
+        elif memory.device != device:
+            reason = f"the memory is on card {memory.device}, and no peer access to it is enabled"
+        elif not memory.owned and not switches.orphan_import:
+            reason = "the owner and its list are gone"
+        elif memory.owner == self._identity.token:
+            reason = "the exporter cannot import its own handle"
+        elif self._identity.token in memory.importers and not switches.import_twice:
+            reason = "Can not import multi times"
+        elif listed is None:
+            reason = f"pid {self._identity.pid} is not on the list (EACCES)"
+        elif listed < self._identity.start:
+            reason = f"Time check fail: pid {self._identity.pid} was set before the process started (EACCES)"
+        if reason:
+            raise self._refusal(DRIVER_ERROR, reason)
+
+    def _take(self, entries: Ledger, switches: Switches, device: int, size: int, kind: str) -> Memory:
+        rounded = -(-size // GRANULE) * GRANULE
+        if entries.used(device) + rounded > switches.capacity_mib * MIB:
+            raise self._refusal(NO_MEMORY, f"no {rounded} bytes for {kind} on card {device}")
+        entries.numbers += 1
+        memory = Memory(entries.numbers, device, kind, rounded, self._identity.token, self._identity.pid, {}, [])
+        entries.memory.append(memory)
+        return memory
+
+    def _refusal(self, code: int, reason: str) -> AclError:
+        self._store.say(f"{self._identity.pid}: {reason}")
+        return AclError(code, reason)
+
+    @contextlib.contextmanager
+    def _open(self) -> Generator[Tuple[Ledger, Switches], None, None]:
+        self._check_fork()
+        token = self._identity.token
+        with self._store.open(token) as (entries, switches):
+            if all(each.token != token for each in entries.members):
+                entries.members.append(ledger.Member(token, self._identity.pid, self._identity.os_pid))
+            yield entries, switches
+
+
+@functools.lru_cache(maxsize=None)
+def _driver() -> Driver:
+    return Driver(Path(os.environ["ASCENDSIM"]))
+
+
+def driver() -> Driver:
+    """The driver, for this process. The child of a process that had no card open is a process like any other."""
+    this = _driver()
+    if this.is_inherited() and not this.uses_a_card:
+        _driver.cache_clear()
+        this = _driver()
+    return this
+
+
+def switches() -> Switches:
+    """The host's switches now, for a process that may have nothing to do with a card."""
+    return read(Path(os.environ["ASCENDSIM"]))

@@ -1,0 +1,98 @@
+"""The simulated machine, as a test holds it."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal as signals
+from pathlib import Path
+from typing import Any, Dict, List, Optional
+
+from ascendsim import ledger, switches
+from ascendsim.switches import Fault, Switches
+
+_PATH = Path(__file__).resolve().parent / "path"
+_SUPPORT = Path(__file__).resolve().parents[1]
+
+
+class Host:
+    """A machine with cards, in `directory`, which is made.
+
+    Args:
+        directory: holds everything; where it is memory, so is the cards'.
+        cards: how many.
+        values: fields of `Switches` that are not to have their defaults.
+    """
+
+    def __init__(self, directory: Path, cards: int = 1, **values: Any) -> None:
+        self.directory = directory
+        self.cards = cards
+        for each in ("processes", "memory"):
+            (directory / each).mkdir(parents=True)
+        (directory / "cards").write_text(str(cards), encoding="ascii")
+        self._store = ledger.Store(directory)
+        self._faults = 0
+        self._switches = Switches()
+        self.switch(**values)
+
+    def switch(self, **values: Any) -> None:
+        """Change fields of `Switches`; each process sees it in its next operation."""
+        switches.check(**values)
+        self._switches = dataclasses.replace(self._switches, **values)
+        switches.write(self.directory, self._switches)
+
+    def fault(
+        self,
+        operation: str,
+        action: str,
+        who: str = "all",
+        *,
+        skip: int = 0,
+        times: int = 0,
+        seconds: float = 0.0,
+        at: str = "start",
+        signal: int = int(signals.SIGSEGV),
+    ) -> None:
+        """Add a `Fault`; what it matches is counted from now on, over all processes."""
+        switches.check(operation=operation, action=action, who=who, at=at)
+        self._faults += 1
+        fault = Fault(self._faults, operation, action, who, skip, times, seconds, at, signal)
+        self.switch(faults=(*self._switches.faults, fault))
+
+    def clear_faults(self) -> None:
+        """Let all go well again."""
+        self.switch(faults=())
+
+    def ledger(self, device: int = 0) -> ledger.Card:
+        """What a card's memory holds now. Whatever belonged to a process that has ended is gone."""
+        with self._store.open() as (entries, values):
+            return ledger.card(entries, device, values.capacity_mib * ledger.MIB)
+
+    def copies_of_weights(self, device: int = 0) -> int:
+        """How often weights lie on a card, shared or private."""
+        kinds = [each.kind for each in self.ledger(device).allocations]
+        return kinds.count(ledger.WEIGHTS) + kinds.count(ledger.PRIVATE_WEIGHTS)
+
+    def count(self, operation: str) -> int:
+        """How many operations were begun on cards, over all processes: "build" or "predict"."""
+        switches.check(operation=operation)
+        with self._store.open() as (entries, _):
+            return entries.counters.get(operation, 0)
+
+    def driver_log(self) -> List[str]:
+        """Why the driver refused; on a real machine that is in the kernel's log, which no worker sees."""
+        file = self.directory / "driver.log"
+        return file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+
+
+def environment(host: Host, pid: Optional[int] = None) -> Dict[str, str]:
+    """The variables with which a process finds the simulator and `host`.
+
+    Args:
+        host: the machine it runs on.
+        pid: the driver's number for the process; by default os.getpid() plus the host's `pid_offset`.
+    """
+    before = os.environ.get("PYTHONPATH")
+    path = [str(_PATH), str(_SUPPORT), *([before] if before else [])]
+    variables = {"PYTHONPATH": os.pathsep.join(path), "ASCENDSIM": str(host.directory)}
+    return variables if pid is None else {**variables, "ASCENDSIM_PID": str(pid)}

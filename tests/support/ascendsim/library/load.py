@@ -1,0 +1,246 @@
+"""How a model gets onto a card (model_process.cc): as the holder of shared weights, as an importer, or privately.
+
+The holder and the importer return `_MASKED`, which is true, where the vendor's code returns RET_ERROR (-1) from a
+function of type bool: when allocating, exporting, listing pids, mapping or importing fails. The failure then shows
+one step later, without its cause - or not at all, if this process has a model whose id is 0.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Dict, List, NamedTuple, Optional
+
+from ascendsim import driver as drivers
+from ascendsim import faults, glog, ledger, modelfile
+from ascendsim.driver import AclError, Driver
+from ascendsim.ledger import GRANULE, MIB
+from ascendsim.modelfile import Floats, ModelFile
+
+_INT_MAX = 2**31 - 1
+_UINT64 = 2**64
+_MASKED = True
+_NO_MODEL = 2**32 - 1
+_PLACE = "extendrt/kernel/ascend/model/model_process.cc"
+_PIDS = re.compile(r"(?!,\Z)(\d+(,\s*\d+)*,?)?", re.ASCII)
+
+
+class NativeError(Exception):
+    """A C++ exception: `InvalidArgument` or `OutOfRange`."""
+
+
+class InvalidArgument(NativeError):
+    """std::invalid_argument."""
+
+
+class OutOfRange(NativeError):
+    """std::out_of_range."""
+
+
+class Options(NamedTuple):
+    """How to load: `pids` and `handle` as they were given; `grouped`: the model is in a ModelGroup."""
+
+    device: int
+    pids: str = ""
+    handle: str = ""
+    grouped: bool = False
+
+
+class Loaded(NamedTuple):
+    """A model that the driver has loaded for this process; `memory` is the number of shared weights, else 0."""
+
+    model: ModelFile
+    weights: Floats
+    memory: int
+
+
+_loaded: Dict[int, Loaded] = {}  # what the driver holds for this process, by its id
+_ids_given: List[int] = []
+
+
+class ModelProcess:
+    """One model on one card. What a failed `load` took is only given back when the process ends."""
+
+    def __init__(self, driver: Driver, options: Options) -> None:
+        self._driver = driver
+        self._options = options
+        self._handle = to_uint64(options.handle) if options.handle else 0
+        self._id = _NO_MODEL
+        self._infer_id = 0
+        self._memory: List[int] = []
+        self.shareable_handle = 0
+        self.who = self._role()
+
+    @property
+    def model(self) -> ModelFile:
+        """The model that runs here."""
+        return _loaded[self._infer_id].model
+
+    def load(self, model: ModelFile) -> bool:
+        """Take memory and put the model there."""
+        try:
+            self._driver.set_device(self._options.device)
+        except AclError as error:
+            _error(118, "Init", f"Acl open device {self._options.device} failed. ret = {error.code}")
+            return False
+        self.who = "private" if model.bundle else self.who
+        if self._options.grouped and model.bundle:
+            _error(820, "Load", "Update weight model don't support mem share!")
+            return False
+        load = {"holder": self._main, "importer": self._sub, "private": self._plain}[self.who]
+        if not load(model):
+            return False
+        faults.suffer(self._driver, "build", self.who, "loaded")
+        if self._infer_id not in _loaded:
+            _error(142, "PreInitModelResource", "Read model desc failed, ret = 100000")
+            _error(868, "Load", "Pre init model resource failed.")
+            return False
+        return True
+
+    def run(self, inputs: List[Floats]) -> Optional[List[Floats]]:
+        """The outputs, or None."""
+        current = _loaded.get(self._infer_id)
+        lost = current is None or not (current.memory == 0 or self._driver.is_valid(current.memory))
+        if current is None or (lost and self._driver.switches.after_death == "error"):
+            _error(1201, "PredictFromHost", "Execute Model Failed, ret = 507899")
+            return None
+        return modelfile.compute(current.model, current.weights, inputs)
+
+    def update(self, weights: Dict[str, Floats]) -> bool:
+        """Replace the weights of a bundle model."""
+        current = _loaded[self._infer_id]
+        width = current.model.width
+        layers = current.weights.reshape(-1, width, width)
+        names = [f"w{i}" for i in range(len(layers))]
+        if not weights or any(name not in names or array.size != width * width for name, array in weights.items()):
+            return False
+        for name, array in weights.items():
+            layers[names.index(name)] = array.reshape(width, width)
+        return True
+
+    def unload(self) -> None:
+        """Give everything back (UnLoad). Where aclmdlUnload fails, nothing is given back."""
+        if _loaded.pop(self._id, None) is None:
+            glog.error(f"{_PLACE}:892", "UnLoad", "Unload model failed, ret = 100000")
+            return
+        for number in reversed(self._memory):
+            self._driver.free(number)
+        self._driver.reset_device(self._options.device)
+
+    def _role(self) -> str:
+        if self._options.grouped:
+            return "private"
+        if self._options.pids:
+            return "holder"
+        return "importer" if self._handle else "private"
+
+    def _main(self, model: ModelFile) -> bool:
+        driver, size = self._driver, _shared_size(model)
+        step = (0, "")
+        try:
+            step = (681, "aclrtMallocPhysical failed! ret:")
+            memory = driver.allocate(self._options.device, size, ledger.WEIGHTS)
+            step = (687, "aclrtMemExportToShareableHandle failed! ret:")
+            self.shareable_handle = driver.export(memory)
+            pids = _pids(self._options.pids)
+            if pids is None:
+                _error(692, "MainProcess", "ConvertStringToIntVector failed!")
+                _error(858, "Load", "Main process failed!")
+                return False
+            step = (697, "Set pid to shareable_handle failed! ret:")
+            driver.set_pids(self.shareable_handle, pids)
+            step = (709, "aclrtmapmem failed! ret:")
+            weights = driver.map(memory, size, len(model.weights))
+        except AclError as error:
+            _error(step[0], "MainProcess", f"{step[1]}{error.code}")
+            return _MASKED
+        self._memory.append(memory)
+        return self._load_there(model, memory, weights, "Main")
+
+    def _sub(self, model: ModelFile) -> bool:
+        driver, size = self._driver, _shared_size(model)
+        try:
+            memory = driver.import_(self._handle, self._options.device)
+        except AclError as error:
+            text = "please Keep the main process running, otherwise the shared memory will become invalid!"
+            _error(745, "SubProcess", f"acl rt mem import from shareable handle failed! ret:{error.code} {text}")
+            return _MASKED
+        try:
+            weights = driver.map(memory, size, len(model.weights))
+        except AclError:
+            _error(753, "SubProcess", f"aclrtmapmem failed! weight size:{size}")
+            return _MASKED
+        self._memory.append(memory)
+        return self._load_there(model, memory, weights, "Sub")
+
+    def _load_there(self, model: ModelFile, memory: int, mapped: object, who: str) -> bool:
+        if not self._take_workspace():
+            _error(860, "Load", f"{who} process failed!")
+            return False
+        weights = modelfile.as_floats(mapped, model)
+        # DavinciModel::InitWeightMem: each load writes the weights of its own file, whoever runs on what was there.
+        weights[:] = modelfile.as_floats(model.weights, model)
+        self._loaded(model, weights, memory)
+        return True
+
+    def _plain(self, model: ModelFile) -> bool:
+        try:
+            self._memory.append(self._driver.allocate(self._options.device, model.weight_bytes, ledger.PRIVATE_WEIGHTS))
+        except AclError as error:
+            _error(855, "Load", f"Call aclmdlLoadFromMem failed, ret = {error.code}")
+            return False
+        if not self._take_workspace():
+            return False
+        self._loaded(model, modelfile.as_floats(model.weights, model).copy(), 0)
+        return True
+
+    def _take_workspace(self) -> bool:
+        size = self._driver.switches.workspace_mib * MIB
+        if size:
+            try:
+                self._memory.append(self._driver.allocate(self._options.device, size, ledger.WORKSPACE))
+            except AclError as error:
+                _error(764, "AllocWorkMemory", f"Call aclrtMalloc failed, err_code = {error.code}")
+                return False
+        return True
+
+    def _loaded(self, model: ModelFile, weights: Floats, memory: int) -> None:
+        self._id = self._driver.switches.first_model_id + len(_ids_given)
+        self._infer_id = self._id
+        _ids_given.append(self._id)
+        _loaded[self._id] = Loaded(model, weights, memory)
+
+
+def open_driver() -> Optional[Driver]:
+    """The driver, or None on a machine without Ascend."""
+    driver = drivers.driver()
+    return driver if driver.switches.ascend else None
+
+
+def to_uint64(text: str) -> int:
+    """As std::stoull: leading blanks, a sign that wraps around, digits; what follows them is ignored."""
+    match = re.match(r"[ \t\n\v\f\r]*([+-]?)([0-9]+)", text)
+    if match is None:
+        raise InvalidArgument("stoull")
+    value = int(match.group(2))
+    if value >= _UINT64:
+        raise OutOfRange("stoull")
+    return -value % _UINT64 if match.group(1) == "-" else value
+
+
+def _pids(text: str) -> Optional[List[int]]:
+    """As ConvertStringToIntVector: None for what does not match."""
+    if not _PIDS.fullmatch(text):
+        return None
+    pids = [int(each) for each in text.split(",") if each]
+    if any(pid > _INT_MAX for pid in pids):
+        raise OutOfRange("stoi")
+    return pids
+
+
+def _shared_size(model: ModelFile) -> int:
+    """One granule more than needed, where the size is a multiple of it already."""
+    return (model.weight_bytes // GRANULE + 1) * GRANULE
+
+
+def _error(line: int, function: str, text: str) -> None:
+    glog.error(f"{_PLACE}:{line}", function, text)

@@ -1,0 +1,347 @@
+"""The model below the Python API (model_impl.cc): it succeeds or fails, and says why only in the log."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+from typing import Dict, List, NamedTuple, Optional, Sequence, Set, Union
+
+import numpy as np
+
+from ascendsim import faults, glog, modelfile
+from ascendsim.driver import AclError, Driver
+from ascendsim.library.load import ModelProcess, NativeError, Options, open_driver
+from ascendsim.library.tensor import DataType, TensorBind
+from ascendsim.modelfile import Floats, ModelFile, ModelFileError
+
+_MAX_SECTIONS = 100
+_MAX_ITEMS = 1000
+_ASCEND = "ascend_context"
+_PIDS = "shareable_weight_pid_list"
+_HANDLE = "shareable_weight_mem_handle"
+_DECRYPT_MODES = ("AES-GCM", "AES-CBC", "SM4-CBC")
+_IMPL = "extendrt/cxx_api/model/model_impl.cc"
+
+grouped_paths: Set[str] = set()
+"""Files that are in a ModelGroup of this process."""
+
+
+class Place(NamedTuple):
+    """Where a Context says that a model runs."""
+
+    target: str
+    device: int
+    provider: str
+
+
+class _RefusedError(Exception):
+    """A predict fails; the text goes to the log."""
+
+
+class _Cpu:
+    """A model on the CPU, which knows nothing of sharing. It runs every simulated model."""
+
+    first_dim_only = False
+
+    def __init__(self, model: ModelFile) -> None:
+        self.model = model
+        self._weights = modelfile.as_floats(model.weights, model)
+
+    def run(self, inputs: List[Floats]) -> Optional[List[Floats]]:
+        return modelfile.compute(self.model, self._weights, inputs)
+
+
+class _Card:
+    """A model on a card."""
+
+    first_dim_only = True
+
+    def __init__(self, driver: Driver, process: ModelProcess) -> None:
+        self._driver = driver
+        self._process = process
+        self.model = process.model
+
+    @property
+    def handle(self) -> int:
+        return self._process.shareable_handle
+
+    def run(self, inputs: List[Floats]) -> Optional[List[Floats]]:
+        try:
+            faults.begin(self._driver, "predict", self._process.who)
+        except (AclError, faults.Failed):
+            glog.error("extendrt/kernel/ascend/model/model_process.cc:1201", "PredictFromHost", "Execute Model Failed")
+            return None
+        except faults.Garbage:
+            outputs = self._process.run(inputs)
+            return None if outputs is None else [-1 - each for each in outputs]
+        return self._process.run(inputs)
+
+    def update(self, weights: Dict[str, Floats]) -> bool:
+        return self._process.update(weights)
+
+    def unload(self) -> None:
+        self._process.unload()
+
+
+class NativeModel:
+    """One model. A failed build has spoilt it for ever; so has a predict that failed because of its shapes."""
+
+    def __init__(self) -> None:
+        self._config: Dict[str, Dict[str, str]] = {}
+        self._built = False
+        self._runner: Union[_Cpu, _Card, None] = None
+        self._handle = ""
+        self._pid = ""
+        self._shapes: List[List[int]] = []
+        self._buffers: List[_Buffer] = []
+        self._outputs: List[TensorBind] = []
+        self._poisoned = False
+        self._mutex = threading.Lock()
+
+    def __del__(self) -> None:
+        runner = self._runner
+        # A process that ends gives everything back anyway.
+        if isinstance(runner, _Card) and not sys.is_finalizing():
+            # A forked child has nothing to give back; nor has a process whose host has been removed.
+            try:
+                runner.unload()
+            except (AclError, OSError):
+                return
+
+    def load_config(self, path: str) -> bool:
+        """Read a file of sections; what is none is ignored. What was given as a dict stays."""
+        section = ""
+        for line in Path(path).read_text(encoding="utf-8", errors="replace").splitlines():
+            text = line.strip()
+            if text.startswith("[") and text.endswith("]"):
+                section = text[1:-1]
+            elif section and "=" in text and not text.startswith("#"):
+                key, _, value = text.partition("=")
+                self._config.setdefault(section, {})[key.strip()] = value.strip()
+        return True
+
+    def update_config(self, section: str, items: Dict[str, str]) -> bool:
+        """Take a section of a dict; unknown names are ignored without a word."""
+        for key, value in items.items():
+            if section not in self._config and len(self._config) >= _MAX_SECTIONS:
+                glog.error(f"{_IMPL}:1121", "UpdateConfig", "config too many sections!")
+                return False
+            known = self._config.setdefault(section, {})
+            if key not in known and len(known) >= _MAX_ITEMS:
+                glog.error(f"{_IMPL}:1127", "UpdateConfig", "config too many items!")
+                return False
+            known[key] = value
+        return True
+
+    def build(self, path: str, place: Place, *, is_mindir: bool, key: bytes = b"", mode: str = "") -> bool:
+        """Build from a file; with a key, an encrypted one."""
+        if key and mode not in _DECRYPT_MODES:
+            glog.error("../python/src/model_pybind.cc:146", "PyModelBuild", "Decrypt failed!")
+            return False
+        if self._built:
+            glog.error(f"{_IMPL}:478", "BuildByBufferImpl", "Model has been called Build")
+            return False
+        self._built = True
+        model = self._read(path, key) if is_mindir else None
+        sharing = self._config.get(_ASCEND, {})
+        if sharing.get(_PIDS) and sharing.get(_HANDLE):
+            text = "You can only set pids or sharable_handle, but not set both of them!"
+            glog.error(f"{_IMPL}:417", "UpdateSharingWorkspaceConfig", text)
+            return False
+        if model is None:
+            glog.error(f"{_IMPL}:215", "Build", "Load model failed, please check the file and its type.")
+            return False
+        try:
+            return self._create_session(model, path, place, encrypted=bool(key))
+        except NativeError as error:
+            if key:
+                raise  # caught by nobody: the overload with cryptoInfo has no try
+            glog.error("extendrt/cxx_api/model/model.cc:95", "Build", f"Catch exception: {error}")
+            return False
+
+    def resize(self, count: int, shapes: List[List[int]]) -> bool:
+        """Set the inputs' shapes. Whether the model can take them is only found out in the next predict."""
+        runner = self._runner
+        if runner is None or not count == len(shapes) == len(self._shapes):
+            glog.error(f"{_IMPL}:603", "Resize", "The inputs size is wrong, or the model has not been called Build.")
+            return False
+        if any(dim <= 0 for shape in shapes for dim in shape):
+            glog.error(f"{_IMPL}:610", "Resize", "New shape of input cannot be dynamic")
+            return False
+        fixed = all(dim >= 0 for spec in runner.model.inputs for dim in spec.shape)
+        if runner.first_dim_only and fixed and shapes != self._shapes:
+            glog.error("extendrt/kernel/ascend/model/model_process.cc:1001", "Resize", "Not support dynamic input")
+            return False
+        self._shapes = [list(shape) for shape in shapes]
+        return True
+
+    def inputs(self) -> List[TensorBind]:
+        """New tensors without data, in the shapes of the last resize."""
+        runner = self._runner
+        if runner is None:
+            return []
+        pairs = zip(runner.model.inputs, self._shapes)
+        return [TensorBind(spec.name, DataType.FLOAT32, shape) for spec, shape in pairs]
+
+    def outputs(self) -> List[TensorBind]:
+        """The outputs of the last predict; before one, what is known of their shapes (on the CPU nothing)."""
+        runner = self._runner
+        if self._outputs or runner is None:
+            return self._outputs
+        result: List[TensorBind] = []
+        for spec in runner.model.outputs:
+            unknown = -1 in spec.shape and isinstance(runner, _Cpu)
+            result.append(TensorBind(spec.name, DataType.FLOAT32, [-1] if unknown else spec.shape))
+        return result
+
+    def predict(self, inputs: Sequence[TensorBind]) -> Optional[List[TensorBind]]:
+        """Run. The outputs are the model's own, and overwritten by the next predict."""
+        with self._mutex:
+            try:
+                return self._predict(inputs)
+            except _RefusedError as error:
+                glog.error(f"{_IMPL}:655", "Predict", str(error))
+                return None
+
+    def update_weights(self, weights: List[List[TensorBind]]) -> bool:
+        """Replace weights of a bundle model. Nothing keeps a predict from running at the same time."""
+        runner = self._runner
+        if not isinstance(runner, _Card):
+            glog.error(f"{_IMPL}:700", "UpdateWeights", "update weight only support ascend.")
+            return False
+        if not weights:
+            # weights[0] without a look at the size.
+            os.kill(os.getpid(), signal.SIGSEGV)
+        if len(weights) != 1 or not runner.model.bundle:
+            glog.error("extendrt/kernel/ascend/src/custom_ascend_kernel.cc:390", "UpdateWeight", "update weight failed")
+            return False
+        return runner.update({each.name: np.asarray(each.data(), np.float32).reshape(-1) for each in weights[0]})
+
+    def info(self, key: str) -> str:
+        """get_model_info (model.cc:476): '' for everything that is not there."""
+        if key == "current_pid":
+            return self._current_pid()
+        if key == _HANDLE:
+            return self._handle
+        if key not in ("user_info", "input_shape", "dynamic_dims"):
+            glog.warning("extendrt/cxx_api/model/model.cc:489", "GetModelInfo", f"Invalid model info key: {key}")
+        return ""
+
+    def _current_pid(self) -> str:
+        driver = open_driver()
+        if driver is None:
+            text = "dlopen libascend_kernel_plugin.so failed"
+            glog.error("extendrt/kernel/ascend/src/acl_env_guard.cc:90", "GetPid", text)
+            return ""
+        return str(driver.pid)
+
+    def _read(self, path: str, key: bytes) -> Optional[ModelFile]:
+        try:
+            return modelfile.read(Path(path), key)
+        except ModelFileError as error:
+            glog.error(f"{_IMPL}:210", "Build", f"Read model file failed: {error}")
+            return None
+
+    def _create_session(self, model: ModelFile, path: str, place: Place, *, encrypted: bool) -> bool:
+        if place.target == "cpu":
+            self._runner = _Cpu(model)
+        elif place.target == "ascend":
+            runner = self._load(model, path, place)
+            if runner is None:
+                return False
+            self._runner = runner
+            if runner.handle and not encrypted:
+                self._handle = str(runner.handle)
+        else:
+            glog.error("extendrt/infer_session.cc:125", "CreateSession", f"No session for {place.target}")
+            return False
+        self._shapes = [list(spec.shape) for spec in self._runner.model.inputs]
+        self._buffers = [_Buffer() for _ in self._runner.model.outputs]
+        return True
+
+    def _load(self, model: ModelFile, path: str, place: Place) -> Optional[_Card]:
+        driver = open_driver()
+        if driver is None:
+            glog.error("extendrt/infer_session.cc:130", "CreateSession", "Load libascend_kernel_plugin.so failed.")
+            return None
+        if not model.om:
+            text = "Only support one custom node of Ascend"
+            glog.error("extendrt/session/single_op_session.cc:301", "CompileGraph", text)
+            return None
+        process = ModelProcess(driver, self._options(driver, path, place))
+        try:
+            faults.begin(driver, "build", process.who)
+            return _Card(driver, process) if process.load(model) else None
+        except (AclError, faults.Failed, faults.Garbage):
+            glog.error("extendrt/session/single_op_session.cc:310", "CompileGraph", "Init kernel failed.")
+            return None
+
+    def _options(self, driver: Driver, path: str, place: Place) -> Options:
+        device = place.device
+        if device >= driver.cards:
+            text = f"Invalid device id {device}, use 0"
+            glog.warning("extendrt/kernel/ascend/src/custom_ascend_kernel.cc:70", "GenAclOptions", text)
+            device = 0
+        if place.provider == "ge" or os.environ.get("ENABLE_MULTI_BACKEND_RUNTIME") == "on":
+            return Options(device)
+        section = self._config.get(_ASCEND, {})
+        grouped = path in grouped_paths
+        return Options(device, section.get(_PIDS, ""), section.get(_HANDLE, ""), grouped)
+
+    def _predict(self, inputs: Sequence[TensorBind]) -> List[TensorBind]:
+        runner = self._runner
+        if runner is None or len(inputs) != len(self._shapes):
+            raise _RefusedError("The inputs size is wrong, or the model has not been called Build.")
+        if self._poisoned:
+            # The answer to an old request, if there was one.
+            if not self._outputs:
+                raise _RefusedError("Run graph failed.")
+            return self._outputs
+        if any(-1 in shape for shape in self._shapes):
+            self._poisoned = all(-1 not in each.shape for each in inputs)
+            raise _RefusedError("Input shape is dynamic, please resize first.")
+        try:
+            outputs = runner.run(self._arrays(inputs, runner.model))
+        except ValueError as error:
+            self._poisoned = True
+            raise _RefusedError(f"Input shapes do not fit: {error}") from None
+        if outputs is None:
+            raise _RefusedError("Model predict failed.")
+        self._outputs = self._copy_out(runner.model, outputs)
+        return self._outputs
+
+    def _arrays(self, inputs: Sequence[TensorBind], model: ModelFile) -> List[Floats]:
+        arrays: List[Floats] = []
+        for tensor, shape, spec in zip(inputs, self._shapes, model.inputs):
+            if tensor.dtype is not DataType.FLOAT32 or tensor.shape != shape:
+                raise ValueError(f"{tensor.name} is {tensor.shape}, not {shape}")
+            if len(shape) != len(spec.shape) or shape[1:] != spec.shape[1:]:
+                raise ValueError(f"{shape} is not {spec.shape}")
+            arrays.append(tensor.data())
+        return arrays
+
+    def _copy_out(self, model: ModelFile, arrays: List[Floats]) -> List[TensorBind]:
+        outputs: List[TensorBind] = []
+        for spec, buffer, array in zip(model.outputs, self._buffers, arrays):
+            tensor = TensorBind(spec.name, DataType.FLOAT32, list(array.shape))
+            tensor.array = buffer.put(array)
+            outputs.append(tensor)
+        return outputs
+
+
+class _Buffer:
+    """The memory of an output: it is used again, and only replaced by a larger one."""
+
+    def __init__(self) -> None:
+        self._memory: Floats = np.zeros(0, np.float32)
+
+    def put(self, array: Floats) -> Floats:
+        """Copy an array in; return the view of it."""
+        if array.size > self._memory.size:
+            self._memory = np.zeros(array.size, np.float32)
+        view: Floats = self._memory[: array.size].reshape(array.shape)
+        view[...] = array
+        return view

@@ -1,0 +1,132 @@
+"""The simulated model file: a magic, a header in JSON, and the weights, of which no checksum is kept.
+
+So a file with flipped bytes in the weights, or with other weights of the same size, loads as well as the right one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any, Dict, List, NamedTuple, Optional, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float32]
+
+_MAGIC = b"ASCENDSIM MINDIR\n"
+_ENCRYPTED = b"ASCENDSIM LOCKED\n"
+_HEADER_DIGITS = 8
+
+
+class ModelFileError(Exception):
+    """This is no model file, or not a whole one."""
+
+
+class TensorSpec(NamedTuple):
+    """An input or output; a free dimension is -1. All are float32."""
+
+    name: str
+    shape: List[int]
+
+
+class ModelFile(NamedTuple):
+    """What a model file holds.
+
+    Attributes:
+        kind: "mlp" or "pair".
+        layers: of an "mlp".
+        width: the last dimension of every input and output.
+        inputs: in order.
+        outputs: in order.
+        weight_bytes: what the weights take on a card; may pretend to be more than the file holds.
+        bundle: converted for `update_weights`.
+        om: holds the one node that only Ascend runs; a model without it was converted for CPU.
+        weights: as the file has them.
+    """
+
+    kind: str
+    layers: int
+    width: int
+    inputs: List[TensorSpec]
+    outputs: List[TensorSpec]
+    weight_bytes: int
+    bundle: bool
+    om: bool
+    weights: bytes
+
+
+def write(path: Path, model: ModelFile, key: bytes = b"") -> Path:
+    """Write a model file; with a key it can only be read with that key."""
+    fields = model._asdict()
+    del fields["weights"]
+    fields["stored"] = len(model.weights)
+    header = json.dumps(fields, sort_keys=True).encode()
+    data = _MAGIC + f"{len(header):0{_HEADER_DIGITS}d}".encode() + header + model.weights
+    path.write_bytes(_ENCRYPTED + hashlib.sha256(key).digest() + data if key else data)
+    return path
+
+
+def read(path: Path, key: bytes = b"") -> ModelFile:
+    """Read a model file, or raise `ModelFileError`."""
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise ModelFileError(str(error)) from None
+    if key:
+        data = _decrypt(data, key)
+    if not data.startswith(_MAGIC):
+        raise ModelFileError("not a model")
+    begin = len(_MAGIC) + _HEADER_DIGITS
+    try:
+        end = begin + int(data[len(_MAGIC) : begin])
+        fields: Dict[str, Any] = json.loads(data[begin:end].decode())
+        stored = fields.pop("stored")
+        for each in ("inputs", "outputs"):
+            fields[each] = [TensorSpec(*row) for row in fields[each]]
+        model = ModelFile(weights=data[end:], **fields)
+    except (ValueError, KeyError, TypeError) as error:
+        raise ModelFileError(f"damaged: {error}") from None
+    if len(model.weights) != stored:
+        raise ModelFileError("truncated, or with something behind it")
+    return model
+
+
+def compute(model: ModelFile, weights: Floats, inputs: Sequence[Floats]) -> List[Floats]:
+    """Run the model with these weights (maybe not its own).
+
+    Products and sums of single rows only: each row's answer is the same bits in every process, with every numpy and
+    in every batch.
+    """
+    with np.errstate(all="ignore"):
+        if model.kind == "mlp":
+            return [_mlp(model, weights, inputs[0])]
+        a, b = inputs
+        scale = weights[: model.width]
+        return [(a + b) * scale, (a - b) * scale]
+
+
+def _mlp(model: ModelFile, weights: Floats, x: Floats) -> Floats:
+    width = model.width
+    layers = weights[: model.layers * width * width].reshape(model.layers, width, width)
+    for layer in layers:
+        total: Floats = np.zeros(x.shape, np.float32)
+        for k in range(width):
+            total += x[:, k : k + 1] * layer[k]
+        x = np.maximum(total, np.float32(0))
+    return x
+
+
+def as_floats(data: Any, model: ModelFile) -> Floats:
+    """The model's weights, as they lie in `data`: no copy."""
+    values: Floats = np.frombuffer(data, np.float32, len(model.weights) // 4)
+    return values
+
+
+def _decrypt(data: bytes, key: Optional[bytes]) -> bytes:
+    begin = len(_ENCRYPTED)
+    digest = hashlib.sha256(key or b"").digest()
+    if not data.startswith(_ENCRYPTED) or data[begin : begin + len(digest)] != digest:
+        raise ModelFileError("Decrypt failed!")
+    return data[begin + len(digest) :]

@@ -1,0 +1,71 @@
+"""Writers of simulated models, the same bytes for the same arguments, and the answers that they ought to give."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Dict, List, Optional
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ascendsim import modelfile
+from ascendsim.modelfile import Floats, ModelFile, TensorSpec
+
+_MIB = 1024 * 1024
+
+
+def mlp(
+    path: Path,
+    layers: int = 2,
+    width: int = 64,
+    batch: Optional[int] = None,
+    seed: int = 0,
+    *,
+    bundle: bool = False,
+    om: bool = True,
+    size_mib: int = 0,
+    key: bytes = b"",
+) -> Path:
+    """`layers` times relu(x @ W), W [width, width]: "x" float32 [batch, width] -> "y" of the same shape.
+
+    Args:
+        path: of the file to write, which is returned.
+        layers: how many W.
+        width: of each W, and of a row.
+        batch: None leaves it free.
+        seed: of the weights.
+        bundle: converted for `update_weights`.
+        om: False: converted for CPU, so that Ascend refuses it.
+        size_mib: the weights pretend to take so much on a card; 0: what they take.
+        key: the file is encrypted with it.
+    """
+    rng = np.random.RandomState(seed)
+    weights: Floats = rng.standard_normal(layers * width * width).astype(np.float32)
+    weights *= np.float32((2 / width) ** 0.5)
+    shape = [-1 if batch is None else batch, width]
+    specs = [TensorSpec("x", shape)], [TensorSpec("y", shape)]
+    size = size_mib * _MIB or weights.nbytes
+    return modelfile.write(path, ModelFile("mlp", layers, width, *specs, size, bundle, om, weights.tobytes()), key)
+
+
+def two_inputs(path: Path, seed: int = 0) -> Path:
+    """Inputs "a", "b" float32 [N, 4] -> "sum" = (a + b) * w, "difference" = (a - b) * w, w [4]: a swap shows."""
+    weights: Floats = np.random.RandomState(seed).standard_normal(4).astype(np.float32)
+    inputs = [TensorSpec("a", [-1, 4]), TensorSpec("b", [-1, 4])]
+    outputs = [TensorSpec("sum", [-1, 4]), TensorSpec("difference", [-1, 4])]
+    model = ModelFile("pair", 0, 4, inputs, outputs, weights.nbytes, False, True, weights.tobytes())
+    return modelfile.write(path, model)
+
+
+def answers(path: Path, inputs: Dict[str, NDArray[Any]], key: bytes = b"") -> Dict[str, Floats]:
+    """What the model of this file answers, bit for bit."""
+    model = modelfile.read(path, key)
+    weights = modelfile.as_floats(model.weights, model)
+    arrays: List[Floats] = [np.asarray(inputs[each.name], np.float32) for each in model.inputs]
+    outputs = modelfile.compute(model, weights, arrays)
+    return {spec.name: array for spec, array in zip(model.outputs, outputs)}
+
+
+def answer(path: Path, x: NDArray[Any], key: bytes = b"") -> Floats:
+    """What an `mlp` of this file answers to `x`, bit for bit."""
+    return answers(path, {"x": x}, key)["y"]

@@ -1,0 +1,22 @@
+"""The simulator under the vendor's name: what `import mindspore_lite` gets, with this file's folder on the path."""
+
+from ascendsim import acl
+from ascendsim.library.context import Context
+from ascendsim.library.model import Model, ModelType
+from ascendsim.library.model_group import ModelGroup, ModelGroupFlag
+from ascendsim.library.tensor import DataType, Format, Tensor, TensorMeta
+
+__version__ = "2.7.0"
+__all__ = [
+    "Context",
+    "DataType",
+    "Format",
+    "Model",
+    "ModelGroup",
+    "ModelGroupFlag",
+    "ModelType",
+    "Tensor",
+    "TensorMeta",
+]
+
+acl.install()

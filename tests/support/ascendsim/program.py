@@ -1,0 +1,178 @@
+"""Programs that use the simulated library, each a process of its own, for a test to drive.
+
+They are forked from one that has imported everything and used nothing, so that each starts within milliseconds::
+
+    with Nursery() as nursery:
+        holder, worker = nursery.start(host), nursery.start(host)
+        handle = holder.do("build(path, pids=pids)", path=path, pids=str(worker.do("pid()")))
+        worker.do("build(path, handle=handle)", path=path, handle=handle)
+        worker.do("predict(x)", x=x)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import re
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, Dict, List, Optional
+
+from ascendsim.host import Host, environment
+
+_CHILD = Path(__file__).resolve().with_name("program_child.py")
+_LIMIT_S = 60
+_ERROR = re.compile(r"\[ERROR\] ME\(\d+,[0-9a-f]+,\w+\):\S+ \[[^\]]+:\d+\] \w+\] (?P<text>.*)")
+
+
+class ProgramError(Exception):
+    """What the code of a program raised: its type's name in `kind`, its text in `text`."""
+
+    def __init__(self, kind: str, text: str) -> None:
+        super().__init__(f"{kind}: {text}")
+        self.kind = kind
+        self.text = text
+
+
+class Died(Exception):
+    """The program ended without an answer; `status` is negative for a signal."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__(f"exit status {status}")
+        self.status = status
+
+
+class Nursery:
+    """Starts programs, and ends them all after the block."""
+
+    def __enter__(self) -> Nursery:
+        self._directory = tempfile.TemporaryDirectory(prefix="asim-", dir="/tmp")
+        self._programs: List[Program] = []
+        path = _CHILD
+        variables = {"PYTHONPATH": f"{path.parent / 'path'}{os.pathsep}{path.parents[1]}", "OPENBLAS_NUM_THREADS": "1"}
+        self._process = subprocess.Popen(
+            [sys.executable, str(path)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, **variables},
+        )
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for program in self._programs:
+            program.kill()
+        assert self._process.stdin
+        assert self._process.stdout
+        self._process.stdin.close()
+        self._process.wait(_LIMIT_S)
+        self._process.stdout.close()
+        self._directory.cleanup()
+
+    def start(self, host: Host, pid: Optional[int] = None, **variables: str) -> Program:
+        """A new program on this host; `variables` are more of its environment, `pid` see `environment`."""
+        number = str(len(self._programs))
+        address = str(Path(self._directory.name) / number)
+        log = Path(f"{address}.log")
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(address)
+            listener.listen(1)
+            listener.settimeout(_LIMIT_S)
+            os_pid = self.ask((address, str(log), {**environment(host, pid), **variables}))
+            connection = listener.accept()[0]
+        program = Program(self, os_pid, connection, log)
+        self._programs.append(program)
+        return program
+
+    def ask(self, request: object) -> int:
+        """What the process behind it answers: a pid for the arguments of a program, its status for a pid."""
+        assert self._process.stdin
+        assert self._process.stdout
+        pickle.dump(request, self._process.stdin, protocol=4)
+        self._process.stdin.flush()
+        answer: int = pickle.load(self._process.stdout)
+        return answer
+
+
+class Program:
+    """One program. `os_pid` is its number for itself; the driver's is what its "pid()" gives."""
+
+    def __init__(self, nursery: Nursery, os_pid: int, connection: socket.socket, log: Path) -> None:
+        self.os_pid = os_pid
+        self._nursery = nursery
+        self._connection = connection
+        self._stream = connection.makefile("rwb")
+        self._log = log
+        self._status: Optional[int] = None
+
+    def do(self, code: str, **values: Any) -> Any:
+        """Run code with these values as names; return the value of its last line. See `program_child.Library`."""
+        self.begin(code, **values)
+        return self.result()
+
+    def begin(self, code: str, **values: Any) -> None:
+        """Let it run code, without waiting."""
+        pickle.dump((code, values), self._stream, protocol=4)
+        self._stream.flush()
+
+    def has_answered(self, timeout: float = 0) -> bool:
+        """Whether `result` would return at once."""
+        return bool(select.select([self._connection], [], [], timeout)[0])
+
+    def result(self) -> Any:
+        """What the code that was begun gives: its value, a `ProgramError`, or `Died`."""
+        try:
+            error, value = pickle.load(self._stream)
+        except (EOFError, ConnectionResetError):
+            raise Died(self.wait()) from None
+        if error is not None:
+            raise ProgramError(*error)
+        return value
+
+    def refusal(self, code: str, **values: Any) -> ProgramError:
+        """The error that this code raises."""
+        try:
+            value = self.do(code, **values)
+        except ProgramError as error:
+            return error
+        raise AssertionError(f"no error, but {value!r}")
+
+    def log(self) -> str:
+        """What it wrote to stderr so far."""
+        return self._log.read_text(encoding="utf-8") if self._log.exists() else ""
+
+    def errors(self) -> List[str]:
+        """The texts of the errors in its native log, in order."""
+        return [match.group("text") for match in map(_ERROR.match, self.log().splitlines()) if match]
+
+    def wait(self) -> int:
+        """Wait for its end; return its status, negative for a signal."""
+        if self._status is None:
+            status = self._nursery.ask(self.os_pid)
+            self._status = -os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
+            with contextlib.suppress(OSError):
+                self._stream.close()
+            self._connection.close()
+        return self._status
+
+    def kill(self, number: int = signal.SIGKILL) -> int:
+        """Kill it and wait for its end."""
+        if self._status is None:
+            os.kill(self.os_pid, number)
+        return self.wait()
+
+    def end(self) -> int:
+        """Let it end by itself, and wait for that."""
+        if self._status is None:
+            self._connection.shutdown(socket.SHUT_WR)
+        return self.wait()
+
+
+def config(**items: str) -> Dict[str, Dict[str, str]]:
+    """A config_dict with one section, ascend_context."""
+    return {"ascend_context": dict(items)}

@@ -1,0 +1,130 @@
+"""The other side of `program`: forks a program for each request, which then runs the code that it is sent."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import pickle
+import signal
+import socket
+import sys
+from typing import Any, Dict, Optional, Tuple
+
+import mindspore_lite as ms
+import numpy as np
+
+_PR_SET_PDEATHSIG = 1
+
+ms_any: Any = ms  # the simulator under the vendor's name; the checkers know another description of it
+
+
+class Library:
+    """What the code of a test uses; `model` is the one that was built last."""
+
+    def __init__(self) -> None:
+        self.model: Any = None
+
+    def context(self, target: str = "ascend", device: int = 0, provider: str = "") -> Any:
+        context = ms_any.Context()
+        context.target = [target]
+        context.ascend.device_id = device
+        context.ascend.provider = provider
+        return context
+
+    def build(self, path: Any, pids: str = "", handle: str = "", options: Any = None, **place: Any) -> str:
+        """Build a new model; return the handle that it exports."""
+        keys = {"shareable_weight_pid_list": pids, "shareable_weight_mem_handle": handle}
+        section = {key: value for key, value in keys.items() if value}
+        self.model = ms_any.Model()
+        where = self.context(**place)
+        config = {"ascend_context": section} if section else None
+        self.model.build_from_file(str(path), ms_any.ModelType.MINDIR, where, config_dict=config, **(options or {}))
+        exported: str = self.model.get_model_info("shareable_weight_mem_handle")
+        return exported
+
+    def predict(self, *arrays: Any) -> Any:
+        """Resize, set the inputs, predict, and copy the first output."""
+        self.model.resize(self.model.get_inputs(), [list(array.shape) for array in arrays])
+        tensors = self.model.get_inputs()
+        for tensor, array in zip(tensors, arrays):
+            tensor.set_data_from_numpy(array)
+        return self.model.predict(tensors)[0].get_data_to_numpy().copy()
+
+    def pid(self) -> int:
+        """The driver's number for this process."""
+        return int(ms_any.Model().get_model_info("current_pid"))
+
+    def set_pids(self, handle: str, *pids: int) -> int:
+        """aclrtMemSetPidToShareableHandle, by ctypes."""
+        function: Any = ctypes.CDLL("libascendcl.so").aclrtMemSetPidToShareableHandle
+        array = (ctypes.c_int32 * len(pids))(*pids)
+        code: int = function(ctypes.c_uint64(int(handle)), array, ctypes.c_size_t(len(pids)))
+        return code
+
+
+def run(code: str, names: Dict[str, Any]) -> Any:
+    """Run lines of code; the value of the last one, if that is an expression."""
+    *lines, last = code.strip().splitlines()
+    try:
+        expression = compile(last, "<test>", "eval")
+    except SyntaxError:
+        exec(code, names)
+        return None
+    exec("\n".join(lines), names)
+    return eval(expression, names)
+
+
+def serve(stream: Any) -> None:
+    """Run what comes, until nothing comes."""
+    library = Library()
+    names: Dict[str, Any] = {"ms": ms_any, "np": np, "ctypes": ctypes, "os": os, "lib": library}
+    for name in ("build", "predict", "pid", "set_pids", "context"):
+        names[name] = getattr(library, name)
+    while True:
+        try:
+            code, values = pickle.load(stream)
+        except EOFError:
+            return
+        names.update(values)
+        answer: Tuple[Optional[Tuple[str, str]], Any]
+        try:
+            answer = None, run(code, names)
+        except Exception as error:  # noqa: BLE001 - whatever the library raises is the answer
+            answer = (type(error).__name__, str(error)), None
+        pickle.dump(answer, stream, protocol=4)
+        stream.flush()
+
+
+def become(address: str, log: str, variables: Dict[str, str]) -> None:
+    """Be a program of its own, which does not outlive the one that started it, not even if it hangs."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    os.environ.update(variables)
+    os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), 2)
+    os.dup2(2, 1)
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(address)
+        serve(connection.makefile("rwb"))
+
+
+def main() -> None:
+    """Fork for each request, and tell how programs ended."""
+    requests = sys.stdin.buffer
+    answers = os.fdopen(os.dup(1), "wb")
+    while True:
+        try:
+            request = pickle.load(requests)
+        except EOFError:
+            return
+        if isinstance(request, int):
+            answer = os.waitpid(request, 0)[1]
+        else:
+            answer = os.fork()
+            if answer == 0:
+                become(*request)
+                os._exit(0)
+        pickle.dump(answer, answers, protocol=4)
+        answers.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,126 @@
+"""What a test can vary while simulated processes run: each process reads the switches at each operation."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any, Dict, NamedTuple, Tuple
+
+_FILE = "switches.json"
+
+
+class Fault(NamedTuple):
+    """Something that goes wrong in an operation; `Host.fault` makes one.
+
+    Attributes:
+        number: tells faults apart.
+        operation: "build" or "predict".
+        action: "fail" (a RuntimeError without a reason), "crash" (`signal` to the process itself), "hang" (never
+            returns; Python's signal handlers do not run, as in native code), "slow" (`seconds` longer), or, in a
+            predict, "garbage" (a wrong answer).
+        who: "all", "holder" (builds with a pid list), "importer" (with a handle) or "private" (with neither).
+        skip: so many matching operations go well first.
+        times: so many then suffer; 0 means all.
+        seconds: for "slow".
+        at: in a build "start" or "loaded" (memory is taken and weights are written); a predict has only "start".
+        signal: for "crash".
+    """
+
+    number: int
+    operation: str
+    action: str
+    who: str = "all"
+    skip: int = 0
+    times: int = 0
+    seconds: float = 0.0
+    at: str = "start"
+    signal: int = int(signal.SIGSEGV)
+
+
+@dataclasses.dataclass
+class Switches:
+    """The variants of a host. The defaults are an Ascend 910B (v2) in a container.
+
+    Attributes:
+        ascend: False is a machine without Ascend: builds for it fail, `current_pid` is '' (acl_env_guard.cc:90).
+        soc_name: what aclrtGetSocName says.
+        capacity_mib: memory of each card.
+        context_mib: what a process takes on a card as soon as it uses it.
+        workspace_mib: what each loaded model takes beside its weights, in each process (aclrtMalloc).
+        max_processes: of one card; docs aclcppdevg_000222: 63 on A2.
+        pid_offset: aclrtDeviceGetBareTgid is the pid outside of the container: os.getpid() plus this.
+        lifetime: what the death of the exporting process means. "counted" (source of v2): importers live on, the
+            memory is free when the last has gone. "strict" (the library's own log text): the memory becomes invalid.
+        after_death: a predict on invalid memory: "error" or "garbage" (a wrong answer).
+        orphan_import: with "counted": a listed pid may still import while anybody holds the memory (v2; not v3).
+        import_twice: one process may import one handle twice (newer user library; v2 refuses).
+        map_exactly: aclrtMapMem needs exactly the size that was allocated (docs), not only at most that.
+        vnpu: the cards are virtual instances, which refuse every import (docs).
+        first_model_id: the id that the driver gives to the first model of a process. With 0, a build whose sharing
+            failed "succeeds" and runs that model (model_process.cc: infer_id_ is 0 by default).
+        fork: a forked child of a process that used a card, when it uses the library: "raise", "hang" or "crash"
+            (docs aclcppdevg_000222 only forbid it).
+        libascendcl: False: loading libascendcl.so is an OSError.
+        acl_set_pid: aclrtMemSetPidToShareableHandle, by ctypes and in a build: "ok", "unsupported" (returns 207000)
+            or, by ctypes only, "missing" (no such symbol).
+        build_seconds: every build on a card takes this longer.
+        predict_seconds: every predict on a card takes this longer.
+        faults: see `Fault`.
+    """
+
+    ascend: bool = True
+    soc_name: str = "Ascend910B3"
+    capacity_mib: int = 32 * 1024
+    context_mib: int = 200
+    workspace_mib: int = 16
+    max_processes: int = 63
+    pid_offset: int = 100_000
+    lifetime: str = "counted"
+    after_death: str = "error"
+    orphan_import: bool = True
+    import_twice: bool = False
+    map_exactly: bool = False
+    vnpu: bool = False
+    first_model_id: int = 1
+    fork: str = "raise"
+    libascendcl: bool = True
+    acl_set_pid: str = "ok"
+    build_seconds: float = 0.0
+    predict_seconds: float = 0.0
+    faults: Tuple[Fault, ...] = ()
+
+
+_CHOICES: Dict[str, Tuple[str, ...]] = {
+    "lifetime": ("counted", "strict"),
+    "after_death": ("error", "garbage"),
+    "fork": ("raise", "hang", "crash"),
+    "acl_set_pid": ("ok", "unsupported", "missing"),
+    "operation": ("build", "predict"),
+    "action": ("fail", "crash", "hang", "slow", "garbage"),
+    "who": ("all", "holder", "importer", "private"),
+    "at": ("start", "loaded"),
+}
+
+
+def check(**values: Any) -> None:
+    """Refuse a value that no switch has: a misspelt one would test nothing."""
+    for name, value in values.items():
+        if name in _CHOICES and value not in _CHOICES[name]:
+            raise ValueError(f"{name}: {value!r} is none of {', '.join(_CHOICES[name])}")
+
+
+def write(directory: Path, switches: Switches) -> None:
+    """Put the switches in the host's directory, for all processes at once."""
+    new = directory / f"{_FILE}.{os.getpid()}"
+    new.write_text(json.dumps(dataclasses.asdict(switches)), encoding="ascii")
+    new.replace(directory / _FILE)
+
+
+def read(directory: Path) -> Switches:
+    """The switches as they are now."""
+    values = json.loads((directory / _FILE).read_text(encoding="ascii"))
+    values["faults"] = tuple(Fault(*row) for row in values["faults"])
+    return Switches(**values)
