@@ -195,7 +195,7 @@ def complete(description: str, raw: Any) -> Any:
         if name in raw:
             whole[name] = complete(each, raw[name])
         elif default is not None:
-            whole[name] = {} if default == messages.NO_PARAMETERS else default
+            whole[name] = {} if default == messages.NO_PARAMETERS else [] if default == () else default
     return whole
 
 

@@ -1,21 +1,31 @@
-"""Models for the engine of this interpreter, and a log that native code writes to."""
+"""Models for the engine of this interpreter, a log that native code writes to, and the daemon's end of the socket."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib.util
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
-from typing import Callable, ContextManager, Generator
+from typing import Any, Callable, ContextManager, Dict, Generator, List, Mapping, Optional, Tuple, Type, TypeVar
 
+import numpy as np
 import pytest
+import zmq
 
 from testkit import mindir
+from weightd.protocol.tensors import NUMPY_DTYPE, frame_of, spec_of
+from weightd.protocol.wire import decode, encode
+from weightd.protocol.worker_messages import FROM_CHILD, Predict, Result, Stop
 from weightd.worker.engines import ENGINES
 from weightd.worker.engines.base import Engine, Settings
 
+M = TypeVar("M")
+
+LIMIT_MS = 60_000
 ENGINE = "mindspore_lite" if importlib.util.find_spec("mindspore_lite") else "onnxruntime"
 """What this interpreter has: .venv has one, .venv-mslite the other."""
 
@@ -81,3 +91,86 @@ def native_log(tmp_path: Path) -> Callable[[], ContextManager[Path]]:
             os.close(saved)
 
     return redirect
+
+
+class Daemon:
+    """The daemon's end: starts children and talks to them."""
+
+    def __init__(self, directory: Path, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+        self.directory = directory
+        self.children: Dict[str, subprocess.Popen[bytes]] = {}
+        self.socket = context.socket(zmq.ROUTER)
+        self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self.socket.setsockopt(zmq.RCVTIMEO, LIMIT_MS)
+        # The path of a socket has at most 107 bytes.
+        self.runtime = Path(tempfile.mkdtemp(prefix="weightd-", dir="/tmp"))
+        self.socket.bind(f"ipc://{self.runtime}/children")
+
+    def start(
+        self,
+        name: str,
+        model: Path,
+        *more: str,
+        engine: str = ENGINE,
+        device: str = "cpu",
+        parent: int = 0,
+        variables: Optional[Mapping[str, str]] = None,
+    ) -> None:
+        """Start a child; `more` are further arguments, `variables` of its environment."""
+        command = [sys.executable, "-m", "weightd.worker", "--address", f"ipc://{self.runtime}/children"]
+        command += ["--name", name, "--parent", str(parent or os.getpid()), "--engine", engine, "--model", str(model)]
+        command += ["--store", str(self.directory / "store"), "--threads", "1", "--device", device, *more]
+        environment = {**os.environ, **(variables or {})}
+        path = [*environment.get("PYTHONPATH", "").split(os.pathsep), *sys.path]
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, path))
+        with (self.directory / f"{name}.log").open("ab") as log:
+            self.children[name] = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment
+            )
+
+    def tell(self, name: str, order: object, *frames: Any) -> None:
+        """Send an order."""
+        self.socket.send_multipart([name.encode(), encode(order), *frames])
+
+    def hear(self, name: str, kind: Type[M]) -> Tuple[M, List[bytes]]:
+        """Wait for the next message, which has to be of this kind and from this child."""
+        peer, *frames = self.socket.recv_multipart()
+        message = decode(frames, FROM_CHILD)
+        assert (peer.decode(), type(message)) == (name, kind), message
+        assert isinstance(message, kind)
+        return message, frames[1:]
+
+    def ask(self, name: str, number: int, **inputs: Any) -> None:
+        """Send a request."""
+        specs = tuple(spec_of(key, array) for key, array in inputs.items())
+        self.tell(name, Predict(number, specs), *(frame_of(array) for array in inputs.values()))
+
+    def answer(self, name: str, number: int) -> Any:
+        """Wait for the one output of a request."""
+        result, frames = self.hear(name, Result)
+        assert result.request == number
+        (spec,) = result.outputs
+        return np.frombuffer(frames[0], NUMPY_DTYPE[spec.datatype]).reshape(spec.shape)
+
+    def stop(self, name: str) -> int:
+        """Tell it to stop; return its exit status."""
+        self.tell(name, Stop())
+        return self.children[name].wait(LIMIT_MS / 1000)
+
+    def log(self, name: str) -> str:
+        """What it has written to stderr."""
+        return (self.directory / f"{name}.log").read_text()
+
+
+@pytest.fixture
+def daemon(tmp_path: Path) -> Generator[Daemon, None, None]:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    daemon = Daemon(tmp_path, context)
+    yield daemon
+    for child in daemon.children.values():
+        with contextlib.suppress(ProcessLookupError):
+            child.kill()
+        child.wait()
+    daemon.socket.close(linger=0)
+    context.term()
+    shutil.rmtree(str(daemon.runtime))

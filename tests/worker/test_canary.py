@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable, ClassVar, Dict, List, Sequence, Tuple
+from typing import Any, Callable, ClassVar, Dict, List, Optional, Sequence, Tuple
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ from weightd.protocol.datatypes import ITEM_BYTES
 from weightd.protocol.errors import InvalidArgument
 from weightd.protocol.messages import TensorSignature
 from weightd.protocol.tensors import NUMPY_DTYPE
-from weightd.protocol.worker_messages import Traits
+from weightd.protocol.worker_messages import DeviceMemory, Traits
 from weightd.worker import canary
 from weightd.worker.engines.base import Arrays, Engine, Shared, Signature, Spoilt
 
@@ -55,6 +55,15 @@ class Fake(Engine):
         raise NotImplementedError
 
     def current_pid(self) -> str:
+        raise NotImplementedError
+
+    def allow(self, pids: Sequence[str]) -> None:
+        raise NotImplementedError
+
+    def update_weights(self, weights: Arrays) -> None:
+        raise NotImplementedError
+
+    def memory(self) -> Optional[DeviceMemory]:
         raise NotImplementedError
 
     def build(self, model: str, *, pids: Sequence[str] = (), handle: str = "") -> None:
@@ -191,6 +200,21 @@ def test_a_fixed_model_that_refuses_its_input_is_built_again_once() -> None:
     assert engine.builds == 1
 
 
+class Once(Fake):
+    """Only a new process gives back what its build took."""
+
+    can_rebuild = False
+
+
+def test_an_engine_that_cannot_be_rebuilt_is_asked_for_one_alone_and_left_as_it_is() -> None:
+    free = Once(row_sums, FREE)
+    assert canary.find(free, free.rebuild).sizes == (1,)
+    for signature in (FREE, FIXED):
+        spoilt = Once(picky(error=Spoilt("died")), signature)
+        assert canary.find(spoilt, spoilt.rebuild) == canary.Canary((), "", [])
+        assert (len(spoilt.asked), spoilt.builds) == (1, 0)
+
+
 def test_a_model_that_is_random_has_shapes_but_no_digest() -> None:
     random = np.random.RandomState(0)
     engine = Fake(lambda inputs: {"y": random.rand(len(inputs["x"]), 7)}, FREE)
@@ -219,7 +243,10 @@ def test_without_sizes_nothing_is_run() -> None:
         ((-1, 4), [(1, 4), (2, 4)], (-1, 4)),
         ((2, 4), [(2, 4)], (2, 4)),
         ((), [()], ()),
-        # ... but [-1] and [] are what engines say when they know nothing.
+        # ... but not that a dimension is fixed which is seen to be another, ...
+        ((8, 4), [(1, 4)], (-1, 4)),
+        ((2, 4), [(1, 4), (2, 4)], (-1, 4)),
+        # ... and [-1] and [] are what engines say when they know nothing.
         ((-1,), [(1, 4), (2, 4)], (-1, 4)),
         ((-1,), [(1,), (2,)], (-1,)),
         ((-1,), [(1, 3, 8, 8), (2, 3, 8, 8)], (-1, 3, 8, 8)),

@@ -56,11 +56,47 @@ def test_a_library_that_is_not_there_is_an_error_with_a_hint(
     assert hint in str(info.value)
 
 
-def test_engines_are_listed_under_their_names() -> None:
-    assert {name: getattr(engine, "name", None) for name, engine in ENGINES.items()} == {
-        "onnxruntime": "onnxruntime",
-        "mindspore_lite": "mindspore_lite",
-    }
+def test_an_engine_is_listed_under_its_name(engine: Engine) -> None:
+    assert set(ENGINES) == {"onnxruntime", "mindspore_lite"}
+    assert type(ENGINES[engine.name](Settings(1, "cpu"))) is type(engine)
+
+
+@pytest.mark.parametrize(
+    "device", ["", "cpu:0", "ascend", "ascend:", "ascend:-1", "ascend:01", "ascend:0 ", "Ascend:0"]
+)
+def test_a_device_that_is_none_is_an_error(device: str, engine: Engine) -> None:
+    for name in ENGINES:
+        with pytest.raises(BuildError, match=r"^device: expected cpu or ascend:N, got '"):
+            ENGINES[name](Settings(1, device))
+
+
+def test_an_engine_of_the_cpu_does_not_run_on_a_card(engine: Engine) -> None:
+    with pytest.raises(BuildError, match="device: onnxruntime runs on the cpu only, got ascend:0"):
+        ENGINES["onnxruntime"](Settings(1, "ascend:0"))
+
+
+def test_an_option_that_it_has_not_is_an_error_that_names_it() -> None:
+    for name in ENGINES:
+        with pytest.raises(BuildError, match=r"^options\.colour: unknown"):
+            ENGINES[name](Settings(1, "cpu", options={"colour": "red"}))
+
+
+def test_on_the_cpu_anybody_may_attach_and_there_is_no_card_and_no_change_of_weights(built: Built) -> None:
+    engine = built("relu")
+    engine.allow(["1", "2"])
+    assert engine.memory() is None
+    with pytest.raises(BuildError, match=f"{engine.name} cannot update weights on the CPU"):
+        engine.update_weights({"w": np.zeros(1, np.float32)})
+
+
+def test_with_sharing_off_nothing_is_written_and_nothing_is_attached(
+    engine: Engine, model: Model, tmp_path: Path
+) -> None:
+    alone = ENGINES[engine.name](Settings(1, "cpu", sharing=False))
+    alone.build(str(model("wide")))
+    assert alone.export(str(tmp_path / "store")) == ("", 0, "sharing is off")
+    assert alone.attach("") == ("", 0, "sharing is off")
+    assert not (tmp_path / "store").exists()
 
 
 # --- building -------------------------------------------------------------------------------------------------

@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import importlib.util
 import os
-import shutil
 import signal
-import subprocess
 import sys
-import tempfile
 from pathlib import Path
-from typing import Any, Callable, Dict, Generator, List, Tuple, Type, TypeVar
+from typing import TYPE_CHECKING, Any, Callable, List, Tuple
 
 import numpy as np
 import pytest
 import zmq
 
-from weightd.protocol.tensors import NUMPY_DTYPE, frame_of, spec_of
 from weightd.protocol.version import VERSION
-from weightd.protocol.wire import decode, encode
 from weightd.protocol.worker_messages import (
-    FROM_CHILD,
     Attach,
     Attached,
     Broken,
@@ -30,92 +23,18 @@ from weightd.protocol.worker_messages import (
     Built,
     Failed,
     Hello,
-    Predict,
-    Result,
     Settle,
-    Stop,
 )
 from weightd.worker import exits
 
-M = TypeVar("M")
+if TYPE_CHECKING:
+    from tests.worker.conftest import Daemon
+
 Model = Callable[[str], Path]
 
 MIB = 1 << 20
-LIMIT_MS = 60_000
 ENGINE = "mindspore_lite" if importlib.util.find_spec("mindspore_lite") else "onnxruntime"
 OTHER = "onnxruntime" if ENGINE == "mindspore_lite" else "mindspore_lite"
-
-
-class Daemon:
-    """The daemon's end: starts children and talks to them."""
-
-    def __init__(self, directory: Path, context: zmq.Context[zmq.Socket[bytes]]) -> None:
-        self.directory = directory
-        self.children: Dict[str, subprocess.Popen[bytes]] = {}
-        self.socket = context.socket(zmq.ROUTER)
-        self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self.socket.setsockopt(zmq.RCVTIMEO, LIMIT_MS)
-        # The path of a socket has at most 107 bytes.
-        self.runtime = Path(tempfile.mkdtemp(prefix="weightd-", dir="/tmp"))
-        self.socket.bind(f"ipc://{self.runtime}/children")
-
-    def start(self, name: str, model: Path, engine: str = ENGINE, parent: int = 0) -> None:
-        """Start a child."""
-        command = [sys.executable, "-m", "weightd.worker", "--address", f"ipc://{self.runtime}/children"]
-        command += ["--name", name, "--parent", str(parent or os.getpid()), "--engine", engine, "--model", str(model)]
-        command += ["--store", str(self.directory / "store"), "--threads", "1", "--device", "cpu"]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        with (self.directory / f"{name}.log").open("ab") as log:
-            self.children[name] = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment
-            )
-
-    def tell(self, name: str, order: object, *frames: Any) -> None:
-        """Send an order."""
-        self.socket.send_multipart([name.encode(), encode(order), *frames])
-
-    def hear(self, name: str, kind: Type[M]) -> Tuple[M, List[bytes]]:
-        """Wait for the next message, which has to be of this kind and from this child."""
-        peer, *frames = self.socket.recv_multipart()
-        message = decode(frames, FROM_CHILD)
-        assert (peer.decode(), type(message)) == (name, kind), message
-        assert isinstance(message, kind)
-        return message, frames[1:]
-
-    def ask(self, name: str, number: int, **inputs: Any) -> None:
-        """Send a request."""
-        specs = tuple(spec_of(key, array) for key, array in inputs.items())
-        self.tell(name, Predict(number, specs), *(frame_of(array) for array in inputs.values()))
-
-    def answer(self, name: str, number: int) -> Any:
-        """Wait for the one output of a request."""
-        result, frames = self.hear(name, Result)
-        assert result.request == number
-        (spec,) = result.outputs
-        return np.frombuffer(frames[0], NUMPY_DTYPE[spec.datatype]).reshape(spec.shape)
-
-    def stop(self, name: str) -> int:
-        """Tell it to stop; return its exit status."""
-        self.tell(name, Stop())
-        return self.children[name].wait(LIMIT_MS / 1000)
-
-    def log(self, name: str) -> str:
-        """What it has written to stderr."""
-        return (self.directory / f"{name}.log").read_text()
-
-
-@pytest.fixture
-def daemon(tmp_path: Path) -> Generator[Daemon, None, None]:
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    daemon = Daemon(tmp_path, context)
-    yield daemon
-    for child in daemon.children.values():
-        with contextlib.suppress(ProcessLookupError):
-            child.kill()
-        child.wait()
-    daemon.socket.close(linger=0)
-    context.term()
-    shutil.rmtree(str(daemon.runtime))
 
 
 def serve(daemon: Daemon, model: Path, *workers: str) -> Tuple[Built, List[Attached]]:

@@ -22,7 +22,7 @@ Built = Callable[[str], Engine]
 Model = Callable[[str], Path]
 NativeLogFile = Callable[[], ContextManager[Path]]
 
-module: Any = importlib.import_module("weightd.worker.engines.mindspore_lite")
+module: Any = importlib.import_module("weightd.worker.engines.mindspore_lite.model")
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from weightd.worker.nativelog import NativeLog
 
 NativeLogFile = Callable[[], ContextManager[Path]]
 
-engine_module: Any = importlib.import_module("weightd.worker.engines.mindspore_lite")
+engine_module: Any = importlib.import_module("weightd.worker.engines.mindspore_lite.model")
 GLOG_ERROR: Pattern[str] = engine_module._GLOG_ERROR
 
 LOG = NativeLog(re.compile(r"^E (?P<text>.*)$"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+from pathlib import Path
 from typing import Any, Callable, ClassVar, Dict, List, Optional, Sequence, Tuple, Type, TypeVar, cast
 
 import numpy as np
@@ -18,12 +19,15 @@ from weightd.protocol.version import VERSION
 from weightd.protocol.wire import decode, encode
 from weightd.protocol.worker_messages import (
     FROM_CHILD,
+    Allow,
+    Allowed,
     Attach,
     Attached,
     Broken,
     Build,
     Built,
     ChildMessage,
+    DeviceMemory,
     Failed,
     Hello,
     Predict,
@@ -33,7 +37,7 @@ from weightd.protocol.worker_messages import (
     Traits,
 )
 from weightd.worker import canary, exits, nativelog
-from weightd.worker.engines.base import Arrays, BuildError, Engine, Shared, Signature, Spoilt
+from weightd.worker.engines.base import Arrays, BuildError, Engine, NotAllowed, Shared, Signature, Spoilt
 from weightd.worker.session import Session
 
 M = TypeVar("M")
@@ -102,6 +106,15 @@ class Fake(Engine):
 
     def settle(self, handle: str) -> None:
         self.done.append(f"settle {handle}")
+
+    def allow(self, pids: Sequence[str]) -> None:
+        self.done.append(f"allow {','.join(pids)}")
+
+    def update_weights(self, weights: Arrays) -> None:
+        self.done.append(f"update {','.join(weights)}")
+
+    def memory(self) -> Optional[DeviceMemory]:
+        return DeviceMemory(100, 40)
 
     @property
     def signature(self) -> Signature:
@@ -301,6 +314,47 @@ def test_settle_reaches_the_engine_only_where_something_is_shared() -> None:
     engine = Fake(twice)
     play(engine, [encode(Settle())], BUILD, [encode(Settle())], STOP)
     assert [each for each in engine.done if "settle" in each] == ["settle 7"]
+
+
+def test_both_tell_the_cards_memory_after_the_build() -> None:
+    _, socket = play(Fake(twice), BUILD, STOP)
+    assert only(Built, socket).device == DeviceMemory(100, 40)
+    _, socket = play(Fake(twice), ATTACH, STOP)
+    assert only(Attached, socket).device == DeviceMemory(100, 40)
+
+
+def test_further_processes_are_let_in_or_the_reason_is_told() -> None:
+    engine = Fake(twice)
+    status, socket = play(engine, BUILD, [encode(Allow(("13", "14")))], STOP)
+    assert status == exits.OK
+    assert engine.done[-1] == "allow 13,14"
+    assert only(Allowed, socket).error == ""
+
+    class Full(Fake):
+        def allow(self, pids: Sequence[str]) -> None:
+            raise NotAllowed("the list is full" * 1000)
+
+    status, socket = play(Full(twice), BUILD, [encode(Allow(("13",)))], [encode(Settle())], STOP)
+    assert status == exits.OK
+    assert only(Allowed, socket).error.startswith("the list is full")
+
+
+def test_weights_are_changed_after_each_build_and_before_the_canary(tmp_path: Path) -> None:
+    np.savez(str(tmp_path / "new.npz"), a=np.zeros(1), b=np.zeros(2))
+    change = "update a,b"
+    for order, before, after in (
+        (BUILD, ["build /m/model 11,12", change], "export /s/store"),
+        (ATTACH, ["build /m/model  7", change], "attach 7"),
+    ):
+        engine = Fake(twice)
+        socket = Script(order, STOP)
+        assert Session(socket, engine, "/m/model", "/s/store", str(tmp_path / "new.npz")).run(SHA256) == exits.OK
+        assert engine.done[:3] == [*before, "predict"]
+        assert engine.done.count(change) == 1
+        assert after in engine.done
+    engine = Fake(sequence(Spoilt("1"), *[np.zeros((1, 3), np.float32)] * 3))
+    Session(Script(BUILD, STOP), engine, "/m/model", "/s/store", str(tmp_path / "new.npz")).run(SHA256)
+    assert engine.done[:5] == ["build /m/model 11,12", change, "predict", "build /m/model 11,12", change]
 
 
 # --- requests -------------------------------------------------------------------------------------------------

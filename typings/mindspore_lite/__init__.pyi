@@ -87,6 +87,8 @@ class Model:
         context: Context | None = ...,
         config_path: str = ...,
         config_dict: dict[str, dict[str, str]] | None = ...,  # 2.7
+        dec_key: bytes | None = ...,  # 2.7
+        dec_mode: str = ...,  # 2.7
     ) -> None: ...
     def get_inputs(self) -> list[Tensor]: ...
     def get_outputs(self) -> list[Tensor]: ...  # 2.7

@@ -22,7 +22,7 @@ from weightd.protocol.errors import (
     Unavailable,
     WeightdError,
 )
-from weightd.protocol.messages import ModelMetadataResponse, ServerMetadataResponse, StatusResponse
+from weightd.protocol.messages import ModelMetadataResponse, ServerMetadataResponse, StatusResponse, UpdateResponse
 
 DEFAULT_TIMEOUT_S = 30.0
 
@@ -154,6 +154,33 @@ class Client:
         """
         seconds, deadline = self._begin(timeout)
         return cast(StatusResponse, self._ask(self._core.status(), seconds, deadline))
+
+    def update(
+        self,
+        model: str,
+        path: str = "",
+        *,
+        weights: str = "",
+        rollback: bool = False,
+        timeout: Optional[float] = None,
+    ) -> UpdateResponse:
+        """Have another model, or other weights, loaded beside what serves, and wait until it has taken over.
+
+        What goes wrong leaves everything as it was. Only the daemon's own user, and root, may do this.
+
+        Args:
+            model: the model's name.
+            path: of the new model file, absolute, on the daemon's host; "" keeps the present one.
+            weights: of an .npz file with arrays to load over the model's weights, absolute; "" for none.
+            rollback: go back to what served before the last update instead.
+            timeout: seconds to wait. The update itself goes on after them.
+
+        Raises:
+            RequestError: as `infer`; `Unavailable` tells why the old model still serves.
+        """
+        seconds, deadline = self._begin(timeout)
+        started = self._core.update(model, path, weights, rollback=rollback)
+        return cast(UpdateResponse, self._ask(started, seconds, deadline))
 
     def close(self) -> None:
         """Close the connection. Requests under way are given up. In a forked process it does nothing.

@@ -24,6 +24,8 @@ from weightd.protocol.messages import (
     Status,
     StatusResponse,
     TensorSpec,
+    Update,
+    UpdateResponse,
 )
 from weightd.protocol.tensors import frame_of, from_frame, specs_of, to_wire
 from weightd.protocol.wire import decode, encode
@@ -31,7 +33,7 @@ from weightd.protocol.wire import decode, encode
 # Calls that were given up are forgotten when this many, or twice those under way, are known.
 _LEAST_SWEEP = 256
 
-Answer = Union[Dict[str, Any], ModelMetadataResponse, ServerMetadataResponse, StatusResponse]
+Answer = Union[Dict[str, Any], ModelMetadataResponse, ServerMetadataResponse, StatusResponse, UpdateResponse]
 
 
 class Call:
@@ -123,6 +125,15 @@ class ClientCore:
         """Return a question about everything and its frames."""
         call = Call(self._next_id(), StatusResponse)
         return self._started(call, [encode(Status(call.id))])
+
+    def update(self, model: str, path: str, weights: str, *, rollback: bool) -> Started:
+        """Return a wish for another model or other weights, and its frames.
+
+        Raises:
+            LocalProtocolError: a path is too long.
+        """
+        call = Call(self._next_id(), UpdateResponse)
+        return self._started(call, [encode(Update(call.id, model, path, weights, rollback))])
 
     def received(self, frames: Sequence[Any]) -> None:
         """Take in a message: it ends the call that it names. One that nobody waits for (any more) is dropped.

@@ -43,6 +43,9 @@ MAX_TIMEOUT_US = 3_600_000_000
 # Models of one daemon: as many names of full length as fit in a header twice over.
 MAX_MODELS = 128
 
+# Cards of one host, and as many again.
+MAX_DEVICES = 64
+
 # Generations of one model that a status answer lists: the present one and those that wind down.
 MAX_GENERATIONS = 64
 

@@ -12,7 +12,7 @@ from typing import Dict, Optional, Tuple, Type, Union
 from weightd.protocol import limits
 from weightd.protocol.datatypes import ITEM_BYTES
 from weightd.protocol.errors import ERRORS
-from weightd.protocol.schema import integer, many, number, one_of, record, text
+from weightd.protocol.schema import boolean, integer, many, number, one_of, record, text
 
 _COUNT = integer(0, limits.MAX_COUNT)
 
@@ -143,11 +143,35 @@ class Status:
 
 
 @dataclass(frozen=True)
+class Update:
+    """client → daemon: load another model, or other weights, beside what serves, and let it take over.
+
+    Paths are the daemon's. `path` is "" to keep the model's file, `weights` is "" to keep the weights that are in it.
+    `rollback`: go back to what served before the last update; paths are then "". Only the daemon's user, and root, may.
+    """
+
+    id: str = field(metadata=text(limits.MAX_ID_BYTES))
+    model_name: str = field(metadata=text(limits.MAX_NAME_BYTES))
+    path: str = field(default="", metadata=text(limits.MAX_PATH_BYTES, empty=True))
+    weights: str = field(default="", metadata=text(limits.MAX_PATH_BYTES, empty=True))
+    rollback: bool = field(default=False, metadata=boolean())
+
+
+@dataclass(frozen=True)
+class UpdateResponse:
+    """daemon → client: the generations with these numbers have taken over, one on each device."""
+
+    id: str = field(metadata=text(limits.MAX_ID_BYTES))
+    model_name: str = field(metadata=text(limits.MAX_NAME_BYTES))
+    generations: Tuple[int, ...] = field(metadata=many(_COUNT, limits.MAX_GENERATIONS))
+
+
+@dataclass(frozen=True)
 class ProcessStatus:
     """One process of a generation. Memory in bytes, latency in microseconds."""
 
     name: str = field(metadata=text(limits.MAX_NAME_BYTES))
-    role: str = field(metadata=one_of(["holder", "worker"]))
+    role: str = field(metadata=one_of(["holder", "worker", "spare"]))
     state: str = field(metadata=text(limits.MAX_NAME_BYTES))
     pid: int = field(metadata=_COUNT)
     served: int = field(metadata=_COUNT)
@@ -195,8 +219,28 @@ class ModelStatus:
 
 
 @dataclass(frozen=True)
+class DeviceStatus:
+    """What weightd has of a card. Memory in bytes.
+
+    `capacity_bytes` is what weightd may use, absent where that is not known; `weights_bytes` is each copy of weights
+    once; `process_bytes` is what the processes take beside them; `saved_bytes` is what the processes would take in
+    addition if each held its own weights. They are sums of what models need; `free_bytes` is what the card itself said
+    last, absent where it has said nothing.
+    """
+
+    name: str = field(metadata=text(limits.MAX_NAME_BYTES))
+    processes: int = field(metadata=_COUNT)
+    max_processes: int = field(metadata=_COUNT)
+    weights_bytes: int = field(metadata=_COUNT)
+    process_bytes: int = field(metadata=_COUNT)
+    saved_bytes: int = field(metadata=_COUNT)
+    capacity_bytes: Optional[int] = field(default=None, metadata=_COUNT)
+    free_bytes: Optional[int] = field(default=None, metadata=_COUNT)
+
+
+@dataclass(frozen=True)
 class StatusResponse:
-    """daemon → client: the daemon, its models and their processes. Memory in bytes (PSS)."""
+    """daemon → client: the daemon, its models, their processes and their cards. Memory in bytes (PSS)."""
 
     id: str = field(metadata=text(limits.MAX_ID_BYTES))
     version: str = field(metadata=text(limits.MAX_NAME_BYTES))
@@ -205,16 +249,20 @@ class StatusResponse:
     uptime_s: float = field(metadata=number())
     pss_bytes: int = field(metadata=_COUNT)
     models: Tuple[ModelStatus, ...] = field(metadata=many(record(ModelStatus), limits.MAX_MODELS))
+    devices: Tuple[DeviceStatus, ...] = field(default=(), metadata=many(record(DeviceStatus), limits.MAX_DEVICES))
 
 
-ClientMessage = Union[Infer, ServerMetadata, ModelMetadata, Status]
-DaemonMessage = Union[InferResponse, Error, ServerMetadataResponse, ModelMetadataResponse, StatusResponse]
+ClientMessage = Union[Infer, ServerMetadata, ModelMetadata, Status, Update]
+DaemonMessage = Union[
+    InferResponse, Error, ServerMetadataResponse, ModelMetadataResponse, StatusResponse, UpdateResponse
+]
 
 FROM_CLIENT: Dict[str, Type[ClientMessage]] = {
     "infer": Infer,
     "server_metadata": ServerMetadata,
     "model_metadata": ModelMetadata,
     "status": Status,
+    "update": Update,
 }
 TO_CLIENT: Dict[str, Type[DaemonMessage]] = {
     "infer_response": InferResponse,
@@ -222,4 +270,5 @@ TO_CLIENT: Dict[str, Type[DaemonMessage]] = {
     "server_metadata_response": ServerMetadataResponse,
     "model_metadata_response": ModelMetadataResponse,
     "status_response": StatusResponse,
+    "update_response": UpdateResponse,
 }

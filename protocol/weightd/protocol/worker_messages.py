@@ -7,7 +7,7 @@ that crashes may send anything before it dies.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Dict, Tuple, Type, Union
+from typing import Dict, Optional, Tuple, Type, Union
 
 from weightd.protocol import limits
 from weightd.protocol.errors import ERRORS
@@ -30,6 +30,14 @@ class Traits:
     pids_fixed_at_build: bool = field(metadata=boolean())
     holder_must_outlive: bool = field(metadata=boolean())
     attach_rewrites_weights: bool = field(metadata=boolean())
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """What a card says of its memory, in bytes: all processes of all users together."""
+
+    total_bytes: int = field(metadata=_BYTES)
+    free_bytes: int = field(metadata=_BYTES)
 
 
 @dataclass(frozen=True)
@@ -69,6 +77,22 @@ class Built:
     canary: str = field(metadata=text(limits.MAX_DIGEST_BYTES, empty=True))
     shared_bytes: int = field(metadata=_BYTES)
     note: str = field(default="", metadata=text(limits.MAX_TEXT_BYTES, empty=True))
+    device: Optional[DeviceMemory] = field(default=None, metadata=record(DeviceMemory))
+    """The card's memory after the build; None on the CPU."""
+
+
+@dataclass(frozen=True)
+class Allow:
+    """daemon → holder: let these processes attach too, though they were not there at the build."""
+
+    pids: Tuple[str, ...] = field(metadata=many(text(limits.MAX_PID_BYTES), limits.MAX_PIDS))
+
+
+@dataclass(frozen=True)
+class Allowed:
+    """holder → daemon: they may, or the library offers no way for the reason that `error` gives."""
+
+    error: str = field(default="", metadata=text(limits.MAX_TEXT_BYTES, empty=True))
 
 
 @dataclass(frozen=True)
@@ -89,6 +113,8 @@ class Attached:
     canary: str = field(metadata=text(limits.MAX_DIGEST_BYTES, empty=True))
     shared_bytes: int = field(metadata=_BYTES)
     note: str = field(default="", metadata=text(limits.MAX_TEXT_BYTES, empty=True))
+    device: Optional[DeviceMemory] = field(default=None, metadata=record(DeviceMemory))
+    """The card's memory after the build; None on the CPU."""
 
 
 @dataclass(frozen=True)
@@ -147,12 +173,13 @@ class Stop:
     """daemon → child: finish what you have and exit."""
 
 
-ChildMessage = Union[Hello, Built, Attached, Broken, Result, Failed]
-OrderMessage = Union[Build, Attach, Predict, Settle, Stop]
+ChildMessage = Union[Hello, Built, Allowed, Attached, Broken, Result, Failed]
+OrderMessage = Union[Build, Allow, Attach, Predict, Settle, Stop]
 
 FROM_CHILD: Dict[str, Type[ChildMessage]] = {
     "hello": Hello,
     "built": Built,
+    "allowed": Allowed,
     "attached": Attached,
     "broken": Broken,
     "result": Result,
@@ -160,6 +187,7 @@ FROM_CHILD: Dict[str, Type[ChildMessage]] = {
 }
 TO_CHILD: Dict[str, Type[OrderMessage]] = {
     "build": Build,
+    "allow": Allow,
     "attach": Attach,
     "predict": Predict,
     "settle": Settle,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -11,7 +12,7 @@ import tempfile
 import threading
 import time
 from pathlib import Path
-from typing import IO, Callable, Mapping, Type, TypeVar
+from typing import IO, Callable, Mapping, Type, TypeVar, cast
 
 from testkit import mindir
 from weightd.client import Client, Unavailable, WeightdError
@@ -39,7 +40,8 @@ class Service:
             client.infer("mlp", {"x": x})
 
     A model whose file ends in .mindir gets the repository's interpreter that has MindSpore Lite. `daemon` is more
-    for the table [daemon]; `verbose` logs what each process does. At the start of the block the daemon listens and
+    for the table [daemon], `devices` are the tables [devices.NAME], `env` is added to the daemon's environment, which
+    its children have too; `verbose` logs what each process does. At the start of the block the daemon listens and
     the models load: requests wait for them, `ready` waits for every worker.
 
     Attributes:
@@ -49,9 +51,19 @@ class Service:
         cache: the directory of its snapshots, page stores and children's logs.
     """
 
-    def __init__(self, models: Models, daemon: Mapping[str, object] | None = None, *, verbose: bool = False) -> None:
+    def __init__(
+        self,
+        models: Models,
+        daemon: Mapping[str, object] | None = None,
+        *,
+        devices: Models | None = None,
+        env: Mapping[str, str] | None = None,
+        verbose: bool = False,
+    ) -> None:
         self._models = models
         self._daemon = daemon or {}
+        self._devices = devices or {}
+        self._env = {**os.environ, **(env or {})}
         self._verbose = verbose
 
     def __enter__(self) -> Service:
@@ -95,7 +107,7 @@ class Service:
                 if failed:
                     raise ServiceError(f"{name} failed: {failed[-1].cause}")
             ready = {name: sum(map(_ready_workers, generations)) for name, generations in models.items()}
-            complete = all(ready[name] == table.get("workers", 1) for name, table in self._models.items())
+            complete = all(ready[name] == _wanted_workers(table) for name, table in self._models.items())
             return status if complete else None
 
         return self._until(check, timeout, "have every worker READY")
@@ -130,12 +142,17 @@ class Service:
     def _start(self) -> None:
         tables = {"daemon": {**self._directories(), **self._daemon}}
         tables.update((f"models.{name}", _model(table)) for name, table in self._models.items())
+        tables.update((f'devices."{name}"', dict(table)) for name, table in self._devices.items())
         config = self._runtime / "weightd.toml"
         config.write_text(_toml(tables), encoding="utf-8")
         command = [sys.executable, "-m", "weightd.daemon", *(["--verbose"] if self._verbose else [])]
         self.begin = time.perf_counter()
         self._process = subprocess.Popen(
-            [*command, "serve", str(config)], stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+            [*command, "serve", str(config)],
+            stdin=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=self._env,
         )
         self.pid: int = self._process.pid
         assert self._process.stderr
@@ -222,6 +239,11 @@ def _ready_workers(generation: GenerationStatus) -> int:
     return sum(process.role == "worker" and process.state == "ready" for process in generation.processes)
 
 
+def _wanted_workers(table: Mapping[str, object]) -> int:
+    devices = cast("list[str]", table.get("devices", ["cpu"]))
+    return cast(int, table.get("workers", 1)) * len(devices)
+
+
 def _model(table: Mapping[str, object]) -> dict[str, object]:
     table = dict(table)
     if str(table["path"]).endswith(".mindir") and "python" not in table:
@@ -232,12 +254,19 @@ def _model(table: Mapping[str, object]) -> dict[str, object]:
 
 
 def _toml(tables: Mapping[str, Mapping[str, object]]) -> str:
-    """Text, numbers and booleans are written in TOML as in JSON."""
+    """Text, numbers, booleans and lists are written in TOML as in JSON; a table in a table is an inline one."""
     lines: list[str] = []
     for name, table in tables.items():
         lines.append(f"[{name}]")
-        lines += [f"{key} = {json.dumps(_plain(value), ensure_ascii=False)}" for key, value in table.items()]
+        lines += [f"{key} = {_value(value)}" for key, value in table.items()]
     return "\n".join(lines) + "\n"
+
+
+def _value(value: object) -> str:
+    if isinstance(value, dict):
+        items = cast("dict[str, object]", value)
+        return f"{{ {', '.join(f'{key} = {_value(each)}' for key, each in items.items())} }}"
+    return json.dumps(_plain(value), ensure_ascii=False)
 
 
 def _plain(value: object) -> object:

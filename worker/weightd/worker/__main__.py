@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import os
 import signal
 import sys
 from pathlib import Path
+from typing import Any, Dict, List, Tuple, cast
 
 import zmq
 
@@ -19,7 +21,7 @@ from weightd.protocol.wire import clip, encode
 from weightd.protocol.worker_messages import Broken
 from weightd.worker import exits, pagesharing
 from weightd.worker.engines import ENGINES
-from weightd.worker.engines.base import Settings
+from weightd.worker.engines.base import BuildError, Settings
 from weightd.worker.session import Session
 
 _log = logging.getLogger("weightd.worker")
@@ -50,7 +52,11 @@ def _connected(context: zmq.Context[zmq.Socket[bytes]], arguments: argparse.Name
     socket.setsockopt(zmq.LINGER, _LINGER_MS)
     socket.connect(arguments.address)
     try:
-        engine = ENGINES[arguments.engine](Settings(arguments.threads, arguments.device))
+        options = _options(arguments.options)
+        sharing = arguments.sharing == "on"
+        engine = ENGINES[arguments.engine](Settings(arguments.threads, arguments.device, sharing, options))
+    except BuildError as error:
+        return _broken(socket, str(error), exits.CANNOT_BUILD)
     except Exception as error:  # noqa: BLE001 - an import runs foreign code: it can fail in any way
         _log.error("%s", error, exc_info=not isinstance(error, WeightdError))
         return _broken(socket, f"{sys.executable}: {error}", exits.NO_ENGINE)
@@ -58,7 +64,27 @@ def _connected(context: zmq.Context[zmq.Socket[bytes]], arguments: argparse.Name
         sha256 = digest(Path(arguments.model))
     except ModelFileError as error:
         return _broken(socket, str(error), exits.CANNOT_BUILD)
-    return Session(socket, engine, arguments.model, arguments.store).run(sha256)
+    return Session(socket, engine, arguments.model, arguments.store, arguments.weights).run(sha256)
+
+
+def _options(text: str) -> Dict[str, Any]:
+    """The JSON object; what its keys may be is the engine's business."""
+
+    def unique(pairs: List[Tuple[str, Any]]) -> Dict[str, Any]:
+        options: Dict[str, Any] = {}
+        for key, value in pairs:
+            if key in options:
+                raise BuildError(f"options.{key}: given twice")
+            options[key] = value
+        return options
+
+    try:
+        options: Any = json.loads(text, object_pairs_hook=unique)
+    except (ValueError, RecursionError) as error:
+        raise BuildError(f"options: not JSON: {error}") from None
+    if not isinstance(options, dict):
+        raise BuildError(f"options: expected a JSON object, got {type(options).__name__}")
+    return cast(Dict[str, Any], options)
 
 
 def _broken(socket: zmq.Socket[bytes], cause: str, status: int) -> int:
@@ -78,7 +104,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--model", required=True, help="path of the model's snapshot")
     parser.add_argument("--store", required=True, help="path where the holder may write its page store")
     parser.add_argument("--threads", required=True, type=int, help="threads of one predict")
-    parser.add_argument("--device", required=True, help="where to run")
+    parser.add_argument("--device", required=True, help="where to run: cpu, or ascend:N for a card")
+    parser.add_argument("--sharing", choices=["on", "off"], default="on", help="off: a copy of the weights of its own")
+    parser.add_argument("--options", default="{}", help="the engine's own options, a JSON object")
+    parser.add_argument("--weights", default="", help="an .npz of weights that replace those of the model")
     return parser
 
 

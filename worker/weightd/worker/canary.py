@@ -42,15 +42,22 @@ class Canary(NamedTuple):
 
 
 def find(engine: Engine, rebuild: Callable[[], None]) -> Canary:
-    """Return the canary of the model that `engine` has built; `rebuild` is called where the search has spoilt it."""
+    """Return the canary of the model that `engine` has built; `rebuild` is called where the search has spoilt it.
+
+    An engine that cannot be rebuilt stays spoilt, with a model that has no canary: it may share its weights, which no
+    predict changes, but must not predict.
+    """
     fixed = all(dim >= 0 for each in engine.signature.inputs for dim in each.shape)
-    for sizes in ((1,),) if fixed else _CANDIDATES:
+    # Where the first failure is the last, only what nearly every model takes is tried.
+    for sizes in _CANDIDATES if engine.can_rebuild and not fixed else ((1,),):
         try:
             first = run(engine, sizes)
             again = run(engine, sizes)
         except InvalidArgument:
             continue
         except Spoilt:
+            if not engine.can_rebuild:
+                break
             rebuild()
             continue
         return first if first.digest == again.digest else first._replace(digest="")
@@ -82,10 +89,12 @@ def observed(signature: Signature, canary: Canary) -> Signature:
 
 def _observed_output(output: TensorSignature, shapes: List[Dict[str, Tuple[int, ...]]]) -> TensorSignature:
     seen = [each[output.name] for each in shapes if output.name in each]
-    if not seen or (len(seen[0]) == len(output.shape) and output.shape != (-1,)):
-        return output
     if len({len(shape) for shape in seen}) != 1:
         return output
+    if len(seen[0]) == len(output.shape) and output.shape != (-1,):
+        # Of a free dimension an engine may tell how large it can be.
+        dims = tuple(dim if {dim}.issuperset(each) else -1 for dim, *each in zip(output.shape, *seen))
+        return TensorSignature(output.name, output.datatype, dims)
     dims = tuple(each[0] if len(set(each)) == 1 and len(seen) > 1 else -1 for each in zip(*seen))
     return TensorSignature(output.name, output.datatype, dims)
 

@@ -21,6 +21,8 @@ from weightd.protocol.version import VERSION
 from weightd.protocol.wire import clip, decode, encode
 from weightd.protocol.worker_messages import (
     TO_CHILD,
+    Allow,
+    Allowed,
     Attach,
     Attached,
     Broken,
@@ -34,8 +36,8 @@ from weightd.protocol.worker_messages import (
     Settle,
     Stop,
 )
-from weightd.worker import canary, exits, nativelog
-from weightd.worker.engines.base import Arrays, BuildError, Engine, Shared, Signature, Spoilt
+from weightd.worker import canary, exits, nativelog, weights
+from weightd.worker.engines.base import Arrays, BuildError, Engine, NotAllowed, Shared, Signature, Spoilt
 
 _log = logging.getLogger("weightd.worker")
 
@@ -48,13 +50,15 @@ class Session:
         engine: not built yet.
         model: path of the model's snapshot.
         store: path at which the holder may write its page store.
+        update: path of the weights that replace those of the model, "" for none.
     """
 
-    def __init__(self, socket: Any, engine: Engine, model: str, store: str) -> None:
+    def __init__(self, socket: Any, engine: Engine, model: str, store: str, update: str = "") -> None:
         self._socket = socket
         self._engine = engine
         self._model = model
         self._store = store
+        self._update = update
         self._handle = ""
 
     def run(self, sha256: str) -> int:
@@ -84,6 +88,8 @@ class Session:
                 self._build(order)
             elif isinstance(order, Attach):
                 self._attach(order)
+            elif isinstance(order, Allow):
+                self._allow(order)
             elif isinstance(order, Settle) and self._handle:
                 self._engine.settle(self._handle)
         except WeightdError as error:
@@ -96,7 +102,7 @@ class Session:
     def _build(self, order: Build) -> None:
         """Build, find the canary, export; and see that the answers are still the same."""
         engine = self._engine
-        build = functools.partial(engine.build, self._model, pids=order.pids)
+        build = functools.partial(self._make, pids=order.pids)
         build()
         _check(engine.signature)
         known = canary.find(engine, build)
@@ -114,17 +120,32 @@ class Session:
                 known.digest,
                 shared.bytes,
                 _notes(shared, known),
+                engine.memory(),
             )
         )
+
+    def _make(self, *, pids: Sequence[str] = (), handle: str = "") -> None:
+        self._engine.build(self._model, pids=pids, handle=handle)
+        if self._update:
+            self._engine.update_weights(weights.load(self._update))
+
+    def _allow(self, order: Allow) -> None:
+        """That this cannot be is no failure of this process: those that are attached stay so."""
+        refusal = ""
+        try:
+            self._engine.allow(order.pids)
+        except NotAllowed as error:
+            refusal = clip(str(error))
+        self._send(Allowed(refusal))
 
     def _attach(self, order: Attach) -> None:
         """Build, do what the holder did before it exported, attach; and give the answers that this process gives."""
         engine = self._engine
-        engine.build(self._model, handle=order.handle)
+        self._make(handle=order.handle)
         canary.run(engine, order.canary_sizes)
         shared = engine.attach(order.handle)
         answer = canary.run(engine, order.canary_sizes)
-        self._send(Attached(answer.digest, shared.bytes, shared.note))
+        self._send(Attached(answer.digest, shared.bytes, shared.note, engine.memory()))
 
     def _broken(self, cause: str, status: int) -> int:
         _log.error("%s", cause)

@@ -11,7 +11,7 @@ from weightd.client.ctl import exits
 from weightd.client.ctl.text import clean, count, duration, megabytes, milliseconds, paragraph, size, table
 from weightd.client.ctl.verb import Connect, NotReached, Verb
 from weightd.protocol.errors import DeadlineExceeded, NotFound, Unavailable
-from weightd.protocol.messages import GenerationStatus, ModelStatus, ProcessStatus, StatusResponse
+from weightd.protocol.messages import DeviceStatus, GenerationStatus, ModelStatus, ProcessStatus, StatusResponse
 
 _DESCRIPTION = """\
 Shows each model with its generations (one weight copy each) and their processes.
@@ -96,6 +96,7 @@ def render(response: StatusResponse, total: int) -> str:
     lines = [f"weightd {clean(response.version)}: {clean(response.state)}, pid {response.pid}, up {up}", ""]
     for model in response.models:
         lines += [*_model(model), ""]
+    lines += [line for device in response.devices for line in _device(device)]
     lines.append(f"memory of the service: {size(total)} PSS, of which the daemon {size(response.pss_bytes)}")
     return "\n".join(lines)
 
@@ -124,8 +125,21 @@ def _generation(generation: GenerationStatus, prefix: str) -> Iterator[str]:
     yield from _savings(generation)
 
 
+def _device(device: DeviceStatus) -> Iterator[str]:
+    has = "of an unknown capacity" if device.capacity_bytes is None else f"of {size(device.capacity_bytes)}"
+    used = device.weights_bytes + device.process_bytes
+    yield f"{clean(device.name)}: {size(used)} {has}, {device.processes} of {device.max_processes} processes"
+    yield (
+        f"  weights {size(device.weights_bytes)} once, processes {size(device.process_bytes)} beside them, "
+        f"sharing saves {size(device.saved_bytes)}"
+    )
+    if device.free_bytes is not None:
+        yield f"  {size(device.free_bytes)} were free when the last process had loaded"
+    yield ""
+
+
 def _row(process: ProcessStatus, prefix: str) -> List[str]:
-    works = process.role == "worker"
+    works = process.role != "holder"
     return [
         _short(process.name, prefix),
         process.role,
@@ -146,7 +160,7 @@ def _short(name: str, prefix: str) -> str:
 
 
 def _savings(generation: GenerationStatus) -> Iterator[str]:
-    sharing = sum(1 for process in generation.processes if process.role == "worker" and process.shared_bytes)
+    sharing = sum(1 for process in generation.processes if process.role != "holder" and process.shared_bytes)
     one_copy = f"{count(sharing, 'worker')} on one copy of {size(generation.copy_bytes)}"
     if generation.saved_bytes:
         own = size(generation.saved_bytes + generation.copy_bytes)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Callable, Dict
 
+from weightd.worker.engines import mindspore_lite
 from weightd.worker.engines.base import Engine, Settings
-from weightd.worker.engines.mindspore_lite import MindSporeLite
 from weightd.worker.engines.onnxruntime import OnnxRuntime
 
 ENGINES: Dict[str, Callable[[Settings], Engine]] = {
-    OnnxRuntime.name: OnnxRuntime,
-    MindSporeLite.name: MindSporeLite,
+    "onnxruntime": OnnxRuntime,
+    "mindspore_lite": mindspore_lite.make,
 }
+"""What makes an engine: raises `EngineMissing` or, where the settings cannot be, `BuildError`."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import abc
-from typing import Any, ClassVar, Dict, NamedTuple, Sequence, Tuple
+import re
+import types
+from typing import Any, ClassVar, Dict, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 from weightd.protocol.errors import Internal, WeightdError
 from weightd.protocol.messages import TensorSignature
-from weightd.protocol.worker_messages import Traits
+from weightd.protocol.worker_messages import DeviceMemory, Traits
 
 Arrays = Dict[str, Any]
 """Tensors by name: numpy arrays. As inputs in native byte order, in C order and aligned; as outputs in any form."""
@@ -21,15 +23,45 @@ class BuildError(WeightdError):
     """The engine cannot build the model; the text is the cause."""
 
 
+class NotAllowed(WeightdError):
+    """No further process can be let in; the text says why."""
+
+
 class Spoilt(Internal):
     """A predict failed in a way that may have spoilt the model: no further answer of it can be trusted."""
 
 
+_ASCEND = re.compile(r"ascend:(0|[1-9][0-9]{0,3})")
+
+
 class Settings(NamedTuple):
-    """How to build: `threads` that one predict uses, and the `device` ("cpu")."""
+    """How to build.
+
+    Attributes:
+        threads: that one predict uses, on the CPU.
+        device: "cpu", or "ascend:N" for the card of that number.
+        sharing: False: each process has weights of its own.
+        options: the engine's own, checked by it.
+    """
 
     threads: int
     device: str
+    sharing: bool = True
+    options: Mapping[str, Any] = types.MappingProxyType({})
+
+    @property
+    def card(self) -> Optional[int]:
+        """The number of the card, None for the CPU.
+
+        Raises:
+            BuildError: the device is neither.
+        """
+        if self.device == "cpu":
+            return None
+        match = _ASCEND.fullmatch(self.device)
+        if match is None:
+            raise BuildError(f"device: expected cpu or ascend:N, got {self.device!r}")
+        return int(match.group(1))
 
 
 class Signature(NamedTuple):
@@ -47,6 +79,9 @@ class Shared(NamedTuple):
     note: str
 
 
+SHARING_IS_OFF = Shared("", 0, "sharing is off")
+
+
 class Engine(abc.ABC):
     """Runs one model, from one thread.
 
@@ -56,11 +91,13 @@ class Engine(abc.ABC):
         holder    build(model, pids=...)      predict    export(store)      settle(handle) when nobody attaches
         worker    build(model, handle=...)    predict    attach(handle)
 
-    After an error from `build`, `export` or `attach`, or `Spoilt` from `predict`, only a new build makes it usable.
+    After an error from `build`, `export` or `attach`, or `Spoilt` from `predict`, only a new build makes it usable;
+    where `can_rebuild` is false there is none: only the end of the process gives back what the build took.
     """
 
     name: ClassVar[str]
-    traits: ClassVar[Traits]
+    traits: Traits
+    can_rebuild: ClassVar[bool] = True
 
     @abc.abstractmethod
     def versions(self) -> Dict[str, str]:
@@ -72,7 +109,7 @@ class Engine(abc.ABC):
 
     @abc.abstractmethod
     def build(self, model: str, *, pids: Sequence[str] = (), handle: str = "") -> None:
-        """Build the model; a second call builds it anew.
+        """Build the model; a second call builds it anew, if `can_rebuild`.
 
         Args:
             model: path of the model.
@@ -92,12 +129,32 @@ class Engine(abc.ABC):
         """
 
     @abc.abstractmethod
+    def allow(self, pids: Sequence[str]) -> None:
+        """Let further processes attach to what was exported.
+
+        Raises:
+            NotAllowed: the library offers no way.
+        """
+
+    @abc.abstractmethod
     def attach(self, handle: str) -> Shared:
         """Use the weights behind the handle that the model was built with, if that can be done."""
 
     @abc.abstractmethod
     def settle(self, handle: str) -> None:
         """Give back what was only needed while processes attached; a failure is only logged."""
+
+    @abc.abstractmethod
+    def update_weights(self, weights: Arrays) -> None:
+        """Replace weights of the built model, by their names in the model.
+
+        Raises:
+            BuildError: the model was not built for it, or does not take these.
+        """
+
+    @abc.abstractmethod
+    def memory(self) -> Optional[DeviceMemory]:
+        """Return what the card says of its memory; None on the CPU, or where it cannot be had."""
 
     @property
     @abc.abstractmethod

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
+from typing import Optional, Sequence
 
-from weightd.protocol.worker_messages import Traits
+from weightd.protocol.worker_messages import DeviceMemory, Traits
 from weightd.worker import pagesharing
-from weightd.worker.engines.base import Engine, Shared
+from weightd.worker.engines.base import SHARING_IS_OFF, Arrays, BuildError, Engine, Settings, Shared
 
 _log = logging.getLogger("weightd.worker")
 
@@ -24,9 +25,17 @@ class CpuEngine(Engine):
     """Shares the pages of the built model (`weightd.worker.pagesharing`); the handle is the store's path.
 
     A subclass builds and predicts. What cannot be shared stays private: that costs memory, never an answer.
+
+    Raises:
+        BuildError: the settings name a card.
     """
 
     traits = Traits(pids_fixed_at_build=False, holder_must_outlive=False, attach_rewrites_weights=False)
+
+    def __init__(self, settings: Settings) -> None:
+        if settings.card is not None:
+            raise BuildError(f"device: {self.name} runs on the cpu only, got {settings.device}")
+        self._settings = settings
 
     def current_pid(self) -> str:
         """Return this process's pid: no engine library has another number for it on the CPU."""
@@ -34,14 +43,21 @@ class CpuEngine(Engine):
 
     def export(self, store: str) -> Shared:
         """Write the pages of the built model to `store`; any process of this user can attach."""
+        if not self._settings.sharing:
+            return SHARING_IS_OFF
         try:
             sharing = pagesharing.hold(store)
         except pagesharing.Unavailable as error:
             return Shared("", 0, f"weights are not shared: {error}")
         return Shared(store, sharing.shared_bytes, _note(store, sharing.shared_bytes))
 
+    def allow(self, pids: Sequence[str]) -> None:
+        """Do nothing: any process of this user may attach."""
+
     def attach(self, handle: str) -> Shared:
         """Give back each page of the built model that the store has too."""
+        if not self._settings.sharing:
+            return SHARING_IS_OFF
         if not handle:
             return Shared("", 0, "weights are not shared: the holder has no page store")
         try:
@@ -56,3 +72,11 @@ class CpuEngine(Engine):
             pagesharing.evict(handle)
         except pagesharing.Unavailable as error:
             _log.warning("the page store's cold pages stay in memory: %s", error)
+
+    def update_weights(self, weights: Arrays) -> None:
+        """Refuse."""
+        raise BuildError(f"{self.name} cannot update weights on the CPU")
+
+    def memory(self) -> Optional[DeviceMemory]:
+        """Return None: there is no card."""
+        return None

@@ -31,6 +31,9 @@ class OnnxRuntime(CpuEngine):
     name = "onnxruntime"
 
     def __init__(self, settings: Settings) -> None:
+        super().__init__(settings)
+        for name in settings.options:
+            raise BuildError(f"options.{name}: unknown; onnxruntime has none")
         try:
             import onnxruntime  # noqa: PLC0415 - only an interpreter that runs this engine has it
             from onnxruntime.capi import onnxruntime_pybind11_state  # noqa: PLC0415
@@ -38,7 +41,6 @@ class OnnxRuntime(CpuEngine):
             raise EngineMissing(f"{error}; install it with: pip install 'weightd[onnxruntime]'") from None
         self._library = onnxruntime
         self._errors = onnxruntime_pybind11_state
-        self._settings = settings
 
     def versions(self) -> Dict[str, str]:
         """Return the library's version."""

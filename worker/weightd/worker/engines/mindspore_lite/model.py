@@ -1,4 +1,4 @@
-"""MindSpore Lite on the CPU, with every trap of the library closed.
+"""What MindSpore Lite does alike on every device, with every trap of the library closed.
 
 What the library does not do, measured on 2.0.0, and what this module does about it:
 
@@ -9,21 +9,22 @@ What the library does not do, measured on 2.0.0, and what this module does about
 - A failed predict spoils the model, and the next answer may be the previous request's: `Spoilt`.
 - A failed build spoils the Model object: each build makes a new one.
 - Its exceptions have no cause: that is in the native log, from which it is read.
-- It rearranges some weights only in the first predict: they are shared because one comes before (`Engine`).
 - The dtypes of the file are not those that it takes (int64 becomes int32): they are read from the built model.
 """
 
 from __future__ import annotations
 
 import re
-from typing import Any, Dict, List, Sequence, Tuple
+from typing import Any, Dict, List, Tuple
 
 import numpy as np
 
 from weightd.protocol.messages import TensorSignature
-from weightd.worker.engines.base import Arrays, BuildError, EngineMissing, Settings, Signature, Spoilt
-from weightd.worker.engines.cpu import CpuEngine
+from weightd.worker.engines.base import Arrays, BuildError, Engine, EngineMissing, Settings, Signature, Spoilt
+from weightd.worker.engines.mindspore_lite.options import Options
 from weightd.worker.nativelog import NativeLog
+
+Sections = Dict[str, Dict[str, str]]
 
 _DATATYPE: Dict[str, str] = {
     "BOOL": "BOOL",
@@ -44,33 +45,39 @@ _DATATYPE: Dict[str, str] = {
 _GLOG_ERROR = re.compile(r"^\[(?:ERROR|CRITICAL)\][^\[]*\[[^\]]*:\d+\]\s*(?:[^\s\[\]]+\]\s*)?(?P<text>.*)$")
 
 
-class MindSporeLite(CpuEngine):
-    """Runs a MindIR model."""
+class MindSporeLite(Engine):
+    """Runs a MindIR model; a subclass knows the device, and what is shared.
+
+    Raises:
+        EngineMissing: this interpreter has not the library.
+        BuildError: an option is not one.
+    """
 
     name = "mindspore_lite"
 
     def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._options = Options.of(settings.options)
         try:
             import mindspore_lite  # noqa: PLC0415 - only an interpreter that runs this engine has it
         except ImportError as error:
             raise EngineMissing(f"{error}; install the vendor's wheel of mindspore_lite for this interpreter") from None
         self._library = mindspore_lite
-        self._settings = settings
         self._log = NativeLog(_GLOG_ERROR)
 
     def versions(self) -> Dict[str, str]:
         """Return the library's version."""
         return {"mindspore_lite": str(self._library.__version__)}
 
-    def build(self, model: str, *, pids: Sequence[str] = (), handle: str = "") -> None:
-        """Build a new Model."""
-        context = self._library.Context()
-        context.target = ["cpu"]
-        context.cpu.thread_num = self._settings.threads
+    def _build(self, model: str, context: Any, sections: Sections) -> None:
+        """Build a new Model; `sections` is what the library calls config_dict."""
+        arguments: Dict[str, Any] = self._options.arguments()
+        if sections:
+            arguments["config_dict"] = sections
         # This lets go of the one before: two at once would be two copies of the weights.
         self._model = self._library.Model()
         with self._log.cause_of(BuildError):
-            self._model.build_from_file(model, self._library.ModelType.MINDIR, context)
+            self._model.build_from_file(model, self._library.ModelType.MINDIR, context, **arguments)
         self._bind(self._model.get_inputs())
         self._signature = Signature(
             tuple(_tensor_signature(each) for each in self._tensors),

@@ -1,0 +1,205 @@
+"""MindSpore Lite on an Ascend card, where the library itself shares weights between processes.
+
+What the library does not do, read in the source of 2.7.0, and what this module does about it:
+
+- It knows two keys of the section ascend_context, and ignores them in silence in many cases (`_IGNORED`). What it
+  exports is "" then: that is a `BuildError`, not a model whose every worker has a copy of its own.
+- It takes a list of pids or a handle apart only after it has taken memory, and a handle as far as it is a number: both
+  are checked before.
+- A build whose sharing has failed is told as a success to the layer above, which then fails for another reason, or runs
+  whichever model of this process has the id 0: there is one model in a process, one build, and a canary after it.
+- A failed build keeps the card's memory until the process ends: `can_rebuild` is false.
+- Each attach writes the weights again, from its own file, into what everybody runs on, and nobody compares the files:
+  the daemon does, by the digests in the HELLOs.
+- A card that is not there is taken for card 0, with a warning in the log: it is looked for before.
+- It can add no pid after the build; libascendcl can (`acl`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+from pathlib import Path
+from typing import Any, List, Optional, Sequence
+
+import numpy as np
+
+from weightd.protocol.modelfile import ModelFileError, model_files
+from weightd.protocol.worker_messages import DeviceMemory, Traits
+from weightd.worker.engines.base import (
+    SHARING_IS_OFF,
+    Arrays,
+    BuildError,
+    EngineMissing,
+    NotAllowed,
+    Settings,
+    Shared,
+)
+from weightd.worker.engines.mindspore_lite.acl import Acl, AclError
+from weightd.worker.engines.mindspore_lite.model import MindSporeLite
+
+_log = logging.getLogger("weightd.worker")
+
+_PIDS = "shareable_weight_pid_list"
+_HANDLE = "shareable_weight_mem_handle"
+
+_DECIMAL = re.compile(r"[0-9]{1,20}")
+_MAX_PID = 2**31 - 1
+_MAX_HANDLE = 2**64 - 1
+
+_GRANULE = 2 * 1024 * 1024  # a huge page of the card
+
+_OLD = "mindspore_lite {} shares no weights between processes; install 2.7 or later, or set sharing = 'off'"
+_NO_NUMBER = (
+    "the library has no number for this process: it finds no Ascend driver. Run set_env.sh of CANN in the "
+    "environment of weightd, and let its user open /dev/davinci*"
+)
+_IGNORED = (
+    "the library has built the model without exporting its weights, got handle {!r}. It does so without an error where "
+    "the provider is ge or ENABLE_MULTI_BACKEND_RUNTIME is on, the model is encrypted (dec_key_file), was converted "
+    "for changing weights (variable_weights) or is in a ModelGroup, or the library is older than 2.7; set sharing = "
+    "'off' to serve it with a copy of the weights in each process"
+)
+
+
+class MindSporeLiteAscend(MindSporeLite):
+    """Runs a MindIR model on one card; the handle is the library's, a decimal number.
+
+    Raises:
+        EngineMissing: the library cannot share, or the machine has no Ascend driver.
+        BuildError: an option is not one.
+    """
+
+    traits = Traits(pids_fixed_at_build=True, holder_must_outlive=True, attach_rewrites_weights=True)
+    can_rebuild = False
+
+    def __init__(self, settings: Settings, card: int) -> None:
+        super().__init__(settings)
+        self._card = card
+        self._built = False
+        self._exported = ""
+        self._path = ""
+        self._shares = False
+        if settings.sharing:
+            self._pid = self._number()
+        else:
+            self._pid = str(os.getpid())
+            self.traits = Traits(pids_fixed_at_build=False, holder_must_outlive=False, attach_rewrites_weights=False)
+
+    def current_pid(self) -> str:
+        """Return the driver's number for this process, which is not os.getpid() in a container."""
+        return self._pid
+
+    def build(self, model: str, *, pids: Sequence[str] = (), handle: str = "") -> None:
+        """Build the model: for these processes, on this handle, or, with neither, with a copy of the weights."""
+        if self._built:
+            raise BuildError("this process has built a model on a card before; only a new process can build another")
+        self._built = True
+        section = self._options.ascend_section()
+        if self._settings.sharing and pids:
+            section[_PIDS] = ",".join(str(_decimal("pid", each, _MAX_PID)) for each in pids)
+        elif self._settings.sharing and handle:
+            section[_HANDLE] = str(_decimal("handle", handle, _MAX_HANDLE))
+        self._shares = _PIDS in section or _HANDLE in section
+        self._check_card()
+        self._path = model
+        context = self._library.Context()
+        context.target = ["ascend"]  # the first one decides; with "cpu" in front the card would never be used
+        context.ascend.device_id = self._card
+        self._options.set_ascend(context.ascend)
+        self._build(model, context, {"ascend_context": section} if section else {})
+
+    def export(self, store: str) -> Shared:
+        """Return the handle that the build has made."""
+        if not self._settings.sharing:
+            return SHARING_IS_OFF
+        if not self._shares:
+            return Shared("", 0, "weights are not shared: the build named no process to share with")
+        handle = self._model.get_model_info(_HANDLE)
+        if not _DECIMAL.fullmatch(handle) or not 0 < int(handle) <= _MAX_HANDLE:
+            raise BuildError(_IGNORED.format(handle))
+        self._exported = handle
+        return Shared(handle, self._shared_bytes(), "")
+
+    def allow(self, pids: Sequence[str]) -> None:
+        """Tell the driver."""
+        if not self._exported:
+            raise NotAllowed("this process has exported no weights")
+        try:
+            numbers = [_decimal("pid", each, _MAX_PID) for each in pids]
+            acl = Acl()
+            acl.use(self._card)
+            acl.allow(int(self._exported), numbers)
+        except (AclError, BuildError) as error:
+            raise NotAllowed(str(error)) from None
+
+    def attach(self, handle: str) -> Shared:
+        """Do nothing: the build has attached."""
+        if not self._settings.sharing:
+            return SHARING_IS_OFF
+        if not self._shares:
+            return Shared("", 0, "weights are not shared: the holder has no handle")
+        return Shared(handle, self._shared_bytes(), "")
+
+    def settle(self, handle: str) -> None:
+        """Do nothing: there is nothing that only an attach needs."""
+
+    def update_weights(self, weights: Arrays) -> None:
+        """Replace weights of a model that was converted for it."""
+        if not self._options.variable_weights:
+            raise BuildError("the weights of this model cannot be changed: the option variable_weights is not set")
+        if not weights:
+            raise BuildError("there are no weights to change")
+        tensors: List[Any] = []
+        for name, array in weights.items():
+            # Others are not taken, and that is no error to the library.
+            tensor = self._library.Tensor(np.ascontiguousarray(array, array.dtype.newbyteorder("=")))
+            tensor.name = name
+            tensors.append(tensor)
+        with self._log.cause_of(BuildError):
+            self._model.update_weights([tensors])
+
+    def memory(self) -> Optional[DeviceMemory]:
+        """Ask the driver."""
+        try:
+            acl = Acl()
+            acl.use(self._card)
+            return acl.memory()
+        except AclError as error:
+            _log.warning("the card's memory is not known: %s", error)
+            return None
+
+    def _number(self) -> str:
+        model = self._library.Model()
+        if not hasattr(model, "get_model_info"):
+            raise EngineMissing(_OLD.format(self._library.__version__))
+        with self._log.cause_of(EngineMissing):
+            pid: str = model.get_model_info("current_pid")
+            if not _DECIMAL.fullmatch(pid):
+                raise RuntimeError(_NO_NUMBER)
+        return pid
+
+    def _check_card(self) -> None:
+        try:
+            count = Acl().device_count()
+        except AclError as error:
+            _log.warning("whether there is a card %d is not known: %s", self._card, error)
+            return
+        if self._card >= count:
+            raise BuildError(f"device: there is no card {self._card}; this process sees {count}, counted from 0")
+
+    def _shared_bytes(self) -> int:
+        """An estimate: the library rounds the size of the weights so, and the file holds little else."""
+        size = 0
+        with contextlib.suppress(ModelFileError, OSError):
+            size = sum(file.path.stat().st_size for file in model_files(Path(self._path)))
+        return (size // _GRANULE + 1) * _GRANULE
+
+
+def _decimal(what: str, text: str, most: int) -> int:
+    """Where the library is lenient, another number would be meant."""
+    if not _DECIMAL.fullmatch(text) or not 0 < int(text) <= most:
+        raise BuildError(f"{what}: expected a decimal number from 1 to {most}, got {text!r}")
+    return int(text)

@@ -1,0 +1,28 @@
+"""MindSpore Lite on the CPU.
+
+It rearranges some weights only in the first predict: they are shared because one comes before (`Engine`).
+"""
+
+from __future__ import annotations
+
+from typing import Sequence
+
+from weightd.worker.engines.base import Settings
+from weightd.worker.engines.cpu import CpuEngine
+from weightd.worker.engines.mindspore_lite.model import MindSporeLite
+
+
+class MindSporeLiteCpu(MindSporeLite, CpuEngine):
+    """Runs a MindIR model on the CPU, where weightd shares pages."""
+
+    def __init__(self, settings: Settings) -> None:
+        MindSporeLite.__init__(self, settings)
+        CpuEngine.__init__(self, settings)
+
+    def build(self, model: str, *, pids: Sequence[str] = (), handle: str = "") -> None:
+        """Build a new Model."""
+        context = self._library.Context()
+        context.target = ["cpu"]
+        context.cpu.thread_num = self._settings.threads
+        self._options.set_cpu(context.cpu)
+        self._build(model, context, {})

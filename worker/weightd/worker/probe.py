@@ -1,0 +1,71 @@
+"""What a card says of itself: ``python -m weightd.worker.probe --device ascend:0``.
+
+Prints one line of JSON, the last on stdout: total_bytes and free_bytes of the card's memory, its kind (soc), and how
+many cards this process sees (devices); or {"error": ...}, with exit status 69. A process of its own, for it takes a
+place on the card as long as it lives, and its own context is part of what is not free.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import sys
+from typing import Any, Dict
+
+from weightd.worker import exits
+from weightd.worker.engines.base import BuildError, Settings
+from weightd.worker.engines.mindspore_lite.acl import Acl, AclError
+
+
+def main() -> int:
+    """Print the line; return the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m weightd.worker.probe", description="What a card says of itself.")
+    parser.add_argument("--device", required=True, help="ascend:N")
+    device: str = parser.parse_args().device
+    try:
+        report = probe(device)
+    except Exception as error:  # noqa: BLE001 - an import runs foreign code: it can fail in any way
+        text = str(error) if isinstance(error, (AclError, BuildError)) else f"{type(error).__name__}: {error}"
+        print(json.dumps({"error": text}))
+        return exits.NO_ENGINE
+    print(json.dumps(report))
+    return exits.OK
+
+
+def probe(device: str) -> Dict[str, Any]:
+    """Return what the card says.
+
+    Raises:
+        BuildError: this is no card.
+        AclError: it cannot be asked.
+    """
+    card = Settings(1, device).card
+    if card is None:
+        raise BuildError("device: expected ascend:N, got 'cpu'")
+    # Before libascendcl: it brings the libraries of CANN with it, where the environment does not.
+    import mindspore_lite  # noqa: F401, PLC0415  # pyright: ignore[reportUnusedImport]
+
+    acl = Acl()
+    acl.initialize()
+    devices = acl.device_count()
+    if card >= devices:
+        raise BuildError(f"device: there is no card {card}; this process sees {devices}, counted from 0")
+    acl.use(card)
+    memory = acl.memory()
+    return {
+        "total_bytes": memory.total_bytes,
+        "free_bytes": memory.free_bytes,
+        "soc": acl.soc_name(),
+        "devices": devices,
+    }
+
+
+if __name__ == "__main__":
+    status = main()
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Native libraries have been seen to crash in their exit handlers; the kernel cleans up better.
+    os._exit(status)
