@@ -15,7 +15,7 @@ import pytest
 
 from weightd.daemon.claim import ClaimError, claim, make_directory
 from weightd.daemon.config import DaemonConfig
-from weightd.daemon.files import GenerationFiles
+from weightd.daemon.files import GenerationFiles, SnapshotFiles
 
 # A daemon reduced to its claim: has what it claims, listens, leaves a file, and waits for the end of stdin.
 _DAEMON = """
@@ -249,11 +249,22 @@ def test_a_directory_that_cannot_be_made(root: Path) -> None:
 
 
 def test_a_generations_files_are_in_one_directory(root: Path) -> None:
-    files = GenerationFiles(root / "m.1", "digits.onnx")
+    files = GenerationFiles(root / "m.1")
     files.create()
     assert stat.S_IMODE(files.directory.stat().st_mode) == 0o700
-    assert files.snapshot == root / "m.1/model/digits.onnx"
-    for path in (files.snapshot_dir, files.store, files.log("m.1.w1")):
+    for path in (files.store, files.log("m.1.w1")):
+        assert path.parent == files.directory
+        path.touch()
+    files.remove()
+    assert tree(root) == set()
+    files.remove()
+
+
+def test_a_snapshots_files_are_in_one_directory(root: Path) -> None:
+    files = SnapshotFiles(root / "m.v1")
+    files.create()
+    assert stat.S_IMODE(files.directory.stat().st_mode) == 0o700
+    for path in (files.model_dir, files.weights, files.log):
         assert path.parent == files.directory
         path.touch()
     files.remove()

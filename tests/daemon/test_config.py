@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from weightd.daemon import config as module
-from weightd.daemon.config import Config, ConfigError, DaemonConfig, ModelConfig, complete_daemon, load
+from weightd.daemon.config import Config, ConfigError, DaemonConfig, DeviceConfig, ModelConfig, complete_daemon, load
+from weightd.daemon.engine_options import MindSporeLiteOptions
 
 MODEL = '[models.m]\npath = "m.onnx"\n'
 
@@ -50,8 +51,11 @@ def test_the_smallest_file_is_completed_with_defaults(file: Path) -> None:
     config = loaded(file, MODEL)
     model = config.models["m"]
     assert dict(config.models) == {"m": model}
-    assert model == ModelConfig(path=str(file.parent / "m.onnx"), engine="onnxruntime", python=sys.executable)
-    assert (model.workers, model.threads, model.device, model.timeout, model.load_timeout) == (1, 1, "cpu", 30.0, 600.0)
+    path = str(file.parent / "m.onnx")
+    assert model == ModelConfig(path=path, engine="onnxruntime", python=sys.executable, spares=0)
+    assert (model.workers, model.threads, model.timeout, model.load_timeout) == (1, 1, 30.0, 600.0)
+    assert (model.devices, model.sharing, model.policy, model.holder_loss) == (("cpu",), "on", "auto", "strict")
+    assert config.devices == {}
     assert (model.max_queue, model.max_queue_bytes, config.daemon.drain_timeout) == (1024, 1024**3, 30.0)
 
 
@@ -70,16 +74,44 @@ def test_what_the_file_says_is_taken(file: Path) -> None:
         python = "/opt/mslite/bin/python"
         workers = 8
         threads = 2
-        device = "cpu"
+        spares = 3
+        devices = ["ascend:0", "ascend:12"]
+        sharing = "auto"
+        process_mib = 300
+        policy = "replace"
+        holder_loss = "frozen"
         timeout = 0.5
         load_timeout = 60
         max_queue = 7
         max_queue_bytes = 8
+        [models."resnet-50.v1".mindspore_lite]
+        precision_mode = "enforce_fp32"
+        config_file = "/etc/acl.ini"
+        [devices."ascend:0"]
+        memory_mib = 1000
+        processes = 32
+        [devices."ascend:12"]
         """,
     )
+    assert config.devices == {"ascend:0": DeviceConfig(1000, 32), "ascend:12": DeviceConfig(0, 63)}
     assert config.daemon == DaemonConfig("tcp://127.0.0.1:5555", "/run/other", "/var/other", 3.0)
     assert config.models["resnet-50.v1"] == ModelConfig(
-        "/models/resnet.mindir", "mindspore_lite", "/opt/mslite/bin/python", 8, 2, "cpu", 0.5, 60.0, 7, 8
+        path="/models/resnet.mindir",
+        engine="mindspore_lite",
+        python="/opt/mslite/bin/python",
+        workers=8,
+        threads=2,
+        spares=3,
+        devices=("ascend:0", "ascend:12"),
+        sharing="auto",
+        process_mib=300,
+        policy="replace",
+        holder_loss="frozen",
+        timeout=0.5,
+        load_timeout=60.0,
+        max_queue=7,
+        max_queue_bytes=8,
+        mindspore_lite=MindSporeLiteOptions(precision_mode="enforce_fp32", config_file="/etc/acl.ini"),
     )
 
 
@@ -116,8 +148,8 @@ def test_what_is_not_text(file: Path) -> None:
         ("", "models: expected at least one table [models.NAME]"),
         ("[models]", "models: expected at least one table [models.NAME]"),
         ("models = 3", "models: expected at least one table [models.NAME]"),
-        (MODEL + "[model.n]\n", "model: unknown table; expected one of daemon, models"),
-        ("workers = 3\n" + MODEL, "workers: unknown table; expected one of daemon, models"),
+        (MODEL + "[model.n]\n", "model: unknown table; expected one of daemon, models, devices"),
+        ("workers = 3\n" + MODEL, "workers: unknown table; expected one of daemon, models, devices"),
     ],
 )
 def test_tables(file: Path, text: str, problem: str) -> None:
@@ -152,7 +184,13 @@ MODEL_KEYS = {
     "python": TEXTS,
     "workers": [*COUNTS, "1025"],
     "threads": [*COUNTS, "1025"],
-    "device": ["0", '"npu"', '""'],
+    "spares": ["-1", "1.5", '"1"', "true", "1025"],
+    "devices": ["0", '"cpu"', "[]"],
+    "sharing": ["true", '"yes"', '""'],
+    "process_mib": ["-1", "0.5", '"1"'],
+    "policy": ["1", '""', '"Overlap"'],
+    "holder_loss": ["false", '""', '"keep"'],
+    "mindspore_lite": ["1", '""', "[]"],
     "timeout": [*SECONDS, "0", "0.0", "3600.1", "9e99"],
     "load_timeout": [*SECONDS, "0"],
     "max_queue": [*COUNTS, "1_000_001"],
@@ -371,3 +409,74 @@ def test_an_empty_variable_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(variable, "")
     assert module.default_runtime_dir() == "/tmp/weightd-1000"
     assert module.default_cache_dir() == "/home/someone/.cache/weightd"
+
+
+CARD = '[models.m]\npath = "m.mindir"\n'
+
+
+@pytest.mark.parametrize(
+    ("devices", "key"),
+    [
+        ('["cpu", "ascend:0"]', "devices[0]: expected the CPU alone or cards alone"),
+        ('["ascend:0", "cpu"]', "devices[1]: expected the CPU alone or cards alone"),
+        ('["ascend:0", "ascend:1", "ascend:0"]', "devices[0]: ascend:0 is given twice"),
+        ('["cpu", "cpu"]', "devices[0]: cpu is given twice"),
+        ('["npu"]', 'devices[0]: expected "cpu" or a card'),
+        ('["ascend"]', 'devices[0]: expected "cpu" or a card'),
+        ('["ascend:0", "ascend:1234"]', 'devices[1]: expected "cpu" or a card'),
+        ("[1]", "devices[0]: expected"),
+        ('["cpu", ""]', "devices[1]: expected"),
+    ],
+)
+def test_devices_that_do_not_go_together(file: Path, devices: str, key: str) -> None:
+    assert refusal(file, f"{CARD}devices = {devices}\n").startswith(f"models.m.{key}")
+
+
+def test_only_one_engine_runs_on_a_card(file: Path) -> None:
+    text = "models.m.devices[0]: expected cpu: engine onnxruntime runs there only"
+    assert refusal(file, '[models.m]\npath = "m.onnx"\ndevices = ["ascend:0"]\n').startswith(text)
+
+
+def test_a_card_has_a_spare_by_default(file: Path) -> None:
+    assert loaded(file, CARD).models["m"].spares == 0
+    assert loaded(file, f'{CARD}devices = ["ascend:0"]\n').models["m"].spares == 1
+    assert loaded(file, f'{CARD}devices = ["ascend:0"]\nspares = 0\n').models["m"].spares == 0
+
+
+@pytest.mark.parametrize(
+    ("table", "text"),
+    [
+        ("devices = 1\n", "devices: expected tables [devices.NAME]"),
+        ("[devices.cpu]\n", "devices.cpu: expected the name of a card"),
+        ("[devices.gpu]\n", "devices.gpu: expected the name of a card"),
+        ('[devices."ascend:0"]\nmemory = 5\n', "devices.ascend:0.memory: unknown field"),
+        ('[devices."ascend:0"]\nmemory_mib = -5\n', "devices.ascend:0.memory_mib: expected"),
+        ('[devices."ascend:0"]\nprocesses = 0\n', "devices.ascend:0.processes: expected"),
+    ],
+)
+def test_a_bad_table_of_a_device(file: Path, table: str, text: str) -> None:
+    assert refusal(file, f"{table}{CARD}" if table.startswith("devices =") else f"{CARD}{table}").startswith(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "refused"),
+    [
+        (f'{CARD}[models.m.mindspore_lite]\nprecision = "x"\n', "mindspore_lite.precision: unknown field"),
+        (f'{CARD}[models.m.mindspore_lite]\nprovider = "ge"\n', "mindspore_lite.provider: it has no effect on the cpu"),
+        (
+            f'{CARD}devices = ["ascend:0"]\n[models.m.mindspore_lite]\nprovider = "ge"\n',
+            "mindspore_lite.provider: weights cannot be shared",
+        ),
+        (
+            '[models.m]\npath = "m.onnx"\n[models.m.mindspore_lite]\ninter_op_parallel = 2\n',
+            "mindspore_lite: the model's engine is onnxruntime",
+        ),
+    ],
+)
+def test_options_of_the_engine_are_checked(file: Path, text: str, refused: str) -> None:
+    assert refusal(file, text).startswith(f"models.m.{refused}")
+
+
+def test_files_of_the_engine_are_relative_to_the_configuration(file: Path) -> None:
+    text = f'{CARD}[models.m.mindspore_lite]\nconfig_file = "acl.ini"\n'
+    assert loaded(file, text).models["m"].mindspore_lite.config_file == str(file.parent / "acl.ini")

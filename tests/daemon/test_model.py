@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 
 from weightd.daemon.actions import Role
+from weightd.daemon.budget import Device
 from weightd.daemon.config import ModelConfig
-from weightd.daemon.model import Model
+from weightd.daemon.generation import Generation, Source
+from weightd.daemon.model import Model, Snapshot
 from weightd.daemon.scheduler import Request
 from weightd.daemon.states import GenerationState
 from weightd.protocol.errors import InvalidArgument, RequestError, ResourceExhausted, Unavailable
@@ -33,6 +35,7 @@ from weightd.protocol.worker_messages import (
 )
 
 SHA = "5" * 64
+SNAPSHOT = Snapshot("/snapshot/digits.onnx", "", SHA, 100)
 CPU = Traits(pids_fixed_at_build=False, holder_must_outlive=False, attach_rewrites_weights=False)
 X = TensorSignature("x", "FP32", (-1, 2))
 Y = TensorSignature("y", "FP32", (-1, 3))
@@ -52,6 +55,11 @@ def request(spec: TensorSpec = GOOD, deadline: float = 1e9, arrived: float = 0.0
 class FakeHost:
     def __init__(self) -> None:
         self.pinned = 0
+        self.sources: list[Source] = []
+        self.unpinned: list[Source] = []
+        self.dead: set[str] = set()
+        self.forgotten: list[str] = []
+        self.updated: list[tuple[bytes, str, str, Sequence[int]]] = []
         self.spawned: list[tuple[str, Role]] = []
         self.killed: list[str] = []
         self.orders: list[tuple[str, OrderMessage]] = []
@@ -61,11 +69,25 @@ class FakeHost:
         self.metadata: list[tuple[bytes, ModelMetadataResponse]] = []
         self.errors: list[tuple[bytes, str, str]] = []
 
-    def pin(self, model: Model) -> None:
+    def pin(self, model: Model, source: Source) -> None:
         self.pinned += 1
+        self.sources.append(source)
 
-    def spawn(self, model: Model, name: str, role: Role) -> None:
+    def unpin(self, model: Model, source: Source) -> None:
+        self.unpinned.append(source)
+
+    def spawn(self, model: Model, generation: Generation, snapshot: Snapshot, name: str, role: Role) -> None:
+        assert snapshot == SNAPSHOT
         self.spawned.append((name, role))
+
+    def lives(self, name: str) -> bool:
+        return name not in self.dead
+
+    def forget(self, generation: Generation) -> None:
+        self.forgotten.append(generation.label)
+
+    def tell_updated(self, client: bytes, request_id: str, model_name: str, generations: Sequence[int]) -> None:
+        self.updated.append((client, request_id, model_name, generations))
 
     def kill(self, name: str) -> None:
         self.killed.append(name)
@@ -106,15 +128,15 @@ class Stage:
         self.host = FakeHost()
         self.now = 1000.0
         config = ModelConfig(path="/models/digits.onnx", engine="onnxruntime", workers=workers, max_queue=max_queue)
-        self.model = Model("digits", config, 1, self.host, self.host)
-        self.model.start()
+        self.model = Model("digits", config, {"cpu": Device("cpu")}, self.host, self.host)
+        self.model.start(self.now)
 
     def says(self, child: str, message: ChildMessage, frames: Sequence[Any] = ()) -> Stage:
         self.model.heard(child, message, frames, self.now)
         return self
 
     def building(self) -> Stage:
-        self.model.pinned(SHA, self.now)
+        self.model.pinned(self.host.sources[0], SNAPSHOT, self.now)
         for name, _ in list(self.host.spawned):
             self.says(name, Hello("1", SHA, {"weightd": VERSION}, CPU))
         return self
@@ -149,11 +171,11 @@ def test_it_loads_as_its_generation_wants() -> None:
     assert [type(order) for _, order in host.orders] == [Build]
     stage.says(HOLDER, Built("/store", (X,), (Y,), (2,), "canary", 4096))
     assert host.orders[-1] == (W1, Attach("/store", (2,)))
-    assert not stage.model.serving
+    assert not stage.model.deployments[0].main.complete
     stage.says(W1, Attached("canary", 0))
-    assert not stage.model.serving
+    assert not stage.model.deployments[0].main.complete
     stage.says(W2, Attached("canary", 0))
-    assert stage.model.serving
+    assert stage.model.deployments[0].main.complete
 
 
 def test_the_next_tick_is_the_generations() -> None:
@@ -196,7 +218,8 @@ def test_a_request_expires_while_it_loads() -> None:
     stage.model.tick(1004.0)
     assert stage.host.refused() == []
     stage.model.tick(1005.0)
-    assert stage.host.refused() == [(number, "DEADLINE_EXCEEDED", "waited in the queue until its deadline")]
+    text = "digits has no worker: pinning, not ready yet"
+    assert stage.host.refused() == [(number, "UNAVAILABLE", text)]
 
 
 def test_the_queue_is_bounded() -> None:
@@ -293,7 +316,7 @@ def test_what_a_dead_worker_had_runs_elsewhere_once() -> None:
     stage.model.exited(W2, "killed by SIGKILL", stage.now)
     assert stage.host.refused() == [(number, "INTERNAL", "the request killed 2 workers")]
     assert stage.host.predicts() == []
-    assert stage.model.generation.state is GenerationState.SERVING
+    assert stage.model.deployments[0].main.state is GenerationState.SERVING
 
 
 # --- metadata -------------------------------------------------------------------------------------------------------
@@ -328,7 +351,7 @@ def test_when_it_fails_everyone_who_waits_is_told_why() -> None:
     stage = Stage(workers=1)
     stage.model.metadata(b"curious", "7")
     [number] = stage.submit(request())
-    stage.model.pin_failed("no such file", stage.now)
+    stage.model.pin_failed(stage.host.sources[0], "no such file", stage.now)
     text = "digits failed: no such file"
     assert stage.host.refused() == [(number, "UNAVAILABLE", text)]
     assert stage.host.errors == [(b"curious", "7", text)]
@@ -336,13 +359,14 @@ def test_when_it_fails_everyone_who_waits_is_told_why() -> None:
         stage.submit(request())
     with pytest.raises(Unavailable, match=text):
         stage.model.metadata(b"curious", "8")
-    assert not stage.model.serving
+    assert stage.model.has_failed
 
 
 def test_when_it_fails_what_runs_may_still_be_answered() -> None:
     stage = Stage(workers=1).serving()
     first, second, third = stage.submit(request(), request(), request())
-    stage.model.pin_failed("whatever", stage.now)
+    stage.model.deployments[0].main.failed("whatever", stage.now)
+    stage.says(W1, Broken("what it says after that"))
     assert stage.host.refused() == [(third, "UNAVAILABLE", "digits failed: whatever")]
     stage.says(W1, Result(first, (OUT,)))
     assert [number for number, _, _ in stage.host.answers] == [first]
@@ -371,7 +395,7 @@ def test_draining_gives_up_what_waits_and_finishes_what_runs() -> None:
     stage.model.exited(W1, "exited with status 0", stage.now)
     assert stage.host.orders[-1] == (HOLDER, Stop())
     stage.model.exited(HOLDER, "exited with status 0", stage.now)
-    assert stage.model.generation.state is GenerationState.GONE
+    assert stage.model.deployments[0].main.state is GenerationState.GONE
     assert stage.host.refused() == []
 
 
@@ -396,4 +420,4 @@ def test_draining_while_it_loads_answers_everyone() -> None:
     for name in (W1, HOLDER):
         stage.model.exited(name, "exited with status 0", stage.now)
     assert stage.host.errors == [(b"curious", "7", "digits is being unloaded")]
-    assert stage.model.generation.state is GenerationState.GONE
+    assert stage.model.deployments[0].main.state is GenerationState.GONE

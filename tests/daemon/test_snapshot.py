@@ -200,7 +200,7 @@ def test_it_prints_the_digest(
     model: Path, directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(monkeypatch, model, directory) == 0
-    assert capsys.readouterr() == (digest(model) + "\n", "")
+    assert capsys.readouterr() == (f"{digest(model)} {model.stat().st_size}\n", "")
 
 
 def test_a_model_that_is_missing_is_one_line(

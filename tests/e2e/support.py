@@ -133,6 +133,9 @@ def ask_all(client: Client, model: str, questions: Sequence[Question]) -> None:
         assert_same(each.result(), question.answer)
 
 
+L = TypeVar("L", bound="Load")
+
+
 class Load:
     """Threads with a client each that keep requests in flight and check every answer, until the block ends.
 
@@ -149,7 +152,7 @@ class Load:
         arguments = (address, model, questions, in_flight)
         self._threads = [threading.Thread(target=self._run, args=arguments, daemon=True) for _ in range(clients)]
 
-    def __enter__(self) -> Load:
+    def __enter__(self: L) -> L:
         for thread in self._threads:
             thread.start()
         return self

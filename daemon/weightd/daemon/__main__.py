@@ -13,6 +13,7 @@ from weightd.daemon import exits
 from weightd.daemon.check import problems
 from weightd.daemon.claim import ClaimError
 from weightd.daemon.config import Config, ConfigError, DaemonConfig, ModelConfig, complete_daemon, complete_model, load
+from weightd.daemon.doctor import command as doctor
 from weightd.daemon.server import Server
 from weightd.protocol.schema import FieldError
 from weightd.protocol.version import VERSION
@@ -60,8 +61,11 @@ def _run(options: argparse.Namespace) -> int:
 def _checked(model: ModelConfig) -> ModelConfig:
     """Hold what the command line gave to the same bounds as the configuration file."""
     for field in dataclasses.fields(model):
+        value = getattr(model, field.name)
+        if value == field.default:
+            continue
         try:
-            field.metadata["kind"].check(getattr(model, field.name))
+            field.metadata["kind"].check(value)
         except FieldError as error:
             raise error.at(f"--{field.name}") from None
     return model
@@ -125,6 +129,8 @@ def _parser() -> argparse.ArgumentParser:
     check = commands.add_parser("check", help="check a configuration file, its models and interpreters")
     check.add_argument("config", type=Path, metavar="CONFIG", help="a TOML file")
     check.set_defaults(run=_check)
+
+    doctor.describe(commands.add_parser("doctor", help=doctor.HELP))
     return parser
 
 

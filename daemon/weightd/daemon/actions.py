@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-from weightd.protocol.worker_messages import Attach, Build, Settle, Stop
+from weightd.protocol.worker_messages import Allow, Attach, Build, Settle, Stop
 
 
 class Role(enum.Enum):
@@ -17,7 +17,7 @@ class Role(enum.Enum):
 
 @dataclass(frozen=True)
 class Pin:
-    """Copy and digest the model's files; answer with `pinned` or `failed`."""
+    """Have a snapshot of the source: a digested copy of its files; answer with `pinned` or `failed`."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Send:
     """Send an order to a child."""
 
     name: str
-    order: Build | Attach | Settle | Stop
+    order: Build | Allow | Attach | Settle | Stop
 
 
 @dataclass(frozen=True)
@@ -57,4 +57,9 @@ class Dismiss:
     name: str
 
 
-Action = Pin | Spawn | Send | Kill | Enlist | Dismiss
+@dataclass(frozen=True)
+class Forget:
+    """Nothing is left of the generation: its files can go."""
+
+
+Action = Pin | Spawn | Send | Kill | Enlist | Dismiss | Forget

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import functools
+import json
+import logging
 import os
 import re
+import select
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +18,14 @@ import zmq
 
 from weightd.daemon import processes
 from weightd.daemon.actions import Role
+from weightd.daemon.budget import MIB, Device
 from weightd.daemon.claim import ClaimError
 from weightd.daemon.config import DaemonConfig
-from weightd.daemon.files import GenerationFiles
+from weightd.daemon.engine_options import MindSporeLiteOptions
+from weightd.daemon.files import GenerationFiles, SnapshotFiles
+from weightd.daemon.generation import Generation, Source
 from weightd.daemon.loop import Loop
-from weightd.daemon.model import Model
+from weightd.daemon.model import Model, Snapshot
 from weightd.daemon.processes import Process
 from weightd.daemon.sockets import BATCH, Received, bind, peer_pid, receive, send
 from weightd.protocol.errors import RemoteProtocolError
@@ -28,26 +34,43 @@ from weightd.protocol.worker_messages import FROM_CHILD, Broken, ChildMessage, H
 
 # weightd, or what it brings along.
 _MISSING_MODULE = re.compile(r"No module named '(weightd|zmq|msgpack|numpy)")
-_SHA256 = re.compile(r"[0-9a-f]{64}")
+_PINNED = re.compile(r"(?P<sha256>[0-9a-f]{64}) (?P<nbytes>[0-9]+)$")
+
+_log = logging.getLogger("weightd")
 
 
 class Backend:
     """Starts, hears, orders, kills and reaps children, and tells their models what becomes of them.
+
+    Args:
+        context: for the socket.
+        config: where sockets and files are.
+        loop: calls when something is readable.
+        devices: by name; what a card has is learned before the first model is loaded there.
 
     Attributes:
         processes: every child that runs, by name.
         files: the files of each generation, by its label.
     """
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], config: DaemonConfig, loop: Loop) -> None:
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        config: DaemonConfig,
+        loop: Loop,
+        devices: Mapping[str, Device],
+    ) -> None:
         self.processes: dict[str, Process] = {}
         self.files: dict[str, GenerationFiles] = {}
         self._config = config
         self._loop = loop
+        self._devices = devices
         # By routing id, which is the name in bytes.
         self._owners: dict[bytes, tuple[str, Model]] = {}
         # What could not be done at once is told to its model after the actions that ordered it.
         self._later: list[Callable[[float], None]] = []
+        # Cards that have been asked what they have, if in vain.
+        self._probed: set[str] = set()
         self._address = f"ipc://{config.children_socket}"
         self._socket = bind(context, self._address, clients=False)
         loop.add(self._socket, self._on_messages)
@@ -63,33 +86,60 @@ class Backend:
         for tell in later:
             tell(now)
 
-    def pin(self, model: Model) -> None:
+    def pin(self, model: Model, source: Source) -> None:
         """Start the process that takes the snapshot."""
-        path = Path(model.config.path)
-        files = self.files[model.label] = GenerationFiles(self._config.private_dir / model.label, path.name)
-        argv = [sys.executable, "-m", "weightd.daemon.snapshot", str(os.getpid()), str(path), str(files.snapshot_dir)]
-        name = _snapshot_name(model)
+        files = SnapshotFiles(self._config.private_dir / _snapshot_name(model, source))
+        argv = [sys.executable, "-m", "weightd.daemon.snapshot", str(os.getpid()), source.path]
+        argv += [str(files.model_dir), *([source.weights, str(files.weights)] if source.weights else [])]
+        name = _snapshot_name(model, source)
         try:
             files.create()
-            self._start(name, argv, files, functools.partial(self._on_pinned, model, name))
+            self._start(name, argv, files.log, functools.partial(self._on_pinned, model, source, files))
         except (ClaimError, OSError) as error:
-            self._later.append(functools.partial(model.pin_failed, f"cannot take a snapshot: {error}"))
+            self._later.append(functools.partial(model.pin_failed, source, f"cannot take a snapshot: {error}"))
 
-    def unpin(self, model: Model) -> None:
-        """Stop taking the snapshot, if that is under way."""
-        self.kill(_snapshot_name(model))
+    def unpin(self, model: Model, source: Source) -> None:
+        """Remove the snapshot, or stop taking it."""
+        name = _snapshot_name(model, source)
+        if name in self.processes:
+            self.kill(name)
+        else:
+            SnapshotFiles(self._config.private_dir / name).remove()
 
-    def spawn(self, model: Model, name: str, role: Role) -> None:
+    def forget(self, generation: Generation) -> None:
+        """Remove the files of a generation of which nothing is left."""
+        files = self.files.pop(generation.label, None)
+        if files is not None:
+            files.remove()
+
+    def lives(self, name: str) -> bool:
+        """Return whether a child has not exited: asked of the kernel, before its death is told."""
+        process = self.processes.get(name)
+        return process is not None and not select.select([process.pidfd], [], [], 0)[0]
+
+    def spawn(self, model: Model, generation: Generation, snapshot: Snapshot, name: str, role: Role) -> None:
         """Start a holder or a worker: one program for both, the orders it gets make the difference."""
-        files = self.files[model.label]
+        files = self.files.get(generation.label)
         config = model.config
         argv = [config.python, "-m", "weightd.worker"]
         argv += ["--address", self._address]
         argv += ["--name", name, "--parent", str(os.getpid()), "--engine", config.engine]
-        argv += ["--model", str(files.snapshot), "--store", str(files.store)]
-        argv += ["--threads", str(config.threads), "--device", config.device]
+        argv += ["--model", snapshot.path, "--threads", str(config.threads), "--device", generation.device]
+        if not generation.limits.sharing:
+            argv += ["--sharing", "off"]
+        if config.mindspore_lite != MindSporeLiteOptions():
+            argv += ["--options", config.mindspore_lite.json()]
+        if snapshot.weights:
+            argv += ["--weights", snapshot.weights]
         try:
-            self._start(name, argv, files, functools.partial(self._on_exit, name))
+            if files is None:
+                files = self.files[generation.label] = GenerationFiles(self._config.private_dir / generation.label)
+                files.create()
+            argv += ["--store", str(files.store)]
+            self._start(name, argv, files.log(name), functools.partial(self._on_exit, name))
+        except ClaimError as error:
+            self._later.append(functools.partial(model.exited, name, str(error)))
+            return
         except OSError as error:
             cause = f"cannot start {config.python}: {error.strerror}"
             self._later.append(functools.partial(model.exited, name, cause))
@@ -112,8 +162,8 @@ class Backend:
 
     # --- within -------------------------------------------------------------------------------------------------
 
-    def _start(self, name: str, argv: Sequence[str], files: GenerationFiles, on_exit: Callable[[], None]) -> None:
-        process = self.processes[name] = processes.start(argv, files.log(name))
+    def _start(self, name: str, argv: Sequence[str], log: Path, on_exit: Callable[[], None]) -> None:
+        process = self.processes[name] = processes.start(argv, log)
         self._loop.add(process.pidfd, on_exit)
 
     def _end(self, name: str) -> tuple[int, str]:
@@ -160,14 +210,50 @@ class Backend:
             words += f"; install weightd there: {model.config.python} -m pip install weightd"
         model.exited(name, f"{how}: {words}" if words else how, time.monotonic())
 
-    def _on_pinned(self, model: Model, name: str) -> None:
+    def _on_pinned(self, model: Model, source: Source, files: SnapshotFiles) -> None:
+        status, words = self._end(_snapshot_name(model, source))
+        found = _PINNED.search(words)
+        if status != 0 or found is None:
+            files.remove()
+            model.pin_failed(source, words or f"the snapshot {processes.explain(status)}", time.monotonic())
+            return
+        weights = str(files.weights) if source.weights else ""
+        path = str(files.model_dir / Path(source.path).name)
+        self._probe(model, source, Snapshot(path, weights, found["sha256"], int(found["nbytes"])), files.log)
+
+    # --- what a card has ----------------------------------------------------------------------------------------
+
+    def _probe(self, model: Model, source: Source, snapshot: Snapshot, log: Path) -> None:
+        """Ask each card of the model of which nothing is known; then the snapshot is told."""
+        unknown = (each.device for each in model.deployments if self._is_unknown(each.device))
+        device = next(unknown, None)
+        if device is None:
+            model.pinned(source, snapshot, time.monotonic())
+            return
+        self._probed.add(device.name)
+        name = f"{_snapshot_name(model, source)}.{device.name}"
+        argv = [model.config.python, "-m", "weightd.worker.probe", "--device", device.name]
+        on_exit = functools.partial(
+            self._on_probed, name, device, functools.partial(self._probe, model, source, snapshot, log)
+        )
+        try:
+            self._start(name, argv, log, on_exit)
+        except OSError as error:
+            _log.warning("%s: cannot be asked for its memory: %s", device.name, error.strerror)
+            self._later.append(lambda _: self._probe(model, source, snapshot, log))
+
+    def _is_unknown(self, device: Device) -> bool:
+        return device.name != "cpu" and device.capacity is None and device.name not in self._probed
+
+    def _on_probed(self, name: str, device: Device, go_on: Callable[[], None]) -> None:
         status, words = self._end(name)
-        sha256 = words.rpartition(" ")[2]
-        if status == 0 and _SHA256.fullmatch(sha256):
-            model.pinned(sha256, time.monotonic())
-        else:
-            model.pin_failed(words or f"the snapshot {processes.explain(status)}", time.monotonic())
+        try:
+            device.capacity = int(json.loads(words[words.rindex("{") :])["free_bytes"])
+            _log.info("%s: %d MiB are free", device.name, device.capacity // MIB)
+        except (ValueError, KeyError, TypeError):
+            _log.warning("%s: cannot be asked for its memory: %s", device.name, words or processes.explain(status))
+        go_on()
 
 
-def _snapshot_name(model: Model) -> str:
-    return f"{model.label}.snapshot"
+def _snapshot_name(model: Model, source: Source) -> str:
+    return f"{model.name}.v{source.number}.snapshot"

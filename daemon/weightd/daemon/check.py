@@ -7,8 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from weightd.daemon.config import Config, ModelConfig
+from weightd.daemon.engine_options import check_files
 from weightd.daemon.processes import explain
 from weightd.protocol.modelfile import ModelFileError, model_files
+from weightd.protocol.schema import FieldError
 from weightd.protocol.version import VERSION
 
 _INTERPRETER_TIMEOUT_S = 60.0
@@ -20,7 +22,7 @@ from weightd.protocol.version import VERSION
 import weightd.worker.session
 from weightd.worker.engines import ENGINES
 from weightd.worker.engines.base import Settings
-ENGINES[sys.argv[1]](Settings(1, "cpu"))
+ENGINES[sys.argv[1]](Settings(1, sys.argv[2], sys.argv[3] == "on"))
 print(VERSION)
 """
 
@@ -35,15 +37,23 @@ def _model_problems(model: ModelConfig) -> Iterator[str]:
         model_files(Path(model.path))
     except ModelFileError as error:
         yield f"path: {error}"
+    try:
+        check_files(model.mindspore_lite)
+    except FieldError as error:
+        yield str(error)
     problem = _interpreter_problem(model)
     if problem:
         yield f"python: {model.python}: {problem}"
 
 
+def _sharing(model: ModelConfig) -> str:
+    return "off" if model.sharing == "off" else "on"
+
+
 def _interpreter_problem(model: ModelConfig) -> str:
     try:
         done = subprocess.run(
-            [model.python, "-c", _PROBE, model.engine],
+            [model.python, "-c", _PROBE, model.engine, model.devices[0], _sharing(model)],
             capture_output=True,
             text=True,
             errors="replace",

@@ -12,9 +12,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
+from weightd.daemon import budget, engine_options
+from weightd.daemon.deployment import Policy
+from weightd.daemon.engine_options import MindSporeLiteOptions
 from weightd.protocol import limits, paths
 from weightd.protocol.errors import WeightdError
-from weightd.protocol.schema import FieldError, decode, integer, number, one_of, text
+from weightd.protocol.schema import FieldError, decode, integer, many, number, one_of, record, text
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -25,6 +28,8 @@ ENGINE_OF_SUFFIX: Mapping[str, str] = {".onnx": "onnxruntime", ".mindir": "minds
 _SUFFIX_OF_ENGINE: Mapping[str, str] = {engine: suffix for suffix, engine in ENGINE_OF_SUFFIX.items()}
 
 _SOCKET = re.compile(r"ipc:///.*[^/]|tcp://.+:[0-9]{1,5}")
+
+_DEVICE = re.compile(r"cpu|ascend:(0|[1-9][0-9]{0,2})")
 
 # It becomes part of file names and of process names.
 _MODEL_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}")
@@ -91,6 +96,17 @@ class DaemonConfig:
 
 
 @dataclass(frozen=True)
+class DeviceConfig:
+    """A table [devices.NAME], for a NAME such as "ascend:0"."""
+
+    memory_mib: int = field(default=0, metadata=integer(0, 2**40))
+    """MiB that weightd may use there. Default: what is free when the first model is loaded."""
+
+    processes: int = field(default=budget.MAX_PROCESSES, metadata=integer(1, 4096))
+    """Processes that may use the device: the driver's limit is 63 on training cards, 32 in virtual machines."""
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """A table [models.NAME]."""
 
@@ -109,8 +125,23 @@ class ModelConfig:
     threads: int = field(default=1, metadata=integer(1, 1024))
     """Threads that one predict uses."""
 
-    device: str = field(default="cpu", metadata=one_of(["cpu"]))
-    """Where the model runs."""
+    spares: int | None = field(default=None, metadata=integer(0, 1024))
+    """Further processes that are attached, and take requests when a worker is lost. Default: 0, on Ascend 1."""
+
+    devices: tuple[str, ...] = field(default=("cpu",), metadata=many(text(limits.MAX_NAME_BYTES), limits.MAX_DEVICES))
+    """Where the model runs: ["cpu"], or cards as in ["ascend:0", "ascend:1"], each with workers of its own."""
+
+    sharing: str = field(default="on", metadata=one_of(["on", "auto", "off"]))
+    """Whether the weights are shared. On a card "on" fails where they cannot be, "auto" then loads them per worker."""
+
+    process_mib: int = field(default=0, metadata=integer(0, 2**30))
+    """MiB of a card that each process takes beside the weights. Default: 0, then what the first generation takes."""
+
+    policy: str = field(default="auto", metadata=one_of([each.value for each in Policy]))
+    """How workers that cannot be replaced one by one are replaced: beside the old ones, in their place, or auto."""
+
+    holder_loss: str = field(default="strict", metadata=one_of(["strict", "frozen"]))
+    """On a card, when the process that built the weights dies: "strict" takes them for invalid, "frozen" goes on."""
 
     timeout: float = field(default=30.0, metadata=number())
     """Seconds until a request that names no timeout of its own is answered DEADLINE_EXCEEDED."""
@@ -124,6 +155,9 @@ class ModelConfig:
     max_queue_bytes: int = field(default=1024**3, metadata=integer(1, 2**62))
     """Tensor bytes that may wait; further ones are answered RESOURCE_EXHAUSTED."""
 
+    mindspore_lite: MindSporeLiteOptions = field(default=MindSporeLiteOptions(), metadata=record(MindSporeLiteOptions))
+    """More for this engine."""
+
 
 @dataclass(frozen=True)
 class Config:
@@ -131,6 +165,7 @@ class Config:
 
     daemon: DaemonConfig
     models: Mapping[str, ModelConfig]
+    devices: Mapping[str, DeviceConfig] = field(default_factory=dict[str, DeviceConfig])
 
 
 def load(path: Path) -> Config:
@@ -158,8 +193,8 @@ def parse(tables: Mapping[str, Any], base: Path) -> Config:
         FieldError: the text names key and expectation.
     """
     for key in tables:
-        if key not in ("daemon", "models"):
-            raise FieldError("unknown table; expected one of daemon, models").at(f".{key}")
+        if key not in ("daemon", "models", "devices"):
+            raise FieldError("unknown table; expected one of daemon, models, devices").at(f".{key}")
     try:
         daemon = complete_daemon(decode(DaemonConfig, tables.get("daemon", {})), base)
     except FieldError as error:
@@ -175,7 +210,21 @@ def parse(tables: Mapping[str, Any], base: Path) -> Config:
             complete[name] = complete_model(name, decode(ModelConfig, table), base)
         except FieldError as error:
             raise error.at(f".models.{name}") from None
-    return Config(daemon, complete)
+    return Config(daemon, complete, _devices(tables.get("devices", {})))
+
+
+def _devices(tables: Any) -> dict[str, DeviceConfig]:
+    if type(tables) is not dict:
+        raise FieldError("expected tables [devices.NAME]").at(".devices")
+    devices: dict[str, DeviceConfig] = {}
+    for name, table in cast("dict[str, Any]", tables).items():
+        try:
+            if name == "cpu" or not _DEVICE.fullmatch(name):
+                raise FieldError('expected the name of a card, such as "ascend:0"')
+            devices[name] = decode(DeviceConfig, table)
+        except FieldError as error:
+            raise error.at(f".devices.{name}") from None
+    return devices
 
 
 def complete_daemon(config: DaemonConfig, base: Path = Path()) -> DaemonConfig:
@@ -237,6 +286,26 @@ def complete_model(name: str, config: ModelConfig, base: Path) -> ModelConfig:
         ).at(".timeout")
     if config.load_timeout == 0:
         raise FieldError("expected more than 0 seconds, got 0").at(".load_timeout")
+    _check_devices(engine, config)
+    options = engine_options.complete(config.mindspore_lite, base)
+    engine_options.check(options, engine, config.devices, config.sharing)
+    spares = config.spares if config.spares is not None else int(config.devices != ("cpu",))
     # A name without a slash is a command of the PATH.
     python = str(base / config.python) if "/" in config.python else config.python or sys.executable
-    return dataclasses.replace(config, path=str(path), engine=engine, python=python)
+    return dataclasses.replace(
+        config, path=str(path), engine=engine, python=python, spares=spares, mindspore_lite=options
+    )
+
+
+def _check_devices(engine: str, config: ModelConfig) -> None:
+    if not config.devices:
+        raise FieldError("expected at least one device").at(".devices")
+    for index, device in enumerate(config.devices):
+        if not _DEVICE.fullmatch(device):
+            raise FieldError(f'expected "cpu" or a card such as "ascend:0", got {device!r}').at(f".devices[{index}]")
+        if config.devices.count(device) > 1:
+            raise FieldError(f"{device} is given twice").at(f".devices[{index}]")
+        if device == "cpu" and len(config.devices) > 1:
+            raise FieldError("expected the CPU alone or cards alone: their answers differ").at(f".devices[{index}]")
+        if device != "cpu" and engine != "mindspore_lite":
+            raise FieldError(f"expected cpu: engine {engine} runs there only, got {device!r}").at(f".devices[{index}]")

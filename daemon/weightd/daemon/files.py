@@ -1,4 +1,4 @@
-"""The files of a generation: one private directory, removed when the daemon stops."""
+"""The files of snapshots and generations, each in a private directory that is removed when nobody needs it."""
 
 from __future__ import annotations
 
@@ -10,21 +10,40 @@ from weightd.daemon.claim import make_directory
 
 
 @dataclass(frozen=True)
-class GenerationFiles:
-    """Where a generation's snapshot, page store and logs are."""
+class SnapshotFiles:
+    """Where the immutable copy of a model is."""
 
     directory: Path
-    model_name: str
 
     @property
-    def snapshot_dir(self) -> Path:
-        """Made by the snapshot process."""
+    def model_dir(self) -> Path:
+        """The model file that every process loads, and what belongs to it. Made by the snapshot process."""
         return self.directory / "model"
 
     @property
-    def snapshot(self) -> Path:
-        """The model file that every process of the generation loads."""
-        return self.snapshot_dir / self.model_name
+    def weights(self) -> Path:
+        """The arrays that every process loads over the model's weights, if there are any."""
+        return self.directory / "weights.npz"
+
+    @property
+    def log(self) -> Path:
+        """What the processes say that take the snapshot."""
+        return self.directory / "log"
+
+    def create(self) -> None:
+        """Make the directory."""
+        make_directory(self.directory, mode=0o700)
+
+    def remove(self) -> None:
+        """Remove everything."""
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+
+@dataclass(frozen=True)
+class GenerationFiles:
+    """Where a generation's page store and logs are."""
+
+    directory: Path
 
     @property
     def store(self) -> Path:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import zmq
@@ -13,13 +15,14 @@ import zmq
 from weightd.daemon.loop import Loop
 from weightd.daemon.model import Model
 from weightd.daemon.scheduler import Request
-from weightd.daemon.sockets import bind, receive, send
+from weightd.daemon.sockets import Received, bind, peer_uid, receive, send
 from weightd.protocol import limits
 from weightd.protocol.errors import (
     Internal,
     InvalidArgument,
     LocalProtocolError,
     NotFound,
+    PermissionDenied,
     RemoteProtocolError,
     RequestError,
     Unavailable,
@@ -38,6 +41,8 @@ from weightd.protocol.messages import (
     Status,
     StatusResponse,
     TensorSpec,
+    Update,
+    UpdateResponse,
 )
 from weightd.protocol.version import VERSION
 from weightd.protocol.wire import clip, decode, encode
@@ -90,6 +95,10 @@ class Frontend:
         """Send the answer to a status request."""
         self._tell(client, status, max_bytes=limits.MAX_STATUS_BYTES)
 
+    def tell_updated(self, client: bytes, request_id: str, model_name: str, generations: Sequence[int]) -> None:
+        """Tell the client that an update has taken over."""
+        self._tell(client, UpdateResponse(request_id, model_name, tuple(generations)))
+
     def tell_error(self, client: bytes, request_id: str, error: RequestError) -> None:
         """Send an error."""
         self._tell(client, Error(request_id, error.code, clip(str(error))))
@@ -103,22 +112,40 @@ class Frontend:
             try:
                 message = decode(received.frames, FROM_CLIENT)
                 request_id = message.id
-                self._serve(received.peer, message, received.frames, now)
+                self._serve(received, message, now)
             except RemoteProtocolError as error:
                 self.tell_error(received.peer, error.request_id, InvalidArgument(str(error)))
             except RequestError as error:
                 self.tell_error(received.peer, request_id, error)
 
-    def _serve(self, client: bytes, message: ClientMessage, frames: Sequence[Any], now: float) -> None:
+    def _serve(self, received: Received, message: ClientMessage, now: float) -> None:
+        client = received.peer
         match message:
             case Infer():
-                self._infer(client, message, frames[1:], now)
+                self._infer(client, message, received.frames[1:], now)
             case ModelMetadata():
                 self._model(message.model_name).metadata(client, message.id)
             case ServerMetadata():
                 self._tell(client, ServerMetadataResponse(message.id, "weightd", VERSION, tuple(self._models)))
             case Status():
                 self._ask_status(client, message.id)
+            case Update():
+                self._update(received, message, now)
+
+    def _update(self, received: Received, message: Update, now: float) -> None:
+        if peer_uid(received.identity) not in (os.getuid(), 0):
+            raise PermissionDenied("only the user that weightd runs as, and root, may update a model")
+        if message.rollback == bool(message.path or message.weights):
+            raise InvalidArgument("expected a path, weights, or rollback alone")
+        for path in (message.path, message.weights):
+            if path and (not Path(path).is_absolute() or "\0" in path):
+                raise InvalidArgument(f"expected an absolute path on the daemon's host, got {path!r}")
+        model = self._model(message.model_name)
+        if self.stopping:
+            raise Unavailable("weightd is stopping")
+        model.update(
+            received.peer, message.id, now, path=message.path, weights=message.weights, rollback=message.rollback
+        )
 
     def _infer(self, client: bytes, message: Infer, tensors: Sequence[Any], now: float) -> None:
         model = self._model(message.model_name)

@@ -6,8 +6,8 @@ Plain decisions: events and the clock go in, `Action`s come out. No process, soc
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 
 from weightd.daemon.actions import Action, Dismiss, Enlist, Kill, Pin, Role, Send, Spawn
 from weightd.daemon.restarts import Restarts
@@ -25,7 +25,19 @@ from weightd.daemon.states import (
     advance,
 )
 from weightd.protocol.version import VERSION
-from weightd.protocol.worker_messages import Attach, Attached, Broken, Build, Built, Hello, Settle, Stop
+from weightd.protocol.worker_messages import (
+    Allow,
+    Allowed,
+    Attach,
+    Attached,
+    Broken,
+    Build,
+    Built,
+    DeviceMemory,
+    Hello,
+    Settle,
+    Stop,
+)
 
 _log = logging.getLogger("weightd.generation")
 
@@ -34,6 +46,9 @@ HELLO_TIMEOUT_S = 60.0
 
 # A child that was told to stop only has to answer what it is computing.
 STOP_TIMEOUT_S = 10.0
+
+# A holder that holds has nothing else to do than to let a process attach.
+ALLOW_TIMEOUT_S = 10.0
 
 
 @dataclass
@@ -48,14 +63,55 @@ class Child:
     ready_at: float | None = None
     shared_bytes: int = 0
     note: str = ""
+    # Whether the engine lets it attach; where pids are fixed at the build, those are the holder's list.
+    listed: bool = False
+    # What took it too long, so that it is being killed.
+    overdue: str = ""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Limits:
-    """What the model's configuration says about a generation."""
+    """What the model's configuration says about a generation.
+
+    Attributes:
+        workers: how many take requests.
+        load_timeout: seconds that one build or attach may take.
+        spares: how many more are attached, and take requests only when another one is lost.
+        sharing: whether the weights are shared; else every worker loads its own.
+        outlives_holder: whether workers may go on where the engine says that its memory dies with the holder, but
+            the driver counts references.
+    """
 
     workers: int
     load_timeout: float
+    spares: int = 0
+    sharing: bool = True
+    outlives_holder: bool = False
+
+    def private(self) -> Limits:
+        """Return the same without sharing."""
+        return replace(self, sharing=False)
+
+    @property
+    def attached(self) -> int:
+        """How many processes attach."""
+        return self.workers + self.spares
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a generation loads.
+
+    Attributes:
+        path: the model file.
+        weights: a file of arrays that every process loads over the model's weights, or "".
+        number: tells sources of one path apart: the file may have been replaced. All generations of one source load
+            the same bytes.
+    """
+
+    path: str
+    weights: str = ""
+    number: int = 1
 
 
 @dataclass
@@ -63,21 +119,44 @@ class Generation:
     """The life of a generation.
 
     Attributes:
+        label: its name, the model's and a number that is never used again.
+        device: where it lives.
+        source: what it loads.
+        number: the one in its label.
         state: where it is; changed by `_advance` alone.
         cause: why it failed, or why it has fewer workers than it should.
         children: every child that is alive, by name, in the order in which they were started.
+        enlisted: the workers that take requests; the other ones that are READY are spares.
         built: what the holder exported, once it has.
+        frozen: the holder is lost and the workers go on: nobody can attach any more.
+        closed: the engine lets nobody attach who was not there at the build, for the reason given.
+        invalid: the weights are gone with the holder: no answer of a worker counts any more.
+        process_bytes: what one process takes on the card beside the weights, as far as it has been seen.
     """
 
     label: str
     limits: Limits
+    device: str = "cpu"
+    source: Source = Source("")
+    number: int = 1
     state: GenerationState = GenerationState.PINNING
     cause: str = ""
     sha256: str = ""
     children: dict[str, Child] = field(default_factory=dict[str, Child])
+    enlisted: dict[str, None] = field(default_factory=dict[str, None])
     built: Built | None = None
+    frozen: bool = False
+    closed: str = ""
+    invalid: bool = False
+    process_bytes: int = 0
     _actions: list[Action] = field(default_factory=list[Action])
     _restarts: Restarts = field(default_factory=Restarts)
+    # Whom the holder was asked to let attach, and until when it may think about that.
+    _asked_for: str | None = None
+    _ask_until: float = float("inf")
+    _free: int | None = None
+    # The holder without which the weights are invalid.
+    _guarded: str = ""
     _serial: int = 0
     _unsettled: bool = False
     _told: str = ""
@@ -115,6 +194,7 @@ class Generation:
             self.broken(name, Broken(refusal), now)
             return
         child.hello = hello
+        child.listed = not self._fixed(hello)
         self._advance_child(child, ChildEvent.HELLO, deadline=float("inf"))
         if self.state is GenerationState.SPAWNING:
             self._advance(GenerationEvent.GREETED)
@@ -126,11 +206,28 @@ class Generation:
         if child is None or child.state is not ChildState.BUILDING:
             return
         self.built = built
+        if child.hello is not None and self._outlived(child.hello):
+            self._guarded = name
+        self._free = built.device.free_bytes if built.device else None
         child.note, child.shared_bytes = built.note, built.shared_bytes
         self._advance_child(child, ChildEvent.BUILT, deadline=float("inf"))
         if self.state is GenerationState.BUILDING:
             self._advance(GenerationEvent.BUILT)
             self._unsettled = True
+        if not self.limits.sharing:
+            # It has told the signature and the canary; its copy of the weights is of no use to anybody.
+            self._stop(child, now)
+        self._reconcile(now)
+
+    def allowed(self, name: str, allowed: Allowed, now: float) -> None:
+        """The holder has been asked to let one more process attach."""
+        if name not in self.children or self._asked_for is None:
+            return
+        asked, self._asked_for, self._ask_until = self._asked_for, None, float("inf")
+        if allowed.error:
+            self._close(allowed.error)
+        elif asked in self.children:
+            self.children[asked].listed = True
         self._reconcile(now)
 
     def attached(self, name: str, attached: Attached, now: float) -> None:
@@ -142,11 +239,12 @@ class Generation:
             self.broken(name, Broken("the canary's answer is not the holder's: the worker would answer wrongly"), now)
             return
         child.note, child.shared_bytes, child.ready_at = attached.note, attached.shared_bytes, now
+        self._measure(attached.device)
         self._advance_child(child, ChildEvent.ATTACHED, deadline=float("inf"))
         self._restarts.became_ready()
         self.cause = ""
         self._unsettled = True
-        self._actions.append(Enlist(name))
+        self._fill()
         if self.state is GenerationState.ATTACHING:
             self._advance(GenerationEvent.READY)
         self._reconcile(now)
@@ -175,10 +273,13 @@ class Generation:
         child = self.children.pop(name, None)
         if child is None:
             return
+        self.enlisted.pop(name, None)
         unexpected = child.state in COUNTED
         self._advance_child(child, ChildEvent.EXIT, deadline=float("inf"))
         if unexpected:
             self._lost(child, how, now)
+        elif child.overdue:
+            self._explain(child, how.partition(": ")[2])
         self._reconcile(now)
 
     def drain(self, now: float) -> None:
@@ -195,9 +296,12 @@ class Generation:
             child.deadline = float("inf")
             self._actions.append(Kill(child.name))
             if child.state in COUNTED:
-                cause = f"{child.state.value} took too long"
+                child.overdue = f"{child.state.value} took too long"
                 self._advance_child(child, ChildEvent.STOP, deadline=float("inf"))
-                self._lost(child, cause, now)
+                self._lost(child, child.overdue, now)
+        if now >= self._ask_until:
+            self._ask_until = float("inf")
+            self._close(f"the holder has not answered for {ALLOW_TIMEOUT_S:g} s")
         self._reconcile(now)
 
     # --- what it tells ------------------------------------------------------------------------------------------
@@ -211,6 +315,7 @@ class Generation:
     def next_tick(self) -> float:
         """When `tick` is due, in monotonic seconds."""
         due = min((child.deadline for child in self.children.values()), default=float("inf"))
+        due = min(due, self._ask_until) if self.state in ACTIVE else due
         return min(due, self._restarts.due) if self._missing() else due
 
     @property
@@ -219,13 +324,43 @@ class Generation:
         return self.state in ENDED and not self.children
 
     @property
+    def complete(self) -> bool:
+        """Whether it serves with all the workers that it will ever have."""
+        return self.state is GenerationState.SERVING and not self._missing() and self._all_ready()
+
+    @property
+    def full(self) -> bool:
+        """Whether all workers and spares that it should have are READY."""
+        return self._count(ChildState.READY) == self.limits.attached
+
+    @property
+    def renewable(self) -> bool:
+        """Whether another generation can do what this one no longer can."""
+        return self.built is not None and (self.invalid or self.frozen or bool(self.closed))
+
+    @property
+    def needs_renewal(self) -> bool:
+        """Whether it has lost workers that only another generation can replace."""
+        if self.state is not GenerationState.SERVING or not (self.frozen or self.closed):
+            return False
+        return self.frozen or len(self._counted(Role.WORKER)) < self.limits.workers
+
+    def trusted(self, holder_lives: Callable[[str], bool]) -> bool:
+        """Whether an answer of a worker can be passed on: not if the memory it came from may be invalid by now."""
+        return not self.invalid and (not self._guarded or holder_lives(self._guarded))
+
+    @property
     def progress(self) -> str:
         """What it is doing now, for people."""
         ready = self._count(ChildState.READY)
-        wanted = self.limits.workers
+        wanted = self.limits.attached
         if self.state in (GenerationState.SPAWNING, GenerationState.GATHERING):
             up = sum(child.hello is not None for child in self.children.values())
             return f"spawned, {up}/{wanted + 1} processes up"
+        if self.frozen and self.state is GenerationState.SERVING:
+            return f"serving {ready}/{wanted}, frozen: the holder is lost"
+        if self.closed and self.state is GenerationState.SERVING and ready < wanted:
+            return f"serving {ready}/{wanted}, nobody can attach any more"
         if self.state in (GenerationState.ATTACHING, GenerationState.SERVING) and ready < wanted:
             return (
                 f"serving {ready}/{wanted}, gave up on the others" if self._gave_up else f"attaching {ready}/{wanted}"
@@ -250,11 +385,13 @@ class Generation:
     def _reconcile(self, now: float) -> None:
         """Bring what is nearer to what should be; called after each event."""
         # One that is still on its way may become READY.
-        if self._restarts.given_up and not self._counted(Role.WORKER):
-            self.failed(self.cause, now)
+        if (self._restarts.given_up or self.frozen or self.closed) and not self._counted(Role.WORKER):
+            self.failed(self.cause or "every worker is lost, and nobody can attach any more", now)
         if self.state in ACTIVE and self.state is not GenerationState.PINNING:
+            self._fill()
             self._replace_missing(now)
             self._gather(now)
+            self._dismiss_uninvited(now)
             self._attach_next(now)
             self._settle()
         elif self.state not in ACTIVE:
@@ -270,7 +407,21 @@ class Generation:
         """How many workers are to be started."""
         if self.state not in ACTIVE or self.state is GenerationState.PINNING or self._restarts.given_up:
             return 0
-        return self.limits.workers - len(self._counted(Role.WORKER))
+        if self.frozen or self.closed:
+            return 0
+        return self.limits.attached - len(self._counted(Role.WORKER))
+
+    def _all_ready(self) -> bool:
+        return all(worker.state is ChildState.READY for worker in self._counted(Role.WORKER))
+
+    def _fill(self) -> None:
+        """Let spares take the places of workers that are lost."""
+        for worker in self._counted(Role.WORKER):
+            if len(self.enlisted) >= self.limits.workers:
+                return
+            if worker.state is ChildState.READY and worker.name not in self.enlisted:
+                self.enlisted[worker.name] = None
+                self._actions.append(Enlist(worker.name))
 
     def _gather(self, now: float) -> None:
         """Order the build once the pids that must be known are."""
@@ -280,29 +431,61 @@ class Generation:
         if holder is None or holder.hello is None:
             return
         workers = self._counted(Role.WORKER)
-        all_known = not self._missing() and all(worker.hello is not None for worker in workers)
-        if holder.hello.traits.pids_fixed_at_build and not all_known:
+        known = [worker for worker in workers if worker.hello is not None]
+        if self._fixed(holder.hello) and (self._missing() or len(known) < len(workers)):
             return
         self._advance(GenerationEvent.GATHERED)
         self._advance_child(holder, ChildEvent.BUILD, deadline=now + self.limits.load_timeout)
-        pids = tuple(worker.hello.pid for worker in workers if worker.hello is not None)
+        for worker in known:
+            worker.listed = True
+        pids = tuple(worker.hello.pid for worker in known if worker.hello) if self.limits.sharing else ()
         self._actions.append(Send(holder.name, Build(pids)))
 
     def _attach_next(self, now: float) -> None:
         """One at a time: each attach loads the model, so this bounds the peak of memory."""
         if self.built is None or self._count(ChildState.ATTACHING):
             return
+        if not self.limits.sharing and any(child.role is Role.HOLDER for child in self.children.values()):
+            return  # it leaves, and its own copy with it
         for worker in self._counted(Role.WORKER):
-            if worker.state is ChildState.GREETED:
+            if worker.state is ChildState.GREETED and not worker.listed:
+                self._ask_for(worker, now)
+            elif worker.state is ChildState.GREETED:
                 self._advance_child(worker, ChildEvent.ATTACH, deadline=now + self.limits.load_timeout)
                 self._actions.append(Send(worker.name, Attach(self.built.handle, self.built.canary_sizes)))
                 return
+
+    def _measure(self, device: DeviceMemory | None) -> None:
+        """Attaches come one after another: what a card lost since the last one, this process took."""
+        if device is not None and self.limits.sharing:  # else that was its weights too
+            if self._free is not None:
+                self.process_bytes = max(self.process_bytes, self._free - device.free_bytes)
+            self._free = device.free_bytes
+
+    def _ask_for(self, worker: Child, now: float) -> None:
+        """Have the holder let a process attach that it did not know at its build: one at a time."""
+        holder = next(iter(self._counted(Role.HOLDER)), None)
+        if self._asked_for is not None or self.closed or holder is None or worker.hello is None:
+            return
+        self._asked_for, self._ask_until = worker.name, now + ALLOW_TIMEOUT_S
+        self._actions.append(Send(holder.name, Allow((worker.hello.pid,))))
+
+    def _close(self, why: str) -> None:
+        self.closed = why
+        _log.info("%s: lost workers are not replaced, they wait for the next generation: %s", self.label, why)
+
+    def _dismiss_uninvited(self, now: float) -> None:
+        """A process that can never attach only takes memory."""
+        if self.closed or self.frozen:
+            for worker in self._counted(Role.WORKER):
+                if worker.state in (ChildState.SPAWNED, ChildState.GREETED) and (self.frozen or not worker.listed):
+                    self._stop(worker, now)
 
     def _settle(self) -> None:
         """Once no attach is under way or due, the holder gives back what only attaching needed."""
         if self.state is not GenerationState.SERVING or not self._unsettled:
             return
-        if all(worker.state is ChildState.READY for worker in self._counted(Role.WORKER)) and not self._missing():
+        if self._all_ready() and not self._missing():
             self._unsettled = False
             for holder in self._counted(Role.HOLDER):
                 self._actions.append(Send(holder.name, Settle()))
@@ -330,10 +513,34 @@ class Generation:
         self.cause = f"{child.name}: {cause}"
         self._restarts.start_failed(now)
 
+    def _explain(self, child: Child, words: str) -> None:
+        """A child was given up before it was dead: only now its log is complete."""
+        if words:
+            told = f"{child.name}: {child.overdue}"
+            _log.warning("%s: %s; its log ends: %s", self.label, told, words)
+            self.cause = self.cause.replace(told, f"{told}; its log ends: {words}")
+
     def _holder_lost(self, holder: Child, cause: str, now: float) -> None:
-        needed = holder.hello is None or holder.hello.traits.holder_must_outlive or self.built is None
-        if needed:
+        if self.built is None or holder.hello is None:
             self.failed(f"{holder.name}: {cause}", now)
+        elif self._outlived(holder.hello):
+            # What the workers compute on may be anything from now on: they have no time to finish.
+            self.invalid = True
+            for child in self.children.values():
+                # Those that were told to leave, too; not those that are killed already.
+                if child.state is ChildState.STOPPING and child.deadline < float("inf"):
+                    child.deadline = now
+            self.failed(f"{holder.name}: {cause}; the shared weights are invalid without it", now)
+        elif self._fixed(holder.hello):
+            self.frozen = True
+
+    def _fixed(self, hello: Hello) -> bool:
+        """Whether only those can attach whom the holder knew at its build."""
+        return self.limits.sharing and hello.traits.pids_fixed_at_build
+
+    def _outlived(self, hello: Hello) -> bool:
+        """Whether the weights become invalid with the holder."""
+        return self.limits.sharing and hello.traits.holder_must_outlive and not self.limits.outlives_holder
 
     # --- the funnels --------------------------------------------------------------------------------------------
 
@@ -346,8 +553,9 @@ class Generation:
     def _stop(self, child: Child, now: float) -> None:
         if child.state is ChildState.READY:
             self._actions.append(Dismiss(child.name))
+        self.enlisted.pop(child.name, None)
         # A child that has not said HELLO cannot be told anything: there may be nobody who would hear it.
-        heard = child.state is not ChildState.SPAWNED
+        heard = child.state is not ChildState.SPAWNED and not self.invalid
         self._advance_child(child, ChildEvent.STOP, deadline=now + STOP_TIMEOUT_S if heard else float("inf"))
         self._actions.append(Send(child.name, Stop()) if heard else Kill(child.name))
 

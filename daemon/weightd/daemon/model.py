@@ -1,20 +1,31 @@
-"""One model of the configuration: its queue, its generation, and what passes between the two."""
+"""One model of the configuration: its queue, its generations on each device, and what passes between the two."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
-from weightd.daemon.actions import Action, Dismiss, Enlist, Kill, Pin, Role, Send, Spawn
+from weightd.daemon.actions import Action, Dismiss, Enlist, Forget, Kill, Pin, Role, Send, Spawn
+from weightd.daemon.budget import MIB, Device
 from weightd.daemon.config import ModelConfig
-from weightd.daemon.generation import Generation, Limits
+from weightd.daemon.deployment import Deployment, Policy
+from weightd.daemon.generation import Generation, Limits, Source
 from weightd.daemon.latency import Latencies
 from weightd.daemon.scheduler import Request, Scheduler
-from weightd.daemon.states import ENDED, GenerationState
-from weightd.daemon.validation import check_inputs
-from weightd.protocol.errors import InvalidArgument, RequestError, ResourceExhausted, Unavailable, request_error
+from weightd.daemon.states import ACTIVE, GenerationState
+from weightd.daemon.validation import check_inputs, check_same
+from weightd.protocol.errors import (
+    DeadlineExceeded,
+    InvalidArgument,
+    RequestError,
+    ResourceExhausted,
+    Unavailable,
+    request_error,
+)
 from weightd.protocol.messages import ModelMetadataResponse, TensorSignature, TensorSpec
 from weightd.protocol.worker_messages import (
+    Allowed,
     Attached,
     Built,
     ChildMessage,
@@ -26,20 +37,47 @@ from weightd.protocol.worker_messages import (
 )
 
 
+@dataclass(frozen=True)
+class Snapshot:
+    """The immutable copy of a source that every process of its generations loads.
+
+    Attributes:
+        path: the copy of the model file.
+        weights: the copy of the arrays to load over its weights, or "".
+        sha256: of the model.
+        nbytes: of all files of the model.
+    """
+
+    path: str
+    weights: str
+    sha256: str
+    nbytes: int
+
+
 class Children(Protocol):
     """What a model wants of its children. None of these calls the model back before it has returned."""
 
-    def pin(self, model: Model) -> None:
+    def pin(self, model: Model, source: Source) -> None:
         """Take the snapshot; answer by `pinned` or `pin_failed`."""
 
-    def spawn(self, model: Model, name: str, role: Role) -> None:
+    def unpin(self, model: Model, source: Source) -> None:
+        """Remove the snapshot, or stop taking it."""
+
+    def spawn(self, model: Model, generation: Generation, snapshot: Snapshot, name: str, role: Role) -> None:
         """Start a child; answer by `heard` and, in the end, `exited`."""
+
+    def lives(self, name: str) -> bool:
+        """Return whether a child has not exited yet."""
+        raise NotImplementedError
 
     def kill(self, name: str) -> None:
         """Kill a child."""
 
     def order(self, name: str, order: OrderMessage, frames: Sequence[Any] = ()) -> None:
         """Send an order to a child."""
+
+    def forget(self, generation: Generation) -> None:
+        """Remove the files of a generation of which nothing is left."""
 
 
 class Clients(Protocol):
@@ -54,35 +92,76 @@ class Clients(Protocol):
     def tell_metadata(self, client: bytes, metadata: ModelMetadataResponse) -> None:
         """Send a model's metadata to the client."""
 
+    def tell_updated(self, client: bytes, request_id: str, model_name: str, generations: Sequence[int]) -> None:
+        """Tell the client that an update has taken over."""
+
     def tell_error(self, client: bytes, request_id: str, error: RequestError) -> None:
         """Send an error to the client."""
 
 
+@dataclass
+class _Update:
+    """An update under way, and who waits for its end."""
+
+    client: bytes
+    request_id: str
+    source: Source
+
+
 class Model:
-    """Serves one model from one generation.
+    """Serves one model from one generation on each of its devices.
 
     Attributes:
         latencies: from a request's arrival to its answer, in the daemon.
         by_worker: the same for each worker's answers, by the worker's name.
         failed: requests that ended in an error after they were accepted.
+        deployments: one for each device.
     """
 
-    def __init__(self, name: str, config: ModelConfig, number: int, children: Children, clients: Clients) -> None:
+    def __init__(
+        self, name: str, config: ModelConfig, devices: Mapping[str, Device], children: Children, clients: Clients
+    ) -> None:
         self.name = name
         self.config = config
-        self.number = number
-        self.label = f"{name}.{number}"
-        self.generation = Generation(self.label, Limits(config.workers, config.load_timeout))
         self.scheduler = Scheduler(config.max_queue, config.max_queue_bytes)
         self.latencies = Latencies()
         self.by_worker: dict[str, Latencies] = {}
         self.failed = 0
         self.next_tick = float("inf")
+        limits = Limits(
+            config.workers,
+            config.load_timeout,
+            spares=config.spares or 0,
+            sharing=config.sharing != "off",
+            outlives_holder=config.holder_loss == "frozen",
+        )
+        self.deployments = [
+            Deployment(
+                devices[device],
+                limits,
+                Policy(config.policy),
+                fall_back=config.sharing == "auto",
+                process_bytes=config.process_mib * MIB,
+                make=self._make,
+            )
+            for device in config.devices
+        ]
         self._children = children
         self._clients = clients
         self._inputs: dict[str, TensorSignature] | None = None
+        self._built: Built | None = None
         self._fitting: Sequence[TensorSpec] | None = None
         self._metadata_waiters: list[tuple[bytes, str]] = []
+        self._number = 0
+        self._source = Source(config.path)
+        self._previous: Source | None = None
+        self._update: _Update | None = None
+        self._sources = 1
+        # None: it is being taken.
+        self._snapshots: dict[Source, Snapshot | None] = {}
+        # Whose child it is, by the child's name.
+        self._owners: dict[str, tuple[Deployment, Generation]] = {}
+        self._refusal = ""
 
     # --- from clients -------------------------------------------------------------------------------------------
 
@@ -113,81 +192,180 @@ class Model:
         self._metadata_waiters.append((client, request_id))
         self._tell_metadata()
 
+    def update(self, client: bytes, request_id: str, now: float, *, path: str, weights: str, rollback: bool) -> None:
+        """Load what is at `path` beside what serves, and let it take over; the client is told how that ends.
+
+        Args:
+            client: who asked.
+            request_id: the id of the question.
+            now: the clock.
+            path: of the new model, "" for the one that serves.
+            weights: of arrays to load over the model's weights, or "".
+            rollback: go back to what served before the last update instead.
+
+        Raises:
+            RequestError: it is refused; nothing has changed.
+        """
+        self._check_alive()
+        if self._update is not None:
+            raise Unavailable(f"{self.name} is being updated already")
+        if any(each.serving is None or each.busy for each in self.deployments):
+            raise Unavailable(f"{self.name} is loading: try again once it serves")
+        if rollback:
+            if self._previous is None:
+                raise InvalidArgument(f"{self.name} has not been updated: there is nothing to go back to")
+            source = self._previous
+        else:
+            self._sources += 1
+            source = Source(path or self._source.path, weights, self._sources)
+        self._update = _Update(client, request_id, source)
+        for deployment in self.deployments:
+            deployment.update(source)
+        self._settle(now)
+
     # --- from children ------------------------------------------------------------------------------------------
 
     def heard(self, child: str, message: ChildMessage, frames: Sequence[Any], now: float) -> None:
         """A child has sent `message`."""
+        owner = self._owners.get(child)
+        if owner is None:
+            return
+        deployment, generation = owner
         if isinstance(message, Result):
-            self._result(child, message, frames, now)
+            self._result(child, generation, message, frames, now)
             return
         if isinstance(message, Failed):
-            self._predict_failed(child, message, now)
+            self._predict_failed(child, generation, message, now)
         elif isinstance(message, Hello):
-            self.generation.hello(child, message, now)
+            generation.hello(child, message, now)
         elif isinstance(message, Built):
-            self.generation.holder_built(child, message, now)
+            self._holder_built(child, generation, message, now)
+            deployment.told(generation, message.device)
+        elif isinstance(message, Allowed):
+            generation.allowed(child, message, now)
         elif isinstance(message, Attached):
-            self.generation.attached(child, message, now)
+            generation.attached(child, message, now)
+            deployment.told(generation, message.device)
         else:
-            self.generation.broken(child, message, now)
-        self._settle()
+            generation.broken(child, message, now)
+        deployment.reconcile(now)
+        self._settle(now)
 
     def exited(self, child: str, how: str, now: float) -> None:
         """A child has exited."""
+        owner = self._owners.pop(child, None)
+        if owner is not None and not owner[1].trusted(self._children.lives):
+            # It may have died of its holder's death: what it had is not to blame.
+            self.scheduler.release(child)
         for request, error in self.scheduler.lost(child):
             self._refuse(request, error)
         self.by_worker.pop(child, None)
-        self.generation.exited(child, how, now)
-        self._settle()
+        if owner is not None:
+            deployment, generation = owner
+            generation.exited(child, how, now)
+            deployment.reconcile(now)
+            self._settle(now)
 
     # --- from the server ----------------------------------------------------------------------------------------
 
-    def start(self) -> None:
+    def start(self, now: float) -> None:
         """Begin to load."""
-        self.generation.start()
-        self._settle()
+        for deployment in self.deployments:
+            deployment.start(self._source)
+        self._settle(now)
 
-    def pinned(self, sha256: str, now: float) -> None:
-        """The snapshot exists."""
-        self.generation.pinned(sha256, now)
-        self._settle()
+    def pinned(self, source: Source, snapshot: Snapshot, now: float) -> None:
+        """The snapshot of a source exists."""
+        if source in self._snapshots:
+            self._snapshots[source] = snapshot
+            self._tell_pinned(now)
+            self._settle(now)
 
-    def pin_failed(self, cause: str, now: float) -> None:
-        """There is no snapshot."""
-        self.generation.failed(cause, now)
-        self._settle()
+    def pin_failed(self, source: Source, cause: str, now: float) -> None:
+        """There is no snapshot of a source."""
+        self._snapshots.pop(source, None)
+        for deployment in self.deployments:
+            deployment.pin_failed(source, cause, now)
+        self._settle(now)
 
     def tick(self, now: float) -> None:
         """Time has passed."""
         for request, error in self.scheduler.expire(now):
-            self._refuse(request, error)
-        if now >= self.generation.next_tick:
-            self.generation.tick(now)
-            self._settle()
+            self._refuse(request, self._explained(error))
+        due = [deployment for deployment in self.deployments if now >= deployment.next_tick]
+        for deployment in due:
+            deployment.tick(now)
+        if due:
+            self._settle(now)
         self._update_next_tick()
 
     def drain(self, now: float) -> None:
         """Take no new work, give up what waits, and wind down."""
         for request in self.scheduler.give_up():
             self._refuse(request, Unavailable("weightd is stopping"))
-        self.generation.drain(now)
-        self._settle()
+        for source, snapshot in list(self._snapshots.items()):
+            if snapshot is None:
+                # Nobody waits for it any more, and copying may take long.
+                del self._snapshots[source]
+                self._children.unpin(self, source)
+        for deployment in self.deployments:
+            deployment.drain(now)
+        self._settle(now)
+
+    # --- what it tells ------------------------------------------------------------------------------------------
 
     @property
-    def serving(self) -> bool:
-        """Whether every worker is READY."""
-        return self.generation.state is GenerationState.SERVING and self.generation.progress == "serving"
+    def generations(self) -> list[Generation]:
+        """Every generation of which something is left; where nothing is, the last one that was."""
+        there = [generation for deployment in self.deployments for generation in deployment.generations]
+        for deployment in self.deployments:
+            if deployment.main not in there:
+                there.append(deployment.main)
+        return there
+
+    @property
+    def state(self) -> GenerationState:
+        """How it stands: it serves if any device does, and has failed if all have."""
+        if any(each.serving is not None for each in self.deployments):
+            return GenerationState.SERVING
+        loading = [each for each in self.deployments if not each.failed]
+        return (loading or self.deployments)[0].main.state
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether no device will ever serve it."""
+        return all(each.failed for each in self.deployments)
 
     # --- within -------------------------------------------------------------------------------------------------
 
-    def _check_alive(self) -> None:
-        generation = self.generation
-        if generation.state is GenerationState.FAILED:
-            raise Unavailable(f"{self.name} failed: {generation.cause}")
-        if generation.state in (GenerationState.DRAINING, GenerationState.GONE):
-            raise Unavailable(f"{self.name} is being unloaded")
+    def _make(self, device: Device, source: Source, limits: Limits) -> Generation:
+        self._number += 1
+        return Generation(f"{self.name}.{self._number}", limits, device.name, source, number=self._number)
 
-    def _result(self, child: str, result: Result, frames: Sequence[Any], now: float) -> None:
+    def _check_alive(self) -> None:
+        if self._refusal:
+            raise Unavailable(self._refusal)
+
+    def _refuses(self) -> str:
+        """Return why nobody will ever serve it, or ""."""
+        if self.has_failed:
+            causes = list(dict.fromkeys(each.cause for each in self.deployments))
+            return f"{self.name} failed: {'; '.join(causes)}"
+        if any(each.serving is not None or each.busy for each in self.deployments):
+            return ""
+        return f"{self.name} is being unloaded"
+
+    def _explained(self, error: RequestError) -> RequestError:
+        """What a deadline says where there was nobody who could have answered."""
+        if isinstance(error, DeadlineExceeded) and not any(each.serving for each in self.deployments):
+            main = self.deployments[0].main
+            return Unavailable(f"{self.name} has no worker: {main.progress}, {main.cause or 'not ready yet'}")
+        return error
+
+    def _result(self, child: str, generation: Generation, result: Result, frames: Sequence[Any], now: float) -> None:
+        if not generation.trusted(self._children.lives):
+            # The holder has died: the request is still this worker's, and is run again when that is told.
+            return
         request = self.scheduler.finish(child, result.request)
         if request is not None:
             self._clients.answer(request, result.outputs, frames)
@@ -196,32 +374,62 @@ class Model:
             self.by_worker[child].add(latency)
         self._dispatch()
 
-    def _predict_failed(self, child: str, failed: Failed, now: float) -> None:
+    def _predict_failed(self, child: str, generation: Generation, failed: Failed, now: float) -> None:
+        if failed.leaving and not generation.trusted(self._children.lives):
+            return
         request = self.scheduler.finish(child, failed.request)
         if request is not None:
             self._refuse(request, request_error(failed.code, failed.error))
         if failed.leaving:
             self.scheduler.release(child)
-            self.generation.leaving(child, now)
+            generation.leaving(child, now)
         self._dispatch()
 
-    def _settle(self) -> None:
-        """After each event of the generation: do what it wants, and serve what it now allows."""
-        for action in self.generation.take_actions():
-            self._perform(action)
-        if self._inputs is None and self.generation.built is not None:
-            self._learn_signature(self.generation.built)
-        if self.generation.state in ENDED:
-            self._give_up()
+    def _holder_built(self, child: str, generation: Generation, built: Built, now: float) -> None:
+        difference = check_same(self._built, built) if self._built is not None else ""
+        if difference:
+            generation.failed(f"the new model is not a drop-in for the one that serves: {difference}", now)
+        else:
+            generation.holder_built(child, built, now)
+
+    def _settle(self, now: float) -> None:
+        """After each event of a generation: do what it wants, and serve what it now allows."""
+        self._perform_all(now)
+        if self._update is not None:
+            self._settle_update(self._update, now)
+        if self._inputs is None:
+            self._learn_signature()
+        self._refusal = self._refuses()
+        if self._refusal:
+            self._give_up(Unavailable(self._refusal))
         self._dispatch()
         self._update_next_tick()
 
-    def _perform(self, action: Action) -> None:
+    def _perform_all(self, now: float) -> None:
+        """Perform what is wanted, and what comes of it."""
+        while True:
+            wanted = [(each, action) for each in self.deployments for action in each.take_actions()]
+            if not wanted:
+                return
+            for deployment, (generation, action) in wanted:
+                self._perform(deployment, generation, action)
+            self._tell_pinned(now)
+
+    def _tell_pinned(self, now: float) -> None:
+        for source, snapshot in list(self._snapshots.items()):
+            if snapshot is not None:
+                for deployment in self.deployments:
+                    deployment.pinned(source, snapshot.sha256, snapshot.nbytes, now)
+
+    def _perform(self, deployment: Deployment, generation: Generation, action: Action) -> None:
         match action:
             case Pin():
-                self._children.pin(self)
+                if generation.source not in self._snapshots:
+                    self._snapshots[generation.source] = None
+                    self._children.pin(self, generation.source)
             case Spawn(name, role):
-                self._children.spawn(self, name, role)
+                self._owners[name] = deployment, generation
+                self._children.spawn(self, generation, self._snapshot(generation.source), name, role)
             case Send(name, order):
                 self._children.order(name, order)
             case Kill(name):
@@ -231,9 +439,52 @@ class Model:
                 self.scheduler.enlist(name)
             case Dismiss(name):
                 self.scheduler.dismiss(name)
+                if generation.invalid:
+                    # It will not answer what it has, and is not to blame.
+                    self.scheduler.release(name)
+            case Forget():
+                self._children.forget(generation)
 
-    def _learn_signature(self, built: Built) -> None:
-        self._inputs = {each.name: each for each in built.inputs}
+    def _settle_update(self, update: _Update, now: float) -> None:
+        """All devices take over together, or none."""
+        failed = next((each for each in self.deployments if not each.updating), None)
+        if failed is not None:
+            self._update = None
+            cause = failed.cause or "weightd is stopping"
+            for deployment in self.deployments:
+                deployment.abandon(f"given up: {cause}", now)
+            self._drop_snapshot(update.source)
+            self._clients.tell_error(update.client, update.request_id, Unavailable(f"not updated: {cause}"))
+        elif all(each.complete for each in self.deployments):
+            self._update = None
+            for deployment in self.deployments:
+                deployment.switch(now)
+            outdated = self._previous
+            self._previous, self._source = self._source, update.source
+            if outdated is not None:
+                self._drop_snapshot(outdated)
+            numbers = [each.main.number for each in self.deployments]
+            self._clients.tell_updated(update.client, update.request_id, self.name, numbers)
+        else:
+            return
+        self._perform_all(now)
+
+    def _snapshot(self, source: Source) -> Snapshot:
+        snapshot = self._snapshots[source]
+        if snapshot is None:
+            raise RuntimeError(f"{source.path}: a process was to be started before the snapshot was taken")
+        return snapshot
+
+    def _drop_snapshot(self, source: Source) -> None:
+        if source not in (self._source, self._previous) and source in self._snapshots:
+            del self._snapshots[source]
+            self._children.unpin(self, source)
+
+    def _learn_signature(self) -> None:
+        self._built = next((each.built for each in self._live() if each.built is not None), None)
+        if self._built is None:
+            return
+        self._inputs = {each.name: each for each in self._built.inputs}
         unfit: dict[int, InvalidArgument] = {}
         for request in self.scheduler.waiting():
             try:
@@ -244,8 +495,11 @@ class Model:
             self._refuse(request, unfit[request.number])
         self._tell_metadata()
 
+    def _live(self) -> Iterator[Generation]:
+        return (each for deployment in self.deployments for each in deployment.generations if each.state in ACTIVE)
+
     def _tell_metadata(self) -> None:
-        built = self.generation.built
+        built = self._built
         if built is None:
             return
         waiters, self._metadata_waiters = self._metadata_waiters, []
@@ -255,15 +509,12 @@ class Model:
                 ModelMetadataResponse(request_id, self.name, self.config.engine, built.inputs, built.outputs),
             )
 
-    def _give_up(self) -> None:
-        try:
-            self._check_alive()
-        except Unavailable as error:
-            for request in self.scheduler.give_up():
-                self._refuse(request, error)
-            waiters, self._metadata_waiters = self._metadata_waiters, []
-            for client, request_id in waiters:
-                self._clients.tell_error(client, request_id, error)
+    def _give_up(self, error: Unavailable) -> None:
+        for request in self.scheduler.give_up():
+            self._refuse(request, error)
+        waiters, self._metadata_waiters = self._metadata_waiters, []
+        for client, request_id in waiters:
+            self._clients.tell_error(client, request_id, error)
 
     def _dispatch(self) -> None:
         for worker, request in self.scheduler.assign():
@@ -274,4 +525,4 @@ class Model:
         self._clients.refuse(request, error)
 
     def _update_next_tick(self) -> None:
-        self.next_tick = self.generation.next_tick
+        self.next_tick = min(each.next_tick for each in self.deployments)

@@ -11,13 +11,13 @@ import zmq
 
 from weightd.daemon import exits
 from weightd.daemon.backend import Backend
+from weightd.daemon.budget import MIB, Device
 from weightd.daemon.claim import claim
-from weightd.daemon.config import Config
+from weightd.daemon.config import Config, DeviceConfig
 from weightd.daemon.frontend import Frontend
 from weightd.daemon.loop import Loop, signals
 from weightd.daemon.model import Model
-from weightd.daemon.states import GenerationState
-from weightd.daemon.status import Survey, report
+from weightd.daemon.status import Subject, Survey, report
 from weightd.protocol.errors import ResourceExhausted
 from weightd.protocol.version import VERSION
 
@@ -59,17 +59,19 @@ class Server:
             finally:
                 context.destroy()
                 self._loop.close()
-        return exits.MODEL_FAILED if self._any_failed() else exits.OK
+        failed = any(deployment.failed for model in self._models.values() for deployment in model.deployments)
+        return exits.MODEL_FAILED if failed else exits.OK
 
     def _open(self, context: zmq.Context[zmq.Socket[bytes]], wakeups: int) -> None:
         daemon = self._config.daemon
-        self._backend = Backend(context, daemon, self._loop)
+        self._devices = _devices(self._config)
+        self._backend = Backend(context, daemon, self._loop, self._devices)
         self._frontend = Frontend(context, daemon.socket, self._loop, self._models, self._ask_status)
         self._loop.add(wakeups, lambda: self._on_signals(os.read(wakeups, 64)))
         _log.info("weightd %s, pid %d, listens on %s", VERSION, os.getpid(), daemon.socket)
         for name, config in self._config.models.items():
-            self._models[name] = Model(name, config, 1, self._backend, self._frontend)
-            self._models[name].start()
+            self._models[name] = Model(name, config, self._devices, self._backend, self._frontend)
+            self._models[name].start(time.monotonic())
 
     # --- the loop -----------------------------------------------------------------------------------------------
 
@@ -105,7 +107,7 @@ class Server:
             self._stop_models(now)
 
     def _any_failed(self) -> bool:
-        return any(model.generation.state is GenerationState.FAILED for model in self._models.values())
+        return any(model.has_failed for model in self._models.values())
 
     def _idle(self) -> bool:
         return all(model.scheduler.idle for model in self._models.values())
@@ -134,8 +136,6 @@ class Server:
         self._stopping_models = True
         for model in self._models.values():
             model.drain(now)
-            # Nobody waits for its snapshot any more, and copying may take long.
-            self._backend.unpin(model)
 
     # --- status -------------------------------------------------------------------------------------------------
 
@@ -149,5 +149,17 @@ class Server:
         state = "stopping" if self._frontend.stopping else "running"
         uptime = time.monotonic() - self._started
         backend = self._backend
-        answer = report(survey, state, uptime, self._models.values(), backend.processes, backend.files)
-        self._frontend.tell_status(survey.client, answer)
+        subject = Subject(self._models.values(), self._devices.values(), backend.processes, backend.files)
+        self._frontend.tell_status(survey.client, report(survey, state, uptime, subject))
+
+
+def _devices(config: Config) -> dict[str, Device]:
+    """Return every device that a model of the configuration uses, with what it has as far as that is given."""
+    devices: dict[str, Device] = {}
+    for name in dict.fromkeys(device for model in config.models.values() for device in model.devices):
+        if name == "cpu":
+            devices[name] = Device(name)
+        else:
+            given = config.devices.get(name, DeviceConfig())
+            devices[name] = Device(name, given.memory_mib * MIB or None, given.processes)
+    return devices

@@ -1,7 +1,8 @@
 """The immutable copy of a model from which every process of a generation builds.
 
-Runs as a process of its own (``python -m weightd.daemon.snapshot PARENT MODEL DIRECTORY``), because copying and
-digesting gigabytes would stop the daemon's loop. It prints the digest; a failure is one line on stderr and status 1.
+Runs as a process of its own (``python -m weightd.daemon.snapshot PARENT MODEL DIRECTORY [WEIGHTS COPY]``), because
+copying and digesting gigabytes would stop the daemon's loop. It prints the digest and the size of the model; a failure
+is one line on stderr and status 1.
 """
 
 from __future__ import annotations
@@ -65,11 +66,13 @@ def _copied_by_kernel(reader: int, writer: int) -> bool:
 
 
 def main() -> int:
-    """Take the snapshot that the arguments name; print its digest."""
-    model, directory = map(Path, sys.argv[1:])
+    """Take the snapshot that the arguments name; print its digest and its size in bytes."""
+    model, directory, *weights = map(Path, sys.argv[1:])
     try:
         copy = take(model, directory)
-        print(digest(copy))
+        if weights:
+            _copy(*weights)
+        print(digest(copy), sum(file.path.stat().st_size for file in model_files(copy)))
     except ModelFileError as error:
         print(error, file=sys.stderr)
         return 1

@@ -79,10 +79,19 @@ def send(socket: zmq.Socket[bytes], peer: bytes, frames: Sequence[Any]) -> bool:
 
 def peer_pid(identity: zmq.Frame) -> int | None:
     """Return the pid of the process behind a unix socket, as the kernel knows it (SO_PEERCRED)."""
+    return _credential(identity, 3)
+
+
+def peer_uid(identity: zmq.Frame) -> int | None:
+    """Return the user of the process behind a unix socket, as the kernel knows it; None for TCP."""
+    return _credential(identity, 1)
+
+
+def _credential(identity: zmq.Frame, position: int) -> int | None:
     try:
         address = str(identity.get("Peer-Address"))
     except zmq.ZMQError:
         return None
     # localhost:UID:GID:PID
     parts = address.split(":")
-    return int(parts[3]) if len(parts) == 4 and parts[3].isdigit() else None
+    return int(parts[position]) if len(parts) == 4 and parts[position].isdigit() else None

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
 from weightd.daemon.actions import Role
+from weightd.daemon.budget import Device, on_card
 from weightd.daemon.files import GenerationFiles
-from weightd.daemon.generation import Child
+from weightd.daemon.generation import Child, Generation
 from weightd.daemon.memory import pss_bytes, resident_bytes
 from weightd.daemon.model import Model
 from weightd.daemon.processes import Process
-from weightd.protocol.messages import GenerationStatus, ModelStatus, ProcessStatus, StatusResponse
+from weightd.daemon.states import ChildState
+from weightd.protocol import limits
+from weightd.protocol.messages import DeviceStatus, GenerationStatus, ModelStatus, ProcessStatus, StatusResponse
 from weightd.protocol.version import VERSION
 from weightd.protocol.wire import clip
 
@@ -39,14 +43,16 @@ class Survey:
         return not self._left
 
 
-def report(
-    survey: Survey,
-    state: str,
-    uptime: float,
-    models: Iterable[Model],
-    processes: Mapping[str, Process],
-    files: Mapping[str, GenerationFiles],
-) -> StatusResponse:
+class Subject(NamedTuple):
+    """What a report is about: the models, their devices, and the processes and files of their generations."""
+
+    models: Iterable[Model]
+    devices: Iterable[Device]
+    processes: Mapping[str, Process]
+    files: Mapping[str, GenerationFiles]
+
+
+def report(survey: Survey, state: str, uptime: float, subject: Subject) -> StatusResponse:
     """Return the answer to a status request, with the memory that `survey` has read."""
     return StatusResponse(
         id=survey.request_id,
@@ -55,50 +61,63 @@ def report(
         pid=os.getpid(),
         uptime_s=uptime,
         pss_bytes=survey.pss.get(os.getpid()) or 0,
-        models=tuple(_model(model, survey, processes, files[model.label]) for model in models),
+        models=tuple(_model(model, survey, subject.processes, subject.files) for model in subject.models),
+        devices=tuple(_device(device) for device in subject.devices if device.name != "cpu"),
     )
 
 
-def _model(model: Model, survey: Survey, processes: Mapping[str, Process], files: GenerationFiles) -> ModelStatus:
+def _model(
+    model: Model, survey: Survey, processes: Mapping[str, Process], files: Mapping[str, GenerationFiles]
+) -> ModelStatus:
     return ModelStatus(
         name=model.name,
         engine=model.config.engine,
         path=clip(model.config.path),
-        state=model.generation.state.value,
+        state=model.state.value,
         queued=model.scheduler.queued,
         served=model.latencies.count,
         failed=model.failed,
-        generations=(_generation(model, survey, processes, files),),
+        generations=tuple(
+            _generation(model, generation, survey, processes, files.get(generation.label))
+            for generation in model.generations[: limits.MAX_GENERATIONS]
+        ),
         p50_us=model.latencies.percentile_us(50),
         p99_us=model.latencies.percentile_us(99),
     )
 
 
 def _generation(
-    model: Model, survey: Survey, processes: Mapping[str, Process], files: GenerationFiles
+    model: Model,
+    generation: Generation,
+    survey: Survey,
+    processes: Mapping[str, Process],
+    files: GenerationFiles | None,
 ) -> GenerationStatus:
-    generation = model.generation
     children = [child for child in generation.alive() if child.name in processes]
     shared = sum(child.shared_bytes for child in children if child.role is Role.WORKER)
-    copy = resident_bytes(files.store)
+    if generation.device == "cpu":
+        copy = resident_bytes(files.store) if files is not None else 0
+    else:
+        copy = generation.built.shared_bytes if generation.built else 0
     return GenerationStatus(
-        number=model.number,
-        device=model.config.device,
+        number=generation.number,
+        device=generation.device,
         state=generation.state.value,
         progress=generation.progress,
         cause=clip(generation.cause),
         sha256=generation.sha256,
         copy_bytes=copy,
         saved_bytes=max(0, shared - copy),
-        processes=tuple(_process(model, child, processes[child.name].pid, survey) for child in children),
+        processes=tuple(_process(model, generation, child, processes[child.name].pid, survey) for child in children),
     )
 
 
-def _process(model: Model, child: Child, pid: int, survey: Survey) -> ProcessStatus:
+def _process(model: Model, generation: Generation, child: Child, pid: int, survey: Survey) -> ProcessStatus:
     latencies = model.by_worker.get(child.name)
+    is_spare = child.state is ChildState.READY and child.name not in generation.enlisted
     return ProcessStatus(
         name=child.name,
-        role=child.role.value,
+        role="spare" if is_spare else child.role.value,
         state=child.state.value,
         pid=pid,
         served=latencies.count if latencies else 0,
@@ -108,4 +127,18 @@ def _process(model: Model, child: Child, pid: int, survey: Survey) -> ProcessSta
         pss_bytes=survey.pss.get(pid),
         shared_bytes=child.shared_bytes,
         note=clip(child.note),
+    )
+
+
+def _device(device: Device) -> DeviceStatus:
+    needs = device.promised.values()
+    return DeviceStatus(
+        name=device.name,
+        processes=device.processes,
+        max_processes=device.max_processes or 0,
+        weights_bytes=sum(need.copies * on_card(need.weights) for need in needs),
+        process_bytes=sum(need.processes * need.process_bytes for need in needs),
+        saved_bytes=sum((need.users - need.copies) * on_card(need.weights) for need in needs),
+        capacity_bytes=device.capacity,
+        free_bytes=device.free,
     )

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from weightd.protocol.errors import InvalidArgument
 from weightd.protocol.messages import TensorSignature, TensorSpec
+from weightd.protocol.worker_messages import Built
 
 
 def check_inputs(signature: Mapping[str, TensorSignature], inputs: Sequence[TensorSpec]) -> None:
@@ -39,3 +40,15 @@ def _refuse_names(signature: Mapping[str, TensorSignature], inputs: Sequence[Ten
     problems += [f"{name} is not an input of the model" for name in given if name not in signature]
     problems += [f"{name} is given twice" for name in sorted({name for name in given if given.count(name) > 1})]
     raise InvalidArgument(f"inputs: {', '.join(problems)}; expected {', '.join(signature) or 'none'}")
+
+
+def check_same(old: Built, new: Built) -> str:
+    """Return how the signature of `new` differs from that of `old`, so that a client would notice, or ""."""
+    for what, had, has in (("inputs", old.inputs, new.inputs), ("outputs", old.outputs, new.outputs)):
+        if {each.name: each for each in had} != {each.name: each for each in has}:
+            return f"{what}: expected {_described(had)}, got {_described(has)}"
+    return ""
+
+
+def _described(tensors: Sequence[TensorSignature]) -> str:
+    return ", ".join(f"{each.name} {each.datatype} {list(each.shape)}" for each in tensors) or "none"

@@ -1,0 +1,129 @@
+"""What a card has room for: memory and processes, promised to generations before anything of them is started.
+
+The sums are an estimate made from the model's file and from what earlier processes were seen to take; the card has
+the last word. They are there to refuse at once what can never fit, with the figures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+MIB = 1024 * 1024
+
+# MindSpore Lite takes whole huge pages of the card for shared weights, and one more even where they fit exactly.
+_GRANULE = 2 * MIB
+
+# aclcppdevg_000222: on training cards and 800I A2; other hosts allow 64, virtual machines 32.
+MAX_PROCESSES = 63
+
+
+@dataclass(frozen=True)
+class Need:
+    """What a generation takes on its device.
+
+    Attributes:
+        weights: bytes of one copy.
+        copies: how many copies there are.
+        users: how many processes answer requests from them, spares too.
+        processes: holder, workers and spares.
+        process_bytes: what each of them takes beside the weights.
+    """
+
+    weights: int
+    copies: int
+    users: int
+    processes: int
+    process_bytes: int
+
+    @property
+    def total(self) -> int:
+        """The bytes altogether."""
+        return self.copies * on_card(self.weights) + self.processes * self.process_bytes
+
+
+def on_card(weights: int) -> int:
+    """Return the bytes of a card that so many bytes of weights take."""
+    return (weights // _GRANULE + 1) * _GRANULE
+
+
+@dataclass
+class Device:
+    """One device, and what has been promised of it.
+
+    Attributes:
+        capacity: bytes that weightd may use there; None where that is not known, or not limited.
+        max_processes: how many processes may use it; None where any number may.
+        free: bytes that the card itself said are free, last time.
+        promised: what each generation was promised, by its label.
+    """
+
+    name: str
+    capacity: int | None = None
+    max_processes: int | None = None
+    free: int | None = None
+    promised: dict[str, Need] = field(default_factory=dict[str, Need])
+
+    @property
+    def used(self) -> int:
+        """Promised bytes."""
+        return sum(need.total for need in self.promised.values())
+
+    @property
+    def processes(self) -> int:
+        """Promised processes."""
+        return sum(need.processes for need in self.promised.values())
+
+    def reserve(self, label: str, need: Need) -> str:
+        """Promise `need` to a generation; return why that cannot be done, or ""."""
+        refusal = self.refusal(label, need)
+        if not refusal:
+            self.promised[label] = need
+        return refusal
+
+    def refusal(self, label: str, need: Need, *, without: str = "") -> str:
+        """Return why `need` cannot be promised, though the generation `without` were gone, or ""."""
+        others = {each: had for each, had in self.promised.items() if each != without}
+        return self._too_many(label, need, others) or self._too_large(label, need, others)
+
+    def learn(self, label: str, process_bytes: int) -> None:
+        """A process of a generation was seen to take so much beside the weights."""
+        need = self.promised.get(label)
+        if need is not None and process_bytes > need.process_bytes:
+            self.promised[label] = replace(need, process_bytes=process_bytes)
+
+    def release(self, label: str) -> None:
+        """Take back what a generation was promised: nothing is left of it."""
+        self.promised.pop(label, None)
+
+    def _too_many(self, label: str, need: Need, others: Mapping[str, Need]) -> str:
+        used = sum(had.processes for had in others.values())
+        if self.max_processes is None or used + need.processes <= self.max_processes:
+            return ""
+        return (
+            f"{self.name} takes at most {self.max_processes} processes: {label} needs {need.processes} "
+            f"(holder, workers and spares){_listed({each: str(had.processes) for each, had in others.items()})}"
+        )
+
+    def _too_large(self, label: str, need: Need, others: Mapping[str, Need]) -> str:
+        used = sum(had.total for had in others.values())
+        if self.capacity is None or used + need.total <= self.capacity:
+            return ""
+        return (
+            f"{self.name} has no room: {label} needs {_mib(need.total)} ({_copies(need)} of "
+            f"{_mib(on_card(need.weights))} weights, {need.processes} processes of {_mib(need.process_bytes)}), "
+            f"{_mib(max(0, self.capacity - used))} of {_mib(self.capacity)} are free"
+            f"{_listed({each: _mib(had.total) for each, had in others.items()})}"
+        )
+
+
+def _listed(had: Mapping[str, str]) -> str:
+    return f"; {', '.join(f'{label} has {what}' for label, what in had.items())}" if had else ""
+
+
+def _copies(need: Need) -> str:
+    return "one copy" if need.copies == 1 else f"{need.copies} copies"
+
+
+def _mib(size: int) -> str:
+    return f"{-(-size // MIB):,} MiB"

@@ -1,0 +1,204 @@
+"""Real workers for the self-test: started, ordered and heard one at a time, each wait with a limit; none is left."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import select
+import shutil
+import tempfile
+import time
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, TypeVar
+
+import zmq
+
+from weightd.daemon import processes
+from weightd.daemon.processes import Process
+from weightd.daemon.sockets import bind, peer_pid, receive, send
+from weightd.protocol.errors import RemoteProtocolError
+from weightd.protocol.wire import decode, encode
+from weightd.protocol.worker_messages import FROM_CHILD, Broken, ChildMessage, Failed, OrderMessage
+
+M = TypeVar("M", bound=ChildMessage)
+
+_log = logging.getLogger("weightd.doctor")
+
+# After SIGKILL: a process that needs longer waits in the kernel, and nobody can end it.
+_END_LIMIT_S = 10.0
+
+# A process has ended: its last message is in a buffer of the kernel, and needs a moment to come out of it.
+_LAST_WORDS_MS = 200
+
+
+class ChildError(Exception):
+    """A child did not do what it was told. The text says which, in which step, and why.
+
+    ChildError
+    ├── Refused     it said no, with a cause
+    ├── Died        it ended
+    ├── Hung        it did nothing within the limit
+    └── Confused    it said something else
+    """
+
+
+class Refused(ChildError):
+    """The child said no."""
+
+
+class Died(ChildError):
+    """The child has ended."""
+
+
+class Hung(ChildError):
+    """The child did not answer within the limit."""
+
+
+class Confused(ChildError):
+    """The child broke the protocol."""
+
+
+class Heard(NamedTuple):
+    """A message and the tensor frames behind it."""
+
+    message: ChildMessage
+    frames: Sequence[Any]
+
+
+class Program(NamedTuple):
+    """What a child is: its interpreter, its model, and the Ascend device that it runs on."""
+
+    python: str
+    model: Path
+    device: str
+
+
+class Children:
+    """The children of one self-test, by name; all are killed and waited for at the end of the block.
+
+    Args:
+        program: what each of them is.
+        limit: seconds that each of their steps may take.
+
+    Attributes:
+        address: where they connect, while the block lasts.
+        survivors: pids that did not end after SIGKILL; known after the block.
+    """
+
+    def __init__(self, program: Program, limit: float) -> None:
+        self._program = program
+        self._limit = limit
+        self._processes: dict[str, Process] = {}
+        self._heard: defaultdict[str, deque[Heard]] = defaultdict(deque)
+        self.survivors: list[int] = []
+
+    def __enter__(self) -> Children:
+        # Not TMPDIR: the path of a socket has at most 107 bytes.
+        self._directory = Path(tempfile.mkdtemp(prefix="weightd-doctor-", dir="/tmp"))
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.address = f"ipc://{self._directory}/children.sock"
+        self._socket = bind(self._context, self.address, clients=False)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for process in self._processes.values():
+            processes.kill(process)
+        for name in list(self._processes):
+            self._reap(name)
+        self._socket.close(linger=0)
+        self._context.term()
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    def start(self, name: str) -> None:
+        """Start a child.
+
+        Raises:
+            ChildError: it cannot be started.
+        """
+        program = self._program
+        argv = [program.python, "-m", "weightd.worker", "--address", self.address, "--name", name]
+        argv += ["--parent", str(os.getpid()), "--engine", "mindspore_lite", "--model", str(program.model)]
+        argv += ["--store", str(self._directory / "pages"), "--threads", "1", "--device", program.device]
+        try:
+            self._processes[name] = processes.start(argv, self._directory / f"{name}.log")
+        except OSError as error:
+            raise Died(f"{name}: cannot start {program.python}: {error.strerror}") from None
+
+    def order(self, name: str, order: OrderMessage, frames: Sequence[Any] = ()) -> None:
+        """Send an order; a child that cannot be reached is dying, and `hear` will tell."""
+        send(self._socket, name.encode(), [encode(order), *frames])
+
+    def hear(self, name: str, kind: type[M], step: str) -> tuple[M, Sequence[Any]]:
+        """Wait for the child's next message, which must be a `kind`.
+
+        Raises:
+            ChildError: it says something else, or nothing; the text begins with the child and the step.
+        """
+        _log.info("%s: %s", name, step)
+        message, frames = self._next(name, step)
+        if isinstance(message, kind):
+            return message, frames
+        if isinstance(message, Broken):
+            raise Refused(f"{name}: {step}: {message.cause}")
+        if isinstance(message, Failed):
+            raise Refused(f"{name}: {step}: {message.error}")
+        raise Confused(f"{name}: {step}: expected {kind.__name__}, got {type(message).__name__}")
+
+    def end(self, name: str) -> None:
+        """Kill a child that runs, and wait until it is gone; the kernel then has freed what it had."""
+        if name in self._processes:
+            processes.kill(self._processes[name])
+            self._reap(name)
+
+    def _next(self, name: str, step: str) -> Heard:
+        process = self._processes.get(name)
+        if process is None:
+            raise Died(f"{name}: {step}: it has ended before")
+        deadline = time.monotonic() + self._limit
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(process.pidfd, zmq.POLLIN)
+        while not self._heard[name]:
+            events = dict(poller.poll(math.ceil(max(0.0, deadline - time.monotonic()) * 1000)))
+            if process.pidfd in events:
+                # What it said before it died counts, and may still be on its way through libzmq.
+                self._socket.poll(_LAST_WORDS_MS)
+            self._read(step)
+            if not self._heard[name] and process.pidfd in events:
+                words = processes.last_words(process)
+                how = processes.explain(self._reap(name))
+                raise Died(f"{name}: {step}: {how}" + (f"; its log ends: {words}" if words else ""))
+            if not self._heard[name] and time.monotonic() >= deadline:
+                words = processes.last_words(process)
+                log = f"its log ends: {words}" if words else "its log is empty"
+                raise Hung(f"{name}: {step}: no answer within {self._limit:g} s; {log}")
+        return self._heard[name].popleft()
+
+    def _read(self, step: str) -> None:
+        for received in receive(self._socket):
+            name = received.peer.decode("utf-8", "replace")
+            process = self._processes.get(name)
+            pid = peer_pid(received.identity)
+            if process is None or pid not in (None, process.pid):
+                continue  # nobody of ours
+            try:
+                message: ChildMessage = decode(received.frames, FROM_CHILD)
+            except RemoteProtocolError as error:
+                raise Confused(f"{name}: {step}: it broke the protocol: {error}") from None
+            self._heard[name].append(Heard(message, received.frames[1:]))
+
+    def _reap(self, name: str) -> int:
+        process = self._processes.pop(name)
+        if not select.select([process.pidfd], [], [], _END_LIMIT_S)[0]:
+            self.survivors.append(process.pid)
+            with contextlib.suppress(OSError):
+                os.close(process.pidfd)
+            return 0
+        return processes.reap(process)

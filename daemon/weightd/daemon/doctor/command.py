@@ -1,0 +1,150 @@
+"""The verb: its arguments, the order of the checks, and what is printed."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from weightd.daemon.doctor import checks, interpreter, render, trial_checks
+from weightd.daemon.doctor.children import Children, Program
+from weightd.daemon.doctor.finding import Finding, Verdict, exit_status
+from weightd.daemon.doctor.host import Card, Host, logic_id, look, processes_on
+from weightd.daemon.doctor.interpreter import Report
+from weightd.daemon.doctor.trial import run as share
+from weightd.protocol.modelfile import ModelFileError, model_files
+
+HELP = "check an Ascend host: interpreter, driver, cards, and sharing between real processes"
+
+_DESCRIPTION = """\
+Checks what weightd needs on an Ascend host and prints a line for each check: pass, fail, or not testable, what was
+found, and what to do. With --model it shares the weights of that model among real worker processes, kills the one that
+built them, and starts one that must be refused: not on a device that is in use. It takes one copy of the weights
+there, for a small model a second one to compare, and up to four processes at a time.
+
+Each check runs in child processes with a time limit; none is left behind.
+
+Exit status: 0 no check has failed (some may not be testable), 1 a check has failed, 2 the command line is wrong,
+69 there is nothing to test: no Ascend driver or library is here."""
+
+# Of the interpreter's report: imports from a cold disk, and a driver that takes its time to begin.
+_REPORT_LIMIT_S = 120.0
+_LIMIT_S = 300.0
+
+_DEVICE = re.compile(r"ascend:(\d{1,4})")
+
+
+def describe(parser: argparse.ArgumentParser) -> None:
+    """Say what the verb does and takes."""
+    parser.description = _DESCRIPTION
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument(
+        "--python",
+        default=sys.executable,
+        metavar="FILE",
+        help="the interpreter that has MindSpore Lite and weightd (default: this one)",
+    )
+    parser.add_argument(
+        "--device", type=_device, default=0, metavar="ascend:N", help="the device to look at (default: ascend:0)"
+    )
+    parser.add_argument("--model", type=Path, metavar="FILE.mindir", help="share the weights of this model")
+    parser.add_argument(
+        "--limit",
+        type=_seconds,
+        default=_LIMIT_S,
+        metavar="SECONDS",
+        help="time for one step of the self-test, such as a build (default: %(default)g)",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Check, print, and return the exit status."""
+    # As Ctrl-C does: the blocks that own processes and files are left in order.
+    signal.signal(signal.SIGTERM, _terminated)
+    findings = list(_findings(options))
+    sys.stdout.write(render.as_json(findings) if options.json else render.table(findings))
+    return exit_status(findings)
+
+
+def _terminated(number: int, _: object) -> None:
+    raise SystemExit(128 + number)
+
+
+def _findings(options: argparse.Namespace) -> Iterator[Finding]:
+    host = look()
+    try:
+        report = interpreter.ask(options.python, options.device, min(options.limit, _REPORT_LIMIT_S))
+    except OSError as error:
+        report = Report(end=f"cannot be run: {error.strerror}")
+    yield checks.interpreter(options.python, report)
+    if not checks.has_ascend(host, report):
+        yield from checks.nowhere()
+        if options.model:
+            yield from trial_checks.not_tried(checks.NO_ASCEND)
+        return
+    trial = _sharing(options, report)
+    imports = any(each.name == trial_checks.ATTACH and each.verdict is Verdict.PASS for each in trial)
+    yield checks.library(report)
+    yield checks.driver(host)
+    yield checks.cann(host)
+    yield checks.libascendcl(report)
+    yield checks.current_pid(report)
+    yield checks.devices(report, options.device)
+    yield checks.memory(report, options.device)
+    card = host.card(logic_id(options.device, os.environ.get("ASCEND_RT_VISIBLE_DEVICES", "")))
+    yield checks.processes(card, _count(host, card, options.device), options.device)
+    yield checks.virtual(host, report, imports=imports)
+    yield from trial
+
+
+def _count(host: Host, card: Card | None, device: int) -> int | OSError:
+    if card is None:
+        return OSError(host.npu_smi or f"npu-smi lists no device {device}")
+    try:
+        return processes_on(card)
+    except OSError as error:
+        return error
+
+
+def _sharing(options: argparse.Namespace, report: Report) -> list[Finding]:
+    if not options.model:
+        return trial_checks.not_asked_for()
+    # Whatever else is wrong, the worker's own words for it are worth more than a guess.
+    cause = "the library cannot be imported" if report.error("library") else _model_problem(options.model)
+    if cause:
+        return trial_checks.not_tried(cause)
+    program = Program(options.python, options.model.absolute(), f"ascend:{options.device}")
+    with Children(program, options.limit) as children:
+        trial = share(children)
+    return trial_checks.judge(trial, report.value("memory", "free_bytes")) + trial_checks.survivors(children.survivors)
+
+
+def _model_problem(model: Path) -> str:
+    try:
+        model_files(model)
+    except ModelFileError as error:
+        return str(error)
+    return ""
+
+
+def _device(text: str) -> int:
+    match = _DEVICE.fullmatch(text)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"expected ascend:N, got {text!r}")
+    return int(match.group(1))
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < 1e6:
+        raise argparse.ArgumentTypeError(f"expected seconds, got {text!r}")
+    return seconds

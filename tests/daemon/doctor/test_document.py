@@ -1,0 +1,81 @@
+"""docs/ascend.md is held to the code: its configurations, its names of checks, its keys."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from weightd.daemon import budget, config
+from weightd.daemon.doctor import checks, trial_checks
+from weightd.daemon.doctor.host import Host
+from weightd.daemon.doctor.interpreter import Report
+from weightd.daemon.engine_options import MindSporeLiteOptions
+from weightd.protocol.schema import decode
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+TEXT = Path(__file__).resolve().parents[3].joinpath("docs", "ascend.md").read_text("utf-8")
+# Of the CPU, and so of no use in this document.
+CPU_OPTIONS = {"thread_affinity_mode", "thread_affinity_cores", "inter_op_parallel"}
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", TEXT, re.DOTALL)
+
+
+@pytest.mark.parametrize("block", blocks("toml"))
+def test_the_configurations_are_good(block: str) -> None:
+    tables: dict[str, Any] = tomllib.loads(block)
+    for model in tables["models"].values():
+        # By itself, so that what is wrong in it is told by its own name.
+        decode(MindSporeLiteOptions, model.pop("mindspore_lite", {}))
+    parsed = config.parse(tables, Path("/etc/weightd"))
+    assert set(parsed.devices) <= {device for model in parsed.models.values() for device in model.devices}
+
+
+def test_every_option_for_a_card_is_listed() -> None:
+    (table,) = re.findall(r"^\| key of `\[models\.NAME\.mindspore_lite\]`.*?\n\n", TEXT, re.DOTALL | re.MULTILINE)
+    keys = {key for row in table.strip().splitlines()[2:] for key in re.findall(r"`(\w+)`", row.split("|")[1])}
+    assert keys == {field.name for field in dataclasses.fields(MindSporeLiteOptions)} - CPU_OPTIONS
+
+
+def test_the_example_of_memory() -> None:
+    mib = budget.MIB
+    weights = budget.on_card(4000 * mib) // mib
+    assert f"| {weights:,} MiB | 10 x 600 MiB | {weights + 10 * 600:,} MiB |" in TEXT
+    assert f"{8 * (4000 + 600):,} MiB" in TEXT
+
+
+def test_every_check_is_in_the_trouble_shooting_or_needs_no_cure() -> None:
+    section = TEXT.partition("## Trouble-shooting")[2].partition("\n## ")[0]
+    cells = [row.split("|")[2] for row in section.splitlines() if row.startswith("|")]
+    named = {name.strip() for cell in cells for name in cell.split(",")}
+    report = Report()
+    findings = [
+        checks.interpreter("", report),
+        checks.libascendcl(report),
+        checks.current_pid(report),
+        checks.devices(report, 0),
+        checks.memory(report, 0),
+        checks.processes(None, 0, 0),
+        checks.virtual(Host(), report, imports=False),
+        *trial_checks.survivors([1]),
+    ]
+    assert {finding.name for finding in findings} | set(trial_checks.NAMES) <= named
+
+
+def test_the_links_lead_somewhere() -> None:
+    headings = {re.sub(r"[^\w -]", "", line.lstrip("# ").lower()).replace(" ", "-") for line in TEXT.splitlines()}
+    assert set(re.findall(r"\]\(#([^)]+)\)", TEXT)) <= headings
+
+
+def test_lines_are_short_but_for_tables() -> None:
+    assert [line for line in TEXT.splitlines() if len(line) > 120 and not line.startswith("|")] == []

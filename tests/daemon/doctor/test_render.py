@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from weightd.daemon.doctor.finding import Finding, Verdict, exit_status, failed, passed, untestable
+from weightd.daemon.doctor.render import as_json, table
+from weightd.protocol.version import VERSION
+
+GOOD = passed("interpreter", "python3: Python 3.11")
+DRIVER = passed("driver", "24.1")
+BAD = failed("current_pid", "empty", "source set_env.sh")
+OPEN = untestable("processes", "unknown", "npu-smi info")
+
+
+@pytest.mark.parametrize(
+    ("findings", "status"),
+    [
+        ([GOOD, DRIVER], 0),
+        ([GOOD, DRIVER, OPEN], 0),
+        ([GOOD, DRIVER, BAD], 1),
+        ([BAD], 1),
+        ([GOOD, OPEN], 69),  # an interpreter alone is nothing of Ascend
+        ([GOOD], 69),
+        ([], 69),
+    ],
+)
+def test_the_exit_status(findings: list[Finding], status: int) -> None:
+    assert exit_status(findings) == status
+
+
+def test_the_table_has_a_line_for_each_and_its_advice_below() -> None:
+    assert table([GOOD, BAD, OPEN]).splitlines() == [
+        "pass          interpreter  python3: Python 3.11",
+        "fail          current_pid  empty",
+        "                           -> source set_env.sh",
+        "not testable  processes    unknown",
+        "                           -> npu-smi info",
+        "1 pass, 1 fail, 1 not testable",
+    ]
+
+
+def test_long_texts_are_wrapped_and_words_stay_whole() -> None:
+    path = "/very/long" * 20
+    lines = table([failed("driver", f"{'word ' * 40}{path}", "do this " * 30)]).splitlines()
+    assert all(len(line) <= 120 or path in line for line in lines)
+    assert any(line.strip() == path for line in lines)
+    assert all(line.startswith(" " * 22) for line in lines[1:-1])
+
+
+def test_a_finding_without_a_text_is_a_line_all_the_same() -> None:
+    assert table([Finding("driver", Verdict.PASS, "")]).splitlines()[0] == "pass          driver"
+
+
+def test_no_findings() -> None:
+    assert table([]) == "0 pass, 0 fail, 0 not testable\n"
+
+
+def test_json_has_everything_in_order() -> None:
+    assert json.loads(as_json([GOOD, DRIVER, BAD])) == {
+        "weightd": VERSION,
+        "exit_status": 1,
+        "findings": [
+            {"name": "interpreter", "verdict": "pass", "found": "python3: Python 3.11", "advice": ""},
+            {"name": "driver", "verdict": "pass", "found": "24.1", "advice": ""},
+            {"name": "current_pid", "verdict": "fail", "found": "empty", "advice": "source set_env.sh"},
+        ],
+    }
