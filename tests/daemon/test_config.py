@@ -480,3 +480,10 @@ def test_options_of_the_engine_are_checked(file: Path, text: str, refused: str) 
 def test_files_of_the_engine_are_relative_to_the_configuration(file: Path) -> None:
     text = f'{CARD}[models.m.mindspore_lite]\nconfig_file = "acl.ini"\n'
     assert loaded(file, text).models["m"].mindspore_lite.config_file == str(file.parent / "acl.ini")
+
+
+def test_workers_and_spares_are_bounded_together(file: Path) -> None:
+    assert loaded(file, f"{CARD}workers = 1000\nspares = 24\n").models["m"].spares == 24
+    text = "models.m.spares: expected at most 1024 workers and spares, got 1025"
+    assert refusal(file, f"{CARD}workers = 1000\nspares = 25\n") == text
+    assert refusal(file, f'{CARD}workers = 1024\ndevices = ["ascend:0"]\n') == text

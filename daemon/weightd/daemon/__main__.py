@@ -47,7 +47,13 @@ def _serve(options: argparse.Namespace) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    model = ModelConfig(path=options.model, python=options.python, workers=options.workers, threads=options.threads)
+    model = ModelConfig(
+        path=options.model,
+        python=options.python,
+        workers=options.workers,
+        threads=options.threads,
+        devices=tuple(options.device or ["cpu"]),
+    )
     name = options.name or Path(options.model).stem
     try:
         socket = options.socket or os.environ.get("WEIGHTD_SOCKET", "")  # where weightctl will look
@@ -65,7 +71,7 @@ def _checked(model: ModelConfig) -> ModelConfig:
         if value == field.default:
             continue
         try:
-            field.metadata["kind"].check(value)
+            field.metadata["kind"].check(list(value) if isinstance(value, tuple) else value)
         except FieldError as error:
             raise error.at(f"--{field.name}") from None
     return model
@@ -115,6 +121,12 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--workers", type=int, default=2, metavar="N", help="worker processes (default: %(default)s)")
     run.add_argument(
         "--threads", type=int, default=1, metavar="N", help="threads of one predict (default: %(default)s)"
+    )
+    run.add_argument(
+        "--device",
+        action="append",
+        metavar="DEVICE",
+        help='where it runs, "ascend:0" for a card; several times for several cards (default: cpu)',
     )
     run.add_argument("--name", default="", help="the model's name for clients (default: the file's, without suffix)")
     run.add_argument(

@@ -290,6 +290,10 @@ def complete_model(name: str, config: ModelConfig, base: Path) -> ModelConfig:
     options = engine_options.complete(config.mindspore_lite, base)
     engine_options.check(options, engine, config.devices, config.sharing)
     spares = config.spares if config.spares is not None else int(config.devices != ("cpu",))
+    if config.workers + spares > limits.MAX_PIDS:
+        raise FieldError(f"expected at most {limits.MAX_PIDS} workers and spares, got {config.workers + spares}").at(
+            ".spares"
+        )
     # A name without a slash is a command of the PATH.
     python = str(base / config.python) if "/" in config.python else config.python or sys.executable
     return dataclasses.replace(

@@ -13,7 +13,7 @@ from testkit.service import Service
 from weightd.client import Client, Unavailable
 
 from ..support import Load, ask_all, until
-from .support import MODEL, Cards, kill, process, questions, roles, status
+from .support import MODEL, Cards, is_complete, kill, process, questions, roles, status
 
 pytestmark = pytest.mark.e2e
 
@@ -68,6 +68,19 @@ def test_the_file_may_be_replaced_at_any_time(cards: Cards) -> None:
             until(lambda: roles(service).get("w4") == "spare", "a new one is attached")
             load.wait_for(50)
         ask_all(client, MODEL, right)
+
+
+def test_the_file_may_be_replaced_between_the_holders_build_and_a_workers(cards: Cards) -> None:
+    right = questions(cards.model)
+    other = cards.mlp("other", seed=9)
+    cards.host.fault("build", "slow", "importer", seconds=0.5)
+    with cards.service() as service, service.client() as client:
+        until(lambda: status(service).state == "attaching", "the holder has built, the workers have not")
+        shutil.copyfile(other, cards.model)
+        ask_all(client, MODEL, right)
+        until(lambda: is_complete(service), "all are attached")
+        for _ in range(3):
+            ask_all(client, MODEL, right)
 
 
 def test_a_snapshot_that_was_tampered_with_is_not_loaded(cards: Cards) -> None:

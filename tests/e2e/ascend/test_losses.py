@@ -70,7 +70,7 @@ def test_without_room_for_two_copies_the_old_generation_leaves_first(cards: Card
         until(lambda: serves(service, 2), "the second generation serves alone")
         ask_all(client, "mlp", questions(cards.model))
         assert service.log.index("mlp.1: gone") < service.log.index("mlp.2: building")
-        assert "mlp.1: leaves before mlp.2 is loaded: ascend:0 has no room" in service.log
+        assert "mlp.1 leaves before mlp.2 is loaded: ascend:0 has no room" in service.log
 
 
 @pytest.mark.parametrize("after_death", ["error", "garbage"])

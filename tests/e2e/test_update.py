@@ -1,0 +1,86 @@
+"""An update on the CPU, by real engines: one copy of the weights of each generation, and no request lost."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from testkit.service import Service
+from weightd.client import PermissionDenied, Unavailable
+
+from .support import (
+    MLP_WEIGHT_BYTES,
+    Bare,
+    Load,
+    Place,
+    Weightd,
+    Zoo,
+    ask_all,
+    mlp_inputs,
+    model_status,
+    until,
+)
+
+pytestmark = pytest.mark.e2e
+
+
+def test_the_same_model_takes_over_from_itself_without_a_lost_request(
+    engine: str, zoo: Zoo, bare: Bare, tmp_path: Path
+) -> None:
+    path = zoo.path("mlp", engine)
+    copy = Path(shutil.copyfile(path, tmp_path / path.name))
+    questions = bare.questions(path, mlp_inputs((1, 2, 40, 7)))
+    with Service({"mlp": {"path": path, "workers": 2, "spares": 1}}) as service, service.client() as client:
+        service.ready()
+        with Load(service.address, "mlp", questions) as load:
+            load.wait_for(50)
+            assert client.update("mlp", str(copy)).generations == (2,)
+            load.wait_for(50)
+            assert client.update("mlp", rollback=True).generations == (3,)
+            load.wait_for(50)
+        until(lambda: len(model_status(service, "mlp").generations) == 1, "the old generations are gone")
+        status = model_status(service, "mlp")
+        assert (status.failed, status.generations[0].number) == (0, 3)
+        assert [each.role for each in status.generations[0].processes] == ["holder", "worker", "worker", "spare"]
+        for each in status.generations[0].processes:
+            assert (each.shared_bytes or 0) >= 0.98 * MLP_WEIGHT_BYTES, each
+        # What is no longer needed is no longer on the disk: two snapshots, one page store.
+        assert len(list(service.cache.rglob("model/*"))) == 2
+        assert len(list(service.cache.rglob("pages"))) == 1
+
+
+def test_another_model_takes_over(engine: str, zoo: Zoo, bare: Bare) -> None:
+    old, new = zoo.path("mlp", engine), zoo.path("other_mlp", engine)
+    inputs = mlp_inputs((1, 2))
+    with Service({"mlp": {"path": old}}) as service, service.client() as client:
+        ask_all(client, "mlp", bare.questions(old, inputs))
+        client.update("mlp", str(new))
+        ask_all(client, "mlp", bare.questions(new, inputs))
+
+
+def test_a_model_with_other_inputs_does_not_take_over(engine: str, zoo: Zoo, bare: Bare) -> None:
+    path = zoo.path("fixed", engine)
+    questions = bare.questions(path, [{"x": np.ones((2, 3), np.float32)}])
+    with Service({"fixed": {"path": path}}) as service, service.client() as client:
+        service.ready()
+        for name in ("integers", "two_inputs"):
+            with pytest.raises(Unavailable, match="the new model is not a drop-in for the one that serves: inputs"):
+                client.update("fixed", str(zoo.path(name, engine)))
+        ask_all(client, "fixed", questions)
+        until(lambda: len(model_status(service, "fixed").generations) == 1, "the others are gone")
+
+
+def test_who_comes_by_tcp_may_ask_but_not_update(zoo: Zoo, bare: Bare, place: Place, tmp_path: Path) -> None:
+    path = zoo.path("fixed", "onnxruntime")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+    config = place.config({"fixed": {"path": path}}, socket=address)
+    with Weightd(tmp_path / "log", "serve", config) as weightd, weightd.client(address) as client:
+        ask_all(client, "fixed", bare.questions(path, [{"x": np.ones((2, 3), np.float32)}]))
+        with pytest.raises(PermissionDenied, match="only the user that weightd runs as, and root, may update a model"):
+            client.update("fixed", str(path))
