@@ -9,12 +9,25 @@ import logging
 import pytest
 
 from weightd.daemon.actions import Action, Dismiss, Enlist, Kill, Pin, Role, Send, Spawn
-from weightd.daemon.generation import HELLO_TIMEOUT_S, STOP_TIMEOUT_S, Child, Generation, Limits
+from weightd.daemon.generation import ALLOW_TIMEOUT_S, HELLO_TIMEOUT_S, STOP_TIMEOUT_S, Child, Generation, Limits
 from weightd.daemon.restarts import MAX_FAILED_STARTS
 from weightd.daemon.states import ACTIVE, ChildState, GenerationState
 from weightd.protocol.messages import TensorSignature
 from weightd.protocol.version import VERSION
-from weightd.protocol.worker_messages import Attach, Attached, Broken, Build, Built, Hello, Settle, Stop, Traits
+from weightd.protocol.worker_messages import (
+    Allow,
+    Allowed,
+    Attach,
+    Attached,
+    Broken,
+    Build,
+    Built,
+    DeviceMemory,
+    Hello,
+    Settle,
+    Stop,
+    Traits,
+)
 
 SHA = "5" * 64
 LOAD_TIMEOUT_S = 500.0
@@ -35,8 +48,11 @@ def hello(traits: Traits = CPU, pid: str = "", sha256: str = SHA, version: str =
 class Life:
     """A generation and what it wants done since it was last asked."""
 
-    def __init__(self, workers: int = 2, traits: Traits = CPU) -> None:
-        self.generation = Generation("m.1", Limits(workers, LOAD_TIMEOUT_S))
+    def __init__(
+        self, workers: int = 2, traits: Traits = CPU, *, spares: int = 0, sharing: bool = True, frozen: bool = False
+    ) -> None:
+        limits = Limits(workers, LOAD_TIMEOUT_S, spares, sharing, frozen)
+        self.generation = Generation("m.1", limits)
         self.traits = traits
         self.now = 1000.0
         self.generation.start()
@@ -515,6 +531,266 @@ def test_a_worker_that_becomes_ready_gives_the_others_new_chances() -> None:
     life.generation.attached("m.1.w1", ATTACHED, life.now)
     life.exit("m.1.w4")
     assert life.tick_when_due() == [Spawn("m.1.w5", Role.WORKER)]
+
+
+# --- spares ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_spare_is_attached_and_takes_no_requests() -> None:
+    life = Life(workers=2, spares=1).built()
+    seen: list[Action] = []
+    for name in ("m.1.w1", "m.1.w2"):
+        life.generation.attached(name, ATTACHED, life.now)
+        seen += life.actions()
+    assert not life.generation.complete
+    life.generation.attached("m.1.w3", ATTACHED, life.now)
+    seen += life.actions()
+    assert [each.name for each in seen if isinstance(each, Enlist)] == ["m.1.w1", "m.1.w2"]
+    assert list(life.generation.enlisted) == ["m.1.w1", "m.1.w2"]
+    assert life.generation.complete
+
+
+def test_a_spare_takes_the_place_at_once_and_before_a_replacement_is_started() -> None:
+    life = Life(workers=2, spares=1).serving()
+    assert life.exit("m.1.w1") == [Enlist("m.1.w3"), Spawn("m.1.w4", Role.WORKER)]
+    life.greet("m.1.w4")
+    life.generation.attached("m.1.w4", ATTACHED, life.now)
+    # The replacement is the next spare.
+    assert life.actions() == [Send("m.1.w4", Attach("/store", (2, 3))), Send(HOLDER, Settle())]
+    assert list(life.generation.enlisted) == ["m.1.w2", "m.1.w3"]
+
+
+def test_a_spare_takes_the_place_of_one_that_leaves() -> None:
+    life = Life(workers=1, spares=1).serving()
+    life.generation.leaving("m.1.w1", life.now)
+    assert life.actions() == [
+        Dismiss("m.1.w1"),
+        Send("m.1.w1", Stop()),
+        Enlist("m.1.w2"),
+        Spawn("m.1.w3", Role.WORKER),
+    ]
+
+
+def test_a_spare_that_dies_is_replaced_and_nobody_is_enlisted() -> None:
+    life = Life(workers=1, spares=1).serving()
+    assert life.exit("m.1.w2") == [Spawn("m.1.w3", Role.WORKER)]
+
+
+# --- a replacement where pids are fixed at the build ----------------------------------------------------------------
+
+
+def lost_two() -> Life:
+    """Two of three workers are lost, and what replaces them is up."""
+    life = Life(workers=3, traits=CARD).serving()
+    life.exit("m.1.w1")
+    life.exit("m.1.w2")
+    life.tick_when_due()
+    for name, pid in (("m.1.w4", "14"), ("m.1.w5", "15")):
+        life.generation.hello(name, hello(CARD, pid), life.now)
+    return life
+
+
+def test_the_holder_is_asked_for_one_replacement_at_a_time() -> None:
+    life = lost_two()
+    assert life.actions() == [Send(HOLDER, Allow(("14",)))]
+    life.generation.allowed(HOLDER, Allowed(), life.now)
+    assert life.actions() == [Send("m.1.w4", Attach("/store", (2, 3)))]
+    life.generation.attached("m.1.w4", ATTACHED, life.now)
+    assert life.actions() == [Enlist("m.1.w4"), Send(HOLDER, Allow(("15",)))]
+    life.generation.allowed(HOLDER, Allowed(), life.now)
+    assert life.actions() == [Send("m.1.w5", Attach("/store", (2, 3)))]
+    life.generation.attached("m.1.w5", ATTACHED, life.now)
+    assert life.actions() == [Enlist("m.1.w5"), Send(HOLDER, Settle())]
+    assert not life.generation.needs_renewal
+
+
+def test_where_the_engine_lets_nobody_in_it_is_closed() -> None:
+    life = lost_two()
+    life.actions()
+    life.generation.allowed(HOLDER, Allowed("no pids after the build"), life.now)
+    assert life.actions() == [Send("m.1.w4", Stop()), Send("m.1.w5", Stop())]
+    assert life.generation.closed == "no pids after the build"
+    assert (life.state(), life.generation.needs_renewal) == (GenerationState.SERVING, True)
+    assert life.generation.progress == "serving 1/3, nobody can attach any more"
+    assert life.exit("m.1.w4") + life.exit("m.1.w5") == []
+    assert life.generation.next_tick == float("inf")
+    # The last one: nothing can be done but by another generation.
+    life.exit("m.1.w3")
+    assert (life.state(), life.generation.renewable) == (GenerationState.FAILED, True)
+    assert life.generation.cause == "every worker is lost, and nobody can attach any more"
+
+
+def test_a_closed_one_needs_renewal_only_when_its_spares_are_used_up() -> None:
+    life = Life(workers=1, spares=2, traits=CARD).serving()
+    life.exit("m.1.w1")
+    life.greet("m.1.w4")
+    life.generation.allowed(HOLDER, Allowed("no"), life.now)
+    assert not life.generation.needs_renewal
+    life.exit("m.1.w4")
+    life.actions()
+    assert life.exit("m.1.w2") == [Enlist("m.1.w3")]
+    assert not life.generation.needs_renewal
+    life.exit("m.1.w3")
+    assert life.generation.renewable
+
+
+def test_a_holder_that_never_answers_closes_it() -> None:
+    life = lost_two()
+    life.actions()
+    assert life.generation.next_tick == life.now + ALLOW_TIMEOUT_S
+    assert life.tick_at(life.now + ALLOW_TIMEOUT_S) == [Send("m.1.w4", Stop()), Send("m.1.w5", Stop())]
+    assert life.generation.closed == "the holder has not answered for 10 s"
+    assert life.generation.needs_renewal
+    # What it says after that opens nothing.
+    life.generation.allowed(HOLDER, Allowed(), life.now)
+    assert (life.actions(), life.state()) == ([], GenerationState.SERVING)
+
+
+def test_an_answer_is_for_whom_it_was_asked_even_if_that_one_is_dead() -> None:
+    life = lost_two()
+    life.actions()
+    life.exit("m.1.w4")
+    # The question is still open: there is no second one.
+    assert not any(isinstance(each, Send) for each in life.actions())
+    life.generation.allowed(HOLDER, Allowed(), life.now)
+    assert life.actions() == [Send(HOLDER, Allow(("15",)))]
+    assert not life.child("m.1.w5").listed
+
+
+def test_an_answer_without_a_question_changes_nothing() -> None:
+    life = Life(workers=1, traits=CARD).serving()
+    life.generation.allowed(HOLDER, Allowed("whatever"), life.now)
+    life.generation.allowed("nobody", Allowed("whatever"), life.now)
+    assert (life.actions(), life.generation.closed) == ([], "")
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_holder_may_die_of_the_question(frozen: bool) -> None:
+    life = Life(workers=2, traits=CARD, frozen=frozen).serving()
+    life.exit("m.1.w1")
+    life.greet("m.1.w3")
+    life.actions()
+    if frozen:
+        assert life.exit(HOLDER) == [Send("m.1.w3", Stop())]
+        assert (life.state(), life.generation.frozen) == (GenerationState.SERVING, True)
+        assert life.tick_at(life.now + ALLOW_TIMEOUT_S) == [Kill("m.1.w3")]
+    else:
+        assert life.exit(HOLDER) == [Dismiss("m.1.w2"), Kill("m.1.w2"), Kill("m.1.w3")]
+        assert life.generation.next_tick == float("inf")
+
+
+# --- a holder that is lost ------------------------------------------------------------------------------------------
+
+
+def test_frozen_stops_those_who_are_not_attached_and_goes_on() -> None:
+    life = Life(workers=3, traits=CARD, frozen=True).built()
+    life.generation.attached("m.1.w1", ATTACHED, life.now)
+    life.actions()
+    assert life.exit(HOLDER) == [Send("m.1.w3", Stop())]
+    # Who is attaching may be in time.
+    life.generation.attached("m.1.w2", ATTACHED, life.now)
+    assert life.actions() == [Enlist("m.1.w2")]
+    assert life.generation.frozen
+    assert (life.generation.needs_renewal, life.generation.renewable, life.generation.complete) == (True, True, True)
+    assert life.generation.progress == "serving 2/3, frozen: the holder is lost"
+    # Nobody is started in the place of who is lost.
+    assert life.exit("m.1.w1") == []
+    assert life.state() is GenerationState.SERVING
+    life.exit("m.1.w2")
+    assert life.state() is GenerationState.FAILED
+
+
+def test_a_frozen_one_lets_its_spares_in() -> None:
+    life = Life(workers=1, spares=1, traits=CARD, frozen=True).serving()
+    assert life.exit(HOLDER) == []
+    assert life.exit("m.1.w1") == [Enlist("m.1.w2")]
+
+
+def test_answers_are_trusted_as_long_as_the_holder_lives() -> None:
+    life = Life(workers=1, traits=CARD).building()
+    assert life.generation.trusted(lambda _: False)
+    life.generation.holder_built(HOLDER, BUILT, life.now)
+    assert life.generation.trusted(lambda name: name == HOLDER)
+    # Its death is known to the kernel before it is told.
+    assert not life.generation.trusted(lambda _: False)
+    life.exit(HOLDER)
+    assert not life.generation.trusted(lambda _: True)
+
+
+@pytest.mark.parametrize(
+    "life",
+    [Life(1), Life(1, CARD, frozen=True), Life(1, CARD, sharing=False)],
+    ids=["cpu", "frozen", "private"],
+)
+def test_elsewhere_answers_are_trusted_without_it(life: Life) -> None:
+    life.serving()
+    assert life.generation.trusted(lambda _: False)
+
+
+def test_who_was_told_to_leave_is_killed_too_when_its_weights_are_gone() -> None:
+    life = Life(workers=2, traits=CARD).serving()
+    life.generation.drain(life.now)
+    life.actions()
+    life.exit(HOLDER)
+    assert life.generation.invalid
+    assert life.tick_when_due() == [Kill("m.1.w1"), Kill("m.1.w2")]
+    assert life.now < 1000.0 + STOP_TIMEOUT_S
+    assert life.tick_at(life.now + 1000.0) == []
+
+
+# --- private weights ------------------------------------------------------------------------------------------------
+
+
+def test_without_sharing_the_holder_leaves_before_each_worker_loads_its_own() -> None:
+    life = Life(workers=2, traits=CARD, sharing=False).spawned()
+    life.greet("m.1.w1", HOLDER)
+    # It is given no pids, and waits for nobody.
+    assert life.actions() == [Send(HOLDER, Build(()))]
+    life.greet("m.1.w2")
+    built = dataclasses.replace(BUILT, handle="")
+    life.generation.holder_built(HOLDER, built, life.now)
+    assert life.actions() == [Send(HOLDER, Stop())]
+    assert life.exit(HOLDER, "exited with status 0") == [Send("m.1.w1", Attach("", (2, 3)))]
+    life.generation.attached("m.1.w1", ATTACHED, life.now)
+    assert life.actions() == [Enlist("m.1.w1"), Send("m.1.w2", Attach("", (2, 3)))]
+    life.generation.attached("m.1.w2", ATTACHED, life.now)
+    assert life.generation.complete
+    assert not life.generation.needs_renewal
+    life.actions()
+    # Nobody need be asked for a replacement.
+    life.exit("m.1.w1")
+    life.greet("m.1.w3")
+    assert life.actions() == [Send("m.1.w3", Attach("", (2, 3)))]
+
+
+def test_a_holder_that_does_not_leave_does_not_keep_the_others_waiting_for_ever() -> None:
+    life = Life(workers=1, traits=CARD, sharing=False).built()
+    assert life.tick_when_due() == [Kill(HOLDER)]
+    assert life.exit(HOLDER) == [Send("m.1.w1", Attach("/store", (2, 3)))]
+
+
+# --- what a process takes -------------------------------------------------------------------------------------------
+
+
+def test_what_a_process_takes_is_what_the_card_lost_with_it() -> None:
+    life = Life(workers=3, traits=CARD).building()
+    life.generation.holder_built(HOLDER, dataclasses.replace(BUILT, device=DeviceMemory(1000, 900)), life.now)
+    taken: list[int] = []
+    for name, free in (("m.1.w1", 870), ("m.1.w2", 830), ("m.1.w3", 810)):
+        life.generation.attached(name, dataclasses.replace(ATTACHED, device=DeviceMemory(1000, free)), life.now)
+        taken.append(life.generation.process_bytes)
+    assert taken == [30, 40, 40]
+
+
+@pytest.mark.parametrize("sharing", [True, False])
+def test_where_the_card_says_nothing_or_weights_are_in_it_nothing_is_learned(sharing: bool) -> None:
+    life = Life(workers=1, traits=CARD, sharing=sharing).building()
+    life.generation.holder_built(HOLDER, BUILT, life.now)
+    if not sharing:
+        life.exit(HOLDER)
+    memory = None if sharing else DeviceMemory(1000, 10)
+    life.generation.attached("m.1.w1", dataclasses.replace(ATTACHED, device=memory), life.now)
+    assert life.generation.process_bytes == 0
 
 
 # --- winding down ---------------------------------------------------------------------------------------------------

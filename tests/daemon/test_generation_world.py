@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from weightd.daemon.actions import Dismiss, Enlist, Kill, Pin, Role, Send, Spawn
+from weightd.daemon.actions import Dismiss, Enlist, Forget, Kill, Pin, Role, Send, Spawn
 from weightd.daemon.generation import Child, Generation, Limits
 from weightd.daemon.states import ACTIVE, COUNTED, LOADING, ChildState, GenerationState
 from weightd.protocol.messages import TensorSignature
@@ -60,8 +60,8 @@ class World(RuleBasedStateMachine):
     def perform(self) -> None:
         for action in self.generation.take_actions():
             match action:
-                case Pin():
-                    raise AssertionError("pinned twice")
+                case Pin() | Forget():
+                    raise AssertionError(f"{action}: pinned twice, or what only a deployment wants")
                 case Spawn(name, role):
                     self.spawn(name, role)
                 case Send(name, order):

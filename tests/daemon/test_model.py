@@ -124,11 +124,16 @@ class FakeHost:
 class Stage:
     """A model, its host, and the children's side of the talk."""
 
-    def __init__(self, workers: int = 2, max_queue: int = 10) -> None:
+    def __init__(
+        self, workers: int = 2, max_queue: int = 10, devices: tuple[str, ...] = ("cpu",), traits: Traits = CPU
+    ) -> None:
         self.host = FakeHost()
         self.now = 1000.0
-        config = ModelConfig(path="/models/digits.onnx", engine="onnxruntime", workers=workers, max_queue=max_queue)
-        self.model = Model("digits", config, {"cpu": Device("cpu")}, self.host, self.host)
+        self.traits = traits
+        config = ModelConfig(
+            path="/models/digits.onnx", engine="onnxruntime", workers=workers, max_queue=max_queue, devices=devices
+        )
+        self.model = Model("digits", config, {name: Device(name) for name in devices}, self.host, self.host)
         self.model.start(self.now)
 
     def says(self, child: str, message: ChildMessage, frames: Sequence[Any] = ()) -> Stage:
@@ -138,7 +143,7 @@ class Stage:
     def building(self) -> Stage:
         self.model.pinned(self.host.sources[0], SNAPSHOT, self.now)
         for name, _ in list(self.host.spawned):
-            self.says(name, Hello("1", SHA, {"weightd": VERSION}, CPU))
+            self.says(name, Hello("1", SHA, {"weightd": VERSION}, self.traits))
         return self
 
     def built(self) -> Stage:
@@ -152,6 +157,40 @@ class Stage:
                 self.says(name, Attached("canary", 4000))
         self.host.orders.clear()
         return self
+
+    def update(self, path: str = "/models/new.onnx", *, rollback: bool = False) -> Source:
+        """An operator asks; return what was to be pinned last."""
+        number = 1 + len(self.host.updated) + len(self.host.errors)
+        self.model.update(
+            b"operator", f"u{number}", self.now, path="" if rollback else path, weights="", rollback=rollback
+        )
+        return self.host.sources[-1]
+
+    def loads(self, generation: int, *, workers: bool = True, built: Built | None = None) -> Stage:
+        """The processes of a generation whose snapshot exists do what they should."""
+        mine = [(name, role) for name, role in self.host.spawned if name.startswith(f"digits.{generation}.")]
+        for name, _ in mine:
+            self.says(name, Hello("1", SHA, {"weightd": VERSION}, self.traits))
+        self.says(mine[0][0], built or Built("/store", (X,), (Y,), (2,), "canary", 4096))
+        for name, _ in mine[1:] if workers else []:
+            self.says(name, Attached("canary", 4000))
+        return self
+
+    def goes(self, generation: int) -> Stage:
+        """Every process of a generation exits, workers first."""
+        mine = [name for name, _ in self.host.spawned if name.startswith(f"digits.{generation}.")]
+        for name in [*mine[1:], mine[0]]:
+            self.model.exited(name, "exited with status 0", self.now)
+        return self
+
+    def updated(self, generation: int, path: str) -> Source:
+        """An update that succeeds."""
+        source = self.update(path)
+        self.model.pinned(source, SNAPSHOT, self.now)
+        self.loads(generation)
+        for leaving in list(self.model.deployments[0].leaving):
+            self.goes(leaving.number)
+        return source
 
     def submit(self, *requests: Request) -> list[int]:
         for each in requests:
@@ -342,6 +381,225 @@ def test_only_so_many_may_wait_for_metadata() -> None:
     stage.built()
     stage.model.metadata(b"c", "3")
     assert len(stage.host.metadata) == 3
+
+
+# --- update ---------------------------------------------------------------------------------------------------------
+
+CARD = Traits(pids_fixed_at_build=True, holder_must_outlive=True, attach_rewrites_weights=True)
+OTHER = Built("/store", (Y,), (Y,), (2,), "canary", 4096)
+
+
+def test_an_update_takes_over_when_it_is_complete_and_who_asked_is_told_once() -> None:
+    stage = Stage(workers=2).serving()
+    source = stage.update("/models/new.onnx")
+    assert source == Source("/models/new.onnx", "", 2)
+    stage.model.pinned(source, SNAPSHOT, stage.now)
+    stage.loads(2, workers=False)
+    first, second = stage.submit(request(), request())
+    stage.says("digits.2.w1", Attached("canary", 1))
+    assert stage.host.predicts() == [(W1, first), (W2, second)]
+    assert stage.host.updated == []
+    stage.says("digits.2.w2", Attached("canary", 1))
+    assert stage.host.updated == [(b"operator", "u1", "digits", [2])]
+    # From now on requests go there; what the old ones have they may finish.
+    [third] = stage.submit(request())
+    assert stage.host.predicts() == [("digits.2.w1", third)]
+    stage.says(W1, Result(first, (OUT,)))
+    assert [number for number, _, _ in stage.host.answers] == [first]
+    stage.goes(1)
+    stage.says("digits.2.w1", Attached("canary", 1))
+    assert (len(stage.host.updated), stage.host.errors, stage.host.forgotten) == (1, [], ["digits.1"])
+
+
+def test_an_update_keeps_the_file_where_only_the_weights_are_new() -> None:
+    stage = Stage(workers=1).serving()
+    stage.model.update(b"o", "1", stage.now, path="", weights="/w.npz", rollback=False)
+    assert stage.host.sources[-1] == Source("/models/digits.onnx", "/w.npz", 2)
+
+
+@pytest.mark.parametrize("how", ["no snapshot", "no build", "other inputs", "no worker"])
+def test_an_update_that_fails_changes_nothing_and_who_asked_is_told_once(how: str) -> None:
+    stage = Stage(workers=1).serving()
+    source = stage.update()
+    if how == "no snapshot":
+        stage.model.pin_failed(source, "no such file", stage.now)
+    else:
+        stage.model.pinned(source, SNAPSHOT, stage.now)
+    if how == "no build":
+        stage.says("digits.2.holder", Broken("not a model"))
+    if how == "other inputs":
+        stage.loads(2, workers=False, built=OTHER)
+    if how == "no worker":
+        stage.loads(2, workers=False)
+        stage.says("digits.2.holder", Broken("gone"))
+        for number in (1, 2, 3):
+            stage.model.exited(f"digits.2.w{number}", "killed by SIGKILL", stage.now)
+            stage.now += 1.0
+            stage.model.tick(stage.now)
+    [(client, request_id, text)] = stage.host.errors
+    causes = {
+        "no snapshot": "no such file",
+        "no build": "digits.2.holder: not a model",
+        "other inputs": "the new model is not a drop-in for the one that serves: inputs: "
+        "expected x FP32 [-1, 2], got y FP32 [-1, 3]",
+        "no worker": "digits.2.w3: killed by SIGKILL",
+    }
+    assert (client, request_id, text) == (b"operator", "u1", f"not updated: {causes[how]}")
+    assert stage.host.unpinned == ([] if how == "no snapshot" else [source])
+    [number] = stage.submit(request())
+    assert stage.host.predicts() == [(W1, number)]
+    if how != "no snapshot":
+        stage.goes(2)
+    assert (len(stage.host.errors), stage.host.updated) == (1, [])
+    # The next one may be tried.
+    stage.updated(3, "/models/third.onnx")
+    assert [numbers for _, _, _, numbers in stage.host.updated] == [[3]]
+
+
+def test_a_second_update_is_refused_while_the_first_one_loads() -> None:
+    stage = Stage(workers=1).serving()
+    stage.update()
+    with pytest.raises(Unavailable, match="digits is being updated already"):
+        stage.update()
+    assert stage.model.generations[-1].label == "digits.2"
+
+
+def test_an_update_is_refused_while_it_loads() -> None:
+    stage = Stage(workers=1).building()
+    with pytest.raises(Unavailable, match="digits is loading: try again once it serves"):
+        stage.update()
+
+
+def test_there_is_nothing_to_go_back_to_before_an_update() -> None:
+    stage = Stage(workers=1).serving()
+    with pytest.raises(InvalidArgument, match="digits has not been updated: there is nothing to go back to"):
+        stage.update(rollback=True)
+
+
+def test_a_rollback_loads_the_old_bytes_again_and_a_second_one_goes_forth() -> None:
+    stage = Stage(workers=1).serving()
+    new = stage.updated(2, "/models/new.onnx")
+    stage.update(rollback=True)
+    # Its snapshot was kept: nothing is copied, and what is in the file by now does not matter.
+    assert (stage.host.pinned, stage.host.unpinned) == (2, [])
+    stage.loads(3).goes(2)
+    assert [numbers for _, _, _, numbers in stage.host.updated] == [[2], [3]]
+    serving = stage.model.deployments[0].serving
+    assert serving is not None
+    assert serving.source == Source("/models/digits.onnx")
+    stage.update(rollback=True)
+    stage.loads(4).goes(3)
+    serving = stage.model.deployments[0].serving
+    assert serving is not None
+    assert serving.source == new
+    assert (stage.host.pinned, stage.host.unpinned) == (2, [])
+
+
+def test_a_rollback_that_fails_keeps_what_it_can_go_back_to() -> None:
+    stage = Stage(workers=1).serving()
+    stage.updated(2, "/models/new.onnx")
+    stage.update(rollback=True)
+    stage.says("digits.3.holder", Broken("no memory"))
+    assert len(stage.host.errors) == 1
+    assert stage.host.unpinned == []
+    stage.goes(3)
+    stage.update(rollback=True)
+    stage.loads(4).goes(2)
+    assert len(stage.host.updated) == 2
+
+
+def test_a_snapshot_goes_when_nothing_can_go_back_to_it() -> None:
+    stage = Stage(workers=1).serving()
+    second = stage.updated(2, "/models/new.onnx")
+    assert stage.host.unpinned == []
+    stage.updated(3, "/models/newer.onnx")
+    assert stage.host.unpinned == [Source("/models/digits.onnx")]
+    stage.updated(4, "/models/newest.onnx")
+    assert stage.host.unpinned == [Source("/models/digits.onnx"), second]
+
+
+def test_an_update_is_given_up_when_it_is_drained() -> None:
+    stage = Stage(workers=1).serving()
+    source = stage.update()
+    stage.model.drain(stage.now)
+    assert stage.host.errors == [(b"operator", "u1", "not updated: weightd is stopping")]
+    assert stage.host.unpinned == [source]
+    stage.model.pin_failed(source, "killed by SIGKILL", stage.now)
+    stage.goes(1)
+    assert (len(stage.host.errors), stage.host.unpinned) == (1, [source])
+
+
+def test_all_devices_take_over_together() -> None:
+    stage = Stage(workers=1, devices=("ascend:0", "ascend:1"))
+    stage.model.pinned(stage.host.sources[0], SNAPSHOT, stage.now)
+    stage.loads(1).loads(2)
+    assert stage.host.pinned == 1
+    stage.model.pinned(stage.update(), SNAPSHOT, stage.now)
+    stage.loads(3)
+    assert stage.host.updated == []
+    stage.host.predicts()
+    one, two = stage.submit(request(), request())
+    assert stage.host.predicts() == [("digits.1.w1", one), ("digits.2.w1", two)]
+    stage.loads(4)
+    assert [numbers for _, _, _, numbers in stage.host.updated] == [[3, 4]]
+
+
+def test_if_one_device_cannot_none_does() -> None:
+    stage = Stage(workers=1, devices=("ascend:0", "ascend:1"))
+    stage.model.pinned(stage.host.sources[0], SNAPSHOT, stage.now)
+    stage.loads(1).loads(2)
+    source = stage.update()
+    stage.model.pinned(source, SNAPSHOT, stage.now)
+    stage.loads(3)
+    stage.says("digits.4.holder", Broken("no memory"))
+    assert stage.host.errors == [(b"operator", "u1", "not updated: digits.4.holder: no memory")]
+    assert ("digits.3.w1", Stop()) in stage.host.orders
+    assert stage.host.unpinned == [source]
+    assert [each.serving.label for each in stage.model.deployments if each.serving] == ["digits.1", "digits.2"]
+    stage.goes(3).goes(4)
+    assert stage.host.updated == []
+    assert len(stage.host.errors) == 1
+
+
+# --- weights that are gone with their holder ------------------------------------------------------------------------
+
+
+def test_what_is_computed_on_lost_weights_is_dropped_and_run_again_without_blame() -> None:
+    stage = Stage(workers=1, devices=("ascend:0",), traits=CARD).serving()
+    [number] = stage.submit(request())
+    stage.host.predicts()
+    for generation in range(1, 5):
+        holder, worker = f"digits.{generation}.holder", f"digits.{generation}.w1"
+        stage.now += 60.0
+        # The kernel knows; the model is told later.
+        stage.host.dead.add(holder)
+        stage.says(worker, Result(number, (OUT,)))
+        stage.says(worker, Failed(number, "INTERNAL", "spoilt", leaving=True))
+        assert (stage.host.answers, stage.host.refused()) == ([], [])
+        if generation % 2:
+            stage.model.exited(holder, "killed by SIGSEGV", stage.now)
+            assert stage.host.killed[-1] == worker
+            stage.says(worker, Result(number, (OUT,)))
+            stage.model.exited(worker, "killed by SIGKILL", stage.now)
+        else:
+            # The worker died of it, and is told of first.
+            stage.model.exited(worker, "killed by SIGSEGV", stage.now)
+            stage.goes(generation)
+        stage.loads(generation + 1)
+        assert stage.host.predicts() == [(f"digits.{generation + 1}.w1", number)]
+    stage.says("digits.5.w1", Result(number, (OUT,)))
+    assert [each for each, _, _ in stage.host.answers] == [number]
+
+
+def test_a_deadline_while_nobody_serves_tells_why_nobody_does() -> None:
+    stage = Stage(workers=1, devices=("ascend:0",), traits=CARD).serving()
+    stage.model.exited("digits.1.holder", "killed by SIGSEGV", stage.now)
+    [number] = stage.submit(request(deadline=1005.0))
+    stage.goes(1)
+    stage.model.tick(1005.0)
+    [(refused, code, text)] = stage.host.refused()
+    assert (refused, code) == (number, "UNAVAILABLE")
+    assert text.startswith("digits has no worker: spawned, 0/2 processes up, ")
 
 
 # --- the end --------------------------------------------------------------------------------------------------------

@@ -216,9 +216,10 @@ class Deployment:
         if self.leaving and (alone or refusal or old is not None or len(self.leaving) > 1):
             return  # they make room, and there are never more than two
         if old is not None and self._makes_way(refusal):
+            why = refusal or "policy replace"
             refusal = self.device.refusal(coming.label, need, without=old.label)
             if not refusal:
-                _log.info("%s leaves before %s is loaded", old.label, coming.label)
+                _log.info("%s leaves before %s is loaded: %s", old.label, coming.label, why)
                 self._leave(old, now)
                 return
         if refusal:
