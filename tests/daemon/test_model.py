@@ -466,7 +466,7 @@ def test_a_second_update_is_refused_while_the_first_one_loads() -> None:
 
 def test_an_update_is_refused_while_it_loads() -> None:
     stage = Stage(workers=1).building()
-    with pytest.raises(Unavailable, match="digits is loading: try again once it serves"):
+    with pytest.raises(Unavailable, match="digits is loading on cpu: try again once it serves"):
         stage.update()
 
 
@@ -575,6 +575,7 @@ def test_what_is_computed_on_lost_weights_is_dropped_and_run_again_without_blame
         stage.host.dead.add(holder)
         stage.says(worker, Result(number, (OUT,)))
         stage.says(worker, Failed(number, "INTERNAL", "spoilt", leaving=True))
+        stage.says(worker, Failed(number, "INVALID_ARGUMENT", "no such batch", leaving=False))
         assert (stage.host.answers, stage.host.refused()) == ([], [])
         if generation % 2:
             stage.model.exited(holder, "killed by SIGSEGV", stage.now)

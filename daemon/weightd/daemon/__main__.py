@@ -8,6 +8,7 @@ import logging
 import os
 import sys
 from pathlib import Path
+from typing import cast
 
 from weightd.daemon import exits
 from weightd.daemon.check import problems
@@ -64,6 +65,11 @@ def _run(options: argparse.Namespace) -> int:
     return Server(config, one_shot=True).run()
 
 
+def _plain(value: object) -> object:
+    """A list where TOML has one."""
+    return list(cast("tuple[object, ...]", value)) if isinstance(value, tuple) else value
+
+
 def _checked(model: ModelConfig) -> ModelConfig:
     """Hold what the command line gave to the same bounds as the configuration file."""
     for field in dataclasses.fields(model):
@@ -71,7 +77,7 @@ def _checked(model: ModelConfig) -> ModelConfig:
         if value == field.default:
             continue
         try:
-            field.metadata["kind"].check(list(value) if isinstance(value, tuple) else value)
+            field.metadata["kind"].check(_plain(value))
         except FieldError as error:
             raise error.at(f"--{field.name}") from None
     return model

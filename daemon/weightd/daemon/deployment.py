@@ -68,13 +68,14 @@ class Deployment:
         self._fall_back = fall_back
         self._make = make
         self._restarts = Restarts()
-        self._served_since = 0.0
+        self._since = 0.0
+        self._has_served = False
         # What the next generation loads, once there may be one.
         self._wanted: Source | None = None
         # Of a generation that is pinned and waits for room.
         self._pinned: tuple[str, int] | None = None
         self._updating = False
-        self._process_bytes = process_bytes
+        self._least_process_bytes = self._process_bytes = process_bytes
         self._stopping = False
         self._last: Generation | None = None
         self._actions: list[tuple[Generation, Action]] = []
@@ -118,8 +119,8 @@ class Deployment:
         """The card has said what is free after a process of the generation has loaded."""
         if memory is not None:
             self.device.free = memory.free_bytes
-            self._process_bytes = max(self._process_bytes, generation.process_bytes)
-            self.device.learn(generation.label, generation.process_bytes)
+            self._process_bytes = max(self._least_process_bytes, generation.process_bytes)
+            self.device.learn(generation.label, self._process_bytes)
 
     def drain(self, now: float) -> None:
         """No new work, and no further generation: wind everything down."""
@@ -257,7 +258,7 @@ class Deployment:
     def _take_over(self, coming: Generation, now: float) -> None:
         old, self.serving, self.coming = self.serving, coming, None
         self._updating, self._wanted = False, None
-        self._served_since = now
+        self._since, self._has_served = now, True
         self._restarts.became_ready()
         self._blamed = None
         if old is not None:
@@ -293,7 +294,7 @@ class Deployment:
             _log.warning("%s: cannot share weights, so each worker gets its own: %s", coming.label, coming.cause)
             self._limits = self._limits.private()
             self._wanted = coming.source
-        elif self._served_since == 0.0:
+        elif not self._has_served:
             self.failed = True
         else:
             self._try_again(coming.source, now)
@@ -312,7 +313,7 @@ class Deployment:
         if self._stopping or serving.state is not GenerationState.FAILED:
             return
         if serving.renewable:
-            self._restarts.died(now - self._served_since, now)
+            self._restarts.died(now - self._since, now)
             self._wanted = serving.source
         elif self.coming is None:
             self.failed = True

@@ -203,10 +203,14 @@ class Generation:
     def holder_built(self, name: str, built: Built, now: float) -> None:
         """The holder exports the weights."""
         child = self.children.get(name)
-        if child is None or child.state is not ChildState.BUILDING:
+        if child is None or child.state is not ChildState.BUILDING or child.hello is None:
+            return
+        if self.limits.sharing and child.hello.traits.attach_rewrites_weights and not built.canary:
+            # Nothing else shows that a worker computes on the right weights.
+            self.broken(name, Broken(f"{built.note or 'no canary'}; set sharing to off, or use another model"), now)
             return
         self.built = built
-        if child.hello is not None and self._outlived(child.hello):
+        if self._outlived(child.hello):
             self._guarded = name
         self._free = built.device.free_bytes if built.device else None
         child.note, child.shared_bytes = built.note, built.shared_bytes
@@ -458,8 +462,10 @@ class Generation:
     def _measure(self, device: DeviceMemory | None) -> None:
         """Attaches come one after another: what a card lost since the last one, this process took."""
         if device is not None and self.limits.sharing:  # else that was its weights too
-            if self._free is not None:
-                self.process_bytes = max(self.process_bytes, self._free - device.free_bytes)
+            taken = 0 if self._free is None else self._free - device.free_bytes
+            # The least that was seen: whatever else was loaded on the card meanwhile only makes it more.
+            if taken > 0:
+                self.process_bytes = min(self.process_bytes or taken, taken)
             self._free = device.free_bytes
 
     def _ask_for(self, worker: Child, now: float) -> None:

@@ -209,8 +209,11 @@ class Model:
         self._check_alive()
         if self._update is not None:
             raise Unavailable(f"{self.name} is being updated already")
-        if any(each.serving is None or each.busy for each in self.deployments):
-            raise Unavailable(f"{self.name} is loading: try again once it serves")
+        for each in self.deployments:
+            if each.failed:
+                raise Unavailable(f"{self.name} has failed on {each.device.name}: {each.cause}")
+            if each.serving is None or each.busy:
+                raise Unavailable(f"{self.name} is loading on {each.device.name}: try again once it serves")
         if rollback:
             if self._previous is None:
                 raise InvalidArgument(f"{self.name} has not been updated: there is nothing to go back to")
@@ -375,7 +378,7 @@ class Model:
         self._dispatch()
 
     def _predict_failed(self, child: str, generation: Generation, failed: Failed, now: float) -> None:
-        if failed.leaving and not generation.trusted(self._children.lives):
+        if not generation.trusted(self._children.lives):
             return
         request = self.scheduler.finish(child, failed.request)
         if request is not None:
