@@ -10,7 +10,8 @@ import pytest
 from weightd.daemon.actions import Dismiss, Enlist, Forget, Kill, Pin, Role, Send, Spawn
 from weightd.daemon.budget import MIB, Device, Need
 from weightd.daemon.deployment import Deployment, Policy
-from weightd.daemon.generation import Generation, Limits, Source
+from weightd.daemon.generation import Generation
+from weightd.daemon.plan import Limits, Source
 from weightd.daemon.restarts import MAX_FAILED_STARTS
 from weightd.daemon.states import GenerationState
 from weightd.protocol.messages import TensorSignature

@@ -9,7 +9,8 @@ import logging
 import pytest
 
 from weightd.daemon.actions import Action, Dismiss, Enlist, Kill, Pin, Role, Send, Spawn
-from weightd.daemon.generation import ALLOW_TIMEOUT_S, HELLO_TIMEOUT_S, STOP_TIMEOUT_S, Child, Generation, Limits
+from weightd.daemon.generation import ALLOW_TIMEOUT_S, HELLO_TIMEOUT_S, STOP_TIMEOUT_S, Child, Generation
+from weightd.daemon.plan import Limits
 from weightd.daemon.restarts import MAX_FAILED_STARTS
 from weightd.daemon.states import ACTIVE, ChildState, GenerationState
 from weightd.protocol.messages import TensorSignature

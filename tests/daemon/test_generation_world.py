@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from weightd.daemon.actions import Dismiss, Enlist, Forget, Kill, Pin, Role, Send, Spawn
-from weightd.daemon.generation import Child, Generation, Limits
+from weightd.daemon.generation import Child, Generation
+from weightd.daemon.plan import Limits
 from weightd.daemon.states import ACTIVE, COUNTED, LOADING, ChildState, GenerationState
 from weightd.protocol.messages import TensorSignature
 from weightd.protocol.version import VERSION

@@ -11,8 +11,10 @@ import pytest
 from weightd.daemon.actions import Role
 from weightd.daemon.budget import Device
 from weightd.daemon.config import ModelConfig
-from weightd.daemon.generation import Generation, Source
-from weightd.daemon.model import Model, Snapshot
+from weightd.daemon.generation import Generation
+from weightd.daemon.model import Model
+from weightd.daemon.plan import Source
+from weightd.daemon.ports import Snapshot
 from weightd.daemon.scheduler import Request
 from weightd.daemon.states import GenerationState
 from weightd.protocol.errors import InvalidArgument, RequestError, ResourceExhausted, Unavailable

@@ -15,8 +15,10 @@ from weightd.daemon.actions import Role
 from weightd.daemon.budget import MIB, Device, on_card
 from weightd.daemon.config import ModelConfig
 from weightd.daemon.deployment import Deployment, Policy
-from weightd.daemon.generation import Generation, Source
-from weightd.daemon.model import Model, Snapshot
+from weightd.daemon.generation import Generation
+from weightd.daemon.model import Model
+from weightd.daemon.plan import Source
+from weightd.daemon.ports import Snapshot
 from weightd.daemon.scheduler import Request
 from weightd.daemon.states import ACTIVE, ChildState
 from weightd.protocol.errors import RequestError

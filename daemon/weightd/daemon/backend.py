@@ -23,9 +23,11 @@ from weightd.daemon.claim import ClaimError
 from weightd.daemon.config import DaemonConfig
 from weightd.daemon.engine_options import MindSporeLiteOptions
 from weightd.daemon.files import GenerationFiles, SnapshotFiles
-from weightd.daemon.generation import Generation, Source
+from weightd.daemon.generation import Generation
 from weightd.daemon.loop import Loop
-from weightd.daemon.model import Model, Snapshot
+from weightd.daemon.model import Model
+from weightd.daemon.plan import Source
+from weightd.daemon.ports import Snapshot
 from weightd.daemon.processes import Process
 from weightd.daemon.sockets import BATCH, Received, bind, peer_pid, receive, send
 from weightd.protocol.errors import RemoteProtocolError

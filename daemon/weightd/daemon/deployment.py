@@ -13,7 +13,8 @@ from collections.abc import Callable
 
 from weightd.daemon.actions import Action, Enlist, Forget
 from weightd.daemon.budget import Device, Need
-from weightd.daemon.generation import Generation, Limits, Source
+from weightd.daemon.generation import Generation
+from weightd.daemon.plan import Limits, Source
 from weightd.daemon.restarts import Restarts
 from weightd.daemon.states import ACTIVE, GenerationState
 from weightd.protocol.worker_messages import DeviceMemory

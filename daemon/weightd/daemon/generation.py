@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from weightd.daemon.actions import Action, Dismiss, Enlist, Kill, Pin, Role, Send, Spawn
+from weightd.daemon.plan import Limits, Source
 from weightd.daemon.restarts import Restarts
 from weightd.daemon.states import (
     ACTIVE,
@@ -69,51 +70,6 @@ class Child:
     overdue: str = ""
 
 
-@dataclass(frozen=True)
-class Limits:
-    """What the model's configuration says about a generation.
-
-    Attributes:
-        workers: how many take requests.
-        load_timeout: seconds that one build or attach may take.
-        spares: how many more are attached, and take requests only when another one is lost.
-        sharing: whether the weights are shared; else every worker loads its own.
-        outlives_holder: whether workers may go on where the engine says that its memory dies with the holder, but
-            the driver counts references.
-    """
-
-    workers: int
-    load_timeout: float
-    spares: int = 0
-    sharing: bool = True
-    outlives_holder: bool = False
-
-    def private(self) -> Limits:
-        """Return the same without sharing."""
-        return replace(self, sharing=False)
-
-    @property
-    def attached(self) -> int:
-        """How many processes attach."""
-        return self.workers + self.spares
-
-
-@dataclass(frozen=True)
-class Source:
-    """What a generation loads.
-
-    Attributes:
-        path: the model file.
-        weights: a file of arrays that every process loads over the model's weights, or "".
-        number: tells sources of one path apart: the file may have been replaced. All generations of one source load
-            the same bytes.
-    """
-
-    path: str
-    weights: str = ""
-    number: int = 1
-
-
 @dataclass
 class Generation:
     """The life of a generation.
@@ -137,7 +93,7 @@ class Generation:
     label: str
     limits: Limits
     device: str = "cpu"
-    source: Source = Source("")
+    source: Source = field(default_factory=lambda: Source(""))
     number: int = 1
     state: GenerationState = GenerationState.PINNING
     cause: str = ""

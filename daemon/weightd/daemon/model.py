@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
-from weightd.daemon.actions import Action, Dismiss, Enlist, Forget, Kill, Pin, Role, Send, Spawn
+from weightd.daemon.actions import Action, Dismiss, Enlist, Forget, Kill, Pin, Send, Spawn
 from weightd.daemon.budget import MIB, Device
 from weightd.daemon.config import ModelConfig
 from weightd.daemon.deployment import Deployment, Policy
-from weightd.daemon.generation import Generation, Limits, Source
+from weightd.daemon.generation import Generation
 from weightd.daemon.latency import Latencies
+from weightd.daemon.plan import Limits, Source
+from weightd.daemon.ports import Children, Clients, Snapshot
 from weightd.daemon.scheduler import Request, Scheduler
 from weightd.daemon.states import ACTIVE, GenerationState
 from weightd.daemon.validation import check_inputs, check_same
@@ -31,72 +33,9 @@ from weightd.protocol.worker_messages import (
     ChildMessage,
     Failed,
     Hello,
-    OrderMessage,
     Predict,
     Result,
 )
-
-
-@dataclass(frozen=True)
-class Snapshot:
-    """The immutable copy of a source that every process of its generations loads.
-
-    Attributes:
-        path: the copy of the model file.
-        weights: the copy of the arrays to load over its weights, or "".
-        sha256: of the model.
-        nbytes: of all files of the model.
-    """
-
-    path: str
-    weights: str
-    sha256: str
-    nbytes: int
-
-
-class Children(Protocol):
-    """What a model wants of its children. None of these calls the model back before it has returned."""
-
-    def pin(self, model: Model, source: Source) -> None:
-        """Take the snapshot; answer by `pinned` or `pin_failed`."""
-
-    def unpin(self, model: Model, source: Source) -> None:
-        """Remove the snapshot, or stop taking it."""
-
-    def spawn(self, model: Model, generation: Generation, snapshot: Snapshot, name: str, role: Role) -> None:
-        """Start a child; answer by `heard` and, in the end, `exited`."""
-
-    def lives(self, name: str) -> bool:
-        """Return whether a child has not exited yet."""
-        raise NotImplementedError
-
-    def kill(self, name: str) -> None:
-        """Kill a child."""
-
-    def order(self, name: str, order: OrderMessage, frames: Sequence[Any] = ()) -> None:
-        """Send an order to a child."""
-
-    def forget(self, generation: Generation) -> None:
-        """Remove the files of a generation of which nothing is left."""
-
-
-class Clients(Protocol):
-    """What a model has to tell clients."""
-
-    def answer(self, request: Request, outputs: Sequence[TensorSpec], frames: Sequence[Any]) -> None:
-        """Send the model's answer to the client."""
-
-    def refuse(self, request: Request, error: RequestError) -> None:
-        """Send an error to the client."""
-
-    def tell_metadata(self, client: bytes, metadata: ModelMetadataResponse) -> None:
-        """Send a model's metadata to the client."""
-
-    def tell_updated(self, client: bytes, request_id: str, model_name: str, generations: Sequence[int]) -> None:
-        """Tell the client that an update has taken over."""
-
-    def tell_error(self, client: bytes, request_id: str, error: RequestError) -> None:
-        """Send an error to the client."""
 
 
 @dataclass

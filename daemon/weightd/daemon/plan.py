@@ -1,0 +1,50 @@
+"""What a generation is to be: what it loads, and what the configuration says about it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the model's configuration says about a generation.
+
+    Attributes:
+        workers: how many take requests.
+        load_timeout: seconds that one build or attach may take.
+        spares: how many more are attached, and take requests only when another one is lost.
+        sharing: whether the weights are shared; else every worker loads its own.
+        outlives_holder: whether workers may go on where the engine says that its memory dies with the holder, but
+            the driver counts references.
+    """
+
+    workers: int
+    load_timeout: float
+    spares: int = 0
+    sharing: bool = True
+    outlives_holder: bool = False
+
+    def private(self) -> Limits:
+        """Return the same without sharing."""
+        return replace(self, sharing=False)
+
+    @property
+    def attached(self) -> int:
+        """How many processes attach."""
+        return self.workers + self.spares
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a generation loads.
+
+    Attributes:
+        path: the model file.
+        weights: a file of arrays that every process loads over the model's weights, or "".
+        number: tells sources of one path apart: the file may have been replaced. All generations of one source load
+            the same bytes.
+    """
+
+    path: str
+    weights: str = ""
+    number: int = 1

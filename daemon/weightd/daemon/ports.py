@@ -1,0 +1,80 @@
+"""What a model wants of the outside: its children, and its clients. The server has the real ones, tests their own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from weightd.daemon.actions import Role
+from weightd.daemon.generation import Generation
+from weightd.daemon.plan import Source
+from weightd.daemon.scheduler import Request
+from weightd.protocol.errors import RequestError
+from weightd.protocol.messages import ModelMetadataResponse, TensorSpec
+from weightd.protocol.worker_messages import OrderMessage
+
+if TYPE_CHECKING:
+    from weightd.daemon.model import Model
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The immutable copy of a source that every process of its generations loads.
+
+    Attributes:
+        path: the copy of the model file.
+        weights: the copy of the arrays to load over its weights, or "".
+        sha256: of the model.
+        nbytes: of all files of the model.
+    """
+
+    path: str
+    weights: str
+    sha256: str
+    nbytes: int
+
+
+class Children(Protocol):
+    """What a model wants of its children. None of these calls the model back before it has returned."""
+
+    def pin(self, model: Model, source: Source) -> None:
+        """Take the snapshot; answer by `pinned` or `pin_failed`."""
+
+    def unpin(self, model: Model, source: Source) -> None:
+        """Remove the snapshot, or stop taking it."""
+
+    def spawn(self, model: Model, generation: Generation, snapshot: Snapshot, name: str, role: Role) -> None:
+        """Start a child; answer by `heard` and, in the end, `exited`."""
+
+    def lives(self, name: str) -> bool:
+        """Return whether a child has not exited yet."""
+        raise NotImplementedError
+
+    def kill(self, name: str) -> None:
+        """Kill a child."""
+
+    def order(self, name: str, order: OrderMessage, frames: Sequence[Any] = ()) -> None:
+        """Send an order to a child."""
+
+    def forget(self, generation: Generation) -> None:
+        """Remove the files of a generation of which nothing is left."""
+
+
+class Clients(Protocol):
+    """What a model has to tell clients."""
+
+    def answer(self, request: Request, outputs: Sequence[TensorSpec], frames: Sequence[Any]) -> None:
+        """Send the model's answer to the client."""
+
+    def refuse(self, request: Request, error: RequestError) -> None:
+        """Send an error to the client."""
+
+    def tell_metadata(self, client: bytes, metadata: ModelMetadataResponse) -> None:
+        """Send a model's metadata to the client."""
+
+    def tell_updated(self, client: bytes, request_id: str, model_name: str, generations: Sequence[int]) -> None:
+        """Tell the client that an update has taken over."""
+
+    def tell_error(self, client: bytes, request_id: str, error: RequestError) -> None:
+        """Send an error to the client."""
