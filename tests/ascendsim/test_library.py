@@ -49,7 +49,7 @@ def test_what_was_on_the_python_path_stays_there(host: Host, monkeypatch: pytest
 
 
 def test_the_log_is_what_the_engine_reads(start: Start, path: Path) -> None:
-    module: Any = importlib.import_module("weightd.worker.engines.mindspore_lite")
+    module: Any = importlib.import_module("weightd.worker.engines.mindspore_lite.model")
     pattern: Any = module._GLOG_ERROR
     program = start()
     program.refusal("build(path, pids='x')", path=path)

@@ -93,6 +93,7 @@ def test_while_nothing_serves_a_request_is_unavailable_by_its_deadline(cards: Ca
     with cards.ready() as (service, client):
         cards.host.fault("build", "hang", "holder")
         kill(service, "holder")
+        until(lambda: status(service).state == "building", "its death is known, and the next one builds")
         [question, *_] = questions(cards.model)
         with pytest.raises(Unavailable, match=r"mlp has no worker: building"):
             client.infer("mlp", question.inputs, timeout=3)
