@@ -682,3 +682,17 @@ def test_draining_while_it_loads_answers_everyone() -> None:
         stage.model.exited(name, "exited with status 0", stage.now)
     assert stage.host.errors == [(b"curious", "7", "digits is being unloaded")]
     assert stage.model.deployments[0].main.state is GenerationState.GONE
+
+
+@pytest.mark.parametrize(("device", "generations"), [("cpu", 1), ("ascend:0", 2)])
+def test_only_on_a_card_another_generation_follows_one_that_cannot_share(device: str, generations: int) -> None:
+    host = FakeHost()
+    config = ModelConfig(path="/m.mindir", engine="mindspore_lite", devices=(device,), sharing="auto")
+    model = Model("digits", config, {device: Device(device)}, host, host)
+    model.start(0.0)
+    model.pinned(host.sources[0], SNAPSHOT, 0.0)
+    model.heard(HOLDER, Broken("no handle"), (), 0.0)
+    for name in (HOLDER, W1):
+        model.exited(name, "killed by SIGKILL", 0.0)
+    assert len({name.rpartition(".")[0] for name, _ in host.spawned}) == generations
+    assert model.has_failed == (device == "cpu")

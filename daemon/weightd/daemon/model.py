@@ -79,7 +79,8 @@ class Model:
                 devices[device],
                 limits,
                 Policy(config.policy),
-                fall_back=config.sharing == "auto",
+                # On the CPU each process falls back by itself.
+                fall_back=config.sharing == "auto" and device != "cpu",
                 process_bytes=config.process_mib * MIB,
                 make=self._make,
             )
