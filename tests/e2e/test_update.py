@@ -45,7 +45,9 @@ def test_the_same_model_takes_over_from_itself_without_a_lost_request(
         until(lambda: len(model_status(service, "mlp").generations) == 1, "the old generations are gone")
         status = model_status(service, "mlp")
         assert (status.failed, status.generations[0].number) == (0, 3)
-        assert [each.role for each in status.generations[0].processes] == ["holder", "worker", "worker", "spare"]
+        # Who is READY first works, in whatever order they are.
+        roles = sorted(each.role for each in status.generations[0].processes)
+        assert roles == ["holder", "spare", "worker", "worker"]
         for each in status.generations[0].processes:
             assert (each.shared_bytes or 0) >= 0.98 * MLP_WEIGHT_BYTES, each
         # What is no longer needed is no longer on the disk: two snapshots, one page store.
