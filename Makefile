@@ -8,6 +8,10 @@ ifeq ($(filter onnxruntime mindspore_lite,$(ENGINE)),)
 $(error ENGINE=$(ENGINE): expected onnxruntime or mindspore_lite)
 endif
 
+SECONDS ?= 60  # of fuzzing, for each target
+
+MINUTES ?= 30
+
 VENV := .venv
 MSLITE := .venv-mslite
 BIN := $(VENV)/bin
@@ -15,7 +19,7 @@ INSTALL := bin/python -m pip install --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: demo test check bench clean help $(VENV) $(MSLITE) mslite-if-possible
+.PHONY: demo test check bench fuzz chaos leak clean help $(VENV) $(MSLITE) mslite-if-possible
 
 demo: $(VENV)/.made $(if $(filter mindspore_lite,$(ENGINE)),$(MSLITE)/.made)  ## one model, four workers, one copy of the weights [ENGINE=onnxruntime|mindspore_lite]
 	$(BIN)/python -m benchmarks.demo --engine $(ENGINE)
@@ -37,6 +41,15 @@ check: $(VENV)/.made-lint  ## lint, format, types, and who may import whom
 bench: $(VENV)/.made  ## memory, latency, throughput and start-up, each against the bare engine
 	$(BIN)/python -m benchmarks all
 
+fuzz: $(VENV)/.made-fuzz  ## coverage-guided fuzzing of the decoder, the page store's index and the configuration [SECONDS=60]
+	set -ex; for each in decoder repeats store config; do $(BIN)/python tests/fuzz/run.py $$each --seconds $(SECONDS); done
+
+chaos: $(VENV)/.made mslite-if-possible  ## faults of every kind against a real daemon; the books must balance [MINUTES=30] [SEED=a random one]
+	$(BIN)/python -m tests.chaos --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))
+
+leak: $(VENV)/.made mslite-if-possible  ## 200,000 requests and 30 loads; daemon and workers must not grow
+	$(BIN)/python -m tests.chaos.leak
+
 clean:  ## remove everything that the other targets made
 	rm -rf $(VENV) $(MSLITE) build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
@@ -56,6 +69,10 @@ $(VENV)/.made: pyproject.toml
 
 $(VENV)/.made-lint: $(VENV)/.made
 	$(VENV)/$(INSTALL) --group lint
+	@touch $@
+
+$(VENV)/.made-fuzz: $(VENV)/.made
+	$(VENV)/$(INSTALL) --group fuzz
 	@touch $@
 
 # weightd gets in by a .pth file: its build backend does not run on 3.7, so an editable install there is impossible.

@@ -193,6 +193,9 @@ MODEL_KEYS = {
     "mindspore_lite": ["1", '""', "[]"],
     "timeout": [*SECONDS, "0", "0.0", "3600.1", "9e99"],
     "load_timeout": [*SECONDS, "0"],
+    "predict_timeout": [*SECONDS, "0"],
+    "watchdog": [*SECONDS, "0"],
+    "canary_interval": SECONDS,
     "max_queue": [*COUNTS, "1_000_001"],
     "max_queue_bytes": COUNTS,
 }
@@ -341,7 +344,7 @@ def test_a_socket_path_has_at_most_107_bytes(file: Path) -> None:
     fits = "/" + "a" * 106
     assert loaded(file, f'[daemon]\nsocket = "ipc://{fits}"\n{MODEL}').daemon.socket == f"ipc://{fits}"
     problem = refusal(file, f'[daemon]\nsocket = "ipc://{fits}b"\n{MODEL}')
-    assert problem == f"daemon.socket: expected a socket path of at most 107 bytes, got 108: {fits}b"
+    assert problem == f"daemon.socket: expected a socket path of at most 107 bytes, got 108: {f'{fits}b'!r}"
     # Bytes, not characters.
     wide = "/" + "é" * 54
     assert refusal(file, f'[daemon]\nsocket = "ipc://{wide}"\n{MODEL}').startswith(

@@ -9,7 +9,14 @@ import logging
 import pytest
 
 from weightd.daemon.actions import Action, Dismiss, Enlist, Kill, Pin, Role, Send, Spawn
-from weightd.daemon.generation import ALLOW_TIMEOUT_S, HELLO_TIMEOUT_S, STOP_TIMEOUT_S, Child, Generation
+from weightd.daemon.generation import (
+    ABORT_TIMEOUT_S,
+    ALLOW_TIMEOUT_S,
+    HELLO_TIMEOUT_S,
+    STOP_TIMEOUT_S,
+    Child,
+    Generation,
+)
 from weightd.daemon.plan import Limits
 from weightd.daemon.restarts import MAX_FAILED_STARTS
 from weightd.daemon.states import ACTIVE, ChildState, GenerationState
@@ -269,8 +276,13 @@ def test_on_the_cpu_nothing_is_lost_with_a_holder_that_has_built() -> None:
     life.generation.attached("m.1.w1", ATTACHED, life.now)
     life.generation.attached("m.1.w2", ATTACHED, life.now)
     assert life.state() is GenerationState.SERVING
-    # There is nobody to settle.
-    assert life.actions() == [Enlist("m.1.w1"), Send("m.1.w2", Attach("/store", (2, 3))), Enlist("m.1.w2")]
+    # What the holder had to settle, a worker does.
+    assert life.actions() == [
+        Enlist("m.1.w1"),
+        Send("m.1.w2", Attach("/store", (2, 3))),
+        Enlist("m.1.w2"),
+        Send("m.1.w1", Settle()),
+    ]
 
 
 def test_where_the_memory_is_the_holders_all_is_lost_with_it() -> None:
@@ -285,7 +297,7 @@ def test_where_the_memory_is_the_holders_all_is_lost_with_it() -> None:
 def test_a_holder_that_builds_for_ever_is_killed_and_ends_it() -> None:
     life = Life(workers=1).building()
     assert life.tick_at(life.now + LOAD_TIMEOUT_S - 0.001) == []
-    assert life.tick_when_due() == [Kill(HOLDER), Send("m.1.w1", Stop())]
+    assert life.tick_when_due() == [Kill(HOLDER, abort=True), Send("m.1.w1", Stop())]
     assert (life.state(), life.generation.cause) == (GenerationState.FAILED, f"{HOLDER}: building took too long")
 
 
@@ -346,7 +358,7 @@ def test_a_child_that_never_says_hello_is_killed() -> None:
     life = Life(workers=1).spawned().greet(HOLDER)
     life.actions()
     life.now += HELLO_TIMEOUT_S
-    assert life.tick_at(life.now) == [Kill("m.1.w1")]
+    assert life.tick_at(life.now) == [Kill("m.1.w1", abort=True)]
     assert life.generation.cause == "m.1.w1: spawned took too long"
     assert life.child("m.1.w1").state is ChildState.STOPPING
     # It is not killed a second time, and its exit is no second loss.
@@ -447,7 +459,10 @@ def test_only_a_ready_worker_can_leave(who: str) -> None:
 
 def test_an_attach_that_takes_too_long_is_killed() -> None:
     life = Life(workers=2).built()
-    assert life.tick_at(life.now + LOAD_TIMEOUT_S) == [Kill("m.1.w1"), Send("m.1.w2", Attach("/store", (2, 3)))]
+    assert life.tick_at(life.now + LOAD_TIMEOUT_S) == [
+        Kill("m.1.w1", abort=True),
+        Send("m.1.w2", Attach("/store", (2, 3))),
+    ]
     assert life.generation.cause == "m.1.w1: attaching took too long"
 
 
@@ -674,7 +689,7 @@ def test_a_holder_may_die_of_the_question(frozen: bool) -> None:
     if frozen:
         assert life.exit(HOLDER) == [Send("m.1.w3", Stop())]
         assert (life.state(), life.generation.frozen) == (GenerationState.SERVING, True)
-        assert life.tick_at(life.now + ALLOW_TIMEOUT_S) == [Kill("m.1.w3")]
+        assert life.tick_at(life.now + ALLOW_TIMEOUT_S) == [Kill("m.1.w3", abort=True)]
     else:
         assert life.exit(HOLDER) == [Dismiss("m.1.w2"), Kill("m.1.w2"), Kill("m.1.w3")]
         assert life.generation.next_tick == float("inf")
@@ -766,7 +781,7 @@ def test_without_sharing_the_holder_leaves_before_each_worker_loads_its_own() ->
 
 def test_a_holder_that_does_not_leave_does_not_keep_the_others_waiting_for_ever() -> None:
     life = Life(workers=1, traits=CARD, sharing=False).built()
-    assert life.tick_when_due() == [Kill(HOLDER)]
+    assert life.tick_when_due() == [Kill(HOLDER, abort=True)]
     assert life.exit(HOLDER) == [Send("m.1.w1", Attach("/store", (2, 3)))]
 
 
@@ -813,10 +828,12 @@ def test_who_does_not_leave_in_time_is_killed_once() -> None:
     life.generation.drain(life.now)
     life.actions()
     assert life.tick_at(life.now + STOP_TIMEOUT_S - 0.001) == []
+    assert life.tick_when_due() == [Kill("m.1.w1", abort=True)]
+    assert life.tick_at(life.now + ABORT_TIMEOUT_S - 0.001) == []
     assert life.tick_when_due() == [Kill("m.1.w1")]
     assert life.tick_at(life.now + 1000) == []
     assert life.exit("m.1.w1") == [Send(HOLDER, Stop())]
-    assert life.tick_when_due() == [Kill(HOLDER)]
+    assert life.tick_when_due() == [Kill(HOLDER, abort=True)]
     life.exit(HOLDER)
     assert life.state() is GenerationState.GONE
 

@@ -15,7 +15,7 @@ from weightd.daemon.generation import Generation
 from weightd.daemon.model import Model
 from weightd.daemon.plan import Source
 from weightd.daemon.ports import Snapshot
-from weightd.daemon.scheduler import Request
+from weightd.daemon.request import Request
 from weightd.daemon.states import GenerationState
 from weightd.protocol.errors import InvalidArgument, RequestError, ResourceExhausted, Unavailable
 from weightd.protocol.messages import ModelMetadataResponse, TensorSignature, TensorSpec
@@ -64,6 +64,9 @@ class FakeHost:
         self.updated: list[tuple[bytes, str, str, Sequence[int]]] = []
         self.spawned: list[tuple[str, Role]] = []
         self.killed: list[str] = []
+        self.aborted: list[str] = []
+        self.sealed: set[str] = set()
+        self.damaged: set[str] = set()
         self.orders: list[tuple[str, OrderMessage]] = []
         self.frames: list[Sequence[Any]] = []
         self.answers: list[tuple[int, Sequence[TensorSpec], Sequence[Any]]] = []
@@ -91,8 +94,14 @@ class FakeHost:
     def tell_updated(self, client: bytes, request_id: str, model_name: str, generations: Sequence[int]) -> None:
         self.updated.append((client, request_id, model_name, generations))
 
-    def kill(self, name: str) -> None:
-        self.killed.append(name)
+    def exported(self, generation: Generation) -> None:
+        self.sealed.add(generation.label)
+
+    def intact(self, generation: Generation) -> bool:
+        return generation.label not in self.damaged
+
+    def kill(self, name: str, *, abort: bool = False) -> None:
+        (self.aborted if abort else self.killed).append(name)
 
     def order(self, name: str, order: OrderMessage, frames: Sequence[Any] = ()) -> None:
         self.orders.append((name, order))
@@ -196,6 +205,7 @@ class Stage:
 
     def submit(self, *requests: Request) -> list[int]:
         for each in requests:
+            each.arrived = each.arrived or self.now
             self.model.infer(each)
         return [each.number for each in requests]
 
@@ -226,8 +236,8 @@ def test_the_next_tick_is_the_generations() -> None:
     assert stage.model.next_tick == stage.now + stage.model.config.load_timeout
     stage.now = stage.model.next_tick
     stage.model.tick(stage.now)
-    assert stage.host.killed == [HOLDER]
-    assert stage.model.next_tick == stage.now + 10.0
+    assert stage.host.aborted == [HOLDER]
+    assert stage.model.next_tick == stage.now + 2.0
 
 
 def test_requests_that_come_while_it_loads_wait_and_are_checked_when_it_is_known_what_fits() -> None:
@@ -355,7 +365,9 @@ def test_what_a_dead_worker_had_runs_elsewhere_once() -> None:
     stage.model.exited(W1, "killed by SIGKILL", stage.now)
     assert stage.host.predicts() == [(W2, number)]
     stage.model.exited(W2, "killed by SIGKILL", stage.now)
-    assert stage.host.refused() == [(number, "INTERNAL", "the request killed 2 workers")]
+    assert stage.host.refused() == [
+        (number, "INTERNAL", f"request id{number} was on 2 workers when they died, the last one killed by SIGKILL")
+    ]
     assert stage.host.predicts() == []
     assert stage.model.deployments[0].main.state is GenerationState.SERVING
 

@@ -1,18 +1,21 @@
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
-from weightd.daemon.restarts import MAX_FAILED_STARTS, SHORT_LIFE_S, Restarts
+from weightd.daemon import restarts as restarts_module
+from weightd.daemon.restarts import MAX_FAILED_STARTS, MAX_USELESS_LIVES, SHORT_LIFE_S, Restarts
 
 
 def test_the_first_start_is_due_at_once() -> None:
-    restarts = Restarts()
+    restarts = Restarts(lambda: 0.0)
     assert restarts.due == 0.0
     assert not restarts.given_up
 
 
 def test_it_gives_up_after_as_many_failed_starts_in_a_row() -> None:
-    restarts = Restarts()
+    restarts = Restarts(lambda: 0.0)
     for count in range(MAX_FAILED_STARTS):
         assert restarts.failed_starts == count
         assert not restarts.given_up
@@ -21,7 +24,7 @@ def test_it_gives_up_after_as_many_failed_starts_in_a_row() -> None:
 
 
 def test_a_worker_that_became_ready_ends_the_row() -> None:
-    restarts = Restarts()
+    restarts = Restarts(lambda: 0.0)
     for _ in range(5):
         for _ in range(MAX_FAILED_STARTS - 1):
             restarts.start_failed(100.0)
@@ -30,7 +33,7 @@ def test_a_worker_that_became_ready_ends_the_row() -> None:
 
 
 def test_each_failed_start_waits_longer_than_the_one_before() -> None:
-    restarts = Restarts()
+    restarts = Restarts(lambda: 0.0)
     dues: list[float] = []
     for _ in range(MAX_FAILED_STARTS):
         restarts.start_failed(100.0)
@@ -39,14 +42,14 @@ def test_each_failed_start_waits_longer_than_the_one_before() -> None:
 
 
 def test_a_worker_that_lived_long_is_replaced_at_once() -> None:
-    restarts = Restarts()
+    restarts = Restarts(lambda: 0.0)
     for now in (100.0, 200.0, 300.0):
         restarts.died(SHORT_LIFE_S, now)
         assert restarts.due == now
 
 
 def test_short_lives_wait_longer_and_longer_but_never_for_ever() -> None:
-    restarts = Restarts()
+    restarts = Restarts(lambda: 0.0)
     waits: list[float] = []
     for _ in range(12):
         restarts.died(SHORT_LIFE_S - 0.01, 100.0)
@@ -54,11 +57,39 @@ def test_short_lives_wait_longer_and_longer_but_never_for_ever() -> None:
     assert waits[:5] == pytest.approx([0.0, 0.1, 0.2, 0.4, 0.8])
     assert waits == sorted(waits)
     assert waits[-1] == pytest.approx(30.0)
-    assert not restarts.given_up
+
+
+def test_it_gives_up_after_as_many_useless_lives_in_a_row() -> None:
+    restarts = Restarts()
+    for _ in range(MAX_USELESS_LIVES - 1):
+        restarts.died(1.0, 100.0)
+    restarts.died(1.0, 100.0, useful=True)
+    for _ in range(MAX_USELESS_LIVES):
+        assert not restarts.given_up
+        restarts.became_ready()  # which only tells that starting works
+        restarts.died(1.0, 100.0)
+    assert restarts.given_up
+
+
+def test_a_worker_that_was_useful_is_replaced_at_once_however_short_it_lived() -> None:
+    restarts = Restarts(lambda: 0.0)
+    for _ in range(5):
+        restarts.died(0.1, 100.0, useful=True)
+        assert restarts.due == 100.0
+
+
+def test_chance_makes_a_delay_shorter_and_never_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(restarts_module, "_JITTER", 0.25)
+    dues: set[float] = set()
+    for chance in (0.0, 0.3, 1.0):
+        restarts = Restarts(itertools.repeat(chance).__next__)
+        restarts.start_failed(100.0)
+        dues.add(round(restarts.due, 6))
+    assert dues == {100.1, 100.0925, 100.075}
 
 
 def test_a_long_life_ends_the_row_of_short_ones() -> None:
-    restarts = Restarts()
+    restarts = Restarts(lambda: 0.0)
     for _ in range(6):
         restarts.died(1.0, 100.0)
     restarts.died(SHORT_LIFE_S, 200.0)
@@ -67,7 +98,7 @@ def test_a_long_life_ends_the_row_of_short_ones() -> None:
 
 
 def test_thousands_of_deaths_are_counted_without_an_overflow() -> None:
-    restarts = Restarts()
+    restarts = Restarts(lambda: 0.0)
     for _ in range(3000):
         restarts.died(0.0, 100.0)
         restarts.start_failed(100.0)

@@ -1,14 +1,15 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from weightd.daemon.scheduler import CREDIT, MAX_DEATHS, Request, Scheduler
+from weightd.daemon.request import Request
+from weightd.daemon.scheduler import CREDIT, MAX_DEATHS, QUICK_S, Scheduler
 from weightd.protocol.errors import DeadlineExceeded, Internal, RequestError, ResourceExhausted
 
 _numbers = itertools.count(1)
@@ -29,7 +30,7 @@ def scheduler(*workers: str, waiting: int = 0, max_queue: int = 100, max_bytes: 
 
 
 def assigned(made: Scheduler) -> list[tuple[str, int]]:
-    return [(worker, each.number) for worker, each in made.assign()]
+    return [(worker, each.number) for worker, each in made.assign(0.0)]
 
 
 def numbers(requests: Iterator[Request] | list[Request]) -> list[int]:
@@ -58,7 +59,7 @@ def test_an_answer_gives_the_credit_back() -> None:
     made = scheduler("a", waiting=3)
     first = assigned(made)[0][1]
     assert assigned(made) == []
-    finished = made.finish("a", first)
+    finished = made.finish("a", first, 0.0)
     assert finished is not None
     assert finished.number == first
     assert len(assigned(made)) == 1
@@ -110,7 +111,7 @@ def test_a_request_that_two_workers_died_of_never_runs_again() -> None:
     [(refused, error)] = made.lost("b")
     assert refused is killer
     assert isinstance(error, Internal)
-    assert str(error) == "the request killed 2 workers"
+    assert str(error) == f"request {killer.id} was on 2 workers when they died"
     assert made.idle
     made.enlist("c")
     assert assigned(made) == []
@@ -121,7 +122,7 @@ def test_who_only_waited_behind_a_killer_is_not_blamed() -> None:
     killer, innocent = numbers(made.waiting())
     for worker in ("a", "b"):
         made.enlist(worker)
-        assert numbers([each for _, each in made.assign()]) == [killer, innocent]
+        assert numbers([each for _, each in made.assign(0.0)]) == [killer, innocent]
         refused = made.lost(worker)
     assert numbers([each for each, _ in refused]) == [killer]
     assert numbers(made.waiting()) == [innocent]
@@ -153,16 +154,16 @@ def test_a_dismissed_worker_gets_nothing_but_may_still_answer() -> None:
     first, second, _ = numbers(made.waiting())
     assigned(made)
     made.dismiss("a")
-    assert made.finish("a", first) is not None
+    assert made.finish("a", first, 0.0) is not None
     assert assigned(made) == []
-    assert made.finish("a", second) is not None
+    assert made.finish("a", second, 0.0) is not None
     made.dismiss("a")
     assert made.queued == 1
 
 
 def test_a_worker_that_was_never_enlisted_has_nothing() -> None:
     made = scheduler(waiting=1)
-    assert made.finish("x", 1) is None
+    assert made.finish("x", 1, 0.0) is None
     assert made.lost("x") == []
     made.release("x")
     made.dismiss("x")
@@ -173,10 +174,10 @@ def test_an_answer_counts_once_and_from_the_worker_that_was_asked() -> None:
     made = scheduler("a", "b", waiting=1)
     [(worker, number)] = assigned(made)
     assert worker == "a"
-    assert made.finish("b", number) is None
-    assert made.finish("a", number + 1) is None
-    assert made.finish("a", number) is not None
-    assert made.finish("a", number) is None
+    assert made.finish("b", number, 0.0) is None
+    assert made.finish("a", number + 1, 0.0) is None
+    assert made.finish("a", number, 0.0) is not None
+    assert made.finish("a", number, 0.0) is None
     assert made.idle
 
 
@@ -187,15 +188,15 @@ def test_a_request_expires_in_the_queue() -> None:
     made = scheduler()
     made.submit(request(deadline=5.0))
     made.submit(request(deadline=3.0))
-    assert made.next_deadline == 3.0
+    assert made.next_event == 3.0
     assert made.expire(2.999) == []
     [(expired, error)] = made.expire(3.0)
     assert (expired.deadline, type(error), str(error)) == (
         3.0,
         DeadlineExceeded,
-        "waited in the queue until its deadline",
+        "was waiting in the queue at its deadline",
     )
-    assert (made.queued, made.next_deadline) == (1, 5.0)
+    assert (made.queued, made.next_event) == (1, 5.0)
 
 
 def test_a_request_expires_while_it_runs_and_its_late_answer_finds_nobody() -> None:
@@ -211,7 +212,7 @@ def test_a_request_expires_while_it_runs_and_its_late_answer_finds_nobody() -> N
     assert made.expire(3.0) == []
     # The worker is busy with it all the same.
     assert (made.in_flight("a"), assigned(made)) == (2, [])
-    assert made.finish("a", late.number) is None
+    assert made.finish("a", late.number, 0.0) is None
     assert len(assigned(made)) == 1
 
 
@@ -230,17 +231,19 @@ def test_what_runs_is_due_too_when_another_has_expired() -> None:
     made.submit(request(deadline=5.0))
     assigned(made)
     assert len(made.expire(3.0)) == 1
-    assert made.next_deadline == 5.0
+    assert made.next_event == QUICK_S  # to see whether the worker computes for long
+    assert made.overdue(QUICK_S) == []
+    assert made.next_event == 5.0
     assert len(made.expire(5.0)) == 1
 
 
 def test_nothing_is_due_when_nothing_is_there() -> None:
     made = scheduler("a", waiting=1)
     [(worker, number)] = assigned(made)
-    made.finish(worker, number)
+    made.finish(worker, number, 0.0)
     # The earliest deadline is a bound, not a promise: it is looked at once, and then there is none.
-    assert made.expire(made.next_deadline) == []
-    assert made.next_deadline == float("inf")
+    assert made.expire(made.next_event) == []
+    assert made.next_event == float("inf")
 
 
 # --- taking back ----------------------------------------------------------------------------------------------------
@@ -266,6 +269,7 @@ def test_giving_up_takes_all_that_wait_and_none_that_run() -> None:
 
 MAX_QUEUE = 6
 MAX_BYTES = 50
+TIMEOUT_S = 4.0
 WORKERS = ["a", "b", "c"]
 
 
@@ -279,6 +283,9 @@ class Against(RuleBasedStateMachine):
         self.queue: list[Request] = []
         self.enlisted: set[str] = set()
         self.running: dict[str, list[Request]] = {}
+        self.since: dict[str, float] = {}
+        self.slow: set[str] = set()
+        self.late: list[Request] = []
         self.expired: set[int] = set()
         self.deaths: dict[int, int] = {}
         self.submitted: set[int] = set()
@@ -286,7 +293,11 @@ class Against(RuleBasedStateMachine):
 
     @initialize()
     def begin(self) -> None:
-        self.real = Scheduler(MAX_QUEUE, MAX_BYTES)
+        self.real = Scheduler(MAX_QUEUE, MAX_BYTES, TIMEOUT_S)
+
+    @rule(seconds=st.sampled_from([0.1, QUICK_S, 1.0, TIMEOUT_S]))
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
 
     @rule(nbytes=st.sampled_from([0, 10, 25, 60]), wait=st.sampled_from([0.0, 1.0, 5.0, 1e9]))
     def submit(self, nbytes: int, wait: float) -> None:
@@ -314,12 +325,19 @@ class Against(RuleBasedStateMachine):
 
     @rule()
     def assign(self) -> None:
-        for worker, each in self.real.assign():
-            assert worker in self.enlisted
+        for worker, each in self.real.assign(self.now):
+            while self.queue[0].deadline <= self.now:
+                self.late.append(self.queue.pop(0))
+            free = [name for name in self.enlisted if self._has_credit(name)]
+            assert worker in free
             assert each is self.queue.pop(0)
-            assert len(self.running[worker]) == min(len(self.running[name]) for name in self.enlisted)
+            assert len(self.running[worker]) == min(len(self.running[name]) for name in free)
+            if not self.running[worker]:
+                self.since[worker] = self.now
             self.running[worker].append(each)
-        assert not self.queue or all(len(self.running[name]) == CREDIT for name in self.enlisted)
+        while self.queue and self.queue[0].deadline <= self.now and any(map(self._has_credit, self.enlisted)):
+            self.late.append(self.queue.pop(0))
+        assert not self.queue or not any(self._has_credit(name) for name in self.enlisted)
 
     @precondition(lambda self: any(self.running.values()))
     @rule(data=st.data())
@@ -327,7 +345,9 @@ class Against(RuleBasedStateMachine):
         worker = data.draw(st.sampled_from([name for name, had in self.running.items() if had]))
         each = data.draw(st.sampled_from(self.running[worker]))
         self.running[worker].remove(each)
-        finished = self.real.finish(worker, each.number)
+        finished = self.real.finish(worker, each.number, self.now)
+        (self.slow.discard if self.now - self.since[worker] < QUICK_S else self.slow.add)(worker)
+        self.since[worker] = self.now
         if each.number in self.expired:
             assert finished is None
         else:
@@ -337,12 +357,11 @@ class Against(RuleBasedStateMachine):
     @rule(worker=st.sampled_from(WORKERS), number=st.integers(0, 30))
     def answer_nonsense(self, worker: str, number: int) -> None:
         if number not in [each.number for each in self.running.get(worker, [])]:
-            assert self.real.finish(worker, number) is None
+            assert self.real.finish(worker, number, self.now) is None
 
     @rule(worker=st.sampled_from(WORKERS))
     def die(self, worker: str) -> None:
-        had = self.running.pop(worker, [])
-        self.enlisted.discard(worker)
+        had = self._remove(worker)
         if had:
             self.deaths[had[0].number] = self.deaths.get(had[0].number, 0) + 1
         killers = [each for each in self._unanswered(had) if self.deaths.get(each.number, 0) >= MAX_DEATHS]
@@ -355,22 +374,38 @@ class Against(RuleBasedStateMachine):
     @rule(worker=st.sampled_from(WORKERS))
     def release(self, worker: str) -> None:
         self.real.release(worker)
-        self.enlisted.discard(worker)
-        self.queue = self._unanswered(self.running.pop(worker, [])) + self.queue
+        self.queue = self._unanswered(self._remove(worker)) + self.queue
+
+    @rule()
+    def look_for_the_overdue(self) -> None:
+        hung: list[tuple[str, Request]] = []
+        for worker, had in list(self.running.items()):
+            took = self.now - self.since.get(worker, self.now)
+            if had and took >= TIMEOUT_S:
+                hung.append((worker, had[0]))
+                self.queue = self._unanswered(self._remove(worker)[1:]) + self.queue
+            elif took >= QUICK_S and len(had) > 1:
+                self.slow.add(worker)
+                self.queue = had[1:] + self.queue
+                self.running[worker] = had[:1]
+        assert self.real.overdue(self.now) == hung
+        self.ended += numbers(self._unanswered([each for _, each in hung]))
+        self.expired |= {each.number for _, each in hung}
 
     @rule(seconds=st.sampled_from([0.0, 0.5, 2.0, 10.0]))
     def expire(self, seconds: float) -> None:
         self.now += seconds
-        due = [each for each in self.queue if each.deadline <= self.now]
-        running = [each for had in self.running.values() for each in self._unanswered(had)]
-        late = [each for each in running if each.deadline <= self.now]
         found: list[tuple[Request, RequestError]] = self.real.expire(self.now)
-        assert sorted(numbers([each for each, _ in found])) == sorted(numbers(due + late))
         assert all(isinstance(error, DeadlineExceeded) for _, error in found)
-        self.queue = [each for each in self.queue if each not in due]
-        self.expired |= {each.number for each in late}
-        self.ended += numbers(due + late)
-        assert self.real.next_deadline > self.now
+        self.ended += numbers(self.late)
+        found = [each for each in found if each[0] not in self.late]
+        self.late = []
+        self._end([each for each, _ in found], lambda each: each.deadline <= self.now)
+
+    @rule(odd=st.booleans())
+    def cancel(self, odd: bool) -> None:
+        found = self.real.end(lambda each: each.number % 2 == odd)
+        self._end([each for each, _ in found], lambda each: each.number % 2 == odd)
 
     @rule(odd=st.booleans())
     def withdraw(self, odd: bool) -> None:
@@ -385,6 +420,27 @@ class Against(RuleBasedStateMachine):
         self.ended += numbers(self.queue)
         self.queue = []
 
+    def _end(self, found: list[Request], unfit: Callable[[Request], bool]) -> None:
+        """Whoever is unfit has ended, wherever it was; what a worker runs keeps the worker busy."""
+        running = [each for had in self.running.values() for each in self._unanswered(had)]
+        due = [each for each in self.queue + running if unfit(each)]
+        assert sorted(numbers(found)) == sorted(numbers(due))
+        self.queue = [each for each in self.queue if each not in due]
+        for worker, had in self.running.items():
+            self.expired |= {each.number for each in had[:1] if each in due}
+            self.running[worker] = had[:1] + [each for each in had[1:] if each not in due]
+        self.ended += numbers(due)
+
+    def _remove(self, worker: str) -> list[Request]:
+        self.enlisted.discard(worker)
+        self.slow.discard(worker)
+        return self.running.pop(worker, [])
+
+    def _has_credit(self, worker: str) -> bool:
+        load = len(self.running[worker])
+        quick = worker not in self.slow and self.now < self.since.get(worker, 0.0) + QUICK_S
+        return not load or (load < CREDIT and quick)
+
     def _unanswered(self, had: list[Request]) -> list[Request]:
         return [each for each in had if each.number not in self.expired]
 
@@ -392,7 +448,7 @@ class Against(RuleBasedStateMachine):
     def the_queues_are_equal(self) -> None:
         assert list(self.real.waiting()) == self.queue
         assert self.real.queued == len(self.queue)
-        assert self.real.idle == (not self.queue and not any(self.running.values()))
+        assert self.real.idle == (not self.queue and not self.late and not any(self.running.values()))
 
     @invariant()
     def credit_is_kept(self) -> None:
@@ -400,16 +456,24 @@ class Against(RuleBasedStateMachine):
             assert self.real.in_flight(worker) == len(self.running.get(worker, [])) <= CREDIT
 
     @invariant()
-    def no_deadline_is_overlooked(self) -> None:
+    def what_is_recalled_is_not_the_workers_any_more(self) -> None:
+        for worker, number in self.real.take_recalled():
+            assert number not in numbers(self.running.get(worker, []))
+
+    @invariant()
+    def nothing_that_is_due_is_overlooked(self) -> None:
         running = [each for had in self.running.values() for each in self._unanswered(had)]
-        for each in self.queue + running:
-            assert self.real.next_deadline <= each.deadline
+        for each in self.queue + running + self.late:
+            assert self.real.next_event <= each.deadline
+        for worker, had in self.running.items():
+            if had:
+                assert self.real.next_event <= self.since[worker] + (QUICK_S if len(had) > 1 else TIMEOUT_S)
 
     @invariant()
     def each_request_is_in_one_place(self) -> None:
         assert len(self.ended) == len(set(self.ended))
         running = [number for had in self.running.values() for number in numbers(self._unanswered(had))]
-        assert sorted([*numbers(self.queue), *running, *self.ended]) == sorted(self.submitted)
+        assert sorted([*numbers(self.queue + self.late), *running, *self.ended]) == sorted(self.submitted)
 
     def teardown(self) -> None:
         """The bytes that wait were counted exactly: once the queue is empty, the whole bound is there again."""

@@ -174,7 +174,7 @@ def test_a_worker_that_fails_to_start_once_is_started_again(engine: str, zoo: Zo
         assert status.models[0].generations[0].cause == ""
         with service.client() as client:
             ask_all(client, "model", bare.questions(path, pairs((2, 1))) * 5)
-        assert service.stop() == 0
+        assert service.stop() == 2  # a process ended that nobody had asked to
 
 
 def test_a_model_some_of_whose_workers_cannot_build_serves_with_the_others_and_says_so(

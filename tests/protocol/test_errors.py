@@ -58,7 +58,7 @@ def test_an_error_crosses_the_wire(code: str) -> None:
     error = request_error(message.code, message.error)
     assert type(error) is ERRORS[code]
     assert str(error) == "the cause"
-    assert str(request_error(code, "the cause", "what to do")) == "the cause (what to do)"
+    assert request_error(code, "the cause", retry_after=0.5).retry_after == 0.5
 
 
 @pytest.mark.parametrize("code", ["", "OK", "internal", "UNKNOWN"])

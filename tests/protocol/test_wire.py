@@ -209,7 +209,7 @@ def test_another_version_is_refused(version: object) -> None:
 @pytest.mark.parametrize("tag", ["", "Status", "status ", "predict", "infer_response", b"status", 1, None, ["status"]])
 def test_another_type_is_refused(tag: object) -> None:
     error = refusal(header(type=tag))
-    assert str(error).startswith("type: expected one of infer, server_metadata, model_metadata, status, update, got ")
+    assert str(error).startswith(f"type: expected one of {', '.join(FROM_CLIENT)}, got ")
     assert error.request_id == "7"
 
 

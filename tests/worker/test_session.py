@@ -30,9 +30,12 @@ from weightd.protocol.worker_messages import (
     DeviceMemory,
     Failed,
     Hello,
+    Ping,
+    Pong,
     Predict,
     Result,
     Settle,
+    Skip,
     Stop,
     Traits,
 )
@@ -58,6 +61,13 @@ class Script:
         self.sent: List[ChildMessage] = []
         self.frames: List[List[bytes]] = []
         self._message: List[bytes] = []
+        # How many orders have come already when the first one is read.
+        self.ahead = 0
+
+    def getsockopt(self, option: int) -> int:
+        assert option == zmq.EVENTS
+        self.ahead -= 1
+        return zmq.POLLIN if self.ahead >= 0 else 0
 
     def recv(self, flags: int = 0, copy: bool = True) -> zmq.Frame:
         assert not copy
@@ -458,6 +468,117 @@ def test_after_a_predict_that_may_have_spoilt_the_model_only_stop_is_obeyed(erro
     assert [type(each) for each in socket.sent] == [Hello, Failed]
     assert only(Failed, socket) == Failed(1, "INTERNAL", text, leaving=True)
     assert engine.done == ["predict"]
+
+
+def refuses_large(inputs: Arrays) -> Arrays:
+    if inputs["x"].shape[0] > 2:
+        raise InvalidArgument("too large")
+    return twice(inputs)
+
+
+def spoilt(inputs: Arrays) -> Arrays:
+    return {"y": refuses_large(inputs)["y"] + 1}
+
+
+def large(number: int) -> List[Any]:
+    return predict(number, {"x": np.ones((3, 3), np.float32)})
+
+
+def test_after_a_failed_predict_a_worker_proves_itself_and_stays() -> None:
+    engine = Fake(refuses_large)
+    status, socket = play(engine, ATTACH, large(1), predict(2), STOP)
+    assert status == exits.OK
+    assert only(Failed, socket) == Failed(1, "INVALID_ARGUMENT", "too large", leaving=False)
+    assert only(Result, socket).request == 2
+    assert engine.done[-4:] == ["predict"] * 4  # the failed one, the canary's two, and the next request's
+
+
+def test_after_a_failed_predict_a_worker_that_cannot_prove_itself_leaves() -> None:
+    engine = Fake(refuses_large)
+
+    class Spoiling(Script):
+        def send(self, frame: Any, flags: int = 0, copy: bool = True) -> None:
+            super().send(frame, flags, copy)
+            if isinstance(self.sent[-1], Attached):
+                engine.answer = spoilt
+
+    socket = Spoiling(ATTACH, large(1), predict(2), STOP)
+    assert Session(socket, engine, "/m/model", "/s/store").run(SHA256) == exits.SPOILT
+    assert only(Failed, socket) == Failed(1, "INVALID_ARGUMENT", "too large", leaving=True)
+    assert not any(isinstance(each, Result) for each in socket.sent)
+
+
+def test_an_answer_for_another_batch_is_not_given() -> None:
+    def stale(inputs: Arrays) -> Arrays:
+        return (
+            twice(inputs) if inputs["x"].shape[0] < 3 else {"y": np.full((1, 3), float(len(engine.done)), np.float32)}
+        )
+
+    engine = Fake(stale)
+    status, socket = play(engine, ATTACH, large(1), STOP)
+    assert status == exits.SPOILT
+    failed = only(Failed, socket)
+    assert (failed.code, failed.leaving) == ("INTERNAL", True)
+    assert "for a batch of 3" in failed.error
+
+
+# --- orders that overtake others, and questions whether it still answers ------------------------------------------
+
+
+def ahead(engine: Engine, *orders: Sequence[Any], count: int) -> Script:
+    """Run a session that finds `count` further orders when it has read one."""
+    socket = Script(*orders)
+    socket.ahead = count
+    assert Session(socket, engine, "/m/model", "/s/store").run(SHA256) == exits.OK
+    return socket
+
+
+def skip(number: int) -> List[Any]:
+    return [encode(Skip(number))]
+
+
+def test_a_request_that_nobody_wants_any_more_is_not_begun_with() -> None:
+    engine = Fake(twice)
+    socket = ahead(engine, predict(1), predict(2), skip(2), predict(3), STOP, count=4)
+    assert [each.request for each in socket.sent if isinstance(each, Result)] == [1, 3]
+    assert engine.done == ["predict"] * 2
+
+
+def test_a_skip_that_comes_too_late_or_for_nothing_does_nothing() -> None:
+    socket = ahead(Fake(twice), predict(1), skip(1), skip(7), predict(2), STOP, count=0)
+    assert [each.request for each in socket.sent if isinstance(each, Result)] == [1, 2]
+
+
+def test_a_skip_alone_does_not_end_the_waiting() -> None:
+    socket = ahead(Fake(twice), skip(1), skip(2), predict(3), STOP, count=1)
+    assert [each.request for each in socket.sent if isinstance(each, Result)] == [3]
+
+
+def test_orders_that_were_read_ahead_are_obeyed_in_their_order() -> None:
+    engine = Fake(twice)
+    socket = ahead(engine, ATTACH, predict(1), [encode(Ping(False))], predict(2), STOP, count=4)
+    assert [type(each) for each in socket.sent] == [Hello, Attached, Result, Pong, Result]
+
+
+def test_a_ping_is_answered_with_the_canary_where_it_is_asked_for() -> None:
+    engine = Fake(twice)
+    _, socket = play(engine, ATTACH, [encode(Ping(False))], [encode(Ping(True))], STOP)
+    plain, proving = (each for each in socket.sent if isinstance(each, Pong))
+    assert plain == Pong("")
+    assert proving == Pong(only(Attached, socket).canary)
+
+
+def test_a_canary_that_fails_is_the_end_of_the_worker() -> None:
+    def tired(inputs: Arrays) -> Arrays:
+        if len(engine.done) > 6:
+            raise Spoilt("predict failed!")
+        return twice(inputs)
+
+    engine = Fake(tired)
+    status, socket = play(engine, ATTACH, [encode(Ping(True))], predict(1), STOP)
+    assert status == exits.CANNOT_BUILD
+    assert only(Broken, socket).cause == "predict failed!"
+    assert not any(isinstance(each, Result) for each in socket.sent)
 
 
 def test_an_error_text_that_is_too_long_is_clipped() -> None:

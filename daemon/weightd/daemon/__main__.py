@@ -44,7 +44,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _serve(options: argparse.Namespace) -> int:
-    return Server(load(options.config)).run()
+    return Server(load(options.config), options.config.absolute()).run()
 
 
 def _run(options: argparse.Namespace) -> int:

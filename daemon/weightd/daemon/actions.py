@@ -38,9 +38,10 @@ class Send:
 
 @dataclass(frozen=True)
 class Kill:
-    """Kill a child that has not left when it should have."""
+    """Kill a child that has not left when it should have; `abort`: in a way that leaves its stacks in its log."""
 
     name: str
+    abort: bool = False
 
 
 @dataclass(frozen=True)

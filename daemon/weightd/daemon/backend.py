@@ -8,6 +8,7 @@ import logging
 import os
 import re
 import select
+import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +23,7 @@ from weightd.daemon.budget import MIB, Device
 from weightd.daemon.claim import ClaimError
 from weightd.daemon.config import DaemonConfig
 from weightd.daemon.engine_options import MindSporeLiteOptions
-from weightd.daemon.files import GenerationFiles, SnapshotFiles
+from weightd.daemon.files import GenerationFiles, Seal, SnapshotFiles, seal
 from weightd.daemon.generation import Generation
 from weightd.daemon.loop import Loop
 from weightd.daemon.model import Model
@@ -64,6 +65,7 @@ class Backend:
     ) -> None:
         self.processes: dict[str, Process] = {}
         self.files: dict[str, GenerationFiles] = {}
+        self._seals: dict[str, Seal] = {}
         self._config = config
         self._loop = loop
         self._devices = devices
@@ -113,6 +115,21 @@ class Backend:
         files = self.files.pop(generation.label, None)
         if files is not None:
             files.remove()
+        sealed = self._seals.pop(generation.label, None)
+        if sealed is not None:
+            sealed.close()
+
+    def exported(self, generation: Generation) -> None:
+        """Remember what the holder has left in the page store, if it has one."""
+        files = self.files.get(generation.label)
+        sealed = seal(files.store) if files is not None and generation.label not in self._seals else None
+        if sealed is not None:
+            self._seals[generation.label] = sealed
+
+    def intact(self, generation: Generation) -> bool:
+        """Return whether the page store of the generation, if it has one, is still what it was then."""
+        sealed = self._seals.get(generation.label)
+        return sealed is None or sealed.intact()
 
     def lives(self, name: str) -> bool:
         """Return whether a child has not exited: asked of the kernel, before its death is told."""
@@ -152,10 +169,10 @@ class Backend:
         """Send an order to a child; one that cannot be reached is dying, and its pidfd will tell."""
         send(self._socket, name.encode(), [encode(order), *frames])
 
-    def kill(self, name: str) -> None:
+    def kill(self, name: str, *, abort: bool = False) -> None:
         """Kill a child; its exit is told as any other."""
         if name in self.processes:
-            processes.kill(self.processes[name])
+            processes.kill(self.processes[name], signal.SIGABRT if abort else signal.SIGKILL)
 
     def kill_all(self) -> None:
         """Kill every child."""

@@ -17,7 +17,7 @@ from weightd.daemon.deployment import Policy
 from weightd.daemon.engine_options import MindSporeLiteOptions
 from weightd.protocol import limits, paths
 from weightd.protocol.errors import WeightdError
-from weightd.protocol.schema import FieldError, decode, integer, many, number, one_of, record, text
+from weightd.protocol.schema import FieldError, decode, integer, label, many, number, one_of, record, text
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -32,7 +32,7 @@ _SOCKET = re.compile(r"ipc:///.*[^/]|tcp://.+:[0-9]{1,5}")
 _DEVICE = re.compile(r"cpu|ascend:(0|[1-9][0-9]{0,2})")
 
 # It becomes part of file names and of process names.
-_MODEL_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}")
+_MODEL_NAME = re.compile(rf"[A-Za-z0-9_][A-Za-z0-9._-]{{0,{limits.MAX_MODEL_NAME_BYTES - 1}}}")
 
 
 class ConfigError(WeightdError):
@@ -149,6 +149,16 @@ class ModelConfig:
     load_timeout: float = field(default=600.0, metadata=number())
     """Seconds that one process may take to build the model."""
 
+    predict_timeout: float = field(default=60.0, metadata=number())
+    """Seconds after which a worker that computes one answer is held to hang: it is aborted and replaced."""
+
+    watchdog: float = field(default=30.0, metadata=number())
+    """Seconds within which each worker has to be heard of; the model is ready while one of them is. Idle ones are
+    pinged. Longer than the longest predict."""
+
+    canary_interval: float = field(default=0.0, metadata=number())
+    """Seconds after which each worker runs the canary again, and is replaced if its answer is wrong. 0: never."""
+
     max_queue: int = field(default=1024, metadata=integer(1, 1_000_000))
     """Requests that may wait; further ones are answered RESOURCE_EXHAUSTED."""
 
@@ -194,7 +204,7 @@ def parse(tables: Mapping[str, Any], base: Path) -> Config:
     """
     for key in tables:
         if key not in ("daemon", "models", "devices"):
-            raise FieldError("unknown table; expected one of daemon, models, devices").at(f".{key}")
+            raise FieldError("unknown table; expected one of daemon, models, devices").at(f".{label(key)}")
     try:
         daemon = complete_daemon(decode(DaemonConfig, tables.get("daemon", {})), base)
     except FieldError as error:
@@ -209,7 +219,7 @@ def parse(tables: Mapping[str, Any], base: Path) -> Config:
         try:
             complete[name] = complete_model(name, decode(ModelConfig, table), base)
         except FieldError as error:
-            raise error.at(f".models.{name}") from None
+            raise error.at(f".models.{label(name)}") from None
     return Config(daemon, complete, _devices(tables.get("devices", {})))
 
 
@@ -223,7 +233,7 @@ def _devices(tables: Any) -> dict[str, DeviceConfig]:
                 raise FieldError('expected the name of a card, such as "ascend:0"')
             devices[name] = decode(DeviceConfig, table)
         except FieldError as error:
-            raise error.at(f".devices.{name}") from None
+            raise error.at(f".devices.{label(name)}") from None
     return devices
 
 
@@ -254,9 +264,9 @@ def _check_texts(config: DaemonConfig | ModelConfig) -> None:
 def _check_ipc_path(path: str, key: str) -> None:
     size = len(os.fsencode(path))
     if size > limits.MAX_IPC_PATH_BYTES:
-        raise FieldError(f"expected a socket path of at most {limits.MAX_IPC_PATH_BYTES} bytes, got {size}: {path}").at(
-            key
-        )
+        raise FieldError(
+            f"expected a socket path of at most {limits.MAX_IPC_PATH_BYTES} bytes, got {size}: {path!r}"
+        ).at(key)
 
 
 def complete_model(name: str, config: ModelConfig, base: Path) -> ModelConfig:
@@ -284,8 +294,9 @@ def complete_model(name: str, config: ModelConfig, base: Path) -> ModelConfig:
         raise FieldError(
             f"expected more than 0 and at most {limits.MAX_TIMEOUT_US / 1e6:.0f} seconds, got {config.timeout:g}"
         ).at(".timeout")
-    if config.load_timeout == 0:
-        raise FieldError("expected more than 0 seconds, got 0").at(".load_timeout")
+    for key in ("load_timeout", "predict_timeout", "watchdog"):
+        if not getattr(config, key):
+            raise FieldError("expected more than 0 seconds, got 0").at(f".{key}")
     _check_devices(engine, config)
     options = engine_options.complete(config.mindspore_lite, base)
     engine_options.check(options, engine, config.devices, config.sharing)

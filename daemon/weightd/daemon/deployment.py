@@ -123,12 +123,12 @@ class Deployment:
             self._process_bytes = max(self._least_process_bytes, generation.process_bytes)
             self.device.learn(generation.label, self._process_bytes)
 
-    def drain(self, now: float) -> None:
-        """No new work, and no further generation: wind everything down."""
+    def drain(self, now: float, *, patience: float = 0.0) -> None:
+        """No new work, and no further generation: wind everything down; what runs may take `patience` seconds more."""
         self._stopping = True
         self._wanted = None
         for generation in self.generations:
-            generation.drain(now)
+            generation.drain(now, patience=patience)
         self.reconcile(now)
 
     def tick(self, now: float) -> None:
@@ -323,7 +323,7 @@ class Deployment:
         if self.serving is old:
             self.serving = None
         self.leaving.append(old)
-        old.drain(now)
+        old.drain(now, patience=self._limits.predict_timeout)
 
     def _forget_ended(self) -> None:
         for generation in [each for each in self.leaving if each.ended]:

@@ -6,16 +6,19 @@ import itertools
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import zmq
 
+from weightd.daemon.fleet import Fleet
 from weightd.daemon.loop import Loop
 from weightd.daemon.model import Model
-from weightd.daemon.scheduler import Request
-from weightd.daemon.sockets import Received, bind, peer_uid, receive, send
+from weightd.daemon.outbox import Outbox
+from weightd.daemon.peers import Peers
+from weightd.daemon.request import Request
+from weightd.daemon.sockets import Received, bind, peer_uid, receive
 from weightd.protocol import limits
 from weightd.protocol.errors import (
     Internal,
@@ -25,10 +28,12 @@ from weightd.protocol.errors import (
     PermissionDenied,
     RemoteProtocolError,
     RequestError,
+    ResourceExhausted,
     Unavailable,
 )
 from weightd.protocol.messages import (
     FROM_CLIENT,
+    Cancel,
     ClientMessage,
     DaemonMessage,
     Error,
@@ -36,8 +41,13 @@ from weightd.protocol.messages import (
     InferResponse,
     ModelMetadata,
     ModelMetadataResponse,
+    ModelReady,
+    ReadyResponse,
+    Reload,
+    ReloadResponse,
     ServerMetadata,
     ServerMetadataResponse,
+    ServerReady,
     Status,
     StatusResponse,
     TensorSpec,
@@ -57,8 +67,10 @@ class Frontend:
         context: for the socket.
         address: where to listen.
         loop: calls when the socket is readable.
-        models: by name.
+        fleet: the models.
         ask_status: called with client and request id of each status request; it may raise a RequestError.
+        reload: called with the id of each request to read the configuration again; returns the answer, or raises a
+            RequestError.
 
     Attributes:
         stopping: whether new inference requests are refused.
@@ -69,15 +81,25 @@ class Frontend:
         context: zmq.Context[zmq.Socket[bytes]],
         address: str,
         loop: Loop,
-        models: Mapping[str, Model],
+        fleet: Fleet,
         ask_status: Callable[[bytes, str], None],
+        reload: Callable[[str], ReloadResponse],
     ) -> None:
         self.stopping = False
-        self._models = models
+        self._fleet = fleet
         self._ask_status = ask_status
+        self._reload = reload
         self._numbers = itertools.count(1)
         self._socket = bind(context, address, clients=True)
+        self._outbox = Outbox(self._socket)
+        self._peers = Peers(self._socket)
+        loop.add(self._peers.monitor, self._on_disconnects)
         loop.add(self._socket, self._on_messages)
+
+    @property
+    def dropped(self) -> int:
+        """Answers that could not be sent: their client was gone, or did not read."""
+        return self._outbox.dropped
 
     def answer(self, request: Request, outputs: Sequence[TensorSpec], frames: Sequence[Any]) -> None:
         """Send the model's answer."""
@@ -101,13 +123,15 @@ class Frontend:
 
     def tell_error(self, client: bytes, request_id: str, error: RequestError) -> None:
         """Send an error."""
-        self._tell(client, Error(request_id, error.code, clip(str(error))))
+        after = None if error.retry_after is None else int(min(1e6 * error.retry_after, limits.MAX_TIMEOUT_US))
+        self._tell(client, Error(request_id, error.code, clip(str(error)), after))
 
     # --- within -------------------------------------------------------------------------------------------------
 
     def _on_messages(self) -> None:
         now = time.monotonic()
         for received in receive(self._socket):
+            self._peers.seen(received)
             request_id = ""
             try:
                 message = decode(received.frames, FROM_CLIENT)
@@ -117,6 +141,8 @@ class Frontend:
                 self.tell_error(received.peer, error.request_id, InvalidArgument(str(error)))
             except RequestError as error:
                 self.tell_error(received.peer, request_id, error)
+        if self._peers.pending:
+            self._on_disconnects()
 
     def _serve(self, received: Received, message: ClientMessage, now: float) -> None:
         client = received.peer
@@ -126,15 +152,29 @@ class Frontend:
             case ModelMetadata():
                 self._model(message.model_name).metadata(client, message.id)
             case ServerMetadata():
-                self._tell(client, ServerMetadataResponse(message.id, "weightd", VERSION, tuple(self._models)))
+                self._tell(client, ServerMetadataResponse(message.id, "weightd", VERSION, tuple(self._fleet.models)))
+            case Cancel():
+                for each in self._fleet.everyone():
+                    each.cancel(client, message.id, now)
+            case ServerReady() | ModelReady():
+                self._tell_ready(client, message, now)
             case Status():
                 self._ask_status(client, message.id)
             case Update():
                 self._update(received, message, now)
+            case Reload():
+                _check_operator(received, "reload the configuration")
+                self._tell(client, self._reload(message.id))
+
+    def _tell_ready(self, client: bytes, message: ServerReady | ModelReady, now: float) -> None:
+        models = list(self._fleet.models.values())
+        if isinstance(message, ModelReady):
+            models = [self._model(message.model_name)]
+        reasons = ["weightd is stopping"] if self.stopping else [why for each in models if (why := each.unready(now))]
+        self._tell(client, ReadyResponse(message.id, not reasons, clip("; ".join(reasons))))
 
     def _update(self, received: Received, message: Update, now: float) -> None:
-        if peer_uid(received.identity) not in (os.getuid(), 0):
-            raise PermissionDenied("only the user that weightd runs as, and root, may update a model")
+        _check_operator(received, "update a model")
         if message.rollback == bool(message.path or message.weights):
             raise InvalidArgument("expected a path, weights, or rollback alone")
         for path in (message.path, message.weights):
@@ -167,11 +207,16 @@ class Frontend:
             )
         )
 
+    def _on_disconnects(self) -> None:
+        for client in self._peers.disconnected():
+            for model in self._fleet.everyone():
+                model.vanished(client, time.monotonic())
+
     def _model(self, name: str) -> Model:
         try:
-            return self._models[name]
+            return self._fleet.models[name]
         except KeyError:
-            raise NotFound(f"no model {name!r}; there are: {', '.join(self._models)}") from None
+            raise NotFound(f"no model {name!r}; there are: {', '.join(self._fleet.models)}") from None
 
     def _tell(
         self,
@@ -185,5 +230,12 @@ class Frontend:
         except LocalProtocolError as error:
             # What an engine or a path says may not fit into a header: that is an answer too.
             header, frames = encode(Error(message.id, Internal.code, clip(f"the answer cannot be sent: {error}"))), ()
-        if not send(self._socket, client, [header, *frames]):
-            _log.debug("client %s is gone: its answer is dropped", client.hex())
+        if not self._outbox.send(client, header, frames):
+            refusal = ResourceExhausted("the answer is dropped: earlier ones wait to be read by this client")
+            header = encode(Error(message.id, refusal.code, str(refusal)))
+            self._outbox.send(client, header)
+
+
+def _check_operator(received: Received, what: str) -> None:
+    if peer_uid(received.identity) not in (os.getuid(), 0):
+        raise PermissionDenied(f"only the user that weightd runs as, and root, may {what}")

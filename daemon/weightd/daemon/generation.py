@@ -51,6 +51,9 @@ STOP_TIMEOUT_S = 10.0
 # A holder that holds has nothing else to do than to let a process attach.
 ALLOW_TIMEOUT_S = 10.0
 
+# What a child that hangs gets to write its stacks down.
+ABORT_TIMEOUT_S = 2.0
+
 
 @dataclass
 class Child:
@@ -68,6 +71,7 @@ class Child:
     listed: bool = False
     # What took it too long, so that it is being killed.
     overdue: str = ""
+    aborted: bool = False
 
 
 @dataclass
@@ -88,6 +92,7 @@ class Generation:
         closed: the engine lets nobody attach who was not there at the build, for the reason given.
         invalid: the weights are gone with the holder: no answer of a worker counts any more.
         process_bytes: what one process takes on the card beside the weights, as far as it has been seen.
+        deaths: processes that ended, or had to be ended, without being asked to.
     """
 
     label: str
@@ -105,6 +110,7 @@ class Generation:
     closed: str = ""
     invalid: bool = False
     process_bytes: int = 0
+    deaths: int = 0
     _actions: list[Action] = field(default_factory=list[Action])
     _restarts: Restarts = field(default_factory=Restarts)
     # Whom the holder was asked to let attach, and until when it may think about that.
@@ -114,6 +120,7 @@ class Generation:
     # The holder without which the weights are invalid.
     _guarded: str = ""
     _serial: int = 0
+    _stop_timeout: float = STOP_TIMEOUT_S
     _unsettled: bool = False
     _told: str = ""
 
@@ -228,8 +235,32 @@ class Generation:
         self._stop(child, now)
         self._reconcile(now)
 
-    def exited(self, name: str, how: str, now: float) -> None:
-        """A child has exited and has been waited for; `how` tells status or signal, and its last words."""
+    def hung(self, name: str, why: str, now: float, *, useful: bool = False) -> None:
+        """A worker does not answer any more: it is ended, and replaced. `useful`: it had answered something."""
+        child = self.children.get(name)
+        if child is None or (child.state is not ChildState.READY and child.deadline == float("inf")):
+            return  # it is being killed already
+        if child.state is ChildState.READY:
+            self._actions.append(Dismiss(name))
+            self.enlisted.pop(name, None)
+        self._abort(child, why, now, useful=useful)
+        self._reconcile(now)
+
+    def store_lost(self, cause: str, now: float) -> None:
+        """What the workers have mapped is not what the holder left there: whatever they compute may be wrong."""
+        if self.state in ACTIVE and self.built is not None:
+            _log.error("%s: %s", self.label, cause)
+            self._invalidate(cause, now)
+
+    def exited(self, name: str, how: str, now: float, *, useful: bool = False) -> None:
+        """A child has exited and has been waited for.
+
+        Args:
+            name: of the child.
+            how: status or signal, and its last words.
+            now: the clock.
+            useful: whether it had answered any request.
+        """
         child = self.children.pop(name, None)
         if child is None:
             return
@@ -237,13 +268,18 @@ class Generation:
         unexpected = child.state in COUNTED
         self._advance_child(child, ChildEvent.EXIT, deadline=float("inf"))
         if unexpected:
-            self._lost(child, how, now)
+            self.deaths += 1
+            self._lost(child, how, now, useful=useful)
         elif child.overdue:
             self._explain(child, how.partition(": ")[2])
         self._reconcile(now)
 
-    def drain(self, now: float) -> None:
-        """No new work: wind down, workers first."""
+    def drain(self, now: float, *, patience: float = 0.0) -> None:
+        """No new work: wind down, workers first; to finish what they have, they may take `patience` seconds more."""
+        self._stop_timeout = STOP_TIMEOUT_S + patience
+        for child in self.children.values():
+            if child.state is ChildState.STOPPING and child.deadline < float("inf"):
+                child.deadline = min(child.deadline, now + self._stop_timeout)
         if self.state in ACTIVE:
             self._advance(GenerationEvent.DRAIN)
         self._reconcile(now)
@@ -253,12 +289,11 @@ class Generation:
         for child in list(self.children.values()):
             if now < child.deadline:
                 continue
-            child.deadline = float("inf")
-            self._actions.append(Kill(child.name))
-            if child.state in COUNTED:
-                child.overdue = f"{child.state.value} took too long"
-                self._advance_child(child, ChildEvent.STOP, deadline=float("inf"))
-                self._lost(child, child.overdue, now)
+            if child.aborted or self.invalid:
+                child.deadline = float("inf")
+                self._actions.append(Kill(child.name))
+            else:
+                self._abort(child, f"{child.state.value} took too long", now)
         if now >= self._ask_until:
             self._ask_until = float("inf")
             self._close(f"the holder has not answered for {ALLOW_TIMEOUT_S:g} s")
@@ -308,6 +343,11 @@ class Generation:
     def trusted(self, holder_lives: Callable[[str], bool]) -> bool:
         """Whether an answer of a worker can be passed on: not if the memory it came from may be invalid by now."""
         return not self.invalid and (not self._guarded or holder_lives(self._guarded))
+
+    @property
+    def ready(self) -> list[str]:
+        """The workers and spares that are READY, by name."""
+        return [child.name for child in self.children.values() if child.state is ChildState.READY]
 
     @property
     def progress(self) -> str:
@@ -444,13 +484,13 @@ class Generation:
                     self._stop(worker, now)
 
     def _settle(self) -> None:
-        """Once no attach is under way or due, the holder gives back what only attaching needed."""
+        """Once no attach is under way or due, what only attaching needed is given back: by the holder, or its heir."""
         if self.state is not GenerationState.SERVING or not self._unsettled:
             return
         if self._all_ready() and not self._missing():
             self._unsettled = False
-            for holder in self._counted(Role.HOLDER):
-                self._actions.append(Send(holder.name, Settle()))
+            heirs = [] if self.frozen or not self.limits.sharing else self._counted(Role.WORKER)
+            self._actions += [Send(each.name, Settle()) for each in (self._counted(Role.HOLDER) or heirs)[:1]]
 
     def _wind_down(self, now: float) -> None:
         """Workers leave and are waited for; then the holder, whose memory they used."""
@@ -461,7 +501,19 @@ class Generation:
         if not self.children and self.state is GenerationState.DRAINING:
             self._advance(GenerationEvent.EMPTY)
 
-    def _lost(self, child: Child, cause: str, now: float) -> None:
+    def _abort(self, child: Child, why: str, now: float, *, useful: bool = False) -> None:
+        """End a child that hangs: first in a way that shows where it hangs."""
+        child.aborted = True
+        self._actions.append(Kill(child.name, abort=True))
+        if child.state not in COUNTED:
+            child.deadline = now + ABORT_TIMEOUT_S
+            return
+        child.overdue = why
+        self.deaths += 1
+        self._advance_child(child, ChildEvent.STOP, deadline=now + ABORT_TIMEOUT_S)
+        self._lost(child, why, now, useful=useful)
+
+    def _lost(self, child: Child, cause: str, now: float, *, useful: bool = False) -> None:
         """Account for a child that is of no use any more."""
         _log.warning("%s: %s lost: %s", self.label, child.name, cause)
         if child.role is Role.HOLDER:
@@ -470,7 +522,9 @@ class Generation:
         if self.state not in ACTIVE:
             return
         if child.ready_at is not None:
-            self._restarts.died(now - child.ready_at, now)
+            self._restarts.died(now - child.ready_at, now, useful=useful)
+            if self._restarts.useless:
+                self.cause = f"workers die before they have answered anything; the last: {child.name}: {cause}"
             return
         self.cause = f"{child.name}: {cause}"
         self._restarts.start_failed(now)
@@ -486,15 +540,18 @@ class Generation:
         if self.built is None or holder.hello is None:
             self.failed(f"{holder.name}: {cause}", now)
         elif self._outlived(holder.hello):
-            # What the workers compute on may be anything from now on: they have no time to finish.
-            self.invalid = True
-            for child in self.children.values():
-                # Those that were told to leave, too; not those that are killed already.
-                if child.state is ChildState.STOPPING and child.deadline < float("inf"):
-                    child.deadline = now
-            self.failed(f"{holder.name}: {cause}; the shared weights are invalid without it", now)
+            self._invalidate(f"{holder.name}: {cause}; the shared weights are invalid without it", now)
         elif self._fixed(holder.hello):
             self.frozen = True
+
+    def _invalidate(self, cause: str, now: float) -> None:
+        """What the workers compute on may be anything from now on: they have no time to finish."""
+        self.invalid = True
+        for child in self.children.values():
+            # Those that were told to leave, too; not those that are killed already.
+            if child.state is ChildState.STOPPING and child.deadline < float("inf"):
+                child.deadline = now
+        self.failed(cause, now)
 
     def _fixed(self, hello: Hello) -> bool:
         """Whether only those can attach whom the holder knew at its build."""
@@ -518,7 +575,7 @@ class Generation:
         self.enlisted.pop(child.name, None)
         # A child that has not said HELLO cannot be told anything: there may be nobody who would hear it.
         heard = child.state is not ChildState.SPAWNED and not self.invalid
-        self._advance_child(child, ChildEvent.STOP, deadline=now + STOP_TIMEOUT_S if heard else float("inf"))
+        self._advance_child(child, ChildEvent.STOP, deadline=now + self._stop_timeout if heard else float("inf"))
         self._actions.append(Send(child.name, Stop()) if heard else Kill(child.name))
 
     def _advance(self, event: GenerationEvent) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,13 +12,16 @@ from weightd.daemon.budget import MIB, Device
 from weightd.daemon.config import ModelConfig
 from weightd.daemon.deployment import Deployment, Policy
 from weightd.daemon.generation import Generation
+from weightd.daemon.guard import Guard
 from weightd.daemon.latency import Latencies
 from weightd.daemon.plan import Limits, Source
 from weightd.daemon.ports import Children, Clients, Snapshot
-from weightd.daemon.scheduler import Request, Scheduler
+from weightd.daemon.request import Request
+from weightd.daemon.scheduler import Scheduler
 from weightd.daemon.states import ACTIVE, GenerationState
 from weightd.daemon.validation import check_inputs, check_same
 from weightd.protocol.errors import (
+    Cancelled,
     DeadlineExceeded,
     InvalidArgument,
     RequestError,
@@ -29,13 +33,24 @@ from weightd.protocol.messages import ModelMetadataResponse, TensorSignature, Te
 from weightd.protocol.worker_messages import (
     Allowed,
     Attached,
+    Broken,
     Built,
     ChildMessage,
     Failed,
     Hello,
+    Pong,
     Predict,
     Result,
+    Skip,
 )
+
+
+class Numbers:
+    """The numbers of a name's generations and sources: none is used twice, whatever model has the name."""
+
+    def __init__(self) -> None:
+        self.generations = itertools.count(1)
+        self.sources = itertools.count(1)
 
 
 @dataclass
@@ -55,14 +70,27 @@ class Model:
         by_worker: the same for each worker's answers, by the worker's name.
         failed: requests that ended in an error after they were accepted.
         deployments: one for each device.
+        note: what went wrong with the last change of the configuration.
+        draining: it was told to wind down.
+        successor: what loads to replace it, after such a change.
     """
 
     def __init__(
-        self, name: str, config: ModelConfig, devices: Mapping[str, Device], children: Children, clients: Clients
+        self,
+        name: str,
+        config: ModelConfig,
+        devices: Mapping[str, Device],
+        children: Children,
+        clients: Clients,
+        numbers: Numbers | None = None,
     ) -> None:
         self.name = name
+        self.note = ""
+        self.successor: Model | None = None
+        self.draining = False
         self.config = config
-        self.scheduler = Scheduler(config.max_queue, config.max_queue_bytes)
+        self.scheduler = Scheduler(config.max_queue, config.max_queue_bytes, config.predict_timeout)
+        self.guard = Guard(config, self.scheduler, self._refuse)
         self.latencies = Latencies()
         self.by_worker: dict[str, Latencies] = {}
         self.failed = 0
@@ -73,6 +101,7 @@ class Model:
             spares=config.spares or 0,
             sharing=config.sharing != "off",
             outlives_holder=config.holder_loss == "frozen",
+            predict_timeout=config.predict_timeout,
         )
         self.deployments = [
             Deployment(
@@ -92,16 +121,16 @@ class Model:
         self._built: Built | None = None
         self._fitting: Sequence[TensorSpec] | None = None
         self._metadata_waiters: list[tuple[bytes, str]] = []
-        self._number = 0
-        self._source = Source(config.path)
+        self._numbers = numbers or Numbers()
+        self._source = Source(config.path, number=next(self._numbers.sources))
         self._previous: Source | None = None
         self._update: _Update | None = None
-        self._sources = 1
         # None: it is being taken.
         self._snapshots: dict[Source, Snapshot | None] = {}
         # Whose child it is, by the child's name.
         self._owners: dict[str, tuple[Deployment, Generation]] = {}
         self._refusal = ""
+        self._past_deaths = 0
 
     # --- from clients -------------------------------------------------------------------------------------------
 
@@ -117,8 +146,20 @@ class Model:
             check_inputs(self._inputs, request.inputs)
             self._fitting = request.inputs
         # Else the model is loading: the request waits, and is checked once it is known what the model takes.
+        self.guard.quarantine.check(request, request.arrived)
         self.scheduler.submit(request)
-        self._dispatch()
+        self._dispatch(request.arrived)
+
+    def cancel(self, client: bytes, request_id: str, now: float) -> None:
+        """The client takes its request back."""
+        self._end(
+            lambda request: request.id == request_id and request.client == client, "taken back by the client", now
+        )
+
+    def vanished(self, client: bytes, now: float) -> None:
+        """The client is gone: nobody waits for what it asked."""
+        self._metadata_waiters = [waiter for waiter in self._metadata_waiters if waiter[0] != client]
+        self._end(lambda request: request.client == client, "its client is gone", now)
 
     def metadata(self, client: bytes, request_id: str) -> None:
         """Tell the client what the model takes and gives, at once or when it is known.
@@ -159,8 +200,7 @@ class Model:
                 raise InvalidArgument(f"{self.name} has not been updated: there is nothing to go back to")
             source = self._previous
         else:
-            self._sources += 1
-            source = Source(path or self._source.path, weights, self._sources)
+            source = Source(path or self._source.path, weights, next(self._numbers.sources))
         self._update = _Update(client, request_id, source)
         for deployment in self.deployments:
             deployment.update(source)
@@ -176,36 +216,54 @@ class Model:
         deployment, generation = owner
         if isinstance(message, Result):
             self._result(child, generation, message, frames, now)
-            return
-        if isinstance(message, Failed):
+        elif isinstance(message, Failed):
             self._predict_failed(child, generation, message, now)
-        elif isinstance(message, Hello):
+        elif isinstance(message, Pong):
+            self._pong(child, generation, message, now)
+        else:
+            self._heard_loading(child, deployment, generation, message, now)
+            deployment.reconcile(now)
+            self._settle(now)
+
+    def _heard_loading(
+        self,
+        child: str,
+        deployment: Deployment,
+        generation: Generation,
+        message: Hello | Built | Allowed | Attached | Broken,
+        now: float,
+    ) -> None:
+        if isinstance(message, Hello):
             generation.hello(child, message, now)
         elif isinstance(message, Built):
+            self._children.exported(generation)
             self._holder_built(child, generation, message, now)
             deployment.told(generation, message.device)
         elif isinstance(message, Allowed):
             generation.allowed(child, message, now)
         elif isinstance(message, Attached):
             generation.attached(child, message, now)
+            if child in generation.ready:
+                self.guard.watchdog.watch(child, now)
             deployment.told(generation, message.device)
         else:
+            if child in generation.ready:
+                # By its own word: what it has is not to blame.
+                self.scheduler.release(child)
             generation.broken(child, message, now)
-        deployment.reconcile(now)
-        self._settle(now)
 
     def exited(self, child: str, how: str, now: float) -> None:
         """A child has exited."""
         owner = self._owners.pop(child, None)
-        if owner is not None and not owner[1].trusted(self._children.lives):
-            # It may have died of its holder's death: what it had is not to blame.
+        if owner is not None and not self._trusted(owner[1], now):
+            # It may have died of its holder's death, or of a damaged store: what it had is not to blame.
             self.scheduler.release(child)
-        for request, error in self.scheduler.lost(child):
-            self._refuse(request, error)
-        self.by_worker.pop(child, None)
+        self.guard.died(child, how.partition(":")[0], now)
+        self.guard.watchdog.forget(child)
+        latencies = self.by_worker.pop(child, None)
         if owner is not None:
             deployment, generation = owner
-            generation.exited(child, how, now)
+            generation.exited(child, how, now, useful=latencies is not None and latencies.count > 0)
             deployment.reconcile(now)
             self._settle(now)
 
@@ -235,15 +293,19 @@ class Model:
         """Time has passed."""
         for request, error in self.scheduler.expire(now):
             self._refuse(request, self._explained(error))
+        self._end_overdue(now)
+        self._watch(now)
         due = [deployment for deployment in self.deployments if now >= deployment.next_tick]
         for deployment in due:
             deployment.tick(now)
         if due:
             self._settle(now)
+        self._dispatch(now)
         self._update_next_tick()
 
-    def drain(self, now: float) -> None:
-        """Take no new work, give up what waits, and wind down."""
+    def drain(self, now: float, *, patience: float = 0.0) -> None:
+        """Take no new work, give up what waits, and wind down; what runs may take `patience` seconds more."""
+        self.draining = True
         for request in self.scheduler.give_up():
             self._refuse(request, Unavailable("weightd is stopping"))
         for source, snapshot in list(self._snapshots.items()):
@@ -252,10 +314,50 @@ class Model:
                 del self._snapshots[source]
                 self._children.unpin(self, source)
         for deployment in self.deployments:
-            deployment.drain(now)
+            deployment.drain(now, patience=patience)
+        self._settle(now)
+
+    def dispose(self) -> None:
+        """Remove what is left on the disk of a model that is gone."""
+        for source in list(self._snapshots):
+            del self._snapshots[source]
+            self._children.unpin(self, source)
+
+    def adopt(self, old: Model, now: float) -> None:
+        """Take over what waits at the model that this one replaces."""
+        for request in old.scheduler.give_up():
+            try:
+                self.infer(request)
+            except RequestError as error:
+                self._refuse(request, error)
+        waiters, old._metadata_waiters = old._metadata_waiters, []
+        self._metadata_waiters += waiters
+        self._tell_metadata()
         self._settle(now)
 
     # --- what it tells ------------------------------------------------------------------------------------------
+
+    @property
+    def gone(self) -> bool:
+        """Whether nothing is left of it after `drain`."""
+        return self.draining and not self._owners and not any(each.generations for each in self.deployments)
+
+    @property
+    def serves(self) -> bool:
+        """Whether any device serves it."""
+        return any(each.serving is not None for each in self.deployments)
+
+    @property
+    def complete(self) -> bool:
+        """Whether each device serves it with all its workers, or has failed while another one does not."""
+        return self.serves and all(
+            each.failed or (each.serving is not None and each.serving.complete) for each in self.deployments
+        )
+
+    @property
+    def updating(self) -> bool:
+        """Whether an update is under way."""
+        return self._update is not None
 
     @property
     def generations(self) -> list[Generation]:
@@ -264,7 +366,7 @@ class Model:
         for deployment in self.deployments:
             if deployment.main not in there:
                 there.append(deployment.main)
-        return there
+        return there + (self.successor.generations if self.successor is not None else [])
 
     @property
     def state(self) -> GenerationState:
@@ -279,11 +381,35 @@ class Model:
         """Whether no device will ever serve it."""
         return all(each.failed for each in self.deployments)
 
+    @property
+    def deaths(self) -> int:
+        """Processes that ended, or had to be ended, without being asked to."""
+        there = (generation for deployment in self.deployments for generation in deployment.generations)
+        return self._past_deaths + sum(generation.deaths for generation in there)
+
+    def unready(self, now: float) -> str:
+        """Return why it is not ready to answer, or "" if it is: a worker has been heard of of late."""
+        serving = [each.serving for each in self.deployments if each.serving is not None]
+        if not serving:
+            main = self.main
+            return self._refusal or f"{self.name}: {main.progress}{f', {main.cause}' if main.cause else ''}"
+        silence = self.guard.watchdog.unheard_of([name for each in serving for name in each.enlisted], now)
+        if silence is None:
+            return ""
+        if silence == float("inf"):
+            return f"{self.name}: no worker is there; they are being replaced"
+        return f"{self.name}: no worker has answered for {silence:.1f} s, watchdog is {self.guard.watchdog.period:g} s"
+
+    @property
+    def main(self) -> Generation:
+        """The generation that tells how it stands."""
+        return next((each for each in self.deployments if each.serving is not None), self.deployments[0]).main
+
     # --- within -------------------------------------------------------------------------------------------------
 
     def _make(self, device: Device, source: Source, limits: Limits) -> Generation:
-        self._number += 1
-        return Generation(f"{self.name}.{self._number}", limits, device.name, source, number=self._number)
+        number = next(self._numbers.generations)
+        return Generation(f"{self.name}.{number}", limits, device.name, source, number=number)
 
     def _check_alive(self) -> None:
         if self._refusal:
@@ -305,28 +431,87 @@ class Model:
             return Unavailable(f"{self.name} has no worker: {main.progress}, {main.cause or 'not ready yet'}")
         return error
 
-    def _result(self, child: str, generation: Generation, result: Result, frames: Sequence[Any], now: float) -> None:
+    def _trusted(self, generation: Generation, now: float) -> bool:
+        """Return whether what the generation's workers say can be passed on; if it cannot, it is being replaced."""
         if not generation.trusted(self._children.lives):
             # The holder has died: the request is still this worker's, and is run again when that is told.
+            return False
+        if not self._children.intact(generation):
+            generation.store_lost("the page store was changed or truncated by somebody: its pages are not trusted", now)
+            self._reconcile(generation, now)
+            return False
+        return True
+
+    def _result(self, child: str, generation: Generation, result: Result, frames: Sequence[Any], now: float) -> None:
+        if not self._trusted(generation, now):
             return
-        request = self.scheduler.finish(child, result.request)
+        self.guard.watchdog.heard(child, now)
+        request = self.scheduler.finish(child, result.request, now)
         if request is not None:
             self._clients.answer(request, result.outputs, frames)
             latency = now - request.arrived
             self.latencies.add(latency)
             self.by_worker[child].add(latency)
-        self._dispatch()
+            self.guard.quarantine.answered(request)
+        self._dispatch(now)
 
     def _predict_failed(self, child: str, generation: Generation, failed: Failed, now: float) -> None:
-        if not generation.trusted(self._children.lives):
+        if not self._trusted(generation, now):
             return
-        request = self.scheduler.finish(child, failed.request)
+        self.guard.watchdog.heard(child, now)
+        request = self.scheduler.finish(child, failed.request, now)
         if request is not None:
             self._refuse(request, request_error(failed.code, failed.error))
         if failed.leaving:
             self.scheduler.release(child)
             generation.leaving(child, now)
-        self._dispatch()
+            self._reconcile(generation, now)
+        self._dispatch(now)
+
+    def _pong(self, child: str, generation: Generation, pong: Pong, now: float) -> None:
+        self.guard.watchdog.pong(child, now, canary=bool(pong.canary))
+        built = generation.built
+        if built is not None and pong.canary and built.canary and pong.canary != built.canary:
+            self._drop(child, "the canary's answer is not the holder's any more: it would answer wrongly", now)
+
+    # --- workers that hang, requests that end before their time ---------------------------------------------------
+
+    def _end(self, unfit: Callable[[Request], bool], why: str, now: float) -> None:
+        for request, _ in self.scheduler.end(unfit):
+            self._refuse(request, Cancelled(why))
+        self._dispatch(now)
+
+    def _end_overdue(self, now: float) -> None:
+        for worker, why in list(self.guard.overdue(now)):
+            self._drop(worker, why, now)
+
+    def _watch(self, now: float) -> None:
+        """Ping who has been idle; end who does not answer; look at the stores."""
+        if now < self.guard.watchdog.next_event:
+            return
+        for generation in [each.serving for each in self.deployments if each.serving is not None]:
+            self._trusted(generation, now)
+        for worker, ping in list(self.guard.pings(now)):
+            if ping is not None:
+                self._children.order(worker, ping)
+            else:
+                self._drop(worker, "it has not answered a ping", now)
+
+    def _drop(self, worker: str, why: str, now: float) -> None:
+        """End a worker that is of no use any more."""
+        owner = self._owners.get(worker)
+        if owner is None:
+            return
+        self.scheduler.release(worker)
+        latencies = self.by_worker.get(worker)
+        owner[1].hung(worker, why, now, useful=latencies is not None and latencies.count > 0)
+        self._reconcile(owner[1], now)
+
+    def _reconcile(self, generation: Generation, now: float) -> None:
+        for deployment in self.deployments:
+            if generation in deployment.generations:
+                deployment.reconcile(now)
+        self._settle(now)
 
     def _holder_built(self, child: str, generation: Generation, built: Built, now: float) -> None:
         difference = check_same(self._built, built) if self._built is not None else ""
@@ -345,7 +530,7 @@ class Model:
         self._refusal = self._refuses()
         if self._refusal:
             self._give_up(Unavailable(self._refusal))
-        self._dispatch()
+        self._dispatch(now)
         self._update_next_tick()
 
     def _perform_all(self, now: float) -> None:
@@ -375,17 +560,19 @@ class Model:
                 self._children.spawn(self, generation, self._snapshot(generation.source), name, role)
             case Send(name, order):
                 self._children.order(name, order)
-            case Kill(name):
-                self._children.kill(name)
+            case Kill(name, abort):
+                self._children.kill(name, abort=abort)
             case Enlist(name):
                 self.by_worker[name] = Latencies()
                 self.scheduler.enlist(name)
             case Dismiss(name):
                 self.scheduler.dismiss(name)
+                self.guard.watchdog.forget(name)
                 if generation.invalid:
                     # It will not answer what it has, and is not to blame.
                     self.scheduler.release(name)
             case Forget():
+                self._past_deaths += generation.deaths
                 self._children.forget(generation)
 
     def _settle_update(self, update: _Update, now: float) -> None:
@@ -404,6 +591,7 @@ class Model:
                 deployment.switch(now)
             outdated = self._previous
             self._previous, self._source = self._source, update.source
+            self.guard.quarantine.clear()
             if outdated is not None:
                 self._drop_snapshot(outdated)
             numbers = [each.main.number for each in self.deployments]
@@ -459,8 +647,10 @@ class Model:
         for client, request_id in waiters:
             self._clients.tell_error(client, request_id, error)
 
-    def _dispatch(self) -> None:
-        for worker, request in self.scheduler.assign():
+    def _dispatch(self, now: float) -> None:
+        for worker, number in self.scheduler.take_recalled():
+            self._children.order(worker, Skip(number))
+        for worker, request in self.scheduler.assign(now):
             self._children.order(worker, Predict(request.number, tuple(request.inputs)), request.frames)
 
     def _refuse(self, request: Request, error: RequestError) -> None:
@@ -468,4 +658,4 @@ class Model:
         self._clients.refuse(request, error)
 
     def _update_next_tick(self) -> None:
-        self.next_tick = min(each.next_tick for each in self.deployments)
+        self.next_tick = min(self.guard.watchdog.next_event, *(each.next_tick for each in self.deployments))

@@ -16,6 +16,7 @@ class Limits:
         sharing: whether the weights are shared; else every worker loads its own.
         outlives_holder: whether workers may go on where the engine says that its memory dies with the holder, but
             the driver counts references.
+        predict_timeout: seconds that one predict may take.
     """
 
     workers: int
@@ -23,6 +24,7 @@ class Limits:
     spares: int = 0
     sharing: bool = True
     outlives_holder: bool = False
+    predict_timeout: float = 60.0
 
     def private(self) -> Limits:
         """Return the same without sharing."""

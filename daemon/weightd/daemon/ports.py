@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from weightd.daemon.actions import Role
 from weightd.daemon.generation import Generation
 from weightd.daemon.plan import Source
-from weightd.daemon.scheduler import Request
+from weightd.daemon.request import Request
 from weightd.protocol.errors import RequestError
 from weightd.protocol.messages import ModelMetadataResponse, TensorSpec
 from weightd.protocol.worker_messages import OrderMessage
@@ -51,8 +51,15 @@ class Children(Protocol):
         """Return whether a child has not exited yet."""
         raise NotImplementedError
 
-    def kill(self, name: str) -> None:
-        """Kill a child."""
+    def exported(self, generation: Generation) -> None:
+        """Remember what the holder has left in the page store, if it has one."""
+
+    def intact(self, generation: Generation) -> bool:
+        """Return whether the page store of the generation, if it has one, is still what it was then."""
+        raise NotImplementedError
+
+    def kill(self, name: str, *, abort: bool = False) -> None:
+        """Kill a child; `abort`: in a way that leaves its stacks in its log, and that it may survive."""
 
     def order(self, name: str, order: OrderMessage, frames: Sequence[Any] = ()) -> None:
         """Send an order to a child."""

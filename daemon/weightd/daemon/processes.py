@@ -14,6 +14,9 @@ from pathlib import Path
 _TAIL_BYTES = 4096
 _TAIL_LINES = 6
 
+# How Python's faulthandler begins a dump.
+_DUMP = "Fatal Python error"
+
 
 @dataclass(frozen=True)
 class Process:
@@ -49,10 +52,10 @@ def start(argv: Sequence[str], log: Path, environment: Mapping[str, str] | None 
         raise
 
 
-def kill(process: Process) -> None:
-    """Kill the child; its pidfd tells when it is gone. The pidfd cannot hit another process by mistake."""
+def kill(process: Process, number: signal.Signals = signal.SIGKILL) -> None:
+    """Send the child a signal; its pidfd tells when it is gone. The pidfd cannot hit another process by mistake."""
     with contextlib.suppress(ProcessLookupError):
-        signal.pidfd_send_signal(process.pidfd, signal.SIGKILL)
+        signal.pidfd_send_signal(process.pidfd, number)
 
 
 def reap(process: Process) -> int:
@@ -71,7 +74,9 @@ def last_words(process: Process) -> str:
     except OSError:
         return ""
     lines = [" ".join(line.split()) for line in text.splitlines() if line.strip()]
-    return " | ".join(lines[-_TAIL_LINES:])
+    # The last lines tell most; of a dump of stacks it is the first ones that tell where it was.
+    dump = next((index for index, line in enumerate(lines) if line.startswith(_DUMP)), len(lines))
+    return " | ".join(lines[:dump][-_TAIL_LINES:] + lines[dump:][:_TAIL_LINES])
 
 
 def explain(status: int) -> str:

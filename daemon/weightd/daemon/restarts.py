@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable
+
 # A worker that never became READY this many times in a row will not become so the next time either.
 MAX_FAILED_STARTS = 3
+
+# A worker that became READY and died before it had answered anything, this many times in a row: it always will.
+MAX_USELESS_LIVES = 10
 
 # A worker that dies sooner after READY than this is dying of the same cause as the one before it.
 SHORT_LIFE_S = 10.0
@@ -14,19 +20,32 @@ _MAX_DELAY_S = 30.0
 # Doublings that lead well past the longest delay; a float has room for a thousand, deaths are not bounded.
 _MAX_DOUBLINGS = 10
 
+# Workers of several models that died of one cause do not all come back at the same moment.
+_JITTER = 0.25
+
 
 class Restarts:
-    """Counts deaths and says when the next start is due. Times are monotonic seconds."""
+    """Counts deaths and says when the next start is due. Times are monotonic seconds.
 
-    def __init__(self) -> None:
+    Args:
+        uniform: returns a random number from 0 to 1, by which delays are shortened.
+    """
+
+    def __init__(self, uniform: Callable[[], float] = random.random) -> None:
         self.failed_starts = 0
         self.due = 0.0
-        self._short_lives = 0
+        self._useless_lives = 0
+        self._uniform = uniform
 
     @property
     def given_up(self) -> bool:
         """Whether no further start makes sense."""
-        return self.failed_starts >= MAX_FAILED_STARTS
+        return self.failed_starts >= MAX_FAILED_STARTS or self.useless
+
+    @property
+    def useless(self) -> bool:
+        """Whether workers become READY, but never come to answer anything."""
+        return self._useless_lives >= MAX_USELESS_LIVES
 
     def became_ready(self) -> None:
         """A worker has become READY: starting works."""
@@ -35,17 +54,24 @@ class Restarts:
     def start_failed(self, now: float) -> None:
         """A worker has died before it was READY."""
         self.failed_starts += 1
-        self.due = now + _delay(self.failed_starts)
+        self.due = now + self._delay(self.failed_starts)
 
-    def died(self, lived: float, now: float) -> None:
-        """A worker has died `lived` seconds after it was READY."""
-        if lived >= SHORT_LIFE_S:
-            self._short_lives = 0
+    def died(self, lived: float, now: float, *, useful: bool = False) -> None:
+        """A worker has died `lived` seconds after it was READY.
+
+        Args:
+            lived: how long.
+            now: the clock.
+            useful: whether it had answered anything. Then it was no bad start, and its successor is wanted at once:
+                a request that kills workers is the quarantine's business.
+        """
+        if useful or lived >= SHORT_LIFE_S:
+            self._useless_lives = 0
             self.due = now
             return
-        self.due = now if self._short_lives == 0 else now + _delay(self._short_lives)
-        self._short_lives += 1
+        self.due = now if self._useless_lives == 0 else now + self._delay(self._useless_lives)
+        self._useless_lives += 1
 
-
-def _delay(count: int) -> float:
-    return min(_MAX_DELAY_S, _FIRST_DELAY_S * 2.0 ** min(count - 1, _MAX_DOUBLINGS))
+    def _delay(self, count: int) -> float:
+        delay = min(_MAX_DELAY_S, _FIRST_DELAY_S * 2.0 ** min(count - 1, _MAX_DOUBLINGS))
+        return delay * (1.0 - _JITTER * self._uniform())

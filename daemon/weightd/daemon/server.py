@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import signal
 import time
+from pathlib import Path
 
 import zmq
 
@@ -13,12 +15,14 @@ from weightd.daemon import exits
 from weightd.daemon.backend import Backend
 from weightd.daemon.budget import MIB, Device
 from weightd.daemon.claim import claim
-from weightd.daemon.config import Config, DeviceConfig
+from weightd.daemon.config import Config, ConfigError, DeviceConfig, ModelConfig, load
+from weightd.daemon.fleet import Change, Fleet
 from weightd.daemon.frontend import Frontend
 from weightd.daemon.loop import Loop, signals
-from weightd.daemon.model import Model
+from weightd.daemon.model import Model, Numbers
 from weightd.daemon.status import Subject, Survey, report
-from weightd.protocol.errors import ResourceExhausted
+from weightd.protocol.errors import InvalidArgument, RequestError, ResourceExhausted, Unavailable
+from weightd.protocol.messages import ReloadResponse
 from weightd.protocol.version import VERSION
 
 _log = logging.getLogger("weightd")
@@ -32,14 +36,17 @@ class Server:
 
     Args:
         config: what to serve, and where.
+        path: the file that it comes from, to be read again on SIGHUP.
         one_shot: end when a model fails instead of serving the others (`weightd run`).
     """
 
-    def __init__(self, config: Config, *, one_shot: bool = False) -> None:
+    def __init__(self, config: Config, path: Path | None = None, *, one_shot: bool = False) -> None:
         self._config = config
+        self._path = path
+        self._devices: dict[str, Device] = {}
         self._one_shot = one_shot
         self._loop = Loop()
-        self._models: dict[str, Model] = {}
+        self._fleet = Fleet(self._make)
         self._surveys: list[Survey] = []
         self._started = time.monotonic()
         self._stop_at = float("inf")
@@ -51,7 +58,7 @@ class Server:
         Raises:
             ClaimError: a socket or a directory cannot be had.
         """
-        with claim(self._config.daemon), signals([signal.SIGTERM, signal.SIGINT]) as wakeups:
+        with claim(self._config.daemon), signals([signal.SIGTERM, signal.SIGINT, signal.SIGHUP]) as wakeups:
             context = zmq.Context()
             try:
                 self._open(context, wakeups)
@@ -59,19 +66,25 @@ class Server:
             finally:
                 context.destroy()
                 self._loop.close()
-        failed = any(deployment.failed for model in self._models.values() for deployment in model.deployments)
-        return exits.MODEL_FAILED if failed else exits.OK
+        models = self._fleet.models.values()
+        if any(deployment.failed for model in models for deployment in model.deployments):
+            return exits.MODEL_FAILED
+        if self._fleet.deaths:
+            _log.warning("%d processes ended that nobody had asked to: the exit status tells", self._fleet.deaths)
+            return exits.PROCESS_DIED
+        return exits.OK
 
     def _open(self, context: zmq.Context[zmq.Socket[bytes]], wakeups: int) -> None:
         daemon = self._config.daemon
-        self._devices = _devices(self._config)
+        _update_devices(self._devices, self._config)
         self._backend = Backend(context, daemon, self._loop, self._devices)
-        self._frontend = Frontend(context, daemon.socket, self._loop, self._models, self._ask_status)
+        self._frontend = Frontend(context, daemon.socket, self._loop, self._fleet, self._ask_status, self._on_reload)
         self._loop.add(wakeups, lambda: self._on_signals(os.read(wakeups, 64)))
         _log.info("weightd %s, pid %d, listens on %s", VERSION, os.getpid(), daemon.socket)
-        for name, config in self._config.models.items():
-            self._models[name] = Model(name, config, self._devices, self._backend, self._frontend)
-            self._models[name].start(time.monotonic())
+        self._fleet.start(self._config.models, time.monotonic())
+
+    def _make(self, name: str, config: ModelConfig, numbers: Numbers) -> Model:
+        return Model(name, config, self._devices, self._backend, self._frontend, numbers)
 
     # --- the loop -----------------------------------------------------------------------------------------------
 
@@ -90,15 +103,13 @@ class Server:
         if self._surveys or self._backend.due:
             return 0.0
         due = float("inf") if self._stopping_models else self._stop_at
-        for model in self._models.values():
-            due = min(due, model.next_tick, model.scheduler.next_deadline)
+        for model in self._fleet.everyone():
+            due = min(due, model.next_tick, model.scheduler.next_event)
         return due - time.monotonic()
 
     def _tick(self, now: float) -> None:
         self._backend.tick(now)
-        for model in self._models.values():
-            if now >= model.next_tick or now >= model.scheduler.next_deadline:
-                model.tick(now)
+        self._fleet.tick(now)
         if self._surveys and self._surveys[0].step():
             self._answer_status(self._surveys.pop(0))
         if self._one_shot and self._any_failed():
@@ -107,10 +118,10 @@ class Server:
             self._stop_models(now)
 
     def _any_failed(self) -> bool:
-        return any(model.has_failed for model in self._models.values())
+        return any(model.has_failed for model in self._fleet.models.values())
 
     def _idle(self) -> bool:
-        return all(model.scheduler.idle for model in self._models.values())
+        return all(model.scheduler.idle for model in self._fleet.everyone())
 
     # --- the end ------------------------------------------------------------------------------------------------
 
@@ -118,7 +129,9 @@ class Server:
         now = time.monotonic()
         for number in numbers:
             _log.info("%s", signal.Signals(number).name)
-            if not self._frontend.stopping:
+            if number == signal.SIGHUP:
+                self._on_hangup(now)
+            elif not self._frontend.stopping:
                 self._stop(now)
             else:
                 _log.warning("asked twice to stop: killing every process")
@@ -134,8 +147,44 @@ class Server:
 
     def _stop_models(self, now: float) -> None:
         self._stopping_models = True
-        for model in self._models.values():
-            model.drain(now)
+        self._fleet.drain(now)
+
+    # --- another configuration ----------------------------------------------------------------------------------
+
+    def _on_hangup(self, now: float) -> None:
+        try:
+            self._reload(now)
+        except RequestError as error:
+            _log.error("not reloaded, nothing has changed: %s", error)
+
+    def _on_reload(self, request_id: str) -> ReloadResponse:
+        return ReloadResponse(request_id, *self._reload(time.monotonic()))
+
+    def _reload(self, now: float) -> Change:
+        """Read the configuration file again and make it true.
+
+        Raises:
+            InvalidArgument: the file is wrong, or there is none; nothing has changed.
+            Unavailable: not now; nothing has changed.
+        """
+        if self._path is None:
+            raise InvalidArgument("weightd was started without a configuration file: there is nothing to reload")
+        if self._frontend.stopping:
+            raise Unavailable("weightd is stopping")
+        try:
+            config = load(self._path)
+        except ConfigError as error:
+            raise InvalidArgument(str(error)) from None
+        fixed = dataclasses.replace(config.daemon, drain_timeout=self._config.daemon.drain_timeout)
+        for key, value in vars(fixed).items():
+            was = getattr(self._config.daemon, key)
+            if value != was:
+                raise InvalidArgument(f"{self._path}: daemon.{key}: expected {was!r} as before, got {value!r}: restart")
+        _update_devices(self._devices, config)
+        change = self._fleet.reload(config.models, now)
+        self._config = config
+        _log.info("reloaded %s: %s", self._path, change)
+        return change
 
     # --- status -------------------------------------------------------------------------------------------------
 
@@ -149,17 +198,22 @@ class Server:
         state = "stopping" if self._frontend.stopping else "running"
         uptime = time.monotonic() - self._started
         backend = self._backend
-        subject = Subject(self._models.values(), self._devices.values(), backend.processes, backend.files)
+        subject = Subject(
+            self._fleet.models.values(),
+            self._devices.values(),
+            backend.processes,
+            backend.files,
+            self._frontend.dropped,
+        )
         self._frontend.tell_status(survey.client, report(survey, state, uptime, subject))
 
 
-def _devices(config: Config) -> dict[str, Device]:
-    """Return every device that a model of the configuration uses, with what it has as far as that is given."""
-    devices: dict[str, Device] = {}
+def _update_devices(devices: dict[str, Device], config: Config) -> None:
+    """Add every device that a model of the configuration uses, and set what it has as far as that is given."""
     for name in dict.fromkeys(device for model in config.models.values() for device in model.devices):
-        if name == "cpu":
-            devices[name] = Device(name)
-        else:
+        device = devices.setdefault(name, Device(name))
+        if name != "cpu":
             given = config.devices.get(name, DeviceConfig())
-            devices[name] = Device(name, given.memory_mib * MIB or None, given.processes)
-    return devices
+            # Where nothing is given, what the card has said before stays true.
+            device.capacity = given.memory_mib * MIB or device.capacity
+            device.max_processes = given.processes

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import zmq
@@ -17,6 +17,14 @@ BATCH = 64
 # Owner and group may connect: who is in the group is the operator's decision.
 _CLIENTS_UMASK = 0o117
 _CHILDREN_UMASK = 0o177
+
+_UNREACHABLE = object()
+
+# The kernel finds out within a minute that the host of a TCP client is gone. On a unix socket it knows at once.
+_KEEPALIVE = {zmq.TCP_KEEPALIVE: 1, zmq.TCP_KEEPALIVE_IDLE: 30, zmq.TCP_KEEPALIVE_INTVL: 10, zmq.TCP_KEEPALIVE_CNT: 3}
+
+# Requests of one client that wait to be read, whatever their size; one that sends faster waits in its own socket.
+_CLIENT_RCVHWM = 64
 
 # The last answers of a daemon that stops get this long to leave.
 LINGER_MS = 1000
@@ -41,6 +49,10 @@ def bind(context: zmq.Context[zmq.Socket[bytes]], address: str, *, clients: bool
     socket.setsockopt(zmq.MAXMSGSIZE, limits.MAX_FRAME_BYTES)
     # A peer that is gone is an error here, not a silent drop.
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+    if clients:
+        socket.setsockopt(zmq.RCVHWM, _CLIENT_RCVHWM)
+        for option, value in _KEEPALIVE.items():
+            socket.setsockopt(option, value)
     # The permissions of a unix socket are what the umask leaves: they are right from its first moment.
     umask = os.umask(_CLIENTS_UMASK if clients else _CHILDREN_UMASK)
     try:
@@ -68,13 +80,25 @@ def receive(socket: zmq.Socket[bytes]) -> Iterator[Received]:
 
 def send(socket: zmq.Socket[bytes], peer: bytes, frames: Sequence[Any]) -> bool:
     """Send without waiting; return whether the peer could be reached. Large frames pass on uncopied."""
+    return _send(multipart.send, socket, peer, frames) is not _UNREACHABLE
+
+
+def send_tracked(
+    socket: zmq.Socket[bytes], peer: bytes, frames: Sequence[Any]
+) -> list[tuple[zmq.MessageTracker, int]] | None:
+    """Send as `send` does; return a tracker for each large frame with its bytes, or None if the peer is unreachable."""
+    trackers = _send(multipart.send_tracked, socket, peer, frames)
+    return None if trackers is _UNREACHABLE else trackers
+
+
+def _send(how: Callable[..., Any], socket: zmq.Socket[bytes], peer: bytes, frames: Sequence[Any]) -> Any:
     try:
-        multipart.send(socket, [peer, *frames], multipart.NOBLOCK)
+        return how(socket, [peer, *frames], multipart.NOBLOCK)
     except zmq.ZMQError as error:
+        # There is no such peer, or a thousand messages wait for it.
         if error.errno in (zmq.EHOSTUNREACH, zmq.EAGAIN):
-            return False
+            return _UNREACHABLE
         raise
-    return True
 
 
 def peer_pid(identity: zmq.Frame) -> int | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
@@ -44,12 +45,13 @@ class Survey:
 
 
 class Subject(NamedTuple):
-    """What a report is about: the models, their devices, and the processes and files of their generations."""
+    """What a report is about: models, devices, processes and files of generations, and answers that were dropped."""
 
     models: Iterable[Model]
     devices: Iterable[Device]
     processes: Mapping[str, Process]
     files: Mapping[str, GenerationFiles]
+    dropped: int
 
 
 def report(survey: Survey, state: str, uptime: float, subject: Subject) -> StatusResponse:
@@ -63,6 +65,7 @@ def report(survey: Survey, state: str, uptime: float, subject: Subject) -> Statu
         pss_bytes=survey.pss.get(os.getpid()) or 0,
         models=tuple(_model(model, survey, subject.processes, subject.files) for model in subject.models),
         devices=tuple(_device(device) for device in subject.devices if device.name != "cpu"),
+        dropped=subject.dropped,
     )
 
 
@@ -83,6 +86,9 @@ def _model(
         ),
         p50_us=model.latencies.percentile_us(50),
         p99_us=model.latencies.percentile_us(99),
+        deaths=model.deaths,
+        quarantined=model.guard.quarantine.count(time.monotonic()),
+        note=clip(model.note),
     )
 
 

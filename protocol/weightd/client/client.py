@@ -22,7 +22,14 @@ from weightd.protocol.errors import (
     Unavailable,
     WeightdError,
 )
-from weightd.protocol.messages import ModelMetadataResponse, ServerMetadataResponse, StatusResponse, UpdateResponse
+from weightd.protocol.messages import (
+    ModelMetadataResponse,
+    ReadyResponse,
+    ReloadResponse,
+    ServerMetadataResponse,
+    StatusResponse,
+    UpdateResponse,
+)
 
 DEFAULT_TIMEOUT_S = 30.0
 
@@ -41,15 +48,26 @@ class ClientClosed(WeightdError):
 class Pending:
     """A request under way. Its answer is fetched with `result`, in any order; without a Pending, it is dropped."""
 
-    __slots__ = ("_poll", "_wait")
+    __slots__ = ("_cancel", "_poll", "_wait")
 
-    def __init__(self, wait: Callable[[], Answer], poll: Callable[[], bool]) -> None:
+    def __init__(self, wait: Callable[[], Answer], poll: Callable[[], bool], cancel: Callable[[], None]) -> None:
         self._wait = wait
         self._poll = poll
+        self._cancel = cancel
 
     def done(self) -> bool:
         """Whether the request has ended, in an answer or in an error; never waits."""
         return self._poll()
+
+    def cancel(self) -> None:
+        """Take the request back, if it has not ended: no worker begins with it, and `result` raises `Cancelled`.
+
+        An answer that is on its way already may still come, and counts.
+
+        Raises:
+            DeadlineExceeded: it could not be sent within the client's timeout: the daemon reads nothing.
+        """
+        self._cancel()
 
     def result(self) -> Dict[str, Any]:
         """Wait for the answer until the deadline that `submit` was given.
@@ -126,7 +144,24 @@ class Client:
         seconds, deadline = self._begin(timeout)
         call, frames = self._core.infer(model, inputs, seconds)
         self._send(frames, deadline)
-        return Pending(partial(self._wait, call, deadline + _grace(seconds)), partial(self._poll, call))
+        return Pending(
+            partial(self._wait, call, deadline + _grace(seconds)),
+            partial(self._poll, call),
+            partial(self._cancel, call),
+        )
+
+    def ready(self, model: str = "", *, timeout: Optional[float] = None) -> ReadyResponse:
+        """Return whether a model can answer: a worker of it has done so within the watchdog's period. Never waits.
+
+        Args:
+            model: the model's name; "" for all of them together.
+            timeout: seconds to wait for this answer.
+
+        Raises:
+            RequestError: as `infer`.
+        """
+        seconds, deadline = self._begin(timeout)
+        return cast(ReadyResponse, self._ask(self._core.ready(model), seconds, deadline))
 
     def metadata(self, model: str, *, timeout: Optional[float] = None) -> ModelMetadataResponse:
         """Return what the model takes and gives. Waits while it loads.
@@ -181,6 +216,17 @@ class Client:
         seconds, deadline = self._begin(timeout)
         started = self._core.update(model, path, weights, rollback=rollback)
         return cast(UpdateResponse, self._ask(started, seconds, deadline))
+
+    def reload(self, *, timeout: Optional[float] = None) -> ReloadResponse:
+        """Have the daemon read its configuration file again; models that are new or changed load after the answer.
+
+        Only the daemon's own user, and root, may do this.
+
+        Raises:
+            RequestError: as `infer`; `InvalidArgument` says what is wrong with the file, and nothing has changed.
+        """
+        seconds, deadline = self._begin(timeout)
+        return cast(ReloadResponse, self._ask(self._core.reload(), seconds, deadline))
 
     def close(self) -> None:
         """Close the connection. Requests under way are given up. In a forked process it does nothing.
@@ -238,6 +284,13 @@ class Client:
             if not self._take_in(deadline):
                 raise DeadlineExceeded(f"no answer from {self.address} in time: the daemon does not answer")
         return call.result()
+
+    def _cancel(self, call: Call) -> None:
+        if not self._poll(call):
+            try:
+                self._connection.tell(self._core.cancel(call), time.monotonic() + self.timeout)
+            except Unavailable as error:
+                self._hang_up(Unavailable, str(error))  # which ends the call, too
 
     def _poll(self, call: Call) -> bool:
         self._check_owner()

@@ -91,7 +91,12 @@ class Connection:
         return self._unanswered == 0 and not self._alarm.poll(0)
 
     def send(self, frames: List[Any], deadline: float) -> None:
-        """Send a request; waits while the daemon reads nothing. Large frames are not copied.
+        """Send a request, as `tell`; it will be answered."""
+        self.tell(frames, deadline)
+        self._unanswered += 1
+
+    def tell(self, frames: List[Any], deadline: float) -> None:
+        """Send a message; waits while the daemon reads nothing. Large frames are not copied.
 
         Raises:
             Unavailable: the connection is lost.
@@ -109,7 +114,6 @@ class Connection:
                 self.close()  # A half message may be sent.
                 raise
             else:
-                self._unanswered += 1
                 return
             if self._has_ended():
                 raise self._loss()

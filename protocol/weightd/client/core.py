@@ -12,15 +12,21 @@ from weightd.protocol import limits
 from weightd.protocol.errors import InvalidArgument, RemoteProtocolError, WeightdError, request_error
 from weightd.protocol.messages import (
     TO_CLIENT,
+    Cancel,
     DaemonMessage,
     Error,
     Infer,
     InferResponse,
     ModelMetadata,
     ModelMetadataResponse,
+    ModelReady,
     Parameters,
+    ReadyResponse,
+    Reload,
+    ReloadResponse,
     ServerMetadata,
     ServerMetadataResponse,
+    ServerReady,
     Status,
     StatusResponse,
     TensorSpec,
@@ -33,7 +39,15 @@ from weightd.protocol.wire import decode, encode
 # Calls that were given up are forgotten when this many, or twice those under way, are known.
 _LEAST_SWEEP = 256
 
-Answer = Union[Dict[str, Any], ModelMetadataResponse, ServerMetadataResponse, StatusResponse, UpdateResponse]
+Answer = Union[
+    Dict[str, Any],
+    ReadyResponse,
+    ModelMetadataResponse,
+    ServerMetadataResponse,
+    StatusResponse,
+    UpdateResponse,
+    ReloadResponse,
+]
 
 
 class Call:
@@ -111,6 +125,15 @@ class ClientCore:
         header = encode(Infer(call.id, model, specs_of(arrays), _parameters(timeout)))
         return self._started(call, [header, *map(frame_of, arrays.values())])
 
+    def cancel(self, call: Call) -> List[Any]:
+        """Return the frames that take a request back; it is still answered, if not in `Cancelled` then as if not."""
+        return [encode(Cancel(call.id))]
+
+    def ready(self, model: str) -> Started:
+        """Return the question whether a model, or with "" all of them, can answer, and its frames."""
+        call = Call(self._next_id(), ReadyResponse)
+        return self._started(call, [encode(ModelReady(call.id, model) if model else ServerReady(call.id))])
+
     def model_metadata(self, model: str) -> Started:
         """Return a question about a model and its frames."""
         call = Call(self._next_id(), ModelMetadataResponse)
@@ -135,6 +158,11 @@ class ClientCore:
         call = Call(self._next_id(), UpdateResponse)
         return self._started(call, [encode(Update(call.id, model, path, weights, rollback))])
 
+    def reload(self) -> Started:
+        """Return the wish that the configuration file be read again, and its frames."""
+        call = Call(self._next_id(), ReloadResponse)
+        return self._started(call, [encode(Reload(call.id))])
+
     def received(self, frames: Sequence[Any]) -> None:
         """Take in a message: it ends the call that it names. One that nobody waits for (any more) is dropped.
 
@@ -152,7 +180,8 @@ class ClientCore:
         if isinstance(message, Error):
             if not message.id:
                 raise RemoteProtocolError(f"the daemon could not read a request: {message.error}")
-            self._fail(message.id, request_error(message.code, message.error))
+            after = None if message.retry_after is None else message.retry_after / 1e6
+            self._fail(message.id, request_error(message.code, message.error, retry_after=after))
             return
         call = self._ended(message.id)
         if call is None:

@@ -54,9 +54,14 @@ class RequestError(WeightdError):
 
     Attributes:
         code: the gRPC name of the error's kind.
+        retry_after: seconds after which the same request may succeed; None where nothing is known of that.
     """
 
     code: ClassVar[str] = ""
+
+    def __init__(self, text: str = "", *, retry_after: Optional[float] = None) -> None:
+        super().__init__(text)
+        self.retry_after = retry_after
 
 
 class InvalidArgument(RequestError):
@@ -129,10 +134,10 @@ ERRORS: Dict[str, Type[RequestError]] = {
 }
 
 
-def request_error(code: str, text: str, hint: Optional[str] = None) -> RequestError:
+def request_error(code: str, text: str, *, retry_after: Optional[float] = None) -> RequestError:
     """Return the exception for a code of the wire.
 
     Raises:
         KeyError: `code` is none of the codes in `ERRORS`.
     """
-    return ERRORS[code](text if hint is None else f"{text} ({hint})")
+    return ERRORS[code](text, retry_after=retry_after)

@@ -31,6 +31,9 @@ MAX_ID_BYTES = 128
 # Names are written by people or exported from module paths; this is the length of a file name, too.
 MAX_NAME_BYTES = 256
 
+# Names of models, which are parts of file names and process names.
+MAX_MODEL_NAME_BYTES = 64
+
 # A screenful: an error text is read by people, who find the rest in the log.
 MAX_TEXT_BYTES = 4096
 

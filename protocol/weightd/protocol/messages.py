@@ -97,6 +97,45 @@ class Error:
     id: str = field(metadata=text(limits.MAX_ID_BYTES, empty=True))
     code: str = field(metadata=one_of(ERRORS))
     error: str = field(metadata=text(limits.MAX_TEXT_BYTES, empty=True))
+    retry_after: Optional[int] = field(default=None, metadata=integer(0, limits.MAX_TIMEOUT_US))
+    """Microseconds after which the same request may succeed; absent where nothing is known of that."""
+
+
+@dataclass(frozen=True)
+class Cancel:
+    """client → daemon: the request with this id is not wanted any more.
+
+    If it has not ended, it ends in CANCELLED now. This message itself has no answer.
+    """
+
+    id: str = field(metadata=text(limits.MAX_ID_BYTES))
+
+
+@dataclass(frozen=True)
+class ServerReady:
+    """client → daemon: is every model ready?"""
+
+    id: str = field(metadata=text(limits.MAX_ID_BYTES))
+
+
+@dataclass(frozen=True)
+class ModelReady:
+    """client → daemon: is this model ready?"""
+
+    id: str = field(metadata=text(limits.MAX_ID_BYTES))
+    model_name: str = field(metadata=text(limits.MAX_NAME_BYTES))
+
+
+@dataclass(frozen=True)
+class ReadyResponse:
+    """daemon → client: whether a worker of the model, or of each model, has answered within the watchdog's period.
+
+    `reason` says why not; "" where it is ready.
+    """
+
+    id: str = field(metadata=text(limits.MAX_ID_BYTES))
+    ready: bool = field(metadata=boolean())
+    reason: str = field(default="", metadata=text(limits.MAX_TEXT_BYTES, empty=True))
 
 
 @dataclass(frozen=True)
@@ -167,6 +206,26 @@ class UpdateResponse:
 
 
 @dataclass(frozen=True)
+class Reload:
+    """client → daemon: read the configuration file again, and serve what it says now.
+
+    Only the daemon's user, and root, may.
+    """
+
+    id: str = field(metadata=text(limits.MAX_ID_BYTES))
+
+
+@dataclass(frozen=True)
+class ReloadResponse:
+    """daemon → client: the file is good and in force; these models load, roll to what it says now, or drain."""
+
+    id: str = field(metadata=text(limits.MAX_ID_BYTES))
+    added: Tuple[str, ...] = field(metadata=many(text(limits.MAX_MODEL_NAME_BYTES), limits.MAX_MODELS))
+    changed: Tuple[str, ...] = field(metadata=many(text(limits.MAX_MODEL_NAME_BYTES), limits.MAX_MODELS))
+    removed: Tuple[str, ...] = field(metadata=many(text(limits.MAX_MODEL_NAME_BYTES), limits.MAX_MODELS))
+
+
+@dataclass(frozen=True)
 class ProcessStatus:
     """One process of a generation. Memory in bytes, latency in microseconds."""
 
@@ -204,7 +263,11 @@ class GenerationStatus:
 
 @dataclass(frozen=True)
 class ModelStatus:
-    """One model of the configuration. Latency in microseconds, from arrival to answer, in the daemon."""
+    """One model of the configuration. Latency in microseconds, from arrival to answer, in the daemon.
+
+    `deaths` are processes that ended without being asked to; `quarantined` are contents of requests that are refused
+    because workers died of them; `note` is what went wrong last with a change of the model.
+    """
 
     name: str = field(metadata=text(limits.MAX_NAME_BYTES))
     engine: str = field(metadata=text(limits.MAX_NAME_BYTES))
@@ -216,6 +279,9 @@ class ModelStatus:
     generations: Tuple[GenerationStatus, ...] = field(metadata=many(record(GenerationStatus), limits.MAX_GENERATIONS))
     p50_us: Optional[float] = field(default=None, metadata=number())
     p99_us: Optional[float] = field(default=None, metadata=number())
+    deaths: int = field(default=0, metadata=_COUNT)
+    quarantined: int = field(default=0, metadata=_COUNT)
+    note: str = field(default="", metadata=text(limits.MAX_TEXT_BYTES, empty=True))
 
 
 @dataclass(frozen=True)
@@ -240,7 +306,10 @@ class DeviceStatus:
 
 @dataclass(frozen=True)
 class StatusResponse:
-    """daemon → client: the daemon, its models, their processes and their cards. Memory in bytes (PSS)."""
+    """daemon → client: the daemon, its models, their processes and their cards. Memory in bytes (PSS).
+
+    `dropped` are answers that could not be sent because their client was gone or did not read.
+    """
 
     id: str = field(metadata=text(limits.MAX_ID_BYTES))
     version: str = field(metadata=text(limits.MAX_NAME_BYTES))
@@ -250,25 +319,39 @@ class StatusResponse:
     pss_bytes: int = field(metadata=_COUNT)
     models: Tuple[ModelStatus, ...] = field(metadata=many(record(ModelStatus), limits.MAX_MODELS))
     devices: Tuple[DeviceStatus, ...] = field(default=(), metadata=many(record(DeviceStatus), limits.MAX_DEVICES))
+    dropped: int = field(default=0, metadata=_COUNT)
 
 
-ClientMessage = Union[Infer, ServerMetadata, ModelMetadata, Status, Update]
+ClientMessage = Union[Infer, Cancel, ServerReady, ModelReady, ServerMetadata, ModelMetadata, Status, Update, Reload]
 DaemonMessage = Union[
-    InferResponse, Error, ServerMetadataResponse, ModelMetadataResponse, StatusResponse, UpdateResponse
+    InferResponse,
+    Error,
+    ReadyResponse,
+    ServerMetadataResponse,
+    ModelMetadataResponse,
+    StatusResponse,
+    UpdateResponse,
+    ReloadResponse,
 ]
 
 FROM_CLIENT: Dict[str, Type[ClientMessage]] = {
     "infer": Infer,
+    "cancel": Cancel,
+    "server_ready": ServerReady,
+    "model_ready": ModelReady,
     "server_metadata": ServerMetadata,
     "model_metadata": ModelMetadata,
     "status": Status,
     "update": Update,
+    "reload": Reload,
 }
 TO_CLIENT: Dict[str, Type[DaemonMessage]] = {
     "infer_response": InferResponse,
     "error": Error,
+    "ready_response": ReadyResponse,
     "server_metadata_response": ServerMetadataResponse,
     "model_metadata_response": ModelMetadataResponse,
     "status_response": StatusResponse,
     "update_response": UpdateResponse,
+    "reload_response": ReloadResponse,
 }

@@ -6,7 +6,7 @@ another, which a received frame knows by itself. For small messages both take ab
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, List, Sequence
+from typing import TYPE_CHECKING, Any, List, Sequence, Tuple
 
 import zmq
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     Socket = zmq.Socket[bytes]
 
 # Below this, copying a frame costs less than tracking it.
-_ZERO_COPY_BYTES = 64 * 1024
+ZERO_COPY_BYTES = 64 * 1024
 
 # A peer's id, the header, the tensors, and one more: enough to see that there are too many.
 _MAX_FRAMES = limits.MAX_TENSORS + 3
@@ -34,7 +34,22 @@ def send(socket: Socket, frames: Sequence[Any], flags: int = 0) -> None:
     """
     last = len(frames) - 1
     for index, frame in enumerate(frames):
-        socket.send(frame, flags if index == last else flags | _SNDMORE, len(frame) < _ZERO_COPY_BYTES)
+        socket.send(frame, flags if index == last else flags | _SNDMORE, len(frame) < ZERO_COPY_BYTES)
+
+
+def send_tracked(socket: Socket, frames: Sequence[Any], flags: int = 0) -> List[Tuple[zmq.MessageTracker, int]]:
+    """Send a message as `send` does; return a tracker for each large frame, with its bytes: done once it is written."""
+    tracked: List[Tuple[zmq.MessageTracker, int]] = []
+    last = len(frames) - 1
+    for index, frame in enumerate(frames):
+        more = flags if index == last else flags | _SNDMORE
+        if len(frame) < ZERO_COPY_BYTES:
+            socket.send(frame, more)
+        else:
+            # A received frame has no tracker: its bytes are sent as those of any other object.
+            tracker = socket.send(memoryview(frame), more, copy=False, track=True)
+            tracked.append((tracker, len(frame)))
+    return tracked
 
 
 def receive(socket: Socket, flags: int = 0) -> List[zmq.Frame]:
@@ -55,4 +70,4 @@ def receive(socket: Socket, flags: int = 0) -> List[zmq.Frame]:
 
 def content(frame: zmq.Frame) -> Any:
     """Return what is in `frame`: a small one as bytes, which are the cheapest to have; a large one uncopied."""
-    return frame.bytes if len(frame) < _ZERO_COPY_BYTES else frame
+    return frame.bytes if len(frame) < ZERO_COPY_BYTES else frame

@@ -25,6 +25,7 @@ _MAP: Type[Any] = dict
 
 # How much of a foreign value an error shows.
 _SHOWN = 40
+_SHOWN_BITS = 128
 
 
 class FieldError(ValueError):
@@ -65,6 +66,9 @@ def shown(value: object) -> str:
     # repr() of a list that nests deeper than Python's stack raises RecursionError.
     if isinstance(value, (list, tuple, dict)):
         return f"of {len(value)} items"  # pyright: ignore[reportUnknownArgumentType]
+    if isinstance(value, int) and value.bit_length() > _SHOWN_BITS:
+        # Python refuses to write a number of thousands of digits.
+        return f"of {value.bit_length()} bits"
     text = repr(value[:_SHOWN]) if isinstance(value, (str, bytes)) else repr(value)
     return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."
 

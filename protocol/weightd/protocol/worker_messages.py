@@ -164,8 +164,29 @@ class Failed:
 
 
 @dataclass(frozen=True)
+class Skip:
+    """daemon → worker: nobody waits for this `Predict` any more; if it has not begun, do not run it."""
+
+    request: int = field(metadata=_REQUEST)
+
+
+@dataclass(frozen=True)
+class Ping:
+    """daemon → worker: show that you answer; with `canary`, that you answer rightly."""
+
+    canary: bool = field(metadata=boolean())
+
+
+@dataclass(frozen=True)
+class Pong:
+    """worker → daemon: the answer to a `Ping`; `canary` is the digest of what the canary gives now, else ""."""
+
+    canary: str = field(default="", metadata=text(limits.MAX_DIGEST_BYTES, empty=True))
+
+
+@dataclass(frozen=True)
 class Settle:
-    """daemon → holder: no attach is due; let pages of the store that nobody maps leave memory."""
+    """daemon → child: no attach is due; let pages of the store that nobody maps leave memory."""
 
 
 @dataclass(frozen=True)
@@ -173,8 +194,8 @@ class Stop:
     """daemon → child: finish what you have and exit."""
 
 
-ChildMessage = Union[Hello, Built, Allowed, Attached, Broken, Result, Failed]
-OrderMessage = Union[Build, Allow, Attach, Predict, Settle, Stop]
+ChildMessage = Union[Hello, Built, Allowed, Attached, Broken, Result, Failed, Pong]
+OrderMessage = Union[Build, Allow, Attach, Predict, Skip, Ping, Settle, Stop]
 
 FROM_CHILD: Dict[str, Type[ChildMessage]] = {
     "hello": Hello,
@@ -184,12 +205,15 @@ FROM_CHILD: Dict[str, Type[ChildMessage]] = {
     "broken": Broken,
     "result": Result,
     "failed": Failed,
+    "pong": Pong,
 }
 TO_CHILD: Dict[str, Type[OrderMessage]] = {
     "build": Build,
     "allow": Allow,
     "attach": Attach,
     "predict": Predict,
+    "skip": Skip,
+    "ping": Ping,
     "settle": Settle,
     "stop": Stop,
 }

@@ -97,6 +97,36 @@ def with_external_data(path: Path, locations: int = 2, width: int = 64, seed: in
     return save(path, nodes, [fp32("x", "N", width)], [fp32("y", "N", width)], weights)
 
 
+def loop(path: Path) -> Path:
+    """Input "n" INT64 [1] -> "y" INT64 [1] = n, found by counting: each thousand million takes minutes.
+
+    For ONNX Runtime only.
+    """
+    one = numpy_helper.from_array(np.ones(1, np.int64), "one")
+    flag = helper.make_tensor_value_info("going", TensorProto.BOOL, [])
+    body = helper.make_graph(
+        [
+            helper.make_node("Identity", ["going"], ["goes_on"]),
+            helper.make_node("Add", ["so_far", "one"], ["more"]),
+        ],
+        "count",
+        [
+            helper.make_tensor_value_info("round", TensorProto.INT64, []),
+            flag,
+            helper.make_tensor_value_info("so_far", TensorProto.INT64, [1]),
+        ],
+        [
+            helper.make_tensor_value_info("goes_on", TensorProto.BOOL, []),
+            helper.make_tensor_value_info("more", TensorProto.INT64, [1]),
+        ],
+        [one],
+    )
+    zero = numpy_helper.from_array(np.zeros(1, np.int64), "zero")
+    node = helper.make_node("Loop", ["n", "", "zero"], ["y"], body=body)
+    number = [helper.make_tensor_value_info(name, TensorProto.INT64, [1]) for name in ("n", "y")]
+    return save(path, [node], number[:1], number[1:], [zero])
+
+
 def random_output(path: Path) -> Path:
     """Input "x" FP32 [N, 4] plus noise from [0, 1) -> "y" FP32 [N, 4]: no two answers are equal.
 

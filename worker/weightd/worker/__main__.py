@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import json
 import logging
 import os
@@ -36,6 +37,8 @@ def main() -> int:
     die_with(arguments.parent)
     # Ctrl-C in a terminal reaches the whole process group; who stops when is the daemon's decision.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # A crash, and the SIGABRT of a daemon that has waited too long, leave the stacks of all threads in the log.
+    faulthandler.enable()
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", level=logging.INFO)
     pagesharing.prepare()
     context = zmq.Context()

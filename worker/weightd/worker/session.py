@@ -1,17 +1,19 @@
 """The life of a child: HELLO, one build, then requests until it is told to stop.
 
 One thread, one blocking socket: while the engine works, messages wait in the socket. That the process is alive is
-watched from outside, by its pidfd.
+watched from outside, by its pidfd, and that it answers by pings.
 """
 
 from __future__ import annotations
 
+import collections
 import functools
 import logging
 import platform
-from typing import Any, Sequence
+from typing import Any, Deque, Optional, Sequence, Tuple
 
 import numpy as np
+import zmq
 
 from weightd.protocol import limits, multipart
 from weightd.protocol.errors import Internal, InvalidArgument, RequestError, WeightdError
@@ -31,13 +33,17 @@ from weightd.protocol.worker_messages import (
     Failed,
     Hello,
     OrderMessage,
+    Ping,
+    Pong,
     Predict,
     Result,
     Settle,
+    Skip,
     Stop,
 )
 from weightd.worker import canary, exits, nativelog, weights
 from weightd.worker.engines.base import Arrays, BuildError, Engine, NotAllowed, Shared, Signature, Spoilt
+from weightd.worker.proof import Proof
 
 _log = logging.getLogger("weightd.worker")
 
@@ -60,20 +66,41 @@ class Session:
         self._store = store
         self._update = update
         self._handle = ""
+        self._proof: Optional[Proof] = None
+        # What has been read and not been done yet: the daemon sends at most a few orders ahead.
+        self._inbox: Deque[Tuple[OrderMessage, Sequence[bytes]]] = collections.deque()
 
     def run(self, sha256: str) -> int:
         """Say HELLO and obey until told to stop; return the exit status."""
         self._send(self._hello(sha256))
         status = exits.OK
         while True:
-            frames = list(map(multipart.content, multipart.receive(self._socket)))
-            order = decode(frames, TO_CHILD)
+            order, tensors = self._next()
             if isinstance(order, Stop):
                 return status
             if status == exits.OK:
-                status = self._obey(order, frames[1:])
+                status = self._obey(order, tensors)
                 nativelog.bound()
             # Else the daemon has the bad news and will say Stop: leaving before it does could lose them.
+
+    def _next(self) -> Tuple[OrderMessage, Sequence[bytes]]:
+        """Wait for an order. All that have come are read first: a Skip overtakes what it is about."""
+        flags = 0 if not self._inbox else multipart.NOBLOCK
+        while flags == 0 or int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+            frames = list(map(multipart.content, multipart.receive(self._socket, flags)))
+            order = decode(frames, TO_CHILD)
+            if isinstance(order, Skip):
+                self._skip(order)
+            else:
+                self._inbox.append((order, frames[1:]))
+            flags = multipart.NOBLOCK if self._inbox else 0
+        return self._inbox.popleft()
+
+    def _skip(self, skip: Skip) -> None:
+        for entry in self._inbox:
+            if isinstance(entry[0], Predict) and entry[0].request == skip.request:
+                self._inbox.remove(entry)
+                return
 
     def _hello(self, sha256: str) -> Hello:
         versions = {"weightd": VERSION, "python": platform.python_version(), "numpy": np.__version__}
@@ -90,6 +117,8 @@ class Session:
                 self._attach(order)
             elif isinstance(order, Allow):
                 self._allow(order)
+            elif isinstance(order, Ping):
+                self._ping(order)
             elif isinstance(order, Settle) and self._handle:
                 self._engine.settle(self._handle)
         except WeightdError as error:
@@ -142,10 +171,15 @@ class Session:
         """Build, do what the holder did before it exported, attach; and give the answers that this process gives."""
         engine = self._engine
         self._make(handle=order.handle)
-        canary.run(engine, order.canary_sizes)
+        before = canary.run(engine, order.canary_sizes)
         shared = engine.attach(order.handle)
+        self._handle = order.handle
         answer = canary.run(engine, order.canary_sizes)
+        self._proof = Proof(engine, answer if answer.digest == before.digest else answer._replace(digest=""))
         self._send(Attached(answer.digest, shared.bytes, shared.note, engine.memory()))
+
+    def _ping(self, order: Ping) -> None:
+        self._send(Pong(self._proof.digest() if order.canary and self._proof is not None else ""))
 
     def _broken(self, cause: str, status: int) -> int:
         _log.error("%s", cause)
@@ -154,16 +188,23 @@ class Session:
 
     def _predict(self, order: Predict, frames: Sequence[bytes]) -> int:
         try:
-            outputs = self._engine.predict(_arrays(order.inputs, frames))
+            inputs = _arrays(order.inputs, frames)
+            outputs = self._engine.predict(inputs)
+            if self._proof is not None:
+                outputs = self._proof.checked(inputs, outputs)
             arrays = {name: _sendable(name, array) for name, array in outputs.items()}
             specs = specs_of(arrays)
             self._send(Result(order.request, specs), [frame_of(array) for array in arrays.values()])
         except RequestError as error:
-            return self._fail(order, error, leaving=isinstance(error, Spoilt))
+            return self._fail(order, error, leaving=isinstance(error, Spoilt) or not self._proves())
         except Exception as error:  # noqa: BLE001 - the request must be answered, whatever a library raises
             _log.exception("request %d", order.request)
             return self._fail(order, Internal(f"{type(error).__name__}: {error}"), leaving=True)
         return exits.OK
+
+    def _proves(self) -> bool:
+        """After a failed predict: whether the model answers as before."""
+        return self._proof is None or self._proof.holds()
 
     def _fail(self, order: Predict, error: RequestError, *, leaving: bool) -> int:
         self._send(Failed(order.request, error.code, clip(str(error)), leaving))

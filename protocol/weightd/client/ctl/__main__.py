@@ -11,7 +11,7 @@ from typing import Dict, List, NoReturn, Optional
 
 from weightd.client.address import default_address
 from weightd.client.client import DEFAULT_TIMEOUT_S, Client
-from weightd.client.ctl import exits, predict, status, update
+from weightd.client.ctl import exits, health, predict, reload, status, update
 from weightd.client.ctl.text import clean
 from weightd.client.ctl.verb import Ended, NotReached, Verb
 from weightd.protocol import limits
@@ -23,9 +23,11 @@ from weightd.protocol.version import VERSION
 
 VERBS: Dict[str, Verb] = {
     "status": status.VERB,
+    "health": health.VERB,
     "predict": predict.VERB,
     "update": update.VERB,
     "update-weights": update.WEIGHTS_VERB,
+    "reload": reload.VERB,
 }
 
 _MAX_TIMEOUT_S = limits.MAX_TIMEOUT_US / 1e6

@@ -97,6 +97,8 @@ def render(response: StatusResponse, total: int) -> str:
     for model in response.models:
         lines += [*_model(model), ""]
     lines += [line for device in response.devices for line in _device(device)]
+    if response.dropped:
+        lines.append(f"{response.dropped:,} answers dropped: their clients were gone, or did not read")
     lines.append(f"memory of the service: {size(total)} PSS, of which the daemon {size(response.pss_bytes)}")
     return "\n".join(lines)
 
@@ -107,6 +109,10 @@ def _model(model: ModelStatus) -> Iterator[str]:
     if model.p50_us is not None:
         counts += f", p50 {milliseconds(model.p50_us)} ms, p99 {milliseconds(model.p99_us)} ms"
     yield f"  {counts}"
+    if model.deaths or model.quarantined:
+        yield f"  {count(model.deaths, 'unexpected death')}, {model.quarantined:,} requests in quarantine"
+    if model.note:
+        yield from paragraph("note", model.note, "  ")
     for generation in model.generations:
         yield from _generation(generation, f"{model.name}.{generation.number}.")
 

@@ -1,0 +1,67 @@
+"""Which clients are connected: a ROUTER socket does not tell when one has gone, its monitor does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from weightd.daemon.sockets import Received
+
+
+class Peers:
+    """Matches the connections that end to the clients that used them.
+
+    The monitor knows a connection by its file descriptor, and so does each message that came over it. The library
+    reports what happens in order: when a message can be read, the end of an earlier connection that had the same
+    descriptor has been reported.
+
+    Args:
+        socket: bound; its monitor is this object's.
+
+    Attributes:
+        monitor: readable when `disconnected` has something to tell.
+    """
+
+    def __init__(self, socket: zmq.Socket[bytes]) -> None:
+        self.monitor: zmq.Socket[bytes] = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._by_descriptor: dict[int, set[bytes]] = {}
+        self._descriptors: dict[bytes, int] = {}
+        self._gone: list[bytes] = []
+
+    @property
+    def pending(self) -> bool:
+        """Whether `disconnected` has something to tell that the monitor does not show any more."""
+        return bool(self._gone)
+
+    def seen(self, received: Received) -> None:
+        """A message has come from a client."""
+        try:
+            descriptor = int(received.identity.get(zmq.SRCFD))
+        except zmq.ZMQError:
+            return  # a peer that speaks an older protocol: nothing is known of its connection
+        known = self._descriptors.get(received.peer)
+        if known == descriptor:
+            return
+        self._take_events()
+        if known is not None:
+            self._by_descriptor.get(known, set()).discard(received.peer)
+        self._descriptors[received.peer] = descriptor
+        self._by_descriptor.setdefault(descriptor, set()).add(received.peer)
+
+    def disconnected(self) -> Iterator[bytes]:
+        """Yield each client that has gone since this was asked last."""
+        self._take_events()
+        gone, self._gone = self._gone, []
+        yield from gone
+
+    def _take_events(self) -> None:
+        while True:
+            try:
+                event = recv_monitor_message(self.monitor, zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            for client in self._by_descriptor.pop(int(event["value"]), set()):
+                del self._descriptors[client]
+                self._gone.append(client)

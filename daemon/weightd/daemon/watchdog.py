@@ -1,0 +1,116 @@
+"""Whether workers still answer: each is heard of within a period, by what it answers, or by a ping if it has been idle.
+
+Plain decisions, fed with the clock. A worker that computes is not pinged: how long it may take is the scheduler's
+business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class Due(NamedTuple):
+    """What is due: the workers to ping, with or without the canary, and those that have not answered their ping."""
+
+    plain: list[str]
+    canary: list[str]
+    silent: list[str]
+
+
+@dataclass(slots=True)
+class _Watched:
+    heard: float
+    proved: float
+    # Of a ping under way: when it has to be answered.
+    patience: float = float("inf")
+    pinged: bool = False
+    # It was seen to compute: it need not be looked at before this.
+    look: float = -float("inf")
+
+
+class Watchdog:
+    """Watches the READY workers of one model. Times are monotonic seconds.
+
+    Args:
+        period: seconds within which a worker has to be heard of.
+        canary_interval: seconds after which each worker, idle or not, runs the canary again; 0 for never.
+        canary_patience: seconds that it may take for that, what it has to finish first included.
+    """
+
+    def __init__(self, period: float, canary_interval: float, canary_patience: float) -> None:
+        self.period = period
+        self._canary_interval = canary_interval or float("inf")
+        self._canary_patience = canary_patience
+        self._watched: dict[str, _Watched] = {}
+        # Nothing is due before this.
+        self.next_event = float("inf")
+
+    def watch(self, worker: str, now: float) -> None:
+        """The worker is READY: it has just answered the canary."""
+        self._watched[worker] = _Watched(now, now)
+        self._look_ahead()
+
+    def forget(self, worker: str) -> None:
+        """The worker is gone, or going."""
+        self._watched.pop(worker, None)
+        self._look_ahead()
+
+    def heard(self, worker: str, now: float) -> None:
+        """The worker has answered a request."""
+        watched = self._watched.get(worker)
+        if watched is not None:
+            watched.heard = now
+
+    def pong(self, worker: str, now: float, *, canary: bool) -> None:
+        """The worker has answered a ping."""
+        watched = self._watched.get(worker)
+        if watched is not None:
+            watched.heard = now
+            watched.pinged, watched.patience = False, float("inf")
+            if canary:
+                watched.proved = now
+            self._look_ahead()
+
+    def due(self, now: float, is_busy: Callable[[str], bool]) -> Due:
+        """Return what is due, and take it for done.
+
+        Args:
+            now: the clock.
+            is_busy: whether a worker of this name computes.
+        """
+        due = Due([], [], [])
+        if now < self.next_event:
+            return due
+        for name, each in self._watched.items():
+            if now >= each.patience:
+                due.silent.append(name)
+            elif each.pinged:
+                continue
+            elif now >= each.proved + self._canary_interval:
+                due.canary.append(name)
+                each.pinged, each.patience = True, now + self._canary_patience
+            elif now >= self._next(each) and is_busy(name):
+                each.look = now + self.period / 4
+            elif now >= self._next(each):
+                due.plain.append(name)
+                each.pinged, each.patience = True, now + self.period / 2
+        for name in due.silent:
+            del self._watched[name]
+        self._look_ahead()
+        return due
+
+    def unheard_of(self, workers: Iterable[str], now: float) -> float | None:
+        """Return for how many seconds none of the workers has been heard of, if that is too long; None if it is not."""
+        last = max((self._watched[each].heard for each in workers if each in self._watched), default=-float("inf"))
+        silence = now - last
+        return silence if silence > self.period else None
+
+    def _look_ahead(self) -> None:
+        self.next_event = min(map(self._next, self._watched.values()), default=float("inf"))
+
+    def _next(self, each: _Watched) -> float:
+        if each.pinged:
+            return each.patience
+        return min(max(each.heard + self.period / 2, each.look), each.proved + self._canary_interval)

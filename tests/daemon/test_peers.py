@@ -1,0 +1,149 @@
+"""Clients that come and go, over real sockets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import zmq
+
+from weightd.daemon.outbox import Outbox
+from weightd.daemon.peers import Peers
+from weightd.daemon.sockets import bind, receive
+
+LIMIT_MS = 20_000
+LARGE = bytes(1024 * 1024)
+
+Socket = zmq.Socket[bytes]
+
+
+@pytest.fixture
+def context() -> Iterator[zmq.Context[Socket]]:
+    made: zmq.Context[Socket] = zmq.Context()
+    yield made
+    made.destroy(linger=0)
+
+
+@pytest.fixture
+def address(tmp_path: Path) -> str:
+    return f"ipc://{tmp_path}/s"
+
+
+@pytest.fixture
+def router(context: zmq.Context[Socket], address: str) -> Socket:
+    return bind(context, address, clients=True)
+
+
+@pytest.fixture
+def peers(router: Socket) -> Iterator[Peers]:
+    made = Peers(router)
+    yield made
+    router.disable_monitor()
+    made.monitor.close(linger=0)
+
+
+@pytest.fixture
+def connect(context: zmq.Context[Socket], address: str) -> Iterator[Callable[..., Socket]]:
+    made: list[Socket] = []
+
+    def connected(high_water_mark: int = 1000) -> Socket:
+        made.append(context.socket(zmq.DEALER))
+        made[-1].setsockopt(zmq.RCVHWM, high_water_mark)
+        made[-1].connect(address)
+        made[-1].send(b"hello")
+        return made[-1]
+
+    yield connected
+    for socket in made:
+        socket.close(linger=0)
+
+
+def seen(router: Socket, peers: Peers) -> bytes:
+    assert router.poll(LIMIT_MS)
+    received = next(receive(router))
+    peers.seen(received)
+    return received.peer
+
+
+def gone(peers: Peers) -> list[bytes]:
+    assert peers.pending or peers.monitor.poll(LIMIT_MS)
+    return list(peers.disconnected())
+
+
+def test_a_client_that_hangs_up_is_told_once(router: Socket, peers: Peers, connect: Callable[..., Socket]) -> None:
+    one, other = connect(), connect()
+    ids = {seen(router, peers), seen(router, peers)}
+    assert list(peers.disconnected()) == []
+    one.close(linger=0)
+    [first] = gone(peers)
+    assert first in ids
+    other.close(linger=0)
+    [second] = gone(peers)
+    assert {first, second} == ids
+    assert list(peers.disconnected()) == []
+
+
+def test_who_comes_after_it_on_the_same_descriptor_is_another(
+    router: Socket, peers: Peers, connect: Callable[..., Socket]
+) -> None:
+    for _ in range(20):
+        one = connect()
+        first = seen(router, peers)
+        one.close(linger=0)
+        # The news and the next client's message may come in the same moment.
+        other = connect()
+        second = seen(router, peers)
+        assert gone(peers) == [first]
+        other.close(linger=0)
+        assert gone(peers) == [second]
+
+
+def test_what_is_written_does_not_count(router: Socket, peers: Peers, connect: Callable[..., Socket]) -> None:
+    outbox = Outbox(router, max_unread_bytes=3 * len(LARGE))
+    client = connect()
+    peer = seen(router, peers)
+    for number in range(20):
+        assert outbox.send(peer, str(number).encode(), [LARGE])
+        assert client.poll(LIMIT_MS)
+        header, large = client.recv_multipart()
+        assert (header, large == LARGE) == (str(number).encode(), True)
+    assert outbox.dropped == 0
+
+
+def test_a_client_that_does_not_read_gets_only_so_much(
+    router: Socket, peers: Peers, connect: Callable[..., Socket]
+) -> None:
+    outbox = Outbox(router, max_unread_bytes=8 * len(LARGE))
+    client = connect(high_water_mark=2)
+    reader = connect()
+    silent, other = seen(router, peers), seen(router, peers)
+    sent = [outbox.send(silent, b"", [LARGE]) for _ in range(40)]
+    # Two that it has received, what is in the kernel's buffers, eight that wait.
+    assert 8 <= sum(sent) <= 16
+    assert outbox.dropped == 40 - sum(sent)
+    # Small answers pass, and others are not held up.
+    assert outbox.send(silent, b"sorry")
+    assert outbox.send(other, b"", [LARGE])
+    assert reader.poll(LIMIT_MS)
+    # Once it reads, all is well.
+    for _ in range(sum(sent)):
+        assert client.poll(LIMIT_MS)
+        client.recv_multipart()
+    assert client.recv() == b"sorry"
+    assert outbox.send(silent, b"", [LARGE])
+
+
+def test_one_answer_may_be_larger_than_the_bound(router: Socket, peers: Peers, connect: Callable[..., Socket]) -> None:
+    outbox = Outbox(router, max_unread_bytes=10)
+    client = connect()
+    peer = seen(router, peers)
+    assert outbox.send(peer, b"", [LARGE])
+    assert client.poll(LIMIT_MS)
+
+
+def test_an_answer_to_who_is_gone_is_dropped_and_counted(router: Socket) -> None:
+    outbox = Outbox(router)
+    assert outbox.send(b"nobody", b"small")
+    assert outbox.send(b"nobody", b"", [LARGE])
+    assert outbox.dropped == 2

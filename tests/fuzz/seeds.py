@@ -1,0 +1,199 @@
+"""Writes the seeds: each message of the wire once, page stores and configurations.
+
+They are kept in git; after a change of the wire, the store or the configuration: `python tests/fuzz/seeds.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import struct
+import typing
+from pathlib import Path
+from typing import Any
+
+from targets import decoder, repeats, store
+from targets.decoder import TABLES
+from weightd.protocol.messages import FROM_CLIENT, TO_CLIENT, Infer, InferResponse, Parameters, Status, TensorSpec
+from weightd.protocol.wire import encode
+from weightd.protocol.worker_messages import FROM_CHILD, TO_CHILD, Predict, Result
+from weightd.worker.pagesharing.store import encode_header, size_of
+
+CORPUS = Path(__file__).parent / "corpus"
+
+_SPECS = (TensorSpec("x", "FP32", (1, 4)), TensorSpec("empty", "BOOL", (2**40, 0)), TensorSpec("s", "INT64", ()))
+
+_VALUES: dict[type, Any] = {str: "7", int: 7, bool: True, float: 0.5}
+
+# In the place of a request's id, in msgpack.
+_REFUSED: dict[str, bytes] = {
+    "bytes": b"\xc4\x017",
+    "deep": b"\x91" * 1100 + b"\xc0",
+    "deep-maps": b"\x81\xa1a" * 600 + b"\xc0",
+    "extension": b"\xd4\x057",
+    "long": b"\xd9\x81" + b"i" * 129,
+    "long-list": b"\xdd\xff\xff\xff\xff",
+    "long-text": b"\xdb\xff\xff\xff\xff",
+    "nil": b"\xc0",
+    "not-utf8": b"\xa2\xed\xa0",
+    "number": b"\xcb\x7f\xf0" + bytes(6),
+    "timestamp": b"\xd6\xff" + bytes(4),
+}
+
+_CONFIGS = {
+    "smallest": '[models.m]\npath = "m.onnx"\n',
+    "cpu": """\
+[daemon]
+socket = "tcp://127.0.0.1:5555"
+runtime_dir = "/run/w"
+cache_dir = "c"
+drain_timeout = 3
+[models."resnet-50.v1"]
+path = "/m/r.mindir"
+engine = "mindspore_lite"
+python = "bin/python"
+workers = 8
+threads = 2
+spares = 3
+timeout = 0.5
+load_timeout = 60
+max_queue = 7
+max_queue_bytes = 8
+[models."resnet-50.v1".mindspore_lite]
+thread_affinity_cores = [0, 0x1]
+inter_op_parallel = 2
+config_file = "acl.ini"
+""",
+    "cards": """\
+[daemon]
+socket = "ipc:///run/w/s"
+[models.m]
+path = "m.mindir"
+devices = ["ascend:0", "ascend:12"]
+sharing = "auto"
+process_mib = 300
+policy = "replace"
+holder_loss = "frozen"
+[models.m.mindspore_lite]
+provider = "ge"
+precision_mode = "enforce_fp32"
+rank_table_file = "r.json"
+dec_key_file = "k"
+dec_mode = "AES-CBC"
+variable_weights = true
+[devices."ascend:0"]
+memory_mib = 1024
+processes = 32
+""",
+    "combinations": """\
+[models.a]
+path = "a.mindir"
+devices = ["cpu", "ascend:0"]
+[models.b]
+path = "a.mindir"
+devices = ["ascend:0", "ascend:0"]
+[models."c\\u0000"]
+path = "\\u0000"
+devices = []
+load_timeout = 0
+[devices.cpu]
+""",
+    "kinds": """\
+[models]
+m = {path = '''m.onnx''', timeout = 1e3, workers = 1979-05-27T07:32:00Z, spares = [[{a.b = inf}]], threads = 0b1}
+""",
+}
+
+
+def seeds() -> dict[str, bytes]:
+    """Return the seeds of all targets by their path in the corpus."""
+    return {**_decoder(), **_repeats(), **_store(), **{f"config/{name}": _CONFIGS[name].encode() for name in _CONFIGS}}
+
+
+def message(cls: type[Any]) -> Any:
+    """Return a message of this type with a value in each field, also in those that may be left out."""
+    hints = typing.get_type_hints(cls)
+    fields = {field.name: field.metadata["kind"].description for field in dataclasses.fields(cls)}
+    return cls(**{name: _value(hints[name], description) for name, description in fields.items()})
+
+
+def _value(hint: Any, description: str) -> Any:
+    if dataclasses.is_dataclass(hint):
+        return message(typing.cast("type[Any]", hint))
+    inner = [each for each in typing.get_args(hint) if each not in (type(None), ...)]
+    if typing.get_origin(hint) is tuple:
+        return (_value(inner[0], description),)
+    if typing.get_origin(hint) is dict:
+        return {"7": _value(inner[1], description)}
+    if inner:
+        return _value(inner[0], description)
+    _, is_choice, names = description.partition("one of ")
+    return names.split(", ")[0] if is_choice else _VALUES[hint]
+
+
+def _decoder() -> dict[str, bytes]:
+    found = {
+        f"decoder/{tag}": decoder.written(encode(message(cls)), table) for table in TABLES for tag, cls in table.items()
+    }
+    tensors = encode(Infer("7", "m", _SPECS, Parameters(500_000)))
+    found["decoder/tensors"] = decoder.written(tensors, FROM_CLIENT)
+    found["decoder/lengths"] = decoder.written(tensors, FROM_CLIENT, (16, 0, 8))
+    for name, value in _REFUSED.items():
+        found[f"decoder/refused-{name}"] = decoder.written(_with_id(value), FROM_CLIENT)
+    twice = b"\x84" + encode(message(Status))[1:] + b"\xa2id\xa17"
+    found["decoder/refused-twice"] = decoder.written(twice, FROM_CLIENT)
+    too_large = encode(Predict(1, (TensorSpec("x", "INT8", (2**40, 0, 2**23)),)))
+    found["decoder/refused-empty"] = decoder.written(too_large, TO_CHILD)
+    found["decoder/nothing"] = bytes([decoder.NO_FRAMES])
+    return found
+
+
+def _with_id(value: bytes) -> bytes:
+    return encode(message(Status)).replace(b"\xa17", value)
+
+
+def _repeats() -> dict[str, bytes]:
+    found: dict[str, bytes] = {}
+    texts, numbers = (b"\xa18", b"\xa3abc"), (b"\x08", b"\xcf" + bytes(7) + b"\x09")
+    for name, sent, table, key, key_size, other in (
+        ("infer", Infer("7", "m", _SPECS[:1], Parameters(5)), FROM_CLIENT, b"\xa2id", 2, texts),
+        ("infer_response", InferResponse("é" * 8, "m", _SPECS[:1]), TO_CLIENT, b"\xa2id", 17, texts),
+        ("predict", Predict(7, _SPECS[:1]), TO_CHILD, b"\xa7request", 1, numbers),
+        ("result", Result(2**40, _SPECS[:1]), FROM_CHILD, b"\xa7request", 9, numbers),
+    ):
+        header = encode(sent)
+        at = header.index(key) + len(key)
+        changes = [
+            (at, 0, key_size, other[0]),
+            (at, 0, len(other[0]), other[1]),
+            (at, repeats.DROPPED, len(other[1]), other[0]),
+        ]
+        found[f"repeats/{name}"] = repeats.written(header, table, changes)
+        shape = header.index(b"\x92\x01\x04")
+        found[f"repeats/{name}-shape"] = repeats.written(header, table, [(shape + 2, repeats.FITTING, 1, b"\x05")])
+    return found
+
+
+def _store() -> dict[str, bytes]:
+    three = struct.pack("<3Q", 1, 2, 1)
+    return {
+        "store/empty": store.written(b"", size=0),
+        "store/unfinished": store.written(b"", size=size_of(1)),
+        "store/no-pages": store.written(encode_header(0)),
+        "store/pages": store.written(encode_header(3), three, bytes([0, 1, 2, 0x80, 1, 7])),
+        "store/equal-pages": store.written(encode_header(20), b"", bytes(12)),
+        "store/truncated": store.written(encode_header(3), three, size=size_of(3) - 1),
+        "store/longer": store.written(encode_header(3), three, surplus=1),
+        "store/largest": store.written(encode_header(2**64 - 1)),
+    }
+
+
+def main() -> None:
+    """Write them all; other files of the corpus stay."""
+    for name, data in seeds().items():
+        path = CORPUS / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+
+
+if __name__ == "__main__":
+    main()

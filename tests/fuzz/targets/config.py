@@ -1,0 +1,82 @@
+"""The configuration: a text is no TOML, or is refused with a FieldError, or is complete and within its bounds.
+
+An input is the file.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+
+from weightd.daemon import config
+from weightd.daemon.config import Config, DaemonConfig, DeviceConfig, ModelConfig
+from weightd.daemon.engine_options import MindSporeLiteOptions
+from weightd.protocol import limits
+from weightd.protocol.schema import FieldError
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+_BASE = Path("/etc/weightd")
+
+MAX_BYTES = 8192
+WORDS = (
+    b"[daemon]\n",
+    b"[models.m]\n",
+    b'[models.m.mindspore_lite]\nprovider = "ge"\n',
+    b'[devices."ascend:0"]\n',
+    b'path = "m.onnx"\n',
+    b'path = "m.mindir"\n',
+    b'"ascend:1"',
+    *sorted(
+        {
+            f"{field.name} = ".encode()
+            for cls in (DaemonConfig, DeviceConfig, ModelConfig, MindSporeLiteOptions)
+            for field in dataclasses.fields(cls)
+        }
+    ),
+)
+
+
+def one_input(data: bytes) -> None:
+    try:
+        tables = tomllib.loads(data.decode("utf-8"))
+    except (ValueError, RecursionError):  # what `load` calls "not TOML"
+        return
+    try:
+        parsed = config.parse(tables, _BASE)
+    except FieldError as error:
+        _check_refusal(str(error))
+    else:
+        _check(parsed)
+
+
+def _check_refusal(text: str) -> None:
+    """It names a key, and fits on a line."""
+    key, colon, problem = text.partition(": ")
+    assert key
+    assert colon
+    assert problem
+    assert "\n" not in text
+
+
+def _check(parsed: Config) -> None:
+    assert 0 < len(parsed.models) <= limits.MAX_MODELS
+    assert len(bytes(parsed.daemon.children_socket)) <= limits.MAX_IPC_PATH_BYTES
+    assert parsed.daemon.private_dir.is_absolute()
+    for name, model in parsed.models.items():
+        assert name.isprintable()
+        assert "/" not in name
+        assert Path(model.path).is_absolute()
+        assert model.engine in config.ENGINE_OF_SUFFIX.values()
+        assert model.python
+        assert model.spares is not None
+        assert model.workers + model.spares <= limits.MAX_PIDS
+        assert 0 < model.timeout <= limits.MAX_TIMEOUT_US / 1e6
+        assert min(model.load_timeout, model.predict_timeout, model.watchdog) > 0
+        assert model.devices
+        assert model.mindspore_lite.json().isprintable()
+    assert "cpu" not in parsed.devices

@@ -1,0 +1,127 @@
+"""The wire decoder: frames are refused as a fault of the peer, or are a message that travels back unchanged.
+
+An input is a byte of flags, the number of tensor frames, four bytes with the length of each, and the header. With
+`FITTING` the lengths are what the header says, if it can be read: hardly any other message with tensors is accepted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import msgpack
+
+from targets.reader import Reader
+from weightd.protocol import limits, wire
+from weightd.protocol.datatypes import ITEM_BYTES
+from weightd.protocol.errors import ERRORS, RemoteProtocolError
+from weightd.protocol.messages import FROM_CLIENT, TO_CLIENT, Error
+from weightd.protocol.schema import FieldError, describe
+from weightd.protocol.worker_messages import FROM_CHILD, TO_CHILD
+
+TABLES: tuple[dict[str, Any], ...] = (FROM_CLIENT, TO_CLIENT, FROM_CHILD, TO_CHILD)
+
+# Of the flags, beside two bits for the table.
+FITTING = 4
+NO_FRAMES = 8
+
+MAX_BYTES = 4096
+WORDS: tuple[bytes, ...] = tuple(
+    msgpack.packb(word)
+    for word in sorted(
+        {"v", "type", "name", "datatype", "shape", *ITEM_BYTES, *ERRORS, *(tag for table in TABLES for tag in table)}
+        | {name for table in TABLES for cls in table.values() for name, _, _ in describe(cls)}
+    )
+)
+
+
+class Refusal(NamedTuple):
+    """What a RemoteProtocolError says."""
+
+    text: str
+    request_id: str
+
+
+class Frame:
+    """A tensor's frame: the decoder measures it and reads nothing."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    def __len__(self) -> int:
+        return self._size
+
+
+def one_input(data: bytes) -> None:
+    frames, table = read(data)
+    forget()
+    outcome = decoded(frames, table)
+    # The second time a header may be recognised.
+    assert decoded(frames, table) == outcome
+    if isinstance(outcome, Refusal):
+        _check_refusal(outcome)
+    else:
+        _check_message(outcome, frames, table)
+
+
+def read(data: bytes) -> tuple[list[Any], dict[str, Any]]:
+    """Return the frames of an input, and the table that they are to be decoded by."""
+    reader = Reader(data)
+    flags = reader.number()
+    sizes = [reader.number(4) for _ in range(reader.number())]
+    header, table = reader.rest(), TABLES[flags & 3]
+    if flags & NO_FRAMES:
+        return [], table
+    fitting = fitting_frames(header, table) if flags & FITTING else None
+    return [header, *(map(Frame, sizes) if fitting is None else fitting)], table
+
+
+def written(header: bytes, table: dict[str, Any], sizes: Sequence[int] | None = None) -> bytes:
+    """Return the input for a header and the lengths of its tensor frames, or with frames that fit the header."""
+    number = next(number for number, each in enumerate(TABLES) if each is table)
+    if sizes is None:
+        return bytes([number | FITTING, 0]) + header
+    return bytes([number, len(sizes)]) + b"".join(size.to_bytes(4, "little") for size in sizes) + header
+
+
+def fitting_frames(header: bytes, table: dict[str, Any]) -> list[Frame] | None:
+    """Return tensor frames as long as the header says, or None if it cannot be read."""
+    try:
+        fields = wire._unpack_header([header], limits.MAX_STATUS_BYTES)  # pyright: ignore[reportPrivateUsage]
+        message: Any = wire._message(fields, table)  # pyright: ignore[reportPrivateUsage]
+    except (RemoteProtocolError, FieldError):
+        return None
+    # Longer than this no frame can be; the decoder has to see that it does not fit.
+    return [Frame(min(tensor.nbytes, 2**62)) for tensor in getattr(message, "tensors", ())]
+
+
+def decoded(frames: Sequence[Any], table: dict[str, Any]) -> Any:
+    """Return the message of the frames, or the Refusal; every other error comes out."""
+    try:
+        return wire.decode(frames, table, max_bytes=limits.MAX_STATUS_BYTES)
+    except RemoteProtocolError as error:
+        return Refusal(str(error), error.request_id)
+
+
+def forget() -> None:
+    """Drop what earlier inputs have left."""
+    for repeats in {*wire._READ.values(), *wire._WRITTEN.values()}:  # pyright: ignore[reportPrivateUsage]
+        repeats._read.clear()  # pyright: ignore[reportPrivateUsage]
+        repeats._written.clear()  # pyright: ignore[reportPrivateUsage]
+
+
+def _check_refusal(refusal: Refusal) -> None:
+    """It fits on a line of a log, and into an answer."""
+    assert refusal.text.isprintable()
+    assert len(refusal.text) < 1024
+    wire.encode(Error(refusal.request_id, "INVALID_ARGUMENT", wire.clip(refusal.text)))
+
+
+def _check_message(message: Any, frames: Sequence[Any], table: dict[str, Any]) -> None:
+    assert type(message) in table.values()
+    assert [each.nbytes for each in getattr(message, "tensors", ())] == [len(frame) for frame in frames[1:]]
+    # The peer may have left out what has a default, and have written an integer for a number: what is encoded here may
+    # be longer than what came.
+    header = wire.encode(message, max_bytes=2 * limits.MAX_STATUS_BYTES)
+    assert decoded([header, *frames[1:]], table) == message
+    assert wire.encode(message, max_bytes=2 * limits.MAX_STATUS_BYTES) == header

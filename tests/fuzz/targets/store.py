@@ -1,0 +1,123 @@
+"""The page store: a file is refused as Unavailable, or its size is the header's and its index leads to pages of it.
+
+An input is a byte of flags, one of how much the file is longer than it should be, eight of its size, the number of
+pages of this process, a byte for each of them, the length of the file's end, the end, and the beginning of the file.
+With `FITTING` the size is what the header says instead; between beginning and end the file is zero.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import tempfile
+
+import numpy as np
+
+from targets.reader import Reader
+from weightd.worker.pagesharing import Unavailable, store
+from weightd.worker.pagesharing.libc import PAGE, libc
+from weightd.worker.pagesharing.runs import match
+from weightd.worker.pagesharing.store import OpenStore
+
+FITTING = 1
+
+# Of a file, which is sparse: a thousand pages, and what is behind them.
+_MAX_SIZE = 1024 * (PAGE + 8) + PAGE
+
+_IN_MEMORY = next((each for each in ("/dev/shm",) if os.access(each, os.W_OK)), None)
+
+MAX_BYTES = 8192
+WORDS = (
+    store.MAGIC,
+    struct.pack("<I", store.VERSION),
+    struct.pack("<I", PAGE),
+    *(store.encode_header(pages) for pages in (0, 1, 2, 511, 512)),
+)
+
+
+def one_input(data: bytes) -> None:
+    reader = Reader(data)
+    flags, surplus, size = reader.number(), reader.number(), reader.number(8)
+    own_pages = reader.take(reader.number())
+    end = reader.take(reader.number())
+    begin = reader.rest()
+    _check_header(begin, size)
+    if flags & FITTING and len(begin) >= 24:
+        size = store.size_of(struct.unpack_from("<Q", begin, 16)[0])
+    with tempfile.NamedTemporaryFile(dir=_IN_MEMORY, prefix="weightd-fuzz-") as file:
+        _write(file.fileno(), begin, end, min(size + surplus, _MAX_SIZE))
+        _check_file(file.name, file.fileno(), own_pages)
+
+
+def written(begin: bytes, end: bytes = b"", own_pages: bytes = b"", size: int | None = None, surplus: int = 0) -> bytes:
+    """Return the input for a file; without a size, for one that is as long as its header says."""
+    return b"".join(
+        (
+            bytes([FITTING if size is None else 0, surplus]),
+            (size or 0).to_bytes(8, "little"),
+            bytes([len(own_pages)]) + own_pages,
+            bytes([len(end)]) + end,
+            begin,
+        )
+    )
+
+
+def _write(fd: int, begin: bytes, end: bytes, size: int) -> None:
+    os.ftruncate(fd, size)
+    os.pwrite(fd, begin[:size], 0)
+    os.pwrite(fd, end[:size], max(size - len(end), 0))
+
+
+def _check_header(header: bytes, size: int) -> None:
+    try:
+        pages = store.decode_header(header, size)
+    except Unavailable as error:
+        _check_refusal(str(error))
+    else:
+        assert pages >= 0
+        assert size == PAGE + pages * (PAGE + 8)
+
+
+def _check_refusal(text: str) -> None:
+    assert text.isprintable()
+    assert len(text) < 200
+
+
+def _check_file(path: str, fd: int, own_pages: bytes) -> None:
+    open_files = _open_files()
+    try:
+        opened = OpenStore(path, libc())
+    except Unavailable as error:
+        _check_refusal(str(error))
+    else:
+        try:
+            assert os.fstat(fd).st_size == PAGE + opened.pages * (PAGE + 8)
+            hashes = opened.hashes()
+        finally:
+            opened.close()
+        assert hashes.tobytes() == os.pread(fd, opened.pages * 8, PAGE + opened.pages * PAGE)
+        _check_runs(hashes, own_pages)
+    assert _open_files() == open_files
+
+
+def _open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))  # noqa: PTH208 - at each input, and a Path for each name costs more
+
+
+def _check_runs(stored: np.ndarray[tuple[int], np.dtype[np.uint64]], own_pages: bytes) -> None:
+    """Whatever the hashes are: a run is of pages that there are, on both sides, in the order of the addresses."""
+    addresses: list[int] = []
+    hashes: list[int] = []
+    for each in own_pages:
+        # One bit: whether there is a hole before this page; the others: the page of the store that it equals.
+        addresses.append((addresses[-1] if addresses else 0) + PAGE * (1 + (each >> 7)))
+        hashes.append(int(stored[each & 127]) if each & 127 < len(stored) else each)
+    at = 0
+    for run in match(np.array(addresses, dtype=np.uint64), np.array(hashes, dtype=np.uint64), stored, PAGE):
+        index = addresses.index(run.address)
+        assert index >= at
+        at = index + run.pages
+        assert run.pages > 0
+        assert 0 <= run.first <= len(stored) - run.pages
+        assert addresses[index:at] == [run.address + PAGE * page for page in range(run.pages)]
+        assert hashes[index:at] == stored[run.first : run.first + run.pages].tolist()

@@ -1,0 +1,162 @@
+from __future__ import annotations
+
+from typing import Any, Callable, Dict, List, Tuple
+
+import numpy as np
+import pytest
+
+from weightd.protocol.messages import TensorSignature
+from weightd.worker import canary
+from weightd.worker.engines.base import Arrays, Signature, Spoilt
+from weightd.worker.proof import Proof
+
+Answer = Callable[[Arrays], Arrays]
+
+BATCHED = Signature((TensorSignature("x", "FP32", (-1, 3)),), (TensorSignature("y", "FP32", (-1, 3)),))
+
+
+def thrice(inputs: Arrays) -> Arrays:
+    return {"y": inputs["x"] * 3}
+
+
+def two_rows(_: Arrays) -> Arrays:
+    return {"y": np.ones((2, 3), np.float32)}
+
+
+class Model:
+    """As much of an engine as is needed: a function that can be exchanged, and a count of its calls."""
+
+    def __init__(self, answer: Answer, signature: Signature = BATCHED) -> None:
+        self.answer = answer
+        self.signature = signature
+        self.calls = 0
+
+    def predict(self, inputs: Arrays) -> Arrays:
+        self.calls += 1
+        return self.answer(inputs)
+
+
+def twice(inputs: Arrays) -> Arrays:
+    return {"y": inputs["x"] * 2}
+
+
+def proved(model: Model, sizes: Tuple[int, ...] = (1, 2)) -> Proof:
+    engine: Any = model
+    proof = Proof(engine, canary.run(engine, sizes))
+    model.calls = 0
+    return proof
+
+
+def batch(size: int) -> Arrays:
+    return {"x": np.ones((size, 3), np.float32)}
+
+
+def checked(proof: Proof, model: Model, inputs: Arrays) -> Arrays:
+    return proof.checked(inputs, model.predict(inputs))
+
+
+def test_what_fits_the_signature_passes_and_costs_nothing() -> None:
+    model = Model(twice)
+    proof = proved(model)
+    for size in (1, 2, 7):
+        assert checked(proof, model, batch(size))["y"].shape == (size, 3)
+    assert model.calls == 3
+
+
+@pytest.mark.parametrize(
+    ("outputs", "problem"),
+    [
+        ({"y": np.ones((2, 3), np.float32)}, r"output y has shape \[2, 3\] for a batch of 5"),
+        ({"y": np.ones((5, 4), np.float32)}, r"output y has shape \[5, 4\], expected \[-1, 3\]"),
+        ({"y": np.ones(15, np.float32)}, r"output y has shape \[15\], expected \[-1, 3\]"),
+        ({"y": np.ones((5, 3), np.float64)}, "output y is float64, expected FP32"),
+        ({"z": np.ones((5, 3), np.float32)}, "outputs z, expected y"),
+        ({}, "outputs , expected y"),
+    ],
+)
+def test_an_answer_that_contradicts_and_cannot_be_had_again_is_not_given(outputs: Arrays, problem: str) -> None:
+    model = Model(twice)
+    proof = proved(model)
+    with pytest.raises(Spoilt, match=rf"^the answer contradicts the model's signature: {problem}$"):
+        proof.checked(batch(5), outputs)
+
+
+def test_neither_is_one_of_a_model_whose_canary_is_wrong_now() -> None:
+    model = Model(twice)
+    proof = proved(model)
+    model.answer = two_rows
+    with pytest.raises(Spoilt):
+        checked(proof, model, batch(5))
+
+
+def test_a_model_that_goes_its_own_way_with_an_input_may_do_so() -> None:
+    def unique(inputs: Arrays) -> Arrays:
+        return {"y": np.unique(inputs["x"], axis=0)}
+
+    model = Model(unique)
+    proof = proved(model)
+    assert checked(proof, model, batch(5))["y"].shape == (1, 3)
+    # It is asked once, not for each request.
+    model.calls = 0
+    assert checked(proof, model, batch(6))["y"].shape == (1, 3)
+    assert model.calls == 1
+
+
+@pytest.mark.parametrize(
+    "signature",
+    [
+        BATCHED._replace(inputs=(TensorSignature("x", "FP32", (-1, -1)),)),
+        BATCHED._replace(inputs=(TensorSignature("x", "FP32", (3, -1)),)),
+    ],
+)
+def test_where_another_dimension_is_free_nothing_is_said_of_the_batch(signature: Signature) -> None:
+    model = Model(lambda inputs: {"y": inputs["x"].sum() * np.ones((inputs["x"].shape[-1], 3), np.float32)}, signature)
+    proof = proved(model)
+    assert checked(proof, model, {"x": np.ones((3, 9), np.float32)})["y"].shape == (9, 3)
+    assert model.calls == 1
+
+
+def test_a_shape_that_the_engine_does_not_know_may_be_any() -> None:
+    unknown = BATCHED._replace(outputs=(TensorSignature("y", "FP32", (-1,)),))
+    model = Model(twice, unknown)
+    proof = proved(model, sizes=())
+    assert checked(proof, model, batch(5))["y"].shape == (5, 3)
+
+
+def test_the_canary_shows_whether_the_model_is_what_it_was() -> None:
+    model = Model(twice)
+    proof = proved(model)
+    before = proof.digest()
+    assert proof.holds()
+    model.answer = thrice
+    assert not proof.holds()
+    assert proof.digest() != before
+
+
+def fails(_: Arrays) -> Arrays:
+    raise Spoilt("predict failed")
+
+
+def test_a_canary_that_fails_proves_nothing() -> None:
+    model = Model(twice)
+    proof = proved(model)
+    model.answer = fails
+    assert not proof.holds()
+
+
+def test_without_a_canary_nothing_can_be_proved() -> None:
+    assert not proved(Model(twice), sizes=()).holds()
+
+
+def test_a_model_that_does_not_repeat_itself_has_only_to_run() -> None:
+    answers: List[int] = []
+
+    def random(inputs: Arrays) -> Dict[str, Any]:
+        answers.append(0)
+        return {"y": inputs["x"] * len(answers)}
+
+    engine: Any = Model(random)
+    proof = Proof(engine, canary.run(engine, (1, 2))._replace(digest=""))
+    assert proof.holds()
+    engine.answer = fails
+    assert not proof.holds()
