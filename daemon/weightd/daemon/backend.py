@@ -160,7 +160,9 @@ class Backend:
             self._later.append(functools.partial(model.exited, name, str(error)))
             return
         except OSError as error:
-            cause = f"cannot start {config.python}: {error.strerror}"
+            # The interpreter, or the log, a full disk, no descriptors left: the file tells which.
+            where = "" if error.filename in (None, config.python) else f": {error.filename}"
+            cause = f"cannot start {config.python}: {error.strerror}{where}"
             self._later.append(functools.partial(model.exited, name, cause))
             return
         self._owners[name.encode()] = name, model

@@ -12,6 +12,7 @@ from typing import Any
 
 import zmq
 
+from weightd.daemon.doorman import Doorman
 from weightd.daemon.fleet import Fleet
 from weightd.daemon.loop import Loop
 from weightd.daemon.model import Model
@@ -93,7 +94,8 @@ class Frontend:
         self._socket = bind(context, address, clients=True)
         self._outbox = Outbox(self._socket)
         self._peers = Peers(self._socket)
-        loop.add(self._peers.monitor, self._on_disconnects)
+        self._doorman = Doorman()
+        loop.add(self._peers.monitor, self._on_connections)
         loop.add(self._socket, self._on_messages)
 
     @property
@@ -142,7 +144,7 @@ class Frontend:
             except RequestError as error:
                 self.tell_error(received.peer, request_id, error)
         if self._peers.pending:
-            self._on_disconnects()
+            self._on_connections()
 
     def _serve(self, received: Received, message: ClientMessage, now: float) -> None:
         client = received.peer
@@ -207,10 +209,11 @@ class Frontend:
             )
         )
 
-    def _on_disconnects(self) -> None:
+    def _on_connections(self) -> None:
         for client in self._peers.disconnected():
             for model in self._fleet.everyone():
                 model.vanished(client, time.monotonic())
+        self._doorman.look(self._peers)
 
     def _model(self, name: str) -> Model:
         try:

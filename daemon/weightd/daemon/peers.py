@@ -1,4 +1,4 @@
-"""Which clients are connected: a ROUTER socket does not tell when one has gone, its monitor does."""
+"""Which clients are connected: a ROUTER socket does not tell when one comes or goes, its monitor does."""
 
 from __future__ import annotations
 
@@ -25,10 +25,20 @@ class Peers:
     """
 
     def __init__(self, socket: zmq.Socket[bytes]) -> None:
-        self.monitor: zmq.Socket[bytes] = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self.monitor: zmq.Socket[bytes] = socket.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
+        self._connections: dict[int, None] = {}
         self._by_descriptor: dict[int, set[bytes]] = {}
         self._descriptors: dict[bytes, int] = {}
         self._gone: list[bytes] = []
+
+    @property
+    def connections(self) -> int:
+        """How many there are, of clients and of strangers."""
+        return len(self._connections)
+
+    def latest(self, count: int) -> list[int]:
+        """Return the descriptors of the connections that came last."""
+        return list(self._connections)[-count:] if count > 0 else []
 
     @property
     def pending(self) -> bool:
@@ -62,6 +72,11 @@ class Peers:
                 event = recv_monitor_message(self.monitor, zmq.NOBLOCK)
             except zmq.Again:
                 return
-            for client in self._by_descriptor.pop(int(event["value"]), set()):
+            descriptor = int(event["value"])
+            if event["event"] == zmq.EVENT_ACCEPTED:
+                self._connections[descriptor] = None
+                continue
+            self._connections.pop(descriptor, None)
+            for client in self._by_descriptor.pop(descriptor, set()):
                 del self._descriptors[client]
                 self._gone.append(client)

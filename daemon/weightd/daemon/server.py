@@ -16,6 +16,7 @@ from weightd.daemon.backend import Backend
 from weightd.daemon.budget import MIB, Device
 from weightd.daemon.claim import claim
 from weightd.daemon.config import Config, ConfigError, DeviceConfig, ModelConfig, load
+from weightd.daemon.doorman import allow_descriptors
 from weightd.daemon.fleet import Change, Fleet
 from weightd.daemon.frontend import Frontend
 from weightd.daemon.loop import Loop, signals
@@ -58,6 +59,7 @@ class Server:
         Raises:
             ClaimError: a socket or a directory cannot be had.
         """
+        allow_descriptors()
         with claim(self._config.daemon), signals([signal.SIGTERM, signal.SIGINT, signal.SIGHUP]) as wakeups:
             context = zmq.Context()
             try:

@@ -74,12 +74,17 @@ def main() -> int:
             _copy(*weights)
         print(digest(copy), sum(file.path.stat().st_size for file in model_files(copy)))
     except ModelFileError as error:
-        print(error, file=sys.stderr)
-        return 1
+        return _failed(directory, str(error))
     except OSError as error:
-        print(f"cannot copy {model} to {directory}: {error.strerror}", file=sys.stderr)
-        return 1
+        return _failed(directory, f"cannot copy {model} to {directory}: {error.strerror}")
     return 0
+
+
+def _failed(directory: Path, cause: str) -> int:
+    # Where the copy has filled the disk, the words have no room before it is gone.
+    shutil.rmtree(directory, ignore_errors=True)
+    print(cause, file=sys.stderr)
+    return 1
 
 
 if __name__ == "__main__":

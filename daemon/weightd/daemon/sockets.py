@@ -53,16 +53,28 @@ def bind(context: zmq.Context[zmq.Socket[bytes]], address: str, *, clients: bool
         socket.setsockopt(zmq.RCVHWM, _CLIENT_RCVHWM)
         for option, value in _KEEPALIVE.items():
             socket.setsockopt(option, value)
+    try:
+        listen(socket, address, clients=clients)
+    except ClaimError:
+        socket.close(linger=0)
+        raise
+    return socket
+
+
+def listen(socket: zmq.Socket[bytes], address: str, *, clients: bool) -> None:
+    """Bind `socket`.
+
+    Raises:
+        ClaimError: the address cannot be bound.
+    """
     # The permissions of a unix socket are what the umask leaves: they are right from its first moment.
     umask = os.umask(_CLIENTS_UMASK if clients else _CHILDREN_UMASK)
     try:
         socket.bind(address)
     except zmq.ZMQError as error:
-        socket.close(linger=0)
         raise ClaimError(f"cannot listen on {address}: {error.strerror}") from None
     finally:
         os.umask(umask)
-    return socket
 
 
 def receive(socket: zmq.Socket[bytes]) -> Iterator[Received]:

@@ -1,0 +1,52 @@
+"""`python -m tests.chaos`: weightd under faults, and whether each request had one right answer or one clear error."""
+
+from __future__ import annotations
+
+import argparse
+import random
+
+from .kinds import Fault, UnknownFaultError, lacking, parse
+from .material import NoEngineError
+from .run import Run
+
+_EPILOG = f"""\
+faults: a list with commas of all, basic, or
+  {", ".join(fault.value for fault in Fault)};
+  --faults=all,-flood leaves one out
+
+Exit status: 0 passed, 1 something was wrong, 2 it cannot run here."""
+
+
+def main() -> int:
+    """Run what the command line asks for; return the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.chaos",
+        description=__doc__,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--seed", type=int, help="of all that is random; default: a random one, which is printed")
+    parser.add_argument("--minutes", type=float, default=30.0, help="from the first fault to the last; default: 30")
+    parser.add_argument("--faults", default="all", help="which may strike; default: all that this weightd can bear")
+    options = parser.parse_args()
+    try:
+        faults = parse(options.faults)
+    except UnknownFaultError as error:
+        parser.error(str(error))
+    for fault, why in lacking().items():
+        if fault in faults:
+            print(f"LEFT OUT: {fault.value}: {why}", flush=True)
+            faults -= {fault}
+    seed = random.randrange(2**31) if options.seed is None else options.seed
+    print(f"seed {seed}, {options.minutes:g} minutes", flush=True)
+    try:
+        report = Run(seed, 60.0 * options.minutes, faults).run()
+    except NoEngineError as error:
+        print(error)
+        return 2
+    print(report.text(), flush=True)
+    return 1 if report.problems else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

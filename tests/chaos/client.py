@@ -1,0 +1,209 @@
+"""A client process: asks, checks each answer, keeps accounts, and writes what happened to stdout.
+
+    python -m tests.chaos.client JSON
+
+The JSON is that of `Orders`. It ends when its stdin does, or after as many requests as it was ordered to send; before
+that, each request that it has sent must have ended. Each line that it writes is a JSON object with one key: "incident",
+"totals" or "problems"; the last is written once, as the last line.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import msgpack
+
+from weightd.client import Client, RequestError, WeightdError
+from weightd.client import client as client_module
+from weightd.client.client import Pending
+from weightd.client.core import ClientCore, Started
+
+from .ledger import OK, WRONG, Asked, Ledger
+from .material import Question, load
+
+CONNECT_LIMIT_S = 5.0
+TOTALS_EVERY_S = 1.0
+
+# As in a client that behaves: nobody asks again at once where nobody answers.
+_PAUSE_S = 0.02
+
+_PATIENCE_S = 30.0
+_HASTY = 0.15  # of all requests
+_CANCELLED = 0.05
+
+
+@dataclass(frozen=True)
+class Orders:
+    """What a client process is to do: `paths` are models by name, `count` 0 is endless."""
+
+    address: str
+    paths: dict[str, str]
+    seed: str
+    in_flight: int
+    count: int = 0
+    cancels: bool = False
+
+
+class _CountingCore(ClientCore):
+    """Knows each answer that the wire brings, also those that a Client drops in silence."""
+
+    ledger: Ledger
+    last = ""
+
+    def infer(self, model: str, inputs: Mapping[str, Any], timeout: float) -> Started:
+        started = super().infer(model, inputs, timeout)
+        self.last = started[0].id
+        return started
+
+    def received(self, frames: Sequence[Any]) -> None:
+        header = msgpack.unpackb(frames[0])
+        if header["type"] in ("infer_response", "error"):
+            self.ledger.heard(header["id"], time.monotonic())
+        super().received(frames)
+
+    def fail_all(self, kind: type[WeightdError], text: str) -> None:
+        super().fail_all(kind, text)
+        self.ledger.lost()
+
+
+@dataclass
+class _Flight:
+    request: str
+    pending: Pending
+    asked: Asked
+    question: Question
+
+
+class Asker:
+    """One client and its accounts.
+
+    Args:
+        orders: what to do.
+        stopping: set when it is to end.
+    """
+
+    def __init__(self, orders: Orders, stopping: threading.Event) -> None:
+        self.ledger = Ledger()
+        self._orders = orders
+        self._stopping = stopping
+        self._rng = random.Random(orders.seed)
+        self._questions = {name: load(Path(path)) for name, path in orders.paths.items()}
+        self._flights: deque[_Flight] = deque()
+        self._core = _CountingCore()
+        self._core.ledger = self.ledger
+        self._told_at = 0.0
+
+    def run(self) -> None:
+        """Ask until told to stop, and see every request to its end."""
+        client = self._connected()
+        if client is None:
+            return
+        with client:
+            while self._wanted() or self._flights:
+                while self._wanted() and len(self._flights) < self._orders.in_flight:
+                    self._submit(client)
+                if self._flights:
+                    self._settle(self._flights.popleft())
+                self._tell_totals()
+            # What the daemon still has to say to this connection comes before its answer to this.
+            try:
+                client.server(timeout=CONNECT_LIMIT_S)
+            except RequestError:
+                self.ledger.lost()
+        self.ledger.close()
+
+    def tell(self, **line: object) -> None:
+        """Write a line."""
+        print(json.dumps(line), flush=True)
+
+    def _connected(self) -> Client | None:
+        with mock.patch.object(client_module, "ClientCore", return_value=self._core):
+            while not self._stopping.is_set():
+                try:
+                    return Client(self._orders.address, timeout=CONNECT_LIMIT_S)
+                except RequestError:
+                    time.sleep(_PAUSE_S)
+        return None
+
+    def _wanted(self) -> bool:
+        done = self._orders.count and self.ledger.sent >= self._orders.count
+        return not done and not self._stopping.is_set()
+
+    def _submit(self, client: Client) -> None:
+        rng = self._rng
+        model = rng.choice(list(self._questions))
+        number = rng.randrange(len(self._questions[model]))
+        timeout = rng.uniform(0.005, 1.0) if rng.random() < _HASTY else _PATIENCE_S
+        question = self._questions[model][number]
+        asked = Asked(model, number, time.monotonic(), timeout)
+        self._core.last = ""
+        try:
+            pending = client.submit(model, question.inputs, timeout=timeout)
+        except RequestError as error:
+            self._not_sent(asked, error)
+            return
+        self.ledger.begin(self._core.last, asked)
+        self._flights.append(_Flight(self._core.last, pending, asked, question))
+        if self._orders.cancels and rng.random() < _CANCELLED:
+            self._cancel(rng.choice(self._flights))
+
+    def _not_sent(self, asked: Asked, error: RequestError) -> None:
+        incident = self.ledger.refused(asked, error.code, str(error), time.monotonic())
+        self.tell(incident=dataclasses.asdict(incident))
+        time.sleep(_PAUSE_S)
+
+    def _cancel(self, flight: _Flight) -> None:
+        self.ledger.cancel(flight.request)
+        flight.pending.cancel()
+
+    def _settle(self, flight: _Flight) -> None:
+        try:
+            outputs = flight.pending.result()
+        except RequestError as error:
+            self._end(flight, error.code, str(error))
+        except WeightdError as error:
+            self._end(flight, type(error).__name__, str(error))
+        else:
+            self._end(flight, OK if flight.question.answered_by(outputs) else WRONG, "")
+
+    def _end(self, flight: _Flight, code: str, text: str) -> None:
+        incident = self.ledger.end(flight.request, code, text, time.monotonic())
+        if incident is not None:
+            self.tell(incident=dataclasses.asdict(incident))
+
+    def _tell_totals(self) -> None:
+        now = time.monotonic()
+        if now >= self._told_at + TOTALS_EVERY_S:
+            self._told_at = now
+            self.tell(totals={"sent": self.ledger.sent, "outcomes": self.ledger.outcomes})
+
+
+def main() -> None:
+    """Do what the command line orders."""
+    orders = Orders(**json.loads(sys.argv[1]))
+    stopping = threading.Event()
+
+    def watch() -> None:
+        sys.stdin.read()
+        stopping.set()
+
+    threading.Thread(target=watch, daemon=True).start()
+    asker = Asker(orders, stopping)
+    asker.run()
+    asker.tell(totals={"sent": asker.ledger.sent, "outcomes": asker.ledger.outcomes})
+    asker.tell(problems=asker.ledger.problems)
+
+
+if __name__ == "__main__":
+    main()

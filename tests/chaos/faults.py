@@ -1,0 +1,326 @@
+"""What each fault does to the service."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import stat
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from testkit.mindir import REPOSITORY
+from weightd.client import Client, RequestError
+from weightd.protocol.messages import ModelStatus, ProcessStatus, StatusResponse
+
+from . import hostile
+from .client import Orders
+from .fleet import Fleet, Member
+from .kinds import LETHAL, Fault
+from .material import Model
+from .schedule import Event
+from .service import Service, Watched, processes, ready_workers
+from .verdict import Strike
+
+FLOOD_FACTOR = 10
+DEAF_S = 5.0
+UPDATE_LIMIT_S = 30.0
+# The kernel kills the children with the daemon; on a machine that is busy they need a moment to be gone.
+ORPHAN_LIMIT_S = 5.0
+
+DEAF_REQUESTS = 16
+
+
+@dataclass
+class _Open:
+    """A strike whose effect is not over, and how to see when it is."""
+
+    strike: Strike
+    over: Callable[[StatusResponse], bool]
+
+
+@dataclass
+class Injector:
+    """Carries out the schedule.
+
+    Attributes:
+        strikes: what has struck.
+        skipped: events that found nothing to strike.
+        problems: what must not be.
+    """
+
+    service: Service
+    fleet: Fleet
+    models: Mapping[str, Model]
+    max_queue: int
+    crew: Callable[[int], Member]
+    """Starts the client with this number (again)."""
+    members: list[Member]
+    """The clients of the crew, by number."""
+    strikes: list[Strike] = field(default_factory=list[Strike])
+    skipped: list[Event] = field(default_factory=list[Event])
+    problems: list[str] = field(default_factory=list[str])
+    _open: list[_Open] = field(default_factory=list[_Open])
+    _later: list[tuple[float, Callable[[], None]]] = field(default_factory=list[tuple[float, Callable[[], None]]])
+    _threads: list[threading.Thread] = field(default_factory=list[threading.Thread])
+    _deaf: list[subprocess.Popen[bytes]] = field(default_factory=list[subprocess.Popen[bytes]])
+
+    def strike(self, event: Event) -> None:
+        """Carry out an event, or note that it finds no target now."""
+        rng = random.Random(event.draw)
+        act: Mapping[Fault, Callable[[Event, random.Random], bool]] = {
+            Fault.KILL_WORKER: self._signal_worker,
+            Fault.SEGV_WORKER: self._signal_worker,
+            Fault.HANG_WORKER: self._signal_worker,
+            Fault.KILL_HOLDER: self._kill_holder,
+            Fault.TRUNCATE_STORE: self._damage_store,
+            Fault.OVERWRITE_STORE: self._damage_store,
+            Fault.REPLACE_STORE: self._replace_store,
+            Fault.FLOOD: self._flood,
+            Fault.KILL_CLIENT: self._kill_client,
+            Fault.DEAF_CLIENT: self._deaf_client,
+            Fault.GARBAGE_FRAMES: self._garbage,
+            Fault.GARBAGE_BYTES: self._garbage,
+            Fault.UPDATE: self._update,
+            Fault.RELOAD: self._reload,
+            Fault.KILL_DAEMON: self._kill_daemon,
+        }
+        if not act[event.fault](event, rng):
+            self.skipped.append(event)
+
+    def tick(self, status: StatusResponse | None) -> None:
+        """Time has passed; `status` is what the daemon says now, if it says anything."""
+        now = time.monotonic()
+        due = [act for at, act in self._later if at <= now]
+        self._later = [each for each in self._later if each[0] > now]
+        for act in due:
+            act()
+        if status is not None and status.pid == self.service.pid:
+            for each in [each for each in self._open if each.over(status)]:
+                each.strike.end = now
+                self._open.remove(each)
+
+    @property
+    def busy(self) -> bool:
+        """Whether something that was begun goes on by itself."""
+        return bool(self._later) or any(each.is_alive() for each in self._threads)
+
+    @property
+    def recovering(self) -> list[Strike]:
+        """The lethal strikes and restarts from which the service has not recovered."""
+        return [each.strike for each in self._open if each.strike.fault in LETHAL | {Fault.KILL_DAEMON}]
+
+    def close(self) -> None:
+        """Leave no process and no thread."""
+        for each in self._deaf:
+            each.kill()
+            each.wait()
+        for thread in self._threads:
+            thread.join()
+
+    # --- processes of the daemon --------------------------------------------------------------------------------
+
+    def _signal_worker(self, event: Event, rng: random.Random) -> bool:
+        status = self._status()
+        workers = ready_workers(status, event.model) if status is not None else []
+        if not workers:
+            return False
+        target = rng.choice(workers)
+        number = {
+            Fault.KILL_WORKER: signal.SIGKILL,
+            Fault.SEGV_WORKER: signal.SIGSEGV,
+            Fault.HANG_WORKER: signal.SIGSTOP,
+        }[event.fault]
+        self._begin(event, self._replaced(event.model, [target]), f"{target.name}, pid {target.pid}")
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(target.pid, number)
+        return True
+
+    def _kill_holder(self, event: Event, rng: random.Random) -> bool:
+        status = self._status()
+        there = processes(status, event.model) if status is not None else []
+        holders = [each for each in there if each.role == "holder" and each.state == "holding"]
+        if not holders:
+            return False
+        holder = rng.choice(holders)
+        self._begin(event, self._gone([holder]), f"{holder.name}, pid {holder.pid}")
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(holder.pid, signal.SIGKILL)
+        return True
+
+    def _kill_daemon(self, event: Event, _: random.Random) -> bool:
+        children = Watched(self.service.children())
+        strike = self._begin(event, lambda status: not self.service.unhealthy(status), f"pid {self.service.pid}")
+        self.service.hang_up()
+        self.service.kill()
+        # With the daemon all its processes end: whatever was wrong with them is over.
+        for each in [each for each in self._open if each.strike.fault is not Fault.FLOOD and each.strike is not strike]:
+            each.strike.end = time.monotonic()
+            self._open.remove(each)
+        self.service.start()
+
+        def check() -> None:
+            if children.survivors():
+                self.problems.append(f"orphans: {children.survivors()} outlive the daemon by {ORPHAN_LIMIT_S:g} s")
+            children.close()
+
+        self._at(ORPHAN_LIMIT_S, check)
+        return True
+
+    # --- page stores --------------------------------------------------------------------------------------------
+
+    def _damage_store(self, event: Event, rng: random.Random) -> bool:
+        status = self._status()
+        found = self._serving_store(status, event.model) if status is not None else None
+        if status is None or found is None:
+            return False
+        store, workers = found
+        # Who has died of it, or serves no longer, no more computes with what was damaged.
+        self._begin(event, self._replaced(event.model, workers), str(store.relative_to(self.service.cache)))
+        with contextlib.suppress(FileNotFoundError):
+            store.chmod(stat.S_IRUSR | stat.S_IWUSR)
+            size = store.stat().st_size
+            if event.fault is Fault.TRUNCATE_STORE:
+                os.truncate(store, rng.choice([0, size // 2]))
+            else:
+                with store.open("r+b") as file:
+                    file.seek(4096)
+                    file.write(rng.randbytes(max(0, size - 4096)))
+            store.chmod(stat.S_IRUSR)
+        return True
+
+    def _replace_store(self, event: Event, rng: random.Random) -> bool:
+        """Another file takes its place: who maps the old one goes on, who comes must not believe the new one."""
+        status = self._status()
+        found = self._serving_store(status, event.model) if status is not None else None
+        if found is None:
+            return False
+        store, _ = found
+        strike = self._begin(event, lambda status: True, str(store.relative_to(self.service.cache)))
+        with contextlib.suppress(FileNotFoundError):
+            new = store.with_name("new")
+            new.write_bytes(rng.randbytes(store.stat().st_size))
+            new.chmod(stat.S_IRUSR)
+            new.rename(store)
+        strike.end = time.monotonic()
+        return True
+
+    def _serving_store(self, status: StatusResponse, model: str) -> tuple[Path, list[ProcessStatus]] | None:
+        for generation in _model(status, model).generations:
+            store = self.service.store(f"{model}.{generation.number}")
+            workers = [each for each in generation.processes if each.role == "worker" and each.state == "ready"]
+            if generation.state == "serving" and workers and store is not None:
+                return store, workers
+        return None
+
+    # --- clients ------------------------------------------------------------------------------------------------
+
+    def _flood(self, event: Event, rng: random.Random) -> bool:
+        model = self.models[event.model]
+        count = FLOOD_FACTOR * self.max_queue
+        paths = {model.name: str(model.path)}
+        orders = Orders(self.service.address, paths, f"flood {rng.random()}", in_flight=count, count=count)
+        member = self.fleet.launch("flood", orders)
+        self._begin(event, lambda status: not member.running and _model(status, model.name).queued < self.max_queue)
+        return True
+
+    def _kill_client(self, event: Event, rng: random.Random) -> bool:
+        number = rng.randrange(len(self.members))
+        self._begin(event, lambda status: True, self.members[number].name)
+        self.members[number].kill()
+        self.members[number] = self.crew(number)
+        return True
+
+    def _deaf_client(self, event: Event, _: random.Random) -> bool:
+        model = max(self.models.values(), key=lambda each: not each.dense)  # the one with the large tensors
+        command = [sys.executable, "-m", "tests.chaos.hostile", self.service.address, model.name, str(model.path)]
+        process = subprocess.Popen(
+            [*command, str(DEAF_REQUESTS)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, cwd=REPOSITORY
+        )
+        self._deaf.append(process)
+        self._begin(event, lambda status: process.poll() is not None)
+
+        def stop() -> None:
+            assert process.stdout
+            with process.stdout:
+                process.stdout.readline()
+            process.send_signal(signal.SIGSTOP)
+
+        self._spawn(stop)
+        self._at(DEAF_S, process.kill)
+        return True
+
+    def _garbage(self, event: Event, rng: random.Random) -> bool:
+        send = hostile.send_frames if event.fault is Fault.GARBAGE_FRAMES else hostile.send_bytes
+        thread = self._spawn(lambda: send(self.service.address, rng))
+        self._begin(event, lambda status: not thread.is_alive())
+        return True
+
+    # --- the operator -------------------------------------------------------------------------------------------
+
+    def _update(self, event: Event, _: random.Random) -> bool:
+        model = self.models[event.model]
+
+        def update() -> None:
+            # What goes wrong around it gives it up; that must not be noticed.
+            with (
+                contextlib.suppress(RequestError),
+                Client(self.service.address, timeout=UPDATE_LIMIT_S) as client,
+            ):
+                client.update(model.name, str(model.path))
+
+        thread = self._spawn(update)
+        self._begin(event, lambda status: not thread.is_alive())
+        return True
+
+    def _reload(self, event: Event, rng: random.Random) -> bool:
+        self.service.configure({"max_queue": self.max_queue + rng.randrange(2)}, event.model)
+        self._begin(event, lambda status: True)
+        self.service.reload()
+        return True
+
+    # --- within -------------------------------------------------------------------------------------------------
+
+    def _begin(self, event: Event, over: Callable[[StatusResponse], bool], note: str = "") -> Strike:
+        strike = Strike(event.fault, event.model, time.monotonic(), note=note)
+        self.strikes.append(strike)
+        self._open.append(_Open(strike, over))
+        return strike
+
+    def _replaced(self, model: str, targets: Sequence[ProcessStatus]) -> Callable[[StatusResponse], bool]:
+        gone = self._gone(targets)
+        return lambda status: gone(status) and model not in self.service.unhealthy(status)
+
+    def _gone(self, targets: Sequence[ProcessStatus]) -> Callable[[StatusResponse], bool]:
+        watched = {each.name for each in targets}
+
+        def over(status: StatusResponse) -> bool:
+            there = [process for model in status.models for each in model.generations for process in each.processes]
+            return not watched & {each.name for each in there}
+
+        return over
+
+    def _status(self) -> StatusResponse | None:
+        try:
+            return self.service.status()
+        except RequestError:
+            return None
+
+    def _at(self, delay: float, act: Callable[[], None]) -> None:
+        self._later.append((time.monotonic() + delay, act))
+
+    def _spawn(self, act: Callable[[], None]) -> threading.Thread:
+        thread = threading.Thread(target=act, daemon=True)
+        self._threads.append(thread)
+        thread.start()
+        return thread
+
+
+def _model(status: StatusResponse, name: str) -> ModelStatus:
+    return next(model for model in status.models if model.name == name)

@@ -1,0 +1,147 @@
+"""The client processes: started, killed, asked to end, and what they have told."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+import threading
+from collections import Counter
+from pathlib import Path
+from typing import Any, cast
+
+from testkit.mindir import REPOSITORY
+
+from .client import Orders
+from .ledger import Incident
+
+# A request's patience, and some.
+END_LIMIT_S = 60.0
+
+
+class Member:
+    """One client process.
+
+    Attributes:
+        name: of its log.
+        killed: what it had under way is nobody's any more.
+        sent: requests, as far as it has told.
+        outcomes: how they ended, likewise.
+        problems: what did not add up; None until it has ended in order.
+    """
+
+    def __init__(self, name: str, orders: Orders, log: Path) -> None:
+        self.name = name
+        self.killed = False
+        self.sent = 0
+        self.outcomes: Counter[str] = Counter()
+        self.incidents: list[Incident] = []
+        self.problems: list[str] | None = None
+        self._log = log
+        with log.open("ab") as stderr:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "tests.chaos.client", json.dumps(dataclasses.asdict(orders))],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                cwd=REPOSITORY,
+                text=True,
+            )
+        self.pid = self._process.pid
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    @property
+    def running(self) -> bool:
+        """Whether the process runs."""
+        return self._process.poll() is None
+
+    def kill(self) -> None:
+        """SIGKILL, with all that it has under way."""
+        self.killed = True
+        self._process.kill()
+        self._finish()
+
+    def ask_to_end(self) -> None:
+        """Have it send nothing more; it ends when every request has."""
+        assert self._process.stdin
+        self._process.stdin.close()
+
+    def wait(self) -> list[str]:
+        """Wait for its end and return what did not add up."""
+        try:
+            self._process.wait(END_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._finish()
+            return [f"missing: {self.name} has not ended {END_LIMIT_S:g} s after it was asked to"]
+        self._finish()
+        if self.killed:
+            return []
+        if self.problems is None:
+            return [f"{self.name} died with status {self._process.returncode}: {self._log.read_text()[-2000:]}"]
+        return self.problems
+
+    def _finish(self) -> None:
+        self._process.wait()
+        self._reader.join()
+        assert self._process.stdin
+        assert self._process.stdout
+        self._process.stdin.close()
+        self._process.stdout.close()
+
+    def _read(self) -> None:
+        assert self._process.stdout
+        for line in self._process.stdout:
+            if not line.endswith("\n"):
+                return  # it was killed in the middle
+            told = cast("dict[str, Any]", json.loads(line))
+            if "incident" in told:
+                self.incidents.append(Incident(**told["incident"]))
+            elif "totals" in told:
+                self.sent, self.outcomes = told["totals"]["sent"], Counter(told["totals"]["outcomes"])
+            else:
+                self.problems = told["problems"]
+
+
+class Fleet:
+    """All the client processes of a run, those that have ended too."""
+
+    def __init__(self, workspace: Path) -> None:
+        self.members: list[Member] = []
+        self._workspace = workspace
+
+    def launch(self, name: str, orders: Orders) -> Member:
+        """Start one more."""
+        member = Member(name, orders, self._workspace / f"client.{len(self.members)}.{name}.log")
+        self.members.append(member)
+        return member
+
+    @property
+    def sent(self) -> int:
+        """Requests of all of them."""
+        return sum(member.sent for member in self.members)
+
+    @property
+    def outcomes(self) -> Counter[str]:
+        """How they ended."""
+        return sum((member.outcomes for member in self.members), Counter[str]())
+
+    @property
+    def incidents(self) -> list[Incident]:
+        """All that did not end in the right answer."""
+        return [incident for member in self.members for incident in list(member.incidents)]
+
+    def end(self) -> list[str]:
+        """Have all of them end; return what did not add up."""
+        for member in self.members:
+            if member.running:
+                member.ask_to_end()
+        return [problem for member in self.members for problem in member.wait()]
+
+    def kill(self) -> None:
+        """Leave none running."""
+        for member in self.members:
+            if member.running:
+                member.kill()

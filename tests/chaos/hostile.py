@@ -1,0 +1,89 @@
+"""Those who do not speak to the daemon as they should: garbage, and a client that asks and never reads.
+
+    python -m tests.chaos.hostile ADDRESS MODEL_NAME MODEL_PATH COUNT
+
+sends that many requests for the model's largest question, says so on stdout, and waits to be stopped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import signal
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import zmq
+
+from weightd.client import Client
+from weightd.protocol.messages import Infer, TensorSpec
+from weightd.protocol.wire import encode
+
+from .material import load
+
+_SEND_LIMIT_MS = 1000
+_SIGNATURE = b"\xff\0\0\0\0\0\0\0\1\x7f"
+# Whole messages of the two older protocols: the library takes them, but knows less about where they come from.
+_OLD = (b"\1\0\6\0hello", _SIGNATURE + b"\1\5\0\0\0\5hello")
+_GREETING = _SIGNATURE + b"\3\0NULL" + b"\0" * 16 + b"\0" + b"\0" * 31
+
+
+def frames(rng: random.Random) -> Sequence[bytes]:
+    """Return a message that is garbage: noise, or a good one with damage."""
+    header = encode(Infer("good", "tiny", (TensorSpec("x", "FP32", (2, 3)),)))
+    makers: list[Callable[[], Sequence[bytes]]] = [
+        lambda: [rng.randbytes(rng.randrange(64)) for _ in range(rng.randrange(1, 6))],
+        lambda: [_damaged(header, rng), rng.randbytes(24)],
+        lambda: [header[: rng.randrange(len(header))], b"\0" * 24],
+        lambda: [header, rng.randbytes(rng.choice([0, 23, 25, 1 << 20]))],
+        lambda: [header, *[b"\0" * 24] * rng.randrange(2, 80)],
+        lambda: [b"\xdd\xff\xff\xff\xff" + rng.randbytes(32)],
+        lambda: [b"", header, b"\0" * 24],
+    ]
+    return rng.choice(makers)()
+
+
+def _damaged(header: bytes, rng: random.Random) -> bytes:
+    damaged = bytearray(header)
+    for _ in range(rng.randint(1, 4)):
+        damaged[rng.randrange(len(damaged))] = rng.randrange(256)
+    return bytes(damaged)
+
+
+def send_frames(address: str, rng: random.Random, count: int = 200) -> None:
+    """Send garbage as ZeroMQ messages, from a socket that goes away at once."""
+    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+        dealer.setsockopt(zmq.LINGER, _SEND_LIMIT_MS)
+        dealer.setsockopt(zmq.SNDTIMEO, _SEND_LIMIT_MS)
+        dealer.connect(address)
+        with contextlib.suppress(zmq.Again):
+            for _ in range(count):
+                dealer.send_multipart(frames(rng))
+
+
+def send_bytes(address: str, rng: random.Random, count: int = 20) -> None:
+    """Send garbage that is not even ZeroMQ, each from a connection of its own."""
+    for _ in range(count):
+        begin = rng.choice([b"", _SIGNATURE, _GREETING, _GREETING[: rng.randrange(64)], *_OLD])
+        with socket.socket(socket.AF_UNIX) as peer:
+            peer.settimeout(_SEND_LIMIT_MS / 1000)
+            # The daemon may hang up whenever it has seen enough, or may just not be there.
+            with contextlib.suppress(OSError):
+                peer.connect(address.removeprefix("ipc://"))
+                peer.sendall(begin + rng.randbytes(rng.randrange(4096)))
+
+
+def main() -> None:
+    """Ask, and never read."""
+    address, name, path, count = sys.argv[1:]
+    question = max(load(Path(path)), key=lambda each: sum(array.nbytes for array in each.inputs.values()))
+    client = Client(address)
+    pending = [client.submit(name, question.inputs) for _ in range(int(count))]
+    print(len(pending), flush=True)
+    signal.pause()
+
+
+if __name__ == "__main__":
+    main()

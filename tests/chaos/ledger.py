@@ -1,0 +1,144 @@
+"""The accounts of one client: each request that was sent ends exactly once, and the wire brought one answer for it."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from dataclasses import dataclass
+
+OK = "OK"
+WRONG = "WRONG"
+
+# Ended requests whose second answer would still be known for what it is; one that comes later is nobody's.
+_REMEMBERED = 100_000
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What was asked for: which question of which model, when (monotonic seconds), and with how much patience."""
+
+    model: str
+    question: int
+    at: float
+    timeout: float
+
+
+@dataclass(frozen=True)
+class Incident:
+    """A request that did not end in the right answer. Times are monotonic seconds, of the whole machine."""
+
+    model: str
+    question: int
+    code: str
+    text: str
+    sent_at: float
+    ended_at: float
+    timeout: float
+    cancelled: bool = False
+
+
+@dataclass
+class _Entry:
+    asked: Asked
+    answers: int = 0
+    heard_at: float | None = None
+    cancelled: bool = False
+    given_up: bool = False
+
+
+class Ledger:
+    """Counts; what does not add up is a problem.
+
+    Attributes:
+        sent: requests that were sent, or could not be.
+        outcomes: how many ended how.
+        problems: what must not be: an answer too many, too few, or that nobody has asked for.
+    """
+
+    def __init__(self) -> None:
+        self.sent = 0
+        self.outcomes: Counter[str] = Counter()
+        self.problems: list[str] = []
+        self._open: dict[str, _Entry] = {}
+        self._ended: OrderedDict[str, int] = OrderedDict()
+
+    @property
+    def open(self) -> int:
+        """Requests that have not ended."""
+        return sum(not entry.given_up for entry in self._open.values())
+
+    def begin(self, request: str, asked: Asked) -> None:
+        """A request goes out."""
+        self.sent += 1
+        self._open[request] = _Entry(asked)
+
+    def cancel(self, request: str) -> None:
+        """The client has taken it back."""
+        self._open[request].cancelled = True
+
+    def heard(self, request: str, now: float) -> None:
+        """The wire brought an answer for it."""
+        entry = self._open.get(request)
+        if entry is not None:
+            entry.answers += 1
+            entry.heard_at = now
+            if entry.answers > 1:
+                self.problems.append(f"duplicate: {entry.answers} answers for {request}, {entry.asked}")
+            elif entry.given_up:
+                self._close(request, entry)  # late, but there
+        elif request in self._ended:
+            self._ended[request] += 1
+            self.problems.append(f"duplicate: {self._ended[request]} answers for {request}, which had ended")
+        else:
+            self.problems.append(f"unasked: an answer for {request}, which was never sent")
+
+    def lost(self) -> None:
+        """The connection is lost: no answer will come for what was given up before."""
+        for request, entry in list(self._open.items()):
+            if entry.given_up:
+                self._close(request, entry)
+
+    def end(self, request: str, code: str, text: str, now: float) -> Incident | None:
+        """The client was told how it ended; return what is to be judged, None for the right answer.
+
+        Args:
+            request: its id.
+            code: OK, WRONG, or the code of its error.
+            text: what else was said.
+            now: the clock.
+        """
+        entry = self._open.get(request)
+        if entry is None or entry.given_up:
+            self.problems.append(f"duplicate: {request} ended again, in {code}")
+            return None
+        self.outcomes[code] += 1
+        if entry.answers == 0 and code == "DEADLINE_EXCEEDED":
+            entry.given_up = True  # By the client's own watch; the daemon's word must still come.
+        else:
+            if entry.answers == 0 and code != "UNAVAILABLE":  # which is that the connection was lost
+                self.problems.append(f"missing: {request} ended in {code} without an answer on the wire")
+            self._close(request, entry)
+        if code == OK:
+            return None
+        asked = entry.asked
+        ended = now if entry.heard_at is None else entry.heard_at
+        return Incident(asked.model, asked.question, code, text, asked.at, ended, asked.timeout, entry.cancelled)
+
+    def refused(self, asked: Asked, code: str, text: str, now: float) -> Incident:
+        """A request could not even be sent."""
+        self.sent += 1
+        self.outcomes[code] += 1
+        return Incident(asked.model, asked.question, code, text, asked.at, now, asked.timeout)
+
+    def close(self) -> None:
+        """No answer can come any more."""
+        for request, entry in self._open.items():
+            self.problems.append(f"missing: no answer for {request}, {entry.asked}")
+        ended = sum(self.outcomes.values())
+        if self.sent != ended:
+            self.problems.append(f"missing: {self.sent} requests were sent, {ended} ended")
+
+    def _close(self, request: str, entry: _Entry) -> None:
+        del self._open[request]
+        self._ended[request] = entry.answers
+        if len(self._ended) > _REMEMBERED:
+            self._ended.popitem(last=False)

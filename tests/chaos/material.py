@@ -1,0 +1,152 @@
+"""The models of a run, and questions to each with the answer that the bare engine gives, bit for bit."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from onnx import TensorProto, helper, numpy_helper
+
+from testkit import mindir, models
+from testkit.plain import PlainProcess
+
+QUESTIONS = 40
+MAX_BYTES = 8 * 1024 * 1024
+
+_ROWS = 131_072
+_WIDTH = 256
+_LAYERS = 4
+# MindSpore Lite takes long for more; what travels in megabytes is the elastic model's.
+_MAX_BATCH = 512
+
+Arrays = Mapping[str, NDArray[Any]]
+
+
+class NoEngineError(RuntimeError):
+    """MindSpore Lite is not here, where it must be."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model of the run. `dense`: each answer depends on each weight. `python`: the interpreter with its engine."""
+
+    name: str
+    path: Path
+    engine: str
+    python: Path
+    dense: bool
+
+
+@dataclass(frozen=True)
+class Question:
+    """Inputs, and the bytes of the only answer that is right."""
+
+    inputs: Arrays
+    answer: Mapping[str, tuple[str, tuple[int, ...], bytes]]
+
+    def answered_by(self, outputs: Mapping[str, Any]) -> bool:
+        """Return whether these outputs are the answer: names, datatypes, shapes and bits."""
+        return set(outputs) == set(self.answer) and all(
+            (array.dtype.str, array.shape) == self.answer[name][:2] and array.tobytes() == self.answer[name][2]
+            for name, array in outputs.items()
+        )
+
+
+def make(directory: Path, seed: int) -> list[Model]:
+    """Write the models and their questions into the directory.
+
+    Raises:
+        NoEngineError: there is no MindSpore Lite and CI=true; elsewhere ONNX Runtime takes its place, visibly.
+    """
+    here = Path(sys.executable)
+    tiny = Model("tiny", models.fixed(directory / "tiny.onnx"), "onnxruntime", here, dense=True)
+    elastic = Model("elastic", _table(directory / "elastic.onnx"), "onnxruntime", here, dense=False)
+    dense = models.mlp(directory / "dense.onnx", layers=_LAYERS, width=_WIDTH)
+    python = mindir.interpreter()
+    if python is not None:
+        path = mindir.convert(dense, dense.with_suffix(".mindir"), python)
+        mlp = Model("dense", path, "mindspore_lite", python, dense=True)
+    elif os.environ.get("CI") == "true":
+        raise NoEngineError(mindir.HOW_TO_GET_IT)
+    else:
+        print(f"WITHOUT MINDSPORE LITE, ONNX Runtime takes its place: {mindir.HOW_TO_GET_IT}", flush=True)
+        mlp = Model("dense", dense, "onnxruntime", here, dense=True)
+    chosen = [tiny, elastic, mlp]
+    for number, model in enumerate(chosen):
+        _ask(model, np.random.default_rng([seed, number]))
+    return chosen
+
+
+def load(model: Path) -> list[Question]:
+    """Read what `make` has written for the model at this path."""
+    with np.load(_pool(model)) as pool:
+        order = json.loads(str(pool["order"]))
+        return [
+            Question(
+                {name: pool[f"{i}.in.{name}"] for name in inputs},
+                {name: _frozen(pool[f"{i}.out.{name}"]) for name in outputs},
+            )
+            for i, (inputs, outputs) in enumerate(order)
+        ]
+
+
+def _frozen(array: NDArray[Any]) -> tuple[str, tuple[int, ...], bytes]:
+    return array.dtype.str, array.shape, array.tobytes()
+
+
+def _pool(model: Path) -> Path:
+    return model.with_name(f"{model.stem}.questions.npz")
+
+
+def _ask(model: Model, rng: np.random.Generator) -> None:
+    arrays: dict[str, NDArray[Any]] = {}
+    order: list[tuple[list[str], list[str]]] = []
+    with PlainProcess(model.path, model.engine, model.python) as plain:
+        for i in range(QUESTIONS):
+            inputs = _INPUTS[model.name](rng, i)
+            outputs = plain.infer(inputs)
+            order.append((list(inputs), list(outputs)))
+            arrays.update({f"{i}.in.{name}": array for name, array in inputs.items()})
+            arrays.update({f"{i}.out.{name}": array for name, array in outputs.items()})
+    np.savez(_pool(model.path), allow_pickle=False, order=np.array(json.dumps(order)), **arrays)
+
+
+def _table(path: Path) -> Path:
+    """A table of 1 MiB: "ids" INT64 [N, 2] -> "rows" FP32 [N, 2, 2]: N times 16 bytes in, as many out."""
+    values = np.random.default_rng(0).standard_normal((_ROWS, 2), dtype=np.float32)
+    nodes = [helper.make_node("Gather", ["table", "ids"], ["rows"], axis=0)]
+    ids = helper.make_tensor_value_info("ids", TensorProto.INT64, ["N", 2])
+    table = numpy_helper.from_array(values, "table")
+    return models.save(path, nodes, [ids], [models.fp32("rows", "N", 2, 2)], [table])
+
+
+def _fixed_inputs(rng: np.random.Generator, _: int) -> Arrays:
+    return {"x": rng.standard_normal((2, 3), dtype=np.float32)}
+
+
+def _table_inputs(rng: np.random.Generator, number: int) -> Arrays:
+    return {"ids": rng.integers(0, _ROWS, (_size(rng, number, MAX_BYTES // 16), 2))}
+
+
+def _mlp_inputs(rng: np.random.Generator, number: int) -> Arrays:
+    return {"x": rng.standard_normal((_size(rng, number, _MAX_BATCH), _WIDTH), dtype=np.float32)}
+
+
+def _size(rng: np.random.Generator, number: int, most: int) -> int:
+    """The least, the most, and between them each order of magnitude as often."""
+    return (1, most)[number] if number < 2 else int(math.exp(rng.uniform(0, math.log(most))))
+
+
+_INPUTS: Mapping[str, Callable[[np.random.Generator, int], Arrays]] = {
+    "tiny": _fixed_inputs,
+    "elastic": _table_inputs,
+    "dense": _mlp_inputs,
+}

@@ -1,0 +1,240 @@
+"""One run: a daemon, clients, faults; and at the end the books."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+from weightd.client import RequestError
+from weightd.protocol.messages import StatusResponse
+
+from . import material, verdict
+from .client import Orders
+from .faults import DEAF_REQUESTS, Injector
+from .fleet import Fleet, Member
+from .kinds import Fault, settings
+from .report import Report, summary
+from .resources import MIB, Usage, growth, usage
+from .schedule import Event, Target, plan
+from .service import Service, ServiceError, Watched, until, workspace
+from .verdict import Strike
+
+WORKERS = 2
+CLIENTS = 3
+IN_FLIGHT = 6
+MAX_QUEUE = 64
+
+PREDICT_TIMEOUT_S = 2.0
+WATCHDOG_S = 2.0
+CANARY_INTERVAL_S = 5.0
+
+START_LIMIT_S = 120.0
+WARM_UP_S = 5.0
+RECOVERY_LIMIT_S = 5.0
+SETTLE_LIMIT_S = 40.0
+PROGRESS_EVERY_S = 10.0
+
+# Health is looked at so often, and seldom while nothing is wrong: a status costs the daemon milliseconds.
+_LOOK_SOON_S = 0.1
+_LOOK_S = 1.0
+
+_PROCESS_DIED = 2
+
+# From the daemon after its warm-up to the last daemon in quiet. Memory: what those clients and one that never reads can
+# have under way at once, for malloc keeps what it once had to get. A long run in which each client that goes leaves one
+# of its large requests behind is far beyond it; small leaks are the business of leak.py.
+_UNDER_WAY = (CLIENTS * IN_FLIGHT + DEAF_REQUESTS) * material.MAX_BYTES
+TOLERANCE = Usage(fds=4, threads=0, maps=64, rss=_UNDER_WAY, pss=_UNDER_WAY)
+
+
+@dataclass
+class Run:
+    """A run of `seconds` under faults.
+
+    Args:
+        seed: all that is random is a function of it, but for what the machine makes of it.
+        seconds: from the first fault to the last.
+        faults: which may strike.
+    """
+
+    seed: int
+    seconds: float
+    faults: Collection[Fault]
+    _problems: list[str] = field(default_factory=list[str])
+
+    def run(self) -> Report:
+        """Run; the daemon and all that it has started are gone afterwards."""
+        place = workspace("chaos-")
+        self._models = {model.name: model for model in material.make(place, self.seed)}
+        self._service = Service(place, *self._tables())
+        self._fleet = Fleet(place)
+        self._report = Report(self.seed, self.seconds, self.faults, place)
+        self._service.start()
+        try:
+            self._go()
+        except ServiceError as error:
+            self._problems.append(str(error))
+        finally:
+            self._fleet.kill()
+            self._finish()
+        return self._report
+
+    def _tables(self) -> tuple[dict[str, object], dict[str, dict[str, object]]]:
+        daemon, model = settings(
+            {"predict_timeout": PREDICT_TIMEOUT_S, "watchdog": WATCHDOG_S, "canary_interval": CANARY_INTERVAL_S}
+        )
+        tables: dict[str, dict[str, object]] = {
+            each.name: {"path": each.path, "python": each.python, "workers": WORKERS, "max_queue": MAX_QUEUE, **model}
+            for each in self._models.values()
+        }
+        return daemon, tables
+
+    def _go(self) -> None:
+        self._service.await_health(START_LIMIT_S)
+        self._warm_up()
+        before = self._service.in_quiet(SETTLE_LIMIT_S)
+        print(f"the daemon after its warm-up: {before}", flush=True)
+        self._storm()
+        self._problems += self._fleet.end()
+        after = self._service.in_quiet(SETTLE_LIMIT_S)
+        print(f"the daemon at the end:        {after}", flush=True)
+        self._problems += [f"leak: {each}" for each in growth(before, after, TOLERANCE)]
+        self._service.keep_logs()
+        self._stop()
+
+    # --- the parts ----------------------------------------------------------------------------------------------
+
+    def _warm_up(self) -> None:
+        """What any daemon has held once is no growth."""
+        crew = [self._member(number, "warm-up") for number in range(CLIENTS)]
+        deadline = time.monotonic() + WARM_UP_S
+        for name, model in self._models.items():
+            orders = Orders(
+                self._service.address, {name: str(model.path)}, f"{self.seed}", MAX_QUEUE // 2, 2 * MAX_QUEUE
+            )
+            self._problems += self._fleet.launch("warm-up", orders).wait()
+        while time.monotonic() < deadline and all(member.running for member in crew):
+            time.sleep(_LOOK_SOON_S)
+        self._problems += self._fleet.end()
+
+    def _storm(self) -> None:
+        targets = [Target(model.name, model.dense) for model in self._models.values()]
+        events = plan(self.seed, self.seconds, self.faults, targets)
+        members = [self._member(number) for number in range(CLIENTS)]
+        injector = Injector(self._service, self._fleet, self._models, MAX_QUEUE, self._member, members)
+        self._report.strikes = injector.strikes
+        self._report.skipped = injector.skipped
+        try:
+            self._weather(injector, events)
+            self._recover(injector)
+        finally:
+            injector.close()
+            self._problems += injector.problems
+
+    def _weather(self, injector: Injector, events: list[Event]) -> None:
+        begin = look = told = time.monotonic()
+        due = list(events)
+        while (now := time.monotonic()) < begin + self.seconds:
+            self._check_alive(injector)
+            while due and begin + due[0].at <= now:
+                injector.strike(due.pop(0))
+                look = now
+            if now >= look:
+                injector.tick(self._status())
+                look = time.monotonic() + (_LOOK_SOON_S if injector.recovering else _LOOK_S)
+            if now >= told:
+                print(self._progress(now - begin, injector), flush=True)
+                told += PROGRESS_EVERY_S
+            soon = min(look, told, begin + due[0].at if due else look)
+            time.sleep(max(0.0, min(soon, begin + self.seconds) - time.monotonic()))
+
+    def _recover(self, injector: Injector) -> None:
+        """After the last fault everything is well again, soon; what clients and faults do goes on a little longer."""
+        last = max((strike.begin for strike in injector.strikes), default=0.0)
+        limit = last + RECOVERY_LIMIT_S + max((_patience(each.fault) for each in injector.recovering), default=0.0)
+
+        def healthy() -> bool:
+            self._check_alive(injector)
+            status = self._status()
+            injector.tick(status)
+            return status is not None and not self._service.unhealthy(status)
+
+        try:
+            until(healthy, "every model has all of its workers", max(0.0, limit - time.monotonic()))
+        except ServiceError:
+            late = self._status()
+            sick = ", ".join(self._service.unhealthy(late)) if late else "the daemon, which does not answer"
+            self._problems.append(f"recovery: {time.monotonic() - last:.1f} s after the last fault, still ill: {sick}")
+        until(lambda: healthy() and not injector.busy, "what was begun is over", SETTLE_LIMIT_S)
+
+    def _stop(self) -> None:
+        children = Watched(self._service.children())
+        status = self._service.stop()
+        survivors = children.survivors() + sorted(self._service.children())
+        children.close()
+        # A daemon tells by its status that processes died which it had not asked to, as was done to some of them.
+        if status not in (0, _PROCESS_DIED):
+            self._problems.append(f"stop: the daemon ended with status {status}")
+        if survivors:
+            self._problems.append(f"orphans: {survivors} outlive a daemon that was asked to stop")
+        left = self._service.left_behind()
+        if left:
+            self._problems.append(f"left behind: {', '.join(left)}")
+
+    def _finish(self) -> None:
+        report = self._report
+        report.sent, report.outcomes = self._fleet.sent, self._fleet.outcomes
+        self._problems += verdict.illegal(self._fleet.incidents, report.strikes)
+        report.problems = self._problems
+        if self._problems:
+            self._service.keep_logs()
+            (self._service.workspace / "faults.txt").write_text(report.history(), encoding="utf-8")
+        self._service.remove(keep=bool(self._problems))
+
+    # --- within -------------------------------------------------------------------------------------------------
+
+    def _member(self, number: int, name: str = "") -> Member:
+        generation = len(self._fleet.members)
+        orders = Orders(
+            self._service.address,
+            {name: str(model.path) for name, model in self._models.items()},
+            f"{self.seed} {number} {generation}",
+            IN_FLIGHT,
+            cancels=Fault.CANCEL in self.faults and not name,
+        )
+        return self._fleet.launch(name or f"crew{number}", orders)
+
+    def _check_alive(self, injector: Injector) -> None:
+        status = self._service.ended()
+        if status is not None:
+            # What follows from that needs no verdict of its own.
+            injector.strikes.append(Strike(Fault.KILL_DAEMON, "", time.monotonic() - _LOOK_S, note="by itself"))
+            raise ServiceError(f"the daemon died by itself with status {status}: {self._service.log}")
+        for member in injector.members:
+            if not member.running:
+                raise ServiceError(f"client {member.name} died by itself: {', '.join(member.wait())}")
+
+    def _status(self) -> StatusResponse | None:
+        try:
+            return self._service.status()
+        except RequestError:
+            return None
+
+    def _progress(self, elapsed: float, injector: Injector) -> str:
+        ill = sorted({strike.model or "daemon" for strike in injector.recovering})
+        try:
+            held = usage(self._service.pid).rss // MIB
+        except ProcessLookupError:
+            held = 0
+        line = f"{elapsed:6.0f} s  {len(injector.strikes):5d} faults  {held:4d} MiB  {summary(self._fleet.outcomes)}"
+        return f"{line}  recovering: {', '.join(ill)}" if ill else line
+
+
+def _patience(fault: Fault) -> float:
+    """How long weightd may take to notice."""
+    return {
+        Fault.HANG_WORKER: PREDICT_TIMEOUT_S + WATCHDOG_S,
+        Fault.OVERWRITE_STORE: 2 * CANARY_INTERVAL_S,
+        Fault.TRUNCATE_STORE: 0.0,
+    }.get(fault, 0.0)

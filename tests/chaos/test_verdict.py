@@ -1,0 +1,105 @@
+"""The table of legal errors refuses what it should."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import pytest
+
+from weightd.protocol.errors import ERRORS
+
+from .kinds import Fault
+from .ledger import WRONG, Incident
+from .verdict import AFTERMATH_S, LEGAL, QUARANTINE_S, Strike, illegal, is_legal
+
+# Sent at 100, ended at 101: within its patience.
+INCIDENT = Incident("m", 0, "INTERNAL", "text", sent_at=100.0, ended_at=101.0, timeout=30.0)
+
+
+def incident(code: str, **changes: object) -> Incident:
+    return dataclasses.replace(INCIDENT, code=code, **changes)  # type: ignore[arg-type]
+
+
+def strike(fault: Fault, begin: float = 99.0, end: float = 102.0, model: str = "m") -> Strike:
+    return Strike(fault, model, begin, end)
+
+
+def test_every_code_of_the_wire_has_its_row() -> None:
+    assert set(LEGAL) == {*ERRORS, WRONG}
+
+
+@pytest.mark.parametrize("code", [*ERRORS, WRONG, "RemoteProtocolError"])
+def test_no_error_is_legal_in_calm_weather(code: str) -> None:
+    assert not is_legal(incident(code), [])
+    assert illegal([incident(code)], [])[0].startswith(f"illegal: {code} for question 0 of m, 1.000 s after")
+
+
+@pytest.mark.parametrize("code", ["INVALID_ARGUMENT", "NOT_FOUND", "PERMISSION_DENIED", "UNAUTHENTICATED"])
+def test_a_good_request_is_never_called_bad(code: str) -> None:
+    assert not is_legal(incident(code), [strike(fault) for fault in Fault])
+
+
+@pytest.mark.parametrize(
+    ("code", "strikes"),
+    [
+        ("UNAVAILABLE", [strike(Fault.KILL_DAEMON, model="")]),
+        ("DEADLINE_EXCEEDED", [strike(Fault.HANG_WORKER)]),
+        ("DEADLINE_EXCEEDED", [strike(Fault.KILL_DAEMON, model="")]),
+        ("RESOURCE_EXHAUSTED", [strike(Fault.FLOOD)]),
+        ("INTERNAL", [strike(Fault.KILL_WORKER), strike(Fault.SEGV_WORKER)]),
+        ("INTERNAL", [strike(Fault.TRUNCATE_STORE)]),
+        (WRONG, [strike(Fault.OVERWRITE_STORE)]),
+    ],
+)
+def test_a_fault_explains_its_error_while_it_lasts(code: str, strikes: Sequence[Strike]) -> None:
+    def moved(by: float) -> list[Strike]:
+        return [dataclasses.replace(each, begin=each.begin + by, end=each.end + by) for each in strikes]
+
+    assert is_legal(incident(code), strikes)
+    assert not is_legal(incident(code), moved(+3.0)), "it had not begun"
+    if code != "INTERNAL":
+        assert not is_legal(incident(code), moved(-3.0 - AFTERMATH_S)), "it was over"
+    else:
+        assert not is_legal(incident(code), moved(-3.0 - AFTERMATH_S - QUARANTINE_S)), "it was over long ago"
+
+
+@pytest.mark.parametrize(
+    ("code", "fault"),
+    [
+        ("RESOURCE_EXHAUSTED", Fault.FLOOD),
+        ("DEADLINE_EXCEEDED", Fault.HANG_WORKER),
+        ("INTERNAL", Fault.TRUNCATE_STORE),
+        (WRONG, Fault.OVERWRITE_STORE),
+    ],
+)
+def test_a_fault_of_one_model_explains_nothing_of_another(code: str, fault: Fault) -> None:
+    assert not is_legal(incident(code), [strike(fault, model="other")])
+
+
+def test_one_death_explains_no_internal_error() -> None:
+    assert not is_legal(incident("INTERNAL"), [strike(Fault.KILL_WORKER), strike(Fault.KILL_HOLDER)])
+
+
+def test_a_death_makes_no_answer_wrong() -> None:
+    assert not is_legal(incident(WRONG), [strike(fault) for fault in Fault if fault is not Fault.OVERWRITE_STORE])
+
+
+def test_a_deadline_must_have_passed() -> None:
+    assert is_legal(incident("DEADLINE_EXCEEDED", timeout=1.0), [])
+    assert not is_legal(incident("DEADLINE_EXCEEDED", timeout=1.1), [])
+
+
+def test_the_patient_are_served() -> None:
+    assert not is_legal(incident("DEADLINE_EXCEEDED", timeout=30.0, ended_at=130.1), [])
+
+
+def test_unavailable_needs_a_deadline_that_passed_while_a_model_had_no_worker() -> None:
+    assert is_legal(incident("UNAVAILABLE", timeout=1.0), [strike(Fault.KILL_WORKER)])
+    assert not is_legal(incident("UNAVAILABLE", timeout=1.1), [strike(Fault.KILL_WORKER)])
+    assert not is_legal(incident("UNAVAILABLE", timeout=1.0), [])
+
+
+def test_only_who_cancels_is_cancelled() -> None:
+    assert is_legal(incident("CANCELLED", cancelled=True), [])
+    assert not is_legal(incident("CANCELLED"), [strike(fault) for fault in Fault])

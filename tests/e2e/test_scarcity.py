@@ -1,0 +1,156 @@
+"""A disk that is full or read-only, no descriptors left, no /dev/shm: named, survived where it can be, never silent."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from weightd.client import Client
+from weightd.protocol.messages import ModelStatus
+
+from .support import MLP_WEIGHT_BYTES, Bare, Place, Weightd, Zoo, ask_all, mlp_inputs, until
+
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.skipif(os.getuid() != 0, reason="only root can mount, and give others limits"),
+]
+
+MODEL_MIB = MLP_WEIGHT_BYTES // 2**20 + 1
+
+
+@contextlib.contextmanager
+def disk(place: Place, mib: int, *options: str) -> Iterator[None]:
+    """Have a disk of so many MiB where the daemon has its cache."""
+    more = ",".join([f"size={mib}m", *options])
+    subprocess.run(["mount", "-t", "tmpfs", "-o", more, "tmpfs", str(place.cache)], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", str(place.cache)], check=True)
+
+
+def model(client: Client) -> ModelStatus:
+    return client.status().models[0]
+
+
+def test_a_disk_without_room_for_the_snapshot_is_the_cause_of_a_failure(
+    engine: str, zoo: Zoo, place: Place, tmp_path: Path
+) -> None:
+    config = place.config({"mlp": {"path": zoo.path("mlp", engine)}})
+    with disk(place, MODEL_MIB - 2), Weightd(tmp_path / "log", "serve", config) as daemon:
+        with daemon.client(place.address) as client:
+            until(lambda: model(client).state == "failed", "it fails")
+            [generation] = model(client).generations
+            assert "No space left on device" in generation.cause
+            assert "cannot copy" in generation.cause
+        os.kill(daemon.pid, 15)
+        assert daemon.wait() == 1
+
+
+def test_a_disk_without_room_for_the_store_costs_memory_and_says_so(
+    engine: str, zoo: Zoo, bare: Bare, place: Place, tmp_path: Path
+) -> None:
+    path = zoo.path("mlp", engine)
+    config = place.config({"mlp": {"path": path, "workers": 2}})
+    with disk(place, MODEL_MIB + 1), Weightd(tmp_path / "log", "serve", config) as daemon:
+        with daemon.client(place.address) as client:
+            ask_all(client, "mlp", bare.questions(path, mlp_inputs((1, 2))))
+            until(lambda: "mlp.1: serving" in daemon.log, "every worker is READY")
+            [generation] = model(client).generations
+            holder = next(each for each in generation.processes if each.role == "holder")
+            assert "weights are not shared" in holder.note
+            assert "No space left on device" in holder.note
+            assert generation.saved_bytes == 0
+        os.kill(daemon.pid, 15)
+        assert daemon.wait() == 0
+
+
+def test_a_disk_that_becomes_full_while_it_serves_costs_no_answer(
+    engine: str, zoo: Zoo, bare: Bare, place: Place, tmp_path: Path
+) -> None:
+    path = zoo.path("mlp", engine)
+    questions = bare.questions(path, mlp_inputs((1, 2)))
+    config = place.config({"mlp": {"path": path, "workers": 2}})
+    with (
+        disk(place, 3 * MODEL_MIB),
+        Weightd(tmp_path / "log", "serve", config) as daemon,
+        daemon.client(place.address) as client,
+    ):
+        ask_all(client, "mlp", questions)
+        until(lambda: "mlp.1: serving" in daemon.log, "every worker is READY")
+        with contextlib.suppress(OSError), (place.cache / "filler").open("wb", buffering=0) as filler:
+            while True:
+                filler.write(bytes(4096))
+        victim = next(each for each in model(client).generations[0].processes if each.role == "worker")
+        os.kill(victim.pid, 9)
+        until(lambda: "w3" in str(model(client)), "a worker is started in its place")
+        ask_all(client, "mlp", questions * 5)
+        assert model(client).failed == 0
+
+
+def test_a_read_only_disk_is_named_before_anything_is_started(zoo: Zoo, place: Place, tmp_path: Path) -> None:
+    config = place.config({"mlp": {"path": zoo.path("mlp", "onnxruntime")}})
+    with disk(place, 1, "ro"), Weightd(tmp_path / "log", "serve", config) as daemon:
+        assert daemon.wait() == 73
+        assert f"cannot make the directory {place.cache}" in daemon.log
+        assert "Read-only file system" in daemon.log
+
+
+def test_clients_that_take_every_descriptor_keep_nobody_else_from_being_served(
+    engine: str, zoo: Zoo, bare: Bare, place: Place, tmp_path: Path
+) -> None:
+    path = zoo.path("mlp", engine)
+    questions = bare.questions(path, mlp_inputs((1, 2)))
+    config = place.config({"mlp": {"path": path, "workers": 1}})
+    with Weightd(tmp_path / "log", "serve", config) as daemon, daemon.client(place.address) as client:
+        ask_all(client, "mlp", questions)
+        resource.prlimit(daemon.pid, resource.RLIMIT_NOFILE, (1400, 1400))
+        with contextlib.ExitStack() as stack:
+            with contextlib.suppress(OSError):
+                for _ in range(900):
+                    greedy = stack.enter_context(socket.socket(socket.AF_UNIX))
+                    greedy.connect(place.address.removeprefix("ipc://"))
+            daemon.wait_for("further ones are turned away")
+            ask_all(client, "mlp", questions * 5)
+        # They are gone, and all is as before.
+        until(lambda: "others are let in again" in daemon.log, "the door is open")
+        with daemon.client(place.address) as another:
+            ask_all(another, "mlp", questions)
+        os.kill(daemon.pid, 15)
+        assert daemon.wait() == 0
+
+
+def test_it_takes_as_many_descriptors_as_the_system_allows(zoo: Zoo, place: Place, tmp_path: Path) -> None:
+    config = place.config({"mlp": {"path": zoo.path("mlp", "onnxruntime")}})
+    with Weightd(tmp_path / "log", "serve", config) as daemon, daemon.client(place.address):
+        soft, hard = resource.prlimit(daemon.pid, resource.RLIMIT_NOFILE)
+        assert soft == hard
+
+
+def test_it_does_without_dev_shm(engine: str, zoo: Zoo, bare: Bare, place: Place, tmp_path: Path) -> None:
+    unshare = shutil.which("unshare")
+    assert unshare
+    path = zoo.path("mlp", engine)
+    config = place.config({"mlp": {"path": path, "workers": 2}})
+    script = tmp_path / "without"
+    script.write_text(f'umount -l /dev/shm || exit 1\nexec "{sys.executable}" -m weightd.daemon serve "{config}"\n')
+    with (tmp_path / "log").open("wb") as log:
+        daemon = subprocess.Popen([unshare, "-m", "sh", str(script)], stdout=log, stderr=log)
+    try:
+        until(lambda: Path(place.address.removeprefix("ipc://")).exists(), "it listens")
+        with Client(place.address, timeout=60.0) as client:
+            ask_all(client, "mlp", bare.questions(path, mlp_inputs((1, 2))))
+            until(lambda: model(client).generations[0].progress == "serving", "every worker is READY")
+            assert model(client).generations[0].saved_bytes > 0
+    finally:
+        daemon.terminate()
+        assert daemon.wait(60) == 0
