@@ -280,6 +280,8 @@ class Injector:
         return True
 
     def _reload(self, event: Event, rng: random.Random) -> bool:
+        if not self.service.listens:
+            return False
         self.service.configure({"max_queue": self.max_queue + rng.randrange(2)}, event.model)
         self._begin(event, lambda status: True)
         self.service.reload()

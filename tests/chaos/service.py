@@ -116,6 +116,11 @@ class Service:
         """Return the daemon's exit status, None while it runs."""
         return self._process.poll()
 
+    @property
+    def listens(self) -> bool:
+        """Whether the daemon is past its beginning, where it knows no SIGHUP yet."""
+        return self.ended() is None and "listens on" in self.log.read_text("utf-8", "replace")
+
     def kill(self) -> None:
         """SIGKILL."""
         self._process.kill()

@@ -131,6 +131,27 @@ class Stage:
 # --- the first one --------------------------------------------------------------------------------------------------
 
 
+def test_a_first_holder_that_is_killed_is_tried_again_a_few_times() -> None:
+    stage = Stage()
+    for number in (1, 2, 3):
+        label = f"m.{number}"
+        assert stage.standing()[1] == label
+        stage.pinned().greets(label)
+        stage.exit(f"{label}.holder", f"{label}.w1", f"{label}.w2")
+        assert stage.deployment.failed == (number == 3)
+        if number < 3:
+            assert stage.deployment.busy
+            stage.tick_when_due()
+    assert stage.deployment.cause == "m.3.holder: killed by SIGKILL"
+
+
+def test_a_first_holder_that_says_what_is_wrong_is_believed() -> None:
+    stage = Stage().pinned().greets("m.1")
+    stage.of("m.1.holder").broken("m.1.holder", Broken("no such model"), stage.now)
+    stage.settled()
+    assert (stage.deployment.failed, stage.deployment.cause) == (True, "m.1.holder: no such model")
+
+
 def test_the_first_one_serves_as_soon_as_one_worker_is_ready() -> None:
     stage = Stage()
     assert stage.did() == ["Pin m.1"]

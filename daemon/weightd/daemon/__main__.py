@@ -109,7 +109,9 @@ def _parser() -> argparse.ArgumentParser:
         help="serve the models of a configuration file",
         description=(
             "Serves until SIGTERM or SIGINT: then it finishes what it has accepted, and leaves no process and no file. "
-            "A second signal kills at once. Exit status: 0 clean, 1 a model could not be served, "
+            "A second signal kills at once. SIGHUP reads the configuration again: new models load, changed ones are "
+            "loaded beside what serves and take over, removed ones finish and leave; a file that is wrong changes "
+            "nothing. Exit status: 0 clean, 1 a model could not be served, 2 a process ended that was not asked to, "
             "73 a socket or directory cannot be had, 78 the configuration is wrong."
         ),
     )

@@ -295,7 +295,7 @@ class Deployment:
             _log.warning("%s: cannot share weights, so each worker gets its own: %s", coming.label, coming.cause)
             self._limits = self._limits.private()
             self._wanted = coming.source
-        elif not self._has_served:
+        elif not self._has_served and not coming.crashed:
             self.failed = True
         else:
             self._try_again(coming.source, now)

@@ -93,6 +93,7 @@ class Generation:
         invalid: the weights are gone with the holder: no answer of a worker counts any more.
         process_bytes: what one process takes on the card beside the weights, as far as it has been seen.
         deaths: processes that ended, or had to be ended, without being asked to.
+        crashed: the holder was killed while it built: that may go better the next time.
     """
 
     label: str
@@ -111,6 +112,7 @@ class Generation:
     invalid: bool = False
     process_bytes: int = 0
     deaths: int = 0
+    crashed: bool = False
     _actions: list[Action] = field(default_factory=list[Action])
     _restarts: Restarts = field(default_factory=Restarts)
     # Whom the holder was asked to let attach, and until when it may think about that.
@@ -269,6 +271,7 @@ class Generation:
         self._advance_child(child, ChildEvent.EXIT, deadline=float("inf"))
         if unexpected:
             self.deaths += 1
+            self.crashed = child.role is Role.HOLDER and self.built is None and how.startswith("killed by")
             self._lost(child, how, now, useful=useful)
         elif child.overdue:
             self._explain(child, how.partition(": ")[2])

@@ -1,0 +1,195 @@
+"""How long faults last: from the blow until every worker is READY again, under load, and what it costs clients."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import itertools
+import os
+import signal
+import statistics
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from benchmarks import material
+from benchmarks.material import MLP, MLP_WIDTH, Arrays, Reference
+from benchmarks.report import Result, Target, progress
+from testkit.plain import PlainProcess
+from testkit.service import Service
+from weightd.client.client import Pending
+from weightd.protocol.errors import RequestError
+from weightd.protocol.messages import ProcessStatus, StatusResponse
+
+WORKERS = 2
+REPEATS = 5
+PREDICT_TIMEOUT_S = 1.0
+WATCHDOG_S = 2.0
+
+_IN_FLIGHT = 4
+_QUIET_S = 1.0  # of load before each blow
+_LIMIT_S = 120.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Recovery(Result):
+    """Medians over the repeats, for a model of 192 MiB with a few requests in flight all the time.
+
+    Attributes:
+        back_ms: of each fault: milliseconds until as many workers as before are READY, without the struck ones.
+        gap_ms: of each fault: the longest time in which no answer came.
+        errors: of each fault: requests that ended in an error, by code, over all repeats.
+        killed_worker_errors: those of "worker killed".
+    """
+
+    benchmark = "recovery"
+    back_ms: Mapping[str, float]
+    gap_ms: Mapping[str, float]
+    errors: Mapping[str, Mapping[str, int]]
+    killed_worker_errors: int
+
+    def targets(self) -> Sequence[Target]:
+        """Return the bound: a worker that is killed costs no answer."""
+        return [Target("killed_worker_errors", 0)]
+
+    def rows(self) -> Sequence[tuple[str, str]]:
+        """Return the table."""
+        return [
+            (
+                fault,
+                (
+                    f"back after {self.back_ms[fault]:7.0f} ms, longest gap {self.gap_ms[fault]:6.0f} ms, "
+                    f"errors {', '.join(f'{count} {code}' for code, count in self.errors[fault].items()) or 'none'}"
+                ),
+            )
+            for fault in self.back_ms
+        ]
+
+
+class _Load:
+    """Keeps requests in flight from a thread of its own, and compares every answer."""
+
+    def __init__(self, service: Service, inputs: list[Arrays], reference: Reference) -> None:
+        self.answered: list[float] = []
+        self.errors: collections.Counter[str] = collections.Counter()
+        self._service = service
+        self._inputs = inputs
+        self._reference = reference
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self._failure: BaseException | None = None
+
+    def __enter__(self) -> _Load:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+        if self._failure is not None:
+            raise self._failure
+
+    def _run(self) -> None:
+        try:
+            with self._service.client() as client:
+                pending: collections.deque[tuple[int, Pending]] = collections.deque()
+                number = 0
+                while not self._stop.is_set() or pending:
+                    while not self._stop.is_set() and len(pending) < _IN_FLIGHT:
+                        pending.append((number, client.submit(MLP, self._inputs[number % len(self._inputs)])))
+                        number += 1
+                    self._take(*pending.popleft())
+        except BaseException as error:  # noqa: BLE001 - raised again where the block ends
+            self._failure = error
+
+    def _take(self, number: int, pending: Pending) -> None:
+        try:
+            self._reference.check(number, pending.result())
+        except RequestError as error:
+            self.errors[error.code] += 1
+        else:
+            self.answered.append(time.perf_counter())
+
+
+def run(engine: str, workers: int = WORKERS) -> Recovery:
+    """Strike in turn, each time once all is well again."""
+    path = material.model(MLP, engine)
+    inputs = material.inputs(MLP_WIDTH)
+    back: dict[str, list[float]] = {fault: [] for fault in _FAULTS}
+    gaps: dict[str, list[float]] = {fault: [] for fault in _FAULTS}
+    errors: dict[str, collections.Counter[str]] = {fault: collections.Counter() for fault in _FAULTS}
+    table = {"path": path, "workers": workers, "predict_timeout": PREDICT_TIMEOUT_S, "watchdog": WATCHDOG_S}
+    with PlainProcess(path, engine) as bare, Service({MLP: table}) as service:
+        reference = Reference(bare, inputs)
+        for repeat in range(REPEATS):
+            progress(f"repeat {repeat + 1} of {REPEATS}")
+            for fault, strike in _FAULTS.items():
+                service.ready()
+                with _Load(service, inputs, reference) as load:
+                    time.sleep(_QUIET_S)
+                    struck, begun = strike(service), time.perf_counter()
+                    back[fault].append(_until_back(service, struck, workers) - begun)
+                    time.sleep(_QUIET_S)
+                gaps[fault].append(_longest_gap(load.answered, begun))
+                errors[fault] += load.errors
+    return Recovery(
+        engine=engine,
+        workers=workers,
+        n=REPEATS,
+        back_ms={fault: 1e3 * statistics.median(each) for fault, each in back.items()},
+        gap_ms={fault: 1e3 * statistics.median(each) for fault, each in gaps.items()},
+        errors=errors,
+        killed_worker_errors=errors["worker killed"].total(),
+    )
+
+
+def _until_back(service: Service, struck: set[int], workers: int) -> float:
+    """Return when as many workers are READY as before, none of them struck."""
+    with service.client() as client:
+        limit = time.perf_counter() + _LIMIT_S
+        while time.perf_counter() < limit:
+            ready = [each.pid for each in _processes(client.status(), "worker") if each.state == "ready"]
+            if len(ready) == workers and not struck & set(ready):
+                return time.perf_counter()
+            time.sleep(0.01)
+    raise TimeoutError("the service does not recover")
+
+
+def _longest_gap(answered: Sequence[float], begun: float) -> float:
+    after = [begun, *(each for each in answered if each > begun)]
+    return max((later - earlier for earlier, later in itertools.pairwise(after)), default=0.0)
+
+
+def _processes(status: StatusResponse, role: str) -> list[ProcessStatus]:
+    [model] = status.models
+    return [each for generation in model.generations for each in generation.processes if each.role == role]
+
+
+def _signal_worker(number: signal.Signals) -> Callable[[Service], set[int]]:
+    def strike(service: Service) -> set[int]:
+        worker = next(each for each in _processes(service.status(), "worker") if each.state == "ready")
+        os.kill(worker.pid, number)
+        return {worker.pid}
+
+    return strike
+
+
+def _kill_holder(service: Service) -> set[int]:
+    for holder in _processes(service.status(), "holder"):
+        os.kill(holder.pid, signal.SIGKILL)
+    return set()
+
+
+def _truncate_store(service: Service) -> set[int]:
+    workers = {each.pid for each in _processes(service.status(), "worker")}
+    for store in service.cache.glob("*/*/pages"):
+        os.truncate(store, 4096)
+    return workers
+
+
+_FAULTS: Mapping[str, Callable[[Service], set[int]]] = {
+    "worker killed": _signal_worker(signal.SIGKILL),
+    "worker stopped": _signal_worker(signal.SIGSTOP),
+    "holder killed": _kill_holder,
+    "store truncated": _truncate_store,
+}
