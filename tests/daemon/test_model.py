@@ -206,7 +206,7 @@ class Stage:
     def submit(self, *requests: Request) -> list[int]:
         for each in requests:
             each.arrived = each.arrived or self.now
-            self.model.infer(each)
+            self.model.infer(each, self.now)
         return [each.number for each in requests]
 
 

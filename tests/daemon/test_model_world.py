@@ -435,7 +435,7 @@ class ModelWorld(RuleBasedStateMachine):
             number = next(self.numbers)
             request = Request(number, b"c", str(number), "m", (SPEC,), (b"",), self.now, self.now + seconds, 5)
             try:
-                self.model.infer(request)
+                self.model.infer(request, self.now)
             except RequestError:
                 assert not self.ended[number]
             else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -147,3 +148,13 @@ def test_an_answer_to_who_is_gone_is_dropped_and_counted(router: Socket) -> None
     assert outbox.send(b"nobody", b"small")
     assert outbox.send(b"nobody", b"", [LARGE])
     assert outbox.dropped == 2
+
+
+def test_a_peer_of_an_older_protocol_is_served_though_nothing_is_known_of_it(
+    router: Socket, peers: Peers, address: str
+) -> None:
+    with socket.socket(socket.AF_UNIX) as old:
+        old.connect(address.removeprefix("ipc://"))
+        old.sendall(b"\x01\x00\x06\x00hello")  # ZMTP 1.0: no name, then a message
+        assert len(seen(router, peers)) > 0
+    assert list(peers.disconnected()) == []

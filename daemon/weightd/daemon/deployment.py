@@ -68,7 +68,8 @@ class Deployment:
         self._policy = policy
         self._fall_back = fall_back
         self._make = make
-        self._restarts = Restarts()
+        # One that has served was good; what ended it came from outside.
+        self._restarts = Restarts(max_useless_lives=float("inf"))
         self._since = 0.0
         self._has_served = False
         # What the next generation loads, once there may be one.

@@ -206,7 +206,8 @@ class Frontend:
                 arrived=now,
                 deadline=now + seconds,
                 nbytes=sum(map(len, tensors)),
-            )
+            ),
+            now,
         )
 
     def _on_connections(self) -> None:

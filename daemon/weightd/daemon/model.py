@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,18 +19,18 @@ from weightd.daemon.plan import Limits, Source
 from weightd.daemon.ports import Children, Clients, Snapshot
 from weightd.daemon.request import Request
 from weightd.daemon.scheduler import Scheduler
+from weightd.daemon.signature import Signature
+from weightd.daemon.snapshots import Snapshots
 from weightd.daemon.states import ACTIVE, GenerationState
-from weightd.daemon.validation import check_inputs, check_same
 from weightd.protocol.errors import (
     Cancelled,
     DeadlineExceeded,
     InvalidArgument,
     RequestError,
-    ResourceExhausted,
     Unavailable,
     request_error,
 )
-from weightd.protocol.messages import ModelMetadataResponse, TensorSignature, TensorSpec
+from weightd.protocol.messages import ModelMetadataResponse
 from weightd.protocol.worker_messages import (
     Allowed,
     Attached,
@@ -117,16 +118,14 @@ class Model:
         ]
         self._children = children
         self._clients = clients
-        self._inputs: dict[str, TensorSignature] | None = None
-        self._built: Built | None = None
-        self._fitting: Sequence[TensorSpec] | None = None
-        self._metadata_waiters: list[tuple[bytes, str]] = []
+        self._signature = Signature()
         self._numbers = numbers or Numbers()
         self._source = Source(config.path, number=next(self._numbers.sources))
         self._previous: Source | None = None
         self._update: _Update | None = None
-        # None: it is being taken.
-        self._snapshots: dict[Source, Snapshot | None] = {}
+        self._snapshots = Snapshots(
+            pin=functools.partial(children.pin, self), unpin=functools.partial(children.unpin, self)
+        )
         # Whose child it is, by the child's name.
         self._owners: dict[str, tuple[Deployment, Generation]] = {}
         self._refusal = ""
@@ -134,21 +133,17 @@ class Model:
 
     # --- from clients -------------------------------------------------------------------------------------------
 
-    def infer(self, request: Request) -> None:
-        """Accept a request.
+    def infer(self, request: Request, now: float) -> None:
+        """Accept a request. While the model loads it waits, and is checked once it is known what the model takes.
 
         Raises:
             RequestError: it is refused.
         """
         self._check_alive()
-        # The decoder gives equal headers the same tuple: what fitted last time is not looked at again.
-        if self._inputs is not None and request.inputs is not self._fitting:
-            check_inputs(self._inputs, request.inputs)
-            self._fitting = request.inputs
-        # Else the model is loading: the request waits, and is checked once it is known what the model takes.
-        self.guard.quarantine.check(request, request.arrived)
+        self._signature.check(request.inputs)
+        self.guard.quarantine.check(request, now)
         self.scheduler.submit(request)
-        self._dispatch(request.arrived)
+        self._dispatch(now)
 
     def cancel(self, client: bytes, request_id: str, now: float) -> None:
         """The client takes its request back."""
@@ -158,7 +153,7 @@ class Model:
 
     def vanished(self, client: bytes, now: float) -> None:
         """The client is gone: nobody waits for what it asked."""
-        self._metadata_waiters = [waiter for waiter in self._metadata_waiters if waiter[0] != client]
+        self._signature.take_waiters(lambda waiter: waiter[0] == client)
         self._end(lambda request: request.client == client, "its client is gone", now)
 
     def metadata(self, client: bytes, request_id: str) -> None:
@@ -168,9 +163,7 @@ class Model:
             RequestError: it is refused.
         """
         self._check_alive()
-        if len(self._metadata_waiters) >= self.config.max_queue:
-            raise ResourceExhausted(f"{len(self._metadata_waiters)} requests wait for the metadata already")
-        self._metadata_waiters.append((client, request_id))
+        self._signature.ask((client, request_id), self.config.max_queue)
         self._tell_metadata()
 
     def update(self, client: bytes, request_id: str, now: float, *, path: str, weights: str, rollback: bool) -> None:
@@ -277,14 +270,13 @@ class Model:
 
     def pinned(self, source: Source, snapshot: Snapshot, now: float) -> None:
         """The snapshot of a source exists."""
-        if source in self._snapshots:
-            self._snapshots[source] = snapshot
-            self._tell_pinned(now)
-            self._settle(now)
+        self._snapshots.taken(source, snapshot)
+        self._tell_pinned(now)
+        self._settle(now)
 
     def pin_failed(self, source: Source, cause: str, now: float) -> None:
         """There is no snapshot of a source."""
-        self._snapshots.pop(source, None)
+        self._snapshots.failed(source)
         for deployment in self.deployments:
             deployment.pin_failed(source, cause, now)
         self._settle(now)
@@ -308,30 +300,23 @@ class Model:
         self.draining = True
         for request in self.scheduler.give_up():
             self._refuse(request, Unavailable("weightd is stopping"))
-        for source, snapshot in list(self._snapshots.items()):
-            if snapshot is None:
-                # Nobody waits for it any more, and copying may take long.
-                del self._snapshots[source]
-                self._children.unpin(self, source)
+        self._snapshots.abandon()
         for deployment in self.deployments:
             deployment.drain(now, patience=patience)
         self._settle(now)
 
     def dispose(self) -> None:
         """Remove what is left on the disk of a model that is gone."""
-        for source in list(self._snapshots):
-            del self._snapshots[source]
-            self._children.unpin(self, source)
+        self._snapshots.drop_all()
 
     def adopt(self, old: Model, now: float) -> None:
         """Take over what waits at the model that this one replaces."""
         for request in old.scheduler.give_up():
             try:
-                self.infer(request)
+                self.infer(request, now)
             except RequestError as error:
                 self._refuse(request, error)
-        waiters, old._metadata_waiters = old._metadata_waiters, []
-        self._metadata_waiters += waiters
+        self._signature.adopt(old._signature)
         self._tell_metadata()
         self._settle(now)
 
@@ -514,7 +499,7 @@ class Model:
         self._settle(now)
 
     def _holder_built(self, child: str, generation: Generation, built: Built, now: float) -> None:
-        difference = check_same(self._built, built) if self._built is not None else ""
+        difference = self._signature.differs(built)
         if difference:
             generation.failed(f"the new model is not a drop-in for the one that serves: {difference}", now)
         else:
@@ -525,7 +510,7 @@ class Model:
         self._perform_all(now)
         if self._update is not None:
             self._settle_update(self._update, now)
-        if self._inputs is None:
+        if self._signature.built is None:
             self._learn_signature()
         self._refusal = self._refuses()
         if self._refusal:
@@ -544,20 +529,17 @@ class Model:
             self._tell_pinned(now)
 
     def _tell_pinned(self, now: float) -> None:
-        for source, snapshot in list(self._snapshots.items()):
-            if snapshot is not None:
-                for deployment in self.deployments:
-                    deployment.pinned(source, snapshot.sha256, snapshot.nbytes, now)
+        for source, snapshot in self._snapshots.ready():
+            for deployment in self.deployments:
+                deployment.pinned(source, snapshot.sha256, snapshot.nbytes, now)
 
     def _perform(self, deployment: Deployment, generation: Generation, action: Action) -> None:
         match action:
             case Pin():
-                if generation.source not in self._snapshots:
-                    self._snapshots[generation.source] = None
-                    self._children.pin(self, generation.source)
+                self._snapshots.want(generation.source)
             case Spawn(name, role):
                 self._owners[name] = deployment, generation
-                self._children.spawn(self, generation, self._snapshot(generation.source), name, role)
+                self._children.spawn(self, generation, self._snapshots[generation.source], name, role)
             case Send(name, order):
                 self._children.order(name, order)
             case Kill(name, abort):
@@ -600,28 +582,16 @@ class Model:
             return
         self._perform_all(now)
 
-    def _snapshot(self, source: Source) -> Snapshot:
-        snapshot = self._snapshots[source]
-        if snapshot is None:
-            raise RuntimeError(f"{source.path}: a process was to be started before the snapshot was taken")
-        return snapshot
-
     def _drop_snapshot(self, source: Source) -> None:
-        if source not in (self._source, self._previous) and source in self._snapshots:
-            del self._snapshots[source]
-            self._children.unpin(self, source)
+        if source not in (self._source, self._previous):
+            self._snapshots.drop(source)
 
     def _learn_signature(self) -> None:
-        self._built = next((each.built for each in self._live() if each.built is not None), None)
-        if self._built is None:
+        built = next((each.built for each in self._live() if each.built is not None), None)
+        if built is None:
             return
-        self._inputs = {each.name: each for each in self._built.inputs}
-        unfit: dict[int, InvalidArgument] = {}
-        for request in self.scheduler.waiting():
-            try:
-                check_inputs(self._inputs, request.inputs)
-            except InvalidArgument as error:
-                unfit[request.number] = error
+        self._signature.learn(built)
+        unfit = self._signature.refusals(list(self.scheduler.waiting()))
         for request in self.scheduler.withdraw(lambda each: each.number in unfit):
             self._refuse(request, unfit[request.number])
         self._tell_metadata()
@@ -630,11 +600,10 @@ class Model:
         return (each for deployment in self.deployments for each in deployment.generations if each.state in ACTIVE)
 
     def _tell_metadata(self) -> None:
-        built = self._built
+        built = self._signature.built
         if built is None:
             return
-        waiters, self._metadata_waiters = self._metadata_waiters, []
-        for client, request_id in waiters:
+        for client, request_id in self._signature.take_waiters():
             self._clients.tell_metadata(
                 client,
                 ModelMetadataResponse(request_id, self.name, self.config.engine, built.inputs, built.outputs),
@@ -643,8 +612,7 @@ class Model:
     def _give_up(self, error: Unavailable) -> None:
         for request in self.scheduler.give_up():
             self._refuse(request, error)
-        waiters, self._metadata_waiters = self._metadata_waiters, []
-        for client, request_id in waiters:
+        for client, request_id in self._signature.take_waiters():
             self._clients.tell_error(client, request_id, error)
 
     def _dispatch(self, now: float) -> None:

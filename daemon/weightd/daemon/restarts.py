@@ -29,13 +29,17 @@ class Restarts:
 
     Args:
         uniform: returns a random number from 0 to 1, by which delays are shortened.
+        max_useless_lives: after so many in a row no further start makes sense.
     """
 
-    def __init__(self, uniform: Callable[[], float] = random.random) -> None:
+    def __init__(
+        self, uniform: Callable[[], float] = random.random, *, max_useless_lives: float = MAX_USELESS_LIVES
+    ) -> None:
         self.failed_starts = 0
         self.due = 0.0
         self._useless_lives = 0
         self._uniform = uniform
+        self._max_useless_lives = max_useless_lives
 
     @property
     def given_up(self) -> bool:
@@ -45,7 +49,7 @@ class Restarts:
     @property
     def useless(self) -> bool:
         """Whether workers become READY, but never come to answer anything."""
-        return self._useless_lives >= MAX_USELESS_LIVES
+        return self._useless_lives >= self._max_useless_lives
 
     def became_ready(self) -> None:
         """A worker has become READY: starting works."""
