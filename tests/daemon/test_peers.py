@@ -56,8 +56,8 @@ def connect(context: zmq.Context[Socket], address: str) -> Iterator[Callable[...
         return made[-1]
 
     yield connected
-    for socket in made:
-        socket.close(linger=0)
+    for each in made:
+        each.close(linger=0)
 
 
 def seen(router: Socket, peers: Peers) -> bytes:
