@@ -9,7 +9,7 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
@@ -28,7 +28,7 @@ MODEL_MIB = MLP_WEIGHT_BYTES // 2**20 + 1
 
 
 @contextlib.contextmanager
-def disk(place: Place, mib: int, *options: str) -> Iterator[None]:
+def disk(place: Place, mib: int, *options: str) -> Generator[None, None, None]:
     """Have a disk of so many MiB where the daemon has its cache."""
     more = ",".join([f"size={mib}m", *options])
     subprocess.run(["mount", "-t", "tmpfs", "-o", more, "tmpfs", str(place.cache)], check=True)
