@@ -131,8 +131,8 @@ class Frontend:
     # --- within -------------------------------------------------------------------------------------------------
 
     def _on_messages(self) -> None:
-        now = time.monotonic()
         for received in receive(self._socket):
+            now = time.monotonic()
             self._peers.seen(received)
             request_id = ""
             try:
