@@ -7,7 +7,8 @@ import json
 
 from weightd.client.ctl import exits
 from weightd.client.ctl.text import clean
-from weightd.client.ctl.verb import Connect, Verb
+from weightd.client.ctl.verb import Connect, NotReached, Verb
+from weightd.protocol.errors import DeadlineExceeded, Unavailable
 
 _DESCRIPTION = """\
 Tells whether MODEL, or without it every model, is ready: a worker of it has answered a request
@@ -27,7 +28,10 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _run(options: argparse.Namespace, connect: Connect) -> int:
     with connect() as client:
-        answer = client.ready(options.model)
+        try:
+            answer = client.ready(options.model)
+        except (Unavailable, DeadlineExceeded) as error:
+            raise NotReached(error) from None
     if options.json:
         print(json.dumps({"model_name": options.model, "ready": answer.ready, "reason": answer.reason}))
     else:
