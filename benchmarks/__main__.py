@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from benchmarks import latency, memory, recovery, startup, throughput
+from benchmarks import latency, memory, overload, recovery, startup, throughput
 from benchmarks.material import ENGINES, DifferenceError, UnavailableError
 from benchmarks.report import Result, as_json, as_table, progress
 
@@ -21,6 +21,7 @@ BENCHMARKS: Mapping[str, tuple[Run, int, str]] = {
     "throughput": (throughput.run, throughput.WORKERS, "requests per second against bare processes of the engine"),
     "startup": (startup.run, startup.WORKERS, "first answer and all workers READY against one bare build"),
     "recovery": (recovery.run, recovery.WORKERS, "from a fault until every worker is READY again, under load"),
+    "overload": (overload.run, overload.WORKERS, "the daemon's memory while ten times too much is sent, for a minute"),
 }
 
 _EPILOG = """\

@@ -23,7 +23,7 @@ class FakeModel:
         self.config = config
         self.numbers = numbers
         self.next_tick = float("inf")
-        self.scheduler = SimpleNamespace(next_event=float("inf"), idle=True)
+        self.scheduler = SimpleNamespace(next_event=float("inf"), idle=True, queued=0)
         self.successor: FakeModel | None = None
         self.note = ""
         self.updating = self.serves = self.complete = self.has_failed = self.draining = self.gone = False
@@ -126,6 +126,9 @@ def test_a_changed_model_takes_over_once_it_is_complete() -> None:
     assert old.done == [f"drain {ONE.predict_timeout:g}"]
     # A worker that dies while it leaves: what it had is the new one's.
     new.done.clear()
+    yard.fleet.tick(0.0)
+    assert new.done == []
+    old.scheduler.queued = 1
     yard.fleet.tick(0.0)
     assert new.done == ["adopt /models/1.onnx"]
     old.gone = True

@@ -22,7 +22,6 @@ from .support import (
     Question,
     Zoo,
     ask_all,
-    config_of,
     mlp_inputs,
     model_status,
     ready_workers,
@@ -219,75 +218,3 @@ def ending(pending: Pending) -> str:
     except RequestError as error:
         return error.code
     return ""
-
-
-# --- another configuration --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("how", ["SIGHUP", "weightctl"])
-def test_a_reload_loses_no_request(
-    service: Service, zoo: Zoo, engine: str, questions: list[Question], how: str
-) -> None:
-    config = config_of(service)
-    before = {each.pid for each in ready_workers(service, "mlp")}
-    old = config.read_text("utf-8")
-    other = f'[models.other]\npath = "{zoo.path("two_inputs", engine)}"\n' + (
-        line + "\n" if (line := next((each for each in old.splitlines() if each.startswith("python")), "")) else ""
-    )
-    config.write_text(old.replace("predict_timeout = 2.0", "predict_timeout = 3.0\nthreads = 2") + other, "utf-8")
-
-    def reload() -> None:
-        if how == "SIGHUP":
-            os.kill(service.pid, signal.SIGHUP)
-        else:
-            with service.client() as client:
-                assert client.reload().changed == ("mlp",)
-
-    with Load(service.address, "mlp", questions, clients=2, in_flight=4) as load:
-        load.wait_for(20)
-        reload()
-        until(lambda: are_replaced(service, before), "the changed model serves")
-        load.wait_for(20)
-    with service.client() as client:
-        assert client.server().models == ("mlp", "other")
-        assert client.infer("other", {"a": np.ones((1, 4), np.float32), "b": np.ones((1, 4), np.float32)})
-        config.write_text(old, "utf-8")
-        client.reload()
-        assert client.server().models == ("mlp",)
-        until(lambda: not list(service.cache.glob("*/other*")), "the removed model leaves, and its files with it")
-    assert service.stop() == 0
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "problem"),
-    [
-        ("workers = 2", "workers = 0", "models.mlp.workers: expected "),
-        ("[daemon]", "[daemon", "not TOML"),
-        ("[daemon]", "[daemon]\ndrain_timeout = 3.0\nkind = 1", "daemon.kind"),
-        ("runtime_dir = ", 'runtime_dir = "/tmp/elsewhere" #', "daemon.runtime_dir: expected "),
-    ],
-)
-def test_a_wrong_file_changes_nothing_and_says_why(service: Service, old: str, new: str, problem: str) -> None:
-    text = config_of(service).read_text("utf-8")
-    assert old in text
-    config_of(service).write_text(text.replace(old, new), "utf-8")
-    before = names(service)
-    with service.client() as client:
-        with pytest.raises(RequestError) as caught:
-            client.reload()
-        assert (caught.value.code, problem in str(caught.value)) == ("INVALID_ARGUMENT", True), caught.value
-    os.kill(service.pid, signal.SIGHUP)
-    until(lambda: "not reloaded, nothing has changed" in service.log, "the log says so")
-    assert names(service) == before
-
-
-def test_a_change_that_cannot_be_loaded_leaves_what_serves(service: Service, questions: list[Question]) -> None:
-    text = config_of(service).read_text("utf-8")
-    [line] = [each for each in text.splitlines() if each.startswith("path = ")]
-    config_of(service).write_text(text.replace(line, line.replace("mlp.", "none.")), "utf-8")
-    with service.client() as client:
-        client.reload()
-        note = until(lambda: model_status(service, "mlp").note, "it is told")
-        assert "the changed configuration is not in force" in note
-        assert "No such file" in note
-        ask_all(client, "mlp", questions)

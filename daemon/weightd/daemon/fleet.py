@@ -153,8 +153,9 @@ class Fleet:
     def _leave(self, model: Model, now: float) -> None:
         heir = self.models.get(model.name)
         if heir is not None and model.draining:
-            # What a worker had that died while it left.
-            heir.adopt(model, now)
+            if model.scheduler.queued:
+                # What a worker had that died while it left.
+                heir.adopt(model, now)
         elif model.scheduler.idle and not model.draining:
             model.drain(now)
         if model.gone:

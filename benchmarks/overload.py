@@ -1,0 +1,141 @@
+"""Ten times more than the workers can do, for a minute: the daemon's memory, and what is still answered."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import threading
+import time
+from collections.abc import Sequence
+
+from benchmarks import material
+from benchmarks.load import answers
+from benchmarks.material import MLP, MLP_WIDTH, Arrays, Reference
+from benchmarks.report import MB, Result, Target, progress
+from testkit.memory import pss
+from testkit.plain import PlainProcess
+from testkit.service import Service
+from weightd.client.client import Pending
+from weightd.protocol.errors import ResourceExhausted
+
+WORKERS = 2
+MAX_QUEUE = 64
+CLIENTS = 4
+SECONDS = 60.0
+
+_SETTLE_S = 10.0
+_CALM = 400  # requests
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Overload(Result):
+    """Figures of the minute; `n` is the number of requests that were sent in it.
+
+    Attributes:
+        calm_rps: requests per second with no more in flight than is good for it.
+        rps: requests per second that were answered with outputs under overload.
+        overload: requests sent by requests answered.
+        pss_mb: the daemon's PSS after the first seconds of it.
+        growth_mb: what it has grown by at the end of the minute.
+    """
+
+    benchmark = "overload"
+    calm_rps: float
+    rps: float
+    overload: float
+    pss_mb: float
+    growth_mb: float
+
+    def targets(self) -> Sequence[Target]:
+        """Return the bounds: ten times too much is sent, and memory stays flat."""
+        return [Target("overload", 10.0, at_least=True), Target("growth_mb", 4.0)]
+
+    def rows(self) -> Sequence[tuple[str, str]]:
+        """Return the table."""
+        return [
+            ("in calm", f"{self.calm_rps:8.1f} requests/s"),
+            ("answered under overload", f"{self.rps:8.1f} requests/s"),
+            ("sent for each that was answered", f"{self.overload:8.1f}"),
+            ("the daemon", f"{self.pss_mb:8.1f} MB, then {self.growth_mb:+.1f} MB"),
+        ]
+
+
+class _Crowd:
+    """Clients that ask again at once whenever they are refused."""
+
+    def __init__(self, service: Service, inputs: list[Arrays], reference: Reference) -> None:
+        self.sent = 0
+        self.answered = 0
+        self._service = service
+        self._inputs = inputs
+        self._reference = reference
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        self._failure: BaseException | None = None
+        self._threads = [threading.Thread(target=self._run) for _ in range(CLIENTS)]
+
+    def __enter__(self) -> _Crowd:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join()
+        if self._failure is not None:
+            raise self._failure
+
+    def _run(self) -> None:
+        try:
+            with self._service.client() as client:
+                pending: collections.deque[tuple[int, Pending]] = collections.deque()
+                number = 0
+                while not self._stop.is_set() or pending:
+                    while not self._stop.is_set() and len(pending) < 10 * MAX_QUEUE // CLIENTS:
+                        pending.append((number, client.submit(MLP, self._inputs[number % len(self._inputs)])))
+                        number += 1
+                    self._take(*pending.popleft())
+        except BaseException as error:  # noqa: BLE001 - raised again where the block ends
+            self._failure = error
+
+    def _take(self, number: int, pending: Pending) -> None:
+        try:
+            self._reference.check(number, pending.result())
+            answered = 1
+        except ResourceExhausted:
+            answered = 0
+        with self._lock:
+            self.sent += 1
+            self.answered += answered
+
+
+def run(engine: str, workers: int = WORKERS) -> Overload:
+    """Measure in calm, then under overload."""
+    path = material.model(MLP, engine)
+    inputs = material.inputs(MLP_WIDTH)
+    table = {"path": path, "workers": workers, "max_queue": MAX_QUEUE}
+    with PlainProcess(path, engine) as bare, Service({MLP: table}) as service:
+        reference = Reference(bare, inputs)
+        service.ready()
+        with service.client() as client:
+            begin = time.perf_counter()
+            for index, answer in list(answers(client, MLP, inputs, _CALM, 4 * workers)):
+                reference.check(index, answer)
+            calm = _CALM / (time.perf_counter() - begin)
+        progress(f"{_SETTLE_S:g} s, then {SECONDS:g} s of overload")
+        with _Crowd(service, inputs, reference) as crowd:
+            time.sleep(_SETTLE_S)
+            sent, answered, before = crowd.sent, crowd.answered, pss(service.pid)
+            time.sleep(SECONDS)
+            sent, answered, after = crowd.sent - sent, crowd.answered - answered, pss(service.pid)
+    return Overload(
+        engine=engine,
+        workers=workers,
+        n=sent,
+        calm_rps=calm,
+        rps=answered / SECONDS,
+        overload=sent / max(1, answered),
+        pss_mb=before / MB,
+        growth_mb=(after - before) / MB,
+    )
