@@ -48,3 +48,20 @@ def test_a_file_that_was_removed_is_what_it_was_for_those_who_have_it(store: Pat
 
 def test_where_there_is_no_file_there_is_no_seal(tmp_path: Path) -> None:
     assert seal(tmp_path / "pages") is None
+
+
+def test_who_truncates_and_sets_the_time_back_is_found_out(store: Path) -> None:
+    sealed = seal(store)
+    assert sealed is not None
+    os.truncate(store, 4096)
+    os.utime(store, ns=(0, 10**18))
+    assert not sealed.intact()
+    sealed.close()
+
+
+def test_a_seal_gives_its_descriptor_back(store: Path) -> None:
+    before = {each.name for each in Path("/proc/self/fd").iterdir()}
+    sealed = seal(store)
+    assert sealed is not None
+    sealed.close()
+    assert {each.name for each in Path("/proc/self/fd").iterdir()} == before

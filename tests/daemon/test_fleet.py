@@ -66,7 +66,9 @@ class Yard:
         return cast(Model, self.made[-1])
 
     def reload(self, **configs: ModelConfig) -> Change:
-        return self.fleet.reload(configs, 0.0)
+        change = self.fleet.compare(configs)
+        self.fleet.apply(change, configs, 0.0)
+        return change
 
     def serving(self) -> dict[str, str]:
         return {name: model.config.path for name, model in self.fleet.models.items()}
@@ -219,3 +221,29 @@ def test_only_who_is_due_is_ticked() -> None:
     yard.made[1].scheduler.next_event = 6.0
     yard.fleet.tick(5.5)
     assert [each.done for each in yard.made] == [["tick"], [], []]
+
+
+def test_what_waits_is_taken_over_before_the_old_model_would_refuse_it() -> None:
+    yard = Yard(a=ONE)
+    yard.reload(a=TWO)
+    yard.last.complete = True
+    told: list[str] = []
+    yard.made[0].done = yard.last.done = told
+    yard.fleet.tick(0.0)
+    assert told[:2] == ["adopt /models/1.onnx", f"drain {ONE.predict_timeout:g}"]
+
+
+def test_one_of_the_name_of_a_model_that_finishes_what_it_has_takes_nothing_from_it() -> None:
+    yard = Yard(a=ONE)
+    yard.made[0].scheduler.idle = False
+    yard.reload()
+    yard.reload(a=TWO)
+    yard.fleet.tick(0.0)
+    assert (yard.made[0].done, yard.last.done) == ([], ["start"])
+
+
+def test_one_whose_scheduler_is_due_is_ticked() -> None:
+    yard = Yard(a=ONE)
+    yard.made[0].scheduler.next_event = 5.0
+    yard.fleet.tick(5.0)
+    assert yard.made[0].done == ["tick"]

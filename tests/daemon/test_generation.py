@@ -922,3 +922,74 @@ def test_where_attaching_rewrites_the_weights_nothing_is_shared_without_a_canary
     cause = f"{HOLDER}: {without.note}; set sharing to off, or use another model"
     expected = (GenerationState.FAILED, cause) if traits is CARD else (GenerationState.ATTACHING, "")
     assert (life.state(), life.generation.cause) == expected
+
+
+# --- workers that hang ----------------------------------------------------------------------------------------------
+
+
+def test_a_worker_that_hangs_is_dismissed_aborted_and_replaced_and_killed_only_once() -> None:
+    life = Life(workers=1).serving()
+    life.generation.hung("m.1.w1", "silence", life.now)
+    assert life.actions() == [Dismiss("m.1.w1"), Kill("m.1.w1", abort=True), Spawn("m.1.w2", Role.WORKER)]
+    assert life.tick_at(life.now + ABORT_TIMEOUT_S) == [Kill("m.1.w1")]
+    life.generation.hung("m.1.w1", "silence", life.now)
+    assert life.actions() == []
+
+
+def test_one_that_was_useful_before_it_hung_is_replaced_at_once_each_time() -> None:
+    life = Life(workers=1).serving()
+    for serial in range(1, 5):
+        life.generation.hung(f"m.1.w{serial}", "silence", life.now, useful=True)
+        assert Spawn(f"m.1.w{serial + 1}", Role.WORKER) in life.actions()
+        life.greet(f"m.1.w{serial + 1}")
+        life.generation.attached(f"m.1.w{serial + 1}", ATTACHED, life.now)
+
+
+def test_a_store_that_is_lost_concerns_only_who_serves_from_it() -> None:
+    loading, leaving = Life(workers=1).building(), Life(workers=1).serving()
+    leaving.generation.drain(leaving.now)
+    leaving.actions()
+    for life in (loading, leaving):
+        before = life.state()
+        life.generation.store_lost("truncated", life.now)
+        assert (life.state(), life.actions(), life.generation.invalid) == (before, [], False)
+
+
+# --- how long it may take to leave ----------------------------------------------------------------------------------
+
+
+def test_who_leaves_has_as_much_more_time_as_it_was_given() -> None:
+    life = Life(workers=1).serving()
+    life.generation.drain(life.now, patience=60.0)
+    life.actions()
+    assert life.tick_at(life.now + STOP_TIMEOUT_S + 59.9) == []
+    assert life.tick_when_due() == [Kill("m.1.w1", abort=True)]
+
+
+def test_who_is_told_again_to_leave_has_no_more_time_than_before() -> None:
+    life = Life(workers=1).serving()
+    life.generation.drain(life.now)
+    life.generation.drain(life.now + 5.0, patience=60.0)
+    life.actions()
+    assert life.tick_at(life.now + STOP_TIMEOUT_S) == [Kill("m.1.w1", abort=True)]
+
+
+@pytest.mark.parametrize("event", ["drain", "holder"])
+def test_who_is_killed_already_is_not_killed_again(event: str) -> None:
+    life = Life(workers=1, traits=CARD).serving()
+    life.generation.drain(life.now)
+    life.actions()
+    assert life.tick_when_due() == [Kill("m.1.w1", abort=True)]
+    assert life.tick_when_due() == [Kill("m.1.w1")]
+    if event == "drain":
+        life.generation.drain(life.now)
+    else:
+        life.exit(HOLDER)
+    assert life.tick_at(life.now + 1e6) == []
+
+
+def test_without_sharing_there_is_nothing_to_settle() -> None:
+    life = Life(workers=1, sharing=False).built()
+    life.exit(HOLDER)
+    life.generation.attached("m.1.w1", ATTACHED, life.now)
+    assert life.actions() == [Enlist("m.1.w1")]

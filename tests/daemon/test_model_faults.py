@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import pytest
 
+from weightd.daemon.budget import Device
+from weightd.daemon.model import Model
 from weightd.daemon.states import GenerationState
 from weightd.protocol.errors import Internal, Unavailable
 from weightd.protocol.messages import TensorSpec
-from weightd.protocol.worker_messages import Attached, Broken, OrderMessage, Ping, Pong, Result, Skip
+from weightd.protocol.version import VERSION
+from weightd.protocol.worker_messages import (
+    Attached,
+    Broken,
+    Built,
+    Failed,
+    Hello,
+    OrderMessage,
+    Ping,
+    Pong,
+    Result,
+    Skip,
+)
 
-from .test_model import HOLDER, OUT, W1, W2, Stage, request
+from .test_model import CPU, HOLDER, OUT, SHA, W1, W2, FakeHost, Stage, X, Y, request
 
 _contents = itertools.count()
 
@@ -280,3 +295,183 @@ def test_a_model_that_was_drained_is_gone_when_nothing_is_left() -> None:
     assert [*is_gone, stage.model.gone] == [False, False, True]
     stage.model.dispose()
     assert stage.host.unpinned == stage.host.sources
+
+
+def with_canary(every: float) -> Stage:
+    """Two workers that serve, and prove themselves every so many seconds."""
+    stage = Stage()
+    stage.host = FakeHost()
+    config = dataclasses.replace(stage.model.config, canary_interval=every)
+    stage.model = Model("digits", config, {"cpu": Device("cpu")}, stage.host, stage.host)
+    stage.model.start(stage.now)
+    return stage.serving()
+
+
+def test_a_request_that_was_taken_back_and_hangs_is_refused_once_and_still_counts() -> None:
+    stage = Stage(workers=1).serving()
+    [number] = some(stage, 1)
+    stage.model.cancel(b"client", f"id{number}", stage.now)
+    assert stage.host.refused() == [(number, "CANCELLED", "taken back by the client")]
+    passes(stage, 60.0)
+    assert (stage.host.refused(), stage.host.aborted) == ([], [W1])
+
+
+def test_who_waits_with_the_content_that_workers_hang_in_is_refused_and_others_of_its_size_are_not() -> None:
+    stage = Stage(workers=1).serving()
+    stage.submit(request())
+    passes(stage, 60.0)
+    stage.host.refused()
+    [second] = stage.submit(request())
+    stage.loads(1)  # the one that was started in its place: digits.1.w2
+    assert stage.host.predicts()[-1] == ("digits.1.w2", second)
+    [equal] = stage.submit(request())
+    other = request()
+    other.frames = (b"other",)  # five bytes, too
+    stage.submit(other)
+    sized = request()
+    sized.nbytes = 6  # told apart without a look at its content
+    sized.frames = ()
+    stage.submit(sized)
+    passes(stage, 60.0)
+    assert [(number, code) for number, code, _ in stage.host.refused()] == [
+        (second, "DEADLINE_EXCEEDED"),
+        (equal, "INTERNAL"),
+    ]
+    assert [each.number for each in stage.model.scheduler.waiting()] == [other.number, sized.number]
+
+
+def test_who_computes_is_not_pinged() -> None:
+    stage = Stage().serving()
+    some(stage, 1)
+    passes(stage, 15.0)
+    assert orders(stage, Ping) == [(W2, Ping(canary=False))]
+
+
+def test_workers_prove_themselves_as_often_as_it_is_asked_for() -> None:
+    stage = with_canary(10.0)
+    some(stage, 1)
+    passes(stage, 10.0)
+    assert orders(stage, Ping) == [(W1, Ping(canary=True)), (W2, Ping(canary=True))]
+    # Two predicts may be in front of it, and it is the third.
+    stage.says(W2, Pong("canary"))
+    stage.says(W1, Result(stage.host.predicts()[0][1], (OUT,)))
+    stage.host.orders.clear()
+    passes(stage, 179.9)
+    assert stage.host.aborted == []
+    passes(stage, 0.1)
+    assert stage.host.aborted == [W1]
+
+
+def test_where_there_is_no_canary_none_is_wrong() -> None:
+    stage = Stage().building()
+    stage.says(HOLDER, Built("/store", (X,), (Y,), (2,), "", 4096))
+    for worker in (W1, W2):
+        stage.says(worker, Attached("any", 4000))
+    stage.says(W1, Pong("another"))
+    assert stage.host.aborted == []
+
+
+@pytest.mark.parametrize("how", ["hangs", "dies"])
+def test_a_worker_that_has_answered_something_is_replaced_at_once_each_time(how: str) -> None:
+    stage = Stage(workers=1).serving()
+    for serial in range(1, 5):
+        worker, heir = f"digits.1.w{serial}", f"digits.1.w{serial + 1}"
+        [number] = some(stage, 1)
+        stage.says(worker, Result(number, (OUT,)))
+        if how == "hangs":
+            stage.says(worker, Pong("another"))
+        else:
+            stage.model.exited(worker, "killed by SIGSEGV", stage.now)
+        assert heir in [name for name, _ in stage.host.spawned]
+        stage.says(heir, Hello("1", SHA, {"weightd": VERSION}, CPU)).says(heir, Attached("canary", 4000))
+
+
+def test_who_is_dead_is_not_pinged() -> None:
+    stage = Stage().serving()
+    stage.model.exited(W1, "killed by SIGKILL", stage.now)
+    passes(stage, 15.0)
+    assert orders(stage, Ping) == [(W2, Ping(canary=False))]
+
+
+def test_who_has_refused_a_request_has_answered() -> None:
+    stage = Stage().serving()
+    [number] = some(stage, 1)
+    stage.now += 10.0
+    stage.says(W1, Failed(number, "INVALID_ARGUMENT", "too large", leaving=False))
+    passes(stage, 5.0)
+    assert orders(stage, Ping) == [(W2, Ping(canary=False))]
+
+
+def test_a_content_that_was_answered_after_a_hang_is_beyond_suspicion() -> None:
+    stage = Stage(workers=1).serving()
+    stage.model.guard.quarantine.hung(request(), stage.now)
+    [number] = stage.submit(request())
+    stage.says(W1, Result(number, (OUT,)))
+    assert not stage.model.guard.quarantine.hung(request(), stage.now)
+
+
+def test_what_killed_the_old_model_may_be_asked_of_the_new_one() -> None:
+    stage = Stage().serving()
+    stage.model.guard.quarantine.hold(request(), stage.now)
+    stage.updated(2, "/models/new.onnx")
+    stage.submit(request())
+
+
+def test_what_ran_on_a_damaged_store_waits_again_before_its_worker_is_dead() -> None:
+    stage = Stage(workers=1).serving()
+    [number] = some(stage, 1)
+    stage.host.damaged.add("digits.1")
+    stage.says(W1, Result(number, (OUT,)))
+    assert stage.model.scheduler.queued == 1
+
+
+def test_a_model_that_failed_is_gone_only_when_it_was_told_to_go() -> None:
+    stage = Stage()
+    stage.model.pin_failed(stage.host.sources[0], "no such file", stage.now)
+    assert not stage.model.gone
+    stage.model.drain(stage.now)
+    assert stage.model.gone
+
+
+def test_a_snapshot_that_is_being_taken_is_given_up_with_its_model() -> None:
+    stage = Stage()
+    stage.model.drain(stage.now)
+    assert stage.host.unpinned == stage.host.sources
+
+
+def runs(stage: Stage, until: float) -> int:
+    """As the loop does: tick when the model says so, answer each ping at once; return how many there were."""
+    count = 0
+    while (due := min(stage.model.next_tick, stage.model.scheduler.next_event)) <= until and count < 1000:
+        stage.now = max(stage.now, due)
+        stage.model.tick(stage.now)
+        pings = [(name, order) for name, order in stage.host.orders if isinstance(order, Ping)]
+        stage.host.orders.clear()
+        for name, order in pings:
+            count += 1
+            stage.says(name, Pong("canary" if order.canary else ""))
+    stage.now = until
+    return count
+
+
+def test_idle_workers_that_prove_themselves_stay_ready() -> None:
+    stage = Stage(workers=1)
+    stage.host = FakeHost()
+    config = dataclasses.replace(stage.model.config, canary_interval=10.0)
+    stage.model = Model("digits", config, {"cpu": Device("cpu")}, stage.host, stage.host)
+    stage.model.start(stage.now)
+    stage.serving()
+    pings = runs(stage, stage.now + 100.0)
+    assert stage.model.unready(stage.now) == ""
+    assert pings >= 9
+
+
+def test_time_that_a_request_waited_elsewhere_is_not_its_workers() -> None:
+    old, new = Stage(workers=1), Stage(workers=1).serving()
+    waits = request(arrived=1000.0)
+    old.submit(waits)
+    now = 1061.0
+    new.model.adopt(old.model, now)
+    assert [each for _, each in new.host.predicts()] == [waits.number]
+    new.model.tick(now)
+    assert (new.host.aborted, new.host.refused()) == ([], [])

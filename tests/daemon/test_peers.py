@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -158,3 +159,32 @@ def test_a_peer_of_an_older_protocol_is_served_though_nothing_is_known_of_it(
         old.sendall(b"\x01\x00\x06\x00hello")  # ZMTP 1.0: no name, then a message
         assert len(seen(router, peers)) > 0
     assert list(peers.disconnected()) == []
+
+
+def test_connections_are_counted_as_long_as_they_last(
+    router: Socket, peers: Peers, connect: Callable[..., Socket]
+) -> None:
+    one = connect()
+    seen(router, peers)
+    first = peers.latest(1)
+    connect()
+    seen(router, peers)
+    assert peers.connections == 2
+    assert [*first, *peers.latest(1)] == peers.latest(2)
+    assert peers.latest(0) == peers.latest(-1) == []
+    one.close(linger=0)
+    gone(peers)
+    assert peers.connections == 1
+    assert set(peers.latest(2)).isdisjoint(first)
+
+
+def test_that_a_client_does_not_read_is_said_once(
+    router: Socket, peers: Peers, connect: Callable[..., Socket], caplog: pytest.LogCaptureFixture
+) -> None:
+    outbox = Outbox(router, max_unread_bytes=8 * len(LARGE))
+    connect(high_water_mark=2)
+    silent = seen(router, peers)
+    with caplog.at_level(logging.WARNING, "weightd.frontend"):
+        for _ in range(40):
+            outbox.send(silent, b"", [LARGE])
+    assert len(caplog.records) == 1

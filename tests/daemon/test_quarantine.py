@@ -97,3 +97,57 @@ def test_what_it_remembers_is_bounded() -> None:
     quarantine.check(request((0).to_bytes(3, "big")), 0.1)
     with pytest.raises(Internal):
         quarantine.check(request((4999).to_bytes(3, "big")), 0.1)
+
+
+def without_content(like: Request) -> Request:
+    """A request of this size whose content cannot be computed: whoever tries fails."""
+    made = request()
+    made.frames, made.nbytes = (), like.nbytes
+    return made
+
+
+def test_what_is_held_is_no_suspect_any_more() -> None:
+    quarantine = Quarantine()
+    quarantine.hung(request(), 0.0)
+    quarantine.hold(request(), 0.0)  # workers died of it, too
+    assert quarantine.count(QUARANTINE_S) == 0
+    assert not quarantine.hung(request(), QUARANTINE_S)
+
+
+def test_suspects_are_bounded_and_the_oldest_gives_way() -> None:
+    quarantine = Quarantine()
+    for number in range(1025):
+        assert not quarantine.hung(request(number.to_bytes(3, "big")), 0.0)
+    assert not quarantine.hung(request((0).to_bytes(3, "big")), 0.0)
+    assert quarantine.hung(request((1024).to_bytes(3, "big")), 0.0)
+
+
+def test_no_content_is_computed_of_an_answer_that_cannot_be_the_suspects() -> None:
+    quarantine = Quarantine()
+    quarantine.hung(request(b"abcd"), 0.0)
+    quarantine.answered(without_content(request(b"abc")))
+
+
+def test_no_content_is_computed_of_an_answer_where_there_is_no_suspect() -> None:
+    quarantine = Quarantine()
+    quarantine.hold(request(), 0.0)
+    quarantine.answered(without_content(request()))
+
+
+def test_what_was_forgotten_costs_nobody_a_digest() -> None:
+    cleared, expired = Quarantine(), Quarantine()
+    for each in (cleared, expired):
+        each.hold(request(), 0.0)
+    cleared.clear()
+    assert expired.count(QUARANTINE_S) == 0
+    for each in (cleared, expired):
+        each.check(without_content(request()), 0.0)
+
+
+def test_what_is_held_twice_does_not_keep_others_longer() -> None:
+    quarantine = Quarantine()
+    one, other = request(b"one"), request(b"two")
+    quarantine.hold(one, 0.0)
+    quarantine.hold(other, 1.0)
+    quarantine.hold(one, 299.0)  # it was running on further workers when it was held
+    quarantine.check(other, 302.0)

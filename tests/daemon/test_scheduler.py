@@ -265,6 +265,57 @@ def test_giving_up_takes_all_that_wait_and_none_that_run() -> None:
     assert (made.queued, made.in_flight("a"), made.idle) == (0, CREDIT, False)
 
 
+# --- who is slow, and how long a queue takes ------------------------------------------------------------------------
+
+
+def test_who_was_slow_gets_nothing_ahead_until_it_is_quick_again() -> None:
+    made = scheduler("a", waiting=4)
+    first, second, third, fourth = numbers(made.waiting())
+    assert assigned(made) == [("a", first), ("a", second)]
+    made.overdue(QUICK_S)
+    made.finish("a", first, 1.0)
+    assert [each.number for _, each in made.assign(1.0)] == [second]
+    made.finish("a", second, 1.1)
+    assert [each.number for _, each in made.assign(1.1)] == [third, fourth]
+
+
+def test_time_counts_from_the_answer_before() -> None:
+    made = scheduler("a", waiting=4)
+    first, second, third, fourth = numbers(made.waiting())
+    assigned(made)
+    made.finish("a", first, 0.2)
+    # It has had the second one from 0.0 on, and has run it since 0.2.
+    made.finish("a", second, 0.4)
+    assert [each.number for _, each in made.assign(0.4)] == [third, fourth]
+
+
+def test_who_has_computed_for_long_gets_nothing_ahead() -> None:
+    made = scheduler("a", waiting=1)
+    assigned(made)
+    made.submit(request())
+    assert list(made.assign(QUICK_S)) == []
+    assert made.queued == 1
+
+
+def test_a_refusal_says_when_there_may_be_room() -> None:
+    made = scheduler("a", "b", max_queue=6)
+
+    def retry_after() -> float | None:
+        with pytest.raises(ResourceExhausted) as refused:
+            made.submit(request())
+        return refused.value.retry_after
+
+    for _ in range(6):
+        made.submit(request())
+    assert retry_after() == 0.01  # nothing is known
+    [(worker, each), *_] = list(made.assign(0.0))
+    made.finish(worker, each.number, 20.0)
+    while made.queued < 6:
+        made.submit(request())
+    # A tenth of the latest duration, six in the queue, two workers.
+    assert retry_after() == pytest.approx(0.1 * 20.0 * 6 / 2)
+
+
 # --- against a model ------------------------------------------------------------------------------------------------
 
 MAX_QUEUE = 6
@@ -385,7 +436,6 @@ class Against(RuleBasedStateMachine):
                 hung.append((worker, had[0]))
                 self.queue = self._unanswered(self._remove(worker)[1:]) + self.queue
             elif took >= QUICK_S and len(had) > 1:
-                self.slow.add(worker)
                 self.queue = had[1:] + self.queue
                 self.running[worker] = had[:1]
         assert self.real.overdue(self.now) == hung

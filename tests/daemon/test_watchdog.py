@@ -36,7 +36,7 @@ def test_an_idle_worker_is_pinged_before_the_period_is_over() -> None:
     assert watchdog.due(114.9, idle) == Due([], [], [])
     assert watchdog.due(115.0, idle) == Due(["a"], [], [])
     assert watchdog.due(115.0, idle) == Due([], [], [])
-    watchdog.pong("a", 116.0, canary=False)
+    watchdog.pong("a", 116.0)
     assert watchdog.due(130.9, idle) == Due([], [], [])
     assert watchdog.due(131.0, idle) == Due(["a"], [], [])
 
@@ -72,7 +72,7 @@ def test_the_canary_runs_as_often_as_it_should_busy_or_not() -> None:
     assert watchdog.due(108.0, busy) == Due([], ["a"], [])
     assert watchdog.next_event == 158.0
     watchdog.heard("a", 110.0)  # what it had before
-    watchdog.pong("a", 112.0, canary=True)
+    watchdog.pong("a", 112.0)
     assert watchdog.due(120.0, busy) == Due([], ["a"], [])
     assert watchdog.due(169.9, idle) == Due([], [], [])
     assert watchdog.due(170.0, idle) == Due([], [], ["a"])
@@ -87,6 +87,35 @@ def test_one_that_was_heard_of_is_enough() -> None:
     assert watchdog.unheard_of(["a", "b"], 150.1) is None
     watchdog.forget("a")
     assert watchdog.unheard_of(["a"], 150.1) == float("inf")
+
+
+def test_a_plain_ping_proves_nothing() -> None:
+    watchdog = watched(canary_interval=20.0)
+    assert watchdog.due(115.0, idle) == Due(["a"], [], [])
+    watchdog.pong("a", 116.0)
+    assert watchdog.due(120.0, idle) == Due([], ["a"], [])
+
+
+def test_who_was_pinged_is_not_pinged_again_because_another_is_due() -> None:
+    watchdog = watched()
+    watchdog.watch("b", 105.0)
+    assert watchdog.due(115.0, idle) == Due(["a"], [], [])
+    assert watchdog.due(120.0, idle) == Due(["b"], [], [])
+    assert watchdog.next_event == 130.0  # the patience with the first one
+
+
+def test_nothing_is_due_for_who_was_forgotten() -> None:
+    watchdog = watched()
+    watchdog.forget("a")
+    assert watchdog.next_event == float("inf")
+
+
+def test_a_model_without_a_canary_is_not_asked_for_it_without_a_pause() -> None:
+    watchdog = Watchdog(30.0, 10.0, 180.0)
+    watchdog.watch("a", 0.0)
+    assert watchdog.due(10.0, lambda _: False).canary == ["a"]
+    watchdog.pong("a", 10.001)  # which tells no digest
+    assert watchdog.next_event > 10.001
 
 
 class Watching(RuleBasedStateMachine):
@@ -133,7 +162,7 @@ class Watching(RuleBasedStateMachine):
             del self.hangs[worker]
         for worker in due.plain:
             if worker not in self.hangs:
-                self.watchdog.pong(worker, self.now, canary=False)
+                self.watchdog.pong(worker, self.now)
 
     @invariant()
     def who_hangs_is_found_within_the_period(self) -> None:

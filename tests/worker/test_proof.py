@@ -160,3 +160,35 @@ def test_a_model_that_does_not_repeat_itself_has_only_to_run() -> None:
     assert proof.holds()
     engine.answer = fails
     assert not proof.holds()
+
+
+def four_rows(_: Arrays) -> Arrays:
+    return {"y": np.ones((4, 3), np.float32)}
+
+
+def one_row(_: Arrays) -> Arrays:
+    return {"y": np.ones((1, 3), np.float32)}
+
+
+@pytest.mark.parametrize(("answer", "sizes"), [(four_rows, (1, 2)), (one_row, (1,))])
+def test_an_output_that_did_not_follow_the_batch_need_not(answer: Answer, sizes: Tuple[int, ...]) -> None:
+    model = Model(answer)
+    proof = proved(model, sizes)
+    checked(proof, model, batch(5))
+    assert model.calls == 1
+
+
+def test_where_inputs_are_of_several_sizes_there_is_no_batch() -> None:
+    inputs = (TensorSignature("x", "FP32", (-1, 3)), TensorSignature("z", "FP32", (-1, 3)))
+    model = Model(twice, BATCHED._replace(inputs=inputs))
+    proof = proved(model)
+    for x, z in ((5, 3), (3, 5)):
+        assert checked(proof, model, {"x": batch(x)["x"], "z": batch(z)["x"]})["y"].shape == (x, 3)
+    assert model.calls == 2
+
+
+def test_the_same_bytes_in_another_shape_are_not_the_same_again() -> None:
+    model = Model(twice)
+    proof = proved(model)
+    with pytest.raises(Spoilt):
+        proof.checked(batch(2), {"y": np.full((3, 2), 2, np.float32)})

@@ -682,3 +682,27 @@ def test_large_frames_are_not_copied() -> None:
     frame, copy = seen[-1]
     assert np.shares_memory(np.frombuffer(frame, np.uint8), answer)
     assert not copy
+
+
+def test_who_has_not_attached_has_no_canary_to_tell() -> None:
+    status, socket = play(Fake(twice), [encode(Ping(True))], STOP)
+    assert (status, only(Pong, socket)) == (exits.OK, Pong(""))
+
+
+def test_a_model_that_does_not_repeat_itself_may_stay_after_a_failed_predict() -> None:
+    def random(inputs: Arrays) -> Arrays:
+        return {"y": refuses_large(inputs)["y"] + len(engine.done)}
+
+    engine = Fake(random)
+    status, socket = play(engine, ATTACH, large(1), predict(2), STOP)
+    assert status == exits.OK
+    assert not only(Failed, socket).leaving
+
+
+def test_an_output_of_more_dimensions_than_the_wire_takes_is_the_requests_error() -> None:
+    def deep(_: Arrays) -> Arrays:
+        return {"y": np.ones((1,) * (limits.MAX_RANK + 1), np.float32)}
+
+    _, socket = play(Fake(deep), predict(1), STOP)
+    failed = only(Failed, socket)
+    assert (failed.code, failed.leaving) == ("INVALID_ARGUMENT", False)

@@ -53,11 +53,11 @@ class Fleet:
         for name, config in configs.items():
             self._start(name, config, now)
 
-    def reload(self, configs: Mapping[str, ModelConfig], now: float) -> Change:
-        """Begin to make `configs` true.
+    def compare(self, configs: Mapping[str, ModelConfig]) -> Change:
+        """Return what `configs` would change.
 
         Raises:
-            Unavailable: a change of a model that it concerns is under way; nothing has changed.
+            Unavailable: a change of a model that it concerns is under way.
         """
         change = Change(
             tuple(name for name in configs if name not in self.models),
@@ -67,6 +67,10 @@ class Fleet:
         for name in (*change.changed, *change.removed):
             if self.models[name].updating:
                 raise Unavailable(f"{name} is being updated: try again once that is over")
+        return change
+
+    def apply(self, change: Change, configs: Mapping[str, ModelConfig], now: float) -> None:
+        """Begin to make `configs` true, of which `change` is the comparison."""
         for name in change.removed:
             self._remove(name, now)
         for name in change.added:
@@ -75,7 +79,6 @@ class Fleet:
             self._replace(name, configs[name], now)
         # In the order of the file, which is that of the status.
         self.models = {name: self.models[name] for name in configs}
-        return change
 
     def tick(self, now: float) -> None:
         """Time has passed, or something has happened: serve what can be served, forget what is gone."""

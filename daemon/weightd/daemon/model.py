@@ -454,7 +454,8 @@ class Model:
         self._dispatch(now)
 
     def _pong(self, child: str, generation: Generation, pong: Pong, now: float) -> None:
-        self.guard.watchdog.pong(child, now, canary=bool(pong.canary))
+        self.guard.watchdog.pong(child, now)
+        self._update_next_tick()
         built = generation.built
         if built is not None and pong.canary and built.canary and pong.canary != built.canary:
             self._drop(child, "the canary's answer is not the holder's any more: it would answer wrongly", now)

@@ -55,6 +55,8 @@ class Peers:
         if known == descriptor:
             return
         self._take_events()
+        if received.peer in self._gone:
+            self._gone.remove(received.peer)  # it chose its own name, and is back under it
         if known is not None:
             self._by_descriptor.get(known, set()).discard(received.peer)
         self._descriptors[received.peer] = descriptor

@@ -47,6 +47,7 @@ class Quarantine:
         """Refuse the request's content from now on."""
         digest = content(request)
         self._suspects.pop(digest, None)
+        self._held.pop(digest, None)  # the oldest comes first
         self._held[digest] = now + QUARANTINE_S, request.nbytes
         if len(self._held) > _MAX_KNOWN:
             del self._held[next(iter(self._held))]

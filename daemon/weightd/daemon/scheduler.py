@@ -196,7 +196,6 @@ class Scheduler:
                 worker.has.pop(requests[0].number)
                 self._requeue(self._remove(name))
             elif now >= worker.since + QUICK_S and len(requests) > 1:
-                worker.credit = 1
                 for request in requests[1:]:
                     self._recall(name, request)
                 self._requeue(requests[1:])

@@ -182,8 +182,9 @@ class Server:
             was = getattr(self._config.daemon, key)
             if value != was:
                 raise InvalidArgument(f"{self._path}: daemon.{key}: expected {was!r} as before, got {value!r}: restart")
+        change = self._fleet.compare(config.models)
         _update_devices(self._devices, config)
-        change = self._fleet.reload(config.models, now)
+        self._fleet.apply(change, config.models, now)
         self._config = config
         _log.info("reloaded %s: %s", self._path, change)
         return change

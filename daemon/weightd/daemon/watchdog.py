@@ -26,6 +26,7 @@ class _Watched:
     # Of a ping under way: when it has to be answered.
     patience: float = float("inf")
     pinged: bool = False
+    proving: bool = False
     # It was seen to compute: it need not be looked at before this.
     look: float = -float("inf")
 
@@ -63,14 +64,14 @@ class Watchdog:
         if watched is not None:
             watched.heard = now
 
-    def pong(self, worker: str, now: float, *, canary: bool) -> None:
-        """The worker has answered a ping."""
+    def pong(self, worker: str, now: float) -> None:
+        """The worker has answered its ping."""
         watched = self._watched.get(worker)
         if watched is not None:
             watched.heard = now
-            watched.pinged, watched.patience = False, float("inf")
-            if canary:
+            if watched.proving:
                 watched.proved = now
+            watched.pinged, watched.proving, watched.patience = False, False, float("inf")
             self._look_ahead()
 
     def due(self, now: float, is_busy: Callable[[str], bool]) -> Due:
@@ -90,7 +91,7 @@ class Watchdog:
                 continue
             elif now >= each.proved + self._canary_interval:
                 due.canary.append(name)
-                each.pinged, each.patience = True, now + self._canary_patience
+                each.pinged, each.proving, each.patience = True, True, now + self._canary_patience
             elif now >= self._next(each) and is_busy(name):
                 each.look = now + self.period / 4
             elif now >= self._next(each):
