@@ -116,12 +116,18 @@ class Asker:
                 if self._flights:
                     self._settle(self._flights.popleft())
                 self._tell_totals()
-            # What the daemon still has to say to this connection comes before its answer to this.
+            self._await_the_late(client)
+        self.ledger.close()
+
+    def _await_the_late(self, client: Client) -> None:
+        """See the answers that were given up come in: the daemon's deadlines begin when it reads a request."""
+        limit = time.monotonic() + _PATIENCE_S + CONNECT_LIMIT_S
+        while self.ledger.unheard and time.monotonic() < limit:
             try:
                 client.server(timeout=CONNECT_LIMIT_S)
             except RequestError:
                 self.ledger.lost()
-        self.ledger.close()
+            time.sleep(_PAUSE_S)
 
     def tell(self, **line: object) -> None:
         """Write a line."""

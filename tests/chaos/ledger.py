@@ -66,6 +66,11 @@ class Ledger:
         """Requests that have not ended."""
         return sum(not entry.given_up for entry in self._open.values())
 
+    @property
+    def unheard(self) -> int:
+        """Requests that have not been answered on the wire."""
+        return len(self._open)
+
     def begin(self, request: str, asked: Asked) -> None:
         """A request goes out."""
         self.sent += 1

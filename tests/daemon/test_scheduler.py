@@ -466,9 +466,9 @@ class Against(RuleBasedStateMachine):
 
     @rule()
     def give_up(self) -> None:
-        assert self.real.give_up() == self.queue
-        self.ended += numbers(self.queue)
-        self.queue = []
+        assert self.real.give_up() == self.late + self.queue
+        self.ended += numbers(self.late + self.queue)
+        self.late, self.queue = [], []
 
     def _end(self, found: list[Request], unfit: Callable[[Request], bool]) -> None:
         """Whoever is unfit has ended, wherever it was; what a worker runs keeps the worker busy."""

@@ -212,8 +212,9 @@ class Scheduler:
         return withdrawn
 
     def give_up(self) -> list[Request]:
-        """Return every request that waits, and forget it."""
-        return self.withdraw(lambda _: True)
+        """Return every request that waits, or has waited until its deadline, and forget it."""
+        late, self._late = self._late, []
+        return late + self.withdraw(lambda _: True)
 
     def take_recalled(self) -> list[tuple[str, int]]:
         """Return what workers have in vain, by name and number, so that they need not begin with it; and forget it."""
