@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import threading
 import time
 from collections.abc import Sequence
 
 from benchmarks import material
+from benchmarks.crowd import Crowd
 from benchmarks.load import answers
 from benchmarks.material import MLP, MLP_WIDTH, Arrays, Reference
 from benchmarks.report import MB, Result, Target, progress
@@ -60,46 +60,18 @@ class Overload(Result):
         ]
 
 
-class _Crowd:
+class _Crowd(Crowd):
     """Clients that ask again at once whenever they are refused."""
 
     def __init__(self, service: Service, inputs: list[Arrays], reference: Reference) -> None:
+        super().__init__(service, inputs, clients=CLIENTS, in_flight=10 * MAX_QUEUE // CLIENTS)
         self.sent = 0
         self.answered = 0
-        self._service = service
-        self._inputs = inputs
         self._reference = reference
         self._lock = threading.Lock()
-        self._stop = threading.Event()
-        self._failure: BaseException | None = None
-        self._threads = [threading.Thread(target=self._run) for _ in range(CLIENTS)]
 
-    def __enter__(self) -> _Crowd:
-        for thread in self._threads:
-            thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        for thread in self._threads:
-            thread.join()
-        if self._failure is not None:
-            raise self._failure
-
-    def _run(self) -> None:
-        try:
-            with self._service.client() as client:
-                pending: collections.deque[tuple[int, Pending]] = collections.deque()
-                number = 0
-                while not self._stop.is_set() or pending:
-                    while not self._stop.is_set() and len(pending) < 10 * MAX_QUEUE // CLIENTS:
-                        pending.append((number, client.submit(MLP, self._inputs[number % len(self._inputs)])))
-                        number += 1
-                    self._take(*pending.popleft())
-        except BaseException as error:  # noqa: BLE001 - raised again where the block ends
-            self._failure = error
-
-    def _take(self, number: int, pending: Pending) -> None:
+    def take(self, number: int, pending: Pending) -> None:
+        """Compare the answer, or count the refusal."""
         try:
             self._reference.check(number, pending.result())
             answered = 1

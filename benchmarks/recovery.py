@@ -8,11 +8,11 @@ import itertools
 import os
 import signal
 import statistics
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 
 from benchmarks import material
+from benchmarks.crowd import Crowd
 from benchmarks.material import MLP, MLP_WIDTH, Arrays, Reference
 from benchmarks.report import Result, Target, progress
 from testkit.plain import PlainProcess
@@ -66,43 +66,17 @@ class Recovery(Result):
         ]
 
 
-class _Load:
-    """Keeps requests in flight from a thread of its own, and compares every answer."""
+class _Load(Crowd):
+    """One client that compares every answer and counts the errors."""
 
     def __init__(self, service: Service, inputs: list[Arrays], reference: Reference) -> None:
+        super().__init__(service, inputs, clients=1, in_flight=_IN_FLIGHT)
         self.answered: list[float] = []
         self.errors: collections.Counter[str] = collections.Counter()
-        self._service = service
-        self._inputs = inputs
         self._reference = reference
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run)
-        self._failure: BaseException | None = None
 
-    def __enter__(self) -> _Load:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join()
-        if self._failure is not None:
-            raise self._failure
-
-    def _run(self) -> None:
-        try:
-            with self._service.client() as client:
-                pending: collections.deque[tuple[int, Pending]] = collections.deque()
-                number = 0
-                while not self._stop.is_set() or pending:
-                    while not self._stop.is_set() and len(pending) < _IN_FLIGHT:
-                        pending.append((number, client.submit(MLP, self._inputs[number % len(self._inputs)])))
-                        number += 1
-                    self._take(*pending.popleft())
-        except BaseException as error:  # noqa: BLE001 - raised again where the block ends
-            self._failure = error
-
-    def _take(self, number: int, pending: Pending) -> None:
+    def take(self, number: int, pending: Pending) -> None:
+        """Compare the answer, or count the error."""
         try:
             self._reference.check(number, pending.result())
         except RequestError as error:

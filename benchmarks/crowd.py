@@ -1,0 +1,62 @@
+"""Clients in threads of their own that keep asking until the block ends."""
+
+from __future__ import annotations
+
+import abc
+import collections
+import threading
+from typing import TypeVar
+
+from benchmarks.material import MLP, Arrays
+from testkit.service import Service
+from weightd.client.client import Pending
+
+C = TypeVar("C", bound="Crowd")
+
+
+class Crowd(abc.ABC):
+    """Keeps `in_flight` requests of each of some clients under way; what becomes of them is a subclass's business.
+
+    Args:
+        service: whom to ask.
+        inputs: the requests, in turn.
+        clients: how many.
+        in_flight: of each.
+    """
+
+    def __init__(self, service: Service, inputs: list[Arrays], *, clients: int, in_flight: int) -> None:
+        self._service = service
+        self._inputs = inputs
+        self._in_flight = in_flight
+        self._stop = threading.Event()
+        self._failure: BaseException | None = None
+        self._threads = [threading.Thread(target=self._run) for _ in range(clients)]
+
+    @abc.abstractmethod
+    def take(self, number: int, pending: Pending) -> None:
+        """Wait for the end of a request; `number` tells which of the inputs it has. Called in the client's thread."""
+
+    def __enter__(self: C) -> C:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join()
+        if self._failure is not None:
+            raise self._failure
+
+    def _run(self) -> None:
+        try:
+            with self._service.client() as client:
+                pending: collections.deque[tuple[int, Pending]] = collections.deque()
+                number = 0
+                while not self._stop.is_set() or pending:
+                    while not self._stop.is_set() and len(pending) < self._in_flight:
+                        pending.append((number, client.submit(MLP, self._inputs[number % len(self._inputs)])))
+                        number += 1
+                    self.take(*pending.popleft())
+        except BaseException as error:  # noqa: BLE001 - raised again where the block ends
+            self._failure = error
