@@ -105,7 +105,10 @@ def test_it_is_told_once_and_again_when_there_is_room(peers: FakePeers, caplog: 
 def test_enough_descriptors_are_kept_for_everything_else(
     monkeypatch: pytest.MonkeyPatch, limit: int, most: int
 ) -> None:
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
+    def getrlimit(_: int) -> tuple[int, int]:
+        return limit, limit
+
+    monkeypatch.setattr(resource, "getrlimit", getrlimit)
     assert max_connections() == most
 
 
