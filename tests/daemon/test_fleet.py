@@ -36,9 +36,9 @@ class FakeModel:
     def tick(self, now: float) -> None:
         self.done.append("tick")
 
-    def drain(self, now: float, *, patience: float = 0.0) -> None:
+    def drain(self, now: float, *, patience: float = 0.0, replaced: bool = False) -> None:
         self.draining = True
-        self.done.append(f"drain {patience:g}")
+        self.done.append(f"drain {patience:g}{' replaced' if replaced else ''}")
 
     def adopt(self, old: FakeModel, now: float) -> None:
         self.done.append(f"adopt {old.config.path}")
@@ -125,7 +125,7 @@ def test_a_changed_model_takes_over_once_it_is_complete() -> None:
     yard.fleet.tick(0.0)
     assert yard.serving() == {"a": "/models/2.onnx"}
     assert new.done[:2] == ["start", "adopt /models/1.onnx"]
-    assert old.done == [f"drain {ONE.predict_timeout:g}"]
+    assert old.done == [f"drain {ONE.predict_timeout:g} replaced"]
     # A worker that dies while it leaves: what it had is the new one's.
     new.done.clear()
     yard.fleet.tick(0.0)
@@ -230,7 +230,7 @@ def test_what_waits_is_taken_over_before_the_old_model_would_refuse_it() -> None
     told: list[str] = []
     yard.made[0].done = yard.last.done = told
     yard.fleet.tick(0.0)
-    assert told[:2] == ["adopt /models/1.onnx", f"drain {ONE.predict_timeout:g}"]
+    assert told[:2] == ["adopt /models/1.onnx", f"drain {ONE.predict_timeout:g} replaced"]
 
 
 def test_one_of_the_name_of_a_model_that_finishes_what_it_has_takes_nothing_from_it() -> None:

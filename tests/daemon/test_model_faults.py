@@ -284,6 +284,24 @@ def test_what_waits_is_the_successors() -> None:
     assert old.model.scheduler.idle
 
 
+def test_what_a_worker_had_that_dies_while_its_model_leaves_is_the_successors() -> None:
+    old, new = Stage(workers=1).serving(), Stage(workers=1).serving()
+    numbers = some(old, 2)
+    old.model.drain(old.now, patience=60.0, replaced=True)
+    old.model.exited(W1, "killed by SIGKILL", old.now)
+    assert old.host.refused() == []
+    new.model.adopt(old.model, new.now)
+    assert [number for _, number in new.host.predicts()] == numbers
+
+
+def test_what_a_worker_had_that_dies_while_weightd_stops_is_given_up() -> None:
+    stage = Stage(workers=1).serving()
+    numbers = some(stage, 2)
+    stage.model.drain(stage.now)
+    stage.model.exited(W1, "killed by SIGKILL", stage.now)
+    assert [number for number, _, _ in stage.host.refused()] == numbers
+
+
 def test_a_model_that_was_drained_is_gone_when_nothing_is_left() -> None:
     stage = Stage(workers=1).serving()
     is_gone = [stage.model.gone]

@@ -145,7 +145,7 @@ class Fleet:
             old.successor = None
             self.models[name] = new
             new.adopt(old, now)
-            old.drain(now, patience=old.config.predict_timeout)
+            old.drain(now, patience=old.config.predict_timeout, replaced=True)
             self._leaving.append(old)
             _log.info("%s: the changed configuration is in force", name)
         elif new.has_failed:

@@ -89,6 +89,7 @@ class Model:
         self.note = ""
         self.successor: Model | None = None
         self.draining = False
+        self._replaced = False
         self.config = config
         self.scheduler = Scheduler(config.max_queue, config.max_queue_bytes, config.predict_timeout)
         self.guard = Guard(config, self.scheduler, self._refuse)
@@ -295,10 +296,18 @@ class Model:
         self._dispatch(now)
         self._update_next_tick()
 
-    def drain(self, now: float, *, patience: float = 0.0) -> None:
-        """Take no new work, give up what waits, and wind down; what runs may take `patience` seconds more."""
+    def drain(self, now: float, *, patience: float = 0.0, replaced: bool = False) -> None:
+        """Take no new work and wind down.
+
+        Args:
+            now: the clock.
+            patience: how many seconds more what runs may take.
+            replaced: another model of the name adopts what waits, and what comes to wait because a worker dies; else
+                that is given up.
+        """
         self.draining = True
-        for request in self.scheduler.give_up():
+        self._replaced = replaced
+        for request in [] if replaced else self.scheduler.give_up():
             self._refuse(request, Unavailable("weightd is stopping"))
         self._snapshots.abandon()
         for deployment in self.deployments:
@@ -514,7 +523,7 @@ class Model:
         if self._signature.built is None:
             self._learn_signature()
         self._refusal = self._refuses()
-        if self._refusal:
+        if self._refusal and not self._replaced:
             self._give_up(Unavailable(self._refusal))
         self._dispatch(now)
         self._update_next_tick()
