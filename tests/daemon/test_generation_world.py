@@ -30,6 +30,7 @@ class Process:
         self.role = role
         self.hello_taken = False
         self.killed = False
+        self.aborted = False
         self.said_broken = False
         self.orders: list[OrderMessage] = []
 
@@ -67,9 +68,12 @@ class World(RuleBasedStateMachine):
                     self.spawn(name, role)
                 case Send(name, order):
                     self.send(name, order)
-                case Kill(name):
-                    assert not self.processes[name].killed
-                    self.processes[name].killed = True
+                case Kill(name, abort):
+                    process = self.processes[name]
+                    assert not process.killed
+                    assert not (abort and process.aborted)
+                    # One that hangs may survive it.
+                    process.aborted, process.killed = process.aborted or abort, not abort
                 case Enlist(name):
                     assert name not in self.enlisted
                     self.enlisted.add(name)
@@ -255,7 +259,7 @@ class World(RuleBasedStateMachine):
         """However it was left: once it is told to stop, it ends, even if every child hangs until it is killed."""
         self.generation.drain(self.now)
         self.perform()
-        for _ in range(3 * len(self.processes) + 3):
+        for _ in range(4 * len(self.processes) + 4):
             for name in [name for name, process in self.processes.items() if process.killed]:
                 self.exit(name)
             if self.generation.next_tick < FOREVER:

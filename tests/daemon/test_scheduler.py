@@ -431,11 +431,11 @@ class Against(RuleBasedStateMachine):
     def look_for_the_overdue(self) -> None:
         hung: list[tuple[str, Request]] = []
         for worker, had in list(self.running.items()):
-            took = self.now - self.since.get(worker, self.now)
-            if had and took >= TIMEOUT_S:
+            since = self.since.get(worker, self.now)
+            if had and self.now >= since + TIMEOUT_S:
                 hung.append((worker, had[0]))
                 self.queue = self._unanswered(self._remove(worker)[1:]) + self.queue
-            elif took >= QUICK_S and len(had) > 1:
+            elif self.now >= since + QUICK_S and len(had) > 1:
                 self.queue = had[1:] + self.queue
                 self.running[worker] = had[:1]
         assert self.real.overdue(self.now) == hung

@@ -26,12 +26,17 @@ def take(model: Path, directory: Path) -> Path:
         OSError: the copy cannot be written.
     """
     directory.mkdir(mode=0o700)
-    files = model_files(model)
-    before = [_identity(file) for file in files]
-    for file in files:
-        _copy(file.path, directory / file.name)
-    if [_identity(file) for file in files] != before:
-        raise ModelFileError(f"{model}: changed while it was copied; load it again once it is complete")
+    try:
+        files = model_files(model)
+        before = [_identity(file) for file in files]
+        for file in files:
+            _copy(file.path, directory / file.name)
+        if [_identity(file) for file in files] != before:
+            raise ModelFileError(f"{model}: changed while it was copied; load it again once it is complete")
+    except BaseException:
+        # Where the copy has filled the disk, the words about that have no room before it is gone.
+        shutil.rmtree(directory, ignore_errors=True)
+        raise
     return directory / files[0].name
 
 
@@ -74,17 +79,12 @@ def main() -> int:
             _copy(*weights)
         print(digest(copy), sum(file.path.stat().st_size for file in model_files(copy)))
     except ModelFileError as error:
-        return _failed(directory, str(error))
+        print(error, file=sys.stderr)
+        return 1
     except OSError as error:
-        return _failed(directory, f"cannot copy {model} to {directory}: {error.strerror}")
+        print(f"cannot copy {model} to {directory}: {error.strerror}", file=sys.stderr)
+        return 1
     return 0
-
-
-def _failed(directory: Path, cause: str) -> int:
-    # Where the copy has filled the disk, the words have no room before it is gone.
-    shutil.rmtree(directory, ignore_errors=True)
-    print(cause, file=sys.stderr)
-    return 1
 
 
 if __name__ == "__main__":
