@@ -45,6 +45,7 @@ class Fleet:
         self.models: dict[str, Model] = {}
         self._make = make
         self._leaving: list[Model] = []
+        self._successors = 0
         self._numbers: dict[str, Numbers] = {}
         self._past_deaths = 0
 
@@ -102,6 +103,19 @@ class Fleet:
         return [*self.models.values(), *successors, *self._leaving]
 
     @property
+    def next_event(self) -> float:
+        """Nothing is due before this, in monotonic seconds."""
+        due = float("inf")
+        for model in self.everyone() if self.changing else self.models.values():
+            due = min(due, model.next_tick, model.scheduler.next_event)
+        return due
+
+    @property
+    def changing(self) -> bool:
+        """Whether a model loads to replace another one, or leaves."""
+        return bool(self._leaving) or self._successors > 0
+
+    @property
     def deaths(self) -> int:
         """Processes that ended, or had to be ended, without being asked to."""
         return self._past_deaths + sum(model.deaths for model in self.everyone())
@@ -132,17 +146,20 @@ class Fleet:
         if model.config != config:
             model.successor = self._new(name, config)
             model.successor.start(now)
+            self._successors += 1
 
     def _discard_successor(self, model: Model, now: float) -> None:
         if model.successor is not None:
             model.successor.drain(now)
             self._leaving.append(model.successor)
             model.successor = None
+            self._successors -= 1
 
     def _settle(self, name: str, old: Model, new: Model, now: float) -> None:
         """Let the new model take over once it serves, or at once where the old one does not."""
         if new.complete or not old.serves:
             old.successor = None
+            self._successors -= 1
             self.models[name] = new
             new.adopt(old, now)
             old.drain(now, patience=old.config.predict_timeout, replaced=True)

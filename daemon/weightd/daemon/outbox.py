@@ -54,7 +54,10 @@ class Outbox:
 
     def send(self, client: bytes, header: bytes, frames: Sequence[Any] = ()) -> bool:
         """Send a message, or drop it; return False if that is because the client has not read earlier ones."""
-        large = sum(len(frame) for frame in frames if len(frame) >= multipart.ZERO_COPY_BYTES)
+        large = 0
+        for frame in frames:
+            if len(frame) >= multipart.ZERO_COPY_BYTES:
+                large += len(frame)
         if large and self._is_full(client, large):
             self.dropped += 1
             return False

@@ -51,6 +51,7 @@ class Server:
         self._surveys: list[Survey] = []
         self._started = time.monotonic()
         self._stop_at = float("inf")
+        self._due = 0.0
         self._stopping_models = False
 
     def run(self) -> int:
@@ -103,15 +104,16 @@ class Server:
 
     def _seconds_to_wait(self) -> float:
         if self._surveys or self._backend.due:
+            self._due = 0.0
             return 0.0
-        due = float("inf") if self._stopping_models else self._stop_at
-        for model in self._fleet.everyone():
-            due = min(due, model.next_tick, model.scheduler.next_event)
-        return due - time.monotonic()
+        self._due = self._fleet.next_event
+        return min(self._due, float("inf") if self._stopping_models else self._stop_at) - time.monotonic()
 
     def _tick(self, now: float) -> None:
         self._backend.tick(now)
-        self._fleet.tick(now)
+        # What has become due since the wait began is seen before the next one: this is done for every message.
+        if now >= self._due or self._fleet.changing:
+            self._fleet.tick(now)
         if self._surveys and self._surveys[0].step():
             self._answer_status(self._surveys.pop(0))
         if self._one_shot and self._any_failed():
