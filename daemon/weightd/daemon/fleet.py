@@ -45,7 +45,6 @@ class Fleet:
         self.models: dict[str, Model] = {}
         self._make = make
         self._leaving: list[Model] = []
-        self._successors = 0
         self._numbers: dict[str, Numbers] = {}
         self._past_deaths = 0
 
@@ -106,14 +105,14 @@ class Fleet:
     def next_event(self) -> float:
         """Nothing is due before this, in monotonic seconds."""
         due = float("inf")
-        for model in self.everyone() if self.changing else self.models.values():
+        for model in self.everyone():
             due = min(due, model.next_tick, model.scheduler.next_event)
         return due
 
     @property
     def changing(self) -> bool:
         """Whether a model loads to replace another one, or leaves."""
-        return bool(self._leaving) or self._successors > 0
+        return bool(self._leaving) or any(model.successor is not None for model in self.models.values())
 
     @property
     def deaths(self) -> int:
@@ -146,20 +145,17 @@ class Fleet:
         if model.config != config:
             model.successor = self._new(name, config)
             model.successor.start(now)
-            self._successors += 1
 
     def _discard_successor(self, model: Model, now: float) -> None:
         if model.successor is not None:
             model.successor.drain(now)
             self._leaving.append(model.successor)
             model.successor = None
-            self._successors -= 1
 
     def _settle(self, name: str, old: Model, new: Model, now: float) -> None:
         """Let the new model take over once it serves, or at once where the old one does not."""
         if new.complete or not old.serves:
             old.successor = None
-            self._successors -= 1
             self.models[name] = new
             new.adopt(old, now)
             old.drain(now, patience=old.config.predict_timeout, replaced=True)

@@ -254,10 +254,11 @@ class Model:
             self.scheduler.release(child)
         self.guard.died(child, how.partition(":")[0], now)
         self.guard.watchdog.forget(child)
-        latencies = self.by_worker.pop(child, None)
+        useful = self._useful(child)
+        self.by_worker.pop(child, None)
         if owner is not None:
             deployment, generation = owner
-            generation.exited(child, how, now, useful=latencies is not None and latencies.count > 0)
+            generation.exited(child, how, now, useful=useful)
             deployment.reconcile(now)
             self._settle(now)
 
@@ -365,7 +366,7 @@ class Model:
     @property
     def state(self) -> GenerationState:
         """How it stands: it serves if any device does, and has failed if all have."""
-        if any(each.serving is not None for each in self.deployments):
+        if self.serves:
             return GenerationState.SERVING
         loading = [each for each in self.deployments if not each.failed]
         return (loading or self.deployments)[0].main.state
@@ -420,7 +421,7 @@ class Model:
 
     def _explained(self, error: RequestError) -> RequestError:
         """What a deadline says where there was nobody who could have answered."""
-        if isinstance(error, DeadlineExceeded) and not any(each.serving for each in self.deployments):
+        if isinstance(error, DeadlineExceeded) and not self.serves:
             main = self.deployments[0].main
             return Unavailable(f"{self.name} has no worker: {main.progress}, {main.cause or 'not ready yet'}")
         return error
@@ -498,9 +499,13 @@ class Model:
         if owner is None:
             return
         self.scheduler.release(worker)
-        latencies = self.by_worker.get(worker)
-        owner[1].hung(worker, why, now, useful=latencies is not None and latencies.count > 0)
+        owner[1].hung(worker, why, now, useful=self._useful(worker))
         self._reconcile(owner[1], now)
+
+    def _useful(self, worker: str) -> bool:
+        """Whether the worker has answered any request."""
+        latencies = self.by_worker.get(worker)
+        return latencies is not None and latencies.count > 0
 
     def _reconcile(self, generation: Generation, now: float) -> None:
         for deployment in self.deployments:

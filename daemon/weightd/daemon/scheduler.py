@@ -50,9 +50,9 @@ class Scheduler:
     """
 
     def __init__(self, max_queue: int, max_queue_bytes: int, predict_timeout: float = float("inf")) -> None:
-        self.max_queue = max_queue
-        self.max_queue_bytes = max_queue_bytes
-        self.predict_timeout = predict_timeout
+        self._max_queue = max_queue
+        self._max_queue_bytes = max_queue_bytes
+        self._predict_timeout = predict_timeout
         self._queue: deque[Request] = deque()
         self._queued_bytes = 0
         self._workers: dict[str, _Worker] = {}
@@ -75,12 +75,12 @@ class Scheduler:
         Raises:
             ResourceExhausted: the queue is full.
         """
-        if len(self._queue) >= self.max_queue:
-            raise self._full(f"{len(self._queue)} requests wait already, the bound is {self.max_queue}")
-        if self._queued_bytes + request.nbytes > self.max_queue_bytes and self._queue:
+        if len(self._queue) >= self._max_queue:
+            raise self._full(f"{len(self._queue)} requests wait already, the bound is {self._max_queue}")
+        if self._queued_bytes + request.nbytes > self._max_queue_bytes and self._queue:
             raise self._full(
                 f"{self._queued_bytes} bytes wait already, {request.nbytes} more are over the bound of "
-                f"{self.max_queue_bytes}"
+                f"{self._max_queue_bytes}"
             )
         self._queue.append(request)
         self._queued_bytes += request.nbytes
@@ -143,7 +143,7 @@ class Scheduler:
                 self._look = min(self._look, worker.since + QUICK_S)
             else:
                 worker.since = now
-                self._look = min(self._look, now + self.predict_timeout)
+                self._look = min(self._look, now + self._predict_timeout)
             worker.has[request.number] = request
             yield name, request
 
@@ -191,7 +191,7 @@ class Scheduler:
             requests = list(worker.has.values())
             if not requests:
                 continue
-            if now >= worker.since + self.predict_timeout:
+            if now >= worker.since + self._predict_timeout:
                 hung.append((name, requests[0]))
                 worker.has.pop(requests[0].number)
                 self._requeue(self._remove(name))
@@ -267,7 +267,7 @@ class Scheduler:
     def _due(self, worker: _Worker) -> float:
         if not worker.has:
             return float("inf")
-        return worker.since + (QUICK_S if len(worker.has) > 1 else self.predict_timeout)
+        return worker.since + (QUICK_S if len(worker.has) > 1 else self._predict_timeout)
 
     def _outstanding(self) -> Iterator[Request]:
         yield from self._queue

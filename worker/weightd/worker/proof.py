@@ -30,9 +30,8 @@ class Proof:
         self._outputs: Dict[str, TensorSignature] = {each.name: each for each in signature.outputs}
         self._only_batch_is_free = all(dim >= 0 for each in signature.inputs for dim in each.shape[1:])
         self._batched = {each.name for each in signature.inputs if each.shape[:1] == (-1,)}
-        # The forms of the last request and its answer that fit, and the names of its outputs.
-        self._good: List[Tuple[Any, Any]] = []
-        self._names: Tuple[str, ...] = ()
+        # The last request and its answer that fit: the names of the outputs, then shape and dtype of each tensor.
+        self._good: Optional[Tuple[Tuple[str, ...], List[Tuple[Any, Any]]]] = None
         self._follow_batch = {name for name in self._outputs if _follows(known, name)}
 
     def digest(self) -> str:
@@ -63,12 +62,12 @@ class Proof:
             Spoilt: they contradict the signature, and cannot be had a second time.
         """
         # Most requests are like the one before.
-        forms = [(array.shape, array.dtype) for array in (*inputs.values(), *outputs.values())]
-        if forms == self._good and tuple(outputs) == self._names:
+        form = tuple(outputs), [(array.shape, array.dtype) for array in (*inputs.values(), *outputs.values())]
+        if form == self._good:
             return outputs
         contradiction = self._contradiction(inputs, outputs)
         if not contradiction:
-            self._good, self._names = forms, tuple(outputs)
+            self._good = form
             return outputs
         if not self.holds() or not _equal(self._engine.predict(inputs), outputs):
             raise Spoilt(f"the answer contradicts the model's signature: {contradiction}")

@@ -88,15 +88,13 @@ class Session:
 
     def _next(self) -> Tuple[OrderMessage, Sequence[bytes]]:
         """Wait for an order. All that have come are read first: a Skip overtakes what it is about."""
-        flags = 0 if not self._inbox else multipart.NOBLOCK
-        while flags == 0 or int(self._socket.getsockopt(_EVENTS)) & _POLLIN:
-            frames = list(map(multipart.content, multipart.receive(self._socket, flags)))
+        while not self._inbox or int(self._socket.getsockopt(_EVENTS)) & _POLLIN:
+            frames = list(map(multipart.content, multipart.receive(self._socket)))
             order = decode(frames, TO_CHILD)
             if isinstance(order, Skip):
                 self._skip(order)
             else:
                 self._inbox.append((order, frames[1:]))
-            flags = multipart.NOBLOCK if self._inbox else 0
         return self._inbox.popleft()
 
     def _skip(self, skip: Skip) -> None:
