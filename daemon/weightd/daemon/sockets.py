@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import zmq
@@ -17,8 +17,6 @@ BATCH = 64
 # Owner and group may connect: who is in the group is the operator's decision.
 _CLIENTS_UMASK = 0o117
 _CHILDREN_UMASK = 0o177
-
-_UNREACHABLE = object()
 
 # The kernel finds out within a minute that the host of a TCP client is gone. On a unix socket it knows at once.
 _KEEPALIVE = {zmq.TCP_KEEPALIVE: 1, zmq.TCP_KEEPALIVE_IDLE: 30, zmq.TCP_KEEPALIVE_INTVL: 10, zmq.TCP_KEEPALIVE_CNT: 3}
@@ -92,25 +90,29 @@ def receive(socket: zmq.Socket[bytes]) -> Iterator[Received]:
 
 def send(socket: zmq.Socket[bytes], peer: bytes, frames: Sequence[Any]) -> bool:
     """Send without waiting; return whether the peer could be reached. Large frames pass on uncopied."""
-    return _send(multipart.send, socket, peer, frames) is not _UNREACHABLE
+    try:
+        multipart.send(socket, [peer, *frames], multipart.NOBLOCK)
+    except zmq.ZMQError as error:
+        _check_unreachable(error)
+        return False
+    return True
 
 
 def send_tracked(
     socket: zmq.Socket[bytes], peer: bytes, frames: Sequence[Any]
 ) -> list[tuple[zmq.MessageTracker, int]] | None:
     """Send as `send` does; return a tracker for each large frame with its bytes, or None if the peer is unreachable."""
-    trackers = _send(multipart.send_tracked, socket, peer, frames)
-    return None if trackers is _UNREACHABLE else trackers
-
-
-def _send(how: Callable[..., Any], socket: zmq.Socket[bytes], peer: bytes, frames: Sequence[Any]) -> Any:
     try:
-        return how(socket, [peer, *frames], multipart.NOBLOCK)
+        return multipart.send_tracked(socket, [peer, *frames], multipart.NOBLOCK)
     except zmq.ZMQError as error:
-        # There is no such peer, or a thousand messages wait for it.
-        if error.errno in (zmq.EHOSTUNREACH, zmq.EAGAIN):
-            return _UNREACHABLE
-        raise
+        _check_unreachable(error)
+        return None
+
+
+def _check_unreachable(error: zmq.ZMQError) -> None:
+    """Raise the error again unless it says that there is no such peer, or that a thousand messages wait for it."""
+    if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
+        raise error
 
 
 def peer_pid(identity: zmq.Frame) -> int | None:
