@@ -192,6 +192,7 @@ MODEL_KEYS = {
     "holder_loss": ["false", '""', '"keep"'],
     "mindspore_lite": ["1", '""', "[]"],
     "timeout": [*SECONDS, "0", "0.0", "3600.1", "9e99"],
+    "required": ["1", '"yes"', "0"],
     "load_timeout": [*SECONDS, "0"],
     "predict_timeout": [*SECONDS, "0"],
     "watchdog": [*SECONDS, "0"],

@@ -15,6 +15,7 @@ from weightd.daemon.generation import Generation
 from weightd.daemon.model import Model
 from weightd.daemon.plan import Source
 from weightd.daemon.ports import Snapshot
+from weightd.daemon.records import SealRecord
 from weightd.daemon.request import Request
 from weightd.daemon.states import GenerationState
 from weightd.protocol.errors import InvalidArgument, RequestError, ResourceExhausted, Unavailable
@@ -67,6 +68,8 @@ class FakeHost:
         self.aborted: list[str] = []
         self.sealed: set[str] = set()
         self.damaged: set[str] = set()
+        self.resumed: list[tuple[str, SealRecord | None]] = []
+        self.changes = 0
         self.orders: list[tuple[str, OrderMessage]] = []
         self.frames: list[Sequence[Any]] = []
         self.answers: list[tuple[int, Sequence[TensorSpec], Sequence[Any]]] = []
@@ -84,6 +87,16 @@ class FakeHost:
     def spawn(self, model: Model, generation: Generation, snapshot: Snapshot, name: str, role: Role) -> None:
         assert snapshot == SNAPSHOT
         self.spawned.append((name, role))
+
+    def resume(self, model: Model, generation: Generation, seal: SealRecord | None) -> bool:
+        self.resumed.append((generation.label, seal))
+        return seal == self.seal(generation)
+
+    def changed(self) -> None:
+        self.changes += 1
+
+    def seal(self, generation: Generation) -> SealRecord | None:
+        return SealRecord(1, 2) if generation.label in self.sealed else None
 
     def lives(self, name: str) -> bool:
         return name not in self.dead

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -16,19 +17,23 @@ from weightd.daemon.budget import MIB, Device, on_card
 from weightd.daemon.config import ModelConfig
 from weightd.daemon.deployment import Deployment, Policy
 from weightd.daemon.generation import Generation
-from weightd.daemon.model import Model
+from weightd.daemon.handover import ModelRecord
+from weightd.daemon.model import Model, Numbers
 from weightd.daemon.plan import Source
 from weightd.daemon.ports import Snapshot
+from weightd.daemon.records import SealRecord
 from weightd.daemon.request import Request
 from weightd.daemon.states import ACTIVE, ChildState
 from weightd.protocol.errors import RequestError
 from weightd.protocol.messages import ModelMetadataResponse, TensorSignature, TensorSpec
+from weightd.protocol.schema import decode, plain
 from weightd.protocol.version import VERSION
 from weightd.protocol.worker_messages import (
     Allow,
     Allowed,
     Attach,
     Attached,
+    Back,
     Broken,
     Build,
     Built,
@@ -69,6 +74,7 @@ class Process:
         self.weights = False  # it has built or attached, or is about to
         self.killed = False
         self.dead = False  # and its model may not know yet
+        self.returns = False  # it has not said yet that it is connected to the next daemon
 
     @property
     def shares(self) -> bool:
@@ -117,7 +123,7 @@ class ModelWorld(RuleBasedStateMachine):
         processes = draw(st.sampled_from([63, 2 * (1 + workers + spares), 1 + workers + spares]))
         self.devices = {name: Device(name, capacity, processes) for name in names}
         self.workers = workers
-        config = ModelConfig(
+        self.config = ModelConfig(
             path=GOOD,
             engine="mindspore_lite",
             workers=workers,
@@ -130,7 +136,7 @@ class ModelWorld(RuleBasedStateMachine):
             load_timeout=500.0,
             max_queue=8,
         )
-        self.model = Model("m", config, self.devices, self, self)
+        self.model = Model("m", self.config, self.devices, self, self)
         self.model.start(self.now)
         # Most of what is worth seeing happens later.
         if draw(st.sampled_from([True, True, True, False])):
@@ -160,6 +166,21 @@ class ModelWorld(RuleBasedStateMachine):
         assert generation.label in self.devices[generation.device].promised
         self.names.add(name)
         self.processes[name] = Process(name, role, generation)
+
+    def resume(self, model: Model, generation: Generation, seal: SealRecord | None) -> bool:
+        for name in generation.children:
+            process = self.processes[name]
+            process.generation = generation
+            # What it was told before is still to be done, but for what it would do twice.
+            process.orders = [each for each in process.orders if not isinstance(each, Allow)]
+            process.returns = process.role is Role.WORKER
+        return True
+
+    def changed(self) -> None:
+        pass
+
+    def seal(self, generation: Generation) -> SealRecord | None:
+        return None
 
     def lives(self, name: str) -> bool:
         return name in self.processes and not self.processes[name].dead
@@ -273,6 +294,9 @@ class ModelWorld(RuleBasedStateMachine):
             self.says(process, Hello(process.name, generation.sha256, {"weightd": VERSION}, self.traits))
         elif process.orders:
             self.follows(process, process.orders[0])
+        elif process.returns:
+            process.returns = False
+            self.says(process, Back())
 
     def follows(self, process: Process, order: OrderMessage) -> None:
         loads = isinstance(order, Build | Attach) and not process.weights
@@ -311,7 +335,7 @@ class ModelWorld(RuleBasedStateMachine):
             self.model.pin_failed(source, "no such file", self.now)
         else:
             self.snapshots.add(source)
-            self.model.pinned(source, Snapshot("/snapshot", "", str(source.number) * 64, WEIGHTS), self.now)
+            self.model.pinned(source, Snapshot("/snapshot", "", f"{source.number:064d}", WEIGHTS), self.now)
 
     def due(self) -> float:
         """When something has to be done that is not the watchdog's: that never has nothing to do."""
@@ -464,6 +488,24 @@ class ModelWorld(RuleBasedStateMachine):
         else:
             self.updated |= set(self.devices)
 
+    @precondition(lambda self: not self.stopped and self.model.record() is not None)
+    @rule()
+    def the_daemon_is_replaced(self) -> None:
+        record = self.model.record()
+        assert record is not None
+        record = decode(ModelRecord, json.loads(json.dumps(plain(record))))
+        # Whoever waits is told by the end of the connection.
+        self.ended.update(set(self.requests) - set(self.ended))
+        self.replies.update(set(self.questions) - set(self.replies))
+        # The processes that take snapshots die with it, and the others that nobody takes over are killed.
+        self.pinning, self.unpinned = [], []
+        self.snapshots = {Source(each.path, each.weights, each.number) for each in record.sources}
+        kept = {child.name for generation in record.generations for child in generation.children}
+        self.processes = {name: process for name, process in self.processes.items() if name in kept}
+        self.devices = {name: Device(name, each.capacity, each.max_processes) for name, each in self.devices.items()}
+        self.model = Model("m", self.config, self.devices, self, self, Numbers(record.made))
+        self.model.resume(record, self.now)
+
     @precondition(lambda self: len(self.names) > 12)
     @rule(really=st.sampled_from([True, *[False] * 7]))
     def it_is_told_to_stop(self, really: bool) -> None:
@@ -566,7 +608,7 @@ class ModelWorld(RuleBasedStateMachine):
         raise AssertionError("it never comes to rest")
 
     def has_something_to_do(self, process: Process) -> bool:
-        return bool(process.dead or process.killed or process.orders or not process.hello_taken)
+        return bool(process.dead or process.killed or process.orders or process.returns or not process.hello_taken)
 
     def check_invariants_now(self) -> None:
         self.there_are_never_too_many_copies()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import select
@@ -29,7 +30,8 @@ def log(tmp_path: Path) -> Path:
 def sleeper(log: Path) -> Iterator[Process]:
     process = start(SLEEP, log)
     yield process
-    if process.popen.returncode is None:
+    with contextlib.suppress(OSError):  # the test has reaped it
+        os.fstat(process.pidfd)
         kill(process)
         reap(process)
 

@@ -13,9 +13,20 @@ from typing import cast
 from weightd.daemon import exits
 from weightd.daemon.check import problems
 from weightd.daemon.claim import ClaimError
-from weightd.daemon.config import Config, ConfigError, DaemonConfig, ModelConfig, complete_daemon, complete_model, load
-from weightd.daemon.doctor import command as doctor
+from weightd.daemon.config import (
+    Config,
+    ConfigError,
+    DaemonConfig,
+    ModelConfig,
+    complete_daemon,
+    complete_model,
+    default_path,
+    load,
+)
+from weightd.daemon.doctor import arguments as doctor
 from weightd.daemon.server import Server
+from weightd.daemon.service import CLIENTS, Manager
+from weightd.daemon.sockets import addresses
 from weightd.protocol.schema import FieldError
 from weightd.protocol.version import VERSION
 
@@ -44,7 +55,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _serve(options: argparse.Namespace) -> int:
-    return Server(load(options.config), options.config.absolute()).run()
+    manager = Manager(os.environ)
+    path = (options.config or default_path()).absolute()
+    config = load(path, addresses(manager.inherited.get(CLIENTS, [])))
+    return Server(config, path, manager).run()
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -115,7 +129,13 @@ def _parser() -> argparse.ArgumentParser:
             "73 a socket or directory cannot be had, 78 the configuration is wrong."
         ),
     )
-    serve.add_argument("config", type=Path, metavar="CONFIG", help="a TOML file, see README")
+    serve.add_argument(
+        "config",
+        type=Path,
+        nargs="?",
+        metavar="CONFIG",
+        help="a TOML file, see README (default: weightd.toml in CONFIGURATION_DIRECTORY, or in /etc/weightd)",
+    )
     serve.set_defaults(run=_serve)
 
     run = commands.add_parser(

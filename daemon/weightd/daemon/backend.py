@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import logging
 import os
 import re
 import select
+import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +27,15 @@ from weightd.daemon.config import DaemonConfig
 from weightd.daemon.engine_options import MindSporeLiteOptions
 from weightd.daemon.files import GenerationFiles, Seal, SnapshotFiles, seal
 from weightd.daemon.generation import Generation
+from weightd.daemon.handover import ModelRecord
+from weightd.daemon.keeper.keeping import Keeping
+from weightd.daemon.keeper.link import Child
 from weightd.daemon.loop import Loop
 from weightd.daemon.model import Model
 from weightd.daemon.plan import Source
 from weightd.daemon.ports import Snapshot
 from weightd.daemon.processes import Process
+from weightd.daemon.records import SealRecord
 from weightd.daemon.sockets import BATCH, Received, bind, peer_pid, receive, send
 from weightd.protocol.errors import RemoteProtocolError
 from weightd.protocol.wire import clip, decode, encode
@@ -50,6 +56,7 @@ class Backend:
         config: where sockets and files are.
         loop: calls when something is readable.
         devices: by name; what a card has is learned before the first model is loaded there.
+        keeper: parent of holders and workers; without one they are this process's children.
 
     Attributes:
         processes: every child that runs, by name.
@@ -62,6 +69,7 @@ class Backend:
         config: DaemonConfig,
         loop: Loop,
         devices: Mapping[str, Device],
+        keeper: Keeping | None = None,
     ) -> None:
         self.processes: dict[str, Process] = {}
         self.files: dict[str, GenerationFiles] = {}
@@ -69,6 +77,8 @@ class Backend:
         self._config = config
         self._loop = loop
         self._devices = devices
+        self._keeper = keeper
+        self._has_changed = False
         # By routing id, which is the name in bytes.
         self._owners: dict[bytes, tuple[str, Model]] = {}
         # What could not be done at once is told to its model after the actions that ordered it.
@@ -89,6 +99,53 @@ class Backend:
         later, self._later = self._later, []
         for tell in later:
             tell(now)
+
+    def changed(self) -> None:
+        """Something has changed that the next daemon would have to know."""
+        self._has_changed = True
+
+    def take_changed(self) -> bool:
+        """Return whether something has, since this was asked last."""
+        changed, self._has_changed = self._has_changed, False
+        return changed
+
+    def resume(self, model: Model, generation: Generation, seal: SealRecord | None) -> bool:
+        """Take over the children of a generation that a daemon before this one has loaded."""
+        files = self.files[generation.label] = GenerationFiles(self._config.private_dir / generation.label)
+        self.exported(generation)
+        if self._keeper is None or self.seal(generation) != seal:
+            self.forget(generation)
+            return False
+        there = {child.name: child for child in self._keeper.children()}
+        for name in generation.children:
+            try:
+                process = self._keeper.watch(there[name])
+            except (KeyError, OSError):
+                self._later.append(functools.partial(model.exited, name, "it ended while no daemon was there"))
+            else:
+                self._watch(name, process, functools.partial(self._on_exit, name))
+                self._owners[name.encode()] = name, model
+        _log.info(
+            "%s: taken over from the daemon before, %d processes, %s", generation.label, len(there), files.directory
+        )
+        return True
+
+    def tidy(self, records: Iterable[ModelRecord]) -> None:
+        """Remove what the daemon before this one has left and nobody has taken over: processes, and their files."""
+        if self._keeper is None:
+            return
+        taken = {process.pid for process in self.processes.values()}
+        for child in self._keeper.children():
+            if child.pid not in taken:
+                with contextlib.suppress(OSError):
+                    process = self._keeper.watch(child)
+                    processes.kill(process)
+                    self._watch(f"{child.name} ({child.pid})", process, functools.partial(self._on_stray, child))
+        snapshots = (f"{model.name}.v{source.number}.snapshot" for model in records for source in model.sources)
+        used = {self._keeper.handover.name, *self.files, *snapshots}
+        for path in self._config.private_dir.iterdir():
+            if path.name not in used:
+                shutil.rmtree(path, ignore_errors=True)
 
     def pin(self, model: Model, source: Source) -> None:
         """Start the process that takes the snapshot."""
@@ -131,6 +188,11 @@ class Backend:
         sealed = self._seals.get(generation.label)
         return sealed is None or sealed.intact()
 
+    def seal(self, generation: Generation) -> SealRecord | None:
+        """Return what the page store of the generation was when it was exported, if it has one."""
+        sealed = self._seals.get(generation.label)
+        return SealRecord(*sealed.value) if sealed is not None else None
+
     def lives(self, name: str) -> bool:
         """Return whether a child has not exited: asked of the kernel, before its death is told."""
         process = self.processes.get(name)
@@ -142,7 +204,7 @@ class Backend:
         config = model.config
         argv = [config.python, "-m", "weightd.worker"]
         argv += ["--address", self._address]
-        argv += ["--name", name, "--parent", str(os.getpid()), "--engine", config.engine]
+        argv += ["--name", name, "--engine", config.engine]
         argv += ["--model", snapshot.path, "--threads", str(config.threads), "--device", generation.device]
         if not generation.limits.sharing:
             argv += ["--sharing", "off"]
@@ -155,7 +217,7 @@ class Backend:
                 files = self.files[generation.label] = GenerationFiles(self._config.private_dir / generation.label)
                 files.create()
             argv += ["--store", str(files.store)]
-            self._start(name, argv, files.log(name), functools.partial(self._on_exit, name))
+            self._watch(name, self._start_child(name, argv, files), functools.partial(self._on_exit, name))
         except ClaimError as error:
             self._later.append(functools.partial(model.exited, name, str(error)))
             return
@@ -184,7 +246,17 @@ class Backend:
     # --- within -------------------------------------------------------------------------------------------------
 
     def _start(self, name: str, argv: Sequence[str], log: Path, on_exit: Callable[[], None]) -> None:
-        process = self.processes[name] = processes.start(argv, log)
+        self._watch(name, processes.start(argv, log), on_exit)
+
+    def _start_child(self, name: str, argv: Sequence[str], files: GenerationFiles) -> Process:
+        if self._keeper is None:
+            return processes.start([*argv, "--parent", str(os.getpid())], files.log(name))
+        # The /tmp of a service that has PrivateTmp= is removed when it is restarted: these live on.
+        environment = {**os.environ, "TMPDIR": str(files.directory)}
+        return self._keeper.start(name, argv, files.log(name), environment)
+
+    def _watch(self, name: str, process: Process, on_exit: Callable[[], None]) -> None:
+        self.processes[name] = process
         self._loop.add(process.pidfd, on_exit)
 
     def _end(self, name: str) -> tuple[int, str]:
@@ -230,6 +302,9 @@ class Backend:
         if _MISSING_MODULE.search(words):
             words += f"; install weightd there: {model.config.python} -m pip install weightd"
         model.exited(name, f"{how}: {words}" if words else how, time.monotonic())
+
+    def _on_stray(self, child: Child) -> None:
+        self._end(f"{child.name} ({child.pid})")
 
     def _on_pinned(self, model: Model, source: Source, files: SnapshotFiles) -> None:
         status, words = self._end(_snapshot_name(model, source))

@@ -16,7 +16,11 @@ from collections.abc import Generator
 from pathlib import Path
 
 from weightd.daemon.config import DaemonConfig
+from weightd.daemon.keeper.link import wait_until_gone
 from weightd.protocol.errors import WeightdError
+
+# What a keeper takes to end every process; the kernel has their memory to give back.
+_PATIENCE_S = 30.0
 
 
 class ClaimError(WeightdError):
@@ -24,8 +28,13 @@ class ClaimError(WeightdError):
 
 
 @contextlib.contextmanager
-def claim(config: DaemonConfig) -> Generator[None, None, None]:
+def claim(config: DaemonConfig, *, listening: bool = False, kept: bool = False) -> Generator[None, None, None]:
     """Have the daemon's paths to itself within the block, and leave none of them behind.
+
+    Args:
+        config: names them.
+        listening: the socket for clients is somebody else's, who listens there already.
+        kept: the private directory is a keeper's, who removes it.
 
     Raises:
         ClaimError: another daemon is on the same socket, or a path cannot be used.
@@ -33,23 +42,19 @@ def claim(config: DaemonConfig) -> Generator[None, None, None]:
     make_directory(Path(config.runtime_dir), mode=0o755)
     lock = _lock_path(config)
     make_directory(lock.parent.resolve(), mode=0o755)
-    with _locked(lock), _private(config.private_dir):
-        for path in _socket_paths(config):
+    paths = [config.children_socket]
+    if config.socket.startswith("ipc://") and not listening:
+        paths.append(Path(config.socket.removeprefix("ipc://")))
+    with _locked(lock), contextlib.nullcontext() if kept else _private(config.private_dir):
+        for path in paths:
             _refuse_listener(path)
             _remove_socket(path)
         try:
             yield
         finally:
-            for path in _socket_paths(config):
+            for path in paths:
                 with contextlib.suppress(ClaimError):
                     _remove_socket(path)
-
-
-def _socket_paths(config: DaemonConfig) -> list[Path]:
-    paths = [config.children_socket]
-    if config.socket.startswith("ipc://"):
-        paths.append(Path(config.socket.removeprefix("ipc://")))
-    return paths
 
 
 def _lock_path(config: DaemonConfig) -> Path:
@@ -110,12 +115,23 @@ def _locked(path: Path) -> Generator[None, None, None]:
 @contextlib.contextmanager
 def _private(path: Path) -> Generator[None, None, None]:
     """Have an empty directory that nobody else can read."""
-    shutil.rmtree(path, ignore_errors=True)
-    make_directory(path, mode=0o700)
+    make_private(path)
     try:
         yield
     finally:
         shutil.rmtree(path, ignore_errors=True)
+
+
+def make_private(path: Path) -> None:
+    """Make an empty directory that nobody else can read, in the place of one that a killed daemon has left.
+
+    Raises:
+        ClaimError: it cannot be made, or processes of an earlier daemon do not end.
+    """
+    if not wait_until_gone(path, _PATIENCE_S):
+        raise ClaimError(f"{path}: the processes of an earlier weightd have not ended within {_PATIENCE_S:g} s")
+    shutil.rmtree(path, ignore_errors=True)
+    make_directory(path, mode=0o700)
 
 
 def _refuse_listener(path: Path) -> None:

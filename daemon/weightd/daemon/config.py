@@ -7,7 +7,7 @@ import hashlib
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -17,7 +17,7 @@ from weightd.daemon.deployment import Policy
 from weightd.daemon.engine_options import MindSporeLiteOptions
 from weightd.protocol import limits, paths
 from weightd.protocol.errors import WeightdError
-from weightd.protocol.schema import FieldError, decode, integer, label, many, number, one_of, record, text
+from weightd.protocol.schema import FieldError, boolean, decode, integer, label, many, number, one_of, record, text
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -146,6 +146,9 @@ class ModelConfig:
     timeout: float = field(default=30.0, metadata=number())
     """Seconds until a request that names no timeout of its own is answered DEADLINE_EXCEEDED."""
 
+    required: bool = field(default=False, metadata=boolean())
+    """Whether weightd is ready, for a service manager, only once this model serves. If it fails, so does the start."""
+
     load_timeout: float = field(default=600.0, metadata=number())
     """Seconds that one process may take to build the model."""
 
@@ -178,8 +181,17 @@ class Config:
     devices: Mapping[str, DeviceConfig] = field(default_factory=dict[str, DeviceConfig])
 
 
-def load(path: Path) -> Config:
+def default_path() -> Path:
+    """Return the configuration of the service: in the directory that systemd gives, else where that would be."""
+    return Path(_from_systemd("CONFIGURATION_DIRECTORY") or "/etc/weightd", "weightd.toml")
+
+
+def load(path: Path, listening: Sequence[str] = ()) -> Config:
     """Read the configuration at `path`.
+
+    Args:
+        path: of the TOML file.
+        listening: addresses for clients that a service manager has opened.
 
     Raises:
         ConfigError: it is unreadable, not TOML, or says something that it must not.
@@ -191,13 +203,13 @@ def load(path: Path) -> Config:
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: not TOML: {error}") from None
     try:
-        return parse(tables, path.resolve().parent)
+        return parse(tables, path.resolve().parent, listening)
     except FieldError as error:
         raise ConfigError(f"{path}: {error}") from None
 
 
-def parse(tables: Mapping[str, Any], base: Path) -> Config:
-    """Return the configuration of parsed TOML; relative paths are relative to `base`.
+def parse(tables: Mapping[str, Any], base: Path, listening: Sequence[str] = ()) -> Config:
+    """Return the configuration of parsed TOML; relative paths are relative to `base`. `listening`: see `load`.
 
     Raises:
         FieldError: the text names key and expectation.
@@ -206,7 +218,7 @@ def parse(tables: Mapping[str, Any], base: Path) -> Config:
         if key not in ("daemon", "models", "devices"):
             raise FieldError("unknown table; expected one of daemon, models, devices").at(f".{label(key)}")
     try:
-        daemon = complete_daemon(decode(DaemonConfig, tables.get("daemon", {})), base)
+        daemon = complete_daemon(decode(DaemonConfig, tables.get("daemon", {})), base, listening)
     except FieldError as error:
         raise error.at(".daemon") from None
     models = cast("dict[str, Any]", tables.get("models"))
@@ -237,8 +249,10 @@ def _devices(tables: Any) -> dict[str, DeviceConfig]:
     return devices
 
 
-def complete_daemon(config: DaemonConfig, base: Path = Path()) -> DaemonConfig:
+def complete_daemon(config: DaemonConfig, base: Path = Path(), listening: Sequence[str] = ()) -> DaemonConfig:
     """Return `config` with its defaults filled in, its socket checked, and its paths made absolute.
+
+    `listening`: see `load`; the first of them is the socket by default.
 
     Raises:
         FieldError: the text names key and expectation.
@@ -246,7 +260,10 @@ def complete_daemon(config: DaemonConfig, base: Path = Path()) -> DaemonConfig:
     _check_texts(config)
     runtime_dir = str((base / (config.runtime_dir or default_runtime_dir())).absolute())
     cache_dir = str((base / (config.cache_dir or default_cache_dir())).absolute())
-    socket = config.socket or paths.socket_address(runtime_dir)
+    if config.socket and listening and config.socket not in listening:
+        expected = f"expected {' or '.join(listening)}, where the service manager listens (weightd.socket)"
+        raise FieldError(f"{expected}, got {config.socket!r}").at(".socket")
+    socket = config.socket or (listening[0] if listening else paths.socket_address(runtime_dir))
     if not _SOCKET.fullmatch(socket):
         raise FieldError(f"expected ipc:///ABSOLUTE/PATH or tcp://HOST:PORT, got {socket!r}").at(".socket")
     complete = dataclasses.replace(config, socket=socket, runtime_dir=runtime_dir, cache_dir=cache_dir)

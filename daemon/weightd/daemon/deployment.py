@@ -46,6 +46,7 @@ class Deployment:
         coming: the one that loads.
         leaving: those that wind down.
         failed: whether no further generation is tried.
+        limits: of the next generation.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class Deployment:
         self.leaving: list[Generation] = []
         self.failed = False
         self._blamed: Generation | None = None
-        self._limits = limits
+        self.limits = limits
         self._policy = policy
         self._fall_back = fall_back
         self._make = make
@@ -87,6 +88,16 @@ class Deployment:
     def start(self, source: Source) -> None:
         """Load the first generation."""
         self._load(source)
+
+    def resume(self, generation: Generation, nbytes: int, now: float) -> None:
+        """Go on with a generation that a daemon before this one has loaded, of a model of so many bytes."""
+        self.coming = self._last = generation
+        self.limits = generation.limits
+        self._has_served = True
+        self._process_bytes = max(self._least_process_bytes, generation.process_bytes)
+        # It is there: whether there is room is no question.
+        self.device.promised[generation.label] = self._need(nbytes)
+        self.reconcile(now)
 
     def update(self, source: Source) -> None:
         """Load a generation that is to take over once `switch` is called."""
@@ -204,7 +215,7 @@ class Deployment:
 
     def _load(self, source: Source) -> None:
         self._wanted = None
-        self.coming = self._last = self._make(self.device, source, self._limits)
+        self.coming = self._last = self._make(self.device, source, self.limits)
         self.coming.start()
         self._collect()
 
@@ -240,9 +251,9 @@ class Deployment:
         return self._policy is Policy.REPLACE or bool(refusal)
 
     def _need(self, nbytes: int) -> Need:
-        users = self._limits.attached
+        users = self.limits.attached
         # Without sharing the holder has left, and its copy with it, before a worker loads.
-        copies = 1 if self._limits.sharing else users
+        copies = 1 if self.limits.sharing else users
         return Need(nbytes, copies, users, 1 + users, self._process_bytes)
 
     def _arrive(self, now: float) -> None:
@@ -292,9 +303,9 @@ class Deployment:
             return
         if updating:
             self.failed = self.serving is None and self._wanted is None
-        elif self._fall_back and self._limits.sharing and coming.built is None:
+        elif self._fall_back and self.limits.sharing and coming.built is None:
             _log.warning("%s: cannot share weights, so each worker gets its own: %s", coming.label, coming.cause)
-            self._limits = self._limits.private()
+            self.limits = self.limits.private()
             self._wanted = coming.source
         elif not self._has_served and not coming.crashed:
             self.failed = True
@@ -324,7 +335,7 @@ class Deployment:
         if self.serving is old:
             self.serving = None
         self.leaving.append(old)
-        old.drain(now, patience=self._limits.predict_timeout)
+        old.drain(now, patience=self.limits.predict_timeout)
 
     def _forget_ended(self) -> None:
         for generation in [each for each in self.leaving if each.ended]:

@@ -25,6 +25,11 @@ class Seal:
         self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         self._was = self._is()
 
+    @property
+    def value(self) -> tuple[int, int]:
+        """What it was: the size, and the time of the last change in ns."""
+        return self._was
+
     def intact(self) -> bool:
         """Return whether nobody has written to the file or truncated it."""
         return self._is() == self._was

@@ -7,10 +7,11 @@ cannot, everything stays as it was. One that is removed takes no further request
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 from weightd.daemon.config import ModelConfig
+from weightd.daemon.handover import ModelRecord
 from weightd.daemon.model import Model, Numbers
 from weightd.protocol.errors import Unavailable
 
@@ -52,6 +53,21 @@ class Fleet:
         """Load the first models."""
         for name, config in configs.items():
             self._start(name, config, now)
+
+    def resume(self, records: Iterable[ModelRecord], configs: Mapping[str, ModelConfig], now: float) -> None:
+        """Go on with the models that a daemon before this one has loaded, and begin to make `configs` true."""
+        for record in records:
+            self._numbers[record.name] = Numbers(record.made)
+            self.models[record.name] = self._new(record.name, record.config)
+            self.models[record.name].resume(record, now)
+        change = self.compare(configs)
+        if any(change):
+            _log.info("the configuration has changed since: %s", change)
+        self.apply(change, configs, now)
+
+    def records(self) -> list[ModelRecord]:
+        """Return what the next daemon has to know to `resume` them."""
+        return [record for model in self.models.values() if (record := model.record()) is not None]
 
     def compare(self, configs: Mapping[str, ModelConfig]) -> Change:
         """Return what `configs` would change.
@@ -95,6 +111,11 @@ class Fleet:
         """Wind everything down."""
         for model in self.everyone():
             model.drain(now)
+
+    def leave(self, now: float) -> None:
+        """This daemon ends, and its children go on: nobody waits for an answer any more."""
+        for model in self.everyone():
+            model.leave(now)
 
     def everyone(self) -> list[Model]:
         """Return every model of which something is left."""

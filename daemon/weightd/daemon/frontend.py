@@ -19,7 +19,7 @@ from weightd.daemon.model import Model
 from weightd.daemon.outbox import Outbox
 from weightd.daemon.peers import Peers
 from weightd.daemon.request import Request
-from weightd.daemon.sockets import Received, bind, peer_uid, receive
+from weightd.daemon.sockets import Received, peer_uid, receive
 from weightd.protocol import limits
 from weightd.protocol.errors import (
     Internal,
@@ -65,8 +65,7 @@ class Frontend:
     """Reads what clients send, gives it to the models, and sends what comes of it.
 
     Args:
-        context: for the socket.
-        address: where to listen.
+        socket: on which clients connect.
         loop: calls when the socket is readable.
         fleet: the models.
         ask_status: called with client and request id of each status request; it may raise a RequestError.
@@ -79,8 +78,7 @@ class Frontend:
 
     def __init__(
         self,
-        context: zmq.Context[zmq.Socket[bytes]],
-        address: str,
+        socket: zmq.Socket[bytes],
         loop: Loop,
         fleet: Fleet,
         ask_status: Callable[[bytes, str], None],
@@ -90,8 +88,9 @@ class Frontend:
         self._fleet = fleet
         self._ask_status = ask_status
         self._reload = reload
-        self._numbers = itertools.count(1)
-        self._socket = bind(context, address, clients=True)
+        # A worker may still give an answer that the daemon before this one has asked for: no number is used twice.
+        self._numbers = itertools.count(time.time_ns() // 1000)
+        self._socket = socket
         self._outbox = Outbox(self._socket)
         self._peers = Peers(self._socket)
         self._doorman = Doorman()

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from weightd.daemon.actions import Action, Dismiss, Enlist, Kill, Pin, Role, Send, Spawn
 from weightd.daemon.plan import Limits, Source
+from weightd.daemon.records import ChildRecord, GenerationRecord, SealRecord
 from weightd.daemon.restarts import Restarts
 from weightd.daemon.states import (
     ACTIVE,
@@ -50,6 +51,9 @@ STOP_TIMEOUT_S = 10.0
 
 # A holder that holds has nothing else to do than to let a process attach.
 ALLOW_TIMEOUT_S = 10.0
+
+# A child looks for the daemon many times a second. One that computes is not there before it has finished that.
+BACK_TIMEOUT_S = 5.0
 
 # What a child that hangs gets to write its stacks down.
 ABORT_TIMEOUT_S = 2.0
@@ -125,6 +129,8 @@ class Generation:
     _stop_timeout: float = STOP_TIMEOUT_S
     _unsettled: bool = False
     _told: str = ""
+    # Workers of the daemon before this one.
+    _resumed: set[str] = field(default_factory=set[str])
 
     # --- events -------------------------------------------------------------------------------------------------
 
@@ -141,6 +147,28 @@ class Generation:
         self._advance(GenerationEvent.PINNED)
         self._spawn(Role.HOLDER, now)
         self._reconcile(now)
+
+    @classmethod
+    def resume(cls, label: str, limits: Limits, source: Source, record: GenerationRecord, now: float) -> Generation:
+        """Return a generation that a daemon before this one has loaded; its workers serve once they are `back`."""
+        generation = cls(label, limits, record.device, source, record.number, GenerationState.ATTACHING)
+        generation.sha256, generation.built, generation.process_bytes = (
+            record.sha256,
+            record.built,
+            record.process_bytes,
+        )
+        generation.frozen, generation.closed, generation._serial = record.frozen, record.closed, record.serial
+        for each in record.children:
+            child = Child(each.name, Role(each.role), ChildState.HOLDING, float("inf"), each.hello, listed=True)
+            child.shared_bytes, child.note = each.shared_bytes, each.note
+            generation.children[each.name] = child
+            if child.role is Role.WORKER:
+                # It may have to finish what it was given by the daemon before.
+                child.state, child.deadline = ChildState.ATTACHING, now + BACK_TIMEOUT_S + limits.predict_timeout
+                generation._resumed.add(each.name)
+            elif generation._outlived(each.hello):
+                generation._guarded = each.name
+        return generation
 
     def failed(self, cause: str, now: float) -> None:
         """It cannot go on, for `cause`: everything that runs is wound down."""
@@ -207,16 +235,15 @@ class Generation:
         if self.built.canary and attached.canary != self.built.canary:
             self.broken(name, Broken("the canary's answer is not the holder's: the worker would answer wrongly"), now)
             return
-        child.note, child.shared_bytes, child.ready_at = attached.note, attached.shared_bytes, now
+        child.note, child.shared_bytes = attached.note, attached.shared_bytes
         self._measure(attached.device)
-        self._advance_child(child, ChildEvent.ATTACHED, deadline=float("inf"))
-        self._restarts.became_ready()
-        self.cause = ""
-        self._unsettled = True
-        self._fill()
-        if self.state is GenerationState.ATTACHING:
-            self._advance(GenerationEvent.READY)
-        self._reconcile(now)
+        self._became_ready(child, now)
+
+    def back(self, name: str, now: float) -> None:
+        """A worker that was READY for the daemon before this one is connected."""
+        child = self.children.get(name)
+        if child is not None and self._is_awaited(child):
+            self._became_ready(child, now)
 
     def broken(self, name: str, broken: Broken, now: float) -> None:
         """A child says that it cannot do what it is for."""
@@ -304,6 +331,32 @@ class Generation:
 
     # --- what it tells ------------------------------------------------------------------------------------------
 
+    def record(self, seal: SealRecord | None) -> GenerationRecord | None:
+        """Return what the next daemon has to know to `resume` it; None if it cannot."""
+        resuming = self.state is GenerationState.ATTACHING and self._resumed
+        if self.built is None or self.invalid or not (self.state is GenerationState.SERVING or resuming):
+            return None
+        children = [
+            ChildRecord(child.name, child.role.value, child.hello, child.shared_bytes, child.note)
+            for child in self.children.values()
+            if child.hello is not None
+            and (child.state in (ChildState.HOLDING, ChildState.READY) or self._is_awaited(child))
+        ]
+        return GenerationRecord(
+            number=self.number,
+            source=self.source.number,
+            device=self.device,
+            sharing=self.limits.sharing,
+            sha256=self.sha256,
+            frozen=self.frozen,
+            closed=self.closed,
+            process_bytes=self.process_bytes,
+            serial=self._serial,
+            built=self.built,
+            children=tuple(children),
+            seal=seal,
+        )
+
     def take_actions(self) -> list[Action]:
         """Return what is to be done, in order, and forget it."""
         actions, self._actions = self._actions, []
@@ -376,6 +429,20 @@ class Generation:
 
     # --- decisions ----------------------------------------------------------------------------------------------
 
+    def _became_ready(self, child: Child, now: float) -> None:
+        child.ready_at = now
+        self._advance_child(child, ChildEvent.ATTACHED, deadline=float("inf"))
+        self._restarts.became_ready()
+        self.cause = ""
+        self._unsettled = True
+        self._fill()
+        if self.state is GenerationState.ATTACHING:
+            self._advance(GenerationEvent.READY)
+        self._reconcile(now)
+
+    def _is_awaited(self, child: Child) -> bool:
+        return child.state is ChildState.ATTACHING and child.name in self._resumed
+
     def _refusal(self, hello: Hello) -> str:
         """Why a child that said this must not serve, or ""."""
         theirs = hello.versions.get("weightd", "unknown")
@@ -387,6 +454,8 @@ class Generation:
 
     def _reconcile(self, now: float) -> None:
         """Bring what is nearer to what should be; called after each event."""
+        if self.state in ACTIVE:
+            self._dismiss_uninvited(now)
         # One that is still on its way may become READY.
         if (self._restarts.given_up or self.frozen or self.closed) and not self._counted(Role.WORKER):
             self.failed(self.cause or "every worker is lost, and nobody can attach any more", now)
@@ -394,7 +463,6 @@ class Generation:
             self._fill()
             self._replace_missing(now)
             self._gather(now)
-            self._dismiss_uninvited(now)
             self._attach_next(now)
             self._settle()
         elif self.state not in ACTIVE:

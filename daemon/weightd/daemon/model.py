@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-import itertools
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,9 +14,11 @@ from weightd.daemon.config import ModelConfig
 from weightd.daemon.deployment import Deployment, Policy
 from weightd.daemon.generation import Generation
 from weightd.daemon.guard import Guard
+from weightd.daemon.handover import ModelRecord
 from weightd.daemon.latency import Latencies
 from weightd.daemon.plan import Limits, Source
 from weightd.daemon.ports import Children, Clients, Snapshot
+from weightd.daemon.records import GenerationRecord, SourceRecord
 from weightd.daemon.request import Request
 from weightd.daemon.scheduler import Scheduler
 from weightd.daemon.signature import Signature
@@ -34,6 +36,7 @@ from weightd.protocol.messages import ModelMetadataResponse
 from weightd.protocol.worker_messages import (
     Allowed,
     Attached,
+    Back,
     Broken,
     Built,
     ChildMessage,
@@ -45,13 +48,29 @@ from weightd.protocol.worker_messages import (
     Skip,
 )
 
+_log = logging.getLogger("weightd")
+
 
 class Numbers:
     """The numbers of a name's generations and sources: none is used twice, whatever model has the name."""
 
-    def __init__(self) -> None:
-        self.generations = itertools.count(1)
-        self.sources = itertools.count(1)
+    def __init__(self, made: Sequence[int] = (0, 0)) -> None:
+        self._generation, self._source = made
+
+    @property
+    def made(self) -> tuple[int, int]:
+        """The last ones."""
+        return self._generation, self._source
+
+    def generation(self) -> int:
+        """Return the next one."""
+        self._generation += 1
+        return self._generation
+
+    def source(self) -> int:
+        """Return the next one."""
+        self._source += 1
+        return self._source
 
 
 @dataclass
@@ -121,7 +140,7 @@ class Model:
         self._clients = clients
         self._signature = Signature()
         self._numbers = numbers or Numbers()
-        self._source = Source(config.path, number=next(self._numbers.sources))
+        self._source = Source(config.path, number=self._numbers.source())
         self._previous: Source | None = None
         self._update: _Update | None = None
         self._snapshots = Snapshots(
@@ -148,14 +167,13 @@ class Model:
 
     def cancel(self, client: bytes, request_id: str, now: float) -> None:
         """The client takes its request back."""
-        self._end(
-            lambda request: request.id == request_id and request.client == client, "taken back by the client", now
-        )
+        why = Cancelled("taken back by the client")
+        self._end(lambda request: request.id == request_id and request.client == client, why, now)
 
     def vanished(self, client: bytes, now: float) -> None:
         """The client is gone: nobody waits for what it asked."""
         self._signature.take_waiters(lambda waiter: waiter[0] == client)
-        self._end(lambda request: request.client == client, "its client is gone", now)
+        self._end(lambda request: request.client == client, Cancelled("its client is gone"), now)
 
     def metadata(self, client: bytes, request_id: str) -> None:
         """Tell the client what the model takes and gives, at once or when it is known.
@@ -194,7 +212,7 @@ class Model:
                 raise InvalidArgument(f"{self.name} has not been updated: there is nothing to go back to")
             source = self._previous
         else:
-            source = Source(path or self._source.path, weights, next(self._numbers.sources))
+            source = Source(path or self._source.path, weights, self._numbers.source())
         self._update = _Update(client, request_id, source)
         for deployment in self.deployments:
             deployment.update(source)
@@ -224,11 +242,15 @@ class Model:
         child: str,
         deployment: Deployment,
         generation: Generation,
-        message: Hello | Built | Allowed | Attached | Broken,
+        message: Hello | Back | Built | Allowed | Attached | Broken,
         now: float,
     ) -> None:
         if isinstance(message, Hello):
             generation.hello(child, message, now)
+        elif isinstance(message, Back):
+            generation.back(child, now)
+            if child in generation.ready:
+                self.guard.watchdog.watch(child, now)
         elif isinstance(message, Built):
             self._children.exported(generation)
             self._holder_built(child, generation, message, now)
@@ -269,6 +291,41 @@ class Model:
         for deployment in self.deployments:
             deployment.start(self._source)
         self._settle(now)
+
+    def resume(self, record: ModelRecord, now: float) -> None:
+        """Begin with what a daemon before this one has loaded; load what is not there."""
+        sources = {each.number: Source(each.path, each.weights, each.number) for each in record.sources}
+        self._source, self._previous = sources[record.source], sources.get(record.previous)
+        nbytes: dict[Source, int] = {}
+        for each in record.sources:
+            snapshot = Snapshot(each.snapshot, each.snapshot_weights, each.sha256, each.nbytes)
+            self._snapshots.restore(sources[each.number], snapshot)
+            nbytes[sources[each.number]] = each.nbytes
+        loaded = {each.device: each for each in record.generations}
+        for deployment in self.deployments:
+            there = loaded.get(deployment.device.name)
+            generation = self._resumed(deployment, sources, there, now) if there is not None else None
+            if generation is None:
+                deployment.start(self._source)
+            else:
+                deployment.resume(generation, nbytes[generation.source], now)
+        self._settle(now)
+
+    def record(self) -> ModelRecord | None:
+        """Return what the next daemon has to know to `resume` it; None if it has to load it anew."""
+        sources = [
+            SourceRecord(each.number, each.path, each.weights, there.path, there.weights, there.sha256, there.nbytes)
+            for each in (self._source, self._previous)
+            if each is not None and (there := self._snapshots.find(each)) is not None
+        ]
+        kept = [each.serving or each.coming for each in self.deployments]
+        generations = [each.record(self._children.seal(each)) for each in kept if each is not None]
+        known = [each for each in generations if each is not None and each.source == self._source.number]
+        if self.draining or not known or self._source.number not in [each.number for each in sources]:
+            return None
+        previous = self._previous.number if self._previous is not None and len(sources) > 1 else 0
+        made = self._numbers.made
+        return ModelRecord(self.name, self.config, self._source.number, previous, made, tuple(sources), tuple(known))
 
     def pinned(self, source: Source, snapshot: Snapshot, now: float) -> None:
         """The snapshot of a source exists."""
@@ -314,6 +371,10 @@ class Model:
         for deployment in self.deployments:
             deployment.drain(now, patience=patience)
         self._settle(now)
+
+    def leave(self, now: float) -> None:
+        """The daemon ends before its workers: answer what has not been answered."""
+        self._end(lambda _: True, Unavailable("weightd is restarting"), now)
 
     def dispose(self) -> None:
         """Remove what is left on the disk of a model that is gone."""
@@ -402,8 +463,20 @@ class Model:
 
     # --- within -------------------------------------------------------------------------------------------------
 
+    def _resumed(
+        self, deployment: Deployment, sources: Mapping[int, Source], record: GenerationRecord, now: float
+    ) -> Generation | None:
+        label = f"{self.name}.{record.number}"
+        limits = deployment.limits if record.sharing else deployment.limits.private()
+        generation = Generation.resume(label, limits, sources[record.source], record, now)
+        if not self._children.resume(self, generation, record.seal):
+            _log.error("%s: loaded anew: the page store was changed while no daemon was there", label)
+            return None
+        self._owners.update((child, (deployment, generation)) for child in generation.children)
+        return generation
+
     def _make(self, device: Device, source: Source, limits: Limits) -> Generation:
-        number = next(self._numbers.generations)
+        number = self._numbers.generation()
         return Generation(f"{self.name}.{number}", limits, device.name, source, number=number)
 
     def _check_alive(self) -> None:
@@ -472,9 +545,9 @@ class Model:
 
     # --- workers that hang, requests that end before their time ---------------------------------------------------
 
-    def _end(self, unfit: Callable[[Request], bool], why: str, now: float) -> None:
+    def _end(self, unfit: Callable[[Request], bool], error: RequestError, now: float) -> None:
         for request, _ in self.scheduler.end(unfit):
-            self._refuse(request, Cancelled(why))
+            self._refuse(request, error)
         self._dispatch(now)
 
     def _end_overdue(self, now: float) -> None:
@@ -522,6 +595,7 @@ class Model:
 
     def _settle(self, now: float) -> None:
         """After each event of a generation: do what it wants, and serve what it now allows."""
+        self._children.changed()
         self._perform_all(now)
         if self._update is not None:
             self._settle_update(self._update, now)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import zmq
-from zmq.utils.monitor import recv_monitor_message
 
 from weightd.daemon.sockets import Received
+from weightd.protocol import monitor
 
 
 class Peers:
@@ -71,11 +71,11 @@ class Peers:
     def _take_events(self) -> None:
         while True:
             try:
-                event = recv_monitor_message(self.monitor, zmq.NOBLOCK)
+                event = monitor.receive(self.monitor, zmq.NOBLOCK)
             except zmq.Again:
                 return
-            descriptor = int(event["value"])
-            if event["event"] == zmq.EVENT_ACCEPTED:
+            descriptor = event.value
+            if event.number == zmq.EVENT_ACCEPTED:
                 self._connections[descriptor] = None
                 continue
             self._connections.pop(descriptor, None)

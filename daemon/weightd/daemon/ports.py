@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from weightd.daemon.actions import Role
 from weightd.daemon.generation import Generation
 from weightd.daemon.plan import Source
+from weightd.daemon.records import SealRecord
 from weightd.daemon.request import Request
 from weightd.protocol.errors import RequestError
 from weightd.protocol.messages import ModelMetadataResponse, TensorSpec
@@ -46,6 +47,20 @@ class Children(Protocol):
 
     def spawn(self, model: Model, generation: Generation, snapshot: Snapshot, name: str, role: Role) -> None:
         """Start a child; answer by `heard` and, in the end, `exited`."""
+
+    def resume(self, model: Model, generation: Generation, seal: SealRecord | None) -> bool:
+        """Take over the children of a generation that a daemon before this one has loaded; answer as for `spawn`.
+
+        Return False if its page store is not what it was.
+        """
+        raise NotImplementedError
+
+    def changed(self) -> None:
+        """Something has changed that the next daemon would have to know."""
+
+    def seal(self, generation: Generation) -> SealRecord | None:
+        """Return what the page store of the generation was when it was exported, if it has one."""
+        raise NotImplementedError
 
     def lives(self, name: str) -> bool:
         """Return whether a child has not exited yet."""

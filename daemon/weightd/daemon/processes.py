@@ -6,7 +6,7 @@ import contextlib
 import os
 import signal
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,12 +20,19 @@ _DUMP = "Fatal Python error"
 
 @dataclass(frozen=True)
 class Process:
-    """A child. `pidfd` becomes readable when it has exited; `log` is where its stdout and stderr go."""
+    """A child, of this process or of its keeper.
+
+    Attributes:
+        pid: of the process.
+        pidfd: becomes readable when it has exited.
+        log: where its stdout and stderr go.
+        wait: waits for its end, once; returns its exit status (negative: the signal).
+    """
 
     pid: int
     pidfd: int
     log: Path
-    popen: subprocess.Popen[bytes]
+    wait: Callable[[], int]
 
 
 def start(argv: Sequence[str], log: Path, environment: Mapping[str, str] | None = None) -> Process:
@@ -44,7 +51,7 @@ def start(argv: Sequence[str], log: Path, environment: Mapping[str, str] | None 
             start_new_session=True,
         )
     try:
-        return Process(popen.pid, os.pidfd_open(popen.pid), log, popen)
+        return Process(popen.pid, os.pidfd_open(popen.pid), log, popen.wait)
     except OSError:
         # Nobody could watch it.
         popen.kill()
@@ -60,9 +67,8 @@ def kill(process: Process, number: signal.Signals = signal.SIGKILL) -> None:
 
 def reap(process: Process) -> int:
     """Wait for a child whose pidfd is readable, and return its exit status (negative: the signal)."""
-    status = process.popen.wait()
     os.close(process.pidfd)
-    return status
+    return process.wait()
 
 
 def last_words(process: Process) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import zmq
 
-from weightd.daemon import exits
+from weightd.daemon import exits, handover
 from weightd.daemon.backend import Backend
 from weightd.daemon.budget import MIB, Device
 from weightd.daemon.claim import claim
@@ -19,14 +19,23 @@ from weightd.daemon.config import Config, ConfigError, DeviceConfig, ModelConfig
 from weightd.daemon.doorman import allow_descriptors
 from weightd.daemon.fleet import Change, Fleet
 from weightd.daemon.frontend import Frontend
+from weightd.daemon.handover import Handover
+from weightd.daemon.herald import Herald
+from weightd.daemon.keeper.keeping import Keeping
 from weightd.daemon.loop import Loop, signals
 from weightd.daemon.model import Model, Numbers
+from weightd.daemon.records import DeviceRecord
+from weightd.daemon.service import CLIENTS, Manager
+from weightd.daemon.sockets import addresses, bind
 from weightd.daemon.status import Subject, Survey, report
 from weightd.protocol.errors import InvalidArgument, RequestError, ResourceExhausted, Unavailable
 from weightd.protocol.messages import ReloadResponse
 from weightd.protocol.version import VERSION
 
 _log = logging.getLogger("weightd")
+
+# What it takes to leave after the last request has ended.
+_STOP_MARGIN_S = 10.0
 
 # A status answer costs the kernel milliseconds a process: nobody needs more of them at once.
 _MAX_SURVEYS = 16
@@ -38,12 +47,21 @@ class Server:
     Args:
         config: what to serve, and where.
         path: the file that it comes from, to be read again on SIGHUP.
+        manager: who is told how it goes, and passes sockets and the keeper on from one daemon to the next.
         one_shot: end when a model fails instead of serving the others (`weightd run`).
     """
 
-    def __init__(self, config: Config, path: Path | None = None, *, one_shot: bool = False) -> None:
+    def __init__(
+        self, config: Config, path: Path | None = None, manager: Manager | None = None, *, one_shot: bool = False
+    ) -> None:
         self._config = config
         self._path = path
+        self._manager = manager or Manager({})
+        self._listening = self._manager.inherited.get(CLIENTS, [])
+        self._addresses = addresses(self._listening)
+        self._herald = Herald(self._manager.watchdog)
+        # Without a manager that holds on to it a keeper would be of no use.
+        self._keeping: Keeping | None = None
         self._devices: dict[str, Device] = {}
         self._one_shot = one_shot
         self._loop = Loop()
@@ -61,7 +79,13 @@ class Server:
             ClaimError: a socket or a directory cannot be had.
         """
         allow_descriptors()
-        with claim(self._config.daemon), signals([signal.SIGTERM, signal.SIGINT, signal.SIGHUP]) as wakeups:
+        kept = self._manager.there
+        with (
+            claim(self._config.daemon, listening=bool(self._listening), kept=kept),
+            signals([signal.SIGTERM, signal.SIGINT, signal.SIGHUP]) as wakeups,
+        ):
+            if kept:
+                self._keeping = Keeping(self._manager, self._config.daemon)
             context = zmq.Context()
             try:
                 self._open(context, wakeups)
@@ -69,6 +93,8 @@ class Server:
             finally:
                 context.destroy()
                 self._loop.close()
+                if self._keeping is not None:
+                    self._keeping.close()
         models = self._fleet.models.values()
         if any(deployment.failed for model in models for deployment in model.deployments):
             return exits.MODEL_FAILED
@@ -80,11 +106,27 @@ class Server:
     def _open(self, context: zmq.Context[zmq.Socket[bytes]], wakeups: int) -> None:
         daemon = self._config.daemon
         _update_devices(self._devices, self._config)
-        self._backend = Backend(context, daemon, self._loop, self._devices)
-        self._frontend = Frontend(context, daemon.socket, self._loop, self._fleet, self._ask_status, self._on_reload)
+        self._backend = Backend(context, daemon, self._loop, self._devices, self._keeping)
+        socket = bind(context, daemon.socket, clients=True, descriptors=self._listening)
+        self._frontend = Frontend(socket, self._loop, self._fleet, self._ask_status, self._on_reload)
         self._loop.add(wakeups, lambda: self._on_signals(os.read(wakeups, 64)))
-        _log.info("weightd %s, pid %d, listens on %s", VERSION, os.getpid(), daemon.socket)
-        self._fleet.start(self._config.models, time.monotonic())
+        where = ", ".join(self._addresses or [daemon.socket])
+        _log.info("weightd %s, pid %d, listens on %s", VERSION, os.getpid(), where)
+        if self._keeping is not None and self._keeping.inheritance is not None:
+            self._resume(self._keeping.inheritance)
+        else:
+            self._fleet.start(self._config.models, time.monotonic())
+
+    def _resume(self, handover: Handover) -> None:
+        """Go on with what the daemon before this one has loaded."""
+        before = {record.name: record.config for record in handover.models}
+        for name in dict.fromkeys(device for config in before.values() for device in config.devices):
+            self._devices.setdefault(name, Device(name))
+        for said in handover.devices:
+            device = self._devices.setdefault(said.name, Device(said.name))
+            device.capacity, device.free = device.capacity or said.capacity, said.free
+        self._fleet.resume(handover.models, self._config.models, time.monotonic())
+        self._backend.tidy(handover.models)
 
     def _make(self, name: str, config: ModelConfig, numbers: Numbers) -> Model:
         return Model(name, config, self._devices, self._backend, self._frontend, numbers)
@@ -97,16 +139,17 @@ class Server:
                 self._loop.wait(self._seconds_to_wait())
                 self._tick(time.monotonic())
         finally:
-            self._backend.kill_all()
+            if self._keeping is None:
+                self._backend.kill_all()
 
     def _finished(self) -> bool:
-        return self._stopping_models and not self._backend.processes
+        return self._stopping_models and (self._keeping is not None or not self._backend.processes)
 
     def _seconds_to_wait(self) -> float:
         if self._surveys or self._backend.due:
             self._due = 0.0
             return 0.0
-        self._due = self._fleet.next_event
+        self._due = min(self._fleet.next_event, self._herald.next_event if self._manager.there else float("inf"))
         return min(self._due, float("inf") if self._stopping_models else self._stop_at) - time.monotonic()
 
     def _tick(self, now: float) -> None:
@@ -114,12 +157,27 @@ class Server:
         # What has become due since the wait began is seen before the next one: this is done for every message.
         if now >= self._due or self._fleet.changing:
             self._fleet.tick(now)
+        if self._manager.there:
+            self._tell_manager(now)
         if self._surveys and self._surveys[0].step():
             self._answer_status(self._surveys.pop(0))
         if self._one_shot and self._any_failed():
             self._stop(now)
         if self._frontend.stopping and not self._stopping_models and (now >= self._stop_at or self._idle()):
             self._stop_models(now)
+
+    def _tell_manager(self, now: float) -> None:
+        changed = self._backend.take_changed()
+        if not changed and now < self._herald.next_event:
+            return
+        if changed and self._keeping is not None and not self._stopping_models:
+            devices = [DeviceRecord(each.name, each.capacity, each.free) for each in self._devices.values()]
+            handover.write(self._keeping.handover, self._fleet.records(), devices)
+        if not self._frontend.stopping:
+            self._manager.notify(*self._herald.look(self._fleet.models.values(), now))
+            if self._herald.failed(self._fleet.models.values()):
+                _log.error("a required model has failed")
+                self._stop(now)
 
     def _any_failed(self) -> bool:
         return any(model.has_failed for model in self._fleet.models.values())
@@ -138,28 +196,38 @@ class Server:
             elif not self._frontend.stopping:
                 self._stop(now)
             else:
-                _log.warning("asked twice to stop: killing every process")
+                _log.warning("asked twice to stop: no request is waited for")
                 # First: a model that does not stop would replace what is killed.
                 self._stop_models(now)
-                self._backend.kill_all()
+                if self._keeping is None:
+                    self._backend.kill_all()
 
     def _stop(self, now: float) -> None:
         if not self._frontend.stopping:
             _log.info("stopping: finishing what was accepted, for at most %g s", self._config.daemon.drain_timeout)
             self._frontend.stopping = True
             self._stop_at = now + self._config.daemon.drain_timeout
+            margin = self._config.daemon.drain_timeout + _STOP_MARGIN_S
+            self._manager.notify("STOPPING=1", f"EXTEND_TIMEOUT_USEC={int(1e6 * margin)}")
 
     def _stop_models(self, now: float) -> None:
         self._stopping_models = True
-        self._fleet.drain(now)
+        if self._keeping is not None:
+            # The keeper ends the processes, or the next daemon goes on with them: who knows.
+            self._fleet.leave(now)
+        else:
+            self._fleet.drain(now)
 
     # --- another configuration ----------------------------------------------------------------------------------
 
     def _on_hangup(self, now: float) -> None:
+        self._manager.reloading()
         try:
             self._reload(now)
         except RequestError as error:
             _log.error("not reloaded, nothing has changed: %s", error)
+        if not self._frontend.stopping:
+            self._manager.notify("READY=1")
 
     def _on_reload(self, request_id: str) -> ReloadResponse:
         return ReloadResponse(request_id, *self._reload(time.monotonic()))
@@ -176,7 +244,7 @@ class Server:
         if self._frontend.stopping:
             raise Unavailable("weightd is stopping")
         try:
-            config = load(self._path)
+            config = load(self._path, self._addresses)
         except ConfigError as error:
             raise InvalidArgument(str(error)) from None
         fixed = dataclasses.replace(config.daemon, drain_timeout=self._config.daemon.drain_timeout)
@@ -196,8 +264,11 @@ class Server:
     def _ask_status(self, client: bytes, request_id: str) -> None:
         if len(self._surveys) >= _MAX_SURVEYS:
             raise ResourceExhausted(f"{_MAX_SURVEYS} status requests wait already")
-        pids = [os.getpid(), *(process.pid for process in self._backend.processes.values())]
+        pids = [*self._own_pids(), *(process.pid for process in self._backend.processes.values())]
         self._surveys.append(Survey(client, request_id, pids))
+
+    def _own_pids(self) -> list[int]:
+        return [os.getpid()] if self._keeping is None else [os.getpid(), self._keeping.pid]
 
     def _answer_status(self, survey: Survey) -> None:
         state = "stopping" if self._frontend.stopping else "running"
@@ -209,6 +280,7 @@ class Server:
             backend.processes,
             backend.files,
             self._frontend.dropped,
+            self._own_pids(),
         )
         self._frontend.tell_status(survey.client, report(survey, state, uptime, subject))
 

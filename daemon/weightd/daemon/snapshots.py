@@ -33,6 +33,14 @@ class Snapshots:
         if source in self._all:
             self._all[source] = snapshot
 
+    def restore(self, source: Source, snapshot: Snapshot) -> None:
+        """A daemon before this one has taken it."""
+        self._all[source] = snapshot
+
+    def find(self, source: Source) -> Snapshot | None:
+        """Return the snapshot, if it exists."""
+        return self._all.get(source)
+
     def failed(self, source: Source) -> None:
         """There is none."""
         self._all.pop(source, None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket as sockets
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -36,8 +37,45 @@ class Received(NamedTuple):
     identity: zmq.Frame
 
 
-def bind(context: zmq.Context[zmq.Socket[bytes]], address: str, *, clients: bool) -> zmq.Socket[bytes]:
+def addresses(descriptors: Sequence[int]) -> list[str]:
+    """Return where these listening sockets listen, as ZeroMQ writes it.
+
+    Raises:
+        ClaimError: one is of a kind that ZeroMQ has no address for.
+    """
+    return [_address(descriptor) for descriptor in descriptors]
+
+
+def _address(descriptor: int) -> str:
+    try:
+        listener = sockets.socket(fileno=descriptor)
+    except OSError as error:
+        raise ClaimError(f"descriptor {descriptor}, which was passed, is no socket: {error.strerror}") from None
+    try:
+        name: Any = listener.getsockname()
+        stream = listener.type == sockets.SOCK_STREAM
+        if stream and listener.family == sockets.AF_UNIX and isinstance(name, str) and name:
+            return f"ipc://{name}"
+        if stream and listener.family == sockets.AF_INET:
+            return f"tcp://{name[0]}:{name[1]}"
+        if stream and listener.family == sockets.AF_INET6:
+            return f"tcp://[{name[0]}]:{name[1]}"
+    finally:
+        listener.detach()
+    raise ClaimError(f"descriptor {descriptor}, which was passed: expected a stream socket with a path or a port")
+
+
+def bind(
+    context: zmq.Context[zmq.Socket[bytes]], address: str, *, clients: bool, descriptors: Sequence[int] = ()
+) -> zmq.Socket[bytes]:
     """Return a ROUTER socket bound to `address`.
+
+    Args:
+        context: makes it.
+        address: where to listen.
+        clients: whether they are clients that will connect, or children.
+        descriptors: sockets that listen already, one of them at `address`: the socket accepts from all of them, and
+            closes them in the end.
 
     Raises:
         ClaimError: the address cannot be bound.
@@ -52,11 +90,25 @@ def bind(context: zmq.Context[zmq.Socket[bytes]], address: str, *, clients: bool
         for option, value in _KEEPALIVE.items():
             socket.setsockopt(option, value)
     try:
-        listen(socket, address, clients=clients)
+        if descriptors:
+            _accept(socket, descriptors)
+        else:
+            listen(socket, address, clients=clients)
     except ClaimError:
         socket.close(linger=0)
         raise
     return socket
+
+
+def _accept(socket: zmq.Socket[bytes], descriptors: Sequence[int]) -> None:
+    for address, descriptor in zip(addresses(descriptors), descriptors, strict=True):
+        if address.startswith("tcp://["):
+            socket.setsockopt(zmq.IPV6, 1)
+        socket.setsockopt(zmq.USE_FD, descriptor)
+        try:
+            socket.bind(address)
+        except zmq.ZMQError as error:
+            raise ClaimError(f"cannot accept connections to {address}: {error.strerror}") from None
 
 
 def listen(socket: zmq.Socket[bytes], address: str, *, clients: bool) -> None:

@@ -45,13 +45,23 @@ class Survey:
 
 
 class Subject(NamedTuple):
-    """What a report is about: models, devices, processes and files of generations, and answers that were dropped."""
+    """What a report is about.
+
+    Attributes:
+        models: those that are served.
+        devices: those that they use.
+        processes: children, by name.
+        files: of each generation, by its label.
+        dropped: answers that could not be sent.
+        own_pids: the daemon, and its keeper if it has one.
+    """
 
     models: Iterable[Model]
     devices: Iterable[Device]
     processes: Mapping[str, Process]
     files: Mapping[str, GenerationFiles]
     dropped: int
+    own_pids: Iterable[int]
 
 
 def report(survey: Survey, state: str, uptime: float, subject: Subject) -> StatusResponse:
@@ -62,7 +72,7 @@ def report(survey: Survey, state: str, uptime: float, subject: Subject) -> Statu
         state=state,
         pid=os.getpid(),
         uptime_s=uptime,
-        pss_bytes=survey.pss.get(os.getpid()) or 0,
+        pss_bytes=sum(survey.pss.get(pid) or 0 for pid in subject.own_pids),
         models=tuple(_model(model, survey, subject.processes, subject.files) for model in subject.models),
         devices=tuple(_device(device) for device in subject.devices if device.name != "cpu"),
         dropped=subject.dropped,

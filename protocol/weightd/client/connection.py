@@ -11,10 +11,9 @@ import time
 from typing import Any, List, Optional, cast
 
 import zmq
-from zmq.utils.monitor import recv_monitor_message
 
 from weightd.client import address as addresses
-from weightd.protocol import limits, multipart
+from weightd.protocol import limits, monitor, multipart
 from weightd.protocol.errors import DeadlineExceeded, InvalidArgument, Unavailable
 
 # A host that vanishes does not close its TCP connections; a unix socket's peer cannot vanish unseen.
@@ -69,7 +68,7 @@ class Connection:
         except zmq.ZMQError as error:
             raise InvalidArgument(f"{self.address}: {error.strerror}") from None
         while self._monitor.poll(_milliseconds(deadline)):
-            event = recv_monitor_message(self._monitor)["event"]
+            event = monitor.receive(self._monitor).number
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED and not self._has_ended():
                 return
             if event != _REFUSED:

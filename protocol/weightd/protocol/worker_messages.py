@@ -14,6 +14,9 @@ from weightd.protocol.errors import ERRORS
 from weightd.protocol.messages import TensorSignature, TensorSpec
 from weightd.protocol.schema import boolean, integer, many, mapping, one_of, record, text
 
+PROTOCOL = 1
+"""The number of this protocol. A daemon takes over the children of an earlier one only if both speak the same."""
+
 _REQUEST = integer(0, limits.MAX_COUNT)
 _BYTES = integer(0, limits.MAX_COUNT)
 
@@ -52,6 +55,11 @@ class Hello:
     sha256: str = field(metadata=text(limits.MAX_DIGEST_BYTES))
     versions: Dict[str, str] = field(metadata=mapping(text(limits.MAX_NAME_BYTES, empty=True), limits.MAX_VERSIONS))
     traits: Traits = field(metadata=record(Traits))
+
+
+@dataclass(frozen=True)
+class Back:
+    """child → daemon: connected again, after the connection was lost: whoever is there now may have me go on."""
 
 
 @dataclass(frozen=True)
@@ -194,11 +202,12 @@ class Stop:
     """daemon → child: finish what you have and exit."""
 
 
-ChildMessage = Union[Hello, Built, Allowed, Attached, Broken, Result, Failed, Pong]
+ChildMessage = Union[Hello, Back, Built, Allowed, Attached, Broken, Result, Failed, Pong]
 OrderMessage = Union[Build, Allow, Attach, Predict, Skip, Ping, Settle, Stop]
 
 FROM_CHILD: Dict[str, Type[ChildMessage]] = {
     "hello": Hello,
+    "back": Back,
     "built": Built,
     "allowed": Allowed,
     "attached": Attached,

@@ -21,6 +21,7 @@ from weightd.protocol.parent import die_with
 from weightd.protocol.wire import clip, encode
 from weightd.protocol.worker_messages import Broken
 from weightd.worker import exits, pagesharing
+from weightd.worker.connection import Connection
 from weightd.worker.engines import ENGINES
 from weightd.worker.engines.base import BuildError, Settings
 from weightd.worker.session import Session
@@ -53,6 +54,7 @@ def _connected(context: zmq.Context[zmq.Socket[bytes]], arguments: argparse.Name
     socket.setsockopt(zmq.ROUTING_ID, arguments.name.encode())
     socket.setsockopt(zmq.MAXMSGSIZE, limits.MAX_FRAME_BYTES)
     socket.setsockopt(zmq.LINGER, _LINGER_MS)
+    connection = Connection(socket)
     socket.connect(arguments.address)
     try:
         options = _options(arguments.options)
@@ -67,7 +69,7 @@ def _connected(context: zmq.Context[zmq.Socket[bytes]], arguments: argparse.Name
         sha256 = digest(Path(arguments.model))
     except ModelFileError as error:
         return _broken(socket, str(error), exits.CANNOT_BUILD)
-    return Session(socket, engine, arguments.model, arguments.store, arguments.weights).run(sha256)
+    return Session(socket, engine, arguments.model, arguments.store, arguments.weights, connection.wait).run(sha256)
 
 
 def _options(text: str) -> Dict[str, Any]:
@@ -102,7 +104,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--address", required=True, help="the daemon's socket for its children")
     parser.add_argument("--name", required=True, help="this process's name and routing id")
-    parser.add_argument("--parent", required=True, type=int, help="the daemon's pid")
+    parser.add_argument("--parent", required=True, type=int, help="pid of the process that starts it")
     parser.add_argument("--engine", required=True, choices=sorted(ENGINES), help="the library that runs the model")
     parser.add_argument("--model", required=True, help="path of the model's snapshot")
     parser.add_argument("--store", required=True, help="path where the holder may write its page store")

@@ -10,7 +10,7 @@ import collections
 import functools
 import logging
 import platform
-from typing import Any, Deque, Optional, Sequence, Tuple
+from typing import Any, Callable, Deque, Optional, Sequence, Tuple
 
 import numpy as np
 import zmq
@@ -60,10 +60,20 @@ class Session:
         model: path of the model's snapshot.
         store: path at which the holder may write its page store.
         update: path of the weights that replace those of the model, "" for none.
+        wait: waits until a message can be read.
     """
 
-    def __init__(self, socket: Any, engine: Engine, model: str, store: str, update: str = "") -> None:
+    def __init__(
+        self,
+        socket: Any,
+        engine: Engine,
+        model: str,
+        store: str,
+        update: str = "",
+        wait: Callable[[], None] = lambda: None,
+    ) -> None:
         self._socket = socket
+        self._wait = wait
         self._engine = engine
         self._model = model
         self._store = store
@@ -88,6 +98,8 @@ class Session:
 
     def _next(self) -> Tuple[OrderMessage, Sequence[bytes]]:
         """Wait for an order. All that have come are read first: a Skip overtakes what it is about."""
+        if not self._inbox:
+            self._wait()
         while not self._inbox or int(self._socket.getsockopt(_EVENTS)) & _POLLIN:
             frames = list(map(multipart.content, multipart.receive(self._socket)))
             order = decode(frames, TO_CHILD)

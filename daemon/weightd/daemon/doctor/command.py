@@ -1,10 +1,9 @@
-"""The verb: its arguments, the order of the checks, and what is printed."""
+"""The verb: the order of the checks, and what is printed."""
 
 from __future__ import annotations
 
 import argparse
 import os
-import re
 import signal
 import sys
 from collections.abc import Iterator
@@ -18,49 +17,8 @@ from weightd.daemon.doctor.interpreter import Report
 from weightd.daemon.doctor.trial import run as share
 from weightd.protocol.modelfile import ModelFileError, model_files
 
-HELP = "check an Ascend host: interpreter, driver, cards, and sharing between real processes"
-
-_DESCRIPTION = """\
-Checks what weightd needs on an Ascend host and prints a line for each check: pass, fail, or not testable, what was
-found, and what to do. With --model it shares the weights of that model among real worker processes, kills the one that
-built them, and starts one that must be refused: not on a device that is in use. It takes one copy of the weights
-there, for a small model a second one to compare, and up to four processes at a time.
-
-Each check runs in child processes with a time limit; none is left behind.
-
-Exit status: 0 no check has failed (some may not be testable), 1 a check has failed, 2 the command line is wrong,
-69 there is nothing to test: no Ascend driver or library is here."""
-
 # Of the interpreter's report: imports from a cold disk, and a driver that takes its time to begin.
 _REPORT_LIMIT_S = 120.0
-_LIMIT_S = 300.0
-
-_DEVICE = re.compile(r"ascend:(\d{1,4})")
-
-
-def describe(parser: argparse.ArgumentParser) -> None:
-    """Say what the verb does and takes."""
-    parser.description = _DESCRIPTION
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument(
-        "--python",
-        default=sys.executable,
-        metavar="FILE",
-        help="the interpreter that has MindSpore Lite and weightd (default: this one)",
-    )
-    parser.add_argument(
-        "--device", type=_device, default=0, metavar="ascend:N", help="the device to look at (default: ascend:0)"
-    )
-    parser.add_argument("--model", type=Path, metavar="FILE.mindir", help="share the weights of this model")
-    parser.add_argument(
-        "--limit",
-        type=_seconds,
-        default=_LIMIT_S,
-        metavar="SECONDS",
-        help="time for one step of the self-test, such as a build (default: %(default)g)",
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -131,20 +89,3 @@ def _model_problem(model: Path) -> str:
     except ModelFileError as error:
         return str(error)
     return ""
-
-
-def _device(text: str) -> int:
-    match = _DEVICE.fullmatch(text)
-    if match is None:
-        raise argparse.ArgumentTypeError(f"expected ascend:N, got {text!r}")
-    return int(match.group(1))
-
-
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < 1e6:
-        raise argparse.ArgumentTypeError(f"expected seconds, got {text!r}")
-    return seconds

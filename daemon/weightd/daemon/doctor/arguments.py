@@ -1,0 +1,73 @@
+"""What the verb takes: needed to parse `weightd`'s command line. What it does is only imported when it runs."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from pathlib import Path
+
+HELP = "check an Ascend host: interpreter, driver, cards, and sharing between real processes"
+
+_DESCRIPTION = """\
+Checks what weightd needs on an Ascend host and prints a line for each check: pass, fail, or not testable, what was
+found, and what to do. With --model it shares the weights of that model among real worker processes, kills the one that
+built them, and starts one that must be refused: not on a device that is in use. It takes one copy of the weights
+there, for a small model a second one to compare, and up to four processes at a time.
+
+Each check runs in child processes with a time limit; none is left behind.
+
+Exit status: 0 no check has failed (some may not be testable), 1 a check has failed, 2 the command line is wrong,
+69 there is nothing to test: no Ascend driver or library is here."""
+
+_LIMIT_S = 300.0
+
+_DEVICE = re.compile(r"ascend:(\d{1,4})")
+
+
+def describe(parser: argparse.ArgumentParser) -> None:
+    """Say what the verb does and takes."""
+    parser.description = _DESCRIPTION
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument(
+        "--python",
+        default=sys.executable,
+        metavar="FILE",
+        help="the interpreter that has MindSpore Lite and weightd (default: this one)",
+    )
+    parser.add_argument(
+        "--device", type=_device, default=0, metavar="ascend:N", help="the device to look at (default: ascend:0)"
+    )
+    parser.add_argument("--model", type=Path, metavar="FILE.mindir", help="share the weights of this model")
+    parser.add_argument(
+        "--limit",
+        type=_seconds,
+        default=_LIMIT_S,
+        metavar="SECONDS",
+        help="time for one step of the self-test, such as a build (default: %(default)g)",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.set_defaults(run=_run)
+
+
+def _run(options: argparse.Namespace) -> int:
+    from weightd.daemon.doctor import command  # noqa: PLC0415 - a fifth of the time that the daemon takes to start
+
+    return command.run(options)
+
+
+def _device(text: str) -> int:
+    match = _DEVICE.fullmatch(text)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"expected ascend:N, got {text!r}")
+    return int(match.group(1))
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < 1e6:
+        raise argparse.ArgumentTypeError(f"expected seconds, got {text!r}")
+    return seconds

@@ -1,0 +1,95 @@
+"""What a service manager is told: when weightd is ready, that it still makes progress, and what it is doing.
+
+Plain decisions, fed with the clock: assignments of sd_notify(3) come out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from weightd.daemon.model import Model
+
+# How often it is looked at what weightd is doing: for people, who read it now and then.
+_STATUS_S = 1.0
+
+# A start is given this much more time at each look at it that finds it going on.
+_EXTENSION_S = 15.0
+
+# Beside building, which load_timeout bounds: copying the model is not bounded but by this, nor is waiting for memory.
+_PATIENCE_S = 120.0
+
+# Three signs of life in the time in which one is expected.
+_SIGNS = 3
+
+
+class Herald:
+    """Times are monotonic seconds.
+
+    Args:
+        watchdog: seconds within which a sign of life is expected; None if none is.
+
+    Attributes:
+        ready: whether every required model has served.
+        next_event: nothing is due before this, unless a model changes.
+    """
+
+    def __init__(self, watchdog: float | None) -> None:
+        self.ready = False
+        self.next_event = 0.0
+        self._sign_interval = watchdog / _SIGNS if watchdog is not None else float("inf")
+        self._next_sign = 0.0
+        self._status = ""
+        # Of each model: what it is doing, and since when.
+        self._progress: dict[str, tuple[str, float]] = {}
+
+    def look(self, models: Iterable[Model], now: float) -> list[str]:
+        """Return what is to be told now."""
+        models = list(models)
+        told: list[str] = []
+        required = [model for model in models if model.config.required]
+        if not self.ready and all(model.serves for model in required):
+            self.ready = True
+            told.append("READY=1")
+        if not self.ready and self._goes_on(required, now):
+            told.append(f"EXTEND_TIMEOUT_USEC={int(1e6 * _EXTENSION_S)}")
+        # A daemon whose loop runs while no worker answers is of no use to anybody.
+        if now >= self._next_sign and not any(model.unready(now) for model in required):
+            self._next_sign = now + self._sign_interval
+            told.append("WATCHDOG=1")
+        status = "; ".join(_doing(models))
+        if status != self._status:
+            self._status = status
+            told.append(f"STATUS={status}")
+        self.next_event = now + min(_STATUS_S, self._sign_interval)
+        return told
+
+    def failed(self, models: Iterable[Model]) -> bool:
+        """Return whether weightd will never be ready."""
+        return not self.ready and any(model.config.required and model.has_failed for model in models)
+
+    def _goes_on(self, required: Iterable[Model], now: float) -> bool:
+        """Whether each required model makes progress, as far as its load_timeout allows to tell."""
+        for model in required:
+            before = self._progress.get(model.name)
+            progress = model.main.progress
+            if before is None or before[0] != progress:
+                self._progress[model.name] = progress, now
+            elif not model.serves and now > before[1] + model.config.load_timeout + _PATIENCE_S:
+                return False
+        return True
+
+
+def _doing(models: Iterable[Model]) -> Iterator[str]:
+    serving = 0
+    workers = 0
+    for model in models:
+        for deployment in model.deployments:
+            main = deployment.main
+            where = "" if main.device == "cpu" else f" on {main.device}"
+            if main.progress != "serving":
+                yield f"{model.name}: {main.progress}{where}{f' ({main.cause})' if main.cause else ''}".replace(
+                    "\n", " "
+                )
+        serving += model.serves
+        workers += sum(len(each.serving.enlisted) for each in model.deployments if each.serving is not None)
+    yield f"serving {serving} models from {workers} workers"

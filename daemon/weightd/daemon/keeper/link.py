@@ -1,0 +1,186 @@
+"""The daemon's end of the keeper's socket."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import itertools
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from weightd.daemon.keeper import process
+from weightd.daemon.processes import Process
+
+_log = logging.getLogger("weightd")
+
+# It does nothing that takes long: to start a process, or to wait for one that has ended.
+_PATIENCE_S = 10.0
+
+
+class KeeperLost(OSError):
+    """The keeper has died, or hangs."""
+
+
+class Child(NamedTuple):
+    """A child of the keeper that has not been waited for: so its pid is its own."""
+
+    pid: int
+    name: str
+    log: Path
+
+
+class Keeper:
+    """Has holders and workers started and waited for.
+
+    Args:
+        descriptor: this end of the keeper's socket; this object owns it.
+
+    Attributes:
+        pid: the keeper's.
+
+    Raises:
+        KeeperLost: nobody answers there.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self._link = socket.socket(fileno=descriptor)
+        self._link.settimeout(_PATIENCE_S)
+        self._link.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, process.MAX_BYTES)
+        # An answer to a daemon that died before it read it is told from one to this daemon.
+        self._ids = itertools.count(time.monotonic_ns())
+        self.pid: int = self._ask({"children": True})["pid"]
+        try:
+            self._pidfd = os.pidfd_open(self.pid)
+        except OSError as error:
+            self._link.close()
+            raise KeeperLost(f"the keeper, process {self.pid}, cannot be watched: {error.strerror}") from None
+
+    @property
+    def descriptor(self) -> int:
+        """Whoever holds a duplicate of this keeps the children alive."""
+        return self._link.fileno()
+
+    def children(self) -> list[Child]:
+        """Return every child that has not been waited for."""
+        return [Child(pid, name, Path(log)) for pid, name, log in self._ask({"children": True})["children"]]
+
+    def start(self, name: str, argv: Sequence[str], log: Path, environment: Mapping[str, str]) -> Process:
+        """Start a child in a session of its own.
+
+        Raises:
+            OSError: it cannot be started.
+        """
+        request = {"start": name, "argv": list(argv), "log": str(log), "environment": dict(environment)}
+        return self.watch(Child(self._ask(request)["pid"], name, log))
+
+    def watch(self, child: Child) -> Process:
+        """Have a child watched that has not been waited for.
+
+        Raises:
+            OSError: no descriptors are left.
+        """
+        try:
+            return Process(child.pid, os.pidfd_open(child.pid), child.log, lambda: self._reap(child.pid))
+        except ProcessLookupError:
+            raise KeeperLost(f"process {child.pid} is gone with its keeper") from None
+        except OSError:
+            # Nobody could watch it.
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child.pid, signal.SIGKILL)
+            self._reap(child.pid)
+            raise
+
+    def kill(self) -> None:
+        """End it, and with it every child."""
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+        self.close()
+
+    def close(self) -> None:
+        """Let go of it: unless somebody else holds the socket's end, too, it ends everything."""
+        self._link.close()
+        os.close(self._pidfd)
+
+    def _reap(self, pid: int) -> int:
+        try:
+            status: int = self._ask({"reap": pid})["status"]
+        except KeeperLost:
+            return -signal.SIGKILL  # the kernel has done it when the keeper died
+        return status
+
+    def _ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        try:
+            number = next(self._ids)
+            self._link.send(json.dumps({"id": number, **request}).encode())
+            answer: dict[str, Any]
+            while (answer := json.loads(self._link.recv(process.MAX_BYTES)))["id"] != number:
+                pass
+        except (OSError, ValueError) as error:
+            raise KeeperLost(f"the keeper does not answer: {error}") from None
+        if "errno" in answer:
+            raise OSError(answer["errno"], os.strerror(answer["errno"]), answer["path"])
+        return answer
+
+
+def start(directory: Path, *others: Path) -> Keeper:
+    """Start a keeper that removes the directory and the other paths at its end. It holds a lock on the directory.
+
+    Raises:
+        OSError: it cannot be started.
+    """
+    ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    # Out of the way of the numbers that they get in the new process.
+    sources = [fcntl.fcntl(each, fcntl.F_DUPFD_CLOEXEC, process.LOCK + 1) for each in (its.fileno(), lock)]
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.posix_spawn(
+            sys.executable,
+            # Isolated, and without site-packages: it needs nothing of them, and they would double its size.
+            [sys.executable, "-I", "-S", process.__file__, str(directory), *map(str, others)],
+            os.environ,
+            file_actions=[
+                (os.POSIX_SPAWN_DUP2, sources[0], process.LINK),
+                (os.POSIX_SPAWN_DUP2, sources[1], process.LOCK),
+            ],
+            setsid=True,
+        )
+        return Keeper(ours.detach())
+    finally:
+        ours.close()
+        its.close()
+        for each in (lock, *sources):
+            os.close(each)
+
+
+def wait_until_gone(directory: Path, seconds: float) -> bool:
+    """Wait until no keeper has a lock on the directory; return False if one still has it after so many seconds."""
+    try:
+        lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return True
+    deadline = time.monotonic() + seconds
+    told = False
+    try:
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if not told:
+                    _log.info("waiting for the processes of the daemon before this one to end")
+                    told = True
+                if time.monotonic() >= deadline:
+                    return False
+                time.sleep(0.02)
+            else:
+                return True
+    finally:
+        os.close(lock)

@@ -1,0 +1,98 @@
+"""What a service manager gives and wants to know: sd_notify(3), sd_listen_fds(3), sd_watchdog_enabled(3).
+
+The protocol is an environment variable and a datagram each, so it is written here; systemd is its first speaker, but
+other managers (podman, s6) speak parts of it.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Mapping, MutableMapping
+
+# sd_listen_fds(3): the first descriptor that is passed.
+_FIRST_DESCRIPTOR = 3
+
+CLIENTS = "clients"
+"""FileDescriptorName= of the sockets on which clients connect."""
+
+KEEPER = "keeper"
+"""Name of the descriptor that is kept for the next daemon (FDSTORE=1)."""
+
+
+class Manager:
+    """The service manager that has started this process, or nobody: then everything here does nothing.
+
+    Args:
+        environment: of the process. What concerns this process alone is taken out of it: children must not see it.
+
+    Attributes:
+        inherited: the descriptors that were passed, by name.
+        watchdog: seconds within which a sign of life is expected; None if none is.
+    """
+
+    def __init__(self, environment: MutableMapping[str, str]) -> None:
+        self._address = environment.pop("NOTIFY_SOCKET", "")
+        self.watchdog = _watchdog(environment)
+        self.inherited = _inherited(environment)
+        for name in ("WATCHDOG_USEC", "WATCHDOG_PID", "LISTEN_FDS", "LISTEN_PID", "LISTEN_FDNAMES"):
+            environment.pop(name, None)
+
+    @property
+    def there(self) -> bool:
+        """Whether somebody wants to be notified."""
+        return bool(self._address)
+
+    def notify(self, *assignments: str) -> None:
+        """Tell it something, such as "READY=1"; that it does not listen is no concern of this process."""
+        self._send("\n".join(assignments).encode(), [])
+
+    def reloading(self) -> None:
+        """A reload begins; it ends with the next READY=1."""
+        # Type=notify-reload of systemd 253 tells by the time which READY=1 belongs to it.
+        self.notify("RELOADING=1", f"MONOTONIC_USEC={time.clock_gettime_ns(time.CLOCK_MONOTONIC) // 1000}")
+
+    def keep(self, name: str, descriptor: int) -> None:
+        """Have it hold a duplicate of the descriptor for the next process of this service, in place of any other."""
+        self.drop(name)
+        self._send(f"FDSTORE=1\nFDNAME={name}".encode(), [descriptor])
+
+    def drop(self, name: str) -> None:
+        """Have it close what it holds under this name."""
+        self.notify("FDSTOREREMOVE=1", f"FDNAME={name}")
+
+    def _send(self, message: bytes, descriptors: list[int]) -> None:
+        if not self._address:
+            return
+        # "@" begins the name of an abstract socket.
+        address = "\0" + self._address[1:] if self._address.startswith("@") else self._address
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sender:
+            sender.setblocking(False)
+            try:
+                sender.connect(address)
+                socket.send_fds(sender, [message], descriptors)
+            except OSError:
+                return
+
+
+def _watchdog(environment: Mapping[str, str]) -> float | None:
+    microseconds = environment.get("WATCHDOG_USEC", "")
+    if environment.get("WATCHDOG_PID", str(os.getpid())) != str(os.getpid()) or not microseconds.isdecimal():
+        return None
+    return int(microseconds) / 1e6 or None
+
+
+def _inherited(environment: Mapping[str, str]) -> Mapping[str, list[int]]:
+    count = environment.get("LISTEN_FDS", "")
+    if environment.get("LISTEN_PID") != str(os.getpid()) or not count.isdecimal():
+        return {}
+    names = environment.get("LISTEN_FDNAMES", "").split(":")
+    inherited: dict[str, list[int]] = {}
+    for index in range(int(count)):
+        descriptor = _FIRST_DESCRIPTOR + index
+        os.set_inheritable(descriptor, False)
+        # Units that give their sockets no name have them named after the unit, "unknown" in old versions.
+        name = names[index] if index < len(names) else ""
+        inherited.setdefault(KEEPER if name == KEEPER else CLIENTS, []).append(descriptor)
+    return inherited
