@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Callable
 
 import pytest
@@ -128,10 +129,14 @@ class Stage:
         return self.exit("m.1.holder")
 
 
+def errors(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [each.getMessage() for each in caplog.records if each.levelno >= logging.ERROR]
+
+
 # --- the first one --------------------------------------------------------------------------------------------------
 
 
-def test_a_first_holder_that_is_killed_is_tried_again_a_few_times() -> None:
+def test_a_first_holder_that_is_killed_is_tried_again_a_few_times(caplog: pytest.LogCaptureFixture) -> None:
     stage = Stage()
     for number in (1, 2, 3):
         label = f"m.{number}"
@@ -139,6 +144,9 @@ def test_a_first_holder_that_is_killed_is_tried_again_a_few_times() -> None:
         stage.pinned().greets(label)
         stage.exit(f"{label}.holder", f"{label}.w1", f"{label}.w2")
         assert stage.deployment.failed == (number == 3)
+        # A person is needed once nothing else is tried, and told once.
+        failed = "m.3 failed, and no other is tried on ascend:0: m.3.holder: killed by SIGKILL"
+        assert errors(caplog) == ([failed] if number == 3 else [])
         if number < 3:
             assert stage.deployment.busy
             stage.tick_when_due()
@@ -298,7 +306,9 @@ def test_nobody_leaves_for_one_that_would_have_no_room_even_alone(policy: Policy
     assert "m.1 has" not in stage.deployment.cause
 
 
-def test_overlapping_without_room_it_goes_on_with_what_is_left_and_tries_later_and_later() -> None:
+def test_overlapping_without_room_it_goes_on_with_what_is_left_and_tries_later_and_later(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     stage = Stage(Policy.OVERLAP, 2 * ONE - 1).frozen()
     waits: list[float] = []
     for number in range(2, 2 + MAX_FAILED_STARTS + 1):
@@ -311,6 +321,7 @@ def test_overlapping_without_room_it_goes_on_with_what_is_left_and_tries_later_a
     assert waits == pytest.approx([0.1, 0.2, 0.4, 0.8])
     assert not stage.deployment.failed
     assert "m.1 has 132 MiB" in stage.deployment.cause
+    assert errors(caplog) == []
 
 
 def test_it_gives_up_where_nobody_serves_and_no_other_one_can() -> None:

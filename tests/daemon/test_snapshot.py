@@ -246,3 +246,28 @@ def test_as_the_process_that_it_is(model: Path, directory: Path) -> None:
     )
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == f"cannot copy {model} to {directory}: File too large\n"
+
+
+# Runs the module as it is run, and looks at its score for the end by want of memory when it ends.
+RUN = """
+import atexit, pathlib, runpy, sys
+score = pathlib.Path("/proc/self/oom_score_adj")
+before = int(score.read_text())
+atexit.register(lambda: print(before, int(score.read_text())))
+runpy.run_module("weightd.daemon.snapshot", run_name="__main__")
+"""
+
+
+def test_it_goes_before_the_daemon_when_memory_runs_out(model: Path, directory: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", RUN, str(os.getpid()), str(model), str(directory)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        timeout=60,
+        check=True,
+    )
+    taken, scores = done.stdout.splitlines()
+    assert taken == f"{digest(model)} {len(CONTENT)}"
+    before, after = map(int, scores.split())
+    assert after == min(before + 400, 1000)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -17,6 +18,8 @@ from testkit import memory
 from testkit.plain import PlainProcess
 from testkit.service import Service
 from weightd.client import Client
+from weightd.daemon import cgroup
+from weightd.protocol.messages import MemoryLimit
 from weightd.protocol.version import VERSION
 
 from .support import (
@@ -59,6 +62,10 @@ def service(engine: str, zoo: Zoo) -> Iterator[Service]:
 def client(service: Service) -> Iterator[Client]:
     with service.client() as client:
         yield client
+
+
+def limits(memory: MemoryLimit | None) -> tuple[int | None, int | None] | None:
+    return None if memory is None else (memory.limit_bytes, memory.high_bytes)
 
 
 def inputs_of(name: str, engine: str) -> list[Arrays]:
@@ -205,6 +212,17 @@ def test_every_worker_shares_the_weights(service: Service) -> None:
     assert generation.saved_bytes >= 0.98 * (WORKERS["mlp"] - 1) * MLP_WEIGHT_BYTES
 
 
+def test_the_daemon_is_the_last_to_go_when_memory_runs_out(service: Service) -> None:
+    def score(pid: int) -> int:
+        return int(Path(f"/proc/{pid}/oom_score_adj").read_text("ascii"))
+
+    own = score(service.pid)
+    assert own == score(os.getpid())
+    above = {"holder": 200, "worker": 400}
+    for each in service.processes():
+        assert score(each.pid) == min(own + above[each.role], 1000), each
+
+
 def test_a_worker_needs_far_less_memory_than_a_plain_process(engine: str, zoo: Zoo, bare: Bare) -> None:
     path = zoo.path("large", engine)
     questions = bare.questions(path, mlp_inputs((1, 2), LARGE_WIDTH))
@@ -255,6 +273,8 @@ def test_status_tells_the_truth(engine: str, service: Service, client: Client, z
     assert 0 < (after.p50_us or 0) <= (after.p99_us or 0)
     assert generation.sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
     assert (generation.state, generation.cause) == ("serving", "")
+    # The daemon is in the test's own control group.
+    assert limits(status.memory) == limits(cgroup.memory())
     roles = sorted(each.role for each in generation.processes)
     assert roles == ["holder", *["worker"] * WORKERS["mlp"]]
     for each in generation.processes:

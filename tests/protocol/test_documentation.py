@@ -130,6 +130,7 @@ def test_the_examples_answer_each_other() -> None:
     process, worker = example("status_response").models[0].generations[0].processes
     assert process.p50_us is None
     assert worker.p50_us
+    assert example("status_response").memory.high_bytes is None
 
 
 def test_each_limit_is_there_with_its_value_and_a_reason() -> None:

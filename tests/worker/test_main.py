@@ -85,6 +85,15 @@ def test_from_hello_to_stop(daemon: Daemon, model: Model) -> None:
     assert daemon.stop("h") == exits.OK
 
 
+def test_when_memory_runs_out_it_goes_before_the_daemon(daemon: Daemon, model: Model) -> None:
+    own = int(Path("/proc/self/oom_score_adj").read_text("ascii"))
+    for name, role, above in (("h", "holder", 200), ("w", "worker", 400)):
+        daemon.start(name, model("relu"), "--role", role)
+        daemon.hear(name, Hello)
+        score = Path(f"/proc/{daemon.children[name].pid}/oom_score_adj").read_text("ascii")
+        assert int(score) == min(own + above, 1000)
+
+
 def test_what_an_engine_makes_in_its_first_predict_is_shared_too(daemon: Daemon, model: Model) -> None:
     """MindSpore Lite rearranges the weights of a convolution then. They are a quarter of what is shared here."""
     built, attached = serve(daemon, model("convolution"), "w1", "w2")

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import cast
 
-from weightd.daemon import exits
+from weightd.daemon import exits, logs
 from weightd.daemon.check import problems
 from weightd.daemon.claim import ClaimError
 from weightd.daemon.config import (
@@ -38,18 +38,14 @@ Talk to a running daemon with weightctl."""
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; return its exit status."""
     options = _parser().parse_args(arguments)
-    logging.basicConfig(
-        stream=sys.stderr,
-        level=logging.DEBUG if options.verbose else logging.INFO,
-        format="%(asctime)s %(levelname)-7s %(message)s",
-    )
+    logs.set_up(logging.DEBUG if options.verbose else logging.INFO)
     try:
         status: int = options.run(options)
     except ConfigError as error:
-        print(f"weightd: {error}", file=sys.stderr)
+        logs.complain(str(error))
         return exits.CONFIG
     except ClaimError as error:
-        print(f"weightd: {error}", file=sys.stderr)
+        logs.complain(str(error))
         return exits.CANNOT_CREATE
     return status
 
@@ -101,7 +97,7 @@ def _check(options: argparse.Namespace) -> int:
     config = load(options.config)
     found = problems(config)
     for problem in found:
-        print(f"weightd: {options.config}: {problem}", file=sys.stderr)
+        logs.complain(f"{options.config}: {problem}")
     if found:
         return exits.CONFIG
     for name, model in config.models.items():

@@ -204,7 +204,7 @@ class Backend:
         config = model.config
         argv = [config.python, "-m", "weightd.worker"]
         argv += ["--address", self._address]
-        argv += ["--name", name, "--engine", config.engine]
+        argv += ["--name", name, "--role", role.value, "--engine", config.engine]
         argv += ["--model", snapshot.path, "--threads", str(config.threads), "--device", generation.device]
         if not generation.limits.sharing:
             argv += ["--sharing", "off"]

@@ -302,22 +302,27 @@ class Deployment:
         if self._stopping:
             return
         if updating:
-            self.failed = self.serving is None and self._wanted is None
+            if self.serving is None and self._wanted is None:
+                self._fail(coming)
         elif self._fall_back and self.limits.sharing and coming.built is None:
             _log.warning("%s: cannot share weights, so each worker gets its own: %s", coming.label, coming.cause)
             self.limits = self.limits.private()
             self._wanted = coming.source
         elif not self._has_served and not coming.crashed:
-            self.failed = True
+            self._fail(coming)
         else:
-            self._try_again(coming.source, now)
+            self._try_again(coming, now)
 
-    def _try_again(self, source: Source, now: float) -> None:
+    def _try_again(self, coming: Generation, now: float) -> None:
         self._restarts.start_failed(now)
         if not self._restarts.given_up:
-            self._wanted = source
+            self._wanted = coming.source
         elif self.serving is None:
-            self.failed = True
+            self._fail(coming)
+
+    def _fail(self, last: Generation) -> None:
+        self.failed = True
+        _log.error("%s failed, and no other is tried on %s: %s", last.label, self.device.name, last.cause)
 
     def _serving_failed(self, serving: Generation, now: float) -> None:
         self.serving = None
@@ -329,7 +334,7 @@ class Deployment:
             self._restarts.died(now - self._since, now)
             self._wanted = serving.source
         elif self.coming is None:
-            self.failed = True
+            self._fail(serving)
 
     def _leave(self, old: Generation, now: float) -> None:
         if self.serving is old:

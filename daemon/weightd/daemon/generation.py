@@ -278,7 +278,6 @@ class Generation:
     def store_lost(self, cause: str, now: float) -> None:
         """What the workers have mapped is not what the holder left there: whatever they compute may be wrong."""
         if self.state in ACTIVE and self.built is not None:
-            _log.error("%s: %s", self.label, cause)
             self._invalidate(cause, now)
 
     def exited(self, name: str, how: str, now: float, *, useful: bool = False) -> None:
@@ -545,7 +544,7 @@ class Generation:
 
     def _close(self, why: str) -> None:
         self.closed = why
-        _log.info("%s: lost workers are not replaced, they wait for the next generation: %s", self.label, why)
+        _log.warning("%s: lost workers are not replaced, they wait for the next generation: %s", self.label, why)
 
     def _dismiss_uninvited(self, now: float) -> None:
         """A process that can never attach only takes memory."""
@@ -653,13 +652,15 @@ class Generation:
         before, self.state = self.state, advance(GENERATION, self.state, event)
         _log.debug("%s: %s -> %s", self.label, before.value, self.state.value)
         if self.state is GenerationState.FAILED:
-            _log.error("%s failed: %s", self.label, self.cause)
+            # What follows from it is its deployment's decision: often the next one heals it.
+            _log.warning("%s failed: %s", self.label, self.cause)
 
     def _tell_progress(self) -> None:
-        """One line each time that there is something new to tell."""
+        """One line each time that there is something new to tell; a failure is told already, with its cause."""
         if self.progress != self._told:
             self._told = self.progress
-            _log.info("%s: %s", self.label, self._told)
+            if self.state is not GenerationState.FAILED:
+                _log.info("%s: %s", self.label, self._told)
 
     def _advance_child(self, child: Child, event: ChildEvent, *, deadline: float) -> None:
         before, child.state = child.state, advance(CHILD, child.state, event)

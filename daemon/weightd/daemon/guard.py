@@ -42,7 +42,7 @@ class Guard:
     def died(self, worker: str, how: str, now: float) -> None:
         """A worker has died, and may have died of what it had."""
         for request, error in self._scheduler.lost(worker, how):
-            _log.error("request %s is in quarantine: workers died of it", request.id)
+            _log.warning("request %s is in quarantine: workers died of it", request.id)
             self.quarantine.hold(request, now)
             self._refuse(request, error)
             self._refuse_equals(request)
@@ -57,7 +57,7 @@ class Guard:
             if not request.answered:
                 self._refuse(request, DeadlineExceeded(f"request {request.id}: {why}"))
             if self.quarantine.hung(request, now):
-                _log.error("request %s is in quarantine: workers hang in it", request.id)
+                _log.warning("request %s is in quarantine: workers hang in it", request.id)
                 self._refuse_equals(request)
             yield worker, f"{why} (request {request.id})"
 

@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 from weightd.protocol.modelfile import ModelFile, ModelFileError, digest, model_files
+from weightd.protocol.oom import go_before_the_daemon
 from weightd.protocol.parent import die_with
 
 
@@ -89,4 +90,5 @@ def main() -> int:
 
 if __name__ == "__main__":
     die_with(int(sys.argv.pop(1)))
+    go_before_the_daemon("worker")
     sys.exit(main())

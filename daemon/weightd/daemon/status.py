@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
+from weightd.daemon import cgroup
 from weightd.daemon.actions import Role
 from weightd.daemon.budget import Device, on_card
 from weightd.daemon.files import GenerationFiles
@@ -76,6 +77,7 @@ def report(survey: Survey, state: str, uptime: float, subject: Subject) -> Statu
         models=tuple(_model(model, survey, subject.processes, subject.files) for model in subject.models),
         devices=tuple(_device(device) for device in subject.devices if device.name != "cpu"),
         dropped=subject.dropped,
+        memory=cgroup.memory(),
     )
 
 

@@ -305,10 +305,28 @@ class DeviceStatus:
 
 
 @dataclass(frozen=True)
+class MemoryLimit:
+    """What the control group that the daemon lives in takes of memory, and what it may take. In bytes.
+
+    `limit_bytes` and `high_bytes` are the smallest of the group and those above it; beyond the first the kernel kills,
+    beyond the second it slows down and reclaims. `usage_bytes` contains cached files. `oom_kills` are the processes
+    that it has killed; `pressure_percent` is the share of the last ten seconds in which some process waited for memory.
+    What is absent is not limited, or not known.
+    """
+
+    usage_bytes: int = field(metadata=_COUNT)
+    limit_bytes: Optional[int] = field(default=None, metadata=_COUNT)
+    high_bytes: Optional[int] = field(default=None, metadata=_COUNT)
+    oom_kills: Optional[int] = field(default=None, metadata=_COUNT)
+    pressure_percent: Optional[float] = field(default=None, metadata=number())
+
+
+@dataclass(frozen=True)
 class StatusResponse:
     """daemon → client: the daemon, its models, their processes and their cards. Memory in bytes (PSS).
 
-    `dropped` are answers that could not be sent because their client was gone or did not read.
+    `dropped` are answers that could not be sent because their client was gone or did not read. `memory` is absent where
+    the control group is not known.
     """
 
     id: str = field(metadata=text(limits.MAX_ID_BYTES))
@@ -320,6 +338,7 @@ class StatusResponse:
     models: Tuple[ModelStatus, ...] = field(metadata=many(record(ModelStatus), limits.MAX_MODELS))
     devices: Tuple[DeviceStatus, ...] = field(default=(), metadata=many(record(DeviceStatus), limits.MAX_DEVICES))
     dropped: int = field(default=0, metadata=_COUNT)
+    memory: Optional[MemoryLimit] = field(default=None, metadata=record(MemoryLimit))
 
 
 ClientMessage = Union[Infer, Cancel, ServerReady, ModelReady, ServerMetadata, ModelMetadata, Status, Update, Reload]

@@ -2,17 +2,18 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from typing import List
+from typing import List, Optional
 
 import pytest
 
 from weightd.client import NotFound
 from weightd.client.ctl import exits
 from weightd.client.ctl.status import as_json, exit_status, only, pss_total, render
-from weightd.client.ctl.text import WIDTH, count, duration, megabytes, milliseconds, size
-from weightd.protocol.messages import GenerationStatus, ModelStatus, ProcessStatus, StatusResponse
+from weightd.client.ctl.text import WIDTH, binary, count, duration, megabytes, milliseconds, size
+from weightd.protocol.messages import GenerationStatus, MemoryLimit, ModelStatus, ProcessStatus, StatusResponse
 
 MB = 1_000_000
+GIB = 2**30
 
 HOLDER = ProcessStatus("digits.3.holder", "holder", "holding", 100, 0, 0, None, None, 200 * MB, 0)
 WORKERS = tuple(
@@ -114,6 +115,32 @@ def test_it_fits_into_100_columns_with_large_numbers() -> None:
     assert max(map(len, lines(replace(DIGITS, generations=(generation,))))) <= WIDTH
 
 
+@pytest.mark.parametrize(
+    ("memory", "line"),
+    [
+        (
+            MemoryLimit(1_288_490_189, 4 * GIB, 3 * GIB + GIB // 2, 2, 0.3),
+            "1.20 GiB of 4.00 GiB (high 3.50 GiB), pressure 0.3 %, 2 processes killed for memory",
+        ),
+        (MemoryLimit(GIB, 4 * GIB), "1.00 GiB of 4.00 GiB"),
+        (MemoryLimit(GIB // 2, None, GIB, 0, 0.0), "512.0 MiB (high 1.00 GiB), pressure 0 %"),
+        (MemoryLimit(GIB, 2 * GIB, 2 * GIB), "1.00 GiB of 2.00 GiB"),
+        (MemoryLimit(GIB, None, None, 0, 12.34), "1.00 GiB, pressure 12.34 %"),
+        (MemoryLimit(GIB, None, None, 1), "1.00 GiB, 1 process killed for memory"),
+    ],
+)
+def test_the_last_line_is_what_the_kernel_lets_it_take(memory: MemoryLimit, line: str) -> None:
+    whole = replace(response(DIGITS), memory=memory)
+    assert render(whole, pss_total(whole)).splitlines() == [*lines(DIGITS), f"memory of its control group: {line}"]
+    assert as_json(whole, 0)["memory"]["usage_bytes"] == memory.usage_bytes
+
+
+@pytest.mark.parametrize("memory", [None, MemoryLimit(GIB), MemoryLimit(GIB, None, None, 0, 0.0)])
+def test_without_limit_and_pressure_there_is_no_such_line(memory: Optional[MemoryLimit]) -> None:
+    whole = replace(response(DIGITS), memory=memory)
+    assert render(whole, pss_total(whole)).splitlines() == lines(DIGITS)
+
+
 def test_foreign_text_cannot_play_tricks_on_the_terminal() -> None:
     evil = replace(FAILED.generations[0], cause="\x1b[2Jgone\r\nsecond line \x07")
     text = "\n".join(lines(replace(FAILED, name="m\x1b]0;", generations=(evil,))))
@@ -149,6 +176,12 @@ def test_json_holds_the_whole_answer_and_the_sum() -> None:
 def test_units() -> None:
     assert [megabytes(None), megabytes(0), megabytes(1_234_560_000)] == ["-", "0.0", "1,234.6"]
     assert [milliseconds(None), milliseconds(0.4), milliseconds(1_500_000.0)] == ["-", "0.00", "1,500.00"]
+    assert [binary(1), binary(2**30 - 1), binary(2**30), binary(2**40)] == [
+        "0.0 MiB",
+        "1024.0 MiB",
+        "1.00 GiB",
+        "1024.00 GiB",
+    ]
     assert [size(1), size(192 * MB), size(5_200 * MB)] == ["0.0 MB", "192.0 MB", "5.20 GB"]
     assert [duration(0.9), duration(61), duration(3600), duration(90061)] == [
         "0 s",

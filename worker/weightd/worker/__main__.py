@@ -17,6 +17,7 @@ import zmq
 from weightd.protocol import limits
 from weightd.protocol.errors import WeightdError
 from weightd.protocol.modelfile import ModelFileError, digest
+from weightd.protocol.oom import ABOVE_DAEMON, go_before_the_daemon
 from weightd.protocol.parent import die_with
 from weightd.protocol.wire import clip, encode
 from weightd.protocol.worker_messages import Broken
@@ -36,6 +37,7 @@ def main() -> int:
     """Run one child until the daemon stops it; return its exit status."""
     arguments = _parser().parse_args()
     die_with(arguments.parent)
+    go_before_the_daemon(arguments.role)
     # Ctrl-C in a terminal reaches the whole process group; who stops when is the daemon's decision.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # A crash, and the SIGABRT of a daemon that has waited too long, leave the stacks of all threads in the log.
@@ -105,6 +107,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--address", required=True, help="the daemon's socket for its children")
     parser.add_argument("--name", required=True, help="this process's name and routing id")
     parser.add_argument("--parent", required=True, type=int, help="pid of the process that starts it")
+    parser.add_argument("--role", choices=sorted(ABOVE_DAEMON), default="worker", help="what the daemon has it for")
     parser.add_argument("--engine", required=True, choices=sorted(ENGINES), help="the library that runs the model")
     parser.add_argument("--model", required=True, help="path of the model's snapshot")
     parser.add_argument("--store", required=True, help="path where the holder may write its page store")

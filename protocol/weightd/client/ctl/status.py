@@ -8,10 +8,17 @@ import json
 from typing import Any, Dict, Iterator, List
 
 from weightd.client.ctl import exits
-from weightd.client.ctl.text import clean, count, duration, megabytes, milliseconds, paragraph, size, table
+from weightd.client.ctl.text import binary, clean, count, duration, megabytes, milliseconds, paragraph, size, table
 from weightd.client.ctl.verb import Connect, NotReached, Verb
 from weightd.protocol.errors import DeadlineExceeded, NotFound, Unavailable
-from weightd.protocol.messages import DeviceStatus, GenerationStatus, ModelStatus, ProcessStatus, StatusResponse
+from weightd.protocol.messages import (
+    DeviceStatus,
+    GenerationStatus,
+    MemoryLimit,
+    ModelStatus,
+    ProcessStatus,
+    StatusResponse,
+)
 
 _DESCRIPTION = """\
 Shows each model with its generations (one weight copy each) and their processes.
@@ -20,6 +27,11 @@ Latencies are the daemon's, from a request's arrival to its answer, over the las
 a process's proportional set size: its own memory, and its share of what it shares with others;
 so the PSS of all processes adds up to what the service takes. SHARED is how much of a worker's
 weights is memory that it has in common with the others. MB is 10^6 bytes.
+
+Where the daemon's control group (cgroup) is limited or under pressure, the last line shows what it
+takes, cached files included, of what it and those above it may take. Beyond "high" the kernel slows
+the processes down, beyond the limit it kills one. Pressure is the share of the last 10 s in which
+some process waited for memory. MiB is 2^20 bytes, as in MemoryMax= of systemd.
 
 --json prints one object: the daemon's answer, and pss_total_bytes, the memory of the whole service.
 
@@ -100,6 +112,8 @@ def render(response: StatusResponse, total: int) -> str:
     if response.dropped:
         lines.append(f"{response.dropped:,} answers dropped: their clients were gone, or did not read")
     lines.append(f"memory of the service: {size(total)} PSS, of which the daemon {size(response.pss_bytes)}")
+    if response.memory is not None:
+        lines += _limit(response.memory)
     return "\n".join(lines)
 
 
@@ -142,6 +156,23 @@ def _device(device: DeviceStatus) -> Iterator[str]:
     if device.free_bytes is not None:
         yield f"  {size(device.free_bytes)} were free when the last process had loaded"
     yield ""
+
+
+def _limit(memory: MemoryLimit) -> Iterator[str]:
+    """The line about the control group; none where nothing limits it and nothing has happened."""
+    limit, high, kills, pressure = memory.limit_bytes, memory.high_bytes, memory.oom_kills, memory.pressure_percent
+    if limit is None and high is None and not kills and not pressure:
+        return
+    text = binary(memory.usage_bytes)
+    if limit is not None:
+        text += f" of {binary(limit)}"
+    if high is not None and (limit is None or high < limit):
+        text += f" (high {binary(high)})"
+    if pressure is not None:
+        text += f", pressure {pressure:g} %"
+    if kills:
+        text += f", {kills:,} {'process' if kills == 1 else 'processes'} killed for memory"
+    yield f"memory of its control group: {text}"
 
 
 def _row(process: ProcessStatus, prefix: str) -> List[str]:

@@ -20,6 +20,11 @@ def size(size: int) -> str:
     return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
 
 
+def binary(size: int) -> str:
+    """Return a size in the units in which limits of memory are set."""
+    return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"
+
+
 def milliseconds(microseconds: Optional[float]) -> str:
     """Return a time for a column headed ms."""
     return _NONE if microseconds is None else f"{microseconds / 1000:,.2f}"

@@ -1,0 +1,80 @@
+"""The daemon's log on stderr: an event is one line, in the form that who reads it takes."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Mapping
+from types import TracebackType
+
+_log = logging.getLogger("weightd")
+
+_STDERR = 2
+
+# Levels, from the most severe, and the priorities of syslog that they are: see sd-daemon(3).
+_PRIORITIES = ((logging.ERROR, 3), (logging.WARNING, 4), (logging.INFO, 6))
+_DEBUG = 7
+
+
+def set_up(level: int) -> None:
+    """Log to stderr, from this level on."""
+    handler = logging.StreamHandler(sys.stderr)
+    if to_journal(os.environ, _STDERR):
+        handler.setFormatter(JournalFormatter())
+        sys.excepthook = _crashed
+    else:
+        handler.setFormatter(LineFormatter("%(asctime)s %(levelname)-7s %(message)s"))
+    logging.basicConfig(level=level, handlers=[handler])
+
+
+def complain(text: str) -> None:
+    """Say on stderr why the command ends, or what it has found."""
+    line = f"weightd: {text}"
+    print(prefixed(flat(line), logging.ERROR) if to_journal(os.environ, _STDERR) else line, file=sys.stderr)
+
+
+def to_journal(environment: Mapping[str, str], descriptor: int) -> bool:
+    """Return whether systemd has connected the descriptor to the journal.
+
+    The variable alone does not tell: it is inherited by processes whose output goes elsewhere.
+    """
+    try:
+        status = os.fstat(descriptor)
+    except OSError:
+        return False
+    return environment.get("JOURNAL_STREAM") == f"{status.st_dev}:{status.st_ino}"
+
+
+def flat(text: str) -> str:
+    """Return foreign text on one line, and without what could play tricks on a terminal."""
+    lines = (line.strip() for line in text.replace("\t", " ").splitlines())
+    return "".join(each if each.isprintable() else repr(each)[1:-1] for each in " | ".join(filter(None, lines)))
+
+
+def prefixed(text: str, level: int) -> str:
+    """Return the text with the priority in front of each line, by which the journal knows it."""
+    priority = next((priority for least, priority in _PRIORITIES if level >= least), _DEBUG)
+    return "\n".join(f"<{priority}>{line}" for line in text.split("\n"))
+
+
+class LineFormatter(logging.Formatter):
+    """An event is one line, whatever was said by others in it; only a traceback follows on lines of its own."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: D102, N802 - the name is logging's
+        return flat(super().formatMessage(record))
+
+
+class JournalFormatter(LineFormatter):
+    """As the journal takes it: time and level are fields there and not part of the text."""
+
+    def __init__(self) -> None:
+        super().__init__("%(message)s")
+
+    def format(self, record: logging.LogRecord) -> str:  # noqa: D102
+        return prefixed(super().format(record), record.levelno)
+
+
+def _crashed(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Log what nobody has caught: Python would print it without a priority."""
+    _log.critical("weightd fails", exc_info=(kind, error, trace))

@@ -1,0 +1,143 @@
+"""What an operator, and the journal, read on stderr."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from weightd.daemon.logs import JournalFormatter, LineFormatter, flat, prefixed, to_journal
+
+PLAIN = LineFormatter("%(asctime)s %(levelname)-7s %(message)s")
+ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+
+
+def record(level: int, text: str, *arguments: object, error: BaseException | None = None) -> logging.LogRecord:
+    trace = (type(error), error, error.__traceback__) if error is not None else None
+    return logging.LogRecord("weightd", level, __file__, 1, text, arguments, trace)
+
+
+# --- a line -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("m.1: serving", "m.1: serving"),
+        ("INFO    two  blanks", "INFO    two  blanks"),
+        ("first\nsecond", "first | second"),
+        ("\n first \r\n\n\t second\x0b\u2028third \n", "first | second | third"),
+        ("a\tb", "a b"),
+        ("\x1b[2J\x07\xa0\udcff", "\\x1b[2J\\x07\\xa0\\udcff"),
+        ("größe 模型", "größe 模型"),
+        ("", ""),
+        ("\n", ""),
+    ],
+)
+def test_foreign_text_is_one_line_without_tricks(text: str, line: str) -> None:
+    assert flat(text) == line
+
+
+def test_who_asks_cannot_forge_an_event() -> None:
+    forged = record(logging.WARNING, "request %s is in quarantine", "7\n2026-01-01 00:00:00,000 ERROR   all is lost")
+    assert re.fullmatch(
+        r"[-0-9]{10} [:,0-9]{12} WARNING request 7 \| 2026-01-01 00:00:00,000 ERROR   all is lost is in quarantine",
+        PLAIN.format(forged),
+    )
+
+
+def test_the_present_form() -> None:
+    assert re.fullmatch(r"[-0-9]{10} [:,0-9]{12} INFO    m: 2 x", PLAIN.format(record(logging.INFO, "m: %d x", 2)))
+
+
+# --- the journal ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("level", "priority"),
+    [
+        (logging.CRITICAL, 3),
+        (logging.ERROR, 3),
+        (logging.WARNING, 4),
+        (logging.INFO, 6),
+        (logging.DEBUG, 7),
+        (logging.INFO + 5, 6),
+        (1, 7),
+    ],
+)
+def test_a_level_is_a_priority_and_the_time_is_the_journal_s(level: int, priority: int) -> None:
+    assert JournalFormatter().format(record(level, "%s\n%s", "a", "b")) == f"<{priority}>a | b"
+
+
+def test_each_line_of_a_traceback_has_the_priority() -> None:
+    try:
+        raise OSError("first\nsecond")
+    except OSError as error:
+        lines = JournalFormatter().format(record(logging.ERROR, "it fails", error=error)).split("\n")
+    assert lines[:2] == ["<3>it fails", "<3>Traceback (most recent call last):"]
+    assert lines[-2:] == ["<3>OSError: first", "<3>second"]
+    assert all(line.startswith("<3>") for line in lines)
+
+
+def test_an_empty_line_has_it_too() -> None:
+    assert prefixed("a\n\nb", logging.INFO) == "<6>a\n<6>\n<6>b"
+
+
+def test_only_the_descriptor_that_the_variable_means_is_the_journal(tmp_path: Path) -> None:
+    with (tmp_path / "a").open("w") as file:
+        status = os.fstat(file.fileno())
+        meant = f"{status.st_dev}:{status.st_ino}"
+        assert to_journal({"JOURNAL_STREAM": meant}, file.fileno())
+        for other in ("", "x", meant + "1", f"{status.st_dev}:", f"{status.st_ino}:{status.st_dev}", f" {meant}"):
+            assert not to_journal({"JOURNAL_STREAM": other}, file.fileno())
+        assert not to_journal({}, file.fileno())
+        closed = file.fileno()
+    assert not to_journal({"JOURNAL_STREAM": meant}, closed)
+
+
+# --- the command --------------------------------------------------------------------------------------------------
+
+
+def stderr_of(program: list[str], log: Path, *, journal: bool) -> str:
+    """What a program writes to a stderr that is, or is not, said to be the journal."""
+    with log.open("w") as file:
+        status = os.fstat(file.fileno())
+        stream = f"{status.st_dev}:{status.st_ino}" if journal else "1:1"
+        subprocess.run(program, stderr=file, env={**ENVIRONMENT, "JOURNAL_STREAM": stream}, timeout=60, check=False)
+    return log.read_text()
+
+
+@pytest.mark.parametrize(("journal", "prefix"), [(True, "<3>"), (False, "")])
+def test_the_command_says_why_it_ends(tmp_path: Path, journal: bool, prefix: str) -> None:
+    path = tmp_path / "missing.toml"
+    text = stderr_of([sys.executable, "-m", "weightd.daemon", "serve", str(path)], tmp_path / "log", journal=journal)
+    assert re.fullmatch(rf"{prefix}weightd: {re.escape(str(path))}: .*\n", text)
+
+
+PROGRAM = """
+import logging
+from weightd.daemon import logs
+logs.set_up(logging.INFO)
+logging.getLogger("weightd").info("serving")
+logging.getLogger("weightd").debug("unseen")
+raise RuntimeError("nobody\\ncatches this")
+"""
+
+
+def test_the_journal_gets_events_and_a_crash_with_their_priorities(tmp_path: Path) -> None:
+    lines = stderr_of([sys.executable, "-c", PROGRAM], tmp_path / "log", journal=True).splitlines()
+    assert lines[:3] == ["<6>serving", "<3>weightd fails", "<3>Traceback (most recent call last):"]
+    assert lines[-2:] == ["<3>RuntimeError: nobody", "<3>catches this"]
+    assert all(line.startswith("<3>") for line in lines[1:])
+
+
+def test_elsewhere_all_is_as_ever(tmp_path: Path) -> None:
+    lines = stderr_of([sys.executable, "-c", PROGRAM], tmp_path / "log", journal=False).splitlines()
+    assert re.fullmatch(r"[-0-9]{10} [:,0-9]{12} INFO    serving", lines[0])
+    assert lines[1] == "Traceback (most recent call last):"
+    assert lines[-2:] == ["RuntimeError: nobody", "catches this"]
