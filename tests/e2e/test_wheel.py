@@ -111,6 +111,20 @@ def test_every_module_for_old_interpreters_can_be_imported_there_and_needs_no_en
         assert run(python, installed, "-c", _IMPORT, str(installed)) == "Client False False\n"
 
 
+def test_it_brings_the_units_and_installs_them(installed: Path, tmp_path: Path) -> None:
+    where = run(sys.executable, installed, "-c", "from weightd.client.ctl.install.plan import source; print(source())")
+    assert where.startswith(str(installed))
+    run(sys.executable, installed, "-m", "weightd.client.ctl", "install-units", "--prefix", str(tmp_path))
+    units = {path.name for path in (mindir.REPOSITORY / "systemd").iterdir() if path.is_file()}
+    assert "weightd.service" in units
+    assert {path.name for path in (tmp_path / "etc/systemd/system").iterdir()} == units
+    assert {path.name for path in (tmp_path / "usr/local/share/man").glob("*/*")} == {
+        "weightctl.1",
+        "weightd.toml.5",
+        "weightd.8",
+    }
+
+
 def test_the_daemon_runs_from_it(installed: Path) -> None:
     assert run(sys.executable, installed, "-m", "weightd.daemon", "--version") == f"weightd {VERSION}\n"
     said = run(sys.executable, installed, "-c", "import weightd.daemon; print(weightd.daemon.__file__)")

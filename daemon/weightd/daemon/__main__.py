@@ -37,7 +37,7 @@ Talk to a running daemon with weightctl."""
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; return its exit status."""
-    options = _parser().parse_args(arguments)
+    options = parser().parse_args(arguments)
     logs.set_up(logging.DEBUG if options.verbose else logging.INFO)
     try:
         status: int = options.run(options)
@@ -106,7 +106,8 @@ def _check(options: argparse.Namespace) -> int:
     return exits.OK
 
 
-def _parser() -> argparse.ArgumentParser:
+def parser() -> argparse.ArgumentParser:
+    """Return what reads the command line."""
     parser = argparse.ArgumentParser(
         prog="weightd", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -118,11 +119,12 @@ def _parser() -> argparse.ArgumentParser:
         "serve",
         help="serve the models of a configuration file",
         description=(
-            "Serves until SIGTERM or SIGINT: then it finishes what it has accepted, and leaves no process and no file. "
-            "A second signal kills at once. SIGHUP reads the configuration again: new models load, changed ones are "
+            "Serves until SIGTERM or SIGINT: then it finishes what it has accepted, and leaves no process and no "
+            "file, unless a service manager is to restart it: then its processes wait for the next one. A second "
+            "signal waits for no request. SIGHUP reads the configuration again: new models load, changed ones are "
             "loaded beside what serves and take over, removed ones finish and leave; a file that is wrong changes "
-            "nothing. Exit status: 0 clean, 1 a model could not be served, 2 a process ended that was not asked to, "
-            "73 a socket or directory cannot be had, 78 the configuration is wrong."
+            "nothing. Exit status: 0 clean, 1 a model could not be served, 2 a process ended that was not asked "
+            "to, 73 a socket or directory cannot be had, 78 the configuration is wrong."
         ),
     )
     serve.add_argument(
@@ -130,7 +132,7 @@ def _parser() -> argparse.ArgumentParser:
         type=Path,
         nargs="?",
         metavar="CONFIG",
-        help="a TOML file, see README (default: weightd.toml in CONFIGURATION_DIRECTORY, or in /etc/weightd)",
+        help="a TOML file, see weightd.toml(5) (default: weightd.toml in CONFIGURATION_DIRECTORY, or in /etc/weightd)",
     )
     serve.set_defaults(run=_serve)
 

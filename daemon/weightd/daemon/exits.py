@@ -2,8 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 OK = 0
 MODEL_FAILED = 1  # it ran, but a model could not be served
 PROCESS_DIED = 2  # it served, and stopped when it was told to; but a process ended before that was not asked to
 CANNOT_CREATE = 73  # EX_CANTCREAT: a socket or a directory cannot be had, or another daemon has it
 CONFIG = 78  # EX_CONFIG: the configuration is wrong; starting again would end the same
+
+# For the manual; the comments above are for who returns them.
+MEANINGS: Mapping[int, str] = {
+    OK: "It did what it was asked to, and stopped when it was told to.",
+    MODEL_FAILED: "It ran, but a model could not be served; `doctor`: a check has failed.",
+    PROCESS_DIED: (
+        "It served and stopped when it was told to, but a process had ended that nobody had asked to. A wrong command "
+        "line ends so, too."
+    ),
+    CANNOT_CREATE: "A socket or a directory cannot be had, or another daemon has it.",
+    CONFIG: "The configuration is wrong; the text names file, key and what was expected.",
+}

@@ -12,6 +12,7 @@ from typing import Dict, List, NoReturn, Optional
 from weightd.client.address import default_address
 from weightd.client.client import DEFAULT_TIMEOUT_S, Client
 from weightd.client.ctl import exits, health, predict, reload, status, update
+from weightd.client.ctl.install import verb as install
 from weightd.client.ctl.text import clean
 from weightd.client.ctl.verb import Ended, NotReached, Verb
 from weightd.protocol import limits
@@ -28,6 +29,7 @@ VERBS: Dict[str, Verb] = {
     "update": update.VERB,
     "update-weights": update.WEIGHTS_VERB,
     "reload": reload.VERB,
+    "install-units": install.VERB,
 }
 
 _MAX_TIMEOUT_S = limits.MAX_TIMEOUT_US / 1e6
@@ -41,7 +43,7 @@ def main(arguments: Optional[List[str]] = None) -> int:
             stream.reconfigure(errors="backslashreplace")
     try:
         try:
-            return _run(_parser().parse_args(arguments))
+            return _run(parser().parse_args(arguments))
         finally:
             if hasattr(sys.stdout, "flush"):  # it is None where the caller has closed it
                 sys.stdout.flush()
@@ -98,7 +100,8 @@ class _Parser(argparse.ArgumentParser):
         self.exit(exits.USAGE, f"{self.prog}: {message}\n")
 
 
-def _parser() -> argparse.ArgumentParser:
+def parser() -> argparse.ArgumentParser:
+    """Return what reads the command line."""
     parser = _Parser(
         prog="weightctl",
         description="Asks a running weightd.",
@@ -116,7 +119,7 @@ def _parser() -> argparse.ArgumentParser:
         # Common options may stand before the verb or after it; the later one counts.
         _add_common(sub, socket=argparse.SUPPRESS, timeout=argparse.SUPPRESS, json=argparse.SUPPRESS)
         verb.add_arguments(sub)
-        sub.set_defaults(verb=verb, fail=sub.error)
+        sub.set_defaults(verb=verb, fail=sub.error, parser=parser)
     return parser
 
 

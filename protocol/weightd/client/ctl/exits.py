@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Mapping
+
 OK = 0
 ERROR = 1  # the request ended in an error; status: a model has failed
 USAGE = 64  # EX_USAGE: the command line is wrong
@@ -19,3 +21,18 @@ Exit status: 0 good, 1 the request ended in an error or a model has failed, 64 w
 66 an input file cannot be used, 69 the daemon cannot be reached, 74 the output cannot be written,
 75 a model does not serve yet, 76 the daemon speaks another protocol version, 77 permission denied,
 130 Ctrl-C."""
+
+# For the manual; the comments above are for who returns them.
+MEANINGS: Mapping[int, str] = {
+    OK: "Good: as the command says.",
+    ERROR: "The request ended in an error; `status`: a model has failed; `install-units`: a file was left alone.",
+    USAGE: "The command line is wrong.",
+    NO_INPUT: "An input file is missing, or is not what it should be.",
+    UNAVAILABLE: "The daemon cannot be reached, or does not answer; `install-units`: there is no weightd to install.",
+    CANNOT_WRITE: "The output cannot be written.",
+    NOT_YET: "A model does not serve, and has not failed either; `health`: it is not ready.",
+    PROTOCOL: "The daemon speaks another version of the protocol.",
+    NO_PERMISSION: "This user may not connect, or may not write there.",
+    INTERRUPTED: "Ctrl-C.",
+    BROKEN_PIPE: "Nobody reads the output any more.",
+}

@@ -1,0 +1,101 @@
+"""weightd.toml(5), and a file to begin with: each key of the configuration, its default and its meaning."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from weightd.daemon.config import DaemonConfig, DeviceConfig, ModelConfig
+from weightd.daemon.engine_options import MindSporeLiteOptions
+from weightd.daemon.manual.reference import Key, keys
+from weightd.protocol.manual.roff import Page, bold, italic
+from weightd.protocol.version import VERSION
+
+# As they stand in the file, in the order in which one writes them.
+TABLES: Mapping[str, type[Any]] = {
+    "daemon": DaemonConfig,
+    "models.NAME": ModelConfig,
+    "models.NAME.mindspore_lite": MindSporeLiteOptions,
+    'devices."ascend:N"': DeviceConfig,
+}
+
+_MEANINGS: Mapping[str, str] = {
+    "daemon": "The daemon itself. The table may be left out.",
+    "models.NAME": (
+        "A model; at least one is needed. Clients ask for it as NAME: 1 to 64 ASCII letters, digits, `_`, `.` and "
+        "`-`, the last two not first."
+    ),
+    "models.NAME.mindspore_lite": "More for a model that MindSpore Lite runs. The table may be left out.",
+    'devices."ascend:N"': "What of a card weightd may take. The table may be left out.",
+}
+
+_DESCRIPTION = """\
+The file that `weightd serve` reads, in TOML. Every key but `path` of a model has a default. A key that is unknown, or a
+value that a key does not take, is refused with its name and what was expected, and `weightd check` says so without
+starting anything. Paths are absolute, or relative to the directory of this file.
+
+`weightctl reload`, or SIGHUP, has the file read again: models come, change and go without an interruption. The table
+`[daemon]` takes a restart, `drain_timeout` excepted."""
+
+_EXAMPLE = """\
+[models.resnet50]
+path = "/srv/models/resnet50.onnx"
+workers = 4
+
+[models.unet]
+path = "/srv/models/unet.mindir"
+python = "/opt/mslite/bin/python"
+workers = 8
+"""
+
+_FIRST = """\
+# The configuration of weightd, see weightd.toml(5); `weightd check FILE` says what is wrong with it.
+# What is commented out shows the default, or where there is none that could be written down, what may stand there.
+# Only `path` is needed.
+"""
+
+
+def page() -> str:
+    """Return weightd.toml(5)."""
+    page = Page("weightd.toml", 5, VERSION, "the configuration of weightd")
+    page.heading("DESCRIPTION")
+    page.text(_DESCRIPTION)
+    for table, cls in TABLES.items():
+        page.heading(f"[{table}]")
+        page.text(_MEANINGS[table])
+        for key in keys(cls):
+            page.entry(f"{bold(key.name)} ({italic(_kind(key))})", key.meaning)
+    page.heading("FILES")
+    page.entry(bold("/etc/weightd/weightd.toml"), "What `weightd serve` reads where it is given no other file.")
+    page.heading("EXAMPLE")
+    page.code(_EXAMPLE)
+    page.see_also([("weightd", 8), ("weightctl", 1)])
+    return page.source()
+
+
+def _kind(key: Key) -> str:
+    kind = key.kind.replace("one of , ", "one of ")
+    if key.required:
+        return f"{kind}; required"
+    # Where a default is empty, or none, the text says what that means.
+    return f"{kind}; default {key.default}" if key.default.strip('"') else kind
+
+
+def example() -> str:
+    """Return a configuration with one model, and each other key as a comment."""
+    lines = [_FIRST]
+    for table, cls in TABLES.items():
+        named = table.replace("NAME", "resnet50").replace("ascend:N", "ascend:0")
+        needed = any(key.required for key in keys(cls))
+        lines.append(f"[{named}]" if needed or table == "daemon" else f"# [{named}]")
+        lines += [line for key in keys(cls) for line in _lines(key)]
+    return "\n".join(lines)
+
+
+def _lines(key: Key) -> Iterator[str]:
+    yield from textwrap.wrap(" ".join(key.meaning.split()), 116, initial_indent="# ", subsequent_indent="# ")
+    if key.required:
+        yield f'{key.name} = "/srv/models/resnet50.onnx"\n'
+    else:
+        yield f"# {key.name} = {key.default or 0}\n"

@@ -1,0 +1,78 @@
+"""weightd(8): what `--help` says, and what stands in no help."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from weightd.daemon import exits
+from weightd.daemon.__main__ import parser
+from weightd.protocol.manual import commands, completion
+from weightd.protocol.manual.page import describe, table
+from weightd.protocol.manual.roff import Page
+from weightd.protocol.version import VERSION
+
+# What the shell offers for a metavar.
+_KINDS: Mapping[str, str] = {
+    "CONFIG": completion.FILE,
+    "MODEL": completion.FILE,
+    "FILE": completion.FILE,
+    "FILE.mindir": completion.FILE,
+    "DIR": completion.DIRECTORY,
+}
+
+SIGNALS: Mapping[str, str] = {
+    "SIGTERM, SIGINT": (
+        "Stop: nothing new is accepted, and what was accepted is finished within `drain_timeout`. A second one waits "
+        "for no request. When the service is stopped, every process ends, and no file is left; when it is restarted, "
+        "workers and holders live on, and the next daemon goes on with them."
+    ),
+    "SIGHUP": "Read the configuration file again, as `weightctl reload` does. A file that is wrong changes nothing.",
+}
+
+ENVIRONMENT: Mapping[str, str] = {
+    "WEIGHTD_SOCKET": "`weightd run`: where clients connect, unless --socket says so.",
+    "RUNTIME_DIRECTORY": "From systemd: the default of `runtime_dir`, where the sockets are.",
+    "CACHE_DIRECTORY": "From systemd: the default of `cache_dir`, where snapshots and page stores are.",
+    "CONFIGURATION_DIRECTORY": "From systemd: where `weightd serve` looks for weightd.toml if it is given no file.",
+    "NOTIFY_SOCKET": "From systemd: where it is told that the required models serve, of a reload, and of the end.",
+    "WATCHDOG_USEC": (
+        "From systemd: how often it wants to hear that the daemon goes on. It is told so only while each required "
+        "model has a worker that makes progress."
+    ),
+    "LISTEN_FDS": (
+        "From systemd: how many descriptors it passes, with LISTEN_PID and LISTEN_FDNAMES: the sockets on which "
+        "clients connect (socket activation), and what leads to the processes of the daemon before this one."
+    ),
+    "JOURNAL_STREAM": "From systemd: stderr is the journal, so each line of the log begins with its priority.",
+    "XDG_RUNTIME_DIR": "Without systemd and not as root: `runtime_dir` is weightd in it by default.",
+    "XDG_CACHE_HOME": "Without systemd and not as root: `cache_dir` is weightd in it by default.",
+    "ASCEND_RT_VISIBLE_DEVICES": "Which cards the processes see. CANN reads it, and `weightd doctor`.",
+}
+
+FILES: Mapping[str, str] = {
+    "/etc/weightd/weightd.toml": "The configuration, see weightd.toml(5).",
+    "/run/weightd/weightd.sock": "Where clients connect; the group that may is the service's to set.",
+    "/run/weightd/weightd.sock.lock": "The lock of the daemon on that socket; it holds the daemon's pid.",
+    "/var/cache/weightd": (
+        "Snapshots of the models, page stores and logs of the processes, below a directory named after the socket. "
+        "Nothing in it has to be kept: a daemon that starts makes it anew."
+    ),
+}
+
+
+def page() -> str:
+    """Return weightd(8)."""
+    page = Page("weightd", 8, VERSION, "serve models from many processes that hold one copy of the weights")
+    describe(page, commands.read(parser()))
+    page.heading("EXIT STATUS")
+    table(page, ([str(status), meaning] for status, meaning in exits.MEANINGS.items()))
+    for heading, rows in (("SIGNALS", SIGNALS), ("ENVIRONMENT", ENVIRONMENT), ("FILES", FILES)):
+        page.heading(heading)
+        table(page, ([term, meaning] for term, meaning in rows.items()))
+    page.see_also([("weightctl", 1), ("weightd.toml", 5), ("systemctl", 1), ("journalctl", 1)])
+    return page.source()
+
+
+def bash() -> str:
+    """Return the completion of weightd for bash."""
+    return completion.bash(commands.read(parser()), _KINDS)

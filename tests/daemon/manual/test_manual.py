@@ -1,0 +1,160 @@
+"""The manual has all that --help and the configuration have, and what the daemon reads besides."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from weightd.daemon import config, exits
+from weightd.daemon.__main__ import parser
+from weightd.daemon.manual import configuration, program
+from weightd.daemon.manual.reference import keys
+from weightd.protocol.manual.commands import read
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+SOURCES = Path(__file__).resolve().parents[3]
+WEIGHTD = program.page().replace("\\-", "-")
+TOML = configuration.page().replace("\\-", "-").replace("\\(ti", "~")
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("manual") / "new"
+    subprocess.run([sys.executable, "-m", "weightd.daemon.manual", str(directory)], check=True, timeout=60)
+    return directory
+
+
+def test_the_command_writes_what_the_functions_return(written: Path) -> None:
+    files = {str(path.relative_to(written)): path.read_text("utf-8") for path in written.glob("*/*")}
+    assert files == {
+        "man/weightd.8": program.page(),
+        "man/weightd.toml.5": configuration.page(),
+        "completions/weightd": program.bash(),
+        "examples/weightd.toml": configuration.example(),
+    }
+
+
+@pytest.mark.parametrize("name", ["weightd.8", "weightd.toml.5"])
+def test_roff_has_nothing_to_warn_of(written: Path, name: str) -> None:
+    if shutil.which("groff") is None:
+        pytest.skip("groff is not installed")
+    command = ["groff", "-k", "-ww", "-man", "-Tutf8", "-z", str(written / "man" / name)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stderr == ""
+
+
+# --- weightd(8) -----------------------------------------------------------------------------------------------------
+
+
+def test_each_command_is_there_with_its_arguments() -> None:
+    for command in read(parser()).commands:
+        part = WEIGHTD.partition(f'.SS "{command.name}"\n')[2].partition("\n.S")[0]
+        for argument in [*command.options[1:], *command.positionals]:
+            for word in argument.flags or (argument.metavar,):
+                assert f"{word}\\fR" in part
+            assert argument.help in part
+
+
+def test_each_exit_status_is_there() -> None:
+    statuses = {value for name, value in vars(exits).items() if name.isupper() and isinstance(value, int)}
+    assert {*exits.MEANINGS} == statuses
+    part = WEIGHTD.partition('.SH "EXIT STATUS"')[2].partition(".SH")[0]
+    assert {int(number) for number in re.findall(r"\\fB(\d+)\\fR", part)} == statuses
+
+
+def test_each_variable_that_is_read_is_there() -> None:
+    files = [*SOURCES.glob("daemon/**/*.py"), SOURCES / "protocol/weightd/protocol/paths.py"]
+    read_there = {
+        name
+        for path in files
+        for name in re.findall(
+            r"(?:environ(?:ment)?(?:\.get\(|\.pop\(|\[)|_from_systemd\(|xdg_dir\()\"([A-Z_]+)\"",
+            path.read_text("utf-8"),
+        )
+    }
+    assert {"WEIGHTD_SOCKET", "CACHE_DIRECTORY", "XDG_RUNTIME_DIR"} <= read_there
+    # Each comes with another one that is there.
+    read_there -= {"LISTEN_PID", "LISTEN_FDNAMES", "WATCHDOG_PID"}
+    assert read_there <= set(program.ENVIRONMENT)
+    assert all(f"\\fB{name}\\fR" in WEIGHTD for name in program.ENVIRONMENT)
+
+
+def test_each_command_and_option_is_completed() -> None:
+    script = program.bash()
+    for command in read(parser()).commands:
+        flags = " ".join(flag for option in command.options for flag in option.flags)
+        assert f"        ({command.name}) options='{flags}' " in script
+
+
+# --- weightd.toml(5) ------------------------------------------------------------------------------------------------
+
+
+def test_each_key_is_there_with_its_meaning() -> None:
+    for table, cls in configuration.TABLES.items():
+        heading = table.replace('"', "\\(dq")
+        part = TOML.partition(f'.SH "[{heading}]"\n')[2].partition("\n.SH")[0]
+        names = [field.name for field in dataclasses.fields(cls) if not dataclasses.is_dataclass(field.default)]
+        assert re.findall(r"^\\fB(\w+)\\fR \(", part, re.MULTILINE) == names
+        for key in keys(cls):
+            assert " ".join(key.meaning.split()) in re.sub(r"\\f[BR]", "`", part).replace("\\&", "")
+
+
+def test_no_table_is_missing() -> None:
+    tables = {config.DaemonConfig, config.ModelConfig, config.DeviceConfig}
+    inner = {
+        type(field.default)
+        for cls in tables
+        for field in dataclasses.fields(cls)
+        if dataclasses.is_dataclass(field.default)
+    }
+    assert {*configuration.TABLES.values()} == tables | inner
+
+
+def test_a_meaning_is_that_of_its_own_key() -> None:
+    first, *_, last = keys(config.DaemonConfig)
+    assert (first.name, first.meaning[:21]) == ("socket", "Where clients connect")
+    assert (last.name, last.meaning[:12]) == ("drain_timeout", "Seconds that")
+
+
+def test_a_key_tells_its_kind_and_its_default() -> None:
+    assert "\\fBpath\\fR (\\fItext, 1 to 4096 bytes; required\\fR)" in TOML
+    assert "\\fBworkers\\fR (\\fIinteger, 1 to 1024; default 1\\fR)" in TOML
+    assert '; default ["cpu"]' in TOML
+    assert "\\fBengine\\fR (\\fIone of mindspore_lite, onnxruntime\\fR)" in TOML
+    assert "\\fBspares\\fR (\\fIinteger, 0 to 1024\\fR)" in TOML
+
+
+# --- the file to begin with -----------------------------------------------------------------------------------------
+
+
+def test_the_example_is_good_and_only_names_a_model() -> None:
+    parsed = config.parse(tomllib.loads(configuration.example()), Path("/etc/weightd"))
+    assert {name: model.path for name, model in parsed.models.items()} == {"resnet50": "/srv/models/resnet50.onnx"}
+
+
+def test_each_key_of_the_example_may_be_uncommented() -> None:
+    example = configuration.example()
+    every = re.sub(r"^# (\[|\w+ = )", r"\1", example, flags=re.MULTILINE)
+    tables = tomllib.loads(every)
+    keys_there = {*tables["daemon"], *tables["models"]["resnet50"], *tables["devices"]["ascend:0"]}
+    keys_there |= {*tables["models"]["resnet50"]["mindspore_lite"]}
+    assert keys_there == {field.name for cls in configuration.TABLES.values() for field in dataclasses.fields(cls)}
+    with_all = config.parse(tables, Path("/etc/weightd"))
+    assert with_all == dataclasses.replace(
+        config.parse(tomllib.loads(example), Path("/etc/weightd")), devices=with_all.devices
+    )
+
+
+def test_the_example_of_the_page_is_good() -> None:
+    lines = TOML.partition('.SH "EXAMPLE"')[2].partition(".EX\n")[2].partition(".EE")[0]
+    assert set(config.parse(tomllib.loads(lines), Path("/")).models) == {"resnet50", "unet"}
