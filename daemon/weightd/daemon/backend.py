@@ -29,7 +29,7 @@ from weightd.daemon.files import GenerationFiles, Seal, SnapshotFiles, seal
 from weightd.daemon.generation import Generation
 from weightd.daemon.handover import ModelRecord
 from weightd.daemon.keeper.keeping import Keeping
-from weightd.daemon.keeper.link import Child
+from weightd.daemon.keeper.link import LOG, Child
 from weightd.daemon.loop import Loop
 from weightd.daemon.model import Model
 from weightd.daemon.plan import Source
@@ -113,10 +113,14 @@ class Backend:
         """Take over the children of a generation that a daemon before this one has loaded."""
         files = self.files[generation.label] = GenerationFiles(self._config.private_dir / generation.label)
         self.exported(generation)
-        if self._keeper is None or self.seal(generation) != seal:
-            self.forget(generation)
+        if self._keeper is None:
             return False
         there = {child.name: child for child in self._keeper.children()}
+        if self.seal(generation) != seal:
+            for name in generation.children.keys() & there.keys():
+                self._end_stray(self._keeper, there[name])
+            self.forget(generation)
+            return False
         for name in generation.children:
             try:
                 process = self._keeper.watch(there[name])
@@ -131,18 +135,16 @@ class Backend:
         return True
 
     def tidy(self, records: Iterable[ModelRecord]) -> None:
-        """Remove what the daemon before this one has left and nobody has taken over: processes, and their files."""
+        """Remove what the daemon before this one has left and has not recorded: processes, and their files."""
         if self._keeper is None:
             return
-        taken = {process.pid for process in self.processes.values()}
+        generations = {f"{model.name}.{each.number}": each for model in records for each in model.generations}
+        known = {child.name for each in generations.values() for child in each.children}
         for child in self._keeper.children():
-            if child.pid not in taken:
-                with contextlib.suppress(OSError):
-                    process = self._keeper.watch(child)
-                    processes.kill(process)
-                    self._watch(f"{child.name} ({child.pid})", process, functools.partial(self._on_stray, child))
+            if child.name not in known:
+                self._end_stray(self._keeper, child)
         snapshots = (f"{model.name}.v{source.number}.snapshot" for model in records for source in model.sources)
-        used = {self._keeper.handover.name, *self.files, *snapshots}
+        used = {self._keeper.handover.name, LOG, *generations, *snapshots}
         for path in self._config.private_dir.iterdir():
             if path.name not in used:
                 shutil.rmtree(path, ignore_errors=True)
@@ -302,6 +304,12 @@ class Backend:
         if _MISSING_MODULE.search(words):
             words += f"; install weightd there: {model.config.python} -m pip install weightd"
         model.exited(name, f"{how}: {words}" if words else how, time.monotonic())
+
+    def _end_stray(self, keeper: Keeping, child: Child) -> None:
+        with contextlib.suppress(OSError):
+            process = keeper.watch(child)
+            processes.kill(process)
+            self._watch(f"{child.name} ({child.pid})", process, functools.partial(self._on_stray, child))
 
     def _on_stray(self, child: Child) -> None:
         self._end(f"{child.name} ({child.pid})")

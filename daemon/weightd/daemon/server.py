@@ -125,8 +125,8 @@ class Server:
         for said in handover.devices:
             device = self._devices.setdefault(said.name, Device(said.name))
             device.capacity, device.free = device.capacity or said.capacity, said.free
-        self._fleet.resume(handover.models, self._config.models, time.monotonic())
         self._backend.tidy(handover.models)
+        self._fleet.resume(handover.models, self._config.models, time.monotonic())
 
     def _make(self, name: str, config: ModelConfig, numbers: Numbers) -> Model:
         return Model(name, config, self._devices, self._backend, self._frontend, numbers)

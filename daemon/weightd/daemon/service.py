@@ -6,10 +6,15 @@ other managers (podman, s6) speak parts of it.
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import time
 from collections.abc import Mapping, MutableMapping
+
+_log = logging.getLogger("weightd")
+
+_PATIENCE_S = 2.0
 
 # sd_listen_fds(3): the first descriptor that is passed.
 _FIRST_DESCRIPTOR = 3
@@ -45,7 +50,7 @@ class Manager:
         return bool(self._address)
 
     def notify(self, *assignments: str) -> None:
-        """Tell it something, such as "READY=1"; that it does not listen is no concern of this process."""
+        """Tell it something, such as "READY=1"; that it does not listen is logged, and of no other consequence."""
         self._send("\n".join(assignments).encode(), [])
 
     def reloading(self) -> None:
@@ -68,12 +73,14 @@ class Manager:
         # "@" begins the name of an abstract socket.
         address = "\0" + self._address[1:] if self._address.startswith("@") else self._address
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sender:
-            sender.setblocking(False)
+            # Its queue is short; but a daemon that serves does not wait for a manager that hangs.
+            sender.settimeout(_PATIENCE_S)
             try:
                 sender.connect(address)
                 socket.send_fds(sender, [message], descriptors)
-            except OSError:
-                return
+            except OSError as error:
+                first, _, _ = message.decode().partition("\n")
+                _log.warning("the service manager cannot be told %s: %s", first, error)
 
 
 def _watchdog(environment: Mapping[str, str]) -> float | None:

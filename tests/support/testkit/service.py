@@ -92,6 +92,11 @@ class Service:
         if kind is not None:
             print(f"the log of weightd ends with:\n{self._tail()}", file=sys.stderr)
 
+    @property
+    def config(self) -> Path:
+        """The configuration file."""
+        return self._runtime / "weightd.toml"
+
     def client(self, timeout: float = 60.0) -> Client:
         """A client of this daemon, to be closed by the caller; for one thread."""
         return Client(self.address, timeout=timeout)
@@ -143,20 +148,20 @@ class Service:
         tables = {"daemon": {**self._directories(), **self._daemon}}
         tables.update((f"models.{name}", _model(table)) for name, table in self._models.items())
         tables.update((f'devices."{name}"', dict(table)) for name, table in self._devices.items())
-        config = self._runtime / "weightd.toml"
+        config = self.config
         config.write_text(_toml(tables), encoding="utf-8")
+        self._launch(config)
+
+    def _launch(self, config: Path) -> None:
         command = [sys.executable, "-m", "weightd.daemon", *(["--verbose"] if self._verbose else [])]
         self.begin = time.perf_counter()
-        self._process = subprocess.Popen(
-            [*command, "serve", str(config)],
-            stdin=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=self._env,
-        )
+        self._process = self._popen([*command, "serve", str(config)])
         self.pid: int = self._process.pid
         assert self._process.stderr
         self._log = _Log(self._process.stderr)
+
+    def _popen(self, command: list[str]) -> subprocess.Popen[str]:
+        return subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=self._env)
 
     def _directories(self) -> dict[str, object]:
         return {"socket": self.address, "runtime_dir": self._runtime, "cache_dir": self.cache}

@@ -21,6 +21,11 @@ from weightd.daemon.processes import Process
 
 _log = logging.getLogger("weightd")
 
+LOG = "keeper.log"
+"""In its directory: what it says if it fails."""
+
+_STDIN, _STDOUT, _STDERR = range(3)
+
 # It does nothing that takes long: to start a process, or to wait for one that has ended.
 _PATIENCE_S = 10.0
 
@@ -148,6 +153,10 @@ def start(directory: Path, *others: Path) -> Keeper:
             [sys.executable, "-I", "-S", process.__file__, str(directory), *map(str, others)],
             os.environ,
             file_actions=[
+                (os.POSIX_SPAWN_OPEN, _STDIN, os.devnull, os.O_RDONLY, 0),
+                # Not the daemon's: whoever reads that waits for its end.
+                (os.POSIX_SPAWN_OPEN, _STDOUT, str(directory / LOG), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600),
+                (os.POSIX_SPAWN_DUP2, _STDOUT, _STDERR),
                 (os.POSIX_SPAWN_DUP2, sources[0], process.LINK),
                 (os.POSIX_SPAWN_DUP2, sources[1], process.LOCK),
             ],

@@ -1,0 +1,279 @@
+"""A daemon after another one, as under systemd: what is loaded stays loaded, and whoever asks is told the truth."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from testkit.managed import ManagedService
+from weightd.client import Client, RequestError, Unavailable
+
+from .support import (
+    Bare,
+    Question,
+    Watched,
+    Zoo,
+    ask_all,
+    assert_same,
+    children_of,
+    left_behind,
+    mlp_inputs,
+    model_status,
+    ready_workers,
+    until,
+)
+
+pytestmark = pytest.mark.e2e
+
+WORKERS = 2
+
+
+@pytest.fixture(scope="module")
+def questions(engine: str, zoo: Zoo, bare: Bare) -> list[Question]:
+    return bare.questions(zoo.path("mlp", engine), mlp_inputs((1, 2, 40)))
+
+
+@pytest.fixture
+def service(engine: str, zoo: Zoo) -> Iterator[ManagedService]:
+    table = {"path": zoo.path("mlp", engine), "workers": WORKERS, "required": True, "predict_timeout": 2}
+    with ManagedService({"mlp": table}) as service:
+        service.ready()
+        yield service
+
+
+def who(service: ManagedService) -> dict[str, int]:
+    """Name and pid of each process of the generation that serves."""
+    (generation,) = model_status(service, "mlp").generations
+    return {each.name: each.pid for each in generation.processes}
+
+
+class Customers:
+    """Threads that ask all the time, and note how it ends; a wrong answer is worse than none."""
+
+    def __init__(self, address: str, questions: list[Question]) -> None:
+        self.ends: Counter[str] = Counter()
+        self.wrong: list[str] = []
+        self._stop = threading.Event()
+        self._threads = [threading.Thread(target=self._ask, args=(address, questions)) for _ in range(3)]
+
+    def __enter__(self) -> Customers:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join()
+
+    def wait_for_more(self) -> None:
+        enough = self.ends["OK"] + 30
+        until(lambda: self.ends["OK"] >= enough or self.wrong, "they are answered")
+
+    def _ask(self, address: str, questions: list[Question]) -> None:
+        while not self._stop.is_set():
+            try:
+                with Client(address, timeout=30) as client:
+                    for question in questions:
+                        assert_same(client.infer("mlp", question.inputs), question.answer)
+                        self.ends["OK"] += 1
+            except RequestError as error:
+                self.ends[error.code] += 1
+            except Exception as error:  # noqa: BLE001 - whatever it is, the test fails with it
+                self.wrong.append(f"{type(error).__name__}: {error}")
+                return
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_processes_outlive_the_daemon_and_nobody_gets_a_wrong_answer(
+    service: ManagedService, questions: list[Question], number: signal.Signals
+) -> None:
+    before = who(service)
+    with Customers(service.address, questions) as customers:
+        for _ in range(3):
+            customers.wait_for_more()
+            assert service.restart(number) == (0 if number == signal.SIGTERM else -number)
+        customers.wait_for_more()
+    assert not customers.wrong
+    assert set(customers.ends) <= {"OK", "UNAVAILABLE"}
+    service.ready()
+    assert who(service) == before
+
+
+def test_it_is_told_what_a_service_manager_wants_to_know(service: ManagedService) -> None:
+    first = service.wait_until_told("READY=1")
+    loading = [each for each in service.told[:first] if each.startswith("STATUS=")]
+    assert any("mlp: attaching" in each for each in loading), service.told
+    assert any(each.startswith("EXTEND_TIMEOUT_USEC=") for each in service.told[:first])
+    service.wait_until_told("WATCHDOG=1")
+    service.wait_until_told("STATUS=serving 1 models from 2 workers")
+    os.kill(service.pid, signal.SIGHUP)
+    reloading = service.wait_until_told("RELOADING=1", first)
+    assert service.told[reloading].startswith("MONOTONIC_USEC=")
+    service.wait_until_told("READY=1", reloading)
+    service.restart(signal.SIGTERM)
+    stopping = service.wait_until_told("STOPPING=1", reloading)
+    service.wait_until_told("READY=1", stopping)
+
+
+def test_the_end_of_the_service_ends_everything(service: ManagedService) -> None:
+    assert len(children_of(service.cache) - set(who(service).values())) == 1, "the keeper"
+    service.restart(signal.SIGKILL)
+    service.ready()
+    os.kill(service.pid, signal.SIGTERM)
+    assert service.wait() == 0
+    with Watched(children_of(service.cache)) as watched:
+        service.forget()
+        until(lambda: not watched.survivors(), "they are gone")
+    runtime = service.config.parent
+    until(
+        lambda: left_behind(runtime, service.cache) == [str(runtime / "notify"), str(runtime / "weightd.sock")], "clean"
+    )
+    service.start_again()
+    service.ready()
+    assert model_status(service, "mlp").generations[0].number == 1
+
+
+def test_who_asks_while_there_is_no_daemon_is_served_by_the_next(
+    service: ManagedService, questions: list[Question]
+) -> None:
+    os.kill(service.pid, signal.SIGTERM)
+    service.wait()
+    with Customers(service.address, questions) as customers:
+        service.start_again()
+        customers.wait_for_more()
+    assert not customers.wrong
+    assert set(customers.ends) == {"OK"}
+
+
+def test_a_worker_that_does_not_come_back_is_replaced(service: ManagedService, questions: list[Question]) -> None:
+    before = who(service)
+    hung = ready_workers(service, "mlp")[0]
+    os.kill(hung.pid, signal.SIGSTOP)
+    service.restart(signal.SIGKILL)
+    with service.client() as client:
+        ask_all(client, "mlp", questions)  # by the other one
+    until(lambda: len(ready_workers(service, "mlp")) == WORKERS and hung.name not in who(service), "it is replaced")
+    after = who(service)
+    assert {name: pid for name, pid in before.items() if name != hung.name}.items() <= after.items()
+    assert not set(after) - set(before) & set(before), "a name is used twice"
+
+
+def test_what_died_meanwhile_is_replaced(service: ManagedService, questions: list[Question]) -> None:
+    before = who(service)
+    os.kill(service.pid, signal.SIGKILL)
+    service.wait()
+    for process in before.values():
+        os.kill(process, signal.SIGKILL)
+    service.start_again()
+    with service.client() as client:
+        ask_all(client, "mlp", questions)
+    service.ready()
+    assert not set(who(service).values()) & set(before.values())
+
+
+def test_a_configuration_that_has_changed_meanwhile_rolls(service: ManagedService, questions: list[Question]) -> None:
+    text = service.config.read_text("utf-8")
+    assert f"workers = {WORKERS}" in text
+    service.config.write_text(text.replace(f"workers = {WORKERS}", "workers = 1"), "utf-8")
+    service.restart(signal.SIGTERM)
+    with service.client() as client:
+        ask_all(client, "mlp", questions)
+
+        def numbers() -> list[int]:
+            return [each.number for each in model_status(service, "mlp").generations]
+
+        until(lambda: numbers() == [2], "the next generation serves alone")
+        ask_all(client, "mlp", questions)
+    assert len(ready_workers(service, "mlp")) == 1
+    assert "the configuration has changed since: changed mlp" in service.log
+
+
+def test_workers_that_speak_another_protocol_are_loaded_anew(
+    service: ManagedService, questions: list[Question]
+) -> None:
+    before = who(service)
+    os.kill(service.pid, signal.SIGTERM)
+    service.wait()
+    (handover,) = service.cache.glob("*/handover")
+    handover.write_text(json.dumps({**json.loads(handover.read_text()), "protocol": 99, "version": "9.9"}))
+    with Watched(set(before.values())) as watched:
+        service.start_again()
+        until(lambda: not watched.survivors(), "they are gone")
+    service.ready()
+    with service.client() as client:
+        ask_all(client, "mlp", questions)
+    assert not set(who(service).values()) & set(before.values())
+    assert "every model is loaded anew: weightd 9.9 speaks protocol 99 with its workers" in service.log
+
+
+def test_a_page_store_that_somebody_changed_meanwhile_is_not_trusted(
+    service: ManagedService, questions: list[Question]
+) -> None:
+    before = who(service)
+    os.kill(service.pid, signal.SIGKILL)
+    service.wait()
+    (store,) = service.cache.glob("*/mlp.1/pages")
+    os.truncate(store, store.stat().st_size // 2)
+    service.start_again()
+    with service.client() as client:
+        ask_all(client, "mlp", questions)
+    service.ready()
+    assert not set(who(service).values()) & set(before.values())
+    assert "the page store was changed while no daemon was there" in service.log
+
+
+def test_a_lost_keeper_is_replaced_and_everything_loaded_anew(
+    service: ManagedService, questions: list[Question]
+) -> None:
+    before = who(service)
+    (keeper,) = children_of(service.cache) - set(before.values())
+    os.kill(keeper, signal.SIGKILL)
+    with service.client() as client:
+
+        def served() -> bool:
+            try:
+                ask_all(client, "mlp", questions)
+            except Unavailable:
+                return False
+            return True
+
+        until(served, "it serves again")
+    service.restart(signal.SIGKILL)
+    service.ready()
+    with service.client() as client:
+        ask_all(client, "mlp", questions)
+    assert not set(who(service).values()) & set(before.values())
+
+
+def test_an_update_outlives_the_daemon(service: ManagedService, zoo: Zoo, bare: Bare, engine: str) -> None:
+    other = zoo.path("other_mlp", engine)
+    questions = bare.questions(other, mlp_inputs((1, 3)))
+    with service.client() as client:
+        client.update("mlp", path=str(other))
+        ask_all(client, "mlp", questions)
+    until(lambda: len(model_status(service, "mlp").generations) == 1, "the old one has left")
+    before = who(service)
+    service.restart(signal.SIGKILL)
+    with service.client() as client:
+        ask_all(client, "mlp", questions)
+        service.ready()
+        assert who(service) == before
+        client.update("mlp", rollback=True)
+        ask_all(client, "mlp", bare.questions(zoo.path("mlp", engine), mlp_inputs((1, 3))))
+
+
+def test_a_required_model_that_cannot_be_loaded_ends_the_start(tmp_path: Path, engine: str, zoo: Zoo) -> None:
+    broken = tmp_path / f"broken{zoo.path('mlp', engine).suffix}"
+    broken.write_bytes(b"no model")
+    with ManagedService({"broken": {"path": broken, "required": True}}) as service:
+        assert service.wait() == 1
+        assert not any(each == "READY=1" for each in service.told)
+        assert "a required model has failed" in service.log
