@@ -19,7 +19,7 @@ INSTALL := bin/python -m pip install --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: demo test check bench fuzz chaos leak clean help $(VENV) $(MSLITE) mslite-if-possible
+.PHONY: demo test test-systemd check bench fuzz chaos leak clean help $(VENV) $(MSLITE) mslite-if-possible
 
 demo: $(VENV)/.made $(if $(filter mindspore_lite,$(ENGINE)),$(MSLITE)/.made)  ## one model, four workers, one copy of the weights [ENGINE=onnxruntime|mindspore_lite]
 	$(BIN)/python -m benchmarks.demo --engine $(ENGINE)
@@ -31,6 +31,10 @@ test: $(VENV)/.made mslite-if-possible  ## every test, on ONNX Runtime and where
 	(set -ex; for each in ascendsim protocol worker; do $(MSLITE)/bin/python -m pytest tests/$$each; done) >build/test-3.7.log 2>&1 & fi; \
 	(set -x; $(BIN)/python -m pytest) || status=$$?; \
 	if [ -n "$$!" ]; then wait $$! || status=$$?; cat build/test-3.7.log; fi; exit $$status
+
+test-systemd: $(VENV)/.made mslite-if-possible  ## the units under a real systemd, and whether a broken unit is noticed [root]
+	$(BIN)/python -m pytest tests/systemd
+	PYTHONPATH=tests/support $(BIN)/python -m tests.systemd.mutants
 
 check: $(VENV)/.made-lint  ## lint, format, types, and who may import whom
 	$(BIN)/ruff check
@@ -57,7 +61,7 @@ clean:  ## remove everything that the other targets made
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 help:  ## this list
-	@sed -n 's/^\([a-z]*\):.*##  */  make \1\t/p' $(MAKEFILE_LIST) | expand -t 16
+	@sed -n 's/^\([a-z-]*\):.*##  */  make \1\t/p' $(MAKEFILE_LIST) | expand -t 22
 
 $(VENV): $(VENV)/.made
 $(MSLITE): $(MSLITE)/.made

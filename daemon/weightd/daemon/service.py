@@ -51,7 +51,8 @@ class Manager:
 
     def notify(self, *assignments: str) -> None:
         """Tell it something, such as "READY=1"; that it does not listen is logged, and of no other consequence."""
-        self._send("\n".join(assignments).encode(), [])
+        if assignments:
+            self._send("\n".join(assignments).encode(), [])
 
     def reloading(self) -> None:
         """A reload begins; it ends with the next READY=1."""

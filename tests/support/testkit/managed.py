@@ -40,6 +40,7 @@ class ManagedService(Service):
 
     def __enter__(self) -> ManagedService:
         self.told: list[str] = []
+        self._ended = False
         self._kept: dict[str, int] = {}
         self._news = threading.Condition()
         self._listener: socket.socket | None = None
@@ -51,6 +52,7 @@ class ManagedService(Service):
             super().__exit__(*arguments)
         finally:
             self.forget()
+            self._ended = True
             self._notified.shutdown(socket.SHUT_RDWR)  # which the thread that reads it hears
             self._hearing.join()
             self._notified.close()
@@ -68,6 +70,11 @@ class ManagedService(Service):
         """Wait for the end of the daemon; return its exit status."""
         status = self._process.wait(_LIMIT_S)
         self._log.finish()
+        # systemd, too, hears what a process has said before it hears of its end.
+        beyond = len(self.told)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
+            sender.sendto(b"X_END=1", str(self._runtime / "notify"))
+        self.wait_until_told("X_END=1", beyond)
         return status
 
     def start_again(self) -> None:
@@ -119,8 +126,9 @@ class ManagedService(Service):
     def _hear(self) -> None:
         while True:
             message, descriptors, _, _ = socket.recv_fds(self._notified, 65536, 4)
-            if not message:
+            if self._ended:
                 return
+            assert message, "a notification without an assignment"
             assignments = dict(each.partition("=")[::2] for each in message.decode().split("\n"))
             name = assignments.get("FDNAME", "")
             if "FDSTOREREMOVE" in assignments and name in self._kept:

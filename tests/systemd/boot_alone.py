@@ -1,0 +1,12 @@
+"""Boot a manager and wait: what a session of tests does that is about to be killed."""
+
+from __future__ import annotations
+
+import signal
+
+from .manager import Manager
+
+if __name__ == "__main__":
+    with Manager():
+        print("booted", flush=True)
+        signal.pause()

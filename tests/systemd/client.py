@@ -1,0 +1,155 @@
+"""A client process inside: does what the first argument says at the socket of the second, and prints one JSON object.
+
+    ask SOCKET QUESTIONS [MODEL]    ask each question once
+    load SOCKET QUESTIONS           ask without end, until standard input ends
+    probe SOCKET                    connect without end, until standard input ends
+    reload SOCKET                   have the configuration read again
+    greedy SOCKET COUNT             make a worker of the model "greedy" fill in so many numbers
+
+"begun" is written before, once the second and third have been served.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import socket
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from weightd.client import Client, RequestError, WeightdError
+
+TIMEOUT_S = 60.0
+
+# As in a client that behaves: nobody asks again at once where nobody answers.
+PAUSE_S = 0.005
+
+Report = Mapping[str, object]
+Questions = Sequence[tuple[Any, Any]]
+
+
+def ask(address: str, file: str, model: str = "mlp") -> Report:
+    """Ask each question once."""
+    questions = _questions(file)
+    with Client(f"ipc://{address}", timeout=TIMEOUT_S) as client:
+        wrong = sum(client.infer(model, {"x": x})["y"].tobytes() != y.tobytes() for x, y in questions)
+    return {"answered": len(questions), "wrong": wrong}
+
+
+def load(address: str, file: str) -> Report:
+    """Keep asking; whatever happens is counted."""
+    questions = _questions(file)
+    ended = _end_of_input()
+    tally = _Tally()
+    while not ended.is_set():
+        try:
+            with Client(f"ipc://{address}", timeout=TIMEOUT_S) as client:
+                while not ended.is_set():
+                    _round(client, questions, tally)
+        except WeightdError as error:
+            tally.error(error)
+            time.sleep(PAUSE_S)
+    return tally.report()
+
+
+def _round(client: Client, questions: Questions, tally: _Tally) -> None:
+    """Ask some questions at once; each of them ends in something that is counted."""
+    pending = [(client.submit("mlp", {"x": x}), y) for x, y in questions]
+    for each, y in pending:
+        try:
+            tally.answer(each.result()["y"].tobytes() == y.tobytes())
+        except RequestError as error:
+            tally.error(error)
+
+
+class _Tally:
+    def __init__(self) -> None:
+        self._count: Counter[str] = Counter()
+        self._errors: Counter[str] = Counter()
+        self._texts: Counter[str] = Counter()
+        self._gap = 0.0
+        self._last = 0.0
+
+    def answer(self, right: bool) -> None:
+        now = time.monotonic()
+        if not self._count["answered"]:
+            print("begun", flush=True)
+        self._gap = max(self._gap, now - (self._last or now))
+        self._last = now
+        self._count["answered" if right else "wrong"] += 1
+
+    def error(self, error: WeightdError) -> None:
+        self._errors[getattr(error, "code", type(error).__name__)] += 1
+        self._texts[str(error)] += 1
+
+    def report(self) -> Report:
+        """`gap` is the longest time between two answers."""
+        texts = dict(self._texts.most_common(8))
+        counts = {"answered": self._count["answered"], "wrong": self._count["wrong"]}
+        return {**counts, "errors": self._errors, "texts": texts, "gap": self._gap}
+
+
+def probe(address: str) -> Report:
+    """Connect again and again, as a plain unix socket."""
+    ended = _end_of_input()
+    outcomes: Counter[str] = Counter()
+    print("begun", flush=True)
+    while not ended.wait(PAUSE_S):
+        with socket.socket(socket.AF_UNIX) as connection:
+            outcomes[errno.errorcode.get(connection.connect_ex(address), "connected")] += 1
+    return outcomes
+
+
+def reload(address: str) -> Report:
+    """Have the configuration read again, which not everybody may."""
+    with Client(f"ipc://{address}", timeout=TIMEOUT_S) as client:
+        client.reload()
+    return {}
+
+
+def greedy(address: str, count: str) -> Report:
+    """Make a worker fill in many numbers."""
+    with Client(f"ipc://{address}", timeout=TIMEOUT_S) as client:
+        answer = client.infer("greedy", {"n": np.array([int(count)], np.int64)})
+    return {"y": float(answer["y"][0])}
+
+
+def _questions(file: str) -> Questions:
+    with np.load(file) as arrays:
+        half = len(arrays.files) // 2
+        return [(arrays[f"arr_{i}"], arrays[f"arr_{half + i}"]) for i in range(half)]
+
+
+def _end_of_input() -> threading.Event:
+    ended = threading.Event()
+
+    def read() -> None:
+        sys.stdin.read()
+        ended.set()
+
+    threading.Thread(target=read, daemon=True).start()
+    return ended
+
+
+VERBS: Mapping[str, Callable[..., Report]] = {
+    "ask": ask, "load": load, "probe": probe, "reload": reload, "greedy": greedy,
+}  # fmt: skip
+
+
+def main() -> None:
+    """Do it, or say which error it was."""
+    try:
+        report = VERBS[sys.argv[1]](*sys.argv[2:])
+    except WeightdError as error:
+        report = {"error": getattr(error, "code", type(error).__name__), "text": str(error)}
+    print(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main()

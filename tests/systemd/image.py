@@ -1,0 +1,110 @@
+"""What is different inside the machine of manager.py: files, bind mounts, and where Python and weightd are."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from testkit import mindir
+
+T = TypeVar("T")
+
+HOME = "/opt/weightd"
+PYTHON = f"{HOME}/venv/bin/python"
+MSLITE_PYTHON = f"{HOME}/venv-mslite/bin/python"
+SOURCES = ("daemon", "worker", "protocol", "tests/support")
+ENV = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "LC_ALL": "C.UTF-8", "SYSTEMD_PAGER": "", "SYSTEMD_COLORS": "0"}
+
+UNITS = Path("/lib/systemd/system")
+TARGETS = ("sysinit", "sockets", "basic", "local-fs", "timers", "multi-user")
+# Of what a machine starts at boot, only this is started here.
+WANTED = "systemd-journald"
+
+TARGET = """\
+[Unit]
+Requires=basic.target
+After=basic.target
+"""
+JOURNALD = """\
+[Journal]
+Storage=volatile
+RateLimitBurst=0
+ReadKMsg=no
+Audit=no
+"""
+
+
+def write(scratch: Path) -> None:
+    """Write into `scratch` what boot.sh needs."""
+    for each in ("root", "memory", "files", "var-cache"):
+        (scratch / each).mkdir()
+    files = _Files(scratch / "files")
+    files.write("run/systemd/system/weightd-tests.target", TARGET)
+    files.write("run/systemd/journald.conf.d/weightd-tests.conf", JOURNALD)
+    for unit in _booted():
+        files.link(f"run/systemd/system/{unit}", "/dev/null")
+    files.write("etc/fstab", "")
+    binds = {"/var/cache": scratch / "var-cache", f"{HOME}/source": mindir.REPOSITORY}
+    _python(files, binds, "", Path(sys.executable))
+    mslite = mindir.REPOSITORY / ".venv-mslite/bin/python"
+    if mslite.exists():
+        _python(files, binds, "-mslite", mslite)
+    for name, module in (("weightd", "weightd.daemon"), ("weightctl", "weightd.client.ctl")):
+        command = f"{HOME}/venv/bin/{name}"
+        files.write(command.lstrip("/"), f'#!/bin/sh\nexec {PYTHON} -m {module} "$@"\n', 0o755)
+        files.link(f"usr/bin/{name}", command)
+    files.write("etc/ld.so.conf.d/weightd-tests.conf", f"{HOME}/python/lib\n{HOME}/python-mslite/lib\n")
+    (scratch / "binds").write_text("".join(f"{each} {target}\n" for target, each in binds.items()), "utf-8")
+
+
+def _booted() -> set[str]:
+    wanted = {each.name for target in TARGETS for each in UNITS.glob(f"{target}.target.wants/*")}
+    return {each for each in wanted if not each.startswith(WANTED) and not each.endswith(".target")}
+
+
+def _python(files: _Files, binds: dict[str, Path], suffix: str, python: Path) -> None:
+    """Lay out an environment whose parts are bound to places that every unit may see."""
+    real = python.resolve()
+    site = next(python.parent.parent.glob("lib/python*/site-packages"))
+    home = f"{HOME}/python{suffix}"
+    binds[home] = real.parent.parent
+    binds[f"{HOME}/site{suffix}"] = site
+    venv = f"{HOME}/venv{suffix}".lstrip("/")
+    files.write(f"{venv}/pyvenv.cfg", f"home = {home}/bin\ninclude-system-site-packages = false\n")
+    files.link(f"{venv}/bin/python", f"{home}/bin/{real.name}")
+    paths = [*(f"{HOME}/source/{each}" for each in SOURCES), f"{HOME}/site{suffix}"]
+    files.write(f"{venv}/lib/{site.parent.name}/site-packages/weightd.pth", "".join(f"{each}\n" for each in paths))
+
+
+class _Files:
+    """A tree that is copied over the root."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+
+    def write(self, path: str, text: str, mode: int = 0o644) -> None:
+        outside = self._made(path)
+        outside.write_text(text, "utf-8")
+        outside.chmod(mode)
+
+    def link(self, path: str, target: str) -> None:
+        self._made(path).symlink_to(target)
+
+    def _made(self, path: str) -> Path:
+        outside = self._root / path
+        outside.parent.mkdir(parents=True, exist_ok=True)
+        return outside
+
+
+def until(check: Callable[[], T], what: str, limit: float = 30.0) -> T:
+    """Poll until `check` gives something true, and return it."""
+    deadline = time.monotonic() + limit
+    while True:
+        result = check()
+        if result:
+            return result
+        assert time.monotonic() < deadline, f"waited {limit:g} s in vain: {what}"
+        time.sleep(0.02)

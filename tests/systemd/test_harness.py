@@ -1,0 +1,81 @@
+"""The machine inside: private, empty, and gone without a trace whatever becomes of the tests."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from testkit import mindir
+
+from . import boot_alone, image
+from .manager import SCRATCH_PREFIX, Manager
+
+pytestmark = pytest.mark.e2e
+
+
+def traces(pid: int) -> list[str]:
+    """Return what is left of a manager that `boot_alone` of that pid has booted."""
+    name = f"{SCRATCH_PREFIX}{pid}-"
+    # Not rglob: what it walks through is about to vanish.
+    groups = [each for _, directories, _ in os.walk("/sys/fs/cgroup") for each in directories]
+    scratch = [each.name for each in (mindir.REPOSITORY / "build").iterdir()]
+    return [each for each in (*groups, *scratch) if each.startswith(name)]
+
+
+@pytest.fixture
+def other(bare_manager: Manager) -> Iterator[subprocess.Popen[str]]:
+    """A process that has booted a manager of its own and waits."""
+    assert bare_manager.pid, "it is possible here"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-m", boot_alone.__name__]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment, cwd=mindir.REPOSITORY)
+    assert process.stdout
+    assert process.stdout.readline().strip() == "booted"
+    assert traces(process.pid)
+    yield process
+    process.kill()
+    process.communicate()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_nothing_is_left_of_it_however_its_owner_ends(other: subprocess.Popen[str], number: signal.Signals) -> None:
+    other.send_signal(number)
+    other.wait(20)
+    image.until(lambda: not traces(other.pid), "no cgroup and no file is left", 20)
+
+
+def test_its_processes_and_its_network_are_its_own(bare_manager: Manager) -> None:
+    assert "systemd" in bare_manager.proc(1, "cmdline")
+    assert bare_manager.run(["ls", "/sys/class/net"]).split() == ["lo"]
+    assert bare_manager.systemctl("is-system-running").strip() == "running"
+
+
+def test_no_process_of_this_machine_is_in_its_cgroups(bare_manager: Manager) -> None:
+    groups = (bare_manager.root / "sys/fs/cgroup").rglob("cgroup.procs")
+    members = {int(each) for group in groups for each in group.read_text("ascii").split()}
+    assert bare_manager.pid in members
+    # Process 1 of the namespace is the child of what has made the namespace.
+    members.remove(int(Path(f"/proc/{bare_manager.pid}/stat").read_text("ascii").split()[3]))
+    outside = Path("/proc/self/ns/pid").readlink()
+    assert outside not in {Path(f"/proc/{pid}/ns/pid").readlink() for pid in members}
+
+
+def test_what_is_written_inside_is_not_seen_outside(bare_manager: Manager) -> None:
+    bare_manager.write("/usr/lib/weightd-was-here", "inside")
+    assert bare_manager.run(["cat", "/usr/lib/weightd-was-here"]) == "inside"
+    assert not Path("/usr/lib/weightd-was-here").exists()
+
+
+def test_it_refuses_to_boot_in_the_cgroup_of_this_machine(tmp_path: Path) -> None:
+    (tmp_path / "cgroups").write_text("", "utf-8")
+    (tmp_path / "name").write_text(tmp_path.name, "utf-8")
+    boot = Path(image.__file__).with_name("boot.sh")
+    done = subprocess.run(["sh", boot, "enter", tmp_path], capture_output=True, text=True, timeout=20, check=False)
+    assert done.returncode == 1
+    assert "in a cgroup that is not its own" in done.stderr

@@ -1,0 +1,46 @@
+"""Two instances beside each other: each has its configuration, its socket and its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from . import materials
+from .manager import Manager
+from .service import MLP, Weightd
+
+pytestmark = pytest.mark.e2e
+
+OTHER = {**MLP, "path": materials.OTHER_MODEL}
+
+
+@pytest.fixture
+def two(manager: Manager) -> Iterator[tuple[Weightd, Weightd]]:
+    first, second = Weightd(manager, "red"), Weightd(manager, "blue")
+    for each in (first, second):
+        each.reset()
+    second.configure({"mlp": OTHER})
+    yield first, second
+    for each in (first, second):
+        each.reset()
+        manager.run(["systemctl", "stop", each.socket])
+
+
+def test_each_serves_its_own_models_and_neither_harms_the_other(two: tuple[Weightd, Weightd]) -> None:
+    first, second = two
+    first.ask()  # which starts it
+    second.start()
+    assert second.report("ask", materials.QUESTIONS)["wrong"], "another model"
+    first.ask()
+    assert first.show("Slice") == second.show("Slice") == "weightd.slice"
+    workers = first.wait_for_workers()
+    second.restart()
+    second.stop()
+    first.ask()
+    assert first.workers() == workers
+    first.restart()
+    assert first.wait_for_workers() == workers
+    first.stop()
+    for each in (first, second):
+        assert each.manager.path(each.address).is_socket()

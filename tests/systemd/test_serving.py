@@ -1,0 +1,162 @@
+"""A service that serves, looked at from all sides; no test here ends it."""
+
+from __future__ import annotations
+
+import json
+import signal
+import stat
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from . import materials
+from .image import until
+from .manager import Manager
+from .service import MLP, STRANGER_UID, Weightd
+
+pytestmark = pytest.mark.e2e
+
+WARNING, INFO = "4", "6"
+
+
+@pytest.fixture(scope="module")
+def serving(manager: Manager) -> Iterator[Weightd]:
+    weightd = Weightd(manager)
+    weightd.reset()
+    weightd.start()
+    weightd.wait_for_workers()
+    yield weightd
+    weightd.reset()
+
+
+@pytest.fixture(autouse=True)
+def unchanged(serving: Weightd) -> Iterator[None]:
+    """The same daemon before and after."""
+    before = serving.main_pid
+    yield
+    assert (serving.main_pid, serving.restarts) == (before, 0), serving.journal()
+
+
+def test_a_member_of_the_group_is_answered(serving: Weightd) -> None:
+    serving.ask()
+
+
+def test_systemd_knows_that_it_serves(serving: Weightd) -> None:
+    shown = serving.manager.shows(serving.service, "ActiveState", "SubState", "StatusText", "Type")
+    assert (shown["ActiveState"], shown["SubState"]) == ("active", "running")
+    assert shown["StatusText"]
+
+
+def test_the_socket_is_for_the_group_alone(serving: Weightd) -> None:
+    status = serving.manager.path(serving.address).stat()
+    assert stat.S_IMODE(status.st_mode) == 0o660
+    assert status.st_gid == serving.clients_gid
+    assert status.st_uid == user_id(serving)
+
+
+def user_id(weightd: Weightd) -> int:
+    return int(weightd.manager.run(["id", "--user", "weightd"]))
+
+
+def test_a_stranger_may_not_connect_and_is_told_so(serving: Weightd) -> None:
+    process = serving.client("probe", uid=STRANGER_UID, member=False)
+    assert process.stdout
+    assert process.stdout.readline().strip() == "begun"
+    time.sleep(0.1)
+    output, _ = process.communicate(timeout=20)
+    assert set(json.loads(output)) == {"EACCES"}
+    done = serving.weightctl("status", uid=STRANGER_UID)
+    assert done.returncode == 77
+    assert serving.address in done.stderr
+    assert serving.report("ask", materials.QUESTIONS, uid=STRANGER_UID, member=False)["error"] == "PERMISSION_DENIED"
+
+
+def test_only_its_own_user_and_root_may_have_it_reload(serving: Weightd) -> None:
+    assert serving.report("reload")["error"] == "PERMISSION_DENIED"
+    assert serving.report("reload", uid=0) == {}
+    assert serving.report("reload", uid=user_id(serving)) == {}
+
+
+def test_it_sees_its_clients_as_who_they_are(serving: Weightd) -> None:
+    # In a user namespace of its own it would see all of them as the user nobody.
+    def user_namespace(pid: int) -> str:
+        return serving.manager.run(["readlink", f"/proc/{pid}/ns/user"])
+
+    assert user_namespace(serving.main_pid) == user_namespace(1)
+
+
+def test_every_process_runs_as_its_user_without_a_privilege(serving: Weightd) -> None:
+    pids = serving.pids()
+    assert len(pids) >= 4
+    for pid in pids:
+        fields = dict(line.split(":", 1) for line in serving.manager.proc(pid, "status").splitlines())
+        assert set(fields["Uid"].split()) == {str(user_id(serving))}
+        assert int(fields["CapBnd"], 16) == int(fields["CapEff"], 16) == 0
+        assert fields["NoNewPrivs"].strip() == "1"
+        assert fields["Seccomp"].strip() == "2"
+
+
+def test_nobody_else_can_read_what_it_caches(serving: Weightd) -> None:
+    status = serving.manager.path("/var/cache/weightd").stat()
+    assert stat.S_IMODE(status.st_mode) == 0o700
+    assert status.st_uid == user_id(serving)
+
+
+def test_the_weights_are_shared(serving: Weightd) -> None:
+    workers = [each for each in serving.generation()["processes"] if each["role"] == "worker"]
+    assert all(each["shared_bytes"] >= materials.LAYERS * materials.WIDTH**2 * 4 * 0.9 for each in workers), workers
+
+
+def test_the_kernel_kills_workers_first_and_the_daemon_last(serving: Weightd) -> None:
+    def score(pid: int) -> int:
+        return int(serving.manager.proc(pid, "oom_score_adj"))
+
+    daemon = score(serving.main_pid)
+    [holder] = [score(each.pid) for each in serving.children() if each.role == "holder"]
+    workers = {score(each.pid) for each in serving.children() if each.role == "worker"}
+    assert daemon < holder < min(workers)
+
+
+def test_the_kernel_kills_other_services_later(serving: Weightd) -> None:
+    assert int(serving.manager.proc(serving.main_pid, "oom_score_adj")) > 0
+
+
+def test_it_is_in_the_slice_of_all(serving: Weightd) -> None:
+    assert serving.show("Slice") == "weightd.slice"
+
+
+def test_a_warning_is_a_warning_in_the_journal(serving: Weightd) -> None:
+    before = serving.workers()
+    serving.manager.kill(before[0], signal.SIGKILL)
+    until(lambda: before[0] not in serving.workers(), "it is gone")
+    serving.wait_for_workers()
+    records = serving.manager.records(serving.service)
+    own = [each for each in records if each.get("_PID") == str(serving.main_pid) and each["_TRANSPORT"] != "journal"]
+    assert {each["PRIORITY"] for each in own if "lost" in each["MESSAGE"]} == {WARNING}
+    assert {each["PRIORITY"] for each in own if "serving" in each["MESSAGE"]} == {INFO}
+    # The journal has the time and the priority already.
+    assert not [each["MESSAGE"] for each in own if "INFO" in each["MESSAGE"] or "WARNING" in each["MESSAGE"]]
+
+
+def test_reload_changes_what_is_served_and_keeps_the_process(serving: Weightd) -> None:
+    before = serving.workers()
+    serving.configure({"mlp": MLP, "other": {"path": materials.OTHER_MODEL}})
+    serving.manager.systemctl("reload", serving.service)
+    until(lambda: [each["name"] for each in serving.status()["models"]] == ["mlp", "other"], "the reload is in force")
+    serving.wait_for_workers(1, "other")
+    assert serving.workers() == before
+    serving.configure({"mlp": MLP})
+    serving.manager.systemctl("reload", serving.service)
+    until(lambda: [each["name"] for each in serving.status()["models"]] == ["mlp"], "the reload is in force")
+    assert serving.workers() == before
+
+
+def test_a_broken_configuration_changes_nothing_and_the_journal_says_why(serving: Weightd) -> None:
+    before = serving.workers()
+    serving.configure({"mlp": {**MLP, "wrokers": 3}})
+    serving.manager.systemctl("reload", serving.service)
+    until(lambda: "wrokers" in serving.journal(), "the journal says why")
+    assert serving.workers() == before
+    serving.configure({"mlp": MLP})
+    serving.ask()

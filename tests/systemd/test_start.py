@@ -1,0 +1,117 @@
+"""How the service starts: when it counts as started, by whom, and what becomes of a start that cannot succeed."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from . import materials
+from .image import until
+from .service import MLP, STRANGER_UID, Weightd, ended
+from .units import DIRECTORY, INSTALLED
+
+pytestmark = pytest.mark.e2e
+
+BAD_CONFIG = "78"
+TCP = "tcp://127.0.0.1:7878"
+
+# A start that cannot succeed has ended after this, attempts to start again included.
+HOPELESS_S = 30.0
+
+
+@pytest.fixture
+def starting(weightd: Weightd) -> Iterator[subprocess.Popen[str]]:
+    """`systemctl start` under way, of a model that takes longer to load than a start may take."""
+    weightd.configure({"mlp": {**MLP, "python": materials.SLOW_PYTHON}})
+    weightd.drop_in(f"TimeoutStartSec={materials.SLOW_S // 2}")
+    process = weightd.manager.popen(["systemctl", "start", weightd.service])
+    yield process
+    process.kill()
+    process.communicate()
+
+
+def test_it_has_started_when_its_required_models_serve_however_long_that_takes(
+    weightd: Weightd, starting: subprocess.Popen[str]
+) -> None:
+    begin = time.monotonic()
+    until(lambda: weightd.show("StatusText"), "it says what it does")
+    texts: set[str] = set()
+    while starting.poll() is None:
+        shown = weightd.manager.shows(weightd.service, "ActiveState", "StatusText")
+        assert shown["ActiveState"] == "activating" or starting.wait(5) is not None
+        if shown["ActiveState"] == "activating":
+            texts.add(shown["StatusText"])
+        time.sleep(0.1)
+    assert starting.returncode == 0, weightd.journal()
+    assert time.monotonic() - begin > materials.SLOW_S * 0.8
+    assert any("mlp" in each for each in texts), texts
+    # Later ones may still load; that the first serves is enough.
+    assert weightd.workers()
+    weightd.ask()
+    assert weightd.restarts == 0
+
+
+def test_a_model_that_is_not_required_is_not_waited_for(weightd: Weightd) -> None:
+    slow = {**MLP, "python": materials.SLOW_PYTHON, "required": False}
+    weightd.configure({"mlp": MLP, "slow": slow, "broken": {"path": materials.BROKEN}})
+    weightd.start()
+    assert not weightd.workers("slow")
+    weightd.ask()
+
+
+def test_a_start_that_is_stuck_ends(weightd: Weightd) -> None:
+    weightd.configure({"mlp": {**MLP, "python": materials.STUCK_PYTHON, "load_timeout": 1}})
+    weightd.drop_in("TimeoutStartSec=2", "Restart=no")
+    begin = time.monotonic()
+    done = weightd.manager.try_run(["systemctl", "start", weightd.service])
+    assert done.returncode != 0
+    assert time.monotonic() - begin < HOPELESS_S
+    assert weightd.show("ActiveState") == "failed"
+    assert "mlp" in weightd.journal()
+    until(lambda: not weightd.pids(), "no process is left")
+
+
+@pytest.mark.parametrize("config", ["nonsense", "", '[models.mlp]\npath = "/srv/weightd/mlp.onnx"\nwrokers = 2\n'])
+def test_a_wrong_configuration_is_not_tried_again(weightd: Weightd, config: str) -> None:
+    weightd.write_config(config)
+    assert weightd.manager.try_run(["systemctl", "start", weightd.service]).returncode != 0
+    time.sleep(0.3)  # longer than RestartSec
+    shown = weightd.manager.shows(weightd.service, "Result", "ExecMainStatus", "NRestarts", "ActiveState")
+    assert shown == {"Result": "exit-code", "ExecMainStatus": BAD_CONFIG, "NRestarts": "0", "ActiveState": "failed"}
+    assert "weightd.toml" in weightd.journal()
+
+
+def test_a_client_that_connects_starts_it_and_is_answered(weightd: Weightd) -> None:
+    assert weightd.show("ActiveState") == "inactive"
+    report = ended(weightd.client("ask", materials.QUESTIONS))
+    assert (report.get("wrong"), weightd.show("ActiveState")) == (0, "active"), f"{report}\n{weightd.journal()}"
+
+
+def test_it_listens_on_tcp_too_if_the_socket_unit_does(weightd: Weightd) -> None:
+    example = "weightd.socket.d/tcp.conf"
+    manager = weightd.manager
+    manager.write(f"{INSTALLED}/{example}", (DIRECTORY / "examples" / example).read_text("utf-8"))
+    manager.systemctl("daemon-reload")
+    try:
+        manager.systemctl("restart", weightd.socket)
+        for verb in ("start", "restart"):
+            manager.systemctl(verb, weightd.service)
+            weightd.ask()
+            done = manager.try_run(["weightctl", "--socket", TCP, "health"], STRANGER_UID, STRANGER_UID)
+            assert done.returncode == 0, done.stderr
+    finally:
+        manager.run(["rm", "-r", f"{INSTALLED}/weightd.socket.d"])
+        manager.run(["systemctl", "stop", weightd.service, weightd.socket])
+        manager.systemctl("daemon-reload")
+
+
+def test_mindspore_lite_runs_in_it_too(weightd: Weightd) -> None:
+    if not weightd.manager.path(materials.MINDIR).exists():
+        pytest.skip("no working .venv-mslite: `make test` makes it")
+    mindir = {"path": materials.MINDIR, "python": weightd.manager.mslite_python, "required": True}
+    weightd.configure({"mlp": mindir})
+    weightd.start()
+    weightd.ask(materials.MINDIR_QUESTIONS)

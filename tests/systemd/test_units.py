@@ -1,0 +1,90 @@
+"""The units as files: nothing that systemd does not know, little that an attacker could use, and no drift."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+from . import units
+from .manager import Manager
+
+pytestmark = pytest.mark.e2e
+
+# Of 10, where 10 is no protection at all. What is left: the network, and clients that are seen as who they are.
+MAX_EXPOSURE = 1.2
+
+# What the sandbox leaves open, by the names of systemd-analyze(1), because clients and engines need it.
+OPEN = {
+    "DeviceAllow",  # the clock, added by ProtectClock=
+    "IPAddressDeny",  # localhost may
+    "PrivateNetwork",
+    "PrivateUsers",
+    "ProcSubset",
+    "RestrictAddressFamilies_AF_INET_INET6",
+    "RestrictAddressFamilies_AF_UNIX",
+    "RootDirectoryOrRootImage",
+    "SystemCallFilter_resources",  # some of them
+}
+
+ANALYZE = ["systemd-analyze", "--man=no", "--no-pager"]
+
+
+@pytest.mark.parametrize("unit", units.unit_files())
+def test_systemd_has_nothing_to_say_about_a_unit(manager: Manager, unit: str) -> None:
+    # As long as dependencies are not followed, a key that nobody knows is an error, not a line of text.
+    done = manager.try_run([*ANALYZE, "verify", "--recursive-errors=no", f"{units.INSTALLED}/{unit}"])
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+@pytest.mark.parametrize("unit", ["weightd.service", "weightd@.service"])
+def test_little_is_exposed(manager: Manager, unit: str) -> None:
+    command = [*ANALYZE, "security", "--offline=true", f"--threshold={MAX_EXPOSURE * 10:.0f}"]
+    done = manager.try_run([*command, f"{units.INSTALLED}/{unit}"])
+    assert done.returncode == 0, [line for line in done.stdout.splitlines() if line.startswith(("✗", "→"))]
+
+
+@pytest.mark.parametrize("unit", ["weightd.service", "weightd@.service"])
+def test_nothing_is_exposed_without_a_reason(manager: Manager, unit: str) -> None:
+    found = manager.run([*ANALYZE, "security", "--offline=true", "--json=short", f"{units.INSTALLED}/{unit}"])
+    exposed = {each["json_field"] for each in json.loads(found) if float(each["exposure"] or 0)}
+    assert exposed <= OPEN
+
+
+@pytest.mark.parametrize("kind", ["service", "socket"])
+def test_an_instance_differs_from_the_single_one_in_its_name_only(kind: str) -> None:
+    single = directives(f"weightd.{kind}")
+    assert [for_one(each) for each in directives(f"weightd@.{kind}")] == single
+
+
+def directives(unit: str) -> list[str]:
+    lines = (units.DIRECTORY / unit).read_text("utf-8").splitlines()
+    return [line for line in lines if line and not line.startswith("#")]
+
+
+def for_one(line: str) -> str:
+    """Return the directive of an instance as it is where there is only one."""
+    line = line.replace("weightd@%i.", "weightd.").replace(" (%i)", "").replace("/%i.sock", "/weightd.sock")
+    return re.sub(r" serve \S*/%i\.toml$", " serve", line)
+
+
+def test_every_example_is_understood(manager: Manager) -> None:
+    examples = sorted((units.DIRECTORY / "examples").glob("*.d/*.conf"))
+    assert examples
+    for each in examples:
+        unit = each.parent.name.removesuffix(".d")
+        directory = manager.path("/run/examples")
+        (directory / each.parent.name).mkdir(parents=True, exist_ok=True)
+        (directory / unit).write_text((units.DIRECTORY / unit).read_text("utf-8"), "utf-8")
+        (directory / each.parent.name / each.name).write_text(each.read_text("utf-8"), "utf-8")
+        done = manager.try_run([*ANALYZE, "verify", "--recursive-errors=no", f"/run/examples/{unit}"])
+        assert (done.returncode, done.stdout, done.stderr) == (0, "", ""), each.name
+
+
+def test_user_and_group_are_static_and_may_not_log_in(manager: Manager) -> None:
+    user = manager.run(["getent", "passwd", "weightd"]).strip().split(":")
+    assert int(user[2]) < 1000
+    assert user[6].endswith("nologin")
+    assert manager.run(["getent", "group", "weightd-clients"])
+    assert manager.run(["id", "--groups", "--name", "weightd"]).split() == ["weightd"]
