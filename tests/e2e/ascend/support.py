@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ascendsim import Host, environment, models
+from testkit.managed import ManagedService
 from testkit.service import Service
 from weightd.client import Client
 from weightd.protocol.messages import DeviceStatus, GenerationStatus, ModelStatus, ProcessStatus
@@ -41,6 +42,15 @@ class Cards:
         tables = {MODEL: {**on_card(self.model), **table}}
         budget = {"ascend:0": {"memory_mib": memory_mib}}
         with Service(tables, devices=budget, env=environment(self.host), verbose=verbose) as service:
+            yield service
+
+    @contextlib.contextmanager
+    def managed(self) -> Generator[ManagedService, None, None]:
+        """Serve the model under a service manager, and wait until every worker and spare is READY."""
+        budget = {"ascend:0": {"memory_mib": 0}}
+        with ManagedService({MODEL: on_card(self.model)}, devices=budget, env=environment(self.host)) as service:
+            service.ready()
+            until(lambda: is_complete(service), "the spares are READY")
             yield service
 
     @contextlib.contextmanager
