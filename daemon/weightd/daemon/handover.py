@@ -86,7 +86,10 @@ def read(path: Path) -> Handover:
         raise HandoverError(f"{path}: not JSON: {error}") from None
     try:
         _check_protocol(values)
-        return decode(Handover, values)
+        found = decode(Handover, values)
+        for index, model in enumerate(found.models):
+            _check_sources(model, f".models[{index}]")
+        return found
     except FieldError as error:
         raise HandoverError(f"{path}: {error}") from None
 
@@ -97,3 +100,15 @@ def _check_protocol(values: Any) -> None:
     if said.get("protocol") != PROTOCOL:
         theirs, ours = f"weightd {said.get('version')} speaks protocol {said.get('protocol')}", f"{VERSION} {PROTOCOL}"
         raise HandoverError(f"{theirs} with its workers, {ours}")
+
+
+def _check_sources(model: ModelRecord, path: str) -> None:
+    known = {each.number for each in model.sources}
+    for what, number in [
+        ("source", model.source),
+        *(("generations.source", each.source) for each in model.generations),
+    ]:
+        if number not in known:
+            raise FieldError(f"expected the number of one of its sources, got {number}").at(f"{path}.{what}")
+    if len(model.made) != 2:
+        raise FieldError(f"expected two numbers, got {len(model.made)}").at(f"{path}.made")
