@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import signal
@@ -8,14 +9,17 @@ import stat
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from weightd.daemon.claim import ClaimError, claim, make_directory
+from weightd.daemon.claim import ClaimError, claim, make_directory, make_private
 from weightd.daemon.config import DaemonConfig
 from weightd.daemon.files import GenerationFiles, SnapshotFiles
+from weightd.daemon.keeper import link
+from weightd.daemon.keeper.link import Keeper
 
 # A daemon reduced to its claim: has what it claims, listens, leaves a file, and waits for the end of stdin.
 _DAEMON = """
@@ -246,6 +250,84 @@ def test_a_directory_that_cannot_be_made(root: Path) -> None:
     for path in (root / "file" / "run", root / "file"):
         with pytest.raises(ClaimError, match=f"^cannot make the directory {path}: "):
             make_directory(path, 0o755)
+
+
+# --- what is a service manager's, or a keeper's ---------------------------------------------------------------------
+
+
+def test_a_socket_that_is_somebody_elses_is_left_alone(root: Path, config: DaemonConfig) -> None:
+    path = root / "run/weightd.sock"
+    path.parent.mkdir()
+    with socket.socket(socket.AF_UNIX) as listener, socket.socket(socket.AF_UNIX) as client:
+        listener.bind(str(path))
+        listener.listen()
+        with claim(config, listening=True):
+            stale_socket(config.children_socket)
+            assert tree(root) == {"run/weightd.sock", "run/weightd.sock.lock", f"run/{config.key}.sock"}
+            with pytest.raises(ClaimError, match="running already on this socket"), claim(config, listening=True):
+                pass
+        assert tree(root) == {"run/weightd.sock"}
+        client.connect(str(path))
+
+
+def test_a_directory_that_is_a_keepers_is_left_alone(root: Path, config: DaemonConfig) -> None:
+    with claim(config, kept=True):
+        # It is not made, either: that is done when it is known that there is no keeper.
+        assert not config.private_dir.exists()
+    config.private_dir.mkdir(parents=True)
+    (config.private_dir / "pages").touch()
+    stale_socket(config.children_socket)
+    with claim(config, kept=True):
+        assert tree(root) == {"run/weightd.sock.lock", f"cache/{config.key}/pages"}
+    assert tree(root) == {f"cache/{config.key}/pages"}
+
+
+@pytest.fixture
+def keeper(config: DaemonConfig) -> Iterator[Keeper]:
+    config.private_dir.mkdir(parents=True)
+    (config.private_dir / "left").touch()
+    made = link.start(config.private_dir)
+    yield made
+    if made.descriptor >= 0:  # else the test has let go of it
+        made.close()
+    os.waitpid(made.pid, 0)
+
+
+def test_a_directory_whose_keeper_does_not_end_is_refused(
+    config: DaemonConfig, keeper: Keeper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("weightd.daemon.claim._PATIENCE_S", 0.05)
+    text = (
+        f"{config.private_dir}: the processes of an earlier weightd have not ended within 0.05 s; kill them, as by "
+        "systemctl kill --signal=KILL weightd"
+    )
+    with pytest.raises(ClaimError) as caught:
+        make_private(config.private_dir)
+    assert str(caught.value) == text
+    assert (config.private_dir / "left").exists()
+    with pytest.raises(ClaimError, match="have not ended"), claim(config):
+        pass
+
+
+def test_a_private_directory_is_made_once_its_keeper_has_ended(
+    config: DaemonConfig, keeper: Keeper, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def sleep(_: float) -> None:
+        if keeper.descriptor >= 0:
+            keeper.close()
+
+    # Only when somebody waits for it.
+    monkeypatch.setattr(time, "sleep", sleep)
+    with caplog.at_level(logging.INFO, "weightd"):
+        make_private(config.private_dir)
+    assert [each.getMessage() for each in caplog.records] == [
+        "waiting for the processes of the daemon before this one to end"
+    ]
+    assert list(config.private_dir.iterdir()) == []
+    assert stat.S_IMODE(config.private_dir.stat().st_mode) == 0o700
+
+
+# --- files ----------------------------------------------------------------------------------------------------------
 
 
 def test_a_generations_files_are_in_one_directory(root: Path) -> None:

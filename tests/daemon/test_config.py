@@ -8,7 +8,16 @@ from pathlib import Path
 import pytest
 
 from weightd.daemon import config as module
-from weightd.daemon.config import Config, ConfigError, DaemonConfig, DeviceConfig, ModelConfig, complete_daemon, load
+from weightd.daemon.config import (
+    Config,
+    ConfigError,
+    DaemonConfig,
+    DeviceConfig,
+    ModelConfig,
+    complete_daemon,
+    default_path,
+    load,
+)
 from weightd.daemon.engine_options import MindSporeLiteOptions
 
 MODEL = '[models.m]\npath = "m.onnx"\n'
@@ -16,7 +25,13 @@ MODEL = '[models.m]\npath = "m.onnx"\n'
 
 @pytest.fixture(autouse=True)
 def _nothing_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
-    for variable in ("RUNTIME_DIRECTORY", "CACHE_DIRECTORY", "XDG_RUNTIME_DIR", "XDG_CACHE_HOME"):
+    for variable in (
+        "RUNTIME_DIRECTORY",
+        "CACHE_DIRECTORY",
+        "CONFIGURATION_DIRECTORY",
+        "XDG_RUNTIME_DIR",
+        "XDG_CACHE_HOME",
+    ):
         monkeypatch.delenv(variable, raising=False)
 
 
@@ -413,6 +428,54 @@ def test_an_empty_variable_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(variable, "")
     assert module.default_runtime_dir() == "/tmp/weightd-1000"
     assert module.default_cache_dir() == "/home/someone/.cache/weightd"
+
+
+@pytest.mark.parametrize(
+    ("given", "path"),
+    [
+        (None, "/etc/weightd/weightd.toml"),
+        ("", "/etc/weightd/weightd.toml"),
+        ("/etc/weightd/one", "/etc/weightd/one/weightd.toml"),
+        ("/first:/second", "/first/weightd.toml"),
+    ],
+)
+def test_the_services_configuration_is_where_systemd_says(
+    monkeypatch: pytest.MonkeyPatch, given: str | None, path: str
+) -> None:
+    if given is not None:
+        monkeypatch.setenv("CONFIGURATION_DIRECTORY", given)
+    assert default_path() == Path(path)
+
+
+# --- sockets that a service manager has opened ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("address", ["ipc:///run/weightd/weightd.sock", "tcp://127.0.0.1:5555", "tcp://[::]:5555"])
+def test_the_socket_is_the_one_that_is_open_already(file: Path, address: str) -> None:
+    file.write_text(MODEL)
+    assert load(file, [address, "tcp://127.0.0.1:6666"]).daemon.socket == address
+
+
+@pytest.mark.parametrize("address", ["ipc:///run/other.sock", "tcp://127.0.0.1:5555"])
+def test_a_configuration_may_name_any_socket_that_is_open(file: Path, address: str) -> None:
+    file.write_text(f'[daemon]\nsocket = "{address}"\n{MODEL}')
+    listening = ["ipc:///run/weightd.sock", "ipc:///run/other.sock", "tcp://127.0.0.1:5555"]
+    assert load(file, listening).daemon.socket == address
+    assert load(file).daemon.socket == address
+
+
+def test_a_configuration_that_names_another_socket_is_refused(file: Path) -> None:
+    file.write_text(f'[daemon]\nsocket = "ipc:///mine.sock"\n{MODEL}')
+    with pytest.raises(ConfigError) as caught:
+        load(file, ["ipc:///run/weightd.sock", "tcp://127.0.0.1:5555"])
+    expected = "expected ipc:///run/weightd.sock or tcp://127.0.0.1:5555, where the service manager listens"
+    assert str(caught.value) == f"{file}: daemon.socket: {expected} (weightd.socket), got 'ipc:///mine.sock'"
+
+
+def test_files_are_named_after_the_socket_that_is_open(file: Path) -> None:
+    file.write_text(MODEL)
+    config = load(file, ["tcp://127.0.0.1:5555"]).daemon
+    assert config.key == dataclasses.replace(load(file).daemon, socket="tcp://127.0.0.1:5555").key
 
 
 CARD = '[models.m]\npath = "m.mindir"\n'

@@ -30,6 +30,10 @@ class FakeModel:
         self.deaths = 0
         self.done: list[str] = []
 
+    @property
+    def will_serve(self) -> bool:
+        return self.serves
+
     def start(self, now: float) -> None:
         self.done.append("start")
 

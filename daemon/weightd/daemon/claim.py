@@ -129,7 +129,10 @@ def make_private(path: Path) -> None:
         ClaimError: it cannot be made, or processes of an earlier daemon do not end.
     """
     if not wait_until_gone(path, _PATIENCE_S):
-        raise ClaimError(f"{path}: the processes of an earlier weightd have not ended within {_PATIENCE_S:g} s")
+        raise ClaimError(
+            f"{path}: the processes of an earlier weightd have not ended within {_PATIENCE_S:g} s; kill them, as by "
+            "systemctl kill --signal=KILL weightd"
+        )
     shutil.rmtree(path, ignore_errors=True)
     make_directory(path, mode=0o700)
 

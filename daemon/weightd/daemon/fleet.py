@@ -175,7 +175,7 @@ class Fleet:
 
     def _settle(self, name: str, old: Model, new: Model, now: float) -> None:
         """Let the new model take over once it serves, or at once where the old one does not."""
-        if new.complete or not old.serves:
+        if new.complete or not old.will_serve:
             old.successor = None
             self.models[name] = new
             new.adopt(old, now)

@@ -379,6 +379,11 @@ class Generation:
         return self.state is GenerationState.SERVING and not self._missing() and self._all_ready()
 
     @property
+    def awaits(self) -> bool:
+        """Whether it was resumed, and a worker may still be `back`."""
+        return self.state in ACTIVE and any(self._is_awaited(child) for child in self.children.values())
+
+    @property
     def full(self) -> bool:
         """Whether all workers and spares that it should have are READY."""
         return self._count(ChildState.READY) == self.limits.attached
@@ -597,6 +602,10 @@ class Generation:
                 self.cause = f"workers die before they have answered anything; the last: {child.name}: {cause}"
             return
         self.cause = f"{child.name}: {cause}"
+        if child.name in self._resumed:
+            # It was READY once: that it is not back says nothing about the next one.
+            self._restarts.died(0.0, now, useful=True)
+            return
         self._restarts.start_failed(now)
 
     def _explain(self, child: Child, words: str) -> None:

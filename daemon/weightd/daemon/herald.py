@@ -37,7 +37,7 @@ class Herald:
         self.ready = False
         self.next_event = 0.0
         self._sign_interval = watchdog / _SIGNS if watchdog is not None else float("inf")
-        self._next_sign = 0.0
+        self._next_sign = 0.0 if watchdog is not None else float("inf")
         self._status = ""
         # Of each model: what it is doing, and since when.
         self._progress: dict[str, tuple[str, float]] = {}

@@ -404,6 +404,11 @@ class Model:
         return any(each.serving is not None for each in self.deployments)
 
     @property
+    def will_serve(self) -> bool:
+        """Whether any device serves it, or will as soon as a worker of the daemon before this one is back."""
+        return self.serves or any(generation.awaits for each in self.deployments for generation in each.generations)
+
+    @property
     def complete(self) -> bool:
         """Whether each device serves it with all its workers, or has failed while another one does not."""
         return self.serves and all(

@@ -129,7 +129,10 @@ class ManagedService(Service):
             if self._ended:
                 return
             assert message, "a notification without an assignment"
-            assignments = dict(each.partition("=")[::2] for each in message.decode().split("\n"))
+            assignments: dict[str, str] = {}
+            for each in message.decode().split("\n"):
+                key, _, value = each.partition("=")
+                assignments[key] = value
             name = assignments.get("FDNAME", "")
             if "FDSTOREREMOVE" in assignments and name in self._kept:
                 os.close(self._kept.pop(name))

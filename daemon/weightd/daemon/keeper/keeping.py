@@ -49,6 +49,7 @@ class Keeping:
             make_private(self._directory)
             keeper = self._start()
         self._keeper = keeper
+        self._is_lost = False
 
     @property
     def pid(self) -> int:
@@ -66,16 +67,23 @@ class Keeping:
         Raises:
             OSError: it cannot be started.
         """
+        if self._is_lost:
+            self._replace()
         try:
             return self._keeper.start(name, [*argv, "--parent", str(self.pid)], log, environment)
         except KeeperLost as error:
             # Its children have died with it, which their pidfds tell: only the next ones need another parent.
             _log.error("%s: starting another one", error)
+            self._is_lost = True
             self._keeper.kill()
-            if not link.wait_until_gone(self._directory, _PATIENCE_S):
-                raise
-            self._keeper = self._start()
+            self._replace()
         return self._keeper.start(name, [*argv, "--parent", str(self.pid)], log, environment)
+
+    def _replace(self) -> None:
+        if not link.wait_until_gone(self._directory, _PATIENCE_S):
+            raise KeeperLost("the keeper is lost, and its children do not end")
+        self._keeper = self._start()
+        self._is_lost = False
 
     def children(self) -> list[Child]:
         """Return every child that has not been waited for."""
@@ -91,7 +99,8 @@ class Keeping:
 
     def close(self) -> None:
         """Leave it alone: it ends everything now if the service manager does not hold on to it."""
-        self._keeper.close()
+        if not self._is_lost:
+            self._keeper.close()
 
     def _inherit(self, descriptor: int) -> Keeper | None:
         try:

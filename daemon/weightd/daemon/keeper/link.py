@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from weightd.daemon.keeper import process
 from weightd.daemon.processes import Process
@@ -58,14 +58,17 @@ class Keeper:
     def __init__(self, descriptor: int) -> None:
         self._link = socket.socket(fileno=descriptor)
         self._link.settimeout(_PATIENCE_S)
-        self._link.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, process.MAX_BYTES)
+        self._answers = self._link.makefile("rb")
         # An answer to a daemon that died before it read it is told from one to this daemon.
         self._ids = itertools.count(time.monotonic_ns())
-        self.pid: int = self._ask({"children": True})["pid"]
         try:
+            self.pid: int = self._ask({"children": True})["pid"]
             self._pidfd = os.pidfd_open(self.pid)
+        except KeeperLost:
+            self._close_link()
+            raise
         except OSError as error:
-            self._link.close()
+            self._close_link()
             raise KeeperLost(f"the keeper, process {self.pid}, cannot be watched: {error.strerror}") from None
 
     @property
@@ -111,8 +114,12 @@ class Keeper:
 
     def close(self) -> None:
         """Let go of it: unless somebody else holds the socket's end, too, it ends everything."""
-        self._link.close()
+        self._close_link()
         os.close(self._pidfd)
+
+    def _close_link(self) -> None:
+        self._answers.close()
+        self._link.close()
 
     def _reap(self, pid: int) -> int:
         try:
@@ -124,15 +131,23 @@ class Keeper:
     def _ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
         try:
             number = next(self._ids)
-            self._link.send(json.dumps({"id": number, **request}).encode())
-            answer: dict[str, Any]
-            while (answer := json.loads(self._link.recv(process.MAX_BYTES)))["id"] != number:
-                pass
+            # After what an earlier daemon may have begun to send.
+            self._link.sendall(b"\n" + json.dumps({"id": number, **request}).encode() + b"\n")
+            answer = self._answer(number)
         except (OSError, ValueError) as error:
             raise KeeperLost(f"the keeper does not answer: {error}") from None
         if "errno" in answer:
             raise OSError(answer["errno"], os.strerror(answer["errno"]), answer["path"])
         return answer
+
+    def _answer(self, number: int) -> dict[str, Any]:
+        """Return the answer to a request; what is before it was for a daemon that has not read it, or not all of it."""
+        for line in self._answers:
+            with contextlib.suppress(ValueError):
+                answer: Any = json.loads(line)
+                if isinstance(answer, dict) and answer.get("id") == number:  # pyright: ignore[reportUnknownMemberType]
+                    return cast("dict[str, Any]", answer)
+        raise OSError("it has gone")
 
 
 def start(directory: Path, *others: Path) -> Keeper:
@@ -141,7 +156,7 @@ def start(directory: Path, *others: Path) -> Keeper:
     Raises:
         OSError: it cannot be started.
     """
-    ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours, its = socket.socketpair()
     lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     # Out of the way of the numbers that they get in the new process.
     sources = [fcntl.fcntl(each, fcntl.F_DUPFD_CLOEXEC, process.LOCK + 1) for each in (its.fileno(), lock)]

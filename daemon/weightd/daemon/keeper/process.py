@@ -7,13 +7,15 @@ at a time:
     {"reap": PID}              waits for its end                         {"status": STATUS}, negative for a signal
     {"children": true}         those that have not been reaped           {"pid": PID, "children": [[PID, NAME, LOG]]}
 
-An error is {"errno": ERRNO, "path": PATH}. Each answer has the "id" of its request. A child stays a zombie until it is
-reaped: until then its pid is its own. Each PATH is removed at the end, a directory with all that is in it.
+Requests and answers are lines. An error is {"errno": ERRNO, "path": PATH}. Each answer has the "id" of its request. A
+line that is no request is what a daemon was sending when it was killed: it is skipped. A child stays a zombie until it
+is reaped: until then its pid is its own. Each PATH is removed at the end, a directory with all that is in it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import signal
@@ -23,16 +25,16 @@ import sys
 from typing import Any
 
 LINK = 3
-"""Descriptor of its end of a pair of SOCK_SEQPACKET sockets."""
+"""Descriptor of its end of a pair of stream sockets."""
 
 LOCK = 4
 """Descriptor that holds a lock for as long as this process lives."""
 
-MAX_BYTES = 1024 * 1024
-"""Of a request or an answer."""
+# A service manager's "kill" may mean every process of the service: whoever ends the children, it is not that.
+_IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
-# Python ignores these, and the child would, too.
-_DEFAULT_SIGNALS = (signal.SIGPIPE, signal.SIGXFSZ)
+# These and what Python ignores a child would ignore, too.
+_DEFAULT_SIGNALS = (*_IGNORED, signal.SIGPIPE, signal.SIGXFSZ)
 
 
 class Keeper:
@@ -54,6 +56,8 @@ class Keeper:
                 return {"status": os.waitstatus_to_exitcode(status)}
         except OSError as error:
             return {"errno": error.errno, "path": error.filename}
+        except (LookupError, TypeError, ValueError):
+            return {"errno": errno.EINVAL, "path": None}
         return {"pid": os.getpid(), "children": [[pid, *each] for pid, each in self._children.items()]}
 
     def end(self) -> None:
@@ -95,19 +99,21 @@ def _remove(path: str) -> None:
 
 def main() -> None:
     """Serve until the other end of the socket is closed by everybody; then leave nothing behind."""
-    # A service manager's "kill" may mean every process of the service: whoever ends the children, it is not that.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in _IGNORED:
         signal.signal(number, signal.SIG_IGN)
     os.set_inheritable(LOCK, False)
     keeper = Keeper()
     with socket.socket(fileno=LINK) as link:
         link.set_inheritable(False)
-        while text := link.recv(MAX_BYTES):
-            request = json.loads(text)
-            answer = {"id": request["id"], **keeper.answer(request)}
-            # A daemon that has died meanwhile does not hear it; the next one asks for what it wants to know.
+        for line in link.makefile("rb"):
+            try:
+                request = json.loads(line)
+                number = request["id"]
+            except (LookupError, TypeError, ValueError):
+                continue
+            # Where nobody is left to hear it, the end of the lines comes next.
             with contextlib.suppress(BrokenPipeError):
-                link.send(json.dumps(answer).encode())
+                link.sendall(json.dumps({"id": number, **keeper.answer(request)}).encode() + b"\n")
     keeper.end()
     for path in sys.argv[1:]:
         _remove(path)
