@@ -9,7 +9,8 @@ import pytest
 
 from weightd.daemon.config import ModelConfig
 from weightd.daemon.fleet import Change, Fleet
-from weightd.daemon.model import Model, Numbers
+from weightd.daemon.model import Model
+from weightd.daemon.sources import Numbers
 from weightd.protocol.errors import Unavailable
 
 ONE, TWO, THREE = (ModelConfig(path=f"/models/{number}.onnx") for number in (1, 2, 3))

@@ -18,11 +18,12 @@ from weightd.daemon.config import ModelConfig
 from weightd.daemon.deployment import Deployment, Policy
 from weightd.daemon.generation import Generation
 from weightd.daemon.handover import ModelRecord
-from weightd.daemon.model import Model, Numbers
+from weightd.daemon.model import Model
 from weightd.daemon.plan import Source
 from weightd.daemon.ports import Snapshot
 from weightd.daemon.records import SealRecord
 from weightd.daemon.request import Request
+from weightd.daemon.sources import Numbers
 from weightd.daemon.states import ACTIVE, ChildState
 from weightd.protocol.errors import RequestError
 from weightd.protocol.messages import ModelMetadataResponse, TensorSignature, TensorSpec

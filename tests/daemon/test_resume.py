@@ -17,11 +17,12 @@ from weightd.daemon.config import ModelConfig
 from weightd.daemon.fleet import Fleet
 from weightd.daemon.generation import ABORT_TIMEOUT_S, BACK_TIMEOUT_S, Generation
 from weightd.daemon.handover import ModelRecord
-from weightd.daemon.model import Model, Numbers
+from weightd.daemon.model import Model
 from weightd.daemon.plan import Limits, Source
 from weightd.daemon.ports import Snapshot
 from weightd.daemon.records import GenerationRecord, SealRecord
 from weightd.daemon.request import Request
+from weightd.daemon.sources import Numbers
 from weightd.daemon.states import GenerationState
 from weightd.protocol.errors import InvalidArgument, RequestError, Unavailable
 from weightd.protocol.messages import ModelMetadataResponse, TensorSignature, TensorSpec

@@ -18,7 +18,7 @@ Model = Mapping[str, object]
 CLIENT = f"{HOME}/source/tests/systemd/client.py"
 CLIENT_UID = 4242
 STRANGER_UID = 4343
-STOP_S = 20.0
+STOP_S = 60.0
 
 MLP: Model = {"path": materials.MODEL, "workers": 2, "required": True}
 DROP_IN = "test.conf"

@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 from weightd.daemon.config import ModelConfig
 from weightd.daemon.handover import ModelRecord
-from weightd.daemon.model import Model, Numbers
+from weightd.daemon.model import Model
+from weightd.daemon.sources import Numbers
 from weightd.protocol.errors import Unavailable
 
 _log = logging.getLogger("weightd")

@@ -18,11 +18,11 @@ from weightd.daemon.handover import ModelRecord
 from weightd.daemon.latency import Latencies
 from weightd.daemon.plan import Limits, Source
 from weightd.daemon.ports import Children, Clients, Snapshot
-from weightd.daemon.records import GenerationRecord, SourceRecord
+from weightd.daemon.records import GenerationRecord
 from weightd.daemon.request import Request
 from weightd.daemon.scheduler import Scheduler
 from weightd.daemon.signature import Signature
-from weightd.daemon.snapshots import Snapshots
+from weightd.daemon.sources import Numbers, Sources
 from weightd.daemon.states import ACTIVE, GenerationState
 from weightd.protocol.errors import (
     Cancelled,
@@ -49,28 +49,6 @@ from weightd.protocol.worker_messages import (
 )
 
 _log = logging.getLogger("weightd")
-
-
-class Numbers:
-    """The numbers of a name's generations and sources: none is used twice, whatever model has the name."""
-
-    def __init__(self, made: Sequence[int] = (0, 0)) -> None:
-        self._generation, self._source = made
-
-    @property
-    def made(self) -> tuple[int, int]:
-        """The last ones."""
-        return self._generation, self._source
-
-    def generation(self) -> int:
-        """Return the next one."""
-        self._generation += 1
-        return self._generation
-
-    def source(self) -> int:
-        """Return the next one."""
-        self._source += 1
-        return self._source
 
 
 @dataclass
@@ -140,12 +118,10 @@ class Model:
         self._clients = clients
         self._signature = Signature()
         self._numbers = numbers or Numbers()
-        self._source = Source(config.path, number=self._numbers.source())
-        self._previous: Source | None = None
-        self._update: _Update | None = None
-        self._snapshots = Snapshots(
-            pin=functools.partial(children.pin, self), unpin=functools.partial(children.unpin, self)
+        self._sources = Sources(
+            config.path, self._numbers, functools.partial(children.pin, self), functools.partial(children.unpin, self)
         )
+        self._update: _Update | None = None
         # Whose child it is, by the child's name.
         self._owners: dict[str, tuple[Deployment, Generation]] = {}
         self._refusal = ""
@@ -208,11 +184,11 @@ class Model:
             if each.serving is None or each.busy:
                 raise Unavailable(f"{self.name} is loading on {each.device.name}: try again once it serves")
         if rollback:
-            if self._previous is None:
+            if self._sources.previous is None:
                 raise InvalidArgument(f"{self.name} has not been updated: there is nothing to go back to")
-            source = self._previous
+            source = self._sources.previous
         else:
-            source = Source(path or self._source.path, weights, self._numbers.source())
+            source = self._sources.new(path, weights)
         self._update = _Update(client, request_id, source)
         for deployment in self.deployments:
             deployment.update(source)
@@ -289,53 +265,43 @@ class Model:
     def start(self, now: float) -> None:
         """Begin to load."""
         for deployment in self.deployments:
-            deployment.start(self._source)
+            deployment.start(self._sources.current)
         self._settle(now)
 
     def resume(self, record: ModelRecord, now: float) -> None:
         """Begin with what a daemon before this one has loaded; load what is not there."""
-        sources = {each.number: Source(each.path, each.weights, each.number) for each in record.sources}
-        self._source, self._previous = sources[record.source], sources.get(record.previous)
-        nbytes: dict[Source, int] = {}
-        for each in record.sources:
-            snapshot = Snapshot(each.snapshot, each.snapshot_weights, each.sha256, each.nbytes)
-            self._snapshots.restore(sources[each.number], snapshot)
-            nbytes[sources[each.number]] = each.nbytes
+        sources = self._sources.restore(record.source, record.previous, record.sources)
         loaded = {each.device: each for each in record.generations}
         for deployment in self.deployments:
             there = loaded.get(deployment.device.name)
             generation = self._resumed(deployment, sources, there, now) if there is not None else None
             if generation is None:
-                deployment.start(self._source)
+                deployment.start(self._sources.current)
             else:
-                deployment.resume(generation, nbytes[generation.source], now)
+                deployment.resume(generation, self._sources.snapshots[generation.source].nbytes, now)
         self._settle(now)
 
     def record(self) -> ModelRecord | None:
         """Return what the next daemon has to know to `resume` it; None if it has to load it anew."""
-        sources = [
-            SourceRecord(each.number, each.path, each.weights, there.path, there.weights, there.sha256, there.nbytes)
-            for each in (self._source, self._previous)
-            if each is not None and (there := self._snapshots.find(each)) is not None
-        ]
+        source, sources = self._sources.current.number, self._sources.records()
         kept = [each.serving or each.coming for each in self.deployments]
         generations = [each.record(self._children.seal(each)) for each in kept if each is not None]
-        known = [each for each in generations if each is not None and each.source == self._source.number]
-        if self.draining or not known or self._source.number not in [each.number for each in sources]:
+        known = [each for each in generations if each is not None and each.source == source]
+        if self.draining or not known or source not in [each.number for each in sources]:
             return None
-        previous = self._previous.number if self._previous is not None and len(sources) > 1 else 0
+        previous = sum(each.number for each in sources[1:])
         made = self._numbers.made
-        return ModelRecord(self.name, self.config, self._source.number, previous, made, tuple(sources), tuple(known))
+        return ModelRecord(self.name, self.config, source, previous, made, tuple(sources), tuple(known))
 
     def pinned(self, source: Source, snapshot: Snapshot, now: float) -> None:
         """The snapshot of a source exists."""
-        self._snapshots.taken(source, snapshot)
+        self._sources.snapshots.taken(source, snapshot)
         self._tell_pinned(now)
         self._settle(now)
 
     def pin_failed(self, source: Source, cause: str, now: float) -> None:
         """There is no snapshot of a source."""
-        self._snapshots.failed(source)
+        self._sources.snapshots.failed(source)
         for deployment in self.deployments:
             deployment.pin_failed(source, cause, now)
         self._settle(now)
@@ -367,7 +333,7 @@ class Model:
         self._replaced = replaced
         for request in [] if replaced else self.scheduler.give_up():
             self._refuse(request, Unavailable("weightd is stopping"))
-        self._snapshots.abandon()
+        self._sources.snapshots.abandon()
         for deployment in self.deployments:
             deployment.drain(now, patience=patience)
         self._settle(now)
@@ -378,7 +344,7 @@ class Model:
 
     def dispose(self) -> None:
         """Remove what is left on the disk of a model that is gone."""
-        self._snapshots.drop_all()
+        self._sources.snapshots.drop_all()
 
     def adopt(self, old: Model, now: float) -> None:
         """Take over what waits at the model that this one replaces."""
@@ -623,17 +589,17 @@ class Model:
             self._tell_pinned(now)
 
     def _tell_pinned(self, now: float) -> None:
-        for source, snapshot in self._snapshots.ready():
+        for source, snapshot in self._sources.snapshots.ready():
             for deployment in self.deployments:
                 deployment.pinned(source, snapshot.sha256, snapshot.nbytes, now)
 
     def _perform(self, deployment: Deployment, generation: Generation, action: Action) -> None:
         match action:
             case Pin():
-                self._snapshots.want(generation.source)
+                self._sources.snapshots.want(generation.source)
             case Spawn(name, role):
                 self._owners[name] = deployment, generation
-                self._children.spawn(self, generation, self._snapshots[generation.source], name, role)
+                self._children.spawn(self, generation, self._sources.snapshots[generation.source], name, role)
             case Send(name, order):
                 self._children.order(name, order)
             case Kill(name, abort):
@@ -659,26 +625,19 @@ class Model:
             cause = failed.cause or "weightd is stopping"
             for deployment in self.deployments:
                 deployment.abandon(f"given up: {cause}", now)
-            self._drop_snapshot(update.source)
+            self._sources.drop(update.source)
             self._clients.tell_error(update.client, update.request_id, Unavailable(f"not updated: {cause}"))
         elif all(each.complete for each in self.deployments):
             self._update = None
             for deployment in self.deployments:
                 deployment.switch(now)
-            outdated = self._previous
-            self._previous, self._source = self._source, update.source
+            self._sources.took_over(update.source)
             self.guard.quarantine.clear()
-            if outdated is not None:
-                self._drop_snapshot(outdated)
             numbers = [each.main.number for each in self.deployments]
             self._clients.tell_updated(update.client, update.request_id, self.name, numbers)
         else:
             return
         self._perform_all(now)
-
-    def _drop_snapshot(self, source: Source) -> None:
-        if source not in (self._source, self._previous):
-            self._snapshots.drop(source)
 
     def _learn_signature(self) -> None:
         built = next((each.built for each in self._live() if each.built is not None), None)

@@ -23,10 +23,11 @@ from weightd.daemon.handover import Handover
 from weightd.daemon.herald import Herald
 from weightd.daemon.keeper.keeping import Keeping
 from weightd.daemon.loop import Loop, signals
-from weightd.daemon.model import Model, Numbers
+from weightd.daemon.model import Model
 from weightd.daemon.records import DeviceRecord
 from weightd.daemon.service import CLIENTS, Manager
 from weightd.daemon.sockets import addresses, bind
+from weightd.daemon.sources import Numbers
 from weightd.daemon.status import Subject, Survey, report
 from weightd.protocol.errors import InvalidArgument, RequestError, ResourceExhausted, Unavailable
 from weightd.protocol.messages import ReloadResponse
