@@ -111,16 +111,31 @@ def test_a_socket_that_is_gone_is_no_concern(tmp_path: Path) -> None:
 
 def test_a_socket_that_is_full_keeps_nobody(manager: Manager, listener: socket.socket) -> None:
     sent = 5000
-    for _ in range(sent):
-        manager.notify("STATUS=" + "x" * 1000)
+    for number in range(sent):
+        manager.notify(f"STATUS={number} {'x' * 1000}")
+    manager.notify("READY=1")
     listener.setblocking(False)
     count = 0
     with contextlib.suppress(BlockingIOError):
         while received(listener):
             count += 1
     assert 0 < count < sent
-    manager.notify("READY=1")
-    assert received(listener) == ["READY=1"]
+    # What it could not be told is told with the next notification, as it is by then.
+    manager.notify("WATCHDOG=1")
+    assert received(listener) == [f"STATUS={sent - 1} {'x' * 1000}", "READY=1", "WATCHDOG=1"]
+    manager.notify()
+    with pytest.raises(BlockingIOError):
+        received(listener)
+
+
+def test_a_descriptor_that_cannot_be_kept_is_told_of(
+    manager: Manager, listener: socket.socket, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("weightd.daemon.service._PATIENCE_S", 0.05)
+    for _ in range(5000):
+        manager.notify("STATUS=" + "x" * 1000)
+    manager.keep(KEEPER, listener.fileno())
+    assert "a restart will have to load every model" in caplog.text
 
 
 # --- what it wants --------------------------------------------------------------------------------------------------

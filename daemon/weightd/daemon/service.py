@@ -6,6 +6,7 @@ other managers (podman, s6) speak parts of it.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import socket
@@ -41,6 +42,8 @@ class Manager:
         self._address = environment.pop("NOTIFY_SOCKET", "")
         self.watchdog = _watchdog(environment)
         self.inherited = _inherited(environment)
+        # What could not be told yet.
+        self._unsent: dict[str, str] = {}
         for name in ("WATCHDOG_USEC", "WATCHDOG_PID", "LISTEN_FDS", "LISTEN_PID", "LISTEN_FDNAMES"):
             environment.pop(name, None)
 
@@ -50,9 +53,19 @@ class Manager:
         return bool(self._address)
 
     def notify(self, *assignments: str) -> None:
-        """Tell it something, such as "READY=1"; that it does not listen is logged, and of no other consequence."""
-        if assignments:
-            self._send("\n".join(assignments).encode(), [])
+        """Tell it something, such as "READY=1".
+
+        A manager that is busy is told with the next notification, one that does not listen is not: a daemon that serves
+        waits for neither.
+        """
+        for each in assignments:
+            key, _, value = each.partition("=")
+            self._unsent[key] = value
+        if self._unsent:
+            message = "\n".join(f"{key}={value}" for key, value in self._unsent.items())
+            with contextlib.suppress(BlockingIOError):
+                self._send(message, [], 0.0)
+                self._unsent.clear()
 
     def reloading(self) -> None:
         """A reload begins; it ends with the next READY=1."""
@@ -62,26 +75,35 @@ class Manager:
     def keep(self, name: str, descriptor: int) -> None:
         """Have it hold a duplicate of the descriptor for the next process of this service, in place of any other."""
         self.drop(name)
-        self._send(f"FDSTORE=1\nFDNAME={name}".encode(), [descriptor])
+        with contextlib.suppress(BlockingIOError):
+            self._send(f"FDSTORE=1\nFDNAME={name}", [descriptor], _PATIENCE_S)
+            return
+        _log.warning("the service manager is busy: a restart will have to load every model")
 
     def drop(self, name: str) -> None:
         """Have it close what it holds under this name."""
-        self.notify("FDSTOREREMOVE=1", f"FDNAME={name}")
+        with contextlib.suppress(BlockingIOError):
+            self._send(f"FDSTOREREMOVE=1\nFDNAME={name}", [], _PATIENCE_S)
 
-    def _send(self, message: bytes, descriptors: list[int]) -> None:
+    def _send(self, message: str, descriptors: list[int], patience: float) -> None:
+        """Send a message.
+
+        Raises:
+            BlockingIOError: its queue, which is short, has been full for so many seconds.
+        """
         if not self._address:
             return
         # "@" begins the name of an abstract socket.
         address = "\0" + self._address[1:] if self._address.startswith("@") else self._address
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sender:
-            # Its queue is short; but a daemon that serves does not wait for a manager that hangs.
-            sender.settimeout(_PATIENCE_S)
+            sender.settimeout(patience)
             try:
                 sender.connect(address)
-                socket.send_fds(sender, [message], descriptors)
+                socket.send_fds(sender, [message.encode()], descriptors)
+            except (BlockingIOError, TimeoutError) as error:
+                raise BlockingIOError(str(error)) from None
             except OSError as error:
-                first, _, _ = message.decode().partition("\n")
-                _log.warning("the service manager cannot be told %s: %s", first, error)
+                _log.warning("the service manager cannot be told %s: %s", message.partition("\n")[0], error)
 
 
 def _watchdog(environment: Mapping[str, str]) -> float | None:
