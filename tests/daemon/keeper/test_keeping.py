@@ -47,13 +47,17 @@ class Service:
     def update(self) -> None:
         """Return once it has done what it was told."""
         self._caught_up.clear()
-        Manager({"NOTIFY_SOCKET": str(self.path)}).notify("CAUGHT_UP")
+        self._send(b"CAUGHT_UP")
         assert self._caught_up.wait(LIMIT_S)
 
     def forget(self) -> None:
         """Let go of what it keeps."""
         while self.kept:
             os.close(self.kept.pop())
+
+    def _send(self, message: bytes) -> None:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
+            sender.sendto(message, str(self.path))
 
     def _listen(self) -> None:
         while True:
@@ -77,7 +81,7 @@ class Service:
         return made
 
     def end(self) -> None:
-        Manager({"NOTIFY_SOCKET": str(self.path)}).notify("END")
+        self._send(b"END")
         self._thread.join(LIMIT_S)
         self._listener.close()
         self.forget()
