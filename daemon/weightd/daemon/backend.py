@@ -129,9 +129,8 @@ class Backend:
             else:
                 self._watch(name, process, functools.partial(self._on_exit, name))
                 self._owners[name.encode()] = name, model
-        _log.info(
-            "%s: taken over from the daemon before, %d processes, %s", generation.label, len(there), files.directory
-        )
+        count = len(generation.children)
+        _log.info("%s: taken over from the daemon before, %d processes, %s", generation.label, count, files.directory)
         return True
 
     def tidy(self, records: Iterable[ModelRecord]) -> None:
@@ -226,7 +225,7 @@ class Backend:
         except OSError as error:
             # The interpreter, or the log, a full disk, no descriptors left: the file tells which.
             where = "" if error.filename in (None, config.python) else f": {error.filename}"
-            cause = f"cannot start {config.python}: {error.strerror}{where}"
+            cause = f"cannot start {config.python}: {error.strerror or error}{where}"
             self._later.append(functools.partial(model.exited, name, cause))
             return
         self._owners[name.encode()] = name, model

@@ -79,12 +79,6 @@ class Keeping:
             self._replace()
         return self._keeper.start(name, [*argv, "--parent", str(self.pid)], log, environment)
 
-    def _replace(self) -> None:
-        if not link.wait_until_gone(self._directory, _PATIENCE_S):
-            raise KeeperLost("the keeper is lost, and its children do not end")
-        self._keeper = self._start()
-        self._is_lost = False
-
     def children(self) -> list[Child]:
         """Return every child that has not been waited for."""
         return self._keeper.children()
@@ -124,3 +118,9 @@ class Keeping:
             raise ClaimError(f"cannot start the keeper of the processes: {error}") from None
         self._manager.keep(KEEPER, keeper.descriptor)
         return keeper
+
+    def _replace(self) -> None:
+        if not link.wait_until_gone(self._directory, _PATIENCE_S):
+            raise KeeperLost("the keeper is lost, and its children do not end")
+        self._keeper = self._start()
+        self._is_lost = False
