@@ -166,14 +166,39 @@ def test_who_has_connected_before_the_daemon_was_there_is_served(
     assert [bytes(frame) for frame in received.frames] == [b"early"]
 
 
-def test_the_socket_is_the_service_managers_in_the_end_too(
+def test_the_socket_is_the_service_managers_in_the_end_too(listen: Listen, tmp_path: Path) -> None:
+    unix = listen(socket.AF_UNIX, str(tmp_path / "s"))
+    for _ in range(2):
+        # Each has a context of its own, as each daemon has: when it ends, its sockets are closed.
+        with (
+            zmq.Context() as context,
+            bind(context, f"ipc://{tmp_path}/s", clients=True, descriptors=[os.dup(unix.fileno())]) as router,
+        ):
+            talk(context, router, f"ipc://{tmp_path}/s")
+    assert (tmp_path / "s").is_socket()
+
+
+def test_two_that_accept_from_one_descriptor_do_not_block_each_other(
     context: zmq.Context[Socket], listen: Listen, tmp_path: Path
 ) -> None:
     unix = listen(socket.AF_UNIX, str(tmp_path / "s"))
-    for _ in range(2):
-        with bind(context, f"ipc://{tmp_path}/s", clients=True, descriptors=[os.dup(unix.fileno())]) as router:
-            talk(context, router, f"ipc://{tmp_path}/s")
-    assert (tmp_path / "s").is_socket()
+    assert unix.getblocking()  # as systemd passes it
+    address = f"ipc://{tmp_path}/s"
+    poller = zmq.Poller()
+    with (
+        bind(context, address, clients=True, descriptors=[os.dup(unix.fileno())]) as first,
+        bind(context, address, clients=True, descriptors=[os.dup(unix.fileno())]) as second,
+    ):
+        poller.register(first, zmq.POLLIN)
+        poller.register(second, zmq.POLLIN)
+        # Both wait in one I/O thread, and both are told of each client.
+        for number in range(20):
+            with context.socket(zmq.DEALER) as client:
+                client.connect(address)
+                client.send(b"%d" % number)
+                [(router, _)] = poller.poll(LIMIT_MS)
+                [received] = receive(router)
+                assert [bytes(frame) for frame in received.frames] == [b"%d" % number]
 
 
 def test_a_socket_of_the_wrong_kind_is_refused(context: zmq.Context[Socket], listen: Listen, tmp_path: Path) -> None:

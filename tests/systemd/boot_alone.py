@@ -7,6 +7,8 @@ import signal
 from .manager import Manager
 
 if __name__ == "__main__":
+    # A shell that starts the tests in the background makes everything below it ignore Ctrl-C.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     with Manager():
         print("booted", flush=True)
         signal.pause()

@@ -75,7 +75,7 @@ def bind(
         address: where to listen.
         clients: whether they are clients that will connect, or children.
         descriptors: sockets that listen already, one of them at `address`: the socket accepts from all of them, and
-            closes them in the end.
+            closes them in the end. They no longer block, in any process that holds them.
 
     Raises:
         ClaimError: the address cannot be bound.
@@ -104,6 +104,9 @@ def _accept(socket: zmq.Socket[bytes], descriptors: Sequence[int]) -> None:
     for address, descriptor in zip(addresses(descriptors), descriptors, strict=True):
         if address.startswith("tcp://["):
             socket.setsockopt(zmq.IPV6, 1)
+        # libzmq's I/O thread accepts when the kernel says that somebody is there. Where another process, or a socket
+        # that is being closed, was faster, an accept that blocks would hold up the thread until the next one comes.
+        os.set_blocking(descriptor, False)
         socket.setsockopt(zmq.USE_FD, descriptor)
         try:
             socket.bind(address)
