@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
+from testkit.waiting import until
 from weightd.client import Client
 from weightd.client.client import Pending
 from weightd.protocol.messages import StatusResponse
@@ -16,7 +17,7 @@ from weightd.protocol.messages import StatusResponse
 from . import material
 from .material import Model, NoEngineError, Question
 from .resources import MIB, Usage, growth, usage
-from .service import Service, processes, until, workspace
+from .service import Service, processes, workspace
 
 REQUESTS = 200_000
 CYCLES = 30

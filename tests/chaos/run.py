@@ -6,6 +6,7 @@ import time
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
+from testkit.waiting import until
 from weightd.client import RequestError
 from weightd.protocol.messages import StatusResponse
 
@@ -17,7 +18,7 @@ from .kinds import Fault, settings
 from .report import Report, summary
 from .resources import MIB, Usage, growth, usage
 from .schedule import Event, Target, plan
-from .service import Service, ServiceError, Watched, until, workspace
+from .service import Service, ServiceError, Watched, workspace
 from .verdict import Strike
 
 WORKERS = 2
@@ -73,7 +74,7 @@ class Run:
         self._service.start()
         try:
             self._go()
-        except ServiceError as error:
+        except (ServiceError, TimeoutError) as error:
             self._problems.append(str(error))
         finally:
             self._fleet.kill()
@@ -162,7 +163,7 @@ class Run:
 
         try:
             until(healthy, "every model has all of its workers", max(0.0, limit - time.monotonic()))
-        except ServiceError:
+        except (ServiceError, TimeoutError):
             late = self._status()
             sick = ", ".join(self._service.unhealthy(late)) if late else "the daemon, which does not answer"
             self._problems.append(f"recovery: {time.monotonic() - last:.1f} s after the last fault, still ill: {sick}")

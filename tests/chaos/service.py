@@ -12,23 +12,19 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TypeVar
 
 from testkit.mindir import REPOSITORY
+from testkit.waiting import until
 from weightd.client import Client, RequestError
 from weightd.protocol.messages import ProcessStatus, StatusResponse
 
 from .resources import Usage, usage
 
-T = TypeVar("T")
-
 LISTEN_LIMIT_S = 30.0
 STOP_LIMIT_S = 60.0
 STATUS_LIMIT_S = 5.0
-_POLL_S = 0.02
 
 # So many equal measurements, each after a status, are no coincidence: connections that end are gone.
 _STEADY = 10
@@ -285,18 +281,6 @@ def ready_workers(status: StatusResponse, model: str) -> list[ProcessStatus]:
         for process in generation.processes
         if process.role == "worker" and process.state == "ready"
     ]
-
-
-def until(check: Callable[[], T | None], what: str, limit: float) -> T:
-    """Poll until `check` gives something true, and return it."""
-    deadline = time.monotonic() + limit
-    while True:
-        result = check()
-        if result:
-            return result
-        if time.monotonic() > deadline:
-            raise ServiceError(f"waited {limit:g} s in vain: {what}")
-        time.sleep(_POLL_S)
 
 
 def workspace(prefix: str) -> Path:

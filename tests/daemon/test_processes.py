@@ -8,15 +8,17 @@ import os
 import select
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from testkit.waiting import until
 from weightd.daemon import processes
 from weightd.daemon.memory import pss_bytes
-from weightd.daemon.processes import Process, explain, kill, last_words, reap, start
+from weightd.daemon.processes import Process, explain, kill, last_words, lives, reap, start
 
 SLEEP = ["sleep", "1000"]
 
@@ -56,6 +58,45 @@ def test_the_pidfd_tells_when_a_child_has_exited(sleeper: Process) -> None:
     assert reap(sleeper) == -signal.SIGKILL
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(sleeper.pidfd)
+
+
+def test_a_child_lives_until_it_begins_to_exit(sleeper: Process) -> None:
+    assert lives(sleeper)
+    kill(sleeper)
+    assert ended(sleeper)
+    assert not lives(sleeper)
+    reap(sleeper)
+    assert not lives(sleeper)
+
+
+# Its main thread has exited, and another one keeps the process from being gone: as if it took long to give memory back.
+GOING = """
+import ctypes, threading, time
+threading.Thread(target=time.sleep, args=(1000,)).start()
+ctypes.CDLL(None).pthread_exit(None)
+"""
+
+
+def test_a_child_that_is_about_to_be_gone_lives_no_more(log: Path) -> None:
+    process = start([sys.executable, "-c", GOING], log)
+    try:
+        until(lambda: not lives(process), "its main thread exits")
+        assert not ended(process, 0)
+    finally:
+        kill(process)
+        reap(process)
+
+
+def test_a_child_may_have_any_name(tmp_path: Path, log: Path) -> None:
+    program = tmp_path / "a) S 4 4"
+    program.symlink_to("/bin/sleep")
+    process = start([str(program), "1000"], log)
+    try:
+        assert ") S 4 4" in Path(f"/proc/{process.pid}/comm").read_text("ascii")
+        assert lives(process)
+    finally:
+        kill(process)
+        reap(process)
 
 
 def test_the_exit_status_and_both_outputs_are_kept(log: Path) -> None:

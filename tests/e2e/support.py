@@ -9,7 +9,6 @@ import select
 import subprocess
 import sys
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -22,11 +21,11 @@ from numpy.typing import NDArray
 from testkit import mindir, models
 from testkit.plain import PlainProcess
 from testkit.service import Service
+from testkit.waiting import until
 from weightd.client import Client, Pending
 from weightd.protocol.messages import ModelStatus, ProcessStatus
 
 Arrays = Mapping[str, NDArray[Any]]
-T = TypeVar("T")
 
 ENGINES = ("onnxruntime", "mindspore_lite")
 SUFFIX = {"onnxruntime": ".onnx", "mindspore_lite": ".mindir"}
@@ -273,17 +272,6 @@ def weightd(*arguments: object, limit: float = LIMIT_S) -> subprocess.CompletedP
     """Run the command `weightd` to its end."""
     command = [sys.executable, "-m", "weightd.daemon", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=limit, check=False)
-
-
-def until(check: Callable[[], T], what: str, limit: float = LIMIT_S) -> T:
-    """Poll until `check` gives something true, and return it."""
-    deadline = time.monotonic() + limit
-    while True:
-        result = check()
-        if result:
-            return result
-        assert time.monotonic() < deadline, f"waited {limit:g} s in vain: {what}"
-        time.sleep(0.01)
 
 
 def model_status(service: Service, name: str) -> ModelStatus:

@@ -16,6 +16,7 @@ import pytest
 
 from testkit import mindir
 from testkit.service import Service
+from testkit.waiting import until
 from weightd.client import Client, Unavailable
 
 from .support import (
@@ -31,7 +32,6 @@ from .support import (
     model_status,
     pairs,
     ready_workers,
-    until,
     wrapped_interpreter,
 )
 

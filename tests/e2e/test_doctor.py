@@ -15,10 +15,11 @@ import pytest
 
 from ascendsim import Host, environment, models
 from testkit import mindir
+from testkit.waiting import until
 from weightd.daemon.doctor import trial_checks
 from weightd.daemon.doctor.trial_checks import ANSWER, ATTACH, BUILD, DEATH, LATER, MEMORY, STRANGER
 
-from .support import LIMIT_S, children_of, until
+from .support import LIMIT_S, children_of
 
 pytestmark = pytest.mark.e2e
 

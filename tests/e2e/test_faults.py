@@ -13,6 +13,7 @@ import pytest
 
 from testkit import models
 from testkit.service import Service
+from testkit.waiting import until
 from weightd.client.client import Pending
 from weightd.protocol.errors import Cancelled, DeadlineExceeded, Internal, RequestError, Unavailable
 
@@ -25,7 +26,6 @@ from .support import (
     mlp_inputs,
     model_status,
     ready_workers,
-    until,
 )
 
 pytestmark = pytest.mark.e2e

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from testkit.service import Service
+from testkit.waiting import until
 from weightd.client import Client
 
 from .support import (
@@ -29,7 +30,6 @@ from .support import (
     processes,
     ready_workers,
     runtime_of,
-    until,
 )
 
 pytestmark = pytest.mark.e2e

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from testkit import memory
 from testkit.plain import PlainProcess
 from testkit.service import Service
+from testkit.waiting import until
 from weightd.client import Client
 from weightd.daemon import cgroup
 from weightd.protocol.messages import MemoryLimit
@@ -38,7 +39,6 @@ from .support import (
     pairs,
     processes,
     ready_workers,
-    until,
     wrapped_interpreter,
 )
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from testkit.service import Service
+from testkit.waiting import until
 from weightd.protocol.errors import RequestError
 
 from .support import (
@@ -22,7 +23,6 @@ from .support import (
     mlp_inputs,
     model_status,
     ready_workers,
-    until,
 )
 
 pytestmark = pytest.mark.e2e

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from testkit.managed import ManagedService
+from testkit.waiting import until
 from weightd.client import Client, RequestError, Unavailable
 
 from .support import (
@@ -27,7 +28,6 @@ from .support import (
     mlp_inputs,
     model_status,
     ready_workers,
-    until,
 )
 
 pytestmark = pytest.mark.e2e

@@ -14,10 +14,11 @@ from pathlib import Path
 
 import pytest
 
+from testkit.waiting import until
 from weightd.client import Client
 from weightd.protocol.messages import ModelStatus
 
-from .support import MLP_WEIGHT_BYTES, Bare, Place, Weightd, Zoo, ask_all, mlp_inputs, until
+from .support import MLP_WEIGHT_BYTES, Bare, Place, Weightd, Zoo, ask_all, mlp_inputs
 
 pytestmark = [
     pytest.mark.e2e,

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from testkit.waiting import until
 from weightd.client import Client, Pending, RequestError, Unavailable
 
 from .support import (
@@ -22,7 +23,6 @@ from .support import (
     assert_same,
     children_of,
     mlp_inputs,
-    until,
 )
 
 pytestmark = pytest.mark.e2e

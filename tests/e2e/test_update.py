@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from testkit.service import Service
+from testkit.waiting import until
 from weightd.client import PermissionDenied, Unavailable
 
 from .support import (
@@ -22,7 +23,6 @@ from .support import (
     ask_all,
     mlp_inputs,
     model_status,
-    until,
 )
 
 pytestmark = pytest.mark.e2e

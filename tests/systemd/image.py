@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
 
 from testkit import mindir
-
-T = TypeVar("T")
 
 HOME = "/opt/weightd"
 PYTHON = f"{HOME}/venv/bin/python"
@@ -97,14 +92,3 @@ class _Files:
         outside = self._root / path
         outside.parent.mkdir(parents=True, exist_ok=True)
         return outside
-
-
-def until(check: Callable[[], T], what: str, limit: float = 30.0) -> T:
-    """Poll until `check` gives something true, and return it."""
-    deadline = time.monotonic() + limit
-    while True:
-        result = check()
-        if result:
-            return result
-        assert time.monotonic() < deadline, f"waited {limit:g} s in vain: {what}"
-        time.sleep(0.02)

@@ -22,6 +22,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from testkit import mindir
+from testkit.waiting import until
 
 from . import image
 
@@ -88,7 +89,7 @@ class Manager:
 
     def _boot(self) -> None:
         is_active = ["systemctl", "is-active", "weightd-tests.target"]
-        image.until(lambda: self.try_run(is_active).returncode == 0, "it boots", LIMIT_S)
+        until(lambda: self.try_run(is_active).returncode == 0, "it boots", LIMIT_S)
 
     def command(self, argv: Sequence[str], uid: int = 0, gid: int = 0, groups: Sequence[int] = ()) -> list[str]:
         """Return the command line that runs `argv` inside, as that user."""

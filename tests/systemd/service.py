@@ -8,8 +8,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
+from testkit.waiting import until
+
 from . import materials
-from .image import HOME, until
+from .image import HOME
 from .manager import Manager
 from .units import INSTALLED
 

@@ -6,8 +6,9 @@ import signal
 
 import pytest
 
+from testkit.waiting import until
+
 from . import materials
-from .image import until
 from .service import MLP, Weightd
 
 pytestmark = pytest.mark.e2e

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from testkit import mindir
+from testkit.waiting import until
 
 from . import boot_alone, image
 from .manager import SCRATCH_PREFIX, Manager
@@ -47,7 +48,7 @@ def other(bare_manager: Manager) -> Iterator[subprocess.Popen[str]]:
 def test_nothing_is_left_of_it_however_its_owner_ends(other: subprocess.Popen[str], number: signal.Signals) -> None:
     other.send_signal(number)
     other.wait(60)
-    image.until(lambda: not traces(other.pid), "no cgroup and no file is left", 60)
+    until(lambda: not traces(other.pid), "no cgroup and no file is left", 60)
 
 
 def test_its_processes_and_its_network_are_its_own(bare_manager: Manager) -> None:

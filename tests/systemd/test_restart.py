@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
+from testkit.waiting import until
+
 from . import materials
-from .image import until
 from .service import Child, Weightd, begun, ended
 
 pytestmark = pytest.mark.e2e

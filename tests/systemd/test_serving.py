@@ -10,8 +10,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from testkit.waiting import until
+
 from . import materials
-from .image import until
 from .manager import Manager
 from .service import MLP, STRANGER_UID, Weightd
 

@@ -8,8 +8,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from testkit.waiting import until
+
 from . import materials
-from .image import until
 from .service import MLP, STRANGER_UID, Weightd, ended
 from .units import DIRECTORY, INSTALLED
 

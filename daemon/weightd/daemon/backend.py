@@ -8,7 +8,6 @@ import json
 import logging
 import os
 import re
-import select
 import shutil
 import signal
 import sys
@@ -195,9 +194,8 @@ class Backend:
         return SealRecord(*sealed.value) if sealed is not None else None
 
     def lives(self, name: str) -> bool:
-        """Return whether a child has not exited: asked of the kernel, before its death is told."""
-        process = self.processes.get(name)
-        return process is not None and not select.select([process.pidfd], [], [], 0)[0]
+        """Return whether a child has not begun to exit: asked of the kernel, before its death is told."""
+        return name in self.processes and processes.lives(self.processes[name])
 
     def spawn(self, model: Model, generation: Generation, snapshot: Snapshot, name: str, role: Role) -> None:
         """Start a holder or a worker: one program for both, the orders it gets make the difference."""

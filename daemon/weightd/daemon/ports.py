@@ -63,7 +63,7 @@ class Children(Protocol):
         raise NotImplementedError
 
     def lives(self, name: str) -> bool:
-        """Return whether a child has not exited yet."""
+        """Return whether a child has not begun to exit: what it holds is there."""
         raise NotImplementedError
 
     def exported(self, generation: Generation) -> None:

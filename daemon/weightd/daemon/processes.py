@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +17,10 @@ _TAIL_LINES = 6
 
 # How Python's faulthandler begins a dump.
 _DUMP = "Fatal Python error"
+
+# PF_EXITING of the kernel's include/linux/sched.h, in the seventh field after the name in /proc/PID/stat.
+_EXITING = 0x4
+_FLAGS = 6
 
 
 @dataclass(frozen=True)
@@ -63,6 +68,22 @@ def kill(process: Process, number: signal.Signals = signal.SIGKILL) -> None:
     """Send the child a signal; its pidfd tells when it is gone. The pidfd cannot hit another process by mistake."""
     with contextlib.suppress(ProcessLookupError):
         signal.pidfd_send_signal(process.pidfd, number)
+
+
+def lives(process: Process) -> bool:
+    """Return whether the child is neither gone nor going.
+
+    A process that exits gives its memory and its descriptors back first, and its pidfd tells afterwards: on a busy
+    machine many milliseconds later. Whoever depends on what it held has to know before, and the kernel marks it before.
+    """
+    try:
+        stat = Path(f"/proc/{process.pid}/stat").read_bytes()
+    except OSError:
+        return False
+    # The name, in parentheses, may hold anything.
+    is_exiting = int(stat[stat.rindex(b")") + 2 :].split()[_FLAGS]) & _EXITING
+    # Asked last: as long as it has not been waited for, its pid is its own.
+    return not is_exiting and not select.select([process.pidfd], [], [], 0)[0]
 
 
 def reap(process: Process) -> int:

@@ -14,10 +14,11 @@ from typing import Any
 from ascendsim import Host, environment, models
 from testkit.managed import ManagedService
 from testkit.service import Service
+from testkit.waiting import until
 from weightd.client import Client
 from weightd.protocol.messages import DeviceStatus, GenerationStatus, ModelStatus, ProcessStatus
 
-from ..support import Question, mlp_inputs, until
+from ..support import Question, mlp_inputs
 
 MIB = 1024 * 1024
 WIDTH = 64

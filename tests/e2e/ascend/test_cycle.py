@@ -6,9 +6,10 @@ import re
 
 import pytest
 
+from testkit.waiting import until
 from weightd.client.ctl.status import pss_total, render
 
-from ..support import ask_all, until
+from ..support import ask_all
 from .support import MIB, Cards, device, questions, roles, status
 
 pytestmark = pytest.mark.e2e

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from testkit.service import Service
+from testkit.waiting import until
 from weightd.client import Client, Unavailable
 
-from ..support import Load, ask_all, until
+from ..support import Load, ask_all
 from .support import MODEL, Cards, is_complete, kill, process, questions, roles, status
 
 pytestmark = pytest.mark.e2e

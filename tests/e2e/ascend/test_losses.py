@@ -6,9 +6,10 @@ import functools
 
 import pytest
 
+from testkit.waiting import until
 from weightd.client import Unavailable
 
-from ..support import Load, ask_all, until
+from ..support import Load, ask_all
 from .support import Cards, generation, kill, process, questions, roles, serves, status
 
 pytestmark = pytest.mark.e2e

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 from ascendsim import models
+from testkit.waiting import until
 from weightd.client import Unavailable
 
-from ..support import Load, ask_all, until
+from ..support import Load, ask_all
 from .support import Cards, kill, questions, roles, serves, status
 
 pytestmark = pytest.mark.e2e

@@ -7,7 +7,9 @@ import signal
 
 import pytest
 
-from ..support import ask_all, until
+from testkit.waiting import until
+
+from ..support import ask_all
 from .support import Cards, device, is_complete, kill, process, questions, roles, serves, status
 
 pytestmark = pytest.mark.e2e

@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 
 from testkit.service import Service
+from testkit.waiting import until
 from weightd.client import Client, InvalidArgument, Pending, Unavailable
 from weightd.protocol.errors import RequestError
 
-from ..support import Load, Question, ask_all, until
+from ..support import Load, Question, ask_all
 from .support import Cards, questions, serves, status
 
 pytestmark = pytest.mark.e2e
