@@ -28,6 +28,11 @@ def main() -> int:
     parser.add_argument("--seed", type=int, help="of all that is random; default: a random one, which is printed")
     parser.add_argument("--minutes", type=float, default=30.0, help="from the first fault to the last; default: 30")
     parser.add_argument("--faults", default="all", help="which may strike; default: all that this weightd can bear")
+    parser.add_argument(
+        "--managed",
+        action="store_true",
+        help="as under systemd: a daemon that is killed, or restarted, leaves its processes to the next one",
+    )
     options = parser.parse_args()
     try:
         faults = parse(options.faults)
@@ -40,7 +45,7 @@ def main() -> int:
     seed = random.randrange(2**31) if options.seed is None else options.seed
     print(f"seed {seed}, {options.minutes:g} minutes", flush=True)
     try:
-        report = Run(seed, 60.0 * options.minutes, faults).run()
+        report = Run(seed, 60.0 * options.minutes, faults, options.managed).run()
     except NoEngineError as error:
         print(error)
         return 2

@@ -154,10 +154,13 @@ class Injector:
             os.kill(holder.pid, signal.SIGKILL)
         return True
 
-    def _kill_daemon(self, event: Event, _: random.Random) -> bool:
-        children = Watched(self.service.children())
+    def _kill_daemon(self, event: Event, rng: random.Random) -> bool:
         strike = self._begin(event, lambda status: not self.service.unhealthy(status), f"pid {self.service.pid}")
         self.service.hang_up()
+        if self.service.managed:
+            self._replace_daemon(rng)
+            return True
+        children = Watched(self.service.children())
         self.service.kill()
         # With the daemon all its processes end: whatever was wrong with them is over.
         for each in [each for each in self._open if each.strike.fault is not Fault.FLOOD and each.strike is not strike]:
@@ -172,6 +175,14 @@ class Injector:
 
         self._at(ORPHAN_LIMIT_S, check)
         return True
+
+    def _replace_daemon(self, rng: random.Random) -> None:
+        """The next one goes on with the processes, and with whatever was wrong with them."""
+        if rng.random() < 0.5:
+            self.service.kill()
+        else:
+            self.service.terminate()
+        self.service.start()
 
     # --- page stores --------------------------------------------------------------------------------------------
 

@@ -23,6 +23,7 @@ class Report:
     seconds: float
     faults: Collection[Fault]
     workspace: Path
+    managed: bool = False
     sent: int = 0
     outcomes: Counter[str] = field(default_factory=Counter[str])
     strikes: list[Strike] = field(default_factory=list[Strike])
@@ -32,9 +33,8 @@ class Report:
     @property
     def command(self) -> str:
         """What does the same again."""
-        return (
-            f"python -m tests.chaos --seed {self.seed} --minutes {self.seconds / 60:g} --faults {text_of(self.faults)}"
-        )
+        command = f"python -m tests.chaos --seed {self.seed} --minutes {self.seconds / 60:g}"
+        return f"{command} --faults {text_of(self.faults)}{' --managed' if self.managed else ''}"
 
     def history(self) -> str:
         """Each fault: from when to when (monotonic seconds), on what."""

@@ -57,20 +57,22 @@ class Run:
         seed: all that is random is a function of it, but for what the machine makes of it.
         seconds: from the first fault to the last.
         faults: which may strike.
+        managed: whether a daemon that is killed or restarted leaves its processes to the next one, as under systemd.
     """
 
     seed: int
     seconds: float
     faults: Collection[Fault]
+    managed: bool = False
     _problems: list[str] = field(default_factory=list[str])
 
     def run(self) -> Report:
         """Run; the daemon and all that it has started are gone afterwards."""
         place = workspace("chaos-")
         self._models = {model.name: model for model in material.make(place, self.seed)}
-        self._service = Service(place, *self._tables())
+        self._service = Service(place, *self._tables(), managed=self.managed)
         self._fleet = Fleet(place)
-        self._report = Report(self.seed, self.seconds, self.faults, place)
+        self._report = Report(self.seed, self.seconds, self.faults, place, managed=self.managed)
         self._service.start()
         try:
             self._go()

@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from testkit.manager import Manager
 from testkit.mindir import REPOSITORY
 from testkit.waiting import until
 from weightd.client import Client, RequestError
@@ -25,12 +26,13 @@ from .resources import Usage, usage
 LISTEN_LIMIT_S = 30.0
 STOP_LIMIT_S = 60.0
 STATUS_LIMIT_S = 5.0
+KEEPER_LIMIT_S = 5.0
 
 # So many equal measurements, each after a status, are no coincidence: connections that end are gone.
 _STEADY = 10
 
 # What a daemon starts.
-_PROGRAMS = (b"weightd.worker", b"weightd.daemon.snapshot")
+_PROGRAMS = (b"weightd.worker", b"weightd.daemon.snapshot", b"keeper/process.py")
 
 
 class ServiceError(RuntimeError):
@@ -40,16 +42,24 @@ class ServiceError(RuntimeError):
 class Service:
     """`weightd serve` with these tables [daemon] and [models.NAME].
 
+    Where it is `managed`, as systemd does it, its processes outlive a daemon, and the next one goes on with them.
+
     Attributes:
         workspace: where everything but the sockets is: its log, its cache, and what others put there.
         address: where clients connect.
         workers: how many each model has.
         pid: the daemon's.
         starts: how often it was started.
+        managed: whether it is.
     """
 
     def __init__(
-        self, workspace: Path, daemon: Mapping[str, object], models: Mapping[str, Mapping[str, object]]
+        self,
+        workspace: Path,
+        daemon: Mapping[str, object],
+        models: Mapping[str, Mapping[str, object]],
+        *,
+        managed: bool = False,
     ) -> None:
         self._daemon = dict(daemon)
         self._models = {name: dict(table) for name, table in models.items()}
@@ -63,6 +73,10 @@ class Service:
         self.starts = 0
         self.pid = 0
         self._client: Client | None = None
+        self.managed = managed
+        self._manager: Manager | None = None
+        if managed:
+            self._manager = Manager(self._runtime / "weightd.sock", self._runtime / "notify")
         self.configure({})
 
     def configure(self, changes: Mapping[str, object], model: str = "") -> None:
@@ -91,14 +105,14 @@ class Service:
     def start(self) -> None:
         """Start the daemon; it listens a moment later."""
         self.starts += 1
+        command = [sys.executable, "-m", "weightd.daemon", "serve", str(self._config)]
         with self.log.open("ab") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "weightd.daemon", "serve", str(self._config)],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
+            if self._manager is not None:
+                self._process = self._manager.popen(command, os.environ, stdout=log, stderr=log, start_new_session=True)
+            else:
+                self._process = subprocess.Popen(
+                    command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+                )
         # Nobody looks at the core files of workers that are killed on purpose.
         resource.prlimit(self._process.pid, resource.RLIMIT_CORE, (0, 0))
         self.pid = self._process.pid
@@ -120,28 +134,35 @@ class Service:
     def kill(self) -> None:
         """SIGKILL."""
         self._process.kill()
-        self._process.wait()
+        self._wait(STOP_LIMIT_S)
 
     def reload(self) -> None:
         """SIGHUP."""
         self._process.send_signal(signal.SIGHUP)
 
-    def stop(self) -> int:
+    def terminate(self) -> int:
         """SIGTERM; return the exit status."""
         self.hang_up()
         if self._process.poll() is None:
             self._process.terminate()
         try:
-            return self._process.wait(STOP_LIMIT_S)
+            return self._wait(STOP_LIMIT_S)
         except subprocess.TimeoutExpired:
             self.kill()
             raise ServiceError(f"the daemon did not stop within {STOP_LIMIT_S:g} s") from None
+
+    def stop(self) -> int:
+        """End the service; return the daemon's exit status."""
+        status = self.terminate()
+        self._end_manager()
+        return status
 
     def remove(self, *, keep: bool) -> None:
         """Remove the directories, but for the workspace if it is to be kept."""
         self.hang_up()
         if self._process.poll() is None:
             self.kill()
+        self._end_manager()
         if keep:
             with contextlib.suppress(OSError):
                 shutil.copy(self._config, self.workspace)
@@ -156,6 +177,22 @@ class Service:
         for log in self.cache.rglob("*.log"):
             with contextlib.suppress(OSError):
                 shutil.copy(log, target / f"{log.parent.name}-{log.name}")
+
+    def _wait(self, limit: float) -> int:
+        status = self._process.wait(limit)
+        if self._manager is not None:
+            self._manager.hear_out()
+        return status
+
+    def _end_manager(self) -> None:
+        """What it has kept is closed: that ends the keeper and all that is left."""
+        if self._manager is None:
+            return
+        self._manager.close()
+        self._manager = None
+        until(lambda: not self.children(), "the processes end with the service", KEEPER_LIMIT_S)
+        for path in (self._runtime / "weightd.sock", self._runtime / "notify"):
+            path.unlink()
 
     # --- what it tells ------------------------------------------------------------------------------------------
 

@@ -108,19 +108,19 @@ def test_processes_outlive_the_daemon_and_nobody_gets_a_wrong_answer(
 
 
 def test_it_is_told_what_a_service_manager_wants_to_know(service: ManagedService) -> None:
-    first = service.wait_until_told("READY=1")
-    loading = [each for each in service.told[:first] if each.startswith("STATUS=")]
-    assert any("mlp: attaching" in each for each in loading), service.told
-    assert any(each.startswith("EXTEND_TIMEOUT_USEC=") for each in service.told[:first])
-    service.wait_until_told("WATCHDOG=1")
-    service.wait_until_told("STATUS=serving 1 models from 2 workers")
+    first = service.manager.wait_until_told("READY=1")
+    loading = [each for each in service.manager.told[:first] if each.startswith("STATUS=")]
+    assert any("mlp: attaching" in each for each in loading), service.manager.told
+    assert any(each.startswith("EXTEND_TIMEOUT_USEC=") for each in service.manager.told[:first])
+    service.manager.wait_until_told("WATCHDOG=1")
+    service.manager.wait_until_told("STATUS=serving 1 models from 2 workers")
     os.kill(service.pid, signal.SIGHUP)
-    reloading = service.wait_until_told("RELOADING=1", first)
-    assert service.told[reloading].startswith("MONOTONIC_USEC=")
-    service.wait_until_told("READY=1", reloading)
+    reloading = service.manager.wait_until_told("RELOADING=1", first)
+    assert service.manager.told[reloading].startswith("MONOTONIC_USEC=")
+    service.manager.wait_until_told("READY=1", reloading)
     service.restart(signal.SIGTERM)
-    stopping = service.wait_until_told("STOPPING=1", reloading)
-    service.wait_until_told("READY=1", stopping)
+    stopping = service.manager.wait_until_told("STOPPING=1", reloading)
+    service.manager.wait_until_told("READY=1", stopping)
 
 
 def test_the_end_of_the_service_ends_everything(service: ManagedService) -> None:
@@ -130,7 +130,7 @@ def test_the_end_of_the_service_ends_everything(service: ManagedService) -> None
     os.kill(service.pid, signal.SIGTERM)
     assert service.wait() == 0
     with Watched(children_of(service.cache)) as watched:
-        service.forget()
+        service.manager.forget()
         until(lambda: not watched.survivors(), "they are gone")
     runtime = service.config.parent
     until(
@@ -275,5 +275,5 @@ def test_a_required_model_that_cannot_be_loaded_ends_the_start(tmp_path: Path, e
     broken.write_bytes(b"no model")
     with ManagedService({"broken": {"path": broken, "required": True}}) as service:
         assert service.wait() == 1
-        assert not any(each == "READY=1" for each in service.told)
+        assert not any(each == "READY=1" for each in service.manager.told)
         assert "a required model has failed" in service.log

@@ -1,0 +1,126 @@
+"""What a service manager does for a daemon, as systemd does it: a socket, a store for descriptors, an open ear."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any, Dict, List, Mapping, Sequence
+
+_LIMIT_S = 60.0
+
+# Puts descriptors where sd_listen_fds(3) says, with the pid that only the process itself knows.
+_EXEC = """
+import os, sys
+count = int(sys.argv[1])
+passed = [os.dup2(int(each), 100 + index) for index, each in enumerate(sys.argv[2 : 2 + count])]
+os.closerange(3, 100)
+for index, each in enumerate(passed):
+    os.dup2(each, 3 + index)
+os.closerange(100, 200)
+os.environ["LISTEN_PID"] = str(os.getpid())
+os.execv(sys.argv[2 + count], sys.argv[2 + count :])
+"""
+
+
+class Manager:
+    """Starts one daemon after the other with the same socket, and with what the one before wanted kept.
+
+    Args:
+        listening: path of the socket for clients.
+        notified: path of the socket on which daemons tell how it goes.
+        watchdog_s: how often they have to.
+
+    Attributes:
+        told: each assignment that they have sent, in order.
+    """
+
+    def __init__(self, listening: Path, notified: Path, watchdog_s: float = 30.0) -> None:
+        self.told: List[str] = []
+        self._watchdog_s = watchdog_s
+        self._kept: Dict[str, int] = {}
+        self._news = threading.Condition()
+        self._ended = False
+        self._listener = _bound(socket.SOCK_STREAM, listening)
+        self._listener.listen(128)
+        self._path = notified
+        self._notified = _bound(socket.SOCK_DGRAM, notified)
+        self._hearing = threading.Thread(target=self._hear, daemon=True)
+        self._hearing.start()
+
+    def popen(self, command: Sequence[str], environment: Mapping[str, str], **options: Any) -> subprocess.Popen[Any]:
+        """Start a daemon; `options` are those of Popen."""
+        passed = {"clients": self._listener.fileno(), **self._kept}
+        variables = {
+            "NOTIFY_SOCKET": str(self._path),
+            "WATCHDOG_USEC": str(int(1e6 * self._watchdog_s)),
+            "LISTEN_FDS": str(len(passed)),
+            "LISTEN_FDNAMES": ":".join(passed),
+        }
+        argv = [sys.executable, "-S", "-c", _EXEC, str(len(passed)), *map(str, passed.values()), *command]
+        return subprocess.Popen(
+            argv, stdin=subprocess.DEVNULL, env={**environment, **variables}, pass_fds=tuple(passed.values()), **options
+        )
+
+    def hear_out(self) -> None:
+        """Hear all that a daemon has said; systemd does so, too, before it hears of its end."""
+        beyond = len(self.told)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
+            sender.sendto(b"X_END=1", str(self._path))
+        self.wait_until_told("X_END=1", beyond)
+
+    def wait_until_told(self, assignment: str, beyond: int = 0) -> int:
+        """Wait until an assignment of `told` from this index on begins so; return the index after it."""
+        deadline = time.monotonic() + _LIMIT_S
+
+        def index() -> int:
+            return next((i for i, each in enumerate(self.told) if i >= beyond and each.startswith(assignment)), -1)
+
+        with self._news:
+            self._news.wait_for(lambda: index() >= 0, deadline - time.monotonic())
+            assert index() >= 0, f"not told {assignment!r}, but {self.told[beyond:]}"
+            return index() + 1
+
+    def forget(self) -> None:
+        """Close what daemons wanted kept, as at the end of the service."""
+        while self._kept:
+            os.close(self._kept.popitem()[1])
+
+    def close(self) -> None:
+        """Forget, listen no longer, hear no longer; nothing is left but the paths of the sockets."""
+        self.forget()
+        self._ended = True
+        self._notified.shutdown(socket.SHUT_RDWR)  # which the thread that reads it hears
+        self._hearing.join()
+        self._notified.close()
+        self._listener.close()
+
+    def _hear(self) -> None:
+        while True:
+            message, descriptors, _, _ = socket.recv_fds(self._notified, 65536, 4)
+            if self._ended:
+                return
+            assert message, "a notification without an assignment"
+            assignments: Dict[str, str] = {}
+            for each in message.decode().split("\n"):
+                key, _, value = each.partition("=")
+                assignments[key] = value
+            name = assignments.get("FDNAME", "")
+            if "FDSTOREREMOVE" in assignments and name in self._kept:
+                os.close(self._kept.pop(name))
+            if "FDSTORE" in assignments:
+                self._kept[name] = descriptors[0]
+            with self._news:
+                self.told += [f"{key}={value}" for key, value in assignments.items()]
+                self._news.notify_all()
+
+
+def _bound(kind: int, path: Path) -> socket.socket:
+    """A socket bound there, which nothing is left of when it is closed but the path."""
+    each = socket.socket(socket.AF_UNIX, kind)
+    each.bind(str(path))
+    return each
