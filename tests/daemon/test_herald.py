@@ -206,6 +206,40 @@ def test_while_it_loads_there_is_none() -> None:
     assert signs(Stage(FakeModel(), watchdog=3.0), 30.0) == []
 
 
+def test_what_a_reload_adds_is_not_missed_before_it_has_served() -> None:
+    stage = Stage(FakeModel("there").serving(), watchdog=3.0)
+    stage.look()
+    added = FakeModel("added")
+    stage.models.append(added)
+    added.main.progress = "building"
+    assert signs(stage, 10 * LOAD_TIMEOUT_S)[-1] > 9 * LOAD_TIMEOUT_S
+    added.has_failed = True
+    assert signs(stage, 10.0)
+    added.has_failed = False
+    added.serving()
+    assert signs(stage, 10.0)
+    added.why_unready = "no worker has answered for 31 s"
+    assert signs(stage, 10.0) == []
+    # Whoever comes under its name is another one.
+    stage.models.remove(added)
+    assert signs(stage, 10.0)
+    stage.models.append(FakeModel("added"))
+    assert signs(stage, 10.0)
+
+
+def test_a_model_that_is_loaded_again_is_a_sign_of_life_as_long_as_that_goes_on() -> None:
+    model = FakeModel().serving()
+    stage = Stage(model, watchdog=3.0)
+    stage.look()
+    model.serves, model.why_unready, model.main.progress = False, "it loads", "building"
+    assert signs(stage, 2 * LOAD_TIMEOUT_S)[-1] > LOAD_TIMEOUT_S
+    assert signs(stage, 10.0 * LOAD_TIMEOUT_S)[-1:] == pytest.approx([20.0], abs=3.0)
+    model.main.progress = "attaching 1/2"
+    assert signs(stage, 10.0)
+    model.has_failed = True
+    assert signs(stage, 10.0) == []
+
+
 # --- status ---------------------------------------------------------------------------------------------------------
 
 
@@ -213,13 +247,25 @@ def test_the_status_is_one_line_told_when_it_changes() -> None:
     one, two = FakeModel("one"), FakeModel("two", device="ascend:0", required=False)
     two.main.progress, two.main.cause = "failed", "no such\nfile"
     stage = Stage(one, two)
-    assert stage.status() == "one: pinning; two: failed on ascend:0 (no such file); serving 0 models from 0 workers"
+    assert stage.status() == "one: pinning; two: failed on ascend:0 (no such | file); serving 0 models from 0 workers"
     assert not any(each.startswith("STATUS=") for each in stage.look(1.0))
     one.serving(3)
-    assert stage.status() == "two: failed on ascend:0 (no such file); serving 1 models from 3 workers"
+    assert stage.status() == "two: failed on ascend:0 (no such | file); serving 1 models from 3 workers"
     two.serving(1)
     assert stage.status() == "serving 2 models from 4 workers"
     assert not any(each.startswith("STATUS=") for each in stage.look(1.0))
+
+
+def test_a_status_is_short_enough_to_be_heard_and_plain_text() -> None:
+    models = [FakeModel(f"model{number}") for number in range(100)]
+    models[0].main.cause = "bad\0 \x1b[31m\udcff" + "é" * 5000
+    stage = Stage(*models, watchdog=3.0)
+    message = "\n".join(stage.look()).encode()
+    [status] = [each for each in message.split(b"\n") if each.startswith(b"STATUS=")]
+    assert 1000 < len(status) <= 1024 + len("STATUS=")
+    assert status.decode().endswith("...")
+    assert b"\0" not in message
+    assert b"\x1b" not in message
 
 
 def test_somebody_looks_every_second() -> None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
+import fcntl
 import os
+import resource
 import select
 import signal
 import subprocess
@@ -87,12 +90,37 @@ def test_a_child_that_is_about_to_be_gone_lives_no_more(log: Path) -> None:
         reap(process)
 
 
+def test_a_child_lives_whatever_the_number_of_its_descriptor(sleeper: Process) -> None:
+    pidfd = fcntl.fcntl(sleeper.pidfd, fcntl.F_DUPFD_CLOEXEC, 1024)
+    try:
+        assert lives(dataclasses.replace(sleeper, pidfd=pidfd))
+        kill(sleeper)
+        assert ended(sleeper)
+        assert not lives(dataclasses.replace(sleeper, pidfd=pidfd))
+    finally:
+        os.close(pidfd)
+
+
+def test_a_child_lives_though_nobody_can_look(sleeper: Process) -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest = os.dup(0)
+    os.close(lowest)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, before[1]))
+    try:
+        with pytest.raises(OSError, match="Too many open files"):
+            os.dup(0)
+        assert lives(sleeper)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
 def test_a_child_may_have_any_name(tmp_path: Path, log: Path) -> None:
     program = tmp_path / "a) S 4 4"
     program.symlink_to("/bin/sleep")
     process = start([str(program), "1000"], log)
     try:
-        assert ") S 4 4" in Path(f"/proc/{process.pid}/comm").read_text("ascii")
+        comm = Path(f"/proc/{process.pid}/comm")
+        until(lambda: ") S 4 4" in comm.read_text("ascii"), "the program runs")
         assert lives(process)
     finally:
         kill(process)

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import socket
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -7,8 +10,9 @@ from typing import Any
 import pytest
 
 from weightd.daemon.budget import Device
-from weightd.daemon.config import load
+from weightd.daemon.config import Config, DaemonConfig, load
 from weightd.daemon.server import Server
+from weightd.daemon.service import Manager
 from weightd.protocol.errors import Unavailable
 
 
@@ -32,3 +36,37 @@ def test_a_reload_that_is_refused_changes_no_device(tmp_path: Path) -> None:
     with pytest.raises(Unavailable):
         server._reload(0.0)
     assert device.capacity == 1000 * 2**20
+
+
+@pytest.fixture
+def notified(tmp_path: Path) -> Iterator[socket.socket]:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK) as made:
+        made.bind(str(tmp_path / "notify"))
+        yield made
+
+
+@pytest.fixture
+def managed(notified: socket.socket, tmp_path: Path) -> Any:
+    """A server that a service manager has started, with nothing behind it."""
+    config = Config(DaemonConfig(f"ipc://{tmp_path}/s", str(tmp_path / "run"), str(tmp_path / "cache")), {})
+    server: Any = Server(config, manager=Manager({"NOTIFY_SOCKET": notified.getsockname()}))
+    server._frontend = SimpleNamespace(stopping=False)
+    server._backend = SimpleNamespace(due=False)
+    return server
+
+
+def test_a_daemon_that_drains_waits_for_what_it_waits_for(managed: Any) -> None:
+    managed._herald.next_event = time.monotonic() - 1.0
+    assert managed._seconds_to_wait() <= 0.0
+    managed._stop(time.monotonic())
+    assert managed._seconds_to_wait() > 10.0
+
+
+def test_a_hangup_says_nothing_before_the_start_is_over(managed: Any, notified: socket.socket) -> None:
+    managed._on_hangup(time.monotonic())
+    with pytest.raises(BlockingIOError):
+        notified.recv(4096)
+    managed._herald.ready = True
+    managed._on_hangup(time.monotonic())
+    assert notified.recv(4096).startswith(b"RELOADING=1")
+    assert notified.recv(4096) == b"READY=1"

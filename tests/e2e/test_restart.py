@@ -15,6 +15,7 @@ import pytest
 from testkit.managed import ManagedService
 from testkit.waiting import until
 from weightd.client import Client, RequestError, Unavailable
+from weightd.daemon.generation import STOP_TIMEOUT_S
 
 from .support import (
     Bare,
@@ -194,6 +195,19 @@ def test_a_configuration_that_has_changed_meanwhile_rolls(service: ManagedServic
         ask_all(client, "mlp", questions)
     assert len(ready_workers(service, "mlp")) == 1
     assert "the configuration has changed since: changed mlp" in service.log
+
+
+def test_a_model_that_was_taken_out_meanwhile_leaves_in_order(engine: str, zoo: Zoo) -> None:
+    tables = {name: {"path": zoo.path(name, engine), "workers": 1} for name in ("mlp", "integers")}
+    with ManagedService(tables) as service:
+        service.ready()
+        text = service.config.read_text("utf-8")
+        begin = text.index("[models.integers]")
+        end = text.find("[", begin + 1)
+        service.config.write_text(text[:begin] + (text[end:] if end > 0 else ""), "utf-8")
+        service.restart(signal.SIGTERM)
+        # Its processes are told to stop, though they are not connected yet: one that is not is ended after 10 s.
+        until(lambda: "integers.1: gone" in service.log, "it leaves", STOP_TIMEOUT_S - 1)
 
 
 def test_workers_that_speak_another_protocol_are_loaded_anew(

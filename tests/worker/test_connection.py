@@ -63,11 +63,15 @@ class Worker:
     @contextlib.contextmanager
     def waits(self) -> Generator[None, None, None]:
         """The worker waits for a message; the block has to send one."""
-        thread = threading.Thread(target=self._connection.wait, daemon=True)
+        thread = threading.Thread(target=self._wait, daemon=True)
         thread.start()
         yield
         thread.join(LIMIT_MS / 1000)
         assert not thread.is_alive()
+
+    def _wait(self) -> None:
+        while self._connection.wait():
+            self.socket.send(encode(Back()))
 
     def obey(self) -> bytes:
         """Return the message that is there."""
@@ -128,7 +132,7 @@ def test_the_first_connection_is_no_return(daemon: Callable[[], Daemon], worker:
     assert first.hear() == Pong()
 
 
-def test_it_says_once_that_it_is_back_to_each_daemon_that_follows(daemon: Callable[[], Daemon], worker: Worker) -> None:
+def test_it_hears_once_of_each_daemon_that_follows(daemon: Callable[[], Daemon], worker: Worker) -> None:
     with worker.waits():
         first = daemon()
         first.wait_for_worker()

@@ -23,6 +23,7 @@ from weightd.protocol.worker_messages import (
     Allowed,
     Attach,
     Attached,
+    Back,
     Broken,
     Build,
     Built,
@@ -506,6 +507,33 @@ def test_after_a_failed_predict_a_worker_that_cannot_prove_itself_leaves() -> No
     assert Session(socket, engine, "/m/model", "/s/store").run(SHA256) == exits.SPOILT
     assert only(Failed, socket) == Failed(1, "INVALID_ARGUMENT", "too large", leaving=True)
     assert not any(isinstance(each, Result) for each in socket.sent)
+
+
+def of_another_daemon(*there: bool) -> Callable[[], bool]:
+    """One that waits for the connection: what it returns, one after another."""
+    return iter(there).__next__
+
+
+def test_a_daemon_that_follows_is_told_that_it_is_back() -> None:
+    socket = Script(ATTACH, predict(1), STOP)
+    wait = of_another_daemon(False, True, True, False, False)
+    assert Session(socket, Fake(twice), "/m/model", "/s/store", wait=wait).run(SHA256) == exits.OK
+    assert [type(each) for each in socket.sent] == [Hello, Attached, Back, Back, Result]
+
+
+def test_a_daemon_that_follows_gets_nobody_back_who_is_of_no_use() -> None:
+    def breaks(inputs: Arrays) -> Arrays:
+        if inputs["x"].max() == 7:
+            raise RuntimeError("broken")
+        return twice(inputs)
+
+    engine = Fake(breaks)
+    socket = Script(ATTACH, predict(1, {"x": np.full((1, 3), 7, np.float32)}), predict(2), STOP)
+    wait = of_another_daemon(False, False, True)
+    assert Session(socket, engine, "/m/model", "/s/store", wait=wait).run(SHA256) == exits.SPOILT
+    assert isinstance(socket.sent[-1], Failed)
+    assert not any(isinstance(each, Back) for each in socket.sent)
+    assert len(socket.orders) == 2
 
 
 def test_an_answer_for_another_batch_is_not_given() -> None:

@@ -82,6 +82,8 @@ class Backend:
         self._owners: dict[bytes, tuple[str, Model]] = {}
         # What could not be done at once is told to its model after the actions that ordered it.
         self._later: list[Callable[[float], None]] = []
+        # For children of the daemon before this one, which are not connected yet: they get them when they are heard.
+        self._held: dict[str, list[tuple[OrderMessage, Sequence[Any]]]] = {}
         # Cards that have been asked what they have, if in vain.
         self._probed: set[str] = set()
         self._address = f"ipc://{config.children_socket}"
@@ -128,6 +130,7 @@ class Backend:
             else:
                 self._watch(name, process, functools.partial(self._on_exit, name))
                 self._owners[name.encode()] = name, model
+                self._held[name] = []
         count = len(generation.children)
         _log.info("%s: taken over from the daemon before, %d processes, %s", generation.label, count, files.directory)
         return True
@@ -230,7 +233,10 @@ class Backend:
 
     def order(self, name: str, order: OrderMessage, frames: Sequence[Any] = ()) -> None:
         """Send an order to a child; one that cannot be reached is dying, and its pidfd will tell."""
-        send(self._socket, name.encode(), [encode(order), *frames])
+        if name in self._held:
+            self._held[name].append((order, frames))
+        else:
+            send(self._socket, name.encode(), [encode(order), *frames])
 
     def kill(self, name: str, *, abort: bool = False) -> None:
         """Kill a child; its exit is told as any other."""
@@ -273,6 +279,8 @@ class Backend:
             owner = self._owners.get(received.peer)
             if owner is not None:
                 name, model = owner
+                for order, frames in self._held.pop(name, ()):
+                    self.order(name, order, frames)
                 model.heard(name, self._decode(name, received), received.frames[1:], now)
         return count
 
@@ -296,6 +304,7 @@ class Backend:
         while self._on_messages() == BATCH:
             pass
         status, words = self._end(name)
+        self._held.pop(name, None)
         _, model = self._owners.pop(name.encode())
         how = processes.explain(status)
         if _MISSING_MODULE.search(words):
@@ -334,6 +343,7 @@ class Backend:
         self._probed.add(device.name)
         name = f"{_snapshot_name(model, source)}.{device.name}"
         argv = [model.config.python, "-m", "weightd.worker.probe", "--device", device.name]
+        argv += ["--parent", str(os.getpid())]
         on_exit = functools.partial(
             self._on_probed, name, device, functools.partial(self._probe, model, source, snapshot, log)
         )

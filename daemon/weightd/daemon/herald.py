@@ -5,8 +5,9 @@ Plain decisions, fed with the clock: assignments of sd_notify(3) come out.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
+from weightd.daemon.logs import flat
 from weightd.daemon.model import Model
 
 # How often it is looked at what weightd is doing: for people, who read it now and then.
@@ -20,6 +21,9 @@ _PATIENCE_S = 120.0
 
 # Three signs of life in the time in which one is expected.
 _SIGNS = 3
+
+# systemd ignores a datagram of more than 4096 bytes, whatever else is in it.
+_STATUS_BYTES = 1024
 
 
 class Herald:
@@ -39,6 +43,8 @@ class Herald:
         self._sign_interval = watchdog / _SIGNS if watchdog is not None else float("inf")
         self._next_sign = 0.0 if watchdog is not None else float("inf")
         self._status = ""
+        # The required models that have served: only what has been there can be missing.
+        self._served: set[str] = set()
         # Of each model: what it is doing, and since when.
         self._progress: dict[str, tuple[str, float]] = {}
 
@@ -47,16 +53,18 @@ class Herald:
         models = list(models)
         told: list[str] = []
         required = [model for model in models if model.config.required]
+        self._served &= {model.name for model in required}
+        self._served |= {model.name for model in required if model.serves}
+        stuck = {model.name for model in required if not self._goes_on(model, now)}
         if not self.ready and all(model.serves for model in required):
             self.ready = True
             told.append("READY=1")
-        if not self.ready and self._goes_on(required, now):
+        if not self.ready and not stuck:
             told.append(f"EXTEND_TIMEOUT_USEC={int(1e6 * _EXTENSION_S)}")
-        # A daemon whose loop runs while no worker answers is of no use to anybody.
-        if now >= self._next_sign and not any(model.unready(now) for model in required):
+        if self.ready and now >= self._next_sign and all(self._lives(model, stuck, now) for model in required):
             self._next_sign = now + self._sign_interval
             told.append("WATCHDOG=1")
-        status = "; ".join(_doing(models))
+        status = _clipped("; ".join(_doing(models)))
         if status != self._status:
             self._status = status
             told.append(f"STATUS={status}")
@@ -67,16 +75,24 @@ class Herald:
         """Return whether weightd will never be ready."""
         return not self.ready and any(model.config.required and model.has_failed for model in models)
 
-    def _goes_on(self, required: Iterable[Model], now: float) -> bool:
-        """Whether each required model makes progress, as far as its load_timeout allows to tell."""
-        for model in required:
-            before = self._progress.get(model.name)
-            progress = model.main.progress
-            if before is None or before[0] != progress:
-                self._progress[model.name] = progress, now
-            elif not model.serves and now > before[1] + model.config.load_timeout + _PATIENCE_S:
-                return False
-        return True
+    def _lives(self, model: Model, stuck: Collection[str], now: float) -> bool:
+        """Whether a worker answers. A daemon whose loop runs while none does is of no use to anybody.
+
+        One that loads a model, the first time or again, is: as long as that goes on. What a reload has added and what
+        cannot be loaded says nothing of the daemon.
+        """
+        if model.name not in self._served or not model.unready(now):
+            return True
+        return not model.serves and not model.has_failed and model.name not in stuck
+
+    def _goes_on(self, model: Model, now: float) -> bool:
+        """Whether a model serves or makes progress, as far as its load_timeout allows to tell."""
+        before = self._progress.get(model.name)
+        progress = model.main.progress
+        if before is None or before[0] != progress:
+            self._progress[model.name] = progress, now
+            return True
+        return model.serves or now <= before[1] + model.config.load_timeout + _PATIENCE_S
 
 
 def _doing(models: Iterable[Model]) -> Iterator[str]:
@@ -87,9 +103,12 @@ def _doing(models: Iterable[Model]) -> Iterator[str]:
             main = deployment.main
             where = "" if main.device == "cpu" else f" on {main.device}"
             if main.progress != "serving":
-                yield f"{model.name}: {main.progress}{where}{f' ({main.cause})' if main.cause else ''}".replace(
-                    "\n", " "
-                )
+                yield f"{model.name}: {main.progress}{where}{f' ({main.cause})' if main.cause else ''}"
         serving += model.serves
         workers += sum(len(each.serving.enlisted) for each in model.deployments if each.serving is not None)
     yield f"serving {serving} models from {workers} workers"
+
+
+def _clipped(text: str) -> str:
+    raw = flat(text).encode("utf-8", "replace")
+    return raw.decode() if len(raw) <= _STATUS_BYTES else raw[: _STATUS_BYTES - 3].decode("utf-8", "ignore") + "..."

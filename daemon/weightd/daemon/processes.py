@@ -76,14 +76,25 @@ def lives(process: Process) -> bool:
     A process that exits gives its memory and its descriptors back first, and its pidfd tells afterwards: on a busy
     machine many milliseconds later. Whoever depends on what it held has to know before, and the kernel marks it before.
     """
+    is_exiting = False
     try:
         stat = Path(f"/proc/{process.pid}/stat").read_bytes()
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError):
         return False
-    # The name, in parentheses, may hold anything.
-    is_exiting = int(stat[stat.rindex(b")") + 2 :].split()[_FLAGS]) & _EXITING
+    except OSError:
+        pass  # no descriptor is left to ask with: the pidfd has to do
+    else:
+        # The name, in parentheses, may hold anything.
+        is_exiting = bool(int(stat[stat.rindex(b")") + 2 :].split()[_FLAGS]) & _EXITING)
     # Asked last: as long as it has not been waited for, its pid is its own.
-    return not is_exiting and not select.select([process.pidfd], [], [], 0)[0]
+    return not is_exiting and not _has_exited(process.pidfd)
+
+
+def _has_exited(pidfd: int) -> bool:
+    # Not select(2): a daemon with a thousand clients has descriptors that it cannot take.
+    readable = select.poll()
+    readable.register(pidfd, select.POLLIN)
+    return bool(readable.poll(0))
 
 
 def reap(process: Process) -> int:

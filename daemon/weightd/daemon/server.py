@@ -25,7 +25,7 @@ from weightd.daemon.keeper.keeping import Keeping
 from weightd.daemon.loop import Loop, signals
 from weightd.daemon.model import Model
 from weightd.daemon.records import DeviceRecord
-from weightd.daemon.service import CLIENTS, Manager
+from weightd.daemon.service import CLIENTS, KEEPER, Manager
 from weightd.daemon.sockets import addresses, bind
 from weightd.daemon.sources import Numbers
 from weightd.daemon.status import Subject, Survey, report
@@ -87,6 +87,10 @@ class Server:
         ):
             if kept:
                 self._keeping = Keeping(self._manager, self._config.daemon)
+            else:
+                # Of a service that had one: with nobody to hold on to it, it ends.
+                for descriptor in self._manager.inherited.get(KEEPER, []):
+                    os.close(descriptor)
             context = zmq.Context()
             try:
                 self._open(context, wakeups)
@@ -150,7 +154,8 @@ class Server:
         if self._surveys or self._backend.due:
             self._due = 0.0
             return 0.0
-        self._due = min(self._fleet.next_event, self._herald.next_event if self._manager.there else float("inf"))
+        heralded = self._manager.there and not self._frontend.stopping
+        self._due = min(self._fleet.next_event, self._herald.next_event if heralded else float("inf"))
         return min(self._due, float("inf") if self._stopping_models else self._stop_at) - time.monotonic()
 
     def _tick(self, now: float) -> None:
@@ -222,12 +227,15 @@ class Server:
     # --- another configuration ----------------------------------------------------------------------------------
 
     def _on_hangup(self, now: float) -> None:
-        self._manager.reloading()
+        # READY=1 ends a reload, and a start: before that is over nothing is said of a reload.
+        tell = self._herald.ready and not self._frontend.stopping
+        if tell:
+            self._manager.reloading()
         try:
             self._reload(now)
         except RequestError as error:
             _log.error("not reloaded, nothing has changed: %s", error)
-        if not self._frontend.stopping:
+        if tell:
             self._manager.notify("READY=1")
 
     def _on_reload(self, request_id: str) -> ReloadResponse:

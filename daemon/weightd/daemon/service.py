@@ -95,15 +95,15 @@ class Manager:
             return
         # "@" begins the name of an abstract socket.
         address = "\0" + self._address[1:] if self._address.startswith("@") else self._address
-        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sender:
-            sender.settimeout(patience)
-            try:
+        try:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sender:
+                sender.settimeout(patience)
                 sender.connect(address)
                 socket.send_fds(sender, [message.encode()], descriptors)
-            except (BlockingIOError, TimeoutError) as error:
-                raise BlockingIOError(str(error)) from None
-            except OSError as error:
-                _log.warning("the service manager cannot be told %s: %s", message.partition("\n")[0], error)
+        except (BlockingIOError, TimeoutError) as error:
+            raise BlockingIOError(str(error)) from None
+        except OSError as error:
+            _log.warning("the service manager cannot be told %s: %s", message.partition("\n")[0], error)
 
 
 def _watchdog(environment: Mapping[str, str]) -> float | None:

@@ -9,6 +9,7 @@ import select
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -286,6 +287,56 @@ def test_a_daemon_that_does_not_hear_its_answer_is_no_concern(
     os.kill(keeper.pid, signal.SIGCONT)
     assert os.waitpid(keeper.pid, 0)[1] == 0
     assert not directory.exists()
+
+
+def test_a_daemon_that_has_not_read_its_answer_is_no_concern(
+    start_keeper: Callable[..., Keeper], directory: Path
+) -> None:
+    keeper = start_keeper()
+    with socket.socket(fileno=os.dup(keeper.descriptor)) as daemon:
+        daemon.send(json.dumps({"id": 1, "children": True}).encode() + b"\n")
+        assert select.select([daemon], [], [], LIMIT_S)[0]
+    keeper.close()
+    assert os.waitpid(keeper.pid, 0)[1] == 0
+    assert not directory.exists()
+
+
+def test_who_ends_it_waits_until_it_has_ended(start_keeper: Callable[..., Keeper], directory: Path) -> None:
+    keeper = start_keeper()
+    os.kill(keeper.pid, signal.SIGSTOP)
+    goes_on = threading.Timer(0.3, os.kill, (keeper.pid, signal.SIGCONT))
+    goes_on.start()
+    keeper.end(LIMIT_S)
+    assert os.waitpid(keeper.pid, os.WNOHANG)[1] == 0
+    assert not directory.exists()
+
+
+def test_one_that_does_not_end_is_killed(start_keeper: Callable[..., Keeper]) -> None:
+    keeper = start_keeper()
+    os.kill(keeper.pid, signal.SIGSTOP)
+    keeper.end(0.1)
+    assert os.waitstatus_to_exitcode(os.waitpid(keeper.pid, 0)[1]) == -signal.SIGKILL
+
+
+def test_one_that_was_slow_once_is_heard_again(keeper: Keeper, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with socket.socket(fileno=os.dup(keeper.descriptor)) as same:
+        same.settimeout(0.1)
+        os.kill(keeper.pid, signal.SIGSTOP)
+        monkeypatch.setattr(keeper, "_link", same)
+        with pytest.raises(KeeperLost, match="timed out"):
+            keeper.children()
+        os.kill(keeper.pid, signal.SIGCONT)
+        same.settimeout(LIMIT_S)
+        assert keeper.children() == []
+        monkeypatch.undo()
+
+
+def test_its_directory_is_the_last_that_it_removes(start_keeper: Callable[..., Keeper], directory: Path) -> None:
+    keeper = start_keeper(directory.parent / "socket")
+    # Whoever waits for the lock on the directory waits for all of it.
+    arguments = Path(f"/proc/{keeper.pid}/cmdline").read_text().split("\0")
+    assert arguments[-3:] == [str(directory.parent / "socket"), str(directory), ""]
+    keeper.close()
 
 
 def test_those_that_came_last_end_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

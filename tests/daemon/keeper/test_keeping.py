@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import os
 import select
@@ -68,6 +69,9 @@ class Service:
                 self._caught_up.set()
             if message.startswith(b"FDSTOREREMOVE=1"):
                 self.forget()
+            for each in descriptors:
+                # recv_fds(3) of Python leaves that out; a keeper that inherited its own link would never end.
+                os.set_inheritable(each, False)
             self.kept += descriptors
 
     def start(self, config: DaemonConfig) -> Keeping:
@@ -86,7 +90,7 @@ class Service:
         self._listener.close()
         self.forget()
         for pid in self.keepers:
-            with contextlib.suppress(ChildProcessError):
+            with contextlib.suppress(ChildProcessError, ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)
 
@@ -98,10 +102,13 @@ def service(tmp_path: Path) -> Iterator[Service]:
     made.end()
 
 
-def ended(pid: int) -> bool:
-    pidfd = os.pidfd_open(pid)
+def ended(pid: int, seconds: float = LIMIT_S) -> bool:
     try:
-        return bool(select.select([pidfd], [], [], LIMIT_S)[0])
+        pidfd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True  # and was waited for
+    try:
+        return bool(select.select([pidfd], [], [], seconds)[0])
     finally:
         os.close(pidfd)
 
@@ -160,6 +167,44 @@ def test_without_a_word_of_the_daemon_before_everything_begins_anew(
     assert [path.name for path in config.private_dir.iterdir()] == [link.LOG]
     warning, *_ = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert warning == f"every model is loaded anew: {first.handover}: No such file or directory"
+    second.close()
+
+
+def test_with_another_directory_the_old_processes_end_first(
+    service: Service, config: DaemonConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = service.start(config)
+    child = first.start("c", ["sleep", "1000"], tmp_path / "log", ENVIRONMENT)
+    handover.write(first.handover, [], [])
+    first.close()
+
+    def make(path: Path) -> None:
+        assert ended(first.pid, 0)
+        make_private(path)
+
+    monkeypatch.setattr(keeping, "make_private", make)
+    second = service.start(dataclasses.replace(config, cache_dir=str(tmp_path / "other")))
+    assert (second.inheritance, second.pid != first.pid) == (None, True)
+    assert select.select([child.pidfd], [], [], 0)[0]
+    os.close(child.pidfd)
+    second.close()
+
+
+def test_a_keeper_that_is_slow_is_let_go(
+    service: Service, config: DaemonConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = service.start(config)
+    handover.write(first.handover, [], [])
+    first.close()
+    monkeypatch.setattr(link, "_PATIENCE_S", 2.0)
+    os.kill(first.pid, signal.SIGSTOP)
+    # While the next daemon waits for the lock, it goes on.
+    goes_on = threading.Timer(2.5, os.kill, (first.pid, signal.SIGCONT))
+    goes_on.start()
+    second = service.start(config)
+    goes_on.join()
+    assert (second.inheritance, second.pid != first.pid) == (None, True)
+    assert ended(first.pid)
     second.close()
 
 

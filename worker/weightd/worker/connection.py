@@ -7,8 +7,6 @@ import select
 import zmq
 
 from weightd.protocol import monitor
-from weightd.protocol.wire import encode
-from weightd.protocol.worker_messages import Back
 
 # How soon after its start the next daemon hears of its children. In between they ask the kernel this often.
 _RECONNECT_MS = 20
@@ -18,7 +16,7 @@ _EVENTS, _POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)
 
 
 class Connection:
-    """Waits for messages, and says BACK when the connection has been made anew.
+    """Waits for messages, and notices when the connection has been made anew.
 
     Args:
         socket: a DEALER, not connected yet.
@@ -34,17 +32,15 @@ class Connection:
         for each in (socket, self._monitor):
             self._readable.register(int(each.getsockopt(zmq.FD)), select.EPOLLIN)
 
-    def wait(self) -> None:
-        """Return when a message can be read."""
+    def wait(self) -> bool:
+        """Return False when a message can be read, True when another daemon is there."""
         # The descriptors only tell that the library has something to look at; asking for the events is looking.
         while not int(self._socket.getsockopt(_EVENTS)) & _POLLIN:
             if int(self._monitor.getsockopt(_EVENTS)) & _POLLIN:
-                self._on_connected()
+                monitor.receive(self._monitor)
+                self._connections += 1
+                if self._connections > 1:
+                    return True
             else:
                 self._readable.poll()
-
-    def _on_connected(self) -> None:
-        monitor.receive(self._monitor)
-        self._connections += 1
-        if self._connections > 1:
-            self._socket.send(encode(Back()))
+        return False

@@ -11,19 +11,30 @@ import argparse
 import json
 import logging
 import os
+import signal
 import sys
 from typing import Any, Dict
 
+from weightd.protocol.parent import die_with
 from weightd.worker import exits
 from weightd.worker.engines.base import BuildError, Settings
 from weightd.worker.engines.mindspore_lite.acl import Acl, AclError
+
+# The import of CANN alone takes many seconds on a busy host.
+LIMIT_S = 120
 
 
 def main() -> int:
     """Print the line; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m weightd.worker.probe", description="What a card says of itself.")
     parser.add_argument("--device", required=True, help="ascend:N")
-    device: str = parser.parse_args().device
+    parser.add_argument("--parent", type=int, default=0, help="pid of the process without which this one ends")
+    options = parser.parse_args()
+    device: str = options.device
+    if options.parent:
+        die_with(options.parent)
+    # A driver that hangs: the kernel ends this process, whatever it is in.
+    signal.alarm(LIMIT_S)
     try:
         report = probe(device)
     except Exception as error:  # noqa: BLE001 - an import runs foreign code: it can fail in any way

@@ -27,6 +27,7 @@ from weightd.protocol.worker_messages import (
     Allowed,
     Attach,
     Attached,
+    Back,
     Broken,
     Build,
     Built,
@@ -60,7 +61,7 @@ class Session:
         model: path of the model's snapshot.
         store: path at which the holder may write its page store.
         update: path of the weights that replace those of the model, "" for none.
-        wait: waits until a message can be read.
+        wait: returns False when a message can be read, True when another daemon is there.
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class Session:
         model: str,
         store: str,
         update: str = "",
-        wait: Callable[[], None] = lambda: None,
+        wait: Callable[[], bool] = lambda: False,
     ) -> None:
         self._socket = socket
         self._wait = wait
@@ -80,26 +81,29 @@ class Session:
         self._update = update
         self._handle = ""
         self._proof: Optional[Proof] = None
+        self._status = exits.OK
         # What has been read and not been done yet: the daemon sends at most a few orders ahead.
         self._inbox: Deque[Tuple[OrderMessage, Sequence[bytes]]] = collections.deque()
 
     def run(self, sha256: str) -> int:
         """Say HELLO and obey until told to stop; return the exit status."""
         self._send(self._hello(sha256))
-        status = exits.OK
         while True:
             order, tensors = self._next()
             if isinstance(order, Stop):
-                return status
-            if status == exits.OK:
-                status = self._obey(order, tensors)
+                return self._status
+            if self._status == exits.OK:
+                self._status = self._obey(order, tensors)
                 nativelog.bound()
             # Else the daemon has the bad news and will say Stop: leaving before it does could lose them.
 
     def _next(self) -> Tuple[OrderMessage, Sequence[bytes]]:
         """Wait for an order. All that have come are read first: a Skip overtakes what it is about."""
-        if not self._inbox:
-            self._wait()
+        while not self._inbox and self._wait():
+            if self._status != exits.OK:
+                # This daemon may not have heard the bad news: that the process ends tells it.
+                return Stop(), ()
+            self._send(Back())
         while not self._inbox or int(self._socket.getsockopt(_EVENTS)) & _POLLIN:
             frames = list(map(multipart.content, multipart.receive(self._socket)))
             order = decode(frames, TO_CHILD)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from collections.abc import Mapping, Sequence
@@ -101,13 +102,17 @@ class Keeping:
             keeper = Keeper(descriptor)
         except KeeperLost as error:
             _log.warning("every model is loaded anew: %s", error)
+            # If it was only slow, that ends it.
+            self._manager.drop(KEEPER)
             return None
         try:
             self.inheritance = handover.read(self.handover)
         except HandoverError as error:
             _log.warning("every model is loaded anew: %s", error)
             self._manager.drop(KEEPER)
-            keeper.close()
+            # At its end it removes what is its own, the socket too; in another directory than ours no lock tells when.
+            _log.info("waiting for the processes of the daemon before this one to end")
+            keeper.end(_PATIENCE_S)
             return None
         return keeper
 
@@ -122,5 +127,7 @@ class Keeping:
     def _replace(self) -> None:
         if not link.wait_until_gone(self._directory, _PATIENCE_S):
             raise KeeperLost("the keeper is lost, and its children do not end")
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(self._keeper.pid, 0)
         self._keeper = self._start()
         self._is_lost = False

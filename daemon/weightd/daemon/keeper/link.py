@@ -8,6 +8,7 @@ import itertools
 import json
 import logging
 import os
+import select
 import signal
 import socket
 import sys
@@ -25,6 +26,8 @@ LOG = "keeper.log"
 """In its directory: what it says if it fails."""
 
 _STDIN, _STDOUT, _STDERR = range(3)
+
+_CHUNK_BYTES = 65536
 
 # It does nothing that takes long: to start a process, or to wait for one that has ended.
 _PATIENCE_S = 10.0
@@ -58,17 +61,18 @@ class Keeper:
     def __init__(self, descriptor: int) -> None:
         self._link = socket.socket(fileno=descriptor)
         self._link.settimeout(_PATIENCE_S)
-        self._answers = self._link.makefile("rb")
+        # What has come of lines that are not read yet.
+        self._received = b""
         # An answer to a daemon that died before it read it is told from one to this daemon.
         self._ids = itertools.count(time.monotonic_ns())
         try:
             self.pid: int = self._ask({"children": True})["pid"]
             self._pidfd = os.pidfd_open(self.pid)
         except KeeperLost:
-            self._close_link()
+            self._link.close()
             raise
         except OSError as error:
-            self._close_link()
+            self._link.close()
             raise KeeperLost(f"the keeper, process {self.pid}, cannot be watched: {error.strerror}") from None
 
     @property
@@ -114,12 +118,19 @@ class Keeper:
 
     def close(self) -> None:
         """Let go of it: unless somebody else holds the socket's end, too, it ends everything."""
-        self._close_link()
+        self._link.close()
         os.close(self._pidfd)
 
-    def _close_link(self) -> None:
-        self._answers.close()
+    def end(self, seconds: float) -> None:
+        """Let go of it, as everybody else does, and wait until it has ended everything; kill it after so long."""
         self._link.close()
+        ended = select.poll()
+        ended.register(self._pidfd, select.POLLIN)
+        if not ended.poll(1000 * seconds):
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+            ended.poll(1000 * seconds)
+        os.close(self._pidfd)
 
     def _reap(self, pid: int) -> int:
         try:
@@ -142,12 +153,19 @@ class Keeper:
 
     def _answer(self, number: int) -> dict[str, Any]:
         """Return the answer to a request; what is before it was for a daemon that has not read it, or not all of it."""
-        for line in self._answers:
+        while True:
+            line, newline, rest = self._received.partition(b"\n")
+            if not newline:
+                more = self._link.recv(_CHUNK_BYTES)
+                if not more:
+                    raise OSError("it has gone")
+                self._received += more
+                continue
+            self._received = rest
             with contextlib.suppress(ValueError):
                 answer: Any = json.loads(line)
                 if isinstance(answer, dict) and answer.get("id") == number:  # pyright: ignore[reportUnknownMemberType]
                     return cast("dict[str, Any]", answer)
-        raise OSError("it has gone")
 
 
 def start(directory: Path, *others: Path) -> Keeper:
@@ -165,7 +183,8 @@ def start(directory: Path, *others: Path) -> Keeper:
         os.posix_spawn(
             sys.executable,
             # Isolated, and without site-packages: it needs nothing of them, and they would double its size.
-            [sys.executable, "-I", "-S", process.__file__, str(directory), *map(str, others)],
+            # The directory last: as long as it is there, whoever waits for its lock waits for everything.
+            [sys.executable, "-I", "-S", process.__file__, *map(str, others), str(directory)],
             os.environ,
             file_actions=[
                 (os.POSIX_SPAWN_OPEN, _STDIN, os.devnull, os.O_RDONLY, 0),

@@ -97,6 +97,18 @@ def _remove(path: str) -> None:
         os.rmdir(path)
 
 
+def _serve(keeper: Keeper, link: socket.socket) -> None:
+    for line in link.makefile("rb"):
+        try:
+            request = json.loads(line)
+            number = request["id"]
+        except (LookupError, TypeError, ValueError):
+            continue
+        # Where nobody is left to hear it, the end of the lines comes next.
+        with contextlib.suppress(BrokenPipeError):
+            link.sendall(json.dumps({"id": number, **keeper.answer(request)}).encode() + b"\n")
+
+
 def main() -> None:
     """Serve until the other end of the socket is closed by everybody; then leave nothing behind."""
     for number in _IGNORED:
@@ -105,15 +117,9 @@ def main() -> None:
     keeper = Keeper()
     with socket.socket(fileno=LINK) as link:
         link.set_inheritable(False)
-        for line in link.makefile("rb"):
-            try:
-                request = json.loads(line)
-                number = request["id"]
-            except (LookupError, TypeError, ValueError):
-                continue
-            # Where nobody is left to hear it, the end of the lines comes next.
-            with contextlib.suppress(BrokenPipeError):
-                link.sendall(json.dumps({"id": number, **keeper.answer(request)}).encode() + b"\n")
+        # Nobody is left, either way; a reset says that they have not read the last answer.
+        with contextlib.suppress(ConnectionResetError):
+            _serve(keeper, link)
     keeper.end()
     for path in sys.argv[1:]:
         _remove(path)

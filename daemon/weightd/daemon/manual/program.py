@@ -37,7 +37,7 @@ ENVIRONMENT: Mapping[str, str] = {
     "NOTIFY_SOCKET": "From systemd: where it is told that the required models serve, of a reload, and of the end.",
     "WATCHDOG_USEC": (
         "From systemd: how often it wants to hear that the daemon goes on. It is told so only while each required "
-        "model has a worker that makes progress."
+        "model has a worker that makes progress, or is being loaded again."
     ),
     "LISTEN_FDS": (
         "From systemd: how many descriptors it passes, with LISTEN_PID and LISTEN_FDNAMES: the sockets on which "
