@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from weightd.daemon import handover
 from weightd.daemon.budget import Device
 from weightd.daemon.config import Config, DaemonConfig, load
 from weightd.daemon.server import Server
@@ -38,6 +39,24 @@ def test_a_reload_that_is_refused_changes_no_device(tmp_path: Path) -> None:
     assert device.capacity == 1000 * 2**20
 
 
+def test_a_card_has_what_it_has_said_where_the_configuration_says_no_more(tmp_path: Path) -> None:
+    path = tmp_path / "weightd.toml"
+    model = '[models.m]\npath = "/models/m.mindir"\npython = "python3"\ndevices = ["ascend:0"]\n'
+    path.write_text(f'[devices."ascend:0"]\nmemory_mib = 1000\n{model}')
+    server: Any = Server(load(path), path)
+    server._frontend = SimpleNamespace(stopping=False)
+    server._fleet.models["m"] = SimpleNamespace(updating=False, successor=None, config=server._config.models["m"])
+    server._reload(0.0)
+    device = server._devices["ascend:0"]
+    assert device.capacity == 1000 * 2**20
+    device.said = 7
+    server._reload(0.0)
+    assert device.capacity == 1000 * 2**20
+    path.write_text(model)
+    server._reload(0.0)
+    assert device.capacity == 7
+
+
 @pytest.fixture
 def notified(tmp_path: Path) -> Iterator[socket.socket]:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK) as made:
@@ -60,6 +79,23 @@ def test_a_daemon_that_drains_waits_for_what_it_waits_for(managed: Any) -> None:
     assert managed._seconds_to_wait() <= 0.0
     managed._stop(time.monotonic())
     assert managed._seconds_to_wait() > 10.0
+
+
+def test_an_update_is_told_once_the_next_daemon_would_know_of_it(managed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+
+    def nothing(now: float) -> None:
+        """Nothing is due."""
+
+    def write(*_: object) -> None:
+        done.append("recorded")
+
+    managed._backend = SimpleNamespace(tick=nothing, take_changed=lambda: True)
+    managed._frontend = SimpleNamespace(stopping=False, tell_recorded=lambda: done.append("told"))
+    managed._keeping = SimpleNamespace(handover=None)
+    monkeypatch.setattr(handover, "write", write)
+    managed._tick(time.monotonic())
+    assert done == ["recorded", "told"]
 
 
 def test_a_hangup_says_nothing_before_the_start_is_over(managed: Any, notified: socket.socket) -> None:

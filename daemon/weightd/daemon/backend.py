@@ -359,7 +359,7 @@ class Backend:
     def _on_probed(self, name: str, device: Device, go_on: Callable[[], None]) -> None:
         status, words = self._end(name)
         try:
-            device.capacity = int(json.loads(words[words.rindex("{") :])["free_bytes"])
+            device.capacity = device.said = int(json.loads(words[words.rindex("{") :])["free_bytes"])
             _log.info("%s: %d MiB are free", device.name, device.capacity // MIB)
         except (ValueError, KeyError, TypeError):
             _log.warning("%s: cannot be asked for its memory: %s", device.name, words or processes.explain(status))

@@ -54,13 +54,15 @@ class Device:
     Attributes:
         capacity: bytes that weightd may use there; None where that is not known, or not limited.
         max_processes: how many processes may use it; None where any number may.
-        free: bytes that the card itself said are free, last time.
+        said: bytes that the card itself said are there for weightd; None if it has not been asked, or has not said.
+        free: bytes that it said are free, last time.
         promised: what each generation was promised, by its label.
     """
 
     name: str
     capacity: int | None = None
     max_processes: int | None = None
+    said: int | None = None
     free: int | None = None
     promised: dict[str, Need] = field(default_factory=dict[str, Need])
 

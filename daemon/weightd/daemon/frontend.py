@@ -94,6 +94,7 @@ class Frontend:
         self._outbox = Outbox(self._socket)
         self._peers = Peers(self._socket)
         self._doorman = Doorman()
+        self._unrecorded: list[tuple[bytes, UpdateResponse]] = []
         loop.add(self._peers.monitor, self._on_connections)
         loop.add(self._socket, self._on_messages)
 
@@ -119,8 +120,13 @@ class Frontend:
         self._tell(client, status, max_bytes=limits.MAX_STATUS_BYTES)
 
     def tell_updated(self, client: bytes, request_id: str, model_name: str, generations: Sequence[int]) -> None:
-        """Tell the client that an update has taken over."""
-        self._tell(client, UpdateResponse(request_id, model_name, tuple(generations)))
+        """Tell the client that an update has taken over, as soon as that is recorded."""
+        self._unrecorded.append((client, UpdateResponse(request_id, model_name, tuple(generations))))
+
+    def tell_recorded(self) -> None:
+        """Tell what was not to be told before it was recorded."""
+        while self._unrecorded:
+            self._tell(*self._unrecorded.pop(0))
 
     def tell_error(self, client: bytes, request_id: str, error: RequestError) -> None:
         """Send an error."""

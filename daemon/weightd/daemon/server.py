@@ -129,7 +129,8 @@ class Server:
             self._devices.setdefault(name, Device(name))
         for said in handover.devices:
             device = self._devices.setdefault(said.name, Device(said.name))
-            device.capacity, device.free = device.capacity or said.capacity, said.free
+            device.said, device.free = said.capacity, said.free
+            device.capacity = device.capacity or device.said
         self._backend.tidy(handover.models)
         self._fleet.resume(handover.models, self._config.models, time.monotonic())
 
@@ -165,6 +166,8 @@ class Server:
             self._fleet.tick(now)
         if self._manager.there:
             self._tell_manager(now)
+        # The next daemon knows of it now, too.
+        self._frontend.tell_recorded()
         if self._surveys and self._surveys[0].step():
             self._answer_status(self._surveys.pop(0))
         if self._one_shot and self._any_failed():
@@ -177,7 +180,7 @@ class Server:
         if not changed and now < self._herald.next_event:
             return
         if changed and self._keeping is not None and not self._stopping_models:
-            devices = [DeviceRecord(each.name, each.capacity, each.free) for each in self._devices.values()]
+            devices = [DeviceRecord(each.name, each.said, each.free) for each in self._devices.values()]
             handover.write(self._keeping.handover, self._fleet.records(), devices)
         if not self._frontend.stopping:
             self._manager.notify(*self._herald.look(self._fleet.models.values(), now))
@@ -301,5 +304,5 @@ def _update_devices(devices: dict[str, Device], config: Config) -> None:
         if name != "cpu":
             given = config.devices.get(name, DeviceConfig())
             # Where nothing is given, what the card has said before stays true.
-            device.capacity = given.memory_mib * MIB or device.capacity
+            device.capacity = given.memory_mib * MIB or device.said
             device.max_processes = given.processes
