@@ -183,6 +183,49 @@ def test_nothing_is_started_before_it_is_promised() -> None:
     assert stage.device.promised == {}
 
 
+def test_it_waits_for_the_room_of_who_will_leave(caplog: pytest.LogCaptureFixture) -> None:
+    leaving = Stage(capacity=ONE).loads("m.1")
+    stage = Stage(capacity=ONE)
+    stage.device = stage.deployment.device = leaving.device
+    stage.deployment.update(FIRST)
+    label = "m.2"
+    leaving.deployment.will_leave()
+    with caplog.at_level(logging.INFO, "weightd"):
+        for _ in range(3):
+            stage.pinned()
+            assert stage.deployment.next_tick == stage.now + 0.5
+            stage.now += 0.5
+    assert [record.message for record in caplog.records].count(f"{label} waits for the room of m.1") == 1
+    leaving.deployment.drain(leaving.now)
+    leaving.exit("m.1.w1", "m.1.w2", "m.1.holder")
+    assert leaving.device.leaving == set()
+    stage.deployment.tick(stage.now)
+    assert list(stage.device.promised) == [label]
+    assert stage.standing()[1] == label
+    assert stage.deployment.next_tick > stage.now + 0.5
+
+
+def test_one_that_is_given_up_while_it_waits_for_room_is_not_looked_at_again() -> None:
+    leaving = Stage(capacity=ONE).loads("m.1")
+    leaving.deployment.will_leave()
+    stage = Stage(capacity=ONE)
+    stage.device = stage.deployment.device = leaving.device
+    stage.deployment.update(FIRST)
+    stage.pinned()
+    assert stage.deployment.next_tick == stage.now + 0.5
+    stage.deployment.abandon("for a test", stage.now)
+    assert stage.deployment.next_tick > stage.now + 0.5
+
+
+def test_it_does_not_wait_for_room_that_would_not_do() -> None:
+    leaving = Stage(capacity=ONE).loads("m.1")
+    leaving.deployment.will_leave()
+    stage = Stage(capacity=ONE - 1)
+    stage.device.promised, stage.device.leaving = leaving.device.promised, leaving.device.leaving
+    stage.pinned()
+    assert stage.deployment.failed
+
+
 def test_what_is_started_was_promised_until_nothing_is_left() -> None:
     stage = Stage(capacity=ONE).pinned()
     assert stage.device.promised == {"m.1": Need(WEIGHTS, 1, 2, 3, EACH)}

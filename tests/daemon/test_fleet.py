@@ -41,6 +41,9 @@ class FakeModel:
     def tick(self, now: float) -> None:
         self.done.append("tick")
 
+    def will_leave(self) -> None:
+        self.done.append("will leave")
+
     def drain(self, now: float, *, patience: float = 0.0, replaced: bool = False) -> None:
         self.draining = True
         self.done.append(f"drain {patience:g}{' replaced' if replaced else ''}")
@@ -106,13 +109,13 @@ def test_a_model_that_is_removed_finishes_what_it_has_and_leaves() -> None:
     assert yard.reload(a=ONE) == Change((), (), ("b",))
     assert yard.serving() == {"a": "/models/1.onnx"}
     yard.fleet.tick(0.0)
-    assert (b.done, len(yard.fleet.everyone())) == ([], 2)
+    assert (b.done, len(yard.fleet.everyone())) == (["will leave"], 2)
     b.scheduler.idle = True
     yard.fleet.tick(0.0)
-    assert b.done == ["drain 0"]
+    assert b.done == ["will leave", "drain 0"]
     b.gone = True
     yard.fleet.tick(0.0)
-    assert b.done == ["drain 0", "dispose"]
+    assert b.done == ["will leave", "drain 0", "dispose"]
     assert len(yard.fleet.everyone()) == 1
     assert yard.fleet.deaths == 3
 
@@ -244,7 +247,7 @@ def test_one_of_the_name_of_a_model_that_finishes_what_it_has_takes_nothing_from
     yard.reload()
     yard.reload(a=TWO)
     yard.fleet.tick(0.0)
-    assert (yard.made[0].done, yard.last.done) == ([], ["start"])
+    assert (yard.made[0].done, yard.last.done) == (["will leave"], ["start"])
 
 
 def test_one_whose_scheduler_is_due_is_ticked() -> None:

@@ -6,7 +6,7 @@ the last word. They are there to refuse at once what can never fit, with the fig
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
 MIB = 1024 * 1024
@@ -57,6 +57,7 @@ class Device:
         said: bytes that the card itself said are there for weightd; None if it has not been asked, or has not said.
         free: bytes that it said are free, last time.
         promised: what each generation was promised, by its label.
+        leaving: the labels of those that will not need it for long.
     """
 
     name: str
@@ -65,6 +66,7 @@ class Device:
     said: int | None = None
     free: int | None = None
     promised: dict[str, Need] = field(default_factory=dict[str, Need])
+    leaving: set[str] = field(default_factory=set[str])
 
     @property
     def used(self) -> int:
@@ -83,9 +85,9 @@ class Device:
             self.promised[label] = need
         return refusal
 
-    def refusal(self, label: str, need: Need, *, without: str = "") -> str:
-        """Return why `need` cannot be promised, though the generation `without` were gone, or ""."""
-        others = {each: had for each, had in self.promised.items() if each != without}
+    def refusal(self, label: str, need: Need, *, without: Collection[str] = ()) -> str:
+        """Return why `need` cannot be promised, though the generations `without` were gone, or ""."""
+        others = {each: had for each, had in self.promised.items() if each not in without}
         return self._too_many(label, need, others) or self._too_large(label, need, others)
 
     def learn(self, label: str, process_bytes: int) -> None:
@@ -97,6 +99,7 @@ class Device:
     def release(self, label: str) -> None:
         """Take back what a generation was promised: nothing is left of it."""
         self.promised.pop(label, None)
+        self.leaving.discard(label)
 
     def _too_many(self, label: str, need: Need, others: Mapping[str, Need]) -> str:
         used = sum(had.processes for had in others.values())

@@ -21,6 +21,9 @@ from weightd.protocol.worker_messages import DeviceMemory
 
 _log = logging.getLogger("weightd.generation")
 
+# Nobody tells a deployment what another one has left.
+_LOOK_AGAIN_S = 0.5
+
 
 class Policy(enum.Enum):
     """How a generation that has lost workers for good is replaced."""
@@ -77,6 +80,8 @@ class Deployment:
         self._wanted: Source | None = None
         # Of a generation that is pinned and waits for room.
         self._pinned: tuple[str, int] | None = None
+        # When to see whether there is room by now.
+        self._look_again = float("inf")
         self._updating = False
         self._least_process_bytes = self._process_bytes = process_bytes
         self._stopping = False
@@ -135,10 +140,15 @@ class Deployment:
             self._process_bytes = max(self._least_process_bytes, generation.process_bytes)
             self.device.learn(generation.label, self._process_bytes)
 
+    def will_leave(self) -> None:
+        """It will be drained: who needs the room may wait for that."""
+        self.device.leaving |= {generation.label for generation in self.generations}
+
     def drain(self, now: float, *, patience: float = 0.0) -> None:
         """No new work, and no further generation: wind everything down; what runs may take `patience` seconds more."""
         self._stopping = True
-        self._wanted = None
+        self._wanted, self._look_again = None, float("inf")
+        self.will_leave()
         for generation in self.generations:
             generation.drain(now, patience=patience)
         self.reconcile(now)
@@ -204,6 +214,7 @@ class Deployment:
     def next_tick(self) -> float:
         """When `tick` is due, in monotonic seconds."""
         due = min((each.next_tick for each in self.generations), default=float("inf"))
+        due = min(due, self._look_again)
         return min(due, self._restarts.due) if self._may_load() else due
 
     def take_actions(self) -> list[tuple[Generation, Action]]:
@@ -222,6 +233,7 @@ class Deployment:
     def _admit(self, now: float) -> None:
         """Let a generation that is pinned go on, if its device has room."""
         if self._pinned is None or self.coming is None:
+            self._look_again = float("inf")
             return
         sha256, nbytes = self._pinned
         coming, old, need = self.coming, self.serving, self._need(nbytes)
@@ -231,11 +243,17 @@ class Deployment:
             return  # they make room, and there are never more than two
         if old is not None and self._makes_way(refusal):
             why = refusal or "policy replace"
-            refusal = self.device.refusal(coming.label, need, without=old.label)
+            refusal = self.device.refusal(coming.label, need, without=[old.label])
             if not refusal:
                 _log.info("%s leaves before %s is loaded: %s", old.label, coming.label, why)
                 self._leave(old, now)
                 return
+        if refusal and not self.device.refusal(coming.label, need, without=self.device.leaving):
+            if self._look_again == float("inf"):
+                _log.info("%s waits for the room of %s", coming.label, ", ".join(sorted(self.device.leaving)))
+            self._look_again = now + _LOOK_AGAIN_S
+            return
+        self._look_again = float("inf")
         if refusal:
             coming.failed(refusal, now)
             self._coming_failed(coming, now)

@@ -158,6 +158,7 @@ class Fleet:
     def _remove(self, name: str, now: float) -> None:
         model = self.models.pop(name)
         self._discard_successor(model, now)
+        model.will_leave()
         self._leaving.append(model)
 
     def _replace(self, name: str, config: ModelConfig, now: float) -> None:

@@ -338,6 +338,11 @@ class Model:
             deployment.drain(now, patience=patience)
         self._settle(now)
 
+    def will_leave(self) -> None:
+        """It is served no more, and will be drained once it has answered what waits."""
+        for deployment in self.deployments:
+            deployment.will_leave()
+
     def leave(self, now: float) -> None:
         """The daemon ends before its workers: answer what has not been answered."""
         self._end(lambda _: True, Unavailable("weightd is restarting"), now)

@@ -13,7 +13,7 @@ from testkit.service import Service
 from testkit.waiting import until
 from weightd.client import Client, Unavailable
 
-from ..support import Load, ask_all
+from ..support import Load, ask_all, assert_same
 from .support import MODEL, Cards, is_complete, kill, process, questions, roles, status
 
 pytestmark = pytest.mark.e2e
@@ -154,6 +154,20 @@ def test_a_model_that_has_no_room_is_refused_before_anything_is_started(cards: C
         )
         assert cards.host.count("build") == 0
         assert service.processes() == []
+
+
+def test_a_model_may_take_the_place_of_another_one_on_a_full_card(cards: Cards) -> None:
+    with cards.service(memory_mib=300, process_mib=50) as service, service.client() as client:
+        service.ready()
+        # It does not leave before it is ended.
+        os.kill(process(service, "w1").pid, signal.SIGSTOP)
+        text = service.config.read_text("utf-8")
+        service.config.write_text(text.replace("[models.mlp]", "[models.renamed]"), "utf-8")
+        client.reload()
+        [question, *_] = questions(cards.model)
+        assert_same(client.infer("renamed", question.inputs), question.answer)
+        assert "renamed.1 waits for the room of mlp.1" in service.log
+        assert service.log.index("mlp.1: gone") < service.log.index("renamed.1: spawned")
 
 
 def test_off_ascend_it_says_so(cards: Cards) -> None:
