@@ -232,8 +232,8 @@ class Deployment:
 
     def _admit(self, now: float) -> None:
         """Let a generation that is pinned go on, if its device has room."""
+        has_waited, self._look_again = self._look_again < float("inf"), float("inf")
         if self._pinned is None or self.coming is None:
-            self._look_again = float("inf")
             return
         sha256, nbytes = self._pinned
         coming, old, need = self.coming, self.serving, self._need(nbytes)
@@ -249,11 +249,10 @@ class Deployment:
                 self._leave(old, now)
                 return
         if refusal and not self.device.refusal(coming.label, need, without=self.device.leaving):
-            if self._look_again == float("inf"):
+            if not has_waited:
                 _log.info("%s waits for the room of %s", coming.label, ", ".join(sorted(self.device.leaving)))
             self._look_again = now + _LOOK_AGAIN_S
             return
-        self._look_again = float("inf")
         if refusal:
             coming.failed(refusal, now)
             self._coming_failed(coming, now)

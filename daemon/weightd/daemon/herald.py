@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterable, Iterator
 
 from weightd.daemon.logs import flat
 from weightd.daemon.model import Model
+from weightd.protocol.wire import clip
 
 # How often it is looked at what weightd is doing: for people, who read it now and then.
 _STATUS_S = 1.0
@@ -64,7 +65,7 @@ class Herald:
         if self.ready and now >= self._next_sign and all(self._lives(model, stuck, now) for model in required):
             self._next_sign = now + self._sign_interval
             told.append("WATCHDOG=1")
-        status = _clipped("; ".join(_doing(models)))
+        status = clip(flat("; ".join(_doing(models))), _STATUS_BYTES)
         if status != self._status:
             self._status = status
             told.append(f"STATUS={status}")
@@ -107,8 +108,3 @@ def _doing(models: Iterable[Model]) -> Iterator[str]:
         serving += model.serves
         workers += sum(len(each.serving.enlisted) for each in model.deployments if each.serving is not None)
     yield f"serving {serving} models from {workers} workers"
-
-
-def _clipped(text: str) -> str:
-    raw = flat(text).encode("utf-8", "replace")
-    return raw.decode() if len(raw) <= _STATUS_BYTES else raw[: _STATUS_BYTES - 3].decode("utf-8", "ignore") + "..."

@@ -193,9 +193,9 @@ def _readable_id(fields: Dict[str, Any]) -> str:
     return request_id
 
 
-def clip(text: str) -> str:
-    """Return `text` cut to what an error text of the wire may hold."""
+def clip(text: str, max_bytes: int = limits.MAX_TEXT_BYTES) -> str:
+    """Return `text` cut to so many bytes of UTF-8, by default what an error text of the wire may hold."""
     raw = text.encode("utf-8", "replace")
-    if len(raw) <= limits.MAX_TEXT_BYTES:
+    if len(raw) <= max_bytes:
         return raw.decode("utf-8")
-    return raw[: limits.MAX_TEXT_BYTES - 3].decode("utf-8", "ignore") + "..."
+    return raw[: max_bytes - 3].decode("utf-8", "ignore") + "..."
