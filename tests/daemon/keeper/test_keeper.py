@@ -21,7 +21,8 @@ from weightd.daemon.keeper.link import Child, Keeper, KeeperLost, wait_until_gon
 from weightd.daemon.memory import pss_bytes
 from weightd.daemon.processes import Process, kill, last_words, reap
 
-LIMIT_S = 60.0
+from .support import LIMIT_S, ended
+
 MIB = 1024 * 1024
 SLEEP = ["sleep", "1000"]
 PATH = os.environ.get("PATH", os.defpath)
@@ -68,18 +69,6 @@ def keeper(start_keeper: Callable[..., Keeper]) -> Iterator[Keeper]:
     yield made
     if made.descriptor >= 0:  # else the test has let go of it
         made.close()
-
-
-def ended(pid: int, seconds: float = LIMIT_S) -> bool:
-    """Whether the process, a child of this one or of its keeper, has ended within so many seconds."""
-    try:
-        pidfd = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return True
-    try:
-        return bool(select.select([pidfd], [], [], seconds)[0])
-    finally:
-        os.close(pidfd)
 
 
 def exited(child: Process) -> int:

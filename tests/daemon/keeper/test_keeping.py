@@ -23,7 +23,8 @@ from weightd.daemon.keeper.keeping import Keeping
 from weightd.daemon.processes import reap
 from weightd.daemon.service import KEEPER, Manager
 
-LIMIT_S = 60.0
+from .support import LIMIT_S, ended
+
 ENVIRONMENT = {"PATH": os.environ.get("PATH", os.defpath)}
 
 
@@ -100,17 +101,6 @@ def service(tmp_path: Path) -> Iterator[Service]:
     made = Service(tmp_path / "notify")
     yield made
     made.end()
-
-
-def ended(pid: int, seconds: float = LIMIT_S) -> bool:
-    try:
-        pidfd = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return True  # and was waited for
-    try:
-        return bool(select.select([pidfd], [], [], seconds)[0])
-    finally:
-        os.close(pidfd)
 
 
 def started(daemon: Keeping, name: str, log: Path) -> int:

@@ -1,0 +1,20 @@
+"""What the tests of a keeper share."""
+
+from __future__ import annotations
+
+import os
+import select
+
+LIMIT_S = 60.0
+
+
+def ended(pid: int, seconds: float = LIMIT_S) -> bool:
+    """Whether the process, a child of this one or of its keeper, has ended within so many seconds."""
+    try:
+        pidfd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True  # and was waited for
+    try:
+        return bool(select.select([pidfd], [], [], seconds)[0])
+    finally:
+        os.close(pidfd)
