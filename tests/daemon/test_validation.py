@@ -6,10 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightd.daemon.validation import check_inputs
+from weightd.daemon.validation import check_inputs, check_same
 from weightd.protocol.datatypes import ITEM_BYTES
 from weightd.protocol.errors import InvalidArgument
 from weightd.protocol.messages import TensorSignature, TensorSpec
+from weightd.protocol.worker_messages import Built
 
 SIGNATURE = {
     "image": TensorSignature("image", "FP32", (-1, 8, 8)),
@@ -75,6 +76,20 @@ def test_a_scalar_is_not_a_vector_of_one() -> None:
     assert refusal(IMAGE, TensorSpec("scale", "FP64", (1,))) == "input scale: expected shape [], got [1]"
 
 
+@pytest.mark.parametrize("shape", [(), (3,), (2, 4), (1,) * 16])
+def test_an_input_of_any_rank_takes_every_shape_but_an_empty_one(shape: tuple[int, ...]) -> None:
+    signature = {"x": TensorSignature("x", "FP32", None)}
+    check_inputs(signature, [TensorSpec("x", "FP32", shape)])
+    with pytest.raises(InvalidArgument, match=r"^input x: expected shape of any rank, any sizes from 1, got \[0\]$"):
+        check_inputs(signature, [TensorSpec("x", "FP32", (0,))])
+
+
+def test_a_scalar_and_any_rank_are_not_the_same_to_a_client() -> None:
+    scalar, unknown = (Built("", (TensorSignature("x", "FP32", shape),), (), (), "", 0) for shape in ((), None))
+    assert check_same(unknown, unknown) == ""
+    assert check_same(scalar, unknown) == "inputs: expected x FP32 [], got x FP32 of any rank"
+
+
 # --- for any signature ----------------------------------------------------------------------------------------------
 
 signatures = st.lists(
@@ -82,7 +97,7 @@ signatures = st.lists(
         TensorSignature,
         st.text("abcd", min_size=1, max_size=2),
         st.sampled_from(sorted(ITEM_BYTES)),
-        st.lists(st.one_of(st.just(-1), st.integers(1, 5)), max_size=4).map(tuple),
+        st.one_of(st.none(), st.lists(st.one_of(st.just(-1), st.integers(1, 5)), max_size=4).map(tuple)),
     ),
     min_size=1,
     max_size=4,
@@ -94,8 +109,9 @@ signatures = st.lists(
 def fitting(draw: st.DrawFn) -> tuple[dict[str, TensorSignature], list[TensorSpec]]:
     signature = draw(signatures)
     tensors = [
-        TensorSpec(each.name, each.datatype, tuple(draw(st.integers(1, 9)) if dim == -1 else dim for dim in each.shape))
+        TensorSpec(each.name, each.datatype, tuple(draw(st.integers(1, 9)) if dim == -1 else dim for dim in dims))
         for each in signature
+        for dims in [(-1,) * draw(st.integers(0, 5)) if each.shape is None else each.shape]
     ]
     return {each.name: each for each in signature}, draw(st.permutations(tensors))
 
@@ -126,8 +142,10 @@ def _spoilt(expected: TensorSignature, good: TensorSpec) -> Sequence[list[Tensor
         [good, good],
         [TensorSpec(name + "x", datatype, shape)],
         [TensorSpec(name, other, shape)],
-        [TensorSpec(name, datatype, (*shape, 1))],
     ]
+    if expected.shape is None:
+        return [*wrong, [TensorSpec(name, datatype, (*shape, 0))]]
+    wrong.append([TensorSpec(name, datatype, (*shape, 1))])
     wrong += [[TensorSpec(name, datatype, shape[:-1])]] if shape else []
     for axis, dim in enumerate(expected.shape):
         for size in (0,) if dim == -1 else (0, dim + 1):

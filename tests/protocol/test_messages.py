@@ -70,6 +70,11 @@ def an_integer(low: str, high: str) -> Domain:
     return Domain([least, most], bad, st.integers(least, most))
 
 
+def a_nil_or(kind: str) -> Domain:
+    other = domain(kind)
+    return Domain([None, *other.good], [each for each in other.bad if each is not None], st.none() | other.some)
+
+
 def a_list(most: str, item: str) -> Domain:
     one, count = smallest(item), int(most)
     bad: List[Any] = [[one] * (count + 1), {}, None, "", 0, b""]
@@ -120,6 +125,7 @@ LIST = re.compile(r"list of at most (\d+): (.*)")
 MAP = re.compile(r"map of at most (\d+) names to (.*)")
 TEXT = re.compile(r"text, (\d+) to (\d+) bytes")
 MAKERS: Sequence[Tuple[Pattern[str], Callable[..., Domain]]] = (
+    (re.compile(r"nil, or (.*)"), a_nil_or),
     (LIST, a_list),
     (MAP, a_map),
     (TEXT, a_text),
@@ -145,7 +151,7 @@ def smallest(description: str) -> Any:
     """A legal value with each list that may hold a record holding one, so that every field can be reached."""
     if description in RECORDS:
         return {name: smallest(each) for name, each, _ in describe(RECORDS[description])}
-    found = LIST.fullmatch(description)
+    found = LIST.fullmatch(description.replace("nil, or ", ""))
     if found:
         return [smallest(found.group(2))]
     return domain(description).good[0]

@@ -17,6 +17,7 @@ from weightd.protocol.schema import (
     label,
     many,
     mapping,
+    nullable,
     number,
     one_of,
     plain,
@@ -55,6 +56,22 @@ def test_values_become_typed() -> None:
     assert tree == Tree((Leaf(1), Leaf(2, "", 3)), Leaf(9, extra=0))
     assert hash(tree) == hash(decode(Tree, raw))
     assert repr(tree.leaves[0]) == "Leaf(size=1, note='none', extra=None)"
+
+
+def test_nil_is_a_value_where_it_says_something() -> None:
+    kind = nullable(many(integer(0, 9), 2))
+    for raw, typed in ((None, None), ([], ()), ([1, 2], (1, 2))):
+        assert check(kind, raw) == typed
+        assert kind["kind"].plain(typed) == raw
+    assert problem(kind, [10]) == "[0]: expected integer, 0 to 9, got int 10"
+
+    @dataclass(frozen=True)
+    class Holder:
+        shape: Optional[Tuple[int, ...]] = field(metadata=kind)
+
+    assert plain(Holder(None)) == {"shape": None}
+    with pytest.raises(FieldError, match=r"^shape: missing$"):
+        decode(Holder, {})
 
 
 def test_the_way_back_leaves_out_what_is_none() -> None:

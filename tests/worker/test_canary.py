@@ -16,6 +16,7 @@ from weightd.worker import canary
 from weightd.worker.engines.base import Arrays, Engine, Shared, Signature, Spoilt
 
 Answer = Callable[[Arrays], Arrays]
+Shape = Optional[Tuple[int, ...]]
 
 
 def tensor(name: str, *shape: int, datatype: str = "FP32") -> TensorSignature:
@@ -236,6 +237,28 @@ def test_without_sizes_nothing_is_run() -> None:
     assert not engine.asked
 
 
+def of_rank(rank: int) -> Answer:
+    def answer(inputs: Arrays) -> Arrays:
+        if inputs["x"].ndim != rank:
+            raise InvalidArgument("rank")
+        return {"y": inputs["x"]}
+
+    return answer
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2, 3, 4])
+def test_of_an_input_that_may_have_any_rank_one_is_found_that_works(rank: int) -> None:
+    engine = Fake(
+        of_rank(rank), Signature((TensorSignature("x", "FP32", None),), (TensorSignature("y", "FP32", None),))
+    )
+    known = canary.find(engine, engine.rebuild)
+    assert (known.rank, known.note) == (rank, "")
+    assert [each["y"] for each in known.shapes] == [(size,) * rank for size in known.sizes]
+    assert known == canary.run(engine, known.sizes, known.rank)
+    # That is one rank of many.
+    assert canary.observed(engine.signature, known) == engine.signature
+
+
 @pytest.mark.parametrize(
     ("known", "shapes", "expected"),
     [
@@ -246,21 +269,21 @@ def test_without_sizes_nothing_is_run() -> None:
         # ... but not that a dimension is fixed which is seen to be another, ...
         ((8, 4), [(1, 4)], (-1, 4)),
         ((2, 4), [(1, 4), (2, 4)], (-1, 4)),
-        # ... and [-1] and [] are what engines say when they know nothing.
-        ((-1,), [(1, 4), (2, 4)], (-1, 4)),
-        ((-1,), [(1,), (2,)], (-1,)),
-        ((-1,), [(1, 3, 8, 8), (2, 3, 8, 8)], (-1, 3, 8, 8)),
         ((), [(1, 4), (2, 4)], (-1, 4)),
-        ((-1,), [(), ()], ()),
+        # Of some they know nothing.
+        (None, [(1, 4), (2, 4)], (-1, 4)),
+        (None, [(1,), (2,)], (-1,)),
+        (None, [(1, 3, 8, 8), (2, 3, 8, 8)], (-1, 3, 8, 8)),
+        (None, [(), ()], ()),
         # One observation cannot tell what is free.
-        ((-1,), [(1, 4)], (-1, -1)),
+        (None, [(1, 4)], (-1, -1)),
         # A rank that changes cannot be written down.
-        ((-1,), [(1, 4), (2, 4, 1)], (-1,)),
-        ((-1,), [], (-1,)),
+        (None, [(1, 4), (2, 4, 1)], None),
+        (None, [], None),
     ],
 )
 def test_output_shapes_that_the_engine_does_not_know_are_seen(
-    known: Tuple[int, ...], shapes: List[Tuple[int, ...]], expected: Tuple[int, ...]
+    known: Shape, shapes: List[Tuple[int, ...]], expected: Shape
 ) -> None:
     signature = Signature((), (TensorSignature("y", "BOOL", known),))
     seen = canary.Canary((1, 2), "", [{"y": shape} for shape in shapes])

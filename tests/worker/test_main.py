@@ -46,9 +46,20 @@ def serve(daemon: Daemon, model: Path, *workers: str) -> Tuple[Built, List[Attac
     built, _ = daemon.hear("h", Built)
     attached: List[Attached] = []
     for name in workers:
-        daemon.tell(name, Attach(built.handle, built.canary_sizes))
+        daemon.tell(name, Attach(built.handle, built.canary_sizes, built.canary_rank))
         attached.append(daemon.hear(name, Attached)[0])
     return built, attached
+
+
+@pytest.mark.skipif(ENGINE == "mindspore_lite", reason="its converter makes a scalar of what has no rank")
+def test_requests_choose_the_rank_that_the_model_leaves_open(daemon: Daemon, model: Model) -> None:
+    built, (attached,) = serve(daemon, model("any_rank"), "w")
+    assert [each.shape for each in (*built.inputs, *built.outputs)] == [None, None]
+    assert (built.canary_rank, attached.canary) == (2, built.canary)
+    for number, shape in enumerate(((), (3,), (2, 1, 2))):
+        x = np.full(shape, 7, np.float32)
+        daemon.ask("w", number, x=x)
+        assert np.array_equal(daemon.answer("w", number), -x)
 
 
 def test_from_hello_to_stop(daemon: Daemon, model: Model) -> None:

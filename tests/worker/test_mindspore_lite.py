@@ -256,7 +256,7 @@ def test_every_type_of_the_library_that_is_a_number_has_a_name() -> None:
 def test_an_output_that_depends_on_a_free_dimension_is_seen_by_the_canary(built: Built) -> None:
     for name, shape in (("two_inputs", (-1, 4)), ("convolution", (-1, 256, 8, 8)), ("integers", (-1, 3, 4))):
         engine = built(name)
-        assert engine.signature.outputs[0].shape == (-1,)
+        assert engine.signature.outputs[0].shape is None
         known = canary.find(engine, rebuild=lambda: pytest.fail("nothing is spoilt"))
         assert canary.observed(engine.signature, known).outputs[0].shape == shape
 

@@ -57,6 +57,7 @@ def test_what_the_library_refuses_is_the_requests_fault_and_the_session_is_as_go
     good = {
         each.name: ones(*(3 if dim < 0 else dim for dim in each.shape), dtype="q" if each.datatype == "INT64" else "f")
         for each in engine.signature.inputs
+        if each.shape is not None
     }
     expected = engine.predict(good)
     for _ in range(2):
@@ -130,10 +131,17 @@ def test_a_model_with_a_random_node_has_no_canary(built: Built) -> None:
     assert canary.observed(engine.signature, known).outputs[0].shape == (-1, 4)
 
 
-def test_an_output_of_unknown_rank_looks_like_a_scalar(built: Built) -> None:
-    """The library says [] for both: only an answer tells."""
+def test_an_unknown_rank_is_not_taken_for_a_scalar(built: Built) -> None:
+    """The library says [] for both: the file tells."""
+    engine = built("scalar")
+    assert [each.shape for each in engine.signature.inputs] == [(-1, 4), ()]
+    engine = built("any_rank")
+    assert [each.shape for each in (*engine.signature.inputs, *engine.signature.outputs)] == [None, None]
+    assert canary.find(engine, never).note == ""
+    for shape in ((), (3,), (2, 4)):
+        assert engine.predict({"x": ones(*shape)})["y"].shape == shape
     engine = built("reshape")
-    assert engine.signature.outputs[0].shape == ()
+    assert engine.signature.outputs[0].shape is None
     answer = engine.predict({"x": ones(2, 4), "shape": np.array([2, 2, 2])})["y"]
     assert answer.shape == (2, 2, 2)
 

@@ -107,17 +107,20 @@ def test_a_model_that_goes_its_own_way_with_an_input_may_do_so() -> None:
     [
         BATCHED._replace(inputs=(TensorSignature("x", "FP32", (-1, -1)),)),
         BATCHED._replace(inputs=(TensorSignature("x", "FP32", (3, -1)),)),
+        BATCHED._replace(inputs=(TensorSignature("x", "FP32", None),)),
     ],
 )
 def test_where_another_dimension_is_free_nothing_is_said_of_the_batch(signature: Signature) -> None:
-    model = Model(lambda inputs: {"y": inputs["x"].sum() * np.ones((inputs["x"].shape[-1], 3), np.float32)}, signature)
+    model = Model(
+        lambda inputs: {"y": inputs["x"].sum() * np.ones((*inputs["x"].shape[-1:], 3), np.float32)}, signature
+    )
     proof = proved(model)
     assert checked(proof, model, {"x": np.ones((3, 9), np.float32)})["y"].shape == (9, 3)
     assert model.calls == 1
 
 
 def test_a_shape_that_the_engine_does_not_know_may_be_any() -> None:
-    unknown = BATCHED._replace(outputs=(TensorSignature("y", "FP32", (-1,)),))
+    unknown = BATCHED._replace(outputs=(TensorSignature("y", "FP32", None),))
     model = Model(twice, unknown)
     proof = proved(model, sizes=())
     assert checked(proof, model, batch(5))["y"].shape == (5, 3)

@@ -48,7 +48,7 @@ M = TypeVar("M")
 Answer = Callable[[Arrays], Arrays]
 
 SHA256 = "ab" * 32
-SIGNATURE = Signature((TensorSignature("x", "FP32", (-1, 3)),), (TensorSignature("y", "FP32", (-1,)),))
+SIGNATURE = Signature((TensorSignature("x", "FP32", (-1, 3)),), (TensorSignature("y", "FP32", None),))
 STOP = [encode(Stop())]
 BUILD = [encode(Build(("11", "12")))]
 ATTACH = [encode(Attach("7", (1, 2)))]
@@ -201,7 +201,7 @@ def test_a_holder_builds_finds_the_canary_exports_and_asks_again() -> None:
     built = only(Built, socket)
     assert (built.handle, built.shared_bytes, built.note) == ("7", 1000, "half of it")
     assert built.inputs == SIGNATURE.inputs
-    assert built.outputs == (TensorSignature("y", "FP32", (-1, 3)),)  # the engine knew only [-1]
+    assert built.outputs == (TensorSignature("y", "FP32", (-1, 3)),)  # the engine knew nothing of it
     assert built.canary_sizes == (1, 2)
     assert built.canary == canary.run(engine, (1, 2)).digest
 

@@ -76,6 +76,12 @@ def reshape(path: Path) -> Path:
     return save(path, [node("Reshape", ["x", "shape"], ["y"])], inputs, [info("y", TensorProto.FLOAT, None)])
 
 
+def any_rank(path: Path) -> Path:
+    """ "x" FP32 -> "y" = -x: of whatever rank a request chooses."""
+    inputs, outputs = [info("x", TensorProto.FLOAT, None)], [info("y", TensorProto.FLOAT, None)]
+    return save(path, [node("Neg", ["x"], ["y"])], inputs, outputs)
+
+
 def filled(path: Path) -> Path:
     """ "shape" INT64 [2] -> "y" FP32 of that shape: a request decides how much memory it takes."""
     inputs, outputs = [info("shape", TensorProto.INT64, [2])], [fp32("y", "N", "M")]
@@ -113,7 +119,7 @@ def sequence(path: Path) -> Path:
 
 
 ALL: list[Callable[[Path], Path]] = [
-    relu, wide, convolution, threes, single, positive, scalar, total, reshape, filled, no_inputs, constant,
+    relu, wide, convolution, threes, single, positive, scalar, total, reshape, any_rank, filled, no_inputs, constant,
     twins, strings, sequence, models.two_inputs, models.two_batches, models.integers, models.fixed,
     models.with_external_data, models.random_output,
 ]  # fmt: skip

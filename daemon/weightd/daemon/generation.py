@@ -527,7 +527,8 @@ class Generation:
                 self._ask_for(worker, now)
             elif worker.state is ChildState.GREETED:
                 self._advance_child(worker, ChildEvent.ATTACH, deadline=now + self.limits.load_timeout)
-                self._actions.append(Send(worker.name, Attach(self.built.handle, self.built.canary_sizes)))
+                built = self.built
+                self._actions.append(Send(worker.name, Attach(built.handle, built.canary_sizes, built.canary_rank)))
                 return
 
     def _measure(self, device: DeviceMemory | None) -> None:

@@ -23,12 +23,19 @@ def check_inputs(signature: Mapping[str, TensorSignature], inputs: Sequence[Tens
             raise InvalidArgument(f"input {tensor.name}: expected {expected.datatype}, got {tensor.datatype}")
         if not _fits(expected.shape, tensor.shape):
             raise InvalidArgument(
-                f"input {tensor.name}: expected shape {list(expected.shape)}"
-                f"{' (-1: any size from 1)' if -1 in expected.shape else ''}, got {list(tensor.shape)}"
+                f"input {tensor.name}: expected shape {expected.form}{_hint(expected.shape)}, got {list(tensor.shape)}"
             )
 
 
-def _fits(expected: Sequence[int], shape: Sequence[int]) -> bool:
+def _hint(expected: Sequence[int] | None) -> str:
+    if expected is None:
+        return ", any sizes from 1"
+    return " (-1: any size from 1)" if -1 in expected else ""
+
+
+def _fits(expected: Sequence[int] | None, shape: Sequence[int]) -> bool:
+    if expected is None:
+        return all(shape)
     return len(shape) == len(expected) and all(
         dim == wanted or (wanted == -1 and dim > 0) for wanted, dim in zip(expected, shape, strict=False)
     )
@@ -51,4 +58,4 @@ def check_same(old: Built, new: Built) -> str:
 
 
 def _described(tensors: Sequence[TensorSignature]) -> str:
-    return ", ".join(f"{each.name} {each.datatype} {list(each.shape)}" for each in tensors) or "none"
+    return ", ".join(f"{each.name} {each.datatype} {each.form}" for each in tensors) or "none"

@@ -12,7 +12,7 @@ from typing import Dict, Optional, Tuple, Type, Union
 from weightd.protocol import limits
 from weightd.protocol.datatypes import ITEM_BYTES
 from weightd.protocol.errors import ERRORS
-from weightd.protocol.schema import boolean, integer, many, number, one_of, record, text
+from weightd.protocol.schema import boolean, integer, many, nullable, number, one_of, record, text
 
 _COUNT = integer(0, limits.MAX_COUNT)
 
@@ -40,11 +40,19 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class TensorSignature:
-    """One input or output of a model. A dimension of -1 is free: each request chooses it."""
+    """One input or output of a model. A dimension of -1 is free: each request chooses it.
+
+    A shape of None is of any rank: each request chooses that, too. One of [] is a scalar.
+    """
 
     name: str = field(metadata=text(limits.MAX_NAME_BYTES))
     datatype: str = field(metadata=one_of(ITEM_BYTES))
-    shape: Tuple[int, ...] = field(metadata=many(integer(-1, limits.MAX_DIM), limits.MAX_RANK))
+    shape: Optional[Tuple[int, ...]] = field(metadata=nullable(many(integer(-1, limits.MAX_DIM), limits.MAX_RANK)))
+
+    @property
+    def form(self) -> str:
+        """The shape, for people."""
+        return "of any rank" if self.shape is None else str(list(self.shape))
 
 
 @dataclass(frozen=True)

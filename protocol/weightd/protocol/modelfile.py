@@ -20,10 +20,11 @@ import hashlib
 import os
 import stat
 from pathlib import Path, PurePosixPath
-from typing import BinaryIO, Dict, Iterator, List, NamedTuple, Tuple, Union, cast
+from typing import BinaryIO, Dict, Iterator, List, NamedTuple, cast
 
 from weightd.protocol import limits
 from weightd.protocol.errors import WeightdError
+from weightd.protocol.protobuf import Malformed, Span, fields
 
 _BLOCK = 1024 * 1024
 _MINDIR_GRAPH = "_graph.mindir"
@@ -135,7 +136,7 @@ def _onnx_locations(path: Path) -> List[str]:
             locations = list(_external_locations(file, "model", 0, os.fstat(file.fileno()).st_size))
     except OSError as error:
         raise _unreadable(path, error) from None
-    except _Malformed:
+    except Malformed:
         # An engine that understands it all the same would load external files that nobody has pinned.
         raise ModelFileError(f"{path}: expected an ONNX model; this is something else, or only a part of one") from None
     for location in locations:
@@ -163,25 +164,16 @@ _ONNX: Dict[str, Dict[int, str]] = {
 }
 _EXTERNAL_DATA, _DATA_LOCATION, _EXTERNAL = 13, 14, 1  # in a tensor
 _KEY, _VALUE = 1, 2  # in an entry of external_data
-_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5  # wire types
-_MAX_VARINT_BYTES = 10
 
 # protobuf's own default: what nests deeper, no engine reads.
 _MAX_DEPTH = 100
 
-_Span = Tuple[int, int]
-_Field = Tuple[int, Union[int, _Span]]
-
-
-class _Malformed(Exception):
-    """The bytes are not the protobuf of a model."""
-
 
 def _external_locations(file: BinaryIO, message: str, start: int, end: int, depth: int = 0) -> Iterator[str]:
     if depth > _MAX_DEPTH:
-        raise _Malformed
+        raise Malformed
     children = _ONNX[message]
-    for number, value in _fields(file, start, end):
+    for number, value in fields(file, start, end):
         child = children.get(number)
         if child is None or not isinstance(value, tuple):
             continue
@@ -192,65 +184,25 @@ def _external_locations(file: BinaryIO, message: str, start: int, end: int, dept
 
 
 def _tensor_locations(file: BinaryIO, start: int, end: int) -> Iterator[str]:
-    entries: List[_Span] = []
+    entries: List[Span] = []
     external = False
-    for number, value in _fields(file, start, end):
+    for number, value in fields(file, start, end):
         if number == _EXTERNAL_DATA and isinstance(value, tuple):
             entries.append(value)
         elif number == _DATA_LOCATION:
             external = value == _EXTERNAL
     for span in entries if external else ():
-        entry = dict(_fields(file, *span))
+        entry = dict(fields(file, *span))
         if _text(file, entry.get(_KEY)) == "location":
             yield _text(file, entry.get(_VALUE))
-
-
-def _fields(file: BinaryIO, start: int, end: int) -> Iterator[_Field]:
-    """Yield (field number, value) for each field; bytes are given as (start, end)."""
-    position = start
-    while position < end:
-        # Whoever takes the fields may read elsewhere in between.
-        file.seek(position)
-        tag, size = _varint(file)
-        position += size
-        number, wire_type = tag >> 3, tag & 7
-        value: Union[int, _Span] = 0
-        if wire_type == _VARINT:
-            value, size = _varint(file)
-        elif wire_type == _BYTES:
-            length, size = _varint(file)
-            value = (position + size, position + size + length)
-            size += length
-        elif wire_type in (_FIXED64, _FIXED32):
-            size = 8 if wire_type == _FIXED64 else 4
-        else:
-            raise _Malformed
-        position += size
-        # Number 0 is illegal: a file of zeros would otherwise be a valid message, and take a long time.
-        if position > end or number == 0:
-            raise _Malformed
-        yield number, value
-
-
-def _varint(file: BinaryIO) -> Tuple[int, int]:
-    """Return the number at the file's position, and how many bytes it takes."""
-    value = 0
-    for index in range(_MAX_VARINT_BYTES):
-        byte = file.read(1)
-        if not byte:
-            raise _Malformed
-        value |= (byte[0] & 0x7F) << 7 * index
-        if byte[0] < 0x80:
-            return value, index + 1
-    raise _Malformed
 
 
 def _text(file: BinaryIO, span: object) -> str:
     """Return a text as a file name: what is not UTF-8 is kept by surrogates, as everywhere in Python's file names."""
     if not isinstance(span, tuple):
         return ""
-    start, end = cast(_Span, span)
+    start, end = cast(Span, span)
     if end - start > limits.MAX_PATH_BYTES:
-        raise _Malformed
+        raise Malformed
     file.seek(start)
     return os.fsdecode(file.read(end - start))

@@ -183,6 +183,16 @@ def many(item: Metadata, max_items: int) -> Metadata:
     )
 
 
+def nullable(item: Metadata) -> Metadata:
+    """The given kind, or nil, where that says something of its own; None once decoded."""
+    kind = item["kind"]
+    return _metadata(
+        lambda value: None if value is None else kind.check(value),
+        f"nil, or {kind.description}",
+        lambda value: None if value is None else kind.plain(value),
+    )
+
+
 def mapping(item: Metadata, max_items: int) -> Metadata:
     """A map from names to the given kind, at most `max_items` of them."""
     kind = item["kind"]

@@ -19,6 +19,7 @@ PROTOCOL = 1
 
 _REQUEST = integer(0, limits.MAX_COUNT)
 _BYTES = integer(0, limits.MAX_COUNT)
+_RANK = integer(0, limits.MAX_RANK)
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,8 @@ class Built:
 
     `handle` is what a worker attaches to, "" where there is nothing to share; `note` then says why.
     `canary_sizes` are the sizes of the free dimensions that the canary is run with, none where the model has no
-    canary; `canary` is the digest of its answers, "" for a model that does not repeat itself.
+    canary, and `canary_rank` is the rank that inputs of any rank have there; `canary` is the digest of its answers, ""
+    for a model that does not repeat itself.
     """
 
     handle: str = field(metadata=text(limits.MAX_PATH_BYTES, empty=True))
@@ -87,6 +89,7 @@ class Built:
     note: str = field(default="", metadata=text(limits.MAX_TEXT_BYTES, empty=True))
     device: Optional[DeviceMemory] = field(default=None, metadata=record(DeviceMemory))
     """The card's memory after the build; None on the CPU."""
+    canary_rank: int = field(default=0, metadata=_RANK)
 
 
 @dataclass(frozen=True)
@@ -107,11 +110,12 @@ class Allowed:
 class Attach:
     """daemon → worker: build the model on the weights behind the handle ("" = a copy of your own).
 
-    Then run the canary with these sizes of the free dimensions.
+    Then run the canary with these sizes of the free dimensions, and this rank where an input may have any.
     """
 
     handle: str = field(metadata=text(limits.MAX_PATH_BYTES, empty=True))
     canary_sizes: Tuple[int, ...] = field(metadata=many(integer(1, limits.MAX_CANARY_SIZE), limits.MAX_CANARY_SIZES))
+    canary_rank: int = field(default=0, metadata=_RANK)
 
 
 @dataclass(frozen=True)

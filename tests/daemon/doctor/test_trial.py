@@ -207,11 +207,13 @@ def test_an_input_is_made_without_numpy() -> None:
                 TensorSignature("d", "FP64", ()),
                 TensorSignature("i", "INT64", (3,)),
                 TensorSignature("b", "BOOL", (5,)),
+                TensorSignature("u", "INT8", None),
             ),
             canary_sizes=(2, 1),
+            canary_rank=3,
         )
     )
-    assert [each.shape for each in specs] == [(2, 4), (2,), (), (3,), (5,)]
+    assert [each.shape for each in specs] == [(2, 4), (2,), (), (3,), (5,), (2, 2, 2)]
     assert [each.nbytes for each in specs] == [len(frame) for frame in frames]
     assert struct.unpack("<8f", frames[0]) == (0.5, -0.25, 1.0, -0.75, 0.125, -1.0, 0.875, 0.5)
     assert struct.unpack("<2e", frames[1]) == (0.5, -0.25)

@@ -28,8 +28,10 @@ class Proof:
         self._known = known
         signature = canary.observed(engine.signature, known)
         self._outputs: Dict[str, TensorSignature] = {each.name: each for each in signature.outputs}
-        self._only_batch_is_free = all(dim >= 0 for each in signature.inputs for dim in each.shape[1:])
-        self._batched = {each.name for each in signature.inputs if each.shape[:1] == (-1,)}
+        self._only_batch_is_free = all(
+            each.shape is not None and all(dim >= 0 for dim in each.shape[1:]) for each in signature.inputs
+        )
+        self._batched = {each.name for each in signature.inputs if (each.shape or ())[:1] == (-1,)}
         # The last request and its answer that fit: the names of the outputs, then shape and dtype of each tensor.
         self._good: Optional[Tuple[Tuple[str, ...], List[Tuple[Any, Any]]]] = None
         self._follow_batch = {name for name in self._outputs if _follows(known, name)}
@@ -41,7 +43,7 @@ class Proof:
             InvalidArgument: the engine refuses the canary.
             Spoilt: it fails with it.
         """
-        return canary.run(self._engine, self._known.sizes).digest
+        return canary.run(self._engine, self._known.sizes, self._known.rank).digest
 
     def holds(self) -> bool:
         """Return whether the canary gives what it gave; where there is none, nothing can be proved."""
@@ -85,7 +87,7 @@ class Proof:
             if array.dtype.str != NUMPY_DTYPE[expected.datatype]:
                 return f"output {name} is {array.dtype}, expected {expected.datatype}"
             if not _fits(expected, array.shape):
-                return f"output {name} has shape {list(array.shape)}, expected {list(expected.shape)}"
+                return f"output {name} has shape {list(array.shape)}, expected {expected.form}"
             if batch is not None and name in self._follow_batch and array.shape[0] != batch:
                 return f"output {name} has shape {list(array.shape)} for a batch of {batch}"
         return ""
@@ -104,8 +106,8 @@ def _follows(known: canary.Canary, name: str) -> bool:
 
 
 def _fits(expected: TensorSignature, shape: Sequence[int]) -> bool:
-    if expected.shape == (-1,):
-        return True  # some engines say this of any shape that they do not know
+    if expected.shape is None:
+        return True
     return len(shape) == len(expected.shape) and all(wanted in (dim, -1) for dim, wanted in zip(shape, expected.shape))
 
 

@@ -154,7 +154,7 @@ class Session:
         known = canary.find(engine, build)
         shared = engine.export(self._store)
         self._handle = shared.handle
-        if known.digest and canary.run(engine, known.sizes).digest != known.digest:
+        if known.digest and canary.run(engine, known.sizes, known.rank).digest != known.digest:
             raise BuildError("the canary's answer changed when the weights were shared")
         signature = canary.observed(engine.signature, known)
         self._send(
@@ -167,6 +167,7 @@ class Session:
                 shared.bytes,
                 _notes(shared, known),
                 engine.memory(),
+                known.rank,
             )
         )
 
@@ -188,10 +189,10 @@ class Session:
         """Build, do what the holder did before it exported, attach; and give the answers that this process gives."""
         engine = self._engine
         self._make(handle=order.handle)
-        before = canary.run(engine, order.canary_sizes)
+        before = canary.run(engine, order.canary_sizes, order.canary_rank)
         shared = engine.attach(order.handle)
         self._handle = order.handle
-        answer = canary.run(engine, order.canary_sizes)
+        answer = canary.run(engine, order.canary_sizes, order.canary_rank)
         self._proof = Proof(engine, answer if answer.digest == before.digest else answer._replace(digest=""))
         self._send(Attached(answer.digest, shared.bytes, shared.note, engine.memory()))
 

@@ -136,14 +136,14 @@ def _build(children: Children, pids: tuple[str, ...]) -> Built:
 
 
 def _attach(children: Children, name: str, built: Built) -> Attached:
-    children.order(name, Attach(built.handle, built.canary_sizes))
+    children.order(name, Attach(built.handle, built.canary_sizes, built.canary_rank))
     return children.hear(name, Attached, "build with the handle")[0]
 
 
 def _attach_new(children: Children, name: str, built: Built, handle: str) -> Attached:
     _start(children, name)
     try:
-        children.order(name, Attach(handle, built.canary_sizes))
+        children.order(name, Attach(handle, built.canary_sizes, built.canary_rank))
         return children.hear(name, Attached, "build with the handle" if handle else "build a copy of its own")[0]
     finally:
         # Its place and memory are given back before the next step takes some.
@@ -172,12 +172,13 @@ _FLOAT_CODES = {"FP16": "e", "FP32": "f", "FP64": "d"}
 def inputs(built: Built) -> tuple[tuple[TensorSpec, ...], list[bytes]]:
     """Return an input of the model; free dimensions are of a size that it is known to run with."""
     size = built.canary_sizes[0] if built.canary_sizes else 1
-    specs = tuple(_spec(each, size) for each in built.inputs)
+    specs = tuple(_spec(each, size, built.canary_rank) for each in built.inputs)
     return specs, [_frame(each.datatype, math.prod(each.shape)) for each in specs]
 
 
-def _spec(tensor: TensorSignature, size: int) -> TensorSpec:
-    return TensorSpec(tensor.name, tensor.datatype, tuple(size if dim < 0 else dim for dim in tensor.shape))
+def _spec(tensor: TensorSignature, size: int, rank: int) -> TensorSpec:
+    shape = (-1,) * rank if tensor.shape is None else tensor.shape
+    return TensorSpec(tensor.name, tensor.datatype, tuple(size if dim < 0 else dim for dim in shape))
 
 
 def _frame(datatype: str, count: int) -> bytes:

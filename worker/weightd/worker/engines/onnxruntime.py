@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Dict, List, Sequence, Tuple
+from pathlib import Path
+from typing import AbstractSet, Any, Dict, List, Sequence, Tuple
 
 from weightd.protocol.errors import InvalidArgument
 from weightd.protocol.messages import TensorSignature
+from weightd.worker.engines import onnxfile
 from weightd.worker.engines.base import Arrays, BuildError, EngineMissing, Settings, Signature, Spoilt
 from weightd.worker.engines.cpu import CpuEngine
 
@@ -57,15 +59,18 @@ class OnnxRuntime(CpuEngine):
             self._session = self._library.InferenceSession(model, options, providers=["CPUExecutionProvider"])
         except Exception as error:  # noqa: BLE001 - a dozen types that have only Exception in common
             raise BuildError(f"onnxruntime: {error}") from None
+        inputs, outputs = self._session.get_inputs(), self._session.get_outputs()
+        doubtful = not all(each.shape for each in (*inputs, *outputs))
+        scalars = onnxfile.scalars(Path(model)) if doubtful else frozenset()
         self._signature = Signature(
-            tuple(_tensor_signature(each) for each in self._session.get_inputs()),
-            tuple(_tensor_signature(each) for each in self._session.get_outputs()),
+            tuple(_tensor_signature(each, scalars) for each in inputs),
+            tuple(_tensor_signature(each, scalars) for each in outputs),
         )
         self._output_names: List[str] = [each.name for each in self._signature.outputs]
 
     @property
     def signature(self) -> Signature:
-        """What the session says; a symbolic dimension is free."""
+        """What the session says; a symbolic dimension is free. Only the file tells a scalar from an unknown rank."""
         return self._signature
 
     def predict(self, inputs: Arrays) -> Arrays:
@@ -82,13 +87,14 @@ class OnnxRuntime(CpuEngine):
         return dict(zip(self._output_names, outputs))
 
 
-def _tensor_signature(node: Any) -> TensorSignature:
+def _tensor_signature(node: Any, scalars: AbstractSet[str]) -> TensorSignature:
     datatype = _DATATYPE.get(node.type)
     if datatype is None:
         raise BuildError(
             f"{node.name}: {node.type} has no datatype on the wire; expected one of {', '.join(_DATATYPE)}"
         )
-    return TensorSignature(node.name, datatype, _dims(node.shape))
+    known = node.shape or node.name in scalars
+    return TensorSignature(node.name, datatype, _dims(node.shape) if known else None)
 
 
 def _dims(shape: List[Any]) -> Tuple[int, ...]:

@@ -9,6 +9,7 @@ What the library does not do, measured on 2.0.0, and what this module does about
 - A failed predict spoils the model, and the next answer may be the previous request's: `Spoilt`.
 - A failed build spoils the Model object: each build makes a new one.
 - Its exceptions have no cause: that is in the native log, from which it is read.
+- Of an output that depends on a free dimension it says [-1], of whatever rank: its shape is unknown.
 - The dtypes of the file are not those that it takes (int64 becomes int32): they are read from the built model.
 """
 
@@ -81,12 +82,12 @@ class MindSporeLite(Engine):
         self._bind(self._model.get_inputs())
         self._signature = Signature(
             tuple(_tensor_signature(each) for each in self._tensors),
-            tuple(_tensor_signature(each) for each in self._outputs()),
+            tuple(_unless_unknown(_tensor_signature(each)) for each in self._outputs()),
         )
 
     @property
     def signature(self) -> Signature:
-        """What the built model takes. The shape of an output that depends on a free dimension is only [-1]."""
+        """What the built model takes. The shape of an output that depends on a free dimension is not known."""
         return self._signature
 
     def predict(self, inputs: Arrays) -> Arrays:
@@ -127,6 +128,11 @@ def _tensor_signature(tensor: Any) -> TensorSignature:
     if datatype is None:
         raise BuildError(f"{_name(tensor)}: {tensor.dtype} has no datatype on the wire")
     return TensorSignature(_name(tensor), datatype, _dims(tensor.shape))
+
+
+def _unless_unknown(output: TensorSignature) -> TensorSignature:
+    """The library says [-1] of every output, of whatever rank, whose shape depends on a free dimension."""
+    return TensorSignature(output.name, output.datatype, None) if output.shape == (-1,) else output
 
 
 def _dims(shape: List[int]) -> Tuple[int, ...]:
