@@ -14,9 +14,10 @@ from weightd.daemon.config import (
     DaemonConfig,
     DeviceConfig,
     ModelConfig,
-    complete_daemon,
     default_path,
+    examine,
     load,
+    parse,
 )
 from weightd.daemon.engine_options import MindSporeLiteOptions
 
@@ -47,12 +48,16 @@ def loaded(file: Path, text: str) -> Config:
 
 def refusal(file: Path, text: str) -> str:
     """What is wrong with the text, without the file's name, which must stand in front."""
+    [problem] = refusals(file, text)
+    return problem
+
+
+def refusals(file: Path, text: str) -> list[str]:
+    """All that is wrong with the text, as `refusal`."""
     with pytest.raises(ConfigError) as caught:
         loaded(file, text)
-    file_name, _, problem = str(caught.value).partition(": ")
-    assert file_name == str(file)
-    assert "\n" not in problem
-    return problem
+    assert all(each.startswith(f"{file}: ") and "\n" not in each for each in caught.value.problems)
+    return [each.removeprefix(f"{file}: ") for each in caught.value.problems]
 
 
 def model_refusal(file: Path, line: str) -> str:
@@ -163,7 +168,7 @@ def test_what_is_not_text(file: Path) -> None:
         ("", "models: expected at least one table [models.NAME]"),
         ("[models]", "models: expected at least one table [models.NAME]"),
         ("models = 3", "models: expected at least one table [models.NAME]"),
-        (MODEL + "[model.n]\n", "model: unknown table; expected one of daemon, models, devices"),
+        (MODEL + "[model.n]\n", "model: unknown table; did you mean models?"),
         ("workers = 3\n" + MODEL, "workers: unknown table; expected one of daemon, models, devices"),
     ],
 )
@@ -172,17 +177,85 @@ def test_tables(file: Path, text: str, problem: str) -> None:
 
 
 def test_a_table_is_not_a_value(file: Path) -> None:
-    assert refusal(file, "daemon = 3\n" + MODEL).startswith("daemon: expected map, got int")
-    assert refusal(file, "[models]\nm = 'm.onnx'\n").startswith("models.m: expected map, got str")
+    assert refusal(file, "daemon = 3\n" + MODEL).startswith("daemon: expected a table, got int")
+    assert refusal(file, "[models]\nm = 'm.onnx'\n").startswith("models.m: expected a table, got str")
 
 
-def test_unknown_keys_are_refused_with_those_that_are_known(file: Path) -> None:
-    problem = model_refusal(file, "worker = 3")
-    assert problem.startswith("models.m.worker: unknown field; expected one of path, engine, python, workers, ")
-    problem = refusal(file, "[daemon]\nport = 1\n" + MODEL)
-    assert problem.startswith(
-        "daemon.port: unknown field; expected one of socket, runtime_dir, cache_dir, drain_timeout"
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ("worker = 3", "worker: unknown key; did you mean workers?"),
+        ("Threads = 3", "Threads: unknown key; did you mean threads?"),
+        ("[models.m.mindspore_light]", "mindspore_light: unknown key; did you mean mindspore_lite?"),
+        ("[models.m.v1]", 'v1: unknown table; a name with a dot is quoted: [models."m.v1"]'),
+        ("port = 1", "port: unknown key; expected one of path, engine, python, workers, "),
+        (f"{'p' * 10_000} = 1", f"'{'p' * 36}...: unknown key; expected one of path, "),
+    ],
+)
+def test_an_unknown_key_is_refused_with_the_one_that_was_meant(file: Path, line: str, problem: str) -> None:
+    assert model_refusal(file, line).startswith(f"models.m.{problem}")
+
+
+def test_a_name_with_a_dot_is_quoted(file: Path) -> None:
+    problems = refusals(file, '[models.resnet.v1.b]\npath = "m.onnx"\n[models.resnet.v2]\npath = "m.onnx"\n')
+    assert problems == [
+        f'models.resnet.{version}: unknown table; a name with a dot is quoted: [models."resnet.{name}"]'
+        for version, name in (("v1", "v1.b"), ("v2", "v2"))
+    ]
+
+
+def test_all_that_is_wrong_is_told_at_once_and_nothing_that_only_follows_from_it(file: Path) -> None:
+    problems = refusals(
+        file,
+        """
+        [deamon]
+        [daemon]
+        sokcet = "x"
+        runtime_dir = 3
+        [models.one]
+        path = "m.bin"
+        workers = 0
+        timeout = 9999
+        [models.one.mindspore_lite]
+        provider = "ge"
+        dec_mode = "no"
+        [models.two]
+        path = "m.mindir"
+        devices = 7
+        [models.two.mindspore_lite]
+        provider = "ge"
+        [models.good]
+        path = "m.onnx"
+        [models.three]
+        path = "m.mindir"
+        devices = ["ascend:0"]
+        [models.three.mindspore_lite]
+        provider = "ge"
+        inter_op_parallel = 3
+        [devices.gpu]
+        [devices."ascend:0"]
+        processes = 0
+        """,
     )
+    assert [problem.partition(": ")[0] for problem in problems] == [
+        "deamon",
+        "daemon.sokcet",
+        "daemon.runtime_dir",
+        "models.one.workers",
+        "models.one.timeout",
+        "models.one.mindspore_lite.dec_mode",
+        "models.one.path",
+        "models.two.devices",
+        "models.three.mindspore_lite.inter_op_parallel",
+        "models.three.mindspore_lite.provider",
+        "devices.gpu",
+        "devices.ascend:0.processes",
+    ]
+    assert list(examine(file).config.models) == ["good"]
+
+
+def test_a_byte_order_mark_is_no_part_of_the_text(file: Path) -> None:
+    assert loaded(file, f"\ufeff{MODEL}") == loaded(file, MODEL)
 
 
 def test_a_model_needs_its_path(file: Path) -> None:
@@ -191,7 +264,7 @@ def test_a_model_needs_its_path(file: Path) -> None:
 
 TEXTS = ["3", "true", "1979-05-27", "[]", '"' + "x" * 4097 + '"']
 COUNTS = ["0", "-1", "true", "1.0", '"1"', "10_000_000_000_000_000_000", "[]"]
-SECONDS = ["-1", "-0.1", "nan", "inf", "-inf", "9" * 400, "true", '"1"', "[]"]
+SECONDS = ["31536001", "-1", "-0.1", "nan", "inf", "-inf", "9" * 400, "true", '"1"', "[]"]
 DAEMON_KEYS = {"socket": TEXTS, "runtime_dir": TEXTS, "cache_dir": TEXTS, "drain_timeout": SECONDS}
 MODEL_KEYS = {
     "path": [*TEXTS, '""'],
@@ -234,10 +307,22 @@ def test_a_bad_value_of_a_model_is_refused_by_its_key(file: Path, key: str, valu
 
 
 @pytest.mark.parametrize("key", ["path", "python"])
-def test_no_path_has_a_nul(file: Path, key: str) -> None:
+@pytest.mark.parametrize(
+    ("value", "problem"),
+    [
+        ("a\\u0000b/m.onnx", "text without a NUL character"),
+        ("~/m.onnx", "a path without ~, which is not expanded, got '~/m.onnx'"),
+        ("~alice/m.onnx", "a path without ~, which is not expanded"),
+    ],
+)
+def test_no_path_has_a_nul_or_a_home(file: Path, key: str, value: str, problem: str) -> None:
     path = "" if key == "path" else 'path = "m.onnx"\n'
-    problem = refusal(file, f'[models.m]\n{path}{key} = "a\\u0000b/m.onnx"\n')
-    assert problem.startswith(f"models.m.{key}: expected text without a NUL character")
+    text = f'[models.m]\n{path}{key} = "{value}"\n'
+    assert refusal(file, text).startswith(f"models.m.{key}: expected {problem}")
+
+
+def test_a_name_may_begin_with_a_tilde(file: Path) -> None:
+    assert loaded(file, '[models.m]\npath = "~m.onnx"\n').models["m"].path == str(file.parent / "~m.onnx")
 
 
 def test_seconds_may_be_whole(file: Path) -> None:
@@ -291,7 +376,8 @@ def test_what_the_command_line_gives_is_relative_to_the_current_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert complete_daemon(DaemonConfig(cache_dir="cache")).cache_dir == str(tmp_path / "cache")
+    tables = {"daemon": {"cache_dir": "cache"}, "models": {"m": {"path": "m.onnx"}}}
+    assert parse(tables, Path()).daemon.cache_dir == str(tmp_path / "cache")
 
 
 @pytest.mark.parametrize(
@@ -417,7 +503,7 @@ def test_a_user_has_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
     assert module.default_runtime_dir() == "/run/user/1000/weightd"
     assert module.default_cache_dir() == "/somewhere/weightd"
-    assert complete_daemon(DaemonConfig()) == DaemonConfig(
+    assert parse({"models": {"m": {"path": "m.onnx"}}}, Path()).daemon == DaemonConfig(
         "ipc:///run/user/1000/weightd/weightd.sock", "/run/user/1000/weightd", "/somewhere/weightd"
     )
 
@@ -516,7 +602,7 @@ def test_a_card_has_a_spare_by_default(file: Path) -> None:
         ("devices = 1\n", "devices: expected tables [devices.NAME]"),
         ("[devices.cpu]\n", "devices.cpu: expected the name of a card"),
         ("[devices.gpu]\n", "devices.gpu: expected the name of a card"),
-        ('[devices."ascend:0"]\nmemory = 5\n', "devices.ascend:0.memory: unknown field"),
+        ('[devices."ascend:0"]\nmemory = 5\n', "devices.ascend:0.memory: unknown key; did you mean memory_mib?"),
         ('[devices."ascend:0"]\nmemory_mib = -5\n', "devices.ascend:0.memory_mib: expected"),
         ('[devices."ascend:0"]\nprocesses = 0\n', "devices.ascend:0.processes: expected"),
     ],
@@ -528,7 +614,10 @@ def test_a_bad_table_of_a_device(file: Path, table: str, text: str) -> None:
 @pytest.mark.parametrize(
     ("text", "refused"),
     [
-        (f'{CARD}[models.m.mindspore_lite]\nprecision = "x"\n', "mindspore_lite.precision: unknown field"),
+        (
+            f'{CARD}[models.m.mindspore_lite]\nprecision = "x"\n',
+            "mindspore_lite.precision: unknown key; did you mean precision_mode?",
+        ),
         (f'{CARD}[models.m.mindspore_lite]\nprovider = "ge"\n', "mindspore_lite.provider: it has no effect on the cpu"),
         (
             f'{CARD}devices = ["ascend:0"]\n[models.m.mindspore_lite]\nprovider = "ge"\n',

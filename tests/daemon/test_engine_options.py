@@ -34,9 +34,12 @@ def options(**values: Any) -> MindSporeLiteOptions:
 
 
 def refusal(call: Any, *arguments: Any) -> str:
-    with pytest.raises(FieldError) as info:
-        call(*arguments)
-    return str(info.value)
+    """The one thing that is wrong."""
+    try:
+        [error] = call(*arguments)
+    except FieldError as raised:
+        error = raised
+    return str(error)
 
 
 def test_a_worker_takes_what_the_daemon_has() -> None:
@@ -54,12 +57,14 @@ def test_only_what_was_given_is_told() -> None:
 @pytest.mark.parametrize(
     ("values", "text"),
     [
-        ({"provider": "acl"}, "provider: expected one of , ge"),
+        ({"provider": "acl"}, 'provider: expected one of "", ge'),
         ({"precision_mode": "fp16"}, "precision_mode: expected one of "),
         ({"thread_affinity_mode": 3}, "thread_affinity_mode: expected integer, 0 to 2"),
         ({"thread_affinity_cores": [0, -1]}, "thread_affinity_cores[1]: expected integer"),
         ({"variable_weights": 1}, "variable_weights: expected boolean"),
         ({"dec_key": "secret"}, "dec_key: unknown field"),
+        ({"config_file": "a\0b"}, "config_file: expected text without a NUL character, got 'a\\x00b'"),
+        ({"dec_key_file": "~/key"}, "dec_key_file: expected a path without ~"),
     ],
 )
 def test_a_value_that_is_none_is_refused_by_its_key(values: dict[str, Any], text: str) -> None:
@@ -72,9 +77,6 @@ def test_paths_are_relative_to_the_configuration() -> None:
     assert (done.config_file, done.rank_table_file) == ("/etc/weightd/lite.ini", "/abs/ranks.json")
     assert done.dec_key_file == "/etc/weightd/../key"
     assert complete(options(), Path("/etc")) == options()
-    assert refusal(complete, options(config_file="a\0b"), Path()) == (
-        "mindspore_lite.config_file: expected text without a NUL character, got 'a\\x00b'"
-    )
 
 
 @pytest.mark.parametrize(
@@ -91,7 +93,7 @@ def test_paths_are_relative_to_the_configuration() -> None:
     ],
 )
 def test_what_goes_together(values: dict[str, Any], devices: list[str], sharing: str) -> None:
-    check(options(**values), "mindspore_lite", devices, sharing)
+    assert list(check(options(**values), "mindspore_lite", devices, sharing)) == []
 
 
 NO_CPU = "it has no effect on the cpu, only on a card"
@@ -139,7 +141,7 @@ def test_what_would_have_no_effect_is_refused(values: dict[str, Any], devices: l
 
 
 def test_another_engine_has_none_of_these() -> None:
-    check(options(), "onnxruntime", ["cpu"], "on")
+    assert list(check(options(), "onnxruntime", ["cpu"], "on")) == []
     told = refusal(check, options(inter_op_parallel=1), "onnxruntime", ["cpu"], "on")
     assert told == "mindspore_lite: the model's engine is onnxruntime"
 
@@ -154,8 +156,7 @@ def test_files_as_they_have_to_be(mode: int, tmp_path: Path) -> None:
     (tmp_path / "key").chmod(mode)
     (tmp_path / "link").symlink_to("lite.ini")
     files = complete(options(config_file="link", rank_table_file="ranks.json", dec_key_file="key"), tmp_path)
-    check_files(files)
-    check_files(options())
+    assert list(check_files(files)) == list(check_files(options())) == []
 
 
 @pytest.mark.parametrize("key", ["config_file", "rank_table_file", "dec_key_file"])

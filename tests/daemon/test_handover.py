@@ -15,6 +15,7 @@ from weightd.daemon.config import ModelConfig, complete_model
 from weightd.daemon.engine_options import MindSporeLiteOptions
 from weightd.daemon.handover import Handover, HandoverError, ModelRecord
 from weightd.daemon.records import ChildRecord, DeviceRecord, GenerationRecord, SealRecord, SourceRecord
+from weightd.daemon.tables import Problems
 from weightd.protocol.messages import TensorSignature
 from weightd.protocol.version import VERSION
 from weightd.protocol.worker_messages import PROTOCOL, Built, DeviceMemory, Hello, Traits
@@ -53,6 +54,7 @@ MODEL = ModelRecord(
             mindspore_lite=MindSporeLiteOptions(precision_mode="enforce_fp16"),
         ),
         Path("/models"),
+        Problems(),
     ),
     source=3,
     previous=2,

@@ -15,6 +15,7 @@ from targets import decoder
 from targets.decoder import TABLES, Refusal
 from weightd.daemon import config as product_config
 from weightd.daemon.config import ModelConfig
+from weightd.daemon.tables import Problems
 from weightd.protocol import wire
 from weightd.protocol.repeats import Repeats
 from weightd.worker.pagesharing import store as product_store
@@ -125,7 +126,7 @@ def test_a_store_that_stays_open_is_a_finding(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_configuration_beyond_its_bounds_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
-    def incomplete(name: str, config: ModelConfig, base: Path) -> ModelConfig:
+    def incomplete(name: str, config: ModelConfig, base: Path, problems: Problems) -> ModelConfig:
         return config
 
     monkeypatch.setattr(product_config, "complete_model", incomplete)

@@ -3,31 +3,20 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import logging
 import os
 import sys
 from pathlib import Path
-from typing import cast
 
 from weightd.daemon import exits, logs
 from weightd.daemon.check import problems
 from weightd.daemon.claim import ClaimError
-from weightd.daemon.config import (
-    Config,
-    ConfigError,
-    DaemonConfig,
-    ModelConfig,
-    complete_daemon,
-    complete_model,
-    default_path,
-    load,
-)
+from weightd.daemon.config import ConfigError, default_path, load, parse
 from weightd.daemon.doctor import arguments as doctor
 from weightd.daemon.server import Server
 from weightd.daemon.service import CLIENTS, Manager
 from weightd.daemon.sockets import addresses
-from weightd.protocol.schema import FieldError
+from weightd.protocol.schema import label
 from weightd.protocol.version import VERSION
 
 _DESCRIPTION = """\
@@ -42,7 +31,8 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         status: int = options.run(options)
     except ConfigError as error:
-        logs.complain(str(error))
+        for problem in error.problems:
+            logs.complain(problem)
         return exits.CONFIG
     except ClaimError as error:
         logs.complain(str(error))
@@ -58,39 +48,35 @@ def _serve(options: argparse.Namespace) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    model = ModelConfig(
-        path=options.model,
-        python=options.python,
-        workers=options.workers,
-        threads=options.threads,
-        devices=tuple(options.device or ["cpu"]),
-    )
     name = options.name or Path(options.model).stem
+    socket = options.socket or os.environ.get("WEIGHTD_SOCKET", "")  # where weightctl will look
+    model = {
+        "path": options.model,
+        "python": options.python,
+        "workers": options.workers,
+        "threads": options.threads,
+        "devices": options.device or ["cpu"],
+    }
     try:
-        socket = options.socket or os.environ.get("WEIGHTD_SOCKET", "")  # where weightctl will look
-        daemon = complete_daemon(DaemonConfig(socket=socket, cache_dir=options.cache_dir))
-        config = Config(daemon, {name: complete_model(name, _checked(model), Path.cwd())})
-    except FieldError as error:
-        raise ConfigError(str(error)) from None
+        # Held to the same bounds as a file.
+        config = parse(
+            {"daemon": {"socket": socket, "cache_dir": options.cache_dir}, "models": {name: model}}, Path.cwd()
+        )
+    except ConfigError as error:
+        raise ConfigError(*(_of_argument(problem, name) for problem in error.problems)) from None
     return Server(config, one_shot=True).run()
 
 
-def _plain(value: object) -> object:
-    """A list where TOML has one."""
-    return list(cast("tuple[object, ...]", value)) if isinstance(value, tuple) else value
-
-
-def _checked(model: ModelConfig) -> ModelConfig:
-    """Hold what the command line gave to the same bounds as the configuration file."""
-    for field in dataclasses.fields(model):
-        value = getattr(model, field.name)
-        if value == field.default:
-            continue
-        try:
-            field.metadata["kind"].check(_plain(value))
-        except FieldError as error:
-            raise error.at(f"--{field.name}") from None
-    return model
+def _of_argument(problem: str, name: str) -> str:
+    """Name the argument of the command line that stands for a key of the file."""
+    for key, argument in (("daemon.cache_dir", "--cache-dir"), ("daemon.", "--")):
+        if problem.startswith(key):
+            return argument + problem.removeprefix(key)
+    rest = problem.removeprefix(f"models.{label(name)}").removeprefix(".")
+    for key, argument in (("path", "MODEL"), ("devices", "--device"), (": ", "--name: ")):
+        if rest.startswith(key):
+            return argument + rest.removeprefix(key)
+    return f"--{rest}"
 
 
 def _check(options: argparse.Namespace) -> int:

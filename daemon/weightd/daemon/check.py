@@ -10,7 +10,6 @@ from weightd.daemon.config import Config, ModelConfig
 from weightd.daemon.engine_options import check_files
 from weightd.daemon.processes import explain
 from weightd.protocol.modelfile import ModelFileError, model_files
-from weightd.protocol.schema import FieldError
 from weightd.protocol.version import VERSION
 
 _INTERPRETER_TIMEOUT_S = 60.0
@@ -37,10 +36,7 @@ def _model_problems(model: ModelConfig) -> Iterator[str]:
         model_files(Path(model.path))
     except ModelFileError as error:
         yield f"path: {error}"
-    try:
-        check_files(model.mindspore_lite)
-    except FieldError as error:
-        yield str(error)
+    yield from map(str, check_files(model.mindspore_lite))
     problem = _interpreter_problem(model)
     if problem:
         yield f"python: {model.python}: {problem}"

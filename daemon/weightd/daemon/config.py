@@ -7,17 +7,18 @@ import hashlib
 import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
-from weightd.daemon import budget, engine_options
+from weightd.daemon import budget, engine_options, tables
 from weightd.daemon.deployment import Policy
 from weightd.daemon.engine_options import MindSporeLiteOptions
+from weightd.daemon.tables import Problems
 from weightd.protocol import limits, paths
 from weightd.protocol.errors import WeightdError
-from weightd.protocol.schema import FieldError, boolean, decode, integer, label, many, number, one_of, record, text
+from weightd.protocol.schema import FieldError, boolean, integer, label, many, number, one_of, record, text
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -35,8 +36,22 @@ _DEVICE = re.compile(r"cpu|ascend:(0|[1-9][0-9]{0,2})")
 _MODEL_NAME = re.compile(rf"[A-Za-z0-9_][A-Za-z0-9._-]{{0,{limits.MAX_MODEL_NAME_BYTES - 1}}}")
 
 
+_EXPECTED_NAME = "expected a model name of 1 to 64 ASCII letters, digits, '_', '.' and '-', the last two not first"
+
+# Of whatever takes time. Longer than that, nobody waits; and microseconds of it fit wherever they are told.
+_MAX_SECONDS = 365 * 86_400.0
+
+
 class ConfigError(WeightdError):
-    """The configuration is not usable; the text names file, key and what was expected."""
+    """The configuration is not usable.
+
+    Attributes:
+        problems: all that is wrong, a line each: file, key and what was expected.
+    """
+
+    def __init__(self, *problems: str) -> None:
+        super().__init__("\n".join(problems))
+        self.problems = problems
 
 
 def default_runtime_dir() -> str:
@@ -67,16 +82,16 @@ def _from_systemd(variable: str) -> str:
 class DaemonConfig:
     """The table [daemon]."""
 
-    socket: str = field(default="", metadata=text(limits.MAX_PATH_BYTES, empty=True))
+    socket: str = field(default="", metadata=tables.path(limits.MAX_PATH_BYTES, empty=True))
     """Where clients connect: ipc://PATH or tcp://HOST:PORT. Default: weightd.sock in `runtime_dir`."""
 
-    runtime_dir: str = field(default="", metadata=text(limits.MAX_PATH_BYTES, empty=True))
+    runtime_dir: str = field(default="", metadata=tables.path(limits.MAX_PATH_BYTES, empty=True))
     """Directory of the sockets. Default: what systemd gives, /run/weightd for root, XDG_RUNTIME_DIR/weightd."""
 
-    cache_dir: str = field(default="", metadata=text(limits.MAX_PATH_BYTES, empty=True))
+    cache_dir: str = field(default="", metadata=tables.path(limits.MAX_PATH_BYTES, empty=True))
     """Directory of model snapshots and page stores, on a disk. Default: /var/cache/weightd or ~/.cache/weightd."""
 
-    drain_timeout: float = field(default=30.0, metadata=number())
+    drain_timeout: float = field(default=30.0, metadata=number(_MAX_SECONDS))
     """Seconds that accepted requests may take when the daemon is asked to stop."""
 
     @property
@@ -110,13 +125,13 @@ class DeviceConfig:
 class ModelConfig:
     """A table [models.NAME]."""
 
-    path: str = field(metadata=text(limits.MAX_PATH_BYTES))
+    path: str = field(metadata=tables.path(limits.MAX_PATH_BYTES))
     """The model file, absolute or relative to the configuration file: .onnx or .mindir."""
 
     engine: str = field(default="", metadata=one_of(["", *_SUFFIX_OF_ENGINE]))
     """The library that runs it. Default: onnxruntime for .onnx, mindspore_lite for .mindir."""
 
-    python: str = field(default="", metadata=text(limits.MAX_PATH_BYTES, empty=True))
+    python: str = field(default="", metadata=tables.path(limits.MAX_PATH_BYTES, empty=True))
     """The interpreter that has the engine: a command, or a path as `path` is. Default: the daemon's own."""
 
     workers: int = field(default=1, metadata=integer(1, 1024))
@@ -143,23 +158,23 @@ class ModelConfig:
     holder_loss: str = field(default="strict", metadata=one_of(["strict", "frozen"]))
     """On a card, when the process that built the weights dies: "strict" takes them for invalid, "frozen" goes on."""
 
-    timeout: float = field(default=30.0, metadata=number())
+    timeout: float = field(default=30.0, metadata=number(limits.MAX_TIMEOUT_US / 1e6, positive=True))
     """Seconds until a request that names no timeout of its own is answered DEADLINE_EXCEEDED."""
 
     required: bool = field(default=False, metadata=boolean())
     """Whether weightd is ready, for a service manager, only once this model serves. If it fails, so does the start."""
 
-    load_timeout: float = field(default=600.0, metadata=number())
+    load_timeout: float = field(default=600.0, metadata=number(_MAX_SECONDS, positive=True))
     """Seconds that one process may take to build the model."""
 
-    predict_timeout: float = field(default=60.0, metadata=number())
+    predict_timeout: float = field(default=60.0, metadata=number(_MAX_SECONDS, positive=True))
     """Seconds after which a worker that computes one answer is held to hang: it is aborted and replaced."""
 
-    watchdog: float = field(default=30.0, metadata=number())
+    watchdog: float = field(default=30.0, metadata=number(_MAX_SECONDS, positive=True))
     """Seconds within which each worker has to be heard of; the model is ready while one of them is. Idle ones are
     pinged. Longer than the longest predict."""
 
-    canary_interval: float = field(default=0.0, metadata=number())
+    canary_interval: float = field(default=0.0, metadata=number(_MAX_SECONDS))
     """Seconds after which each worker runs the canary again, and is replaced if its answer is wrong. 0: never."""
 
     max_queue: int = field(default=1024, metadata=integer(1, 1_000_000))
@@ -186,6 +201,13 @@ def default_path() -> Path:
     return Path(_from_systemd("CONFIGURATION_DIRECTORY") or "/etc/weightd", "weightd.toml")
 
 
+class Examined(NamedTuple):
+    """A configuration as far as it is good: a model with a problem is not among the models."""
+
+    config: Config
+    problems: list[str]
+
+
 def load(path: Path, listening: Sequence[str] = ()) -> Config:
     """Read the configuration at `path`.
 
@@ -196,148 +218,205 @@ def load(path: Path, listening: Sequence[str] = ()) -> Config:
     Raises:
         ConfigError: it is unreadable, not TOML, or says something that it must not.
     """
+    config, problems = examine(path, listening)
+    if problems:
+        raise ConfigError(*problems)
+    return config
+
+
+def examine(path: Path, listening: Sequence[str] = ()) -> Examined:
+    """Read the configuration at `path`, see `load`, and tell what is wrong with its keys beside what is good.
+
+    Raises:
+        ConfigError: it is unreadable, or not TOML.
+    """
     try:
-        tables = tomllib.loads(path.read_text("utf-8"))
+        # Some editors begin a text with a byte order mark.
+        content = tomllib.loads(path.read_text("utf-8-sig"))
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: not TOML: {error}") from None
-    try:
-        return parse(tables, path.resolve().parent, listening)
-    except FieldError as error:
-        raise ConfigError(f"{path}: {error}") from None
+    config, problems = _parse(content, path.resolve().parent, listening)
+    return Examined(config, [f"{path}: {error}" for error in problems.errors])
 
 
-def parse(tables: Mapping[str, Any], base: Path, listening: Sequence[str] = ()) -> Config:
+def parse(content: Mapping[str, Any], base: Path, listening: Sequence[str] = ()) -> Config:
     """Return the configuration of parsed TOML; relative paths are relative to `base`. `listening`: see `load`.
 
     Raises:
-        FieldError: the text names key and expectation.
+        ConfigError: the texts name key and expectation.
     """
-    for key in tables:
-        if key not in ("daemon", "models", "devices"):
-            raise FieldError("unknown table; expected one of daemon, models, devices").at(f".{label(key)}")
-    try:
-        daemon = complete_daemon(decode(DaemonConfig, tables.get("daemon", {})), base, listening)
-    except FieldError as error:
-        raise error.at(".daemon") from None
-    models = cast("dict[str, Any]", tables.get("models"))
-    if type(models) is not dict or not models:
-        raise FieldError("expected at least one table [models.NAME]").at(".models")
-    if len(models) > limits.MAX_MODELS:
-        raise FieldError(f"expected at most {limits.MAX_MODELS} models, got {len(models)}").at(".models")
-    complete: dict[str, ModelConfig] = {}
-    for name, table in models.items():
-        try:
-            complete[name] = complete_model(name, decode(ModelConfig, table), base)
-        except FieldError as error:
-            raise error.at(f".models.{label(name)}") from None
-    return Config(daemon, complete, _devices(tables.get("devices", {})))
+    config, problems = _parse(content, base, listening)
+    if problems.errors:
+        raise ConfigError(*map(str, problems.errors))
+    return config
 
 
-def _devices(tables: Any) -> dict[str, DeviceConfig]:
-    if type(tables) is not dict:
-        raise FieldError("expected tables [devices.NAME]").at(".devices")
+def _parse(content: Mapping[str, Any], base: Path, listening: Sequence[str]) -> tuple[Config, Problems]:
+    problems = Problems()
+    daemon = DaemonConfig()
+    models: dict[str, ModelConfig] = {}
     devices: dict[str, DeviceConfig] = {}
-    for name, table in cast("dict[str, Any]", tables).items():
-        try:
+    for key in content:
+        if key not in _TABLES:
+            problems.note([FieldError(tables.unknown("table", key, _TABLES)).at(f".{label(key)}")])
+    with problems.at(".daemon"):
+        daemon = tables.read(DaemonConfig, content.get("daemon", {}), problems)
+        daemon = complete_daemon(daemon, base, listening, problems)
+    with problems.at(".models"):
+        models = _models(content.get("models"), base, problems)
+    with problems.at(".devices"):
+        devices = _devices(content.get("devices", {}), problems)
+    return Config(daemon, models, devices), problems
+
+
+def _models(content: Any, base: Path, problems: Problems) -> dict[str, ModelConfig]:
+    if type(content) is not dict or not content:
+        raise FieldError("expected at least one table [models.NAME]")
+    models = cast("dict[str, Any]", content)
+    if len(models) > limits.MAX_MODELS:
+        raise FieldError(f"expected at most {limits.MAX_MODELS} models, got {len(models)}")
+    good: dict[str, ModelConfig] = {}
+    for name, table in models.items():
+        before = len(problems.errors)
+        with problems.at(f".{label(name)}"):
+            model = tables.read(ModelConfig, table, problems, section=f"models.{name}")
+            model = complete_model(name, model, base, problems)
+            if len(problems.errors) == before:
+                good[name] = model
+    return good
+
+
+def _devices(content: Any, problems: Problems) -> dict[str, DeviceConfig]:
+    if type(content) is not dict:
+        raise FieldError("expected tables [devices.NAME]")
+    devices: dict[str, DeviceConfig] = {}
+    for name, table in cast("dict[str, Any]", content).items():
+        with problems.at(f".{label(name)}"):
             if name == "cpu" or not _DEVICE.fullmatch(name):
                 raise FieldError('expected the name of a card, such as "ascend:0"')
-            devices[name] = decode(DeviceConfig, table)
-        except FieldError as error:
-            raise error.at(f".devices.{label(name)}") from None
+            devices[name] = tables.read(DeviceConfig, table, problems)
     return devices
 
 
-def complete_daemon(config: DaemonConfig, base: Path = Path(), listening: Sequence[str] = ()) -> DaemonConfig:
+def complete_daemon(config: DaemonConfig, base: Path, listening: Sequence[str], problems: Problems) -> DaemonConfig:
     """Return `config` with its defaults filled in, its socket checked, and its paths made absolute.
 
-    `listening`: see `load`; the first of them is the socket by default.
-
-    Raises:
-        FieldError: the text names key and expectation.
+    `listening`: see `load`; the first of them is the socket by default. What is wrong is added to `problems`, where
+    that of single keys is already; what is returned is of use if there is none.
     """
-    _check_texts(config)
     runtime_dir = str((base / (config.runtime_dir or default_runtime_dir())).absolute())
     cache_dir = str((base / (config.cache_dir or default_cache_dir())).absolute())
-    if config.socket and listening and config.socket not in listening:
-        expected = f"expected {' or '.join(listening)}, where the service manager listens (weightd.socket)"
-        raise FieldError(f"{expected}, got {config.socket!r}").at(".socket")
     socket = config.socket or (listening[0] if listening else paths.socket_address(runtime_dir))
-    if not _SOCKET.fullmatch(socket):
-        raise FieldError(f"expected ipc:///ABSOLUTE/PATH or tcp://HOST:PORT, got {socket!r}").at(".socket")
     complete = dataclasses.replace(config, socket=socket, runtime_dir=runtime_dir, cache_dir=cache_dir)
-    _check_ipc_path(str(complete.children_socket), ".runtime_dir")
-    _check_ipc_path(socket.removeprefix("ipc://") if socket.startswith("ipc://") else "", ".socket")
+    problems.note(_too_long(str(complete.children_socket), ".runtime_dir"), "runtime_dir")
+    problems.note(_of_socket(socket, listening), "socket", "runtime_dir")
     return complete
 
 
-def _check_texts(config: DaemonConfig | ModelConfig) -> None:
-    for key, value in vars(config).items():
-        if isinstance(value, str) and "\0" in value:
-            raise FieldError(f"expected text without a NUL character, got {value!r}").at(f".{key}")
+def _of_socket(socket: str, listening: Sequence[str]) -> Iterator[FieldError]:
+    if listening and socket not in listening:
+        expected = f"expected {' or '.join(listening)}, where the service manager listens (weightd.socket)"
+        yield FieldError(f"{expected}, got {socket!r}").at(".socket")
+    elif not _SOCKET.fullmatch(socket):
+        yield FieldError(f"expected ipc:///ABSOLUTE/PATH or tcp://HOST:PORT, got {socket!r}").at(".socket")
+    elif socket.startswith("ipc://"):
+        yield from _too_long(socket.removeprefix("ipc://"), ".socket")
 
 
-def _check_ipc_path(path: str, key: str) -> None:
+def _too_long(path: str, key: str) -> Iterator[FieldError]:
     size = len(os.fsencode(path))
     if size > limits.MAX_IPC_PATH_BYTES:
-        raise FieldError(
+        yield FieldError(
             f"expected a socket path of at most {limits.MAX_IPC_PATH_BYTES} bytes, got {size}: {path!r}"
         ).at(key)
 
 
-def complete_model(name: str, config: ModelConfig, base: Path) -> ModelConfig:
-    """Return `config` with its defaults filled in and its paths made absolute.
-
-    Raises:
-        FieldError: the text names key and expectation.
-    """
+def complete_model(name: str, config: ModelConfig, base: Path, problems: Problems) -> ModelConfig:
+    """Return `config` with its defaults filled in and its paths made absolute; `problems`: see `complete_daemon`."""
     if not _MODEL_NAME.fullmatch(name):
-        raise FieldError(
-            "expected a model name of 1 to 64 ASCII letters, digits, '_', '.' and '-', the last two not first"
-        )
-    _check_texts(config)
-    path = base / config.path
-    engine = config.engine or ENGINE_OF_SUFFIX.get(path.suffix)
-    if engine is None:
-        raise FieldError(f"expected a file that ends in {' or '.join(ENGINE_OF_SUFFIX)}, got {config.path!r}").at(
-            ".path"
-        )
-    if path.suffix != _SUFFIX_OF_ENGINE[engine]:
-        raise FieldError(f"expected a {_SUFFIX_OF_ENGINE[engine]} file for engine {engine}, got {config.path!r}").at(
-            ".path"
-        )
-    if not 0 < config.timeout <= limits.MAX_TIMEOUT_US / 1e6:
-        raise FieldError(
-            f"expected more than 0 and at most {limits.MAX_TIMEOUT_US / 1e6:.0f} seconds, got {config.timeout:g}"
-        ).at(".timeout")
-    for key in ("load_timeout", "predict_timeout", "watchdog"):
-        if not getattr(config, key):
-            raise FieldError("expected more than 0 seconds, got 0").at(f".{key}")
-    _check_devices(engine, config)
-    options = engine_options.complete(config.mindspore_lite, base)
-    engine_options.check(options, engine, config.devices, config.sharing)
-    spares = config.spares if config.spares is not None else int(config.devices != ("cpu",))
-    if config.workers + spares > limits.MAX_PIDS:
-        raise FieldError(f"expected at most {limits.MAX_PIDS} workers and spares, got {config.workers + spares}").at(
-            ".spares"
-        )
+        problems.note([FieldError(_EXPECTED_NAME)])
+    for needed, rule in _RULES:
+        problems.note(rule(config), *needed)
     # A name without a slash is a command of the PATH.
     python = str(base / config.python) if "/" in config.python else config.python or sys.executable
     return dataclasses.replace(
-        config, path=str(path), engine=engine, python=python, spares=spares, mindspore_lite=options
+        config,
+        path=str(base / (config.path or "")),  # None where it is missing
+        engine=_engine(config),
+        python=python,
+        spares=_spares(config),
+        mindspore_lite=engine_options.complete(config.mindspore_lite, base),
     )
 
 
-def _check_devices(engine: str, config: ModelConfig) -> None:
+# --- Which keys of a model go together ----------------------------------------------------------------------------
+
+
+def _engine(config: ModelConfig) -> str:
+    return config.engine or ENGINE_OF_SUFFIX.get(Path(config.path or "").suffix, "")
+
+
+def _spares(config: ModelConfig) -> int:
+    return config.spares if config.spares is not None else int(config.devices != ("cpu",))
+
+
+def _of_path(config: ModelConfig) -> Iterator[FieldError]:
+    engine, suffix = _engine(config), Path(config.path).suffix
+    expected = ""
+    if not engine:
+        expected = f"a file that ends in {' or '.join(ENGINE_OF_SUFFIX)}"
+    elif suffix != _SUFFIX_OF_ENGINE[engine]:
+        expected = f"a {_SUFFIX_OF_ENGINE[engine]} file for engine {engine}"
+    if expected:
+        yield FieldError(f"expected {expected}, got {config.path!r}").at(".path")
+
+
+def _of_devices(config: ModelConfig) -> Iterator[FieldError]:
     if not config.devices:
-        raise FieldError("expected at least one device").at(".devices")
+        yield FieldError("expected at least one device").at(".devices")
     for index, device in enumerate(config.devices):
-        if not _DEVICE.fullmatch(device):
-            raise FieldError(f'expected "cpu" or a card such as "ascend:0", got {device!r}').at(f".devices[{index}]")
-        if config.devices.count(device) > 1:
-            raise FieldError(f"{device} is given twice").at(f".devices[{index}]")
-        if device == "cpu" and len(config.devices) > 1:
-            raise FieldError("expected the CPU alone or cards alone: their answers differ").at(f".devices[{index}]")
+        problem = _of_device(device, config.devices)
+        if problem and config.devices.index(device) == index:
+            yield FieldError(problem).at(f".devices[{index}]")
+
+
+def _of_device(device: str, devices: Sequence[str]) -> str:
+    if not _DEVICE.fullmatch(device):
+        return f'expected "cpu" or a card such as "ascend:0", got {device!r}'
+    if devices.count(device) > 1:
+        return f"{device} is given twice"
+    return "expected the CPU alone or cards alone: their answers differ" if device == "cpu" and len(devices) > 1 else ""
+
+
+def _of_engine(config: ModelConfig) -> Iterator[FieldError]:
+    engine = _engine(config)
+    for index, device in enumerate(config.devices):
         if device != "cpu" and engine != "mindspore_lite":
-            raise FieldError(f"expected cpu: engine {engine} runs there only, got {device!r}").at(f".devices[{index}]")
+            yield FieldError(f"expected cpu: engine {engine} runs there only, got {device!r}").at(f".devices[{index}]")
+            return
+
+
+def _of_options(config: ModelConfig) -> Iterator[FieldError]:
+    return engine_options.check(config.mindspore_lite, _engine(config), config.devices, config.sharing)
+
+
+def _of_number(config: ModelConfig) -> Iterator[FieldError]:
+    count = config.workers + _spares(config)
+    if count > limits.MAX_PIDS:
+        yield FieldError(f"expected at most {limits.MAX_PIDS} workers and spares, got {count}").at(".spares")
+
+
+_Rule = Callable[[ModelConfig], Iterable[FieldError]]
+
+_TABLES = ("daemon", "models", "devices")
+
+# A rule is asked if the keys that it reads are right by themselves, and by the rules before it.
+_RULES: Sequence[tuple[Sequence[str], _Rule]] = (
+    (("path", "engine"), _of_path),
+    (("devices",), _of_devices),
+    (("path", "engine", "devices"), _of_engine),
+    (("path", "engine", "devices", "sharing", "mindspore_lite"), _of_options),
+    (("workers", "spares", "devices"), _of_number),
+)

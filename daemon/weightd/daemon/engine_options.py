@@ -14,10 +14,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from weightd.daemon import tables
 from weightd.protocol import limits
-from weightd.protocol.schema import FieldError, boolean, integer, many, one_of, plain, text
+from weightd.protocol.schema import FieldError, boolean, integer, many, one_of, plain
 
-_PATH = text(limits.MAX_PATH_BYTES, empty=True)
+_PATH = tables.path(limits.MAX_PATH_BYTES, empty=True)
 _PRECISIONS = ("enforce_fp32", "preferred_fp32", "enforce_fp16", "enforce_origin", "preferred_optimal")
 _DEC_MODES = ("AES-GCM", "AES-CBC", "SM4-CBC")
 _FILES = ("config_file", "rank_table_file", "dec_key_file")
@@ -68,56 +69,44 @@ class MindSporeLiteOptions:
 
 
 def complete(options: MindSporeLiteOptions, base: Path) -> MindSporeLiteOptions:
-    """Return `options` with paths that are absolute; `base` is what they are relative to.
-
-    Raises:
-        FieldError: a path cannot be one; the text names the key.
-    """
-    paths: dict[str, Any] = {}
-    for key in _FILES:
-        path: str = getattr(options, key)
-        if "\0" in path:
-            raise _refused(key, f"expected text without a NUL character, got {path!r}")
-        paths[key] = str(base / path) if path else ""
+    """Return `options` with paths that are absolute; `base` is what they are relative to."""
+    paths: dict[str, Any] = {key: getattr(options, key) for key in _FILES}
+    paths = {key: str(base / path) if path else "" for key, path in paths.items()}
     return dataclasses.replace(options, **paths)
 
 
-def check(options: MindSporeLiteOptions, engine: str, devices: Sequence[str], sharing: str) -> None:
-    """Find what does not go together, without a look at any file.
+def check(options: MindSporeLiteOptions, engine: str, devices: Sequence[str], sharing: str) -> Iterator[FieldError]:
+    """Yield what does not go together, without a look at any file; the path is as seen from the model's table.
 
     Args:
         options: of one model.
         engine: that the model has.
         devices: that the model runs on: "cpu", or cards.
         sharing: "on" where the weights have to be shared; otherwise what prevents it is allowed.
-
-    Raises:
-        FieldError: the text names the key, as seen from the model's table, and the reason.
     """
     if engine != "mindspore_lite" and options != MindSporeLiteOptions():
-        raise FieldError(f"the model's engine is {engine}").at(".mindspore_lite")
+        yield FieldError(f"the model's engine is {engine}").at(".mindspore_lite")
+        return
     on_cards = any(device != "cpu" for device in devices)
     for key, reason in (
         *(_without_effect_on_cards(options) if on_cards else _without_effect_on_the_cpu(options)),
         *_without_effect(options),
         *(_not_shared(options) if on_cards and sharing == "on" else ()),
     ):
-        raise _refused(key, reason)
+        yield _refused(key, reason)
 
 
-def check_files(options: MindSporeLiteOptions) -> None:
-    """Look at the files that the options name; of the key file, not at its content.
-
-    Raises:
-        FieldError: the text names the key, as seen from the model's table, and what is wrong.
-    """
+def check_files(options: MindSporeLiteOptions) -> Iterator[FieldError]:
+    """Look at the files that the options name, of the key not at its content, and yield what is wrong, as `check`."""
     for key in _FILES:
         path: str = getattr(options, key)
         if path:
             try:
                 _check_file(key, Path(path))
+            except FieldError as error:
+                yield error
             except OSError as error:
-                raise _refused(key, f"{path}: {error.strerror}") from None
+                yield _refused(key, f"{path}: {error.strerror}")
 
 
 _Problem = tuple[str, str]
@@ -133,13 +122,13 @@ def _without_effect_on_cards(options: MindSporeLiteOptions) -> Iterator[_Problem
     for key in ("thread_affinity_mode", "thread_affinity_cores", "inter_op_parallel"):
         if getattr(options, key):
             yield key, "it has no effect on a card, only on the cpu"
+    if options.rank_table_file and options.provider != "ge":
+        yield "rank_table_file", 'only the provider "ge" reads it'
 
 
 def _without_effect(options: MindSporeLiteOptions) -> Iterator[_Problem]:
     if options.thread_affinity_mode and options.thread_affinity_cores:
         yield "thread_affinity_mode", "it has no effect beside thread_affinity_cores"
-    if options.rank_table_file and options.provider != "ge":
-        yield "rank_table_file", 'only the provider "ge" reads it'
     if options.dec_mode != "AES-GCM" and not options.dec_key_file:
         yield "dec_mode", "it has no effect without dec_key_file"
 

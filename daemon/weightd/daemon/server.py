@@ -260,10 +260,14 @@ class Server:
         except ConfigError as error:
             raise InvalidArgument(str(error)) from None
         fixed = dataclasses.replace(config.daemon, drain_timeout=self._config.daemon.drain_timeout)
-        for key, value in vars(fixed).items():
-            was = getattr(self._config.daemon, key)
-            if value != was:
-                raise InvalidArgument(f"{self._path}: daemon.{key}: expected {was!r} as before, got {value!r}: restart")
+        before = vars(self._config.daemon)
+        differ = [
+            f"{self._path}: daemon.{key}: expected {before[key]!r} as before, got {value!r}: restart"
+            for key, value in vars(fixed).items()
+            if value != before[key]
+        ]
+        if differ:
+            raise InvalidArgument("\n".join(differ))
         change = self._fleet.compare(config.models)
         _update_devices(self._devices, config)
         self._fleet.apply(change, config.models, now)

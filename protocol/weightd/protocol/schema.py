@@ -50,12 +50,13 @@ class Kind(NamedTuple):
     """What the wire allows for a field.
 
     `check` takes a value as msgpack unpacked it and returns the typed one; `plain` is the way back. Both raise
-    `FieldError`. `description` is for people.
+    `FieldError`. `description` is for people. `record` is the dataclass of a map with fixed fields.
     """
 
     check: Callable[[Any], Any]
     plain: Callable[[Any], Any]
     description: str
+    record: Optional[Type[Any]] = None
 
 
 Metadata = Mapping[str, Kind]
@@ -113,7 +114,7 @@ def _utf8_bytes(value: str) -> int:
 def one_of(names: Iterable[str]) -> Metadata:
     """One of the given strings."""
     allowed: FrozenSet[str] = frozenset(names)
-    description = "one of " + ", ".join(sorted(allowed))
+    description = "one of " + ", ".join(name or '""' for name in sorted(allowed))
 
     def check(value: Any) -> str:
         if type(value) is not str or value not in allowed:
@@ -146,13 +147,14 @@ def boolean() -> Metadata:
     return _metadata(check, "boolean")
 
 
-def number() -> Metadata:
-    """A finite number of at least 0; an integer will do."""
-    description = "number of at least 0"
+def number(high: float = sys.float_info.max, *, positive: bool = False) -> Metadata:
+    """A finite number of at least 0, or more than 0 if `positive`, up to `high`; an integer will do."""
+    least = "more than 0" if positive else "at least 0"
+    description = f"number of {least}" + (f" and at most {high:.15g}" if high < sys.float_info.max else "")
 
     def check(value: Any) -> float:
         # An integer beyond the largest float would not become one; NaN fails every comparison.
-        if type(value) not in (float, int) or not 0 <= value <= sys.float_info.max:
+        if type(value) not in (float, int) or not 0 <= value <= high or (positive and not value):
             raise _wrong(description, value)
         return float(value)
 
@@ -221,7 +223,7 @@ def mapping(item: Metadata, max_items: int) -> Metadata:
 
 def record(cls: Type[Any]) -> Metadata:
     """A map with exactly the fields of the dataclass `cls`; an instance of it once decoded."""
-    return _metadata(_record_check(cls), cls.__name__, _record_plain(cls))
+    return {"kind": Kind(_record_check(cls), _record_plain(cls), cls.__name__, cls)}
 
 
 def _record_check(cls: Type[Any]) -> Callable[[Any], Any]:

@@ -1,4 +1,4 @@
-"""The configuration: a text is no TOML, or is refused with a FieldError, or is complete and within its bounds.
+"""The configuration: a text is no TOML, or is refused with a ConfigError, or is complete and within its bounds.
 
 An input is the file.
 """
@@ -10,10 +10,9 @@ import sys
 from pathlib import Path
 
 from weightd.daemon import config
-from weightd.daemon.config import Config, DaemonConfig, DeviceConfig, ModelConfig
+from weightd.daemon.config import Config, ConfigError, DaemonConfig, DeviceConfig, ModelConfig
 from weightd.daemon.engine_options import MindSporeLiteOptions
 from weightd.protocol import limits
-from weightd.protocol.schema import FieldError
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -48,19 +47,21 @@ def one_input(data: bytes) -> None:
         return
     try:
         parsed = config.parse(tables, _BASE)
-    except FieldError as error:
-        _check_refusal(str(error))
+    except ConfigError as error:
+        _check_refusal(error)
     else:
         _check(parsed)
 
 
-def _check_refusal(text: str) -> None:
-    """It names a key, and fits on a line."""
-    key, colon, problem = text.partition(": ")
-    assert key
-    assert colon
-    assert problem
-    assert "\n" not in text
+def _check_refusal(error: ConfigError) -> None:
+    """Each problem names a key, and fits on a line."""
+    assert error.problems
+    for text in error.problems:
+        key, colon, problem = text.partition(": ")
+        assert key
+        assert colon
+        assert problem
+        assert "\n" not in text
 
 
 def _check(parsed: Config) -> None:

@@ -32,8 +32,9 @@ _MEANINGS: Mapping[str, str] = {
 
 _DESCRIPTION = """\
 The file that `weightd serve` reads, in TOML. Every key but `path` of a model has a default. A key that is unknown, or a
-value that a key does not take, is refused with its name and what was expected, and `weightd check` says so without
-starting anything. Paths are absolute, or relative to the directory of this file.
+value that a key does not take, is refused with its name and what was expected, all of them at once, and `weightd check`
+says so without starting anything. Paths are absolute, or relative to the directory of this file; `~` is not expanded. A
+model whose name has a dot is quoted: `[models."resnet.v1"]`.
 
 `weightctl reload`, or SIGHUP, has the file read again: models come, change and go without an interruption. The table
 `[daemon]` takes a restart, `drain_timeout` excepted."""
@@ -75,7 +76,7 @@ def page() -> str:
 
 
 def _kind(key: Key) -> str:
-    kind = key.kind.replace("one of , ", "one of ")
+    kind = key.kind.replace('one of "", ', "one of ")
     if key.required:
         return f"{kind}; required"
     # Where a default is empty, or none, the text says what that means.

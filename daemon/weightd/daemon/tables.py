@@ -1,0 +1,125 @@
+"""Tables of TOML into frozen objects, and all that is wrong with them: who mends a file wants to know it at once."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import difflib
+import re
+from collections.abc import Generator, Iterable, Mapping
+from typing import Any, TypeVar, cast
+
+from weightd.protocol.schema import FieldError, Kind, Metadata, label, shown, text
+
+T = TypeVar("T")
+
+_FIRST_STEP = re.compile(r"\.([^.\[]*)")
+
+# No known key is longer, and what is compared is foreign.
+_COMPARED = 64
+
+
+class Problems:
+    """Collects what is wrong, in the order in which it is found.
+
+    Attributes:
+        errors: each with the path of its key.
+    """
+
+    def __init__(self) -> None:
+        self.errors: list[FieldError] = []
+        self._first = 0  # of those that were found within the block
+
+    @contextlib.contextmanager
+    def at(self, step: str) -> Generator[None, None, None]:
+        """What is found within the block lies below `step`; a FieldError that leaves the block is found, too."""
+        outer, self._first = self._first, len(self.errors)
+        try:
+            yield
+        except FieldError as error:
+            self.errors.append(error)
+        finally:
+            for each in self.errors[self._first :]:
+                each.at(step)
+            self._first = outer
+
+    def note(self, errors: Iterable[FieldError], *needed: str) -> None:
+        """Add errors, but not if one of the needed keys is wrong itself: they would follow from its default."""
+        matches = (_FIRST_STEP.match(each.path) for each in self.errors[self._first :])
+        wrong = {match.group(1) for match in matches if match}
+        if wrong.isdisjoint(needed):
+            self.errors += errors
+
+
+def read(cls: type[T], table: object, problems: Problems, *, section: str = "") -> T:
+    """Return the table as a `cls`, with the default in the place of every key that is wrong.
+
+    Args:
+        cls: a dataclass with the metadata of `weightd.protocol.schema`.
+        table: as TOML has it.
+        problems: where what is wrong is added; a required key that is missing, too, and what stands for it is None.
+        section: how the table is called in the file, where its name is the user's to choose: "models.resnet".
+
+    Raises:
+        FieldError: it is no table, or not this one but a part of the name of another.
+    """
+    kinds: dict[str, Kind] = {field.name: field.metadata["kind"] for field in dataclasses.fields(cast(Any, cls))}
+    if type(table) is not dict:
+        raise FieldError(f"expected a table, got {type(table).__name__} {shown(table)}")
+    given = cast("dict[str, Any]", table)
+    quoted = {key: _quoted(section, key, value, kinds) for key, value in given.items() if key not in kinds}
+    if any(quoted.values()) and kinds.keys().isdisjoint(given):
+        *others, last = (FieldError(text).at(f".{label(key)}") for key, text in quoted.items() if text)
+        problems.note(others)
+        raise last
+    values: dict[str, Any] = {}
+    for key, value in given.items():
+        with problems.at(f".{label(key)}"):
+            kind = kinds.get(key)
+            if kind is None:
+                raise FieldError(quoted[key] or unknown("key", key, kinds))
+            values[key] = read(kind.record, value, problems) if kind.record else kind.check(value)
+    for field in dataclasses.fields(cast(Any, cls)):
+        required = field.default is dataclasses.MISSING
+        if required and field.name not in given:
+            problems.note([FieldError("missing").at(f".{field.name}")])
+        values.setdefault(field.name, None if required else field.default)
+    return cls(**values)
+
+
+def unknown(what: str, name: str, known: Iterable[str]) -> str:
+    """Say that there is no such key or table; and which was meant, or what there is."""
+    meant = _close(name, known)
+    return f"unknown {what}; " + (f"did you mean {meant}?" if meant else f"expected one of {', '.join(known)}")
+
+
+def _close(name: str, known: Iterable[str]) -> str:
+    return next(iter(difflib.get_close_matches(name[:_COMPARED].lower(), list(known), 1)), "")
+
+
+def _quoted(section: str, key: str, value: object, kinds: Mapping[str, Kind]) -> str:
+    """How to write a table that is none for TOML: [models.resnet.v1] is `v1` in `resnet`. "" if it is not that."""
+    if not section or type(value) is not dict or _close(key, [name for name, kind in kinds.items() if kind.record]):
+        return ""
+    name = key
+    inner = cast("dict[str, Any]", value)
+    while len(inner) == 1 and type(next(iter(inner.values()))) is dict:
+        [(step, inner)] = inner.items()
+        name += f".{step}"
+    head, _, first = section.partition(".")
+    return f'unknown table; a name with a dot is quoted: [{head}."{first}.{name}"]'
+
+
+def path(max_bytes: int, *, empty: bool = False) -> Metadata:
+    """A path, as text of at most `max_bytes` bytes; nobody expands a ~, which would mean another home to a service."""
+    kind = text(max_bytes, empty=empty)["kind"]
+
+    def check(value: Any) -> str:
+        checked: str = kind.check(value)
+        if "\0" in checked:
+            raise FieldError(f"expected text without a NUL character, got {shown(checked)}")
+        if checked == "~" or (checked.startswith("~") and "/" in checked):
+            raise FieldError(f"expected a path without ~, which is not expanded, got {shown(checked)}")
+        return checked
+
+    return {"kind": Kind(check, check, kind.description)}
