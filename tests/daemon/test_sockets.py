@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import select
 import socket
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,8 @@ import pytest
 import zmq
 
 from weightd.daemon.claim import ClaimError
-from weightd.daemon.sockets import addresses, bind, peer_pid, receive, send
+from weightd.daemon.connections import credentials, user
+from weightd.daemon.sockets import addresses, bind, peer_pid, peer_uid, receive, send
 
 LIMIT_MS = 20_000
 
@@ -206,3 +209,103 @@ def test_a_socket_of_the_wrong_kind_is_refused(context: zmq.Context[Socket], lis
     bad = listen(socket.AF_UNIX, str(tmp_path / "d"), socket.SOCK_DGRAM)
     with pytest.raises(ClaimError, match=f"^descriptor {bad.fileno()}, which was passed: expected a stream socket"):
         bind(context, f"ipc://{tmp_path}/s", clients=True, descriptors=[good.fileno(), bad.fileno()])
+
+
+# --- what a hostile peer may say of itself --------------------------------------------------------------------------
+
+
+class Property:
+    """The first frame of a message, of which the library says this."""
+
+    def __init__(self, address: str, descriptor: int) -> None:
+        self._properties: dict[str | int, str | int] = {"Peer-Address": address, zmq.SRCFD: descriptor}
+
+    def get(self, name: str | int) -> str | int:
+        return self._properties[name]
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "",
+        "127.0.0.1",
+        "::1",
+        "fd00:{uid}::1",
+        "fd00:{uid}:1:2",
+        "localhost:{uid}::1",
+        "localhost:{uid}:1",
+        "localhost:{uid}:1:2:3",
+        "localhost:-1:1:2",
+        "localhost:\u0660:1:2",
+        "xlocalhost:{uid}:1:2",
+    ],
+)
+def test_an_address_that_is_no_unix_peers_is_nobody(address: str) -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        frame: Any = Property(address.format(uid=os.getuid()), ours.fileno())
+        assert peer_uid(frame) is None
+        assert peer_pid(frame) is None
+
+
+def test_the_user_is_whom_the_kernel_knows_too() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        mine: Any = Property(f"localhost:{os.getuid()}:0:7", ours.fileno())
+        claimed: Any = Property(f"localhost:{os.getuid() + 1}:0:7", ours.fileno())
+        assert (peer_uid(mine), peer_pid(mine), peer_uid(claimed)) == (os.getuid(), 7, None)
+        assert user(ours.fileno()) == f"uid {os.getuid()}"
+    assert peer_uid(mine) is None  # it is closed
+
+
+def test_over_tcp_the_kernel_knows_the_host_only() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()):
+        ours, _ = server.accept()
+        with ours:
+            claimed: Any = Property(f"localhost:{os.getuid()}:0:7", ours.fileno())
+            assert (credentials(ours.fileno()), peer_uid(claimed)) == (None, None)
+            assert user(ours.fileno()) == "host 127.0.0.1"
+
+
+# The ids that the library gives to peers without one begin with a zero byte, and count up. It aborts where the next
+# one is taken: this takes those that it gives in a process that has called rand() `n` times, and lets others come.
+_SQUAT = """
+import ctypes, sys, zmq
+from weightd.daemon.sockets import bind, receive
+libc = ctypes.CDLL(None)
+libc.rand.restype = ctypes.c_uint
+drawn = [libc.rand() for _ in range(6)]
+libc.srand(1)  # as if never seeded
+context, address = zmq.Context(), "ipc://" + sys.argv[1]
+first = bind(context, address, clients=False)
+router = bind(context, address + "2", clients=True)
+peers = []
+
+def come(routing_id):
+    peer = context.socket(zmq.DEALER)
+    peers.append(peer)
+    if routing_id:
+        peer.setsockopt(zmq.ROUTING_ID, routing_id)
+    peer.connect(address + "2")
+    peer.send(b"")
+    assert router.poll(20000)
+    return next(receive(router)).peer
+
+for low, high in zip(drawn, drawn[1:]):
+    begin = low | high << 31 & 0xFFFFFFFF
+    for step in range(1, 4):
+        come(b"\\0" + (begin + step & 0xFFFFFFFF).to_bytes(4, "big"))
+print(*[come(b"").hex() for _ in range(3)], flush=True)
+context.destroy(linger=0)
+"""
+
+
+def test_nobody_can_take_the_routing_ids_that_are_to_come(tmp_path: Path) -> None:
+    runs = [
+        subprocess.Popen([sys.executable, "-c", _SQUAT, f"{tmp_path}/{name}"], stdout=subprocess.PIPE, text=True)
+        for name in "ab"
+    ]
+    said = [run.communicate(timeout=LIMIT_MS / 1000)[0].split() for run in runs]
+    assert [run.returncode for run in runs] == [0, 0]
+    assert [len(each) for each in said] == [3, 3]
+    assert set(said[0]).isdisjoint(said[1])

@@ -5,11 +5,10 @@ So who comes when that is near is turned away. Children, logs and stores need de
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import resource
-import socket
 
+from weightd.daemon.connections import shut_down
 from weightd.daemon.peers import Peers
 
 _log = logging.getLogger("weightd.frontend")
@@ -50,14 +49,4 @@ class Doorman:
             self._full = False
             _log.warning("%d clients are connected: others are let in again", peers.connections)
         for descriptor in peers.latest(peers.connections - most):
-            # It is the library's: it is only shut down, and the library closes it, as if the client had gone.
-            with contextlib.suppress(OSError):  # it has gone meanwhile
-                _shut_down(descriptor)
-
-
-def _shut_down(descriptor: int) -> None:
-    connection = socket.socket(fileno=descriptor)
-    try:
-        connection.shutdown(socket.SHUT_RDWR)
-    finally:
-        connection.detach()
+            shut_down(descriptor)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import re
 import socket as sockets
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -10,6 +12,7 @@ from typing import Any, NamedTuple
 import zmq
 
 from weightd.daemon.claim import ClaimError
+from weightd.daemon.connections import credentials
 from weightd.protocol import limits, multipart
 
 # A wake-up reads at most this many messages, so that one busy socket cannot starve the other.
@@ -27,6 +30,11 @@ _CLIENT_RCVHWM = 64
 
 # The last answers of a daemon that stops get this long to leave.
 LINGER_MS = 1000
+
+# How the library writes what the kernel says of a unix peer. A TCP peer's address has other parts between its colons.
+_UNIX_PEER = re.compile(r"localhost:(?P<uid>[0-9]{1,10}):(?P<gid>[0-9]{1,10}):(?P<pid>[0-9]{1,10})")
+
+_libc = ctypes.CDLL(None)
 
 
 class Received(NamedTuple):
@@ -80,6 +88,7 @@ def bind(
     Raises:
         ClaimError: the address cannot be bound.
     """
+    _seed()
     socket = context.socket(zmq.ROUTER)
     socket.setsockopt(zmq.LINGER, LINGER_MS)
     socket.setsockopt(zmq.MAXMSGSIZE, limits.MAX_FRAME_BYTES)
@@ -98,6 +107,15 @@ def bind(
         socket.close(linger=0)
         raise
     return socket
+
+
+def _seed() -> None:
+    """Let nobody know which routing ids the next ROUTER socket will give.
+
+    libzmq 4.3.5 counts them up from a number of rand(), which it never seeds, and aborts the process when one that it
+    gives is taken: by a peer that has announced it as its own.
+    """
+    _libc.srand(int.from_bytes(os.urandom(4), "little"))
 
 
 def _accept(socket: zmq.Socket[bytes], descriptors: Sequence[int]) -> None:
@@ -172,19 +190,25 @@ def _check_unreachable(error: zmq.ZMQError) -> None:
 
 def peer_pid(identity: zmq.Frame) -> int | None:
     """Return the pid of the process behind a unix socket, as the kernel knows it (SO_PEERCRED)."""
-    return _credential(identity, 3)
+    peer = _unix_peer(identity)
+    return int(peer["pid"]) if peer is not None else None
 
 
 def peer_uid(identity: zmq.Frame) -> int | None:
-    """Return the user of the process behind a unix socket, as the kernel knows it; None for TCP."""
-    return _credential(identity, 1)
+    """Return the user of the process behind a unix socket, as the kernel knows it.
+
+    None for TCP, and once the connection has ended: then the property may be what the peer says of itself, for the
+    library reads it from the connection some moments after that was accepted.
+    """
+    peer = _unix_peer(identity)
+    if peer is None:
+        return None
+    known = credentials(int(identity.get(zmq.SRCFD)))
+    return known.uid if known is not None and known.uid == int(peer["uid"]) else None
 
 
-def _credential(identity: zmq.Frame, position: int) -> int | None:
+def _unix_peer(identity: zmq.Frame) -> re.Match[str] | None:
     try:
-        address = str(identity.get("Peer-Address"))
+        return _UNIX_PEER.fullmatch(str(identity.get("Peer-Address")))
     except zmq.ZMQError:
         return None
-    # localhost:UID:GID:PID
-    parts = address.split(":")
-    return int(parts[position]) if len(parts) == 4 and parts[position].isdigit() else None

@@ -1,0 +1,57 @@
+"""What the kernel knows of a connection that the library has accepted, by its file descriptor.
+
+The descriptor is the library's, which may close it at any moment: it is only asked, or shut down.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+from collections.abc import Generator
+from typing import NamedTuple
+
+# struct ucred of unix(7).
+_UCRED = struct.Struct("=iII")
+
+
+class Credentials(NamedTuple):
+    """The process at the other end of a unix socket when it connected (SO_PEERCRED)."""
+
+    pid: int
+    uid: int
+    gid: int
+
+
+def credentials(descriptor: int) -> Credentials | None:
+    """Return who is at the other end; None where the kernel does not know: over TCP, or once it is closed."""
+    with contextlib.suppress(OSError), _borrowed(descriptor) as connection:
+        if connection.family == socket.AF_UNIX:
+            return Credentials(*_UCRED.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)))
+    return None
+
+
+def user(descriptor: int) -> str:
+    """Return on whose account a connection goes: "uid 1000", over TCP the host; "" once it is closed."""
+    known = credentials(descriptor)
+    if known is not None:
+        return f"uid {known.uid}"
+    with contextlib.suppress(OSError), _borrowed(descriptor) as connection:
+        name = connection.getpeername()
+        return f"host {name[0]}" if isinstance(name, tuple) else ""
+    return ""
+
+
+def shut_down(descriptor: int) -> None:
+    """End a connection: the library closes it, as if the other end had gone."""
+    with contextlib.suppress(OSError), _borrowed(descriptor) as connection:  # it has gone meanwhile
+        connection.shutdown(socket.SHUT_RDWR)
+
+
+@contextlib.contextmanager
+def _borrowed(descriptor: int) -> Generator[socket.socket, None, None]:
+    connection = socket.socket(fileno=descriptor)
+    try:
+        yield connection
+    finally:
+        connection.detach()
