@@ -497,6 +497,14 @@ def test_an_update_is_refused_while_it_loads() -> None:
         stage.update()
 
 
+@pytest.mark.parametrize("path", ["/models/new.bin", "/models/new", "/models/new.mindir", "/models/new.ONNX"])
+def test_an_update_is_held_to_the_suffix_of_its_engine(path: str) -> None:
+    stage = Stage(workers=1).serving()
+    with pytest.raises(InvalidArgument, match=f"expected a .onnx file for engine onnxruntime, got '{path}'"):
+        stage.update(path)
+    assert len(stage.model.generations) == 1
+
+
 def test_there_is_nothing_to_go_back_to_before_an_update() -> None:
     stage = Stage(workers=1).serving()
     with pytest.raises(InvalidArgument, match="digits has not been updated: there is nothing to go back to"):

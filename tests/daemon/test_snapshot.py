@@ -191,8 +191,8 @@ def test_an_external_file_that_changes_is_refused(
         snapshot.take(model, directory)
 
 
-def run(monkeypatch: pytest.MonkeyPatch, model: Path, directory: Path) -> int:
-    monkeypatch.setattr(sys, "argv", ["snapshot", str(model), str(directory)])
+def run(monkeypatch: pytest.MonkeyPatch, *arguments: Path) -> int:
+    monkeypatch.setattr(sys, "argv", ["snapshot", *map(str, arguments)])
     return snapshot.main()
 
 
@@ -209,6 +209,21 @@ def test_a_model_that_is_missing_is_one_line(
     model.unlink()
     assert run(monkeypatch, model, directory) == 1
     assert capsys.readouterr() == ("", f"{model}: No such file or directory\n")
+
+
+def test_weights_are_copied_from_a_file_only(
+    model: Path, directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    weights, copy = tmp_path / "weights.npz", tmp_path / "copy"
+    weights.write_bytes(b"weights")
+    assert run(monkeypatch, model, directory, weights, copy) == 0
+    assert (copy.read_bytes(), mode(copy)) == (b"weights", 0o400)
+    shutil.rmtree(directory)
+    weights.unlink()
+    os.mkfifo(weights)
+    capsys.readouterr()
+    assert run(monkeypatch, model, directory, weights, copy) == 1
+    assert capsys.readouterr() == ("", f"{weights}: expected a file, got a special file\n")
 
 
 def test_a_directory_that_exists_is_one_line(

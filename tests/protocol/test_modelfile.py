@@ -14,8 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weightd.protocol import modelfile
-from weightd.protocol.modelfile import ModelFile, ModelFileError, digest, model_files
+from weightd.protocol.modelfile import Model, ModelFileError, digest, model_files
 
 # --- protobuf by hand --------------------------------------------------------------------------------------------
 
@@ -81,7 +80,7 @@ def sha256sum(*files: str, cwd: Path) -> bytes:
 def test_the_digest_of_one_file_is_what_sha256sum_prints(tmp_path: Path, name: str) -> None:
     path = tmp_path / name
     path.write_bytes(onnx_bytes() + proto((99, os.urandom(3 * 1024 * 1024 + 1))))
-    assert model_files(path) == [ModelFile(name, path)]
+    assert [(each.name, each.path, each.nbytes) for each in model_files(path)] == [(name, path, path.stat().st_size)]
     assert digest(path) == sha256sum(name, cwd=tmp_path).split()[0].decode()
 
 
@@ -139,10 +138,14 @@ def test_an_unreadable_file_is_refused(tmp_path: Path, monkeypatch: pytest.Monke
     """As above, for root too."""
     path = model(tmp_path)
 
-    def denied(*_: Any, **__: Any) -> Any:
+    real = os.open
+
+    def denied(name: str, flags: int, **options: Any) -> int:
+        if flags & (os.O_PATH | os.O_DIRECTORY):
+            return real(name, flags, **options)
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(Path, "open", denied)
+    monkeypatch.setattr(os, "open", denied)
     assert refusal(path) == f"{path}: Permission denied"
 
 
@@ -200,15 +203,6 @@ def test_external_data_that_is_not_used_need_not_be_there(tmp_path: Path) -> Non
 
 def test_a_model_that_names_itself_is_one_file(tmp_path: Path) -> None:
     assert names(model(tmp_path, "model.onnx", "./model.onnx")) == ["model.onnx"]
-
-
-def test_links_are_followed(tmp_path: Path) -> None:
-    """The caches of package managers consist of links to files elsewhere."""
-    (tmp_path / "store").mkdir()
-    (tmp_path / "model").mkdir()
-    (tmp_path / "store" / "blob").write_bytes(b"x")
-    (tmp_path / "model" / "w.bin").symlink_to("../store/blob")
-    assert names(model(tmp_path / "model", "w.bin")) == ["model.onnx", "w.bin"]
 
 
 @pytest.mark.parametrize(
@@ -363,18 +357,24 @@ def answers_or_refuses(path: Path, raw: bytes) -> None:
 # --- files that change while they are read -----------------------------------------------------------------------
 
 
-def test_a_file_that_vanishes_before_it_is_digested(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("replaced", [True, False])
+def test_a_file_is_not_another_one_when_it_is_read(tmp_path: Path, replaced: bool) -> None:
     (tmp_path / "w.bin").write_bytes(b"x")
     path = model(tmp_path, "w.bin")
-    found = model_files(path)
-    (tmp_path / "w.bin").unlink()
-
-    def remembered(_: Path) -> List[ModelFile]:
-        return found
-
-    monkeypatch.setattr(modelfile, "model_files", remembered)
-    with pytest.raises(ModelFileError, match=r"w\.bin: No such file or directory$"):
-        digest(path)
+    content = path.read_bytes()
+    with Model(path) as opened:
+        (tmp_path / "w.bin").unlink()
+        path.unlink()
+        if replaced:
+            (tmp_path / "w.bin").write_bytes(b"y")
+            path.write_bytes(b"another")
+        with opened.open(opened.files[0]) as file:
+            assert file.read() == content
+        expected = r"model\.onnx: changed while it was copied" if replaced else r"w\.bin: No such file or directory$"
+        with pytest.raises(ModelFileError, match=expected):
+            opened.open(opened.files[1])
+        with pytest.raises(ModelFileError, match="changed while it was copied"):
+            opened.check_unchanged()
 
 
 def test_a_file_that_is_cut_while_it_is_walked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

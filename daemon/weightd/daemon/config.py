@@ -26,7 +26,7 @@ else:
     import tomli as tomllib
 
 ENGINE_OF_SUFFIX: Mapping[str, str] = {".onnx": "onnxruntime", ".mindir": "mindspore_lite"}
-_SUFFIX_OF_ENGINE: Mapping[str, str] = {engine: suffix for suffix, engine in ENGINE_OF_SUFFIX.items()}
+SUFFIX_OF_ENGINE: Mapping[str, str] = {engine: suffix for suffix, engine in ENGINE_OF_SUFFIX.items()}
 
 _SOCKET = re.compile(r"ipc:///.*[^/]|tcp://.+:[0-9]{1,5}")
 
@@ -128,7 +128,7 @@ class ModelConfig:
     path: str = field(metadata=tables.path(limits.MAX_PATH_BYTES))
     """The model file, absolute or relative to the configuration file: .onnx or .mindir."""
 
-    engine: str = field(default="", metadata=one_of(["", *_SUFFIX_OF_ENGINE]))
+    engine: str = field(default="", metadata=one_of(["", *SUFFIX_OF_ENGINE]))
     """The library that runs it. Default: onnxruntime for .onnx, mindspore_lite for .mindir."""
 
     python: str = field(default="", metadata=tables.path(limits.MAX_PATH_BYTES, empty=True))
@@ -367,8 +367,8 @@ def _of_path(config: ModelConfig) -> Iterator[FieldError]:
     expected = ""
     if not engine:
         expected = f"a file that ends in {' or '.join(ENGINE_OF_SUFFIX)}"
-    elif suffix != _SUFFIX_OF_ENGINE[engine]:
-        expected = f"a {_SUFFIX_OF_ENGINE[engine]} file for engine {engine}"
+    elif suffix != SUFFIX_OF_ENGINE[engine]:
+        expected = f"a {SUFFIX_OF_ENGINE[engine]} file for engine {engine}"
     if expected:
         yield FieldError(f"expected {expected}, got {config.path!r}").at(".path")
 

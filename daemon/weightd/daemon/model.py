@@ -6,11 +6,12 @@ import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from weightd.daemon.actions import Action, Dismiss, Enlist, Forget, Kill, Pin, Send, Spawn
 from weightd.daemon.budget import MIB, Device
-from weightd.daemon.config import ModelConfig
+from weightd.daemon.config import SUFFIX_OF_ENGINE, ModelConfig
 from weightd.daemon.deployment import Deployment, Policy
 from weightd.daemon.generation import Generation
 from weightd.daemon.guard import Guard
@@ -188,11 +189,18 @@ class Model:
                 raise InvalidArgument(f"{self.name} has not been updated: there is nothing to go back to")
             source = self._sources.previous
         else:
+            self._check_file(path)
             source = self._sources.new(path, weights)
         self._update = _Update(client, request_id, source)
         for deployment in self.deployments:
             deployment.update(source)
         self._settle(now)
+
+    def _check_file(self, path: str) -> None:
+        """By the suffix it is known which other files belong to a model: no other reader may find more."""
+        suffix = SUFFIX_OF_ENGINE[self.config.engine]
+        if path and Path(path).suffix != suffix:
+            raise InvalidArgument(f"expected a {suffix} file for engine {self.config.engine}, got {path!r}")
 
     # --- from children ------------------------------------------------------------------------------------------
 

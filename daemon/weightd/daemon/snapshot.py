@@ -11,8 +11,9 @@ import os
 import shutil
 import sys
 from pathlib import Path
+from typing import BinaryIO
 
-from weightd.protocol.modelfile import ModelFile, ModelFileError, digest, model_files
+from weightd.protocol.modelfile import Model, ModelFileError, digest, model_files, open_file
 from weightd.protocol.oom import go_before_the_daemon
 from weightd.protocol.parent import die_with
 
@@ -23,32 +24,26 @@ def take(model: Path, directory: Path) -> Path:
     The copy shares the original's blocks where the file system can do that.
 
     Raises:
-        ModelFileError: the model is unreadable, or changes while it is copied.
+        ModelFileError: the model is not as `Model` wants it, or changes while it is copied.
         OSError: the copy cannot be written.
     """
     directory.mkdir(mode=0o700)
     try:
-        files = model_files(model)
-        before = [_identity(file) for file in files]
-        for file in files:
-            _copy(file.path, directory / file.name)
-        if [_identity(file) for file in files] != before:
-            raise ModelFileError(f"{model}: changed while it was copied; load it again once it is complete")
+        with Model(model) as original:
+            for file in original.files:
+                _copy(original.open(file), directory / file.name)
+            original.check_unchanged()
+            return directory / original.files[0].name
     except BaseException:
         # Where the copy has filled the disk, the words about that have no room before it is gone.
         shutil.rmtree(directory, ignore_errors=True)
         raise
-    return directory / files[0].name
 
 
-def _identity(file: ModelFile) -> tuple[int, int, int]:
-    status = file.path.stat()
-    return status.st_ino, status.st_size, status.st_mtime_ns
-
-
-def _copy(source: Path, target: Path) -> None:
+def _copy(source: BinaryIO, target: Path) -> None:
+    """Copy what was opened, and close it."""
     target.parent.mkdir(mode=0o700, exist_ok=True, parents=True)
-    with source.open("rb") as reader, target.open("xb") as writer:
+    with source as reader, target.open("xb") as writer:
         if not _copied_by_kernel(reader.fileno(), writer.fileno()):
             reader.seek(0)
             writer.seek(0)
@@ -77,8 +72,8 @@ def main() -> int:
     try:
         copy = take(model, directory)
         if weights:
-            _copy(*weights)
-        print(digest(copy), sum(file.path.stat().st_size for file in model_files(copy)))
+            _copy(open_file(weights[0]), weights[1])
+        print(digest(copy, own=True), sum(file.nbytes for file in model_files(copy, own=True)))
     except ModelFileError as error:
         print(error, file=sys.stderr)
         return 1

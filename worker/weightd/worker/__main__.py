@@ -68,7 +68,7 @@ def _connected(context: zmq.Context[zmq.Socket[bytes]], arguments: argparse.Name
         _log.error("%s", error, exc_info=not isinstance(error, WeightdError))
         return _broken(socket, f"{sys.executable}: {error}", exits.NO_ENGINE)
     try:
-        sha256 = digest(Path(arguments.model))
+        sha256 = digest(Path(arguments.model), own=True)
     except ModelFileError as error:
         return _broken(socket, str(error), exits.CANNOT_BUILD)
     return Session(socket, engine, arguments.model, arguments.store, arguments.weights, connection.wait).run(sha256)

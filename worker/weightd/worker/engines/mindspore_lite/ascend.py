@@ -194,7 +194,7 @@ class MindSporeLiteAscend(MindSporeLite):
         """An estimate: the library rounds the size of the weights so, and the file holds little else."""
         size = 0
         with contextlib.suppress(ModelFileError, OSError):
-            size = sum(file.path.stat().st_size for file in model_files(Path(self._path)))
+            size = sum(file.nbytes for file in model_files(Path(self._path), own=True))
         return (size // _GRANULE + 1) * _GRANULE
 
 
