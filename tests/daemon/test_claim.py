@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import shutil
@@ -233,6 +234,47 @@ def test_another_users_directory_is_refused(root: Path, monkeypatch: pytest.Monk
         monkeypatch.setattr(os, "getuid", lambda: 12345)
     with pytest.raises(ClaimError, match="expected a directory of this user, not a link or another user's"):
         make_directory(directory, 0o755)
+
+
+@pytest.mark.parametrize("which", ["run", "cache"])
+def test_a_directory_in_which_everybody_may_exchange_files_is_refused(
+    root: Path, config: DaemonConfig, which: str
+) -> None:
+    directory = root / which
+    directory.mkdir()
+    directory.chmod(0o777)
+    with pytest.raises(ClaimError) as caught, claim(config):
+        pass
+    assert str(caught.value) == (
+        f"{directory}: every user may remove what is there and put something else in its place: expected mode 0775, or "
+        "the sticky bit; chmod o-w, or +t"
+    )
+    directory.chmod(0o1777)
+    with claim(config):
+        pass
+
+
+def test_whatever_the_umask_is_nobody_else_may_write(root: Path, config: DaemonConfig) -> None:
+    before = os.umask(0)
+    try:
+        with claim(config):
+            assert {stat.S_IMODE((root / each).stat().st_mode) for each in ("run", "cache")} == {0o755}
+    finally:
+        os.umask(before)
+
+
+@pytest.mark.parametrize("step", ["weightd.daemon.claim.wait_until_gone", "pathlib.Path.unlink"])
+def test_another_users_files_are_an_error_of_one_line(
+    config: DaemonConfig, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    def denied(path: Path, *_: object, **__: object) -> None:
+        if path in (config.private_dir, config.children_socket):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    stale_socket(config.children_socket)
+    monkeypatch.setattr(step, denied)
+    with pytest.raises(ClaimError, match=r": Permission denied$"), claim(config):
+        pass
 
 
 @pytest.mark.skipif(os.getuid() == 0, reason="root may write everywhere")

@@ -67,7 +67,8 @@ def make_directory(path: Path, mode: int) -> None:
     """Make the directory where it is missing; refuse one that another user could exchange.
 
     Raises:
-        ClaimError: it cannot be made, or it is a link, or it belongs to another user.
+        ClaimError: it cannot be made, or it is a link, or it belongs to another user, or everybody may exchange what is
+            in it.
     """
     try:
         path.mkdir(mode=mode, parents=True, exist_ok=True)
@@ -78,6 +79,15 @@ def make_directory(path: Path, mode: int) -> None:
         raise ClaimError(f"{path}: expected a directory of this user, not a link or another user's")
     if not os.access(path, os.W_OK | os.X_OK):
         raise ClaimError(f"{path}: this user cannot write there; set runtime_dir and cache_dir, or run as another user")
+    _refuse_exchange(path, status)
+
+
+def _refuse_exchange(path: Path, status: os.stat_result) -> None:
+    if status.st_mode & stat.S_IWOTH and not status.st_mode & stat.S_ISVTX:
+        raise ClaimError(
+            f"{path}: every user may remove what is there and put something else in its place: expected mode "
+            f"{stat.S_IMODE(status.st_mode) & ~stat.S_IWOTH:04o}, or the sticky bit; chmod o-w, or +t"
+        )
 
 
 @contextlib.contextmanager
@@ -126,9 +136,16 @@ def make_private(path: Path) -> None:
     """Make an empty directory that nobody else can read, in the place of one that a killed daemon has left.
 
     Raises:
-        ClaimError: it cannot be made, or processes of an earlier daemon do not end.
+        ClaimError: it cannot be made, or everybody may exchange it, or processes of an earlier daemon do not end.
     """
-    if not wait_until_gone(path, _PATIENCE_S):
+    try:
+        path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+        # It may be a link, to where there is room.
+        _refuse_exchange(path.parent, path.parent.stat())
+        gone = wait_until_gone(path, _PATIENCE_S)
+    except OSError as error:
+        raise ClaimError(f"cannot make the directory {path}: {error.strerror}") from None
+    if not gone:
         raise ClaimError(
             f"{path}: the processes of an earlier weightd have not ended within {_PATIENCE_S:g} s; kill them, as by "
             "systemctl kill --signal=KILL weightd"
@@ -153,11 +170,10 @@ def _refuse_listener(path: Path) -> None:
 def _remove_socket(path: Path) -> None:
     """Remove the socket; never anything else."""
     try:
-        mode = path.lstat().st_mode
+        if not stat.S_ISSOCK(path.lstat().st_mode):
+            raise ClaimError(f"{path}: expected a socket or nothing there, and will not remove what is there")
+        path.unlink()
     except FileNotFoundError:
         return
     except OSError as error:
         raise ClaimError(f"{path}: {error.strerror}") from None
-    if not stat.S_ISSOCK(mode):
-        raise ClaimError(f"{path}: expected a socket or nothing there, and will not remove what is there")
-    path.unlink()
