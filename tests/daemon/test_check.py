@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from onnx import TensorProto, helper
 
 from testkit import models
 from weightd.daemon import check
@@ -25,7 +26,9 @@ def interpreter(tmp_path: Path, script: str) -> str:
 
 
 def problems(**tables: ModelConfig) -> list[str]:
-    return check.problems(Config(DaemonConfig("ipc:///run/weightd.sock", "/run", "/cache"), tables))
+    found = check.problems(Config(DaemonConfig("ipc:///run/weightd.sock", "/run", "/cache"), tables))
+    assert list(found) == list(tables)
+    return [problem for each in found.values() for problem in each]
 
 
 def test_a_good_model_in_a_good_interpreter(model: ModelConfig) -> None:
@@ -71,3 +74,17 @@ def test_an_interpreter_that_hangs(tmp_path: Path, model: ModelConfig, monkeypat
     assert problems(m=dataclasses.replace(model, python=python)) == [
         f"models.m.python: {python}: did not answer within 0.1 s"
     ]
+
+
+def test_an_interpreter_is_asked_once_for_what_models_have_in_common(tmp_path: Path, model: ModelConfig) -> None:
+    python = interpreter(tmp_path, f"echo asked >> {tmp_path}/asked; echo {VERSION}")
+    one = dataclasses.replace(model, python=python)
+    assert problems(a=one, b=one, c=dataclasses.replace(one, sharing="off")) == []
+    assert (tmp_path / "asked").read_text() == "asked\n" * 2
+
+
+def test_an_onnx_model_that_no_request_could_be_sent_to(tmp_path: Path, model: ModelConfig) -> None:
+    text = helper.make_tensor_value_info("x", TensorProto.STRING, ["N"])
+    path = models.save(tmp_path / "text.onnx", [], [text], [models.fp32("y", "N")])
+    [problem] = problems(m=dataclasses.replace(model, path=str(path)))
+    assert problem.startswith(f"models.m.path: {path}: input x: string has no datatype on the wire; expected one of ")

@@ -107,6 +107,27 @@ def test_check_names_every_key_that_is_wrong(engine: str, zoo: Zoo, place: Place
         assert any(all(word in line for word in words) for line in lines), (words, lines)
 
 
+def test_check_loads_each_model_and_leaves_nothing(engine: str, zoo: Zoo, place: Place, tmp_path: Path) -> None:
+    path = zoo.path("two_inputs", engine)
+    bad = tmp_path / path.name
+    # What is a model for the daemon, and none for the engine.
+    bad.write_bytes(b"\x08\x08" if engine == "onnxruntime" else b"a model")
+    tables = {"sums": {"path": path}, "bad": {"path": bad}}
+    config = place.config({**tables, "gone": {"path": path.with_stem("gone")}})
+    done = weightd("check", "--load", config)
+    assert done.returncode == BAD_CONFIG
+    assert "models.gone.path: " in done.stderr
+    assert "gone on cpu" not in done.stderr
+    config = place.config(tables)
+    done = weightd("check", "--load", config)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "sums on cpu: loading, 1 of 2" in done.stderr
+    assert re.search(r"sums on cpu: loaded in \d+\.\d s; ", done.stderr)
+    assert f"{config}: models.bad: does not load on cpu: holder: build: " in done.stderr
+    assert place.left == []
+    assert weightd("check", "--load", place.config({"sums": {"path": path}})).returncode == 0
+
+
 BAD_CONFIGS = {
     "no TOML": ("[daemon", "not TOML"),
     "unknown table": ("[deamon]", "deamon: unknown table"),

@@ -238,6 +238,14 @@ def test_an_external_file_that_cannot_be_read_is_named(tmp_path: Path, location:
     assert refusal(model(tmp_path, "w.bin", location)) == f"{tmp_path / location}: {problem}"
 
 
+def test_all_external_files_that_cannot_be_read_are_named_as_far_as_one_reads_on(tmp_path: Path) -> None:
+    (tmp_path / "w05.bin").write_bytes(b"x")
+    problems = refusal(model(tmp_path, *(f"w{number:02}.bin" for number in range(14)))).splitlines()
+    gone = [number for number in range(11) if number != 5]
+    assert problems[:-1] == [f"{tmp_path}/w{number:02}.bin: No such file or directory" for number in gone]
+    assert problems[-1] == f"{tmp_path}/model.onnx: 3 more files cannot be read"
+
+
 def every_place(external: bytes) -> List[bytes]:
     """Models in which a tensor lies where onnx.proto allows one."""
     sparse = proto((1, external), (3, 4))

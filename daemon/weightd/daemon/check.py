@@ -1,4 +1,4 @@
-"""`weightd check`: what a start would find wrong, found without starting anything."""
+"""`weightd check`: what a start would find wrong, found without loading anything."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
+from weightd.daemon import onnx_signature
 from weightd.daemon.config import Config, ModelConfig
 from weightd.daemon.engine_options import check_files
 from weightd.daemon.processes import explain
-from weightd.protocol.modelfile import ModelFileError, model_files
+from weightd.protocol.modelfile import Model, ModelFileError
 from weightd.protocol.version import VERSION
 
 _INTERPRETER_TIMEOUT_S = 60.0
@@ -26,30 +27,46 @@ print(VERSION)
 """
 
 
-def problems(config: Config) -> list[str]:
-    """Return what is wrong with the models and their interpreters; each text names the key."""
-    return [f"models.{name}.{problem}" for name, model in config.models.items() for problem in _model_problems(model)]
+def problems(config: Config) -> dict[str, list[str]]:
+    """Return, by model, what is wrong with it and its interpreter; each text names the key.
+
+    What a MindIR file takes and gives is known to the library alone, and is not looked at.
+    """
+    asked: dict[tuple[str, ...], str] = {}
+    return {
+        name: [f"models.{name}.{problem}" for problem in _model_problems(model, asked)]
+        for name, model in config.models.items()
+    }
 
 
-def _model_problems(model: ModelConfig) -> Iterator[str]:
+def _model_problems(model: ModelConfig, asked: dict[tuple[str, ...], str]) -> Iterator[str]:
+    path = Path(model.path)
     try:
-        model_files(Path(model.path))
+        with Model(path) as files:
+            if model.engine == "onnxruntime":
+                with files.open(files.files[0]) as file:
+                    yield from (f"path: {path}: {problem}" for problem in onnx_signature.problems(file))
     except ModelFileError as error:
-        yield f"path: {error}"
+        yield from (f"path: {problem}" for problem in str(error).splitlines())
+    except OSError as error:
+        yield f"path: {path}: {error.strerror}"
     yield from map(str, check_files(model.mindspore_lite))
-    problem = _interpreter_problem(model)
-    if problem:
-        yield f"python: {model.python}: {problem}"
+    # What models have in common is asked once: an interpreter takes a second.
+    question = (model.python, model.engine, model.devices[0], _sharing(model))
+    if question not in asked:
+        asked[question] = _interpreter_problem(*question)
+    if asked[question]:
+        yield f"python: {model.python}: {asked[question]}"
 
 
 def _sharing(model: ModelConfig) -> str:
     return "off" if model.sharing == "off" else "on"
 
 
-def _interpreter_problem(model: ModelConfig) -> str:
+def _interpreter_problem(python: str, engine: str, device: str, sharing: str) -> str:
     try:
         done = subprocess.run(
-            [model.python, "-c", _PROBE, model.engine, model.devices[0], _sharing(model)],
+            [python, "-c", _PROBE, engine, device, sharing],
             capture_output=True,
             text=True,
             errors="replace",

@@ -13,7 +13,9 @@ CONFIG = 78  # EX_CONFIG: the configuration is wrong; starting again would end t
 # For the manual; the comments above are for who returns them.
 MEANINGS: Mapping[int, str] = {
     OK: "It did what it was asked to, and stopped when it was told to.",
-    MODEL_FAILED: "It ran, but a model could not be served; `doctor`: a check has failed.",
+    MODEL_FAILED: (
+        "It ran, but a model could not be served; `check --load`: one does not load; `doctor`: a check has failed."
+    ),
     PROCESS_DIED: (
         "It served and stopped when it was told to, but a process had ended that nobody had asked to. A wrong command "
         "line ends so, too."

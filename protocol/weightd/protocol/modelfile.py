@@ -31,9 +31,12 @@ from weightd.protocol.reach import NotTheirs, Reach
 _BLOCK = 1024 * 1024
 _MINDIR_GRAPH = "_graph.mindir"
 
+# Of a model's files that cannot be read, so many are named.
+_TOLD = 10
+
 
 class ModelFileError(WeightdError):
-    """The model cannot be read; the text names the file and what is wrong with it."""
+    """The model cannot be read; the text names the file and what is wrong with it, each of several on a line."""
 
 
 class ModelFile(NamedTuple):
@@ -130,9 +133,16 @@ class Model:
             names = _onnx_locations(path, self._file)
         else:
             names = []
+        problems: List[str] = []
         for name in sorted({*names} - {path.name}):
-            with self._open_external(name) as file:
-                self.files.append(_looked_at(name, path.parent / name, file))
+            try:
+                with self._open_external(name) as file:
+                    self.files.append(_looked_at(name, path.parent / name, file))
+            except ModelFileError as error:
+                problems.append(str(error))
+        if problems:
+            more = [f"{path}: {len(problems) - _TOLD} more files cannot be read"] if len(problems) > _TOLD else []
+            raise ModelFileError("\n".join(problems[:_TOLD] + more))
 
     def _open_external(self, name: str) -> BinaryIO:
         with _told(self._path.parent / name), Reach(trusting=self._own) as reach:

@@ -1,4 +1,4 @@
-"""Real workers for the self-test: started, ordered and heard one at a time, each wait with a limit; none is left."""
+"""Real workers for a trial: started, ordered and heard one at a time, each wait with a limit; none is left."""
 
 from __future__ import annotations
 
@@ -71,35 +71,53 @@ class Heard(NamedTuple):
 
 
 class Program(NamedTuple):
-    """What a child is: its interpreter, its model, and the Ascend device that it runs on."""
+    """What a child is.
+
+    Attributes:
+        python: its interpreter.
+        model: the model file.
+        device: where it runs: the CPU, or an Ascend card.
+        engine: the library that runs the model.
+        threads: of one predict.
+        sharing: whether weights are shared.
+        options: of the engine, as JSON.
+        store: a directory for the page store, which only the CPU has. Default: beside the socket.
+    """
 
     python: str
     model: Path
     device: str
+    engine: str = "mindspore_lite"
+    threads: int = 1
+    sharing: bool = True
+    options: str = "{}"
+    store: Path | None = None
 
 
 class Children:
-    """The children of one self-test, by name; all are killed and waited for at the end of the block.
+    """The children of one trial, by name; all are killed and waited for at the end of the block.
 
     Args:
         program: what each of them is.
         limit: seconds that each of their steps may take.
+        prefix: of the name of the directory for their socket and logs.
 
     Attributes:
         address: where they connect, while the block lasts.
         survivors: pids that did not end after SIGKILL; known after the block.
     """
 
-    def __init__(self, program: Program, limit: float) -> None:
+    def __init__(self, program: Program, limit: float, prefix: str = "weightd-doctor-") -> None:
         self._program = program
         self._limit = limit
+        self._prefix = prefix
         self._processes: dict[str, Process] = {}
         self._heard: defaultdict[str, deque[Heard]] = defaultdict(deque)
         self.survivors: list[int] = []
 
     def __enter__(self) -> Children:
         # Not TMPDIR: the path of a socket has at most 107 bytes.
-        self._directory = Path(tempfile.mkdtemp(prefix="weightd-doctor-", dir="/tmp"))
+        self._directory = Path(tempfile.mkdtemp(prefix=self._prefix, dir="/tmp"))
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.address = f"ipc://{self._directory}/children.sock"
         self._socket = bind(self._context, self.address, clients=False)
@@ -124,8 +142,10 @@ class Children:
         """
         program = self._program
         argv = [program.python, "-m", "weightd.worker", "--address", self.address, "--name", name]
-        argv += ["--parent", str(os.getpid()), "--engine", "mindspore_lite", "--model", str(program.model)]
-        argv += ["--store", str(self._directory / "pages"), "--threads", "1", "--device", program.device]
+        argv += ["--parent", str(os.getpid()), "--engine", program.engine, "--model", str(program.model)]
+        argv += ["--store", str((program.store or self._directory) / "pages"), "--threads", str(program.threads)]
+        argv += ["--device", program.device, "--options", program.options]
+        argv += ["--sharing", "on" if program.sharing else "off"]
         try:
             self._processes[name] = processes.start(argv, self._directory / f"{name}.log")
         except OSError as error:

@@ -82,6 +82,17 @@ def run(children: Children) -> Trial:
     return trial
 
 
+def load(children: Children, *, attaches: bool) -> tuple[Built, Attached | None]:
+    """Take the first steps alone: build in a holder and, if `attaches`, in a worker with what the holder has shared.
+
+    Raises:
+        ChildError: of the step that failed.
+    """
+    pids = _start(children, HOLDER, *([WORKER] if attaches else []))
+    built = _build(children, tuple(pids[name] for name in pids if name != HOLDER))
+    return built, _attach(children, WORKER, built) if attaches else None
+
+
 def second_copy_bytes(built: Built, attached: Attached) -> int | None:
     """Return what an attach took on the device after the build; None where nobody can tell."""
     if built.device is None or attached.device is None:
@@ -132,7 +143,7 @@ def _start(children: Children, *names: str) -> dict[str, str]:
 
 def _build(children: Children, pids: tuple[str, ...]) -> Built:
     children.order(HOLDER, Build(pids))
-    return children.hear(HOLDER, Built, "build with a list of pids")[0]
+    return children.hear(HOLDER, Built, "build with a list of pids" if pids else "build")[0]
 
 
 def _attach(children: Children, name: str, built: Built) -> Attached:

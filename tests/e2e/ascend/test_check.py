@@ -1,0 +1,72 @@
+"""`weightd check --load` on a simulated card: what a worker cannot do is found as well."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Generator
+from pathlib import Path
+
+import pytest
+
+from ascendsim import environment
+from testkit.waiting import until
+
+from ..support import LIMIT_S, Place, children_of
+from .support import Cards, on_card
+
+pytestmark = pytest.mark.e2e
+
+
+@contextlib.contextmanager
+def check(cards: Cards, config: Path) -> Generator[subprocess.Popen[str], None, None]:
+    command = [sys.executable, "-m", "weightd.daemon", "check", "--load", str(config)]
+    variables = {**os.environ, **environment(cards.host)}
+    process = subprocess.Popen(command, env=variables, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    with process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def left(pid: int) -> list[Path]:
+    return [path for directory in ("/tmp", "/var/tmp") for path in Path(directory).glob(f"weightd-check-{pid}-*")]
+
+
+@pytest.mark.parametrize(
+    ("switches", "sharing", "status", "text"),
+    [
+        ({}, "on", 0, "mlp on ascend:0: loaded in "),
+        ({}, "off", 0, "nothing shared; sharing is off"),
+        ({"vnpu": True}, "on", 1, "models.mlp: does not load on ascend:0: worker: build with the handle: "),
+    ],
+)
+def test_a_model_is_loaded_on_its_card(
+    cards: Cards, place: Place, switches: dict[str, bool], sharing: str, status: int, text: str
+) -> None:
+    cards.host.switch(**switches)
+    with check(cards, place.config({"mlp": {**on_card(cards.model), "sharing": sharing}})) as process:
+        log = process.communicate(timeout=LIMIT_S)[1]
+    assert process.returncode == status, log
+    assert text in log
+    assert cards.host.ledger().used == 0
+    assert children_of(cards.directory) == set()
+    assert left(process.pid) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_leaves_nothing(cards: Cards, place: Place, number: signal.Signals) -> None:
+    cards.host.fault("build", "hang", "holder")
+    with check(cards, place.config({"mlp": on_card(cards.model)})) as process:
+        until(lambda: cards.host.count("build"), "the holder builds")
+        assert len(left(process.pid)) == 2
+        process.send_signal(number)
+        log = process.communicate(timeout=LIMIT_S)[1]
+    assert process.returncode == 128 + number
+    assert "Traceback" not in log
+    assert children_of(cards.directory) == set()
+    assert left(process.pid) == []
