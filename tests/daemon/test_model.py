@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -436,6 +437,18 @@ def test_an_update_takes_over_when_it_is_complete_and_who_asked_is_told_once() -
     stage.goes(1)
     stage.says("digits.2.w1", Attached("canary", 1))
     assert (len(stage.host.updated), stage.host.errors, stage.host.forgotten) == (1, [], ["digits.1"])
+
+
+def test_after_an_update_it_takes_the_sizes_of_what_took_over() -> None:
+    built = Built("/store", (X,), (Y,), (2,), "canary", 4096)
+    stage = Stage(workers=1).building().says(HOLDER, dataclasses.replace(built, gears=((2,),)))
+    stage.says(W1, Attached("canary", 4000))
+    with pytest.raises(InvalidArgument, match=r"expected 2, got 5"):
+        stage.submit(request())
+    stage.model.pinned(stage.update(), SNAPSHOT, stage.now)
+    stage.loads(2, built=dataclasses.replace(built, gears=((2,), (5,))))
+    [number] = stage.submit(request())
+    assert stage.host.predicts() == [("digits.2.w1", number)]
 
 
 def test_an_update_keeps_the_file_where_only_the_weights_are_new() -> None:

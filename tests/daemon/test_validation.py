@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightd.daemon.validation import check_inputs, check_same
+from weightd.daemon.validation import check_gears, check_inputs, check_same
 from weightd.protocol.datatypes import ITEM_BYTES
 from weightd.protocol.errors import InvalidArgument
 from weightd.protocol.messages import TensorSignature, TensorSpec
@@ -43,6 +43,39 @@ def test_names() -> None:
     assert refusal(IMAGE, SCALE, IMAGE) == "inputs: image is given twice; expected image, scale"
     assert refusal(IMAGE, IMAGE) == "inputs: scale is missing, image is given twice; expected image, scale"
     assert refusal() == "inputs: image is missing, scale is missing; expected image, scale"
+
+
+PAIR = (TensorSignature("a", "FP32", (-1, 3, -1)), TensorSignature("b", "FP32", (-1,)))
+
+
+def geared(*gears: tuple[int, ...]) -> Built:
+    return Built("", PAIR, PAIR, (), "", 0, gears=gears)
+
+
+@pytest.mark.parametrize(
+    ("gears", "sizes", "expected"),
+    [((), (7, 8, 9), ""), (((1, 2, 3), (7, 8, 9)), (7, 8, 9), ""), (((1, 2, 3), (7, 8, 9)), (1, 8, 3), "1,2,3; 7,8,9")],
+)
+def test_sizes_are_those_that_the_model_was_converted_for(
+    gears: tuple[tuple[int, ...], ...], sizes: tuple[int, int, int], expected: str
+) -> None:
+    inputs = [TensorSpec("b", "FP32", (sizes[2],)), TensorSpec("a", "FP32", (sizes[0], 3, sizes[1]))]
+    if not expected:
+        check_gears(geared(*gears), inputs)
+        return
+    with pytest.raises(InvalidArgument) as caught:
+        check_gears(geared(*gears), inputs)
+    assert str(caught.value) == (
+        "inputs: the model was converted for some sizes of a[0], a[2], b[0] only: "
+        f"expected {expected}, got {','.join(map(str, sizes))}"
+    )
+
+
+def test_what_takes_fewer_sizes_is_no_drop_in() -> None:
+    one, both, any_size = geared((1, 1, 1)), geared((2, 2, 2), (1, 1, 1)), geared()
+    assert [check_same(*each) for each in ((one, both), (both, both), (one, any_size))] == ["", "", ""]
+    assert check_same(both, one) == "sizes: expected 2,2,2; 1,1,1, got 1,1,1"
+    assert check_same(any_size, one) == "sizes: expected any, got 1,1,1"
 
 
 def test_a_model_without_inputs_takes_none() -> None:

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from ascendsim import Host, environment, models
+from weightd.protocol.messages import TensorSignature
 from weightd.protocol.worker_messages import (
     Allow,
     Allowed,
@@ -25,9 +26,11 @@ from weightd.protocol.worker_messages import (
     DeviceMemory,
     Failed,
     Hello,
+    Result,
     Traits,
 )
 from weightd.worker import exits
+from weightd.worker.engines.mindspore_lite.gears import recorded
 
 if TYPE_CHECKING:
     from tests.worker.conftest import Daemon
@@ -416,6 +419,161 @@ def test_a_build_that_names_nobody_is_a_private_one(daemon: Daemon, host: Host, 
     start("h")
     built = build(daemon)
     assert (built.handle, built.note) == ("", "weights are not shared: the build named no process to share with")
+
+
+# --- sizes that a model was converted for ---------------------------------------------------------------------
+
+
+def served(daemon: Daemon, start: Start, model: Path) -> Built:
+    """One worker without a holder beside it: what the daemon would do with sharing off."""
+    start("h", "--sharing", "off", model=model)
+    built = build(daemon)
+    start("w", "--sharing", "off", model=model)
+    attach(daemon, "w", built)
+    return built
+
+
+@pytest.mark.parametrize("told", [False, True])
+def test_a_size_that_is_no_gear_is_the_requests_error_and_the_worker_stays(
+    daemon: Daemon, start: Start, tmp_path: Path, told: bool
+) -> None:
+    path = models.mlp(tmp_path / "geared.mindir", gears=(1, 4), told=told)
+    built = served(daemon, start, path)
+    assert built.gears == (((1,), (4,)) if told else ())
+    for number, size in enumerate((3, 5, 2, 4, 6, 7, 1000)):
+        daemon.ask("w", number, x=rows(size))
+        if size == 4:
+            assert daemon.answer("w", number).tolist() == models.answer(path, rows(4)).tolist()
+        else:
+            failed, _ = daemon.hear("w", Failed)
+            assert (failed.request, failed.code, failed.leaving) == (number, "INVALID_ARGUMENT", False)
+            assert f"Current batch size {size} is invalid" in failed.error
+    assert daemon.stop("w") == exits.OK
+
+
+def test_batches_that_differ_are_refused_where_a_card_would_take_the_first_for_all(
+    daemon: Daemon, start: Start, tmp_path: Path
+) -> None:
+    path = models.two_inputs(tmp_path / "two.mindir", gears=(1, 2))
+    served(daemon, start, path)
+    a, b = np.ones((2, 4), np.float32), np.ones((1, 4), np.float32)
+    daemon.ask("w", 1, a=a, b=b)
+    failed, _ = daemon.hear("w", Failed)
+    assert (failed.code, failed.leaving) == ("INVALID_ARGUMENT", False)
+    assert failed.error == "inputs: expected one batch for all, got {'a': 2, 'b': 1}: the model has gears for it"
+    daemon.ask("w", 2, a=a, b=a)
+    result, frames = daemon.hear("w", Result)
+    right = models.answers(path, {"a": a, "b": a})
+    assert {each.name: bytes(frame) for each, frame in zip(result.outputs, frames)} == {
+        name: array.tobytes() for name, array in right.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("dims", "shape", "gears"),
+    [
+        ("1;8", "x:-1,64", ((1,), (8,))),
+        ('"1; 8"', '"x:-1,64"', ((1,), (8,))),
+        ("1,1;8,9", "x:-1,64;y:-1,4", ((1, 1), (8, 9))),
+        ("1,2;8,9", "y:-1,4;x:-1,64", ((2, 1), (9, 8))),
+        ("", "x:-1,64", ()),
+        ("1;8", "", ()),
+        ("1,1", "x:-1,64", ()),
+        ("1~8", "x:-1,64", ()),
+        ("0", "x:-1,64", ()),
+        ("1;", "z:-1,64", ()),
+        (";".join(["1"] * 129), "x:-1,64", ()),
+    ],
+)
+def test_gears_are_read_where_the_converter_has_recorded_those_of_these_inputs(
+    dims: str, shape: str, gears: Tuple[Tuple[int, ...], ...]
+) -> None:
+    inputs = [TensorSignature("x", "FP32", (-1, 64)), TensorSignature("y", "FP32", (-1, 4))]
+    assert recorded(inputs if "y" in shape else inputs[:1], dims, shape) == gears
+
+
+# --- datatypes ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("dtype", "datatype"),
+    [("FLOAT16", "FP16"), ("INT8", "INT8"), ("INT32", "INT32"), ("INT64", "INT64"), ("UINT8", "UINT8")],
+)
+def test_other_datatypes_are_served_as_the_card_has_them(
+    daemon: Daemon, start: Start, tmp_path: Path, dtype: str, datatype: str
+) -> None:
+    path = models.mlp(tmp_path / "other.mindir", dtype=dtype)
+    built = served(daemon, start, path)
+    assert (built.inputs[0].datatype, built.outputs[0].datatype, built.canary != "") == (datatype, datatype, True)
+    x = np.abs(rows(3) * 4).astype(dtype.lower())
+    daemon.ask("w", 1, x=x)
+    assert daemon.answer("w", 1).tobytes() == models.answer(path, x).tobytes()
+
+
+def test_bf16_is_refused_by_name(daemon: Daemon, start: Start, tmp_path: Path) -> None:
+    """The library's Python interface says None of it, and hands it out as if it were float16."""
+    start("h", model=models.mlp(tmp_path / "bf16.mindir", dtype="BFLOAT16"))
+    cause = refused(daemon, "h", Build(("1",)))
+    assert cause == (
+        "x: its type, which the library's Python interface cannot tell (as of BF16), has no datatype on the wire"
+    )
+
+
+# --- cards ----------------------------------------------------------------------------------------------------
+
+
+def test_a_process_counts_the_cards_that_it_sees(daemon: Daemon, host: Host, start: Start) -> None:
+    """A number is that of the list, as the driver counts: a model is never put on a card that is not listed."""
+    start("h", ASCEND_RT_VISIBLE_DEVICES="1")
+    built = build(daemon, start("w", ASCEND_RT_VISIBLE_DEVICES="1").pid)
+    assert attach(daemon, "w", built).canary == built.canary
+    assert (host.copies_of_weights(1), host.ledger(0).allocations) == (1, ())
+    start("other", device="ascend:1", ASCEND_RT_VISIBLE_DEVICES="1")
+    cause = refused(daemon, "other", Build(("1",)))
+    assert cause == (
+        "device: there is no card 1; this process sees 1, counted from 0 among those of ASCEND_RT_VISIBLE_DEVICES=1"
+    )
+
+
+def test_a_card_that_cannot_export_is_told_with_what_to_do(daemon: Daemon, host: Host, start: Start) -> None:
+    host.switch(exports=False, soc_name="Ascend310P3")
+    start("h")
+    cause = refused(daemon, "h", Build(("1",)))
+    assert "aclrtMemExportToShareableHandle failed! ret:207000" in cause
+    assert cause.endswith(
+        "; Ascend310P3 cannot share memory between processes: set sharing = 'off' (310P and vNPU are known for it)"
+    )
+    start("p", "--sharing", "off")
+    daemon.tell("p", Build(()))
+    daemon.hear("p", Built)
+
+
+# --- what the library leaves to its caller --------------------------------------------------------------------
+
+_TWO_ANSWERS = """
+import json, sys
+import numpy as np
+from weightd.worker.engines import ENGINES
+from weightd.worker.engines.base import Settings
+engine = ENGINES["mindspore_lite"](Settings(1, "ascend:0", False))
+engine.build(sys.argv[1])
+a, b = np.full((1, 4), 5, np.float32), np.full((1, 4), 2, np.float32)
+first = engine.predict({"b": b, "a": a})
+second = engine.predict({"b": a, "a": b})
+names = [[each.name for each in tensors] for tensors in engine.signature]
+print(json.dumps([names, *({name: array.tolist() for name, array in each.items()} for each in (first, second))]))
+"""
+
+
+def test_inputs_go_by_name_names_lose_their_padding_and_outputs_stay_as_they_are(host: Host, tmp_path: Path) -> None:
+    """The library binds inputs by position, pads names, and overwrites its outputs in the next predict."""
+    path = models.two_inputs(tmp_path / "two.mindir", padding="  ")
+    a, b = np.full((1, 4), 5, np.float32), np.full((1, 4), 2, np.float32)
+    done = run(host, "-c", _TWO_ANSWERS, str(path))
+    names, first, second = json.loads(done.stdout.decode())
+    assert names == [["a", "b"], ["sum", "difference"]]
+    for answer, inputs in ((first, {"a": a, "b": b}), (second, {"a": b, "b": a})):
+        assert answer == {name: array.tolist() for name, array in models.answers(path, inputs).items()}
 
 
 # --- encrypted models -----------------------------------------------------------------------------------------

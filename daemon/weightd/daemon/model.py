@@ -646,6 +646,7 @@ class Model:
                 deployment.switch(now)
             self._sources.took_over(update.source)
             self.guard.quarantine.clear()
+            self._relearn_signature()
             numbers = [each.main.number for each in self.deployments]
             self._clients.tell_updated(update.client, update.request_id, self.name, numbers)
         else:
@@ -661,6 +662,12 @@ class Model:
         for request in self.scheduler.withdraw(lambda each: each.number in unfit):
             self._refuse(request, unfit[request.number])
         self._tell_metadata()
+
+    def _relearn_signature(self) -> None:
+        """What took over may take more sizes than what served before."""
+        built = self.main.built
+        if built is not None:
+            self._signature.learn(built)
 
     def _live(self) -> Iterator[Generation]:
         return (each for deployment in self.deployments for each in deployment.generations if each.state in ACTIVE)

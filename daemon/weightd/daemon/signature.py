@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from weightd.daemon.request import Request
-from weightd.daemon.validation import check_inputs, check_same
+from weightd.daemon.validation import check_gears, check_inputs, check_same
 from weightd.protocol.errors import InvalidArgument, ResourceExhausted
 from weightd.protocol.messages import TensorSignature, TensorSpec
 from weightd.protocol.worker_messages import Built
@@ -46,6 +46,7 @@ class Signature:
         # The decoder gives equal headers the same tuple: what fitted last time is not looked at again.
         if self.built is not None and inputs is not self._fitting:
             check_inputs(self._inputs, inputs)
+            check_gears(self.built, inputs)
             self._fitting = inputs
 
     def refusals(self, requests: Sequence[Request]) -> dict[int, InvalidArgument]:
@@ -53,7 +54,7 @@ class Signature:
         refusals: dict[int, InvalidArgument] = {}
         for request in requests:
             try:
-                check_inputs(self._inputs, request.inputs)
+                self.check(request.inputs)
             except InvalidArgument as error:
                 refusals[request.number] = error
         return refusals

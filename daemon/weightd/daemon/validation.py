@@ -27,6 +27,32 @@ def check_inputs(signature: Mapping[str, TensorSignature], inputs: Sequence[Tens
             )
 
 
+def check_gears(built: Built, inputs: Sequence[TensorSpec]) -> None:
+    """Check the sizes of the free dimensions against those that the model was converted for, if these are known.
+
+    Args:
+        built: what the holder has told.
+        inputs: that `check_inputs` has let pass.
+
+    Raises:
+        InvalidArgument: the text names the dimensions, the sizes that are taken and what came.
+    """
+    if not built.gears:
+        return
+    shapes = {each.name: each.shape for each in inputs}
+    free = [(each.name, axis) for each in built.inputs for axis, dim in enumerate(each.shape or ()) if dim == -1]
+    sizes = tuple(shapes[name][axis] for name, axis in free)
+    if sizes not in built.gears:
+        raise InvalidArgument(
+            f"inputs: the model was converted for some sizes of {', '.join(f'{name}[{axis}]' for name, axis in free)} "
+            f"only: expected {_every(built)}, got {_listed(sizes)}"
+        )
+
+
+def _listed(sizes: Sequence[int]) -> str:
+    return ",".join(map(str, sizes))
+
+
 def _hint(expected: Sequence[int] | None) -> str:
     if expected is None:
         return ", any sizes from 1"
@@ -54,7 +80,13 @@ def check_same(old: Built, new: Built) -> str:
     for what, had, has in (("inputs", old.inputs, new.inputs), ("outputs", old.outputs, new.outputs)):
         if {each.name: each for each in had} != {each.name: each for each in has}:
             return f"{what}: expected {_described(had)}, got {_described(has)}"
+    if new.gears and not (old.gears and {*old.gears} <= {*new.gears}):
+        return f"sizes: expected {_every(old) or 'any'}, got {_every(new)}"
     return ""
+
+
+def _every(built: Built) -> str:
+    return "; ".join(map(_listed, built.gears))
 
 
 def _described(tensors: Sequence[TensorSignature]) -> str:

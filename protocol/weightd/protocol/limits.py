@@ -74,6 +74,11 @@ MAX_CANARY_SIZE = 1024
 # Counters, and sizes in bytes: an int64 in every language.
 MAX_COUNT = 2**63 - 1
 
+# Sizes that a model was converted for: the converter takes 100 at most. What exceeds these is left to the card.
+MAX_GEARS = 100
+MAX_GEAR_DIMS = 4
+MAX_GEAR_SIZE = 65535
+
 # What the unpacker allocates for a list or a map before its items are looked at: twice the longest of any message, so
 # that one which is a little too long is refused by its name.
 MAX_LIST_ITEMS = 2 * MAX_PROCESSES

@@ -20,6 +20,7 @@ PROTOCOL = 1
 _REQUEST = integer(0, limits.MAX_COUNT)
 _BYTES = integer(0, limits.MAX_COUNT)
 _RANK = integer(0, limits.MAX_RANK)
+_GEARS = many(many(integer(1, limits.MAX_GEAR_SIZE), limits.MAX_GEAR_DIMS), limits.MAX_GEARS)
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,9 @@ class Built:
     device: Optional[DeviceMemory] = field(default=None, metadata=record(DeviceMemory))
     """The card's memory after the build; None on the CPU."""
     canary_rank: int = field(default=0, metadata=_RANK)
+    gears: Tuple[Tuple[int, ...], ...] = field(default=(), metadata=_GEARS)
+    """The only sizes of the free dimensions of `inputs`, in their order, that the model takes; none where it takes any,
+    or where nobody can tell before it is tried."""
 
 
 @dataclass(frozen=True)

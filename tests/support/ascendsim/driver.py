@@ -11,7 +11,7 @@ import mmap
 import os
 import signal
 from pathlib import Path
-from typing import Dict, Generator, Sequence, Tuple
+from typing import Dict, Generator, List, Sequence, Tuple
 
 from ascendsim import ledger, process
 from ascendsim.ledger import GRANULE, MIB, Ledger, Memory, Store
@@ -26,6 +26,8 @@ DRIVER_ERROR = 507899
 
 MAX_PIDS = 65535
 """Of one handle: svm_define.h:197, DEVMM_SHARE_MEM_MAX_PID_CNT."""
+
+_VISIBLE = "ASCEND_RT_VISIBLE_DEVICES"
 
 # Above 2**53 and 2**31: a handle that goes through a float or a C int is another one.
 _FIRST_HANDLE = 0x5A00_0000_0000_0001
@@ -46,7 +48,7 @@ class Driver:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._store = Store(directory)
-        self._cards = int((directory / "cards").read_text(encoding="ascii"))
+        self._cards = _visible(int((directory / "cards").read_text(encoding="ascii")))
         self._identity = process.Identity(directory, read(directory).pid_offset)
         self._devices: Dict[int, Tuple[int, int]] = {}  # how often it was set, and the number of its context's memory
 
@@ -57,8 +59,8 @@ class Driver:
 
     @property
     def cards(self) -> int:
-        """How many cards there are."""
-        return self._cards
+        """How many cards this process sees; it counts them from 0."""
+        return len(self._cards)
 
     @property
     def pid(self) -> int:
@@ -77,14 +79,14 @@ class Driver:
 
     def set_device(self, device: int) -> None:
         """aclrtSetDevice: take a place on the card and memory for a context."""
-        if not 0 <= device < self._cards:
+        if not 0 <= device < self.cards:
             raise self._refusal(INVALID_PARAM, f"no card {device}")
         if device in self._devices:
             times, number = self._devices[device]
             self._devices[device] = (times + 1, number)
             return
         with self._open() as (entries, switches):
-            users = sum(each.kind == ledger.CONTEXT for each in entries.on(device))
+            users = sum(each.kind == ledger.CONTEXT for each in entries.on(self._cards[device]))
             if users >= switches.max_processes:
                 raise self._refusal(DRIVER_ERROR, f"card {device} has {users} processes already")
             memory = self._take(entries, switches, device, switches.context_mib * MIB, ledger.CONTEXT)
@@ -112,7 +114,9 @@ class Driver:
 
     def export(self, number: int) -> int:
         """aclrtMemExportToShareableHandle: once for each piece of memory."""
-        with self._open() as (entries, _):
+        with self._open() as (entries, switches):
+            if not switches.exports:
+                raise self._refusal(NOT_SUPPORTED, "this card cannot export")
             memory = entries.find(number)
             if memory.handle:
                 raise self._refusal(DRIVER_ERROR, "Blk has been shared")
@@ -145,7 +149,7 @@ class Driver:
             memory = next((each for each in entries.memory if each.handle == handle), None)
             if memory is None or not memory.valid:
                 raise self._refusal(DRIVER_ERROR, "Share handle doesn't exist")
-            self._check_import(memory, device, switches)
+            self._check_import(memory, self._cards[device], switches)
             memory.importers.append(self._identity.token)
             return memory.number
 
@@ -174,7 +178,7 @@ class Driver:
         """aclrtGetMemInfo: free and total bytes."""
         with self._open() as (entries, switches):
             total = switches.capacity_mib * MIB
-            return max(0, total - entries.used(device)), total
+            return max(0, total - entries.used(self._cards[device])), total
 
     def is_inherited(self) -> bool:
         """True in a forked child."""
@@ -213,6 +217,7 @@ class Driver:
 
     def _take(self, entries: Ledger, switches: Switches, device: int, size: int, kind: str) -> Memory:
         rounded = -(-size // GRANULE) * GRANULE
+        device = self._cards[device]
         if entries.used(device) + rounded > switches.capacity_mib * MIB:
             raise self._refusal(NO_MEMORY, f"no {rounded} bytes for {kind} on card {device}")
         entries.numbers += 1
@@ -232,6 +237,22 @@ class Driver:
             if all(each.token != token for each in entries.members):
                 entries.members.append(ledger.Member(token, self._identity.pid, self._identity.os_pid))
             yield entries, switches
+
+
+def _visible(cards: int) -> List[int]:
+    """The cards that a process sees, by their numbers on the host, in the order in which it counts them.
+
+    ASCEND_RT_VISIBLE_DEVICES lists them: "2,3". What follows the first one that is none is not seen (a guess).
+    """
+    listed = os.environ.get(_VISIBLE)
+    if listed is None:
+        return list(range(cards))
+    seen: List[int] = []
+    for text in listed.split(","):
+        if not text.strip().isdigit() or int(text) >= cards or int(text) in seen:
+            break
+        seen.append(int(text))
+    return seen
 
 
 @functools.lru_cache(maxsize=None)

@@ -78,11 +78,12 @@ class Memory:
 
 @dataclasses.dataclass
 class Member:
-    """A process that the driver knows."""
+    """A process that the driver knows; `dead_since` is when the driver saw that it has ended, 0 while it lives."""
 
     token: str
     pid: int
     os_pid: int
+    dead_since: float = 0.0
 
 
 @dataclasses.dataclass
@@ -187,6 +188,9 @@ class Store:
     def _reap(self, ledger: Ledger, switches: Switches, self_token: str) -> None:
         for member in list(ledger.members):
             if member.token == self_token or process.is_alive(self._directory, member.token):
+                continue
+            member.dead_since = member.dead_since or process.now()
+            if process.now() < member.dead_since + switches.release_seconds:
                 continue
             for memory in list(ledger.memory):
                 if member.token in memory.importers:

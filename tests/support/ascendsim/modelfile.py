@@ -25,10 +25,11 @@ class ModelFileError(Exception):
 
 
 class TensorSpec(NamedTuple):
-    """An input or output; a free dimension is -1. All are float32."""
+    """An input or output; a free dimension is -1, `dtype` is a name of `DataType`, or "BFLOAT16"."""
 
     name: str
     shape: List[int]
+    dtype: str = "FLOAT32"
 
 
 class ModelFile(NamedTuple):
@@ -44,6 +45,11 @@ class ModelFile(NamedTuple):
         bundle: converted for `update_weights`.
         om: holds the one node that only Ascend runs; a model without it was converted for CPU.
         weights: as the file has them.
+        gears: the sizes that it was converted for on a card, each for all free dimensions in their order, or for the
+            batch alone; none: it takes any.
+        dynamic_dims: what the converter has recorded of them. It does so only for ge.dynamicDims in the section
+            acl_build_options, not for dynamic_batch_size (converter.cc:1065).
+        input_shape: recorded beside it: "x:-1,64;y:-1,4".
     """
 
     kind: str
@@ -55,6 +61,14 @@ class ModelFile(NamedTuple):
     bundle: bool
     om: bool
     weights: bytes
+    gears: Sequence[Sequence[int]] = ()
+    dynamic_dims: str = ""
+    input_shape: str = ""
+
+    @property
+    def largest(self) -> int:
+        """The batch of its largest gear."""
+        return max(gear[0] for gear in self.gears)
 
 
 def write(path: Path, model: ModelFile, key: bytes = b"") -> Path:

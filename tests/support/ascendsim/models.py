@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Dict, List, Optional
+from typing import Any, Dict, List, Optional, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,8 +25,11 @@ def mlp(
     om: bool = True,
     size_mib: int = 0,
     key: bytes = b"",
+    dtype: str = "FLOAT32",
+    gears: Sequence[int] = (),
+    told: bool = False,
 ) -> Path:
-    """`layers` times relu(x @ W), W [width, width]: "x" float32 [batch, width] -> "y" of the same shape.
+    """`layers` times relu(x @ W), W [width, width]: "x" [batch, width] -> "y" of the same shape and dtype.
 
     Args:
         path: of the file to write, which is returned.
@@ -38,32 +41,48 @@ def mlp(
         om: False: converted for CPU, so that Ascend refuses it.
         size_mib: the weights pretend to take so much on a card; 0: what they take.
         key: the file is encrypted with it.
+        dtype: of "x" and "y"; computed is in float32.
+        gears: the batches that it takes on a card; none: any.
+        told: whether `get_model_info` knows of them.
     """
     rng = np.random.RandomState(seed)
     weights: Floats = rng.standard_normal(layers * width * width).astype(np.float32)
     weights *= np.float32((2 / width) ** 0.5)
     shape = [-1 if batch is None else batch, width]
-    specs = [TensorSpec("x", shape)], [TensorSpec("y", shape)]
+    specs = [TensorSpec("x", shape, dtype)], [TensorSpec("y", shape, dtype)]
     size = size_mib * _MIB or weights.nbytes
-    return modelfile.write(path, ModelFile("mlp", layers, width, *specs, size, bundle, om, weights.tobytes()), key)
+    recorded = (";".join(map(str, gears)), f"x:-1,{width}") if told else ("", "")
+    model = ModelFile("mlp", layers, width, *specs, size, bundle, om, weights.tobytes(), _batches(gears), *recorded)
+    return modelfile.write(path, model, key)
 
 
-def two_inputs(path: Path, seed: int = 0) -> Path:
-    """Inputs "a", "b" float32 [N, 4] -> "sum" = (a + b) * w, "difference" = (a - b) * w, w [4]: a swap shows."""
+def two_inputs(path: Path, seed: int = 0, *, padding: str = "", gears: Sequence[int] = ()) -> Path:
+    """Inputs "a", "b" float32 [N, 4] -> "sum" = (a + b) * w, "difference" = (a - b) * w, w [4]: a swap shows.
+
+    Args:
+        path: of the file to write, which is returned.
+        seed: of the weights.
+        padding: follows each name.
+        gears: the batches that it takes on a card; none: any.
+    """
     weights: Floats = np.random.RandomState(seed).standard_normal(4).astype(np.float32)
-    inputs = [TensorSpec("a", [-1, 4]), TensorSpec("b", [-1, 4])]
-    outputs = [TensorSpec("sum", [-1, 4]), TensorSpec("difference", [-1, 4])]
-    model = ModelFile("pair", 0, 4, inputs, outputs, weights.nbytes, False, True, weights.tobytes())
+    inputs = [TensorSpec(name + padding, [-1, 4]) for name in ("a", "b")]
+    outputs = [TensorSpec(name + padding, [-1, 4]) for name in ("sum", "difference")]
+    model = ModelFile("pair", 0, 4, inputs, outputs, weights.nbytes, False, True, weights.tobytes(), _batches(gears))
     return modelfile.write(path, model)
+
+
+def _batches(gears: Sequence[int]) -> List[List[int]]:
+    return [[gear] for gear in gears]
 
 
 def answers(path: Path, inputs: Dict[str, NDArray[Any]], key: bytes = b"") -> Dict[str, Floats]:
     """What the model of this file answers, bit for bit."""
     model = modelfile.read(path, key)
     weights = modelfile.as_floats(model.weights, model)
-    arrays: List[Floats] = [np.asarray(inputs[each.name], np.float32) for each in model.inputs]
+    arrays: List[Floats] = [np.asarray(inputs[each.name.rstrip()], np.float32) for each in model.inputs]
     outputs = modelfile.compute(model, weights, arrays)
-    return {spec.name: array for spec, array in zip(model.outputs, outputs)}
+    return {spec.name.rstrip(): array.astype(spec.dtype.lower()) for spec, array in zip(model.outputs, outputs)}
 
 
 def answer(path: Path, x: NDArray[Any], key: bytes = b"") -> Floats:

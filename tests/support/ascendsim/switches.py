@@ -61,6 +61,9 @@ class Switches:
         vnpu: the cards are virtual instances, which refuse every import (docs).
         first_model_id: the id that the driver gives to the first model of a process. With 0, a build whose sharing
             failed "succeeds" and runs that model (model_process.cc: infer_id_ is 0 by default).
+        exports: False: aclrtMemExportToShareableHandle returns 207000, as a guess at 310P (docs contradict each other).
+        release_seconds: what a process that has ended had on a card, and its place there, comes free so much later;
+            that a driver takes its time is known, how long it takes is not.
         fork: a forked child of a process that used a card, when it uses the library: "raise", "hang" or "crash"
             (docs aclcppdevg_000222 only forbid it).
         libascendcl: False: loading libascendcl.so is an OSError.
@@ -85,6 +88,8 @@ class Switches:
     map_exactly: bool = False
     vnpu: bool = False
     first_model_id: int = 1
+    exports: bool = True
+    release_seconds: float = 0.0
     fork: str = "raise"
     libascendcl: bool = True
     acl_set_pid: str = "ok"

@@ -168,6 +168,7 @@ class Session:
                 _notes(shared, known),
                 engine.memory(),
                 known.rank,
+                gears=engine.gears,
             )
         )
 

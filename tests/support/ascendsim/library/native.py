@@ -7,14 +7,15 @@ import signal
 import sys
 import threading
 from pathlib import Path
-from typing import Dict, List, NamedTuple, Optional, Sequence, Set, Union
+from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Set, Union
 
 import numpy as np
 
 from ascendsim import faults, glog, modelfile
 from ascendsim.driver import AclError, Driver
+from ascendsim.library import shapes as sizes
 from ascendsim.library.load import ModelProcess, NativeError, Options, open_driver
-from ascendsim.library.tensor import DataType, TensorBind
+from ascendsim.library.tensor import TensorBind, data_type, numpy_type
 from ascendsim.modelfile import Floats, ModelFile, ModelFileError
 
 _MAX_SECTIONS = 100
@@ -44,8 +45,6 @@ class _RefusedError(Exception):
 class _Cpu:
     """A model on the CPU, which knows nothing of sharing. It runs every simulated model."""
 
-    first_dim_only = False
-
     def __init__(self, model: ModelFile) -> None:
         self.model = model
         self._weights = modelfile.as_floats(model.weights, model)
@@ -56,8 +55,6 @@ class _Cpu:
 
 class _Card:
     """A model on a card."""
-
-    first_dim_only = True
 
     def __init__(self, driver: Driver, process: ModelProcess) -> None:
         self._driver = driver
@@ -171,9 +168,10 @@ class NativeModel:
         if any(dim <= 0 for shape in shapes for dim in shape):
             glog.error(f"{_IMPL}:610", "Resize", "New shape of input cannot be dynamic")
             return False
-        fixed = all(dim >= 0 for spec in runner.model.inputs for dim in spec.shape)
-        if runner.first_dim_only and fixed and shapes != self._shapes:
-            glog.error("extendrt/kernel/ascend/model/model_process.cc:1001", "Resize", "Not support dynamic input")
+        reason = sizes.refusal(runner.model, shapes) if isinstance(runner, _Card) and shapes != self._shapes else ""
+        if reason:
+            glog.error("extendrt/kernel/ascend/model/dyn_shape_process.cc:228", "GetRealBatchSize", reason)
+            glog.error("extendrt/kernel/ascend/model/model_process.cc:1035", "Resize", "Failed to resize")
             return False
         self._shapes = [list(shape) for shape in shapes]
         return True
@@ -184,7 +182,7 @@ class NativeModel:
         if runner is None:
             return []
         pairs = zip(runner.model.inputs, self._shapes)
-        return [TensorBind(spec.name, DataType.FLOAT32, shape) for spec, shape in pairs]
+        return [TensorBind(spec.name, data_type(spec.dtype), shape) for spec, shape in pairs]
 
     def outputs(self) -> List[TensorBind]:
         """The outputs of the last predict; before one, what is known of their shapes (on the CPU nothing)."""
@@ -194,7 +192,8 @@ class NativeModel:
         result: List[TensorBind] = []
         for spec in runner.model.outputs:
             unknown = -1 in spec.shape and isinstance(runner, _Cpu)
-            result.append(TensorBind(spec.name, DataType.FLOAT32, [-1] if unknown else spec.shape))
+            shape = [-1] if unknown else sizes.told(runner.model, spec)
+            result.append(TensorBind(spec.name, data_type(spec.dtype), shape))
         return result
 
     def predict(self, inputs: Sequence[TensorBind]) -> Optional[List[TensorBind]]:
@@ -226,7 +225,9 @@ class NativeModel:
             return self._current_pid()
         if key == _HANDLE:
             return self._handle
-        if key not in ("user_info", "input_shape", "dynamic_dims"):
+        if key in ("input_shape", "dynamic_dims"):
+            return "" if self._runner is None else str(getattr(self._runner.model, key))
+        if key != "user_info":
             glog.warning("extendrt/cxx_api/model/model.cc:489", "GetModelInfo", f"Invalid model info key: {key}")
         return ""
 
@@ -304,7 +305,8 @@ class NativeModel:
             self._poisoned = all(-1 not in each.shape for each in inputs)
             raise _RefusedError("Input shape is dynamic, please resize first.")
         try:
-            outputs = runner.run(self._arrays(inputs, runner.model))
+            arrays = self._arrays(inputs, runner.model)
+            outputs = runner.run(sizes.as_the_card_reads(runner.model, arrays) if isinstance(runner, _Card) else arrays)
         except ValueError as error:
             self._poisoned = True
             raise _RefusedError(f"Input shapes do not fit: {error}") from None
@@ -316,18 +318,18 @@ class NativeModel:
     def _arrays(self, inputs: Sequence[TensorBind], model: ModelFile) -> List[Floats]:
         arrays: List[Floats] = []
         for tensor, shape, spec in zip(inputs, self._shapes, model.inputs):
-            if tensor.dtype is not DataType.FLOAT32 or tensor.shape != shape:
+            if tensor.dtype is not data_type(spec.dtype) or tensor.shape != shape:
                 raise ValueError(f"{tensor.name} is {tensor.shape}, not {shape}")
             if len(shape) != len(spec.shape) or shape[1:] != spec.shape[1:]:
                 raise ValueError(f"{shape} is not {spec.shape}")
-            arrays.append(tensor.data())
+            arrays.append(np.asarray(tensor.data(), np.float32))
         return arrays
 
     def _copy_out(self, model: ModelFile, arrays: List[Floats]) -> List[TensorBind]:
         outputs: List[TensorBind] = []
         for spec, buffer, array in zip(model.outputs, self._buffers, arrays):
-            tensor = TensorBind(spec.name, DataType.FLOAT32, list(array.shape))
-            tensor.array = buffer.put(array)
+            tensor = TensorBind(spec.name, data_type(spec.dtype), list(array.shape))
+            tensor.array = buffer.put(array.astype(numpy_type(tensor.dtype)))
             outputs.append(tensor)
         return outputs
 
@@ -336,12 +338,12 @@ class _Buffer:
     """The memory of an output: it is used again, and only replaced by a larger one."""
 
     def __init__(self) -> None:
-        self._memory: Floats = np.zeros(0, np.float32)
+        self._memory: Any = np.zeros(0, np.float32)
 
-    def put(self, array: Floats) -> Floats:
+    def put(self, array: Any) -> Any:
         """Copy an array in; return the view of it."""
-        if array.size > self._memory.size:
-            self._memory = np.zeros(array.size, np.float32)
-        view: Floats = self._memory[: array.size].reshape(array.shape)
+        if array.size > self._memory.size or array.dtype != self._memory.dtype:
+            self._memory = np.zeros(array.size, array.dtype)
+        view = self._memory[: array.size].reshape(array.shape)
         view[...] = array
         return view

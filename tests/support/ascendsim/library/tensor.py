@@ -73,10 +73,22 @@ _NUMPY = {
 }
 
 
+def data_type(name: str) -> Optional[DataType]:
+    """The type of this name; None for one that the Python interface does not know, though the library does (BF16)."""
+    return DataType.__members__.get(name)
+
+
+def numpy_type(dtype: Optional[DataType]) -> Any:
+    """What numpy is told that the data is: of BF16, that it is float16 (tensor_pybind.cc:232)."""
+    return np.float16 if dtype is None else _NUMPY.get(dtype)
+
+
 class TensorBind:
     """The native tensor."""
 
-    def __init__(self, name: str = "", dtype: DataType = DataType.FLOAT32, shape: Optional[List[int]] = None) -> None:
+    def __init__(
+        self, name: str = "", dtype: Optional[DataType] = DataType.FLOAT32, shape: Optional[List[int]] = None
+    ) -> None:
         self.name = name
         self.dtype = dtype
         self.shape: List[int] = list(shape or [])
@@ -93,13 +105,13 @@ class TensorBind:
 
     @property
     def data_size(self) -> int:
-        kind = _NUMPY.get(self.dtype)
+        kind = numpy_type(self.dtype)
         return 0 if kind is None else self.element_num * np.dtype(kind).itemsize
 
     def data(self) -> Array:
         """The data in the tensor's shape, without a copy; zeros if nothing was set."""
         if self.array is None:
-            self.array = np.zeros([max(0, dim) for dim in self.shape], _NUMPY[self.dtype])
+            self.array = np.zeros([max(0, dim) for dim in self.shape], numpy_type(self.dtype))
         return self.array.reshape(self.shape) if self.array.size == self.element_num else self.array
 
     def set_array(self, array: Array) -> None:
@@ -118,7 +130,7 @@ class TensorMeta:
 
     def __init__(self) -> None:
         self.name = ""
-        self.dtype = DataType.UNKNOWN
+        self.dtype: Optional[DataType] = DataType.UNKNOWN
         self.shape: List[int] = []
         self.format = Format.DEFAULT
         self.element_num = 0
@@ -155,7 +167,7 @@ class Tensor:
         self._tensor.name = name
 
     @property
-    def dtype(self) -> DataType:
+    def dtype(self) -> Optional[DataType]:
         return self._tensor.dtype
 
     @dtype.setter

@@ -31,6 +31,9 @@ class Spoilt(Internal):
     """A predict failed in a way that may have spoilt the model: no further answer of it can be trusted."""
 
 
+Gears = Tuple[Tuple[int, ...], ...]
+"""The sizes that a model was converted for: each gear gives those of all free dimensions, in the inputs' order."""
+
 _ASCEND = re.compile(r"ascend:(0|[1-9][0-9]{0,3})")
 
 
@@ -160,6 +163,11 @@ class Engine(abc.ABC):
     @abc.abstractmethod
     def signature(self) -> Signature:
         """What the built model takes and gives."""
+
+    @property
+    def gears(self) -> Gears:
+        """The only sizes that the built model takes; none: any, or nobody knows."""
+        return ()
 
     @abc.abstractmethod
     def predict(self, inputs: Arrays) -> Arrays:

@@ -13,6 +13,9 @@ What the library does not do, read in the source of 2.7.0, and what this module 
   the daemon does, by the digests in the HELLOs.
 - A card that is not there is taken for card 0, with a warning in the log: it is looked for before.
 - It can add no pid after the build; libascendcl can (`acl`).
+- A resize to a size that the model was not converted for is refused and changes nothing: `InvalidArgument`. But of a
+  model whose gears are batches only the first input's is looked at, and other ones are read beyond their end: where the
+  outputs show that there are gears, batches that differ are refused here.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from typing import Any, List, Optional, Sequence
 
 import numpy as np
 
+from weightd.protocol.errors import InvalidArgument
 from weightd.protocol.modelfile import ModelFileError, model_files
 from weightd.protocol.worker_messages import DeviceMemory, Traits
 from weightd.worker.engines.base import (
@@ -33,17 +37,21 @@ from weightd.worker.engines.base import (
     Arrays,
     BuildError,
     EngineMissing,
+    Gears,
     NotAllowed,
     Settings,
     Shared,
 )
 from weightd.worker.engines.mindspore_lite.acl import Acl, AclError
+from weightd.worker.engines.mindspore_lite.gears import recorded
 from weightd.worker.engines.mindspore_lite.model import MindSporeLite
 
 _log = logging.getLogger("weightd.worker")
 
 _PIDS = "shareable_weight_pid_list"
 _HANDLE = "shareable_weight_mem_handle"
+
+_VISIBLE = "ASCEND_RT_VISIBLE_DEVICES"  # which cards a process sees; it counts them anew
 
 _DECIMAL = re.compile(r"[0-9]{1,20}")
 _MAX_PID = 2**31 - 1
@@ -74,9 +82,11 @@ class MindSporeLiteAscend(MindSporeLite):
 
     traits = Traits(pids_fixed_at_build=True, holder_must_outlive=True, attach_rewrites_weights=True)
     can_rebuild = False
+    unfit = InvalidArgument
 
     def __init__(self, settings: Settings, card: int) -> None:
         super().__init__(settings)
+        self._batched: List[str] = []
         self._card = card
         self._built = False
         self._exported = ""
@@ -109,7 +119,24 @@ class MindSporeLiteAscend(MindSporeLite):
         context.target = ["ascend"]  # the first one decides; with "cpu" in front the card would never be used
         context.ascend.device_id = self._card
         self._options.set_ascend(context.ascend)
-        self._build(model, context, {"ascend_context": section} if section else {})
+        try:
+            self._build(model, context, {"ascend_context": section} if section else {})
+        except BuildError as error:
+            raise BuildError(f"{error}{self._hint(str(error))}") from None
+        self._batched = self._batched_by_gears()
+
+    @property
+    def gears(self) -> Gears:
+        """What the converter has recorded; it does so for ge.dynamicDims alone."""
+        info = self._model.get_model_info
+        return recorded(self.signature.inputs, info("dynamic_dims"), info("input_shape"))
+
+    def predict(self, inputs: Arrays) -> Arrays:
+        """Run, unless batches differ where the card would take the first one's for all."""
+        batches = {name: len(inputs[name]) for name in self._batched}
+        if len(set(batches.values())) > 1:
+            raise InvalidArgument(f"inputs: expected one batch for all, got {batches}: the model has gears for it")
+        return super().predict(inputs)
 
     def export(self, store: str) -> Shared:
         """Return the handle that the build has made."""
@@ -171,6 +198,27 @@ class MindSporeLiteAscend(MindSporeLite):
             _log.warning("the card's memory is not known: %s", error)
             return None
 
+    def _batched_by_gears(self) -> List[str]:
+        """The inputs whose free batch the model's gears give; none if it takes any size.
+
+        Of outputs a card tells the shapes for the largest gear, where there are gears, and -1 where any size goes.
+        """
+        inputs, outputs = self.signature
+        free = {each.name: each.shape for each in inputs if each.shape is None or -1 in each.shape}
+        any_size = any(each.shape is None or -1 in each.shape for each in outputs)
+        if self.gears or any_size or any(shape is None or -1 in shape[1:] for shape in free.values()):
+            return []
+        return list(free)
+
+    def _hint(self, cause: str) -> str:
+        """What to do about a failed build, as far as the library's log tells."""
+        if "ExportToShareableHandle" not in cause:
+            return ""
+        kind = "this card"
+        with contextlib.suppress(AclError):
+            kind = Acl().soc_name()
+        return f"; {kind} cannot share memory between processes: set sharing = 'off' (310P and vNPU are known for it)"
+
     def _number(self) -> str:
         model = self._library.Model()
         if not hasattr(model, "get_model_info"):
@@ -188,7 +236,9 @@ class MindSporeLiteAscend(MindSporeLite):
             _log.warning("whether there is a card %d is not known: %s", self._card, error)
             return
         if self._card >= count:
-            raise BuildError(f"device: there is no card {self._card}; this process sees {count}, counted from 0")
+            listed = os.environ.get(_VISIBLE)
+            why = f" among those of {_VISIBLE}={listed}" if listed is not None else ""
+            raise BuildError(f"device: there is no card {self._card}; this process sees {count}, counted from 0{why}")
 
     def _shared_bytes(self) -> int:
         """An estimate: the library rounds the size of the weights so, and the file holds little else."""

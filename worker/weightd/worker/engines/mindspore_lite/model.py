@@ -16,10 +16,11 @@ What the library does not do, measured on 2.0.0, and what this module does about
 from __future__ import annotations
 
 import re
-from typing import Any, Dict, List, Tuple
+from typing import Any, ClassVar, Dict, List, Tuple, Type
 
 import numpy as np
 
+from weightd.protocol.errors import RequestError
 from weightd.protocol.messages import TensorSignature
 from weightd.worker.engines.base import Arrays, BuildError, Engine, EngineMissing, Settings, Signature, Spoilt
 from weightd.worker.engines.mindspore_lite.options import Options
@@ -55,6 +56,8 @@ class MindSporeLite(Engine):
     """
 
     name = "mindspore_lite"
+    unfit: ClassVar[Type[RequestError]] = Spoilt
+    """What a refused resize is, where nothing has run yet."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -102,7 +105,8 @@ class MindSporeLite(Engine):
 
     def _resize(self, shapes: List[List[int]]) -> None:
         if shapes != self._shapes:
-            self._model.resize(self._tensors, shapes)
+            with self._log.cause_of(self.unfit):
+                self._model.resize(self._tensors, shapes)
             # The old tensors keep the old shape.
             self._bind(self._model.get_inputs())
 
@@ -124,9 +128,11 @@ def _name(tensor: Any) -> str:
 
 
 def _tensor_signature(tensor: Any) -> TensorSignature:
-    datatype = _DATATYPE.get(tensor.dtype.name)
+    # None is what the Python interface says of those that it does not know.
+    datatype = _DATATYPE.get(tensor.dtype.name) if tensor.dtype is not None else None
     if datatype is None:
-        raise BuildError(f"{_name(tensor)}: {tensor.dtype} has no datatype on the wire")
+        what = tensor.dtype or "its type, which the library's Python interface cannot tell (as of BF16),"
+        raise BuildError(f"{_name(tensor)}: {what} has no datatype on the wire")
     return TensorSignature(_name(tensor), datatype, _dims(tensor.shape))
 
 
