@@ -133,7 +133,7 @@ def test_a_whole_life() -> None:
         Spawn("m.1.w1", Role.WORKER),
         Spawn("m.1.w2", Role.WORKER),
     ]
-    assert generation.next_tick == now + HELLO_TIMEOUT_S
+    assert generation.next_tick == now + LOAD_TIMEOUT_S
 
     generation.hello("m.1.w1", hello(pid="11"), now)
     assert (life.state(), life.actions()) == (GenerationState.GATHERING, [])
@@ -354,10 +354,17 @@ def test_a_child_that_is_not_what_was_started_is_refused(message: Hello, cause: 
     assert (life.state(), life.generation.cause) == (GenerationState.FAILED, f"{HOLDER}: {cause}")
 
 
-def test_a_child_that_never_says_hello_is_killed() -> None:
-    life = Life(workers=1).spawned().greet(HOLDER)
+@pytest.mark.parametrize(
+    ("load_timeout", "patience"), [(LOAD_TIMEOUT_S, LOAD_TIMEOUT_S), (1.5, HELLO_TIMEOUT_S)], ids=["large", "small"]
+)
+def test_a_child_that_never_says_hello_is_killed(load_timeout: float, patience: float) -> None:
+    """Before it, a process reads the whole model: of 70 GB that takes more than a minute."""
+    life = Life(workers=1, traits=CARD)
+    life.generation.limits = dataclasses.replace(life.generation.limits, load_timeout=load_timeout)
+    life.spawned().greet(HOLDER)
     life.actions()
-    life.now += HELLO_TIMEOUT_S
+    assert life.tick_at(life.now + patience - 0.1) == []
+    life.now += 0.1
     assert life.tick_at(life.now) == [Kill("m.1.w1", abort=True)]
     assert life.generation.cause == "m.1.w1: spawned took too long"
     assert life.child("m.1.w1").state is ChildState.STOPPING

@@ -43,7 +43,8 @@ from weightd.protocol.worker_messages import (
 
 _log = logging.getLogger("weightd.generation")
 
-# An interpreter on a loaded machine needs seconds to import an engine; one that needs a minute hangs.
+# An interpreter on a loaded machine needs seconds to import an engine. What comes before HELLO beside that, CANN's import
+# and the digest of the model, may take as long as a build.
 HELLO_TIMEOUT_S = 60.0
 
 # A child that was told to stop only has to answer what it is computing.
@@ -646,7 +647,8 @@ class Generation:
     def _spawn(self, role: Role, now: float) -> None:
         self._serial += role is Role.WORKER
         name = f"{self.label}.holder" if role is Role.HOLDER else f"{self.label}.w{self._serial}"
-        self.children[name] = Child(name, role, ChildState.SPAWNED, now + HELLO_TIMEOUT_S)
+        patience = max(HELLO_TIMEOUT_S, self.limits.load_timeout)
+        self.children[name] = Child(name, role, ChildState.SPAWNED, now + patience)
         self._actions.append(Spawn(name, role))
 
     def _stop(self, child: Child, now: float) -> None:

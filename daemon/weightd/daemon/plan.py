@@ -11,7 +11,7 @@ class Limits:
 
     Attributes:
         workers: how many take requests.
-        load_timeout: seconds that one build or attach may take.
+        load_timeout: seconds that one build or attach may take, and, if it is more than a minute, what comes before.
         spares: how many more are attached, and take requests only when another one is lost.
         sharing: whether the weights are shared; else every worker loads its own.
         outlives_holder: whether workers may go on where the engine says that its memory dies with the holder, but
