@@ -94,6 +94,7 @@ LEGAL: Mapping[str, Sequence[Rule]] = {
     WRONG: (_during(Fault.OVERWRITE_STORE),),
     "INVALID_ARGUMENT": (),
     "NOT_FOUND": (),
+    "FAILED_PRECONDITION": (),
     "PERMISSION_DENIED": (),
     "UNAUTHENTICATED": (),
 }

@@ -19,7 +19,7 @@ from weightd.daemon.ports import Snapshot
 from weightd.daemon.records import SealRecord
 from weightd.daemon.request import Request
 from weightd.daemon.states import GenerationState
-from weightd.protocol.errors import InvalidArgument, RequestError, ResourceExhausted, Unavailable
+from weightd.protocol.errors import FailedPrecondition, InvalidArgument, RequestError, ResourceExhausted, Unavailable
 from weightd.protocol.messages import ModelMetadataResponse, TensorSignature, TensorSpec
 from weightd.protocol.version import VERSION
 from weightd.protocol.worker_messages import (
@@ -77,6 +77,7 @@ class FakeHost:
         self.refusals: list[tuple[int, RequestError]] = []
         self.metadata: list[tuple[bytes, ModelMetadataResponse]] = []
         self.errors: list[tuple[bytes, str, str]] = []
+        self.codes: list[str] = []
 
     def pin(self, model: Model, source: Source) -> None:
         self.pinned += 1
@@ -132,6 +133,7 @@ class FakeHost:
 
     def tell_error(self, client: bytes, request_id: str, error: RequestError) -> None:
         self.errors.append((client, request_id, str(error)))
+        self.codes.append(error.code)
 
     # --- what a test asks for ---
 
@@ -457,8 +459,17 @@ def test_an_update_keeps_the_file_where_only_the_weights_are_new() -> None:
     assert stage.host.sources[-1] == Source("/models/digits.onnx", "/w.npz", 2)
 
 
-@pytest.mark.parametrize("how", ["no snapshot", "no build", "other inputs", "no worker"])
-def test_an_update_that_fails_changes_nothing_and_who_asked_is_told_once(how: str) -> None:
+@pytest.mark.parametrize(
+    ("how", "code"),
+    [
+        ("no snapshot", "FAILED_PRECONDITION"),
+        ("no build", "FAILED_PRECONDITION"),
+        ("killed", "UNAVAILABLE"),
+        ("other inputs", "FAILED_PRECONDITION"),
+        ("no worker", "FAILED_PRECONDITION"),
+    ],
+)
+def test_an_update_that_fails_changes_nothing_and_who_asked_is_told_once(how: str, code: str) -> None:
     stage = Stage(workers=1).serving()
     source = stage.update()
     if how == "no snapshot":
@@ -467,6 +478,8 @@ def test_an_update_that_fails_changes_nothing_and_who_asked_is_told_once(how: st
         stage.model.pinned(source, SNAPSHOT, stage.now)
     if how == "no build":
         stage.says("digits.2.holder", Broken("not a model"))
+    if how == "killed":
+        stage.model.exited("digits.2.holder", "killed by SIGKILL", stage.now)
     if how == "other inputs":
         stage.loads(2, workers=False, built=OTHER)
     if how == "no worker":
@@ -480,11 +493,13 @@ def test_an_update_that_fails_changes_nothing_and_who_asked_is_told_once(how: st
     causes = {
         "no snapshot": "no such file",
         "no build": "digits.2.holder: not a model",
+        "killed": "digits.2.holder: killed by SIGKILL",
         "other inputs": "the new model is not a drop-in for the one that serves: inputs: "
         "expected x FP32 [-1, 2], got y FP32 [-1, 3]",
         "no worker": "digits.2.w3: killed by SIGKILL",
     }
     assert (client, request_id, text) == (b"operator", "u1", f"not updated: {causes[how]}")
+    assert stage.host.codes == [code]
     assert stage.host.unpinned == ([] if how == "no snapshot" else [source])
     [number] = stage.submit(request())
     assert stage.host.predicts() == [(W1, number)]
@@ -520,7 +535,7 @@ def test_an_update_is_held_to_the_suffix_of_its_engine(path: str) -> None:
 
 def test_there_is_nothing_to_go_back_to_before_an_update() -> None:
     stage = Stage(workers=1).serving()
-    with pytest.raises(InvalidArgument, match="digits has not been updated: there is nothing to go back to"):
+    with pytest.raises(FailedPrecondition, match="digits has not been updated: there is nothing to go back to"):
         stage.update(rollback=True)
 
 
@@ -571,6 +586,7 @@ def test_an_update_is_given_up_when_it_is_drained() -> None:
     source = stage.update()
     stage.model.drain(stage.now)
     assert stage.host.errors == [(b"operator", "u1", "not updated: weightd is stopping")]
+    assert stage.host.codes == ["UNAVAILABLE"]
     assert stage.host.unpinned == [source]
     stage.model.pin_failed(source, "killed by SIGKILL", stage.now)
     stage.goes(1)
@@ -660,12 +676,15 @@ def test_when_it_fails_everyone_who_waits_is_told_why() -> None:
     [number] = stage.submit(request())
     stage.model.pin_failed(stage.host.sources[0], "no such file", stage.now)
     text = "digits failed: no such file"
-    assert stage.host.refused() == [(number, "UNAVAILABLE", text)]
+    assert stage.host.refused() == [(number, "FAILED_PRECONDITION", text)]
+    assert stage.host.codes == ["FAILED_PRECONDITION"]
     assert stage.host.errors == [(b"curious", "7", text)]
-    with pytest.raises(Unavailable, match=text):
+    with pytest.raises(FailedPrecondition, match=text):
         stage.submit(request())
-    with pytest.raises(Unavailable, match=text):
+    with pytest.raises(FailedPrecondition, match=text):
         stage.model.metadata(b"curious", "8")
+    with pytest.raises(FailedPrecondition, match=text):
+        stage.update()
     assert stage.model.has_failed
 
 
@@ -674,16 +693,16 @@ def test_when_it_fails_what_runs_may_still_be_answered() -> None:
     first, second, third = stage.submit(request(), request(), request())
     stage.model.deployments[0].main.failed("whatever", stage.now)
     stage.says(W1, Broken("what it says after that"))
-    assert stage.host.refused() == [(third, "UNAVAILABLE", "digits failed: whatever")]
+    assert stage.host.refused() == [(third, "FAILED_PRECONDITION", "digits failed: whatever")]
     stage.says(W1, Result(first, (OUT,)))
     assert [number for number, _, _ in stage.host.answers] == [first]
     stage.model.exited(W1, "killed by SIGKILL", stage.now)
-    assert stage.host.refused() == [(second, "UNAVAILABLE", "digits failed: whatever")]
+    assert stage.host.refused() == [(second, "FAILED_PRECONDITION", "digits failed: whatever")]
 
 
 def test_a_broken_holder_fails_it() -> None:
     stage = Stage(workers=1).building().says(HOLDER, Broken("not a model"))
-    with pytest.raises(Unavailable, match=f"^digits failed: {HOLDER}: not a model$"):
+    with pytest.raises(FailedPrecondition, match=f"^digits failed: {HOLDER}: not a model$"):
         stage.submit(request())
 
 

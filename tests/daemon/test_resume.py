@@ -24,7 +24,7 @@ from weightd.daemon.records import GenerationRecord, SealRecord
 from weightd.daemon.request import Request
 from weightd.daemon.sources import Numbers
 from weightd.daemon.states import GenerationState
-from weightd.protocol.errors import InvalidArgument, RequestError, Unavailable
+from weightd.protocol.errors import FailedPrecondition, InvalidArgument, RequestError, Unavailable
 from weightd.protocol.messages import ModelMetadataResponse, TensorSignature, TensorSpec
 from weightd.protocol.schema import decode, plain
 from weightd.protocol.version import VERSION
@@ -667,7 +667,7 @@ def test_numbers_are_never_used_again() -> None:
 
 def test_a_rollback_needs_no_file_after_a_restart_either() -> None:
     daemon = Daemon().started(m=ONE)
-    with pytest.raises(InvalidArgument, match="has not been updated"):
+    with pytest.raises(FailedPrecondition, match="has not been updated"):
         daemon.update(rollback=True)
     daemon.update()
     daemon = daemon.loaded("m").restarted(m=ONE).backs("m")

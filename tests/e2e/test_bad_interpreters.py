@@ -17,7 +17,7 @@ import pytest
 from testkit import mindir
 from testkit.service import Service
 from testkit.waiting import until
-from weightd.client import Client, Unavailable
+from weightd.client import Client, FailedPrecondition
 
 from .support import (
     ENGINES,
@@ -129,7 +129,7 @@ def test_a_bad_interpreter_fails_its_model_alone_and_the_cause_is_told(
     cause = cause_of_failure(service, case)
     for word in bad[case].words:
         assert word in cause
-    with pytest.raises(Unavailable) as caught:
+    with pytest.raises(FailedPrecondition) as caught:
         client.infer(case, {})
     assert str(caught.value) == f"{case} failed: {cause}"
     until(lambda: not model_status(service, case).generations[0].processes, "its processes are gone")
@@ -158,7 +158,7 @@ def test_a_model_whose_workers_cannot_build_fails_after_a_few_tries(engine: str,
     python = failing_workers(tmp_path / "python", engine, "*.w[0-9]*")
     tables = {"model": {"path": zoo.path("two_inputs", engine), "python": python, "workers": WORKERS}}
     with Service(tables, verbose=True) as service, service.client() as client:
-        with pytest.raises(Unavailable, match=r"model failed: model\.1\.w\d+: exited with status 7: .*no luck"):
+        with pytest.raises(FailedPrecondition, match=r"model failed: model\.1\.w\d+: exited with status 7: .*no luck"):
             client.infer("model", {name: np.zeros((1, 4), np.float32) for name in ("a", "b")})
         until(lambda: not children_of(service.cache), "holder and workers are gone")
         assert started(service.log, "model") <= MOST_PROCESSES
@@ -194,6 +194,6 @@ def test_a_model_some_of_whose_workers_cannot_build_serves_with_the_others_and_s
         # Once it has none left, nobody waits for a worker that will not come.
         os.kill(ready_workers(service, "model")[0].pid, signal.SIGKILL)
         assert "no luck" in cause_of_failure(service, "model")
-        with pytest.raises(Unavailable, match="no luck"):
+        with pytest.raises(FailedPrecondition, match="no luck"):
             client.infer("model", questions[0].inputs)
         assert started(service.log, "model") <= 2 * MOST_PROCESSES

@@ -15,7 +15,7 @@ import pytest
 from testkit import mindir, models
 from testkit.service import Service
 from testkit.waiting import until
-from weightd.client import Client, Unavailable
+from weightd.client import Client, FailedPrecondition
 
 from .support import (
     ENGINES,
@@ -153,7 +153,7 @@ def test_a_bad_file_fails_its_model_alone_and_the_cause_is_told(
     assert re.search(BAD[write][engine], cause)
     assert ".holder: " in cause or str(bad_paths[name]) in cause
     for call in (lambda: client.infer(name, {"x": 1.0}), lambda: client.metadata(name)):
-        with pytest.raises(Unavailable) as caught:
+        with pytest.raises(FailedPrecondition) as caught:
             call()
         assert str(caught.value) == f"{name} failed: {cause}"
     until(lambda: not model_status(service, name).generations[0].processes, "its processes are gone")
@@ -165,9 +165,9 @@ def test_a_bad_file_fails_its_model_alone_and_the_cause_is_told(
 def test_requests_that_wait_for_a_model_are_told_when_it_fails(engine: str, bad_paths: dict[str, Path]) -> None:
     with Service({"bad": {"path": bad_paths["other_format"]}}) as service, service.client() as client:
         pending = client.submit("bad", {"x": 1.0})
-        with pytest.raises(Unavailable, match="bad failed: "):
+        with pytest.raises(FailedPrecondition, match="bad failed: "):
             client.metadata("bad")
-        with pytest.raises(Unavailable, match="bad failed: "):
+        with pytest.raises(FailedPrecondition, match="bad failed: "):
             pending.result()
         assert cause_of_failure(service, "bad")
         assert service.stop() == 1

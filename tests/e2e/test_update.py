@@ -11,7 +11,7 @@ import pytest
 
 from testkit.service import Service
 from testkit.waiting import until
-from weightd.client import PermissionDenied, Unavailable
+from weightd.client import FailedPrecondition, PermissionDenied
 
 from .support import (
     MLP_WEIGHT_BYTES,
@@ -70,7 +70,7 @@ def test_a_model_with_other_inputs_does_not_take_over(engine: str, zoo: Zoo, bar
     with Service({"fixed": {"path": path}}) as service, service.client() as client:
         service.ready()
         for name in ("integers", "two_inputs"):
-            with pytest.raises(Unavailable, match="the new model is not a drop-in for the one that serves: inputs"):
+            with pytest.raises(FailedPrecondition, match="not a drop-in for the one that serves: inputs"):
                 client.update("fixed", str(zoo.path(name, engine)))
         ask_all(client, "fixed", questions)
         until(lambda: len(model_status(service, "fixed").generations) == 1, "the others are gone")

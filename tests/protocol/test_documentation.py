@@ -143,7 +143,22 @@ def test_each_limit_is_there_with_its_value_and_a_reason() -> None:
 def test_each_error_code_is_there_with_its_meaning_and_occasion() -> None:
     described = rows(CHAPTER["Error codes"])
     assert [row[0] for row in described] == [f"`{code}`" for code in ERRORS]
-    assert all(row[1] and row[2] for row in described)
+    assert all(len(row) == 4 and all(row) for row in described)
+
+
+def test_each_question_is_there_with_the_codes_that_it_may_end_in() -> None:
+    described = rows(CHAPTER["Error codes"].partition("What each message may end in")[2])
+    assert [row[0] for row in described] == [f"`{tag}`" for tag in FROM_CLIENT]
+    for _, codes, *_ in described:
+        named = codes.split(", ")
+        assert named in (["none"], [code for code in ERRORS if code in named])
+
+
+def test_each_question_is_there_with_whether_it_may_be_sent_again() -> None:
+    described = rows(SECTION["When the connection is lost"])
+    assert all(len(row) == 2 and all(row) for row in described)
+    named = {tag for row in described for tag in re.findall(r"`(\w+)`", row[0])}
+    assert {"infer", "cancel", "status", "update", "reload"} == named <= {*FROM_CLIENT}
 
 
 def test_each_datatype_is_there_with_its_size() -> None:

@@ -31,6 +31,7 @@ def test_each_code_has_one_class_and_each_class_one_code() -> None:
         "DEADLINE_EXCEEDED",
         "RESOURCE_EXHAUSTED",
         "UNAVAILABLE",
+        "FAILED_PRECONDITION",
         "PERMISSION_DENIED",
         "UNAUTHENTICATED",
         "CANCELLED",

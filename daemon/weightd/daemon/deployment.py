@@ -188,6 +188,11 @@ class Deployment:
         return self._blamed.cause if self._blamed is not None else ""
 
     @property
+    def may_recover(self) -> bool:
+        """Whether what ended the last generation may not end the next one: a kill, or that everything ends."""
+        return self._blamed is None or self._blamed.crashed or self._stopping
+
+    @property
     def main(self) -> Generation:
         """The generation that tells how it stands."""
         generation = self.serving or self.coming or self._last

@@ -28,6 +28,7 @@ from weightd.daemon.states import ACTIVE, GenerationState
 from weightd.protocol.errors import (
     Cancelled,
     DeadlineExceeded,
+    FailedPrecondition,
     InvalidArgument,
     RequestError,
     Unavailable,
@@ -181,12 +182,12 @@ class Model:
             raise Unavailable(f"{self.name} is being updated already")
         for each in self.deployments:
             if each.failed:
-                raise Unavailable(f"{self.name} has failed on {each.device.name}: {each.cause}")
+                raise FailedPrecondition(f"{self.name} has failed on {each.device.name}: {each.cause}")
             if each.serving is None or each.busy:
                 raise Unavailable(f"{self.name} is loading on {each.device.name}: try again once it serves")
         if rollback:
             if self._sources.previous is None:
-                raise InvalidArgument(f"{self.name} has not been updated: there is nothing to go back to")
+                raise FailedPrecondition(f"{self.name} has not been updated: there is nothing to go back to")
             source = self._sources.previous
         else:
             self._check_file(path)
@@ -465,7 +466,7 @@ class Model:
 
     def _check_alive(self) -> None:
         if self._refusal:
-            raise Unavailable(self._refusal)
+            raise self._no_answer()
 
     def _refuses(self) -> str:
         """Return why nobody will ever serve it, or ""."""
@@ -475,6 +476,10 @@ class Model:
         if any(each.serving is not None or each.busy for each in self.deployments):
             return ""
         return f"{self.name} is being unloaded"
+
+    def _no_answer(self) -> RequestError:
+        """What is said where nobody will ever serve it: what has failed is not tried again, whoever waits."""
+        return (FailedPrecondition if self.has_failed else Unavailable)(self._refusal)
 
     def _explained(self, error: RequestError) -> RequestError:
         """What a deadline says where there was nobody who could have answered."""
@@ -587,7 +592,7 @@ class Model:
             self._learn_signature()
         self._refusal = self._refuses()
         if self._refusal and not self._replaced:
-            self._give_up(Unavailable(self._refusal))
+            self._give_up(self._no_answer())
         self._dispatch(now)
         self._update_next_tick()
 
@@ -639,7 +644,8 @@ class Model:
             for deployment in self.deployments:
                 deployment.abandon(f"given up: {cause}", now)
             self._sources.drop(update.source)
-            self._clients.tell_error(update.client, update.request_id, Unavailable(f"not updated: {cause}"))
+            error = Unavailable if failed.may_recover else FailedPrecondition
+            self._clients.tell_error(update.client, update.request_id, error(f"not updated: {cause}"))
         elif all(each.complete for each in self.deployments):
             self._update = None
             for deployment in self.deployments:
@@ -682,7 +688,7 @@ class Model:
                 ModelMetadataResponse(request_id, self.name, self.config.engine, built.inputs, built.outputs),
             )
 
-    def _give_up(self, error: Unavailable) -> None:
+    def _give_up(self, error: RequestError) -> None:
         for request in self.scheduler.give_up():
             self._refuse(request, error)
         for client, request_id in self._signature.take_waiters():

@@ -14,6 +14,7 @@ from weightd.client.client import Client, ClientClosed, Pending, WrongThread
 from weightd.protocol.errors import (
     Cancelled,
     DeadlineExceeded,
+    FailedPrecondition,
     Internal,
     InvalidArgument,
     NotFound,
@@ -31,6 +32,7 @@ __all__ = [
     "Client",
     "ClientClosed",
     "DeadlineExceeded",
+    "FailedPrecondition",
     "Internal",
     "InvalidArgument",
     "NotFound",

@@ -128,7 +128,7 @@ class Client:
 
         Raises:
             RequestError: one subclass for each code of the wire, `DeadlineExceeded` among them. `Unavailable` also
-                where the connection is lost; the request may have been run then.
+                where the connection is lost; the request may have been run then, and nothing is sent again.
             ProtocolError: one side broke the protocol: versions that do not fit.
             WrongThread, ClientClosed: the client must not be used here, or no longer.
         """
@@ -211,7 +211,8 @@ class Client:
             timeout: seconds to wait. The update itself goes on after them.
 
         Raises:
-            RequestError: as `infer`; `Unavailable` tells why the old model still serves.
+            RequestError: as `infer`; `Unavailable` and `FailedPrecondition` tell why the old model still serves, and
+                whether the same update may succeed later.
         """
         seconds, deadline = self._begin(timeout)
         started = self._core.update(model, path, weights, rollback=rollback)

@@ -7,15 +7,16 @@
     │   ├── LocalProtocolError     this side was about to send them
     │   └── RemoteProtocolError    the peer sent them
     └── RequestError               a request ended in an error; one subclass for each code
-        ├── InvalidArgument        INVALID_ARGUMENT    the request can never succeed as it is
-        ├── NotFound               NOT_FOUND           no such model
-        ├── DeadlineExceeded       DEADLINE_EXCEEDED   no answer within the request's timeout
-        ├── ResourceExhausted      RESOURCE_EXHAUSTED  a bound is reached; try again later
-        ├── Unavailable            UNAVAILABLE         nobody can answer now; try again later
-        ├── PermissionDenied       PERMISSION_DENIED   the caller may not
-        ├── Unauthenticated        UNAUTHENTICATED     the caller is not known
-        ├── Cancelled              CANCELLED           the caller took it back
-        └── Internal               INTERNAL            the engine or weightd failed
+        ├── InvalidArgument        INVALID_ARGUMENT     the request can never succeed as it is
+        ├── NotFound               NOT_FOUND            no such model
+        ├── DeadlineExceeded       DEADLINE_EXCEEDED    no answer within the request's timeout
+        ├── ResourceExhausted      RESOURCE_EXHAUSTED   a bound is reached; try again later
+        ├── Unavailable            UNAVAILABLE          nobody can answer now; try again later
+        ├── FailedPrecondition     FAILED_PRECONDITION  nobody will answer until something is changed
+        ├── PermissionDenied       PERMISSION_DENIED    the caller may not
+        ├── Unauthenticated        UNAUTHENTICATED      the caller is not known
+        ├── Cancelled              CANCELLED            the caller took it back
+        └── Internal               INTERNAL             the engine or weightd failed
 
 The code names are gRPC's (https://grpc.io/docs/guides/status-codes/), so that a gateway loses nothing.
 """
@@ -94,6 +95,12 @@ class Unavailable(RequestError):
     code = "UNAVAILABLE"
 
 
+class FailedPrecondition(RequestError):
+    """Nobody can answer, and waiting does not help: something has to be changed first, the text says what."""
+
+    code = "FAILED_PRECONDITION"
+
+
 class PermissionDenied(RequestError):
     """The caller may not do this."""
 
@@ -126,6 +133,7 @@ ERRORS: Dict[str, Type[RequestError]] = {
         DeadlineExceeded,
         ResourceExhausted,
         Unavailable,
+        FailedPrecondition,
         PermissionDenied,
         Unauthenticated,
         Cancelled,

@@ -11,7 +11,7 @@ import pytest
 
 from testkit.service import Service
 from testkit.waiting import until
-from weightd.client import Client, Unavailable
+from weightd.client import Client, FailedPrecondition
 
 from ..support import Load, ask_all, assert_same
 from .support import MODEL, Cards, is_complete, kill, process, questions, roles, status
@@ -27,7 +27,7 @@ def cause_of_failure(service: Service, client: Client, cards: Cards) -> str:
 
 def refusal(client: Client, model: str, cards: Cards) -> str:
     """Return what a client is told of a model that has failed."""
-    with pytest.raises(Unavailable) as caught:
+    with pytest.raises(FailedPrecondition) as caught:
         ask_all(client, model, questions(cards.model))
     return str(caught.value)
 

@@ -7,7 +7,7 @@ import functools
 import pytest
 
 from testkit.waiting import until
-from weightd.client import Unavailable
+from weightd.client import FailedPrecondition, Unavailable
 
 from ..support import Load, ask_all
 from .support import Cards, generation, kill, process, questions, roles, serves, status
@@ -122,6 +122,6 @@ def test_a_generation_that_can_never_be_replaced_fails_with_its_cause(cards: Car
         cards.host.fault("build", "fail", "holder")
         kill(service, "holder")
         until(lambda: status(service).state == "failed", "it gives up")
-        with pytest.raises(Unavailable, match=r"mlp failed: mlp\.4\.holder: build_from_file failed!"):
+        with pytest.raises(FailedPrecondition, match=r"mlp failed: mlp\.4\.holder: build_from_file failed!"):
             ask_all(client, "mlp", questions(cards.model))
         assert service.stop() == 1

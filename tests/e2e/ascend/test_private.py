@@ -12,7 +12,7 @@ import pytest
 
 from ascendsim import models
 from testkit.waiting import until
-from weightd.client import Unavailable
+from weightd.client import FailedPrecondition
 
 from ..support import Load, ask_all
 from .support import Cards, kill, questions, roles, serves, status
@@ -54,7 +54,7 @@ def test_auto_shares_where_it_can(cards: Cards) -> None:
 
 
 def test_copies_of_their_own_are_counted(cards: Cards) -> None:
-    refusal = pytest.raises(Unavailable, match=r"mlp\.1 needs 6 MiB \(3 copies of 2 MiB weights")
+    refusal = pytest.raises(FailedPrecondition, match=r"mlp\.1 needs 6 MiB \(3 copies of 2 MiB weights")
     with cards.service(memory_mib=5, sharing="off") as service, service.client() as client, refusal:
         ask_all(client, "mlp", questions(cards.model))
 
@@ -103,7 +103,7 @@ def test_weights_that_do_not_fit_change_nothing(cards: Cards) -> None:
     options = {"variable_weights": True}
     with cards.ready(path=bundle, sharing="off", mindspore_lite=options) as (service, client):
         for file in (wrong, junk):
-            with pytest.raises(Unavailable, match="not updated"):
+            with pytest.raises(FailedPrecondition, match="not updated"):
                 client.update("mlp", weights=str(file))
         ask_all(client, "mlp", questions(bundle))
         until(lambda: serves(service, 1), "nothing else is left")
@@ -116,7 +116,7 @@ def test_one_worker_that_cannot_take_the_weights_is_enough_to_change_nothing(car
     with cards.ready(path=bundle, sharing="off", mindspore_lite=options) as (service, client):
         # The holder and the first worker of the next generation load; none of the others ever does.
         cards.host.fault("build", "fail", "private", skip=2)
-        with pytest.raises(Unavailable, match="not updated"):
+        with pytest.raises(FailedPrecondition, match="not updated"):
             client.update("mlp", weights=file)
         cards.host.clear_faults()
         ask_all(client, "mlp", questions(bundle))

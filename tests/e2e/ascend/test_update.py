@@ -95,8 +95,8 @@ def test_a_second_copy_that_has_no_room_is_refused_with_the_figures(cards: Cards
         status_, _, text = weightctl(service, "update", "mlp", new)
         assert status_ == 1
         pattern = (
-            r"UNAVAILABLE: not updated: ascend:0 has no room: mlp\.2 needs 882 MiB \(one copy of 2 MiB weights, "
-            r"4 processes of 220 MiB\), 118 MiB of 1,000 MiB are free; mlp\.1 has 882 MiB\n"
+            r"FAILED_PRECONDITION: not updated: ascend:0 has no room: mlp\.2 needs 882 MiB \(one copy of 2 MiB "
+            r"weights, 4 processes of 220 MiB\), 118 MiB of 1,000 MiB are free; mlp\.1 has 882 MiB\n"
         )
         assert re.fullmatch(pattern, text), text
         assert cards.host.count("build") == builds
