@@ -1,0 +1,170 @@
+"""Each verb is used once for real, and one that has no row here fails: message types, commands of both programs.
+
+What a verb does in each case is tested elsewhere. This is for a new one: a row is all that it takes.
+"""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import zmq
+
+from testkit import models
+from testkit.service import Service
+from weightd.client.ctl.__main__ import parser as ctl_parser
+from weightd.daemon.__main__ import parser
+from weightd.protocol import limits
+from weightd.protocol.manual.commands import read
+from weightd.protocol.messages import (
+    FROM_CLIENT,
+    TO_CLIENT,
+    Cancel,
+    ClientMessage,
+    DaemonMessage,
+    Error,
+    Infer,
+    InferResponse,
+    ModelMetadata,
+    ModelMetadataResponse,
+    ModelReady,
+    ReadyResponse,
+    Reload,
+    ReloadResponse,
+    ServerMetadata,
+    ServerMetadataResponse,
+    ServerReady,
+    Status,
+    StatusResponse,
+    TensorSpec,
+    Update,
+    UpdateResponse,
+)
+from weightd.protocol.wire import decode, encode
+from weightd.protocol.worker_messages import FROM_CHILD, TO_CHILD
+
+from .support import LIMIT_S
+
+pytestmark = pytest.mark.e2e
+
+# Here a real session is told each order.
+SESSION = Path(__file__).parents[1] / "worker" / "test_session.py"
+
+MODEL = "tiny"
+X = TensorSpec("x", "FP32", (1, 64))
+ROW = bytes(X.nbytes)
+
+# What is sent, what comes back, and what the answer says.
+MESSAGES: Sequence[tuple[Sequence[ClientMessage], type[DaemonMessage], str]] = (
+    ([Infer("1", MODEL, (X,))], InferResponse, "FP32"),
+    # The model never serves: its request waits until it is taken back.
+    ([Infer("1", "asleep", (X,)), Cancel("1")], Error, "CANCELLED"),
+    ([ServerReady("1")], ReadyResponse, "asleep"),
+    ([ModelReady("1", MODEL)], ReadyResponse, "ready=True"),
+    ([ServerMetadata("1")], ServerMetadataResponse, MODEL),
+    ([ModelMetadata("1", MODEL)], ModelMetadataResponse, "FP32"),
+    ([Status("1")], StatusResponse, MODEL),
+    ([Update("1", MODEL, "{other}")], UpdateResponse, "(2,)"),
+    ([Reload("1")], ReloadResponse, "changed=()"),
+)
+
+
+class Use(NamedTuple):
+    """A command: its arguments behind the verb, its exit status, and words of what it prints; {names} are filled in."""
+
+    arguments: str
+    status: int
+    words: str
+
+
+WEIGHTD = {
+    "serve": Use("{none}", 78, "No such file"),
+    "run": Use("model.bin", 78, "expected a file that ends in"),
+    "check": Use("{config}", 0, "good; clients connect to"),
+    "doctor": Use("--device ascend:99", 69, "not testable"),
+}
+WEIGHTCTL = {
+    "status": Use("", 75, "tiny: SERVING"),
+    "health": Use("tiny", 0, "ready"),
+    "predict": Use("tiny --input x={row}", 0, "y: FP32 [1, 64]"),
+    "update": Use("tiny {other}", 0, "tiny"),
+    "update-weights": Use("tiny {weights}", 1, "cannot update weights on the CPU"),
+    "reload": Use("", 0, "no model changes"),
+    "install-units": Use("--dry-run --prefix {prefix}", 0, "weightd.service"),
+}
+
+
+@pytest.fixture(scope="module")
+def names(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    directory = tmp_path_factory.mktemp("vocabulary")
+    asleep = directory / "python"
+    asleep.write_text("#!/bin/sh\nexec sleep 1000\n")
+    asleep.chmod(0o700)
+    np.save(directory / "row.npy", np.zeros((1, 64), np.float32))
+    np.savez(directory / "weights.npz", w=np.zeros((64, 64), np.float32))
+    files = {"asleep": asleep, "row": directory / "row.npy", "weights": directory / "weights.npz"}
+    files.update(prefix=directory / "prefix", none=directory / "none.toml", config=directory / "weightd.toml")
+    files.update(tiny=models.tiny(directory / "tiny.onnx"), other=models.tiny(directory / "other.onnx", seed=1))
+    files["config"].write_text(f'[models.tiny]\npath = "{files["tiny"]}"\n')
+    return files
+
+
+@pytest.fixture(scope="module")
+def service(names: dict[str, Path]) -> Iterator[Service]:
+    tables = {MODEL: {"path": names["tiny"]}, "asleep": {"path": names["tiny"], "python": names["asleep"]}}
+    with Service(tables) as service:
+        yield service
+
+
+def filled(message: ClientMessage, names: dict[str, Path]) -> ClientMessage:
+    return Update(message.id, message.model_name, str(names["other"])) if isinstance(message, Update) else message
+
+
+def test_every_message_of_a_client_and_every_answer(service: Service, names: dict[str, Path]) -> None:
+    assert {type(each) for sent, *_ in MESSAGES for each in sent} == set(FROM_CLIENT.values())
+    assert {answer for _, answer, _ in MESSAGES} == set(TO_CLIENT.values())
+    with zmq.Context() as context, context.socket(zmq.DEALER) as peer:
+        peer.setsockopt(zmq.LINGER, 0)
+        peer.setsockopt(zmq.RCVTIMEO, int(LIMIT_S * 1000))
+        peer.connect(service.address)
+        for sent, kind, words in MESSAGES:
+            for message in sent:
+                tensors = [ROW] if isinstance(message, Infer) else []
+                peer.send_multipart([encode(filled(message, names)), *tensors])
+            answer = decode(peer.recv_multipart(), TO_CLIENT, max_bytes=limits.MAX_STATUS_BYTES)
+            assert isinstance(answer, kind), answer
+            assert words in repr(answer)
+
+
+PROGRAMS = {"weightd": (parser(), WEIGHTD), "weightctl": (ctl_parser(), WEIGHTCTL)}
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_each_command_has_a_row(program: str) -> None:
+    arguments, uses = PROGRAMS[program]
+    assert {command.name for command in read(arguments).commands} == set(uses)
+
+
+@pytest.mark.parametrize(
+    ("program", "verb"), [(program, verb) for program in PROGRAMS for verb in PROGRAMS[program][1]]
+)
+def test_every_command(program: str, verb: str, service: Service, names: dict[str, Path]) -> None:
+    use = PROGRAMS[program][1][verb]
+    module = {"weightd": ["weightd.daemon"], "weightctl": ["weightd.client.ctl", "--socket", service.address]}[program]
+    command = [sys.executable, "-m", *module, verb, *use.arguments.format_map(names).split()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    assert done.returncode == use.status, done.stdout + done.stderr
+    assert use.words in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("table", [TO_CHILD, FROM_CHILD], ids=["orders", "words of a child"])
+def test_every_message_of_a_child_is_in_the_tests_of_its_session(table: dict[str, type[object]]) -> None:
+    calls = [node for node in ast.walk(ast.parse(SESSION.read_text("utf-8"))) if isinstance(node, ast.Call)]
+    made_or_expected = {each.id for call in calls for each in (call.func, *call.args) if isinstance(each, ast.Name)}
+    assert {message.__name__ for message in table.values()} - made_or_expected == set()
