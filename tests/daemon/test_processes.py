@@ -49,7 +49,7 @@ def ended(process: Process, seconds: float = 30.0) -> bool:
 
 
 def finished(argv: list[str], log: Path, **environment: str) -> tuple[int, str]:
-    process = start(argv, log, environment)
+    process = start(argv, log, {**os.environ, **(environment or {})})
     assert ended(process)
     return reap(process), last_words(process)
 

@@ -34,16 +34,19 @@ def failures(models: Mapping[str, ModelConfig]) -> Iterator[str]:
     for count, (name, model, device) in enumerate(tries, 1):
         _log.info("%s on %s: loading, %d of %d", name, device, count, len(tries))
         begin = time.monotonic()
-        failure, found = _load(model, device)
+        failure, found = _load(model, device, is_shared=model.sharing != "off")
+        if failure and model.sharing == "auto" and device != "cpu":
+            unshared = failure
+            failure, found = _load(model, device, is_shared=False)
+            found = f"weights are not shared: {unshared}"
         if failure:
             yield f"models.{name}: does not load on {device}: {failure}"
         else:
             _log.info("%s on %s: loaded in %.1f s; %s", name, device, time.monotonic() - begin, found)
 
 
-def _load(model: ModelConfig, device: str) -> tuple[str, str]:
+def _load(model: ModelConfig, device: str, *, is_shared: bool) -> tuple[str, str]:
     """Return why it failed, "" if it has not, and what was found."""
-    is_shared = model.sharing != "off"
     prefix = f"weightd-check-{os.getpid()}-"
     with tempfile.TemporaryDirectory(prefix=prefix, dir=_STORES) as store:
         program = Program(
@@ -63,12 +66,14 @@ def _load(model: ModelConfig, device: str) -> tuple[str, str]:
                 return str(error), ""
         if children.survivors:
             return f"{', '.join(map(str, children.survivors))} did not end after SIGKILL", ""
-    return _judged(built, attached, must_share=model.sharing == "on" and device != "cpu")
+    return _judged(built, attached, must_share=is_shared and device != "cpu")
 
 
 def _judged(built: Built, attached: Attached | None, *, must_share: bool) -> tuple[str, str]:
     if must_share and not built.handle:
         return f'the library shares no weights: {built.note or "it gave no handle"}; sharing = "auto" allows that', ""
+    if must_share and not built.canary:
+        return f"{built.note or 'no canary'}; set sharing to off, or use another model", ""
     if attached is not None and attached.canary != built.canary:
         return "a worker does not give the holder's answer", ""
     shared = f"{built.shared_bytes / MIB:,.0f} MiB shared" if built.shared_bytes else "nothing shared"

@@ -43,6 +43,11 @@ class Process:
 def start(argv: Sequence[str], log: Path, environment: Mapping[str, str] | None = None) -> Process:
     """Start a child in a session of its own, so that a terminal's Ctrl-C reaches the daemon alone.
 
+    Args:
+        argv: the command.
+        log: where its output goes.
+        environment: all of it; None for that of this process.
+
     Raises:
         OSError: it cannot be started.
     """
@@ -52,7 +57,7 @@ def start(argv: Sequence[str], log: Path, environment: Mapping[str, str] | None 
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
-            env={**os.environ, **environment} if environment else None,
+            env=environment,
             start_new_session=True,
         )
     try:

@@ -21,7 +21,7 @@ STEPS: dict[str, dict[str, Any]] = {
     "devices": {"count": 2},
     "memory": {"free_bytes": 30 * GIB, "total_bytes": 32 * GIB},
 }
-HOST = Host(nodes=("davinci0", "davinci1"), driver="24.1.0 (file)", cann="8.0.0 (file)", cards=(Card(0, 0, 0),))
+HOST = Host(nodes=("davinci0", "davinci1"), driver="24.1.0 (file)", cann="8.2.RC1 (file)", cards=(Card(0, 0, 0),))
 VERDICT = {"pass": Verdict.PASS, "fail": Verdict.FAIL, "not testable": Verdict.NOT_TESTABLE}
 
 
@@ -42,12 +42,13 @@ def test_all_is_well() -> None:
     check(checks.interpreter("p", report()), "pass", "Python 3.9.2")
     check(checks.library(report()), "pass", "2.7.0")
     check(checks.driver(HOST), "pass", "/dev/davinci0, /dev/davinci1", "24.1.0", "npu-smi lists 1")
-    check(checks.cann(HOST), "pass", "8.0.0")
+    check(checks.cann(HOST, report()), "pass", "8.2.RC1", "as the vendor lists it for 2.7.0")
+    check(checks.chip(report(), shares=None), "pass", "Ascend910B3")
     check(checks.libascendcl(report()), "pass", "Ascend910B3")
     check(checks.current_pid(report()), "pass", "12, the pid of the process")
     check(checks.devices(report(), 1), "pass", "2 seen", "ascend:1")
     check(checks.memory(report(), 0), "pass", "30,720 MiB free of 32,768 MiB")
-    check(checks.processes(Card(0, 0, 0), 62, 0), "pass", "62 of 63", "NPU 0, chip 0")
+    check(checks.processes(HOST, Card(0, 0, 0), 62, 0), "pass", "62 of 63", "NPU 0, chip 0")
     check(checks.virtual(HOST, report(), imports=False), "pass", "Ascend910B3")
 
 
@@ -92,11 +93,40 @@ def test_no_library() -> None:
 
 def test_a_driver_that_is_only_half_there() -> None:
     check(checks.driver(Host(nodes=("davinci0",))), "not testable", "version unknown", "version.info")
-    check(checks.driver(Host(driver="24.1")), "not testable", "no /dev/davinci*", "pass /dev/davinciN")
+    check(checks.driver(Host(driver="24.1")), "not testable", "no /dev/davinci*", "--device /dev/davinciN")
 
 
-def test_no_cann() -> None:
-    check(checks.cann(Host()), "not testable", "ascend_toolkit_install.info")
+@pytest.mark.parametrize(
+    ("host", "library", "verdict", "texts"),
+    [
+        (Host(), "2.7.0", "not testable", ["ascend_toolkit_install.info", "ASCEND_HOME_PATH is not set"]),
+        (Host(home="/gone", cann="8.2.RC1"), "2.7.0", "fail", ["/gone, which is not there", "set_env.sh"]),
+        (Host(home="/there", is_home_there=True, cann="8.2.RC1.B1 (f)"), "2.7.0", "pass", ["ASCEND_HOME_PATH /there"]),
+        (Host(cann="8.0.0 (f)"), "2.7.1", "not testable", ["the vendor lists 8.3.RC1 for 2.7.1"]),
+        (Host(cann="9.0.0 (f)"), "3.0.0", "pass", ["not in our list"]),
+        (Host(cann="9.0.0 (f)"), "", "pass", ["not in our list"]),
+    ],
+)
+def test_cann(host: Host, library: str, verdict: str, texts: list[str]) -> None:
+    check(checks.cann(host, report(library={"version": library})), verdict, *texts)
+
+
+@pytest.mark.parametrize(
+    ("soc", "before", "refused"),
+    [
+        ("Ascend910B3", "pass", "pass"),
+        ("Ascend910_9392", "pass", "pass"),
+        ("Ascend310P3", "not testable", "fail"),
+        ("Ascend910A", "not testable", "fail"),
+        ("Ascend910ProB", "not testable", "fail"),
+        ("Ascend950PR", "not testable", "not testable"),
+        ("", "not testable", "not testable"),
+    ],
+)
+def test_kinds_of_cards(soc: str, before: str, refused: str) -> None:
+    seen = report(soc={"name": soc})
+    for shares, verdict in ((None, before), (True, "pass"), (False, refused)):
+        check(checks.chip(seen, shares=shares), verdict, soc)
 
 
 def test_no_libascendcl() -> None:
@@ -114,22 +144,29 @@ def test_the_pid() -> None:
 
 def test_a_device_that_is_not_there() -> None:
     check(checks.devices(report(), 2), "fail", "2 seen", "ascend:0 to ascend:1", "ASCEND_RT_VISIBLE_DEVICES")
-    check(checks.devices(report(devices={"count": 0}), 0), "fail", "0 seen", "pass the card")
+    check(checks.devices(report(devices={"count": 0}), 0), "fail", "0 seen", "pass the card", "docker run")
     check(checks.devices(report(devices={"error": "507899"}), 0), "fail", "507899")
 
 
 def test_a_device_that_cannot_be_opened() -> None:
     check(checks.memory(report(memory={"error": "aclrtSetDevice returned 507899"}), 3), "fail", "ascend:3", "63")
     check(checks.memory(report(memory={"free_bytes": 0, "total_bytes": 0}), 0), "fail", "0 MiB")
+    check(checks.memory(report(memory={"free_bytes": 0, "total_bytes": GIB}), 0), "fail", "0 MiB free of 1,024 MiB")
 
 
 @pytest.mark.parametrize(("count", "verdict"), [(0, "pass"), (62, "pass"), (63, "fail"), (70, "fail")])
 def test_the_processes_of_a_device(count: int, verdict: str) -> None:
-    check(checks.processes(Card(0, 0, 0), count, 0), verdict, f"{count} of 63")
+    check(checks.processes(HOST, Card(0, 0, 0), count, 0), verdict, f"{count} of 63")
+
+
+@pytest.mark.parametrize(("count", "verdict"), [(31, "pass"), (32, "fail")])
+def test_the_processes_of_a_device_in_a_virtual_machine(count: int, verdict: str) -> None:
+    finding = checks.processes(Host(virtual_machine=True), None, count, 2)
+    check(finding, verdict, f"{count} of 32", 'set processes = 32 in [devices."ascend:2"]')
 
 
 def test_processes_that_cannot_be_counted() -> None:
-    finding = checks.processes(Card(0, 0, 0), OSError("npu-smi is not on PATH"), 0)
+    finding = checks.processes(HOST, Card(0, 0, 0), OSError("npu-smi is not on PATH"), 0)
     check(finding, "not testable", "63", "npu-smi is not on PATH", "npu-smi info -t proc-mem")
 
 
@@ -163,12 +200,7 @@ def test_whether_there_is_anything_of_ascend() -> None:
 
 
 def test_off_ascend_every_check_has_a_line() -> None:
-    well = report()
-    names = [each.name for each in (checks.library(well), checks.driver(HOST), checks.cann(HOST))]
-    names += [each.name for each in (checks.libascendcl(well), checks.current_pid(well), checks.devices(well, 0))]
-    names += [each.name for each in (checks.memory(well, 0), checks.processes(Card(0, 0, 0), 0, 0))]
-    names += [checks.virtual(HOST, well, imports=False).name]
     first, *others = checks.nowhere()
     assert (first.name, "no Ascend driver or library is here" in first.found) == ("ascend", True)
-    assert [each.name for each in others] == names
+    assert [each.name for each in others] == list(checks.NAMES)
     assert {each.verdict for each in (first, *others)} == {Verdict.NOT_TESTABLE}

@@ -65,6 +65,23 @@ def test_where_cann_is(tmp_path: Path, file: str, text: str, version: str) -> No
     assert look(tmp_path, no_npu_smi).cann == f"{version} ({path})"
 
 
+def test_the_environment_tells_first_where_cann_is(tmp_path: Path) -> None:
+    write(tmp_path / "usr/local/Ascend/latest/version.cfg", "version=8.0.0\n")
+    name = f"opt/cann/{platform.machine()}-linux/ascend_toolkit_install.info"
+    write(tmp_path / name, "version=8.3.RC1\n")
+    seen = look(tmp_path, no_npu_smi, "/opt/cann")
+    assert (seen.cann, seen.home, seen.is_home_there) == (f"8.3.RC1 ({tmp_path}/{name})", "/opt/cann", True)
+    seen = look(tmp_path, no_npu_smi, "/opt/gone")
+    assert (seen.home, seen.is_home_there) == ("/opt/gone", False)
+
+
+def test_the_installer_tells_where_the_driver_is_and_whose(tmp_path: Path) -> None:
+    write(tmp_path / "etc/ascend_install.info", "UserName=npu\nUserGroup=npus\nDriver_Install_Path_Param=/opt/driver\n")
+    write(tmp_path / "opt/driver/driver/version.info", "Version=25.2.0\n")
+    seen = look(tmp_path, no_npu_smi)
+    assert (seen.driver, seen.group) == (f"25.2.0 ({tmp_path}/opt/driver/driver/version.info)", "npus")
+
+
 def test_a_version_file_without_a_version(tmp_path: Path) -> None:
     write(tmp_path / "usr/local/Ascend/driver/version.info", "inversion of control\n")
     assert look(tmp_path, no_npu_smi).driver == ""

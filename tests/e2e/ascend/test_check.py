@@ -43,6 +43,8 @@ def left(pid: int) -> list[Path]:
         ({}, "on", 0, "mlp on ascend:0: loaded in "),
         ({}, "off", 0, "nothing shared; sharing is off"),
         ({"vnpu": True}, "on", 1, "models.mlp: does not load on ascend:0: worker: build with the handle: "),
+        ({"exports": False}, "on", 1, "models.mlp: does not load on ascend:0: holder: build with a list of pids: "),
+        ({"exports": False}, "auto", 0, " s; weights are not shared: holder: build with a list of pids: "),
     ],
 )
 def test_a_model_is_loaded_on_its_card(
@@ -56,6 +58,14 @@ def test_a_model_is_loaded_on_its_card(
     assert cards.host.ledger().used == 0
     assert children_of(cards.directory) == set()
     assert left(process.pid) == []
+
+
+def test_a_model_without_a_canary_is_not_served_on_a_card(cards: Cards, place: Place) -> None:
+    cards.host.fault("predict", "garbage", "holder", times=1)
+    with check(cards, place.config({"mlp": on_card(cards.model)})) as process:
+        log = process.communicate(timeout=LIMIT_S)[1]
+    assert process.returncode == 1, log
+    assert "no canary: the model gives different answers to the same input; set sharing to off" in log
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

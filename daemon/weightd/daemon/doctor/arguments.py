@@ -15,6 +15,7 @@ found, and what to do. With --model it shares the weights of that model among re
 built them, and starts one that must be refused: not on a device that is in use. It takes one copy of the weights
 there, for a small model a second one to compare, and up to four processes at a time.
 
+Where systemd has a unit for weightd, its environment counts and not that of this shell; the line `service` says so.
 Each check runs in child processes with a time limit; none is left behind.
 
 Exit status: 0 no check has failed (some may not be testable), 1 a check has failed, 2 the command line is wrong,
@@ -45,6 +46,13 @@ def describe(parser: argparse.ArgumentParser) -> None:
         default=_LIMIT_S,
         metavar="SECONDS",
         help="time for one step of the self-test, such as a build (default: %(default)g)",
+    )
+    parser.add_argument(
+        "--unit",
+        default="weightd.service",
+        metavar="NAME",
+        help='the service whose environment, user and devices count, if systemd has it; "" for those of this shell '
+        "(default: %(default)s)",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=_run)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 
+from weightd.daemon.doctor.access_checks import CONTAINER, NODES, SERVICE
 from weightd.daemon.doctor.finding import INTERPRETER, Finding, failed, passed, untestable
 from weightd.daemon.doctor.host import FIRST_VIRTUAL, Card, Host
 from weightd.daemon.doctor.interpreter import Report
@@ -14,6 +16,15 @@ OLDEST_LIBRARY = (2, 7)
 
 # Processes of one device that the vendor's documents allow on A2; 64 on other physical machines, 32 in virtual ones.
 MAX_PROCESSES = 63
+MAX_PROCESSES_OF_A_GUEST = 32
+
+# The vendor's list of what is tested together, by MindSpore and CANN; MindSpore Lite is released with MindSpore.
+_CANN_OF: Mapping[tuple[int, ...], str] = {(2, 7, 0): "8.2.RC1", (2, 7, 1): "8.3.RC1", (2, 7, 2): "8.5.0"}
+
+# What the vendor's documents say of the calls that share, by the beginning of the chip's name.
+_LISTED = ("Ascend910B", "Ascend910_93")
+_CONTRADICTORY: Mapping[str, str] = {"Ascend310": "inference cards", "Ascend910": "the first training cards"}
+_READ_ONLY = ("Ascend950", "Ascend910_95")
 
 MIB = 1024 * 1024
 
@@ -22,6 +33,12 @@ _MOUNT = "in a container, mount it from the host"
 _NOWHERE = "no Ascend driver or library is here: no /dev/davinci*, no driver below /usr/local/Ascend, no libascendcl"
 _ELSEWHERE = "run weightd doctor where the cards are; here weightd serves on the CPU"
 NO_ASCEND = "no Ascend here"
+
+NAMES = (
+    *(SERVICE, NODES, "mindspore_lite", "driver", "cann", "libascendcl", "chip"),
+    *("current_pid", "devices", "device memory", "processes", "virtual instance"),
+)
+"""Every check of a host but the interpreter's, in the order in which they are told."""
 
 
 def has_ascend(host: Host, report: Report) -> bool:
@@ -74,16 +91,51 @@ def driver(host: Host) -> Finding:
     if host.devices:
         advice = f"read /usr/local/Ascend/driver/version.info ({_MOUNT}), or run npu-smi info"
         return untestable(name, found, advice)
-    advice = f"if the next lines see no device: load the driver; {_MOUNT.replace('mount it', 'pass /dev/davinciN')}"
-    return untestable(name, found, advice)
+    return untestable(name, found, f"if the next lines see no device: load the driver; {CONTAINER}")
 
 
-def cann(host: Host) -> Finding:
-    """CANN's version; whether it fits the driver and the wheel only their release notes know."""
-    if host.cann:
-        return passed("cann", f"version {host.cann}")
-    advice = "look for ascend_toolkit_install.info where CANN is installed; the self-test shows whether it works"
-    return untestable("cann", "no version file below /usr/local/Ascend", advice)
+def cann(host: Host, report: Report) -> Finding:
+    """CANN's version, and whether the vendor lists it with that of the library."""
+    name = "cann"
+    if host.home and not host.is_home_there:
+        return failed(name, f"ASCEND_HOME_PATH is {host.home}, which is not there", _SOURCE_CANN)
+    home = f"ASCEND_HOME_PATH {host.home}" if host.home else "ASCEND_HOME_PATH is not set"
+    if not host.cann:
+        advice = "look for ascend_toolkit_install.info where CANN is installed; the self-test shows whether it works"
+        return untestable(name, f"no version file below /usr/local/Ascend; {home}", advice)
+    library = str(report.value("library", "version") or "")
+    listed = _CANN_OF.get(_numbers(library)[:3], "")
+    found = f"version {host.cann}; {home}"
+    if not listed or host.cann.upper().startswith(listed):
+        return passed(name, f"{found}; " + (f"as the vendor lists it for {library}" if listed else "not in our list"))
+    advice = f"the self-test shows whether they work together; listed is CANN {listed}, with the driver of its notes"
+    return untestable(name, f"{found}; the vendor lists {listed} for {library}", advice)
+
+
+def chip(report: Report, *, shares: bool | None) -> Finding:
+    """What the vendor says of this kind of card; the self-test has the last word.
+
+    Args:
+        report: has the chip's name.
+        shares: whether the self-test could share; None if it has not come to that.
+    """
+    name = "chip"
+    soc = str(report.value("soc", "name") or "")
+    kind = soc or "a chip without a name"
+    test = "weightd doctor --model FILE.mindir tries it"
+    if shares:
+        return passed(name, f"{kind}: the self-test could share")
+    if soc.startswith(_LISTED):
+        return passed(name, f"{kind}: the vendor's documents list it for shared memory")
+    doubt = next((cards for begin, cards in _CONTRADICTORY.items() if soc.startswith(begin)), "")
+    if soc.startswith(_READ_ONLY):
+        return untestable(name, f"{kind}: listed, and known here from the driver's source only", test)
+    if not doubt:
+        return untestable(name, f"{kind}: nothing is known here of its kind", test)
+    found = f"{kind}: the vendor's documents contradict each other on whether {doubt} can share memory"
+    if shares is None:
+        return untestable(name, found, f'{test}; if it cannot, sharing = "auto" or "off"')
+    return failed(name, f"{found}; here the self-test could not", 'set sharing = "auto" or "off" for models on it')
 
 
 def libascendcl(report: Report) -> Finding:
@@ -122,7 +174,7 @@ def devices(report: Report, device: int) -> Finding:
     found = f"{count} seen; ascend:{device} is asked for"
     if device >= count:
         advice = f"name one of ascend:0 to ascend:{count - 1}; ASCEND_RT_VISIBLE_DEVICES hides and renumbers devices"
-        return failed(name, found, advice if count else "pass the card to this container or virtual machine")
+        return failed(name, found, advice if count else f"pass the card to this virtual machine; {CONTAINER}")
     return passed(name, found)
 
 
@@ -137,27 +189,38 @@ def memory(report: Report, device: int) -> Finding:
     found = f"ascend:{device}: {mib(free)} free of {mib(total)}, by all processes of all users"
     if total == 0:
         return failed(name, found, "the device reports no memory: npu-smi info shows its health")
+    if free < MIB:
+        return failed(name, found, "end what uses it: npu-smi info -t proc-mem -i NPU_ID on the host lists processes")
     return passed(name, found)
 
 
-def processes(card: Card | None, counted: int | OSError, device: int) -> Finding:
+def max_processes(host: Host) -> int:
+    """Return how many processes a device of this host takes."""
+    return MAX_PROCESSES_OF_A_GUEST if host.virtual_machine else MAX_PROCESSES
+
+
+def processes(host: Host, card: Card | None, counted: int | OSError, device: int) -> Finding:
     """There is room for more processes on the device.
 
     Args:
+        host: a virtual machine has fewer places.
         card: where npu-smi sees it.
         counted: the processes on the device, or why npu-smi cannot tell.
         device: which one.
     """
     name = "processes"
+    limit = max_processes(host)
+    guest = f' in a virtual machine: set processes = {limit} in [devices."ascend:{device}"]'
+    told = guest if host.virtual_machine else ""
     if isinstance(counted, OSError):
         return untestable(
             name,
-            f"at most {MAX_PROCESSES} on a device; how many run now is unknown: {counted}",
+            f"at most {limit} on a device{told}; how many run now is unknown: {counted}",
             "on the host: npu-smi info -t proc-mem -i NPU_ID (a container may not see the others)",
         )
     where = f" (NPU {card.npu}, chip {card.chip})" if card else ""
-    found = f"{counted} of {MAX_PROCESSES} on ascend:{device}{where}"
-    if counted >= MAX_PROCESSES:
+    found = f"{counted} of {limit} on ascend:{device}{where}{told}"
+    if counted >= limit:
         return failed(name, found, "end some: a further process fails when it opens the device")
     return passed(name, found)
 
@@ -197,11 +260,7 @@ def _doubt(host: Host) -> str:
 
 def nowhere() -> list[Finding]:
     """What is to be said of every check where there is nothing of Ascend."""
-    names = ("mindspore_lite", "driver", "cann", "libascendcl", "current_pid", "devices", "device memory")
-    return [
-        untestable("ascend", _NOWHERE, _ELSEWHERE),
-        *(untestable(name, NO_ASCEND) for name in (*names, "processes", "virtual instance")),
-    ]
+    return [untestable("ascend", _NOWHERE, _ELSEWHERE), *(untestable(name, NO_ASCEND) for name in NAMES)]
 
 
 def mib(size: int) -> str:

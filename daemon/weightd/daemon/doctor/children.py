@@ -11,7 +11,7 @@ import shutil
 import tempfile
 import time
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, TypeVar
@@ -82,6 +82,7 @@ class Program(NamedTuple):
         sharing: whether weights are shared.
         options: of the engine, as JSON.
         store: a directory for the page store, which only the CPU has. Default: beside the socket.
+        environment: all of it. Default: that of this process.
     """
 
     python: str
@@ -92,6 +93,7 @@ class Program(NamedTuple):
     sharing: bool = True
     options: str = "{}"
     store: Path | None = None
+    environment: Mapping[str, str] | None = None
 
 
 class Children:
@@ -147,7 +149,7 @@ class Children:
         argv += ["--device", program.device, "--options", program.options]
         argv += ["--sharing", "on" if program.sharing else "off"]
         try:
-            self._processes[name] = processes.start(argv, self._directory / f"{name}.log")
+            self._processes[name] = processes.start(argv, self._directory / f"{name}.log", program.environment)
         except OSError as error:
             raise Died(f"{name}: cannot start {program.python}: {error.strerror}") from None
 

@@ -6,15 +6,16 @@ import argparse
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from weightd.daemon.doctor import checks, interpreter, render, trial_checks
+from weightd.daemon.doctor import access_checks, checks, interpreter, nodes, render, trial_checks
 from weightd.daemon.doctor.children import Children, Program
 from weightd.daemon.doctor.finding import Finding, Verdict, exit_status
 from weightd.daemon.doctor.host import Card, Host, logic_id, look, processes_on
 from weightd.daemon.doctor.interpreter import Report
 from weightd.daemon.doctor.trial import run as share
+from weightd.daemon.doctor.unit import Identity, Unit, ask, identity_of, own_identity
 from weightd.protocol.modelfile import ModelFileError, model_files
 
 # Of the interpreter's report: imports from a cold disk, and a driver that takes its time to begin.
@@ -35,9 +36,11 @@ def _terminated(number: int, _: object) -> None:
 
 
 def _findings(options: argparse.Namespace) -> Iterator[Finding]:
-    host = look()
+    unit = _unit(options.unit)
+    environment = os.environ if isinstance(unit, OSError) else unit.environment
+    host = look(home=environment.get("ASCEND_HOME_PATH", ""))
     try:
-        report = interpreter.ask(options.python, options.device, min(options.limit, _REPORT_LIMIT_S))
+        report = interpreter.ask(options.python, options.device, min(options.limit, _REPORT_LIMIT_S), environment)
     except OSError as error:
         report = Report(end=f"cannot be run: {error.strerror}")
     yield checks.interpreter(options.python, report)
@@ -46,17 +49,21 @@ def _findings(options: argparse.Namespace) -> Iterator[Finding]:
         if options.model:
             yield from trial_checks.not_tried(checks.NO_ASCEND)
         return
-    trial = _sharing(options, report)
+    trial = _sharing(options, report, environment)
     imports = any(each.name == trial_checks.ATTACH and each.verdict is Verdict.PASS for each in trial)
+    seen = nodes.look()
+    yield access_checks.service(unit)
+    yield access_checks.device_nodes(seen, _identity(unit), host.group)
     yield checks.library(report)
     yield checks.driver(host)
-    yield checks.cann(host)
+    yield checks.cann(host, report)
     yield checks.libascendcl(report)
+    yield checks.chip(report, shares=_shares(trial))
     yield checks.current_pid(report)
     yield checks.devices(report, options.device)
     yield checks.memory(report, options.device)
-    card = host.card(logic_id(options.device, os.environ.get("ASCEND_RT_VISIBLE_DEVICES", "")))
-    yield checks.processes(card, _count(host, card, options.device), options.device)
+    card = host.card(logic_id(options.device, environment.get("ASCEND_RT_VISIBLE_DEVICES", "")))
+    yield checks.processes(host, card, _count(host, card, options.device), options.device)
     yield checks.virtual(host, report, imports=imports)
     yield from trial
 
@@ -70,14 +77,34 @@ def _count(host: Host, card: Card | None, device: int) -> int | OSError:
         return error
 
 
-def _sharing(options: argparse.Namespace, report: Report) -> list[Finding]:
+def _unit(name: str) -> Unit | OSError:
+    try:
+        return ask(name)
+    except OSError as error:
+        return error
+
+
+def _identity(unit: Unit | OSError) -> Identity | OSError:
+    try:
+        return own_identity() if isinstance(unit, OSError) else identity_of(unit)
+    except OSError as error:
+        return error
+
+
+def _shares(trial: list[Finding]) -> bool | None:
+    """Whether a handle could be had, as far as that was tried."""
+    verdicts = {each.name: each.verdict for each in trial}
+    return {Verdict.PASS: True, Verdict.FAIL: False}.get(verdicts.get(trial_checks.BUILD, Verdict.NOT_TESTABLE))
+
+
+def _sharing(options: argparse.Namespace, report: Report, environment: Mapping[str, str]) -> list[Finding]:
     if not options.model:
         return trial_checks.not_asked_for()
     # Whatever else is wrong, the worker's own words for it are worth more than a guess.
     cause = "the library cannot be imported" if report.error("library") else _model_problem(options.model)
     if cause:
         return trial_checks.not_tried(cause)
-    program = Program(options.python, options.model.absolute(), f"ascend:{options.device}")
+    program = Program(options.python, options.model.absolute(), f"ascend:{options.device}", environment=environment)
     with Children(program, options.limit) as children:
         trial = share(children)
     return trial_checks.judge(trial, report.value("memory", "free_bytes")) + trial_checks.survivors(children.survivors)

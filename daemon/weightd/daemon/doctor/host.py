@@ -15,7 +15,9 @@ from pathlib import Path
 
 _NPU_SMI_LIMIT_S = 20.0
 
-_DRIVER = "usr/local/Ascend/driver/version.info"
+# What the driver's installer leaves, and where it puts the driver unless told otherwise.
+_INSTALLED = "etc/ascend_install.info"
+_INSTALLED_IN = "/usr/local/Ascend"
 # By CANN's age, the newest first; {machine} as in `uname -m`.
 _CANN = (
     "usr/local/Ascend/cann/{machine}-linux/ascend_toolkit_install.info",
@@ -52,6 +54,9 @@ class Host:
         npu_smi: "" if it could be asked, else why not.
         cards: what npu-smi lists.
         virtual_machine: the CPU says that a hypervisor runs it.
+        home: ASCEND_HOME_PATH of the environment that counts.
+        is_home_there: whether that directory is there.
+        group: that the driver was installed for.
     """
 
     nodes: tuple[str, ...] = ()
@@ -60,6 +65,9 @@ class Host:
     npu_smi: str = ""
     cards: tuple[Card, ...] = ()
     virtual_machine: bool = False
+    home: str = ""
+    is_home_there: bool = False
+    group: str = ""
 
     @property
     def has_ascend(self) -> bool:
@@ -93,9 +101,14 @@ Run = Callable[[list[str]], str]
 """Runs a command and returns what it prints; raises OSError with the reason if that cannot be had."""
 
 
-def look(root: Path = Path("/"), run: Run | None = None) -> Host:
-    """Look at the host below `root`; `run` asks npu-smi."""
-    cann = (root / each.format(machine=platform.machine()) for each in _CANN)
+def look(root: Path = Path("/"), run: Run | None = None, home: str = "") -> Host:
+    """Look at the host below `root`; `run` asks npu-smi, `home` is ASCEND_HOME_PATH of the environment that counts."""
+    installed = _installed(root / _INSTALLED)
+    in_home = root / home.lstrip("/")
+    names = [f"{platform.machine()}-linux/ascend_toolkit_install.info", "ascend_toolkit_install.info"]
+    cann = [in_home / name for name in names] if home else []
+    cann += [root / each.format(machine=platform.machine()) for each in _CANN]
+    driver = Path(installed.get("driver_install_path_param", _INSTALLED_IN), "driver/version.info")
     npu_smi = ""
     cards: tuple[Card, ...] = ()
     try:
@@ -104,12 +117,25 @@ def look(root: Path = Path("/"), run: Run | None = None) -> Host:
         npu_smi = str(error)
     return Host(
         nodes=tuple(sorted(_names(root / "dev"))),
-        driver=_version([root / _DRIVER]),
+        driver=_version([root / str(driver).lstrip("/")]),
         cann=_version(cann),
         npu_smi=npu_smi,
         cards=cards,
         virtual_machine=_has_hypervisor(root / "proc/cpuinfo"),
+        home=home,
+        is_home_there=bool(home) and in_home.is_dir(),
+        group=installed.get("usergroup", ""),
     )
+
+
+def _installed(file: Path) -> dict[str, str]:
+    """The assignments of the installer's file, by their names in lower case: these differ between releases."""
+    try:
+        lines = file.read_text("utf-8", "replace").splitlines()
+    except OSError:
+        return {}
+    pairs = (line.partition("=") for line in lines if "=" in line)
+    return {key.strip().lower(): value.strip() for key, _, value in pairs}
 
 
 def processes_on(card: Card, run: Run | None = None) -> int:

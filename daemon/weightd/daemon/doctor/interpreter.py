@@ -44,8 +44,8 @@ class Report:
         return f"not reached: the process {self.end} in the step {self.stopped}" if self.stopped else "not reached"
 
 
-def ask(python: str, device: int, limit: float) -> Report:
-    """Start the interpreter and wait for its report, at most `limit` seconds.
+def ask(python: str, device: int, limit: float, environment: Mapping[str, str] | None = None) -> Report:
+    """Start the interpreter and wait for its report, at most `limit` seconds; `environment`: None for the own.
 
     Raises:
         OSError: it cannot be started.
@@ -56,7 +56,13 @@ def ask(python: str, device: int, limit: float) -> Report:
         try:
             # Killed and waited for when the time is over.
             done = subprocess.run(
-                argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log, timeout=limit, check=False
+                argv,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                timeout=limit,
+                check=False,
+                env=environment,
             )
             output: bytes = done.stdout
             if done.returncode != 0:

@@ -104,8 +104,9 @@ def _attach(attached: ChildError | None) -> Finding:
 
 def _answer(built: Built, attached: Attached) -> Finding:
     if not built.canary:
-        advice = "weightd cannot tell whether a worker answers rightly: compare answers by hand"
-        return untestable(ANSWER, built.note or "the model has no canary", advice)
+        # As `serve` says it.
+        found = f"{built.note or 'no canary'}: nothing else shows that a worker computes on the right weights"
+        return failed(ANSWER, found, "set sharing to off, or use another model")
     if built.canary != attached.canary:
         found = f"holder {built.canary[:12]}, worker {attached.canary[:12]}"
         return failed(ANSWER, found, "do not share this model: the worker computes something else")

@@ -46,6 +46,7 @@ ENVIRONMENT: Mapping[str, str] = {
     "JOURNAL_STREAM": "From systemd: stderr is the journal, so each line of the log begins with its priority.",
     "XDG_RUNTIME_DIR": "Without systemd and not as root: `runtime_dir` is weightd in it by default.",
     "XDG_CACHE_HOME": "Without systemd and not as root: `cache_dir` is weightd in it by default.",
+    "ASCEND_HOME_PATH": "Where CANN is installed; `weightd doctor` looks there, and set_env.sh of CANN sets it.",
     "ASCEND_RT_VISIBLE_DEVICES": "Which cards the processes see. CANN reads it, and `weightd doctor`.",
 }
 
