@@ -126,6 +126,8 @@ def _service(path: Path, workers: int, inputs: list[Arrays], reference: Referenc
         _exercise(service, client, workers, inputs, reference)
         pids = service.pids()
         resident = service.status().models[0].generations[0].copy_bytes
+        if resident is None:
+            raise UnavailableError("the kernel does not tell what of the page store is in memory")
         return pss_total(pids), resident, sum(_mapped(pid, service.cache) for pid in pids)
 
 

@@ -209,6 +209,7 @@ def test_every_worker_shares_the_weights(service: Service) -> None:
         assert each.shared_bytes is not None
         assert each.shared_bytes >= 0.98 * MLP_WEIGHT_BYTES, each
         assert each.note == ""
+    assert generation.saved_bytes is not None
     assert generation.saved_bytes >= 0.98 * (WORKERS["mlp"] - 1) * MLP_WEIGHT_BYTES
 
 

@@ -151,7 +151,7 @@ def test_it_does_without_dev_shm(engine: str, zoo: Zoo, bare: Bare, place: Place
         with Client(place.address, timeout=60.0) as client:
             ask_all(client, "mlp", bare.questions(path, mlp_inputs((1, 2))))
             until(lambda: model(client).generations[0].progress == "serving", "every worker is READY")
-            assert model(client).generations[0].saved_bytes > 0
+            assert model(client).generations[0].saved_bytes
     finally:
         daemon.terminate()
         assert daemon.wait(60) == 0

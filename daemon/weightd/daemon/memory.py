@@ -21,8 +21,11 @@ def pss_bytes(pid: int) -> int | None:
     return None
 
 
-def resident_bytes(path: Path) -> int:
-    """Return how much of the file is in memory (mincore(2)); 0 when it is gone."""
+def resident_bytes(path: Path) -> int | None:
+    """Return how much of the file is in memory (mincore(2)); 0 when it is gone.
+
+    None when the kernel does not tell: a service manager may forbid the call.
+    """
     try:
         with path.open("rb") as file:
             size = path.stat().st_size
@@ -39,15 +42,15 @@ _libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p]
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
 
-def _resident(descriptor: int, size: int) -> int:
+def _resident(descriptor: int, size: int) -> int | None:
     # Python's own mmap gives no address of a read-only mapping.
     address = _libc.mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, descriptor, 0)
     if address == _MAP_FAILED:
-        return 0
+        return None
     pages = ctypes.create_string_buffer(-(-size // mmap.PAGESIZE))
     try:
         if _libc.mincore(address, size, pages) != 0:
-            return 0
+            return None
         return pages.raw[: len(pages)].count(1) * mmap.PAGESIZE
     finally:
         _libc.munmap(address, size)

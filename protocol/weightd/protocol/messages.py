@@ -255,7 +255,8 @@ class GenerationStatus:
     """One weight copy and the processes around it. Memory in bytes.
 
     `saved_bytes` is what the workers share less what the one copy takes: what would be needed in addition
-    if each worker held its own.
+    if each worker held its own. Both are absent where the kernel does not tell. `note` is what the holder said of the
+    model: why nothing is shared, or there is no canary.
     """
 
     number: int = field(metadata=_COUNT)
@@ -264,9 +265,10 @@ class GenerationStatus:
     progress: str = field(metadata=text(limits.MAX_TEXT_BYTES, empty=True))
     cause: str = field(metadata=text(limits.MAX_TEXT_BYTES, empty=True))
     sha256: str = field(metadata=text(limits.MAX_DIGEST_BYTES, empty=True))
-    copy_bytes: int = field(metadata=_COUNT)
-    saved_bytes: int = field(metadata=_COUNT)
     processes: Tuple[ProcessStatus, ...] = field(metadata=many(record(ProcessStatus), limits.MAX_PROCESSES))
+    copy_bytes: Optional[int] = field(default=None, metadata=_COUNT)
+    saved_bytes: Optional[int] = field(default=None, metadata=_COUNT)
+    note: str = field(default="", metadata=text(limits.MAX_TEXT_BYTES, empty=True))
 
 
 @dataclass(frozen=True)

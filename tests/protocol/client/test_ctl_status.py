@@ -30,7 +30,7 @@ DIGITS = ModelStatus(
     failed=2,
     generations=(
         GenerationStatus(
-            3, "cpu", "serving", "serving", "", "c82922d93679ad3c" * 4, 192 * MB, 1_500 * MB, (HOLDER, *WORKERS)
+            3, "cpu", "serving", "serving", "", "c82922d93679ad3c" * 4, (HOLDER, *WORKERS), 192 * MB, 1_500 * MB
         ),
     ),
     p50_us=512.4,
@@ -38,11 +38,11 @@ DIGITS = ModelStatus(
 )
 LOADING = ModelStatus(
     "large", "mindspore_lite", "/models/large.mindir", "attaching", 0, 0, 0,
-    (GenerationStatus(1, "cpu", "attaching", "attaching 3/8", "", "ab" * 32, 0, 0, ()),),
+    (GenerationStatus(1, "cpu", "attaching", "attaching 3/8", "", "ab" * 32, (), 0, 0),),
 )  # fmt: skip
 FAILED = ModelStatus(
     "bad", "onnxruntime", "/models/bad.onnx", "failed", 0, 0, 7,
-    (GenerationStatus(1, "cpu", "failed", "failed", "bad.1.holder: exited with status 65: no graph", "", 0, 0, ()),),
+    (GenerationStatus(1, "cpu", "failed", "failed", "bad.1.holder: exited with status 65: no graph", "", (), 0, 0),),
 )  # fmt: skip
 
 
@@ -91,12 +91,28 @@ def test_a_failed_model_shows_its_cause() -> None:
 
 def test_notes_stand_below_the_table() -> None:
     worker = replace(WORKERS[0], shared_bytes=0, note="private memory: the page store is on tmpfs")
-    generation = replace(DIGITS.generations[0], processes=(HOLDER, worker), saved_bytes=0, copy_bytes=0)
+    generation = replace(
+        DIGITS.generations[0], processes=(HOLDER, worker), saved_bytes=0, copy_bytes=0, note="no canary"
+    )
     shown = lines(replace(DIGITS, generations=(generation,)))
-    assert shown[8:10] == [
+    assert shown[8:11] == [
         "    w1: private memory: the page store is on tmpfs",
+        "    note: no canary",
         "    saves nothing: no worker shares its weights",
     ]
+
+
+@pytest.mark.parametrize(
+    ("copy", "saved", "words"),
+    [
+        (None, None, "an unknown amount: 2 workers on one copy, of which the kernel does not tell what is in memory"),
+        (0, 0, "nothing yet: 2 workers on one copy that is on disk until it is used"),
+        (9 * MB, 0, "nothing yet: 2 workers on one copy of 9.0 MB"),
+    ],
+)
+def test_nothing_is_said_to_be_saved_that_is_not(copy: Optional[int], saved: Optional[int], words: str) -> None:
+    generation = replace(DIGITS.generations[0], copy_bytes=copy, saved_bytes=saved)
+    assert lines(replace(DIGITS, generations=(generation,)))[9] == f"    saves {words}"
 
 
 def test_memory_that_is_not_known_is_no_number() -> None:

@@ -142,6 +142,8 @@ def _generation(generation: GenerationStatus, prefix: str) -> Iterator[str]:
     for process in generation.processes:
         if process.note:
             yield from paragraph(_short(process.name, prefix), process.note, "    ")
+    if generation.note:
+        yield from paragraph("note", generation.note, "    ")
     yield from _savings(generation)
 
 
@@ -198,11 +200,17 @@ def _short(name: str, prefix: str) -> str:
 
 def _savings(generation: GenerationStatus) -> Iterator[str]:
     sharing = sum(1 for process in generation.processes if process.role != "holder" and process.shared_bytes)
-    one_copy = f"{count(sharing, 'worker')} on one copy of {size(generation.copy_bytes)}"
-    if generation.saved_bytes:
-        own = size(generation.saved_bytes + generation.copy_bytes)
-        yield f"    saves {size(generation.saved_bytes)}: {one_copy} instead of {own} of their own"
-    elif sharing:
-        yield f"    saves nothing yet: {one_copy}"
-    elif any(process.state == "ready" for process in generation.processes):
-        yield "    saves nothing: no worker shares its weights"
+    copy, saved = generation.copy_bytes, generation.saved_bytes
+    workers = count(sharing, "worker")
+    if not sharing:
+        if any(process.state == "ready" for process in generation.processes):
+            yield "    saves nothing: no worker shares its weights"
+    elif copy is None or saved is None:
+        yield f"    saves an unknown amount: {workers} on one copy, of which the kernel does not tell what is in memory"
+    elif saved:
+        own = size(saved + copy)
+        yield f"    saves {size(saved)}: {workers} on one copy of {size(copy)} instead of {own} of their own"
+    elif copy:
+        yield f"    saves nothing yet: {workers} on one copy of {size(copy)}"
+    else:
+        yield f"    saves nothing yet: {workers} on one copy that is on disk until it is used"

@@ -61,7 +61,7 @@ class OnnxRuntime(CpuEngine):
             raise BuildError(f"onnxruntime: {error}") from None
         inputs, outputs = self._session.get_inputs(), self._session.get_outputs()
         doubtful = not all(each.shape for each in (*inputs, *outputs))
-        scalars = onnxfile.scalars(Path(model)) if doubtful else frozenset()
+        scalars: AbstractSet[str] = onnxfile.scalars(Path(model)) if doubtful else set()
         self._signature = Signature(
             tuple(_tensor_signature(each, scalars) for each in inputs),
             tuple(_tensor_signature(each, scalars) for each in outputs),
