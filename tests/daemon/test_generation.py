@@ -148,7 +148,7 @@ def test_a_whole_life() -> None:
     generation.holder_built(HOLDER, BUILT, now)
     assert life.state() is GenerationState.ATTACHING
     assert life.actions() == [Send("m.1.w1", Attach("/store", (2, 3)))]
-    assert (generation.built, life.child(HOLDER).shared_bytes, life.child(HOLDER).note) == (BUILT, 4096, "a note")
+    assert (generation.built, life.child(HOLDER).shared_bytes) == (BUILT, 4096)
 
     generation.attached("m.1.w1", ATTACHED, now)
     assert life.state() is GenerationState.SERVING
@@ -784,6 +784,26 @@ def test_without_sharing_the_holder_leaves_before_each_worker_loads_its_own() ->
     life.exit("m.1.w1")
     life.greet("m.1.w3")
     assert life.actions() == [Send("m.1.w3", Attach("", (2, 3)))]
+
+
+@pytest.mark.parametrize("traits", [CPU, CARD])
+def test_where_nothing_could_be_shared_it_leaves_too(traits: Traits) -> None:
+    """Nobody is left who would keep memory for nothing, and nobody's answers depend on it."""
+    life = Life(workers=2, traits=traits).building()
+    life.generation.holder_built(HOLDER, dataclasses.replace(BUILT, handle=""), life.now)
+    assert life.actions() == [Send(HOLDER, Stop())]
+    assert life.exit(HOLDER, "exited with status 0") == [Send("m.1.w1", Attach("", (2, 3)))]
+    for name in ("m.1.w1", "m.1.w2"):
+        life.generation.attached(name, ATTACHED, life.now)
+    life.actions()
+    assert (life.generation.complete, life.generation.deaths) == (True, 0)
+    assert life.generation.trusted(lambda _: False)
+    # Who comes later is held to the canary that the holder had found.
+    life.exit("m.1.w1")
+    life.greet("m.1.w3")
+    assert life.actions() == [Send("m.1.w3", Attach("", (2, 3)))]
+    life.generation.attached("m.1.w3", dataclasses.replace(ATTACHED, canary="other"), life.now)
+    assert life.child("m.1.w3").state is ChildState.STOPPING
 
 
 def test_a_holder_that_does_not_leave_does_not_keep_the_others_waiting_for_ever() -> None:

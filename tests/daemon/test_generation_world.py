@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -49,8 +51,11 @@ class World(RuleBasedStateMachine):
         self.names: set[str] = set()
         self.enlisted: set[str] = set()
 
-    @initialize(workers=st.integers(1, 4), fixed=st.booleans(), outlive=st.booleans())
-    def begin(self, workers: int, fixed: bool, outlive: bool) -> None:
+    @initialize(
+        workers=st.integers(1, 4), fixed=st.booleans(), outlive=st.booleans(), handle=st.sampled_from(["/store", ""])
+    )
+    def begin(self, workers: int, fixed: bool, outlive: bool, handle: str) -> None:
+        self.built = replace(BUILT, handle=handle)
         self.workers = workers
         self.traits = Traits(fixed, outlive, attach_rewrites_weights=False)
         self.generation = Generation("m.1", Limits(workers, 500.0))
@@ -97,8 +102,9 @@ class World(RuleBasedStateMachine):
                 assert set(pids) == workers if self.traits.pids_fixed_at_build else set(pids) <= workers
             case Attach(handle, _):
                 assert process.role is Role.WORKER
-                assert handle == BUILT.handle
-            case Stop() if process.role is Role.HOLDER and not process.said_broken:
+                assert handle == self.built.handle
+                assert handle or Role.HOLDER not in {each.role for each in self.processes.values()}
+            case Stop() if process.role is Role.HOLDER and not process.said_broken and self.built.handle:
                 assert not any(each.role is Role.WORKER for each in self.processes.values())
             case _:
                 pass
@@ -145,7 +151,7 @@ class World(RuleBasedStateMachine):
         elif process.orders:
             match process.orders.pop(0):
                 case Build():
-                    self.say(name, BUILT)
+                    self.say(name, self.built)
                 case Attach():
                     self.say(name, Attached("canary", 4000))
                 case _:
@@ -195,7 +201,7 @@ class World(RuleBasedStateMachine):
         says: list[Message] = [
             self.hello(name),
             wrong,
-            BUILT,
+            self.built,
             Attached("canary", 1),
             Attached("wrong", 1),
             Broken("cannot"),
@@ -249,7 +255,7 @@ class World(RuleBasedStateMachine):
     def it_never_waits_for_what_cannot_come(self) -> None:
         state, waits = self.generation.state, self.generation.next_tick < FOREVER
         if state in LOADING - {GenerationState.PINNING}:
-            assert waits
+            assert waits or any(process.killed for process in self.processes.values())
         if state is GenerationState.SERVING:
             assert waits or self.enlisted
         if state not in ACTIVE:

@@ -174,7 +174,7 @@ def test_what_serves_is_written_down() -> None:
     assert (record.frozen, record.closed) == (False, "")
     told = [(each.name, each.role, each.shared_bytes, each.note) for each in record.children]
     assert told == [
-        (HOLDER, "holder", 4096, "a note"),
+        (HOLDER, "holder", 4096, ""),
         (W1, "worker", 4000, "another note"),
         (W2, "worker", 4000, "another note"),
     ]
@@ -204,6 +204,20 @@ def test_without_sharing_there_is_no_holder() -> None:
     record = life.record()
     assert record is not None
     assert (record.sharing, [each.name for each in record.children]) == (False, [W1, W2])
+
+
+@pytest.mark.parametrize("traits", [CPU, CARD])
+def test_where_nothing_is_shared_workers_come_and_go_without_a_holder(traits: Traits) -> None:
+    life = Life(1, traits).greeted()
+    life.generation.holder_built(HOLDER, dataclasses.replace(BUILT, handle=""), life.now)
+    life.exit(HOLDER, "exited with status 0")
+    life.generation.attached(W1, ATTACHED, life.now)
+    life.resumed().back(W1)
+    assert life.actions() == [Enlist(W1)]
+    assert (life.generation.complete, life.generation.trusted(lambda _: False)) == (True, True)
+    life.exit(W1)
+    life.generation.hello(W2, hello(traits), life.now)
+    assert life.actions() == [Send(W2, Attach("", BUILT.canary_sizes))]
 
 
 def test_workers_serve_once_they_are_back() -> None:

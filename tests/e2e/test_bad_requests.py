@@ -128,7 +128,7 @@ def test_a_deadline_that_is_over_ends_the_request(service: Service, client: Clie
 def test_no_bad_request_reached_a_worker(service: Service) -> None:
     for name in MODELS:
         [generation] = model_status(service, name).generations
-        assert [each.name.rsplit(".", 1)[1] for each in generation.processes] == ["holder", "w1"]
+        assert [each.name.rsplit(".", 1)[1] for each in generation.processes] == ["w1"]
 
 
 def test_what_comes_while_a_model_loads_is_checked_when_it_is_known_what_it_takes(

@@ -116,13 +116,19 @@ def test_what_an_engine_makes_in_its_first_predict_is_shared_too(daemon: Daemon,
 
 def test_without_a_store_the_worker_serves_and_says_why_nothing_is_shared(daemon: Daemon, model: Model) -> None:
     built, _ = serve(daemon, model("relu"))
+    assert (built.handle, built.note) == (
+        "",
+        "weights are not shared: the model has no memory of 128 KiB or more in one piece",
+    )
+    assert not (daemon.directory / "store").exists()
     for name, handle in (("w1", ""), ("w2", str(daemon.directory / "gone"))):
         daemon.start(name, model("relu"))
         daemon.hear(name, Hello)
         daemon.tell(name, Attach(handle, built.canary_sizes))
         attached, _ = daemon.hear(name, Attached)
         assert (attached.canary, attached.shared_bytes) == (built.canary, 0)
-        assert attached.note.startswith("weights are not shared: ")
+        # Why there is none, the holder has said.
+        assert attached.note.startswith("weights are not shared: ") if handle else attached.note == ""
         daemon.ask(name, 1, x=np.array([[-1, 2, -3, 4]], np.float32))
         assert daemon.answer(name, 1).tolist() == [[0, 2, 0, 4]]
 

@@ -207,12 +207,12 @@ class Generation:
         if self._outlived(child.hello):
             self._guarded = name
         self._free = built.device.free_bytes if built.device else None
-        child.note, child.shared_bytes = built.note, built.shared_bytes
+        child.shared_bytes = built.shared_bytes
         self._advance_child(child, ChildEvent.BUILT, deadline=float("inf"))
         if self.state is GenerationState.BUILDING:
             self._advance(GenerationEvent.BUILT)
             self._unsettled = True
-        if not self.limits.sharing:
+        if not self._shares:
             # It has told the signature and the canary; its copy of the weights is of no use to anybody.
             self._stop(child, now)
         self._reconcile(now)
@@ -521,10 +521,10 @@ class Generation:
         """One at a time: each attach loads the model, so this bounds the peak of memory."""
         if self.built is None or self._count(ChildState.ATTACHING):
             return
-        if not self.limits.sharing and any(child.role is Role.HOLDER for child in self.children.values()):
+        if not self._shares and any(child.role is Role.HOLDER for child in self.children.values()):
             return  # it leaves, and its own copy with it
         for worker in self._counted(Role.WORKER):
-            if worker.state is ChildState.GREETED and not worker.listed:
+            if worker.state is ChildState.GREETED and self._shares and not worker.listed:
                 self._ask_for(worker, now)
             elif worker.state is ChildState.GREETED:
                 self._advance_child(worker, ChildEvent.ATTACH, deadline=now + self.limits.load_timeout)
@@ -566,7 +566,7 @@ class Generation:
             return
         if self._all_ready() and not self._missing():
             self._unsettled = False
-            heirs = [] if self.frozen or not self.limits.sharing else self._counted(Role.WORKER)
+            heirs = self._counted(Role.WORKER) if self._shares and not self.frozen else []
             self._actions += [Send(each.name, Settle()) for each in (self._counted(Role.HOLDER) or heirs)[:1]]
 
     def _wind_down(self, now: float) -> None:
@@ -634,13 +634,18 @@ class Generation:
                 child.deadline = now
         self.failed(cause, now)
 
+    @property
+    def _shares(self) -> bool:
+        """Whether workers attach to what the holder builds, as far as it is known."""
+        return self.limits.sharing and (self.built is None or bool(self.built.handle))
+
     def _fixed(self, hello: Hello) -> bool:
         """Whether only those can attach whom the holder knew at its build."""
-        return self.limits.sharing and hello.traits.pids_fixed_at_build
+        return self._shares and hello.traits.pids_fixed_at_build
 
     def _outlived(self, hello: Hello) -> bool:
         """Whether the weights become invalid with the holder."""
-        return self.limits.sharing and hello.traits.holder_must_outlive and not self.limits.outlives_holder
+        return self._shares and hello.traits.holder_must_outlive and not self.limits.outlives_holder
 
     # --- the funnels --------------------------------------------------------------------------------------------
 

@@ -164,6 +164,26 @@ def test_prepare_gives_blocks_their_own_mappings(spawn: Spawn, tmp_path: Path) -
     assert child.ask("held.shared_bytes") == 8 * MIB
 
 
+def test_of_a_model_smaller_blocks_are_shared_too_but_not_those_of_before_or_after(
+    spawn: Spawn, tmp_path: Path
+) -> None:
+    for verb in ("hold", "join"):
+        child = spawn(MALLOC_MMAP_THRESHOLD_="131072")
+        child.do(f"""
+piece = lambda seed: np.random.RandomState(seed).bytes(256 << 10)
+earlier, before = piece(0), pagesharing.begin()
+model = [piece(seed) for seed in (1, 2, 3)]
+known = hashlib.sha256(b"".join(model)).digest()
+done = pagesharing.{verb}({str(tmp_path / "store")!r}, before)
+blocks = libc.libc().mapped_blocks()
+later = piece(4)
+""")
+        assert child.ask("done.shared_bytes") == 3 * (256 << 10)
+        assert child.ask("hashlib.sha256(b''.join(model)).digest() == known")
+        # What each predict takes and frees does not cost a mapping each time.
+        assert child.ask("blocks == libc.libc().mapped_blocks()")
+
+
 def test_a_malloc_that_counts_in_32_bits(spawn: Spawn, tmp_path: Path) -> None:
     child = spawn()
     child.do("""

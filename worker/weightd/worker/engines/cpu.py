@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from pathlib import Path
 from typing import Optional, Sequence
 
 from weightd.protocol.worker_messages import DeviceMemory, Traits
@@ -13,12 +14,8 @@ from weightd.worker.engines.base import SHARING_IS_OFF, Arrays, BuildError, Engi
 _log = logging.getLogger("weightd.worker")
 
 
-def _note(store: str, shared_bytes: int) -> str:
-    if not shared_bytes:
-        return "weights are not shared: the model has no memory of 1 MiB or more in one piece"
-    if not pagesharing.on_disk(store):
-        return "the page store is on a memory file system: its cold pages stay in memory"
-    return ""
+_IN_MEMORY = "the page store is on a memory file system: its cold pages stay in memory"
+_SMALL = f"weights are not shared: the model has no memory of {pagesharing.LEAST >> 10} KiB or more in one piece"
 
 
 class CpuEngine(Engine):
@@ -36,6 +33,12 @@ class CpuEngine(Engine):
         if settings.card is not None:
             raise BuildError(f"device: {self.name} runs on the cpu only, got {settings.device}")
         self._settings = settings
+        self._before: Optional[pagesharing.Starts] = None
+
+    def _begin(self) -> None:
+        """To be called before each build, after which weights are to be shared."""
+        if self._settings.sharing:
+            self._before = pagesharing.begin()
 
     def current_pid(self) -> str:
         """Return this process's pid: no engine library has another number for it on the CPU."""
@@ -46,10 +49,14 @@ class CpuEngine(Engine):
         if not self._settings.sharing:
             return SHARING_IS_OFF
         try:
-            sharing = pagesharing.hold(store)
+            sharing = pagesharing.hold(store, self._before)
         except pagesharing.Unavailable as error:
             return Shared("", 0, f"weights are not shared: {error}")
-        return Shared(store, sharing.shared_bytes, _note(store, sharing.shared_bytes))
+        if not sharing.shared_bytes:
+            Path(store).unlink()
+            return Shared("", 0, _SMALL)
+        in_memory = "" if pagesharing.on_disk(store) else _IN_MEMORY
+        return Shared(store, sharing.shared_bytes, in_memory)
 
     def allow(self, pids: Sequence[str]) -> None:
         """Do nothing: any process of this user may attach."""
@@ -59,9 +66,9 @@ class CpuEngine(Engine):
         if not self._settings.sharing:
             return SHARING_IS_OFF
         if not handle:
-            return Shared("", 0, "weights are not shared: the holder has no page store")
+            return Shared("", 0, "")  # the holder has said why
         try:
-            sharing = pagesharing.join(handle)
+            sharing = pagesharing.join(handle, self._before)
         except pagesharing.Unavailable as error:
             return Shared("", 0, f"weights are not shared: {error}")
         return Shared(handle, sharing.shared_bytes, "")

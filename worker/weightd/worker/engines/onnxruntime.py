@@ -55,6 +55,7 @@ class OnnxRuntime(CpuEngine):
         options.inter_op_num_threads = 1
         # With the arena, weights and activations share blocks, and their pages differ between processes.
         options.enable_cpu_mem_arena = False
+        self._begin()
         try:
             self._session = self._library.InferenceSession(model, options, providers=["CPUExecutionProvider"])
         except Exception as error:  # noqa: BLE001 - a dozen types that have only Exception in common

@@ -24,7 +24,8 @@ What is done with it
 
 Why that is safe, step by step
     1.  Only memory of which we know who writes to it, and when, is considered: large blocks of the C
-        library's ``malloc``. That is where weights are. Stacks, small objects, and the interpreter's own
+        library's ``malloc``, from 1 MiB on, and from 128 KiB on if they came with the model. That is where weights
+        are. Stacks, small objects, and the interpreter's own
         memory are elsewhere. How these blocks are told apart, and how that is checked against malloc's own
         count, is in ``chunks.py``. If the two do not agree in every byte, nothing is touched.
     2.  Pages are looked up by a hash, but a page is replaced only after it was compared with the store's page
@@ -47,12 +48,25 @@ differently.
 
 ::
 
-    prepare(); build the model; hold(path)                      # the holder
-    prepare(); build the model; join(path)                      # each worker, and when it has: evict(path)
+    prepare(); before = begin(); build the model; hold(path, before)    # the holder
+    prepare(); before = begin(); build the model; join(path, before)    # each worker, and when it has: evict(path)
 """
 
+from .chunks import LEAST, Starts
 from .errors import Unavailable
-from .sharing import Sharing, hold, join, prepare
+from .sharing import Sharing, begin, hold, join, prepare
 from .store import evict, on_disk, resident_bytes
 
-__all__ = ["Sharing", "Unavailable", "evict", "hold", "join", "on_disk", "prepare", "resident_bytes"]
+__all__ = [
+    "LEAST",
+    "Sharing",
+    "Starts",
+    "Unavailable",
+    "begin",
+    "evict",
+    "hold",
+    "join",
+    "on_disk",
+    "prepare",
+    "resident_bytes",
+]

@@ -13,13 +13,18 @@ headers like this, and that it counts.
 
 What is done here must not find its own memory. So nothing in this file or in maps.py holds an object of
 ``LARGE`` bytes, and nothing that this package allocates afterwards can lie in memory that was in use by then.
+
+Blocks below ``LARGE`` are looked at only if it is known that they came with the model: malloc gives them mappings of
+their own only between ``begin`` and the exchange, and those that were there before are left out. What the interpreter
+may have allocated meanwhile are tables of its own containers; nothing is put into one between the comparison of a page
+and its exchange, and the first page, with its count of references, is left out.
 """
 
 from __future__ import annotations
 
 import bisect
 import struct
-from typing import TYPE_CHECKING, Callable, Iterator, List, NamedTuple, Optional, Sequence, Tuple
+from typing import TYPE_CHECKING, Callable, FrozenSet, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 import numpy as np
 
@@ -33,7 +38,10 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 LARGE = 1 << 20
-"""Blocks below this many bytes are left alone: they hold no weights to speak of, but things of the interpreter."""
+"""Blocks from this many bytes on are looked at in any case: the interpreter has none."""
+
+LEAST = 128 << 10
+"""Blocks below this many bytes are left alone: what they would save, their first pages and mappings cost."""
 
 _HAS_OWN_MAPPING = 2
 _HEADER = struct.Struct("<QQ")
@@ -43,6 +51,9 @@ _WINDOW = 8192 * PAGE  # looked at in one go: numpy then needs 64 KiB, which mal
 
 Extent = Tuple[int, int]
 """Start and end of a piece of memory, at page boundaries."""
+
+Starts = FrozenSet[int]
+"""Where the mappings are that malloc had made before a model was built."""
 
 
 class Chunk(NamedTuple):
@@ -61,8 +72,10 @@ class Reader(NamedTuple):
     """(address, length) -> the bytes there, if there are any."""
 
 
-def find(libc: Libc) -> List[Extent]:
+def find(libc: Libc, before: Optional[Starts] = None) -> List[Extent]:
     """Return the anonymous memory in the large malloc blocks of this process, less their first pages.
+
+    Given the blocks that were there `before` the model, blocks from ``LEAST`` on that are not among them count, too.
 
     The first page of a block has malloc's header, and the header of the Python object if the block is one (its
     reference count is written at any time).
@@ -74,7 +87,25 @@ def find(libc: Libc) -> List[Extent]:
     pagemap = Pagemap()
     peephole = Peephole()
     try:
-        return _find(libc, Reader(pagemap.populated, peephole.read))
+        found = list(_all(Reader(pagemap.populated, peephole.read)))
+        agree(len(found), sum(chunk.size for _, chunk in found), libc.mapped_blocks())
+        return [
+            extent
+            for span, chunk in found
+            if chunk.size >= LARGE or (before is not None and chunk.size >= LEAST and chunk.start not in before)
+            for extent in anonymous_parts(span, chunk.start + PAGE, chunk.start + chunk.size)
+        ]
+    finally:
+        peephole.close()
+        pagemap.close()
+
+
+def starts() -> Starts:
+    """Return where malloc's mappings are now, and perhaps what only looks like one."""
+    pagemap = Pagemap()
+    peephole = Peephole()
+    try:
+        return frozenset(chunk.start for _, chunk in _all(Reader(pagemap.populated, peephole.read)))
     finally:
         peephole.close()
         pagemap.close()
@@ -96,17 +127,10 @@ def check_malloc(libc: Libc) -> None:
         libc.free(block)
 
 
-def _find(libc: Libc, reader: Reader) -> List[Extent]:
-    count = total = 0
-    extents: List[Extent] = []
+def _all(reader: Reader) -> Iterator[Tuple[Sequence[Region], Chunk]]:
     for span in maps.spans(maps.own_regions()):
         for chunk in walk(span, reader):
-            count += 1
-            total += chunk.size
-            if chunk.size >= LARGE:
-                extents.extend(anonymous_parts(span, chunk.start + PAGE, chunk.start + chunk.size))
-    agree(count, total, libc.mapped_blocks())
-    return extents
+            yield span, chunk
 
 
 def agree(count: int, total: int, counted: MappedBlocks) -> None:

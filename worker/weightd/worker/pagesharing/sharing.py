@@ -8,7 +8,7 @@ import os
 import time
 import tracemalloc
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generator, List, NamedTuple, Tuple
+from typing import TYPE_CHECKING, Generator, List, NamedTuple, Optional, Tuple
 
 import numpy as np
 
@@ -58,7 +58,25 @@ def prepare() -> None:
         libc().give_own_mappings_from(chunks.LARGE)
 
 
-def hold(store: str) -> Sharing:
+def begin() -> Optional[chunks.Starts]:
+    """Have the C library give smaller blocks mappings of their own, too, until `hold` or `join`: before each build.
+
+    Always would be too dear: blocks that each predict takes and frees would be mapped each time.
+
+    Returns:
+        What `hold` and `join` are to be given, so that they look at these blocks.
+    """
+    if unsupported():
+        return None
+    try:
+        before = chunks.starts()
+    except OSError:
+        return None
+    libc().give_own_mappings_from(chunks.LEAST)
+    return before
+
+
+def hold(store: str, before: Optional[chunks.Starts] = None) -> Sharing:
     """Write the large private memory of this process to a new store, and use the store's pages from then on.
 
     Each piece is mapped from the store as soon as it is written, so there is never a second copy of it all.
@@ -66,6 +84,7 @@ def hold(store: str) -> Sharing:
 
     Args:
         store: path of the store; no file may be there.
+        before: what `begin` returned.
 
     Raises:
         Unavailable: if that cannot be done. The process is as correct as before, and there is no store.
@@ -73,18 +92,19 @@ def hold(store: str) -> Sharing:
     started = time.perf_counter()
     with _still():
         c = libc()
-        pages, zero_bytes = _eligible(c)
+        pages, zero_bytes = _eligible(c, before)
         examined = len(pages.addresses) * PAGE + zero_bytes
         shared = _write_store(c, store, pages)
         c.give_back_free_memory()
     return Sharing(shared, zero_bytes, examined, time.perf_counter() - started)
 
 
-def join(store: str) -> Sharing:
+def join(store: str, before: Optional[chunks.Starts] = None) -> Sharing:
     """Use the store's pages in the place of own pages that are equal to them.
 
     Args:
         store: path of a store that another process of the same user has made by ``hold``.
+        before: what `begin` returned.
 
     Raises:
         Unavailable: if that cannot be done. The process is as correct as before.
@@ -95,7 +115,7 @@ def join(store: str) -> Sharing:
         opened = OpenStore(store, c)
         try:
             os.posix_fadvise(opened.fd, 0, 0, os.POSIX_FADV_WILLNEED)  # read from disk while we hash
-            pages, zero_bytes = _eligible(c)
+            pages, zero_bytes = _eligible(c, before)
             examined = len(pages.addresses) * PAGE + zero_bytes
             shared = _map_equal(c, opened, pages)
         finally:
@@ -107,6 +127,8 @@ def join(store: str) -> Sharing:
 @contextlib.contextmanager
 def _still() -> Generator[None, None, None]:
     """Keep this process from moving memory about for a while, and give every failure one name."""
+    # What is allocated from here on is no model.
+    prepare()
     if tracemalloc.is_tracing():
         raise Unavailable("tracemalloc is on: it writes to its tables at any time")
     collecting = gc.isenabled()
@@ -122,9 +144,9 @@ def _still() -> Generator[None, None, None]:
             gc.enable()
 
 
-def _eligible(c: Libc) -> Tuple[Pages, int]:
+def _eligible(c: Libc, before: Optional[chunks.Starts]) -> Tuple[Pages, int]:
     """Hash the pages that may be exchanged; drop those that are zero, and count these bytes."""
-    addresses = _populated(chunks.find(c))
+    addresses = _populated(chunks.find(c, before))
     hashes = np.empty(len(addresses), dtype=np.uint64)
     starts = runs.run_starts(addresses, PAGE)
     for begin, end in _bounds(starts, len(addresses)):
