@@ -38,7 +38,12 @@ def test_what_systemd_says_of_a_unit(tmp_path: Path) -> None:
     (tmp_path / "etc/default").mkdir(parents=True)
     (tmp_path / "etc/default/weightd").write_text("# a comment\nASCEND_HOME_PATH='/opt/other'\n\nVISIBLE=1,2\n")
     asked: list[list[str]] = []
-    seen = unit.ask("weightd@a.service", tmp_path, lambda argv: asked.append(argv) or SHOWN)  # type: ignore[func-returns-value]
+
+    def run(argv: list[str]) -> str:
+        asked.append(argv)
+        return SHOWN
+
+    seen = unit.ask("weightd@a.service", tmp_path, run)
     assert asked[0][:2] == ["systemctl", "show"]
     assert asked[0][-2:] == ["--", "weightd@a.service"]
     assert dict(seen.environment) == {

@@ -103,7 +103,7 @@ def ask(name: str, root: Path = Path("/"), run: Run | None = None) -> Unit:
 
 
 def _pairs(assignments: list[str]) -> dict[str, str]:
-    return dict(each.partition("=")[::2] for each in assignments if "=" in each)
+    return {key: value for key, sign, value in (each.partition("=") for each in assignments) if sign}
 
 
 def _of_file(text: str) -> Iterator[tuple[str, str]]:
