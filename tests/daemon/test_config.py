@@ -20,6 +20,7 @@ from weightd.daemon.config import (
     parse,
 )
 from weightd.daemon.engine_options import MindSporeLiteOptions
+from weightd.protocol import tcp
 
 MODEL = '[models.m]\npath = "m.onnx"\n'
 
@@ -433,13 +434,16 @@ def test_good_sockets(file: Path, socket: str) -> None:
         "tcp://localhost",
         "tcp://:5555",
         "tcp://localhost:http",
+        "tcp://127.0.0.1:0",
+        "tcp://127.0.0.1:65536",
+        "tcp://[::1]:99999",
         "inproc://a",
         "http://localhost:80",
     ],
 )
 def test_bad_sockets(file: Path, socket: str) -> None:
     problem = refusal(file, f'[daemon]\nsocket = "{socket}"\n{MODEL}')
-    assert problem == f"daemon.socket: expected ipc:///ABSOLUTE/PATH or tcp://HOST:PORT, got '{socket}'"
+    assert problem == f"daemon.socket: expected ipc:///ABSOLUTE/PATH or {tcp.FORM}, got '{socket}'"
 
 
 def test_a_socket_path_has_at_most_107_bytes(file: Path) -> None:

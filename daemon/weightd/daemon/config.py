@@ -16,7 +16,7 @@ from weightd.daemon import budget, engine_options, tables
 from weightd.daemon.deployment import Policy
 from weightd.daemon.engine_options import MindSporeLiteOptions
 from weightd.daemon.tables import Problems
-from weightd.protocol import limits, paths
+from weightd.protocol import limits, paths, tcp
 from weightd.protocol.errors import WeightdError
 from weightd.protocol.schema import FieldError, boolean, integer, label, many, number, one_of, record, text
 
@@ -28,7 +28,7 @@ else:
 ENGINE_OF_SUFFIX: Mapping[str, str] = {".onnx": "onnxruntime", ".mindir": "mindspore_lite"}
 SUFFIX_OF_ENGINE: Mapping[str, str] = {engine: suffix for suffix, engine in ENGINE_OF_SUFFIX.items()}
 
-_SOCKET = re.compile(r"ipc:///.*[^/]|tcp://.+:[0-9]{1,5}")
+_SOCKET_PATH = re.compile(r"ipc:///.*[^/]")
 
 _DEVICE = re.compile(r"cpu|ascend:(0|[1-9][0-9]{0,2})")
 
@@ -320,8 +320,8 @@ def _of_socket(socket: str, listening: Sequence[str]) -> Iterator[FieldError]:
     if listening and socket not in listening:
         expected = f"expected {' or '.join(listening)}, where the service manager listens (weightd.socket)"
         yield FieldError(f"{expected}, got {socket!r}").at(".socket")
-    elif not _SOCKET.fullmatch(socket):
-        yield FieldError(f"expected ipc:///ABSOLUTE/PATH or tcp://HOST:PORT, got {socket!r}").at(".socket")
+    elif not _SOCKET_PATH.fullmatch(socket) and not tcp.is_address(socket):
+        yield FieldError(f"expected ipc:///ABSOLUTE/PATH or {tcp.FORM}, got {socket!r}").at(".socket")
     elif socket.startswith("ipc://"):
         yield from _too_long(socket.removeprefix("ipc://"), ".socket")
 

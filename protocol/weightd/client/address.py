@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import errno
 import os
-import re
 import socket
 from pathlib import Path
 
-from weightd.protocol import limits, paths
+from weightd.protocol import limits, paths, tcp
 from weightd.protocol.errors import InvalidArgument, PermissionDenied, RequestError, Unavailable
 
 _HINT = "start it with `weightd serve CONFIG` or `weightd run MODEL`"
-_TCP = re.compile(r"tcp://(\[[^\]\s]+\]|[^:\s]+):\d{1,5}")
 
 
 def default_address() -> str:
@@ -59,8 +57,8 @@ def check(address: str) -> None:
     path = ipc_path(address)
     if path.startswith("/") and "\0" not in path:
         _check_path(path)
-    elif not _TCP.fullmatch(address):
-        raise InvalidArgument(f"expected an address ipc:///PATH or tcp://HOST:PORT, got {address!r}")
+    elif not tcp.is_address(address):
+        raise InvalidArgument(f"expected an address ipc:///PATH or {tcp.FORM}, got {address!r}")
 
 
 def _check_path(path: str) -> None:

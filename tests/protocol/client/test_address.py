@@ -132,7 +132,8 @@ def test_a_full_backlog_is_somebody(directory: Path) -> None:
 @pytest.mark.parametrize(
     "address",
     ["", "/run/weightd.sock", "ipc://", "ipc://relative", "ipc://@abstract", "ipc:///a\0b", "inproc://x", "tcp://",
-     "tcp://host", "tcp://host:", "tcp://host:port", "tcp://:1", "http://host:80"],
+     "tcp://host", "tcp://host:", "tcp://host:port", "tcp://:1", "http://host:80",
+     "tcp://127.0.0.1:0", "tcp://127.0.0.1:65536", "tcp://127.0.0.1:99999", "tcp://[::1]:99999", "tcp://host:\u0661"],
 )  # fmt: skip
 def test_what_is_no_address(address: str) -> None:
     with pytest.raises(InvalidArgument, match="expected an address"):
@@ -144,10 +145,9 @@ def test_what_libzmq_refuses_is_no_address() -> None:
         Client("tcp://a?b:1", timeout=LIMIT_S)
 
 
-@pytest.mark.parametrize("address", ["tcp://127.0.0.1:99999", "tcp://no-such-host.invalid:1"])
-def test_where_nobody_can_answer(address: str) -> None:
+def test_where_nobody_can_answer() -> None:
     with pytest.raises(Unavailable, match="nobody answers there"):
-        Client(address, timeout=LIMIT_S)
+        Client("tcp://no-such-host.invalid:1", timeout=LIMIT_S)
 
 
 def test_what_listens_on_tcp_and_is_no_weightd() -> None:
