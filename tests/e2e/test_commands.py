@@ -65,7 +65,7 @@ def test_help_names_the_commands_and_the_exit_statuses() -> None:
 
 def test_no_command_is_a_wrong_command_line() -> None:
     done = weightd()
-    assert done.returncode == 2
+    assert done.returncode == 64
     assert "COMMAND" in done.stderr
 
 

@@ -66,7 +66,7 @@ MUTANTS = [
     _service("no-kill-mode", "KillMode=process", "", _RESTART),
     _service("no-store", "FileDescriptorStoreMax=4", "", _RESTART),
     _service("no-restart", "Restart=on-failure", "Restart=no", _RESTART),
-    _service("restart-always-78", "RestartPreventExitStatus=73 78", "", _CONFIG),
+    _service("restart-always-78", "RestartPreventExitStatus=64 73 78", "", _CONFIG),
     _service("misspelt", "ProtectHome=yes", "ProtectHoem=yes", _CLEAN),
     _service("writable-code", "MemoryDenyWriteExecute=yes", "", _EXPOSED),
     _service("new-privileges", "NoNewPrivileges=yes", "", _EXPOSED),

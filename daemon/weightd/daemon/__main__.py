@@ -17,6 +17,7 @@ from weightd.daemon.doctor import arguments as doctor
 from weightd.daemon.server import Server
 from weightd.daemon.service import CLIENTS, Manager
 from weightd.daemon.sockets import addresses
+from weightd.protocol.commandline import Parser
 from weightd.protocol.schema import label
 from weightd.protocol.version import VERSION
 
@@ -110,9 +111,7 @@ def _ended(number: int, _: object) -> None:
 
 def parser() -> argparse.ArgumentParser:
     """Return what reads the command line."""
-    parser = argparse.ArgumentParser(
-        prog="weightd", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(prog="weightd", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--version", action="version", version=f"weightd {VERSION}")
     parser.add_argument("-v", "--verbose", action="store_true", help="log what each process does")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -126,7 +125,7 @@ def parser() -> argparse.ArgumentParser:
             "signal waits for no request. SIGHUP reads the configuration again: new models load, changed ones are "
             "loaded beside what serves and take over, removed ones finish and leave; a file that is wrong changes "
             "nothing. Exit status: 0 clean, 1 a model could not be served, 2 a process ended that was not asked "
-            "to, 73 a socket or directory cannot be had, 78 the configuration is wrong."
+            "to, 64 the command line is wrong, 73 a socket or directory cannot be had, 78 the configuration is wrong."
         ),
     )
     serve.add_argument(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from weightd.protocol.commandline import USAGE
+
 OK = 0
 MODEL_FAILED = 1  # it ran, but a model could not be served
 PROCESS_DIED = 2  # it served, and stopped when it was told to; but a process ended before that was not asked to
@@ -16,10 +18,8 @@ MEANINGS: Mapping[int, str] = {
     MODEL_FAILED: (
         "It ran, but a model could not be served; `check --load`: one does not load; `doctor`: a check has failed."
     ),
-    PROCESS_DIED: (
-        "It served and stopped when it was told to, but a process had ended that nobody had asked to. A wrong command "
-        "line ends so, too."
-    ),
+    PROCESS_DIED: "It served and stopped when it was told to, but a process had ended that nobody had asked to.",
+    USAGE: "The command line is wrong.",
     CANNOT_CREATE: "A socket or a directory cannot be had, or another daemon has it.",
     CONFIG: "The configuration is wrong; the text names file, key and what was expected.",
 }

@@ -18,8 +18,8 @@ there, for a small model a second one to compare, and up to four processes at a 
 Where systemd has a unit for weightd, its environment counts and not that of this shell; the line `service` says so.
 Each check runs in child processes with a time limit; none is left behind.
 
-Exit status: 0 no check has failed (some may not be testable), 1 a check has failed, 2 the command line is wrong,
-69 there is nothing to test: no Ascend driver or library is here."""
+Exit status: 0 no check has failed (some may not be testable), 1 a check has failed, 64 the command line is
+wrong, 69 there is nothing to test: no Ascend driver or library is here."""
 
 _LIMIT_S = 300.0
 

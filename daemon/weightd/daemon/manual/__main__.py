@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
 from weightd.daemon.manual import configuration, program
+from weightd.protocol.commandline import Parser
 
 
 def main() -> None:
     """Write the files, in the directories that `weightctl install-units` knows."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m weightd.daemon.manual", description="Writes man pages, completion, and a configuration."
     )
     parser.add_argument("directory", type=Path, metavar="DIR", help="where to; it is made")

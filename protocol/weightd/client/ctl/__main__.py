@@ -7,7 +7,7 @@ import io
 import json
 import os
 import sys
-from typing import Dict, List, NoReturn, Optional
+from typing import Dict, List, Optional
 
 from weightd.client.address import default_address
 from weightd.client.client import DEFAULT_TIMEOUT_S, Client
@@ -16,6 +16,7 @@ from weightd.client.ctl.install import verb as install
 from weightd.client.ctl.text import clean
 from weightd.client.ctl.verb import Ended, NotReached, Verb
 from weightd.protocol import limits
+from weightd.protocol.commandline import Parser
 from weightd.protocol.errors import (
     RequestError,
     WeightdError,
@@ -92,17 +93,9 @@ def _forget_stdout() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-class _Parser(argparse.ArgumentParser):
-    """An argument parser that ends with EX_USAGE."""
-
-    def error(self, message: str) -> NoReturn:
-        self.print_usage(sys.stderr)
-        self.exit(exits.USAGE, f"{self.prog}: {message}\n")
-
-
 def parser() -> argparse.ArgumentParser:
     """Return what reads the command line."""
-    parser = _Parser(
+    parser = Parser(
         prog="weightctl",
         description="Asks a running weightd.",
         epilog=exits.HELP,

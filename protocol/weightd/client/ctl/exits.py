@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from typing import Mapping
 
+from weightd.protocol.commandline import USAGE
+
 OK = 0
 ERROR = 1  # the request ended in an error; status: a model has failed
-USAGE = 64  # EX_USAGE: the command line is wrong
 NO_INPUT = 66  # EX_NOINPUT: an input file is missing, or is no .npy file
 UNAVAILABLE = 69  # EX_UNAVAILABLE: the daemon cannot be reached, or does not answer
 CANNOT_WRITE = 74  # EX_IOERR: the output cannot be written
-NOT_YET = 75  # EX_TEMPFAIL: a model does not serve, and has not failed either; health: it is not ready
+NOT_YET = (
+    75  # EX_TEMPFAIL: a model does not serve, and has not failed either; health: it is not ready; update: it loads
+)
 PROTOCOL = 76  # EX_PROTOCOL: the daemon speaks another version of the protocol
 NO_PERMISSION = 77  # EX_NOPERM: this user may not connect
 INTERRUPTED = 130  # Ctrl-C, as a shell reports it
@@ -30,7 +33,7 @@ MEANINGS: Mapping[int, str] = {
     NO_INPUT: "An input file is missing, or is not what it should be.",
     UNAVAILABLE: "The daemon cannot be reached, or does not answer; `install-units`: there is no weightd to install.",
     CANNOT_WRITE: "The output cannot be written.",
-    NOT_YET: "A model does not serve, and has not failed either; `health`: it is not ready.",
+    NOT_YET: "A model does not serve, and has not failed either; `health`: it is not ready; `update`: it still loads.",
     PROTOCOL: "The daemon speaks another version of the protocol.",
     NO_PERMISSION: "This user may not connect, or may not write there.",
     INTERRUPTED: "Ctrl-C.",
