@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import os
+from collections import abc
 from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, Type, Union, cast
 from weakref import ReferenceType, ref
 
@@ -117,9 +118,11 @@ class ClientCore:
         """Return an inference request and its frames.
 
         Raises:
-            InvalidArgument: an array has no datatype on the wire, or is too large for it.
+            InvalidArgument: `inputs` is no mapping; an array has no datatype on the wire, or is too large for it.
             LocalProtocolError: names or shapes do not fit into a header.
         """
+        if not isinstance(inputs, dict):
+            _check_named(inputs)
         arrays = {name: _wire_array(name, value) for name, value in inputs.items()}
         call = Call(self._next_id(), InferResponse)
         header = encode(Infer(call.id, model, specs_of(arrays), _parameters(timeout)))
@@ -228,6 +231,14 @@ class ClientCore:
 @functools.lru_cache(maxsize=64)
 def _parameters(timeout: float) -> Parameters:
     return Parameters(max(1, int(timeout * 1e6)))
+
+
+def _check_named(inputs: object) -> None:
+    if not isinstance(inputs, abc.Mapping):
+        raise InvalidArgument(
+            f'inputs: expected an array for each input by its name, as in {{"x": array}}, got {type(inputs).__name__}; '
+            "metadata tells the names"
+        )
 
 
 def _wire_array(name: str, value: Any) -> Any:

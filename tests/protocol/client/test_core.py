@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gc
+from types import MappingProxyType
 from typing import Any, List
 
 import numpy as np
@@ -196,3 +197,17 @@ def test_an_input_that_the_daemon_would_hang_up_on_is_refused(monkeypatch: pytes
 def test_a_question_for_status_is_one() -> None:
     call, frames = ClientCore().status()
     assert decode(frames, FROM_CLIENT) == Status(call.id)
+
+
+@pytest.mark.parametrize("inputs", [np.zeros(2, np.float32), [1.0], None, 7, "x"])
+def test_inputs_without_names_are_refused_with_what_to_do(inputs: Any) -> None:
+    core = ClientCore()
+    expected = rf"^inputs: expected an array for each input by its name, .*, got {type(inputs).__name__}; metadata"
+    with pytest.raises(InvalidArgument, match=expected):
+        core.infer("m", inputs, 1.0)
+    assert core.waiting == 0
+
+
+def test_inputs_may_be_any_mapping() -> None:
+    _, frames = ClientCore().infer("m", MappingProxyType({"x": np.zeros(2, np.float32)}), 1.0)
+    assert len(frames) == 2
