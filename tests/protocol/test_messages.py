@@ -227,7 +227,7 @@ def test_a_message_of_another_direction_is_refused(table: Mapping[str, Type[Any]
         if tag in table:
             assert type(decode(sent, table)) is cls
         else:
-            with pytest.raises(RemoteProtocolError, match=f"^type: expected one of .*, got '{tag}'$"):
+            with pytest.raises(RemoteProtocolError, match=f"^type: expected one of .*, got str '{tag}'$"):
                 decode(sent, table)
 
 

@@ -196,20 +196,27 @@ def test_msgpack_in_pure_python_does_as_well() -> None:
     assert b" passed" in done.stdout
 
 
+EXTENSION = msgpack.ExtType(5, b"abc")
+
+
 # --- version, type, id -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("version", [0, 2, -1, 1.0, True, "1", None, [1], {}, b"\x01", 2**64 - 1])
+@pytest.mark.parametrize("version", [0, 2, -1, 1.0, True, "1", None, [1], {}, b"\x01", 2**64 - 1, EXTENSION])
 def test_another_version_is_refused(version: object) -> None:
     error = refusal(header(v=version))
     assert str(error).startswith("v: this side speaks protocol version 1, the peer sent ")
+    # Its kind is told, or a list would be "of 1 items".
+    assert f"the peer sent {type(version).__name__} " in str(error)
     assert error.request_id == "7"
 
 
-@pytest.mark.parametrize("tag", ["", "Status", "status ", "predict", "infer_response", b"status", 1, None, ["status"]])
+@pytest.mark.parametrize(
+    "tag", ["", "Status", "status ", "predict", "infer_response", b"status", 1, None, [], EXTENSION]
+)
 def test_another_type_is_refused(tag: object) -> None:
     error = refusal(header(type=tag))
-    assert str(error).startswith(f"type: expected one of {', '.join(FROM_CLIENT)}, got ")
+    assert str(error).startswith(f"type: expected one of {', '.join(FROM_CLIENT)}, got {type(tag).__name__} ")
     assert error.request_id == "7"
 
 

@@ -9,7 +9,7 @@ import re
 from collections.abc import Generator, Iterable, Mapping
 from typing import Any, TypeVar, cast
 
-from weightd.protocol.schema import FieldError, Kind, Metadata, label, shown, text
+from weightd.protocol.schema import FieldError, Kind, Metadata, got, label, shown, text
 
 T = TypeVar("T")
 
@@ -65,7 +65,7 @@ def read(cls: type[T], table: object, problems: Problems, *, section: str = "") 
     """
     kinds: dict[str, Kind] = {field.name: field.metadata["kind"] for field in dataclasses.fields(cast(Any, cls))}
     if type(table) is not dict:
-        raise FieldError(f"expected a table, got {type(table).__name__} {shown(table)}")
+        raise FieldError(f"expected a table, got {got(table)}")
     given = cast("dict[str, Any]", table)
     quoted = {key: _quoted(section, key, value, kinds) for key, value in given.items() if key not in kinds}
     if any(quoted.values()) and kinds.keys().isdisjoint(given):

@@ -74,13 +74,18 @@ def shown(value: object) -> str:
     return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."
 
 
+def got(value: object) -> str:
+    """Return type and picture of a foreign value."""
+    return f"{type(value).__name__} {shown(value)}"
+
+
 def label(name: object) -> str:
     """Return a foreign name as it may stand in a path or a log: as it is where that is harmless, else quoted."""
     return name if isinstance(name, str) and name.isprintable() and 0 < len(name) <= _SHOWN else shown(name)
 
 
 def _wrong(expected: str, value: object) -> FieldError:
-    return FieldError(f"expected {expected}, got {type(value).__name__} {shown(value)}")
+    return FieldError(f"expected {expected}, got {got(value)}")
 
 
 def _metadata(check: Callable[[Any], Any], description: str, plain: Optional[Callable[[Any], Any]] = None) -> Metadata:

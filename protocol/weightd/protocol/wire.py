@@ -16,7 +16,7 @@ from weightd.protocol import limits
 from weightd.protocol.errors import LocalProtocolError, RemoteProtocolError
 from weightd.protocol.messages import FROM_CLIENT, TO_CLIENT, Infer, InferResponse, TensorSpec
 from weightd.protocol.repeats import Repeats
-from weightd.protocol.schema import FieldError, label, plain, shown
+from weightd.protocol.schema import FieldError, got, label, plain
 from weightd.protocol.schema import decode as decode_fields
 from weightd.protocol.worker_messages import FROM_CHILD, TO_CHILD, Predict, Result
 
@@ -152,12 +152,12 @@ def _message(fields: Dict[str, Any], table: Mapping[str, Type[M]]) -> M:
     version = fields.pop("v", None)
     if type(version) is not int or version != limits.PROTOCOL_VERSION:
         raise FieldError(
-            f"this side speaks protocol version {limits.PROTOCOL_VERSION}, the peer sent {shown(version)}"
+            f"this side speaks protocol version {limits.PROTOCOL_VERSION}, the peer sent {got(version)}"
         ).at("v")
     tag = fields.pop("type", None)
     cls = table.get(tag) if type(tag) is str else None
     if cls is None:
-        raise FieldError(f"expected one of {', '.join(table)}, got {shown(tag)}").at("type")
+        raise FieldError(f"expected one of {', '.join(table)}, got {got(tag)}").at("type")
     try:
         return decode_fields(cls, fields)
     except FieldError as error:
