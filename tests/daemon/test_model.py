@@ -20,7 +20,7 @@ from weightd.daemon.records import SealRecord
 from weightd.daemon.request import Request
 from weightd.daemon.states import GenerationState
 from weightd.protocol.errors import FailedPrecondition, InvalidArgument, RequestError, ResourceExhausted, Unavailable
-from weightd.protocol.messages import ModelMetadataResponse, TensorSignature, TensorSpec
+from weightd.protocol.messages import ModelMetadataResponse, TensorSignature, TensorSpec, UpdateResponse
 from weightd.protocol.version import VERSION
 from weightd.protocol.worker_messages import (
     Attach,
@@ -63,7 +63,7 @@ class FakeHost:
         self.unpinned: list[Source] = []
         self.dead: set[str] = set()
         self.forgotten: list[str] = []
-        self.updated: list[tuple[bytes, str, str, Sequence[int]]] = []
+        self.updated: list[tuple[bytes, UpdateResponse]] = []
         self.spawned: list[tuple[str, Role]] = []
         self.killed: list[str] = []
         self.aborted: list[str] = []
@@ -106,8 +106,8 @@ class FakeHost:
     def forget(self, generation: Generation) -> None:
         self.forgotten.append(generation.label)
 
-    def tell_updated(self, client: bytes, request_id: str, model_name: str, generations: Sequence[int]) -> None:
-        self.updated.append((client, request_id, model_name, generations))
+    def tell_updated(self, client: bytes, response: UpdateResponse) -> None:
+        self.updated.append((client, response))
 
     def exported(self, generation: Generation) -> None:
         self.sealed.add(generation.label)
@@ -430,7 +430,10 @@ def test_an_update_takes_over_when_it_is_complete_and_who_asked_is_told_once() -
     assert stage.host.predicts() == [(W1, first), (W2, second)]
     assert stage.host.updated == []
     stage.says("digits.2.w2", Attached("canary", 1))
-    assert stage.host.updated == [(b"operator", "u1", "digits", [2])]
+    configured = "/models/digits.onnx"
+    response = UpdateResponse("u1", "digits", (2,), "/models/new.onnx", "", configured)
+    assert stage.host.updated == [(b"operator", response)]
+    assert stage.model.source.path == "/models/new.onnx"
     # From now on requests go there; what the old ones have they may finish.
     [third] = stage.submit(request())
     assert stage.host.predicts() == [("digits.2.w1", third)]
@@ -508,7 +511,7 @@ def test_an_update_that_fails_changes_nothing_and_who_asked_is_told_once(how: st
     assert (len(stage.host.errors), stage.host.updated) == (1, [])
     # The next one may be tried.
     stage.updated(3, "/models/third.onnx")
-    assert [numbers for _, _, _, numbers in stage.host.updated] == [[3]]
+    assert [each.generations for _, each in stage.host.updated] == [(3,)]
 
 
 def test_a_second_update_is_refused_while_the_first_one_loads() -> None:
@@ -535,27 +538,34 @@ def test_an_update_is_held_to_the_suffix_of_its_engine(path: str) -> None:
 
 def test_there_is_nothing_to_go_back_to_before_an_update() -> None:
     stage = Stage(workers=1).serving()
-    with pytest.raises(FailedPrecondition, match="digits has not been updated: there is nothing to go back to"):
+    with pytest.raises(FailedPrecondition, match=r"nothing to go back to: digits serves /models/digits\.onnx"):
         stage.update(rollback=True)
 
 
-def test_a_rollback_loads_the_old_bytes_again_and_a_second_one_goes_forth() -> None:
+def test_a_rollback_loads_the_old_bytes_again_and_a_second_one_is_refused() -> None:
     stage = Stage(workers=1).serving()
     new = stage.updated(2, "/models/new.onnx")
     stage.update(rollback=True)
     # Its snapshot was kept: nothing is copied, and what is in the file by now does not matter.
     assert (stage.host.pinned, stage.host.unpinned) == (2, [])
     stage.loads(3).goes(2)
-    assert [numbers for _, _, _, numbers in stage.host.updated] == [[2], [3]]
+    assert [(each.generations, each.path) for _, each in stage.host.updated] == [
+        ((2,), "/models/new.onnx"),
+        ((3,), "/models/digits.onnx"),
+    ]
     serving = stage.model.deployments[0].serving
     assert serving is not None
     assert serving.source == Source("/models/digits.onnx")
+    with pytest.raises(FailedPrecondition) as caught:
+        stage.update(rollback=True)
+    went = "from /models/new.onnx to /models/digits.onnx"
+    assert str(caught.value) == f"digits was rolled back already, {went}: update it to go forth again"
+    assert (stage.host.pinned, stage.host.unpinned) == (2, [new])
+    # A further update is one that can be gone back from.
+    stage.updated(4, "/models/newer.onnx")
     stage.update(rollback=True)
-    stage.loads(4).goes(3)
-    serving = stage.model.deployments[0].serving
-    assert serving is not None
-    assert serving.source == new
-    assert (stage.host.pinned, stage.host.unpinned) == (2, [])
+    stage.loads(5).goes(4)
+    assert stage.model.source == Source("/models/digits.onnx")
 
 
 def test_a_rollback_that_fails_keeps_what_it_can_go_back_to() -> None:
@@ -605,7 +615,7 @@ def test_all_devices_take_over_together() -> None:
     one, two = stage.submit(request(), request())
     assert stage.host.predicts() == [("digits.1.w1", one), ("digits.2.w1", two)]
     stage.loads(4)
-    assert [numbers for _, _, _, numbers in stage.host.updated] == [[3, 4]]
+    assert [each.generations for _, each in stage.host.updated] == [(3, 4)]
 
 
 def test_if_one_device_cannot_none_does() -> None:

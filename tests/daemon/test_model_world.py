@@ -26,7 +26,7 @@ from weightd.daemon.request import Request
 from weightd.daemon.sources import Numbers
 from weightd.daemon.states import ACTIVE, ChildState
 from weightd.protocol.errors import RequestError
-from weightd.protocol.messages import ModelMetadataResponse, TensorSignature, TensorSpec
+from weightd.protocol.messages import ModelMetadataResponse, TensorSignature, TensorSpec, UpdateResponse
 from weightd.protocol.schema import decode, plain
 from weightd.protocol.version import VERSION
 from weightd.protocol.worker_messages import (
@@ -235,10 +235,10 @@ class ModelWorld(RuleBasedStateMachine):
         assert metadata.inputs == (X,)
         self.replies[metadata.id] += 1
 
-    def tell_updated(self, client: bytes, request_id: str, model_name: str, generations: Sequence[int]) -> None:
+    def tell_updated(self, client: bytes, response: UpdateResponse) -> None:
         serving = [each.serving for each in self.model.deployments]
-        assert [each.number for each in serving if each is not None] == list(generations)
-        self.replies[request_id] += 1
+        assert [each.number for each in serving if each is not None] == list(response.generations)
+        self.replies[response.id] += 1
 
     def tell_error(self, client: bytes, request_id: str, error: RequestError) -> None:
         assert str(error).strip().rstrip(":") == str(error).strip(), "there is no cause in it"

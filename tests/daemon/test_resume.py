@@ -25,7 +25,7 @@ from weightd.daemon.request import Request
 from weightd.daemon.sources import Numbers
 from weightd.daemon.states import GenerationState
 from weightd.protocol.errors import FailedPrecondition, InvalidArgument, RequestError, Unavailable
-from weightd.protocol.messages import ModelMetadataResponse, TensorSignature, TensorSpec
+from weightd.protocol.messages import ModelMetadataResponse, TensorSignature, TensorSpec, UpdateResponse
 from weightd.protocol.schema import decode, plain
 from weightd.protocol.version import VERSION
 from weightd.protocol.worker_messages import (
@@ -504,8 +504,8 @@ class Host:
     def tell_metadata(self, client: bytes, metadata: ModelMetadataResponse) -> None:
         raise AssertionError("nobody asked")
 
-    def tell_updated(self, client: bytes, request_id: str, model_name: str, generations: Sequence[int]) -> None:
-        self.updated.append(generations)
+    def tell_updated(self, client: bytes, response: UpdateResponse) -> None:
+        self.updated.append([*response.generations])
 
     def tell_error(self, client: bytes, request_id: str, error: RequestError) -> None:
         self.errors.append(str(error))
@@ -681,7 +681,7 @@ def test_numbers_are_never_used_again() -> None:
 
 def test_a_rollback_needs_no_file_after_a_restart_either() -> None:
     daemon = Daemon().started(m=ONE)
-    with pytest.raises(FailedPrecondition, match="has not been updated"):
+    with pytest.raises(FailedPrecondition, match="nothing to go back to"):
         daemon.update(rollback=True)
     daemon.update()
     daemon = daemon.loaded("m").restarted(m=ONE).backs("m")
@@ -692,11 +692,10 @@ def test_a_rollback_needs_no_file_after_a_restart_either() -> None:
     assert daemon.host.updated == [[2], [3]]
     assert daemon.generation().source == Source("/models/one.onnx", number=1)
     record = daemon.records()[0]
-    assert (record.source, record.previous, [each.number for each in record.sources]) == (1, 2, [1, 2])
+    assert (record.source, record.previous, [each.number for each in record.sources]) == (1, 0, [1])
     daemon = daemon.restarted(m=ONE).backs("m")
-    daemon.update(rollback=True)
-    daemon.loaded("m")
-    assert daemon.generation().source.path == "/models/new.onnx"
+    with pytest.raises(FailedPrecondition, match=r"m serves /models/one\.onnx, and nothing before it is kept"):
+        daemon.update(rollback=True)
 
 
 def test_an_update_under_way_is_forgotten() -> None:

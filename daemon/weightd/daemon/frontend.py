@@ -119,9 +119,9 @@ class Frontend:
         """Send the answer to a status request."""
         self._tell(client, status, max_bytes=limits.MAX_STATUS_BYTES)
 
-    def tell_updated(self, client: bytes, request_id: str, model_name: str, generations: Sequence[int]) -> None:
+    def tell_updated(self, client: bytes, response: UpdateResponse) -> None:
         """Tell the client that an update has taken over, as soon as that is recorded."""
-        self._unrecorded.append((client, UpdateResponse(request_id, model_name, tuple(generations))))
+        self._unrecorded.append((client, response))
 
     def tell_recorded(self) -> None:
         """Tell what was not to be told before it was recorded."""

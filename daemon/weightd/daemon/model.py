@@ -34,7 +34,7 @@ from weightd.protocol.errors import (
     Unavailable,
     request_error,
 )
-from weightd.protocol.messages import ModelMetadataResponse
+from weightd.protocol.messages import ModelMetadataResponse, UpdateResponse
 from weightd.protocol.worker_messages import (
     Allowed,
     Attached,
@@ -186,9 +186,7 @@ class Model:
             if each.serving is None or each.busy:
                 raise Unavailable(f"{self.name} is loading on {each.device.name}: try again once it serves")
         if rollback:
-            if self._sources.previous is None:
-                raise FailedPrecondition(f"{self.name} has not been updated: there is nothing to go back to")
-            source = self._sources.previous
+            source = self._previous()
         else:
             self._check_file(path)
             source = self._sources.new(path, weights)
@@ -196,6 +194,18 @@ class Model:
         for deployment in self.deployments:
             deployment.update(source)
         self._settle(now)
+
+    def _previous(self) -> Source:
+        """What a rollback goes back to: once. A second one would bring back what was found wanting."""
+        there = self._sources
+        if there.previous is not None:
+            return there.previous
+        if there.undone is not None:
+            went = f"from {there.undone} to {there.current}"
+            raise FailedPrecondition(f"{self.name} was rolled back already, {went}: update it to go forth again")
+        raise FailedPrecondition(
+            f"there is nothing to go back to: {self.name} serves {there.current}, and nothing before it is kept"
+        )
 
     def _check_file(self, path: str) -> None:
         """By the suffix it is known which other files belong to a model: no other reader may find more."""
@@ -394,6 +404,11 @@ class Model:
         return self.serves and all(
             each.failed or (each.serving is not None and each.serving.complete) for each in self.deployments
         )
+
+    @property
+    def source(self) -> Source:
+        """What it serves, or is to, if no update is under way."""
+        return self._sources.current
 
     @property
     def updating(self) -> bool:
@@ -653,11 +668,17 @@ class Model:
             self._sources.took_over(update.source)
             self.guard.quarantine.clear()
             self._relearn_signature()
-            numbers = [each.main.number for each in self.deployments]
-            self._clients.tell_updated(update.client, update.request_id, self.name, numbers)
+            self._clients.tell_updated(update.client, self._updated(update))
         else:
             return
         self._perform_all(now)
+
+    def _updated(self, update: _Update) -> UpdateResponse:
+        numbers = tuple(each.main.number for each in self.deployments)
+        serves = self.source
+        return UpdateResponse(
+            update.request_id, self.name, numbers, serves.path, serves.weights, configured=self.config.path
+        )
 
     def _learn_signature(self) -> None:
         built = next((each.built for each in self._live() if each.built is not None), None)

@@ -50,3 +50,6 @@ class Source:
     path: str
     weights: str = ""
     number: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.path} with {self.weights}" if self.weights else self.path

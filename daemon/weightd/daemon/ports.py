@@ -12,7 +12,7 @@ from weightd.daemon.plan import Source
 from weightd.daemon.records import SealRecord
 from weightd.daemon.request import Request
 from weightd.protocol.errors import RequestError
-from weightd.protocol.messages import ModelMetadataResponse, TensorSpec
+from weightd.protocol.messages import ModelMetadataResponse, TensorSpec, UpdateResponse
 from weightd.protocol.worker_messages import OrderMessage
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ class Clients(Protocol):
     def tell_metadata(self, client: bytes, metadata: ModelMetadataResponse) -> None:
         """Send a model's metadata to the client."""
 
-    def tell_updated(self, client: bytes, request_id: str, model_name: str, generations: Sequence[int]) -> None:
+    def tell_updated(self, client: bytes, response: UpdateResponse) -> None:
         """Tell the client that an update has taken over."""
 
     def tell_error(self, client: bytes, request_id: str, error: RequestError) -> None:

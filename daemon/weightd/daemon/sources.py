@@ -43,7 +43,8 @@ class Sources:
 
     Attributes:
         current: what is served, or to be.
-        previous: what was served before the last update; None if there was none.
+        previous: what was served before the last update; None if there was none, or if that was gone back to.
+        undone: what was gone back from, since this daemon began; None if the last update was no such.
         snapshots: of these, and of what an update loads.
     """
 
@@ -52,6 +53,7 @@ class Sources:
     ) -> None:
         self.current = Source(path, number=numbers.source())
         self.previous: Source | None = None
+        self.undone: Source | None = None
         self.snapshots = Snapshots(pin, unpin)
         self._numbers = numbers
 
@@ -60,10 +62,13 @@ class Sources:
         return Source(path or self.current.path, weights, self._numbers.source())
 
     def took_over(self, source: Source) -> None:
-        """An update has taken over."""
-        outdated, self.previous, self.current = self.previous, self.current, source
-        if outdated is not None:
-            self.drop(outdated)
+        """An update has taken over. Who goes back gives up what was served until then: nothing goes forth again."""
+        outdated, before = self.previous, self.current
+        back = source == outdated
+        self.current, self.previous, self.undone = (source, None, before) if back else (source, before, None)
+        for each in (outdated, before):
+            if each is not None:
+                self.drop(each)
 
     def drop(self, source: Source) -> None:
         """An update to it is over: nobody will load it any more, unless it is served or was served before."""

@@ -87,7 +87,7 @@ def _model(
     return ModelStatus(
         name=model.name,
         engine=model.config.engine,
-        path=clip(model.config.path),
+        path=clip(model.source.path),
         state=model.state.value,
         queued=model.scheduler.queued,
         served=model.latencies.count,
@@ -101,6 +101,7 @@ def _model(
         deaths=model.deaths,
         quarantined=model.guard.quarantine.count(time.monotonic()),
         note=clip(model.note),
+        weights=clip(model.source.weights),
     )
 
 

@@ -207,8 +207,8 @@ class Client:
             model: the model's name.
             path: of the new model file, absolute, on the daemon's host; "" keeps the present one.
             weights: of an .npz file with arrays to load over the model's weights, absolute; "" for none.
-            rollback: go back to what served before the last update instead.
-            timeout: seconds to wait. The update itself goes on after them.
+            rollback: go back to what served before the last update instead; what is given up so is not kept.
+            timeout: seconds to wait; after them `DeadlineExceeded`. The update itself goes on, see `status`.
 
         Raises:
             RequestError: as `infer`; `Unavailable` and `FailedPrecondition` tell why the old model still serves, and

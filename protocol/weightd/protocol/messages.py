@@ -206,11 +206,18 @@ class Update:
 
 @dataclass(frozen=True)
 class UpdateResponse:
-    """daemon → client: the generations with these numbers have taken over, one on each device."""
+    """daemon → client: the generations with these numbers have taken over, one on each device.
+
+    They serve `path`, with `weights` over those in it or "". `configured` is the file that the configuration names: an
+    update does not change it, and a daemon that has to load the model anew loads that.
+    """
 
     id: str = field(metadata=text(limits.MAX_ID_BYTES))
     model_name: str = field(metadata=text(limits.MAX_NAME_BYTES))
     generations: Tuple[int, ...] = field(metadata=many(_COUNT, limits.MAX_GENERATIONS))
+    path: str = field(metadata=text(limits.MAX_PATH_BYTES))
+    weights: str = field(metadata=text(limits.MAX_PATH_BYTES, empty=True))
+    configured: str = field(metadata=text(limits.MAX_PATH_BYTES))
 
 
 @dataclass(frozen=True)
@@ -275,6 +282,7 @@ class GenerationStatus:
 class ModelStatus:
     """One model of the configuration. Latency in microseconds, from arrival to answer, in the daemon.
 
+    `path` and `weights` are what serves, or is to: after an update not what the configuration names.
     `deaths` are processes that ended without being asked to; `quarantined` are contents of requests that are refused
     because workers died of them; `note` is what went wrong last with a change of the model.
     """
@@ -292,6 +300,7 @@ class ModelStatus:
     deaths: int = field(default=0, metadata=_COUNT)
     quarantined: int = field(default=0, metadata=_COUNT)
     note: str = field(default="", metadata=text(limits.MAX_TEXT_BYTES, empty=True))
+    weights: str = field(default="", metadata=text(limits.MAX_PATH_BYTES, empty=True))
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import pytest
 
 from testkit.service import Service
 from testkit.waiting import until
-from weightd.client import Client, InvalidArgument, Pending, Unavailable
+from weightd.client import Client, FailedPrecondition, InvalidArgument, Pending, Unavailable
 from weightd.protocol.errors import RequestError
 
 from ..support import Load, Question, ask_all
@@ -53,13 +53,17 @@ def test_update_and_rollback_lose_no_request(cards: Cards, devices: list[str]) -
             load.wait_for(50)
             done = weightctl(service, "update", "mlp", new)
             assert done[0] == 0, done
-            assert re.fullmatch(r"mlp: generations? [\d, ]+ took over\n", done[1])
+            assert re.fullmatch(
+                rf"mlp: generations? [\d, ]+ took over, {new}\n.* goes back to {cards.model}: .*\n", done[1]
+            )
+            assert status(service).path == str(new)
             ask_all(client, "mlp", questions(new))
             load.wait_for(50)
             assert load.of_new
             # The file may be gone: what served is kept.
             cards.model.unlink()
             assert weightctl(service, "update", "mlp", "--rollback")[0] == 0
+            assert "rolled back already" in weightctl(service, "update", "mlp", "--rollback")[2]
             ask_all(client, "mlp", old)
         assert status(service).failed == 0
         until(lambda: len(status(service).generations) == count, "the others are gone")
@@ -105,7 +109,7 @@ def test_a_second_copy_that_has_no_room_is_refused_with_the_figures(cards: Cards
 
 def test_what_cannot_be_asked_for(cards: Cards) -> None:
     with cards.ready() as (service, client):
-        with pytest.raises(InvalidArgument, match="has not been updated"):
+        with pytest.raises(FailedPrecondition, match="there is nothing to go back to"):
             client.update("mlp", rollback=True)
         with pytest.raises(InvalidArgument, match="absolute path"):
             client.update("mlp", "relative.mindir")

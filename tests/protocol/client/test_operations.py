@@ -1,8 +1,9 @@
-"""Taking a request back, health and reload: the client's side, and weightctl's."""
+"""Taking a request back, health, update and reload: the client's side, and weightctl's."""
 
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any, List, Sequence
 
 import numpy as np
@@ -21,10 +22,12 @@ from weightd.protocol.messages import (
     Reload,
     ReloadResponse,
     ServerReady,
+    Update,
+    UpdateResponse,
 )
 from weightd.protocol.wire import encode
 
-from .conftest import FakeDaemon, echo, silent
+from .conftest import FakeDaemon, Handler, echo, silent
 from .test_ctl import Ctl, fails
 
 X = np.arange(6, dtype=np.float32).reshape(2, 3)
@@ -108,6 +111,59 @@ def test_an_error_may_say_when_to_try_again(client: Client, daemon: FakeDaemon) 
     with pytest.raises(ResourceExhausted) as caught:
         client.infer("m", {"x": X})
     assert caught.value.retry_after is None
+
+
+# --- update -----------------------------------------------------------------------------------------------------------
+
+
+def updates(path: str, weights: str = "") -> Handler:
+    return lambda message, _: [[encode(UpdateResponse(message.id, "m", (3,), path, weights, "/models/m.onnx"))]]
+
+
+def test_update_says_what_serves_now_and_what_a_start_loads(ctl: Ctl, daemon: FakeDaemon, tmp_path: Path) -> None:
+    new = tmp_path / "new.onnx"
+    new.touch()
+    daemon.handle = updates(str(new))
+    back = "  a start that has to load it anew goes back to /models/m.onnx: so says the configuration\n"
+    assert ctl("update", "m", str(new)) == (exits.OK, f"m: generation 3 took over, {new}\n{back}", "")
+    daemon.handle = updates("/models/m.onnx")
+    assert ctl("update", "m", "--rollback") == (exits.OK, "m: generation 3 took over, /models/m.onnx\n", "")
+    told = {
+        "model_name": "m",
+        "generations": [3],
+        "path": "/models/m.onnx",
+        "weights": "",
+        "configured": "/models/m.onnx",
+    }
+    assert json.loads(ctl("--json", "update", "m", "--rollback").out) == told
+    np.savez(str(tmp_path / "w.npz"), w=X)
+    daemon.handle = updates("/models/m.onnx", "/w.npz")
+    assert ctl("update-weights", "m", str(tmp_path / "w.npz")).out == (
+        f"m: generation 3 took over, /models/m.onnx with /w.npz\n{back}"
+    )
+
+
+@pytest.mark.parametrize("content", [b"", b"\x08\x07\x12\x04onnx", b"\x93NUMPY", b"\x80\x04."])
+def test_weights_that_are_no_npz_are_not_even_sent(
+    ctl: Ctl, daemon: FakeDaemon, tmp_path: Path, content: bytes
+) -> None:
+    file = tmp_path / "new.onnx"
+    file.write_bytes(content)
+    ran = ctl("update-weights", "m", str(file))
+    assert (ran.status, ran.out) == (exits.NO_INPUT, "")
+    assert f"{file}: expected an .npz of arrays, as numpy.savez writes it" in ran.err
+    assert daemon.seen.empty()
+
+
+def test_an_update_that_takes_its_time_is_told_from_a_daemon_that_does_not_answer(ctl: Ctl, daemon: FakeDaemon) -> None:
+    daemon.handle = lambda message, tensors: [] if isinstance(message, Update) else echo(message, tensors)
+    ran = ctl("--timeout", "0.3", "update", "m", "--rollback")
+    text = "m: not over within 0.3 s, and goes on; weightctl status m shows how it stands"
+    assert ran == (exits.NOT_YET, "", f"DEADLINE_EXCEEDED: {text}\n")
+    daemon.handle = silent
+    ran = ctl("--timeout", "0.3", "update", "m", "--rollback")
+    assert ran.status == exits.UNAVAILABLE
+    assert "the daemon does not answer" in ran.err
 
 
 # --- health and reload ------------------------------------------------------------------------------------------------

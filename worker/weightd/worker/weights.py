@@ -24,7 +24,14 @@ def load(path: str) -> Arrays:
         raise BuildError(f"{path}: {error.strerror or error}") from None
     except (ValueError, EOFError, AttributeError, KeyError, TypeError, zipfile.BadZipFile) as error:
         # An .npy is an array, which has neither a with nor names.
-        raise BuildError(f"{path}: expected an .npz of plain arrays: {error}") from None
+        raise BuildError(f"{path}: expected an .npz of plain arrays: {_problem(path, str(error))}") from None
     if not arrays:
         raise BuildError(f"{path}: there is no array in it")
     return arrays
+
+
+def _problem(path: str, words: str) -> str:
+    """What is wrong with the file, where numpy would only advise to load pickles."""
+    if not zipfile.is_zipfile(path):
+        return "it is another kind of file, or damaged"
+    return "it holds Python objects" if "allow_pickle" in words else words

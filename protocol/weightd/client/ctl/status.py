@@ -118,7 +118,8 @@ def render(response: StatusResponse, total: int) -> str:
 
 
 def _model(model: ModelStatus) -> Iterator[str]:
-    yield f"{clean(model.name)}: {clean(model.state).upper()}, {clean(model.engine)}, {clean(model.path)}"
+    weights = f" with {clean(model.weights)}" if model.weights else ""
+    yield f"{clean(model.name)}: {clean(model.state).upper()}, {clean(model.engine)}, {clean(model.path)}{weights}"
     counts = f"served {model.served:,}, failed {model.failed:,}, queued {model.queued:,}"
     if model.p50_us is not None:
         counts += f", p50 {milliseconds(model.p50_us)} ms, p99 {milliseconds(model.p99_us)} ms"

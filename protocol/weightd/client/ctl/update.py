@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 from pathlib import Path
 
+from weightd.client.client import Client
 from weightd.client.ctl import exits
 from weightd.client.ctl.text import clean
-from weightd.client.ctl.verb import BadInput, Connect, Verb
+from weightd.client.ctl.verb import BadInput, Connect, Ended, NotReached, Verb
+from weightd.protocol.errors import DeadlineExceeded, RequestError
 from weightd.protocol.messages import UpdateResponse
 
 _UPDATE = """\
@@ -23,10 +26,15 @@ the cause is shown.
 For a while there are two copies of the weights: where a card has no room for them, the update is
 refused with the figures.
 
+--rollback goes back once: a second one is refused, as it would bring back what was given up.
+
 This waits until it is over: for --timeout seconds, 30 unless it says otherwise. The update itself
 goes on after them; weightctl status shows how it stands.
 
-Exit status: 0 the new model serves, 1 it does not and the old one does."""
+The configuration is not changed: a start that has to load the model anew, as after a reboot, loads
+the file that it names. To keep the new one for good, write its path there.
+
+Exit status: 0 the new model serves, 1 it does not and the old one does, 75 it still loads."""
 
 _UPDATE_WEIGHTS = """\
 Loads the arrays of an .npz file over the weights of a model that was converted for it
@@ -35,7 +43,19 @@ weightctl update does.
 
   weightctl update-weights resnet50 /models/finetuned.npz
 
-Exit status: 0 the new weights serve, 1 they do not and the old ones do."""
+A start that has to load the model anew loads it without them.
+
+Exit status: 0 the new weights serve, 1 they do not and the old ones do, 75 they still load."""
+
+# As numpy.savez writes it: a zip archive, empty ones included.
+_NPZ = (b"PK\x03\x04", b"PK\x05\x06")
+
+
+class StillLoading(Ended):
+    """It is not over in the time that was given to it, and the daemon goes on with it."""
+
+    status = exits.NOT_YET
+    code = DeadlineExceeded.code
 
 
 def _add_update(parser: argparse.ArgumentParser) -> None:
@@ -56,13 +76,38 @@ def _run_update(options: argparse.Namespace, connect: Connect) -> int:
         options.fail("expected NEW_PATH or --rollback, one of the two")
     path = _absolute(options.path) if options.path else ""
     with connect() as client:
-        return _tell(options, client.update(options.model, path, rollback=options.rollback))
+        return _tell(options, _wait(client, options.model, path=path, rollback=options.rollback))
 
 
 def _run_update_weights(options: argparse.Namespace, connect: Connect) -> int:
     weights = _absolute(options.weights)
+    _check_npz(options.weights)
     with connect() as client:
-        return _tell(options, client.update(options.model, weights=weights))
+        return _tell(options, _wait(client, options.model, weights=weights))
+
+
+def _wait(client: Client, model: str, *, path: str = "", weights: str = "", rollback: bool = False) -> UpdateResponse:
+    """Update, and tell an update that takes its time from a daemon that does not answer."""
+    try:
+        return client.update(model, path, weights=weights, rollback=rollback)
+    except DeadlineExceeded as late:
+        try:
+            client.server()
+        except RequestError:
+            raise NotReached(late) from None
+        raise StillLoading(
+            f"{model}: not over within {client.timeout:g} s, and goes on; weightctl status {model} shows how it stands"
+        ) from None
+
+
+def _check_npz(path: str) -> None:
+    try:
+        with Path(path).open("rb") as file:
+            start = file.read(4)
+    except OSError as error:
+        raise BadInput(f"{path}: {error.strerror or error}") from None
+    if start not in _NPZ:
+        raise BadInput(f"{path}: expected an .npz of arrays, as numpy.savez writes it; for a model: weightctl update")
 
 
 def _absolute(path: str) -> str:
@@ -74,12 +119,19 @@ def _absolute(path: str) -> str:
 
 
 def _tell(options: argparse.Namespace, response: UpdateResponse) -> int:
-    numbers = ", ".join(map(str, response.generations))
     if options.json:
-        print(json.dumps({"model_name": response.model_name, "generations": list(response.generations)}))
-    else:
-        what = "generation" if len(response.generations) == 1 else "generations"
-        print(f"{clean(response.model_name)}: {what} {numbers} took over")
+        told = dataclasses.asdict(response)
+        del told["id"]
+        print(json.dumps(told))
+        return exits.OK
+    what = "generation" if len(response.generations) == 1 else "generations"
+    numbers = ", ".join(map(str, response.generations))
+    weights = f" with {clean(response.weights)}" if response.weights else ""
+    print(f"{clean(response.model_name)}: {what} {numbers} took over, {clean(response.path)}{weights}")
+    if weights or response.path != response.configured:
+        print(
+            f"  a start that has to load it anew goes back to {clean(response.configured)}: so says the configuration"
+        )
     return exits.OK
 
 
