@@ -63,6 +63,14 @@ def test_the_pidfd_tells_when_a_child_has_exited(sleeper: Process) -> None:
         os.fstat(sleeper.pidfd)
 
 
+def test_a_child_is_born_deaf_to_the_terminal_of_the_daemon(sleeper: Process) -> None:
+    """It is in the daemon's process group for a moment, which may be that of a Ctrl-C."""
+    blocked = Path(f"/proc/{sleeper.pid}/status").read_text("ascii").partition("\nSigBlk:\t")[2].split()[0]
+    assert signal.SIGINT in {number for number in signal.Signals if int(blocked, 16) >> (number - 1) & 1}
+    assert os.getsid(sleeper.pid) == sleeper.pid
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+
 def test_a_child_lives_until_it_begins_to_exit(sleeper: Process) -> None:
     assert lives(sleeper)
     kill(sleeper)

@@ -8,8 +8,11 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import List
 
 import pytest
+
+from weightd.protocol import parent
 
 CHILD = (
     "import sys, time; from weightd.protocol import parent; parent.die_with(int(sys.argv[1])); print('up', flush=True)"
@@ -71,3 +74,27 @@ def test_with_another_parent_than_expected_it_ends_at_once_and_says_why() -> Non
     assert done.returncode == 1
     assert done.stdout == b""
     assert done.stderr.decode() == f"expected to be a child of 1, but the parent is {os.getpid()}\n"
+
+
+def masks(pid: int) -> List[bool]:
+    """Whether the process blocks SIGINT, and whether it ignores it."""
+    status = Path(f"/proc/{pid}/status").read_text("ascii")
+    return [bool(int(status.partition(f"\n{name}:\t")[2].split()[0], 16) & 2) for name in ("SigBlk", "SigIgn")]
+
+
+# Pid of itself, once it is past all that can happen to it.
+DEAF = f"from weightd.protocol import parent; parent.ignore_interrupts(); {SLEEP}"
+INTERRUPTED = f"import os, signal; os.kill(os.getpid(), signal.SIGINT); {DEAF}"
+
+
+def test_ctrl_c_is_left_to_the_parent_even_if_it_came_before_the_child_could_say_so() -> None:
+    with parent.without_interrupts():
+        child = subprocess.Popen([sys.executable, "-c", INTERRUPTED, str(os.getpid())], stdout=-1, env=ENVIRONMENT)
+    assert child.stdout
+    with child, child.stdout:
+        try:
+            assert child.stdout.readline() == b"up\n"
+            assert masks(child.pid) == [False, True]
+            assert not masks(os.getpid())[0]
+        finally:
+            child.kill()

@@ -39,6 +39,8 @@ def main(arguments: list[str] | None = None) -> int:
     except ClaimError as error:
         logs.complain(str(error))
         return exits.CANNOT_CREATE
+    except KeyboardInterrupt:
+        return exits.INTERRUPTED
     return status
 
 

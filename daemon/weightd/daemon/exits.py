@@ -11,6 +11,7 @@ MODEL_FAILED = 1  # it ran, but a model could not be served
 PROCESS_DIED = 2  # it served, and stopped when it was told to; but a process ended before that was not asked to
 CANNOT_CREATE = 73  # EX_CANTCREAT: a socket or a directory cannot be had, or another daemon has it
 CONFIG = 78  # EX_CONFIG: the configuration is wrong; starting again would end the same
+INTERRUPTED = 130  # Ctrl-C before it served, as a shell reports it
 
 # For the manual; the comments above are for who returns them.
 MEANINGS: Mapping[int, str] = {
@@ -22,4 +23,5 @@ MEANINGS: Mapping[int, str] = {
     USAGE: "The command line is wrong.",
     CANNOT_CREATE: "A socket or a directory cannot be had, or another daemon has it.",
     CONFIG: "The configuration is wrong; the text names file, key and what was expected.",
+    INTERRUPTED: "Ctrl-C before it served; later that is a stop in order.",
 }

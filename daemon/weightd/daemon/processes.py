@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from weightd.protocol.parent import without_interrupts
+
 # Of a log that may be long, this much tells the cause.
 _TAIL_BYTES = 4096
 _TAIL_LINES = 6
@@ -43,6 +45,8 @@ class Process:
 def start(argv: Sequence[str], log: Path, environment: Mapping[str, str] | None = None) -> Process:
     """Start a child in a session of its own, so that a terminal's Ctrl-C reaches the daemon alone.
 
+    It is born with SIGINT blocked: see `parent.without_interrupts`.
+
     Args:
         argv: the command.
         log: where its output goes.
@@ -51,7 +55,7 @@ def start(argv: Sequence[str], log: Path, environment: Mapping[str, str] | None 
     Raises:
         OSError: it cannot be started.
     """
-    with log.open("ab") as output:
+    with log.open("ab") as output, without_interrupts():
         popen = subprocess.Popen(
             argv,
             stdin=subprocess.DEVNULL,

@@ -15,7 +15,7 @@ from typing import BinaryIO
 
 from weightd.protocol.modelfile import Model, ModelFileError, digest, model_files, open_file
 from weightd.protocol.oom import go_before_the_daemon
-from weightd.protocol.parent import die_with
+from weightd.protocol.parent import die_with, ignore_interrupts
 
 
 def take(model: Path, directory: Path) -> Path:
@@ -84,6 +84,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    ignore_interrupts()
     die_with(int(sys.argv.pop(1)))
     go_before_the_daemon("worker")
     sys.exit(main())

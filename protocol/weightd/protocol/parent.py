@@ -1,10 +1,12 @@
-"""A child does not outlive the daemon, not even after SIGKILL."""
+"""What a child has of its parent: it does not outlive it, not even after SIGKILL, and leaves Ctrl-C to it."""
 
 from __future__ import annotations
 
 import ctypes
 import os
 import signal
+from contextlib import contextmanager
+from typing import Iterator
 
 _PR_SET_PDEATHSIG = 1
 
@@ -22,3 +24,24 @@ def die_with(parent: int) -> None:
     # The parent may have died before the call above took effect: then no signal would ever come.
     if os.getppid() != parent:
         raise SystemExit(f"expected to be a child of {parent}, but the parent is {os.getppid()}")
+
+
+@contextmanager
+def without_interrupts() -> Iterator[None]:
+    """Have the processes that are started in the block born with SIGINT blocked, until they `ignore_interrupts`.
+
+    A terminal sends it to the whole process group, and a child is in that of its parent until it has a session of its
+    own: a Ctrl-C in that moment would kill it. What comes for this process is not lost, but waits for the block's end.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def ignore_interrupts() -> None:
+    """Leave Ctrl-C to the parent, also one that has come before this call: who stops when is its decision."""
+    # In this order: what is pending is dropped by the first, and would kill after the second.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -347,6 +348,24 @@ def test_those_that_came_last_end_first(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(os, "kill", note)
     within.end()
     assert killed == pids[::-1]
+
+
+def test_a_ctrl_c_that_comes_before_it_has_its_session_does_not_end_it(
+    start_keeper: Callable[..., Keeper], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blocked: list[set[int]] = []
+    spawn = os.posix_spawn
+
+    def spawned(*arguments: Any, **options: Any) -> int:
+        blocked.append({*signal.pthread_sigmask(signal.SIG_BLOCK, ())})
+        return spawn(*arguments, **options)
+
+    monkeypatch.setattr(os, "posix_spawn", spawned)
+    keeper = start_keeper()
+    assert [signal.SIGINT in each for each in blocked] == [True]
+    # Its children do not inherit that.
+    assert "SigBlk:\t0000000000000000" in Path(f"/proc/{keeper.pid}/status").read_text("ascii")
+    keeper.close()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])

@@ -7,7 +7,6 @@ import faulthandler
 import json
 import logging
 import os
-import signal
 import sys
 from pathlib import Path
 from typing import Any, Dict, List, Tuple, cast
@@ -18,7 +17,7 @@ from weightd.protocol import limits
 from weightd.protocol.errors import WeightdError
 from weightd.protocol.modelfile import ModelFileError, digest
 from weightd.protocol.oom import ABOVE_DAEMON, go_before_the_daemon
-from weightd.protocol.parent import die_with
+from weightd.protocol.parent import die_with, ignore_interrupts
 from weightd.protocol.wire import clip, encode
 from weightd.protocol.worker_messages import Broken
 from weightd.worker import exits, pagesharing
@@ -36,10 +35,9 @@ _LINGER_MS = 2000
 def main() -> int:
     """Run one child until the daemon stops it; return its exit status."""
     arguments = _parser().parse_args()
+    ignore_interrupts()
     die_with(arguments.parent)
     go_before_the_daemon(arguments.role)
-    # Ctrl-C in a terminal reaches the whole process group; who stops when is the daemon's decision.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     # A crash, and the SIGABRT of a daemon that has waited too long, leave the stacks of all threads in the log.
     faulthandler.enable()
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", level=logging.INFO)

@@ -15,7 +15,7 @@ import signal
 import sys
 from typing import Any, Dict
 
-from weightd.protocol.parent import die_with
+from weightd.protocol.parent import die_with, ignore_interrupts
 from weightd.worker import exits
 from weightd.worker.engines.base import BuildError, Settings
 from weightd.worker.engines.mindspore_lite.acl import Acl, AclError
@@ -32,6 +32,7 @@ def main() -> int:
     options = parser.parse_args()
     device: str = options.device
     if options.parent:
+        ignore_interrupts()
         die_with(options.parent)
     # A driver that hangs: the kernel ends this process, whatever it is in.
     signal.alarm(LIMIT_S)

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, cast
 
 from weightd.daemon.keeper import process
 from weightd.daemon.processes import Process
+from weightd.protocol.parent import without_interrupts
 
 _log = logging.getLogger("weightd")
 
@@ -180,22 +181,23 @@ def start(directory: Path, *others: Path) -> Keeper:
     sources = [fcntl.fcntl(each, fcntl.F_DUPFD_CLOEXEC, process.LOCK + 1) for each in (its.fileno(), lock)]
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.posix_spawn(
-            sys.executable,
-            # Isolated, and without site-packages: it needs nothing of them, and they would double its size.
-            # The directory last: as long as it is there, whoever waits for its lock waits for everything.
-            [sys.executable, "-I", "-S", process.__file__, *map(str, others), str(directory)],
-            os.environ,
-            file_actions=[
-                (os.POSIX_SPAWN_OPEN, _STDIN, os.devnull, os.O_RDONLY, 0),
-                # Not the daemon's: whoever reads that waits for its end.
-                (os.POSIX_SPAWN_OPEN, _STDOUT, str(directory / LOG), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600),
-                (os.POSIX_SPAWN_DUP2, _STDOUT, _STDERR),
-                (os.POSIX_SPAWN_DUP2, sources[0], process.LINK),
-                (os.POSIX_SPAWN_DUP2, sources[1], process.LOCK),
-            ],
-            setsid=True,
-        )
+        with without_interrupts():
+            os.posix_spawn(
+                sys.executable,
+                # Isolated, and without site-packages: it needs nothing of them, and they would double its size.
+                # The directory last: as long as it is there, whoever waits for its lock waits for everything.
+                [sys.executable, "-I", "-S", process.__file__, *map(str, others), str(directory)],
+                os.environ,
+                file_actions=[
+                    (os.POSIX_SPAWN_OPEN, _STDIN, os.devnull, os.O_RDONLY, 0),
+                    # Not the daemon's: whoever reads that waits for its end.
+                    (os.POSIX_SPAWN_OPEN, _STDOUT, str(directory / LOG), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600),
+                    (os.POSIX_SPAWN_DUP2, _STDOUT, _STDERR),
+                    (os.POSIX_SPAWN_DUP2, sources[0], process.LINK),
+                    (os.POSIX_SPAWN_DUP2, sources[1], process.LOCK),
+                ],
+                setsid=True,
+            )
         return Keeper(ours.detach())
     finally:
         ours.close()

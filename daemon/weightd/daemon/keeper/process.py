@@ -113,6 +113,8 @@ def main() -> None:
     """Serve until the other end of the socket is closed by everybody; then leave nothing behind."""
     for number in _IGNORED:
         signal.signal(number, signal.SIG_IGN)
+    # As who started it had it, see `weightd.protocol.parent`.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _IGNORED)
     os.set_inheritable(LOCK, False)
     keeper = Keeper()
     with socket.socket(fileno=LINK) as link:

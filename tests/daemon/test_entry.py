@@ -1,0 +1,44 @@
+"""The start of the program `weightd`, at a terminal where somebody types Ctrl-C."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+# As the script that an installation makes; a shell may have started the tests with SIGINT ignored.
+PROGRAM = """
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from weightd.daemon.entry import main
+sys.exit(main())
+"""
+WAITS = "print('now', flush=True); import time; time.sleep(600)\n"
+
+
+@pytest.mark.parametrize(
+    ("module", "status"),
+    [
+        ("zmq", -signal.SIGINT),  # the program is imported
+        ("waits", 130),  # it runs, and has its blocks to leave
+    ],
+)
+def test_ctrl_c_ends_it_without_a_word(module: str, status: int, tmp_path: Path) -> None:
+    (tmp_path / f"{module}.py").write_text(WAITS, "utf-8")
+    program = PROGRAM
+    if module == "waits":
+        program = "from weightd.daemon import __main__; __main__.load = lambda *_: __import__('waits')\n" + program
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])}
+    pipe = subprocess.PIPE
+    command = [sys.executable, "-c", program, "serve", "weightd.toml"]
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, env=environment) as process:
+        assert process.stdout
+        assert process.stderr
+        assert process.stdout.readline() == b"now\n"
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == status
+        assert process.stderr.read() == b""
