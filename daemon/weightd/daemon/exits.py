@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from weightd.protocol.commandline import USAGE
+from weightd.protocol import commandline
 
 OK = 0
 MODEL_FAILED = 1  # it ran, but a model could not be served
 PROCESS_DIED = 2  # it served, and stopped when it was told to; but a process ended before that was not asked to
+USAGE = commandline.USAGE
 CANNOT_CREATE = 73  # EX_CANTCREAT: a socket or a directory cannot be had, or another daemon has it
 CONFIG = 78  # EX_CONFIG: the configuration is wrong; starting again would end the same
 INTERRUPTED = 130  # Ctrl-C before it served, as a shell reports it

@@ -6,7 +6,7 @@ import ctypes
 import os
 import signal
 from contextlib import contextmanager
-from typing import Iterator
+from typing import Generator
 
 _PR_SET_PDEATHSIG = 1
 
@@ -27,7 +27,7 @@ def die_with(parent: int) -> None:
 
 
 @contextmanager
-def without_interrupts() -> Iterator[None]:
+def without_interrupts() -> Generator[None, None, None]:
     """Have the processes that are started in the block born with SIGINT blocked, until they `ignore_interrupts`.
 
     A terminal sends it to the whole process group, and a child is in that of its parent until it has a session of its

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Mapping
 
-from weightd.protocol.commandline import USAGE
+from weightd.protocol import commandline
 
 OK = 0
 ERROR = 1  # the request ended in an error; status: a model has failed
+USAGE = commandline.USAGE
 NO_INPUT = 66  # EX_NOINPUT: an input file is missing, or is no .npy file
 UNAVAILABLE = 69  # EX_UNAVAILABLE: the daemon cannot be reached, or does not answer
 CANNOT_WRITE = 74  # EX_IOERR: the output cannot be written
