@@ -48,9 +48,9 @@ class Stage:
     def seen(self) -> list[Model]:
         return cast("list[Model]", self.models)
 
-    def look(self, seconds: float = 0.0) -> list[str]:
+    def look(self, seconds: float = 0.0, note: str = "") -> list[str]:
         self.now += seconds
-        return self.herald.look(self.seen, self.now)
+        return self.herald.look(self.seen, self.now, note)
 
     def told(self, seconds: float = 0.0) -> list[str]:
         """Without the status."""
@@ -249,6 +249,10 @@ def test_the_status_is_one_line_told_when_it_changes() -> None:
     stage = Stage(one, two)
     assert stage.status() == "one: pinning; two: failed on ascend:0 (no such | file); serving 0 models from 0 workers"
     assert not any(each.startswith("STATUS=") for each in stage.look(1.0))
+    assert any(
+        each.startswith("STATUS=c: not TOML | as before; ") for each in stage.look(note="c: not TOML\nas before")
+    )
+    assert stage.status()
     one.serving(3)
     assert stage.status() == "two: failed on ascend:0 (no such | file); serving 1 models from 3 workers"
     two.serving(1)

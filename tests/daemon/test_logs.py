@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from weightd.daemon.logs import JournalFormatter, LineFormatter, flat, prefixed, to_journal
+from weightd.daemon.logs import JournalFormatter, LineFormatter, flat
+from weightd.protocol.journal import prefixed, to_journal
 
 PLAIN = LineFormatter("%(asctime)s %(levelname)-7s %(message)s")
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
@@ -85,7 +86,7 @@ def test_each_line_of_a_traceback_has_the_priority() -> None:
 
 
 def test_an_empty_line_has_it_too() -> None:
-    assert prefixed("a\n\nb", logging.INFO) == "<6>a\n<6>\n<6>b"
+    assert prefixed("a\n\nb", 6) == "<6>a\n<6>\n<6>b"
 
 
 def test_only_the_descriptor_that_the_variable_means_is_the_journal(tmp_path: Path) -> None:
@@ -113,10 +114,18 @@ def stderr_of(program: list[str], log: Path, *, journal: bool) -> str:
 
 
 @pytest.mark.parametrize(("journal", "prefix"), [(True, "<3>"), (False, "")])
-def test_the_command_says_why_it_ends(tmp_path: Path, journal: bool, prefix: str) -> None:
-    path = tmp_path / "missing.toml"
-    text = stderr_of([sys.executable, "-m", "weightd.daemon", "serve", str(path)], tmp_path / "log", journal=journal)
-    assert re.fullmatch(rf"{prefix}weightd: {re.escape(str(path))}: .*\n", text)
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        (["weightd.daemon", "serve", "{}"], "weightd: {}: "),
+        (["weightd.client.ctl", "--socket", "ipc://{}", "reload"], "UNAVAILABLE: no daemon at {}: "),
+    ],
+)
+def test_a_command_says_why_it_ends(tmp_path: Path, command: list[str], said: str, journal: bool, prefix: str) -> None:
+    path = str(tmp_path / "missing")
+    program = [sys.executable, "-m", *(each.format(path) for each in command)]
+    text = stderr_of(program, tmp_path / "log", journal=journal)
+    assert re.fullmatch(rf"{prefix}{re.escape(said.format(path))}.*\n", text)
 
 
 PROGRAM = """

@@ -11,10 +11,16 @@ import pytest
 
 from weightd.daemon import handover
 from weightd.daemon.budget import Device
-from weightd.daemon.config import Config, DaemonConfig, load
+from weightd.daemon.config import Config, DaemonConfig
+from weightd.daemon.config_file import ConfigFile
 from weightd.daemon.server import Server
 from weightd.daemon.service import Manager
 from weightd.protocol.errors import Unavailable
+
+
+def begun(path: Path) -> Any:
+    file = ConfigFile(path, Manager({}))
+    return Server(file.begin(), file)
 
 
 def test_a_reload_that_is_refused_changes_no_device(tmp_path: Path) -> None:
@@ -28,7 +34,8 @@ def test_a_reload_that_is_refused_changes_no_device(tmp_path: Path) -> None:
         )
         return path
 
-    server: Any = Server(load(written(1000, 1)), path)
+    written(1000, 1)
+    server = begun(path)
     server._frontend = SimpleNamespace(stopping=False)
     device = server._devices["ascend:0"] = Device("ascend:0")
     device.capacity = 1000 * 2**20
@@ -43,7 +50,7 @@ def test_a_card_has_what_it_has_said_where_the_configuration_says_no_more(tmp_pa
     path = tmp_path / "weightd.toml"
     model = '[models.m]\npath = "/models/m.mindir"\npython = "python3"\ndevices = ["ascend:0"]\n'
     path.write_text(f'[devices."ascend:0"]\nmemory_mib = 1000\n{model}')
-    server: Any = Server(load(path), path)
+    server = begun(path)
     server._frontend = SimpleNamespace(stopping=False)
     server._fleet.models["m"] = SimpleNamespace(updating=False, successor=None, config=server._config.models["m"])
     server._reload(0.0)

@@ -57,6 +57,10 @@ _STOP = "test_restart.py::test_a_stop_leaves_nothing_but_the_socket"
 _DIR = "/run/weightd"
 _INSTANCES = "test_instances.py"
 _SERVING = "test_serving.py"
+_RELOAD = "test_serving.py::test_a_broken_configuration_changes_nothing_and_who_reloads_is_told_why"
+_SHARED = "test_serving.py::test_the_weights_are_shared"
+_WEIGHTCTL = "ExecReload=/usr/bin/weightctl --socket ipc:///run/weightd/weightd.sock"
+_CALLS = "sched_setscheduler sched_setaffinity prlimit64 setrlimit"
 _STRANGER = "test_serving.py::test_a_stranger_may_not_connect_and_is_told_so"
 
 MUTANTS = [
@@ -75,11 +79,13 @@ MUTANTS = [
     _service("private-users", "PrivateMounts=yes", "PrivateUsers=yes", "test_serving.py::test_it_sees_its_clients"),
     _service("no-oom-score", "OOMScoreAdjust=100", "", "test_serving.py::test_the_kernel_kills_other_services_later"),
     _service("oom-stop", "OOMPolicy=continue", "OOMPolicy=stop", "test_units.py::test_an_instance_differs"),
-    _service("reload-usr1", "ExecReload=/bin/kill -HUP $MAINPID", "ExecReload=/bin/kill -USR1 $MAINPID", _SERVING),
+    _service("reload-hup", f"{_WEIGHTCTL} reload", "ExecReload=/bin/kill -HUP $MAINPID", _RELOAD),
+    _service("no-reload", f"{_WEIGHTCTL} reload", "", _RELOAD),
     _service("cache-open", "CacheDirectoryMode=0700", "", "test_serving.py::test_nobody_else_can_read_what_it_caches"),
     _service("no-slice", "Slice=weightd.slice", "", "test_serving.py::test_it_is_in_the_slice_of_all"),
     _service("no-preserve", "RuntimeDirectoryPreserve=yes", "", _STOP),
-    _service("zmq-killed", "SystemCallFilter=sched_setscheduler sched_setaffinity prlimit64 setrlimit", "", _SERVING),
+    _service("zmq-killed", f"SystemCallFilter={_CALLS} mincore", "SystemCallFilter=mincore", _SERVING),
+    _service("no-mincore", f"SystemCallFilter={_CALLS} mincore", f"SystemCallFilter={_CALLS}", _SHARED),
     _socket("open-socket", "SocketMode=0660", "SocketMode=0666", _STRANGER),
     _socket("no-group", "SocketGroup=weightd-clients", "", "test_serving.py::test_the_socket_is_for_the_group_alone"),
     _socket("elsewhere", "ListenStream=/run/weightd/weightd.sock", "ListenStream=/run/weightd.sock", _SERVING),

@@ -13,7 +13,7 @@ import pytest
 from testkit.waiting import until
 
 from . import materials
-from .service import Child, Weightd, begun, ended
+from .service import MLP, Child, Weightd, begun, ended
 
 pytestmark = pytest.mark.e2e
 
@@ -107,6 +107,28 @@ def test_a_stop_leaves_nothing_but_the_socket(weightd: Weightd) -> None:
     assert weightd.show("Result") == "success"
     # The socket is still there for whoever comes next.
     weightd.ask()
+
+
+@pytest.mark.parametrize("replace", [by_systemctl, by_sigkill])
+def test_a_wrong_file_does_not_end_what_serves(weightd: Weightd, replace: Callable[[Weightd], None]) -> None:
+    weightd.start()
+    workers = weightd.wait_for_workers()
+    for wrong in ("nonsense", '[daemon]\ncache_dir = "/proc/none"\n[models.mlp]\npath = "/srv/weightd/mlp.onnx"\n'):
+        weightd.write_config(wrong)
+        replace(weightd)
+        weightd.ask()
+        assert weightd.wait_for_workers() == workers
+        note = weightd.status()["note"]
+        assert "what was in force before is served" in note
+        assert note.partition("\n")[0] in weightd.show("StatusText")
+        assert "is not in force: going on with what was in force before" in weightd.journal()
+    weightd.configure({"mlp": MLP})
+    weightd.manager.systemctl("reload", weightd.service)
+    assert (weightd.status()["note"], weightd.wait_for_workers()) == ("", workers)
+    # What is stopped for good is not remembered.
+    weightd.write_config("nonsense")
+    weightd.stop()
+    assert weightd.manager.try_run(["systemctl", "start", weightd.service]).returncode != 0
 
 
 def test_a_changed_model_is_loaded_by_the_next_daemon(weightd: Weightd) -> None:

@@ -12,11 +12,11 @@ from pathlib import Path
 from weightd.daemon import exits, logs
 from weightd.daemon.check import problems
 from weightd.daemon.claim import ClaimError
-from weightd.daemon.config import ConfigError, default_path, examine, load, parse
+from weightd.daemon.config import ConfigError, default_path, examine, parse
+from weightd.daemon.config_file import ConfigFile
 from weightd.daemon.doctor import arguments as doctor
 from weightd.daemon.server import Server
-from weightd.daemon.service import CLIENTS, Manager
-from weightd.daemon.sockets import addresses
+from weightd.daemon.service import Manager
 from weightd.protocol.commandline import Parser
 from weightd.protocol.schema import label
 from weightd.protocol.version import VERSION
@@ -46,9 +46,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _serve(options: argparse.Namespace) -> int:
     manager = Manager(os.environ)
-    path = (options.config or default_path()).absolute()
-    config = load(path, addresses(manager.inherited.get(CLIENTS, [])))
-    return Server(config, path, manager).run()
+    file = ConfigFile((options.config or default_path()).absolute(), manager)
+    return Server(file.begin(), file, manager).run()
 
 
 def _run(options: argparse.Namespace) -> int:

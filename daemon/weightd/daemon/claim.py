@@ -57,6 +57,25 @@ def claim(config: DaemonConfig, *, listening: bool = False, kept: bool = False) 
                     _remove_socket(path)
 
 
+def check_usable(config: DaemonConfig) -> None:
+    """Find out, before anything is claimed, whether its directories could be had.
+
+    Raises:
+        ClaimError: one could not.
+    """
+    make_directory(Path(config.runtime_dir), mode=0o755)
+    _make_cache(Path(config.cache_dir))
+
+
+def _make_cache(path: Path) -> None:
+    try:
+        path.mkdir(mode=0o755, parents=True, exist_ok=True)
+        # It may be a link, to where there is room.
+        _refuse_exchange(path, path.stat())
+    except OSError as error:
+        raise ClaimError(f"cannot make the directory {path}: {error.strerror}") from None
+
+
 def _lock_path(config: DaemonConfig) -> Path:
     if config.socket.startswith("ipc://"):
         return Path(config.socket.removeprefix("ipc://") + ".lock")
@@ -138,10 +157,8 @@ def make_private(path: Path) -> None:
     Raises:
         ClaimError: it cannot be made, or everybody may exchange it, or processes of an earlier daemon do not end.
     """
+    _make_cache(path.parent)
     try:
-        path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
-        # It may be a link, to where there is room.
-        _refuse_exchange(path.parent, path.parent.stat())
         gone = wait_until_gone(path, _PATIENCE_S)
     except OSError as error:
         raise ClaimError(f"cannot make the directory {path}: {error.strerror}") from None

@@ -219,10 +219,30 @@ def load(path: Path, listening: Sequence[str] = ()) -> Config:
     Raises:
         ConfigError: it is unreadable, not TOML, or says something that it must not.
     """
-    config, problems = examine(path, listening)
+    return load_text(read(path), path, listening)
+
+
+def load_text(text: str, path: Path, listening: Sequence[str] = ()) -> Config:
+    """Return the configuration that a text is; it is, or was, that of the file at `path`. See `load`."""
+    config, problems = _examine(text, path, listening)
     if problems:
         raise ConfigError(*problems)
     return config
+
+
+def read(path: Path) -> str:
+    """Return the text of a configuration file.
+
+    Raises:
+        ConfigError: it is unreadable, or no text.
+    """
+    try:
+        # Some editors begin a text with a byte order mark.
+        return path.read_text("utf-8-sig")
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from None
+    except ValueError as error:
+        raise ConfigError(f"{path}: not TOML: {error}") from None
 
 
 def examine(path: Path, listening: Sequence[str] = ()) -> Examined:
@@ -231,11 +251,12 @@ def examine(path: Path, listening: Sequence[str] = ()) -> Examined:
     Raises:
         ConfigError: it is unreadable, or not TOML.
     """
+    return _examine(read(path), path, listening)
+
+
+def _examine(text: str, path: Path, listening: Sequence[str]) -> Examined:
     try:
-        # Some editors begin a text with a byte order mark.
-        content = tomllib.loads(path.read_text("utf-8-sig"))
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}") from None
+        content = tomllib.loads(text)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: not TOML: {error}") from None
     config, problems = _parse(content, path.resolve().parent, listening)

@@ -49,8 +49,8 @@ class Herald:
         # Of each model: what it is doing, and since when.
         self._progress: dict[str, tuple[str, float]] = {}
 
-    def look(self, models: Iterable[Model], now: float) -> list[str]:
-        """Return what is to be told now."""
+    def look(self, models: Iterable[Model], now: float, note: str = "") -> list[str]:
+        """Return what is to be told now; `note` is for people, before all else."""
         models = list(models)
         told: list[str] = []
         required = [model for model in models if model.config.required]
@@ -65,7 +65,7 @@ class Herald:
         if self.ready and now >= self._next_sign and all(self._lives(model, stuck, now) for model in required):
             self._next_sign = now + self._sign_interval
             told.append("WATCHDOG=1")
-        status = clip(flat("; ".join(_doing(models))), _STATUS_BYTES)
+        status = clip(flat("; ".join([*filter(None, [note]), *_doing(models)])), _STATUS_BYTES)
         if status != self._status:
             self._status = status
             told.append(f"STATUS={status}")

@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Mapping
 from types import TracebackType
+
+from weightd.protocol.journal import prefixed, to_journal
 
 _log = logging.getLogger("weightd")
 
@@ -31,19 +32,7 @@ def set_up(level: int) -> None:
 def complain(text: str) -> None:
     """Say on stderr why the command ends, or what it has found."""
     line = f"weightd: {text}"
-    print(prefixed(flat(line), logging.ERROR) if to_journal(os.environ, _STDERR) else line, file=sys.stderr)
-
-
-def to_journal(environment: Mapping[str, str], descriptor: int) -> bool:
-    """Return whether systemd has connected the descriptor to the journal.
-
-    The variable alone does not tell: it is inherited by processes whose output goes elsewhere.
-    """
-    try:
-        status = os.fstat(descriptor)
-    except OSError:
-        return False
-    return environment.get("JOURNAL_STREAM") == f"{status.st_dev}:{status.st_ino}"
+    print(prefixed(flat(line), _priority(logging.ERROR)) if to_journal(os.environ, _STDERR) else line, file=sys.stderr)
 
 
 def flat(text: str) -> str:
@@ -52,10 +41,8 @@ def flat(text: str) -> str:
     return "".join(each if each.isprintable() else repr(each)[1:-1] for each in " | ".join(filter(None, lines)))
 
 
-def prefixed(text: str, level: int) -> str:
-    """Return the text with the priority in front of each line, by which the journal knows it."""
-    priority = next((priority for least, priority in _PRIORITIES if level >= least), _DEBUG)
-    return "\n".join(f"<{priority}>{line}" for line in text.split("\n"))
+def _priority(level: int) -> int:
+    return next((priority for least, priority in _PRIORITIES if level >= least), _DEBUG)
 
 
 class LineFormatter(logging.Formatter):
@@ -72,7 +59,7 @@ class JournalFormatter(LineFormatter):
         super().__init__("%(message)s")
 
     def format(self, record: logging.LogRecord) -> str:  # noqa: D102
-        return prefixed(super().format(record), record.levelno)
+        return prefixed(super().format(record), _priority(record.levelno))
 
 
 def _crashed(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

@@ -15,7 +15,8 @@ from weightd.daemon import exits, handover
 from weightd.daemon.backend import Backend
 from weightd.daemon.budget import MIB, Device
 from weightd.daemon.claim import claim
-from weightd.daemon.config import Config, ConfigError, DeviceConfig, ModelConfig, load
+from weightd.daemon.config import Config, ConfigError, DaemonConfig, DeviceConfig, ModelConfig
+from weightd.daemon.config_file import ConfigFile
 from weightd.daemon.doorman import allow_descriptors
 from weightd.daemon.fleet import Change, Fleet
 from weightd.daemon.frontend import Frontend
@@ -47,16 +48,16 @@ class Server:
 
     Args:
         config: what to serve, and where.
-        path: the file that it comes from, to be read again on SIGHUP.
+        file: that it comes from, to be read again on SIGHUP.
         manager: who is told how it goes, and passes sockets and the keeper on from one daemon to the next.
         one_shot: end when a model fails instead of serving the others (`weightd run`).
     """
 
     def __init__(
-        self, config: Config, path: Path | None = None, manager: Manager | None = None, *, one_shot: bool = False
+        self, config: Config, file: ConfigFile | None = None, manager: Manager | None = None, *, one_shot: bool = False
     ) -> None:
         self._config = config
-        self._path = path
+        self._file = file
         self._manager = manager or Manager({})
         self._listening = self._manager.inherited.get(CLIENTS, [])
         self._addresses = addresses(self._listening)
@@ -117,6 +118,8 @@ class Server:
         self._loop.add(wakeups, lambda: self._on_signals(os.read(wakeups, 64)))
         where = ", ".join(self._addresses or [daemon.socket])
         _log.info("weightd %s, pid %d, listens on %s", VERSION, os.getpid(), where)
+        if self._keeping is not None and self._file is not None:
+            self._file.in_force()
         if self._keeping is not None and self._keeping.inheritance is not None:
             self._resume(self._keeping.inheritance)
         else:
@@ -183,10 +186,14 @@ class Server:
             devices = [DeviceRecord(each.name, each.said, each.free) for each in self._devices.values()]
             handover.write(self._keeping.handover, self._fleet.records(), devices)
         if not self._frontend.stopping:
-            self._manager.notify(*self._herald.look(self._fleet.models.values(), now))
+            self._manager.notify(*self._herald.look(self._fleet.models.values(), now, self._note))
             if self._herald.failed(self._fleet.models.values()):
                 _log.error("a required model has failed")
                 self._stop(now)
+
+    @property
+    def _note(self) -> str:
+        return "" if self._file is None else self._file.note
 
     def _any_failed(self) -> bool:
         return any(model.has_failed for model in self._fleet.models.values())
@@ -251,29 +258,37 @@ class Server:
             InvalidArgument: the file is wrong, or there is none; nothing has changed.
             Unavailable: not now; nothing has changed.
         """
-        if self._path is None:
+        file = self._file
+        if file is None:
             raise InvalidArgument("weightd was started without a configuration file: there is nothing to reload")
         if self._frontend.stopping:
             raise Unavailable("weightd is stopping")
         try:
-            config = load(self._path, self._addresses)
+            config = file.read()
+            self._check_fixed(file.path, config.daemon)
         except ConfigError as error:
+            file.note = f"not reloaded: {error}"
             raise InvalidArgument(str(error)) from None
-        fixed = dataclasses.replace(config.daemon, drain_timeout=self._config.daemon.drain_timeout)
-        before = vars(self._config.daemon)
-        differ = [
-            f"{self._path}: daemon.{key}: expected {before[key]!r} as before, got {value!r}: restart"
-            for key, value in vars(fixed).items()
-            if value != before[key]
-        ]
-        if differ:
-            raise InvalidArgument("\n".join(differ))
         change = self._fleet.compare(config.models)
         _update_devices(self._devices, config)
         self._fleet.apply(change, config.models, now)
         self._config = config
-        _log.info("reloaded %s: %s", self._path, change)
+        file.note = ""
+        if self._keeping is not None:
+            file.in_force()
+        _log.info("reloaded %s: %s", file.path, change)
         return change
+
+    def _check_fixed(self, path: Path, daemon: DaemonConfig) -> None:
+        fixed = dataclasses.replace(daemon, drain_timeout=self._config.daemon.drain_timeout)
+        before = vars(self._config.daemon)
+        differ = [
+            f"{path}: daemon.{key}: expected {before[key]!r} as before, got {value!r}: restart"
+            for key, value in vars(fixed).items()
+            if value != before[key]
+        ]
+        if differ:
+            raise ConfigError(*differ)
 
     # --- status -------------------------------------------------------------------------------------------------
 
@@ -297,6 +312,7 @@ class Server:
             backend.files,
             self._frontend.dropped,
             self._own_pids(),
+            self._note,
         )
         self._frontend.tell_status(survey.client, report(survey, state, uptime, subject))
 

@@ -24,7 +24,8 @@ CLIENTS = "clients"
 """FileDescriptorName= of the sockets on which clients connect."""
 
 KEEPER = "keeper"
-"""Name of the descriptor that is kept for the next daemon (FDSTORE=1)."""
+CONFIG = "config"
+"""Names of descriptors that are kept for the next daemon (FDSTORE=1): a link to the keeper, and what was configured."""
 
 
 class Manager:
@@ -78,7 +79,7 @@ class Manager:
         with contextlib.suppress(BlockingIOError):
             self._send(f"FDSTORE=1\nFDNAME={name}", [descriptor], _PATIENCE_S)
             return
-        _log.warning("the service manager is busy: a restart will have to load every model")
+        _log.warning("the service manager is busy and does not hold %s: a restart will not go on with that", name)
 
     def drop(self, name: str) -> None:
         """Have it close what it holds under this name."""
@@ -124,5 +125,5 @@ def _inherited(environment: Mapping[str, str]) -> Mapping[str, list[int]]:
         os.set_inheritable(descriptor, False)
         # Units that give their sockets no name have them named after the unit, "unknown" in old versions.
         name = names[index] if index < len(names) else ""
-        inherited.setdefault(KEEPER if name == KEEPER else CLIENTS, []).append(descriptor)
+        inherited.setdefault(name if name in (KEEPER, CONFIG) else CLIENTS, []).append(descriptor)
     return inherited

@@ -55,6 +55,7 @@ class Subject(NamedTuple):
         files: of each generation, by its label.
         dropped: answers that could not be sent.
         own_pids: the daemon, and its keeper if it has one.
+        note: what is wrong with the configuration file.
     """
 
     models: Iterable[Model]
@@ -63,6 +64,7 @@ class Subject(NamedTuple):
     files: Mapping[str, GenerationFiles]
     dropped: int
     own_pids: Iterable[int]
+    note: str
 
 
 def report(survey: Survey, state: str, uptime: float, subject: Subject) -> StatusResponse:
@@ -78,6 +80,7 @@ def report(survey: Survey, state: str, uptime: float, subject: Subject) -> Statu
         devices=tuple(_device(device) for device in subject.devices if device.name != "cpu"),
         dropped=subject.dropped,
         memory=cgroup.memory(),
+        note=clip(subject.note),
     )
 
 

@@ -344,8 +344,8 @@ class MemoryLimit:
 class StatusResponse:
     """daemon → client: the daemon, its models, their processes and their cards. Memory in bytes (PSS).
 
-    `dropped` are answers that could not be sent because their client was gone or did not read. `memory` is absent where
-    the control group is not known.
+    `note` says why what is in force is not what the configuration file says. `dropped` are answers that could not be
+    sent because their client was gone or did not read. `memory` is absent where the control group is not known.
     """
 
     id: str = field(metadata=text(limits.MAX_ID_BYTES))
@@ -358,6 +358,7 @@ class StatusResponse:
     devices: Tuple[DeviceStatus, ...] = field(default=(), metadata=many(record(DeviceStatus), limits.MAX_DEVICES))
     dropped: int = field(default=0, metadata=_COUNT)
     memory: Optional[MemoryLimit] = field(default=None, metadata=record(MemoryLimit))
+    note: str = field(default="", metadata=text(limits.MAX_TEXT_BYTES, empty=True))
 
 
 ClientMessage = Union[Infer, Cancel, ServerReady, ModelReady, ServerMetadata, ModelMetadata, Status, Update, Reload]

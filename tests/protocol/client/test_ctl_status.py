@@ -89,6 +89,10 @@ def test_a_failed_model_shows_its_cause() -> None:
     ]
 
 
+def test_what_is_wrong_with_the_configuration_comes_first() -> None:
+    assert render(replace(response(), note="c: not TOML"), 0).splitlines()[1:3] == ["  note: c: not TOML", ""]
+
+
 def test_notes_stand_below_the_table() -> None:
     worker = replace(WORKERS[0], shared_bytes=0, note="private memory: the page store is on tmpfs")
     generation = replace(

@@ -21,6 +21,7 @@ from weightd.protocol.errors import (
     RequestError,
     WeightdError,
 )
+from weightd.protocol.journal import prefixed, to_journal
 from weightd.protocol.version import VERSION
 
 VERBS: Dict[str, Verb] = {
@@ -32,6 +33,9 @@ VERBS: Dict[str, Verb] = {
     "reload": reload.VERB,
     "install-units": install.VERB,
 }
+
+# For a reload that systemd orders: the descriptor, and the priority of syslog.
+_STDERR, _ERROR = 2, 3
 
 _MAX_TIMEOUT_S = limits.MAX_TIMEOUT_US / 1e6
 
@@ -85,7 +89,8 @@ def _explain(code: str, error: WeightdError, *, as_json: bool) -> None:
     if as_json:
         print(json.dumps({"error": {"code": code, "text": str(error)}}))
     else:
-        print(f"{code}: {clean(str(error))}", file=sys.stderr)
+        text = f"{code}: {clean(str(error))}"
+        print(prefixed(text, _ERROR) if to_journal(os.environ, _STDERR) else text, file=sys.stderr)
 
 
 def _forget_stdout() -> None:

@@ -105,7 +105,10 @@ def render(response: StatusResponse, total: int) -> str:
         total: the memory of the whole service, which may hold more models than `response` shows.
     """
     up = duration(response.uptime_s)
-    lines = [f"weightd {clean(response.version)}: {clean(response.state)}, pid {response.pid}, up {up}", ""]
+    lines = [f"weightd {clean(response.version)}: {clean(response.state)}, pid {response.pid}, up {up}"]
+    if response.note:
+        lines += paragraph("note", response.note, "  ")
+    lines.append("")
     for model in response.models:
         lines += [*_model(model), ""]
     lines += [line for device in response.devices for line in _device(device)]
