@@ -6,6 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from testkit.waiting import until
+
 from . import units
 from .manager import Manager
 from .service import MLP, Weightd
@@ -21,10 +23,10 @@ def fresh(manager: Manager) -> Iterator[Weightd]:
     manager.systemctl("stop", weightd.socket)
     remove(manager)
     yield weightd
-    weightd.reset()
-    manager.systemctl("disable", weightd.service, weightd.socket)
+    manager.try_run(["systemctl", "disable", weightd.service, weightd.socket])
     remove(manager)
     units.install(manager)
+    weightd.reset()
 
 
 def remove(manager: Manager) -> None:
@@ -34,11 +36,15 @@ def remove(manager: Manager) -> None:
     manager.systemctl("daemon-reload")
 
 
+def commands_of(said: str) -> list[str]:
+    """What install-units tells to run next."""
+    return [line.strip() for line in said.partition("Next")[2].splitlines() if line.startswith("  ")]
+
+
 def test_what_it_says_to_do_next_works_as_it_is_written(fresh: Weightd) -> None:
     manager = fresh.manager
     said = manager.run(["weightctl", "install-units"])
-    commands = [line.strip() for line in said.partition("Next")[2].splitlines() if line.startswith("  ")]
-    for command in commands:
+    for command in commands_of(said):
         manager.run(["sh", "-ec", command] if "weightd check" not in command else ["true"])
         if command.startswith("install "):
             fresh.configure({"mlp": MLP})  # in place of the example, which names models that are not there
@@ -46,3 +52,15 @@ def test_what_it_says_to_do_next_works_as_it_is_written(fresh: Weightd) -> None:
     assert manager.systemctl("is-enabled", fresh.service, fresh.socket).split() == ["enabled", "enabled"]
     again = manager.run(["weightctl", "install-units"])
     assert {line.split()[0] for line in again.splitlines() if "/etc/systemd" in line} == {"unchanged"}
+    # And back: nothing is left but what is the operator's.
+    manager.systemctl("enable", "weightd@card.service")
+    said = manager.run(["weightctl", "install-units", "--remove"])
+    for command in commands_of(said):
+        manager.run(["sh", "-ec", command])
+    until(lambda: not fresh.pids(), "its processes have ended")
+    left = manager.run(
+        ["find", "/etc/systemd", "/etc/sysusers.d", "/etc/tmpfiles.d", "/usr/local", "-name", "*weightd*"]
+    )
+    assert left == ""
+    assert manager.show(fresh.service, "LoadState") == "not-found"
+    assert manager.path("/etc/weightd/weightd.toml").exists()

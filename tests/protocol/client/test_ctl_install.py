@@ -98,6 +98,41 @@ def tree(directory: Path) -> List[str]:
     return sorted(str(path.relative_to(directory)) for path in directory.glob("**/*") if not path.is_dir())
 
 
+def test_what_it_has_written_can_be_removed(install: Install, root: Path) -> None:
+    def enable(link: str, target: str) -> None:
+        path = root / "etc/systemd/system/x.wants" / link
+        path.parent.mkdir(exist_ok=True)
+        path.symlink_to(target)
+
+    install()
+    enable("weightd.service", "/etc/systemd/system/weightd.service")
+    enable("weightd@card.service", "/etc/systemd/system/weightd@.service")
+    enable("other.service", "/etc/systemd/system/other.service")
+    for kept in ("etc/weightd/weightd.toml", "etc/systemd/system/weightd.service.d/mine.conf"):
+        (root / kept).parent.mkdir()
+        (root / kept).write_bytes(OURS)
+    (root / "etc/systemd/system/weightd.slice").write_text("an operator's own\n")
+    before = tree(root)
+    assert {*install.states("--remove", "--dry-run").values()} == {"removed", "kept"}
+    assert tree(root) == before
+    states = install.states("--remove")
+    left = [
+        "etc/systemd/system/weightd.service.d/mine.conf",
+        "etc/systemd/system/weightd.slice",
+        "etc/systemd/system/x.wants/other.service",
+        "etc/weightd/weightd.toml",
+    ]
+    assert [path for path, state in sorted(states.items()) if state == "kept"] == left[1:2]
+    assert tree(root) == left
+    assert not (root / "usr/local/share/doc/weightd").exists()
+    status, out, err = install("--remove")
+    assert (status, out.split("\n")[0].split()[0]) == (exits.ERROR, "kept")
+    assert "systemctl stop" in out
+    assert "what is yours remains" in err
+    (root / "etc/systemd/system/weightd.slice").unlink()
+    assert install("--remove")[0] == exits.OK
+
+
 # --- the plan -------------------------------------------------------------------------------------------------------
 
 
@@ -279,7 +314,7 @@ def test_a_unit_of_the_operators_own_is_told(install: Install, root: Path) -> No
 def test_a_dry_run_tells_the_same_and_writes_nothing(install: Install, root: Path) -> None:
     status, out, err = install("--dry-run")
     assert (status, root.exists()) == (exits.OK, False)
-    assert "nothing was written" in err
+    assert "nothing was changed" in err
     assert install()[1] == out
 
 

@@ -34,6 +34,8 @@ class State(Enum):
     NEW = "new"
     CHANGED = "changed"
     UNCHANGED = "unchanged"
+    REMOVED = "removed"
+    ABSENT = "absent"
     KEPT = "kept"  # It is somebody else's: another file than an earlier install-units wrote, or a link, as of a mask.
 
 
@@ -72,6 +74,34 @@ def put(path: Path, content: bytes) -> State:
         except OSError as error:
             raise _refused(path, error) from None
     return state
+
+
+def remove(path: Path, *, dry_run: bool) -> State:
+    """Remove the file; one that is not ours is left as it is.
+
+    Raises:
+        Refused: it cannot be removed.
+    """
+    state = compare(path, b"")
+    if state is State.NEW:
+        return State.ABSENT
+    if state is not State.CHANGED:  # somebody else's, or empty
+        return State.KEPT
+    if not dry_run:
+        unlink(path)
+    return State.REMOVED
+
+
+def unlink(path: Path) -> None:
+    """Remove the file or link.
+
+    Raises:
+        Refused: it cannot be removed.
+    """
+    try:
+        path.unlink()
+    except OSError as error:
+        raise _refused(path, error) from None
 
 
 def _make(directory: Path) -> None:

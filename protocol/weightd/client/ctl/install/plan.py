@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Iterable, Iterator, List, NamedTuple, Tuple
 
 _UNITS = (".service", ".socket", ".slice", ".target", ".timer", ".path")
-_UNIT_DIRECTORY = Path("etc/systemd/system")
+UNIT_DIRECTORY = Path("etc/systemd/system")
 _EXAMPLES = Path("usr/local/share/doc/weightd/examples")
 
 CONFIGURATION = Path("/etc/weightd/weightd.toml")
@@ -51,7 +51,7 @@ def plan(units: Path, manual: Path, program: Path) -> List[Planned]:
 def _units(units: Path) -> Iterator[Tuple[Path, Path]]:
     for path in _files(units):
         if path.suffix in _UNITS:
-            yield path, _UNIT_DIRECTORY / path.name
+            yield path, UNIT_DIRECTORY / path.name
     for kind in ("sysusers.d", "tmpfiles.d"):
         for path in _files(units / kind):
             yield path, Path("etc") / kind / path.name

@@ -13,6 +13,7 @@ from weightd.client.ctl import exits, manual
 from weightd.client.ctl.install import program
 from weightd.client.ctl.install.files import Refused, State, compare, put
 from weightd.client.ctl.install.plan import CONFIGURATION, Planned, enabled, plan, source
+from weightd.client.ctl.install.removal import REMAINS, STEPS, removed
 from weightd.client.ctl.text import clean
 from weightd.client.ctl.verb import Connect, Verb
 
@@ -28,8 +29,10 @@ Run it again after an upgrade: for each file it tells whether it is new, changed
 kept: somebody else has written it, or made a link of it. Configurations and drop-ins are yours, and
 are never touched.
 
-Exit status: 0 every file is in place, 1 one was kept, 69 there is no daemon in this installation,
-74 a file cannot be written, 77 permission denied."""
+--remove takes all of it away again, and disables the units. It stops nothing.
+
+Exit status: 0 every file is in place or gone, 1 one was kept, 69 there is no daemon in this
+installation, 74 a file cannot be written, 77 permission denied."""
 
 _EXAMPLE = "/usr/local/share/doc/weightd/examples/weightd.toml"
 
@@ -48,27 +51,40 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="the root of the system that the files are for, to make a package or an image (default: %(default)s)",
     )
-    parser.add_argument("--dry-run", action="store_true", help="tell what would be done, and write nothing")
+    parser.add_argument("--dry-run", action="store_true", help="tell what would be done, and change nothing")
+    parser.add_argument("--remove", action="store_true", help="remove what this command has written")
 
 
 def _run(options: argparse.Namespace, _: Connect) -> int:
     prefix = Path(options.prefix).absolute()
     weightd = program.find()
     planned = _planned(weightd, options.parser)
-    act = compare if options.dry_run else put
+    if options.remove:
+        acts = removed(planned, prefix, dry_run=options.dry_run)
+    else:
+        acts = _installed(planned, prefix, dry_run=options.dry_run)
     done: List[Tuple[State, Path]] = []
-    for each in planned:
-        path = prefix / each.path.relative_to("/")
-        done.append((act(path, each.content), path))
+    for state, path in acts:
+        done.append((state, path))
         if not options.json:
-            print(f"{done[-1][0].value:<9}  {clean(str(path))}")
-    steps = list(_steps(planned, prefix, changed=any(state is State.CHANGED for state, _ in done)))
-    notes = list(_notes(done, weightd, dry_run=options.dry_run))
+            print(f"{state.value:<9}  {clean(str(path))}")
+    if options.remove:
+        steps = [_Step(*each) for each in STEPS]
+    else:
+        steps = list(_steps(planned, prefix, changed=any(state is State.CHANGED for state, _ in done)))
+    notes = list(_notes(done, weightd, options))
     if options.json:
         print(json.dumps(_as_json(done, steps, notes)))
     else:
         _tell(steps, notes)
     return exits.ERROR if any(state is State.KEPT for state, _ in done) else exits.OK
+
+
+def _installed(planned: Sequence[Planned], prefix: Path, *, dry_run: bool) -> Iterator[Tuple[State, Path]]:
+    act = compare if dry_run else put
+    for each in planned:
+        path = prefix / each.path.relative_to("/")
+        yield act(path, each.content), path
 
 
 VERB = Verb("make weightd a service of systemd", _DESCRIPTION, _add_arguments, _run)
@@ -104,18 +120,21 @@ def _steps(planned: Sequence[Planned], prefix: Path, *, changed: bool) -> Iterat
         yield _Step("systemctl try-restart weightd.service", "where it runs already")
 
 
-def _notes(done: Sequence[Tuple[State, Path]], weightd: Path, *, dry_run: bool) -> Iterator[str]:
+def _notes(done: Sequence[Tuple[State, Path]], weightd: Path, options: argparse.Namespace) -> Iterator[str]:
     for state, path in done:
         if state is State.KEPT:
-            yield f"{path} was kept: install-units did not write it. Move it away to have weightd's own."
+            hint = "" if options.remove else " Move it away to have weightd's own."
+            yield f"{path} was kept: install-units did not write it.{hint}"
     hidden = program.hidden_directory(weightd)
-    if hidden:
+    if options.remove:
+        yield REMAINS
+    elif hidden:
         yield (
             f"the service cannot see below {hidden}, where this installation or its Python is: install weightd in a "
             "directory that every user may read, such as /opt/weightd, and run the weightctl there."
         )
-    if dry_run:
-        yield "nothing was written: --dry-run."
+    if options.dry_run:
+        yield "nothing was changed: --dry-run."
 
 
 def _as_json(done: Sequence[Tuple[State, Path]], steps: Sequence[_Step], notes: Sequence[str]) -> object:
