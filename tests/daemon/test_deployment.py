@@ -129,6 +129,10 @@ class Stage:
         return self.exit("m.1.holder")
 
 
+def of_holders(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [each.getMessage() for each in caplog.records if "holder" in each.getMessage()]
+
+
 def errors(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [each.getMessage() for each in caplog.records if each.levelno >= logging.ERROR]
 
@@ -145,8 +149,12 @@ def test_a_first_holder_that_is_killed_is_tried_again_a_few_times(caplog: pytest
         stage.exit(f"{label}.holder", f"{label}.w1", f"{label}.w2")
         assert stage.deployment.failed == (number == 3)
         # A person is needed once nothing else is tried, and told once.
-        failed = "m.3 failed, and no other is tried on ascend:0: m.3.holder: killed by SIGKILL"
+        failed = "m.3 failed: m.3.holder: killed by SIGKILL; no other is tried on ascend:0"
         assert errors(caplog) == ([failed] if number == 3 else [])
+        # Once, with what follows from it.
+        assert of_holders(caplog)[number - 1 :] == [
+            failed if number == 3 else f"{label} failed: {label}.holder: killed by SIGKILL"
+        ]
         if number < 3:
             assert stage.deployment.busy
             stage.tick_when_due()

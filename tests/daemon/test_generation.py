@@ -199,17 +199,46 @@ def test_progress_is_told_in_words() -> None:
     ]
 
 
-def test_progress_and_failure_are_logged_once_each(caplog: pytest.LogCaptureFixture) -> None:
+def test_progress_is_logged_once_each(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     life = Life(workers=1).serving()
     life.generation.tick(life.now)
+    # What follows from that its deployment knows, and tells.
     life.generation.failed("the cause", life.now)
     lines = [record.getMessage() for record in caplog.records]
     assert lines.count("m.1: attaching 0/1") == 1
     assert lines.count("m.1: serving") == 1
-    assert [(each.levelname, each.getMessage()) for each in caplog.records if "failed" in each.getMessage()] == [
-        ("WARNING", "m.1 failed: the cause")
-    ]
+    assert "the cause" not in caplog.text
+
+
+PRIVATE = dataclasses.replace(BUILT, handle="", shared_bytes=0, note="weights are not shared: no room")
+ALONE = dataclasses.replace(ATTACHED, shared_bytes=0, note="weights are not shared: another library")
+
+
+@pytest.mark.parametrize(
+    ("built", "attached", "sharing", "told"),
+    [
+        (BUILT, ATTACHED, True, []),
+        (BUILT, ALONE, True, [ALONE.note]),
+        (PRIVATE, dataclasses.replace(ALONE, note="the holder has no page store"), True, [PRIVATE.note]),
+        # There is nothing to share, or nobody wants it.
+        (dataclasses.replace(BUILT, shared_bytes=0), ALONE, True, []),
+        (PRIVATE, ALONE, False, []),
+    ],
+)
+def test_weights_that_are_not_shared_are_a_warning_for_each_cause(
+    caplog: pytest.LogCaptureFixture, built: Built, attached: Attached, sharing: bool, told: list[str]
+) -> None:
+    life = Life(workers=2, sharing=sharing).building()
+    life.generation.holder_built(HOLDER, built, life.now)
+    for _ in range(10):
+        for name in [each for each in life.generation.children if each != HOLDER]:
+            life.generation.hello(name, hello(CPU), life.now)
+            life.generation.attached(name, attached, life.now)
+            life.exit(name)
+    warnings = [each for each in caplog.records if "lost" not in each.getMessage()]
+    assert [each.getMessage() for each in warnings] == [f"m.1: {note}" for note in told]
+    assert {each.levelname for each in warnings} <= {"WARNING"}
 
 
 def test_actions_are_taken_once() -> None:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
 import re
+import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from weightd.daemon.logs import JournalFormatter, LineFormatter, flat
+from weightd.daemon.journal import Journal
+from weightd.daemon.logs import JournalHandler, LineFormatter, about, flat
 from weightd.protocol.journal import prefixed, to_journal
 
 PLAIN = LineFormatter("%(asctime)s %(levelname)-7s %(message)s")
@@ -59,6 +63,41 @@ def test_the_present_form() -> None:
 # --- the journal ------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def listening(tmp_path: Path) -> Iterator[socket.socket]:
+    """A journal's socket."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as made:
+        made.bind(str(tmp_path / "journal"))
+        made.settimeout(20.0)
+        yield made
+
+
+def heard(listening: socket.socket) -> dict[str, str]:
+    """The next entry, read as the journal reads it: from the datagram, or from a file in memory that came with it."""
+    raw, descriptors, _, _ = socket.recv_fds(listening, 1 << 20, 1)
+    for descriptor in descriptors:
+        assert fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_WRITE
+        with os.fdopen(descriptor, "rb") as file:
+            file.seek(0)
+            raw = file.read()
+    fields: dict[str, str] = {}
+    while raw:
+        line, _, raw = raw.partition(b"\n")
+        name, mark, value = line.partition(b"=")
+        if not mark:
+            size = int.from_bytes(raw[:8], "little")
+            value, raw = raw[8 : 8 + size], raw[9 + size :]
+        fields[name.decode()] = value.decode()
+    return fields
+
+
+@pytest.fixture
+def journal(listening: socket.socket) -> Iterator[JournalHandler]:
+    handler = JournalHandler(Journal(listening.getsockname()))
+    yield handler
+    handler.close()
+
+
 @pytest.mark.parametrize(
     ("level", "priority"),
     [
@@ -71,18 +110,48 @@ def test_the_present_form() -> None:
         (1, 7),
     ],
 )
-def test_a_level_is_a_priority_and_the_time_is_the_journal_s(level: int, priority: int) -> None:
-    assert JournalFormatter().format(record(level, "%s\n%s", "a", "b")) == f"<{priority}>a | b"
+def test_a_level_is_a_priority_and_the_time_is_the_journal_s(
+    journal: JournalHandler, listening: socket.socket, level: int, priority: int
+) -> None:
+    journal.handle(record(level, "%s\n%s", "a", "b"))
+    entry = {"MESSAGE": "a | b", "PRIORITY": str(priority), "SYSLOG_IDENTIFIER": "weightd"}
+    assert heard(listening) == entry
 
 
-def test_each_line_of_a_traceback_has_the_priority() -> None:
+@pytest.mark.parametrize(
+    ("of", "fields"),
+    [
+        (about("m"), {"MODEL": "m"}),
+        (about("m.1", 2), {"MODEL": "m.1", "GENERATION": "2"}),
+        (about("m", 2, "m.2.w1"), {"MODEL": "m", "GENERATION": "2", "CHILD": "m.2.w1"}),
+    ],
+)
+def test_an_entry_says_what_it_is_about(
+    journal: JournalHandler, listening: socket.socket, of: dict[str, dict[str, str]], fields: dict[str, str]
+) -> None:
+    event = record(logging.INFO, "x")
+    event.__dict__.update(of)
+    journal.handle(event)
+    assert heard(listening).items() >= fields.items()
+    assert not [name for name in of["journal_fields"] if name not in fields]
+
+
+@pytest.mark.parametrize("size", [1, 10_000_000])
+def test_an_event_is_one_entry_however_long(journal: JournalHandler, listening: socket.socket, size: int) -> None:
     try:
-        raise OSError("first\nsecond")
+        raise OSError("first\nsecond=" + "x" * size)
     except OSError as error:
-        lines = JournalFormatter().format(record(logging.ERROR, "it fails", error=error)).split("\n")
-    assert lines[:2] == ["<3>it fails", "<3>Traceback (most recent call last):"]
-    assert lines[-2:] == ["<3>OSError: first", "<3>second"]
-    assert all(line.startswith("<3>") for line in lines)
+        journal.handle(record(logging.ERROR, "it fails", error=error))
+    lines = heard(listening)["MESSAGE"].split("\n")
+    assert lines[:2] == ["it fails", "Traceback (most recent call last):"]
+    assert lines[-2:] == ["OSError: first", "second=" + "x" * size]
+
+
+def test_a_journal_that_is_gone_is_told_by_stderr(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    handler = JournalHandler(Journal(str(tmp_path / "gone")))
+    handler.handle(record(logging.ERROR, "it fails"))
+    handler.close()
+    assert capsys.readouterr() == ("", "<3>it fails\n")
 
 
 def test_an_empty_line_has_it_too() -> None:
@@ -129,8 +198,9 @@ def test_a_command_says_why_it_ends(tmp_path: Path, command: list[str], said: st
 
 
 PROGRAM = """
-import logging
-from weightd.daemon import logs
+import logging, sys
+from weightd.daemon import journal, logs
+journal.ADDRESS = sys.argv[-1]
 logs.set_up(logging.INFO)
 logging.getLogger("weightd").info("serving")
 logging.getLogger("weightd").debug("unseen")
@@ -138,11 +208,13 @@ raise RuntimeError("nobody\\ncatches this")
 """
 
 
-def test_the_journal_gets_events_and_a_crash_with_their_priorities(tmp_path: Path) -> None:
-    lines = stderr_of([sys.executable, "-c", PROGRAM], tmp_path / "log", journal=True).splitlines()
-    assert lines[:3] == ["<6>serving", "<3>weightd fails", "<3>Traceback (most recent call last):"]
-    assert lines[-2:] == ["<3>RuntimeError: nobody", "<3>catches this"]
-    assert all(line.startswith("<3>") for line in lines[1:])
+def test_the_journal_gets_events_and_a_crash(tmp_path: Path, listening: socket.socket) -> None:
+    program = [sys.executable, "-c", PROGRAM, listening.getsockname()]
+    assert stderr_of(program, tmp_path / "log", journal=True) == ""
+    first, crash = heard(listening), heard(listening)
+    assert (first["MESSAGE"], first["PRIORITY"], crash["PRIORITY"]) == ("serving", "6", "3")
+    assert crash["MESSAGE"].startswith("weightd fails\nTraceback (most recent call last):\n")
+    assert crash["MESSAGE"].endswith("RuntimeError: nobody\ncatches this")
 
 
 def test_elsewhere_all_is_as_ever(tmp_path: Path) -> None:

@@ -138,8 +138,12 @@ def test_a_warning_is_a_warning_in_the_journal(serving: Weightd) -> None:
     until(lambda: before[0] not in serving.workers(), "it is gone")
     serving.wait_for_workers()
     records = serving.manager.records(serving.service)
-    own = [each for each in records if each.get("_PID") == str(serving.main_pid) and each["_TRANSPORT"] != "journal"]
-    assert {each["PRIORITY"] for each in own if "lost" in each["MESSAGE"]} == {WARNING}
+    own = [each for each in records if each.get("_PID") == str(serving.main_pid)]
+    [lost] = [each for each in own if "lost" in each["MESSAGE"]]
+    assert lost["PRIORITY"] == WARNING
+    assert {lost["MODEL"], lost["GENERATION"], lost["SYSLOG_IDENTIFIER"]} == {"mlp", "1", "weightd"}
+    assert lost["CHILD"].startswith("mlp.1.w")
+    assert {each["_TRANSPORT"] for each in own} == {"journal"}
     assert {each["PRIORITY"] for each in own if "serving" in each["MESSAGE"]} == {INFO}
     # The journal has the time and the priority already.
     assert not [each["MESSAGE"] for each in own if "INFO" in each["MESSAGE"] or "WARNING" in each["MESSAGE"]]

@@ -132,7 +132,8 @@ class Backend:
                 self._owners[name.encode()] = name, model
                 self._held[name] = []
         count = len(generation.children)
-        _log.info("%s: taken over from the daemon before, %d processes, %s", generation.label, count, files.directory)
+        text = "%s: taken over from the daemon before, %d processes, %s"
+        _log.info(text, generation.label, count, files.directory, extra=generation.about())
         return True
 
     def tidy(self, records: Iterable[ModelRecord]) -> None:

@@ -250,12 +250,17 @@ class Deployment:
             why = refusal or "policy replace"
             refusal = self.device.refusal(coming.label, need, without=[old.label])
             if not refusal:
-                _log.info("%s leaves before %s is loaded: %s", old.label, coming.label, why)
+                _log.info("%s leaves before %s is loaded: %s", old.label, coming.label, why, extra=old.about())
                 self._leave(old, now)
                 return
         if refusal and not self.device.refusal(coming.label, need, without=self.device.leaving):
             if not has_waited:
-                _log.info("%s waits for the room of %s", coming.label, ", ".join(sorted(self.device.leaving)))
+                _log.info(
+                    "%s waits for the room of %s",
+                    coming.label,
+                    ", ".join(sorted(self.device.leaving)),
+                    extra=coming.about(),
+                )
             self._look_again = now + _LOOK_AGAIN_S
             return
         if refusal:
@@ -297,7 +302,7 @@ class Deployment:
         self._restarts.became_ready()
         self._blamed = None
         if old is not None:
-            _log.info("%s takes over from %s", coming.label, old.label)
+            _log.info("%s takes over from %s", coming.label, old.label, extra=coming.about())
             self._leave(old, now)
         # After the old one's workers are dismissed: no two generations are given requests.
         self._collect()
@@ -327,13 +332,20 @@ class Deployment:
             if self.serving is None and self._wanted is None:
                 self._fail(coming)
         elif self._fall_back and self.limits.sharing and coming.built is None:
-            _log.warning("%s: cannot share weights, so each worker gets its own: %s", coming.label, coming.cause)
+            _log.warning(
+                "%s: cannot share weights, so each worker gets its own: %s",
+                coming.label,
+                coming.cause,
+                extra=coming.about(),
+            )
             self.limits = self.limits.private()
             self._wanted = coming.source
+            return
         elif not self._has_served and not coming.crashed:
             self._fail(coming)
         else:
             self._try_again(coming, now)
+        self._tell_failed(coming)
 
     def _try_again(self, coming: Generation, now: float) -> None:
         self._restarts.start_failed(now)
@@ -344,7 +356,14 @@ class Deployment:
 
     def _fail(self, last: Generation) -> None:
         self.failed = True
-        _log.error("%s failed, and no other is tried on %s: %s", last.label, self.device.name, last.cause)
+        _log.error(
+            "%s failed: %s; no other is tried on %s", last.label, last.cause, self.device.name, extra=last.about()
+        )
+
+    def _tell_failed(self, generation: Generation) -> None:
+        """Tell why, unless that was told with what follows."""
+        if not self.failed and generation.state is GenerationState.FAILED:
+            _log.warning("%s failed: %s", generation.label, generation.cause, extra=generation.about())
 
     def _serving_failed(self, serving: Generation, now: float) -> None:
         self.serving = None
@@ -357,6 +376,7 @@ class Deployment:
             self._wanted = serving.source
         elif self.coming is None:
             self._fail(serving)
+        self._tell_failed(serving)
 
     def _leave(self, old: Generation, now: float) -> None:
         if self.serving is old:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from weightd.daemon.config import ModelConfig
 from weightd.daemon.handover import ModelRecord
+from weightd.daemon.logs import about
 from weightd.daemon.model import Model
 from weightd.daemon.sources import Numbers
 from weightd.protocol.errors import Unavailable
@@ -183,10 +184,10 @@ class Fleet:
             new.adopt(old, now)
             old.drain(now, patience=old.config.predict_timeout, replaced=True)
             self._leaving.append(old)
-            _log.info("%s: the changed configuration is in force", name)
+            _log.info("%s: the changed configuration is in force", name, extra=about(name))
         elif new.has_failed:
             old.note = f"the changed configuration is not in force: {new.unready(now)}"
-            _log.error("%s: %s", name, old.note)
+            _log.error("%s: %s", name, old.note, extra=about(name))
             self._discard_successor(old, now)
 
     def _leave(self, model: Model, now: float) -> None:
@@ -201,4 +202,4 @@ class Fleet:
             model.dispose()
             self._leaving.remove(model)
             self._past_deaths += model.deaths
-            _log.info("%s: a model that is served no more has left", model.name)
+            _log.info("%s: a model that is served no more has left", model.name, extra=about(model.name))

@@ -6,10 +6,12 @@ Plain decisions: events and the clock go in, `Action`s come out. No process, soc
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from weightd.daemon.actions import Action, Dismiss, Enlist, Kill, Pin, Role, Send, Spawn
+from weightd.daemon.logs import about
 from weightd.daemon.plan import Limits, Source
 from weightd.daemon.records import ChildRecord, GenerationRecord, SealRecord
 from weightd.daemon.restarts import Restarts
@@ -26,6 +28,7 @@ from weightd.daemon.states import (
     GenerationState,
     advance,
 )
+from weightd.daemon.unshared import Unshared
 from weightd.protocol.version import VERSION
 from weightd.protocol.worker_messages import (
     Allow,
@@ -130,6 +133,7 @@ class Generation:
     _stop_timeout: float = STOP_TIMEOUT_S
     _unsettled: bool = False
     _told: str = ""
+    _unshared: Unshared = field(default_factory=Unshared)
     # Workers of the daemon before this one.
     _resumed: set[str] = field(default_factory=set[str])
 
@@ -208,6 +212,8 @@ class Generation:
             self._guarded = name
         self._free = built.device.free_bytes if built.device else None
         child.shared_bytes = built.shared_bytes
+        if self.limits.sharing:
+            self._warn(self._unshared.built(built), name)
         self._advance_child(child, ChildEvent.BUILT, deadline=float("inf"))
         if self.state is GenerationState.BUILDING:
             self._advance(GenerationEvent.BUILT)
@@ -237,6 +243,8 @@ class Generation:
             self.broken(name, Broken("the canary's answer is not the holder's: the worker would answer wrongly"), now)
             return
         child.note, child.shared_bytes = attached.note, attached.shared_bytes
+        if self.limits.sharing:
+            self._warn(self._unshared.attached(self.built, attached), name)
         self._measure(attached.device)
         self._became_ready(child, now)
 
@@ -261,7 +269,9 @@ class Generation:
         if child is None or child.state is not ChildState.READY:
             return
         # It leaves in order and by its own word: no reason to wait with the next one.
-        _log.warning("%s: %s leaves: a predict failed and may have spoilt its model", self.label, name)
+        _log.warning(
+            "%s: %s leaves: a predict failed and may have spoilt its model", self.label, name, extra=self.about(name)
+        )
         self._stop(child, now)
         self._reconcile(now)
 
@@ -551,7 +561,12 @@ class Generation:
 
     def _close(self, why: str) -> None:
         self.closed = why
-        _log.warning("%s: lost workers are not replaced, they wait for the next generation: %s", self.label, why)
+        _log.warning(
+            "%s: lost workers are not replaced, they wait for the next generation: %s",
+            self.label,
+            why,
+            extra=self.about(),
+        )
 
     def _dismiss_uninvited(self, now: float) -> None:
         """A process that can never attach only takes memory."""
@@ -592,9 +607,12 @@ class Generation:
 
     def _lost(self, child: Child, cause: str, now: float, *, useful: bool = False) -> None:
         """Account for a child that is of no use any more."""
-        _log.warning("%s: %s lost: %s", self.label, child.name, cause)
+        before = self.state
         if child.role is Role.HOLDER:
             self._holder_lost(child, cause, now)
+        if self.state is before:  # else it has failed with this cause, which is told with what follows
+            _log.warning("%s: %s lost: %s", self.label, child.name, cause, extra=self.about(child.name))
+        if child.role is Role.HOLDER:
             return
         if self.state not in ACTIVE:
             return
@@ -614,7 +632,7 @@ class Generation:
         """A child was given up before it was dead: only now its log is complete."""
         if words:
             told = f"{child.name}: {child.overdue}"
-            _log.warning("%s: %s; its log ends: %s", self.label, told, words)
+            _log.warning("%s: %s; its log ends: %s", self.label, told, words, extra=self.about(child.name))
             self.cause = self.cause.replace(told, f"{told}; its log ends: {words}")
 
     def _holder_lost(self, holder: Child, cause: str, now: float) -> None:
@@ -667,22 +685,27 @@ class Generation:
 
     def _advance(self, event: GenerationEvent) -> None:
         before, self.state = self.state, advance(GENERATION, self.state, event)
-        _log.debug("%s: %s -> %s", self.label, before.value, self.state.value)
-        if self.state is GenerationState.FAILED:
-            # What follows from it is its deployment's decision: often the next one heals it.
-            _log.warning("%s failed: %s", self.label, self.cause)
+        _log.debug("%s: %s -> %s", self.label, before.value, self.state.value, extra=self.about())
+
+    def about(self, child: str = "") -> Mapping[str, Any]:
+        """Return `extra` of an event of this generation, or of one of its children."""
+        return about(self.label.rpartition(".")[0], self.number, child)
+
+    def _warn(self, why: str, child: str) -> None:
+        if why:
+            _log.warning("%s: %s", self.label, why, extra=self.about(child))
 
     def _tell_progress(self) -> None:
-        """One line each time that there is something new to tell; a failure is told already, with its cause."""
+        """One line each time that there is something new to tell; a failure is told by who knows what follows."""
         if self.progress != self._told:
             self._told = self.progress
             if self.state is not GenerationState.FAILED:
-                _log.info("%s: %s", self.label, self._told)
+                _log.info("%s: %s", self.label, self._told, extra=self.about())
 
     def _advance_child(self, child: Child, event: ChildEvent, *, deadline: float) -> None:
         before, child.state = child.state, advance(CHILD, child.state, event)
         child.deadline = deadline
-        _log.debug("%s: %s -> %s", child.name, before.value, child.state.value)
+        _log.debug("%s: %s -> %s", child.name, before.value, child.state.value, extra=self.about(child.name))
 
     def _counted(self, role: Role) -> list[Child]:
         return [child for child in self.children.values() if child.role is role and child.state in COUNTED]

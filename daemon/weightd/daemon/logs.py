@@ -1,4 +1,4 @@
-"""The daemon's log on stderr: an event is one line, in the form that who reads it takes."""
+"""The daemon's log: on stderr an event is one line, in the journal one entry."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import sys
 from types import TracebackType
 
+from weightd.daemon import journal
 from weightd.protocol.journal import prefixed, to_journal
 
 _log = logging.getLogger("weightd")
@@ -17,14 +18,18 @@ _STDERR = 2
 _PRIORITIES = ((logging.ERROR, 3), (logging.WARNING, 4), (logging.INFO, 6))
 _DEBUG = 7
 
+# Of a record: what the event is about.
+_FIELDS = "journal_fields"
+
 
 def set_up(level: int) -> None:
     """Log to stderr, from this level on."""
-    handler = logging.StreamHandler(sys.stderr)
+    handler: logging.Handler
     if to_journal(os.environ, _STDERR):
-        handler.setFormatter(JournalFormatter())
+        handler = JournalHandler(journal.Journal(journal.ADDRESS))
         sys.excepthook = _crashed
     else:
+        handler = logging.StreamHandler(sys.stderr)
         handler.setFormatter(LineFormatter("%(asctime)s %(levelname)-7s %(message)s"))
     logging.basicConfig(level=level, handlers=[handler])
 
@@ -52,14 +57,33 @@ class LineFormatter(logging.Formatter):
         return flat(super().formatMessage(record))
 
 
-class JournalFormatter(LineFormatter):
-    """As the journal takes it: time and level are fields there and not part of the text."""
+class JournalHandler(logging.Handler):
+    """Gives each event to the journal, with what it is about as fields; where that cannot be, to stderr by lines."""
 
-    def __init__(self) -> None:
-        super().__init__("%(message)s")
+    def __init__(self, to: journal.Journal) -> None:
+        super().__init__()
+        self._journal = to
+        # Time and level are fields there and not part of the text.
+        self.setFormatter(LineFormatter("%(message)s"))
 
-    def format(self, record: logging.LogRecord) -> str:  # noqa: D102
-        return prefixed(super().format(record), _priority(record.levelno))
+    def emit(self, record: logging.LogRecord) -> None:  # noqa: D102
+        text = self.format(record)
+        priority = _priority(record.levelno)
+        fields = {"MESSAGE": text, "PRIORITY": str(priority), "SYSLOG_IDENTIFIER": "weightd"}
+        try:
+            self._journal.write({**fields, **getattr(record, _FIELDS, {})})
+        except OSError:
+            print(prefixed(text, priority), file=sys.stderr, flush=True)
+
+    def close(self) -> None:  # noqa: D102
+        self._journal.close()
+        super().close()
+
+
+def about(model: str, generation: int | None = None, child: str = "") -> dict[str, dict[str, str]]:
+    """Return `extra` of an event: what it is about, for who asks the journal."""
+    fields = {"MODEL": model, "GENERATION": "" if generation is None else str(generation), "CHILD": child}
+    return {_FIELDS: {name: value for name, value in fields.items() if value}}
 
 
 def _crashed(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

@@ -470,7 +470,9 @@ class Model:
         limits = deployment.limits if record.sharing else deployment.limits.private()
         generation = Generation.resume(label, limits, sources[record.source], record, now)
         if not self._children.resume(self, generation, record.seal):
-            _log.error("%s: loaded anew: the page store was changed while no daemon was there", label)
+            _log.error(
+                "%s: loaded anew: the page store was changed while no daemon was there", label, extra=generation.about()
+            )
             return None
         self._owners.update((child, (deployment, generation)) for child in generation.children)
         return generation
