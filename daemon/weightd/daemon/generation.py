@@ -46,8 +46,8 @@ from weightd.protocol.worker_messages import (
 
 _log = logging.getLogger("weightd.generation")
 
-# An interpreter on a loaded machine needs seconds to import an engine. What comes before HELLO beside that, CANN's import
-# and the digest of the model, may take as long as a build.
+# An interpreter on a loaded machine needs seconds to import an engine. What comes before HELLO beside that, CANN's
+# import and the digest of the model, may take as long as a build.
 HELLO_TIMEOUT_S = 60.0
 
 # A child that was told to stop only has to answer what it is computing.
