@@ -1,0 +1,110 @@
+"""The backend with processes and a socket, before its loop has been told of anything."""
+
+from __future__ import annotations
+
+import select
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import zmq
+
+from weightd.daemon import processes
+from weightd.daemon.backend import Backend
+from weightd.daemon.budget import Device
+from weightd.daemon.config import DaemonConfig, ModelConfig
+from weightd.daemon.loop import Loop
+from weightd.daemon.model import Model
+from weightd.daemon.plan import Source
+from weightd.daemon.ports import Snapshot
+from weightd.daemon.request import Request
+from weightd.protocol.messages import TensorSignature, TensorSpec
+from weightd.protocol.version import VERSION
+from weightd.protocol.wire import decode, encode
+from weightd.protocol.worker_messages import TO_CHILD, Attached, Back, Built, Hello, Predict, Result, Traits
+
+SHA = "5" * 64
+CARD = Traits(pids_fixed_at_build=True, holder_must_outlive=True, attach_rewrites_weights=True)
+X = TensorSignature("x", "FP32", (4,))
+SPEC = TensorSpec("x", "FP32", (4,))
+HOLDER, WORKER = "m.1.holder", "m.1.w1"
+
+
+class Pinned(Backend):
+    """One that takes no snapshot: the test has it."""
+
+    def pin(self, model: Model, source: Source) -> None:
+        pass
+
+
+class Scene:
+    """A model on a card with one worker, whose processes only sleep; the test speaks for them."""
+
+    def __init__(self, directory: Path, runtime: Path, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+        python = directory / "python"
+        python.write_text("#!/bin/sh\nexec sleep 1000\n")
+        python.chmod(0o700)
+        daemon = DaemonConfig("ipc://s", str(runtime), str(directory))
+        daemon.private_dir.mkdir()
+        self.loop = Loop()
+        self.backend = Pinned(context, daemon, self.loop, {})
+        self.answers: list[int] = []
+        clients: Any = SimpleNamespace(answer=self._answer)
+        table = ModelConfig("/m.mindir", "mindspore_lite", str(python), spares=0, devices=("ascend:0",))
+        self.model = Model("m", table, {"ascend:0": Device("ascend:0")}, self.backend, clients)
+        self.worker = context.socket(zmq.DEALER)
+        self.worker.setsockopt(zmq.ROUTING_ID, WORKER.encode())
+        self.worker.setsockopt(zmq.RCVTIMEO, 30_000)
+        self.worker.connect(f"ipc://{daemon.children_socket}")
+
+    def _answer(self, request: Request, outputs: Sequence[TensorSpec], frames: Sequence[Any]) -> None:
+        self.answers.append(request.number)
+
+    def serve(self) -> None:
+        # An order to who is not connected yet is lost.
+        self.worker.send(encode(Back()))
+        self.loop.wait(30)
+        self.model.start(0.0)
+        self.model.pinned(Source("/m.mindir"), Snapshot("/m.mindir", "", SHA, 100), 0.0)
+        for name in (HOLDER, WORKER):
+            self.model.heard(name, Hello(name, SHA, {"weightd": VERSION}, CARD), (), 0.0)
+        self.model.heard(HOLDER, Built("7", (X,), (X,), (1,), "canary", 100), (), 0.0)
+        self.model.heard(WORKER, Attached("canary", 100), (), 0.0)
+
+    def close(self) -> None:
+        self.backend.kill_all()
+        for process in self.backend.processes.values():
+            processes.reap(process)
+        self.worker.close(linger=0)
+        self.loop.close()
+
+
+@pytest.fixture
+def scene(tmp_path: Path) -> Iterator[Scene]:
+    with tempfile.TemporaryDirectory(prefix="wd-", dir="/tmp") as runtime, zmq.Context() as context:
+        scene = Scene(tmp_path, Path(runtime), context)
+        yield scene
+        scene.close()
+        context.destroy(linger=0)
+
+
+def test_an_answer_that_is_read_after_the_holders_death_is_dropped_before_that_is_told(scene: Scene) -> None:
+    scene.serve()
+    scene.model.infer(Request(1, b"c", "1", "m", (SPEC,), (bytes(16),), 0.0, 1e9, 16), 0.0)
+    orders = iter(lambda: decode(scene.worker.recv_multipart(), TO_CHILD), None)
+    predict = next(each for each in orders if isinstance(each, Predict))
+    scene.worker.send_multipart([encode(Result(predict.request, (SPEC,))), bytes(16)])
+    holder = scene.backend.processes[HOLDER]
+    assert scene.backend.lives(HOLDER)
+    processes.kill(holder)
+    assert select.select([holder.pidfd], [], [], 30)[0]
+    # Nobody has told the backend: it asks.
+    assert not scene.backend.lives(HOLDER)
+    assert scene.backend.lives(WORKER)
+    assert not scene.backend.lives("m.1.w2")
+    while HOLDER in scene.backend.processes:
+        scene.loop.wait(30)
+    assert scene.answers == []
