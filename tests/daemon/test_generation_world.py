@@ -52,13 +52,16 @@ class World(RuleBasedStateMachine):
         self.enlisted: set[str] = set()
 
     @initialize(
-        workers=st.integers(1, 4), fixed=st.booleans(), outlive=st.booleans(), handle=st.sampled_from(["/store", ""])
+        workers=st.integers(1, 3),
+        spares=st.integers(0, 2),
+        traits=st.builds(Traits, st.booleans(), st.booleans(), st.booleans()),
+        handle=st.sampled_from(["/store", ""]),
+        canary=st.sampled_from(["canary", ""]),
     )
-    def begin(self, workers: int, fixed: bool, outlive: bool, handle: str) -> None:
-        self.built = replace(BUILT, handle=handle)
-        self.workers = workers
-        self.traits = Traits(fixed, outlive, attach_rewrites_weights=False)
-        self.generation = Generation("m.1", Limits(workers, 500.0))
+    def begin(self, workers: int, spares: int, traits: Traits, handle: str, canary: str) -> None:
+        self.workers, self.spares, self.traits = workers, spares, traits
+        self.built = replace(BUILT, handle=handle, canary=canary)
+        self.generation = Generation("m.1", Limits(workers, 500.0, spares))
         self.generation.start()
         assert self.generation.take_actions() == [Pin()]
 
@@ -83,7 +86,8 @@ class World(RuleBasedStateMachine):
                     assert name not in self.enlisted
                     self.enlisted.add(name)
                 case Dismiss(name):
-                    self.enlisted.remove(name)
+                    assert name in self.enlisted or self.spares
+                    self.enlisted.discard(name)
 
     def spawn(self, name: str, role: Role) -> None:
         assert self.generation.state in ACTIVE
@@ -121,6 +125,9 @@ class World(RuleBasedStateMachine):
                 if child is not None and child.hello is not None:
                     self.processes[name].hello_taken = True
             case Built():
+                if name in self.processes:
+                    # Nobody attaches to weights without one, where that would write them.
+                    self.processes[name].said_broken |= self.traits.attach_rewrites_weights and not message.canary
                 self.generation.holder_built(name, message, self.now)
             case Attached():
                 self.generation.attached(name, message, self.now)
@@ -239,13 +246,20 @@ class World(RuleBasedStateMachine):
 
     @invariant()
     def workers_are_never_too_many(self) -> None:
-        assert len(self.counted(Role.WORKER)) <= self.workers
+        assert len(self.counted(Role.WORKER)) <= self.workers + self.spares
         assert len(self.counted(Role.HOLDER)) <= 1
 
     @invariant()
-    def who_is_enlisted_is_ready(self) -> None:
+    def as_many_are_enlisted_as_are_wanted_and_ready(self) -> None:
         ready = {name for name, child in self.generation.children.items() if child.state is ChildState.READY}
-        assert ready == self.enlisted
+        assert self.enlisted <= ready
+        if self.generation.state in ACTIVE:
+            assert len(self.enlisted) == min(self.workers, len(ready))
+
+    @invariant()
+    def nobody_attaches_unproved_to_weights_that_an_attach_rewrites(self) -> None:
+        built = self.generation.built
+        assert built is None or built.canary or not self.traits.attach_rewrites_weights
 
     @invariant()
     def a_failure_has_a_cause(self) -> None:
