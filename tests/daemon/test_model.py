@@ -152,13 +152,23 @@ class Stage:
     """A model, its host, and the children's side of the talk."""
 
     def __init__(
-        self, workers: int = 2, max_queue: int = 10, devices: tuple[str, ...] = ("cpu",), traits: Traits = CPU
+        self,
+        workers: int = 2,
+        max_queue: int = 10,
+        devices: tuple[str, ...] = ("cpu",),
+        traits: Traits = CPU,
+        sharing: str = "on",
     ) -> None:
         self.host = FakeHost()
         self.now = 1000.0
         self.traits = traits
         config = ModelConfig(
-            path="/models/digits.onnx", engine="onnxruntime", workers=workers, max_queue=max_queue, devices=devices
+            path="/models/digits.onnx",
+            engine="onnxruntime",
+            workers=workers,
+            max_queue=max_queue,
+            devices=devices,
+            sharing=sharing,
         )
         self.model = Model("digits", config, {name: Device(name) for name in devices}, self.host, self.host)
         self.model.start(self.now)
@@ -243,6 +253,19 @@ def test_it_loads_as_its_generation_wants() -> None:
     assert not stage.model.deployments[0].main.complete
     stage.says(W2, Attached("canary", 0))
     assert stage.model.deployments[0].main.complete
+
+
+@pytest.mark.parametrize(
+    ("sharing", "device", "copies"),
+    [("on", "ascend:0", []), ("auto", "ascend:0", [False]), ("off", "ascend:0", []), ("auto", "cpu", [])],
+)
+def test_only_auto_on_a_card_falls_back_to_copies_in_each_process(
+    sharing: str, device: str, copies: list[bool]
+) -> None:
+    stage = Stage(devices=(device,), traits=CARD, sharing=sharing).building()
+    stage.says(HOLDER, Broken("it cannot share"))
+    assert [each.limits.sharing for each in stage.model.generations if each.label != "digits.1"] == copies
+    assert stage.model.has_failed != bool(copies)
 
 
 def test_the_next_tick_is_the_generations() -> None:
