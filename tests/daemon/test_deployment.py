@@ -290,6 +290,25 @@ def test_it_falls_back_to_private_weights_once() -> None:
     assert (stage.deployment.failed, stage.deployment.cause) == (True, "m.2.holder: no memory")
 
 
+@pytest.mark.parametrize("fall_back", [False, True])
+def test_a_holder_that_finds_no_room_is_tried_again_for_a_while(fall_back: bool) -> None:
+    """What an earlier process had comes free late; copies in each process would need more."""
+    stage = Stage(fall_back=fall_back).pinned()
+    end, number = stage.now + stage.deployment.limits.room_timeout, 1
+    while not stage.deployment.failed:
+        label = f"m.{number}"
+        stage.greets(label)
+        assert stage.there[label].limits.sharing
+        stage.there[label].broken(f"{label}.holder", Broken("ret:207001", no_room=True), stage.now)
+        stage.settled().exit(*list(stage.there[label].children))
+        stage.now = max(stage.now, stage.deployment.next_tick) if stage.deployment.busy else stage.now
+        stage.deployment.tick(stage.now)
+        stage.pinned()
+        number += 1
+    assert end <= stage.now < end + 3.0
+    assert stage.deployment.cause == f"m.{number - 1}.holder: ret:207001"
+
+
 def test_without_that_it_fails() -> None:
     stage = Stage().pinned().greets("m.1")
     stage.there["m.1"].broken("m.1.holder", Broken("no sharing"), stage.now)

@@ -505,6 +505,21 @@ def test_an_attach_that_takes_too_long_is_killed() -> None:
 # --- giving up ------------------------------------------------------------------------------------------------------
 
 
+def test_a_worker_that_finds_no_room_is_tried_again_for_a_while() -> None:
+    life = Life(workers=1).built()
+    end, number = life.now + life.generation.limits.room_timeout, 1
+    while True:
+        life.generation.broken(f"m.1.w{number}", Broken("ret:207001", no_room=True), life.now)
+        if life.state() not in ACTIVE:
+            break
+        life.exit(f"m.1.w{number}")
+        life.tick_when_due()
+        number += 1
+        life.greet(f"m.1.w{number}")
+    assert end <= life.now < end + 3.0
+    assert number > MAX_FAILED_STARTS + 10
+
+
 def test_it_gives_up_when_no_worker_can_start() -> None:
     life = Life(workers=1).built()
     for number in range(1, MAX_FAILED_STARTS + 1):

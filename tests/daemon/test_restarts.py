@@ -41,6 +41,24 @@ def test_each_failed_start_waits_longer_than_the_one_before() -> None:
     assert dues == pytest.approx([100.1, 100.2, 100.4])
 
 
+def test_a_start_that_finds_no_room_is_no_failed_one_for_a_while() -> None:
+    restarts, now = Restarts(lambda: 0.0), 100.0
+    waits: list[float] = []
+    while now < 130.0:
+        restarts.no_room(now, 30.0)
+        waits.append(restarts.due - now)
+        now = restarts.due
+    assert waits[:6] == pytest.approx([0.1, 0.2, 0.4, 0.8, 1.6, 2.0])
+    assert max(waits) == pytest.approx(2.0)
+    assert restarts.failed_starts == 0
+    for _ in range(MAX_FAILED_STARTS):
+        restarts.no_room(now, 30.0)
+    assert restarts.given_up
+    restarts.became_ready()
+    restarts.no_room(1000.0, 30.0)
+    assert not restarts.given_up
+
+
 def test_a_worker_that_lived_long_is_replaced_at_once() -> None:
     restarts = Restarts(lambda: 0.0)
     for now in (100.0, 200.0, 300.0):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import os
@@ -331,6 +332,24 @@ def test_a_request_that_fails_ends_the_worker(daemon: Daemon, host: Host, start:
     assert daemon.stop("w") == exits.SPOILT
 
 
+@pytest.mark.parametrize(
+    ("switch", "no_room"),
+    [
+        ({"max_processes": 0}, True),
+        ({"capacity_mib": 210}, True),
+        ({"capacity_mib": 201}, True),
+        ({"vnpu": True}, False),
+    ],
+)
+def test_that_a_card_is_full_is_told_apart_from_what_no_waiting_helps(
+    daemon: Daemon, host: Host, start: Start, switch: Dict[str, Any], no_room: bool
+) -> None:
+    host.switch(**switch)
+    start("w")
+    daemon.tell("w", Attach("7", (1,)) if "vnpu" in switch else Build(("1",)))
+    assert daemon.hear("w", Broken)[0].no_room == no_room
+
+
 def test_a_build_that_fails_gives_everything_back_when_the_process_leaves(
     daemon: Daemon, host: Host, start: Start
 ) -> None:
@@ -406,10 +425,12 @@ def test_with_sharing_off_each_has_a_copy_and_nobody_depends_on_another(
         assert hello.pid == str(daemon.children[name].pid)
     built = build(daemon, "1", "2")
     assert (built.handle, built.shared_bytes, built.note) == ("", 0, "sharing is off")
-    attached = attach(daemon, "w", built)
+    # A handle would be somebody else's.
+    attached = attach(daemon, "w", dataclasses.replace(built, handle="7"))
     assert (attached.canary, attached.shared_bytes, attached.note) == (built.canary, 0, "sharing is off")
     assert isinstance(attached.device, DeviceMemory)
-    assert host.copies_of_weights(0) == 2
+    kinds = [each.kind for each in host.ledger(0).allocations if "weights" in each.kind]
+    assert kinds == ["private weights", "private weights"]
     assert daemon.stop("h") == exits.OK
     daemon.ask("w", 1, x=rows(2))
     assert daemon.answer("w", 1).tolist() == models.answer(path, rows(2)).tolist()

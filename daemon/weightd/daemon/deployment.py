@@ -331,6 +331,10 @@ class Deployment:
         if updating:
             if self.serving is None and self._wanted is None:
                 self._fail(coming)
+        elif coming.no_room:
+            # Copies of the weights in each process would find less.
+            self._restarts.no_room(now, self.limits.room_timeout)
+            self._try_again(coming)
         elif self._fall_back and self.limits.sharing and coming.built is None:
             _log.warning(
                 "%s: cannot share weights, so each worker gets its own: %s",
@@ -344,11 +348,11 @@ class Deployment:
         elif not self._has_served and not coming.crashed:
             self._fail(coming)
         else:
-            self._try_again(coming, now)
+            self._restarts.start_failed(now)
+            self._try_again(coming)
         self._tell_failed(coming)
 
-    def _try_again(self, coming: Generation, now: float) -> None:
-        self._restarts.start_failed(now)
+    def _try_again(self, coming: Generation) -> None:
         if not self._restarts.given_up:
             self._wanted = coming.source
         elif self.serving is None:

@@ -101,6 +101,7 @@ class Generation:
         invalid: the weights are gone with the holder: no answer of a worker counts any more.
         process_bytes: what one process takes on the card beside the weights, as far as it has been seen.
         deaths: processes that ended, or had to be ended, without being asked to.
+        no_room: the holder found none on the card, where some may come free late.
         crashed: the holder was killed while it built: that may go better the next time.
     """
 
@@ -120,6 +121,7 @@ class Generation:
     invalid: bool = False
     process_bytes: int = 0
     deaths: int = 0
+    no_room: bool = False
     crashed: bool = False
     _actions: list[Action] = field(default_factory=list[Action])
     _restarts: Restarts = field(default_factory=Restarts)
@@ -260,7 +262,8 @@ class Generation:
         if child is None or child.state not in COUNTED:
             return
         self._stop(child, now)
-        self._lost(child, broken.cause, now)
+        self.no_room = broken.no_room and child.role is Role.HOLDER
+        self._lost(child, broken.cause, now, no_room=broken.no_room)
         self._reconcile(now)
 
     def leaving(self, name: str, now: float) -> None:
@@ -605,7 +608,7 @@ class Generation:
         self._advance_child(child, ChildEvent.STOP, deadline=now + ABORT_TIMEOUT_S)
         self._lost(child, why, now, useful=useful)
 
-    def _lost(self, child: Child, cause: str, now: float, *, useful: bool = False) -> None:
+    def _lost(self, child: Child, cause: str, now: float, *, useful: bool = False, no_room: bool = False) -> None:
         """Account for a child that is of no use any more."""
         before = self.state
         if child.role is Role.HOLDER:
@@ -626,7 +629,10 @@ class Generation:
             # It was READY once: that it is not back says nothing about the next one.
             self._restarts.died(0.0, now, useful=True)
             return
-        self._restarts.start_failed(now)
+        if no_room:
+            self._restarts.no_room(now, self.limits.room_timeout)
+        else:
+            self._restarts.start_failed(now)
 
     def _explain(self, child: Child, words: str) -> None:
         """A child was given up before it was dead: only now its log is complete."""

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+# How long a driver takes to clean up after a killed process is not known. What has no room at all is told after that.
+_ROOM_TIMEOUT_S = 30.0
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -25,6 +28,11 @@ class Limits:
     sharing: bool = True
     outlives_holder: bool = False
     predict_timeout: float = 60.0
+
+    @property
+    def room_timeout(self) -> float:
+        """Seconds for which a start that finds no room on a card is tried again: what has ended gives it back late."""
+        return min(_ROOM_TIMEOUT_S, self.load_timeout)
 
     def private(self) -> Limits:
         """Return the same without sharing."""

@@ -17,6 +17,9 @@ SHORT_LIFE_S = 10.0
 _FIRST_DELAY_S = 0.1
 _MAX_DELAY_S = 30.0
 
+# Room is looked for often: each try costs a process, and requests may wait for it.
+_MAX_ROOM_DELAY_S = 2.0
+
 # Doublings that lead well past the longest delay; a float has room for a thousand, deaths are not bounded.
 _MAX_DOUBLINGS = 10
 
@@ -37,6 +40,8 @@ class Restarts:
     ) -> None:
         self.failed_starts = 0
         self.due = 0.0
+        self._full_starts = 0
+        self._full_since: float | None = None
         self._useless_lives = 0
         self._uniform = uniform
         self._max_useless_lives = max_useless_lives
@@ -53,12 +58,23 @@ class Restarts:
 
     def became_ready(self) -> None:
         """A worker has become READY: starting works."""
-        self.failed_starts = 0
+        self.failed_starts = self._full_starts = 0
+        self._full_since = None
 
     def start_failed(self, now: float) -> None:
         """A worker has died before it was READY."""
         self.failed_starts += 1
         self.due = now + self._delay(self.failed_starts)
+
+    def no_room(self, now: float, patience: float) -> None:
+        """A start has found no room where some may come free late: for `patience` seconds that is no failed start."""
+        if self._full_since is None:
+            self._full_since = now
+        if now >= self._full_since + patience:
+            self.start_failed(now)
+        else:
+            self._full_starts += 1
+            self.due = now + min(_MAX_ROOM_DELAY_S, self._delay(self._full_starts))
 
     def died(self, lived: float, now: float, *, useful: bool = False) -> None:
         """A worker has died `lived` seconds after it was READY.

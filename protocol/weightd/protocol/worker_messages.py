@@ -135,9 +135,13 @@ class Attached:
 
 @dataclass(frozen=True)
 class Broken:
-    """child → daemon: build or attach failed for this cause; the process exits."""
+    """child → daemon: build or attach failed for this cause; the process exits.
+
+    `no_room`: the card has no memory or no place for this process; some may come free late after another one's end.
+    """
 
     cause: str = field(metadata=text(limits.MAX_TEXT_BYTES, empty=True))
+    no_room: bool = field(default=False, metadata=boolean())
 
 
 @dataclass(frozen=True)

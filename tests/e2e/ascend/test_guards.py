@@ -134,7 +134,8 @@ def test_a_worker_that_crashes_in_predict_costs_one_worker_and_no_answer(cards: 
 
 def test_what_does_not_fit_on_the_card_is_told_by_the_library(cards: Cards) -> None:
     cards.host.switch(capacity_mib=250)
-    with cards.service() as service, service.client() as client:
+    # Room that may come free is waited for, but no longer than this.
+    with cards.service(load_timeout=2) as service, service.client() as client:
         assert "build_from_file failed!" in cause_of_failure(service, client, cards)
 
 

@@ -43,7 +43,7 @@ from weightd.protocol.worker_messages import (
     Stop,
 )
 from weightd.worker import canary, exits, nativelog, weights
-from weightd.worker.engines.base import Arrays, BuildError, Engine, NotAllowed, Shared, Signature, Spoilt
+from weightd.worker.engines.base import Arrays, BuildError, Engine, NoRoom, NotAllowed, Shared, Signature, Spoilt
 from weightd.worker.proof import Proof
 
 _log = logging.getLogger("weightd.worker")
@@ -139,7 +139,7 @@ class Session:
             elif isinstance(order, Settle) and self._handle:
                 self._engine.settle(self._handle)
         except WeightdError as error:
-            return self._broken(str(error), exits.CANNOT_BUILD)
+            return self._broken(str(error), exits.CANNOT_BUILD, no_room=isinstance(error, NoRoom))
         except Exception as error:  # noqa: BLE001 - the daemon is told, whatever a library raises
             _log.exception("%s", type(order).__name__)
             return self._broken(f"{type(error).__name__}: {error}", exits.FAILED)
@@ -200,9 +200,9 @@ class Session:
     def _ping(self, order: Ping) -> None:
         self._send(Pong(self._proof.digest() if order.canary and self._proof is not None else ""))
 
-    def _broken(self, cause: str, status: int) -> int:
+    def _broken(self, cause: str, status: int, *, no_room: bool = False) -> int:
         _log.error("%s", cause)
-        self._send(Broken(clip(cause)))
+        self._send(Broken(clip(cause), no_room))
         return status
 
     def _predict(self, order: Predict, frames: Sequence[bytes]) -> int:

@@ -23,6 +23,10 @@ class BuildError(WeightdError):
     """The engine cannot build the model; the text is the cause."""
 
 
+class NoRoom(BuildError):
+    """The card has no memory, or no place for this process; that may be over soon."""
+
+
 class NotAllowed(WeightdError):
     """No further process can be let in; the text says why."""
 

@@ -38,6 +38,7 @@ from weightd.worker.engines.base import (
     BuildError,
     EngineMissing,
     Gears,
+    NoRoom,
     NotAllowed,
     Settings,
     Shared,
@@ -56,6 +57,9 @@ _VISIBLE = "ASCEND_RT_VISIBLE_DEVICES"  # which cards a process sees; it counts 
 _DECIMAL = re.compile(r"[0-9]{1,20}")
 _MAX_PID = 2**31 - 1
 _MAX_HANDLE = 2**64 - 1
+
+# What the log says of a card that is full: no place for a process (model_process.cc:118), no memory (ACL's number).
+_NO_ROOM = ("Acl open device", "207001")
 
 _GRANULE = 2 * 1024 * 1024  # a huge page of the card
 
@@ -122,7 +126,8 @@ class MindSporeLiteAscend(MindSporeLite):
         try:
             self._build(model, context, {"ascend_context": section} if section else {})
         except BuildError as error:
-            raise BuildError(f"{error}{self._hint(str(error))}") from None
+            kind = NoRoom if any(each in str(error) for each in _NO_ROOM) else BuildError
+            raise kind(f"{error}{self._hint(str(error))}") from None
         self._batched = self._batched_by_gears()
 
     @property
