@@ -10,8 +10,10 @@ from typing import cast
 import pytest
 
 from weightd.daemon import doorman
-from weightd.daemon.doorman import Doorman, allow_descriptors, max_connections
-from weightd.daemon.peers import Peers
+from weightd.daemon.doorman import PATIENCE_S, Doorman, allow_descriptors, max_connections
+from weightd.daemon.peers import Connection, Peers
+from weightd.protocol.messages import TO_CLIENT, Error
+from weightd.protocol.wire import decode
 
 
 class FakePeers:
@@ -19,16 +21,20 @@ class FakePeers:
 
     def __init__(self) -> None:
         self.pairs: list[tuple[socket.socket, socket.socket]] = []
+        self.connections: dict[int, Connection] = {}
+        self.silent: dict[int, Connection] = {}
+        self.any_named = False
+        self.now = 0.0
 
-    def come(self, count: int) -> None:
-        self.pairs += [socket.socketpair() for _ in range(count)]
-
-    @property
-    def connections(self) -> int:
-        return len(self.pairs)
-
-    def latest(self, count: int) -> list[int]:
-        return [ours.fileno() for ours, _ in self.pairs][-count:] if count > 0 else []
+    def come(self, count: int = 1, user: str = "a", *, heard: bool = True) -> None:
+        for _ in range(count):
+            self.pairs.append(socket.socketpair())
+            self.now += 1.0
+            descriptor = self.pairs[-1][0].fileno()
+            connection = Connection(descriptor, user, self.now, self.now if heard else None)
+            self.connections[descriptor] = connection
+            if not heard:
+                self.silent[descriptor] = connection
 
     def shut(self) -> list[bool]:
         """Of each, whether it was shut down: its other end reads the end at once."""
@@ -67,8 +73,55 @@ def test_who_comes_beyond_the_bound_is_turned_away_and_who_was_there_stays(peers
     looks(keeper, peers)
     assert peers.shut() == [False] * 10
     peers.come(2)
+    for _ in range(2):  # their end is told later
+        looks(keeper, peers)
+        assert peers.shut() == [False] * 10 + [True] * 2
+
+
+def test_who_has_the_most_makes_room_for_others(peers: FakePeers) -> None:
+    peers.come(9, "greedy")
+    peers.come(1, "other")
+    for user in ("third", "other", "other"):
+        peers.come(1, user)
+        looks(Doorman(), peers)
+    assert peers.shut() == [False] * 6 + [True] * 3 + [False] * 4
+    # With equal shares it is the turn of who came first to have them: no share grows at another's cost.
+    peers.come(3, "other")
+    looks(Doorman(), peers)
+    there = [each for each in peers.connections.values() if not each.leaving]
+    assert sorted(each.user for each in there).count("other") <= 5
+    assert "third" in {each.user for each in there}
+
+
+def test_the_silent_make_room_first_the_oldest_before_all(peers: FakePeers) -> None:
+    peers.come(4)
+    peers.come(4, heard=False)
+    peers.come(4)
+    looks(Doorman(), peers)
+    assert peers.shut() == [False] * 4 + [True] * 2 + [False] * 6
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_who_says_nothing_is_hung_up_in_the_end_and_told_why(peers: FakePeers, named: bool) -> None:
+    keeper = Doorman()
+    peers.any_named = named
+    peers.come(2, heard=False)
+    peers.come()
     looks(keeper, peers)
-    assert peers.shut() == [False] * 10 + [True] * 2
+    assert keeper.next_event == 1.0 + PATIENCE_S
+    keeper.tick(cast(Peers, peers), keeper.next_event)
+    assert keeper.next_event == 2.0 + PATIENCE_S
+    told = peers.pairs[0][1].recv(4096)
+    assert peers.shut() == [True, False, False]
+    if named:
+        assert told[:2] == bytes([0, len(told) - 2])  # a frame of ZMTP
+        error = decode([told[2:]], TO_CLIENT)
+        assert isinstance(error, Error)
+        assert "another client has the same routing id" in error.error
+    else:
+        assert told == b""
+    keeper.tick(cast(Peers, peers), keeper.next_event)
+    assert keeper.next_event == float("inf")
 
 
 def test_a_descriptor_that_is_something_else_by_now_is_left_alone(peers: FakePeers) -> None:
@@ -87,14 +140,12 @@ def test_it_is_told_once_and_again_when_there_is_room(peers: FakePeers, caplog: 
         for _ in range(3):
             looks(keeper, peers)
         assert [each.levelname for each in caplog.records] == ["ERROR"]
-        for pair in peers.pairs[8:]:
-            for end in pair:
-                end.close()
-        del peers.pairs[8:]
+        for descriptor in list(peers.connections)[8:]:
+            del peers.connections[descriptor]
         for _ in range(3):
             looks(keeper, peers)
     assert [each.getMessage() for each in caplog.records] == [
-        "10 clients are connected: further ones are turned away",
+        "10 clients are connected: some of the user who has the most are turned away",
         "8 clients are connected: others are let in again",
     ]
 

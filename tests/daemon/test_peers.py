@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -13,9 +14,13 @@ import pytest
 import zmq
 
 from testkit.waiting import until
+from weightd.daemon.doorman import PATIENCE_S, Doorman
 from weightd.daemon.outbox import Outbox
 from weightd.daemon.peers import Peers
+from weightd.daemon.room import Room
 from weightd.daemon.sockets import bind, receive
+from weightd.protocol.messages import TO_CLIENT, Error
+from weightd.protocol.wire import decode
 
 LIMIT_MS = 20_000
 LARGE = bytes(1024 * 1024)
@@ -67,13 +72,20 @@ def connect(context: zmq.Context[Socket], address: str) -> Iterator[Callable[...
 def seen(router: Socket, peers: Peers) -> bytes:
     assert router.poll(LIMIT_MS)
     received = next(receive(router))
-    peers.seen(received)
+    peers.seen(received, time.monotonic())
     return received.peer
 
 
 def gone(peers: Peers) -> list[bytes]:
     assert peers.pending or peers.monitor.poll(LIMIT_MS)
     return list(peers.disconnected())
+
+
+def make_outbox(router: Socket, max_unread_bytes: int = 2**30, room: Room | None = None) -> Outbox:
+    def make_room(client: bytes, nbytes: int) -> bool:
+        return False
+
+    return Outbox(router, room or Room(2**40, lambda _: "somebody"), make_room, max_unread_bytes)
 
 
 def test_a_client_that_hangs_up_is_told_once(router: Socket, peers: Peers, connect: Callable[..., Socket]) -> None:
@@ -105,7 +117,7 @@ def test_who_comes_after_it_on_the_same_descriptor_is_another(
 
 
 def test_what_is_written_does_not_count(router: Socket, peers: Peers, connect: Callable[..., Socket]) -> None:
-    outbox = Outbox(router, max_unread_bytes=10 * len(LARGE))
+    outbox = make_outbox(router, max_unread_bytes=10 * len(LARGE))
     client = connect()
     peer = seen(router, peers)
     for number in range(60):
@@ -120,7 +132,7 @@ def test_what_is_written_does_not_count(router: Socket, peers: Peers, connect: C
 def test_a_client_that_does_not_read_gets_only_so_much(
     router: Socket, peers: Peers, connect: Callable[..., Socket]
 ) -> None:
-    outbox = Outbox(router, max_unread_bytes=8 * len(LARGE))
+    outbox = make_outbox(router, max_unread_bytes=8 * len(LARGE))
     client = connect(high_water_mark=2)
     reader = connect()
     silent, other = seen(router, peers), seen(router, peers)
@@ -145,7 +157,7 @@ def test_a_client_that_does_not_read_gets_only_so_much(
 
 
 def test_one_answer_may_be_larger_than_the_bound(router: Socket, peers: Peers, connect: Callable[..., Socket]) -> None:
-    outbox = Outbox(router, max_unread_bytes=10)
+    outbox = make_outbox(router, max_unread_bytes=10)
     client = connect()
     peer = seen(router, peers)
     assert outbox.send(peer, b"", [LARGE])
@@ -153,7 +165,7 @@ def test_one_answer_may_be_larger_than_the_bound(router: Socket, peers: Peers, c
 
 
 def test_an_answer_to_who_is_gone_is_dropped_and_counted(router: Socket) -> None:
-    outbox = Outbox(router)
+    outbox = make_outbox(router)
     assert outbox.send(b"nobody", b"small")
     assert outbox.send(b"nobody", b"", [LARGE])
     assert outbox.dropped == 2
@@ -169,30 +181,118 @@ def test_a_peer_of_an_older_protocol_is_served_though_nothing_is_known_of_it(
     assert list(peers.disconnected()) == []
 
 
-def test_connections_are_counted_as_long_as_they_last(
+def test_a_connection_is_known_as_long_as_it_lasts(
     router: Socket, peers: Peers, connect: Callable[..., Socket]
 ) -> None:
     one = connect()
-    seen(router, peers)
-    first = peers.latest(1)
+    first = seen(router, peers)
     connect()
-    seen(router, peers)
-    assert peers.connections == 2
-    assert [*first, *peers.latest(1)] == peers.latest(2)
-    assert peers.latest(0) == peers.latest(-1) == []
+    second = seen(router, peers)
+    assert len(peers.connections) == 2
+    known = [peers.connection(client) for client in (first, second)]
+    assert known == list(peers.connections.values())
+    assert [each and (each.user, peers.clients_of(each)) for each in known] == [
+        (f"uid {os.getuid()}", frozenset({client})) for client in (first, second)
+    ]
     one.close(linger=0)
     gone(peers)
-    assert peers.connections == 1
-    assert set(peers.latest(2)).isdisjoint(first)
+    assert list(peers.connections.values()) == known[1:]
+    assert peers.connection(first) is None
+
+
+def test_who_is_connected_and_has_said_nothing_is_silent(
+    router: Socket, peers: Peers, connect: Callable[..., Socket], address: str
+) -> None:
+    with socket.socket(socket.AF_UNIX) as silent:
+        silent.connect(address.removeprefix("ipc://"))
+        connect()
+        client = seen(router, peers)
+        until(lambda: list(peers.disconnected()) or len(peers.connections) == 2, "both are known")
+        assert [each.heard for each in peers.silent.values()] == [None]
+        assert peers.connection(client) not in peers.silent.values()
+        assert not peers.any_named
+    gone(peers)
+    assert peers.silent == {}
+
+
+def test_small_answers_that_nobody_reads_count_too(
+    router: Socket, peers: Peers, connect: Callable[..., Socket]
+) -> None:
+    room = Room(2**40, lambda _: "somebody")
+    outbox = make_outbox(router, room=room)
+    client = connect(high_water_mark=1)
+    silent = seen(router, peers)
+    frames = [bytes(10_000)] * 30
+    for _ in range(100):
+        assert outbox.send(silent, b"header", frames)
+    # What the kernel and the library have taken is written.
+    assert 20_000_000 < room.held == room.of(silent) == outbox.unread(silent) < 30_000_600
+    for _ in range(100):
+        assert client.poll(LIMIT_MS)
+        assert client.recv_multipart() == [b"header", *frames]
+
+    def all_is_read() -> bool:
+        outbox.forget_written()
+        return not room.held
+
+    until(all_is_read, "all is read")
+
+
+def test_what_was_sent_to_who_has_gone_counts_until_the_library_gives_it_up(
+    router: Socket, peers: Peers, connect: Callable[..., Socket]
+) -> None:
+    room = Room(2**40, lambda _: "somebody")
+    outbox = make_outbox(router, room=room)
+    client = connect(high_water_mark=1)
+    silent = seen(router, peers)
+    for _ in range(20):
+        outbox.send(silent, b"", [LARGE])
+    held = room.held
+    outbox.forget(silent)
+    room.forget(silent)
+    assert (room.held, outbox.unread(silent)) == (0, 0)
+    assert 0 < outbox.orphaned() <= held
+    client.close(linger=0)
+    until(lambda: router.poll(10) or not outbox.orphaned(), "it is given up")
+
+
+def test_nothing_is_kept_of_strangers(router: Socket) -> None:
+    room = Room(2**40, lambda _: "")
+    outbox = make_outbox(router, room=room)
+    for number in range(3):
+        assert outbox.send(b"%d" % number, b"an answer to who has gone")
+    assert vars(outbox)["_unread"] == {}
 
 
 def test_that_a_client_does_not_read_is_said_once(
     router: Socket, peers: Peers, connect: Callable[..., Socket], caplog: pytest.LogCaptureFixture
 ) -> None:
-    outbox = Outbox(router, max_unread_bytes=8 * len(LARGE))
+    outbox = make_outbox(router, max_unread_bytes=8 * len(LARGE))
     connect(high_water_mark=2)
     silent = seen(router, peers)
     with caplog.at_level(logging.WARNING, "weightd.frontend"):
         for _ in range(40):
             outbox.send(silent, b"", [LARGE])
     assert len(caplog.records) == 1
+
+
+def test_who_has_the_same_routing_id_as_another_is_told(
+    context: zmq.Context[Socket], router: Socket, peers: Peers, address: str
+) -> None:
+    with context.socket(zmq.DEALER) as one, context.socket(zmq.DEALER) as other:
+        for count, each in enumerate((one, other), 1):
+            each.setsockopt(zmq.ROUTING_ID, b"me")
+            each.connect(address)
+            each.send(b"hello")
+            until(lambda: list(peers.disconnected()) or len(peers.connections) == count, "it is connected")  # noqa: B023
+            if each is one:
+                assert seen(router, peers) == b"me"
+        assert not router.poll(100)  # the library drops what the other says
+        assert peers.any_named
+        Doorman().tick(peers, time.monotonic() + PATIENCE_S)
+        assert other.poll(LIMIT_MS)
+        error = decode([other.recv()], TO_CLIENT)
+        assert isinstance(error, Error)
+        assert "another client has the same routing id" in error.error
+        gone(peers)
+        assert not one.poll(0)

@@ -36,7 +36,7 @@ def test_a_reload_that_is_refused_changes_no_device(tmp_path: Path) -> None:
 
     written(1000, 1)
     server = begun(path)
-    server._frontend = SimpleNamespace(stopping=False)
+    server._frontend = SimpleNamespace(stopping=False, next_event=float("inf"))
     device = server._devices["ascend:0"] = Device("ascend:0")
     device.capacity = 1000 * 2**20
     server._fleet.models["m"] = SimpleNamespace(updating=True, successor=None, config=server._config.models["m"])
@@ -51,7 +51,7 @@ def test_a_card_has_what_it_has_said_where_the_configuration_says_no_more(tmp_pa
     model = '[models.m]\npath = "/models/m.mindir"\npython = "python3"\ndevices = ["ascend:0"]\n'
     path.write_text(f'[devices."ascend:0"]\nmemory_mib = 1000\n{model}')
     server = begun(path)
-    server._frontend = SimpleNamespace(stopping=False)
+    server._frontend = SimpleNamespace(stopping=False, next_event=float("inf"))
     server._fleet.models["m"] = SimpleNamespace(updating=False, successor=None, config=server._config.models["m"])
     server._reload(0.0)
     device = server._devices["ascend:0"]
@@ -76,7 +76,7 @@ def managed(notified: socket.socket, tmp_path: Path) -> Any:
     """A server that a service manager has started, with nothing behind it."""
     config = Config(DaemonConfig(f"ipc://{tmp_path}/s", str(tmp_path / "run"), str(tmp_path / "cache")), {})
     server: Any = Server(config, manager=Manager({"NOTIFY_SOCKET": notified.getsockname()}))
-    server._frontend = SimpleNamespace(stopping=False)
+    server._frontend = SimpleNamespace(stopping=False, next_event=float("inf"))
     server._backend = SimpleNamespace(due=False)
     return server
 
@@ -98,7 +98,9 @@ def test_an_update_is_told_once_the_next_daemon_would_know_of_it(managed: Any, m
         done.append("recorded")
 
     managed._backend = SimpleNamespace(tick=nothing, take_changed=lambda: True)
-    managed._frontend = SimpleNamespace(stopping=False, tell_recorded=lambda: done.append("told"))
+    managed._frontend = SimpleNamespace(
+        stopping=False, next_event=float("inf"), tell_recorded=lambda: done.append("told")
+    )
     managed._keeping = SimpleNamespace(handover=None)
     monkeypatch.setattr(handover, "write", write)
     managed._tick(time.monotonic())

@@ -19,6 +19,7 @@ import pytest
 import zmq
 
 from testkit.service import Service
+from testkit.waiting import until
 from weightd.client import Client
 from weightd.protocol import limits
 from weightd.protocol.messages import TO_CLIENT, Error, InferResponse
@@ -323,3 +324,77 @@ def test_strangers_on_the_childrens_socket_are_ignored(service: Service) -> None
                 peer.connect(f"ipc://{path}")
                 for data in (b"", noise.randbytes(100), msgpack.packb({"v": 1, "type": "broken", "cause": "x"})):
                     peer.send(data)
+
+
+# --- memory that clients take -----------------------------------------------------------------------------------
+
+MIB = 1024 * 1024
+ROOM = 64 * MIB
+
+
+@pytest.fixture(scope="module")
+def tight(zoo: Zoo) -> Iterator[Service]:
+    models = {"two_inputs": {"path": zoo.path("two_inputs", "onnxruntime")}}
+    with Service(models, {"max_memory_bytes": ROOM}) as service:
+        service.ready()
+        yield service
+
+
+def private_bytes(pid: int) -> int:
+    _, resident, shared, *_ = Path(f"/proc/{pid}/statm").read_text("ascii").split()
+    return (int(resident) - int(shared)) * 4096
+
+
+@contextlib.contextmanager
+def flat(service: Service, questions: list[Question]) -> Generator[None]:
+    """Clients that were there are served on, the memory has been bounded at all times, and is given back."""
+    with service.client() as client:
+        ask_all(client, "two_inputs", questions)
+        before = private_bytes(service.pid)
+        yield
+        ask_all(client, "two_inputs", questions)
+        assert peak_bytes(service.pid) - before < 6 * ROOM
+        until(lambda: private_bytes(service.pid) - before < ROOM // 4, "the memory is given back")
+        assert client.status().held_bytes == 0
+
+
+def send_for_ever(connection: socket.socket) -> None:
+    while True:
+        connection.sendall(bytes([3]) + struct.pack(">Q", MIB) + bytes(MIB))
+
+
+def test_a_message_that_does_not_end_is_ended(tight: Service, questions: list[Question]) -> None:
+    with flat(tight, questions), stream(tight) as connection, stream(tight) as idle:
+        shake_hands(idle)
+        shake_hands(connection)
+        connection.sendall(bytes([0, 5]) + b"hello")
+        with pytest.raises(ConnectionError):
+            send_for_ever(connection)
+        # Who only waits was not taken for it.
+        idle.sendall(bytes([0, 5]) + b"hello")
+        assert read(idle, 2)[0] == 0
+
+
+def test_what_many_clients_do_not_read_is_bounded_in_all(tight: Service, questions: list[Question]) -> None:
+    large = np.ones((MIB // 4, 4), "<f4").tobytes()  # 4 MiB
+    shapes = [{**each, "shape": [MIB // 4, 4]} for each in (A, B)]
+    with flat(tight, questions), contextlib.ExitStack() as stack:
+        for _ in range(8):
+            peer = stack.enter_context(dealer(tight))
+            peer.setsockopt(zmq.RCVHWM, 1)
+            for _ in range(10):
+                peer.send_multipart([header(inputs=shapes), large, large], copy=False)
+        with tight.client() as newcomer:
+            # Whoever has most makes room for this one.
+            ask_all(newcomer, "two_inputs", questions * 3)
+            until(lambda: newcomer.status().models[0].queued == 0, "all is computed, or refused")
+            ask_all(newcomer, "two_inputs", questions * 3)
+            assert newcomer.status().held_bytes <= ROOM == newcomer.status().max_memory_bytes
+
+
+def test_frames_beyond_the_bound_end_the_connection(service: Service, unharmed: None) -> None:
+    with stream(service) as connection:
+        shake_hands(connection)
+        with contextlib.suppress(ConnectionError):
+            connection.sendall(bytes([1, 0]) * 100_000 + bytes([0, 0]))
+        assert hangs_up(connection)

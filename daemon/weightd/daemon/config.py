@@ -32,6 +32,9 @@ _SOCKET_PATH = re.compile(r"ipc:///.*[^/]")
 
 _DEVICE = re.compile(r"cpu|ascend:(0|[1-9][0-9]{0,2})")
 
+# With less, a few requests of ordinary size would be too many.
+_LEAST_MEMORY_BYTES = 16 * budget.MIB
+
 # It becomes part of file names and of process names.
 _MODEL_NAME = re.compile(rf"[A-Za-z0-9_][A-Za-z0-9._-]{{0,{limits.MAX_MODEL_NAME_BYTES - 1}}}")
 
@@ -93,6 +96,10 @@ class DaemonConfig:
 
     drain_timeout: float = field(default=30.0, metadata=number(_MAX_SECONDS))
     """Seconds that accepted requests may take when the daemon is asked to stop."""
+
+    max_memory_bytes: int = field(default=0, metadata=integer(0, 2**62))
+    """Bytes that the daemon keeps for its clients: requests under way and answers that they have not read. Past it who
+    has most is refused or hung up first. At least 16 MiB. Default: a quarter of the memory of host or control group."""
 
     @property
     def key(self) -> str:
@@ -334,6 +341,7 @@ def complete_daemon(config: DaemonConfig, base: Path, listening: Sequence[str], 
     complete = dataclasses.replace(config, socket=socket, runtime_dir=runtime_dir, cache_dir=cache_dir)
     problems.note(_too_long(str(complete.children_socket), ".runtime_dir"), "runtime_dir")
     problems.note(_of_socket(socket, listening), "socket", "runtime_dir")
+    problems.note(_too_little(config.max_memory_bytes), "max_memory_bytes")
     return complete
 
 
@@ -345,6 +353,12 @@ def _of_socket(socket: str, listening: Sequence[str]) -> Iterator[FieldError]:
         yield FieldError(f"expected ipc:///ABSOLUTE/PATH or {tcp.FORM}, got {socket!r}").at(".socket")
     elif socket.startswith("ipc://"):
         yield from _too_long(socket.removeprefix("ipc://"), ".socket")
+
+
+def _too_little(max_memory_bytes: int) -> Iterator[FieldError]:
+    if 0 < max_memory_bytes < _LEAST_MEMORY_BYTES:
+        expected = f"expected 0 or at least {_LEAST_MEMORY_BYTES}, got {max_memory_bytes}"
+        yield FieldError(expected).at(".max_memory_bytes")
 
 
 def _too_long(path: str, key: str) -> Iterator[FieldError]:

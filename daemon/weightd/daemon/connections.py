@@ -6,8 +6,10 @@ The descriptor is the library's, which may close it at any moment: it is only as
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import socket
 import struct
+import termios
 from collections.abc import Generator
 from typing import NamedTuple
 
@@ -40,6 +42,24 @@ def user(descriptor: int) -> str:
         name = connection.getpeername()
         return f"host {name[0]}" if isinstance(name, tuple) else ""
     return ""
+
+
+def waiting_bytes(descriptor: int) -> int:
+    """Return how much has been sent over a connection that the library has not read yet (FIONREAD)."""
+    count = struct.pack("=i", 0)
+    with contextlib.suppress(OSError):
+        count = fcntl.ioctl(descriptor, termios.FIONREAD, count)
+    return int(struct.unpack("=i", count)[0])
+
+
+def write(descriptor: int, data: bytes) -> None:
+    """Send a small message (ZMTP 2.0 and later) past the library, over a connection to which it sends nothing.
+
+    The handshake must be over. What does not leave at once is dropped.
+    """
+    header = struct.pack(">BB", 0, len(data)) if len(data) < 256 else struct.pack(">BQ", 2, len(data))
+    with contextlib.suppress(OSError), _borrowed(descriptor) as connection:
+        connection.send(header + data, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
 
 
 def shut_down(descriptor: int) -> None:

@@ -1,15 +1,22 @@
-"""How many clients may be connected: libzmq 4.3.5 aborts the process if it has no descriptor for the next one.
+"""Who may be connected, and for how long without a word.
 
-So who comes when that is near is turned away. Children, logs and stores need descriptors, too.
+libzmq 4.3.5 aborts the process if it has no descriptor for the next connection, and children, logs and stores need
+descriptors, too. So when too many are connected some are hung up: those of the user who has the most.
 """
 
 from __future__ import annotations
 
 import logging
 import resource
+from collections import defaultdict
+from collections.abc import Sequence
 
-from weightd.daemon.connections import shut_down
-from weightd.daemon.peers import Peers
+from weightd.daemon import connections
+from weightd.daemon.peers import Connection, Peers
+from weightd.daemon.sockets import HANDSHAKE_MS
+from weightd.protocol.errors import InvalidArgument
+from weightd.protocol.messages import Error
+from weightd.protocol.wire import encode
 
 _log = logging.getLogger("weightd.frontend")
 
@@ -17,8 +24,17 @@ _log = logging.getLogger("weightd.frontend")
 _LEAST_RESERVE = 256
 _MOST_RESERVE = 4096
 
-# After some were turned away, so many of the connections have to end before it is said that others are let in again.
+# After some were hung up, so many of the connections have to end before it is said that there is room again.
 _REOPEN = 0.9
+
+# Twice what a handshake may take: who says nothing for so long has nothing to say, or cannot be heard. The next call
+# of a client that was only early connects again.
+PATIENCE_S = 2 * HANDSHAKE_MS / 1000
+
+_UNHEARD = (
+    f"nothing was heard over this connection for {PATIENCE_S:g} s, so it ends; what was sent is lost: another client "
+    "has the same routing id. Choose none, or one that nobody else has"
+)
 
 
 def allow_descriptors() -> None:
@@ -34,19 +50,61 @@ def max_connections() -> int:
 
 
 class Doorman:
-    """Turns away who comes while too many are connected; who is in stays."""
+    """Hangs up who is too many, and who says nothing.
+
+    Attributes:
+        next_event: when `tick` is due, in monotonic seconds.
+    """
 
     def __init__(self) -> None:
+        self.next_event = float("inf")
         self._full = False
 
     def look(self, peers: Peers) -> None:
         """Somebody has come or gone."""
         most = max_connections()
-        if not self._full and peers.connections > most:
+        count = len(peers.connections)
+        if count > most:
+            there = [each for each in peers.connections.values() if not each.leaving]
+            for each in surplus(there, len(there) - most):
+                each.hang_up()
+        if not self._full and count > most:
             self._full = True
-            _log.error("%d clients are connected: further ones are turned away", most)
-        elif self._full and peers.connections < _REOPEN * most:
+            _log.error("%d clients are connected: some of the user who has the most are turned away", most)
+        elif self._full and count < _REOPEN * most:
             self._full = False
-            _log.warning("%d clients are connected: others are let in again", peers.connections)
-        for descriptor in peers.latest(peers.connections - most):
-            shut_down(descriptor)
+            _log.warning("%d clients are connected: others are let in again", count)
+        first = next(iter(peers.silent.values()), None)
+        self.next_event = float("inf") if first is None else first.since + PATIENCE_S
+
+    def tick(self, peers: Peers, now: float) -> None:
+        """Hang up who has said nothing for too long.
+
+        The library hears no second peer with a routing id that is taken, and does not tell. So where there are such
+        ids, who is not heard is told that.
+        """
+        for each in list(peers.silent.values()):
+            if each.since + PATIENCE_S > now:
+                break
+            if not each.leaving:
+                _log.debug("a connection of %s has said nothing for %g s: hung up", each.user, PATIENCE_S)
+                if peers.any_named:
+                    connections.write(each.descriptor, encode(Error("", InvalidArgument.code, _UNHEARD)))
+                each.hang_up()
+            del peers.silent[each.descriptor]
+        self.look(peers)
+
+
+def surplus(there: Sequence[Connection], count: int) -> list[Connection]:
+    """Return so many connections to be hung up, one after another of the user who then has the most.
+
+    Of a user's: first those that have never said a word, the oldest first, for they have had the most time; then those
+    that came last.
+    """
+    users: defaultdict[str, list[Connection]] = defaultdict(list)
+    for each in there:
+        users[each.user].append(each)
+    for own in users.values():
+        # Taken from the end.
+        own.sort(key=lambda each: (each.heard is None, -each.since if each.heard is None else each.since))
+    return [max(users.values(), key=len).pop() for _ in range(count)]

@@ -18,8 +18,11 @@ from weightd.daemon.loop import Loop
 from weightd.daemon.model import Model
 from weightd.daemon.outbox import Outbox
 from weightd.daemon.peers import Peers
+from weightd.daemon.reader import Reader
 from weightd.daemon.request import Request
-from weightd.daemon.sockets import Received, peer_uid, receive
+from weightd.daemon.room import Room
+from weightd.daemon.sockets import Received, peer_uid
+from weightd.daemon.upkeep import Upkeep
 from weightd.protocol import limits
 from weightd.protocol.errors import (
     Internal,
@@ -60,6 +63,11 @@ from weightd.protocol.wire import clip, decode, encode
 
 _log = logging.getLogger("weightd.frontend")
 
+# A guess: how long it takes until some of what is kept has been computed, or read.
+_RETRY_S = 0.1
+
+_FULL = "the daemon's memory for clients is full (max_memory_bytes), and this one, or its user, has most of it"
+
 
 class Frontend:
     """Reads what clients send, gives it to the models, and sends what comes of it.
@@ -68,11 +76,13 @@ class Frontend:
         socket: on which clients connect.
         loop: calls when the socket is readable.
         fleet: the models.
+        max_memory_bytes: that are kept for clients, see `Room`.
         ask_status: called with client and request id of each status request; it may raise a RequestError.
         reload: called with the id of each request to read the configuration again; returns the answer, or raises a
             RequestError.
 
     Attributes:
+        room: what is kept for clients.
         stopping: whether new inference requests are refused.
     """
 
@@ -81,6 +91,7 @@ class Frontend:
         socket: zmq.Socket[bytes],
         loop: Loop,
         fleet: Fleet,
+        max_memory_bytes: int,
         ask_status: Callable[[bytes, str], None],
         reload: Callable[[str], ReloadResponse],
     ) -> None:
@@ -91,9 +102,12 @@ class Frontend:
         # A worker may still give an answer that the daemon before this one has asked for: no number is used twice.
         self._numbers = itertools.count(time.time_ns() // 1000)
         self._socket = socket
-        self._outbox = Outbox(self._socket)
-        self._peers = Peers(self._socket)
+        self._reader = Reader(socket)
+        self._peers = Peers(socket)
+        self.room = Room(max_memory_bytes, self._user)
+        self._outbox = Outbox(socket, self.room, self._make_room)
         self._doorman = Doorman()
+        self._upkeep = Upkeep(self.room, self._outbox, self._peers)
         self._unrecorded: list[tuple[bytes, UpdateResponse]] = []
         loop.add(self._peers.monitor, self._on_connections)
         loop.add(self._socket, self._on_messages)
@@ -103,12 +117,26 @@ class Frontend:
         """Answers that could not be sent: their client was gone, or did not read."""
         return self._outbox.dropped
 
+    @property
+    def next_event(self) -> float:
+        """When `tick` is due, in monotonic seconds."""
+        return min(self._doorman.next_event, self._upkeep.next_event)
+
+    def tick(self, now: float) -> None:
+        """Time has passed."""
+        if now >= self._doorman.next_event:
+            self._doorman.tick(self._peers, now)
+        if now >= self._upkeep.next_event:
+            self._upkeep.tick(now)
+
     def answer(self, request: Request, outputs: Sequence[TensorSpec], frames: Sequence[Any]) -> None:
         """Send the model's answer."""
+        self.room.give(request.client, request.kept_bytes)
         self._tell(request.client, InferResponse(request.id, request.model_name, tuple(outputs)), frames)
 
     def refuse(self, request: Request, error: RequestError) -> None:
         """Send an error in the place of an answer."""
+        self.room.give(request.client, request.kept_bytes)
         self.tell_error(request.client, request.id, error)
 
     def tell_metadata(self, client: bytes, metadata: ModelMetadataResponse) -> None:
@@ -136,9 +164,13 @@ class Frontend:
     # --- within -------------------------------------------------------------------------------------------------
 
     def _on_messages(self) -> None:
-        for received in receive(self._socket):
+        for received in self._reader.read():
             now = time.monotonic()
-            self._peers.seen(received)
+            self._peers.seen(received, now)
+            self._upkeep.seen(now)
+            if self._reader.has_rest:
+                self._hang_up(received.peer, "a message of more frames than there may be")
+                continue
             request_id = ""
             try:
                 message = decode(received.frames, FROM_CLIENT)
@@ -200,25 +232,65 @@ class Frontend:
             raise Unavailable("weightd is stopping")
         timeout = message.parameters.timeout
         seconds = model.config.timeout if timeout is None else timeout / 1e6
-        model.infer(
-            Request(
-                number=next(self._numbers),
-                client=client,
-                id=message.id,
-                model_name=model.name,
-                inputs=message.inputs,
-                frames=tensors,
-                arrived=now,
-                deadline=now + seconds,
-                nbytes=sum(map(len, tensors)),
-            ),
-            now,
+        request = Request(
+            number=next(self._numbers),
+            client=client,
+            id=message.id,
+            model_name=model.name,
+            inputs=message.inputs,
+            frames=tensors,
+            arrived=now,
+            deadline=now + seconds,
+            nbytes=sum(map(len, tensors)),
         )
+        if not self.room.fits(request.kept_bytes) and not self._make_room(client, request.kept_bytes):
+            raise ResourceExhausted(_FULL, retry_after=_RETRY_S)
+        self.room.take(client, request.kept_bytes)
+        try:
+            model.infer(request, now)
+        except RequestError:
+            self.room.give(client, request.kept_bytes)
+            raise
+
+    # --- memory -------------------------------------------------------------------------------------------------
+
+    def _user(self, client: bytes) -> str:
+        connection = self._peers.connection(client)
+        return "" if connection is None else connection.user
+
+    def _make_room(self, client: bytes, nbytes: int) -> bool:
+        """Return whether there is room for so much more of a client, after those that have more have given theirs."""
+        self._outbox.forget_written()
+        while not self.room.fits(nbytes):
+            largest = self.room.largest(client, nbytes)
+            if largest == client:
+                return False
+            held = self.room.of(largest)
+            unread = self._outbox.unread(largest)
+            if 2 * unread < held:
+                for model in self._fleet.everyone():
+                    model.shed(largest, ResourceExhausted(_FULL, retry_after=_RETRY_S), time.monotonic())
+            if self.room.of(largest) == held:
+                self._hang_up(largest, f"{held // 2**20} MiB are kept for it, {unread // 2**20} of them not read")
+                self._forget(largest)
+        return True
+
+    def _hang_up(self, client: bytes, why: str) -> None:
+        connection = self._peers.connection(client)
+        if connection is not None and not connection.leaving:
+            _log.warning("client %s (%s) is hung up: %s", client.hex(), connection.user, why)
+            connection.hang_up()
+
+    def _forget(self, client: bytes) -> None:
+        self._outbox.forget(client)
+        self.room.forget(client)
 
     def _on_connections(self) -> None:
         for client in self._peers.disconnected():
             for model in self._fleet.everyone():
                 model.vanished(client, time.monotonic())
+            self._forget(client)
+        self._upkeep.seen(time.monotonic())
         self._doorman.look(self._peers)
 
     def _model(self, name: str) -> Model:

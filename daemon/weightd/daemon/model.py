@@ -153,6 +153,12 @@ class Model:
         self._signature.take_waiters(lambda waiter: waiter[0] == client)
         self._end(lambda request: request.client == client, Cancelled("its client is gone"), now)
 
+    def shed(self, client: bytes, error: RequestError, now: float) -> None:
+        """Refuse what the client has waiting; what runs goes on."""
+        for request in self.scheduler.withdraw(lambda request: request.client == client):
+            self._refuse(request, error)
+        self._dispatch(now)
+
     def metadata(self, client: bytes, request_id: str) -> None:
         """Tell the client what the model takes and gives, at once or when it is known.
 

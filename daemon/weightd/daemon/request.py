@@ -9,6 +9,9 @@ from typing import Any
 
 from weightd.protocol.messages import TensorSpec
 
+# What a request takes beside its tensors, about: the header's objects.
+_OBJECTS_BYTES = 2048
+
 
 @dataclass(eq=False, slots=True)
 class Request:
@@ -31,6 +34,11 @@ class Request:
     nbytes: int
     deaths: int = 0
     answered: bool = False
+
+    @property
+    def kept_bytes(self) -> int:
+        """What the daemon keeps of it in memory until it has ended."""
+        return self.nbytes + _OBJECTS_BYTES
 
 
 def content(request: Request) -> bytes:

@@ -24,6 +24,7 @@ from weightd.daemon.handover import Handover
 from weightd.daemon.herald import Herald
 from weightd.daemon.keeper.keeping import Keeping
 from weightd.daemon.loop import Loop, signals
+from weightd.daemon.memory import host_bytes
 from weightd.daemon.model import Model
 from weightd.daemon.records import DeviceRecord
 from weightd.daemon.service import CLIENTS, KEEPER, Manager
@@ -38,6 +39,9 @@ _log = logging.getLogger("weightd")
 
 # What it takes to leave after the last request has ended.
 _STOP_MARGIN_S = 10.0
+
+# Of the host's memory, by default, for what clients send and do not read; the models have the rest.
+_SHARE_OF_MEMORY = 4
 
 # A status answer costs the kernel milliseconds a process: nobody needs more of them at once.
 _MAX_SURVEYS = 16
@@ -113,8 +117,9 @@ class Server:
         daemon = self._config.daemon
         _update_devices(self._devices, self._config)
         self._backend = Backend(context, daemon, self._loop, self._devices, self._keeping)
-        socket = bind(context, daemon.socket, clients=True, descriptors=self._listening)
-        self._frontend = Frontend(socket, self._loop, self._fleet, self._ask_status, self._on_reload)
+        most = daemon.max_memory_bytes or host_bytes() // _SHARE_OF_MEMORY
+        socket = bind(context, daemon.socket, clients=True, descriptors=self._listening, max_frame_bytes=most)
+        self._frontend = Frontend(socket, self._loop, self._fleet, most, self._ask_status, self._on_reload)
         self._loop.add(wakeups, lambda: self._on_signals(os.read(wakeups, 64)))
         where = ", ".join(self._addresses or [daemon.socket])
         _log.info("weightd %s, pid %d, listens on %s", VERSION, os.getpid(), where)
@@ -160,13 +165,16 @@ class Server:
             return 0.0
         heralded = self._manager.there and not self._frontend.stopping
         self._due = min(self._fleet.next_event, self._herald.next_event if heralded else float("inf"))
-        return min(self._due, float("inf") if self._stopping_models else self._stop_at) - time.monotonic()
+        stop_at = float("inf") if self._stopping_models else self._stop_at
+        return min(self._due, self._frontend.next_event, stop_at) - time.monotonic()
 
     def _tick(self, now: float) -> None:
         self._backend.tick(now)
         # What has become due since the wait began is seen before the next one: this is done for every message.
         if now >= self._due or self._fleet.changing:
             self._fleet.tick(now)
+        if now >= self._frontend.next_event:
+            self._frontend.tick(now)
         if self._manager.there:
             self._tell_manager(now)
         # The next daemon knows of it now, too.
@@ -311,6 +319,7 @@ class Server:
             backend.processes,
             backend.files,
             self._frontend.dropped,
+            self._frontend.room,
             self._own_pids(),
             self._note,
         )

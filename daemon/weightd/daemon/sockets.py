@@ -28,6 +28,9 @@ _KEEPALIVE = {zmq.TCP_KEEPALIVE: 1, zmq.TCP_KEEPALIVE_IDLE: 30, zmq.TCP_KEEPALIV
 # Requests of one client that wait to be read, whatever their size; one that sends faster waits in its own socket.
 _CLIENT_RCVHWM = 64
 
+# Who has not said by then what it speaks is hung up by the library.
+HANDSHAKE_MS = 5000
+
 # The last answers of a daemon that stops get this long to leave.
 LINGER_MS = 1000
 
@@ -74,7 +77,12 @@ def _address(descriptor: int) -> str:
 
 
 def bind(
-    context: zmq.Context[zmq.Socket[bytes]], address: str, *, clients: bool, descriptors: Sequence[int] = ()
+    context: zmq.Context[zmq.Socket[bytes]],
+    address: str,
+    *,
+    clients: bool,
+    descriptors: Sequence[int] = (),
+    max_frame_bytes: int = limits.MAX_FRAME_BYTES,
 ) -> zmq.Socket[bytes]:
     """Return a ROUTER socket bound to `address`.
 
@@ -84,6 +92,7 @@ def bind(
         clients: whether they are clients that will connect, or children.
         descriptors: sockets that listen already, one of them at `address`: the socket accepts from all of them, and
             closes them in the end. They no longer block, in any process that holds them.
+        max_frame_bytes: a peer that announces a larger frame is hung up before there is memory for it.
 
     Raises:
         ClaimError: the address cannot be bound.
@@ -91,11 +100,12 @@ def bind(
     _seed()
     socket = context.socket(zmq.ROUTER)
     socket.setsockopt(zmq.LINGER, LINGER_MS)
-    socket.setsockopt(zmq.MAXMSGSIZE, limits.MAX_FRAME_BYTES)
+    socket.setsockopt(zmq.MAXMSGSIZE, min(max_frame_bytes, limits.MAX_FRAME_BYTES))
     # A peer that is gone is an error here, not a silent drop.
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
     if clients:
         socket.setsockopt(zmq.RCVHWM, _CLIENT_RCVHWM)
+        socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
         for option, value in _KEEPALIVE.items():
             socket.setsockopt(option, value)
     try:
@@ -177,6 +187,15 @@ def send_tracked(
     """Send as `send` does; return a tracker for each large frame with its bytes, or None if the peer is unreachable."""
     try:
         return multipart.send_tracked(socket, [peer, *frames], multipart.NOBLOCK)
+    except zmq.ZMQError as error:
+        _check_unreachable(error)
+        return None
+
+
+def send_marked(socket: zmq.Socket[bytes], peer: bytes, frames: Sequence[Any]) -> zmq.MessageTracker | None:
+    """Send small frames as `send` does; return a tracker that is done once the first is written, or None."""
+    try:
+        return multipart.send_marked(socket, [peer, *frames], multipart.NOBLOCK)
     except zmq.ZMQError as error:
         _check_unreachable(error)
         return None

@@ -15,6 +15,7 @@ from weightd.daemon.generation import Child, Generation
 from weightd.daemon.memory import pss_bytes, resident_bytes
 from weightd.daemon.model import Model
 from weightd.daemon.processes import Process
+from weightd.daemon.room import Room
 from weightd.daemon.states import ChildState
 from weightd.protocol import limits
 from weightd.protocol.messages import DeviceStatus, GenerationStatus, ModelStatus, ProcessStatus, StatusResponse
@@ -54,6 +55,7 @@ class Subject(NamedTuple):
         processes: children, by name.
         files: of each generation, by its label.
         dropped: answers that could not be sent.
+        room: what is kept for clients.
         own_pids: the daemon, and its keeper if it has one.
         note: what is wrong with the configuration file.
     """
@@ -63,6 +65,7 @@ class Subject(NamedTuple):
     processes: Mapping[str, Process]
     files: Mapping[str, GenerationFiles]
     dropped: int
+    room: Room
     own_pids: Iterable[int]
     note: str
 
@@ -81,6 +84,8 @@ def report(survey: Survey, state: str, uptime: float, subject: Subject) -> Statu
         dropped=subject.dropped,
         memory=cgroup.memory(),
         note=clip(subject.note),
+        held_bytes=subject.room.held,
+        max_memory_bytes=subject.room.most,
     )
 
 

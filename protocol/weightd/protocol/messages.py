@@ -346,6 +346,8 @@ class StatusResponse:
 
     `note` says why what is in force is not what the configuration file says. `dropped` are answers that could not be
     sent because their client was gone or did not read. `memory` is absent where the control group is not known.
+    `held_bytes` is what the daemon keeps for clients, requests and answers that are not read, `max_memory_bytes` the bound
+    for it.
     """
 
     id: str = field(metadata=text(limits.MAX_ID_BYTES))
@@ -359,6 +361,8 @@ class StatusResponse:
     dropped: int = field(default=0, metadata=_COUNT)
     memory: Optional[MemoryLimit] = field(default=None, metadata=record(MemoryLimit))
     note: str = field(default="", metadata=text(limits.MAX_TEXT_BYTES, empty=True))
+    held_bytes: int = field(default=0, metadata=_COUNT)
+    max_memory_bytes: int = field(default=0, metadata=_COUNT)
 
 
 ClientMessage = Union[Infer, Cancel, ServerReady, ModelReady, ServerMetadata, ModelMetadata, Status, Update, Reload]

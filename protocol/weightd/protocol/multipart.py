@@ -52,20 +52,52 @@ def send_tracked(socket: Socket, frames: Sequence[Any], flags: int = 0) -> List[
     return tracked
 
 
+def send_marked(socket: Socket, frames: Sequence[Any], flags: int = 0) -> zmq.MessageTracker:
+    """Send a message of small frames as `send` does; return a tracker that is done once its second one is written.
+
+    The first one is the peer's id, which is never written.
+    """
+    last = len(frames) - 1
+    socket.send(frames[0], flags | _SNDMORE)
+    # Of its own accord the binding copies small ones, and then has nothing to track.
+    marked = zmq.Frame(frames[1], track=True, copy=False)
+    tracker = socket.send(marked, flags | _SNDMORE if last > 1 else flags, copy=False, track=True)
+    for index, frame in enumerate(frames[2:], 2):
+        socket.send(frame, flags if index == last else flags | _SNDMORE)
+    return tracker
+
+
 def receive(socket: Socket, flags: int = 0) -> List[zmq.Frame]:
     """Return the frames of the next message, as they were received. What has too many loses the last ones.
 
     Raises:
         zmq.ZMQError: there is none.
     """
+    frames = begin(socket, flags)
+    while frames[-1].more and skip(socket, _MAX_FRAMES):
+        pass
+    return frames
+
+
+def begin(socket: Socket, flags: int = 0) -> List[zmq.Frame]:
+    """Return the first frames of the next message, one more than it may have: it is refused for that, not kept.
+
+    If the last of them has `more` to come, `skip` that before anything else is read.
+
+    Raises:
+        zmq.ZMQError: there is none.
+    """
     frame = socket.recv(flags, copy=False)
     frames = [frame]
-    while frame.more:
+    while frame.more and len(frames) < _MAX_FRAMES:
         frame = socket.recv(copy=False)
-        # One frame over the bound is enough to refuse the message; a million are not kept for that.
-        if len(frames) < _MAX_FRAMES:
-            frames.append(frame)
+        frames.append(frame)
     return frames
+
+
+def skip(socket: Socket, most: int) -> bool:
+    """Read so many further frames of a message that has begun, or all that it has; return whether it has more."""
+    return all(socket.recv(copy=False).more for _ in range(most))
 
 
 def content(frame: zmq.Frame) -> Any:

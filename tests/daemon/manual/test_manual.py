@@ -123,7 +123,7 @@ def test_no_table_is_missing() -> None:
 def test_a_meaning_is_that_of_its_own_key() -> None:
     first, *_, last = keys(config.DaemonConfig)
     assert (first.name, first.meaning[:21]) == ("socket", "Where clients connect")
-    assert (last.name, last.meaning[:12]) == ("drain_timeout", "Seconds that")
+    assert (last.name, last.meaning[:10]) == ("max_memory_bytes", "Bytes that")
 
 
 def test_a_key_tells_its_kind_and_its_default() -> None:

@@ -28,6 +28,9 @@ a process's proportional set size: its own memory, and its share of what it shar
 so the PSS of all processes adds up to what the service takes. SHARED is how much of a worker's
 weights is memory that it has in common with the others. MB is 10^6 bytes.
 
+What the daemon keeps for clients are requests under way and answers that they have not read; the
+bound is max_memory_bytes of the configuration.
+
 Where the daemon's control group (cgroup) is limited or under pressure, the last line shows what it
 takes, cached files included, of what it and those above it may take. Beyond "high" the kernel slows
 the processes down, beyond the limit it kills one. Pressure is the share of the last 10 s in which
@@ -115,6 +118,8 @@ def render(response: StatusResponse, total: int) -> str:
     if response.dropped:
         lines.append(f"{response.dropped:,} answers dropped: their clients were gone, or did not read")
     lines.append(f"memory of the service: {size(total)} PSS, of which the daemon {size(response.pss_bytes)}")
+    if response.held_bytes:
+        lines.append(f"kept for clients: {binary(response.held_bytes)} of {binary(response.max_memory_bytes)}")
     if response.memory is not None:
         lines += _limit(response.memory)
     return "\n".join(lines)

@@ -1,0 +1,61 @@
+"""What clients make the daemon keep in memory, and whose turn it is when that is too much."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+
+
+class Room:
+    """One bound for all clients together: of bytes that are kept for them.
+
+    Args:
+        most: bytes; what is alone may be more.
+        user: called with a client; returns on whose account it goes, "" where that is not known. Clients of one user
+            share what it gets.
+
+    Attributes:
+        held: bytes now.
+    """
+
+    def __init__(self, most: int, user: Callable[[bytes], str]) -> None:
+        self.most = most
+        self.held = 0
+        self.user = user
+        self._by_client: dict[bytes, int] = {}
+
+    def fits(self, nbytes: int) -> bool:
+        """Whether so much more may be taken."""
+        return not self.held or self.held + nbytes <= self.most
+
+    def of(self, client: bytes) -> int:
+        """Return what is kept for a client."""
+        return self._by_client.get(client, 0)
+
+    def take(self, client: bytes, nbytes: int) -> None:
+        """So much more is kept for a client."""
+        self._by_client[client] = self._by_client.get(client, 0) + nbytes
+        self.held += nbytes
+
+    def give(self, client: bytes, nbytes: int) -> None:
+        """So much is kept no more; of a client that was forgotten it no longer counts."""
+        has = self._by_client.get(client, 0)
+        left = max(0, has - nbytes)
+        self.held -= has - left
+        if left:
+            self._by_client[client] = left
+        else:
+            self._by_client.pop(client, None)
+
+    def forget(self, client: bytes) -> None:
+        """The client has gone, or is made to go: what is kept for it goes, too."""
+        self.give(client, self.of(client))
+
+    def largest(self, client: bytes, nbytes: int) -> bytes:
+        """Return whose turn it is if a client wants so much more: who has most of the user that has most."""
+        wanted = {**self._by_client, client: self.of(client) + nbytes}
+        users: defaultdict[str, dict[bytes, int]] = defaultdict(dict)
+        for each, held in wanted.items():
+            users[self.user(each)][each] = held
+        most = max(users.values(), key=lambda clients: sum(clients.values()))
+        return max(most, key=most.__getitem__)

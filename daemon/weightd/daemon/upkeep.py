@@ -1,0 +1,109 @@
+"""The daemon's own memory, looked at from outside: what nobody has counted is ended, what nobody needs given back."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+
+from weightd.daemon import memory
+from weightd.daemon.connections import waiting_bytes
+from weightd.daemon.outbox import Outbox
+from weightd.daemon.peers import Connection, Peers
+from weightd.daemon.room import Room
+
+_log = logging.getLogger("weightd.frontend")
+
+# A peer on the same host sends some hundred MiB in this time.
+INTERVAL_S = 0.1
+
+# Who sends a lot is not always ahead of the library: it is looked at so many times, a millisecond apart.
+_SAMPLES = 10
+
+# Traffic that has paused for so long may begin again, but not before the next look.
+_QUIET_S = 1.0
+
+# What the daemon itself may come to take.
+_OWN_BYTES = 64 * 1024 * 1024
+
+# Less than this is not worth giving back.
+_SLACK_BYTES = 8 * 1024 * 1024
+
+
+class Upkeep:
+    """Watches the memory of this process while anybody is connected, and for a while after.
+
+    The library keeps a message until all of its frames have come, and has no bound for these: of a message that does
+    not end nobody knows but by the memory that it takes. If that is more than `room.most`, beside what is counted
+    there, connections are hung up, one at a look, until it is less.
+
+    Args:
+        room: what is counted.
+        outbox: counts in it.
+        peers: who may be hung up.
+
+    Attributes:
+        next_event: when `tick` is due, in monotonic seconds.
+    """
+
+    def __init__(self, room: Room, outbox: Outbox, peers: Peers) -> None:
+        self.next_event = float("inf")
+        self._room = room
+        self._outbox = outbox
+        self._peers = peers
+        self._seen = 0.0
+        self._is_clean = True
+        # What it had at the beginning, and after it was last given back.
+        self._begin = self._least = memory.private_bytes()
+
+    def seen(self, now: float) -> None:
+        """A message has come, or a connection has come or gone."""
+        self._seen = now
+        self._is_clean = False
+        if self.next_event == float("inf"):
+            self.next_event = now + INTERVAL_S
+
+    def tick(self, now: float) -> None:
+        """Look."""
+        private = memory.private_bytes()
+        if self._uncounted(private) > self._room.most:
+            # The allocator may have kept what was freed.
+            memory.trim()
+            self._outbox.forget_written()
+            uncounted = self._uncounted(memory.private_bytes())
+            if uncounted > self._room.most:
+                self._end_one(uncounted, now)
+        elif not self._is_clean and now >= self._seen + _QUIET_S:
+            self._give_back(private)
+        is_over = self._is_clean and not self._peers.connections
+        self.next_event = float("inf") if is_over else now + INTERVAL_S
+
+    def _uncounted(self, private: int) -> int:
+        return private - self._begin - _OWN_BYTES - self._room.held - self._outbox.orphaned()
+
+    def _give_back(self, private: int) -> None:
+        self._outbox.forget_written()
+        if self._room.held or self._outbox.orphaned():
+            return
+        self._is_clean = True
+        if private > self._least + _SLACK_BYTES:
+            memory.trim()
+            self._least = memory.private_bytes()
+
+    def _end_one(self, uncounted: int, now: float) -> None:
+        """Hang up whoever is the most likely to be sending what does not end."""
+        there = [each for each in self._peers.connections.values() if not each.leaving]
+        sending = Counter[int]()
+        for _ in range(_SAMPLES):
+            sending.update(each.descriptor for each in there if waiting_bytes(each.descriptor))
+            time.sleep(0.001)
+        if there:
+            guilty = max(there, key=lambda each: (sending[each.descriptor], *self._silence(each, now)))
+            text = "%d MiB of messages that do not end, or wait to be read: a connection of %s is hung up"
+            _log.error(text, uncounted // 2**20, guilty.user)
+            guilty.hang_up()
+
+    def _silence(self, connection: Connection, now: float) -> tuple[bool, float]:
+        """Those without a request under way come before others, and of both who was not heard for longest."""
+        waits = any(self._room.of(client) for client in self._peers.clients_of(connection))
+        return not waits, float("inf") if connection.heard is None else now - connection.heard

@@ -1,0 +1,126 @@
+"""The daemon's memory as the kernel counts it: what is done about it, and when."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import pytest
+
+from weightd.daemon import memory, upkeep
+from weightd.daemon.peers import Connection
+from weightd.daemon.room import Room
+from weightd.daemon.upkeep import INTERVAL_S, Upkeep
+
+MIB = 2**20
+MOST = 100 * MIB
+ALLOWED = MOST + 64 * MIB
+
+
+class Host:
+    """Memory, and what the kernel says of descriptors."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.used = 30 * MIB
+        self.freed = 0
+        self.trims = 0
+        self.orphans = 0
+        self.sending: set[int] = set()
+        self.connections: dict[int, Connection] = {}
+        self.clients: dict[int, frozenset[bytes]] = {}
+        self.shut: list[int] = []
+        monkeypatch.setattr(memory, "private_bytes", lambda: self.used + self.freed)
+        monkeypatch.setattr(memory, "trim", self._trim)
+        monkeypatch.setattr(upkeep, "waiting_bytes", self.sending.__contains__)
+        monkeypatch.setattr("weightd.daemon.connections.shut_down", self.shut.append)
+        self.room = Room(MOST, lambda _: "somebody")
+        self.upkeep = Upkeep(self.room, cast(Any, self), cast(Any, self))
+
+    def _trim(self) -> None:
+        self.trims += 1
+        self.freed = 0
+
+    def forget_written(self) -> None:
+        pass
+
+    def orphaned(self) -> int:
+        return self.orphans
+
+    def clients_of(self, connection: Connection) -> frozenset[bytes]:
+        return self.clients.get(connection.descriptor, frozenset())
+
+    def connect(self, descriptor: int, heard: float | None, *clients: bytes) -> None:
+        self.connections[descriptor] = Connection(descriptor, "somebody", 0.0, heard)
+        self.clients[descriptor] = frozenset(clients)
+
+
+@pytest.fixture
+def host(monkeypatch: pytest.MonkeyPatch) -> Host:
+    return Host(monkeypatch)
+
+
+def test_it_looks_only_while_there_is_something_to_see(host: Host) -> None:
+    assert host.upkeep.next_event == float("inf")
+    host.upkeep.seen(10.0)
+    now = 10.0
+    while host.upkeep.next_event < float("inf"):
+        assert host.upkeep.next_event == pytest.approx(now + INTERVAL_S)
+        now = host.upkeep.next_event
+        host.upkeep.tick(now)
+    assert 11.0 <= now < 11.5
+    host.connect(5, 20.0)
+    host.upkeep.seen(20.0)
+    for _ in range(100):
+        host.upkeep.tick(host.upkeep.next_event)
+    assert host.upkeep.next_event == pytest.approx(20.0 + 101 * INTERVAL_S)
+
+
+def test_what_was_freed_is_given_back_once_all_is_quiet(host: Host) -> None:
+    host.upkeep.seen(0.0)
+    host.freed = 300 * MIB
+    host.room.take(b"a", MIB)
+    host.room.most = 2**40
+    host.upkeep.tick(5.0)
+    assert host.trims == 0  # it will be needed again
+    host.room.give(b"a", MIB)
+    host.upkeep.tick(6.0)
+    assert host.trims == 1
+    host.upkeep.seen(7.0)
+    host.upkeep.tick(9.0)
+    assert host.trims == 1  # there is nothing to give
+
+
+def test_what_is_counted_ends_nobody(host: Host) -> None:
+    host.connect(5, 0.0)
+    host.used += ALLOWED
+    host.upkeep.tick(0.0)
+    host.room.take(b"a", 50 * MIB)
+    host.orphans = 50 * MIB
+    host.used += 100 * MIB
+    host.freed = 500 * MIB
+    host.upkeep.tick(0.0)
+    assert (host.shut, host.trims) == ([], 1)
+
+
+@pytest.mark.parametrize(
+    ("sending", "waiting", "order"),
+    [
+        ({6}, b"", [6, 8, 5, 7]),  # who is sending; who never spoke; who has not been heard for longest
+        (set[int](), b"", [8, 5, 6, 7]),
+        ({5, 7}, b"5", [7, 5, 8, 6]),
+        (set[int](), b"5", [8, 6, 7, 5]),  # who waits for an answer comes last
+    ],
+)
+def test_of_what_nobody_has_counted_the_likeliest_is_ended_first(
+    host: Host, sending: set[int], waiting: bytes, order: list[int]
+) -> None:
+    for descriptor, heard in ((5, 1.0), (6, 2.0), (7, 3.0)):
+        host.connect(descriptor, heard, b"%d" % descriptor)
+    host.connect(8, None)
+    host.sending |= sending
+    if waiting:
+        host.room.take(waiting, 1)
+    host.used += ALLOWED + 2
+    for _ in range(6):
+        host.upkeep.tick(4.0)
+    assert host.shut == order
+    assert len(host.connections) == 4
