@@ -30,7 +30,8 @@ from weightd.daemon.records import DeviceRecord
 from weightd.daemon.service import CLIENTS, KEEPER, Manager
 from weightd.daemon.sockets import addresses, bind
 from weightd.daemon.sources import Numbers
-from weightd.daemon.status import Subject, Survey, report
+from weightd.daemon.status import Subject, report
+from weightd.daemon.survey import Measured, Survey
 from weightd.protocol.errors import InvalidArgument, RequestError, ResourceExhausted, Unavailable
 from weightd.protocol.messages import ReloadResponse
 from weightd.protocol.version import VERSION
@@ -73,6 +74,7 @@ class Server:
         self._loop = Loop()
         self._fleet = Fleet(self._make)
         self._surveys: list[Survey] = []
+        self._measured = Measured()
         self._started = time.monotonic()
         self._stop_at = float("inf")
         self._due = 0.0
@@ -304,7 +306,7 @@ class Server:
         if len(self._surveys) >= _MAX_SURVEYS:
             raise ResourceExhausted(f"{_MAX_SURVEYS} status requests wait already")
         pids = [*self._own_pids(), *(process.pid for process in self._backend.processes.values())]
-        self._surveys.append(Survey(client, request_id, pids))
+        self._surveys.append(Survey(client, request_id, pids, self._measured))
 
     def _own_pids(self) -> list[int]:
         return [os.getpid()] if self._keeping is None else [os.getpid(), self._keeping.pid]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 from collections.abc import Iterable, Mapping
@@ -12,38 +13,16 @@ from weightd.daemon.actions import Role
 from weightd.daemon.budget import Device, on_card
 from weightd.daemon.files import GenerationFiles
 from weightd.daemon.generation import Child, Generation
-from weightd.daemon.memory import pss_bytes, resident_bytes
+from weightd.daemon.memory import resident_bytes
 from weightd.daemon.model import Model
 from weightd.daemon.processes import Process
 from weightd.daemon.room import Room
 from weightd.daemon.states import ChildState
+from weightd.daemon.survey import Survey
 from weightd.protocol import limits
 from weightd.protocol.messages import DeviceStatus, GenerationStatus, ModelStatus, ProcessStatus, StatusResponse
 from weightd.protocol.version import VERSION
 from weightd.protocol.wire import clip
-
-
-class Survey:
-    """Reads the memory of one process a step: reading a large one takes the kernel milliseconds.
-
-    Args:
-        client: who asked.
-        request_id: the id of the question.
-        pids: the processes to look at.
-    """
-
-    def __init__(self, client: bytes, request_id: str, pids: Iterable[int]) -> None:
-        self.client = client
-        self.request_id = request_id
-        self.pss: dict[int, int | None] = {}
-        self._left = list(pids)
-
-    def step(self) -> bool:
-        """Look at one process; return whether that was the last."""
-        if self._left:
-            pid = self._left.pop()
-            self.pss[pid] = pss_bytes(pid)
-        return not self._left
 
 
 class Subject(NamedTuple):
@@ -82,7 +61,7 @@ def report(survey: Survey, state: str, uptime: float, subject: Subject) -> Statu
         models=tuple(_model(model, survey, subject.processes, subject.files) for model in subject.models),
         devices=tuple(_device(device) for device in subject.devices if device.name != "cpu"),
         dropped=subject.dropped,
-        memory=cgroup.memory(),
+        memory=survey.measured.get("group", cgroup.memory),
         note=clip(subject.note),
         held_bytes=subject.room.held,
         max_memory_bytes=subject.room.most,
@@ -123,7 +102,7 @@ def _generation(
     children = [child for child in generation.alive() if child.name in processes]
     shared = sum(child.shared_bytes for child in children if child.role is Role.WORKER)
     if generation.device == "cpu":
-        copy = resident_bytes(files.store) if files is not None else 0
+        copy = 0 if files is None else survey.measured.get(files.store, functools.partial(resident_bytes, files.store))
     else:
         copy = generation.built.shared_bytes if generation.built else 0
     return GenerationStatus(

@@ -346,8 +346,8 @@ class StatusResponse:
 
     `note` says why what is in force is not what the configuration file says. `dropped` are answers that could not be
     sent because their client was gone or did not read. `memory` is absent where the control group is not known.
-    `held_bytes` is what the daemon keeps for clients, requests and answers that are not read, `max_memory_bytes` the bound
-    for it.
+    `held_bytes` is what the daemon keeps for clients, requests and answers that are not read, `max_memory_bytes` the
+    bound for it.
     """
 
     id: str = field(metadata=text(limits.MAX_ID_BYTES))
