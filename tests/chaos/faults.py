@@ -35,6 +35,7 @@ UPDATE_LIMIT_S = 30.0
 ORPHAN_LIMIT_S = 5.0
 
 DEAF_REQUESTS = 16
+DEAF_CROWD = 8
 
 
 @dataclass
@@ -84,9 +85,11 @@ class Injector:
             Fault.REPLACE_STORE: self._replace_store,
             Fault.FLOOD: self._flood,
             Fault.KILL_CLIENT: self._kill_client,
-            Fault.DEAF_CLIENT: self._deaf_client,
+            Fault.DEAF_CLIENT: self._deaf_clients,
+            Fault.DEAF_CROWD: self._deaf_clients,
             Fault.GARBAGE_FRAMES: self._garbage,
             Fault.GARBAGE_BYTES: self._garbage,
+            Fault.UNFINISHED: self._garbage,
             Fault.UPDATE: self._update,
             Fault.RELOAD: self._reload,
             Fault.KILL_DAEMON: self._kill_daemon,
@@ -248,11 +251,15 @@ class Injector:
         self.members[number] = self.crew(number)
         return True
 
-    def _deaf_client(self, event: Event, _: random.Random) -> bool:
+    def _deaf_clients(self, event: Event, _: random.Random) -> bool:
+        count = DEAF_CROWD if event.fault is Fault.DEAF_CROWD else 1
         model = max(self.models.values(), key=lambda each: not each.dense)  # the one with the large tensors
         command = [sys.executable, "-m", "tests.chaos.hostile", self.service.address, model.name, str(model.path)]
         process = subprocess.Popen(
-            [*command, str(DEAF_REQUESTS)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, cwd=REPOSITORY
+            [*command, str(DEAF_REQUESTS), str(count)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            cwd=REPOSITORY,
         )
         self._deaf.append(process)
         self._begin(event, lambda status: process.poll() is not None)
@@ -268,7 +275,11 @@ class Injector:
         return True
 
     def _garbage(self, event: Event, rng: random.Random) -> bool:
-        send = hostile.send_frames if event.fault is Fault.GARBAGE_FRAMES else hostile.send_bytes
+        send = {
+            Fault.GARBAGE_FRAMES: hostile.send_frames,
+            Fault.GARBAGE_BYTES: hostile.send_bytes,
+            Fault.UNFINISHED: hostile.send_unfinished,
+        }[event.fault]
         thread = self._spawn(lambda: send(self.service.address, rng))
         self._begin(event, lambda status: not thread.is_alive())
         return True

@@ -1,8 +1,8 @@
 """Those who do not speak to the daemon as they should: garbage, and a client that asks and never reads.
 
-    python -m tests.chaos.hostile ADDRESS MODEL_NAME MODEL_PATH COUNT
+    python -m tests.chaos.hostile ADDRESS MODEL_NAME MODEL_PATH COUNT CLIENTS
 
-sends that many requests for the model's largest question, says so on stdout, and waits to be stopped.
+sends that many requests from each client for the model's largest question, says so on stdout, and waits to be stopped.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ _SIGNATURE = b"\xff\0\0\0\0\0\0\0\1\x7f"
 # Whole messages of the two older protocols: the library takes them, but knows less about where they come from.
 _OLD = (b"\1\0\6\0hello", _SIGNATURE + b"\1\5\0\0\0\5hello")
 _GREETING = _SIGNATURE + b"\3\0NULL" + b"\0" * 16 + b"\0" + b"\0" * 31
+_READY = b"\4\x1c\5READY\x0bSocket-Type\0\0\0\6DEALER"
 
 
 def frames(rng: random.Random) -> Sequence[bytes]:
@@ -75,12 +76,29 @@ def send_bytes(address: str, rng: random.Random, count: int = 20) -> None:
                 peer.sendall(begin + rng.randbytes(rng.randrange(4096)))
 
 
+def send_unfinished(address: str, rng: random.Random, most: int = 1024) -> None:
+    """Send a message that does not end: so many frames of a MiB, or of nothing, or until the daemon hangs up."""
+    size = rng.choice([0, 1 << 20])
+    frame = b"\3" + size.to_bytes(8, "big") + bytes(size)
+    part = frame * (1 if size else 1000)
+    with socket.socket(socket.AF_UNIX) as peer:
+        peer.settimeout(_SEND_LIMIT_MS / 1000)
+        with contextlib.suppress(OSError):
+            peer.connect(address.removeprefix("ipc://"))
+            peer.sendall(_GREETING + _READY)
+            for _ in range(most):
+                peer.sendall(part)
+            # Of those of nothing, whoever waits behind them feels the end.
+            peer.sendall(b"\0\0")
+            peer.recv(1 << 16)
+
+
 def main() -> None:
     """Ask, and never read."""
-    address, name, path, count = sys.argv[1:]
+    address, name, path, count, clients = sys.argv[1:]
     question = max(load(Path(path)), key=lambda each: sum(array.nbytes for array in each.inputs.values()))
-    client = Client(address)
-    pending = [client.submit(name, question.inputs) for _ in range(int(count))]
+    crowd = [Client(address) for _ in range(int(clients))]
+    pending = [client.submit(name, question.inputs) for client in crowd for _ in range(int(count))]
     print(len(pending), flush=True)
     signal.pause()
 

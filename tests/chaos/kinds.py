@@ -23,8 +23,10 @@ class Fault(enum.Enum):
     FLOOD = "flood"
     KILL_CLIENT = "kill-client"
     DEAF_CLIENT = "deaf-client"
+    DEAF_CROWD = "deaf-crowd"
     GARBAGE_FRAMES = "garbage-frames"
     GARBAGE_BYTES = "garbage-bytes"
+    UNFINISHED = "unfinished"
     CANCEL = "cancel"
     UPDATE = "update"
     RELOAD = "reload"
@@ -94,6 +96,8 @@ def lacking() -> dict[Fault, str]:
         Fault.HANG_WORKER: ["predict_timeout", "watchdog"],
         Fault.OVERWRITE_STORE: ["canary_interval"],
         Fault.RELOAD: ["predict_timeout"],  # came together
+        Fault.DEAF_CROWD: ["max_memory_bytes"],
+        Fault.UNFINISHED: ["max_memory_bytes"],
     }
     missing = {
         fault: f"no {', '.join(sorted(set(wanted) - keys))} in the configuration"

@@ -25,6 +25,7 @@ WORKERS = 2
 CLIENTS = 3
 IN_FLIGHT = 6
 MAX_QUEUE = 64
+MAX_MEMORY_BYTES = 256 * MIB
 
 PREDICT_TIMEOUT_S = 2.0
 WATCHDOG_S = 2.0
@@ -85,7 +86,12 @@ class Run:
 
     def _tables(self) -> tuple[dict[str, object], dict[str, dict[str, object]]]:
         daemon, model = settings(
-            {"predict_timeout": PREDICT_TIMEOUT_S, "watchdog": WATCHDOG_S, "canary_interval": CANARY_INTERVAL_S}
+            {
+                "predict_timeout": PREDICT_TIMEOUT_S,
+                "watchdog": WATCHDOG_S,
+                "canary_interval": CANARY_INTERVAL_S,
+                "max_memory_bytes": MAX_MEMORY_BYTES,
+            }
         )
         tables: dict[str, dict[str, object]] = {
             each.name: {"path": each.path, "python": each.python, "workers": WORKERS, "max_queue": MAX_QUEUE, **model}

@@ -47,6 +47,7 @@ def test_a_good_request_is_never_called_bad(code: str) -> None:
         ("DEADLINE_EXCEEDED", [strike(Fault.HANG_WORKER)]),
         ("DEADLINE_EXCEEDED", [strike(Fault.KILL_DAEMON, model="")]),
         ("RESOURCE_EXHAUSTED", [strike(Fault.FLOOD)]),
+        ("RESOURCE_EXHAUSTED", [strike(Fault.DEAF_CROWD, model="")]),
         ("INTERNAL", [strike(Fault.KILL_WORKER), strike(Fault.SEGV_WORKER)]),
         ("INTERNAL", [strike(Fault.TRUNCATE_STORE)]),
         (WRONG, [strike(Fault.OVERWRITE_STORE)]),

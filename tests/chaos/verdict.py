@@ -87,7 +87,7 @@ LEGAL: Mapping[str, Sequence[Rule]] = {
         _during(Fault.HANG_WORKER),
         _during(Fault.KILL_DAEMON, everywhere=True),
     ),
-    "RESOURCE_EXHAUSTED": (_during(Fault.FLOOD),),
+    "RESOURCE_EXHAUSTED": (_during(Fault.FLOOD), _during(Fault.DEAF_CROWD, everywhere=True)),
     "INTERNAL": (_two_deaths,),
     "CANCELLED": (_cancelled,),
     # The bytes that it computes with were changed under it; what weightd promises is to notice soon.

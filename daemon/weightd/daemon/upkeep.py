@@ -20,8 +20,12 @@ INTERVAL_S = 0.1
 # Who sends a lot is not always ahead of the library: it is looked at so many times, a millisecond apart.
 _SAMPLES = 10
 
-# Traffic that has paused for so long may begin again, but not before the next look.
+# After a connection was ended its memory has so long to come back, before the next one is.
+_PATIENCE_S = 0.5
+
+# Large traffic that has paused for so long may begin again, and would only have to get its memory again.
 _QUIET_S = 1.0
+_LARGE_BYTES = 1024 * 1024
 
 # What the daemon itself may come to take.
 _OWN_BYTES = 64 * 1024 * 1024
@@ -35,7 +39,7 @@ class Upkeep:
 
     The library keeps a message until all of its frames have come, and has no bound for these: of a message that does
     not end nobody knows but by the memory that it takes. If that is more than `room.most`, beside what is counted
-    there, connections are hung up, one at a look, until it is less.
+    there, connections are hung up, one after another, until it is less.
 
     Args:
         room: what is counted.
@@ -52,41 +56,41 @@ class Upkeep:
         self._outbox = outbox
         self._peers = peers
         self._seen = 0.0
-        self._is_clean = True
+        self._was_large = 0.0
+        self._ended = float("-inf")
         # What it had at the beginning, and after it was last given back.
         self._begin = self._least = memory.private_bytes()
 
     def seen(self, now: float) -> None:
         """A message has come, or a connection has come or gone."""
         self._seen = now
-        self._is_clean = False
         if self.next_event == float("inf"):
             self.next_event = now + INTERVAL_S
 
     def tick(self, now: float) -> None:
         """Look."""
         private = memory.private_bytes()
-        if self._uncounted(private) > self._room.most:
+        if self._room.peak > _LARGE_BYTES:
+            self._was_large = now
+            self._room.peak = self._room.held
+        if self._uncounted(private) > self._room.most and now >= self._ended + _PATIENCE_S:
             # The allocator may have kept what was freed.
             memory.trim()
             self._outbox.forget_written()
             uncounted = self._uncounted(memory.private_bytes())
             if uncounted > self._room.most:
                 self._end_one(uncounted, now)
-        elif not self._is_clean and now >= self._seen + _QUIET_S:
-            self._give_back(private)
-        is_over = self._is_clean and not self._peers.connections
+        elif now >= self._was_large + _QUIET_S and private > self._least + _SLACK_BYTES:
+            self._give_back()
+        is_over = not self._peers.connections and now >= max(self._seen, self._was_large) + 2 * _QUIET_S
         self.next_event = float("inf") if is_over else now + INTERVAL_S
 
     def _uncounted(self, private: int) -> int:
         return private - self._begin - _OWN_BYTES - self._room.held - self._outbox.orphaned()
 
-    def _give_back(self, private: int) -> None:
+    def _give_back(self) -> None:
         self._outbox.forget_written()
-        if self._room.held or self._outbox.orphaned():
-            return
-        self._is_clean = True
-        if private > self._least + _SLACK_BYTES:
+        if self._room.held <= _LARGE_BYTES and not self._outbox.orphaned():
             memory.trim()
             self._least = memory.private_bytes()
 
@@ -102,6 +106,7 @@ class Upkeep:
             text = "%d MiB of messages that do not end, or wait to be read: a connection of %s is hung up"
             _log.error(text, uncounted // 2**20, guilty.user)
             guilty.hang_up()
+            self._ended = now
 
     def _silence(self, connection: Connection, now: float) -> tuple[bool, float]:
         """Those without a request under way come before others, and of both who was not heard for longest."""
