@@ -27,13 +27,13 @@ def pair() -> Iterator[tuple[Socket, Socket]]:
 
 
 def drain(reader: Reader) -> tuple[list[int], float]:
-    """Read until there is nothing left; return how many frames each message had, and the longest time of one read."""
+    """Read until there is nothing left; return how many frames each message had, and the longest CPU time of one read."""
     counts: list[int] = []
     longest = 0.0
     while not counts or reader.has_rest or counts[-1] != 1:
-        before = time.perf_counter()
+        before = time.thread_time()
         counts += [len(received.frames) for received in reader.read()]
-        longest = max(longest, time.perf_counter() - before)
+        longest = max(longest, time.thread_time() - before)
     return counts, longest
 
 
@@ -43,12 +43,12 @@ def test_frames_beyond_the_bound_are_dropped_in_portions(pair: tuple[Socket, Soc
         client.send(b"", zmq.SNDMORE)
     client.send(b"")
     client.send(b"the next")
-    begin = time.perf_counter()
+    begin = time.thread_time()
     counts, longest = drain(Reader(router))
     assert len(counts) == 2
     assert limits.MAX_TENSORS + 1 < counts[0] < limits.MAX_TENSORS + 10
     # The loop comes to its other work more than ten times meanwhile.
-    assert 10 * longest < time.perf_counter() - begin
+    assert 10 * longest < time.thread_time() - begin
 
 
 @pytest.mark.parametrize("count", [1, 2, limits.MAX_TENSORS + 1, limits.MAX_TENSORS + 2, 5_000, 9_000])
