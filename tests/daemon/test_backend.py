@@ -71,7 +71,7 @@ class Scene:
         self.model.pinned(Source("/m.mindir"), Snapshot("/m.mindir", "", SHA, 100), 0.0)
         for name in (HOLDER, WORKER):
             self.model.heard(name, Hello(name, SHA, {"weightd": VERSION}, CARD), (), 0.0)
-        self.model.heard(HOLDER, Built("7", (X,), (X,), (1,), "canary", 100), (), 0.0)
+        self.model.heard(HOLDER, Built("7", (X,), (X,), ({"x": (1,)},), "canary", 100), (), 0.0)
         self.model.heard(WORKER, Attached("canary", 100), (), 0.0)
 
     def close(self) -> None:

@@ -286,6 +286,8 @@ MODEL_KEYS = {
     "load_timeout": [*SECONDS, "0"],
     "predict_timeout": [*SECONDS, "0"],
     "watchdog": [*SECONDS, "0"],
+    "canary": ['""', '"on"', "true", "[]", "{}", '"a.npy"', '"\\u0000.npz"'],
+    "canary_tolerance": [*SECONDS, "1.1"],
     "canary_interval": SECONDS,
     "max_queue": [*COUNTS, "1_000_001"],
     "max_queue_bytes": COUNTS,
@@ -648,3 +650,30 @@ def test_workers_and_spares_are_bounded_together(file: Path) -> None:
     text = "models.m.spares: expected at most 1024 workers and spares, got 1025"
     assert refusal(file, f"{CARD}workers = 1000\nspares = 25\n") == text
     assert refusal(file, f'{CARD}workers = 1024\ndevices = ["ascend:0"]\n') == text
+
+
+# --- the canary -----------------------------------------------------------------------------------------------------
+
+
+def test_a_canary_is_a_word_a_file_or_shapes(file: Path) -> None:
+    for given, expected in (
+        ('"auto"', "auto"),
+        ('"off"', "off"),
+        ('"a/s.npz"', str(file.parent / "a/s.npz")),
+        ("{x = [1, 3, 48, 320], n = []}", {"x": (1, 3, 48, 320), "n": ()}),
+    ):
+        assert loaded(file, MODEL + f"canary = {given}\n").models["m"].canary == expected
+    for wrong, problem in (
+        ("{x = 3}", "canary.x: expected list, got int 3"),
+        ("{x = [0]}", "canary.x[0]: expected integer, 1 to 1099511627776, got int 0"),
+        ('{"" = [1]}', "canary.'': expected text, 1 to 256 bytes, got 0"),
+        ('"off"\ncanary_interval = 3', 'canary_interval: it has no effect with canary = "off"'),
+        ('"off"\ncanary_tolerance = 0.1', 'canary_tolerance: it has no effect with canary = "off"'),
+    ):
+        assert refusal(file, MODEL + f"canary = {wrong}\n") == f"models.m.{problem}"
+
+
+def test_on_a_card_weights_are_shared_with_a_canary_alone(file: Path) -> None:
+    card = '[models.m]\npath = "m.mindir"\ndevices = ["ascend:0"]\ncanary = "off"\n'
+    assert refusal(file, card).startswith("models.m.canary: on a card nothing else shows ")
+    assert loaded(file, card + 'sharing = "off"\n').models["m"].canary == "off"

@@ -40,7 +40,7 @@ from weightd.protocol.worker_messages import (
 SHA = "5" * 64
 LOAD_TIMEOUT_S = 500.0
 X = TensorSignature("x", "FP32", (-1, 4))
-BUILT = Built("/store", (X,), (X,), (2, 3), "canary", 4096, "a note")
+BUILT = Built("/store", (X,), (X,), ({"x": (2,)},), "canary", 4096, "a note")
 ATTACHED = Attached("canary", 4000, "")
 HOLDER = "m.1.holder"
 CPU = Traits(pids_fixed_at_build=False, holder_must_outlive=False, attach_rewrites_weights=False)
@@ -147,12 +147,12 @@ def test_a_whole_life() -> None:
 
     generation.holder_built(HOLDER, BUILT, now)
     assert life.state() is GenerationState.ATTACHING
-    assert life.actions() == [Send("m.1.w1", Attach("/store", (2, 3)))]
+    assert life.actions() == [Send("m.1.w1", Attach("/store", ({"x": (2,)},)))]
     assert (generation.built, life.child(HOLDER).shared_bytes) == (BUILT, 4096)
 
     generation.attached("m.1.w1", ATTACHED, now)
     assert life.state() is GenerationState.SERVING
-    assert life.actions() == [Enlist("m.1.w1"), Send("m.1.w2", Attach("/store", (2, 3)))]
+    assert life.actions() == [Enlist("m.1.w1"), Send("m.1.w2", Attach("/store", ({"x": (2,)},)))]
     assert life.child("m.1.w1").shared_bytes == 4000
 
     generation.attached("m.1.w2", ATTACHED, now)
@@ -308,7 +308,7 @@ def test_on_the_cpu_nothing_is_lost_with_a_holder_that_has_built() -> None:
     # What the holder had to settle, a worker does.
     assert life.actions() == [
         Enlist("m.1.w1"),
-        Send("m.1.w2", Attach("/store", (2, 3))),
+        Send("m.1.w2", Attach("/store", ({"x": (2,)},))),
         Enlist("m.1.w2"),
         Send("m.1.w1", Settle()),
     ]
@@ -418,7 +418,7 @@ def test_workers_attach_strictly_one_after_another() -> None:
 
 def test_the_next_one_attaches_when_one_dies_attaching() -> None:
     life = Life(workers=2).built()
-    assert life.exit("m.1.w1", "killed by SIGSEGV") == [Send("m.1.w2", Attach("/store", (2, 3)))]
+    assert life.exit("m.1.w1", "killed by SIGSEGV") == [Send("m.1.w2", Attach("/store", ({"x": (2,)},)))]
     assert life.generation.cause == "m.1.w1: killed by SIGSEGV"
     assert life.tick_when_due() == [Spawn("m.1.w3", Role.WORKER)]
     life.generation.attached("m.1.w2", ATTACHED, life.now)
@@ -426,7 +426,7 @@ def test_the_next_one_attaches_when_one_dies_attaching() -> None:
     # The holder settles only after the last.
     assert life.actions() == [Enlist("m.1.w2")]
     life.greet("m.1.w3")
-    assert life.actions() == [Send("m.1.w3", Attach("/store", (2, 3)))]
+    assert life.actions() == [Send("m.1.w3", Attach("/store", ({"x": (2,)},)))]
     life.generation.attached("m.1.w3", ATTACHED, life.now)
     assert life.actions() == [Enlist("m.1.w3"), Send(HOLDER, Settle())]
 
@@ -434,7 +434,7 @@ def test_the_next_one_attaches_when_one_dies_attaching() -> None:
 def test_a_worker_that_does_not_reproduce_the_canary_never_serves() -> None:
     life = Life(workers=2).built()
     life.generation.attached("m.1.w1", Attached("another", 0), life.now)
-    assert life.actions() == [Send("m.1.w1", Stop()), Send("m.1.w2", Attach("/store", (2, 3)))]
+    assert life.actions() == [Send("m.1.w1", Stop()), Send("m.1.w2", Attach("/store", ({"x": (2,)},)))]
     assert life.generation.cause == "m.1.w1: the canary's answer is not the holder's: the worker would answer wrongly"
     assert life.state() is GenerationState.ATTACHING
 
@@ -458,7 +458,7 @@ def test_a_ready_worker_that_dies_is_replaced_at_once() -> None:
     life = Life(workers=2).serving()
     assert life.exit("m.1.w1") == [Spawn("m.1.w3", Role.WORKER)]
     life.greet("m.1.w3")
-    assert life.actions() == [Send("m.1.w3", Attach("/store", (2, 3)))]
+    assert life.actions() == [Send("m.1.w3", Attach("/store", ({"x": (2,)},)))]
     life.generation.attached("m.1.w3", ATTACHED, life.now)
     assert life.actions() == [Enlist("m.1.w3"), Send(HOLDER, Settle())]
 
@@ -497,7 +497,7 @@ def test_an_attach_that_takes_too_long_is_killed() -> None:
     life = Life(workers=2).built()
     assert life.tick_at(life.now + LOAD_TIMEOUT_S) == [
         Kill("m.1.w1", abort=True),
-        Send("m.1.w2", Attach("/store", (2, 3))),
+        Send("m.1.w2", Attach("/store", ({"x": (2,)},))),
     ]
     assert life.generation.cause == "m.1.w1: attaching took too long"
 
@@ -623,7 +623,7 @@ def test_a_spare_takes_the_place_at_once_and_before_a_replacement_is_started() -
     life.greet("m.1.w4")
     life.generation.attached("m.1.w4", ATTACHED, life.now)
     # The replacement is the next spare.
-    assert life.actions() == [Send("m.1.w4", Attach("/store", (2, 3))), Send(HOLDER, Settle())]
+    assert life.actions() == [Send("m.1.w4", Attach("/store", ({"x": (2,)},))), Send(HOLDER, Settle())]
     assert list(life.generation.enlisted) == ["m.1.w2", "m.1.w3"]
 
 
@@ -661,11 +661,11 @@ def test_the_holder_is_asked_for_one_replacement_at_a_time() -> None:
     life = lost_two()
     assert life.actions() == [Send(HOLDER, Allow(("14",)))]
     life.generation.allowed(HOLDER, Allowed(), life.now)
-    assert life.actions() == [Send("m.1.w4", Attach("/store", (2, 3)))]
+    assert life.actions() == [Send("m.1.w4", Attach("/store", ({"x": (2,)},)))]
     life.generation.attached("m.1.w4", ATTACHED, life.now)
     assert life.actions() == [Enlist("m.1.w4"), Send(HOLDER, Allow(("15",)))]
     life.generation.allowed(HOLDER, Allowed(), life.now)
-    assert life.actions() == [Send("m.1.w5", Attach("/store", (2, 3)))]
+    assert life.actions() == [Send("m.1.w5", Attach("/store", ({"x": (2,)},)))]
     life.generation.attached("m.1.w5", ATTACHED, life.now)
     assert life.actions() == [Enlist("m.1.w5"), Send(HOLDER, Settle())]
     assert not life.generation.needs_renewal
@@ -817,9 +817,9 @@ def test_without_sharing_the_holder_leaves_before_each_worker_loads_its_own() ->
     built = dataclasses.replace(BUILT, handle="")
     life.generation.holder_built(HOLDER, built, life.now)
     assert life.actions() == [Send(HOLDER, Stop())]
-    assert life.exit(HOLDER, "exited with status 0") == [Send("m.1.w1", Attach("", (2, 3)))]
+    assert life.exit(HOLDER, "exited with status 0") == [Send("m.1.w1", Attach("", ({"x": (2,)},)))]
     life.generation.attached("m.1.w1", ATTACHED, life.now)
-    assert life.actions() == [Enlist("m.1.w1"), Send("m.1.w2", Attach("", (2, 3)))]
+    assert life.actions() == [Enlist("m.1.w1"), Send("m.1.w2", Attach("", ({"x": (2,)},)))]
     life.generation.attached("m.1.w2", ATTACHED, life.now)
     assert life.generation.complete
     assert not life.generation.needs_renewal
@@ -827,7 +827,7 @@ def test_without_sharing_the_holder_leaves_before_each_worker_loads_its_own() ->
     # Nobody need be asked for a replacement.
     life.exit("m.1.w1")
     life.greet("m.1.w3")
-    assert life.actions() == [Send("m.1.w3", Attach("", (2, 3)))]
+    assert life.actions() == [Send("m.1.w3", Attach("", ({"x": (2,)},)))]
 
 
 @pytest.mark.parametrize("traits", [CPU, CARD])
@@ -836,7 +836,7 @@ def test_where_nothing_could_be_shared_it_leaves_too(traits: Traits) -> None:
     life = Life(workers=2, traits=traits).building()
     life.generation.holder_built(HOLDER, dataclasses.replace(BUILT, handle=""), life.now)
     assert life.actions() == [Send(HOLDER, Stop())]
-    assert life.exit(HOLDER, "exited with status 0") == [Send("m.1.w1", Attach("", (2, 3)))]
+    assert life.exit(HOLDER, "exited with status 0") == [Send("m.1.w1", Attach("", ({"x": (2,)},)))]
     for name in ("m.1.w1", "m.1.w2"):
         life.generation.attached(name, ATTACHED, life.now)
     life.actions()
@@ -845,7 +845,7 @@ def test_where_nothing_could_be_shared_it_leaves_too(traits: Traits) -> None:
     # Who comes later is held to the canary that the holder had found.
     life.exit("m.1.w1")
     life.greet("m.1.w3")
-    assert life.actions() == [Send("m.1.w3", Attach("", (2, 3)))]
+    assert life.actions() == [Send("m.1.w3", Attach("", ({"x": (2,)},)))]
     life.generation.attached("m.1.w3", dataclasses.replace(ATTACHED, canary="other"), life.now)
     assert life.child("m.1.w3").state is ChildState.STOPPING
 
@@ -853,7 +853,7 @@ def test_where_nothing_could_be_shared_it_leaves_too(traits: Traits) -> None:
 def test_a_holder_that_does_not_leave_does_not_keep_the_others_waiting_for_ever() -> None:
     life = Life(workers=1, traits=CARD, sharing=False).built()
     assert life.tick_when_due() == [Kill(HOLDER, abort=True)]
-    assert life.exit(HOLDER) == [Send("m.1.w1", Attach("/store", (2, 3)))]
+    assert life.exit(HOLDER) == [Send("m.1.w1", Attach("/store", ({"x": (2,)},)))]
 
 
 # --- what a process takes -------------------------------------------------------------------------------------------
@@ -988,9 +988,9 @@ def test_nobody_is_known_by_a_name_that_was_never_given() -> None:
 @pytest.mark.parametrize("traits", [CARD, CPU])
 def test_where_attaching_rewrites_the_weights_nothing_is_shared_without_a_canary(traits: Traits) -> None:
     life = Life(workers=1, traits=traits).building()
-    without = dataclasses.replace(BUILT, canary="", canary_sizes=(), note="no canary: the model is not deterministic")
+    without = dataclasses.replace(BUILT, canary="", canary_cases=(), canary_note="the model is not deterministic")
     life.generation.holder_built(HOLDER, without, life.now)
-    cause = f"{HOLDER}: {without.note}; set sharing to off, or use another model"
+    cause = f"{HOLDER}: no canary: {without.canary_note}; name an input with the key canary, or set sharing to off"
     expected = (GenerationState.FAILED, cause) if traits is CARD else (GenerationState.ATTACHING, "")
     assert (life.state(), life.generation.cause) == expected
 

@@ -12,16 +12,31 @@ from weightd.daemon.actions import Dismiss, Enlist, Forget, Kill, Pin, Role, Sen
 from weightd.daemon.generation import Child, Generation
 from weightd.daemon.plan import Limits
 from weightd.daemon.states import ACTIVE, COUNTED, LOADING, ChildState, GenerationState
+from weightd.daemon.tries import MAX_DEATHS
 from weightd.protocol.messages import TensorSignature
 from weightd.protocol.version import VERSION
-from weightd.protocol.worker_messages import Attach, Attached, Broken, Build, Built, Hello, OrderMessage, Stop, Traits
+from weightd.protocol.worker_messages import (
+    Attach,
+    Attached,
+    Broken,
+    Build,
+    Built,
+    Cases,
+    Hello,
+    OrderMessage,
+    Probe,
+    Probing,
+    Stop,
+    Traits,
+)
 
 SHA = "5" * 64
 FOREVER = float("inf")
 X = TensorSignature("x", "FP32", (4,))
+TRIED: Cases = ({"x": (4,)},)
 BUILT = Built("/store", (X,), (X,), (), "canary", 4096)
 
-Message = Hello | Built | Attached | Broken | None
+Message = Hello | Probing | Built | Attached | Broken | None
 """What a child says; None is that a predict has spoilt its model."""
 
 
@@ -124,6 +139,8 @@ class World(RuleBasedStateMachine):
                 child = self.generation.children.get(name)
                 if child is not None and child.hello is not None:
                     self.processes[name].hello_taken = True
+            case Probing():
+                self.generation.probing(name, message)
             case Built():
                 if name in self.processes:
                     # Nobody attaches to weights without one, where that would write them.
@@ -157,7 +174,9 @@ class World(RuleBasedStateMachine):
             self.say(name, self.hello(name))
         elif process.orders:
             match process.orders.pop(0):
-                case Build():
+                case Build(search=True):
+                    self.say(name, Probing(TRIED, ()))
+                case Build() | Probe():
                     self.say(name, self.built)
                 case Attach():
                     self.say(name, Attached("canary", 4000))
@@ -208,6 +227,8 @@ class World(RuleBasedStateMachine):
         says: list[Message] = [
             self.hello(name),
             wrong,
+            Probing(TRIED, TRIED),
+            Probing((), TRIED),
             self.built,
             Attached("canary", 1),
             Attached("wrong", 1),
@@ -248,6 +269,8 @@ class World(RuleBasedStateMachine):
     def workers_are_never_too_many(self) -> None:
         assert len(self.counted(Role.WORKER)) <= self.workers + self.spares
         assert len(self.counted(Role.HOLDER)) <= 1
+        assert sum(process.role is Role.HOLDER for process in self.processes.values()) <= 1
+        assert sum(".holder" in name for name in self.names) <= 1 + MAX_DEATHS
 
     @invariant()
     def as_many_are_enlisted_as_are_wanted_and_ready(self) -> None:

@@ -34,7 +34,7 @@ GENERATION = GenerationRecord(
     closed="a löwly reason\n",
     process_bytes=2**40,
     serial=7,
-    built=Built("12345", (X,), (X, X), (2,), "canary", 4096, "a note", DeviceMemory(2**36, 2**35)),
+    built=Built("12345", (X,), (X, X), ({"x": (2,)},), "canary", 4096, "a note", DeviceMemory(2**36, 2**35)),
     children=(
         ChildRecord("m.12.holder", "holder", HELLO, 4096, "a note"),
         ChildRecord("m.12.w7", "worker", HELLO, 0, ""),

@@ -185,7 +185,7 @@ class Stage:
 
     def built(self) -> Stage:
         self.building()
-        return self.says(HOLDER, Built("/store", (X,), (Y,), (2,), "canary", 4096))
+        return self.says(HOLDER, Built("/store", (X,), (Y,), ({"x": (2,)},), "canary", 4096))
 
     def serving(self) -> Stage:
         self.built()
@@ -208,7 +208,7 @@ class Stage:
         mine = [(name, role) for name, role in self.host.spawned if name.startswith(f"digits.{generation}.")]
         for name, _ in mine:
             self.says(name, Hello("1", SHA, {"weightd": VERSION}, self.traits))
-        self.says(mine[0][0], built or Built("/store", (X,), (Y,), (2,), "canary", 4096))
+        self.says(mine[0][0], built or Built("/store", (X,), (Y,), ({"x": (2,)},), "canary", 4096))
         for name, _ in mine[1:] if workers else []:
             self.says(name, Attached("canary", 4000))
         return self
@@ -246,8 +246,8 @@ def test_it_loads_as_its_generation_wants() -> None:
     stage.building()
     assert host.spawned == [(HOLDER, Role.HOLDER), (W1, Role.WORKER), (W2, Role.WORKER)]
     assert [type(order) for _, order in host.orders] == [Build]
-    stage.says(HOLDER, Built("/store", (X,), (Y,), (2,), "canary", 4096))
-    assert host.orders[-1] == (W1, Attach("/store", (2,)))
+    stage.says(HOLDER, Built("/store", (X,), (Y,), ({"x": (2,)},), "canary", 4096))
+    assert host.orders[-1] == (W1, Attach("/store", ({"x": (2,)},)))
     assert not stage.model.deployments[0].main.complete
     stage.says(W1, Attached("canary", 0))
     assert not stage.model.deployments[0].main.complete
@@ -285,7 +285,7 @@ def test_requests_that_come_while_it_loads_wait_and_are_checked_when_it_is_known
     good, bad, again = stage.submit(request(), request(BAD), request())
     stage.building()
     assert stage.host.refused() == []
-    stage.says(HOLDER, Built("/store", (X,), (Y,), (2,), "canary", 4096))
+    stage.says(HOLDER, Built("/store", (X,), (Y,), ({"x": (2,)},), "canary", 4096))
     [(number, code, text)] = stage.host.refused()
     assert (number, code) == (bad, "INVALID_ARGUMENT")
     assert "x is missing" in text
@@ -440,7 +440,7 @@ def test_only_so_many_may_wait_for_metadata() -> None:
 # --- update ---------------------------------------------------------------------------------------------------------
 
 CARD = Traits(pids_fixed_at_build=True, holder_must_outlive=True, attach_rewrites_weights=True)
-OTHER = Built("/store", (Y,), (Y,), (2,), "canary", 4096)
+OTHER = Built("/store", (Y,), (Y,), ({"x": (2,)},), "canary", 4096)
 
 
 def test_an_update_takes_over_when_it_is_complete_and_who_asked_is_told_once() -> None:
@@ -469,7 +469,7 @@ def test_an_update_takes_over_when_it_is_complete_and_who_asked_is_told_once() -
 
 
 def test_after_an_update_it_takes_the_sizes_of_what_took_over() -> None:
-    built = Built("/store", (X,), (Y,), (2,), "canary", 4096)
+    built = Built("/store", (X,), (Y,), ({"x": (2,)},), "canary", 4096)
     stage = Stage(workers=1).building().says(HOLDER, dataclasses.replace(built, gears=((2,),)))
     stage.says(W1, Attached("canary", 4000))
     with pytest.raises(InvalidArgument, match=r"expected 2, got 5"):

@@ -382,7 +382,7 @@ def test_workers_prove_themselves_as_often_as_it_is_asked_for() -> None:
 
 def test_where_there_is_no_canary_none_is_wrong() -> None:
     stage = Stage().building()
-    stage.says(HOLDER, Built("/store", (X,), (Y,), (2,), "", 4096))
+    stage.says(HOLDER, Built("/store", (X,), (Y,), ({"x": (2,)},), "", 4096))
     for worker in (W1, W2):
         stage.says(worker, Attached("any", 4000))
     stage.says(W1, Pong("another"))

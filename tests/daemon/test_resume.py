@@ -50,7 +50,7 @@ FOREVER = float("inf")
 SHA = "5" * 64
 X = TensorSignature("x", "FP32", (-1, 4))
 SPEC = TensorSpec("x", "FP32", (1, 4))
-BUILT = Built("/store", (X,), (X,), (2,), "canary", 4096, "a note")
+BUILT = Built("/store", (X,), (X,), ({"x": (2,)},), "canary", 4096, "a note")
 ATTACHED = Attached("canary", 4000, "another note")
 CPU = Traits(pids_fixed_at_build=False, holder_must_outlive=False, attach_rewrites_weights=False)
 CARD = Traits(pids_fixed_at_build=True, holder_must_outlive=True, attach_rewrites_weights=True)
@@ -217,7 +217,7 @@ def test_where_nothing_is_shared_workers_come_and_go_without_a_holder(traits: Tr
     assert (life.generation.complete, life.generation.trusted(lambda _: False)) == (True, True)
     life.exit(W1)
     life.generation.hello(W2, hello(traits), life.now)
-    assert life.actions() == [Send(W2, Attach("", BUILT.canary_sizes))]
+    assert life.actions() == [Send(W2, Attach("", BUILT.canary_cases))]
 
 
 def test_workers_serve_once_they_are_back() -> None:
@@ -257,7 +257,7 @@ def test_who_was_not_there_before_cannot_be_back() -> None:
     life.actions()
     life.back(W3)
     life.generation.hello(W3, hello(CPU), life.now)
-    assert Send(W3, Attach("/store", (2,))) in life.actions()
+    assert Send(W3, Attach("/store", ({"x": (2,)},))) in life.actions()
     life.back(W3)
     assert (life.actions(), life.generation.ready) == ([], [W1])
     assert Life().built().back(W1).generation.ready == []
@@ -291,7 +291,7 @@ def test_nobody_attaches_before_it_is_known_who_is_back() -> None:
     life.generation.hello(W3, hello(CPU), life.now)
     assert life.actions() == []
     life.back(W2)
-    assert life.actions() == [Enlist(W2), Send(W3, Attach("/store", (2,)))]
+    assert life.actions() == [Enlist(W2), Send(W3, Attach("/store", ({"x": (2,)},)))]
 
 
 def test_that_many_are_not_back_is_no_reason_to_give_up() -> None:

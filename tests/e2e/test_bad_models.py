@@ -244,6 +244,55 @@ def test_a_model_whose_file_changes_is_served_on_as_it_was_even_by_new_workers(
         assert successor.name != worker.name
 
 
+# --- models that are valid, but not as they seem ----------------------------------------------------------------
+
+
+def test_a_model_that_kills_its_process_by_some_sizes_is_served_and_never_tried_with_these_again(
+    bare: Bare, tmp_path: Path
+) -> None:
+    python = mindir.interpreter()
+    assert python, mindir.HOW_TO_GET_IT
+    path = mindir.convert(models.dies_of_small_images(tmp_path / "m.onnx"), tmp_path / "m.mindir", python)
+    image = np.random.default_rng(1).standard_normal((1, 3, 192, 256), dtype=np.float32)
+    tables: dict[str, dict[str, object]] = {
+        "auto": {"path": path},
+        "named": {"path": path, "canary": {"x": [1, 3, 192, 256]}},
+        "deadly": {"path": path, "canary": {"x": [1, 3, 64, 64]}},
+    }
+    with Service(tables) as service, service.client() as client:
+        cause = cause_of_failure(service, "deadly")
+        assert "SIGSEGV" in cause
+        assert "it ran the configured canary, x [1, 3, 64, 64]" in cause
+        # The library chooses how to compute by the first size: what that was is what the right answer is, to the bit.
+        ask_all(client, "named", bare.questions(path, [{"x": image}]))
+        assert client.infer("auto", {"x": image})["y"].shape == (1, 3, 3, 4)
+        model = model_status(service, "auto")
+        [generation] = model.generations
+        assert generation.canary == "x [1, 3, 224, 224] and x [2, 3, 448, 448]"
+        assert model.deaths == 0
+        assert "which is no canary then" in service.log
+
+
+def test_what_an_output_is_declared_to_be_costs_no_answer_and_no_worker(tmp_path: Path) -> None:
+    plain, random = tmp_path / "plain.onnx", tmp_path / "random.onnx"
+    models.declared_for_one(plain)
+    models.declared_for_one(random, "RandomNormalLike")
+    tables: dict[str, dict[str, object]] = {
+        "off": {"path": plain, "canary": "off"},
+        "random": {"path": random, "canary": {"x": [1, 2, 3]}},
+    }
+    with Service(tables) as service, service.client() as client:
+        for batch in (1, 4, 2, 4):
+            x = np.ones((batch, 2, 3), np.float32)
+            assert np.array_equal(client.infer("off", {"x": x})["y"], x)
+            assert client.infer("random", {"x": x})["y"].shape == x.shape
+        for name, canary in (("off", "none: it is off"), ("random", "none: the model gives different answers")):
+            model = model_status(service, name)
+            assert (model.deaths, model.failed) == (0, 0)
+            assert model.generations[0].canary.startswith(canary)
+            assert f"{name}.1: no {canary.replace('none', 'canary')}" in service.log
+
+
 # --- external data ----------------------------------------------------------------------------------------------
 
 

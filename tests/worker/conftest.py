@@ -19,7 +19,7 @@ import zmq
 from testkit import mindir
 from weightd.protocol.tensors import NUMPY_DTYPE, frame_of, spec_of
 from weightd.protocol.wire import decode, encode
-from weightd.protocol.worker_messages import FROM_CHILD, Predict, Result, Stop
+from weightd.protocol.worker_messages import FROM_CHILD, Predict, Probe, Probing, Result, Stop
 from weightd.worker.engines import ENGINES
 from weightd.worker.engines.base import Engine, Settings
 
@@ -136,6 +136,10 @@ class Daemon:
         """Wait for the next message, which has to be of this kind and from this child."""
         peer, *frames = self.socket.recv_multipart()
         message = decode(frames, FROM_CHILD)
+        if isinstance(message, Probing):
+            if message.trying:
+                self.tell(name, Probe())
+            return self.hear(name, kind)
         assert (peer.decode(), type(message)) == (name, kind), message
         assert isinstance(message, kind)
         return message, frames[1:]

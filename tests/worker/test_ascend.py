@@ -24,6 +24,7 @@ from weightd.protocol.worker_messages import (
     Broken,
     Build,
     Built,
+    Cases,
     DeviceMemory,
     Failed,
     Hello,
@@ -84,7 +85,7 @@ def build(daemon: Daemon, *pids: str) -> Built:
 
 
 def attach(daemon: Daemon, name: str, built: Built) -> Attached:
-    daemon.tell(name, Attach(built.handle, built.canary_sizes))
+    daemon.tell(name, Attach(built.handle, built.canary_cases))
     return daemon.hear(name, Attached)[0]
 
 
@@ -94,6 +95,9 @@ def refused(daemon: Daemon, name: str, order: object, status: int = exits.CANNOT
     broken, _ = daemon.hear(name, Broken)
     assert daemon.stop(name) == status
     return broken.cause
+
+
+ONE: Cases = ({"x": (1, 64)},)
 
 
 def rows(count: int, width: int = 64) -> Any:
@@ -112,7 +116,7 @@ def test_a_holder_and_its_workers_run_on_one_copy(daemon: Daemon, host: Host, st
         assert hello.versions["mindspore_lite"] == "2.7.0"
     built = build(daemon, hellos["w1"].pid, hellos["w2"].pid)
     assert int(built.handle) > 2**53
-    assert built.canary_sizes == (1,)
+    assert built.canary_cases == ONE
     assert (built.inputs[0].shape, built.outputs[0].shape) == ((-1, 64), (-1, 64))
     assert built.shared_bytes == 2 * MIB
     assert built.note == ""
@@ -149,7 +153,7 @@ def test_a_model_without_a_free_dimension_and_one_with_two_inputs(daemon: Daemon
     fixed = models.mlp(tmp_path / "fixed.mindir", batch=3)
     start("h", model=fixed)
     built = build(daemon, start("w", model=fixed).pid)
-    assert (built.inputs[0].shape, built.canary_sizes) == ((3, 64), (1,))
+    assert (built.inputs[0].shape, built.canary_cases) == ((3, 64), ({"x": (3, 64)},))
     assert attach(daemon, "w", built).canary == built.canary
     daemon.ask("w", 1, x=rows(3))
     assert daemon.answer("w", 1).tolist() == models.answer(fixed, rows(3)).tolist()
@@ -159,10 +163,10 @@ def test_the_same_model_has_the_same_canary_on_the_cpu(daemon: Daemon, start: St
     """Of this simulator: no card computes the same bits. It shows that the answers are compared."""
     start("h", device="cpu")
     on_cpu = build(daemon)
-    assert on_cpu.canary_sizes == (1, 2)
+    assert on_cpu.canary_cases == ({"x": (1, 64)}, {"x": (2, 64)})
     assert on_cpu.device is None
     start("w")
-    daemon.tell("w", Attach("", (1, 2)))
+    daemon.tell("w", Attach("", on_cpu.canary_cases))
     attached, _ = daemon.hear("w", Attached)
     assert attached.canary == on_cpu.canary
     assert (attached.shared_bytes, attached.note) == (0, "weights are not shared: the holder has no handle")
@@ -176,7 +180,7 @@ def test_a_process_that_is_not_on_the_list_is_refused_with_the_true_cause(daemon
     listed = start("w1").pid
     start("w2")
     built = build(daemon, listed)
-    cause = refused(daemon, "w2", Attach(built.handle, built.canary_sizes))
+    cause = refused(daemon, "w2", Attach(built.handle, built.canary_cases))
     assert cause.startswith("build_from_file failed! Error is Common error code.: acl rt mem import from shareable ")
     assert attach(daemon, "w1", built).canary == built.canary
 
@@ -187,11 +191,11 @@ def test_a_failed_import_is_never_taken_for_a_success(daemon: Daemon, host: Host
     start("h")
     start("w")
     built = build(daemon, "1")
-    assert "import from shareable handle failed" in refused(daemon, "w", Attach(built.handle, built.canary_sizes))
+    assert "import from shareable handle failed" in refused(daemon, "w", Attach(built.handle, built.canary_cases))
     start("w2")
     daemon.tell("w2", Attach("", ()))
     daemon.hear("w2", Attached)
-    cause = refused(daemon, "w2", Attach(built.handle, built.canary_sizes))
+    cause = refused(daemon, "w2", Attach(built.handle, built.canary_cases))
     assert cause == "this process has built a model on a card before; only a new process can build another"
 
 
@@ -259,7 +263,7 @@ def test_a_handle_that_is_none_never_reaches_the_library(daemon: Daemon, host: H
     """It would take 0 and 0x10 for no handle, 12abc for 12 and -1 for the largest."""
     start("w")
     expected = f"handle: expected a decimal number from 1 to 18446744073709551615, got '{handle}'"
-    assert refused(daemon, "w", Attach(handle, (1,))) == expected
+    assert refused(daemon, "w", Attach(handle, ONE)) == expected
     assert host.count("build") == 0
 
 
@@ -298,26 +302,30 @@ def test_a_worker_that_computes_wrong_is_seen(daemon: Daemon, host: Host, start:
     assert attach(daemon, "w", built).canary != built.canary
 
 
-def test_a_holder_whose_canary_fails_shares_its_weights_without_one(
+def test_a_holder_whose_canary_fails_leaves_the_next_try_to_another_and_the_last_shares_without_one(
     daemon: Daemon, host: Host, start: Start, path: Path
 ) -> None:
     """Building again would take the memory twice and change the handle."""
-    host.fault("predict", "fail", "holder", times=1)
+    host.fault("predict", "fail", "holder", times=2)
     start("h")
-    built = build(daemon, start("w").pid)
-    assert (built.canary_sizes, built.canary) == ((), "")
-    assert built.note == "no canary: the model does not run on an input made from its signature"
+    pid = start("w").pid
+    assert refused(daemon, "h", Build((pid,))).startswith("it does not run on the canary, x [1, 64]: predict failed!")
+    start("h2")
+    daemon.tell("h2", Build((pid,), unfit=tuple({"x": (size, 64)} for size in (1, 2, 4, 8, 16, 32, 48, 64))))
+    built, _ = daemon.hear("h2", Built)
+    assert (built.canary_cases, built.canary) == ((), "")
+    assert built.canary_note.startswith("the model runs on none of 9 inputs made from its signature")
     assert attach(daemon, "w", built).canary == ""
     daemon.ask("w", 1, x=rows(1))
     assert daemon.answer("w", 1).tolist() == models.answer(path, rows(1)).tolist()
-    assert (host.count("build"), host.copies_of_weights(0)) == (2, 1)
+    assert (host.count("build"), host.copies_of_weights(0)) == (3, 1)
 
 
 def test_a_worker_whose_canary_fails_is_broken(daemon: Daemon, host: Host, start: Start) -> None:
     start("h")
     built = build(daemon, start("w").pid)
     host.fault("predict", "fail", "importer")
-    assert refused(daemon, "w", Attach(built.handle, (1,))).startswith("predict failed!: Execute Model Failed | ")
+    assert refused(daemon, "w", Attach(built.handle, ONE)).startswith("predict failed!: Execute Model Failed | ")
 
 
 def test_a_request_that_fails_ends_the_worker(daemon: Daemon, host: Host, start: Start) -> None:
@@ -346,7 +354,7 @@ def test_that_a_card_is_full_is_told_apart_from_what_no_waiting_helps(
 ) -> None:
     host.switch(**switch)
     start("w")
-    daemon.tell("w", Attach("7", (1,)) if "vnpu" in switch else Build(("1",)))
+    daemon.tell("w", Attach("7", ONE) if "vnpu" in switch else Build(("1",)))
     assert daemon.hear("w", Broken)[0].no_room == no_room
 
 
@@ -470,6 +478,27 @@ def test_a_size_that_is_no_gear_is_the_requests_error_and_the_worker_stays(
             assert (failed.request, failed.code, failed.leaving) == (number, "INVALID_ARGUMENT", False)
             assert f"Current batch size {size} is invalid" in failed.error
     assert daemon.stop("w") == exits.OK
+
+
+@pytest.mark.parametrize("told", [False, True])
+def test_a_model_whose_gears_lack_1_has_a_canary(daemon: Daemon, start: Start, tmp_path: Path, told: bool) -> None:
+    built = served(daemon, start, models.mlp(tmp_path / "geared.mindir", gears=(4, 8), told=told))
+    assert (built.canary_cases, built.canary != "") == (({"x": (4, 64)},), True)
+
+
+def test_answers_that_differ_a_little_are_believed_as_far_as_is_allowed(
+    daemon: Daemon, host: Host, start: Start
+) -> None:
+    host.switch(noise=1e-6)
+    start("h", "--tolerance", "1e-5")
+    built = build(daemon, *(start(name, "--tolerance", "1e-5").pid for name in ("near", "far")))
+    assert built.canary_note == ""
+    assert attach(daemon, "near", built).canary == built.canary != ""
+    host.switch(noise=1e-3)
+    assert attach(daemon, "far", built).canary != built.canary
+    start("exact")
+    daemon.tell("exact", Build(()))
+    assert "canary_tolerance is 0: allow more" in daemon.hear("exact", Built)[0].canary_note
 
 
 def test_batches_that_differ_are_refused_where_a_card_would_take_the_first_for_all(
@@ -610,7 +639,7 @@ def key_file(directory: Path, key: bytes = KEY, mode: int = 0o600) -> Path:
 def test_an_encrypted_model_is_served_and_its_key_is_in_no_log(daemon: Daemon, start: Start, tmp_path: Path) -> None:
     locked = models.mlp(tmp_path / "locked.mindir", key=KEY)
     start("w", "--sharing", "off", *options(dec_key_file=str(key_file(tmp_path, mode=0o400))), model=locked)
-    daemon.tell("w", Attach("", (1,)))
+    daemon.tell("w", Attach("", ONE))
     daemon.hear("w", Attached)
     daemon.ask("w", 1, x=rows(2))
     assert daemon.answer("w", 1).tolist() == models.answer(locked, rows(2), KEY).tolist()
@@ -622,7 +651,7 @@ def test_an_encrypted_model_is_served_and_its_key_is_in_no_log(daemon: Daemon, s
 def test_a_wrong_key_is_a_build_error(daemon: Daemon, start: Start, tmp_path: Path) -> None:
     locked = models.mlp(tmp_path / "locked.mindir", key=KEY)
     start("w", "--sharing", "off", *options(dec_key_file=str(key_file(tmp_path, b"x" * 16))), model=locked)
-    assert "Decrypt failed!" in refused(daemon, "w", Attach("", (1,)))
+    assert "Decrypt failed!" in refused(daemon, "w", Attach("", ONE))
 
 
 # --- changed weights ------------------------------------------------------------------------------------------
@@ -671,7 +700,7 @@ def test_weights_that_cannot_be_taken_are_a_build_error(
     file = tmp_path / "weights.npz"
     write_weights(file, case)
     start("w", *more, "--weights", str(file), model=bundle)
-    told = refused(daemon, "w", Attach("", (1,)))
+    told = refused(daemon, "w", Attach("", ONE))
     assert cause in told
     assert told.startswith(str(file)) == ("weights.npz" in cause)
 

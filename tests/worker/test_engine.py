@@ -13,14 +13,18 @@ from typing import Any, Callable, Dict, List
 import numpy as np
 import pytest
 
+from testkit import cases
 from weightd.protocol.errors import RequestError
 from weightd.protocol.messages import TensorSignature
+from weightd.protocol.worker_messages import Cases
 from weightd.worker import canary
 from weightd.worker.engines import ENGINES
 from weightd.worker.engines.base import BuildError, Engine, EngineMissing, Settings
 
 Built = Callable[[str], Engine]
 Model = Callable[[str], Path]
+
+WIDE: Cases = ({"x": (1, 1024)}, {"x": (2, 1024)})
 
 
 def rows(*values: float, width: int = 4) -> Any:
@@ -184,40 +188,40 @@ def test_a_scalar_has_no_dimension(built: Built) -> None:
 def test_the_canary_shows_what_the_engine_does_not_know(built: Built) -> None:
     for name, shape in (("relu", (-1, 4)), ("wide", (-1, 1024)), ("fixed", (2, 5)), ("positive", (-1, 4))):
         engine = built(name)
-        known = canary.find(engine, rebuild=lambda: pytest.fail("nothing is spoilt"))
+        known = cases.found(engine, rebuild=lambda: pytest.fail("nothing is spoilt"))
         assert known.note == ""
         assert canary.observed(engine.signature, known).outputs[0].shape == shape
 
 
 def test_the_canary_of_the_same_model_is_the_same_in_another_engine_object(built: Built, model: Model) -> None:
-    first = canary.run(built("wide"), (1, 2)).digest
+    first = canary.run(built("wide"), WIDE).digest
     second = ENGINES[built("wide").name](Settings(1, "cpu"))
     second.build(str(model("wide")))
-    assert canary.run(second, (1, 2)).digest == first
+    assert canary.run(second, WIDE).digest == first
 
 
 def test_weights_with_flipped_bits_are_not_noticed_by_the_library_but_by_the_canary(
     engine: Engine, model: Model, tmp_path: Path
 ) -> None:
     engine.build(str(model("wide")))
-    right = canary.run(engine, (1, 2)).digest
+    right = canary.run(engine, WIDE).digest
     content = bytearray(model("wide").read_bytes())
     middle = len(content) // 2 & ~3
     content[middle : middle + 64] = bytes(64)
     flipped = tmp_path / model("wide").name
     flipped.write_bytes(bytes(content))
     engine.build(str(flipped))
-    assert canary.run(engine, (1, 2)).digest != right
+    assert canary.run(engine, WIDE).digest != right
 
 
-@pytest.mark.parametrize(("name", "sizes"), [("single", (1,)), ("threes", ())])
+@pytest.mark.parametrize(("name", "sizes"), [("single", (1,)), ("threes", (48, 96)), ("fives", ())])
 def test_a_model_that_does_not_run_on_the_canarys_sizes_is_whole_afterwards(
     name: str, sizes: Any, built: Built, model: Model
 ) -> None:
     engine = built(name)
-    known = canary.find(engine, rebuild=lambda: engine.build(str(model(name))))
-    assert known.sizes == sizes
-    x = rows(1) if sizes else rows(1, -2, 3)
+    known = cases.found(engine, rebuild=lambda: engine.build(str(model(name))))
+    assert known.cases == cases.of(engine.signature, *sizes)
+    x = rows(1) if sizes == (1,) else rows(1, -2, 3) if sizes else rows(1, -2, 3, -4, 5)
     assert engine.predict({"x": x})["y"].ravel().tolist() == np.maximum(x, 0).ravel().tolist()
 
 

@@ -46,7 +46,7 @@ def serve(daemon: Daemon, model: Path, *workers: str) -> Tuple[Built, List[Attac
     built, _ = daemon.hear("h", Built)
     attached: List[Attached] = []
     for name in workers:
-        daemon.tell(name, Attach(built.handle, built.canary_sizes, built.canary_rank))
+        daemon.tell(name, Attach(built.handle, built.canary_cases))
         attached.append(daemon.hear(name, Attached)[0])
     return built, attached
 
@@ -55,7 +55,7 @@ def serve(daemon: Daemon, model: Path, *workers: str) -> Tuple[Built, List[Attac
 def test_requests_choose_the_rank_that_the_model_leaves_open(daemon: Daemon, model: Model) -> None:
     built, (attached,) = serve(daemon, model("any_rank"), "w")
     assert [each.shape for each in (*built.inputs, *built.outputs)] == [None, None]
-    assert (built.canary_rank, attached.canary) == (2, built.canary)
+    assert (len(built.canary_cases[0]["x"]), attached.canary) == (2, built.canary)
     for number, shape in enumerate(((), (3,), (2, 1, 2))):
         x = np.full(shape, 7, np.float32)
         daemon.ask("w", number, x=x)
@@ -75,11 +75,11 @@ def test_from_hello_to_stop(daemon: Daemon, model: Model) -> None:
     built, _ = daemon.hear("h", Built)
     assert built.handle == str(daemon.directory / "store")
     assert (built.inputs[0].shape, built.outputs[0].shape) == ((-1, 1024), (-1, 1024))
-    assert built.canary_sizes == (1, 2)
+    assert built.canary_cases == ({"x": (1, 1024)}, {"x": (2, 1024)})
 
     daemon.start("w", path)
     daemon.hear("w", Hello)
-    daemon.tell("w", Attach(built.handle, built.canary_sizes))
+    daemon.tell("w", Attach(built.handle, built.canary_cases))
     attached, _ = daemon.hear("w", Attached)
     assert attached.canary == built.canary
     assert built.shared_bytes >= attached.shared_bytes >= 4 * MIB - 64 * 1024
@@ -124,7 +124,7 @@ def test_without_a_store_the_worker_serves_and_says_why_nothing_is_shared(daemon
     for name, handle in (("w1", ""), ("w2", str(daemon.directory / "gone"))):
         daemon.start(name, model("relu"))
         daemon.hear(name, Hello)
-        daemon.tell(name, Attach(handle, built.canary_sizes))
+        daemon.tell(name, Attach(handle, built.canary_cases))
         attached, _ = daemon.hear(name, Attached)
         assert (attached.canary, attached.shared_bytes) == (built.canary, 0)
         # Why there is none, the holder has said.

@@ -12,6 +12,7 @@ from unittest import mock
 import numpy as np
 import pytest
 
+from testkit import cases
 from weightd.protocol.messages import TensorSignature
 from weightd.worker import canary
 from weightd.worker.engines.base import BuildError, Engine, Signature, Spoilt
@@ -257,7 +258,7 @@ def test_an_output_that_depends_on_a_free_dimension_is_seen_by_the_canary(built:
     for name, shape in (("two_inputs", (-1, 4)), ("convolution", (-1, 256, 8, 8)), ("integers", (-1, 3, 4))):
         engine = built(name)
         assert engine.signature.outputs[0].shape is None
-        known = canary.find(engine, rebuild=lambda: pytest.fail("nothing is spoilt"))
+        known = cases.found(engine, rebuild=lambda: pytest.fail("nothing is spoilt"))
         assert canary.observed(engine.signature, known).outputs[0].shape == shape
 
 

@@ -1,10 +1,11 @@
 from __future__ import annotations
 
-from typing import Any, Callable, Dict, List, Tuple
+from typing import Any, Callable, Tuple
 
 import numpy as np
 import pytest
 
+from testkit import cases
 from weightd.protocol.messages import TensorSignature
 from weightd.worker import canary
 from weightd.worker.engines.base import Arrays, Signature, Spoilt
@@ -26,8 +27,9 @@ def two_rows(_: Arrays) -> Arrays:
 class Model:
     """As much of an engine as is needed: a function that can be exchanged, and a count of its calls."""
 
-    def __init__(self, answer: Answer, signature: Signature = BATCHED) -> None:
+    def __init__(self, answer: Answer, signature: Signature = BATCHED, *, spoils: bool = True) -> None:
         self.answer = answer
+        self.spoils = spoils
         self.signature = signature
         self.calls = 0
 
@@ -42,7 +44,7 @@ def twice(inputs: Arrays) -> Arrays:
 
 def proved(model: Model, sizes: Tuple[int, ...] = (1, 2)) -> Proof:
     engine: Any = model
-    proof = Proof(engine, canary.run(engine, sizes))
+    proof = Proof(engine, canary.run(engine, cases.of(model.signature, *sizes)))
     model.calls = 0
     return proof
 
@@ -130,9 +132,9 @@ def test_the_canary_shows_whether_the_model_is_what_it_was() -> None:
     model = Model(twice)
     proof = proved(model)
     before = proof.digest()
-    assert proof.holds()
+    assert not proof.refuted()
     model.answer = thrice
-    assert not proof.holds()
+    assert proof.refuted()
     assert proof.digest() != before
 
 
@@ -140,29 +142,76 @@ def fails(_: Arrays) -> Arrays:
     raise Spoilt("predict failed")
 
 
-def test_a_canary_that_fails_proves_nothing() -> None:
+def test_a_canary_that_fails_refutes() -> None:
     model = Model(twice)
     proof = proved(model)
     model.answer = fails
-    assert not proof.holds()
+    assert proof.refuted()
 
 
-def test_without_a_canary_nothing_can_be_proved() -> None:
-    assert not proved(Model(twice), sizes=()).holds()
+def noise(inputs: Arrays) -> Arrays:
+    return {"y": inputs["x"] * np.float32(1 + 1e-6 * np.random.rand())}
 
 
-def test_a_model_that_does_not_repeat_itself_has_only_to_run() -> None:
-    answers: List[int] = []
+def test_answers_may_be_as_far_apart_as_is_allowed() -> None:
+    model: Any = Model(noise)
+    known = canary.run(model, cases.of(BATCHED, 1, 2))
+    near, exact = Proof(model, known, tolerance=1e-5), Proof(model, known)
+    assert (near.refuted(), near.digest(), exact.refuted()) == (False, known.digest, True)
+    # An answer that contradicts the signature is looked into in the same way.
 
-    def random(inputs: Arrays) -> Dict[str, Any]:
-        answers.append(0)
-        return {"y": inputs["x"] * len(answers)}
+    def first_row(inputs: Arrays) -> Arrays:
+        return noise(inputs) if len(inputs["x"]) < 3 else {"y": noise(inputs)["y"][:1]}
 
-    engine: Any = Model(random)
-    proof = Proof(engine, canary.run(engine, (1, 2))._replace(digest=""))
-    assert proof.holds()
-    engine.answer = fails
-    assert not proof.holds()
+    model.answer = first_row
+    assert checked(near, model, batch(5))["y"].shape == (1, 3)
+
+
+# --- without a canary -----------------------------------------------------------------------------------------------
+
+SIX = BATCHED._replace(outputs=(TensorSignature("y", "FP32", (1, 2, 60)),))
+
+
+def test_without_a_canary_nothing_refutes() -> None:
+    assert not proved(Model(fails), sizes=()).refuted()
+
+
+def test_of_a_model_that_cannot_be_spoilt_every_answer_is_its_way() -> None:
+    """An output that was declared inexactly, as by an export with a batch of 1."""
+    model = Model(twice, SIX, spoils=False)
+    proof = proved(model, sizes=())
+    checked(proof, model, {"x": np.ones((1, 2, 60), np.float32)})
+    for size in (5, 1, 5):
+        assert checked(proof, model, batch(size))["y"].shape == (size, 3)
+    assert model.calls == 4
+
+
+def test_of_one_that_can_be_the_first_answer_shows_whether_the_signature_is_true() -> None:
+    untrue, true = Model(twice, SIX), Model(twice, SIX)
+    proof = proved(untrue, sizes=())
+    for size in (5, 1):
+        assert checked(proof, untrue, batch(size))["y"].shape == (size, 3)
+    proof = proved(true, sizes=())
+    checked(proof, true, {"x": np.ones((1, 2, 60), np.float32)})
+    with pytest.raises(Spoilt, match=r"expected \[1, 2, 60\]; it has no canary by which that could be looked into$"):
+        checked(proof, true, batch(5))
+
+
+def random(inputs: Arrays) -> Arrays:
+    return {"y": np.random.rand(*inputs["x"].shape).astype(np.float32)}
+
+
+def test_of_a_model_that_does_not_repeat_itself_the_form_is_known() -> None:
+    model: Any = Model(random, SIX)
+    # Its only input was of the declared shape: nothing has shown that others are not.
+    known = canary.of(({"x": (1, 2, 60)},), [random({"x": np.ones((1, 2, 60))})])._replace(digest="")
+    proof = Proof(model, known)
+    assert not proof.refuted()
+    assert checked(proof, model, batch(5))["y"].shape == (5, 3)
+    model.answer = two_rows
+    assert proof.refuted()
+    model.answer = fails
+    assert proof.refuted()
 
 
 def four_rows(_: Arrays) -> Arrays:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import zmq
 
+from testkit import cases
 from weightd.protocol import limits
 from weightd.protocol.errors import InvalidArgument
 from weightd.protocol.messages import TensorSignature
@@ -34,6 +35,8 @@ from weightd.protocol.worker_messages import (
     Ping,
     Pong,
     Predict,
+    Probe,
+    Probing,
     Result,
     Settle,
     Skip,
@@ -42,16 +45,18 @@ from weightd.protocol.worker_messages import (
 )
 from weightd.worker import canary, exits, nativelog
 from weightd.worker.engines.base import Arrays, BuildError, Engine, NotAllowed, Shared, Signature, Spoilt
-from weightd.worker.session import Session
+from weightd.worker.session import Files, Session
 
 M = TypeVar("M")
 Answer = Callable[[Arrays], Arrays]
 
 SHA256 = "ab" * 32
+FILES = Files("/m/model", "/s/store")
 SIGNATURE = Signature((TensorSignature("x", "FP32", (-1, 3)),), (TensorSignature("y", "FP32", None),))
+CASES = cases.of(SIGNATURE, 1, 2)
 STOP = [encode(Stop())]
 BUILD = [encode(Build(("11", "12")))]
-ATTACH = [encode(Attach("7", (1, 2)))]
+ATTACH = [encode(Attach("7", CASES))]
 
 
 class Script:
@@ -61,6 +66,7 @@ class Script:
         self.orders = [list(frames) for frames in orders]
         self.sent: List[ChildMessage] = []
         self.frames: List[List[bytes]] = []
+        self.probed: List[Probing] = []
         self._message: List[bytes] = []
         # How many orders have come already when the first one is read.
         self.ahead = 0
@@ -82,7 +88,13 @@ class Script:
         self._message.append(bytes(frame))
         if not flags & zmq.SNDMORE:
             message, self._message = self._message, []
-            self.sent.append(decode(message, FROM_CHILD))  # this checks the lengths, too
+            sent = decode(message, FROM_CHILD)  # this checks the lengths, too
+            if isinstance(sent, Probing):
+                self.probed.append(sent)
+                if sent.trying:
+                    self.orders.insert(0, [encode(Probe())])
+                return
+            self.sent.append(sent)
             self.frames.append(message[1:])
 
 
@@ -163,7 +175,7 @@ def predict(number: int, inputs: Optional[Dict[str, Any]] = None) -> List[Any]:
 def play(engine: Engine, *orders: Sequence[Any]) -> Tuple[int, Script]:
     """Run a session over the orders, to its end."""
     socket = Script(*orders)
-    status = Session(socket, engine, "/m/model", "/s/store").run(SHA256)
+    status = Session(socket, engine, FILES).run(SHA256)
     assert not socket.orders, "it ended before its last order"
     return status, socket
 
@@ -202,8 +214,8 @@ def test_a_holder_builds_finds_the_canary_exports_and_asks_again() -> None:
     assert (built.handle, built.shared_bytes, built.note) == ("7", 1000, "half of it")
     assert built.inputs == SIGNATURE.inputs
     assert built.outputs == (TensorSignature("y", "FP32", (-1, 3)),)  # the engine knew nothing of it
-    assert built.canary_sizes == (1, 2)
-    assert built.canary == canary.run(engine, (1, 2)).digest
+    assert built.canary_cases == CASES
+    assert built.canary == canary.run(engine, CASES).digest
 
 
 def test_a_worker_does_as_the_holder_did_before_it_attaches() -> None:
@@ -213,7 +225,7 @@ def test_a_worker_does_as_the_holder_did_before_it_attaches() -> None:
     assert engine.done == ["build /m/model  7", *["predict"] * 2, "attach 7", *["predict"] * 2]
     attached = only(Attached, socket)
     assert (attached.shared_bytes, attached.note) == (900, "less")
-    assert attached.canary == canary.run(engine, (1, 2)).digest
+    assert attached.canary == canary.run(engine, CASES).digest
 
 
 def test_a_worker_gives_the_answer_that_it_gives_after_it_attached() -> None:
@@ -224,11 +236,11 @@ def test_a_worker_gives_the_answer_that_it_gives_after_it_attached() -> None:
 
 
 def test_a_model_without_a_canary_says_so() -> None:
-    engine = Fake(sequence(*[InvalidArgument("too small")] * 4))
+    engine = Fake(sequence(*[InvalidArgument("too small")] * 9))
     _, socket = play(engine, BUILD, STOP)
     built = only(Built, socket)
-    assert (built.canary_sizes, built.canary) == ((), "")
-    assert built.note == "half of it; no canary: the model does not run on an input made from its signature"
+    assert (built.canary_cases, built.canary, built.note) == ((), "", "half of it")
+    assert built.canary_note.startswith("the model runs on none of 9 inputs made from its signature")
     assert built.outputs == SIGNATURE.outputs
     worker = Fake(twice)
     _, socket = play(worker, [encode(Attach("7", ()))], STOP)
@@ -237,12 +249,41 @@ def test_a_model_without_a_canary_says_so() -> None:
 
 
 def test_a_canary_that_spoils_the_engine_is_followed_by_a_build_for_the_same_processes() -> None:
-    engine = Fake(sequence(Spoilt("1"), *[np.zeros((1, 3), np.float32)] * 3))
+    zeros = np.zeros((1, 3), np.float32)
+    engine = Fake(sequence(zeros, zeros, Spoilt("2"), zeros))
     status, socket = play(engine, BUILD, STOP)
     assert status == exits.OK
-    assert only(Built, socket).canary_sizes == (1,)
+    assert only(Built, socket).canary_cases == CASES[:1]
     build, export = "build /m/model 11,12", "export /s/store"
-    assert engine.done == [build, "predict", build, "predict", "predict", export, "predict"]
+    assert engine.done == [build, *["predict"] * 3, build, export, "predict"]
+
+
+def test_a_holder_that_is_told_to_stop_while_it_searches_stops() -> None:
+    class Deaf(Script):
+        def send(self, frame: Any, flags: int = 0, copy: bool = True) -> None:
+            self.sent.append(decode([bytes(frame)], FROM_CHILD))
+
+    engine, socket = Fake(twice), Deaf(BUILD, STOP)
+    assert Session(socket, engine, FILES).run(SHA256) == exits.CANNOT_BUILD
+    assert [type(each) for each in socket.sent] == [Hello, Probing, Broken]
+    assert "predict" not in engine.done
+
+
+def test_a_worker_whose_answers_are_near_the_holders_gives_the_holders(tmp_path: Path) -> None:
+    files = Files("/m/model", str(tmp_path / "store"))
+
+    def played(order: Sequence[Any], factor: float, tolerance: float) -> Script:
+        socket = Script(order, [encode(Ping(canary=True))], STOP)
+        engine = Fake(lambda inputs: {"y": inputs["x"] * np.float32(factor)})
+        Session(socket, engine, files, tolerance=tolerance).run(SHA256)
+        return socket
+
+    canary_of_holder = only(Built, played(BUILD, 2.0, 1e-3)).canary
+    near, far = played(ATTACH, 2.001, 1e-3), played(ATTACH, 2.01, 1e-3)
+    assert only(Attached, near).canary == only(Pong, near).canary == canary_of_holder != ""
+    assert only(Attached, far).canary == only(Pong, far).canary != canary_of_holder
+    exact = played(ATTACH, 2.001, 0.0)
+    assert only(Attached, exact).canary != canary_of_holder
 
 
 def test_an_answer_that_changes_when_the_weights_are_shared_is_the_end() -> None:
@@ -359,13 +400,18 @@ def test_weights_are_changed_after_each_build_and_before_the_canary(tmp_path: Pa
     ):
         engine = Fake(twice)
         socket = Script(order, STOP)
-        assert Session(socket, engine, "/m/model", "/s/store", str(tmp_path / "new.npz")).run(SHA256) == exits.OK
+        assert Session(socket, engine, Files("/m/model", "/s/store", str(tmp_path / "new.npz"))).run(SHA256) == exits.OK
         assert engine.done[:3] == [*before, "predict"]
         assert engine.done.count(change) == 1
         assert after in engine.done
-    engine = Fake(sequence(Spoilt("1"), *[np.zeros((1, 3), np.float32)] * 3))
-    Session(Script(BUILD, STOP), engine, "/m/model", "/s/store", str(tmp_path / "new.npz")).run(SHA256)
+    engine = Fake(sequence(Spoilt("1"), *[np.zeros((2, 3), np.float32)] * 8))
+    Session(Script(BUILD, STOP), engine, Files("/m/model", "/s/store", str(tmp_path / "new.npz"))).run(SHA256)
     assert engine.done[:5] == ["build /m/model 11,12", change, "predict", "build /m/model 11,12", change]
+
+
+def test_a_refused_request_does_not_cost_a_worker_that_has_no_canary() -> None:
+    status, socket = play(Fake(sequence(InvalidArgument("no"))), [encode(Attach("7", ()))], predict(1), STOP)
+    assert (status, only(Failed, socket).leaving) == (exits.OK, False)
 
 
 # --- requests -------------------------------------------------------------------------------------------------
@@ -504,7 +550,7 @@ def test_after_a_failed_predict_a_worker_that_cannot_prove_itself_leaves() -> No
                 engine.answer = spoilt
 
     socket = Spoiling(ATTACH, large(1), predict(2), STOP)
-    assert Session(socket, engine, "/m/model", "/s/store").run(SHA256) == exits.SPOILT
+    assert Session(socket, engine, FILES).run(SHA256) == exits.SPOILT
     assert only(Failed, socket) == Failed(1, "INVALID_ARGUMENT", "too large", leaving=True)
     assert not any(isinstance(each, Result) for each in socket.sent)
 
@@ -517,7 +563,7 @@ def of_another_daemon(*there: bool) -> Callable[[], bool]:
 def test_a_daemon_that_follows_is_told_that_it_is_back() -> None:
     socket = Script(ATTACH, predict(1), STOP)
     wait = of_another_daemon(False, True, True, False, False)
-    assert Session(socket, Fake(twice), "/m/model", "/s/store", wait=wait).run(SHA256) == exits.OK
+    assert Session(socket, Fake(twice), FILES, wait=wait).run(SHA256) == exits.OK
     assert [type(each) for each in socket.sent] == [Hello, Attached, Back, Back, Result]
 
 
@@ -530,7 +576,7 @@ def test_a_daemon_that_follows_gets_nobody_back_who_is_of_no_use() -> None:
     engine = Fake(breaks)
     socket = Script(ATTACH, predict(1, {"x": np.full((1, 3), 7, np.float32)}), predict(2), STOP)
     wait = of_another_daemon(False, False, True)
-    assert Session(socket, engine, "/m/model", "/s/store", wait=wait).run(SHA256) == exits.SPOILT
+    assert Session(socket, engine, FILES, wait=wait).run(SHA256) == exits.SPOILT
     assert isinstance(socket.sent[-1], Failed)
     assert not any(isinstance(each, Back) for each in socket.sent)
     assert len(socket.orders) == 2
@@ -557,7 +603,7 @@ def ahead(engine: Engine, *orders: Sequence[Any], count: int) -> Script:
     """Run a session that finds `count` further orders when it has read one."""
     socket = Script(*orders)
     socket.ahead = count
-    assert Session(socket, engine, "/m/model", "/s/store").run(SHA256) == exits.OK
+    assert Session(socket, engine, FILES).run(SHA256) == exits.OK
     return socket
 
 
@@ -679,7 +725,7 @@ def test_large_answers_leave_whole_though_nobody_holds_them_any_more() -> None:
         for number in range(count):
             ours.send_multipart(predict(number, {"x": np.full((1, 3), number, np.float32)}))
         ours.send_multipart(STOP)
-        assert Session(theirs, Fake(fill), "", "").run(SHA256) == exits.OK
+        assert Session(theirs, Fake(fill), Files("", "")).run(SHA256) == exits.OK
         # What was freed too early is overwritten now.
         gc.collect()
         junk = [np.full((512, 512), -1, np.float32) for _ in range(count)]
@@ -706,7 +752,7 @@ def test_large_frames_are_not_copied() -> None:
         def send(self, frame: Any, flags: int = 0, copy: bool = True) -> None:
             seen.append((frame, copy))
 
-    Session(Socket(predict(1), STOP), Fake(sequence(answer)), "", "").run(SHA256)
+    Session(Socket(predict(1), STOP), Fake(sequence(answer)), Files("", "")).run(SHA256)
     frame, copy = seen[-1]
     assert np.shares_memory(np.frombuffer(frame, np.uint8), answer)
     assert not copy

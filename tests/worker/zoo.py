@@ -41,9 +41,18 @@ def convolution(path: Path) -> Path:
 
 def threes(path: Path) -> Path:
     """ "x" FP32 [N, 4] -> "y" FP32 [N / 3, 3, 4]: it runs only where N is a multiple of 3."""
-    shape = numpy_helper.from_array(np.array([-1, 3, 4]), "shape")
+    return _multiples(path, 3)
+
+
+def fives(path: Path) -> Path:
+    """The same for 5, of which no size that a canary tries is a multiple."""
+    return _multiples(path, 5)
+
+
+def _multiples(path: Path, of: int) -> Path:
+    shape = numpy_helper.from_array(np.array([-1, of, 4]), "shape")
     nodes = [node("Reshape", ["x", "shape"], ["r"]), node("Relu", ["r"], ["y"])]
-    return save(path, nodes, [fp32("x", "N", 4)], [fp32("y", "M", 3, 4)], [shape])
+    return save(path, nodes, [fp32("x", "N", 4)], [fp32("y", "M", of, 4)], [shape])
 
 
 def single(path: Path) -> Path:
@@ -119,7 +128,8 @@ def sequence(path: Path) -> Path:
 
 
 ALL: list[Callable[[Path], Path]] = [
-    relu, wide, convolution, threes, single, positive, scalar, total, reshape, any_rank, filled, no_inputs, constant,
+    relu, wide, convolution, threes, fives, single, positive, scalar, total, reshape, any_rank, filled, no_inputs,
+    constant,
     twins, strings, sequence, models.two_inputs, models.two_batches, models.integers, models.fixed,
     models.with_external_data, models.random_output,
 ]  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-from weightd.protocol.worker_messages import Allow, Attach, Build, Settle, Stop
+from weightd.protocol.worker_messages import Allow, Attach, Build, Probe, Settle, Stop
 
 
 class Role(enum.Enum):
@@ -33,7 +33,7 @@ class Send:
     """Send an order to a child."""
 
     name: str
-    order: Build | Allow | Attach | Settle | Stop
+    order: Build | Probe | Allow | Attach | Settle | Stop
 
 
 @dataclass(frozen=True)

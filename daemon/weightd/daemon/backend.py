@@ -18,7 +18,7 @@ from typing import Any
 
 import zmq
 
-from weightd.daemon import processes
+from weightd.daemon import canary_config, processes
 from weightd.daemon.actions import Role
 from weightd.daemon.budget import MIB, Device
 from weightd.daemon.claim import ClaimError
@@ -36,6 +36,7 @@ from weightd.daemon.ports import Snapshot
 from weightd.daemon.processes import Process
 from weightd.daemon.records import SealRecord
 from weightd.daemon.sockets import BATCH, Received, bind, peer_pid, receive, send
+from weightd.protocol import limits
 from weightd.protocol.errors import RemoteProtocolError
 from weightd.protocol.wire import clip, decode, encode
 from weightd.protocol.worker_messages import FROM_CHILD, Broken, ChildMessage, Hello, OrderMessage
@@ -156,6 +157,8 @@ class Backend:
         files = SnapshotFiles(self._config.private_dir / _snapshot_name(model, source))
         argv = [sys.executable, "-m", "weightd.daemon.snapshot", str(os.getpid()), source.path]
         argv += [str(files.model_dir), *([source.weights, str(files.weights)] if source.weights else [])]
+        sample = canary_config.sample(model.config.canary)
+        argv += [sample, str(files.sample)] if sample else []
         name = _snapshot_name(model, source)
         try:
             files.create()
@@ -215,6 +218,11 @@ class Backend:
             argv += ["--options", config.mindspore_lite.json()]
         if snapshot.weights:
             argv += ["--weights", snapshot.weights]
+        if canary_config.sample(config.canary):
+            taken = SnapshotFiles(self._config.private_dir / _snapshot_name(model, generation.source))
+            argv += ["--sample", str(taken.sample)]
+        if config.canary_tolerance:
+            argv += ["--tolerance", repr(config.canary_tolerance)]
         try:
             if files is None:
                 files = self.files[generation.label] = GenerationFiles(self._config.private_dir / generation.label)
@@ -237,7 +245,7 @@ class Backend:
         if name in self._held:
             self._held[name].append((order, frames))
         else:
-            send(self._socket, name.encode(), [encode(order), *frames])
+            send(self._socket, name.encode(), [encode(order, max_bytes=limits.MAX_CHILD_HEADER_BYTES), *frames])
 
     def kill(self, name: str, *, abort: bool = False) -> None:
         """Kill a child; its exit is told as any other."""
@@ -287,7 +295,7 @@ class Backend:
 
     def _decode(self, name: str, received: Received) -> ChildMessage:
         try:
-            message: ChildMessage = decode(received.frames, FROM_CHILD)
+            message: ChildMessage = decode(received.frames, FROM_CHILD, max_bytes=limits.MAX_CHILD_HEADER_BYTES)
             if isinstance(message, Hello):
                 self._check_pid(name, received)
         except RemoteProtocolError as error:

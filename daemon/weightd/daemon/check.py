@@ -6,7 +6,7 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
-from weightd.daemon import onnx_signature
+from weightd.daemon import canary_config, onnx_signature
 from weightd.daemon.config import Config, ModelConfig
 from weightd.daemon.engine_options import check_files
 from weightd.daemon.processes import explain
@@ -50,6 +50,9 @@ def _model_problems(model: ModelConfig, asked: dict[tuple[str, ...], str]) -> It
         yield from (f"path: {problem}" for problem in str(error).splitlines())
     except OSError as error:
         yield f"path: {path}: {error.strerror}"
+    sample = canary_config.sample(model.canary)
+    if sample and not Path(sample).is_file():
+        yield f"canary: {sample}: there is no such file"
     yield from map(str, check_files(model.mindspore_lite))
     # What models have in common is asked once: an interpreter takes a second.
     question = (model.python, model.engine, model.devices[0], _sharing(model))

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-from weightd.daemon import budget, engine_options, tables
+from weightd.daemon import budget, canary_config, engine_options, tables
+from weightd.daemon.canary_config import CanaryKey
 from weightd.daemon.deployment import Policy
 from weightd.daemon.engine_options import MindSporeLiteOptions
 from weightd.daemon.tables import Problems
@@ -181,6 +182,16 @@ class ModelConfig:
     watchdog: float = field(default=30.0, metadata=number(_MAX_SECONDS, positive=True))
     """Seconds within which each worker has to be heard of; the model is ready while one of them is. Idle ones are
     pinged. Longer than the longest predict."""
+
+    canary: CanaryKey = field(default=canary_config.AUTO, metadata=canary_config.metadata())
+    """What a worker has to answer as the holder did before it serves: "auto" looks for inputs that the model runs on, a
+    table such as {x = [1, 3, 48, 320]} gives their shapes, a path that of an .npz with an array for each input. "off":
+    nothing is asked; then nobody notices a worker that answers wrongly, and what an engine arranges in its first
+    predict is not shared."""
+
+    canary_tolerance: float = field(default=0.0, metadata=number(1.0))
+    """How far answers to the canary may be apart, as a share of the largest value of that output, for a model that does
+    not repeat itself to the last bit. Default: 0, not at all."""
 
     canary_interval: float = field(default=0.0, metadata=number(_MAX_SECONDS))
     """Seconds after which each worker runs the canary again, and is replaced if its answer is wrong. 0: never."""
@@ -375,6 +386,7 @@ def complete_model(name: str, config: ModelConfig, base: Path, problems: Problem
         problems.note([FieldError(_EXPECTED_NAME)])
     for needed, rule in _RULES:
         problems.note(rule(config), *needed)
+    sample = canary_config.sample(config.canary)
     # A name without a slash is a command of the PATH.
     python = str(base / config.python) if "/" in config.python else config.python or sys.executable
     return dataclasses.replace(
@@ -384,6 +396,7 @@ def complete_model(name: str, config: ModelConfig, base: Path, problems: Problem
         python=python,
         spares=_spares(config),
         mindspore_lite=engine_options.complete(config.mindspore_lite, base),
+        canary=str(base / sample) if sample else config.canary,
     )
 
 
@@ -444,6 +457,17 @@ def _of_number(config: ModelConfig) -> Iterator[FieldError]:
         yield FieldError(f"expected at most {limits.MAX_PIDS} workers and spares, got {count}").at(".spares")
 
 
+def _of_canary(config: ModelConfig) -> Iterator[FieldError]:
+    if config.canary != canary_config.OFF:
+        return
+    for key in ("canary_tolerance", "canary_interval"):
+        if getattr(config, key):
+            yield FieldError('it has no effect with canary = "off"').at(f".{key}")
+    if config.devices != ("cpu",) and config.sharing == "on":
+        reason = "on a card nothing else shows that an attach has left the weights right"
+        yield FieldError(f'{reason}; set sharing = "off" too, or name an input').at(".canary")
+
+
 _Rule = Callable[[ModelConfig], Iterable[FieldError]]
 
 _TABLES = ("daemon", "models", "devices")
@@ -455,4 +479,5 @@ _RULES: Sequence[tuple[Sequence[str], _Rule]] = (
     (("path", "engine", "devices"), _of_engine),
     (("path", "engine", "devices", "sharing", "mindspore_lite"), _of_options),
     (("workers", "spares", "devices"), _of_number),
+    (("canary", "canary_tolerance", "canary_interval", "devices", "sharing"), _of_canary),
 )

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from weightd.daemon.actions import Action, Enlist, Forget
 from weightd.daemon.budget import Device, Need
 from weightd.daemon.generation import Generation
-from weightd.daemon.plan import Limits, Source
+from weightd.daemon.plan import Canary, Limits, Source
 from weightd.daemon.restarts import Restarts
 from weightd.daemon.states import ACTIVE, GenerationState
 from weightd.protocol.worker_messages import DeviceMemory
@@ -79,7 +79,7 @@ class Deployment:
         # What the next generation loads, once there may be one.
         self._wanted: Source | None = None
         # Of a generation that is pinned and waits for room.
-        self._pinned: tuple[str, int] | None = None
+        self._pinned: tuple[str, int, Canary | None] | None = None
         # When to see whether there is room by now.
         self._look_again = float("inf")
         self._updating = False
@@ -109,10 +109,13 @@ class Deployment:
         self._updating = True
         self._load(source)
 
-    def pinned(self, source: Source, sha256: str, nbytes: int, now: float) -> None:
-        """The snapshot of a source exists: the generation that waits for it goes on as soon as there is room."""
+    def pinned(self, source: Source, sha256: str, nbytes: int, now: float, canary: Canary | None = None) -> None:
+        """The snapshot of a source exists: the generation that waits for it goes on as soon as there is room.
+
+        `canary` is what an earlier generation of the source has found out of it.
+        """
         if self._pins(source):
-            self._pinned = sha256, nbytes
+            self._pinned = sha256, nbytes, canary
             self.reconcile(now)
 
     def pin_failed(self, source: Source, cause: str, now: float) -> None:
@@ -240,7 +243,7 @@ class Deployment:
         has_waited, self._look_again = self._look_again < float("inf"), float("inf")
         if self._pinned is None or self.coming is None:
             return
-        sha256, nbytes = self._pinned
+        sha256, nbytes, canary = self._pinned
         coming, old, need = self.coming, self.serving, self._need(nbytes)
         alone = self._policy is Policy.REPLACE and not self._updating
         refusal = self.device.refusal(coming.label, need)
@@ -269,7 +272,7 @@ class Deployment:
         else:
             self._pinned = None
             self.device.reserve(coming.label, need)
-            coming.pinned(sha256, now)
+            coming.pinned(sha256, now, canary)
 
     def _makes_way(self, refusal: str) -> bool:
         """Whether the generation that serves leaves before the next one is loaded."""

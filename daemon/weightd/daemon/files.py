@@ -67,6 +67,11 @@ class SnapshotFiles:
         return self.directory / "weights.npz"
 
     @property
+    def sample(self) -> Path:
+        """The inputs that the canary asks, if they are configured."""
+        return self.directory / "canary.npz"
+
+    @property
     def log(self) -> Path:
         """What the processes say that take the snapshot."""
         return self.directory / "log"

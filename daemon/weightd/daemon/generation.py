@@ -12,7 +12,7 @@ from typing import Any
 
 from weightd.daemon.actions import Action, Dismiss, Enlist, Kill, Pin, Role, Send, Spawn
 from weightd.daemon.logs import about
-from weightd.daemon.plan import Limits, Source
+from weightd.daemon.plan import Canary, Limits, Source
 from weightd.daemon.records import ChildRecord, GenerationRecord, SealRecord
 from weightd.daemon.restarts import Restarts
 from weightd.daemon.states import (
@@ -28,18 +28,21 @@ from weightd.daemon.states import (
     GenerationState,
     advance,
 )
+from weightd.daemon.tries import Tries, described
 from weightd.daemon.unshared import Unshared
 from weightd.protocol.version import VERSION
+from weightd.protocol.wire import clip
 from weightd.protocol.worker_messages import (
     Allow,
     Allowed,
     Attach,
     Attached,
     Broken,
-    Build,
     Built,
     DeviceMemory,
     Hello,
+    Probe,
+    Probing,
     Settle,
     Stop,
 )
@@ -103,6 +106,7 @@ class Generation:
         deaths: processes that ended, or had to be ended, without being asked to.
         no_room: the holder found none on the card, where some may come free late.
         crashed: the holder was killed while it built: that may go better the next time.
+        tries: what is known of its canary.
     """
 
     label: str
@@ -123,6 +127,7 @@ class Generation:
     deaths: int = 0
     no_room: bool = False
     crashed: bool = False
+    tries: Tries = field(init=False)
     _actions: list[Action] = field(default_factory=list[Action])
     _restarts: Restarts = field(default_factory=Restarts)
     # Whom the holder was asked to let attach, and until when it may think about that.
@@ -132,12 +137,16 @@ class Generation:
     # The holder without which the weights are invalid.
     _guarded: str = ""
     _serial: int = 0
+    _holders: int = 0
     _stop_timeout: float = STOP_TIMEOUT_S
     _unsettled: bool = False
     _told: str = ""
     _unshared: Unshared = field(default_factory=Unshared)
     # Workers of the daemon before this one.
     _resumed: set[str] = field(default_factory=set[str])
+
+    def __post_init__(self) -> None:
+        self.tries = Tries(self.limits.canary)
 
     # --- events -------------------------------------------------------------------------------------------------
 
@@ -146,10 +155,11 @@ class Generation:
         self._actions.append(Pin())
         self._tell_progress()
 
-    def pinned(self, sha256: str, now: float) -> None:
-        """The snapshot exists: start the processes."""
+    def pinned(self, sha256: str, now: float, canary: Canary | None = None) -> None:
+        """The snapshot exists: start the processes. `canary` is what an earlier generation has found out of it."""
         if self.state is not GenerationState.PINNING:
             return
+        self.tries = Tries(canary or self.limits.canary)
         self.sha256 = sha256
         self._advance(GenerationEvent.PINNED)
         self._spawn(Role.HOLDER, now)
@@ -200,6 +210,14 @@ class Generation:
             self._advance(GenerationEvent.GREETED)
         self._reconcile(now)
 
+    def probing(self, name: str, probing: Probing) -> None:
+        """The holder runs its model on something that may be its end."""
+        child = self.children.get(name)
+        if child is not None and child.state is ChildState.BUILDING:
+            self.tries.told(probing)
+            if probing.trying:
+                self._actions.append(Send(name, Probe()))
+
     def holder_built(self, name: str, built: Built, now: float) -> None:
         """The holder exports the weights."""
         child = self.children.get(name)
@@ -207,9 +225,14 @@ class Generation:
             return
         if self.limits.sharing and child.hello.traits.attach_rewrites_weights and not built.canary:
             # Nothing else shows that a worker computes on the right weights.
-            self.broken(name, Broken(f"{built.note or 'no canary'}; set sharing to off, or use another model"), now)
+            why = f"no canary: {built.canary_note}; name an input with the key canary, or set sharing to off"
+            self.tries.trying = ()
+            self.broken(name, Broken(clip(why)), now)
             return
         self.built = built
+        self.tries.found(built)
+        if not built.canary:
+            _log.warning("%s: no canary: %s", self.label, built.canary_note)
         if self._outlived(child.hello):
             self._guarded = name
         self._free = built.device.free_bytes if built.device else None
@@ -310,8 +333,10 @@ class Generation:
         unexpected = child.state in COUNTED
         self._advance_child(child, ChildEvent.EXIT, deadline=float("inf"))
         if unexpected:
-            self.deaths += 1
+            blamed = child.role is Role.HOLDER and self.tries.trying
+            self.deaths += not blamed
             self.crashed = child.role is Role.HOLDER and self.built is None and how.startswith("killed by")
+            self.crashed &= not blamed
             self._lost(child, how, now, useful=useful)
         elif child.overdue:
             self._explain(child, how.partition(": ")[2])
@@ -442,6 +467,15 @@ class Generation:
         return str(self.state.value)
 
     @property
+    def canary(self) -> str:
+        """What its canary is run on, or why it has none; "" before that is known. For people."""
+        if self.built is None:
+            return ""
+        if not self.built.canary:
+            return f"none: {self.built.canary_note}"
+        return described(self.built.canary_cases)
+
+    @property
     def _gave_up(self) -> bool:
         return self._restarts.given_up and len(self._counted(Role.WORKER)) == self._count(ChildState.READY)
 
@@ -480,6 +514,7 @@ class Generation:
         if self.state in ACTIVE and self.state is not GenerationState.PINNING:
             self._fill()
             self._replace_missing(now)
+            self._replace_holder(now)
             self._gather(now)
             self._attach_next(now)
             self._settle()
@@ -491,6 +526,13 @@ class Generation:
         if self._missing() and self._restarts.due <= now:
             for _ in range(self._missing()):
                 self._spawn(Role.WORKER, now)
+
+    def _replace_holder(self, now: float) -> None:
+        """Once one that a canary has killed is gone: no two of them hold the weights at once."""
+        if self.state is GenerationState.GATHERING and not any(
+            child.role is Role.HOLDER for child in self.children.values()
+        ):
+            self._spawn(Role.HOLDER, now)
 
     def _missing(self) -> int:
         """How many workers are to be started."""
@@ -528,7 +570,7 @@ class Generation:
         for worker in known:
             worker.listed = True
         pids = tuple(worker.hello.pid for worker in known if worker.hello) if self.limits.sharing else ()
-        self._actions.append(Send(holder.name, Build(pids)))
+        self._actions.append(Send(holder.name, self.tries.order(pids)))
 
     def _attach_next(self, now: float) -> None:
         """One at a time: each attach loads the model, so this bounds the peak of memory."""
@@ -541,8 +583,7 @@ class Generation:
                 self._ask_for(worker, now)
             elif worker.state is ChildState.GREETED:
                 self._advance_child(worker, ChildEvent.ATTACH, deadline=now + self.limits.load_timeout)
-                built = self.built
-                self._actions.append(Send(worker.name, Attach(built.handle, built.canary_sizes, built.canary_rank)))
+                self._actions.append(Send(worker.name, Attach(self.built.handle, self.built.canary_cases)))
                 return
 
     def _measure(self, device: DeviceMemory | None) -> None:
@@ -642,7 +683,13 @@ class Generation:
             self.cause = self.cause.replace(told, f"{told}; its log ends: {words}")
 
     def _holder_lost(self, holder: Child, cause: str, now: float) -> None:
-        if self.built is None or holder.hello is None:
+        tried = described(self.tries.trying)
+        if self.state is GenerationState.BUILDING and self.tries.lost(slow=bool(holder.overdue)):
+            _log.warning("%s: the model does not run on %s, which is no canary then: %s", self.label, tried, cause)
+            self._advance(GenerationEvent.RETRY)
+        elif tried and self.built is None:
+            self.failed(f"{holder.name}: {cause}; it ran the configured canary, {tried}", now)
+        elif self.built is None or holder.hello is None:
             self.failed(f"{holder.name}: {cause}", now)
         elif self._outlived(holder.hello):
             self._invalidate(f"{holder.name}: {cause}; the shared weights are invalid without it", now)
@@ -675,7 +722,9 @@ class Generation:
 
     def _spawn(self, role: Role, now: float) -> None:
         self._serial += role is Role.WORKER
-        name = f"{self.label}.holder" if role is Role.HOLDER else f"{self.label}.w{self._serial}"
+        self._holders += role is Role.HOLDER
+        holder = f"{self.label}.holder{self._holders if self._holders > 1 else ''}"
+        name = holder if role is Role.HOLDER else f"{self.label}.w{self._serial}"
         patience = max(HELLO_TIMEOUT_S, self.limits.load_timeout)
         self.children[name] = Child(name, role, ChildState.SPAWNED, now + patience)
         self._actions.append(Spawn(name, role))

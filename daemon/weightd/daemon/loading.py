@@ -73,8 +73,9 @@ def _judged(built: Built, attached: Attached | None, *, must_share: bool) -> tup
     if must_share and not built.handle:
         return f'the library shares no weights: {built.note or "it gave no handle"}; sharing = "auto" allows that', ""
     if must_share and not built.canary:
-        return f"{built.note or 'no canary'}; set sharing to off, or use another model", ""
+        return f"no canary: {built.canary_note}; name an input with the key canary, or set sharing to off", ""
     if attached is not None and attached.canary != built.canary:
         return "a worker does not give the holder's answer", ""
     shared = f"{built.shared_bytes / MIB:,.0f} MiB shared" if built.shared_bytes else "nothing shared"
-    return "", f"{shared}; {built.note}" if built.note else shared
+    without = "" if built.canary else f"no canary: {built.canary_note}"
+    return "", "; ".join(filter(None, (shared, built.note, without)))

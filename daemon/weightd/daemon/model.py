@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -9,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from weightd.daemon import canary_config
 from weightd.daemon.actions import Action, Dismiss, Enlist, Forget, Kill, Pin, Send, Spawn
 from weightd.daemon.budget import MIB, Device
 from weightd.daemon.config import SUFFIX_OF_ENGINE, ModelConfig
@@ -46,6 +48,7 @@ from weightd.protocol.worker_messages import (
     Hello,
     Pong,
     Predict,
+    Probing,
     Result,
     Skip,
 )
@@ -103,6 +106,7 @@ class Model:
             sharing=config.sharing != "off",
             outlives_holder=config.holder_loss == "frozen",
             predict_timeout=config.predict_timeout,
+            canary=canary_config.plan(config.canary),
         )
         self.deployments = [
             Deployment(
@@ -243,7 +247,7 @@ class Model:
         child: str,
         deployment: Deployment,
         generation: Generation,
-        message: Hello | Back | Built | Allowed | Attached | Broken,
+        message: Hello | Back | Probing | Built | Allowed | Attached | Broken,
         now: float,
     ) -> None:
         if isinstance(message, Hello):
@@ -252,9 +256,12 @@ class Model:
             generation.back(child, now)
             if child in generation.ready:
                 self.guard.watchdog.watch(child, now)
+        elif isinstance(message, Probing):
+            generation.probing(child, message)
         elif isinstance(message, Built):
             self._children.exported(generation)
             self._holder_built(child, generation, message, now)
+            self._sources.snapshots.learned(generation.source, generation.tries.known)
             deployment.told(generation, message.device)
         elif isinstance(message, Allowed):
             generation.allowed(child, message, now)
@@ -481,6 +488,9 @@ class Model:
             )
             return None
         self._owners.update((child, (deployment, generation)) for child in generation.children)
+        if record.built.canary_cases:
+            known = dataclasses.replace(limits.canary, cases=record.built.canary_cases)
+            self._sources.snapshots.learned(generation.source, known)
         return generation
 
     def _make(self, device: Device, source: Source, limits: Limits) -> Generation:
@@ -632,7 +642,8 @@ class Model:
     def _tell_pinned(self, now: float) -> None:
         for source, snapshot in self._sources.snapshots.ready():
             for deployment in self.deployments:
-                deployment.pinned(source, snapshot.sha256, snapshot.nbytes, now)
+                canary = self._sources.snapshots.canary(source)
+                deployment.pinned(source, snapshot.sha256, snapshot.nbytes, now, canary)
 
     def _perform(self, deployment: Deployment, generation: Generation, action: Action) -> None:
         match action:

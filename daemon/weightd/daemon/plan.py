@@ -4,8 +4,25 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from weightd.protocol.worker_messages import Cases
+
 # How long a driver takes to clean up after a killed process is not known. What has no room at all is told after that.
 _ROOM_TIMEOUT_S = 30.0
+
+
+@dataclass(frozen=True)
+class Canary:
+    """What a holder is told of the canary before it builds; the fields are those of `Build`.
+
+    Attributes:
+        search: whether it looks for one.
+        cases: what worked before, or was configured.
+        unfit: what did not.
+    """
+
+    search: bool = True
+    cases: Cases = ()
+    unfit: Cases = ()
 
 
 @dataclass(frozen=True)
@@ -20,6 +37,7 @@ class Limits:
         outlives_holder: whether workers may go on where the engine says that its memory dies with the holder, but
             the driver counts references.
         predict_timeout: seconds that one predict may take.
+        canary: what is known of it where no generation has found out more.
     """
 
     workers: int
@@ -28,6 +46,7 @@ class Limits:
     sharing: bool = True
     outlives_holder: bool = False
     predict_timeout: float = 60.0
+    canary: Canary = Canary()
 
     @property
     def room_timeout(self) -> float:

@@ -1,6 +1,6 @@
 """The immutable copy of a model from which every process of a generation builds.
 
-Runs as a process of its own (``python -m weightd.daemon.snapshot PARENT MODEL DIRECTORY [WEIGHTS COPY]``), because
+Runs as a process of its own (``python -m weightd.daemon.snapshot PARENT MODEL DIRECTORY [FILE COPY]...``), because
 copying and digesting gigabytes would stop the daemon's loop. It prints the digest and the size of the model; a failure
 is one line on stderr and status 1.
 """
@@ -68,17 +68,18 @@ def _copied_by_kernel(reader: int, writer: int) -> bool:
 
 def main() -> int:
     """Take the snapshot that the arguments name; print its digest and its size in bytes."""
-    model, directory, *weights = map(Path, sys.argv[1:])
+    model, directory, *more = map(Path, sys.argv[1:])
     try:
         copy = take(model, directory)
-        if weights:
-            _copy(open_file(weights[0]), weights[1])
+        for source, target in zip(more[::2], more[1::2], strict=True):
+            _copy(open_file(source), target)
         print(digest(copy, own=True), sum(file.nbytes for file in model_files(copy, own=True)))
     except ModelFileError as error:
         print(error, file=sys.stderr)
         return 1
     except OSError as error:
-        print(f"cannot copy {model} to {directory}: {error.strerror}", file=sys.stderr)
+        what = error.filename if Path(error.filename or "") in more[::2] else model
+        print(f"cannot copy {what} to {directory}: {error.strerror}", file=sys.stderr)
         return 1
     return 0
 

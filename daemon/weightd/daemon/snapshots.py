@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from weightd.daemon.plan import Source
+from weightd.daemon.plan import Canary, Source
 from weightd.daemon.ports import Snapshot
 
 
@@ -21,6 +21,7 @@ class Snapshots:
         self._unpin = unpin
         # None: it is being taken.
         self._all: dict[Source, Snapshot | None] = {}
+        self._canaries: dict[Source, Canary] = {}
 
     def want(self, source: Source) -> None:
         """A generation needs the snapshot."""
@@ -41,6 +42,15 @@ class Snapshots:
         """Return the snapshot, if it exists."""
         return self._all.get(source)
 
+    def learned(self, source: Source, canary: Canary) -> None:
+        """A generation has found out what the model runs on: the next one need not."""
+        if source in self._all:
+            self._canaries[source] = canary
+
+    def canary(self, source: Source) -> Canary | None:
+        """Return what a generation has found out."""
+        return self._canaries.get(source)
+
     def failed(self, source: Source) -> None:
         """There is none."""
         self._all.pop(source, None)
@@ -49,6 +59,7 @@ class Snapshots:
         """No generation will load it any more."""
         if source in self._all:
             del self._all[source]
+            self._canaries.pop(source, None)
             self._unpin(source)
 
     def abandon(self) -> None:

@@ -31,6 +31,7 @@ class GenerationEvent(enum.Enum):
     PINNED = "pinned"
     GREETED = "greeted"
     GATHERED = "gathered"
+    RETRY = "retry"
     BUILT = "built"
     READY = "ready"
     DRAIN = "drain"
@@ -93,6 +94,7 @@ GENERATION: Mapping[tuple[GenerationState, GenerationEvent], GenerationState] = 
     (GenerationState.PINNING, GenerationEvent.PINNED): GenerationState.SPAWNING,
     (GenerationState.SPAWNING, GenerationEvent.GREETED): GenerationState.GATHERING,
     (GenerationState.GATHERING, GenerationEvent.GATHERED): GenerationState.BUILDING,
+    (GenerationState.BUILDING, GenerationEvent.RETRY): GenerationState.GATHERING,
     (GenerationState.BUILDING, GenerationEvent.BUILT): GenerationState.ATTACHING,
     (GenerationState.ATTACHING, GenerationEvent.READY): GenerationState.SERVING,
     **{(state, GenerationEvent.DRAIN): GenerationState.DRAINING for state in GenerationState if state in ACTIVE},

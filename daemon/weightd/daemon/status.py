@@ -115,6 +115,7 @@ def _generation(
         copy_bytes=copy,
         # Of a copy that nobody has used yet, all is on disk: that is no merit of sharing.
         saved_bytes=None if copy is None else max(0, shared - copy) if copy else 0,
+        canary=clip(generation.canary),
         processes=tuple(_process(model, generation, child, processes[child.name].pid, survey) for child in children),
         note=clip(generation.built.note) if generation.built is not None else "",
     )

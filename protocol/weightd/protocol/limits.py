@@ -12,6 +12,9 @@ MAX_HEADER_BYTES = 64 * 1024
 # of 8 devices fit several times over. Only a client that asked for status accepts such a header.
 MAX_STATUS_BYTES = 4 * 1024 * 1024
 
+# Between the daemon and its children: the inputs of a canary name every tensor, and so do those that are left out.
+MAX_CHILD_HEADER_BYTES = 1024 * 1024
+
 # ZMQ_MAXMSGSIZE of both sides: libzmq drops a peer that announces a larger frame before it
 # allocates memory for it.
 MAX_FRAME_BYTES = 1024 * 1024 * 1024
@@ -67,9 +70,11 @@ MAX_DIGEST_BYTES = 64
 # Libraries that a child names the version of.
 MAX_VERSIONS = 32
 
-# The canary runs with small sizes, and with few of them: it is run at each attach.
-MAX_CANARY_SIZES = 8
-MAX_CANARY_SIZE = 1024
+# Inputs of the canary: it is run at each attach, so they are few.
+MAX_CANARY_CASES = 4
+
+# Inputs that a model was found not to run on, before the search for a canary ends: each may have cost a build.
+MAX_CANARY_UNFIT = 16
 
 # Counters, and sizes in bytes: an int64 in every language.
 MAX_COUNT = 2**63 - 1
@@ -82,7 +87,7 @@ MAX_GEAR_SIZE = 65535
 # What the unpacker allocates for a list or a map before its items are looked at: twice the longest of any message, so
 # that one which is a little too long is refused by its name.
 MAX_LIST_ITEMS = 2 * MAX_PROCESSES
-MAX_MAP_ITEMS = 2 * MAX_VERSIONS
+MAX_MAP_ITEMS = 2 * MAX_TENSORS
 
 # ipc:// addresses are sun_path of a sockaddr_un: 108 bytes with the terminating NUL.
 MAX_IPC_PATH_BYTES = 107

@@ -263,7 +263,7 @@ class GenerationStatus:
 
     `saved_bytes` is what the workers share less what the one copy takes: what would be needed in addition
     if each worker held its own. Both are absent where the kernel does not tell. `note` is what the holder said of the
-    model: why nothing is shared, or there is no canary.
+    model: why nothing is shared. `canary` is what its known answer is an answer to, or why it has none.
     """
 
     number: int = field(metadata=_COUNT)
@@ -276,6 +276,7 @@ class GenerationStatus:
     copy_bytes: Optional[int] = field(default=None, metadata=_COUNT)
     saved_bytes: Optional[int] = field(default=None, metadata=_COUNT)
     note: str = field(default="", metadata=text(limits.MAX_TEXT_BYTES, empty=True))
+    canary: str = field(default="", metadata=text(limits.MAX_TEXT_BYTES, empty=True))
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,17 @@ from weightd.protocol.schema import boolean, integer, many, mapping, one_of, rec
 PROTOCOL = 1
 """The number of this protocol. A daemon takes over the children of an earlier one only if both speak the same."""
 
+Case = Dict[str, Tuple[int, ...]]
+"""An input of the canary: the shape of each of the model's inputs, by its name."""
+
+Cases = Tuple[Case, ...]
+
 _REQUEST = integer(0, limits.MAX_COUNT)
 _BYTES = integer(0, limits.MAX_COUNT)
-_RANK = integer(0, limits.MAX_RANK)
 _GEARS = many(many(integer(1, limits.MAX_GEAR_SIZE), limits.MAX_GEAR_DIMS), limits.MAX_GEARS)
+CASE = mapping(many(integer(0, limits.MAX_DIM), limits.MAX_RANK), limits.MAX_TENSORS)
+_CASES = many(CASE, limits.MAX_CANARY_CASES)
+_UNFIT = many(CASE, limits.MAX_CANARY_UNFIT)
 
 
 @dataclass(frozen=True)
@@ -66,9 +73,33 @@ class Back:
 
 @dataclass(frozen=True)
 class Build:
-    """daemon → holder: build the model and let these processes share its weights."""
+    """daemon → holder: build the model and let these processes share its weights.
+
+    `search`: look for a canary; `canary_cases` worked before and come first, `unfit` did not and are left out. Without
+    it `canary_cases` are what was configured and has to work, and where there are none there is no canary, unless the
+    process was given a sample.
+    """
 
     pids: Tuple[str, ...] = field(metadata=many(text(limits.MAX_PID_BYTES), limits.MAX_PIDS))
+    search: bool = field(default=True, metadata=boolean())
+    canary_cases: Cases = field(default=(), metadata=_CASES)
+    unfit: Cases = field(default=(), metadata=_UNFIT)
+
+
+@dataclass(frozen=True)
+class Probing:
+    """holder → daemon: I am about to run the canary on `trying`, which may be my end; `unfit` is known not to work.
+
+    It goes on when it hears `probe`, so that the daemon knows what it died of. With nothing to try the search is over.
+    """
+
+    trying: Cases = field(metadata=_CASES)
+    unfit: Cases = field(metadata=_UNFIT)
+
+
+@dataclass(frozen=True)
+class Probe:
+    """daemon → holder: it is noted what you are trying; go on."""
 
 
 @dataclass(frozen=True)
@@ -76,24 +107,23 @@ class Built:
     """holder → daemon: the weights are exported.
 
     `handle` is what a worker attaches to, "" where there is nothing to share; `note` then says why.
-    `canary_sizes` are the sizes of the free dimensions that the canary is run with, none where the model has no
-    canary, and `canary_rank` is the rank that inputs of any rank have there; `canary` is the digest of its answers, ""
-    for a model that does not repeat itself.
+    `canary_cases` are what the canary is run on, none where the model has no canary; `canary` is the digest of its
+    answers, "" for a model that does not repeat itself; `canary_note` says why there is none, or what it is worth.
     """
 
     handle: str = field(metadata=text(limits.MAX_PATH_BYTES, empty=True))
     inputs: Tuple[TensorSignature, ...] = field(metadata=many(record(TensorSignature), limits.MAX_TENSORS))
     outputs: Tuple[TensorSignature, ...] = field(metadata=many(record(TensorSignature), limits.MAX_TENSORS))
-    canary_sizes: Tuple[int, ...] = field(metadata=many(integer(1, limits.MAX_CANARY_SIZE), limits.MAX_CANARY_SIZES))
+    canary_cases: Cases = field(metadata=_CASES)
     canary: str = field(metadata=text(limits.MAX_DIGEST_BYTES, empty=True))
     shared_bytes: int = field(metadata=_BYTES)
     note: str = field(default="", metadata=text(limits.MAX_TEXT_BYTES, empty=True))
     device: Optional[DeviceMemory] = field(default=None, metadata=record(DeviceMemory))
     """The card's memory after the build; None on the CPU."""
-    canary_rank: int = field(default=0, metadata=_RANK)
     gears: Tuple[Tuple[int, ...], ...] = field(default=(), metadata=_GEARS)
     """The only sizes of the free dimensions of `inputs`, in their order, that the model takes; none where it takes any,
     or where nobody can tell before it is tried."""
+    canary_note: str = field(default="", metadata=text(limits.MAX_TEXT_BYTES, empty=True))
 
 
 @dataclass(frozen=True)
@@ -114,12 +144,11 @@ class Allowed:
 class Attach:
     """daemon → worker: build the model on the weights behind the handle ("" = a copy of your own).
 
-    Then run the canary with these sizes of the free dimensions, and this rank where an input may have any.
+    Then run the canary on these inputs.
     """
 
     handle: str = field(metadata=text(limits.MAX_PATH_BYTES, empty=True))
-    canary_sizes: Tuple[int, ...] = field(metadata=many(integer(1, limits.MAX_CANARY_SIZE), limits.MAX_CANARY_SIZES))
-    canary_rank: int = field(default=0, metadata=_RANK)
+    canary_cases: Cases = field(metadata=_CASES)
 
 
 @dataclass(frozen=True)
@@ -214,12 +243,13 @@ class Stop:
     """daemon → child: finish what you have and exit."""
 
 
-ChildMessage = Union[Hello, Back, Built, Allowed, Attached, Broken, Result, Failed, Pong]
-OrderMessage = Union[Build, Allow, Attach, Predict, Skip, Ping, Settle, Stop]
+ChildMessage = Union[Hello, Back, Probing, Built, Allowed, Attached, Broken, Result, Failed, Pong]
+OrderMessage = Union[Build, Probe, Allow, Attach, Predict, Skip, Ping, Settle, Stop]
 
 FROM_CHILD: Dict[str, Type[ChildMessage]] = {
     "hello": Hello,
     "back": Back,
+    "probing": Probing,
     "built": Built,
     "allowed": Allowed,
     "attached": Attached,
@@ -230,6 +260,7 @@ FROM_CHILD: Dict[str, Type[ChildMessage]] = {
 }
 TO_CHILD: Dict[str, Type[OrderMessage]] = {
     "build": Build,
+    "probe": Probe,
     "allow": Allow,
     "attach": Attach,
     "predict": Predict,

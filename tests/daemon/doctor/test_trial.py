@@ -27,7 +27,7 @@ def free(mib: int) -> DeviceMemory:
     return DeviceMemory(TOTAL, mib * MIB)
 
 
-BUILT = Built("90", (X,), (X,), (1, 2), CANARY, 1000 * MIB, "", free(30_000))
+BUILT = Built("90", (X,), (X,), ({"x": (2,)},), CANARY, 1000 * MIB, "", free(30_000))
 ATTACHED = Attached(CANARY, 1000 * MIB, "", free(29_700))
 
 
@@ -105,7 +105,7 @@ def test_an_attach_that_is_refused() -> None:
 
 def test_answers_that_differ_or_do_not_exist() -> None:
     assert finding(ANSWER, attach=replace(ATTACHED, canary="d" * 64)).verdict is Verdict.FAIL
-    none = finding(ANSWER, build=replace(BUILT, canary="", note="no canary: it dreams"))
+    none = finding(ANSWER, build=replace(BUILT, canary="", canary_note="it dreams"))
     assert none.verdict is Verdict.FAIL
     assert none.found.startswith("no canary: it dreams: nothing else shows ")
 
@@ -210,8 +210,7 @@ def test_an_input_is_made_without_numpy() -> None:
                 TensorSignature("b", "BOOL", (5,)),
                 TensorSignature("u", "INT8", None),
             ),
-            canary_sizes=(2, 1),
-            canary_rank=3,
+            canary_cases=({"x": (2, 4), "u": (2, 2, 2)},),
         )
     )
     assert [each.shape for each in specs] == [(2, 4), (2,), (), (3,), (5,), (2, 2, 2)]

@@ -29,7 +29,7 @@ M = TypeVar("M", bound=ChildMessage)
 
 MIB = 1024 * 1024
 X = TensorSignature("x", "FP32", (-1, 2))
-BUILT = Built("90", (X,), (X,), (1,), "c", 100 * MIB, "", DeviceMemory(1000 * MIB, 500 * MIB))
+BUILT = Built("90", (X,), (X,), ({"x": (1, 4)},), "c", 100 * MIB, "", DeviceMemory(1000 * MIB, 500 * MIB))
 ATTACHED = Attached("c", 100 * MIB, "", DeviceMemory(1000 * MIB, 450 * MIB))
 
 

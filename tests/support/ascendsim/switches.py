@@ -71,6 +71,7 @@ class Switches:
             or, by ctypes only, "missing" (no such symbol).
         build_seconds: every build on a card takes this longer.
         predict_seconds: every predict on a card takes this longer.
+        noise: answers of a card differ by up to this share between predicts, as sums of atomic additions do.
         faults: see `Fault`.
     """
 
@@ -95,6 +96,7 @@ class Switches:
     acl_set_pid: str = "ok"
     build_seconds: float = 0.0
     predict_seconds: float = 0.0
+    noise: float = 0.0
     faults: Tuple[Fault, ...] = ()
 
 

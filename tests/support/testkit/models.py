@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Union
+from typing import Any, Union
 
 import numpy as np
 from numpy.typing import NDArray
@@ -137,6 +137,32 @@ def random_output(path: Path) -> Path:
         helper.make_node("Add", ["x", "noise"], ["y"]),
     ]
     return save(path, nodes, [fp32("x", "N", 4)], [fp32("y", "N", 4)])
+
+
+def declared_for_one(path: Path, node: str = "Relu") -> Path:
+    """Input "x" FP32 [N, 2, 3] -> "y" of that shape, of which the file says [1, 2, 3], as an export with a batch of 1.
+
+    With "RandomNormalLike" no two answers are equal. For ONNX Runtime only.
+    """
+    return save(path, [helper.make_node(node, ["x"], ["y"])], [fp32("x", "N", 2, 3)], [fp32("y", 1, 2, 3)])
+
+
+def dies_of_small_images(path: Path) -> Path:
+    """Input "x" FP32 [N, 3, H, W] -> "y" FP32 [N, 3, H / 64, W / 64].
+
+    MindSpore Lite 2.0.0 dies by SIGSEGV where that is 1 x 1: of a 5 x 5 convolution of each channel by itself.
+    """
+    weight = _weight("w", np.arange(75, dtype=np.float32).reshape(3, 1, 5, 5) % 5 - 2)
+    pool = helper.make_node("MaxPool", ["x"], ["p"], kernel_shape=[64, 64], strides=[64, 64], pads=[0] * 4)
+    attributes: dict[str, Any] = {
+        "kernel_shape": [5, 5],
+        "pads": [2] * 4,
+        "strides": [1, 1],
+        "dilations": [1, 1],
+        "group": 3,
+    }
+    nodes = [pool, helper.make_node("Conv", ["p", "w"], ["y"], **attributes)]
+    return save(path, nodes, [fp32("x", "N", 3, "H", "W")], [fp32("y", "N", 3, "A", "B")], [weight])
 
 
 def fp32(name: str, *shape: Dim) -> ValueInfoProto:

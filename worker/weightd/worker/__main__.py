@@ -24,7 +24,7 @@ from weightd.worker import exits, pagesharing
 from weightd.worker.connection import Connection
 from weightd.worker.engines import ENGINES
 from weightd.worker.engines.base import BuildError, Settings
-from weightd.worker.session import Session
+from weightd.worker.session import Files, Session
 
 _log = logging.getLogger("weightd.worker")
 
@@ -69,7 +69,8 @@ def _connected(context: zmq.Context[zmq.Socket[bytes]], arguments: argparse.Name
         sha256 = digest(Path(arguments.model), own=True)
     except ModelFileError as error:
         return _broken(socket, str(error), exits.CANNOT_BUILD)
-    return Session(socket, engine, arguments.model, arguments.store, arguments.weights, connection.wait).run(sha256)
+    files = Files(arguments.model, arguments.store, arguments.weights, arguments.sample)
+    return Session(socket, engine, files, connection.wait, arguments.tolerance).run(sha256)
 
 
 def _options(text: str) -> Dict[str, Any]:
@@ -114,6 +115,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--sharing", choices=["on", "off"], default="on", help="off: a copy of the weights of its own")
     parser.add_argument("--options", default="{}", help="the engine's own options, a JSON object")
     parser.add_argument("--weights", default="", help="an .npz of weights that replace those of the model")
+    parser.add_argument("--sample", default="", help="an .npz of inputs to prove the model by")
+    parser.add_argument("--tolerance", default=0.0, type=float, help="how far apart answers to these may be")
     return parser
 
 

@@ -1,94 +1,71 @@
-"""An input with a known answer: a worker that does not give the holder's answer never serves.
+"""Inputs with a known answer: a worker that does not give the holder's answer never serves.
 
-The inputs are made from the signature alone, so every process makes the same. Free dimensions are set to 1, then to 2:
-two sizes also show that the model can be resized, and which dimensions of the outputs are free. Inputs that may have
-any rank all have the same.
+What is run is a list of cases, each a shape for every input; the values are made from name and shape alone, so every
+process makes the same, or come from a sample that every process has. How the holder finds the cases: `search`.
 """
 
 from __future__ import annotations
 
 import hashlib
-import itertools
-from typing import Any, Callable, Dict, List, NamedTuple, Sequence, Tuple
+from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 import numpy as np
 
-from weightd.protocol.errors import InvalidArgument
 from weightd.protocol.messages import TensorSignature
 from weightd.protocol.tensors import NUMPY_DTYPE
-from weightd.worker.engines.base import Arrays, Engine, Signature, Spoilt
-
-Sizes = Tuple[int, ...]
+from weightd.protocol.worker_messages import Case, Cases
+from weightd.worker.engines.base import Arrays, Engine, Signature
 
 _SEED = 20_260_101
-# Which of these a model can run is found out by the holder. Some refuse both (small images, say): they have no canary.
-_CANDIDATES: Sequence[Sizes] = ((1, 2), (1,))
-# A batch of rows, of images, of sequences; then what is left.
-_RANKS = (2, 4, 3, 1, 0)
 
 
 class Canary(NamedTuple):
-    """The sizes it was run with, the digest of the answers, and the shapes of the outputs for each size.
+    """What it was run on, the digest of the answers, and the answers themselves.
 
-    No sizes: the model did not run on any. No digest: the model does not repeat its own answer. `rank` is that of the
-    inputs that may have any.
+    No cases: there is none. No digest: the model does not repeat its own answer. `note` says why, to an operator.
     """
 
-    sizes: Sizes
+    cases: Cases
     digest: str
-    shapes: List[Dict[str, Tuple[int, ...]]]
-    rank: int = 0
+    answers: Sequence[Arrays] = ()
+    note: str = ""
 
     @property
-    def note(self) -> str:
-        """What an operator should know about it."""
-        if not self.sizes:
-            return "no canary: the model does not run on an input made from its signature"
-        return "" if self.digest else "no canary: the model gives different answers to the same input"
+    def shapes(self) -> List[Dict[str, Tuple[int, ...]]]:
+        """The shapes of the outputs, for each case."""
+        return [{name: tuple(array.shape) for name, array in each.items()} for each in self.answers]
 
 
-def find(engine: Engine, rebuild: Callable[[], None]) -> Canary:
-    """Return the canary of the model that `engine` has built; `rebuild` is called where the search has spoilt it.
-
-    An engine that cannot be rebuilt stays spoilt, with a model that has no canary: it may share its weights, which no
-    predict changes, but must not predict.
-    """
-    shapes = [each.shape for each in engine.signature.inputs]
-    ranks = _RANKS if None in shapes else (0,)
-    fixed = all(shape is not None and all(dim >= 0 for dim in shape) for shape in shapes)
-    # Where the first failure is the last, only what nearly every model takes is tried.
-    all_sizes = _CANDIDATES if engine.can_rebuild and not fixed else ((1,),)
-    for rank, sizes in itertools.product(ranks, all_sizes):
-        try:
-            first = run(engine, sizes, rank)
-            again = run(engine, sizes, rank)
-        except InvalidArgument:
-            continue
-        except Spoilt:
-            if not engine.can_rebuild:
-                break
-            rebuild()
-            continue
-        return first if first.digest == again.digest else first._replace(digest="")
-    return Canary((), "", [])
-
-
-def run(engine: Engine, sizes: Sizes, rank: int = 0) -> Canary:
-    """Return the canary with the answers that `engine` gives now.
+def run(engine: Engine, cases: Cases, sample: Optional[Arrays] = None) -> Canary:
+    """Return the canary with the answers that `engine` gives now; `sample` is what it asks, if it is not made up.
 
     Raises:
         InvalidArgument: the engine refuses the inputs.
         Spoilt: the predict failed.
     """
+    return of(cases, [engine.predict(sample or inputs(engine.signature, case)) for case in cases])
+
+
+def of(cases: Cases, answers: Sequence[Arrays]) -> Canary:
+    """Return the canary with these answers."""
     state = hashlib.sha256()
-    shapes: List[Dict[str, Tuple[int, ...]]] = []
-    for size in sizes:
-        outputs = engine.predict(_inputs(engine.signature, size, rank))
+    for outputs in answers:
         for name, array in outputs.items():
             state.update(f"{name} {array.dtype.str} {array.shape}\n".encode())
             state.update(array.tobytes())
-        shapes.append({name: tuple(array.shape) for name, array in outputs.items()})
-    return Canary(sizes, state.hexdigest() if sizes else "", shapes, rank)
+    return Canary(cases, state.hexdigest() if cases else "", answers)
+
+
+def difference(one: Canary, other: Canary) -> float:
+    """Return how far two runs are apart: the largest difference as a share of the largest value of that output.
+
+    0 if they are equal bit for bit; infinite where they differ in their form, in whole numbers, or in what is finite.
+    """
+    if one.digest == other.digest:
+        return 0.0
+    if len(one.answers) != len(other.answers):
+        return float("inf")
+    return max(map(_apart, one.answers, other.answers))
 
 
 def observed(signature: Signature, canary: Canary) -> Signature:
@@ -113,17 +90,40 @@ def _observed_output(output: TensorSignature, shapes: List[Dict[str, Tuple[int, 
     return TensorSignature(output.name, output.datatype, dims)
 
 
-def _inputs(signature: Signature, size: int, rank: int) -> Arrays:
-    return {each.name: _array(each, size, rank) for each in signature.inputs}
+def inputs(signature: Signature, case: Case) -> Arrays:
+    """Return the inputs of one case."""
+    return {each.name: _array(each, case[each.name]) for each in signature.inputs}
 
 
-def _array(tensor: TensorSignature, size: int, rank: int) -> Any:
+def _array(tensor: TensorSignature, shape: Tuple[int, ...]) -> Any:
     # RandomState is the generator whose stream numpy promises never to change. Inputs differ, or a swap would not show.
     random = np.random.RandomState([_SEED, *tensor.name.encode()])
-    dims = (-1,) * rank if tensor.shape is None else tensor.shape
-    shape = tuple(size if dim < 0 else dim for dim in dims)
     dtype = np.dtype(NUMPY_DTYPE[tensor.datatype])
     if dtype.kind == "f":
         return np.asarray(random.uniform(-1.0, 1.0, shape), dtype=dtype)
     # 0 and 1 are indices that every embedding has.
     return np.asarray(random.randint(0, 2, shape), dtype=dtype)
+
+
+def _apart(one: Arrays, other: Arrays) -> float:
+    if one.keys() != other.keys():
+        return float("inf")
+    return max((_far(one[name], other[name]) for name in one), default=0.0)
+
+
+def _far(one: Any, other: Any) -> float:
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return float("inf")
+    if one.tobytes() == other.tobytes():
+        return 0.0
+    if one.dtype.kind != "f":
+        return float("inf")
+    a, b = one.astype(np.float64), other.astype(np.float64)
+    finite = np.isfinite(a)
+    if not np.array_equal(finite, np.isfinite(b)) or not np.array_equal(a[~finite], b[~finite], equal_nan=True):
+        return float("inf")
+    largest = float(abs(a[finite]).max(initial=0.0))
+    far = float(abs(a[finite] - b[finite]).max(initial=0.0))
+    if far == 0:
+        return 0.0  # 0 and -0
+    return far / largest if largest else float("inf")

@@ -21,9 +21,10 @@ import zmq
 from weightd.daemon import processes
 from weightd.daemon.processes import Process
 from weightd.daemon.sockets import bind, peer_pid, receive, send
+from weightd.protocol import limits
 from weightd.protocol.errors import RemoteProtocolError
 from weightd.protocol.wire import decode, encode
-from weightd.protocol.worker_messages import FROM_CHILD, Broken, ChildMessage, Failed, OrderMessage
+from weightd.protocol.worker_messages import FROM_CHILD, Broken, ChildMessage, Failed, OrderMessage, Probe, Probing
 
 M = TypeVar("M", bound=ChildMessage)
 
@@ -155,7 +156,7 @@ class Children:
 
     def order(self, name: str, order: OrderMessage, frames: Sequence[Any] = ()) -> None:
         """Send an order; a child that cannot be reached is dying, and `hear` will tell."""
-        send(self._socket, name.encode(), [encode(order), *frames])
+        send(self._socket, name.encode(), [encode(order, max_bytes=limits.MAX_CHILD_HEADER_BYTES), *frames])
 
     def hear(self, name: str, kind: type[M], step: str) -> tuple[M, Sequence[Any]]:
         """Wait for the child's next message, which must be a `kind`.
@@ -165,6 +166,10 @@ class Children:
         """
         _log.info("%s: %s", name, step)
         message, frames = self._next(name, step)
+        while isinstance(message, Probing):
+            if message.trying:
+                self.order(name, Probe())
+            message, frames = self._next(name, step)
         if isinstance(message, kind):
             return message, frames
         if isinstance(message, Broken):
@@ -211,7 +216,7 @@ class Children:
             if process is None or pid not in (None, process.pid):
                 continue  # nobody of ours
             try:
-                message: ChildMessage = decode(received.frames, FROM_CHILD)
+                message: ChildMessage = decode(received.frames, FROM_CHILD, max_bytes=limits.MAX_CHILD_HEADER_BYTES)
             except RemoteProtocolError as error:
                 raise Confused(f"{name}: {step}: it broke the protocol: {error}") from None
             self._heard[name].append(Heard(message, received.frames[1:]))

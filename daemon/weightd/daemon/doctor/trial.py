@@ -18,7 +18,18 @@ from typing import TypeVar
 from weightd.daemon.doctor.children import ChildError, Children, Confused
 from weightd.protocol.datatypes import ITEM_BYTES
 from weightd.protocol.messages import TensorSignature, TensorSpec
-from weightd.protocol.worker_messages import Allow, Allowed, Attach, Attached, Build, Built, Hello, Predict, Result
+from weightd.protocol.worker_messages import (
+    Allow,
+    Allowed,
+    Attach,
+    Attached,
+    Build,
+    Built,
+    Case,
+    Hello,
+    Predict,
+    Result,
+)
 
 T = TypeVar("T")
 
@@ -147,14 +158,14 @@ def _build(children: Children, pids: tuple[str, ...]) -> Built:
 
 
 def _attach(children: Children, name: str, built: Built) -> Attached:
-    children.order(name, Attach(built.handle, built.canary_sizes, built.canary_rank))
+    children.order(name, Attach(built.handle, built.canary_cases))
     return children.hear(name, Attached, "build with the handle")[0]
 
 
 def _attach_new(children: Children, name: str, built: Built, handle: str) -> Attached:
     _start(children, name)
     try:
-        children.order(name, Attach(handle, built.canary_sizes, built.canary_rank))
+        children.order(name, Attach(handle, built.canary_cases))
         return children.hear(name, Attached, "build with the handle" if handle else "build a copy of its own")[0]
     finally:
         # Its place and memory are given back before the next step takes some.
@@ -181,15 +192,15 @@ _FLOAT_CODES = {"FP16": "e", "FP32": "f", "FP64": "d"}
 
 
 def inputs(built: Built) -> tuple[tuple[TensorSpec, ...], list[bytes]]:
-    """Return an input of the model; free dimensions are of a size that it is known to run with."""
-    size = built.canary_sizes[0] if built.canary_sizes else 1
-    specs = tuple(_spec(each, size, built.canary_rank) for each in built.inputs)
+    """Return an input of the model, of a shape that it is known to run with."""
+    case = built.canary_cases[0] if built.canary_cases else {}
+    specs = tuple(_spec(each, case) for each in built.inputs)
     return specs, [_frame(each.datatype, math.prod(each.shape)) for each in specs]
 
 
-def _spec(tensor: TensorSignature, size: int, rank: int) -> TensorSpec:
-    shape = (-1,) * rank if tensor.shape is None else tensor.shape
-    return TensorSpec(tensor.name, tensor.datatype, tuple(size if dim < 0 else dim for dim in shape))
+def _spec(tensor: TensorSignature, case: Case) -> TensorSpec:
+    shape = case.get(tensor.name, tuple(1 if dim < 0 else dim for dim in tensor.shape or ()))
+    return TensorSpec(tensor.name, tensor.datatype, shape)
 
 
 def _frame(datatype: str, count: int) -> bytes:

@@ -105,8 +105,8 @@ def _attach(attached: ChildError | None) -> Finding:
 def _answer(built: Built, attached: Attached) -> Finding:
     if not built.canary:
         # As `serve` says it.
-        found = f"{built.note or 'no canary'}: nothing else shows that a worker computes on the right weights"
-        return failed(ANSWER, found, "set sharing to off, or use another model")
+        found = f"no canary: {built.canary_note}: nothing else shows that a worker computes on the right weights"
+        return failed(ANSWER, found, "name an input with the key canary, or set sharing to off")
     if built.canary != attached.canary:
         found = f"holder {built.canary[:12]}, worker {attached.canary[:12]}"
         return failed(ANSWER, found, "do not share this model: the worker computes something else")

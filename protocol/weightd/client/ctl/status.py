@@ -146,6 +146,8 @@ def _generation(generation: GenerationStatus, prefix: str) -> Iterator[str]:
     yield f"  generation {generation.number} on {clean(generation.device)}: {clean(state)}{sha256}"
     if generation.cause:
         yield from paragraph("cause", generation.cause, "    ")
+    if generation.canary:
+        yield from paragraph("canary", generation.canary, "    ")
     if generation.processes:
         yield from table([_HEADING, *(_row(process, prefix) for process in generation.processes)], _LEFT, "    ")
     for process in generation.processes:

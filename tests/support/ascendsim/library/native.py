@@ -74,7 +74,15 @@ class _Card:
         except faults.Garbage:
             outputs = self._process.run(inputs)
             return None if outputs is None else [-1 - each for each in outputs]
-        return self._process.run(inputs)
+        return self._noisy(self._process.run(inputs))
+
+    def _noisy(self, outputs: Optional[List[Floats]]) -> Optional[List[Floats]]:
+        noise = self._driver.switches.noise
+        if outputs is None or not noise:
+            return outputs
+        # Of a process and a predict: no two are equal.
+        random = np.random.RandomState([os.getpid(), self._driver.count("noise")])
+        return [each * (1 + noise * random.rand(*each.shape)).astype(np.float32) for each in outputs]
 
     def update(self, weights: Dict[str, Floats]) -> bool:
         return self._process.update(weights)

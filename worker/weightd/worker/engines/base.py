@@ -105,6 +105,8 @@ class Engine(abc.ABC):
     name: ClassVar[str]
     traits: Traits
     can_rebuild: ClassVar[bool] = True
+    spoils: ClassVar[bool] = True
+    """Whether a predict may leave the model so that a later answer is wrong in silence."""
 
     @abc.abstractmethod
     def versions(self) -> Dict[str, str]:

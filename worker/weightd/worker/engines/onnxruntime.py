@@ -31,6 +31,7 @@ class OnnxRuntime(CpuEngine):
     """Runs an ONNX model. The library checks inputs itself and a refused input leaves the session intact."""
 
     name = "onnxruntime"
+    spoils = False  # a session keeps nothing from one run to the next
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)

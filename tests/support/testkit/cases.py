@@ -1,0 +1,23 @@
+"""Inputs of the canary that tests run, made from a signature; and the search for them, with nobody who is told."""
+
+from __future__ import annotations
+
+from typing import Callable
+
+from weightd.protocol.worker_messages import Build, Cases
+from weightd.worker import search
+from weightd.worker.canary import Canary
+from weightd.worker.engines.base import Engine, Signature
+
+
+def of(signature: Signature, *sizes: int) -> Cases:
+    """One case for each size: that of every free dimension."""
+    return tuple(
+        {each.name: tuple(size if dim < 0 else dim for dim in each.shape or ()) for each in signature.inputs}
+        for size in sizes
+    )
+
+
+def found(engine: Engine, rebuild: Callable[[], None]) -> Canary:
+    """The canary that a holder finds which knows nothing."""
+    return search.find(engine, Build(()), rebuild, lambda trying, unfit: None)
