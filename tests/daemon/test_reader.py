@@ -27,7 +27,7 @@ def pair() -> Iterator[tuple[Socket, Socket]]:
 
 
 def drain(reader: Reader) -> tuple[list[int], float]:
-    """Read until there is nothing left; return how many frames each message had, and the longest CPU time of one read."""
+    """Read until nothing is left; return how many frames each message had, and the longest CPU time of one read."""
     counts: list[int] = []
     longest = 0.0
     while not counts or reader.has_rest or counts[-1] != 1:

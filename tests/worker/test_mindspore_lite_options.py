@@ -47,7 +47,7 @@ class Library(types.ModuleType):
             get_outputs = get_inputs
 
             def get_model_info(self, key: str) -> str:
-                return library.info[key]
+                return library.info.get(key, "")
 
         self.Context = Context
         self.Model: Any = Model

@@ -132,8 +132,10 @@ class MindSporeLiteAscend(MindSporeLite):
 
     @property
     def gears(self) -> Gears:
-        """What the converter has recorded; it does so for ge.dynamicDims alone."""
-        info = self._model.get_model_info
+        """What the converter has recorded; it does so for ge.dynamicDims alone. Libraries before 2.7 do not tell."""
+        info = getattr(self._model, "get_model_info", None)
+        if info is None:
+            return ()
         return recorded(self.signature.inputs, info("dynamic_dims"), info("input_shape"))
 
     def predict(self, inputs: Arrays) -> Arrays:
