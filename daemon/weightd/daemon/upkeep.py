@@ -30,7 +30,7 @@ _LARGE_BYTES = 1024 * 1024
 # What the daemon itself may come to take.
 _OWN_BYTES = 64 * 1024 * 1024
 
-# Less than this is not worth giving back.
+# If memory changes by more than this without any traffic, the library has freed something late, and kept some of it.
 _SLACK_BYTES = 8 * 1024 * 1024
 
 
@@ -56,10 +56,10 @@ class Upkeep:
         self._outbox = outbox
         self._peers = peers
         self._seen = 0.0
-        self._was_large = 0.0
+        self._was_large = self._trimmed = float("-inf")
         self._ended = float("-inf")
         # What it had at the beginning, and after it was last given back.
-        self._begin = self._least = memory.private_bytes()
+        self._begin = self._left = memory.private_bytes()
 
     def seen(self, now: float) -> None:
         """A message has come, or a connection has come or gone."""
@@ -80,19 +80,22 @@ class Upkeep:
             uncounted = self._uncounted(memory.private_bytes())
             if uncounted > self._room.most:
                 self._end_one(uncounted, now)
-        elif now >= self._was_large + _QUIET_S and private > self._least + _SLACK_BYTES:
-            self._give_back()
+        elif now >= self._was_large + _QUIET_S and (
+            self._trimmed < self._was_large or abs(private - self._left) > _SLACK_BYTES
+        ):
+            self._give_back(now)
         is_over = not self._peers.connections and now >= max(self._seen, self._was_large) + 2 * _QUIET_S
         self.next_event = float("inf") if is_over else now + INTERVAL_S
 
     def _uncounted(self, private: int) -> int:
         return private - self._begin - _OWN_BYTES - self._room.held - self._outbox.orphaned()
 
-    def _give_back(self) -> None:
+    def _give_back(self, now: float) -> None:
         self._outbox.forget_written()
         if self._room.held <= _LARGE_BYTES and not self._outbox.orphaned():
             memory.trim()
-            self._least = memory.private_bytes()
+            self._trimmed = now
+            self._left = memory.private_bytes()
 
     def _end_one(self, uncounted: int, now: float) -> None:
         """Hang up whoever is the most likely to be sending what does not end."""
