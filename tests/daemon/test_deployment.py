@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import signal
 from collections.abc import Callable
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from weightd.daemon.actions import Dismiss, Enlist, Forget, Kill, Pin, Role, Send, Spawn
 from weightd.daemon.budget import MIB, Device, Need
 from weightd.daemon.deployment import Deployment, Policy
+from weightd.daemon.ends import End
 from weightd.daemon.generation import Generation
 from weightd.daemon.plan import Limits, Source
 from weightd.daemon.restarts import MAX_FAILED_STARTS
@@ -105,7 +107,7 @@ class Stage:
 
     def exit(self, *names: str) -> Stage:
         for name in names:
-            self.of(name).exited(name, "killed by SIGKILL", self.now)
+            self.of(name).exited(name, End(-signal.SIGSEGV), self.now)
             self.settled()
         return self
 
@@ -149,16 +151,16 @@ def test_a_first_holder_that_is_killed_is_tried_again_a_few_times(caplog: pytest
         stage.exit(f"{label}.holder", f"{label}.w1", f"{label}.w2")
         assert stage.deployment.failed == (number == 3)
         # A person is needed once nothing else is tried, and told once.
-        failed = "m.3 failed: m.3.holder: killed by SIGKILL; no other is tried on ascend:0"
+        failed = "m.3 failed: m.3.holder: killed by SIGSEGV; no other is tried on ascend:0"
         assert errors(caplog) == ([failed] if number == 3 else [])
         # Once, with what follows from it.
         assert of_holders(caplog)[number - 1 :] == [
-            failed if number == 3 else f"{label} failed: {label}.holder: killed by SIGKILL"
+            failed if number == 3 else f"{label} failed: {label}.holder: killed by SIGSEGV"
         ]
         if number < 3:
             assert stage.deployment.busy
             stage.tick_when_due()
-    assert stage.deployment.cause == "m.3.holder: killed by SIGKILL"
+    assert stage.deployment.cause == "m.3.holder: killed by SIGSEGV"
 
 
 def test_a_first_holder_that_says_what_is_wrong_is_believed() -> None:
@@ -394,15 +396,19 @@ def test_overlapping_without_room_it_goes_on_with_what_is_left_and_tries_later_a
     assert errors(caplog) == []
 
 
-def test_it_gives_up_where_nobody_serves_and_no_other_one_can() -> None:
+def test_what_has_served_is_tried_again_for_ever_and_later_and_later() -> None:
     stage = Stage(frozen=False).loads("m.1").exit("m.1.holder", "m.1.w1", "m.1.w2")
-    for number in range(2, 2 + MAX_FAILED_STARTS):
-        assert not stage.deployment.failed
+    waits: list[float] = []
+    for number in range(2, 20):
+        before = stage.now
         if stage.standing()[1] == "":
             stage.tick_when_due()
+        waits.append(stage.now - before)
         stage.pinned().exit(*(f"m.{number}.{name}" for name in ("holder", "w1", "w2")))
-    assert (stage.deployment.failed, stage.deployment.busy) == (True, False)
-    assert stage.deployment.cause == f"m.{1 + MAX_FAILED_STARTS}.holder: killed by SIGKILL"
+        assert (stage.deployment.failed, stage.deployment.busy) == (False, True)
+        assert stage.deployment.cause == f"m.{number}.holder: killed by SIGSEGV"
+    assert waits[:3] == pytest.approx([0.0, 0.1, 0.2])
+    assert waits[-1] == pytest.approx(30.0)
 
 
 def test_one_that_is_invalid_is_followed_at_once_and_later_if_it_did_not_live_long() -> None:

@@ -31,7 +31,9 @@ def test_ctrl_c_ends_it_without_a_word(module: str, status: int, tmp_path: Path)
     (tmp_path / f"{module}.py").write_text(WAITS, "utf-8")
     program = PROGRAM
     if module == "waits":
-        program = "from weightd.daemon import __main__; __main__.ConfigFile = lambda *_: __import__('waits')\n" + program
+        program = (
+            "from weightd.daemon import __main__; __main__.ConfigFile = lambda *_: __import__('waits')\n" + program
+        )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])}
     pipe = subprocess.PIPE
     command = [sys.executable, "-c", program, "serve", "weightd.toml"]

@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import logging
+import signal
 
 import pytest
 
 from weightd.daemon.actions import Action, Dismiss, Enlist, Kill, Pin, Role, Send, Spawn
+from weightd.daemon.ends import End
 from weightd.daemon.generation import (
     ABORT_TIMEOUT_S,
     ALLOW_TIMEOUT_S,
@@ -104,8 +106,8 @@ class Life:
         self.actions()
         return self
 
-    def exit(self, name: str, how: str = "exited with status 3") -> list[Action]:
-        self.generation.exited(name, how, self.now)
+    def exit(self, name: str, end: End | None = None) -> list[Action]:
+        self.generation.exited(name, end or End(3), self.now)
         return self.actions()
 
     def tick_at(self, now: float) -> list[Action]:
@@ -236,7 +238,7 @@ def test_weights_that_are_not_shared_are_a_warning_for_each_cause(
             life.generation.hello(name, hello(CPU), life.now)
             life.generation.attached(name, attached, life.now)
             life.exit(name)
-    warnings = [each for each in caplog.records if "lost" not in each.getMessage()]
+    warnings = [each for each in caplog.records if "weights" in each.getMessage()]
     assert [each.getMessage() for each in warnings] == [f"m.1: {note}" for note in told]
     assert {each.levelname for each in warnings} <= {"WARNING"}
 
@@ -295,8 +297,8 @@ def test_a_holder_that_dies_before_it_has_built_ends_it(greeted: bool) -> None:
         life.greet()
         life.actions()
     stop: Action = Send("m.1.w1", Stop()) if greeted else Kill("m.1.w1")
-    assert life.exit(HOLDER, "killed by SIGKILL") == [stop]
-    assert (life.state(), life.generation.cause) == (GenerationState.FAILED, f"{HOLDER}: killed by SIGKILL")
+    assert life.exit(HOLDER, End(-signal.SIGSEGV)) == [stop]
+    assert (life.state(), life.generation.cause) == (GenerationState.FAILED, f"{HOLDER}: killed by SIGSEGV")
 
 
 def test_on_the_cpu_nothing_is_lost_with_a_holder_that_has_built() -> None:
@@ -317,7 +319,7 @@ def test_on_the_cpu_nothing_is_lost_with_a_holder_that_has_built() -> None:
 def test_where_the_memory_is_the_holders_all_is_lost_with_it() -> None:
     life = Life(workers=1, traits=CARD).serving()
     # It gets no time to finish: what it computes on may be anything.
-    assert life.exit(HOLDER, "killed by SIGSEGV") == [Dismiss("m.1.w1"), Kill("m.1.w1")]
+    assert life.exit(HOLDER, End(-signal.SIGSEGV)) == [Dismiss("m.1.w1"), Kill("m.1.w1")]
     cause = f"{HOLDER}: killed by SIGSEGV; the shared weights are invalid without it"
     assert (life.state(), life.generation.cause) == (GenerationState.FAILED, cause)
     assert life.generation.invalid
@@ -399,7 +401,7 @@ def test_a_child_that_never_says_hello_is_killed(load_timeout: float, patience: 
     assert life.child("m.1.w1").state is ChildState.STOPPING
     # It is not killed a second time, and its exit is no second loss.
     assert life.tick_at(life.now + 0.1) == [Spawn("m.1.w2", Role.WORKER)]
-    life.exit("m.1.w1", "killed by SIGKILL")
+    life.exit("m.1.w1", End(-signal.SIGKILL))
     assert life.generation.cause == "m.1.w1: spawned took too long"
 
 
@@ -418,7 +420,7 @@ def test_workers_attach_strictly_one_after_another() -> None:
 
 def test_the_next_one_attaches_when_one_dies_attaching() -> None:
     life = Life(workers=2).built()
-    assert life.exit("m.1.w1", "killed by SIGSEGV") == [Send("m.1.w2", Attach("/store", ({"x": (2,)},)))]
+    assert life.exit("m.1.w1", End(-signal.SIGSEGV)) == [Send("m.1.w2", Attach("/store", ({"x": (2,)},)))]
     assert life.generation.cause == "m.1.w1: killed by SIGSEGV"
     assert life.tick_when_due() == [Spawn("m.1.w3", Role.WORKER)]
     life.generation.attached("m.1.w2", ATTACHED, life.now)
@@ -482,7 +484,7 @@ def test_a_worker_that_leaves_is_replaced_at_once_and_may_finish_leaving() -> No
     life.generation.leaving("m.1.w1", life.now)
     assert life.actions() == [Dismiss("m.1.w1"), Send("m.1.w1", Stop()), Spawn("m.1.w2", Role.WORKER)]
     assert life.generation.cause == ""
-    assert life.exit("m.1.w1", "exited with status 75") == []
+    assert life.exit("m.1.w1", End(75)) == []
     assert list(life.generation.children) == [HOLDER, "m.1.w2"]
 
 
@@ -547,15 +549,30 @@ def _one_serves_and_the_other_never_starts() -> Life:
     return life
 
 
-def test_those_that_serve_go_on_when_it_gives_up_the_others() -> None:
+def test_those_that_serve_go_on_while_it_tries_the_others_again(caplog: pytest.LogCaptureFixture) -> None:
     life = _one_serves_and_the_other_never_starts()
-    assert life.state() is GenerationState.SERVING
-    assert life.generation.next_tick == float("inf")
-    assert life.tick_at(life.now + 1e6) == []
-    assert life.generation.cause == "m.1.w4: exited with status 3"
+    assert life.generation.complete
+    assert (life.generation.progress, life.generation.cause) == (
+        "serving 1/2, backing off",
+        "m.1.w4: exited with status 3",
+    )
+    waits: list[float] = []
+    for number in range(5, 25):
+        waits.append(life.generation.next_tick - life.now)
+        assert life.tick_when_due() == [Spawn(f"m.1.w{number}", Role.WORKER)]
+        assert life.generation.progress == "attaching 1/2"
+        life.exit(f"m.1.w{number}")
+    assert waits[0] > 0.25
+    assert 22.5 <= max(waits) <= 30.0
+    assert "m.1: the next worker is started in" in caplog.text
+    # Whatever was wrong is over.
+    life.tick_when_due()
+    life.greet("m.1.w25")
+    life.generation.attached("m.1.w25", ATTACHED, life.now)
+    assert life.generation.progress == "serving"
 
 
-def test_it_settles_when_it_has_given_up_the_others() -> None:
+def test_it_settles_while_the_others_cannot_start() -> None:
     life = Life(workers=2).built()
     life.generation.attached("m.1.w1", ATTACHED, life.now)
     life.exit("m.1.w2")
@@ -568,13 +585,29 @@ def test_it_settles_when_it_has_given_up_the_others() -> None:
 
 
 @pytest.mark.parametrize("how", ["dies", "leaves"])
-def test_it_fails_when_the_last_one_that_served_goes(how: str) -> None:
+def test_one_that_has_served_is_not_given_up_when_the_last_one_goes(how: str) -> None:
     life = _one_serves_and_the_other_never_starts()
     if how == "dies":
-        life.generation.exited("m.1.w1", "killed by SIGKILL", life.now)
+        life.generation.exited("m.1.w1", End(-signal.SIGKILL), life.now)
     else:
         life.generation.leaving("m.1.w1", life.now)
-    assert (life.state(), life.generation.cause) == (GenerationState.FAILED, "m.1.w4: exited with status 3")
+    assert life.state() is GenerationState.SERVING
+    spawned = [each for each in [*life.actions(), *life.tick_when_due()] if isinstance(each, Spawn)]
+    assert spawned == [Spawn(f"m.1.w{number}", Role.WORKER) for number in (5, 6)]
+
+
+def test_one_whose_workers_die_as_soon_as_they_serve_is_not_given_up() -> None:
+    life = Life(workers=1).serving()
+    for number in range(1, 50):
+        life.exit(f"m.1.w{number}")
+        if number > 1:
+            assert life.generation.progress == "serving 0/1, backing off"
+            assert life.generation.cause.startswith("workers die before they have answered anything; the last: m.1.w")
+            life.tick_when_due()
+        life.greet(f"m.1.w{number + 1}")
+        life.generation.attached(f"m.1.w{number + 1}", ATTACHED, life.now)
+        life.actions()
+    assert life.state() is GenerationState.SERVING
 
 
 def test_one_that_is_still_on_its_way_is_waited_for() -> None:
@@ -683,8 +716,8 @@ def test_where_the_engine_lets_nobody_in_it_is_closed() -> None:
     assert life.generation.next_tick == float("inf")
     # The last one: nothing can be done but by another generation.
     life.exit("m.1.w3")
-    assert (life.state(), life.generation.renewable) == (GenerationState.FAILED, True)
-    assert life.generation.cause == "every worker is lost, and nobody can attach any more"
+    assert life.state() is GenerationState.FAILED
+    assert life.generation.cause.startswith("every worker is lost, and nobody can attach any more")
 
 
 def test_a_closed_one_needs_renewal_only_when_its_spares_are_used_up() -> None:
@@ -698,7 +731,7 @@ def test_a_closed_one_needs_renewal_only_when_its_spares_are_used_up() -> None:
     assert life.exit("m.1.w2") == [Enlist("m.1.w3")]
     assert not life.generation.needs_renewal
     life.exit("m.1.w3")
-    assert life.generation.renewable
+    assert life.state() is GenerationState.FAILED
 
 
 def test_a_holder_that_never_answers_closes_it() -> None:
@@ -758,7 +791,7 @@ def test_frozen_stops_those_who_are_not_attached_and_goes_on() -> None:
     life.generation.attached("m.1.w2", ATTACHED, life.now)
     assert life.actions() == [Enlist("m.1.w2")]
     assert life.generation.frozen
-    assert (life.generation.needs_renewal, life.generation.renewable, life.generation.complete) == (True, True, True)
+    assert (life.generation.needs_renewal, life.generation.complete) == (True, True)
     assert life.generation.progress == "serving 2/3, frozen: the holder is lost"
     # Nobody is started in the place of who is lost.
     assert life.exit("m.1.w1") == []
@@ -817,7 +850,7 @@ def test_without_sharing_the_holder_leaves_before_each_worker_loads_its_own() ->
     built = dataclasses.replace(BUILT, handle="")
     life.generation.holder_built(HOLDER, built, life.now)
     assert life.actions() == [Send(HOLDER, Stop())]
-    assert life.exit(HOLDER, "exited with status 0") == [Send("m.1.w1", Attach("", ({"x": (2,)},)))]
+    assert life.exit(HOLDER, End(0)) == [Send("m.1.w1", Attach("", ({"x": (2,)},)))]
     life.generation.attached("m.1.w1", ATTACHED, life.now)
     assert life.actions() == [Enlist("m.1.w1"), Send("m.1.w2", Attach("", ({"x": (2,)},)))]
     life.generation.attached("m.1.w2", ATTACHED, life.now)
@@ -836,7 +869,7 @@ def test_where_nothing_could_be_shared_it_leaves_too(traits: Traits) -> None:
     life = Life(workers=2, traits=traits).building()
     life.generation.holder_built(HOLDER, dataclasses.replace(BUILT, handle=""), life.now)
     assert life.actions() == [Send(HOLDER, Stop())]
-    assert life.exit(HOLDER, "exited with status 0") == [Send("m.1.w1", Attach("", ({"x": (2,)},)))]
+    assert life.exit(HOLDER, End(0)) == [Send("m.1.w1", Attach("", ({"x": (2,)},)))]
     for name in ("m.1.w1", "m.1.w2"):
         life.generation.attached(name, ATTACHED, life.now)
     life.actions()
@@ -981,7 +1014,7 @@ def test_nobody_is_known_by_a_name_that_was_never_given() -> None:
     generation.holder_built("other", BUILT, life.now)
     generation.attached("other", ATTACHED, life.now)
     generation.broken("other", Broken("x"), life.now)
-    generation.exited("other", "x", life.now)
+    generation.exited("other", End(3), life.now)
     assert (life.state(), life.actions(), list(generation.children)) == (GenerationState.SERVING, [], before)
 
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from weightd.daemon.actions import Dismiss, Enlist, Forget, Kill, Pin, Role, Send, Spawn
+from weightd.daemon.ends import End
 from weightd.daemon.generation import Child, Generation
 from weightd.daemon.plan import Limits
 from weightd.daemon.states import ACTIVE, COUNTED, LOADING, ChildState, GenerationState
@@ -162,7 +163,7 @@ class World(RuleBasedStateMachine):
     def exit(self, name: str) -> None:
         del self.processes[name]
         self.enlisted.discard(name)
-        self.generation.exited(name, "exited with status 3", self.now)
+        self.generation.exited(name, End(3), self.now)
         self.perform()
 
     def obey(self, name: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import signal
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from weightd.daemon.actions import Role
 from weightd.daemon.budget import Device
 from weightd.daemon.config import ModelConfig
+from weightd.daemon.ends import End
 from weightd.daemon.generation import Generation
 from weightd.daemon.model import Model
 from weightd.daemon.plan import Source
@@ -217,7 +219,7 @@ class Stage:
         """Every process of a generation exits, workers first."""
         mine = [name for name, _ in self.host.spawned if name.startswith(f"digits.{generation}.")]
         for name in [*mine[1:], mine[0]]:
-            self.model.exited(name, "exited with status 0", self.now)
+            self.model.exited(name, End(0), self.now)
         return self
 
     def updated(self, generation: int, path: str) -> Source:
@@ -269,9 +271,22 @@ def test_only_auto_on_a_card_falls_back_to_copies_in_each_process(
     assert stage.model.has_failed != bool(copies)
 
 
+def test_a_snapshot_that_takes_too_long_is_given_up() -> None:
+    stage = Stage()
+    stage.now = stage.model.next_tick
+    stage.model.tick(stage.now)
+    assert stage.host.unpinned == stage.host.sources
+    assert stage.model.main.cause == "no snapshot within load_timeout, 600 s"
+    assert stage.model.has_failed
+    # What becomes of its process is of no interest any more.
+    stage.model.pin_failed(stage.host.sources[0], "killed by SIGKILL", stage.now)
+    assert stage.model.main.cause == "no snapshot within load_timeout, 600 s"
+
+
 def test_the_next_tick_is_the_generations() -> None:
     stage = Stage(workers=1)
-    assert stage.model.next_tick == float("inf")
+    assert stage.model.next_tick == stage.now + stage.model.config.load_timeout
+    stage.now += 1.0
     stage.building()
     assert stage.model.next_tick == stage.now + stage.model.config.load_timeout
     stage.now = stage.model.next_tick
@@ -393,7 +408,7 @@ def test_a_spoilt_worker_gets_nothing_more_and_what_it_had_runs_elsewhere() -> N
     stage.says(W2, Result(four, (OUT,)))
     # The head of the queue is what the spoilt worker had.
     assert stage.host.predicts() == [(W2, three), (W2, five)]
-    stage.model.exited(W1, "exited with status 75", stage.now)
+    stage.model.exited(W1, End(75), stage.now)
     assert stage.host.refused() == []
     assert W1 not in stage.model.by_worker
 
@@ -402,11 +417,11 @@ def test_what_a_dead_worker_had_runs_elsewhere_once() -> None:
     stage = Stage(workers=2).serving()
     [number] = stage.submit(request())
     assert stage.host.predicts() == [(W1, number)]
-    stage.model.exited(W1, "killed by SIGKILL", stage.now)
+    stage.model.exited(W1, End(-signal.SIGSEGV), stage.now)
     assert stage.host.predicts() == [(W2, number)]
-    stage.model.exited(W2, "killed by SIGKILL", stage.now)
+    stage.model.exited(W2, End(-signal.SIGSEGV), stage.now)
     assert stage.host.refused() == [
-        (number, "INTERNAL", f"request id{number} was on 2 workers when they died, the last one killed by SIGKILL")
+        (number, "INTERNAL", f"request id{number} was on 2 workers when they died, the last one killed by SIGSEGV")
     ]
     assert stage.host.predicts() == []
     assert stage.model.deployments[0].main.state is GenerationState.SERVING
@@ -506,24 +521,24 @@ def test_an_update_that_fails_changes_nothing_and_who_asked_is_told_once(how: st
     if how == "no build":
         stage.says("digits.2.holder", Broken("not a model"))
     if how == "killed":
-        stage.model.exited("digits.2.holder", "killed by SIGKILL", stage.now)
+        stage.model.exited("digits.2.holder", End(-signal.SIGSEGV), stage.now)
     if how == "other inputs":
         stage.loads(2, workers=False, built=OTHER)
     if how == "no worker":
         stage.loads(2, workers=False)
         stage.says("digits.2.holder", Broken("gone"))
         for number in (1, 2, 3):
-            stage.model.exited(f"digits.2.w{number}", "killed by SIGKILL", stage.now)
+            stage.model.exited(f"digits.2.w{number}", End(-signal.SIGSEGV), stage.now)
             stage.now += 1.0
             stage.model.tick(stage.now)
     [(client, request_id, text)] = stage.host.errors
     causes = {
         "no snapshot": "no such file",
         "no build": "digits.2.holder: not a model",
-        "killed": "digits.2.holder: killed by SIGKILL",
+        "killed": "digits.2.holder: killed by SIGSEGV",
         "other inputs": "the new model is not a drop-in for the one that serves: inputs: "
         "expected x FP32 [-1, 2], got y FP32 [-1, 3]",
-        "no worker": "digits.2.w3: killed by SIGKILL",
+        "no worker": "digits.2.w3: killed by SIGSEGV",
     }
     assert (client, request_id, text) == (b"operator", "u1", f"not updated: {causes[how]}")
     assert stage.host.codes == [code]
@@ -676,13 +691,13 @@ def test_what_is_computed_on_lost_weights_is_dropped_and_run_again_without_blame
         stage.says(worker, Failed(number, "INVALID_ARGUMENT", "no such batch", leaving=False))
         assert (stage.host.answers, stage.host.refused()) == ([], [])
         if generation % 2:
-            stage.model.exited(holder, "killed by SIGSEGV", stage.now)
+            stage.model.exited(holder, End(-signal.SIGSEGV), stage.now)
             assert stage.host.killed[-1] == worker
             stage.says(worker, Result(number, (OUT,)))
-            stage.model.exited(worker, "killed by SIGKILL", stage.now)
+            stage.model.exited(worker, End(-signal.SIGKILL), stage.now)
         else:
             # The worker died of it, and is told of first.
-            stage.model.exited(worker, "killed by SIGSEGV", stage.now)
+            stage.model.exited(worker, End(-signal.SIGSEGV), stage.now)
             stage.goes(generation)
         stage.loads(generation + 1)
         assert stage.host.predicts() == [(f"digits.{generation + 1}.w1", number)]
@@ -692,7 +707,7 @@ def test_what_is_computed_on_lost_weights_is_dropped_and_run_again_without_blame
 
 def test_a_deadline_while_nobody_serves_tells_why_nobody_does() -> None:
     stage = Stage(workers=1, devices=("ascend:0",), traits=CARD).serving()
-    stage.model.exited("digits.1.holder", "killed by SIGSEGV", stage.now)
+    stage.model.exited("digits.1.holder", End(-signal.SIGSEGV), stage.now)
     [number] = stage.submit(request(deadline=1005.0))
     stage.goes(1)
     stage.model.tick(1005.0)
@@ -722,16 +737,19 @@ def test_when_it_fails_everyone_who_waits_is_told_why() -> None:
     assert stage.model.has_failed
 
 
-def test_when_it_fails_what_runs_may_still_be_answered() -> None:
+def test_when_a_generation_fails_what_runs_may_still_be_answered_and_the_rest_waits_for_the_next() -> None:
     stage = Stage(workers=1).serving()
     first, second, third = stage.submit(request(), request(), request())
+    stage.host.predicts()
     stage.model.deployments[0].main.failed("whatever", stage.now)
     stage.says(W1, Broken("what it says after that"))
-    assert stage.host.refused() == [(third, "FAILED_PRECONDITION", "digits failed: whatever")]
     stage.says(W1, Result(first, (OUT,)))
     assert [number for number, _, _ in stage.host.answers] == [first]
-    stage.model.exited(W1, "killed by SIGKILL", stage.now)
-    assert stage.host.refused() == [(second, "FAILED_PRECONDITION", "digits failed: whatever")]
+    stage.model.exited(W1, End(-signal.SIGSEGV), stage.now)
+    assert stage.host.refused() == []
+    stage.goes(1)
+    stage.loads(2)
+    assert stage.host.predicts() == [("digits.2.w1", second), ("digits.2.w1", third)]
 
 
 def test_a_broken_holder_fails_it() -> None:
@@ -752,9 +770,9 @@ def test_draining_gives_up_what_waits_and_finishes_what_runs() -> None:
     stage.says(W1, Result(first, (OUT,)))
     stage.says(W1, Result(second, (OUT,)))
     assert len(stage.host.answers) == 2
-    stage.model.exited(W1, "exited with status 0", stage.now)
+    stage.model.exited(W1, End(0), stage.now)
     assert stage.host.orders[-1] == (HOLDER, Stop())
-    stage.model.exited(HOLDER, "exited with status 0", stage.now)
+    stage.model.exited(HOLDER, End(0), stage.now)
     assert stage.model.deployments[0].main.state is GenerationState.GONE
     assert stage.host.refused() == []
 
@@ -764,9 +782,9 @@ def test_what_a_worker_has_not_answered_when_it_is_gone_is_answered_at_the_end()
     [number] = stage.submit(request())
     stage.model.metadata(b"curious", "7")
     stage.model.drain(stage.now)
-    stage.model.exited(W1, "killed by SIGKILL", stage.now)
+    stage.model.exited(W1, End(-signal.SIGSEGV), stage.now)
     assert stage.host.predicts() == [(W1, number)]
-    stage.model.exited(HOLDER, "exited with status 0", stage.now)
+    stage.model.exited(HOLDER, End(0), stage.now)
     assert stage.host.refused() == [(number, "UNAVAILABLE", "digits is being unloaded")]
     assert stage.model.scheduler.idle
 
@@ -778,7 +796,7 @@ def test_draining_while_it_loads_answers_everyone() -> None:
     stage.model.drain(stage.now)
     assert stage.host.refused() == [(number, "UNAVAILABLE", "weightd is stopping")]
     for name in (W1, HOLDER):
-        stage.model.exited(name, "exited with status 0", stage.now)
+        stage.model.exited(name, End(0), stage.now)
     assert stage.host.errors == [(b"curious", "7", "digits is being unloaded")]
     assert stage.model.deployments[0].main.state is GenerationState.GONE
 
@@ -792,6 +810,6 @@ def test_only_on_a_card_another_generation_follows_one_that_cannot_share(device:
     model.pinned(host.sources[0], SNAPSHOT, 0.0)
     model.heard(HOLDER, Broken("no handle"), (), 0.0)
     for name in (HOLDER, W1):
-        model.exited(name, "killed by SIGKILL", 0.0)
+        model.exited(name, End(-signal.SIGKILL), 0.0)
     assert len({name.rpartition(".")[0] for name, _ in host.spawned}) == generations
     assert model.has_failed == (device == "cpu")

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import signal
 
 import pytest
 
 from weightd.daemon.budget import Device
+from weightd.daemon.contents import SLICE_BYTES
+from weightd.daemon.ends import By, End
+from weightd.daemon.guard import MAX_LOSSES
 from weightd.daemon.model import Model
+from weightd.daemon.request import Origin, Request
 from weightd.daemon.states import GenerationState
-from weightd.protocol.errors import Internal, Unavailable
+from weightd.daemon.suspects import NEAR_DEATHS
+from weightd.protocol.errors import Internal, ResourceExhausted, Unavailable
 from weightd.protocol.messages import TensorSpec
 from weightd.protocol.version import VERSION
 from weightd.protocol.worker_messages import (
@@ -69,7 +75,7 @@ def test_a_worker_that_computes_for_too_long_is_aborted_killed_and_replaced() ->
     # What it says now, nobody hears.
     stage.says(W1, Result(first, (OUT,)))
     assert [number for number, _, _ in stage.host.answers] == [second]
-    stage.model.exited(W1, "killed by SIGKILL", stage.now)
+    stage.model.exited(W1, End(-signal.SIGKILL), stage.now)
     assert stage.model.deaths == 1
     assert stage.host.refused() == []
 
@@ -92,7 +98,7 @@ def test_a_content_that_workers_hang_in_is_kept_from_the_next_one() -> None:
         [number] = stage.submit(request())
         [(worker, _)] = stage.host.predicts()
         passes(stage, 60.0)
-        stage.model.exited(worker, "killed by SIGABRT", stage.now)
+        stage.model.exited(worker, End(-signal.SIGABRT), stage.now)
         [(refused, code, _)] = stage.host.refused()
         assert (refused, code) == (number, "DEADLINE_EXCEEDED")
     with pytest.raises(Internal, match="workers died of this content or hung in it"):
@@ -105,9 +111,9 @@ def test_a_content_that_workers_hang_in_is_kept_from_the_next_one() -> None:
 def test_a_content_that_workers_died_of_is_kept_from_the_next_one_and_so_are_its_equals() -> None:
     stage = Stage().serving()
     numbers = stage.submit(request())
-    stage.model.exited(W1, "killed by SIGSEGV: what it said", stage.now)
+    stage.model.exited(W1, End(-signal.SIGSEGV, "what it said"), stage.now)
     numbers += stage.submit(*(request() for _ in range(6)))
-    stage.model.exited(W2, "killed by SIGSEGV: what it said", stage.now)
+    stage.model.exited(W2, End(-signal.SIGSEGV, "what it said"), stage.now)
     refused = stage.host.refused()
     words = "was on 2 workers when they died, the last one killed by SIGSEGV"
     assert refused[0] == (numbers[0], "INTERNAL", f"request id{numbers[0]} {words}")
@@ -115,6 +121,200 @@ def test_a_content_that_workers_died_of_is_kept_from_the_next_one_and_so_are_its
     assert {code for _, code, _ in refused} == {"INTERNAL"}
     with pytest.raises(Internal):
         stage.submit(request())
+
+
+# --- whose death it is ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        End(-signal.SIGKILL),
+        End(-signal.SIGTERM),
+        End(-signal.SIGKILL, by=By.KERNEL),
+        End(-signal.SIGABRT, by=By.DAEMON),
+        End(None, by=By.KEEPER),
+    ],
+)
+def test_a_death_that_came_from_outside_blames_no_request_and_no_client(end: End) -> None:
+    stage = Stage().serving()
+    [number] = stage.submit(request())
+    for _ in range(MAX_LOSSES - 1):
+        [(worker, given)] = stage.host.predicts()
+        assert given == number
+        stage.model.exited(worker, end, stage.now)
+        returns(stage)
+    assert stage.host.refused() == []
+    assert stage.model.guard.quarantine.count(stage.now) == 0
+    assert stage.model.guard.suspects.names(stage.now) == []
+    assert len(some(stage, 1)) == 1
+
+
+@pytest.mark.parametrize(("by", "code"), [(By.UNKNOWN, "UNAVAILABLE"), (By.KERNEL, "RESOURCE_EXHAUSTED")])
+def test_whatever_ends_its_workers_no_request_runs_for_ever(by: By, code: str) -> None:
+    stage = Stage().serving()
+    [number] = stage.submit(request())
+    for _ in range(MAX_LOSSES):
+        [(worker, _)] = stage.host.predicts()
+        stage.model.exited(worker, End(-signal.SIGKILL, by=by), stage.now)
+        returns(stage)
+    [(refused, how, text)] = stage.host.refused()
+    assert (refused, how) == (number, code)
+    assert text.startswith(f"request id{number} was on 5 workers when they ended, the last one killed by SIGKILL (")
+    # It is no poison: who sends it again is served.
+    stage.submit(request())
+    assert len(stage.host.predicts()) == 1
+
+
+def returns(stage: Stage) -> None:
+    """Every worker that was started serves."""
+    stage.now += 40.0
+    stage.model.tick(stage.now)
+    stage.loads(1)
+
+
+# --- clients whose requests kill --------------------------------------------------------------------------------------
+
+
+HOSTILE = Origin("process 13 of user 7", "user 7")
+
+
+def poisons(stage: Stage, count: int) -> list[int]:
+    """Requests of one client, each of another content."""
+    made = [request() for _ in range(count)]
+    for each in made:
+        each.client, each.origin, each.frames = b"hostile", HOSTILE, (f"poison {next(_contents)}".encode(),)
+    return stage.submit(*made)
+
+
+def dies(stage: Stage, worker: str) -> None:
+    stage.model.exited(worker, End(-signal.SIGFPE), stage.now)
+
+
+def test_a_client_whose_requests_kill_workers_is_confined_to_one() -> None:
+    stage = Stage(workers=4, max_queue=50).serving()
+    hostile = poisons(stage, 12)
+    good = some(stage, 12)
+    for worker in (W1, W2, "digits.1.w3", "digits.1.w4"):
+        assert stage.model.guard.suspects.names(stage.now) == []
+        dies(stage, worker)
+    assert stage.model.guard.suspects.names(stage.now) == [HOSTILE.near]
+    stage.host.predicts()
+    returns(stage)
+    given = dict(stage.host.predicts())
+    assert len(given) == 4
+    assert sum(number in hostile for number in given.values()) == 1
+    [culprit] = [worker for worker, number in given.items() if number in hostile]
+    assert stage.model.scheduler.in_flight(culprit) == 1  # nobody waits behind it
+    assert stage.model.scheduler.queued == len(hostile) + len(good) - 1 - 1 - 6
+    assert not stage.model.has_failed
+
+
+def test_who_is_confined_and_kills_again_is_refused_for_a_while_and_others_are_not() -> None:
+    stage = Stage(workers=3).serving()
+    for _ in range(NEAR_DEATHS):
+        stage.model.guard.suspects.died(HOSTILE, 0.0, stage.now)
+    first, *others = poisons(stage, 3)
+    good = some(stage, 4)
+    given = stage.host.predicts()
+    assert [number for _, number in given] == [first, *good]
+    dies(stage, given[0][0])
+    refused = [(number, code) for number, code, _ in stage.host.refused()]
+    assert refused == [(first, "INTERNAL"), *((number, "RESOURCE_EXHAUSTED") for number in others)]
+    with pytest.raises(ResourceExhausted, match=r"^5 workers died of requests of process 13 of user 7") as error:
+        poisons(stage, 1)
+    assert error.value.retry_after == 10.0
+    assert len(some(stage, 1)) == 1
+    stage.now += 10.0
+    assert len(poisons(stage, 1)) == 1
+
+
+def test_a_client_whose_requests_hang_is_suspect_too() -> None:
+    stage = Stage(workers=4).serving()
+    poisons(stage, 4)
+    passes(stage, 60.0)
+    assert stage.model.guard.suspects.names(stage.now) == [HOSTILE.near]
+
+
+def test_a_request_that_killed_and_was_taken_back_counts_for_its_client() -> None:
+    stage = Stage(workers=4).serving()
+    for number in poisons(stage, 4):
+        stage.model.cancel(b"hostile", f"id{number}", stage.now)
+    for worker in (W1, W2, "digits.1.w3", "digits.1.w4"):
+        dies(stage, worker)
+    assert stage.model.guard.suspects.names(stage.now) == [HOSTILE.near]
+
+
+def test_who_killed_the_old_model_may_ask_the_new_one() -> None:
+    stage = Stage().serving()
+    for _ in range(9):
+        stage.model.guard.suspects.died(HOSTILE, 0.0, stage.now)
+    stage.updated(2, "/models/new.onnx")
+    poisons(stage, 1)
+
+
+# --- large contents ---------------------------------------------------------------------------------------------------
+
+MEGABYTE = 2**20
+
+
+def large(content: bytes) -> Request:
+    made = request()
+    made.frames, made.nbytes = (content,), len(content)
+    return made
+
+
+def test_a_large_content_is_looked_at_in_slices_while_it_waits() -> None:
+    stage = Stage().serving()
+    poison, other = bytes(MEGABYTE), bytes(600) + b"1" + bytes(MEGABYTE - 601)  # it has the same mark
+    stage.model.guard.quarantine.hold(large(poison), stage.now)
+    poisoned, good = stage.submit(large(poison), large(other))
+    assert (stage.host.predicts(), stage.model.next_tick) == ([], 0.0)
+    [unlike] = stage.submit(large(b"2" * MEGABYTE))  # it is not even looked at
+    assert [number for _, number in stage.host.predicts()] == [unlike]
+    ticks = 0
+    while stage.model.next_tick == 0.0:
+        stage.model.tick(stage.now)
+        ticks += 1
+    assert ticks == 2 * (MEGABYTE // SLICE_BYTES + 1)
+    assert [(number, code) for number, code, _ in stage.host.refused()] == [(poisoned, "INTERNAL")]
+    assert [number for _, number in stage.host.predicts()] == [good]
+
+
+def test_a_large_content_that_is_taken_back_is_looked_at_no_more() -> None:
+    stage = Stage().serving()
+    stage.model.guard.quarantine.hold(large(bytes(MEGABYTE)), stage.now)
+    [number] = stage.submit(large(bytes(MEGABYTE)))
+    stage.model.tick(stage.now)
+    stage.model.cancel(b"client", f"id{number}", stage.now)
+    stage.model.tick(stage.now)
+    assert stage.model.next_tick > stage.now
+
+
+def test_a_large_content_that_workers_died_of_is_known_a_moment_later() -> None:
+    stage = Stage().serving()
+    [number] = stage.submit(large(bytes(MEGABYTE)))
+    stage.host.predicts()
+    dies(stage, W1)
+    equal = stage.submit(large(bytes(MEGABYTE)), large(bytes(MEGABYTE)), large(bytes(MEGABYTE)))
+    dies(stage, W2)
+    assert [each for each, _, _ in stage.host.refused()] == [number]
+    while stage.model.guard.looks:
+        stage.model.tick(stage.now)
+    assert [each for each, _, _ in stage.host.refused()] == equal
+    assert stage.model.guard.quarantine.count(stage.now) == 1
+
+
+def test_a_large_content_that_was_answered_is_beyond_suspicion_a_moment_later() -> None:
+    stage = Stage(workers=1).serving()
+    stage.model.guard.quarantine.hung(large(bytes(MEGABYTE)), stage.now)
+    numbers = stage.submit(large(bytes(MEGABYTE)), large(bytes(MEGABYTE)))
+    for number in numbers:
+        stage.says(W1, Result(number, (OUT,)))
+    assert stage.model.next_tick == 0.0
+    while stage.model.guard.looks:
+        stage.model.tick(stage.now)
+    assert not stage.model.guard.quarantine.hung(large(bytes(MEGABYTE)), stage.now)
 
 
 # --- pings ------------------------------------------------------------------------------------------------------------
@@ -155,7 +355,7 @@ def test_a_worker_that_breaks_is_not_blamed_on_its_request() -> None:
     stage = Stage(workers=1).serving()
     [number] = some(stage, 1)
     stage.says(W1, Broken("the canary fails"))
-    stage.model.exited(W1, "exited with status 1", stage.now)
+    stage.model.exited(W1, End(1), stage.now)
     [waiting] = stage.model.scheduler.waiting()
     assert (waiting.number, waiting.deaths) == (number, 0)
 
@@ -173,7 +373,7 @@ def test_it_is_ready_while_a_worker_has_been_heard_of() -> None:
     stage.now += 20.0
     stage.says(W1, Result(number, (OUT,)))
     assert stage.model.unready(stage.now + 30.0) == ""
-    stage.model.exited(W1, "killed by SIGKILL", stage.now)
+    stage.model.exited(W1, End(-signal.SIGKILL), stage.now)
     assert stage.model.unready(stage.now) == "digits: no worker is there; they are being replaced"
 
 
@@ -207,7 +407,7 @@ def test_who_dies_of_a_damaged_store_is_not_blamed_on_its_request() -> None:
     stage = Stage().serving()
     [number] = some(stage, 1)
     stage.host.damaged.add("digits.1")
-    stage.model.exited(W1, "killed by SIGBUS", stage.now)
+    stage.model.exited(W1, End(-signal.SIGBUS), stage.now)
     [waiting] = stage.model.scheduler.waiting()
     assert (waiting.number, waiting.deaths) == (number, 0)
 
@@ -288,7 +488,7 @@ def test_what_a_worker_had_that_dies_while_its_model_leaves_is_the_successors() 
     old, new = Stage(workers=1).serving(), Stage(workers=1).serving()
     numbers = some(old, 2)
     old.model.drain(old.now, patience=60.0, replaced=True)
-    old.model.exited(W1, "killed by SIGKILL", old.now)
+    old.model.exited(W1, End(-signal.SIGKILL), old.now)
     assert old.host.refused() == []
     new.model.adopt(old.model, new.now)
     assert [number for _, number in new.host.predicts()] == numbers
@@ -298,7 +498,7 @@ def test_what_a_worker_had_that_dies_while_weightd_stops_is_given_up() -> None:
     stage = Stage(workers=1).serving()
     numbers = some(stage, 2)
     stage.model.drain(stage.now)
-    stage.model.exited(W1, "killed by SIGKILL", stage.now)
+    stage.model.exited(W1, End(-signal.SIGKILL), stage.now)
     assert [number for number, _, _ in stage.host.refused()] == numbers
 
 
@@ -399,14 +599,14 @@ def test_a_worker_that_has_answered_something_is_replaced_at_once_each_time(how:
         if how == "hangs":
             stage.says(worker, Pong("another"))
         else:
-            stage.model.exited(worker, "killed by SIGSEGV", stage.now)
+            stage.model.exited(worker, End(-signal.SIGSEGV), stage.now)
         assert heir in [name for name, _ in stage.host.spawned]
         stage.says(heir, Hello("1", SHA, {"weightd": VERSION}, CPU)).says(heir, Attached("canary", 4000))
 
 
 def test_who_is_dead_is_not_pinged() -> None:
     stage = Stage().serving()
-    stage.model.exited(W1, "killed by SIGKILL", stage.now)
+    stage.model.exited(W1, End(-signal.SIGKILL), stage.now)
     passes(stage, 15.0)
     assert orders(stage, Ping) == [(W2, Ping(canary=False))]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import signal
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -16,15 +17,18 @@ from weightd.daemon.actions import Role
 from weightd.daemon.budget import MIB, Device, on_card
 from weightd.daemon.config import ModelConfig
 from weightd.daemon.deployment import Deployment, Policy
+from weightd.daemon.ends import End
 from weightd.daemon.generation import Generation
+from weightd.daemon.guard import MAX_LOSSES
 from weightd.daemon.handover import ModelRecord
 from weightd.daemon.model import Model
 from weightd.daemon.plan import Source
 from weightd.daemon.ports import Snapshot
 from weightd.daemon.records import SealRecord
-from weightd.daemon.request import Request
+from weightd.daemon.request import Origin, Request
 from weightd.daemon.sources import Numbers
 from weightd.daemon.states import ACTIVE, ChildState
+from weightd.daemon.suspects import NEAR_DEATHS
 from weightd.protocol.errors import RequestError
 from weightd.protocol.messages import ModelMetadataResponse, TensorSignature, TensorSpec, UpdateResponse
 from weightd.protocol.schema import decode, plain
@@ -59,6 +63,11 @@ X = TensorSignature("x", "FP32", (4,))
 Z = TensorSignature("z", "FP32", (4,))
 SPEC = TensorSpec("x", "FP32", (4,))
 
+ANN, BOB, BEN = Origin("ann 1", "ann"), Origin("bob 2", "bob"), Origin("bob 3", "bob")
+CLIENTS = [ANN, BOB, BEN]
+# They differ where the mark of a content does not look.
+LARGE = [bytes(10_000), bytes(300) + b"1" + bytes(9_699)]
+
 # What a file's name says becomes of it.
 GOOD, UNREADABLE, UNBUILDABLE, OTHER_INPUTS = "/good.onnx", "/unreadable.onnx", "/unbuildable.onnx", "/other.onnx"
 
@@ -75,6 +84,7 @@ class Process:
         self.weights = False  # it has built or attached, or is about to
         self.killed = False
         self.dead = False  # and its model may not know yet
+        self.crashes = False  # by itself, not by somebody's signal
         self.returns = False  # it has not said yet that it is connected to the next daemon
 
     @property
@@ -100,6 +110,9 @@ class ModelWorld(RuleBasedStateMachine):
         self.requests: dict[int, Request] = {}
         self.ended: Counter[int] = Counter()
         self.blamed: Counter[int] = Counter()
+        self.lost: Counter[int] = Counter()
+        # How often a worker has died of a content, and of what a client asked.
+        self.killers: Counter[Any] = Counter()
         self.questions: Counter[str] = Counter()
         self.replies: Counter[str] = Counter()
         self.numbers = itertools.count(1)
@@ -228,8 +241,20 @@ class ModelWorld(RuleBasedStateMachine):
 
     def refuse(self, request: Request, error: RequestError) -> None:
         self.ended[request.number] += 1
-        if "workers when they died" in str(error):
+        self.is_deserved(request, str(error))
+
+    def is_deserved(self, request: Request, error: str) -> None:
+        if "workers when they died" in error:
             assert self.blamed[request.number] >= 2, "blamed for what it has not done"
+        elif "workers when they ended" in error:
+            assert self.lost[request.number] >= MAX_LOSSES
+        elif "workers died of this content" in error:
+            assert self.killers[request.frames] >= 2
+        elif "others of its client" in error:
+            assert self.blamed[request.number] >= 1
+            assert max(self.killers[name] for name in request.origin) >= NEAR_DEATHS
+        elif "workers died of requests of" in error:
+            assert max(self.killers[name] for name in request.origin) > NEAR_DEATHS
 
     def tell_metadata(self, client: bytes, metadata: ModelMetadataResponse) -> None:
         assert metadata.inputs == (X,)
@@ -276,9 +301,13 @@ class ModelWorld(RuleBasedStateMachine):
         process.dead = True
         had = [each.request for each in process.orders if isinstance(each, Predict)]
         if had and self.is_sound(process):
-            self.blamed[had[0]] += 1
+            self.lost[had[0]] += 1
+            if process.crashes and had[0] in self.requests:
+                request = self.requests[had[0]]
+                self.blamed[had[0]] += 1
+                self.killers.update([request.frames, *request.origin])
         del self.processes[process.name]
-        self.model.exited(process.name, "killed by SIGKILL", self.now)
+        self.model.exited(process.name, End(-(signal.SIGSEGV if process.crashes else signal.SIGKILL)), self.now)
 
     def says(self, process: Process, message: ChildMessage) -> None:
         self.talking = process
@@ -344,8 +373,10 @@ class ModelWorld(RuleBasedStateMachine):
 
     def passes_time_to(self, then: float) -> None:
         self.now = then
-        if then >= self.model.next_tick or then >= self.model.scheduler.next_event:
+        while then >= self.model.next_tick or then >= self.model.scheduler.next_event:
             self.model.tick(then)
+            if not self.model.guard.looks:
+                break
         assert self.model.next_tick > then, "it would wake up for nothing, again and again"
         assert self.model.scheduler.next_event > then
 
@@ -406,19 +437,33 @@ class ModelWorld(RuleBasedStateMachine):
         self.obeys(self.pick(data, list(self.processes.values())))
 
     @precondition(lambda self: self.living())
-    @rule(data=st.data(), told=st.booleans())
-    def one_dies(self, data: st.DataObject, told: bool) -> None:
+    @rule(data=st.data(), told=st.booleans(), crashes=st.booleans())
+    def one_dies(self, data: st.DataObject, told: bool, crashes: bool) -> None:
         process = self.pick(data, self.living())
+        process.crashes = crashes
         if told:
             self.exits(process)
         else:
             process.dead = True
 
+    @precondition(lambda self: any(self.has_work(each) for each in self.living()))
+    @rule(data=st.data(), count=st.integers(1, 6))
+    def workers_crash_at_work(self, data: st.DataObject, count: int) -> None:
+        for _ in range(count):
+            busy = [each for each in self.living() if self.has_work(each)]
+            if busy:
+                process = self.pick(data, busy)
+                process.crashes = True
+                self.exits(process)
+
+    def has_work(self, process: Process) -> bool:
+        return any(isinstance(each, Predict) for each in process.orders)
+
     @precondition(lambda self: any(each.role is Role.HOLDER and each.weights for each in self.living()))
     @rule(data=st.data(), told=st.booleans())
     def a_holder_dies(self, data: st.DataObject, told: bool) -> None:
         holder = self.pick(data, [each for each in self.living() if each.role is Role.HOLDER and each.weights])
-        self.a_client_asks(1e9, 2)
+        self.a_client_asks(1e9, 2, ANN, b"small")
         if told:
             self.exits(holder)
         else:
@@ -454,15 +499,23 @@ class ModelWorld(RuleBasedStateMachine):
     def time_comes(self) -> None:
         self.passes_time_to(max(self.now, self.model.next_tick))
 
-    @rule(seconds=st.sampled_from([0.5, 20.0, 1e9, 1e9]), count=st.integers(1, 3))
-    def a_client_asks(self, seconds: float, count: int) -> None:
+    @rule(
+        seconds=st.sampled_from([0.5, 20.0, 1e9, 1e9]),
+        count=st.integers(1, 3),
+        origin=st.sampled_from(CLIENTS),
+        content=st.sampled_from([b"small", b"", *LARGE]),
+    )
+    def a_client_asks(self, seconds: float, count: int, origin: Origin, content: bytes) -> None:
         for _ in range(count):
             number = next(self.numbers)
-            request = Request(number, b"c", str(number), "m", (SPEC,), (b"",), self.now, self.now + seconds, 5)
+            frame = content or str(number).encode()
+            until, client = self.now + seconds, origin.near.encode()
+            request = Request(number, client, str(number), "m", (SPEC,), (frame,), self.now, until, len(frame), origin)
             try:
                 self.model.infer(request, self.now)
-            except RequestError:
+            except RequestError as error:
                 assert not self.ended[number]
+                self.is_deserved(request, str(error))
             else:
                 self.requests[number] = request
 
@@ -622,15 +675,14 @@ class ModelWorld(RuleBasedStateMachine):
         if self.stopped:
             assert not deployment.generations
         elif deployment.serving is None:
-            assert deployment.failed
+            assert deployment.failed or deployment.busy  # what has served is tried again and again
             assert deployment.cause
         elif deployment.serving.needs_renewal:
             assert deployment.busy  # it is tried again and again
             assert deployment.cause
         else:
             serving = deployment.serving
-            gave_up = "gave up" in serving.progress
-            assert len(serving.enlisted) == self.workers or gave_up or serving.closed
+            assert len(serving.enlisted) == self.workers or serving.closed
             assert not deployment.busy
 
 

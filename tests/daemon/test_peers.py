@@ -17,6 +17,7 @@ from testkit.waiting import until
 from weightd.daemon.doorman import PATIENCE_S, Doorman
 from weightd.daemon.outbox import Outbox
 from weightd.daemon.peers import Peers
+from weightd.daemon.request import Origin
 from weightd.daemon.room import Room
 from weightd.daemon.sockets import bind, receive
 from weightd.protocol.messages import TO_CLIENT, Error
@@ -296,3 +297,29 @@ def test_who_has_the_same_routing_id_as_another_is_told(
         assert "another client has the same routing id" in error.error
         gone(peers)
         assert not one.poll(0)
+
+
+@pytest.mark.parametrize("kind", ["ipc", "tcp"])
+def test_who_a_client_is_the_kernel_says(context: zmq.Context[Socket], tmp_path: Path, kind: str) -> None:
+    router = bind(context, f"ipc://{tmp_path}/s" if kind == "ipc" else "tcp://127.0.0.1:*", clients=True)
+    peers = Peers(router)
+    client = context.socket(zmq.DEALER)
+    client.setsockopt(zmq.ROUTING_ID, b"me")
+    client.connect(str(router.getsockopt_string(zmq.LAST_ENDPOINT)))
+    client.send(b"hello")
+    assert router.poll(LIMIT_MS)
+    [received] = receive(router)
+    assert peers.origin(b"me") == Origin("connection 6d65", "an unknown address")
+    peers.seen(received, 0.0)
+    uid = f"uid {os.getuid()}"
+    expected = {
+        "ipc": Origin(f"process {os.getpid()} of {uid}", uid),
+        "tcp": Origin("connection 6d65 of host 127.0.0.1", "host 127.0.0.1"),
+    }
+    assert peers.origin(b"me") == expected[kind]
+    client.close(linger=0)
+    until(lambda: list(peers.disconnected()), "it is gone")
+    assert peers.origin(b"me") == Origin("connection 6d65", "an unknown address")
+    router.disable_monitor()
+    peers.monitor.close(linger=0)
+    router.close(linger=0)

@@ -21,7 +21,7 @@ import pytest
 from testkit.waiting import until
 from weightd.daemon import processes
 from weightd.daemon.memory import pss_bytes
-from weightd.daemon.processes import Process, explain, kill, last_words, lives, reap, start
+from weightd.daemon.processes import Process, kill, last_words, lives, reap, start
 
 SLEEP = ["sleep", "1000"]
 
@@ -48,7 +48,7 @@ def ended(process: Process, seconds: float = 30.0) -> bool:
     return bool(poll.poll(1000 * seconds))
 
 
-def finished(argv: list[str], log: Path, **environment: str) -> tuple[int, str]:
+def finished(argv: list[str], log: Path, **environment: str) -> tuple[int | None, str]:
     process = start(argv, log, {**os.environ, **(environment or {})})
     assert ended(process)
     return reap(process), last_words(process)
@@ -225,23 +225,6 @@ def test_last_words_are_bounded(sleeper: Process, unit: bytes) -> None:
 def test_without_a_log_there_are_no_words(sleeper: Process) -> None:
     sleeper.log.unlink()
     assert last_words(sleeper) == ""
-
-
-# --- in words -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("status", "text"),
-    [
-        (0, "exited with status 0"),
-        (65, "exited with status 65"),
-        (-signal.SIGSEGV, "killed by SIGSEGV"),
-        (-signal.SIGKILL, "killed by SIGKILL (if nobody sent it, the kernel was out of memory: see dmesg)"),
-        (-63, "killed by signal 63"),
-    ],
-)
-def test_an_exit_is_explained(status: int, text: str) -> None:
-    assert explain(status) == text
 
 
 # --- memory ---------------------------------------------------------------------------------------------------------

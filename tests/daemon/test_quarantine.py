@@ -4,8 +4,9 @@ import itertools
 
 import pytest
 
+from weightd.daemon.contents import content
 from weightd.daemon.quarantine import MAX_HANGS, QUARANTINE_S, Quarantine
-from weightd.daemon.request import Request, content
+from weightd.daemon.request import Request
 from weightd.protocol.errors import Internal
 from weightd.protocol.messages import TensorSpec
 
@@ -64,9 +65,9 @@ def test_a_content_that_was_answered_is_beyond_suspicion() -> None:
     quarantine = Quarantine()
     for _ in range(5):
         assert not quarantine.hung(request(), 0.0)
-        quarantine.answered(request())
+        quarantine.answered(request(), 0.0)
     assert not quarantine.hung(request(), 0.0)
-    quarantine.answered(request(b"abd"))  # another one of that size
+    quarantine.answered(request(b"abd"), 0.0)  # another one of that size
     assert quarantine.hung(request(), 0.0)
 
 
@@ -76,7 +77,7 @@ def test_no_content_is_computed_while_nothing_of_its_size_is_known() -> None:
     broken = request()
     broken.frames = ()  # it has no content
     quarantine.check(broken, 1.0)
-    quarantine.answered(broken)
+    quarantine.answered(broken, 0.0)
 
 
 def test_another_model_begins_anew() -> None:
@@ -125,13 +126,27 @@ def test_suspects_are_bounded_and_the_oldest_gives_way() -> None:
 def test_no_content_is_computed_of_an_answer_that_cannot_be_the_suspects() -> None:
     quarantine = Quarantine()
     quarantine.hung(request(b"abcd"), 0.0)
-    quarantine.answered(without_content(request(b"abc")))
+    quarantine.answered(without_content(request(b"abc")), 0.0)
 
 
 def test_no_content_is_computed_of_an_answer_where_there_is_no_suspect() -> None:
     quarantine = Quarantine()
     quarantine.hold(request(), 0.0)
-    quarantine.answered(without_content(request()))
+    quarantine.answered(without_content(request()), 0.0)
+
+
+def test_a_suspect_is_forgotten_in_time_and_costs_nobody_a_digest_any_more() -> None:
+    quarantine = Quarantine()
+    assert not quarantine.hung(request(), 0.0)
+    assert quarantine.may_suspect(request(), QUARANTINE_S - 0.1)
+    assert not quarantine.hung(request(), QUARANTINE_S)
+    assert not quarantine.may_suspect(without_content(request()), 2 * QUARANTINE_S)
+
+
+def test_a_suspect_costs_no_digest_when_it_is_asked_for_again() -> None:
+    quarantine = Quarantine()
+    quarantine.hung(request(), 0.0)
+    quarantine.check(without_content(request()), 0.0)
 
 
 def test_what_was_forgotten_costs_nobody_a_digest() -> None:

@@ -5,22 +5,20 @@ import itertools
 import pytest
 
 from weightd.daemon import restarts as restarts_module
-from weightd.daemon.restarts import MAX_FAILED_STARTS, MAX_USELESS_LIVES, SHORT_LIFE_S, Restarts
+from weightd.daemon.restarts import MAX_FAILED_STARTS, SHORT_LIFE_S, Restarts
 
 
 def test_the_first_start_is_due_at_once() -> None:
     restarts = Restarts(lambda: 0.0)
-    assert restarts.due == 0.0
-    assert not restarts.given_up
+    assert (restarts.due, restarts.delay, restarts.failing) == (0.0, 0.0, False)
 
 
-def test_it_gives_up_after_as_many_failed_starts_in_a_row() -> None:
+def test_it_fails_after_as_many_failed_starts_in_a_row() -> None:
     restarts = Restarts(lambda: 0.0)
-    for count in range(MAX_FAILED_STARTS):
-        assert restarts.failed_starts == count
-        assert not restarts.given_up
+    for _ in range(MAX_FAILED_STARTS):
+        assert not restarts.failing
         restarts.start_failed(100.0)
-    assert restarts.given_up
+    assert restarts.failing
 
 
 def test_a_worker_that_became_ready_ends_the_row() -> None:
@@ -29,7 +27,7 @@ def test_a_worker_that_became_ready_ends_the_row() -> None:
         for _ in range(MAX_FAILED_STARTS - 1):
             restarts.start_failed(100.0)
         restarts.became_ready()
-    assert not restarts.given_up
+    assert not restarts.failing
 
 
 def test_each_failed_start_waits_longer_than_the_one_before() -> None:
@@ -50,13 +48,13 @@ def test_a_start_that_finds_no_room_is_no_failed_one_for_a_while() -> None:
         now = restarts.due
     assert waits[:6] == pytest.approx([0.1, 0.2, 0.4, 0.8, 1.6, 2.0])
     assert max(waits) == pytest.approx(2.0)
-    assert restarts.failed_starts == 0
+    assert not restarts.failing
     for _ in range(MAX_FAILED_STARTS):
         restarts.no_room(now, 30.0)
-    assert restarts.given_up
+    seen = [restarts.failing]
     restarts.became_ready()
     restarts.no_room(1000.0, 30.0)
-    assert not restarts.given_up
+    assert [*seen, restarts.failing] == [True, False]
 
 
 def test_a_worker_that_lived_long_is_replaced_at_once() -> None:
@@ -74,19 +72,8 @@ def test_short_lives_wait_longer_and_longer_but_never_for_ever() -> None:
         waits.append(restarts.due - 100.0)
     assert waits[:5] == pytest.approx([0.0, 0.1, 0.2, 0.4, 0.8])
     assert waits == sorted(waits)
-    assert waits[-1] == pytest.approx(30.0)
-
-
-def test_it_gives_up_after_as_many_useless_lives_in_a_row() -> None:
-    restarts = Restarts()
-    for _ in range(MAX_USELESS_LIVES - 1):
-        restarts.died(1.0, 100.0)
-    restarts.died(1.0, 100.0, useful=True)
-    for _ in range(MAX_USELESS_LIVES):
-        assert not restarts.given_up
-        restarts.became_ready()  # which only tells that starting works
-        restarts.died(1.0, 100.0)
-    assert restarts.given_up
+    assert (waits[-1], restarts.delay) == pytest.approx((30.0, 30.0))
+    assert not restarts.failing
 
 
 def test_a_worker_that_was_useful_is_replaced_at_once_however_short_it_lived() -> None:

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import json
 import logging
+import signal
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 from weightd.daemon.actions import Action, Dismiss, Enlist, Kill, Role, Send, Spawn
 from weightd.daemon.budget import MIB, Device
 from weightd.daemon.config import ModelConfig
+from weightd.daemon.ends import End
 from weightd.daemon.fleet import Fleet
 from weightd.daemon.generation import ABORT_TIMEOUT_S, BACK_TIMEOUT_S, Generation
 from weightd.daemon.handover import ModelRecord
@@ -124,8 +126,8 @@ class Life:
             self.generation.back(name, self.now)
         return self
 
-    def exit(self, name: str, how: str = "it ended while no daemon was there") -> list[Action]:
-        self.generation.exited(name, how, self.now)
+    def exit(self, name: str, end: End | None = None) -> list[Action]:
+        self.generation.exited(name, end or End(None, "it ended while no daemon was there"), self.now)
         return self.actions()
 
     def tick(self, seconds: float = 0.0) -> list[Action]:
@@ -192,13 +194,13 @@ def test_who_leaves_is_not_written_down() -> None:
     life = Life().serving()
     life.generation.leaving(W1, life.now)
     assert life.recorded() == [HOLDER, W2]
-    life.exit(W1, "exited with status 0")
+    life.exit(W1, End(0))
     assert life.recorded() == [HOLDER, W2]
 
 
 def test_without_sharing_there_is_no_holder() -> None:
     life = Life(sharing=False).built()
-    life.exit(HOLDER, "exited with status 0")
+    life.exit(HOLDER, End(0))
     for name in (W1, W2):
         life.generation.attached(name, ATTACHED, life.now)
     record = life.record()
@@ -210,7 +212,7 @@ def test_without_sharing_there_is_no_holder() -> None:
 def test_where_nothing_is_shared_workers_come_and_go_without_a_holder(traits: Traits) -> None:
     life = Life(1, traits).greeted()
     life.generation.holder_built(HOLDER, dataclasses.replace(BUILT, handle=""), life.now)
-    life.exit(HOLDER, "exited with status 0")
+    life.exit(HOLDER, End(0))
     life.generation.attached(W1, ATTACHED, life.now)
     life.resumed().back(W1)
     assert life.actions() == [Enlist(W1)]
@@ -240,7 +242,7 @@ def test_workers_serve_once_they_are_back() -> None:
 def test_spares_are_spares_again() -> None:
     life = Life(1, spares=1).serving().resumed().back(W2, W1)
     assert life.actions() == [Enlist(W2), Send(HOLDER, Settle())]
-    assert life.exit(W2, "killed by SIGSEGV")[0] == Enlist(W1)
+    assert life.exit(W2, End(-signal.SIGSEGV))[0] == Enlist(W1)
 
 
 def test_somebody_elses_word_is_ignored() -> None:
@@ -253,7 +255,7 @@ def test_somebody_elses_word_is_ignored() -> None:
 
 def test_who_was_not_there_before_cannot_be_back() -> None:
     life = Life().serving().resumed().back(W1, W2)
-    life.exit(W2, "killed by SIGKILL")
+    life.exit(W2, End(-signal.SIGKILL))
     life.actions()
     life.back(W3)
     life.generation.hello(W3, hello(CPU), life.now)
@@ -269,7 +271,7 @@ def test_who_never_comes_back_is_aborted_and_replaced() -> None:
     assert life.tick(PATIENCE_S - 0.1) == []
     assert life.tick(0.1) == [Kill(W2, abort=True), Spawn(W3, Role.WORKER)]
     assert life.tick(ABORT_TIMEOUT_S) == [Kill(W2)]
-    life.exit(W2, "killed by SIGKILL")
+    life.exit(W2, End(-signal.SIGKILL))
     assert life.names(Role.WORKER) == [W1, W3]
     assert life.generation.deaths == 1
     life.back(W2)
@@ -300,7 +302,7 @@ def test_that_many_are_not_back_is_no_reason_to_give_up() -> None:
         life.exit(name)
     life.tick(PATIENCE_S)
     for name in ("m.7.w4", "m.7.w5"):
-        life.exit(name, "killed by SIGABRT")
+        life.exit(name, End(-signal.SIGABRT))
     life.tick(0.1)
     assert life.names(Role.WORKER) == [W1, "m.7.w6", "m.7.w7", "m.7.w8", "m.7.w9"]
 
@@ -322,9 +324,9 @@ def test_those_that_come_instead_may_not_fail_for_ever() -> None:
     for name in (W1, W2, W3):
         life.exit(name)
     for name in ("m.7.w4", "m.7.w5", "m.7.w6"):
-        life.exit(name, "exited with status 1")
+        life.exit(name, End(1))
     for name in life.names(Role.WORKER):
-        life.exit(name, "exited with status 1")
+        life.exit(name, End(1))
     assert life.state() is GenerationState.FAILED
     assert life.generation.cause == "m.7.w6: exited with status 1"
 
@@ -352,7 +354,7 @@ def test_it_drains_and_stops_all_of_them() -> None:
 
 def test_names_are_not_used_again() -> None:
     life = Life().serving()
-    life.exit(W2, "killed by SIGKILL")
+    life.exit(W2, End(-signal.SIGKILL))
     assert W3 in life.generation.children
     life.actions()
     # The next one is not written down, and its name is not given to another.
@@ -370,7 +372,6 @@ def test_without_its_holder_nothing_counts_after_either() -> None:
     assert not life.generation.trusted(lambda name: name != HOLDER)
     assert [each for each in life.exit(HOLDER) if isinstance(each, Kill)] == [Kill(W1), Kill(W2)]
     assert (life.state(), life.generation.invalid) == (GenerationState.FAILED, True)
-    assert life.generation.renewable
     assert life.record() is None
 
 
@@ -386,7 +387,7 @@ def test_the_holder_of_a_card_that_ended_meanwhile_takes_the_workers_along() -> 
 def test_a_holder_that_need_not_live_is_not_asked_for(more: Mapping[str, bool]) -> None:
     life = Life(traits=CARD, **more).built()
     if "sharing" in more:
-        life.exit(HOLDER, "exited with status 0")
+        life.exit(HOLDER, End(0))
     for name in (W1, W2):
         life.generation.attached(name, ATTACHED, life.now)
     life.resumed()
@@ -395,7 +396,7 @@ def test_a_holder_that_need_not_live_is_not_asked_for(more: Mapping[str, bool]) 
 
 def test_what_has_lost_its_holder_stays_frozen() -> None:
     life = Life(traits=CARD, outlives_holder=True).serving()
-    life.exit(HOLDER, "killed by SIGKILL")
+    life.exit(HOLDER, End(-signal.SIGKILL))
     assert life.generation.frozen
     assert life.recorded() == [W1, W2]
     life.resumed().back(W1, W2)
@@ -406,7 +407,7 @@ def test_what_has_lost_its_holder_stays_frozen() -> None:
 
 def test_where_nobody_can_attach_any_more_that_is_still_so() -> None:
     life = Life(traits=CARD).serving()
-    life.exit(W2, "killed by SIGKILL")
+    life.exit(W2, End(-signal.SIGKILL))
     life.generation.hello(W3, hello(CARD), life.now)
     assert [each for each in life.actions() if isinstance(each, Send) and isinstance(each.order, Allow)]
     life.generation.allowed(HOLDER, Allowed("no such call"), life.now)
@@ -417,7 +418,7 @@ def test_where_nobody_can_attach_any_more_that_is_still_so() -> None:
 
 def test_one_more_worker_of_a_card_has_to_be_let_in() -> None:
     life = Life(traits=CARD).serving().resumed().back(W1, W2)
-    life.exit(W2, "killed by SIGKILL")
+    life.exit(W2, End(-signal.SIGKILL))
     life.tick(1.0)
     greeting = hello(CARD)
     life.generation.hello(W3, greeting, life.now)
@@ -621,7 +622,7 @@ def test_one_that_served_before_is_loaded_anew_if_it_cannot_go_on() -> None:
         daemon.now += 60.0
         model.tick(daemon.now)
         for name in [name for name in daemon.generation().children if ".w" in name]:
-            model.exited(name, "exited with status 1", daemon.now)
+            model.exited(name, End(1), daemon.now)
     assert not model.has_failed
     daemon.now += 60.0
     model.tick(daemon.now)
@@ -730,7 +731,7 @@ def test_devices_of_which_nothing_was_left_are_loaded() -> None:
 def test_who_ended_while_no_daemon_was_there_is_replaced() -> None:
     daemon = Daemon().started(m=ONE).restarted(m=ONE)
     model = daemon.fleet.models["m"]
-    model.exited("m.1.w1", "it ended while no daemon was there", daemon.now)
+    model.exited("m.1.w1", End(None, "it ended while no daemon was there"), daemon.now)
     daemon.backs("m")
     daemon.now += 1.0
     model.tick(daemon.now)
@@ -773,7 +774,7 @@ def test_a_changed_model_that_is_not_back_in_time_makes_way() -> None:
     following.fleet.tick(following.now)
     assert old.successor is not None
     for name in ("m.1.w1", "m.1.w2"):
-        old.exited(name, "it ended while no daemon was there", following.now)
+        old.exited(name, End(None, "it ended while no daemon was there"), following.now)
     following.now += 0.05
     following.fleet.tick(following.now)
     assert following.fleet.models["m"].config == TWO
@@ -786,7 +787,7 @@ def test_a_model_that_is_removed_leaves_with_all_of_its_processes() -> None:
     stopped = [name for name, order in daemon.host.orders if order == Stop()]
     assert stopped == ["goes.1.w1", "goes.1.w2"]
     for name in ("goes.1.w1", "goes.1.w2", "goes.1.holder"):
-        leaving.exited(name, "exited with status 0", daemon.now)
+        leaving.exited(name, End(0), daemon.now)
     daemon.fleet.tick(daemon.now)
     assert [model.name for model in daemon.fleet.everyone()] == ["stays"]
     assert [source.path for source in daemon.host.unpinned] == ["/models/one.onnx"]

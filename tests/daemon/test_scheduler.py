@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from weightd.daemon.request import Request
-from weightd.daemon.scheduler import CREDIT, MAX_DEATHS, QUICK_S, Scheduler
-from weightd.protocol.errors import DeadlineExceeded, Internal, RequestError, ResourceExhausted
+from weightd.daemon.scheduler import CREDIT, QUICK_S, Scheduler
+from weightd.protocol.errors import DeadlineExceeded, RequestError, ResourceExhausted
 
 _numbers = itertools.count(1)
 
@@ -25,7 +25,7 @@ def scheduler(*workers: str, waiting: int = 0, max_queue: int = 100, max_bytes: 
     for worker in workers:
         made.enlist(worker)
     for _ in range(waiting):
-        made.submit(request())
+        made.submit(request(), 0.0)
     return made
 
 
@@ -68,26 +68,26 @@ def test_an_answer_gives_the_credit_back() -> None:
 def test_too_many_requests_are_refused() -> None:
     made = scheduler(waiting=3, max_queue=3)
     with pytest.raises(ResourceExhausted, match=r"^3 requests wait already, the bound is 3$"):
-        made.submit(request())
+        made.submit(request(), 0.0)
     assert made.queued == 3
 
 
 def test_too_many_bytes_are_refused() -> None:
     made = scheduler(max_bytes=100)
-    made.submit(request(nbytes=60))
-    made.submit(request(nbytes=40))
+    made.submit(request(nbytes=60), 0.0)
+    made.submit(request(nbytes=40), 0.0)
     with pytest.raises(ResourceExhausted, match=r"^100 bytes wait already, 1 more are over the bound of 100$"):
-        made.submit(request(nbytes=1))
+        made.submit(request(nbytes=1), 0.0)
     made.enlist("a")
     assert len(assigned(made)) == 2
-    made.submit(request(nbytes=100))
+    made.submit(request(nbytes=100), 0.0)
 
 
 def test_one_request_may_be_larger_than_the_bound_if_it_is_alone() -> None:
     made = scheduler(max_bytes=100)
-    made.submit(request(nbytes=1000))
+    made.submit(request(nbytes=1000), 0.0)
     with pytest.raises(ResourceExhausted):
-        made.submit(request(nbytes=0))
+        made.submit(request(nbytes=0), 0.0)
 
 
 # --- workers that go ------------------------------------------------------------------------------------------------
@@ -97,56 +97,30 @@ def test_what_a_dead_worker_had_waits_again_at_the_head() -> None:
     made = scheduler("a", waiting=4)
     waiting = numbers(made.waiting())
     assigned(made)
-    assert made.lost("a") == []
+    made.release("a")
     assert numbers(made.waiting()) == waiting
     assert assigned(made) == []
 
 
-def test_a_request_that_two_workers_died_of_never_runs_again() -> None:
-    made = scheduler("a", "b", waiting=1)
-    [killer] = made.waiting()
-    assigned(made)
-    assert made.lost("a") == []
-    assigned(made)
-    [(refused, error)] = made.lost("b")
-    assert refused is killer
-    assert isinstance(error, Internal)
-    assert str(error) == f"request {killer.id} was on 2 workers when they died"
-    assert made.idle
-    made.enlist("c")
-    assert assigned(made) == []
-
-
-def test_who_only_waited_behind_a_killer_is_not_blamed() -> None:
+def test_what_has_ended_with_its_worker_does_not_wait_again() -> None:
     made = scheduler("a", waiting=2)
-    killer, innocent = numbers(made.waiting())
-    for worker in ("a", "b"):
-        made.enlist(worker)
-        assert numbers([each for _, each in made.assign(0.0)]) == [killer, innocent]
-        refused = made.lost(worker)
-    assert numbers([each for each, _ in refused]) == [killer]
-    assert numbers(made.waiting()) == [innocent]
-    assert [each.deaths for each in made.waiting()] == [0]
+    killer, innocent = made.waiting()
+    assigned(made)
+    assert made.running("a") is killer
+    made.release("a", but=killer)
+    assert numbers(made.waiting()) == [innocent.number]
 
 
-def test_a_killer_whose_deadline_has_passed_leaves_the_blame_on_nobody_else() -> None:
+def test_a_worker_runs_what_it_got_first_even_if_nobody_waits_for_that_any_more() -> None:
     made = scheduler("a")
-    made.submit(request(deadline=1.0))
-    made.submit(request(deadline=100.0))
+    late = request(deadline=1.0)
+    made.submit(late, 0.0)
+    made.submit(request(deadline=100.0), 0.0)
     assigned(made)
     made.expire(2.0)
-    made.lost("a")
-    assert [each.deaths for each in made.waiting()] == [0]
-
-
-def test_a_worker_that_leaves_of_itself_has_killed_nobody() -> None:
-    made = scheduler("a", waiting=2)
-    for _ in range(5 * MAX_DEATHS):
-        made.enlist("a")
-        assert len(assigned(made)) == 2
-        made.release("a")
-    assert [each.deaths for each in made.waiting()] == [0, 0]
-    assert assigned(made) == []
+    assert made.running("a") is late
+    assert made.ran("a", 2.0) == 2.0
+    assert made.running("nobody") is None
 
 
 def test_a_dismissed_worker_gets_nothing_but_may_still_answer() -> None:
@@ -164,7 +138,6 @@ def test_a_dismissed_worker_gets_nothing_but_may_still_answer() -> None:
 def test_a_worker_that_was_never_enlisted_has_nothing() -> None:
     made = scheduler(waiting=1)
     assert made.finish("x", 1, 0.0) is None
-    assert made.lost("x") == []
     made.release("x")
     made.dismiss("x")
     assert (made.in_flight("x"), made.queued) == (0, 1)
@@ -186,8 +159,8 @@ def test_an_answer_counts_once_and_from_the_worker_that_was_asked() -> None:
 
 def test_a_request_expires_in_the_queue() -> None:
     made = scheduler()
-    made.submit(request(deadline=5.0))
-    made.submit(request(deadline=3.0))
+    made.submit(request(deadline=5.0), 0.0)
+    made.submit(request(deadline=3.0), 0.0)
     assert made.next_event == 3.0
     assert made.expire(2.999) == []
     [(expired, error)] = made.expire(3.0)
@@ -202,9 +175,9 @@ def test_a_request_expires_in_the_queue() -> None:
 def test_a_request_expires_while_it_runs_and_its_late_answer_finds_nobody() -> None:
     made = scheduler("a")
     late = request(deadline=3.0)
-    made.submit(late)
-    made.submit(request(deadline=9.0))
-    made.submit(request(deadline=9.0))
+    made.submit(late, 0.0)
+    made.submit(request(deadline=9.0), 0.0)
+    made.submit(request(deadline=9.0), 0.0)
     assigned(made)
     [(expired, error)] = made.expire(3.0)
     assert expired is late
@@ -218,17 +191,17 @@ def test_a_request_expires_while_it_runs_and_its_late_answer_finds_nobody() -> N
 
 def test_an_expired_request_is_not_run_again_when_its_worker_dies() -> None:
     made = scheduler("a")
-    made.submit(request(deadline=3.0))
+    made.submit(request(deadline=3.0), 0.0)
     assigned(made)
     made.expire(3.0)
-    assert made.lost("a") == []
+    made.release("a")
     assert made.idle
 
 
 def test_what_runs_is_due_too_when_another_has_expired() -> None:
     made = scheduler("a")
-    made.submit(request(deadline=3.0))
-    made.submit(request(deadline=5.0))
+    made.submit(request(deadline=3.0), 0.0)
+    made.submit(request(deadline=5.0), 0.0)
     assigned(made)
     assert len(made.expire(3.0)) == 1
     assert made.next_event == QUICK_S  # to see whether the worker computes for long
@@ -292,28 +265,71 @@ def test_time_counts_from_the_answer_before() -> None:
 def test_who_has_computed_for_long_gets_nothing_ahead() -> None:
     made = scheduler("a", waiting=1)
     assigned(made)
-    made.submit(request())
+    made.submit(request(), 0.0)
     assert list(made.assign(QUICK_S)) == []
     assert made.queued == 1
 
 
+def retry_after(made: Scheduler, now: float) -> float | None:
+    with pytest.raises(ResourceExhausted) as refused:
+        made.submit(request(), now)
+    return refused.value.retry_after
+
+
 def test_a_refusal_says_when_there_may_be_room() -> None:
-    made = scheduler("a", "b", max_queue=6)
-
-    def retry_after() -> float | None:
-        with pytest.raises(ResourceExhausted) as refused:
-            made.submit(request())
-        return refused.value.retry_after
-
-    for _ in range(6):
-        made.submit(request())
-    assert retry_after() == 0.01  # nothing is known
+    made = scheduler(max_queue=6, waiting=6)
+    assert retry_after(made, 0.0) is None  # nothing is known
+    made.enlist("a")
+    made.enlist("b")
+    assert retry_after(made, 0.0) is None
     [(worker, each), *_] = list(made.assign(0.0))
-    made.finish(worker, each.number, 20.0)
+    made.finish(worker, each.number, 5.0)
     while made.queued < 6:
-        made.submit(request())
-    # A tenth of the latest duration, six in the queue, two workers.
-    assert retry_after() == pytest.approx(0.1 * 20.0 * 6 / 2)
+        made.submit(request(), 5.0)
+    # What one took, six in the queue, two workers.
+    assert retry_after(made, 5.0) == pytest.approx(5.0 * 6 / 2)
+    # The other one has computed for longer than that.
+    assert retry_after(made, 8.0) == pytest.approx(8.0 * 6 / 2)
+
+
+def test_a_refusal_never_says_at_once() -> None:
+    made = scheduler("a", max_queue=1, waiting=1)
+    [(worker, number)] = assigned(made)
+    made.finish(worker, number, 0.0)
+    made.submit(request(), 0.0)
+    assert retry_after(made, 0.0) == 0.01
+
+
+# --- one client's requests -------------------------------------------------------------------------------------------
+
+
+class Untouched(bytes):
+    """Of a client that nobody has to look at."""
+
+    __hash__ = bytes.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        if other is not self:
+            raise AssertionError("it is looked at")
+        return True
+
+
+def of(client: bytes, name: str) -> Request:
+    made = request()
+    made.client, made.id = client, name
+    return made
+
+
+def test_what_a_client_takes_back_is_found_without_a_look_at_others() -> None:
+    made = scheduler()
+    for count in range(5):
+        made.submit(of(Untouched(b"other %d" % count), "x"), 0.0)
+        made.submit(of(b"me", "x" if count < 2 else "y"), 0.0)
+    assert [(each.client, each.id) for each in made.end_of(b"me", "x")] == [(b"me", "x")] * 2
+    assert made.end_of(b"me", "x") == []
+    assert made.queued == 8
+    assert len(made.end_of(b"me")) == 3
+    assert made.queued == 5
 
 
 # --- against a model ------------------------------------------------------------------------------------------------
@@ -322,6 +338,7 @@ MAX_QUEUE = 6
 MAX_BYTES = 50
 TIMEOUT_S = 4.0
 WORKERS = ["a", "b", "c"]
+CLIENTS = [b"c", b"d"]
 
 
 class Against(RuleBasedStateMachine):
@@ -332,13 +349,14 @@ class Against(RuleBasedStateMachine):
         self.now = 0.0
         self.count = 0
         self.queue: list[Request] = []
+        self.confined: list[Request] = []
+        self.aside: list[Request] = []
         self.enlisted: set[str] = set()
         self.running: dict[str, list[Request]] = {}
         self.since: dict[str, float] = {}
         self.slow: set[str] = set()
         self.late: list[Request] = []
         self.expired: set[int] = set()
-        self.deaths: dict[int, int] = {}
         self.submitted: set[int] = set()
         self.ended: list[int] = []
 
@@ -350,18 +368,51 @@ class Against(RuleBasedStateMachine):
     def wait(self, seconds: float) -> None:
         self.now += seconds
 
-    @rule(nbytes=st.sampled_from([0, 10, 25, 60]), wait=st.sampled_from([0.0, 1.0, 5.0, 1e9]))
-    def submit(self, nbytes: int, wait: float) -> None:
+    @rule(
+        nbytes=st.sampled_from([0, 10, 25, 60]),
+        wait=st.sampled_from([0.0, 1.0, 5.0, 1e9]),
+        client=st.sampled_from(CLIENTS),
+        name=st.sampled_from(["x", "y"]),
+        where=st.sampled_from(["", "", "", "confined", "aside"]),
+    )
+    def submit(self, nbytes: int, wait: float, client: bytes, name: str, where: str) -> None:
         self.count += 1
-        new = Request(self.count, b"c", "id", "m", (), (), self.now, self.now + wait, nbytes)
-        over = bool(self.queue) and sum(each.nbytes for each in self.queue) + nbytes > MAX_BYTES
-        if len(self.queue) >= MAX_QUEUE or over:
+        new = Request(self.count, client, name, "m", (), (), self.now, self.now + wait, nbytes)
+        new.confined, aside = where == "confined", where == "aside"
+        over = bool(self.waiting) and sum(each.nbytes for each in self.waiting) + nbytes > MAX_BYTES
+        if len(self.waiting) >= MAX_QUEUE or over:
             with pytest.raises(ResourceExhausted):
-                self.real.submit(new)
+                self.real.submit(new, self.now, aside=aside)
         else:
-            self.real.submit(new)
-            self.queue.append(new)
+            self.real.submit(new, self.now, aside=aside)
+            (self.aside if aside else self.confined if new.confined else self.queue).append(new)
             self.submitted.add(new.number)
+
+    @rule(odd=st.booleans())
+    def set_aside(self, odd: bool) -> None:
+        chosen = [each for each in self.queue + self.confined if each.number % 2 == odd]
+        assert self.real.set_aside(lambda each: each.number % 2 == odd) == chosen
+        self._forget(chosen)
+        self.aside += chosen
+
+    @rule(data=st.data())
+    def admit(self, data: st.DataObject) -> None:
+        stranger = Request(10_000, b"c", "x", "m", (), (), self.now, 1e9, 0)
+        each = data.draw(st.sampled_from([*self.aside, stranger]))
+        self.real.admit(each)
+        if each is not stranger:
+            self.aside.remove(each)
+            (self.confined if each.confined else self.queue).append(each)
+
+    @rule(client=st.sampled_from(CLIENTS))
+    def confine(self, client: bytes) -> None:
+        self.real.confine(lambda each: each.client == client)
+        moved = [each for each in self.queue if each.client == client]
+        self._forget(moved)
+        self.confined += moved
+        running = [each for had in self.running.values() for each in self._unanswered(had)]
+        for each in self.waiting + running:
+            each.confined = each.confined or each.client == client
 
     @rule(worker=st.sampled_from(WORKERS))
     def enlist(self, worker: str) -> None:
@@ -377,18 +428,25 @@ class Against(RuleBasedStateMachine):
     @rule()
     def assign(self) -> None:
         for worker, each in self.real.assign(self.now):
-            while self.queue[0].deadline <= self.now:
-                self.late.append(self.queue.pop(0))
+            while (queue := self._turn())[0].deadline <= self.now:
+                self.late.append(queue.pop(0))
             free = [name for name in self.enlisted if self._has_credit(name)]
             assert worker in free
-            assert each is self.queue.pop(0)
+            assert each is queue.pop(0)
             assert len(self.running[worker]) == min(len(self.running[name]) for name in free)
             if not self.running[worker]:
                 self.since[worker] = self.now
             self.running[worker].append(each)
-        while self.queue and self.queue[0].deadline <= self.now and any(map(self._has_credit, self.enlisted)):
-            self.late.append(self.queue.pop(0))
-        assert not self.queue or not any(self._has_credit(name) for name in self.enlisted)
+        free = [name for name in self.enlisted if self._has_credit(name)]
+        while free and (queue := self._turn()) and queue[0].deadline <= self.now:
+            self.late.append(queue.pop(0))
+        assert not free or not self._turn()
+
+    def _turn(self) -> list[Request]:
+        """The queue of whom has come first, of those that may run now."""
+        runs = any(each.confined for had in self.running.values() for each in had)
+        queues = [self.queue, [] if runs else self.confined]
+        return min(queues, key=lambda queue: queue[0].number if queue else 10**9)
 
     @precondition(lambda self: any(self.running.values()))
     @rule(data=st.data())
@@ -410,22 +468,20 @@ class Against(RuleBasedStateMachine):
         if number not in [each.number for each in self.running.get(worker, [])]:
             assert self.real.finish(worker, number, self.now) is None
 
-    @rule(worker=st.sampled_from(WORKERS))
-    def die(self, worker: str) -> None:
+    @rule(worker=st.sampled_from(WORKERS), ends=st.booleans())
+    def die(self, worker: str, ends: bool) -> None:
         had = self._remove(worker)
-        if had:
-            self.deaths[had[0].number] = self.deaths.get(had[0].number, 0) + 1
-        killers = [each for each in self._unanswered(had) if self.deaths.get(each.number, 0) >= MAX_DEATHS]
-        refused = self.real.lost(worker)
-        assert [each for each, _ in refused] == killers
-        assert all(isinstance(error, Internal) for _, error in refused)
-        self.ended += numbers(killers)
-        self.queue = [each for each in self._unanswered(had) if each not in killers] + self.queue
+        assert self.real.running(worker) is (had[0] if had else None)
+        but = had[0] if had and ends else None
+        self.real.release(worker, but=but)
+        if but is not None:
+            self.ended += numbers(self._unanswered([but]))
+        self._put_back([each for each in self._unanswered(had) if each is not but])
 
     @rule(worker=st.sampled_from(WORKERS))
     def release(self, worker: str) -> None:
         self.real.release(worker)
-        self.queue = self._unanswered(self._remove(worker)) + self.queue
+        self._put_back(self._unanswered(self._remove(worker)))
 
     @rule()
     def look_for_the_overdue(self) -> None:
@@ -434,9 +490,9 @@ class Against(RuleBasedStateMachine):
             since = self.since.get(worker, self.now)
             if had and self.now >= since + TIMEOUT_S:
                 hung.append((worker, had[0]))
-                self.queue = self._unanswered(self._remove(worker)[1:]) + self.queue
+                self._put_back(self._unanswered(self._remove(worker)[1:]))
             elif self.now >= since + QUICK_S and len(had) > 1:
-                self.queue = had[1:] + self.queue
+                self._put_back(had[1:])
                 self.running[worker] = had[:1]
         assert self.real.overdue(self.now) == hung
         self.ended += numbers(self._unanswered([each for _, each in hung]))
@@ -457,25 +513,42 @@ class Against(RuleBasedStateMachine):
         found = self.real.end(lambda each: each.number % 2 == odd)
         self._end([each for each, _ in found], lambda each: each.number % 2 == odd)
 
+    @rule(client=st.sampled_from(CLIENTS), name=st.sampled_from([None, "x", "y"]))
+    def cancel_of(self, client: bytes, name: str | None) -> None:
+        found = self.real.end_of(client, name)
+        self._end(found, lambda each: each.client == client and name in (None, each.id))
+
     @rule(odd=st.booleans())
     def withdraw(self, odd: bool) -> None:
-        taken = [each for each in self.queue if each.number % 2 == odd]
+        taken = [each for each in self.waiting if each.number % 2 == odd]
         assert self.real.withdraw(lambda each: each.number % 2 == odd) == taken
-        self.queue = [each for each in self.queue if each not in taken]
+        self._forget(taken)
         self.ended += numbers(taken)
 
     @rule()
     def give_up(self) -> None:
-        assert self.real.give_up() == self.late + self.queue
-        self.ended += numbers(self.late + self.queue)
-        self.late, self.queue = [], []
+        assert self.real.give_up() == self.late + self.waiting
+        self.ended += numbers(self.late + self.waiting)
+        self.late, self.queue, self.confined, self.aside = [], [], [], []
+
+    @property
+    def waiting(self) -> list[Request]:
+        return self.queue + self.confined + self.aside
+
+    def _forget(self, gone: list[Request]) -> None:
+        for queue in (self.queue, self.confined, self.aside):
+            queue[:] = [each for each in queue if each not in gone]
+
+    def _put_back(self, requests: list[Request]) -> None:
+        self.queue = [each for each in requests if not each.confined] + self.queue
+        self.confined = [each for each in requests if each.confined] + self.confined
 
     def _end(self, found: list[Request], unfit: Callable[[Request], bool]) -> None:
         """Whoever is unfit has ended, wherever it was; what a worker runs keeps the worker busy."""
         running = [each for had in self.running.values() for each in self._unanswered(had)]
-        due = [each for each in self.queue + running if unfit(each)]
+        due = [each for each in self.waiting + running if unfit(each)]
         assert sorted(numbers(found)) == sorted(numbers(due))
-        self.queue = [each for each in self.queue if each not in due]
+        self._forget(due)
         for worker, had in self.running.items():
             self.expired |= {each.number for each in had[:1] if each in due}
             self.running[worker] = had[:1] + [each for each in had[1:] if each not in due]
@@ -489,16 +562,17 @@ class Against(RuleBasedStateMachine):
     def _has_credit(self, worker: str) -> bool:
         load = len(self.running[worker])
         quick = worker not in self.slow and self.now < self.since.get(worker, 0.0) + QUICK_S
-        return not load or (load < CREDIT and quick)
+        return not load or (load < CREDIT and quick and not any(each.confined for each in self.running[worker]))
 
     def _unanswered(self, had: list[Request]) -> list[Request]:
         return [each for each in had if each.number not in self.expired]
 
     @invariant()
     def the_queues_are_equal(self) -> None:
-        assert list(self.real.waiting()) == self.queue
-        assert self.real.queued == len(self.queue)
-        assert self.real.idle == (not self.queue and not self.late and not any(self.running.values()))
+        assert list(self.real.waiting()) == self.waiting
+        assert self.real.queued == len(self.waiting)
+        assert self.real.aside is (self.aside[0] if self.aside else None)
+        assert self.real.idle == (not self.waiting and not self.late and not any(self.running.values()))
 
     @invariant()
     def credit_is_kept(self) -> None:
@@ -513,7 +587,7 @@ class Against(RuleBasedStateMachine):
     @invariant()
     def nothing_that_is_due_is_overlooked(self) -> None:
         running = [each for had in self.running.values() for each in self._unanswered(had)]
-        for each in self.queue + running + self.late:
+        for each in self.waiting + running + self.late:
             assert self.real.next_event <= each.deadline
         for worker, had in self.running.items():
             if had:
@@ -523,15 +597,15 @@ class Against(RuleBasedStateMachine):
     def each_request_is_in_one_place(self) -> None:
         assert len(self.ended) == len(set(self.ended))
         running = [number for had in self.running.values() for number in numbers(self._unanswered(had))]
-        assert sorted([*numbers(self.queue + self.late), *running, *self.ended]) == sorted(self.submitted)
+        assert sorted([*numbers(self.waiting + self.late), *running, *self.ended]) == sorted(self.submitted)
 
     def teardown(self) -> None:
         """The bytes that wait were counted exactly: once the queue is empty, the whole bound is there again."""
         self.give_up()
         for nbytes in (MAX_BYTES, 0):
-            self.real.submit(Request(0, b"", "", "m", (), (), 0.0, 1e9, nbytes))
+            self.real.submit(Request(nbytes, b"", "", "m", (), (), 0.0, 1e9, nbytes), self.now)
         with pytest.raises(ResourceExhausted):
-            self.real.submit(Request(0, b"", "", "m", (), (), 0.0, 1e9, 1))
+            self.real.submit(Request(1, b"", "", "m", (), (), 0.0, 1e9, 1), self.now)
 
 
 TestAgainst = Against.TestCase

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import signal
 
 import pytest
 
 from weightd.daemon.actions import Action, Kill, Role, Send, Spawn
+from weightd.daemon.ends import End
 from weightd.daemon.generation import ABORT_TIMEOUT_S, Generation
 from weightd.daemon.plan import Canary, Limits
 from weightd.daemon.states import GenerationState
@@ -18,7 +20,7 @@ from weightd.protocol.worker_messages import Broken, Build, Built, Case, Cases, 
 
 SHA = "5" * 64
 X = TensorSignature("x", "FP32", (-1, -1))
-SEGV = "killed by signal 11 (SIGSEGV)"
+SEGV = End(-signal.SIGSEGV)
 
 
 def x(size: int) -> Case:
@@ -51,8 +53,8 @@ class Search:
         self.generation.probing(holder, Probing(cases, unfit))
         assert self.generation.take_actions() == ([Send(holder, Probe())] if cases else [])
 
-    def die(self, holder: str = "m.1.holder", how: str = SEGV) -> list[Action]:
-        self.generation.exited(holder, how, self.now)
+    def die(self, holder: str = "m.1.holder", end: End = SEGV) -> list[Action]:
+        self.generation.exited(holder, end, self.now)
         return self.generation.take_actions()
 
 
@@ -65,7 +67,7 @@ def test_a_death_in_a_try_is_followed_by_a_holder_that_leaves_it_out(fixed: bool
     search.try_(x(2), unfit=(x(1),))
     assert search.die() == [Spawn("m.1.holder2", Role.HOLDER)]
     generation = search.generation
-    assert (generation.state, generation.deaths, generation.crashed) == (GenerationState.GATHERING, 0, False)
+    assert (generation.state, generation.deaths, generation.killed) == (GenerationState.GATHERING, 0, False)
     assert search.begin("m.1.holder2") == Build(pids, unfit=(x(1), x(2)))
     search.try_(x(32), holder="m.1.holder2", unfit=(x(1), x(2)))
     generation.holder_built("m.1.holder2", Built("7", (X,), (X,), (x(32),), "canary", 4096), search.now)
@@ -80,7 +82,7 @@ def test_one_that_gives_up_its_process_by_itself_is_waited_for_first() -> None:
     search.try_(x(1))
     search.generation.broken("m.1.holder", Broken("it does not run on the canary"), search.now)
     assert not [each for each in search.generation.take_actions() if isinstance(each, Spawn)]
-    assert search.die(how="exited with status 3") == [Spawn("m.1.holder2", Role.HOLDER)]
+    assert search.die(end=End(3)) == [Spawn("m.1.holder2", Role.HOLDER)]
     assert search.begin("m.1.holder2").unfit == (x(1),)
 
 
@@ -92,7 +94,7 @@ def test_a_death_out_of_a_try_is_what_it_was() -> None:
             search.try_(*cases)
         assert not [each for each in search.die() if isinstance(each, Spawn)]
         generation = search.generation
-        assert (generation.state, generation.deaths, generation.crashed) == (GenerationState.FAILED, 1, True)
+        assert (generation.state, generation.deaths, generation.killed) == (GenerationState.FAILED, 1, True)
 
 
 def test_after_some_deaths_the_next_holder_builds_without_a_canary() -> None:
@@ -128,21 +130,21 @@ def test_one_that_takes_too_long_ends_the_search() -> None:
     search.generation.tick(search.now + 600.0)
     assert Kill("m.1.holder", abort=True) in search.generation.take_actions()
     search.now += 600.0 + ABORT_TIMEOUT_S
-    assert Spawn("m.1.holder2", Role.HOLDER) in search.die(how="killed by signal 6 (SIGABRT)")
+    assert Spawn("m.1.holder2", Role.HOLDER) in search.die(end=End(-signal.SIGABRT))
     order = search.begin("m.1.holder2")
     assert (order.search, order.unfit) == (False, (x(1),))
 
 
-@pytest.mark.parametrize("how", [SEGV, "exited with status 3"])
-def test_a_configured_canary_that_kills_is_the_cause_and_not_tried_again(how: str) -> None:
+@pytest.mark.parametrize("end", [SEGV, End(3)])
+def test_a_configured_canary_that_kills_is_the_cause_and_not_tried_again(end: End) -> None:
     search = Search(Canary(search=False, cases=(x(7),)))
     order = search.begin()
     assert (order.search, order.canary_cases) == (False, (x(7),))
     search.try_(x(7))
-    search.die(how=how)
+    search.die(end=end)
     generation = search.generation
-    assert (generation.state, generation.crashed) == (GenerationState.FAILED, False)
-    assert generation.cause == f"m.1.holder: {how}; it ran the configured canary, x [1, 7]"
+    assert (generation.state, generation.killed) == (GenerationState.FAILED, False)
+    assert generation.cause == f"m.1.holder: {end}; it ran the configured canary, x [1, 7]"
 
 
 def test_what_an_earlier_generation_has_found_comes_first() -> None:

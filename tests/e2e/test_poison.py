@@ -1,16 +1,22 @@
-"""A predict that fails: only its own request has an error, and no later answer is wrong."""
+"""Requests that fail, or kill: only whoever sends them has errors, and no later answer is wrong."""
 
 from __future__ import annotations
 
+import platform
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from testkit import models
 from testkit.service import Service
+from testkit.waiting import until
 from weightd.client import Internal, InvalidArgument, RequestError
 
-from .support import Arrays, Bare, Load, Question, Zoo, ask_all, model_status, pairs
+from .support import Arrays, Bare, Load, Question, Zoo, ask_all, model_status, pairs, ready_workers
 
 pytestmark = pytest.mark.e2e
 
@@ -57,3 +63,42 @@ def test_other_clients_have_right_answers_while_predicts_fail(
     service.ready()
     status = model_status(service, "two_batches")
     assert (status.state, status.failed) == ("serving", before + 6)
+
+
+# A client whose requests all kill, each with another content, until it is refused.
+HOSTILE = """
+import sys
+import numpy as np
+from weightd.client import Client, RequestError, ResourceExhausted
+
+with Client(sys.argv[1], timeout=60) as client:
+    for number in range(20):
+        try:
+            client.infer("negated", {"a": np.array([-(2**31), number], np.int32)})
+        except RequestError as error:
+            print(error.code)
+            if isinstance(error, ResourceExhausted):
+                break
+"""
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="elsewhere a division that overflows is no trap")
+def test_a_client_whose_requests_kill_workers_is_refused_and_the_others_are_answered(tmp_path: Path) -> None:
+    path = models.negated(tmp_path / "negated.onnx")
+    numbers = [np.array([number, -number], np.int32) for number in range(50)]
+    questions = [Question({"a": each}, {"y": -each}) for each in numbers]
+    with Service({"negated": {"path": path, "workers": 3}}) as service:
+        service.ready()
+        with Load(service.address, "negated", questions) as load:
+            load.wait_for(50)
+            done = subprocess.run(
+                [sys.executable, "-c", HOSTILE, service.address], capture_output=True, text=True, check=True
+            )
+            load.wait_for(50)
+        codes = done.stdout.split()
+        assert set(codes[:-1]) == {"INTERNAL"}
+        assert codes[-1] == "RESOURCE_EXHAUSTED"
+        assert "killed by SIGFPE" in service.log
+        until(lambda: len(ready_workers(service, "negated")) == 3, "every worker is replaced")
+        status = model_status(service, "negated")
+        assert (status.state, status.failed) == ("serving", len(codes) - 1)

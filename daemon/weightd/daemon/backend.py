@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import json
 import logging
@@ -18,11 +19,12 @@ from typing import Any
 
 import zmq
 
-from weightd.daemon import canary_config, processes
+from weightd.daemon import canary_config, cgroup, processes
 from weightd.daemon.actions import Role
 from weightd.daemon.budget import MIB, Device
 from weightd.daemon.claim import ClaimError
 from weightd.daemon.config import DaemonConfig
+from weightd.daemon.ends import Coroner, End
 from weightd.daemon.engine_options import MindSporeLiteOptions
 from weightd.daemon.files import GenerationFiles, Seal, SnapshotFiles, seal
 from weightd.daemon.generation import Generation
@@ -74,6 +76,7 @@ class Backend:
         self.processes: dict[str, Process] = {}
         self.files: dict[str, GenerationFiles] = {}
         self._seals: dict[str, Seal] = {}
+        self._coroner = Coroner(_oom_kills)
         self._config = config
         self._loop = loop
         self._devices = devices
@@ -127,7 +130,8 @@ class Backend:
             try:
                 process = self._keeper.watch(there[name])
             except (KeyError, OSError):
-                self._later.append(functools.partial(model.exited, name, "it ended while no daemon was there"))
+                end = End(None, "it ended while no daemon was there")
+                self._later.append(functools.partial(model.exited, name, end))
             else:
                 self._watch(name, process, functools.partial(self._on_exit, name))
                 self._owners[name.encode()] = name, model
@@ -169,9 +173,10 @@ class Backend:
     def unpin(self, model: Model, source: Source) -> None:
         """Remove the snapshot, or stop taking it."""
         name = _snapshot_name(model, source)
-        if name in self.processes:
-            self.kill(name)
-        else:
+        probes = [each for each in self.processes if each.startswith(f"{name}.")]
+        for each in [name, *probes]:
+            self.kill(each)
+        if name not in self.processes:
             SnapshotFiles(self._config.private_dir / name).remove()
 
     def forget(self, generation: Generation) -> None:
@@ -230,13 +235,13 @@ class Backend:
             argv += ["--store", str(files.store)]
             self._watch(name, self._start_child(name, argv, files), functools.partial(self._on_exit, name))
         except ClaimError as error:
-            self._later.append(functools.partial(model.exited, name, str(error)))
+            self._later.append(functools.partial(model.exited, name, End(None, str(error))))
             return
         except OSError as error:
             # The interpreter, or the log, a full disk, no descriptors left: the file tells which.
             where = "" if error.filename in (None, config.python) else f": {error.filename}"
             cause = f"cannot start {config.python}: {error.strerror or error}{where}"
-            self._later.append(functools.partial(model.exited, name, cause))
+            self._later.append(functools.partial(model.exited, name, End(None, cause)))
             return
         self._owners[name.encode()] = name, model
 
@@ -250,6 +255,7 @@ class Backend:
     def kill(self, name: str, *, abort: bool = False) -> None:
         """Kill a child; its exit is told as any other."""
         if name in self.processes:
+            self._coroner.signalled(name)
             processes.kill(self.processes[name], signal.SIGABRT if abort else signal.SIGKILL)
 
     def kill_all(self) -> None:
@@ -273,11 +279,11 @@ class Backend:
         self.processes[name] = process
         self._loop.add(process.pidfd, on_exit)
 
-    def _end(self, name: str) -> tuple[int, str]:
-        """Reap a child that has exited; return its status and its last words."""
+    def _end(self, name: str) -> End:
+        """Reap a child that has exited; return how it has ended."""
         process = self.processes.pop(name)
         self._loop.remove(process.pidfd)
-        return processes.reap(process), processes.last_words(process)
+        return self._coroner.end(name, processes.reap(process), processes.last_words(process))
 
     def _on_messages(self) -> int:
         """Read a batch of messages; return how many there were."""
@@ -312,13 +318,13 @@ class Backend:
         # What it said before it died counts: read it first, all of it.
         while self._on_messages() == BATCH:
             pass
-        status, words = self._end(name)
+        end = self._end(name)
         self._held.pop(name, None)
         _, model = self._owners.pop(name.encode())
-        how = processes.explain(status)
-        if _MISSING_MODULE.search(words):
-            words += f"; install weightd there: {model.config.python} -m pip install weightd"
-        model.exited(name, f"{how}: {words}" if words else how, time.monotonic())
+        if _MISSING_MODULE.search(end.words):
+            hint = f"install weightd there: {model.config.python} -m pip install weightd"
+            end = dataclasses.replace(end, words=f"{end.words}; {hint}")
+        model.exited(name, end, time.monotonic())
 
     def _end_stray(self, keeper: Keeping, child: Child) -> None:
         with contextlib.suppress(OSError):
@@ -330,11 +336,11 @@ class Backend:
         self._end(f"{child.name} ({child.pid})")
 
     def _on_pinned(self, model: Model, source: Source, files: SnapshotFiles) -> None:
-        status, words = self._end(_snapshot_name(model, source))
-        found = _PINNED.search(words)
-        if status != 0 or found is None:
+        end = self._end(_snapshot_name(model, source))
+        found = _PINNED.search(end.words)
+        if end.status != 0 or found is None:
             files.remove()
-            model.pin_failed(source, words or f"the snapshot {processes.explain(status)}", time.monotonic())
+            model.pin_failed(source, end.words or f"the snapshot {end.how}", time.monotonic())
             return
         weights = str(files.weights) if source.weights else ""
         path = str(files.model_dir / Path(source.path).name)
@@ -366,13 +372,18 @@ class Backend:
         return device.name != "cpu" and device.capacity is None and device.name not in self._probed
 
     def _on_probed(self, name: str, device: Device, go_on: Callable[[], None]) -> None:
-        status, words = self._end(name)
+        end = self._end(name)
         try:
-            device.capacity = device.said = int(json.loads(words[words.rindex("{") :])["free_bytes"])
+            device.capacity = device.said = int(json.loads(end.words[end.words.rindex("{") :])["free_bytes"])
             _log.info("%s: %d MiB are free", device.name, device.capacity // MIB)
         except (ValueError, KeyError, TypeError):
-            _log.warning("%s: cannot be asked for its memory: %s", device.name, words or processes.explain(status))
+            _log.warning("%s: cannot be asked for its memory: %s", device.name, end.words or end.how)
         go_on()
+
+
+def _oom_kills() -> int:
+    limit = cgroup.memory()
+    return limit.oom_kills or 0 if limit is not None else 0
 
 
 def _snapshot_name(model: Model, source: Source) -> str:

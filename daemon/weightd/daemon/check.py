@@ -8,8 +8,8 @@ from pathlib import Path
 
 from weightd.daemon import canary_config, onnx_signature
 from weightd.daemon.config import Config, ModelConfig
+from weightd.daemon.ends import explain
 from weightd.daemon.engine_options import check_files
-from weightd.daemon.processes import explain
 from weightd.protocol.modelfile import Model, ModelFileError
 from weightd.protocol.version import VERSION
 

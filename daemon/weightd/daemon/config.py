@@ -173,8 +173,8 @@ class ModelConfig:
     """Whether weightd is ready, for a service manager, only once this model serves. If it fails, so does the start."""
 
     load_timeout: float = field(default=600.0, metadata=number(_MAX_SECONDS, positive=True))
-    """Seconds that one process may take to build the model, and before that to come up: it imports the engine and reads
-    the whole model for its digest. For coming up it has a minute in any case."""
+    """Seconds that one process may take to copy the model, or to build it, and before that to come up: it imports the
+    engine and reads the whole model for its digest. For coming up it has a minute in any case."""
 
     predict_timeout: float = field(default=60.0, metadata=number(_MAX_SECONDS, positive=True))
     """Seconds after which a worker that computes one answer is held to hang: it is aborted and replaced."""

@@ -13,6 +13,8 @@ import termios
 from collections.abc import Generator
 from typing import NamedTuple
 
+from weightd.daemon.request import Origin
+
 # struct ucred of unix(7).
 _UCRED = struct.Struct("=iII")
 
@@ -60,6 +62,15 @@ def write(descriptor: int, data: bytes) -> None:
     header = struct.pack(">BB", 0, len(data)) if len(data) < 256 else struct.pack(">BQ", 2, len(data))
     with contextlib.suppress(OSError), _borrowed(descriptor) as connection:
         connection.send(header + data, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+
+
+def origin(descriptor: int, peer: bytes) -> Origin:
+    """Return who is at the other end, of a connection on which messages come with this routing id."""
+    far = user(descriptor) or "a user who has gone"
+    known = credentials(descriptor)
+    # A process of another pid namespace has no number here.
+    near = f"process {known.pid}" if known is not None and known.pid else f"connection {peer.hex()}"
+    return Origin(f"{near} of {far}", far)
 
 
 def shut_down(descriptor: int) -> None:

@@ -72,8 +72,7 @@ class Deployment:
         self._policy = policy
         self._fall_back = fall_back
         self._make = make
-        # One that has served was good; what ended it came from outside.
-        self._restarts = Restarts(max_useless_lives=float("inf"))
+        self._restarts = Restarts()
         self._since = 0.0
         self._has_served = False
         # What the next generation loads, once there may be one.
@@ -193,7 +192,7 @@ class Deployment:
     @property
     def may_recover(self) -> bool:
         """Whether what ended the last generation may not end the next one: a kill, or that everything ends."""
-        return self._blamed is None or self._blamed.crashed or self._stopping
+        return self._blamed is None or self._blamed.killed or self._stopping
 
     @property
     def main(self) -> Generation:
@@ -338,7 +337,7 @@ class Deployment:
             # Copies of the weights in each process would find less.
             self._restarts.no_room(now, self.limits.room_timeout)
             self._try_again(coming)
-        elif self._fall_back and self.limits.sharing and coming.built is None:
+        elif self._fall_back and self.limits.sharing and coming.sha256 and coming.built is None:
             _log.warning(
                 "%s: cannot share weights, so each worker gets its own: %s",
                 coming.label,
@@ -348,7 +347,7 @@ class Deployment:
             self.limits = self.limits.private()
             self._wanted = coming.source
             return
-        elif not self._has_served and not coming.crashed:
+        elif not self._has_served and not coming.killed:
             self._fail(coming)
         else:
             self._restarts.start_failed(now)
@@ -356,9 +355,12 @@ class Deployment:
         self._tell_failed(coming)
 
     def _try_again(self, coming: Generation) -> None:
-        if not self._restarts.given_up:
+        if self._has_served or not self._restarts.failing:
+            # What has served before was good: it is not given up, whatever is in its way now.
             self._wanted = coming.source
-        elif self.serving is None:
+            delay = self._restarts.delay
+            _log.warning("%s is followed by another one in %.1f s", coming.label, delay, extra=coming.about())
+        else:
             self._fail(coming)
 
     def _fail(self, last: Generation) -> None:
@@ -378,11 +380,8 @@ class Deployment:
         self._blamed = serving
         if self._stopping or serving.state is not GenerationState.FAILED:
             return
-        if serving.renewable:
-            self._restarts.died(now - self._since, now)
-            self._wanted = serving.source
-        elif self.coming is None:
-            self._fail(serving)
+        self._restarts.died(now - self._since, now)
+        self._wanted = serving.source
         self._tell_failed(serving)
 
     def _leave(self, old: Generation, now: float) -> None:

@@ -187,7 +187,7 @@ class Frontend:
         client = received.peer
         match message:
             case Infer():
-                self._infer(client, message, received.frames[1:], now)
+                self._infer(received, message, now)
             case ModelMetadata():
                 self._model(message.model_name).metadata(client, message.id)
             case ServerMetadata():
@@ -226,7 +226,8 @@ class Frontend:
             received.peer, message.id, now, path=message.path, weights=message.weights, rollback=message.rollback
         )
 
-    def _infer(self, client: bytes, message: Infer, tensors: Sequence[Any], now: float) -> None:
+    def _infer(self, received: Received, message: Infer, now: float) -> None:
+        client, tensors = received.peer, received.frames[1:]
         model = self._model(message.model_name)
         if self.stopping:
             raise Unavailable("weightd is stopping")
@@ -242,6 +243,7 @@ class Frontend:
             arrived=now,
             deadline=now + seconds,
             nbytes=sum(map(len, tensors)),
+            origin=self._peers.origin(client),
         )
         if not self.room.fits(request.kept_bytes) and not self._make_room(client, request.kept_bytes):
             raise ResourceExhausted(_FULL, retry_after=_RETRY_S)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from weightd.daemon.actions import Action, Dismiss, Enlist, Kill, Pin, Role, Send, Spawn
+from weightd.daemon.ends import End
 from weightd.daemon.logs import about
 from weightd.daemon.plan import Canary, Limits, Source
 from weightd.daemon.records import ChildRecord, GenerationRecord, SealRecord
@@ -105,7 +106,7 @@ class Generation:
         process_bytes: what one process takes on the card beside the weights, as far as it has been seen.
         deaths: processes that ended, or had to be ended, without being asked to.
         no_room: the holder found none on the card, where some may come free late.
-        crashed: the holder was killed while it built: that may go better the next time.
+        killed: the holder was, while it built: that may go better the next time.
         tries: what is known of its canary.
     """
 
@@ -126,7 +127,7 @@ class Generation:
     process_bytes: int = 0
     deaths: int = 0
     no_room: bool = False
-    crashed: bool = False
+    killed: bool = False
     tries: Tries = field(init=False)
     _actions: list[Action] = field(default_factory=list[Action])
     _restarts: Restarts = field(default_factory=Restarts)
@@ -317,12 +318,12 @@ class Generation:
         if self.state in ACTIVE and self.built is not None:
             self._invalidate(cause, now)
 
-    def exited(self, name: str, how: str, now: float, *, useful: bool = False) -> None:
+    def exited(self, name: str, end: End, now: float, *, useful: bool = False) -> None:
         """A child has exited and has been waited for.
 
         Args:
             name: of the child.
-            how: status or signal, and its last words.
+            end: how.
             now: the clock.
             useful: whether it had answered any request.
         """
@@ -335,11 +336,10 @@ class Generation:
         if unexpected:
             blamed = child.role is Role.HOLDER and self.tries.trying
             self.deaths += not blamed
-            self.crashed = child.role is Role.HOLDER and self.built is None and how.startswith("killed by")
-            self.crashed &= not blamed
-            self._lost(child, how, now, useful=useful)
+            self.killed = child.role is Role.HOLDER and self.built is None and end.killed and not blamed
+            self._lost(child, str(end), now, useful=useful)
         elif child.overdue:
-            self._explain(child, how.partition(": ")[2])
+            self._explain(child, end.words)
         self._reconcile(now)
 
     def drain(self, now: float, *, patience: float = 0.0) -> None:
@@ -414,8 +414,10 @@ class Generation:
 
     @property
     def complete(self) -> bool:
-        """Whether it serves with all the workers that it will ever have."""
-        return self.state is GenerationState.SERVING and not self._missing() and self._all_ready()
+        """Whether it serves with all the workers that it should have, or that it can have for now."""
+        if self.state is not GenerationState.SERVING:
+            return False
+        return self._restarts.failing or (not self._missing() and self._all_ready())
 
     @property
     def awaits(self) -> bool:
@@ -426,11 +428,6 @@ class Generation:
     def full(self) -> bool:
         """Whether all workers and spares that it should have are READY."""
         return self._count(ChildState.READY) == self.limits.attached
-
-    @property
-    def renewable(self) -> bool:
-        """Whether another generation can do what this one no longer can."""
-        return self.built is not None and (self.invalid or self.frozen or bool(self.closed))
 
     @property
     def needs_renewal(self) -> bool:
@@ -461,9 +458,7 @@ class Generation:
         if self.closed and self.state is GenerationState.SERVING and ready < wanted:
             return f"serving {ready}/{wanted}, nobody can attach any more"
         if self.state in (GenerationState.ATTACHING, GenerationState.SERVING) and ready < wanted:
-            return (
-                f"serving {ready}/{wanted}, gave up on the others" if self._gave_up else f"attaching {ready}/{wanted}"
-            )
+            return f"serving {ready}/{wanted}, backing off" if self._backs_off else f"attaching {ready}/{wanted}"
         return str(self.state.value)
 
     @property
@@ -476,8 +471,14 @@ class Generation:
         return described(self.built.canary_cases)
 
     @property
-    def _gave_up(self) -> bool:
-        return self._restarts.given_up and len(self._counted(Role.WORKER)) == self._count(ChildState.READY)
+    def _backs_off(self) -> bool:
+        """Whether the next worker is not started at once."""
+        return self._has_served and bool(self._missing()) and self._restarts.delay > 0
+
+    @property
+    def _has_served(self) -> bool:
+        """Whether it does, or did before its workers were lost: it is tried for ever to have others."""
+        return self.state is GenerationState.SERVING
 
     # --- decisions ----------------------------------------------------------------------------------------------
 
@@ -509,8 +510,12 @@ class Generation:
         if self.state in ACTIVE:
             self._dismiss_uninvited(now)
         # One that is still on its way may become READY.
-        if (self._restarts.given_up or self.frozen or self.closed) and not self._counted(Role.WORKER):
-            self.failed(self.cause or "every worker is lost, and nobody can attach any more", now)
+        if not self._counted(Role.WORKER):
+            if self._given_up:
+                self.failed(self.cause, now)
+            elif self.frozen or self.closed:
+                lost = "every worker is lost, and nobody can attach any more"
+                self.failed(f"{lost}; {self.cause}" if self.cause else lost, now)
         if self.state in ACTIVE and self.state is not GenerationState.PINNING:
             self._fill()
             self._replace_missing(now)
@@ -536,11 +541,16 @@ class Generation:
 
     def _missing(self) -> int:
         """How many workers are to be started."""
-        if self.state not in ACTIVE or self.state is GenerationState.PINNING or self._restarts.given_up:
+        if self.state not in ACTIVE or self.state is GenerationState.PINNING or self._given_up:
             return 0
         if self.frozen or self.closed:
             return 0
         return self.limits.attached - len(self._counted(Role.WORKER))
+
+    @property
+    def _given_up(self) -> bool:
+        """Whether none of its workers has ever been READY, and none will be."""
+        return self._restarts.failing and not self._has_served
 
     def _all_ready(self) -> bool:
         return all(worker.state is ChildState.READY for worker in self._counted(Role.WORKER))
@@ -623,7 +633,7 @@ class Generation:
         """Once no attach is under way or due, what only attaching needed is given back: by the holder, or its heir."""
         if self.state is not GenerationState.SERVING or not self._unsettled:
             return
-        if self._all_ready() and not self._missing():
+        if self._all_ready() and (self._restarts.failing or not self._missing()):
             self._unsettled = False
             heirs = self._counted(Role.WORKER) if self._shares and not self.frozen else []
             self._actions += [Send(each.name, Settle()) for each in (self._counted(Role.HOLDER) or heirs)[:1]]
@@ -662,18 +672,21 @@ class Generation:
             return
         if child.ready_at is not None:
             self._restarts.died(now - child.ready_at, now, useful=useful)
-            if self._restarts.useless:
+            if self._restarts.delay and not (self.frozen or self.closed):
                 self.cause = f"workers die before they have answered anything; the last: {child.name}: {cause}"
-            return
-        self.cause = f"{child.name}: {cause}"
-        if child.name in self._resumed:
-            # It was READY once: that it is not back says nothing about the next one.
-            self._restarts.died(0.0, now, useful=True)
-            return
-        if no_room:
-            self._restarts.no_room(now, self.limits.room_timeout)
         else:
-            self._restarts.start_failed(now)
+            self.cause = f"{child.name}: {cause}"
+            if child.name in self._resumed:
+                # It was READY once: that it is not back says nothing about the next one.
+                self._restarts.died(0.0, now, useful=True)
+            elif no_room:
+                self._restarts.no_room(now, self.limits.room_timeout)
+            else:
+                self._restarts.start_failed(now)
+        if self._backs_off:
+            _log.warning(
+                "%s: the next worker is started in %.1f s", self.label, self._restarts.delay, extra=self.about()
+            )
 
     def _explain(self, child: Child, words: str) -> None:
         """A child was given up before it was dead: only now its log is complete."""

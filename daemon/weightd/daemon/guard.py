@@ -1,24 +1,35 @@
-"""What keeps a request from killing worker after worker, and a worker that hangs from keeping requests."""
+"""What keeps requests from killing worker after worker, and a worker that hangs from keeping requests."""
 
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Iterator
 
 from weightd.daemon.config import ModelConfig
+from weightd.daemon.contents import Reading, is_small
+from weightd.daemon.ends import By, End
 from weightd.daemon.quarantine import Quarantine
-from weightd.daemon.request import Request, content
+from weightd.daemon.request import Origin, Request
 from weightd.daemon.scheduler import Scheduler
+from weightd.daemon.suspects import Suspects
 from weightd.daemon.watchdog import Watchdog
-from weightd.protocol.errors import DeadlineExceeded, Internal, RequestError
+from weightd.protocol.errors import DeadlineExceeded, Internal, RequestError, ResourceExhausted, Unavailable
 from weightd.protocol.worker_messages import Ping
 
 _log = logging.getLogger("weightd")
+
+# A request that two workers died of is held to be the cause.
+MAX_DEATHS = 2
+
+# Whatever ends the workers that run a request, and be it for want of the memory that it takes: this is the last one.
+MAX_LOSSES = 5
 
 # What a worker may have to finish before it comes to the canary: two predicts. The canary is the third.
 _CANARY_PATIENCE = 3
 
 Refuse = Callable[[Request, RequestError], None]
+Then = Callable[[Request, float], None]
 
 
 class Guard:
@@ -32,20 +43,83 @@ class Guard:
 
     def __init__(self, config: ModelConfig, scheduler: Scheduler, refuse: Refuse) -> None:
         self.quarantine = Quarantine()
+        self.suspects = Suspects()
         self.watchdog = Watchdog(
             config.watchdog, config.canary_interval, canary_patience=_CANARY_PATIENCE * config.predict_timeout
         )
         self._predict_timeout = config.predict_timeout
         self._scheduler = scheduler
         self._refuse = refuse
+        # Requests that something was learned of, and what follows from that once their digests are known.
+        self._evidence: deque[tuple[Request, Then]] = deque()
+        self._reading: Reading | None = None
 
-    def died(self, worker: str, how: str, now: float) -> None:
-        """A worker has died, and may have died of what it had."""
-        for request, error in self._scheduler.lost(worker, how):
-            _log.warning("request %s is in quarantine: workers died of it", request.id)
-            self.quarantine.hold(request, now)
+    # --- requests -----------------------------------------------------------------------------------------------
+
+    def submit(self, request: Request, now: float) -> None:
+        """Put a request into the queue.
+
+        Raises:
+            RequestError: it is refused.
+        """
+        self.suspects.check(request.origin, now)
+        aside = self.quarantine.may_hold(request, now)
+        if aside and is_small(request):
+            self.quarantine.check(request, now)
+            aside = False
+        request.confined = self.suspects.confines(request.origin, now)
+        self._scheduler.submit(request, now, aside=aside)
+
+    def answered(self, request: Request, now: float) -> None:
+        """A worker has answered the request."""
+        # One at a time: if that is another content, there will be further answers.
+        is_reading = any(then == self.quarantine.answered for _, then in self._evidence)
+        if not is_reading and self.quarantine.may_suspect(request, now):
+            self._learn(request, self.quarantine.answered, now)
+
+    def clear(self) -> None:
+        """Another model is served: what killed the last one says nothing."""
+        self.quarantine.clear()
+        self.suspects.clear()
+
+    @property
+    def looks(self) -> bool:
+        """Whether `look` has something to do."""
+        return bool(self._evidence) or self._scheduler.aside is not None
+
+    def look(self, now: float) -> None:
+        """Read on in a request that may be one that has killed, for less than a millisecond."""
+        request = self._evidence[0][0] if self._evidence else self._scheduler.aside
+        if request is None:
+            return
+        if self._reading is None or self._reading.request is not request:
+            self._reading = Reading(request)
+        if not self._reading.step():
+            return
+        self._reading = None
+        if self._evidence:
+            self._evidence.popleft()[1](request, now)
+        else:
+            self._decide(request, now)
+
+    # --- workers ------------------------------------------------------------------------------------------------
+
+    def died(self, worker: str, end: End, now: float) -> None:
+        """A worker has ended, and may have died of what it had."""
+        request = self._scheduler.running(worker)
+        if request is None:
+            self._scheduler.release(worker)
+            return
+        if end.blames:
+            self.suspects.died(request.origin, self._scheduler.ran(worker, now), now)
+        error = self._verdict(request, end, now)
+        self._scheduler.release(worker, but=request if error is not None else None)
+        if error is not None and not request.answered:
             self._refuse(request, error)
-            self._refuse_equals(request)
+        if request.deaths >= MAX_DEATHS:
+            self._learn(request, self._hold, now)
+        if end.blames:
+            self._contain(request.origin, now)
 
     def overdue(self, now: float) -> Iterator[tuple[str, str]]:
         """Yield the workers that compute for too long, each with the reason to end it.
@@ -56,9 +130,9 @@ class Guard:
             why = f"a predict took longer than predict_timeout, {self._predict_timeout:g} s"
             if not request.answered:
                 self._refuse(request, DeadlineExceeded(f"request {request.id}: {why}"))
-            if self.quarantine.hung(request, now):
-                _log.warning("request %s is in quarantine: workers hang in it", request.id)
-                self._refuse_equals(request)
+            self.suspects.died(request.origin, self._predict_timeout, now)
+            self._contain(request.origin, now)
+            self._learn(request, self._hung, now)
             yield worker, f"{why} (request {request.id})"
 
     def pings(self, now: float) -> Iterator[tuple[str, Ping | None]]:
@@ -68,8 +142,70 @@ class Guard:
         yield from ((worker, Ping(canary=True)) for worker in due.canary)
         yield from ((worker, None) for worker in due.silent)
 
-    def _refuse_equals(self, held: Request) -> None:
-        """Whoever waits with the same content would only kill, or stop, the next worker."""
-        digest = content(held)
-        for request in self._scheduler.withdraw(lambda each: each.nbytes == held.nbytes and content(each) == digest):
-            self._refuse(request, Internal(f"request {request.id} has the content of {held.id}, in quarantine"))
+    # --- within -------------------------------------------------------------------------------------------------
+
+    def _verdict(self, request: Request, end: End, now: float) -> RequestError | None:
+        """Return the error in which a request ends whose worker has ended; None if it runs again."""
+        request.losses += 1
+        request.deaths += end.blames
+        if request.deaths >= MAX_DEATHS:
+            words = f"was on {request.deaths} workers when they died, the last one {end.how}"
+            return Internal(f"request {request.id} {words}")
+        if end.blames and self.suspects.confines(request.origin, now):
+            return Internal(f"request {request.id} was on a worker that was {end.how}, as others of its client were")
+        if request.losses >= MAX_LOSSES:
+            text = f"request {request.id} was on {request.losses} workers when they ended, the last one {end.how}"
+            return ResourceExhausted(text) if end.by is By.KERNEL else Unavailable(text)
+        return None
+
+    def _contain(self, origin: Origin, now: float) -> None:
+        """A worker has died of what this client asked: see that not all do."""
+        if not self.suspects.confines(origin, now):
+            return
+        self._scheduler.confine(lambda each: self.suspects.confines(each.origin, now))
+        refusals: list[tuple[Request, RequestError]] = []
+
+        def is_refused(request: Request) -> bool:
+            try:
+                self.suspects.check(request.origin, now)
+            except RequestError as error:
+                refusals.append((request, error))
+                return True
+            return False
+
+        self._scheduler.withdraw(is_refused)
+        for request, error in refusals:
+            self._refuse(request, error)
+        _log.warning("workers died of requests of %s: they run one at a time, or are refused", origin.near)
+
+    def _learn(self, request: Request, then: Then, now: float) -> None:
+        if is_small(request):
+            then(request, now)
+        else:
+            self._evidence.append((request, then))
+
+    def _hold(self, request: Request, now: float) -> None:
+        _log.warning("request %s is in quarantine: workers died of it", request.id)
+        self.quarantine.hold(request, now)
+        self._refuse_equals(now)
+
+    def _hung(self, request: Request, now: float) -> None:
+        if self.quarantine.hung(request, now):
+            _log.warning("request %s is in quarantine: workers hang in it", request.id)
+            self._refuse_equals(now)
+
+    def _refuse_equals(self, now: float) -> None:
+        """Whoever waits with a content that is held would only kill, or stop, the next worker."""
+        for request in self._scheduler.set_aside(lambda each: self.quarantine.may_hold(each, now)):
+            if is_small(request):
+                self._decide(request, now)
+
+    def _decide(self, request: Request, now: float) -> None:
+        """A request that was put aside ends, or may run."""
+        try:
+            self.quarantine.check(request, now)
+        except RequestError as error:
+            self._scheduler.withdraw(lambda each: each is request)
+            self._refuse(request, error)
+        else:
+            self._scheduler.admit(request)

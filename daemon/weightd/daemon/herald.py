@@ -17,7 +17,7 @@ _STATUS_S = 1.0
 # A start is given this much more time at each look at it that finds it going on.
 _EXTENSION_S = 15.0
 
-# Beside building, which load_timeout bounds: copying the model is not bounded but by this, nor is waiting for memory.
+# Beside copying and building, which load_timeout bounds: waiting for room is not bounded but by this.
 _PATIENCE_S = 120.0
 
 # Three signs of life in the time in which one is expected.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from weightd.daemon.actions import Action, Dismiss, Enlist, Forget, Kill, Pin, S
 from weightd.daemon.budget import MIB, Device
 from weightd.daemon.config import SUFFIX_OF_ENGINE, ModelConfig
 from weightd.daemon.deployment import Deployment, Policy
+from weightd.daemon.ends import End
 from weightd.daemon.generation import Generation
 from weightd.daemon.guard import Guard
 from weightd.daemon.handover import ModelRecord
@@ -143,19 +144,18 @@ class Model:
         """
         self._check_alive()
         self._signature.check(request.inputs)
-        self.guard.quarantine.check(request, now)
-        self.scheduler.submit(request)
+        self.guard.submit(request, now)
+        self._look_soon()
         self._dispatch(now)
 
     def cancel(self, client: bytes, request_id: str, now: float) -> None:
         """The client takes its request back."""
-        why = Cancelled("taken back by the client")
-        self._end(lambda request: request.id == request_id and request.client == client, why, now)
+        self._end(self.scheduler.end_of(client, request_id), Cancelled("taken back by the client"), now)
 
     def vanished(self, client: bytes, now: float) -> None:
         """The client is gone: nobody waits for what it asked."""
         self._signature.take_waiters(lambda waiter: waiter[0] == client)
-        self._end(lambda request: request.client == client, Cancelled("its client is gone"), now)
+        self._end(self.scheduler.end_of(client), Cancelled("its client is gone"), now)
 
     def shed(self, client: bytes, error: RequestError, now: float) -> None:
         """Refuse what the client has waiting; what runs goes on."""
@@ -276,19 +276,19 @@ class Model:
                 self.scheduler.release(child)
             generation.broken(child, message, now)
 
-    def exited(self, child: str, how: str, now: float) -> None:
+    def exited(self, child: str, end: End, now: float) -> None:
         """A child has exited."""
         owner = self._owners.pop(child, None)
         if owner is not None and not self._trusted(owner[1], now):
             # It may have died of its holder's death, or of a damaged store: what it had is not to blame.
             self.scheduler.release(child)
-        self.guard.died(child, how.partition(":")[0], now)
+        self.guard.died(child, end, now)
         self.guard.watchdog.forget(child)
         useful = self._useful(child)
         self.by_worker.pop(child, None)
         if owner is not None:
             deployment, generation = owner
-            generation.exited(child, how, now, useful=useful)
+            generation.exited(child, end, now, useful=useful)
             deployment.reconcile(now)
             self._settle(now)
 
@@ -343,6 +343,8 @@ class Model:
         for request, error in self.scheduler.expire(now):
             self._refuse(request, self._explained(error))
         self._end_overdue(now)
+        self._end_pinning(now)
+        self.guard.look(now)
         self._watch(now)
         due = [deployment for deployment in self.deployments if now >= deployment.next_tick]
         for deployment in due:
@@ -377,7 +379,8 @@ class Model:
 
     def leave(self, now: float) -> None:
         """The daemon ends before its workers: answer what has not been answered."""
-        self._end(lambda _: True, Unavailable("weightd is restarting"), now)
+        everything = [request for request, _ in self.scheduler.end(lambda _: True)]
+        self._end(everything, Unavailable("weightd is restarting"), now)
 
     def dispose(self) -> None:
         """Remove what is left on the disk of a model that is gone."""
@@ -542,7 +545,8 @@ class Model:
             latency = now - request.arrived
             self.latencies.add(latency)
             self.by_worker[child].add(latency)
-            self.guard.quarantine.answered(request)
+            self.guard.answered(request, now)
+            self._look_soon()
         self._dispatch(now)
 
     def _predict_failed(self, child: str, generation: Generation, failed: Failed, now: float) -> None:
@@ -567,14 +571,18 @@ class Model:
 
     # --- workers that hang, requests that end before their time ---------------------------------------------------
 
-    def _end(self, unfit: Callable[[Request], bool], error: RequestError, now: float) -> None:
-        for request, _ in self.scheduler.end(unfit):
+    def _end(self, requests: Iterable[Request], error: RequestError, now: float) -> None:
+        for request in requests:
             self._refuse(request, error)
         self._dispatch(now)
 
     def _end_overdue(self, now: float) -> None:
         for worker, why in list(self.guard.overdue(now)):
             self._drop(worker, why, now)
+
+    def _end_pinning(self, now: float) -> None:
+        for source in self._sources.snapshots.overdue(now):
+            self.pin_failed(source, f"no snapshot within load_timeout, {self.config.load_timeout:g} s", now)
 
     def _watch(self, now: float) -> None:
         """Ping who has been idle; end who does not answer; look at the stores."""
@@ -636,7 +644,7 @@ class Model:
             if not wanted:
                 return
             for deployment, (generation, action) in wanted:
-                self._perform(deployment, generation, action)
+                self._perform(deployment, generation, action, now)
             self._tell_pinned(now)
 
     def _tell_pinned(self, now: float) -> None:
@@ -645,10 +653,10 @@ class Model:
                 canary = self._sources.snapshots.canary(source)
                 deployment.pinned(source, snapshot.sha256, snapshot.nbytes, now, canary)
 
-    def _perform(self, deployment: Deployment, generation: Generation, action: Action) -> None:
+    def _perform(self, deployment: Deployment, generation: Generation, action: Action, now: float) -> None:
         match action:
             case Pin():
-                self._sources.snapshots.want(generation.source)
+                self._sources.snapshots.want(generation.source, now + self.config.load_timeout)
             case Spawn(name, role):
                 self._owners[name] = deployment, generation
                 self._children.spawn(self, generation, self._sources.snapshots[generation.source], name, role)
@@ -685,7 +693,7 @@ class Model:
             for deployment in self.deployments:
                 deployment.switch(now)
             self._sources.took_over(update.source)
-            self.guard.quarantine.clear()
+            self.guard.clear()
             self._relearn_signature()
             self._clients.tell_updated(update.client, self._updated(update))
         else:
@@ -745,4 +753,10 @@ class Model:
         self._clients.refuse(request, error)
 
     def _update_next_tick(self) -> None:
-        self.next_tick = min(self.guard.watchdog.next_event, *(each.next_tick for each in self.deployments))
+        due = min(self.guard.watchdog.next_event, self._sources.snapshots.next_event)
+        self.next_tick = min(due, *(each.next_tick for each in self.deployments))
+        self._look_soon()
+
+    def _look_soon(self) -> None:
+        if self.guard.looks:
+            self.next_tick = 0.0

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import zmq
 
 from weightd.daemon import connections
+from weightd.daemon.request import Origin
 from weightd.daemon.sockets import Received
 from weightd.protocol import monitor
 
@@ -60,6 +61,7 @@ class Peers:
         self.silent: dict[int, Connection] = {}
         self._by_descriptor: dict[int, set[bytes]] = {}
         self._descriptors: dict[bytes, int] = {}
+        self._origins: dict[bytes, Origin] = {}
         self._gone: list[bytes] = []
 
     def connection(self, client: bytes) -> Connection | None:
@@ -96,6 +98,10 @@ class Peers:
                 self.silent.pop(descriptor, None)
             connection.heard = now
 
+    def origin(self, client: bytes) -> Origin:
+        """Return who the client is, as the kernel knew it when its first message came."""
+        return self._origins.get(client) or Origin(f"connection {client.hex()}", "an unknown address")
+
     def disconnected(self) -> Iterator[bytes]:
         """Yield each client that has gone since this was asked last."""
         self._take_events()
@@ -109,6 +115,7 @@ class Peers:
         if known is not None:
             self._by_descriptor.get(known, set()).discard(client)
         self._descriptors[client] = descriptor
+        self._origins[client] = connections.origin(descriptor, client)
         self._by_descriptor.setdefault(descriptor, set()).add(client)
 
     def _take_events(self) -> None:
@@ -126,5 +133,5 @@ class Peers:
             self.connections.pop(descriptor, None)
             self.silent.pop(descriptor, None)
             for client in self._by_descriptor.pop(descriptor, set()):
-                del self._descriptors[client]
+                del self._descriptors[client], self._origins[client]
                 self._gone.append(client)

@@ -33,13 +33,13 @@ class Process:
         pid: of the process.
         pidfd: becomes readable when it has exited.
         log: where its stdout and stderr go.
-        wait: waits for its end, once; returns its exit status (negative: the signal).
+        wait: waits for its end, once; returns its exit status (negative: the signal), None if nobody knows it.
     """
 
     pid: int
     pidfd: int
     log: Path
-    wait: Callable[[], int]
+    wait: Callable[[], int | None]
 
 
 def start(argv: Sequence[str], log: Path, environment: Mapping[str, str] | None = None) -> Process:
@@ -106,8 +106,8 @@ def _has_exited(pidfd: int) -> bool:
     return bool(readable.poll(0))
 
 
-def reap(process: Process) -> int:
-    """Wait for a child whose pidfd is readable, and return its exit status (negative: the signal)."""
+def reap(process: Process) -> int | None:
+    """Wait for a child whose pidfd is readable; return its exit status (negative: the signal), None if nobody knows."""
     os.close(process.pidfd)
     return process.wait()
 
@@ -124,15 +124,3 @@ def last_words(process: Process) -> str:
     # The last lines tell most; of a dump of stacks it is the first ones that tell where it was.
     dump = next((index for index, line in enumerate(lines) if line.startswith(_DUMP)), len(lines))
     return " | ".join(lines[:dump][-_TAIL_LINES:] + lines[dump:][:_TAIL_LINES])
-
-
-def explain(status: int) -> str:
-    """Return an exit status in words, with a hint where one helps."""
-    if status >= 0:
-        return f"exited with status {status}"
-    try:
-        name = signal.Signals(-status).name
-    except ValueError:
-        name = f"signal {-status}"
-    hint = " (if nobody sent it, the kernel was out of memory: see dmesg)" if -status == signal.SIGKILL else ""
-    return f"killed by {name}{hint}"

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from weightd.protocol.messages import TensorSpec
 
@@ -13,13 +12,32 @@ from weightd.protocol.messages import TensorSpec
 _OBJECTS_BYTES = 2048
 
 
+class Origin(NamedTuple):
+    """Who is at the other end of a connection, as the kernel knows it: what a client says of itself proves nothing.
+
+    Attributes:
+        near: the process of a unix socket's peer; of TCP the connection.
+        far: all that a process may just be one of: the user, or the address.
+    """
+
+    near: str
+    far: str
+
+
+NOBODY = Origin("", "")
+
+
 @dataclass(eq=False, slots=True)
 class Request:
     """A request under way. Times are monotonic seconds.
 
     Attributes:
-        frames: the tensors' bytes; only `content` looks at them.
+        frames: the tensors' bytes; only `contents` looks at them.
+        origin: who has sent it, as far as the kernel tells.
         deaths: workers that died of it, or so it seems.
+        losses: workers that ended while they ran it, for whatever reason.
+        digest: of its content, once that has been computed.
+        confined: it runs only while no other one like it does.
         answered: the client has been told how it ended: what a worker gives later is dropped.
     """
 
@@ -32,19 +50,14 @@ class Request:
     arrived: float
     deadline: float
     nbytes: int
+    origin: Origin = NOBODY
     deaths: int = 0
+    losses: int = 0
+    confined: bool = False
+    digest: bytes = b""
     answered: bool = False
 
     @property
     def kept_bytes(self) -> int:
         """What the daemon keeps of it in memory until it has ended."""
         return self.nbytes + _OBJECTS_BYTES
-
-
-def content(request: Request) -> bytes:
-    """Return a digest of the tensors, the same whatever their order: equal requests have equal ones."""
-    state = hashlib.blake2b(digest_size=16)
-    for spec, frame in sorted(zip(request.inputs, request.frames, strict=True), key=lambda pair: pair[0].name):
-        state.update(f"{spec.name}\0{spec.datatype}\0{spec.shape}\0".encode())
-        state.update(frame)
-    return state.digest()

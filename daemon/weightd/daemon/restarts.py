@@ -1,15 +1,15 @@
-"""When a lost worker may be replaced: at once the first time, later and later if it keeps dying, and at last never."""
+"""When what is lost may be replaced: at once the first time, later and later if that is lost, too.
+
+Whether it is tried for ever is not decided here: what has served before is, what has not is given up.
+"""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable
 
-# A worker that never became READY this many times in a row will not become so the next time either.
+# A worker that never became READY this many times in a row will hardly become so the next time.
 MAX_FAILED_STARTS = 3
-
-# A worker that became READY and died before it had answered anything, this many times in a row: it always will.
-MAX_USELESS_LIVES = 10
 
 # A worker that dies sooner after READY than this is dying of the same cause as the one before it.
 SHORT_LIFE_S = 10.0
@@ -32,39 +32,35 @@ class Restarts:
 
     Args:
         uniform: returns a random number from 0 to 1, by which delays are shortened.
-        max_useless_lives: after so many in a row no further start makes sense.
+
+    Attributes:
+        due: when the next start is.
+        delay: seconds from the last death to that.
     """
 
-    def __init__(
-        self, uniform: Callable[[], float] = random.random, *, max_useless_lives: float = MAX_USELESS_LIVES
-    ) -> None:
-        self.failed_starts = 0
+    def __init__(self, uniform: Callable[[], float] = random.random) -> None:
         self.due = 0.0
+        self.delay = 0.0
+        self._failed_starts = 0
         self._full_starts = 0
         self._full_since: float | None = None
-        self._useless_lives = 0
+        self._short_lives = 0
         self._uniform = uniform
-        self._max_useless_lives = max_useless_lives
 
     @property
-    def given_up(self) -> bool:
-        """Whether no further start makes sense."""
-        return self.failed_starts >= MAX_FAILED_STARTS or self.useless
-
-    @property
-    def useless(self) -> bool:
-        """Whether workers become READY, but never come to answer anything."""
-        return self._useless_lives >= self._max_useless_lives
+    def failing(self) -> bool:
+        """Whether starts have failed so often in a row that the next one hardly succeeds."""
+        return self._failed_starts >= MAX_FAILED_STARTS
 
     def became_ready(self) -> None:
         """A worker has become READY: starting works."""
-        self.failed_starts = self._full_starts = 0
+        self._failed_starts = self._full_starts = 0
         self._full_since = None
 
     def start_failed(self, now: float) -> None:
         """A worker has died before it was READY."""
-        self.failed_starts += 1
-        self.due = now + self._delay(self.failed_starts)
+        self._failed_starts += 1
+        self._wait(now, self._delay(self._failed_starts))
 
     def no_room(self, now: float, patience: float) -> None:
         """A start has found no room where some may come free late: for `patience` seconds that is no failed start."""
@@ -74,7 +70,7 @@ class Restarts:
             self.start_failed(now)
         else:
             self._full_starts += 1
-            self.due = now + min(_MAX_ROOM_DELAY_S, self._delay(self._full_starts))
+            self._wait(now, min(_MAX_ROOM_DELAY_S, self._delay(self._full_starts)))
 
     def died(self, lived: float, now: float, *, useful: bool = False) -> None:
         """A worker has died `lived` seconds after it was READY.
@@ -83,14 +79,17 @@ class Restarts:
             lived: how long.
             now: the clock.
             useful: whether it had answered anything. Then it was no bad start, and its successor is wanted at once:
-                a request that kills workers is the quarantine's business.
+                requests that kill workers are the business of `quarantine` and `suspects`.
         """
         if useful or lived >= SHORT_LIFE_S:
-            self._useless_lives = 0
-            self.due = now
+            self._short_lives = 0
+            self._wait(now, 0.0)
             return
-        self.due = now if self._useless_lives == 0 else now + self._delay(self._useless_lives)
-        self._useless_lives += 1
+        self._wait(now, self._delay(self._short_lives) if self._short_lives else 0.0)
+        self._short_lives += 1
+
+    def _wait(self, now: float, delay: float) -> None:
+        self.due, self.delay = now + delay, delay
 
     def _delay(self, count: int) -> float:
         delay = min(_MAX_DELAY_S, _FIRST_DELAY_S * 2.0 ** min(count - 1, _MAX_DOUBLINGS))

@@ -2,23 +2,22 @@
 
 First come, first served, among the workers that have credit. A worker that is quick has credit for two requests: one
 runs and one is ready, so it never waits for the daemon between two. One that computes for long has nothing ready, and
-what waits behind it is taken back: no request waits for one worker while another is free. Plain decisions, fed with
-the clock.
+what waits behind it is taken back: no request waits for one worker while another is free. Requests of clients under
+suspicion (`suspects`) are confined: one of them is with a worker at a time, and nothing waits behind it there. Plain
+decisions, fed with the clock.
 """
 
 from __future__ import annotations
 
-from collections import deque
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from weightd.daemon.request import Request
-from weightd.protocol.errors import DeadlineExceeded, Internal, RequestError, ResourceExhausted
+from weightd.daemon.waiting import Queue
+from weightd.protocol.errors import DeadlineExceeded, RequestError, ResourceExhausted
 
 CREDIT = 2
-
-# A request that two workers died of is held to be the cause.
-MAX_DEATHS = 2
 
 # A worker that has computed for longer than this gets nothing ahead: handing it the next request then costs it less
 # than a hundredth of its time (a round trip is a fraction of a millisecond, one with 8 MiB a few).
@@ -39,6 +38,10 @@ class _Worker:
     since: float = 0.0
     credit: int = CREDIT
 
+    @property
+    def has_confined(self) -> bool:
+        return any(request.confined for request in self.has.values())
+
 
 class Scheduler:
     """The queue of one model.
@@ -53,8 +56,11 @@ class Scheduler:
         self._max_queue = max_queue
         self._max_queue_bytes = max_queue_bytes
         self._predict_timeout = predict_timeout
-        self._queue: deque[Request] = deque()
-        self._queued_bytes = 0
+        self._queue = Queue()
+        self._confined = Queue()
+        # What is looked at before it may run.
+        self._aside = Queue()
+        self._queues = (self._queue, self._confined, self._aside)
         self._workers: dict[str, _Worker] = {}
         # Those that take requests. One that is not among them gets nothing new but may still answer.
         self._enlisted: dict[str, _Worker] = {}
@@ -65,26 +71,45 @@ class Scheduler:
         self._recalled: list[tuple[str, int]] = []
         # Their deadline had passed when it was their turn: `expire` tells.
         self._late: list[Request] = []
-        self._mean_s = 0.0
+        # Of an answer; None before the first.
+        self._mean_s: float | None = None
 
     # --- events -------------------------------------------------------------------------------------------------
 
-    def submit(self, request: Request) -> None:
-        """Put a request into the queue.
+    def submit(self, request: Request, now: float, *, aside: bool = False) -> None:
+        """Put a request into the queue; `aside`: it does not run before it is admitted.
 
         Raises:
             ResourceExhausted: the queue is full.
         """
-        if len(self._queue) >= self._max_queue:
-            raise self._full(f"{len(self._queue)} requests wait already, the bound is {self._max_queue}")
-        if self._queued_bytes + request.nbytes > self._max_queue_bytes and self._queue:
-            raise self._full(
-                f"{self._queued_bytes} bytes wait already, {request.nbytes} more are over the bound of "
-                f"{self._max_queue_bytes}"
-            )
-        self._queue.append(request)
-        self._queued_bytes += request.nbytes
+        queued, nbytes = self.queued, sum(queue.nbytes for queue in self._queues)
+        if queued >= self._max_queue:
+            raise self._full(f"{queued} requests wait already, the bound is {self._max_queue}", now)
+        if nbytes + request.nbytes > self._max_queue_bytes and queued:
+            bound = f"the bound of {self._max_queue_bytes}"
+            raise self._full(f"{nbytes} bytes wait already, {request.nbytes} more are over {bound}", now)
+        (self._aside if aside else self._queue_of(request)).append(request)
         self._earliest = min(self._earliest, request.deadline)
+
+    def set_aside(self, chosen: Callable[[Request], bool]) -> list[Request]:
+        """Have what waits and is `chosen` not run before it is admitted; return it."""
+        chosen_ones = [request for queue in (self._queue, self._confined) for request in queue.withdraw(chosen)]
+        for request in chosen_ones:
+            self._aside.append(request)
+        return chosen_ones
+
+    def admit(self, request: Request) -> None:
+        """What was put aside may run; one that has ended meanwhile stays ended."""
+        if request in self._aside:
+            self._aside.remove(request)
+            self._queue_of(request).append(request)
+
+    def confine(self, chosen: Callable[[Request], bool]) -> None:
+        """Have what is `chosen` run one at a time: what waits, and what is with a worker if it has to run again."""
+        for request in filter(chosen, self._outstanding()):
+            request.confined = True
+        for request in self._queue.withdraw(chosen):
+            self._confined.append(request)
 
     def enlist(self, worker: str) -> None:
         """The worker takes requests from now on."""
@@ -103,38 +128,23 @@ class Scheduler:
         took = now - worker.since
         worker.since = now
         worker.credit = CREDIT if took < QUICK_S else 1
-        self._mean_s += _LATEST * (took - self._mean_s)
+        self._mean_s = took if self._mean_s is None else self._mean_s + _LATEST * (took - self._mean_s)
         return None if request.answered else request
 
-    def release(self, name: str) -> None:
-        """The worker leaves of itself: what it has not answered waits again, at the head of the queue."""
-        self._requeue(self._remove(name))
+    def release(self, name: str, *, but: Request | None = None) -> None:
+        """The worker is gone, or as good as that: what it has not answered waits again, at the head of the queue.
 
-    def lost(self, name: str, how: str = "") -> list[tuple[Request, RequestError]]:
-        """The worker is dead: what it had waits again, but for a request that has now killed too many.
-
-        A worker runs one request at a time, in the order in which it got them: it died of the first. The others
-        only waited in its socket, and are not blamed.
+        `but`: this one has ended.
         """
-        for request in list(self._has(name))[:1]:
-            request.deaths += 1
-        had = self._remove(name)
-        self._requeue([request for request in had if request.deaths < MAX_DEATHS])
-        words = f", the last one {how}" if how else ""
-        return [
-            (request, Internal(f"request {request.id} was on {request.deaths} workers when they died{words}"))
-            for request in had
-            if request.deaths >= MAX_DEATHS
-        ]
+        self._requeue([request for request in self._remove(name) if request is not but])
 
     def assign(self, now: float) -> Iterator[tuple[str, Request]]:
         """Yield each pair of worker and request that is due now; what is yielded is running."""
-        while self._queue:
+        while (queue := self._next()) is not None:
             name = self._freest(now)
             if name is None:
                 return
-            request = self._queue.popleft()
-            self._queued_bytes -= request.nbytes
+            request = queue.take()
             if request.deadline <= now:
                 self._late.append(request)
                 continue
@@ -167,7 +177,16 @@ class Scheduler:
         Returns:
             The requests, each with whether a worker is running it.
         """
-        ended = [(request, False) for request in self.withdraw(unfit)]
+        return [(request, False) for request in self.withdraw(unfit)] + self._end_of_workers(unfit)
+
+    def end_of(self, client: bytes, request_id: str | None = None) -> list[Request]:
+        """Take out what the client has asked, or what it has asked under this id; nobody else's is looked at."""
+        waited = [request for queue in self._queues for request in queue.withdraw_of(client, request_id)]
+        ran = self._end_of_workers(lambda each: each.client == client and request_id in (None, each.id))
+        return waited + [request for request, _ in ran]
+
+    def _end_of_workers(self, unfit: Callable[[Request], bool]) -> list[tuple[Request, bool]]:
+        ended: list[tuple[Request, bool]] = []
         for name, worker in self._workers.items():
             for position, request in enumerate(list(worker.has.values())):
                 if request.answered or not unfit(request):
@@ -204,12 +223,7 @@ class Scheduler:
 
     def withdraw(self, unfit: Callable[[Request], bool]) -> list[Request]:
         """Return the requests that wait and are `unfit`, and forget them."""
-        withdrawn = [request for request in self._queue if unfit(request)]
-        if withdrawn:
-            gone = {request.number for request in withdrawn}
-            self._queue = deque(request for request in self._queue if request.number not in gone)
-            self._queued_bytes -= sum(request.nbytes for request in withdrawn)
-        return withdrawn
+        return [request for queue in self._queues for request in queue.withdraw(unfit)]
 
     def give_up(self) -> list[Request]:
         """Return every request that waits, or has waited until its deadline, and forget it."""
@@ -224,23 +238,40 @@ class Scheduler:
     # --- what it tells ------------------------------------------------------------------------------------------
 
     def waiting(self) -> Iterator[Request]:
-        """Yield the requests that wait, first come first."""
-        yield from self._queue
+        """Yield the requests that wait: in the order in which they run, then those that are confined or aside."""
+        yield from itertools.chain(*self._queues)
 
     @property
     def queued(self) -> int:
         """Requests that wait."""
-        return len(self._queue)
+        return len(self._queue) + len(self._confined) + len(self._aside)
 
     @property
     def idle(self) -> bool:
         """Whether nothing waits and nothing runs."""
-        return not self._queue and not self._late and not any(worker.has for worker in self._workers.values())
+        return not self.queued and not self._late and not any(worker.has for worker in self._workers.values())
 
     @property
     def next_event(self) -> float:
         """No request and no worker is due for `expire` or `overdue` before this (monotonic seconds)."""
         return min(self._earliest, self._look)
+
+    def running(self, name: str) -> Request | None:
+        """What the worker computes, whether or not somebody waits for that.
+
+        A worker runs one request at a time, in the order in which it got them: if it dies, then of this one. The others
+        only wait in its socket.
+        """
+        return next(self._has(name), None)
+
+    def ran(self, name: str, now: float) -> float:
+        """For how long the worker has computed what it runs, in seconds."""
+        return now - self._workers[name].since
+
+    @property
+    def aside(self) -> Request | None:
+        """The first of those that do not run before they are admitted."""
+        return self._aside.first if self._aside else None
 
     def in_flight(self, name: str) -> int:
         """Requests that the worker has."""
@@ -248,20 +279,39 @@ class Scheduler:
 
     # --- within -------------------------------------------------------------------------------------------------
 
+    def _next(self) -> Queue | None:
+        """The queue whose turn it is: the one whose first request has come first."""
+        confined = self._confined and not any(worker.has_confined for worker in self._workers.values())
+        if confined and (not self._queue or self._confined.first.number < self._queue.first.number):
+            return self._confined
+        return self._queue or None
+
+    def _queue_of(self, request: Request) -> Queue:
+        return self._confined if request.confined else self._queue
+
     def _freest(self, now: float) -> str | None:
         """The worker with the least to do that has credit, the first of them; None if no worker has any."""
         freest, least = None, CREDIT
         for name, worker in self._enlisted.items():
             load = len(worker.has)
-            if load < least and (not load or (load < worker.credit and now < worker.since + QUICK_S)):
+            if load < least and (not load or self._takes_another(worker, now)):
                 freest, least = name, load
                 if not least:
                     break
         return freest
 
-    def _full(self, text: str) -> ResourceExhausted:
-        """The queue has moved on by one place for each worker after the time that a request takes."""
-        seconds = self._mean_s * len(self._queue) / max(1, len(self._enlisted))
+    def _takes_another(self, worker: _Worker, now: float) -> bool:
+        return len(worker.has) < worker.credit and now < worker.since + QUICK_S and not worker.has_confined
+
+    def _full(self, text: str, now: float) -> ResourceExhausted:
+        """The queue has moved on by one place for each worker after the time that a request takes.
+
+        Before anything was answered nobody knows how long that is.
+        """
+        if self._mean_s is None or not self._enlisted:
+            return ResourceExhausted(text)
+        running = max((now - worker.since for worker in self._workers.values() if worker.has), default=0.0)
+        seconds = max(self._mean_s, running) * self.queued / len(self._enlisted)
         return ResourceExhausted(text, retry_after=max(seconds, _LEAST_RETRY_S))
 
     def _due(self, worker: _Worker) -> float:
@@ -270,7 +320,7 @@ class Scheduler:
         return worker.since + (QUICK_S if len(worker.has) > 1 else self._predict_timeout)
 
     def _outstanding(self) -> Iterator[Request]:
-        yield from self._queue
+        yield from self.waiting()
         for worker in self._workers.values():
             yield from (each for each in worker.has.values() if not each.answered)
 
@@ -289,5 +339,5 @@ class Scheduler:
         return had
 
     def _requeue(self, requests: Sequence[Request]) -> None:
-        self._queue.extendleft(reversed(requests))
-        self._queued_bytes += sum(request.nbytes for request in requests)
+        self._queue.put_back([request for request in requests if not request.confined])
+        self._confined.put_back([request for request in requests if request.confined])

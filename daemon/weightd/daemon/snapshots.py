@@ -22,17 +22,33 @@ class Snapshots:
         # None: it is being taken.
         self._all: dict[Source, Snapshot | None] = {}
         self._canaries: dict[Source, Canary] = {}
+        # Until when, in monotonic seconds.
+        self._deadlines: dict[Source, float] = {}
 
-    def want(self, source: Source) -> None:
-        """A generation needs the snapshot."""
+    def want(self, source: Source, deadline: float) -> None:
+        """A generation needs the snapshot, by `deadline` (monotonic seconds)."""
         if source not in self._all:
             self._all[source] = None
+            self._deadlines[source] = deadline
             self._pin(source)
+
+    @property
+    def next_event(self) -> float:
+        """Nothing is `overdue` before this, in monotonic seconds."""
+        return min(self._deadlines.values(), default=float("inf"))
+
+    def overdue(self, now: float) -> list[Source]:
+        """Stop taking what takes too long; return it."""
+        late = [source for source, deadline in self._deadlines.items() if now >= deadline]
+        for source in late:
+            self.drop(source)
+        return late
 
     def taken(self, source: Source, snapshot: Snapshot) -> None:
         """It exists; if nobody wants it any more, that is of no consequence."""
         if source in self._all:
             self._all[source] = snapshot
+            self._deadlines.pop(source, None)
 
     def restore(self, source: Source, snapshot: Snapshot) -> None:
         """A daemon before this one has taken it."""
@@ -54,12 +70,14 @@ class Snapshots:
     def failed(self, source: Source) -> None:
         """There is none."""
         self._all.pop(source, None)
+        self._deadlines.pop(source, None)
 
     def drop(self, source: Source) -> None:
         """No generation will load it any more."""
         if source in self._all:
             del self._all[source]
             self._canaries.pop(source, None)
+            self._deadlines.pop(source, None)
             self._unpin(source)
 
     def abandon(self) -> None:

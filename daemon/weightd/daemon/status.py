@@ -87,9 +87,15 @@ def _model(
         p99_us=model.latencies.percentile_us(99),
         deaths=model.deaths,
         quarantined=model.guard.quarantine.count(time.monotonic()),
-        note=clip(model.note),
+        note=clip(_note(model)),
         weights=clip(model.source.weights),
     )
+
+
+def _note(model: Model) -> str:
+    suspects = ", ".join(model.guard.suspects.names(time.monotonic()))
+    blame = f"workers died of requests of {suspects}" if suspects else ""
+    return "; ".join(each for each in (model.note, blame) if each)
 
 
 def _generation(

@@ -165,6 +165,17 @@ def dies_of_small_images(path: Path) -> Path:
     return save(path, nodes, [fp32("x", "N", 3, "H", "W")], [fp32("y", "N", 3, "A", "B")], [weight])
 
 
+def negated(path: Path) -> Path:
+    """Input "a" INT32 [N] -> "y" INT32 [N] = a / -1: on x86-64 the least INT32 ends ONNX Runtime by SIGFPE.
+
+    For ONNX Runtime only.
+    """
+    divisor = numpy_helper.from_array(np.full(1, -1, np.int32), "divisor")
+    node = helper.make_node("Div", ["a", "divisor"], ["y"])
+    a, y = (helper.make_tensor_value_info(name, TensorProto.INT32, ["N"]) for name in "ay")
+    return save(path, [node], [a], [y], [divisor])
+
+
 def fp32(name: str, *shape: Dim) -> ValueInfoProto:
     """An FP32 input or output; a dimension given as text is free."""
     return helper.make_tensor_value_info(name, TensorProto.FLOAT, list(shape))

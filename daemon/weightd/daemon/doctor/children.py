@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, TypeVar
 import zmq
 
 from weightd.daemon import processes
+from weightd.daemon.ends import End
 from weightd.daemon.processes import Process
 from weightd.daemon.sockets import bind, peer_pid, receive, send
 from weightd.protocol import limits
@@ -200,7 +201,7 @@ class Children:
             self._read(step)
             if not self._heard[name] and process.pidfd in events:
                 words = processes.last_words(process)
-                how = processes.explain(self._reap(name))
+                how = End(self._reap(name)).how
                 raise Died(f"{name}: {step}: {how}" + (f"; its log ends: {words}" if words else ""))
             if not self._heard[name] and time.monotonic() >= deadline:
                 words = processes.last_words(process)
@@ -221,7 +222,7 @@ class Children:
                 raise Confused(f"{name}: {step}: it broke the protocol: {error}") from None
             self._heard[name].append(Heard(message, received.frames[1:]))
 
-    def _reap(self, name: str) -> int:
+    def _reap(self, name: str) -> int | None:
         process = self._processes.pop(name)
         if not select.select([process.pidfd], [], [], _END_LIMIT_S)[0]:
             self.survivors.append(process.pid)

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from weightd.daemon.processes import explain
+from weightd.daemon.ends import explain
 
 _TAIL_LINES = 4
 

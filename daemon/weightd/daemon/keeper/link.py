@@ -133,11 +133,11 @@ class Keeper:
             ended.poll(1000 * seconds)
         os.close(self._pidfd)
 
-    def _reap(self, pid: int) -> int:
+    def _reap(self, pid: int) -> int | None:
         try:
             status: int = self._ask({"reap": pid})["status"]
         except KeeperLost:
-            return -signal.SIGKILL  # the kernel has done it when the keeper died
+            return None  # the kernel has ended it when the keeper died, or it had ended before
         return status
 
     def _ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
