@@ -30,7 +30,7 @@ from weightd.client.client import Pending
 from weightd.client.core import ClientCore, Started
 
 from .ledger import OK, WRONG, Asked, Ledger
-from .material import Question, load
+from .material import POISONED, Question, load, poison
 
 CONNECT_LIMIT_S = 5.0
 TOTALS_EVERY_S = 1.0
@@ -45,7 +45,7 @@ _CANCELLED = 0.05
 
 @dataclass(frozen=True)
 class Orders:
-    """What a client process is to do: `paths` are models by name, `count` 0 is endless."""
+    """What a client process is to do: `paths` are models by name, `count` 0 is endless, `poisons`: it kills workers."""
 
     address: str
     paths: dict[str, str]
@@ -53,6 +53,7 @@ class Orders:
     in_flight: int
     count: int = 0
     cancels: bool = False
+    poisons: bool = False
 
 
 class _CountingCore(ClientCore):
@@ -152,6 +153,8 @@ class Asker:
         number = rng.randrange(len(self._questions[model]))
         timeout = rng.uniform(0.005, 1.0) if rng.random() < _HASTY else _PATIENCE_S
         question = self._questions[model][number]
+        if self._orders.poisons:
+            number, timeout, question = POISONED, _PATIENCE_S, Question(poison(self.ledger.sent), {})
         asked = Asked(model, number, time.monotonic(), timeout)
         self._core.last = ""
         try:

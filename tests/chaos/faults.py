@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import random
 import signal
@@ -29,6 +30,8 @@ from .service import Service, Watched, processes, ready_workers
 from .verdict import Strike
 
 FLOOD_FACTOR = 10
+POISONS = 30
+IN_FLIGHT = 4
 DEAF_S = 5.0
 UPDATE_LIMIT_S = 30.0
 # The kernel kills the children with the daemon; on a machine that is busy they need a moment to be gone.
@@ -87,6 +90,7 @@ class Injector:
             Fault.KILL_CLIENT: self._kill_client,
             Fault.DEAF_CLIENT: self._deaf_clients,
             Fault.DEAF_CROWD: self._deaf_clients,
+            Fault.POISON: self._poison,
             Fault.GARBAGE_FRAMES: self._garbage,
             Fault.GARBAGE_BYTES: self._garbage,
             Fault.UNFINISHED: self._garbage,
@@ -117,7 +121,8 @@ class Injector:
     @property
     def recovering(self) -> list[Strike]:
         """The lethal strikes and restarts from which the service has not recovered."""
-        return [each.strike for each in self._open if each.strike.fault in LETHAL | {Fault.KILL_DAEMON}]
+        watched = LETHAL | {Fault.KILL_DAEMON, Fault.POISON}
+        return [each.strike for each in self._open if each.strike.fault in watched]
 
     def close(self) -> None:
         """Leave no process and no thread."""
@@ -166,7 +171,9 @@ class Injector:
         children = Watched(self.service.children())
         self.service.kill()
         # With the daemon all its processes end: whatever was wrong with them is over.
-        for each in [each for each in self._open if each.strike.fault is not Fault.FLOOD and each.strike is not strike]:
+        by_clients = (Fault.FLOOD, Fault.POISON)
+        over = [each for each in self._open if each.strike.fault not in by_clients and each.strike is not strike]
+        for each in over:
             each.strike.end = time.monotonic()
             self._open.remove(each)
         self.service.start()
@@ -272,6 +279,16 @@ class Injector:
 
         self._spawn(stop)
         self._at(DEAF_S, process.kill)
+        return True
+
+    def _poison(self, event: Event, rng: random.Random) -> bool:
+        model = self.models["tiny"]
+        paths = {model.name: str(model.path)}
+        orders = Orders(self.service.address, paths, f"poison {rng.random()}", IN_FLIGHT, POISONS, poisons=True)
+        member = self.fleet.launch("poison", orders)
+        healthy = self._replaced(model.name, [])
+        event = dataclasses.replace(event, model=model.name)
+        self._begin(event, lambda status: not member.running and healthy(status))
         return True
 
     def _garbage(self, event: Event, rng: random.Random) -> bool:

@@ -33,7 +33,7 @@ _READY = b"\4\x1c\5READY\x0bSocket-Type\0\0\0\6DEALER"
 
 def frames(rng: random.Random) -> Sequence[bytes]:
     """Return a message that is garbage: noise, or a good one with damage."""
-    header = encode(Infer("good", "tiny", (TensorSpec("x", "FP32", (2, 3)),)))
+    header = encode(Infer("good", "tiny", (TensorSpec("a", "INT32", (6,)),)))
     makers: list[Callable[[], Sequence[bytes]]] = [
         lambda: [rng.randbytes(rng.randrange(64)) for _ in range(rng.randrange(1, 6))],
         lambda: [_damaged(header, rng), rng.randbytes(24)],

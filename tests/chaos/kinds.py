@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Collection
+import platform
+from collections.abc import Collection, Mapping
 
 from weightd.client.client import Pending
 from weightd.daemon.config import DaemonConfig, ModelConfig
@@ -24,6 +25,7 @@ class Fault(enum.Enum):
     KILL_CLIENT = "kill-client"
     DEAF_CLIENT = "deaf-client"
     DEAF_CROWD = "deaf-crowd"
+    POISON = "poison"
     GARBAGE_FRAMES = "garbage-frames"
     GARBAGE_BYTES = "garbage-bytes"
     UNFINISHED = "unfinished"
@@ -37,8 +39,8 @@ class Fault(enum.Enum):
 LETHAL = frozenset(
     {Fault.KILL_WORKER, Fault.SEGV_WORKER, Fault.HANG_WORKER, Fault.TRUNCATE_STORE, Fault.OVERWRITE_STORE}
 )
-# Each damages what every worker of a generation maps: more than one dies of it, at any time later.
-STORE = frozenset({Fault.TRUNCATE_STORE, Fault.OVERWRITE_STORE})
+# What a worker that ends by it was running is blamed for that: by each of these once.
+BLAMING = frozenset({Fault.SEGV_WORKER, Fault.HANG_WORKER})
 # What the clients do by themselves, at any time.
 BEHAVIOUR = frozenset({Fault.CANCEL})
 
@@ -100,13 +102,20 @@ def lacking() -> dict[Fault, str]:
         Fault.UNFINISHED: ["max_memory_bytes"],
     }
     missing = {
-        fault: f"no {', '.join(sorted(set(wanted) - keys))} in the configuration"
-        for fault, wanted in needs.items()
-        if not keys.issuperset(wanted)
+        **({} if platform.machine() == "x86_64" else {Fault.POISON: "a division that overflows is no trap here"}),
+        **_lacking_keys(needs, keys),
     }
     if not hasattr(Pending, "cancel"):
         missing[Fault.CANCEL] = "no Pending.cancel"
     return missing
+
+
+def _lacking_keys(needs: Mapping[Fault, list[str]], keys: frozenset[str]) -> dict[Fault, str]:
+    return {
+        fault: f"no {', '.join(sorted(set(wanted) - keys))} in the configuration"
+        for fault, wanted in needs.items()
+        if not keys.issuperset(wanted)
+    }
 
 
 def settings(values: dict[str, object]) -> tuple[dict[str, object], dict[str, object]]:

@@ -19,6 +19,8 @@ from testkit import mindir, models
 from testkit.plain import PlainProcess
 
 QUESTIONS = 40
+# The number of every question that kills.
+POISONED = -1
 MAX_BYTES = 8 * 1024 * 1024
 
 _ROWS = 131_072
@@ -67,7 +69,7 @@ def make(directory: Path, seed: int) -> list[Model]:
         NoEngineError: there is no MindSpore Lite and CI=true; elsewhere ONNX Runtime takes its place, visibly.
     """
     here = Path(sys.executable)
-    tiny = Model("tiny", models.fixed(directory / "tiny.onnx"), "onnxruntime", here, dense=True)
+    tiny = Model("tiny", models.negated(directory / "tiny.onnx"), "onnxruntime", here, dense=True)
     elastic = Model("elastic", _table(directory / "elastic.onnx"), "onnxruntime", here, dense=False)
     dense = models.mlp(directory / "dense.onnx", layers=_LAYERS, width=_WIDTH)
     python = mindir.interpreter()
@@ -128,8 +130,13 @@ def _table(path: Path) -> Path:
     return models.save(path, nodes, [ids], [models.fp32("rows", "N", 2, 2)], [table])
 
 
-def _fixed_inputs(rng: np.random.Generator, _: int) -> Arrays:
-    return {"x": rng.standard_normal((2, 3), dtype=np.float32)}
+def poison(number: int) -> Arrays:
+    """Return inputs that kill each worker of the tiny model, other ones for each number."""
+    return {"a": np.array([number, -(2**31)], np.int32)}
+
+
+def _tiny_inputs(rng: np.random.Generator, _: int) -> Arrays:
+    return {"a": rng.integers(-(2**31) + 1, 2**31, 6, np.int32)}
 
 
 def _table_inputs(rng: np.random.Generator, number: int) -> Arrays:
@@ -146,7 +153,7 @@ def _size(rng: np.random.Generator, number: int, most: int) -> int:
 
 
 _INPUTS: Mapping[str, Callable[[np.random.Generator, int], Arrays]] = {
-    "tiny": _fixed_inputs,
+    "tiny": _tiny_inputs,
     "elastic": _table_inputs,
     "dense": _mlp_inputs,
 }

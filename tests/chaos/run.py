@@ -246,4 +246,6 @@ def _patience(fault: Fault) -> float:
         Fault.HANG_WORKER: PREDICT_TIMEOUT_S + WATCHDOG_S,
         Fault.OVERWRITE_STORE: 2 * CANARY_INTERVAL_S,
         Fault.TRUNCATE_STORE: 0.0,
+        # Its client has ended, and each worker that it has killed is back.
+        Fault.POISON: 15.0,
     }.get(fault, 0.0)

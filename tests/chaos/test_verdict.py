@@ -7,10 +7,13 @@ from collections.abc import Sequence
 
 import pytest
 
+from weightd.daemon.guard import MAX_LOSSES
+from weightd.daemon.suspects import NEAR_DEATHS
 from weightd.protocol.errors import ERRORS
 
 from .kinds import Fault
 from .ledger import WRONG, Incident
+from .material import POISONED
 from .verdict import AFTERMATH_S, LEGAL, QUARANTINE_S, Strike, illegal, is_legal
 
 # Sent at 100, ended at 101: within its patience.
@@ -48,8 +51,7 @@ def test_a_good_request_is_never_called_bad(code: str) -> None:
         ("DEADLINE_EXCEEDED", [strike(Fault.KILL_DAEMON, model="")]),
         ("RESOURCE_EXHAUSTED", [strike(Fault.FLOOD)]),
         ("RESOURCE_EXHAUSTED", [strike(Fault.DEAF_CROWD, model="")]),
-        ("INTERNAL", [strike(Fault.KILL_WORKER), strike(Fault.SEGV_WORKER)]),
-        ("INTERNAL", [strike(Fault.TRUNCATE_STORE)]),
+        ("INTERNAL", [strike(Fault.HANG_WORKER), strike(Fault.SEGV_WORKER)]),
         (WRONG, [strike(Fault.OVERWRITE_STORE)]),
     ],
 )
@@ -70,7 +72,6 @@ def test_a_fault_explains_its_error_while_it_lasts(code: str, strikes: Sequence[
     [
         ("RESOURCE_EXHAUSTED", Fault.FLOOD),
         ("DEADLINE_EXCEEDED", Fault.HANG_WORKER),
-        ("INTERNAL", Fault.TRUNCATE_STORE),
         (WRONG, Fault.OVERWRITE_STORE),
     ],
 )
@@ -79,7 +80,38 @@ def test_a_fault_of_one_model_explains_nothing_of_another(code: str, fault: Faul
 
 
 def test_one_death_explains_no_internal_error() -> None:
-    assert not is_legal(incident("INTERNAL"), [strike(Fault.KILL_WORKER), strike(Fault.KILL_HOLDER)])
+    assert not is_legal(incident("INTERNAL"), [strike(Fault.SEGV_WORKER)])
+
+
+def test_what_comes_from_outside_explains_no_internal_error() -> None:
+    outside = [Fault.KILL_WORKER, Fault.KILL_HOLDER, Fault.TRUNCATE_STORE, Fault.OVERWRITE_STORE]
+    assert not is_legal(incident("INTERNAL"), [strike(fault) for fault in outside] * 2)
+
+
+@pytest.mark.parametrize("code", ["INTERNAL", "RESOURCE_EXHAUSTED"])
+def test_poison_explains_the_errors_of_who_sends_it(code: str) -> None:
+    assert is_legal(incident(code, question=POISONED), [strike(Fault.POISON)])
+    assert not is_legal(incident(code), [strike(Fault.POISON)])
+    assert not is_legal(incident(code, question=POISONED), [])
+
+
+@pytest.mark.parametrize(
+    ("strikes", "legal"),
+    [
+        ([strike(Fault.SEGV_WORKER)] * NEAR_DEATHS, True),
+        ([strike(Fault.SEGV_WORKER)] * (NEAR_DEATHS - 1), False),
+        ([strike(Fault.POISON)] * 2, True),
+        ([strike(Fault.KILL_WORKER)] * 20, False),
+        ([strike(Fault.SEGV_WORKER, begin=-50.0, end=-45.0)] * NEAR_DEATHS, False),
+    ],
+)
+def test_who_is_under_suspicion_may_be_refused(strikes: Sequence[Strike], legal: bool) -> None:
+    assert is_legal(incident("RESOURCE_EXHAUSTED"), strikes) is legal
+
+
+def test_only_many_kills_make_a_patient_request_unavailable() -> None:
+    for count in (MAX_LOSSES - 1, MAX_LOSSES):
+        assert is_legal(incident("UNAVAILABLE"), [strike(Fault.KILL_WORKER)] * count) == (count == MAX_LOSSES)
 
 
 def test_a_death_makes_no_answer_wrong() -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from .kinds import LETHAL, STORE, Fault
+from weightd.daemon.guard import MAX_LOSSES
+from weightd.daemon.suspects import FAR_DEATHS, LONGEST_REFUSAL_S, MEMORY_S, NEAR_DEATHS
+
+from .kinds import BLAMING, LETHAL, Fault
 from .ledger import WRONG, Incident
+from .material import POISONED
 
 # What a fault has caused may still be on its way when its effect is seen to be over.
 AFTERMATH_S = 1.5
@@ -19,6 +23,9 @@ _EARLY_S = 0.002
 
 # What two workers died of is refused for a while, whoever asks for it.
 QUARANTINE_S = 600.0
+
+# A row of deaths may have begun so long ago.
+SUSPICION_S = NEAR_DEATHS * MEMORY_S + LONGEST_REFUSAL_S
 
 
 @dataclass
@@ -61,19 +68,35 @@ def _own_deadline(incident: Incident, _: Sequence[Strike]) -> bool:
 def _no_worker(incident: Incident, strikes: Sequence[Strike]) -> bool:
     """At its deadline nobody was there who could have answered."""
     late = incident.ended_at - incident.sent_at >= incident.timeout - _EARLY_S
-    return late and _during(*LETHAL)(incident, strikes)
+    return late and _during(*LETHAL, Fault.POISON)(incident, strikes)
+
+
+def _count(incident: Incident, strikes: Sequence[Strike], before: float, faults: Collection[Fault]) -> int:
+    """How many of these faults can have met the model from so many seconds before the request was sent to its end."""
+    begin, end = incident.sent_at - before, incident.ended_at
+    return sum(each.fault in faults and each.model == incident.model and each.touches(begin, end) for each in strikes)
 
 
 def _two_deaths(incident: Incident, strikes: Sequence[Strike]) -> bool:
-    """Two workers can have died with it, or had with the same content before."""
-    deaths = sum(
-        2 if each.fault in STORE else 1
-        for each in strikes
-        if each.fault in LETHAL
-        and each.model == incident.model
-        and each.touches(incident.sent_at - QUARANTINE_S, incident.ended_at)
-    )
-    return deaths >= 2
+    """Two workers can have crashed with it, or with the same content before; to be killed does not count."""
+    return _count(incident, strikes, QUARANTINE_S, BLAMING) >= 2
+
+
+def _suspected(incident: Incident, strikes: Sequence[Strike]) -> bool:
+    """Workers can have crashed of its client's requests, or of those of its user, which is that of all clients."""
+    near = _count(incident, strikes, SUSPICION_S, BLAMING)
+    poisons = _count(incident, strikes, SUSPICION_S, {Fault.POISON})
+    return near >= NEAR_DEATHS or near + poisons * NEAR_DEATHS >= FAR_DEATHS
+
+
+def _poisoned(incident: Incident, strikes: Sequence[Strike]) -> bool:
+    """It kills workers itself."""
+    return incident.question == POISONED and _during(Fault.POISON)(incident, strikes)
+
+
+def _killed_again_and_again(incident: Incident, strikes: Sequence[Strike]) -> bool:
+    """Whatever worker had it was killed."""
+    return _count(incident, strikes, 0.0, LETHAL) >= MAX_LOSSES
 
 
 def _cancelled(incident: Incident, _: Sequence[Strike]) -> bool:
@@ -81,14 +104,14 @@ def _cancelled(incident: Incident, _: Sequence[Strike]) -> bool:
 
 
 LEGAL: Mapping[str, Sequence[Rule]] = {
-    "UNAVAILABLE": (_during(Fault.KILL_DAEMON, everywhere=True), _no_worker),
+    "UNAVAILABLE": (_during(Fault.KILL_DAEMON, everywhere=True), _no_worker, _killed_again_and_again),
     "DEADLINE_EXCEEDED": (
         _own_deadline,
         _during(Fault.HANG_WORKER),
         _during(Fault.KILL_DAEMON, everywhere=True),
     ),
-    "RESOURCE_EXHAUSTED": (_during(Fault.FLOOD), _during(Fault.DEAF_CROWD, everywhere=True)),
-    "INTERNAL": (_two_deaths,),
+    "RESOURCE_EXHAUSTED": (_during(Fault.FLOOD), _during(Fault.DEAF_CROWD, everywhere=True), _poisoned, _suspected),
+    "INTERNAL": (_two_deaths, _poisoned, _suspected),
     "CANCELLED": (_cancelled,),
     # The bytes that it computes with were changed under it; what weightd promises is to notice soon.
     WRONG: (_during(Fault.OVERWRITE_STORE),),
