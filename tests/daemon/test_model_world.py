@@ -111,6 +111,7 @@ class ModelWorld(RuleBasedStateMachine):
         self.ended: Counter[int] = Counter()
         self.blamed: Counter[int] = Counter()
         self.lost: Counter[int] = Counter()
+        self.hung = False
         # How often a worker has died of a content, and of what a client asked.
         self.killers: Counter[Any] = Counter()
         self.questions: Counter[str] = Counter()
@@ -248,6 +249,8 @@ class ModelWorld(RuleBasedStateMachine):
             assert self.blamed[request.number] >= 2, "blamed for what it has not done"
         elif "workers when they ended" in error:
             assert self.lost[request.number] >= MAX_LOSSES
+        elif self.hung:
+            pass  # what hangs is accused, too
         elif "workers died of this content" in error:
             assert self.killers[request.frames] >= 2
         elif "others of its client" in error:
@@ -302,10 +305,10 @@ class ModelWorld(RuleBasedStateMachine):
         had = [each.request for each in process.orders if isinstance(each, Predict)]
         if had and self.is_sound(process):
             self.lost[had[0]] += 1
-            if process.crashes and had[0] in self.requests:
-                request = self.requests[had[0]]
-                self.blamed[had[0]] += 1
-                self.killers.update([request.frames, *request.origin])
+            for number in had if process.crashes else []:
+                if number in self.requests:
+                    self.blamed[number] += 1
+                    self.killers.update([self.requests[number].frames, *self.requests[number].origin])
         del self.processes[process.name]
         self.model.exited(process.name, End(-(signal.SIGSEGV if process.crashes else signal.SIGKILL)), self.now)
 
@@ -372,6 +375,7 @@ class ModelWorld(RuleBasedStateMachine):
         return min(each.next_tick for each in self.model.deployments)
 
     def passes_time_to(self, then: float) -> None:
+        self.hung = self.hung or any(self.has_work(each) for each in self.living())
         self.now = then
         while then >= self.model.next_tick or then >= self.model.scheduler.next_event:
             self.model.tick(then)

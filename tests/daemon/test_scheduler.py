@@ -106,7 +106,7 @@ def test_what_has_ended_with_its_worker_does_not_wait_again() -> None:
     made = scheduler("a", waiting=2)
     killer, innocent = made.waiting()
     assigned(made)
-    assert made.running("a") is killer
+    assert made.has("a") == [killer, innocent]
     made.release("a", but=killer)
     assert numbers(made.waiting()) == [innocent.number]
 
@@ -118,9 +118,9 @@ def test_a_worker_runs_what_it_got_first_even_if_nobody_waits_for_that_any_more(
     made.submit(request(deadline=100.0), 0.0)
     assigned(made)
     made.expire(2.0)
-    assert made.running("a") is late
+    assert made.has("a")[0] is late
     assert made.ran("a", 2.0) == 2.0
-    assert made.running("nobody") is None
+    assert made.has("nobody") == []
 
 
 def test_a_dismissed_worker_gets_nothing_but_may_still_answer() -> None:
@@ -373,12 +373,12 @@ class Against(RuleBasedStateMachine):
         wait=st.sampled_from([0.0, 1.0, 5.0, 1e9]),
         client=st.sampled_from(CLIENTS),
         name=st.sampled_from(["x", "y"]),
-        where=st.sampled_from(["", "", "", "confined", "aside"]),
+        where=st.sampled_from(["", "", "", "alone", "confined", "aside"]),
     )
     def submit(self, nbytes: int, wait: float, client: bytes, name: str, where: str) -> None:
         self.count += 1
         new = Request(self.count, client, name, "m", (), (), self.now, self.now + wait, nbytes)
-        new.confined, aside = where == "confined", where == "aside"
+        new.confined, new.alone, aside = where == "confined", where == "alone", where == "aside"
         over = bool(self.waiting) and sum(each.nbytes for each in self.waiting) + nbytes > MAX_BYTES
         if len(self.waiting) >= MAX_QUEUE or over:
             with pytest.raises(ResourceExhausted):
@@ -430,17 +430,21 @@ class Against(RuleBasedStateMachine):
         for worker, each in self.real.assign(self.now):
             while (queue := self._turn())[0].deadline <= self.now:
                 self.late.append(queue.pop(0))
-            free = [name for name in self.enlisted if self._has_credit(name)]
+            free = self._free(queue[0])
             assert worker in free
             assert each is queue.pop(0)
             assert len(self.running[worker]) == min(len(self.running[name]) for name in free)
             if not self.running[worker]:
                 self.since[worker] = self.now
             self.running[worker].append(each)
-        free = [name for name in self.enlisted if self._has_credit(name)]
-        while free and (queue := self._turn()) and queue[0].deadline <= self.now:
+        while (queue := self._turn()) and self._free(queue[0]) and queue[0].deadline <= self.now:
             self.late.append(queue.pop(0))
-        assert not free or not self._turn()
+        assert not queue or not self._free(queue[0])
+
+    def _free(self, each: Request) -> list[str]:
+        """Who may be given it: if it is to be alone, who has nothing."""
+        credit = [name for name in self.enlisted if self._has_credit(name)]
+        return [name for name in credit if not self.running[name] or not (each.confined or each.alone)]
 
     def _turn(self) -> list[Request]:
         """The queue of whom has come first, of those that may run now."""
@@ -471,7 +475,7 @@ class Against(RuleBasedStateMachine):
     @rule(worker=st.sampled_from(WORKERS), ends=st.booleans())
     def die(self, worker: str, ends: bool) -> None:
         had = self._remove(worker)
-        assert self.real.running(worker) is (had[0] if had else None)
+        assert self.real.has(worker) == had
         but = had[0] if had and ends else None
         self.real.release(worker, but=but)
         if but is not None:
@@ -562,7 +566,8 @@ class Against(RuleBasedStateMachine):
     def _has_credit(self, worker: str) -> bool:
         load = len(self.running[worker])
         quick = worker not in self.slow and self.now < self.since.get(worker, 0.0) + QUICK_S
-        return not load or (load < CREDIT and quick and not any(each.confined for each in self.running[worker]))
+        exclusive = any(each.confined or each.alone for each in self.running[worker])
+        return not load or (load < CREDIT and quick and not exclusive)
 
     def _unanswered(self, had: list[Request]) -> list[Request]:
         return [each for each in had if each.number not in self.expired]

@@ -106,20 +106,26 @@ class Guard:
 
     def died(self, worker: str, end: End, now: float) -> None:
         """A worker has ended, and may have died of what it had."""
-        request = self._scheduler.running(worker)
-        if request is None:
+        had = self._scheduler.has(worker)
+        if not had:
             self._scheduler.release(worker)
             return
-        if end.blames:
-            self.suspects.died(request.origin, self._scheduler.ran(worker, now), now)
-        error = self._verdict(request, end, now)
-        self._scheduler.release(worker, but=request if error is not None else None)
-        if error is not None and not request.answered:
-            self._refuse(request, error)
-        if request.deaths >= MAX_DEATHS:
-            self._learn(request, self._hold, now)
-        if end.blames:
-            self._contain(request.origin, now)
+        # The answer to the first may be lost with it, if it died of the next: all that it had runs alone from now on.
+        accused = had if end.blames else []
+        for each in accused:
+            each.deaths += 1
+            each.alone = True
+        origins = {each.origin for each in accused}
+        if len(origins) == 1:
+            self.suspects.died(had[0].origin, self._scheduler.ran(worker, now), now)
+        error = self._verdict(had[0], end, now, proven=len(accused) == 1)
+        self._scheduler.release(worker, but=had[0] if error is not None else None)
+        if error is not None and not had[0].answered:
+            self._refuse(had[0], error)
+        if len(accused) == 1 and had[0].deaths >= MAX_DEATHS:
+            self._learn(had[0], self._hold, now)
+        for origin in origins:
+            self._contain(origin, now)
 
     def overdue(self, now: float) -> Iterator[tuple[str, str]]:
         """Yield the workers that compute for too long, each with the reason to end it.
@@ -144,14 +150,13 @@ class Guard:
 
     # --- within -------------------------------------------------------------------------------------------------
 
-    def _verdict(self, request: Request, end: End, now: float) -> RequestError | None:
+    def _verdict(self, request: Request, end: End, now: float, *, proven: bool) -> RequestError | None:
         """Return the error in which a request ends whose worker has ended; None if it runs again."""
         request.losses += 1
-        request.deaths += end.blames
-        if request.deaths >= MAX_DEATHS:
+        if proven and request.deaths >= MAX_DEATHS:
             words = f"was on {request.deaths} workers when they died, the last one {end.how}"
             return Internal(f"request {request.id} {words}")
-        if end.blames and self.suspects.confines(request.origin, now):
+        if proven and self.suspects.confines(request.origin, now):
             return Internal(f"request {request.id} was on a worker that was {end.how}, as others of its client were")
         if request.losses >= MAX_LOSSES:
             text = f"request {request.id} was on {request.losses} workers when they ended, the last one {end.how}"

@@ -37,7 +37,8 @@ class Request:
         deaths: workers that died of it, or so it seems.
         losses: workers that ended while they ran it, for whatever reason.
         digest: of its content, once that has been computed.
-        confined: it runs only while no other one like it does.
+        confined: it runs only while no other one like it does, and alone.
+        alone: nothing waits behind it at its worker, or is before it: if that dies, then of this.
         answered: the client has been told how it ended: what a worker gives later is dropped.
     """
 
@@ -54,6 +55,7 @@ class Request:
     deaths: int = 0
     losses: int = 0
     confined: bool = False
+    alone: bool = False
     digest: bytes = b""
     answered: bool = False
 

@@ -42,6 +42,10 @@ class _Worker:
     def has_confined(self) -> bool:
         return any(request.confined for request in self.has.values())
 
+    @property
+    def has_one_alone(self) -> bool:
+        return any(request.confined or request.alone for request in self.has.values())
+
 
 class Scheduler:
     """The queue of one model.
@@ -141,7 +145,7 @@ class Scheduler:
     def assign(self, now: float) -> Iterator[tuple[str, Request]]:
         """Yield each pair of worker and request that is due now; what is yielded is running."""
         while (queue := self._next()) is not None:
-            name = self._freest(now)
+            name = self._freest(queue.first, now)
             if name is None:
                 return
             request = queue.take()
@@ -256,13 +260,9 @@ class Scheduler:
         """No request and no worker is due for `expire` or `overdue` before this (monotonic seconds)."""
         return min(self._earliest, self._look)
 
-    def running(self, name: str) -> Request | None:
-        """What the worker computes, whether or not somebody waits for that.
-
-        A worker runs one request at a time, in the order in which it got them: if it dies, then of this one. The others
-        only wait in its socket.
-        """
-        return next(self._has(name), None)
+    def has(self, name: str) -> list[Request]:
+        """What the worker has, whether or not somebody waits for that: it runs the first, as far as it has told."""
+        return list(self._has(name))
 
     def ran(self, name: str, now: float) -> float:
         """For how long the worker has computed what it runs, in seconds."""
@@ -289,19 +289,21 @@ class Scheduler:
     def _queue_of(self, request: Request) -> Queue:
         return self._confined if request.confined else self._queue
 
-    def _freest(self, now: float) -> str | None:
+    def _freest(self, request: Request, now: float) -> str | None:
         """The worker with the least to do that has credit, the first of them; None if no worker has any."""
         freest, least = None, CREDIT
         for name, worker in self._enlisted.items():
             load = len(worker.has)
-            if load < least and (not load or self._takes_another(worker, now)):
+            if load < least and (not load or self._takes_another(worker, request, now)):
                 freest, least = name, load
                 if not least:
                     break
         return freest
 
-    def _takes_another(self, worker: _Worker, now: float) -> bool:
-        return len(worker.has) < worker.credit and now < worker.since + QUICK_S and not worker.has_confined
+    def _takes_another(self, worker: _Worker, request: Request, now: float) -> bool:
+        if request.confined or request.alone or worker.has_one_alone:
+            return False
+        return len(worker.has) < worker.credit and now < worker.since + QUICK_S
 
     def _full(self, text: str, now: float) -> ResourceExhausted:
         """The queue has moved on by one place for each worker after the time that a request takes.
