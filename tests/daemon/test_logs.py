@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from weightd.daemon.journal import Journal
-from weightd.daemon.logs import JournalHandler, LineFormatter, about, flat
+from weightd.daemon.logs import JournalHandler, LineFormatter, about, complain, flat
 from weightd.protocol.journal import prefixed, to_journal
 
 PLAIN = LineFormatter("%(asctime)s %(levelname)-7s %(message)s")
@@ -46,6 +46,11 @@ def record(level: int, text: str, *arguments: object, error: BaseException | Non
 )
 def test_foreign_text_is_one_line_without_tricks(text: str, line: str) -> None:
     assert flat(text) == line
+
+
+def test_a_complaint_is_one_line_without_tricks(capsys: pytest.CaptureFixture[str]) -> None:
+    complain("model.onnx: x\x1b[31m\nweightd: good")
+    assert capsys.readouterr().err == "weightd: model.onnx: x\\x1b[31m | weightd: good\n"
 
 
 def test_who_asks_cannot_forge_an_event() -> None:

@@ -35,9 +35,9 @@ def set_up(level: int) -> None:
 
 
 def complain(text: str) -> None:
-    """Say on stderr why the command ends, or what it has found."""
-    line = f"weightd: {text}"
-    print(prefixed(flat(line), _priority(logging.ERROR)) if to_journal(os.environ, _STDERR) else line, file=sys.stderr)
+    """Say on stderr why the command ends, or what it has found: one line, whatever names it holds."""
+    line = flat(f"weightd: {text}")
+    print(prefixed(line, _priority(logging.ERROR)) if to_journal(os.environ, _STDERR) else line, file=sys.stderr)
 
 
 def flat(text: str) -> str:
