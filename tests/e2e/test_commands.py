@@ -35,6 +35,7 @@ from .support import (
 pytestmark = pytest.mark.e2e
 
 BAD_CONFIG = 78
+WRONG_COMMAND_LINE = 64
 SCRIPTS = Path(sys.executable).parent
 
 
@@ -202,7 +203,7 @@ def test_run_serves_one_model_without_a_configuration(
 )
 def test_run_refuses_wrong_options_and_names_them(arguments: tuple[str, ...], problem: str) -> None:
     done = weightd("run", *arguments)
-    assert done.returncode == BAD_CONFIG
+    assert done.returncode == WRONG_COMMAND_LINE
     assert problem in done.stderr
     assert "Traceback" not in done.stderr
 

@@ -66,7 +66,9 @@ def _run(options: argparse.Namespace) -> int:
             {"daemon": {"socket": socket, "cache_dir": options.cache_dir}, "models": {name: model}}, Path.cwd()
         )
     except ConfigError as error:
-        raise ConfigError(*(_of_argument(problem, name) for problem in error.problems)) from None
+        for problem in error.problems:
+            logs.complain(_of_argument(problem, name))
+        return exits.USAGE
     return Server(config, one_shot=True).run()
 
 
