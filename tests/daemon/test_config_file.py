@@ -53,14 +53,16 @@ def test_a_wrong_file_ends_the_first_start(tmp_path: Path, holder: Any) -> None:
         begin(tmp_path / "c", holder, WRONG)
 
 
-@pytest.mark.parametrize("wrong", [WRONG, "", "[models.m]\npath = 'm.onnx'\nwrokers = 2\n", "directory"])
+@pytest.mark.parametrize("wrong", [WRONG, "", "[models.m]\npath = 'm.onnx'\nwrokers = 2\n", "below a file", "/proc"])
 def test_a_wrong_file_does_not_end_what_was_in_force(
     tmp_path: Path, holder: Any, caplog: pytest.LogCaptureFixture, wrong: str
 ) -> None:
     path = tmp_path / "c"
     for workers in (3, 20):
         begin(path, holder, good(tmp_path, workers))[0].in_force()
-    text = good(tmp_path, 1, cache_dir=tmp_path / "c" / "below a file") if wrong == "directory" else wrong
+    # What is there already may still take no directory.
+    directories = {"below a file": path / "below", "/proc": "/proc"}
+    text = good(tmp_path, 1, cache_dir=directories[wrong]) if wrong in directories else wrong
     # Twice: what was fallen back on stays in force.
     for _ in range(2):
         caplog.clear()

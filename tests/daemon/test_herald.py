@@ -160,6 +160,25 @@ def test_a_model_that_fails_later_does_not_end_it() -> None:
     assert not stage.failed()
 
 
+def test_what_is_new_beside_what_goes_on_and_fails_does_not_end_it() -> None:
+    old, new = FakeModel("old"), FakeModel("new")
+    stage = Stage(old, new)
+    stage.herald.resumed(["old"])
+    old.serving()
+    assert "READY=1" not in stage.told()
+    new.has_failed = True
+    assert not stage.failed()
+    assert "READY=1" in stage.told()
+
+
+def test_what_was_to_go_on_and_fails_ends_it() -> None:
+    old, new = FakeModel("old"), FakeModel("new").serving()
+    stage = Stage(old, new)
+    stage.herald.resumed(["old"])
+    old.has_failed = True
+    assert stage.failed()
+
+
 # --- signs of life --------------------------------------------------------------------------------------------------
 
 

@@ -65,6 +65,12 @@ def check_usable(config: DaemonConfig) -> None:
     """
     make_directory(Path(config.runtime_dir), mode=0o755)
     _make_cache(Path(config.cache_dir))
+    private = config.private_dir
+    is_new = not os.path.lexists(private)
+    make_directory(private, mode=0o700)
+    if is_new:
+        with contextlib.suppress(OSError):
+            private.rmdir()
 
 
 def _make_cache(path: Path) -> None:

@@ -34,7 +34,7 @@ class Herald:
         watchdog: seconds within which a sign of life is expected; None if none is.
 
     Attributes:
-        ready: whether every required model has served.
+        ready: whether every required model has served, but for new ones that failed where others went on.
         next_event: nothing is due before this, unless a model changes.
     """
 
@@ -46,8 +46,14 @@ class Herald:
         self._status = ""
         # The required models that have served: only what has been there can be missing.
         self._served: set[str] = set()
+        # What a daemon before this one has served, and this one goes on with.
+        self._resumed: frozenset[str] = frozenset()
         # Of each model: what it is doing, and since when.
         self._progress: dict[str, tuple[str, float]] = {}
+
+    def resumed(self, models: Iterable[str]) -> None:
+        """These serve already: what is new beside them and cannot be loaded is no reason to end them."""
+        self._resumed = frozenset(models)
 
     def look(self, models: Iterable[Model], now: float, note: str = "") -> list[str]:
         """Return what is to be told now; `note` is for people, before all else."""
@@ -57,7 +63,7 @@ class Herald:
         self._served &= {model.name for model in required}
         self._served |= {model.name for model in required if model.serves}
         stuck = {model.name for model in required if not self._goes_on(model, now)}
-        if not self.ready and all(model.serves for model in required):
+        if not self.ready and all(model.serves or self._is_optional(model) for model in required):
             self.ready = True
             told.append("READY=1")
         if not self.ready and not stuck:
@@ -74,7 +80,12 @@ class Herald:
 
     def failed(self, models: Iterable[Model]) -> bool:
         """Return whether weightd will never be ready."""
-        return not self.ready and any(model.config.required and model.has_failed for model in models)
+        return not self.ready and any(
+            model.config.required and model.has_failed and not self._is_optional(model) for model in models
+        )
+
+    def _is_optional(self, model: Model) -> bool:
+        return model.has_failed and bool(self._resumed) and model.name not in self._resumed
 
     def _lives(self, model: Model, stuck: Collection[str], now: float) -> bool:
         """Whether a worker answers. A daemon whose loop runs while none does is of no use to anybody.

@@ -143,6 +143,7 @@ class Server:
             device.capacity = device.capacity or device.said
         self._backend.tidy(handover.models)
         self._fleet.resume(handover.models, self._config.models, time.monotonic())
+        self._herald.resumed(before)
 
     def _make(self, name: str, config: ModelConfig, numbers: Numbers) -> Model:
         return Model(name, config, self._devices, self._backend, self._frontend, numbers)
