@@ -8,7 +8,7 @@ import signal
 import pytest
 
 from weightd.daemon.actions import Action, Kill, Role, Send, Spawn
-from weightd.daemon.ends import End
+from weightd.daemon.ends import By, End
 from weightd.daemon.generation import ABORT_TIMEOUT_S, Generation
 from weightd.daemon.plan import Canary, Limits
 from weightd.daemon.states import GenerationState
@@ -95,6 +95,25 @@ def test_a_death_out_of_a_try_is_what_it_was() -> None:
         assert not [each for each in search.die() if isinstance(each, Spawn)]
         generation = search.generation
         assert (generation.state, generation.deaths, generation.killed) == (GenerationState.FAILED, 1, True)
+
+
+@pytest.mark.parametrize("canary", [Canary(), Canary(search=False, cases=(x(7),))])
+def test_what_a_holder_tried_that_was_killed_from_outside_is_tried_again_once(canary: Canary) -> None:
+    search = Search(canary)
+    order = search.begin()
+    search.try_(x(7))
+    assert search.die(end=End(-signal.SIGKILL)) == [Spawn("m.1.holder2", Role.HOLDER)]
+    assert search.begin("m.1.holder2") == order
+    search.try_(x(7), holder="m.1.holder2")
+    again = search.die("m.1.holder2", End(-signal.SIGKILL, by=By.KERNEL))
+    generation = search.generation
+    assert generation.deaths == 2
+    if canary.search:
+        assert again == [Spawn("m.1.holder3", Role.HOLDER)]
+        assert search.begin("m.1.holder3").unfit == (x(7),)
+    else:
+        # The deployment waits, and loads it anew.
+        assert (generation.state, generation.killed) == (GenerationState.FAILED, True)
 
 
 def test_after_some_deaths_the_next_holder_builds_without_a_canary() -> None:

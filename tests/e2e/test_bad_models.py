@@ -270,7 +270,7 @@ def test_a_model_that_kills_its_process_by_some_sizes_is_served_and_never_tried_
         [generation] = model.generations
         assert generation.canary == "x [1, 3, 224, 224] and x [2, 3, 448, 448]"
         assert model.deaths == 0
-        assert "which is no canary then" in service.log
+        assert "the holder is lost while it tries x [" in service.log
 
 
 def test_what_an_output_is_declared_to_be_costs_no_answer_and_no_worker(tmp_path: Path) -> None:

@@ -52,6 +52,11 @@ class End:
         return self.status >= 0 or -self.status in _CRASHES
 
     @property
+    def from_outside(self) -> bool:
+        """Whether another has ended it: a person, the kernel for want of memory, its keeper's end."""
+        return self.killed and not self.blames
+
+    @property
     def killed(self) -> bool:
         """Whether a signal has ended it, as far as is known: that may go better the next time."""
         return self.by is By.KEEPER if self.status is None else self.status < 0

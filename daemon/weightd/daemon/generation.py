@@ -334,10 +334,10 @@ class Generation:
         unexpected = child.state in COUNTED
         self._advance_child(child, ChildEvent.EXIT, deadline=float("inf"))
         if unexpected:
-            blamed = child.role is Role.HOLDER and self.tries.trying
+            blamed = child.role is Role.HOLDER and self.tries.trying and not end.from_outside
             self.deaths += not blamed
             self.killed = child.role is Role.HOLDER and self.built is None and end.killed and not blamed
-            self._lost(child, str(end), now, useful=useful)
+            self._lost(child, str(end), now, useful=useful, from_outside=end.from_outside)
         elif child.overdue:
             self._explain(child, end.words)
         self._reconcile(now)
@@ -659,11 +659,20 @@ class Generation:
         self._advance_child(child, ChildEvent.STOP, deadline=now + ABORT_TIMEOUT_S)
         self._lost(child, why, now, useful=useful)
 
-    def _lost(self, child: Child, cause: str, now: float, *, useful: bool = False, no_room: bool = False) -> None:
+    def _lost(
+        self,
+        child: Child,
+        cause: str,
+        now: float,
+        *,
+        useful: bool = False,
+        no_room: bool = False,
+        from_outside: bool = False,
+    ) -> None:
         """Account for a child that is of no use any more."""
         before = self.state
         if child.role is Role.HOLDER:
-            self._holder_lost(child, cause, now)
+            self._holder_lost(child, cause, now, from_outside=from_outside)
         if self.state is before:  # else it has failed with this cause, which is told with what follows
             _log.warning("%s: %s lost: %s", self.label, child.name, cause, extra=self.about(child.name))
         if child.role is Role.HOLDER:
@@ -695,10 +704,12 @@ class Generation:
             _log.warning("%s: %s; its log ends: %s", self.label, told, words, extra=self.about(child.name))
             self.cause = self.cause.replace(told, f"{told}; its log ends: {words}")
 
-    def _holder_lost(self, holder: Child, cause: str, now: float) -> None:
+    def _holder_lost(self, holder: Child, cause: str, now: float, *, from_outside: bool = False) -> None:
         tried = described(self.tries.trying)
-        if self.state is GenerationState.BUILDING and self.tries.lost(slow=bool(holder.overdue)):
-            _log.warning("%s: the model does not run on %s, which is no canary then: %s", self.label, tried, cause)
+        is_building, is_slow = self.state is GenerationState.BUILDING, bool(holder.overdue)
+        if is_building and self.tries.lost(is_slow=is_slow, from_outside=from_outside):
+            _log.warning("%s: the holder is lost while it tries %s as a canary: %s", self.label, tried, cause)
+            self.killed = False
             self._advance(GenerationEvent.RETRY)
         elif tried and self.built is None:
             self.failed(f"{holder.name}: {cause}; it ran the configured canary, {tried}", now)

@@ -1,7 +1,8 @@
 """The search for a canary, as the daemon sees it: what the next holder is told, because the last one died of it.
 
 A holder says what it is about to run the model on. If it dies then, or takes too long, that input was not the one; the
-next holder leaves it out. Each costs a build, so there is a bound.
+next holder leaves it out. Each costs a build, so there is a bound. Who is killed from outside meanwhile has shown
+nothing: the next holder tries the same again, once, for the kernel may have been out of memory because of it.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ class Tries:
         self.known = known
         self.trying: Cases = ()
         self._deaths = 0
+        self._again: Cases | None = None
 
     def order(self, pids: tuple[str, ...]) -> Build:
         """Return what the holder is told."""
@@ -56,17 +58,23 @@ class Tries:
         self.trying = ()
         self.known = replace(self.known, cases=built.canary_cases)
 
-    def lost(self, *, slow: bool) -> bool:
-        """The holder is lost; return whether that was the fault of what it tried, and another may do better.
+    def lost(self, *, is_slow: bool = False, from_outside: bool = False) -> bool:
+        """The holder is lost; return whether that was in a try, and another holder may do better.
 
         Args:
-            slow: it took too long. The next one would wait as long: it is to build without a canary.
+            is_slow: it took too long. The next one would wait as long: it is to build without a canary.
+            from_outside: another has ended it.
         """
         tried, self.trying = self.trying, ()
-        if not tried or not self.known.search:
+        if not tried:
+            return False
+        if from_outside and tried != self._again:
+            self._again = tried
+            return True
+        if not self.known.search:
             return False
         self._deaths += 1
         unfit = (*self.known.unfit, *(case for case in tried if case not in self.known.unfit))
-        over = slow or self._deaths >= MAX_DEATHS or len(unfit) > limits.MAX_CANARY_UNFIT
+        over = is_slow or self._deaths >= MAX_DEATHS or len(unfit) > limits.MAX_CANARY_UNFIT
         self.known = Canary(not over, (), unfit[: limits.MAX_CANARY_UNFIT])
         return True
