@@ -42,7 +42,7 @@ def test_all_is_well() -> None:
     check(checks.interpreter("p", report()), "pass", "Python 3.9.2")
     check(checks.library(report()), "pass", "2.7.0")
     check(checks.driver(HOST), "pass", "/dev/davinci0, /dev/davinci1", "24.1.0", "npu-smi lists 1")
-    check(checks.cann(HOST, report()), "pass", "8.2.RC1", "as the vendor lists it for 2.7.0")
+    check(checks.cann(HOST, report()), "pass", "8.2.RC1", "as published lists name it for 2.7.0")
     check(checks.chip(report(), shares=None), "pass", "Ascend910B3")
     check(checks.libascendcl(report()), "pass", "Ascend910B3")
     check(checks.current_pid(report()), "pass", "12, the pid of the process")
@@ -102,7 +102,7 @@ def test_a_driver_that_is_only_half_there() -> None:
         (Host(), "2.7.0", "not testable", ["ascend_toolkit_install.info", "ASCEND_HOME_PATH is not set"]),
         (Host(home="/gone", cann="8.2.RC1"), "2.7.0", "fail", ["/gone, which is not there", "set_env.sh"]),
         (Host(home="/there", is_home_there=True, cann="8.2.RC1.B1 (f)"), "2.7.0", "pass", ["ASCEND_HOME_PATH /there"]),
-        (Host(cann="8.0.0 (f)"), "2.7.1", "not testable", ["the vendor lists 8.3.RC1 for 2.7.1"]),
+        (Host(cann="8.0.0 (f)"), "2.7.1", "not testable", ["published lists name 8.3.RC1 for 2.7.1"]),
         (Host(cann="9.0.0 (f)"), "3.0.0", "pass", ["not in our list"]),
         (Host(cann="9.0.0 (f)"), "", "pass", ["not in our list"]),
     ],

@@ -18,7 +18,7 @@ OLDEST_LIBRARY = (2, 7)
 MAX_PROCESSES = 63
 MAX_PROCESSES_OF_A_GUEST = 32
 
-# The vendor's list of what is tested together, by MindSpore and CANN; MindSpore Lite is released with MindSpore.
+# What published lists name together, by MindSpore and CANN; MindSpore Lite is released with MindSpore.
 _CANN_OF: Mapping[tuple[int, ...], str] = {(2, 7, 0): "8.2.RC1", (2, 7, 1): "8.3.RC1", (2, 7, 2): "8.5.0"}
 
 # What the vendor's documents say of the calls that share, by the beginning of the chip's name.
@@ -95,7 +95,7 @@ def driver(host: Host) -> Finding:
 
 
 def cann(host: Host, report: Report) -> Finding:
-    """CANN's version, and whether the vendor lists it with that of the library."""
+    """CANN's version, and whether published lists name it with that of the library."""
     name = "cann"
     if host.home and not host.is_home_there:
         return failed(name, f"ASCEND_HOME_PATH is {host.home}, which is not there", _SOURCE_CANN)
@@ -107,9 +107,11 @@ def cann(host: Host, report: Report) -> Finding:
     listed = _CANN_OF.get(_numbers(library)[:3], "")
     found = f"version {host.cann}; {home}"
     if not listed or host.cann.upper().startswith(listed):
-        return passed(name, f"{found}; " + (f"as the vendor lists it for {library}" if listed else "not in our list"))
+        return passed(
+            name, f"{found}; " + (f"as published lists name it for {library}" if listed else "not in our list")
+        )
     advice = f"the self-test shows whether they work together; listed is CANN {listed}, with the driver of its notes"
-    return untestable(name, f"{found}; the vendor lists {listed} for {library}", advice)
+    return untestable(name, f"{found}; published lists name {listed} for {library}", advice)
 
 
 def chip(report: Report, *, shares: bool | None) -> Finding:
