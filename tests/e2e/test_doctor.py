@@ -290,6 +290,14 @@ def test_what_the_death_of_the_holder_means(ask: Ask, host: Host, switches: dict
     assert text in done.text(DEATH)
 
 
+def test_a_card_that_does_not_repeat_itself_is_judged_by_the_models_keys(ask: Ask, host: Host) -> None:
+    host.switch(noise=1e-4, lifetime="counted")
+    assert "allow more" in ask().text(ANSWER)
+    done = ask("--canary", "{x = [3, 64]}", "--canary-tolerance", "1e-3")
+    assert done.status == 0
+    assert "goes on with the same answer" in done.text(DEATH)
+
+
 def test_a_device_without_room(ask: Ask, host: Host, model: Path) -> None:
     models.mlp(model, size_mib=1024)
     host.switch(capacity_mib=1200)
@@ -395,6 +403,9 @@ def test_no_child_outlives_the_doctor(
         (["--device", "cpu"], "expected ascend:N"),
         (["--limit", "0"], "expected seconds"),
         (["--limit", "soon"], "expected seconds"),
+        (["--canary", "{x = 3}"], "x: expected list, got int 3"),
+        (["--canary", "{x"], "not TOML"),
+        (["--canary-tolerance", "nan"], "expected a number from 0 to 1"),
     ],
 )
 def test_a_wrong_command_line(arguments: list[str], text: str) -> None:

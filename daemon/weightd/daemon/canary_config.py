@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import Any, cast
 
 from weightd.daemon.plan import Canary
 from weightd.protocol import limits
 from weightd.protocol.schema import FieldError, Kind, integer, many, mapping, shown, text
 from weightd.protocol.worker_messages import Case
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 CanaryKey = str | Case
 
@@ -24,6 +31,22 @@ _PATH = text(limits.MAX_PATH_BYTES)["kind"]
 def metadata() -> dict[str, Kind]:
     """Return the metadata of the field."""
     return {"kind": Kind(_check, _plain, _EXPECTED)}
+
+
+def from_text(text: str) -> CanaryKey:
+    """Return the key that a command line gives as the configuration would, a path without quotes too.
+
+    Raises:
+        FieldError: it is none.
+    """
+    value: Any = text
+    if text.lstrip().startswith("{"):
+        try:
+            value = tomllib.loads(f"canary = {text}")["canary"]
+        except ValueError as error:
+            raise FieldError(f"not TOML: {error}") from None
+    key = _check(value)
+    return str(Path(key).absolute()) if isinstance(key, str) and key not in (AUTO, OFF) else key
 
 
 def sample(key: CanaryKey) -> str:

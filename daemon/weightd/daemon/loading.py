@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from weightd.daemon import canary_config
 from weightd.daemon.budget import MIB
 from weightd.daemon.config import ModelConfig
 from weightd.daemon.doctor import trial
@@ -57,11 +58,13 @@ def _load(model: ModelConfig, device: str, *, is_shared: bool) -> tuple[str, str
             threads=model.threads,
             sharing=is_shared,
             options=model.mindspore_lite.json(),
+            sample=canary_config.sample(model.canary),
+            tolerance=model.canary_tolerance,
             store=Path(store),
         )
         with Children(program, model.load_timeout, prefix) as children:
             try:
-                built, attached = trial.load(children, attaches=device != "cpu")
+                built, attached = trial.load(children, canary_config.plan(model.canary), attaches=device != "cpu")
             except ChildError as error:
                 return str(error), ""
         if children.survivors:

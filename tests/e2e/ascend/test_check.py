@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Generator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -38,20 +39,32 @@ def left(pid: int) -> list[Path]:
 
 
 @pytest.mark.parametrize(
-    ("switches", "sharing", "status", "text"),
+    ("switches", "keys", "status", "text"),
     [
-        ({}, "on", 0, "mlp on ascend:0: loaded in "),
-        ({}, "off", 0, "nothing shared; sharing is off"),
-        ({"vnpu": True}, "on", 1, "models.mlp: does not load on ascend:0: worker: build with the handle: "),
-        ({"exports": False}, "on", 1, "models.mlp: does not load on ascend:0: holder: build with a list of pids: "),
-        ({"exports": False}, "auto", 0, " s; weights are not shared: holder: build with a list of pids: "),
+        ({}, {"sharing": "on"}, 0, "mlp on ascend:0: loaded in "),
+        ({}, {"sharing": "off"}, 0, "nothing shared; sharing is off"),
+        ({"noise": 1e-4}, {"sharing": "on"}, 1, "no canary: the model gives different answers"),
+        ({"noise": 1e-4}, {"sharing": "on", "canary_tolerance": 1e-3}, 0, "mlp on ascend:0: loaded in "),
+        (
+            {"vnpu": True},
+            {"sharing": "on"},
+            1,
+            " does not load on ascend:0: worker: build with the handle: ",
+        ),
+        (
+            {"exports": False},
+            {"sharing": "on"},
+            1,
+            " load on ascend:0: holder: build with a list of pids: ",
+        ),
+        ({"exports": False}, {"sharing": "auto"}, 0, " s; weights are not shared: holder: build with a list of pids: "),
     ],
 )
 def test_a_model_is_loaded_on_its_card(
-    cards: Cards, place: Place, switches: dict[str, bool], sharing: str, status: int, text: str
+    cards: Cards, place: Place, switches: dict[str, Any], keys: dict[str, Any], status: int, text: str
 ) -> None:
     cards.host.switch(**switches)
-    with check(cards, place.config({"mlp": {**on_card(cards.model), "sharing": sharing}})) as process:
+    with check(cards, place.config({"mlp": {**on_card(cards.model), **keys}})) as process:
         log = process.communicate(timeout=LIMIT_S)[1]
     assert process.returncode == status, log
     assert text in log
@@ -65,7 +78,8 @@ def test_a_model_without_a_canary_is_not_served_on_a_card(cards: Cards, place: P
     with check(cards, place.config({"mlp": on_card(cards.model)})) as process:
         log = process.communicate(timeout=LIMIT_S)[1]
     assert process.returncode == 1, log
-    assert "no canary: the model gives different answers to the same input; set sharing to off" in log
+    assert "no canary: the model gives different answers to the same input" in log
+    assert "name an input with the key canary, or set sharing to off" in log
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -6,6 +6,10 @@ import argparse
 import re
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from weightd.daemon.canary_config import CanaryKey
 
 HELP = "check an Ascend host: interpreter, driver, cards, and sharing between real processes"
 
@@ -41,6 +45,20 @@ def describe(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--model", type=Path, metavar="FILE.mindir", help="share the weights of this model")
     parser.add_argument(
+        "--canary",
+        type=_canary,
+        default="auto",
+        metavar="VALUE",
+        help="the model's key `canary`: {x = [1, 3, 48, 320]} or FILE.npz (default: auto)",
+    )
+    parser.add_argument(
+        "--canary-tolerance",
+        type=_tolerance,
+        default=0.0,
+        metavar="SHARE",
+        help="the model's key `canary_tolerance` (default: 0)",
+    )
+    parser.add_argument(
         "--limit",
         type=_seconds,
         default=_LIMIT_S,
@@ -69,6 +87,26 @@ def _device(text: str) -> int:
     if match is None:
         raise argparse.ArgumentTypeError(f"expected ascend:N, got {text!r}")
     return int(match.group(1))
+
+
+def _canary(text: str) -> CanaryKey:
+    from weightd.daemon import canary_config  # noqa: PLC0415 - as above
+    from weightd.protocol.schema import FieldError  # noqa: PLC0415
+
+    try:
+        return canary_config.from_text(text)
+    except FieldError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _tolerance(text: str) -> float:
+    try:
+        share = float(text)
+    except ValueError:
+        share = -1.0
+    if not 0 <= share <= 1:
+        raise argparse.ArgumentTypeError(f"expected a number from 0 to 1, got {text!r}")
+    return share
 
 
 def _seconds(text: str) -> float:

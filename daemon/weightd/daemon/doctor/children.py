@@ -11,7 +11,7 @@ import shutil
 import tempfile
 import time
 from collections import defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, TypeVar
@@ -54,7 +54,13 @@ class Refused(ChildError):
 
 
 class Died(ChildError):
-    """The child has ended."""
+    """The child has ended.
+
+    Attributes:
+        from_outside: another has ended it.
+    """
+
+    from_outside = False
 
 
 class Hung(ChildError):
@@ -83,6 +89,8 @@ class Program(NamedTuple):
         threads: of one predict.
         sharing: whether weights are shared.
         options: of the engine, as JSON.
+        sample: a file of inputs for the canary, "" for none.
+        tolerance: how far answers to the canary may be apart.
         store: a directory for the page store, which only the CPU has. Default: beside the socket.
         environment: all of it. Default: that of this process.
     """
@@ -94,6 +102,8 @@ class Program(NamedTuple):
     threads: int = 1
     sharing: bool = True
     options: str = "{}"
+    sample: str = ""
+    tolerance: float = 0.0
     store: Path | None = None
     environment: Mapping[str, str] | None = None
 
@@ -150,6 +160,7 @@ class Children:
         argv += ["--store", str((program.store or self._directory) / "pages"), "--threads", str(program.threads)]
         argv += ["--device", program.device, "--options", program.options]
         argv += ["--sharing", "on" if program.sharing else "off"]
+        argv += ["--sample", program.sample, "--tolerance", repr(program.tolerance)]
         try:
             self._processes[name] = processes.start(argv, self._directory / f"{name}.log", program.environment)
         except OSError as error:
@@ -159,8 +170,10 @@ class Children:
         """Send an order; a child that cannot be reached is dying, and `hear` will tell."""
         send(self._socket, name.encode(), [encode(order, max_bytes=limits.MAX_CHILD_HEADER_BYTES), *frames])
 
-    def hear(self, name: str, kind: type[M], step: str) -> tuple[M, Sequence[Any]]:
-        """Wait for the child's next message, which must be a `kind`.
+    def hear(
+        self, name: str, kind: type[M], step: str, told: Callable[[Probing], None] | None = None
+    ) -> tuple[M, Sequence[Any]]:
+        """Wait for the child's next message, which must be a `kind`; what it tries before that is told.
 
         Raises:
             ChildError: it says something else, or nothing; the text begins with the child and the step.
@@ -168,6 +181,8 @@ class Children:
         _log.info("%s: %s", name, step)
         message, frames = self._next(name, step)
         while isinstance(message, Probing):
+            if told is not None:
+                told(message)
             if message.trying:
                 self.order(name, Probe())
             message, frames = self._next(name, step)
@@ -201,8 +216,10 @@ class Children:
             self._read(step)
             if not self._heard[name] and process.pidfd in events:
                 words = processes.last_words(process)
-                how = End(self._reap(name)).how
-                raise Died(f"{name}: {step}: {how}" + (f"; its log ends: {words}" if words else ""))
+                end = End(self._reap(name))
+                died = Died(f"{name}: {step}: {end.how}" + (f"; its log ends: {words}" if words else ""))
+                died.from_outside = end.from_outside
+                raise died
             if not self._heard[name] and time.monotonic() >= deadline:
                 words = processes.last_words(process)
                 log = f"its log ends: {words}" if words else "its log is empty"

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from weightd.daemon import canary_config
 from weightd.daemon.doctor import access_checks, checks, interpreter, nodes, render, trial_checks
 from weightd.daemon.doctor.children import Children, Program
 from weightd.daemon.doctor.finding import Finding, Verdict, exit_status
@@ -105,8 +106,9 @@ def _sharing(options: argparse.Namespace, report: Report, environment: Mapping[s
     if cause:
         return trial_checks.not_tried(cause)
     program = Program(options.python, options.model.absolute(), f"ascend:{options.device}", environment=environment)
+    program = program._replace(sample=canary_config.sample(options.canary), tolerance=options.canary_tolerance)
     with Children(program, options.limit) as children:
-        trial = share(children)
+        trial = share(children, canary_config.plan(options.canary))
     return trial_checks.judge(trial, report.value("memory", "free_bytes")) + trial_checks.survivors(children.survivors)
 
 

@@ -9,13 +9,16 @@ This module acts and records; `trial_checks` judges.
 
 from __future__ import annotations
 
+import logging
 import math
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from weightd.daemon.doctor.children import ChildError, Children, Confused
+from weightd.daemon.doctor.children import ChildError, Children, Confused, Died, Hung
+from weightd.daemon.plan import Canary
+from weightd.daemon.tries import Tries, described
 from weightd.protocol.datatypes import ITEM_BYTES
 from weightd.protocol.messages import TensorSignature, TensorSpec
 from weightd.protocol.worker_messages import (
@@ -23,15 +26,18 @@ from weightd.protocol.worker_messages import (
     Allowed,
     Attach,
     Attached,
-    Build,
     Built,
     Case,
     Hello,
+    Ping,
+    Pong,
     Predict,
     Result,
 )
 
 T = TypeVar("T")
+
+_log = logging.getLogger("weightd.doctor")
 
 HOLDER = "holder"
 WORKER = "worker"
@@ -41,7 +47,7 @@ STRANGER = "stranger"  # is never listed
 PRIVATE = "private worker"  # takes a copy of its own
 
 Answer = tuple[bytes, ...]
-"""The outputs of a predict: a frame each."""
+"""The digest of the canary's, or the outputs of a predict: a frame each."""
 
 
 @dataclass
@@ -73,14 +79,14 @@ class Trial:
     late: Attached | ChildError | None = None
 
 
-def run(children: Children) -> Trial:
+def run(children: Children, canary: Canary) -> Trial:
     """Take all steps, in the order of `Trial`, as far as one does not need another that has failed."""
     trial = Trial()
     trial.start = _attempt(lambda: _start(children, HOLDER, WORKER, LATE))
     if isinstance(trial.start, ChildError):
         return trial
     pids = (trial.start[WORKER], trial.start[LATE])
-    built = trial.build = _attempt(lambda: _build(children, pids))
+    built = trial.build = _attempt(lambda: _build(children, pids, canary))
     if isinstance(built, ChildError) or not built.handle:
         return trial
     attached = trial.attach = _attempt(lambda: _attach(children, WORKER, built))
@@ -93,14 +99,14 @@ def run(children: Children) -> Trial:
     return trial
 
 
-def load(children: Children, *, attaches: bool) -> tuple[Built, Attached | None]:
+def load(children: Children, canary: Canary, *, attaches: bool) -> tuple[Built, Attached | None]:
     """Take the first steps alone: build in a holder and, if `attaches`, in a worker with what the holder has shared.
 
     Raises:
         ChildError: of the step that failed.
     """
     pids = _start(children, HOLDER, *([WORKER] if attaches else []))
-    built = _build(children, tuple(pids[name] for name in pids if name != HOLDER))
+    built = _build(children, tuple(pids[name] for name in pids if name != HOLDER), canary)
     return built, _attach(children, WORKER, built) if attaches else None
 
 
@@ -127,11 +133,11 @@ def _try_the_list(children: Children, trial: Trial, built: Built) -> None:
 
 
 def _try_a_death(children: Children, trial: Trial, built: Built) -> None:
-    trial.before = _attempt(lambda: _predict(children, built))
+    trial.before = _attempt(lambda: _answer(children, built))
     if isinstance(trial.before, ChildError):
         return
     children.end(HOLDER)
-    trial.after = _attempt(lambda: _predict(children, built))
+    trial.after = _attempt(lambda: _answer(children, built))
     trial.late = _attempt(lambda: _attach(children, LATE, built))
 
 
@@ -152,9 +158,23 @@ def _start(children: Children, *names: str) -> dict[str, str]:
     return {name: hello.pid for name, hello in hellos.items()}
 
 
-def _build(children: Children, pids: tuple[str, ...]) -> Built:
-    children.order(HOLDER, Build(pids))
-    return children.hear(HOLDER, Built, "build with a list of pids" if pids else "build")[0]
+def _build(children: Children, pids: tuple[str, ...], canary: Canary) -> Built:
+    """Build; a holder that is lost in its search for a canary is followed by another one, as in `serve`."""
+    tries = Tries(canary)
+    while True:
+        children.order(HOLDER, tries.order(pids))
+        try:
+            return children.hear(HOLDER, Built, "build with a list of pids" if pids else "build", tries.told)[0]
+        except ChildError as error:
+            from_outside = isinstance(error, Died) and error.from_outside
+            tried = described(tries.trying)
+            if not tries.lost(is_slow=isinstance(error, Hung), from_outside=from_outside):
+                if tried:
+                    raise type(error)(f"{error}; it ran the canary, {tried}") from None
+                raise
+            _log.info("%s; it ran %s", error, tried)
+        children.end(HOLDER)
+        _start(children, HOLDER)
 
 
 def _attach(children: Children, name: str, built: Built) -> Attached:
@@ -178,7 +198,11 @@ def _allow(children: Children) -> Allowed:
     return children.hear(HOLDER, Allowed, "put one more pid on the list")[0]
 
 
-def _predict(children: Children, built: Built) -> Answer:
+def _answer(children: Children, built: Built) -> Answer:
+    """Ask the canary, whose answer counts as the same if it is within the tolerance; or what can be made up here."""
+    if built.canary:
+        children.order(WORKER, Ping(canary=True))
+        return (children.hear(WORKER, Pong, "run the canary")[0].canary.encode(),)
     specs, frames = inputs(built)
     children.order(WORKER, Predict(0, specs), frames)
     return tuple(bytes(memoryview(frame)) for frame in children.hear(WORKER, Result, "predict")[1])
