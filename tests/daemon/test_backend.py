@@ -5,6 +5,7 @@ from __future__ import annotations
 import select
 import tempfile
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,10 +35,13 @@ HOLDER, WORKER = "m.1.holder", "m.1.w1"
 
 
 class Pinned(Backend):
-    """One that takes no snapshot: the test has it."""
+    """One that takes no snapshot unless it is told to: the test has it."""
+
+    pins = False
 
     def pin(self, model: Model, source: Source) -> None:
-        pass
+        if self.pins:
+            super().pin(model, source)
 
 
 class Scene:
@@ -52,13 +56,16 @@ class Scene:
         self.loop = Loop()
         self.backend = Pinned(context, daemon, self.loop, {})
         self.answers: list[int] = []
-        clients: Any = SimpleNamespace(answer=self._answer)
-        table = ModelConfig("/m.mindir", "mindspore_lite", str(python), spares=0, devices=("ascend:0",))
-        self.model = Model("m", table, {"ascend:0": Device("ascend:0")}, self.backend, clients)
+        self.table = ModelConfig("/m.mindir", "mindspore_lite", str(python), spares=0, devices=("ascend:0",))
+        self.model = self.model_of(self.table)
         self.worker = context.socket(zmq.DEALER)
         self.worker.setsockopt(zmq.ROUTING_ID, WORKER.encode())
         self.worker.setsockopt(zmq.RCVTIMEO, 30_000)
         self.worker.connect(f"ipc://{daemon.children_socket}")
+
+    def model_of(self, table: ModelConfig) -> Model:
+        clients: Any = SimpleNamespace(answer=self._answer)
+        return Model("m", table, {device: Device(device) for device in table.devices}, self.backend, clients)
 
     def _answer(self, request: Request, outputs: Sequence[TensorSpec], frames: Sequence[Any]) -> None:
         self.answers.append(request.number)
@@ -108,3 +115,31 @@ def test_an_answer_that_is_read_after_the_holders_death_is_dropped_before_that_i
     while HOLDER in scene.backend.processes:
         scene.loop.wait(30)
     assert scene.answers == []
+
+
+def test_the_sample_of_the_configuration_is_copied_and_every_process_is_told_where(
+    scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, sample = tmp_path / "m.mindir", tmp_path / "sample.npz"
+    file.write_bytes(b"a model")
+    sample.write_bytes(b"a sample")
+    scene.backend.pins = True
+    table = replace(scene.table, path=str(file), devices=("cpu",), canary=str(sample), canary_tolerance=0.25)
+    started: list[Sequence[str]] = []
+
+    def start(argv: Sequence[str], *more: Any) -> processes.Process:
+        started.append(argv)
+        return original(argv, *more)
+
+    original = processes.start
+    monkeypatch.setattr(processes, "start", start)
+    model = scene.model_of(table)
+    model.start(0.0)
+    while HOLDER not in scene.backend.processes:
+        scene.loop.wait(30)
+    sample.write_bytes(b"another")
+    children = [argv for argv in started if "weightd.worker" in argv]
+    assert len(children) == 2
+    for argv in children:
+        assert Path(argv[argv.index("--sample") + 1]).read_bytes() == b"a sample"
+        assert argv[argv.index("--tolerance") + 1] == "0.25"
