@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 import zipfile
 from pathlib import Path
 from typing import Any, Callable, ClassVar, Dict, List, Optional, Sequence, Tuple
@@ -160,7 +161,7 @@ def test_the_digest_tells_the_name_but_not_how_an_output_lies_in_memory() -> Non
 
 def test_without_sizes_nothing_is_run() -> None:
     engine = Fake(row_sums, FREE)
-    assert canary.run(engine, ()) == canary.Canary((), "", [])
+    assert canary.run(engine, ()) == canary.Canary((), "", [], [])
     assert not engine.asked
 
 
@@ -320,6 +321,22 @@ def test_nothing_large_is_made_up() -> None:
     assert search.larger(volume, x(1, 8, 64, 64, 64)) is None
     huge = Signature((tensor("x", -1, 2**22),), ())
     assert list(search.candidates(huge)) == [x(1, 2**22)]
+    assert list(search.candidates(Signature((tensor("x", -1, 2**29),), ()))) == []
+
+
+@pytest.mark.parametrize("datatype", ["FP16", "UINT8"])
+def test_a_large_input_takes_little_more_than_itself(datatype: str) -> None:
+    count = 40 * 2**20
+    signature = Signature((TensorSignature("x", datatype, (count,)),), ())
+    tracemalloc.start()
+    try:
+        array = canary.inputs(signature, {"x": (count,)})["x"]
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert array.shape == (count,)
+    assert len(set(array[-7:].tolist())) > 1
+    assert peak < 3 * array.nbytes
 
 
 def test_a_process_that_dies_of_a_case_is_followed_by_one_that_leaves_it_out() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import weakref
 from pathlib import Path
 from typing import Any, Callable, ClassVar, Dict, List, Optional, Sequence, Tuple, Type, TypeVar, cast
 
@@ -284,6 +285,28 @@ def test_a_worker_whose_answers_are_near_the_holders_gives_the_holders(tmp_path:
     assert only(Attached, far).canary == only(Pong, far).canary != canary_of_holder
     exact = played(ATTACH, 2.001, 0.0)
     assert only(Attached, exact).canary != canary_of_holder
+
+
+@pytest.mark.parametrize("tolerance", [0.0, 1e-3])
+def test_the_canarys_answers_are_not_shared_as_if_they_were_weights(tmp_path: Path, tolerance: float) -> None:
+    answers: List[weakref.ref[Any]] = []
+
+    def answer(inputs: Arrays) -> Arrays:
+        y = inputs["x"] * np.float32(2)
+        answers.append(weakref.ref(y))
+        return {"y": y}
+
+    class Looking(Fake):
+        def export(self, store: str) -> Shared:
+            self.done += ["alive" for each in answers if each() is not None]
+            return super().export(store)
+
+    engine = Looking(answer)
+    socket = Script(BUILD, STOP)
+    Session(socket, engine, Files("/m/model", str(tmp_path / "store")), tolerance=tolerance).run(SHA256)
+    assert only(Built, socket).canary
+    assert len(answers) == 6
+    assert "alive" not in engine.done
 
 
 def test_an_answer_that_changes_when_the_weights_are_shared_is_the_end() -> None:

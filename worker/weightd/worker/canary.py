@@ -7,7 +7,7 @@ process makes the same, or come from a sample that every process has. How the ho
 from __future__ import annotations
 
 import hashlib
-from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Dict, NamedTuple, Optional, Sequence, Tuple
 
 import numpy as np
 
@@ -18,22 +18,21 @@ from weightd.worker.engines.base import Arrays, Engine, Signature
 
 _SEED = 20_260_101
 
+_MAX_DRAWN = 1024 * 1024
+
 
 class Canary(NamedTuple):
-    """What it was run on, the digest of the answers, and the answers themselves.
+    """What it was run on, the digest of the answers, their shapes for each case, and the answers themselves.
 
-    No cases: there is none. No digest: the model does not repeat its own answer. `note` says why, to an operator.
+    No cases: there is none. No digest: the model does not repeat its own answer. No answers: they are kept elsewhere,
+    or not needed. `note` says why, to an operator.
     """
 
     cases: Cases
     digest: str
+    shapes: Sequence[Dict[str, Tuple[int, ...]]] = ()
     answers: Sequence[Arrays] = ()
     note: str = ""
-
-    @property
-    def shapes(self) -> List[Dict[str, Tuple[int, ...]]]:
-        """The shapes of the outputs, for each case."""
-        return [{name: tuple(array.shape) for name, array in each.items()} for each in self.answers]
 
 
 def run(engine: Engine, cases: Cases, sample: Optional[Arrays] = None) -> Canary:
@@ -53,7 +52,8 @@ def of(cases: Cases, answers: Sequence[Arrays]) -> Canary:
         for name, array in outputs.items():
             state.update(f"{name} {array.dtype.str} {array.shape}\n".encode())
             state.update(array.tobytes())
-    return Canary(cases, state.hexdigest() if cases else "", answers)
+    shapes = [{name: tuple(array.shape) for name, array in each.items()} for each in answers]
+    return Canary(cases, state.hexdigest() if cases else "", shapes, answers)
 
 
 def difference(one: Canary, other: Canary) -> float:
@@ -78,7 +78,7 @@ def observed(signature: Signature, canary: Canary) -> Signature:
     return signature._replace(outputs=tuple(_observed_output(each, canary.shapes) for each in signature.outputs))
 
 
-def _observed_output(output: TensorSignature, shapes: List[Dict[str, Tuple[int, ...]]]) -> TensorSignature:
+def _observed_output(output: TensorSignature, shapes: Sequence[Dict[str, Tuple[int, ...]]]) -> TensorSignature:
     seen = [each[output.name] for each in shapes if output.name in each]
     if len({len(shape) for shape in seen}) != 1:
         return output
@@ -99,10 +99,13 @@ def _array(tensor: TensorSignature, shape: Tuple[int, ...]) -> Any:
     # RandomState is the generator whose stream numpy promises never to change. Inputs differ, or a swap would not show.
     random = np.random.RandomState([_SEED, *tensor.name.encode()])
     dtype = np.dtype(NUMPY_DTYPE[tensor.datatype])
-    if dtype.kind == "f":
-        return np.asarray(random.uniform(-1.0, 1.0, shape), dtype=dtype)
+    # The generator's numbers have 8 bytes each: of a large array they repeat themselves.
+    count = int(np.prod(shape, dtype=np.int64))
+    drawn = min(count, _MAX_DRAWN)
     # 0 and 1 are indices that every embedding has.
-    return np.asarray(random.randint(0, 2, shape), dtype=dtype)
+    values = random.uniform(-1.0, 1.0, drawn) if dtype.kind == "f" else random.randint(0, 2, drawn)
+    array = values.astype(dtype)
+    return (array if count == drawn else np.resize(array, count)).reshape(shape)
 
 
 def _apart(one: Arrays, other: Arrays) -> float:

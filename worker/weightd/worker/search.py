@@ -104,7 +104,9 @@ def _of_one_rank(signature: Signature) -> Iterator[Case]:
     seen: List[Case] = []
     for size in _IMAGE_SIZES if has_images else _SIZES:
         case = {each.name: _shape(each, 1 if has_images else size, size) for each in signature.inputs}
-        if case not in seen and (size == 1 or _nbytes(signature, case) <= _MAX_BYTES):
+        # A model that takes no less has to; what no request can carry it never gets.
+        most = limits.MAX_FRAME_BYTES if size == 1 else _MAX_BYTES
+        if case not in seen and _nbytes(signature, case) <= most:
             seen.append(case)
             yield case
 

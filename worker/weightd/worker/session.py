@@ -176,12 +176,14 @@ class Session:
         _check(engine.signature)
         self._load_sample()
         known = search.find(engine, order, build, self._probing, sample=self._sample, tolerance=self._tolerance)
-        shared = engine.export(self._files.store)
-        self._handle = shared.handle
-        if known.digest and canary.difference(known, self._run(known.cases)) > self._tolerance:
-            raise BuildError("the canary's answer changed when the weights were shared")
         if known.digest and self._tolerance:
             sample.save_answers(self._files.answers, known.answers)
+        # What is in memory now is shared as if it were weights.
+        known = known._replace(answers=())
+        shared = engine.export(self._files.store)
+        self._handle = shared.handle
+        if known.digest and self._holders_if_near(self._run(known.cases)).digest != known.digest:
+            raise BuildError("the canary's answer changed when the weights were shared")
         signature = canary.observed(engine.signature, known)
         self._send(
             Built(
