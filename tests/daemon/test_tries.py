@@ -148,6 +148,7 @@ def test_one_that_takes_too_long_ends_the_search() -> None:
     search.try_(x(1))
     search.generation.tick(search.now + 600.0)
     assert Kill("m.1.holder", abort=True) in search.generation.take_actions()
+    assert search.generation.deaths == 0
     search.now += 600.0 + ABORT_TIMEOUT_S
     assert Spawn("m.1.holder2", Role.HOLDER) in search.die(end=End(-signal.SIGABRT))
     order = search.begin("m.1.holder2")

@@ -19,7 +19,7 @@ from weightd.protocol.messages import TensorSignature
 from weightd.protocol.worker_messages import Cases
 from weightd.worker import canary
 from weightd.worker.engines import ENGINES
-from weightd.worker.engines.base import BuildError, Engine, EngineMissing, Settings
+from weightd.worker.engines.base import SHARING_IS_OFF, BuildError, Engine, EngineMissing, Settings
 
 Built = Callable[[str], Engine]
 Model = Callable[[str], Path]
@@ -98,8 +98,8 @@ def test_with_sharing_off_nothing_is_written_and_nothing_is_attached(
 ) -> None:
     alone = ENGINES[engine.name](Settings(1, "cpu", sharing=False))
     alone.build(str(model("wide")))
-    assert alone.export(str(tmp_path / "store")) == ("", 0, "sharing is off")
-    assert alone.attach("") == ("", 0, "sharing is off")
+    assert alone.export(str(tmp_path / "store")) == SHARING_IS_OFF
+    assert alone.attach("") == SHARING_IS_OFF
     assert not (tmp_path / "store").exists()
 
 

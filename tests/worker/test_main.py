@@ -116,9 +116,10 @@ def test_what_an_engine_makes_in_its_first_predict_is_shared_too(daemon: Daemon,
 
 def test_without_a_store_the_worker_serves_and_says_why_nothing_is_shared(daemon: Daemon, model: Model) -> None:
     built, _ = serve(daemon, model("relu"))
-    assert (built.handle, built.note) == (
+    assert (built.handle, built.note, built.is_loss) == (
         "",
         "weights are not shared: the model has no memory of 128 KiB or more in one piece",
+        False,
     )
     assert not (daemon.directory / "store").exists()
     for name, handle in (("w1", ""), ("w2", str(daemon.directory / "gone"))):
@@ -146,6 +147,7 @@ def test_a_store_that_cannot_be_written_costs_only_memory(daemon: Daemon, model:
     built, _ = serve(daemon, model("wide"))
     assert (built.handle, built.shared_bytes) == ("", 0)
     assert built.note.startswith("weights are not shared: ")
+    assert built.is_loss
     assert daemon.stop("h") == exits.OK
 
 

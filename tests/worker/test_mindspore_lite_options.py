@@ -13,7 +13,7 @@ import pytest
 
 from weightd.protocol.worker_messages import DeviceMemory
 from weightd.worker.engines import ENGINES
-from weightd.worker.engines.base import BuildError, Engine, EngineMissing, NotAllowed, Settings
+from weightd.worker.engines.base import SHARING_IS_OFF, BuildError, Engine, EngineMissing, NotAllowed, Settings
 from weightd.worker.engines.mindspore_lite import acl, ascend
 
 Calls = List[Dict[str, Any]]
@@ -190,7 +190,7 @@ def test_a_library_that_cannot_share_says_so_and_serves_without(library: Library
     assert alone.current_pid() == str(os.getpid())
     alone.build("/m", pids=("1",))
     assert "config_dict" not in library.calls[0]
-    assert alone.export("/s") == ("", 0, "sharing is off")
+    assert alone.export("/s") == SHARING_IS_OFF
 
 
 @pytest.mark.parametrize("pid", ["", "-1", "12 ", "x"])

@@ -239,7 +239,8 @@ class Generation:
         self._free = built.device.free_bytes if built.device else None
         child.shared_bytes = built.shared_bytes
         if self.limits.sharing:
-            self._warn(self._unshared.built(built), name)
+            # That there is nothing to share is no loss.
+            self._warn(self._unshared.built(built), name, level=logging.WARNING if built.is_loss else logging.INFO)
         self._advance_child(child, ChildEvent.BUILT, deadline=float("inf"))
         if self.state is GenerationState.BUILDING:
             self._advance(GenerationEvent.BUILT)
@@ -655,7 +656,7 @@ class Generation:
             child.deadline = now + ABORT_TIMEOUT_S
             return
         child.overdue = why
-        self.deaths += 1
+        self.deaths += not (child.role is Role.HOLDER and self.tries.trying)
         self._advance_child(child, ChildEvent.STOP, deadline=now + ABORT_TIMEOUT_S)
         self._lost(child, why, now, useful=useful)
 
@@ -770,9 +771,9 @@ class Generation:
         """Return `extra` of an event of this generation, or of one of its children."""
         return about(self.label.rpartition(".")[0], self.number, child)
 
-    def _warn(self, why: str, child: str) -> None:
+    def _warn(self, why: str, child: str, *, level: int = logging.WARNING) -> None:
         if why:
-            _log.warning("%s: %s", self.label, why, extra=self.about(child))
+            _log.log(level, "%s: %s", self.label, why, extra=self.about(child))
 
     def _tell_progress(self) -> None:
         """One line each time that there is something new to tell; a failure is told by who knows what follows."""

@@ -106,7 +106,8 @@ class Probe:
 class Built:
     """holder → daemon: the weights are exported.
 
-    `handle` is what a worker attaches to, "" where there is nothing to share; `note` then says why.
+    `handle` is what a worker attaches to, "" where nothing is shared; `note` then says why, and `is_loss` whether there
+    is something that could have been.
     `canary_cases` are what the canary is run on, none where the model has no canary; `canary` is the digest of its
     answers, "" for a model that does not repeat itself; `canary_note` says why there is none, or what it is worth.
     """
@@ -124,6 +125,7 @@ class Built:
     """The only sizes of the free dimensions of `inputs`, in their order, that the model takes; none where it takes any,
     or where nobody can tell before it is tried."""
     canary_note: str = field(default="", metadata=text(limits.MAX_TEXT_BYTES, empty=True))
+    is_loss: bool = field(default=False, metadata=boolean())
 
 
 @dataclass(frozen=True)

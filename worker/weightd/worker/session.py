@@ -197,6 +197,7 @@ class Session:
                 engine.memory(),
                 gears=engine.gears,
                 canary_note=clip(known.note),
+                is_loss=shared.is_loss,
             )
         )
 

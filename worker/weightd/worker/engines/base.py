@@ -79,11 +79,15 @@ class Signature(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """What a build shares: the `handle` to attach to, the bytes shared, and why it is less than hoped."""
+    """What a build shares: the `handle` to attach to, the bytes shared, and why it is less than hoped.
+
+    `is_loss`: something in the way keeps apart what could be shared.
+    """
 
     handle: str
     bytes: int
     note: str
+    is_loss: bool = False
 
 
 SHARING_IS_OFF = Shared("", 0, "sharing is off")

@@ -51,7 +51,7 @@ class CpuEngine(Engine):
         try:
             sharing = pagesharing.hold(store, self._before)
         except pagesharing.Unavailable as error:
-            return Shared("", 0, f"weights are not shared: {error}")
+            return Shared("", 0, f"weights are not shared: {error}", is_loss=True)
         if not sharing.shared_bytes:
             Path(store).unlink()
             return Shared("", 0, _SMALL)
