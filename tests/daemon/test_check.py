@@ -9,7 +9,7 @@ from onnx import TensorProto, helper
 
 from testkit import models
 from weightd.daemon import check
-from weightd.daemon.config import Config, DaemonConfig, ModelConfig
+from weightd.daemon.config import ModelConfig
 from weightd.protocol.version import VERSION
 
 
@@ -26,7 +26,7 @@ def interpreter(tmp_path: Path, script: str) -> str:
 
 
 def problems(**tables: ModelConfig) -> list[str]:
-    found = check.problems(Config(DaemonConfig("ipc:///run/weightd.sock", "/run", "/cache"), tables))
+    found = check.problems(tables)
     assert list(found) == list(tables)
     return [problem for each in found.values() for problem in each]
 

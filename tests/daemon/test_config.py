@@ -233,6 +233,9 @@ def test_all_that_is_wrong_is_told_at_once_and_nothing_that_only_follows_from_it
         [models.three.mindspore_lite]
         provider = "ge"
         inter_op_parallel = 3
+        [models.four]
+        path = "m.onnx"
+        wrokers = 3
         [devices.gpu]
         [devices."ascend:0"]
         processes = 0
@@ -249,10 +252,14 @@ def test_all_that_is_wrong_is_told_at_once_and_nothing_that_only_follows_from_it
         "models.two.devices",
         "models.three.mindspore_lite.inter_op_parallel",
         "models.three.mindspore_lite.provider",
+        "models.four.wrokers",
         "devices.gpu",
         "devices.ascend:0.processes",
     ]
-    assert list(examine(file).config.models) == ["good"]
+    examined = examine(file)
+    assert list(examined.config.models) == ["good"]
+    # Of these the files can be looked at all the same.
+    assert list(examined.loadable) == ["good", "four"]
 
 
 def test_a_byte_order_mark_is_no_part_of_the_text(file: Path) -> None:

@@ -88,8 +88,8 @@ def _check(options: argparse.Namespace) -> int:
     # As Ctrl-C does elsewhere: the blocks that own processes and files are left in order.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _ended)
-    config, found = examine(options.config)
-    wrong = problems(config)
+    config, loadable, found = examine(options.config)
+    wrong = problems(loadable)
     found += [f"{options.config}: {problem}" for name in wrong for problem in wrong[name]]
     for problem in found:
         logs.complain(problem)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from weightd.daemon import canary_config, onnx_signature
-from weightd.daemon.config import Config, ModelConfig
+from weightd.daemon.config import ModelConfig
 from weightd.daemon.ends import explain
 from weightd.daemon.engine_options import check_files
 from weightd.protocol.modelfile import Model, ModelFileError
@@ -27,15 +27,15 @@ print(VERSION)
 """
 
 
-def problems(config: Config) -> dict[str, list[str]]:
-    """Return, by model, what is wrong with it and its interpreter; each text names the key.
+def problems(models: Mapping[str, ModelConfig]) -> dict[str, list[str]]:
+    """Return, by model, what is wrong with its files and its interpreter; each text names the key.
 
     What a MindIR file takes and gives is known to the library alone, and is not looked at.
     """
     asked: dict[tuple[str, ...], str] = {}
     return {
         name: [f"models.{name}.{problem}" for problem in _model_problems(model, asked)]
-        for name, model in config.models.items()
+        for name, model in models.items()
     }
 
 

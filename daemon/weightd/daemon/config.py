@@ -221,9 +221,16 @@ def default_path() -> Path:
 
 
 class Examined(NamedTuple):
-    """A configuration as far as it is good: a model with a problem is not among the models."""
+    """What a file says.
+
+    Attributes:
+        config: as far as it is good: a model with a problem is not among its models.
+        loadable: the models whose files and interpreter are told rightly, whatever else is wrong with them.
+        problems: all that is wrong.
+    """
 
     config: Config
+    loadable: Mapping[str, ModelConfig]
     problems: list[str]
 
 
@@ -242,10 +249,10 @@ def load(path: Path, listening: Sequence[str] = ()) -> Config:
 
 def load_text(text: str, path: Path, listening: Sequence[str] = ()) -> Config:
     """Return the configuration that a text is; it is, or was, that of the file at `path`. See `load`."""
-    config, problems = _examine(text, path, listening)
-    if problems:
-        raise ConfigError(*problems)
-    return config
+    examined = _examine(text, path, listening)
+    if examined.problems:
+        raise ConfigError(*examined.problems)
+    return examined.config
 
 
 def read(path: Path) -> str:
@@ -277,8 +284,8 @@ def _examine(text: str, path: Path, listening: Sequence[str]) -> Examined:
         content = tomllib.loads(text)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: not TOML: {error}") from None
-    config, problems = _parse(content, path.resolve().parent, listening)
-    return Examined(config, [f"{path}: {error}" for error in problems.errors])
+    config, loadable, problems = _parse(content, path.resolve().parent, listening)
+    return Examined(config, loadable, [f"{path}: {error}" for error in problems.errors])
 
 
 def parse(content: Mapping[str, Any], base: Path, listening: Sequence[str] = ()) -> Config:
@@ -287,16 +294,19 @@ def parse(content: Mapping[str, Any], base: Path, listening: Sequence[str] = ())
     Raises:
         ConfigError: the texts name key and expectation.
     """
-    config, problems = _parse(content, base, listening)
+    config, _, problems = _parse(content, base, listening)
     if problems.errors:
         raise ConfigError(*map(str, problems.errors))
     return config
 
 
-def _parse(content: Mapping[str, Any], base: Path, listening: Sequence[str]) -> tuple[Config, Problems]:
+def _parse(
+    content: Mapping[str, Any], base: Path, listening: Sequence[str]
+) -> tuple[Config, dict[str, ModelConfig], Problems]:
     problems = Problems()
     daemon = DaemonConfig()
     models: dict[str, ModelConfig] = {}
+    loadable: dict[str, ModelConfig] = {}
     devices: dict[str, DeviceConfig] = {}
     for key in content:
         if key not in _TABLES:
@@ -305,27 +315,31 @@ def _parse(content: Mapping[str, Any], base: Path, listening: Sequence[str]) -> 
         daemon = tables.read(DaemonConfig, content.get("daemon", {}), problems)
         daemon = complete_daemon(daemon, base, listening, problems)
     with problems.at(".models"):
-        models = _models(content.get("models"), base, problems)
+        models, loadable = _models(content.get("models"), base, problems)
     with problems.at(".devices"):
         devices = _devices(content.get("devices", {}), problems)
-    return Config(daemon, models, devices), problems
+    return Config(daemon, models, devices), loadable, problems
 
 
-def _models(content: Any, base: Path, problems: Problems) -> dict[str, ModelConfig]:
+def _models(content: Any, base: Path, problems: Problems) -> tuple[dict[str, ModelConfig], dict[str, ModelConfig]]:
+    """Return the models that are good, and those that are `loadable`."""
     if type(content) is not dict or not content:
         raise FieldError("expected at least one table [models.NAME]")
     models = cast("dict[str, Any]", content)
     if len(models) > limits.MAX_MODELS:
         raise FieldError(f"expected at most {limits.MAX_MODELS} models, got {len(models)}")
     good: dict[str, ModelConfig] = {}
+    loadable: dict[str, ModelConfig] = {}
     for name, table in models.items():
         before = len(problems.errors)
         with problems.at(f".{label(name)}"):
             model = tables.read(ModelConfig, table, problems, section=f"models.{name}")
             model = complete_model(name, model, base, problems)
+            if problems.wrong().isdisjoint(_LOADING):
+                loadable[name] = model
             if len(problems.errors) == before:
                 good[name] = model
-    return good
+    return good, loadable
 
 
 def _devices(content: Any, problems: Problems) -> dict[str, DeviceConfig]:
@@ -471,6 +485,9 @@ def _of_canary(config: ModelConfig) -> Iterator[FieldError]:
 _Rule = Callable[[ModelConfig], Iterable[FieldError]]
 
 _TABLES = ("daemon", "models", "devices")
+
+# What tells which files and which interpreter a model is loaded with.
+_LOADING = ("path", "engine", "python", "devices", "sharing", "canary", "mindspore_lite")
 
 # A rule is asked if the keys that it reads are right by themselves, and by the rules before it.
 _RULES: Sequence[tuple[Sequence[str], _Rule]] = (

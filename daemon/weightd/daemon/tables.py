@@ -45,10 +45,13 @@ class Problems:
 
     def note(self, errors: Iterable[FieldError], *needed: str) -> None:
         """Add errors, but not if one of the needed keys is wrong itself: they would follow from its default."""
-        matches = (_FIRST_STEP.match(each.path) for each in self.errors[self._first :])
-        wrong = {match.group(1) for match in matches if match}
-        if wrong.isdisjoint(needed):
+        if self.wrong().isdisjoint(needed):
             self.errors += errors
+
+    def wrong(self) -> set[str]:
+        """Return the keys with which something is wrong, of those within the block."""
+        matches = (_FIRST_STEP.match(each.path) for each in self.errors[self._first :])
+        return {match.group(1) for match in matches if match}
 
 
 def read(cls: type[T], table: object, problems: Problems, *, section: str = "") -> T:
