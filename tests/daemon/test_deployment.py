@@ -197,7 +197,7 @@ def test_it_waits_for_the_room_of_who_will_leave(caplog: pytest.LogCaptureFixtur
     leaving = Stage(capacity=ONE).loads("m.1")
     stage = Stage(capacity=ONE)
     stage.device = stage.deployment.device = leaving.device
-    stage.deployment.update(FIRST)
+    stage.deployment.update(FIRST, stage.now)
     label = "m.2"
     leaving.deployment.will_leave()
     with caplog.at_level(logging.INFO, "weightd"):
@@ -220,7 +220,7 @@ def test_one_that_is_given_up_while_it_waits_for_room_is_not_looked_at_again() -
     leaving.deployment.will_leave()
     stage = Stage(capacity=ONE)
     stage.device = stage.deployment.device = leaving.device
-    stage.deployment.update(FIRST)
+    stage.deployment.update(FIRST, stage.now)
     stage.pinned()
     assert stage.deployment.next_tick == stage.now + 0.5
     stage.deployment.abandon("for a test", stage.now)
@@ -439,7 +439,7 @@ def test_there_are_never_more_than_two() -> None:
 
 def updating(policy: Policy = Policy.AUTO, capacity: int | None = None) -> Stage:
     stage = Stage(policy, capacity, frozen=False).loads("m.1")
-    stage.deployment.update(SECOND)
+    stage.deployment.update(SECOND, stage.now)
     stage.did()
     return stage
 
@@ -504,6 +504,34 @@ def test_what_was_lost_is_loaded_again_when_the_update_fails() -> None:
     stage = updating().pinned(SECOND).exit("m.1.holder", "m.2.holder")
     assert stage.standing()[1] == "m.3"
     assert stage.there["m.3"].source == FIRST
+    assert not stage.deployment.failed
+
+
+@pytest.mark.parametrize("loads", [False, True])
+def test_what_is_lost_and_cannot_be_loaded_again_can_be_updated(loads: bool) -> None:
+    stage = Stage(Policy.AUTO).frozen()
+    stage.exit("m.1.w1", "m.1.w2")
+    stage.pinned().exit("m.2.holder", "m.2.w1", "m.2.w2")
+    if loads:
+        stage.now += 40.0
+        stage.deployment.tick(stage.now)
+        assert stage.standing()[1] == "m.3"
+    assert (stage.deployment.is_lost, stage.deployment.serving) == (True, None)
+    stage.deployment.update(SECOND, stage.now)
+    label = "m.4" if loads else "m.3"
+    stage.loads(label, SECOND)
+    stage.deployment.switch(stage.now)
+    assert (stage.standing()[:2], stage.deployment.busy, stage.deployment.is_lost) == ((label, ""), False, False)
+
+
+def test_what_is_lost_is_tried_on_when_an_update_fails() -> None:
+    stage = Stage(Policy.AUTO).frozen()
+    stage.exit("m.1.w1", "m.1.w2")
+    stage.deployment.update(SECOND, stage.now)
+    stage.pinned(SECOND).exit("m.3.holder", "m.3.w1", "m.3.w2")
+    stage.now += 40.0
+    stage.deployment.tick(stage.now)
+    assert stage.there[stage.standing()[1]].source == FIRST
     assert not stage.deployment.failed
 
 

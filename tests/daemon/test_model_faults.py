@@ -240,7 +240,7 @@ def test_who_is_confined_and_kills_again_is_refused_for_a_while_and_others_are_n
     dies(stage, given[0][0])
     refused = [(number, code) for number, code, _ in stage.host.refused()]
     assert refused == [(first, "INTERNAL"), *((number, "RESOURCE_EXHAUSTED") for number in others)]
-    with pytest.raises(ResourceExhausted, match=r"^5 workers died of requests of process 13 of user 7") as error:
+    with pytest.raises(ResourceExhausted, match=r"^5 workers were lost to requests of process 13 of user 7") as error:
         poisons(stage, 1)
     assert error.value.retry_after == 10.0
     assert len(some(stage, 1)) == 1
@@ -252,6 +252,16 @@ def test_a_client_whose_requests_hang_is_suspect_too() -> None:
     stage = Stage(workers=4).serving()
     poisons(stage, 4)
     passes(stage, 60.0)
+    assert stage.model.guard.suspects.names(stage.now) == [HOSTILE.near]
+
+
+def test_a_client_whose_requests_spoil_workers_is_suspect_too_though_it_takes_them_back() -> None:
+    stage = Stage(workers=NEAR_DEATHS).serving()
+    poisons(stage, NEAR_DEATHS)
+    stage.model.vanished(b"hostile", stage.now)
+    for worker, number in stage.host.predicts():
+        assert stage.model.guard.suspects.names(stage.now) == []
+        stage.says(worker, Failed(number, "INTERNAL", "x", leaving=True))
     assert stage.model.guard.suspects.names(stage.now) == [HOSTILE.near]
 
 

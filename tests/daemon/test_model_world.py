@@ -256,7 +256,7 @@ class ModelWorld(RuleBasedStateMachine):
         elif "others of its client" in error:
             assert self.blamed[request.number] >= 1
             assert max(self.killers[name] for name in request.origin) >= NEAR_DEATHS
-        elif "workers died of requests of" in error:
+        elif "workers were lost to requests of" in error:
             assert max(self.killers[name] for name in request.origin) > NEAR_DEATHS
 
     def tell_metadata(self, client: bytes, metadata: ModelMetadataResponse) -> None:

@@ -43,7 +43,7 @@ def test_who_kills_again_and_again_is_confined_then_refused_and_at_last_forgotte
     assert suspects.names(0.0) == [ONE.near]
     deaths(suspects, ONE, 1)
     with pytest.raises(
-        ResourceExhausted, match=r"^5 workers died of requests of process 1 of user 7: it is refused for"
+        ResourceExhausted, match=r"^5 workers were lost to requests of process 1 of user 7: it is refused for"
     ):
         suspects.check(ONE, 0.0)
     assert refused_for(suspects, ONE, FIRST_REFUSAL_S) == 0.0

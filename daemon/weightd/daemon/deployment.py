@@ -103,10 +103,19 @@ class Deployment:
         self.device.promised[generation.label] = self._need(nbytes)
         self.reconcile(now)
 
-    def update(self, source: Source) -> None:
-        """Load a generation that is to take over once `switch` is called."""
+    def update(self, source: Source, now: float) -> None:
+        """Load a generation that is to take over once `switch` is called.
+
+        What `is_lost` is tried again only if that fails.
+        """
+        again = self._wanted
+        if self.coming is not None and self.is_lost:
+            again, old = self.coming.source, self.coming
+            self.coming = self._pinned = None
+            self._leave(old, now)
         self._updating = True
         self._load(source)
+        self._wanted = again
 
     def pinned(self, source: Source, sha256: str, nbytes: int, now: float, canary: Canary | None = None) -> None:
         """The snapshot of a source exists: the generation that waits for it goes on as soon as there is room.
@@ -211,6 +220,12 @@ class Deployment:
     def updating(self) -> bool:
         """Whether what `update` has loaded is still on its way."""
         return self._updating
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether nothing of what has served is left: it is being loaded again, or will be, and that may be in vain."""
+        awaits = self.coming is not None and self.coming.awaits
+        return self._has_served and self.serving is None and not (awaits or self.failed or self._updating)
 
     @property
     def busy(self) -> bool:

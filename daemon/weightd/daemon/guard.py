@@ -127,6 +127,12 @@ class Guard:
         for origin in origins:
             self._contain(origin, now)
 
+    def leaves(self, worker: str, number: int, now: float) -> None:
+        """A worker leaves, because its model may be spoilt by a request that failed: it is as lost as one that died."""
+        for request in [each for each in self._scheduler.has(worker) if each.number == number]:
+            self.suspects.died(request.origin, self._scheduler.ran(worker, now), now)
+            self._contain(request.origin, now)
+
     def overdue(self, now: float) -> Iterator[tuple[str, str]]:
         """Yield the workers that compute for too long, each with the reason to end it.
 
@@ -181,7 +187,7 @@ class Guard:
         self._scheduler.withdraw(is_refused)
         for request, error in refusals:
             self._refuse(request, error)
-        _log.warning("workers died of requests of %s: they run one at a time, or are refused", origin.near)
+        _log.warning("workers were lost to requests of %s: they run one at a time, or are refused", origin.near)
 
     def _learn(self, request: Request, then: Then, now: float) -> None:
         if is_small(request):

@@ -193,7 +193,7 @@ class Model:
         for each in self.deployments:
             if each.failed:
                 raise FailedPrecondition(f"{self.name} has failed on {each.device.name}: {each.cause}")
-            if each.serving is None or each.busy:
+            if not each.is_lost and (each.serving is None or each.busy):
                 raise Unavailable(f"{self.name} is loading on {each.device.name}: try again once it serves")
         if rollback:
             source = self._previous()
@@ -202,7 +202,7 @@ class Model:
             source = self._sources.new(path, weights)
         self._update = _Update(client, request_id, source)
         for deployment in self.deployments:
-            deployment.update(source)
+            deployment.update(source, now)
         self._settle(now)
 
     def _previous(self) -> Source:
@@ -553,6 +553,8 @@ class Model:
         if not self._trusted(generation, now):
             return
         self.guard.watchdog.heard(child, now)
+        if failed.leaving:
+            self.guard.leaves(child, failed.request, now)
         request = self.scheduler.finish(child, failed.request, now)
         if request is not None:
             self._refuse(request, request_error(failed.code, failed.error))

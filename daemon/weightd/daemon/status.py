@@ -94,7 +94,7 @@ def _model(
 
 def _note(model: Model) -> str:
     suspects = ", ".join(model.guard.suspects.names(time.monotonic()))
-    blame = f"workers died of requests of {suspects}" if suspects else ""
+    blame = f"workers were lost to requests of {suspects}" if suspects else ""
     return "; ".join(each for each in (model.note, blame) if each)
 
 

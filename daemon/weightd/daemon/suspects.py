@@ -47,13 +47,13 @@ class _Party:
 
 
 class Suspects:
-    """The clients of one model that workers died of. Times are monotonic seconds."""
+    """The clients of one model that workers were lost to. Times are monotonic seconds."""
 
     def __init__(self) -> None:
         self._known: dict[str, _Party] = {}
 
     def died(self, origin: Origin, ran: float, now: float) -> None:
-        """A worker has died, or had to be ended, of what this client asked, after it had run that for `ran` seconds."""
+        """A worker has died, left or had to be ended of what this client asked, which it had run for `ran` seconds."""
         self._forget_expired(now)
         near = self._count(origin.near, NEAR_DEATHS, ran, now)
         if near.deaths <= NEAR_DEATHS:
@@ -69,7 +69,7 @@ class Suspects:
         for name, party in self._parties(origin, now):
             left = party.refused_until - now
             if left > 0:
-                text = f"{party.deaths} workers died of requests of {name}: it is refused for {left:.0f} s more"
+                text = f"{party.deaths} workers were lost to requests of {name}: it is refused for {left:.0f} s more"
                 raise ResourceExhausted(text, retry_after=left)
 
     def confines(self, origin: Origin, now: float) -> bool:
