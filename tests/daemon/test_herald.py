@@ -259,6 +259,20 @@ def test_a_model_that_is_loaded_again_is_a_sign_of_life_as_long_as_that_goes_on(
     assert signs(stage, 10.0) == []
 
 
+def test_workers_that_are_replaced_are_a_sign_of_life_however_long_the_pauses_are() -> None:
+    model = FakeModel()
+    stage = Stage(model.serving(2), watchdog=3.0)
+    stage.look()
+    model.serving(0).why_unready = "no worker is there; they are being replaced"
+    for _ in range(20):
+        for model.main.progress in ("serving 0/2, backing off", "attaching 0/2"):
+            assert signs(stage, 30.0)[-1] > 27.0
+    # Stuck: nothing that is bounded takes so long.
+    assert signs(stage, 10.0 * LOAD_TIMEOUT_S)[-1] < LOAD_TIMEOUT_S + 120.0
+    model.serving(1).why_unready = "no worker has answered for 31 s"
+    assert signs(stage, 10.0) == []
+
+
 # --- status ---------------------------------------------------------------------------------------------------------
 
 

@@ -88,14 +88,15 @@ class Herald:
         return model.has_failed and bool(self._resumed) and model.name not in self._resumed
 
     def _lives(self, model: Model, stuck: Collection[str], now: float) -> bool:
-        """Whether a worker answers. A daemon whose loop runs while none does is of no use to anybody.
+        """Whether a worker answers. A daemon whose loop runs while those that are there do not is of no use to anybody.
 
-        One that loads a model, the first time or again, is: as long as that goes on. What a reload has added and what
-        cannot be loaded says nothing of the daemon.
+        One that loads a model, the first time or again, or replaces its workers, is: as long as that goes on, and the
+        pauses between two tries are part of it. What a reload has added and what cannot be loaded says nothing of the
+        daemon.
         """
         if model.name not in self._served or not model.unready(now):
             return True
-        return not model.serves and not model.has_failed and model.name not in stuck
+        return not _has_workers(model) and not model.has_failed and model.name not in stuck
 
     def _goes_on(self, model: Model, now: float) -> bool:
         """Whether a model serves or makes progress, as far as its load_timeout allows to tell."""
@@ -104,7 +105,11 @@ class Herald:
         if before is None or before[0] != progress:
             self._progress[model.name] = progress, now
             return True
-        return model.serves or now <= before[1] + model.config.load_timeout + _PATIENCE_S
+        return _has_workers(model) or now <= before[1] + model.config.load_timeout + _PATIENCE_S
+
+
+def _has_workers(model: Model) -> bool:
+    return model.serves and any(each.serving is not None and each.serving.enlisted for each in model.deployments)
 
 
 def _doing(models: Iterable[Model]) -> Iterator[str]:
