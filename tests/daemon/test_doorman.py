@@ -101,10 +101,9 @@ def test_the_silent_make_room_first_the_oldest_before_all(peers: FakePeers) -> N
     assert peers.shut() == [False] * 4 + [True] * 2 + [False] * 6
 
 
-@pytest.mark.parametrize("named", [False, True])
-def test_who_says_nothing_is_hung_up_in_the_end_and_told_why(peers: FakePeers, named: bool) -> None:
+def test_who_is_not_heard_where_ids_are_chosen_is_hung_up_in_the_end_and_told_why(peers: FakePeers) -> None:
     keeper = Doorman()
-    peers.any_named = named
+    peers.any_named = True
     peers.come(2, heard=False)
     peers.come()
     looks(keeper, peers)
@@ -113,14 +112,26 @@ def test_who_says_nothing_is_hung_up_in_the_end_and_told_why(peers: FakePeers, n
     assert keeper.next_event == 2.0 + PATIENCE_S
     told = peers.pairs[0][1].recv(4096)
     assert peers.shut() == [True, False, False]
-    if named:
-        assert told[:2] == bytes([0, len(told) - 2])  # a frame of ZMTP
-        error = decode([told[2:]], TO_CLIENT)
-        assert isinstance(error, Error)
-        assert "another client has the same routing id" in error.error
-    else:
-        assert told == b""
+    assert told[:2] == bytes([0, len(told) - 2])  # a frame of ZMTP
+    error = decode([told[2:]], TO_CLIENT)
+    assert isinstance(error, Error)
+    assert "another client has the same routing id" in error.error
     keeper.tick(cast(Peers, peers), keeper.next_event)
+    assert keeper.next_event == float("inf")
+
+
+def test_who_says_nothing_may_stay_where_nobody_has_chosen_an_id(peers: FakePeers) -> None:
+    keeper = Doorman()
+    peers.come(2, heard=False)
+    looks(keeper, peers)
+    for _ in range(3):
+        now = keeper.next_event
+        keeper.tick(cast(Peers, peers), now)
+        assert peers.shut() == [False, False]
+        assert keeper.next_event == now + PATIENCE_S
+    peers.any_named = True
+    keeper.tick(cast(Peers, peers), keeper.next_event)
+    assert all(each.leaving for each in peers.connections.values())
     assert keeper.next_event == float("inf")
 
 

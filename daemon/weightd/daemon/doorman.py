@@ -1,4 +1,4 @@
-"""Who may be connected, and for how long without a word.
+"""Who may be connected, and who has to go.
 
 libzmq 4.3.5 aborts the process if it has no descriptor for the next connection, and children, logs and stores need
 descriptors, too. So when too many are connected some are hung up: those of the user who has the most.
@@ -27,8 +27,7 @@ _MOST_RESERVE = 4096
 # After some were hung up, so many of the connections have to end before it is said that there is room again.
 _REOPEN = 0.9
 
-# Twice what a handshake may take: who says nothing for so long has nothing to say, or cannot be heard. The next call
-# of a client that was only early connects again.
+# Twice what a handshake may take: who says nothing for so long has nothing to say, or cannot be heard.
 PATIENCE_S = 2 * HANDSHAKE_MS / 1000
 
 _UNHEARD = (
@@ -50,7 +49,7 @@ def max_connections() -> int:
 
 
 class Doorman:
-    """Hangs up who is too many, and who says nothing.
+    """Hangs up who is too many, and who may not be heard.
 
     Attributes:
         next_event: when `tick` is due, in monotonic seconds.
@@ -59,6 +58,8 @@ class Doorman:
     def __init__(self) -> None:
         self.next_event = float("inf")
         self._full = False
+        # When nobody was found to have a routing id of its own.
+        self._unnamed_at = float("-inf")
 
     def look(self, peers: Peers) -> None:
         """Somebody has come or gone."""
@@ -75,24 +76,31 @@ class Doorman:
             self._full = False
             _log.warning("%d clients are connected: others are let in again", count)
         first = next(iter(peers.silent.values()), None)
-        self.next_event = float("inf") if first is None else first.since + PATIENCE_S
+        begin = float("inf") if first is None else max(first.since, self._unnamed_at)
+        self.next_event = begin + PATIENCE_S
 
     def tick(self, peers: Peers, now: float) -> None:
-        """Hang up who has said nothing for too long.
+        """Hang up who was not heard for too long, where that may not be its own choice.
 
-        The library hears no second peer with a routing id that is taken, and does not tell. So where there are such
-        ids, who is not heard is told that.
+        The library hears no second peer with a routing id that is taken, and does not tell. So where clients have
+        chosen such ids, who is not heard is told that. Elsewhere who says nothing may stay while there is room.
         """
+        if peers.any_named:
+            self._unnamed_at = float("-inf")
+            self._end_unheard(peers, now)
+        else:
+            self._unnamed_at = now
+        self.look(peers)
+
+    def _end_unheard(self, peers: Peers, now: float) -> None:
         for each in list(peers.silent.values()):
             if each.since + PATIENCE_S > now:
                 break
             if not each.leaving:
-                _log.debug("a connection of %s has said nothing for %g s: hung up", each.user, PATIENCE_S)
-                if peers.any_named:
-                    connections.write(each.descriptor, encode(Error("", InvalidArgument.code, _UNHEARD)))
+                _log.debug("nothing was heard of a connection of %s for %g s: hung up", each.user, PATIENCE_S)
+                connections.write(each.descriptor, encode(Error("", InvalidArgument.code, _UNHEARD)))
                 each.hang_up()
             del peers.silent[each.descriptor]
-        self.look(peers)
 
 
 def surplus(there: Sequence[Connection], count: int) -> list[Connection]:
