@@ -120,7 +120,9 @@ class Frontend:
     @property
     def next_event(self) -> float:
         """When `tick` is due, in monotonic seconds."""
-        return min(self._doorman.next_event, self._upkeep.next_event)
+        # Asked for with every message: half the price of `min`.
+        doorman, upkeep = self._doorman.next_event, self._upkeep.next_event
+        return doorman if doorman < upkeep else upkeep
 
     def tick(self, now: float) -> None:
         """Time has passed."""
@@ -245,13 +247,14 @@ class Frontend:
             nbytes=sum(map(len, tensors)),
             origin=self._peers.origin(client),
         )
-        if not self.room.fits(request.kept_bytes) and not self._make_room(client, request.kept_bytes):
+        kept_bytes = request.kept_bytes
+        if not self.room.fits(kept_bytes) and not self._make_room(client, kept_bytes):
             raise ResourceExhausted(_FULL, retry_after=_RETRY_S)
-        self.room.take(client, request.kept_bytes)
+        self.room.take(client, kept_bytes)
         try:
             model.infer(request, now)
         except RequestError:
-            self.room.give(client, request.kept_bytes)
+            self.room.give(client, kept_bytes)
             raise
 
     # --- memory -------------------------------------------------------------------------------------------------

@@ -72,9 +72,10 @@ class Guard:
 
     def answered(self, request: Request, now: float) -> None:
         """A worker has answered the request."""
+        if not self.quarantine.may_suspect(request, now):
+            return
         # One at a time: if that is another content, there will be further answers.
-        is_reading = any(then == self.quarantine.answered for _, then in self._evidence)
-        if not is_reading and self.quarantine.may_suspect(request, now):
+        if not any(then == self.quarantine.answered for _, then in self._evidence):
             self._learn(request, self.quarantine.answered, now)
 
     def clear(self) -> None:

@@ -49,6 +49,8 @@ class _Contents:
 
     def may_have(self, request: Request, now: float) -> bool:
         """Whether the content may be among them; for sure if it is small."""
+        if not self._known:
+            return False
         self.forget_expired(now)
         marks = self._marks.get(request.nbytes)
         return marks is not None and mark(request) in marks

@@ -86,7 +86,7 @@ class Scheduler:
         Raises:
             ResourceExhausted: the queue is full.
         """
-        queued, nbytes = self.queued, sum(queue.nbytes for queue in self._queues)
+        queued, nbytes = self.queued, self._queue.nbytes + self._confined.nbytes + self._aside.nbytes
         if queued >= self._max_queue:
             raise self._full(f"{queued} requests wait already, the bound is {self._max_queue}", now)
         if nbytes + request.nbytes > self._max_queue_bytes and queued:
@@ -248,7 +248,7 @@ class Scheduler:
     @property
     def queued(self) -> int:
         """Requests that wait."""
-        return len(self._queue) + len(self._confined) + len(self._aside)
+        return self._queue.count + self._confined.count + self._aside.count
 
     @property
     def idle(self) -> bool:
@@ -271,7 +271,7 @@ class Scheduler:
     @property
     def aside(self) -> Request | None:
         """The first of those that do not run before they are admitted."""
-        return self._aside.first if self._aside else None
+        return self._aside.first if self._aside.count else None
 
     def in_flight(self, name: str) -> int:
         """Requests that the worker has."""
@@ -281,10 +281,10 @@ class Scheduler:
 
     def _next(self) -> Queue | None:
         """The queue whose turn it is: the one whose first request has come first."""
-        confined = self._confined and not any(worker.has_confined for worker in self._workers.values())
-        if confined and (not self._queue or self._confined.first.number < self._queue.first.number):
-            return self._confined
-        return self._queue or None
+        queue, confined = self._queue, self._confined
+        if not confined.count or any(worker.has_confined for worker in self._workers.values()):
+            return queue if queue.count else None
+        return queue if queue.count and queue.first.number < confined.first.number else confined
 
     def _queue_of(self, request: Request) -> Queue:
         return self._confined if request.confined else self._queue

@@ -74,7 +74,7 @@ class Suspects:
 
     def confines(self, origin: Origin, now: float) -> bool:
         """Return whether what the client asks runs apart."""
-        return any(party.is_confined for _, party in self._parties(origin, now))
+        return bool(self._known) and any(party.is_confined for _, party in self._parties(origin, now))
 
     def clear(self) -> None:
         """Forget everything: another model is served."""

@@ -12,17 +12,19 @@ class Queue:
     """Requests in the order in which they are to run.
 
     Attributes:
+        count: how many there are; cheaper than `len`, which is asked for with every message.
         nbytes: of the tensors of all of them.
     """
 
     def __init__(self) -> None:
+        self.count = 0
         self.nbytes = 0
         self._requests: OrderedDict[int, Request] = OrderedDict()
         # By client and id; nobody keeps a client from using an id twice.
         self._index: dict[bytes, dict[str, dict[int, Request]]] = {}
 
     def __len__(self) -> int:
-        return len(self._requests)
+        return self.count
 
     def __iter__(self) -> Iterator[Request]:
         return iter(self._requests.values())
@@ -33,12 +35,13 @@ class Queue:
     @property
     def first(self) -> Request:
         """The one whose turn it is."""
-        return next(iter(self))
+        return next(iter(self._requests.values()))
 
     def append(self, request: Request) -> None:
         """Put a request at the end."""
         self._requests[request.number] = request
         self._index.setdefault(request.client, {}).setdefault(request.id, {})[request.number] = request
+        self.count += 1
         self.nbytes += request.nbytes
 
     def put_back(self, requests: Sequence[Request]) -> None:
@@ -56,6 +59,7 @@ class Queue:
     def remove(self, request: Request) -> None:
         """Take one out."""
         del self._requests[request.number]
+        self.count -= 1
         self.nbytes -= request.nbytes
         of_client = self._index[request.client]
         of_id = of_client[request.id]
