@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from weightd.daemon import survey
-from weightd.daemon.survey import MAX_AGE_S, Measured, Survey
+from weightd.daemon.survey import MAX_AGE_S, Measured, Survey, crowding
 
 
 class Kernel:
@@ -55,3 +55,18 @@ def test_no_value_is_kept_that_is_of_no_use(kernel: Kernel) -> None:
         kernel.now += MAX_AGE_S / 4
         steps(Survey(b"", "", [pid], measured))
     assert len(vars(measured)["_values"]) <= 4
+
+
+@pytest.mark.parametrize(
+    ("waiting", "index"),
+    [
+        # Whoever asks most gives way to who asks once: of clients, and of users.
+        ([b"a1", b"a1", b"a1", b"b1"], 2),
+        ([b"a1", b"a2", b"a3", b"b1"], 2),
+        ([b"a1", b"a2", b"b1", b"b1", b"a1"], 4),
+        ([b"a1", b"b1"], 1),
+    ],
+)
+def test_who_asks_for_more_than_others_gives_way(waiting: list[bytes], index: int) -> None:
+    surveys = [Survey(client, "", [], Measured()) for client in waiting]
+    assert crowding(surveys, lambda client: client.decode()[0]) is surveys[index]

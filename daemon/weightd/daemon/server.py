@@ -31,7 +31,7 @@ from weightd.daemon.service import CLIENTS, KEEPER, Manager
 from weightd.daemon.sockets import addresses, bind
 from weightd.daemon.sources import Numbers
 from weightd.daemon.status import Subject, report
-from weightd.daemon.survey import Measured, Survey
+from weightd.daemon.survey import Measured, Survey, crowding
 from weightd.protocol.errors import InvalidArgument, RequestError, ResourceExhausted, Unavailable
 from weightd.protocol.messages import ReloadResponse
 from weightd.protocol.version import VERSION
@@ -304,10 +304,13 @@ class Server:
     # --- status -------------------------------------------------------------------------------------------------
 
     def _ask_status(self, client: bytes, request_id: str) -> None:
-        if len(self._surveys) >= _MAX_SURVEYS:
-            raise ResourceExhausted(f"{_MAX_SURVEYS} status requests wait already")
         pids = [*self._own_pids(), *(process.pid for process in self._backend.processes.values())]
         self._surveys.append(Survey(client, request_id, pids, self._measured))
+        if len(self._surveys) > _MAX_SURVEYS:
+            each = crowding(self._surveys, self._frontend.room.user)
+            self._surveys.remove(each)
+            text = f"{_MAX_SURVEYS} status requests wait already, most of them of this client, or of its user"
+            self._frontend.tell_error(each.client, each.request_id, ResourceExhausted(text))
 
     def _own_pids(self) -> list[int]:
         return [os.getpid()] if self._keeping is None else [os.getpid(), self._keeping.pid]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Iterable
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import TypeVar, cast
 
 from weightd.daemon.memory import pss_bytes
@@ -63,3 +64,11 @@ class Survey:
             is_known = self.measured.has(pid)
             self.pss[pid] = self.measured.get(pid, lambda: pss_bytes(pid))  # noqa: B023 - it is called at once
         return not self._left
+
+
+def crowding(surveys: Sequence[Survey], user: Callable[[bytes], str]) -> Survey:
+    """Return which one gives way: the last one of who has most, of all clients of the user that has most."""
+    users = {each.client: user(each.client) for each in surveys}
+    by_user = Counter(users[each.client] for each in surveys)
+    by_client = Counter(each.client for each in surveys)
+    return max(reversed(surveys), key=lambda each: (by_user[users[each.client]], by_client[each.client]))
