@@ -473,6 +473,17 @@ def test_a_sample_is_what_is_asked(tmp_path: Path) -> None:
     assert engine.asked[0]["x"].dtype == np.dtype("<f4")
 
 
+@pytest.mark.parametrize("rows", [np.full((2, 4), np.nan, np.float32), np.zeros((0, 4), np.float32)])
+def test_an_answer_without_a_finite_number_is_no_canary(rows: Any) -> None:
+    engine = Fake(row_sums, FREE)
+    known = found(engine, Build((), search=False), sample={"x": rows})
+    assert (known.digest, known.note) == ("", "the model's answer to it has no finite number, which shows nothing")
+    # In a search the next one is tried.
+    known = found(Fake(lambda inputs: {"y": inputs["x"][8:, 0]}, FREE))
+    assert known.cases[0] == x(16, 4)
+    assert known.digest
+
+
 def test_what_is_no_sample_is_refused_with_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "s.npz"
 
@@ -495,6 +506,12 @@ def test_what_is_no_sample_is_refused_with_the_reason(tmp_path: Path, monkeypatc
         everything_in_it: Dict[str, Any] = dict(arrays)
         np.savez(str(path), **everything_in_it)
         assert cause().startswith(expected)
+    np.savez(str(path), x=array)
+    encrypted = bytearray(path.read_bytes())
+    for sign, offset in ((b"PK\1\2", 8), (b"PK\3\4", 6)):
+        encrypted[encrypted.index(sign) + offset] |= 1
+    path.write_bytes(encrypted)
+    assert cause().startswith("expected an .npz of plain arrays: File ")
     with zipfile.ZipFile(str(path), "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("x", b"no array")
     assert cause() == "expected an .npz of plain arrays, got x in it"

@@ -56,6 +56,11 @@ def of(cases: Cases, answers: Sequence[Arrays]) -> Canary:
     return Canary(cases, state.hexdigest() if cases else "", shapes, answers)
 
 
+def shows(run: Canary) -> bool:
+    """Return whether the answers could be other ones: without a finite number in them, any weights give the same."""
+    return any(np.isfinite(array).any() for outputs in run.answers for array in outputs.values())
+
+
 def difference(one: Canary, other: Canary) -> float:
     """Return how far two runs are apart: the largest difference as a share of the largest value of that output.
 

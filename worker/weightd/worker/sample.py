@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import struct
+import tokenize
 import zipfile
+import zlib
 from typing import Any, Dict, List, Sequence, Tuple
 
 import numpy as np
@@ -17,7 +20,22 @@ from weightd.worker.engines.base import Arrays, BuildError, Signature
 # Every process reads it at its start and keeps it.
 MAX_BYTES = 256 * 1024 * 1024
 
-_BROKEN = (ValueError, EOFError, AttributeError, KeyError, TypeError, OverflowError, MemoryError, zipfile.BadZipFile)
+# What the libraries raise for a broken file, of which nobody has the list; encryption is a RuntimeError.
+_BROKEN = (
+    ValueError,
+    EOFError,
+    AttributeError,
+    LookupError,
+    TypeError,
+    ArithmeticError,
+    MemoryError,
+    RuntimeError,
+    SyntaxError,
+    struct.error,
+    tokenize.TokenError,
+    zipfile.BadZipFile,
+    zlib.error,
+)
 
 
 def load(path: str, signature: Signature) -> Arrays:

@@ -43,6 +43,7 @@ _MAX_BYTES = 16 * 1024 * 1024
 
 _OFF = "it is off: nothing shows whether a worker answers as the model does"
 _GIVEN_UP = "the search was given up, it took too long or too many processes died; the key canary can name an input"
+_SHOWS_NOTHING = "the model's answer to it has no finite number, which shows nothing"
 _NONE = "the model runs on none of {} inputs made from its signature; the key canary can name one"
 
 
@@ -161,7 +162,10 @@ class _Search:
         """Run these twice; if they do not run, they are unfit and the engine is whole again, unless it cannot be."""
         self._tell(cases, tuple(self.unfit))
         try:
-            return canary.run(self._engine, cases), canary.run(self._engine, cases)
+            runs = canary.run(self._engine, cases), canary.run(self._engine, cases)
+            if canary.shows(runs[0]):
+                return runs
+            self._give_up(cases)
         except InvalidArgument:
             self._give_up(cases)
         except Spoilt as error:
@@ -208,6 +212,8 @@ def _check(signature: Signature, case: Case) -> None:
 
 
 def _judged(first: Canary, again: Canary, tolerance: float) -> Canary:
+    if not canary.shows(first):
+        return first._replace(digest="", note=_SHOWS_NOTHING)
     far = canary.difference(first, again)
     if far <= tolerance:
         return first
