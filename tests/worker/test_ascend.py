@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import functools
 import json
@@ -9,6 +10,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Callable, Dict, Tuple
 
 import numpy as np
@@ -32,6 +34,7 @@ from weightd.protocol.worker_messages import (
     Traits,
 )
 from weightd.worker import exits
+from weightd.worker.engines.mindspore_lite.acl import Acl, AclError
 from weightd.worker.engines.mindspore_lite.gears import recorded
 
 if TYPE_CHECKING:
@@ -830,3 +833,10 @@ def test_the_layer_beneath(host: Host) -> None:
     refusal, facts = map(json.loads, done.stdout.decode().splitlines())
     assert refusal == ["aclrtGetMemInfo", 107002, "no card is set"]
     assert facts == [100_000, 2, "Ascend910B3"]
+
+
+def test_a_card_without_a_name_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = SimpleNamespace(aclrtGetSocName=lambda: None)
+    monkeypatch.setattr(ctypes, "CDLL", lambda _: library)
+    with pytest.raises(AclError, match="it knows no name for this card"):
+        Acl().soc_name()
