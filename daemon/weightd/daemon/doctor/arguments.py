@@ -49,14 +49,14 @@ def describe(parser: argparse.ArgumentParser) -> None:
         type=_canary,
         default="auto",
         metavar="VALUE",
-        help="the model's key `canary`: {x = [1, 3, 48, 320]} or FILE.npz (default: auto)",
+        help="as the key canary of the model: FILE.npz, or shapes such as {x = [1, 3, 48, 320]} (default: auto)",
     )
     parser.add_argument(
         "--canary-tolerance",
         type=_tolerance,
         default=0.0,
         metavar="SHARE",
-        help="the model's key `canary_tolerance` (default: 0)",
+        help="as the key canary_tolerance of the model (default: 0)",
     )
     parser.add_argument(
         "--limit",
