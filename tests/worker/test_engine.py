@@ -20,6 +20,8 @@ from weightd.protocol.worker_messages import Cases
 from weightd.worker import canary
 from weightd.worker.engines import ENGINES
 from weightd.worker.engines.base import SHARING_IS_OFF, BuildError, Engine, EngineMissing, Settings
+from weightd.worker.pagesharing.chunks import LARGE
+from weightd.worker.pagesharing.libc import libc
 
 Built = Callable[[str], Engine]
 Model = Callable[[str], Path]
@@ -101,6 +103,25 @@ def test_with_sharing_off_nothing_is_written_and_nothing_is_attached(
     assert alone.export(str(tmp_path / "store")) == SHARING_IS_OFF
     assert alone.attach("") == SHARING_IS_OFF
     assert not (tmp_path / "store").exists()
+
+
+@pytest.mark.parametrize("handle", ["", "/no/such/store"])
+def test_where_nothing_is_shared_predicts_do_not_map_what_they_allocate(
+    handle: str, engine: Engine, model: Model
+) -> None:
+    def maps() -> bool:
+        """Whether malloc maps blocks of less than LARGE, once no hole in its heap has room for one."""
+        before = libc().mapped_blocks().number
+        addresses = [libc().malloc(LARGE // 2) for _ in range(100)]
+        mapped = libc().mapped_blocks().number - before
+        for each in addresses:
+            libc().free(each)
+        return mapped > 0
+
+    engine.build(str(model("wide")))
+    assert maps()
+    engine.attach(handle)
+    assert not maps()
 
 
 # --- building -------------------------------------------------------------------------------------------------

@@ -65,12 +65,14 @@ class CpuEngine(Engine):
         """Give back each page of the built model that the store has too."""
         if not self._settings.sharing:
             return SHARING_IS_OFF
-        if not handle:
-            return Shared("", 0, "")  # the holder has said why
         try:
+            if not handle:
+                return Shared("", 0, "")  # the holder has said why
             sharing = pagesharing.join(handle, self._before)
         except pagesharing.Unavailable as error:
             return Shared("", 0, f"weights are not shared: {error}")
+        finally:
+            pagesharing.prepare()  # whether or not `join` has come that far: predicts are to come
         return Shared(handle, sharing.shared_bytes, "")
 
     def settle(self, handle: str) -> None:
