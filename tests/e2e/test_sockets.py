@@ -208,7 +208,7 @@ def test_a_daemon_that_may_not_write_its_directories_says_which(
 
 
 _DAEMON_AS_NOBODY = f"""
-import os, sys
+import encodings.utf_8_sig, os, sys  # nobody may read this interpreter's files
 from weightd.daemon.__main__ import main
 os.setgroups([]); os.setgid({NOBODY}); os.setuid({NOBODY})
 sys.exit(main(["serve", sys.argv[1]]))

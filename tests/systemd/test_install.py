@@ -58,9 +58,8 @@ def test_what_it_says_to_do_next_works_as_it_is_written(fresh: Weightd) -> None:
     for command in commands_of(said):
         manager.run(["sh", "-ec", command])
     until(lambda: not fresh.pids(), "its processes have ended")
-    left = manager.run(
-        ["find", "/etc/systemd", "/etc/sysusers.d", "/etc/tmpfiles.d", "/usr/local", "-name", "*weightd*"]
-    )
+    places = ["/etc/systemd", "/etc/sysusers.d", "/etc/tmpfiles.d", "/usr/local"]
+    left = manager.run(["find", *places, "-name", "*weightd*", "!", "-name", "*.service.d"])
     assert left == ""
     assert manager.show(fresh.service, "LoadState") == "not-found"
     assert manager.path("/etc/weightd/weightd.toml").exists()

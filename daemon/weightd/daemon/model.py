@@ -461,7 +461,7 @@ class Model:
 
     def unready(self, now: float) -> str:
         """Return why it is not ready to answer, or "" if it is: a worker has been heard of of late."""
-        serving = [each.serving for each in self.deployments if each.serving is not None]
+        serving = self._serving
         if not serving:
             main = self.main
             return self._refusal or f"{self.name}: {main.progress}{f', {main.cause}' if main.cause else ''}"
@@ -517,12 +517,19 @@ class Model:
         """What is said where nobody will ever serve it: what has failed is not tried again, whoever waits."""
         return (FailedPrecondition if self.has_failed else Unavailable)(self._refusal)
 
+    @property
+    def _serving(self) -> list[Generation]:
+        return [each.serving for each in self.deployments if each.serving is not None]
+
     def _explained(self, error: RequestError) -> RequestError:
         """What a deadline says where there was nobody who could have answered."""
-        if isinstance(error, DeadlineExceeded) and not self.serves:
-            main = self.deployments[0].main
-            return Unavailable(f"{self.name} has no worker: {main.progress}, {main.cause or 'not ready yet'}")
-        return error
+        if not isinstance(error, DeadlineExceeded) or any(each.enlisted for each in self._serving):
+            return error
+        main = self.main
+        if self.serves and not main.cause:
+            return error  # a worker has died, and the next one is on its way
+        cause = main.cause or self.deployments[0].cause or "not ready yet"
+        return Unavailable(f"{self.name} has no worker: {main.progress}, {cause}")
 
     def _trusted(self, generation: Generation, now: float) -> bool:
         """Return whether what the generation's workers say can be passed on; if it cannot, it is being replaced."""
@@ -590,7 +597,7 @@ class Model:
         """Ping who has been idle; end who does not answer; look at the stores."""
         if now < self.guard.watchdog.next_event:
             return
-        for generation in [each.serving for each in self.deployments if each.serving is not None]:
+        for generation in self._serving:
             self._trusted(generation, now)
         for worker, ping in list(self.guard.pings(now)):
             if ping is not None:
