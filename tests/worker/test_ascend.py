@@ -836,7 +836,9 @@ def test_the_layer_beneath(host: Host) -> None:
 
 
 def test_a_card_without_a_name_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    library = SimpleNamespace(aclrtGetSocName=lambda: None)
-    monkeypatch.setattr(ctypes, "CDLL", lambda _: library)
+    def load(_: str) -> SimpleNamespace:
+        return SimpleNamespace(aclrtGetSocName=lambda: None)
+
+    monkeypatch.setattr(ctypes, "CDLL", load)
     with pytest.raises(AclError, match="it knows no name for this card"):
         Acl().soc_name()
