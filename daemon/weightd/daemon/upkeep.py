@@ -105,13 +105,15 @@ class Upkeep:
             sending.update(each.descriptor for each in there if waiting_bytes(each.descriptor))
             time.sleep(0.001)
         if there:
-            guilty = max(there, key=lambda each: (sending[each.descriptor], *self._silence(each, now)))
+            guilty = max(there, key=lambda each: self._suspicion(each, now, sending[each.descriptor]))
             text = "%d MiB of messages that do not end, or wait to be read: a connection of %s is hung up"
             _log.error(text, uncounted // 2**20, guilty.user)
             guilty.hang_up()
             self._ended = now
 
-    def _silence(self, connection: Connection, now: float) -> tuple[bool, float]:
-        """Those without a request under way come before others, and of both who was not heard for longest."""
-        waits = any(self._room.of(client) for client in self._peers.clients_of(connection))
-        return not waits, float("inf") if connection.heard is None else now - connection.heard
+    def _suspicion(self, connection: Connection, now: float, sending: int) -> tuple[int, int, bool, float]:
+        """Who sends but ends no message comes first, and who has a request under way, which would be lost, last."""
+        silence = float("inf") if connection.heard is None else now - connection.heard
+        idle = not any(self._room.of(client) for client in self._peers.clients_of(connection))
+        rank = 2 if sending and silence >= _PATIENCE_S else int(idle)
+        return rank, sending, idle, silence
