@@ -145,3 +145,13 @@ def test_of_what_nobody_has_counted_the_likeliest_is_ended_first(
         host.upkeep.tick(now)
     assert host.shut == order
     assert len(host.connections) == 4
+
+
+def test_who_sends_beside_a_request_under_way_is_not_taken_for_who_ends_no_message(host: Host) -> None:
+    host.connect(5, 3.9, b"5")
+    host.connect(6, None)
+    host.sending.add(5)
+    host.room.take(b"5", 1)
+    host.used += ALLOWED + 2
+    host.upkeep.tick(4.0)
+    assert host.shut == [6]
