@@ -37,7 +37,7 @@ UPDATE_LIMIT_S = 30.0
 # The kernel kills the children with the daemon; on a machine that is busy they need a moment to be gone.
 ORPHAN_LIMIT_S = 5.0
 
-DEAF_REQUESTS = 16
+_DEAF_REQUESTS = 16
 DEAF_CROWD = 8
 
 
@@ -263,7 +263,7 @@ class Injector:
         model = max(self.models.values(), key=lambda each: not each.dense)  # the one with the large tensors
         command = [sys.executable, "-m", "tests.chaos.hostile", self.service.address, model.name, str(model.path)]
         process = subprocess.Popen(
-            [*command, str(DEAF_REQUESTS), str(count)],
+            [*command, str(_DEAF_REQUESTS), str(count)],
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             cwd=REPOSITORY,

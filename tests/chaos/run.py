@@ -12,13 +12,13 @@ from weightd.protocol.messages import StatusResponse
 
 from . import material, verdict
 from .client import Orders
-from .faults import DEAF_REQUESTS, Injector
+from .faults import Injector
 from .fleet import Fleet, Member
 from .kinds import Fault, settings
 from .report import Report, summary
 from .resources import MIB, Usage, growth, usage
 from .schedule import Event, Target, plan
-from .service import Service, ServiceError, Watched, workspace
+from .service import KEEPER_LIMIT_S, Service, ServiceError, Watched, workspace
 from .verdict import Strike
 
 WORKERS = 2
@@ -43,11 +43,10 @@ _LOOK_S = 1.0
 
 _PROCESS_DIED = 2
 
-# From the daemon after its warm-up to the last daemon in quiet. Memory: what those clients and one that never reads can
-# have under way at once, for malloc keeps what it once had to get. A long run in which each client that goes leaves one
-# of its large requests behind is far beyond it; small leaks are the business of leak.py.
-_UNDER_WAY = (CLIENTS * IN_FLIGHT + DEAF_REQUESTS) * material.MAX_BYTES
-TOLERANCE = Usage(fds=4, threads=0, maps=64, rss=_UNDER_WAY, pss=_UNDER_WAY)
+# From the daemon after its warm-up to the last daemon in quiet. Memory: what an allocator that has been asked to give
+# everything back keeps between what is in use, after hours as after minutes.
+_FRAGMENTS = 64 * MIB
+TOLERANCE = Usage(fds=4, threads=0, maps=64, rss=_FRAGMENTS, pss=_FRAGMENTS)
 
 
 @dataclass
@@ -180,7 +179,8 @@ class Run:
     def _stop(self) -> None:
         children = Watched(self._service.children())
         status = self._service.stop()
-        survivors = children.survivors() + sorted(self._service.children())
+        # A daemon has waited for its own children. A keeper has nobody who waits for it, and may just be at its end.
+        survivors = children.survivors(KEEPER_LIMIT_S if self.managed else 0.0) + sorted(self._service.children())
         children.close()
         # A daemon tells by its status that processes died which it had not asked to, as was done to some of them.
         if status not in (0, _PROCESS_DIED):

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -28,8 +29,9 @@ STOP_LIMIT_S = 60.0
 STATUS_LIMIT_S = 5.0
 KEEPER_LIMIT_S = 5.0
 
-# So many equal measurements, each after a status, are no coincidence: connections that end are gone.
-_STEADY = 10
+# After so long without a change connections that end are gone, and the daemon has given back what it holds no more: it
+# does so a second after the last large message.
+_QUIET_S = 5.0
 
 # What a daemon starts.
 _PROGRAMS = (b"weightd.worker", b"weightd.daemon.snapshot", b"keeper/process.py")
@@ -229,14 +231,15 @@ class Service:
     def in_quiet(self, limit: float) -> Usage:
         """Wait until nobody asks and nothing moves; return what the daemon holds then."""
         self.await_health(limit)
-        seen: list[Usage] = []
+        moved_at, last = time.monotonic(), (0, 0)
 
         def steady() -> Usage | None:
-            if any(model.queued for model in self.status().models):
-                return None
-            seen.append(usage(self.pid))
-            same = len(seen) > _STEADY and len({(each.fds, each.threads) for each in seen[-_STEADY:]}) == 1
-            return seen[-1] if same else None
+            nonlocal moved_at, last
+            now = usage(self.pid)
+            holds = (now.fds, now.threads)
+            if holds != last or any(model.queued for model in self.status().models):
+                moved_at, last = time.monotonic(), holds
+            return now if time.monotonic() - moved_at > _QUIET_S else None
 
         return until(steady, "the daemon is quiet", limit)
 
@@ -285,9 +288,9 @@ class Watched:
             with contextlib.suppress(ProcessLookupError):
                 self._pidfds[pid] = os.pidfd_open(pid)
 
-    def survivors(self) -> list[int]:
-        """Return those that still run."""
-        return [pid for pid, pidfd in self._pidfds.items() if not select.select([pidfd], [], [], 0)[0]]
+    def survivors(self, limit: float = 0.0) -> list[int]:
+        """Return those that still run, after at most so many seconds for each."""
+        return [pid for pid, pidfd in self._pidfds.items() if not select.select([pidfd], [], [], limit)[0]]
 
     def close(self) -> None:
         """Watch no longer."""
