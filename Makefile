@@ -28,7 +28,7 @@ test: $(VENV)/.made mslite-if-possible  ## every test, on ONNX Runtime and where
 	@# The packages that run on 3.7 are tested there meanwhile. In processes of their own: importing mindspore_lite makes the
 	@# whole process, Python's own floats included, take subnormal numbers for 0, and the tests of the protocol would notice.
 	@mkdir -p build; status=0; if [ -e $(MSLITE)/.made ]; then \
-	(set -ex; for each in ascendsim protocol worker; do $(MSLITE)/bin/python -m pytest tests/$$each; done) >build/test-3.7.log 2>&1 & fi; \
+	(set -ex; for each in ascendsim protocol shared client ctl worker; do $(MSLITE)/bin/python -m pytest tests/$$each; done) >build/test-3.7.log 2>&1 & fi; \
 	(set -x; $(BIN)/python -m pytest --numprocesses 2 --dist loadfile) || status=$$?; \
 	if [ -n "$$!" ]; then wait $$! || status=$$?; cat build/test-3.7.log; fi; exit $$status
 

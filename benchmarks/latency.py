@@ -17,9 +17,9 @@ from benchmarks.report import Result, Target, median_over_blocks, progress
 from testkit.plain import PlainProcess
 from testkit.service import Service
 from weightd.client.core import ClientCore
-from weightd.protocol.messages import InferResponse
+from weightd.protocol.codec import encode
+from weightd.protocol.messages.data import InferResponse
 from weightd.protocol.tensors import spec_of
-from weightd.protocol.wire import encode
 
 T = TypeVar("T")
 

@@ -19,7 +19,7 @@ from testkit.plain import PlainProcess
 from testkit.service import Service
 from weightd.client.client import Pending
 from weightd.protocol.errors import RequestError
-from weightd.protocol.messages import ProcessStatus, StatusResponse
+from weightd.protocol.messages.status import ProcessStatus, StatusResponse
 
 WORKERS = 2
 REPEATS = 5

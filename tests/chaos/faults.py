@@ -18,7 +18,7 @@ from pathlib import Path
 
 from testkit.mindir import REPOSITORY
 from weightd.client import Client, RequestError
-from weightd.protocol.messages import ModelStatus, ProcessStatus, StatusResponse
+from weightd.protocol.messages.status import ModelStatus, ProcessStatus, StatusResponse
 
 from . import hostile
 from .client import Orders

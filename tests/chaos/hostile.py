@@ -18,8 +18,8 @@ from pathlib import Path
 import zmq
 
 from weightd.client import Client
-from weightd.protocol.messages import Infer, TensorSpec
-from weightd.protocol.wire import encode
+from weightd.protocol.codec import encode
+from weightd.protocol.messages.data import Infer, TensorSpec
 
 from .material import load
 

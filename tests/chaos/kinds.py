@@ -8,7 +8,7 @@ import platform
 from collections.abc import Collection, Mapping
 
 from weightd.client.client import Pending
-from weightd.daemon.config import DaemonConfig, ModelConfig
+from weightd.daemon.config.load import DaemonConfig, ModelConfig
 
 
 class Fault(enum.Enum):

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from testkit.waiting import until
 from weightd.client import Client
 from weightd.client.client import Pending
-from weightd.protocol.messages import StatusResponse
+from weightd.protocol.messages.status import StatusResponse
 
 from . import material
 from .material import Model, NoEngineError, Question

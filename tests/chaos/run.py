@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from testkit.waiting import until
 from weightd.client import RequestError
-from weightd.protocol.messages import StatusResponse
+from weightd.protocol.messages.status import StatusResponse
 
 from . import material, verdict
 from .client import Orders

@@ -20,7 +20,7 @@ from testkit.manager import Manager
 from testkit.mindir import REPOSITORY
 from testkit.waiting import until
 from weightd.client import Client, RequestError
-from weightd.protocol.messages import ProcessStatus, StatusResponse
+from weightd.protocol.messages.status import ProcessStatus, StatusResponse
 
 from .resources import Usage, usage
 
@@ -34,7 +34,7 @@ KEEPER_LIMIT_S = 5.0
 _QUIET_S = 5.0
 
 # What a daemon starts.
-_PROGRAMS = (b"weightd.worker", b"weightd.daemon.snapshot", b"keeper/process.py")
+_PROGRAMS = (b"weightd.worker", b"weightd.daemon.children.snapshot", b"keeper/process.py")
 
 
 class ServiceError(RuntimeError):

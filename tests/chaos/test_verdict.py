@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from weightd.daemon.guard import MAX_LOSSES
-from weightd.daemon.suspects import NEAR_DEATHS
+from weightd.daemon.requests.blame.guard import MAX_LOSSES
+from weightd.daemon.requests.blame.suspects import NEAR_DEATHS
 from weightd.protocol.errors import ERRORS
 
 from .kinds import Fault

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from weightd.daemon.guard import MAX_LOSSES
-from weightd.daemon.suspects import FAR_DEATHS, LONGEST_REFUSAL_S, MEMORY_S, NEAR_DEATHS
+from weightd.daemon.requests.blame.guard import MAX_LOSSES
+from weightd.daemon.requests.blame.suspects import FAR_DEATHS, LONGEST_REFUSAL_S, MEMORY_S, NEAR_DEATHS
 
 from .kinds import BLAMING, LETHAL, Fault
 from .ledger import WRONG, Incident

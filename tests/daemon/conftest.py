@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from weightd.daemon import restarts
+from weightd.daemon.generations import restarts
 
 
 @pytest.fixture(autouse=True)

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from weightd.daemon.states import CHILD, GENERATION, diagram
+from weightd.daemon.generations.states import CHILD, GENERATION, diagram
 
 _DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "design.md"
 

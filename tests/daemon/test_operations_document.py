@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from weightd.daemon import config, exits
+from weightd.daemon import exits
 from weightd.daemon.__main__ import parser
-from weightd.protocol.manual.commands import read
+from weightd.daemon.config import load as config
+from weightd.shared.manual.commands import read
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from weightd.daemon import handover
-from weightd.daemon.budget import Device
-from weightd.daemon.config import Config, DaemonConfig
-from weightd.daemon.config_file import ConfigFile
+from weightd.daemon.config.load import Config, DaemonConfig
+from weightd.daemon.continuity import handover
+from weightd.daemon.continuity.config_file import ConfigFile
+from weightd.daemon.continuity.service import Manager
+from weightd.daemon.models.budget import Device
 from weightd.daemon.server import Server
-from weightd.daemon.service import Manager
 from weightd.protocol.errors import Unavailable
 
 

@@ -23,7 +23,7 @@ from testkit.plain import PlainProcess
 from testkit.service import Service
 from testkit.waiting import until
 from weightd.client import Client, Pending
-from weightd.protocol.messages import ModelStatus, ProcessStatus
+from weightd.protocol.messages.status import ModelStatus, ProcessStatus
 
 Arrays = Mapping[str, NDArray[Any]]
 

@@ -22,8 +22,9 @@ from testkit.service import Service
 from testkit.waiting import until
 from weightd.client import Client
 from weightd.protocol import limits
-from weightd.protocol.messages import TO_CLIENT, Error, InferResponse
-from weightd.protocol.wire import decode
+from weightd.protocol.codec import decode
+from weightd.protocol.messages.data import Error, InferResponse
+from weightd.protocol.messages.types import TO_CLIENT
 
 from .support import Bare, Question, Zoo, ask_all, pairs, runtime_of
 

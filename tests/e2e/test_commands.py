@@ -40,7 +40,7 @@ SCRIPTS = Path(sys.executable).parent
 
 
 def weightctl(service: Service, *arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "weightd.client.ctl", "--socket", service.address, *map(str, arguments)]
+    command = [sys.executable, "-m", "weightd.ctl", "--socket", service.address, *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
 
@@ -315,7 +315,7 @@ def test_predict_of_a_bad_request_prints_the_error_and_exits_with_1(
 
 
 def test_weightctl_says_at_once_that_there_is_no_daemon(place: Place) -> None:
-    command = [sys.executable, "-m", "weightd.client.ctl", "--socket", place.address, "status"]
+    command = [sys.executable, "-m", "weightd.ctl", "--socket", place.address, "status"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
     assert done.returncode == 69
     assert done.stderr.startswith("UNAVAILABLE: ")

@@ -17,8 +17,9 @@ import pytest
 from ascendsim import Host, environment, models
 from testkit import mindir
 from testkit.waiting import until
-from weightd.daemon.doctor import checks, trial_checks
-from weightd.daemon.doctor.trial_checks import ANSWER, ATTACH, BUILD, DEATH, LATER, MEMORY, STRANGER
+from weightd.daemon.doctor.verdicts import host as checks
+from weightd.daemon.doctor.verdicts import trial as trial_checks
+from weightd.daemon.doctor.verdicts.trial import ANSWER, ATTACH, BUILD, DEATH, LATER, MEMORY, STRANGER
 
 from .support import LIMIT_S, children_of
 

@@ -19,8 +19,8 @@ from testkit.plain import PlainProcess
 from testkit.service import Service
 from testkit.waiting import until
 from weightd.client import Client
-from weightd.daemon import cgroup
-from weightd.protocol.messages import MemoryLimit
+from weightd.daemon.host import cgroup
+from weightd.protocol.messages.status import MemoryLimit
 from weightd.protocol.version import VERSION
 
 from .support import (

@@ -68,7 +68,7 @@ def test_other_clients_have_right_answers_while_predicts_fail(
 HOSTILE = """
 import sys
 import numpy as np
-from weightd.client import Client, RequestError, ResourceExhausted
+from weightd.client import (Client, RequestError, ResourceExhausted)
 
 INPUTS = {
     "negated": lambda number: {"a": np.array([-(2**31), number], np.int32)},

@@ -15,7 +15,7 @@ import pytest
 from testkit.managed import ManagedService
 from testkit.waiting import until
 from weightd.client import Client, RequestError, Unavailable
-from weightd.daemon.generation import STOP_TIMEOUT_S
+from weightd.daemon.generations.generation import STOP_TIMEOUT_S
 
 from .support import (
     Bare,

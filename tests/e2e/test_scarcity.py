@@ -16,7 +16,7 @@ import pytest
 
 from testkit.waiting import until
 from weightd.client import Client
-from weightd.protocol.messages import ModelStatus
+from weightd.protocol.messages.status import ModelStatus
 
 from .support import MLP_WEIGHT_BYTES, Bare, Place, Weightd, Zoo, ask_all, mlp_inputs
 

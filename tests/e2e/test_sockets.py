@@ -161,7 +161,7 @@ def test_a_client_says_at_once_that_nobody_listens(place: Place) -> None:
 
 _AS_NOBODY = f"""
 import os, sys
-from weightd.client import Client, PermissionDenied
+from weightd.client import (Client, PermissionDenied)
 if os.getuid() == 0:
     os.setgroups([]); os.setgid({NOBODY}); os.setuid({NOBODY})
 try:

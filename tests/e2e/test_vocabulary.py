@@ -18,19 +18,12 @@ import zmq
 
 from testkit import models
 from testkit.service import Service
-from weightd.client.ctl.__main__ import parser as ctl_parser
+from weightd.ctl.__main__ import parser as ctl_parser
 from weightd.daemon.__main__ import parser
 from weightd.protocol import limits
-from weightd.protocol.manual.commands import read
-from weightd.protocol.messages import (
-    FROM_CLIENT,
-    TO_CLIENT,
-    Cancel,
-    ClientMessage,
-    DaemonMessage,
-    Error,
-    Infer,
-    InferResponse,
+from weightd.protocol.codec import decode, encode
+from weightd.protocol.messages.children import FROM_CHILD, TO_CHILD
+from weightd.protocol.messages.control import (
     ModelMetadata,
     ModelMetadataResponse,
     ModelReady,
@@ -40,14 +33,13 @@ from weightd.protocol.messages import (
     ServerMetadata,
     ServerMetadataResponse,
     ServerReady,
-    Status,
-    StatusResponse,
-    TensorSpec,
     Update,
     UpdateResponse,
 )
-from weightd.protocol.wire import decode, encode
-from weightd.protocol.worker_messages import FROM_CHILD, TO_CHILD
+from weightd.protocol.messages.data import Cancel, Error, Infer, InferResponse, TensorSpec
+from weightd.protocol.messages.status import Status, StatusResponse
+from weightd.protocol.messages.types import FROM_CLIENT, TO_CLIENT, ClientMessage, DaemonMessage
+from weightd.shared.manual.commands import read
 
 from .support import LIMIT_S
 
@@ -156,7 +148,7 @@ def test_each_command_has_a_row(program: str) -> None:
 )
 def test_every_command(program: str, verb: str, service: Service, names: dict[str, Path]) -> None:
     use = PROGRAMS[program][1][verb]
-    module = {"weightd": ["weightd.daemon"], "weightctl": ["weightd.client.ctl", "--socket", service.address]}[program]
+    module = {"weightd": ["weightd.daemon"], "weightctl": ["weightd.ctl", "--socket", service.address]}[program]
     command = [sys.executable, "-m", *module, verb, *use.arguments.format_map(names).split()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
     assert done.returncode == use.status, done.stdout + done.stderr

@@ -78,7 +78,7 @@ def test_it_holds_the_four_packages_with_their_types_and_nothing_else(wheel: Pat
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
     packages = {"/".join(name.split("/")[:2]) for name in names if name.startswith("weightd/")}
-    assert packages == {"weightd/client", "weightd/daemon", "weightd/protocol", "weightd/worker"}
+    assert packages == {f"weightd/{each}" for each in ("client", "ctl", "daemon", "protocol", "shared", "worker")}
     for package in packages:
         assert f"{package}/py.typed" in names
     assert {name.split("/")[0] for name in names} == {"weightd", f"weightd-{VERSION}.dist-info"}
@@ -89,13 +89,13 @@ def test_it_holds_the_four_packages_with_their_types_and_nothing_else(wheel: Pat
 def test_the_worker_runs_on_python_37(installed: Path, python37: Path) -> None:
     assert run(python37, installed, "-c", "import sys; print(sys.version_info[:2])") == "(3, 7)\n"
     assert "python -m weightd.worker" in run(python37, installed, "-m", "weightd.worker", "--help")
-    assert "weightctl" in run(python37, installed, "-m", "weightd.client.ctl", "--help")
+    assert "weightctl" in run(python37, installed, "-m", "weightd.ctl", "--help")
 
 
 _IMPORT = """
 import pkgutil, sys
-import weightd.client, weightd.protocol, weightd.worker
-for package in (weightd.client, weightd.protocol, weightd.worker):
+import weightd.client, weightd.ctl, weightd.protocol, weightd.shared, weightd.worker
+for package in (weightd.client, weightd.ctl, weightd.protocol, weightd.shared, weightd.worker):
     assert package.__file__.startswith(sys.argv[1]), package.__file__
     for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
         if not module.name.endswith("__main__"):
@@ -112,9 +112,9 @@ def test_every_module_for_old_interpreters_can_be_imported_there_and_needs_no_en
 
 
 def test_it_brings_the_units_and_installs_them(installed: Path, tmp_path: Path) -> None:
-    where = run(sys.executable, installed, "-c", "from weightd.client.ctl.install.plan import source; print(source())")
+    where = run(sys.executable, installed, "-c", "from weightd.ctl.install.plan import source; print(source())")
     assert where.startswith(str(installed))
-    run(sys.executable, installed, "-m", "weightd.client.ctl", "install-units", "--prefix", str(tmp_path))
+    run(sys.executable, installed, "-m", "weightd.ctl", "install-units", "--prefix", str(tmp_path))
     units = {path.name for path in (mindir.REPOSITORY / "systemd").iterdir() if path.is_file()}
     assert "weightd.service" in units
     assert {path.name for path in (tmp_path / "etc/systemd/system").iterdir()} == units

@@ -13,9 +13,11 @@ from typing import Any
 
 from targets import decoder, repeats, store
 from targets.decoder import TABLES
-from weightd.protocol.messages import FROM_CLIENT, TO_CLIENT, Infer, InferResponse, Parameters, Status, TensorSpec
-from weightd.protocol.wire import encode
-from weightd.protocol.worker_messages import FROM_CHILD, TO_CHILD, Predict, Result
+from weightd.protocol.codec import encode
+from weightd.protocol.messages.children import FROM_CHILD, TO_CHILD, Predict, Result
+from weightd.protocol.messages.data import Infer, InferResponse, Parameters, TensorSpec
+from weightd.protocol.messages.status import Status
+from weightd.protocol.messages.types import FROM_CLIENT, TO_CLIENT
 from weightd.worker.pagesharing.store import encode_header, size_of
 
 CORPUS = Path(__file__).parent / "corpus"

@@ -13,10 +13,10 @@ import seeds
 import targets
 from targets import decoder
 from targets.decoder import TABLES, Refusal
-from weightd.daemon import config as product_config
-from weightd.daemon.config import ModelConfig
-from weightd.daemon.tables import Problems
-from weightd.protocol import wire
+from weightd.daemon.config import load as product_config
+from weightd.daemon.config.load import ModelConfig
+from weightd.daemon.config.tables import Problems
+from weightd.protocol import codec as wire
 from weightd.protocol.repeats import Repeats
 from weightd.worker.pagesharing import store as product_store
 from weightd.worker.pagesharing.store import OpenStore

@@ -12,13 +12,17 @@ from typing import Any, Dict, Iterator, List, Mapping, Tuple, Type
 import msgpack
 import pytest
 
-from weightd.protocol import limits, messages, worker_messages
+from weightd.protocol import limits
+from weightd.protocol.codec import decode, encode
 from weightd.protocol.datatypes import ITEM_BYTES
 from weightd.protocol.errors import ERRORS, RemoteProtocolError
-from weightd.protocol.messages import FROM_CLIENT, NO_PARAMETERS, TO_CLIENT
+from weightd.protocol.messages import children as worker_messages
+from weightd.protocol.messages import control, status
+from weightd.protocol.messages import data as messages
+from weightd.protocol.messages.children import FROM_CHILD, TO_CHILD
+from weightd.protocol.messages.data import NO_PARAMETERS
+from weightd.protocol.messages.types import FROM_CLIENT, TO_CLIENT
 from weightd.protocol.schema import describe
-from weightd.protocol.wire import decode, encode
-from weightd.protocol.worker_messages import FROM_CHILD, TO_CHILD
 
 PAGE = (Path(__file__).parents[2] / "docs" / "protocol.md").read_text("utf-8")
 
@@ -31,7 +35,7 @@ CHAPTERS: Mapping[str, Mapping[str, Type[Any]]] = {
 MESSAGES: Dict[str, Type[Any]] = {tag: cls for table in CHAPTERS.values() for tag, cls in table.items()}
 RECORDS: Dict[str, Type[Any]] = {
     name: cls
-    for module in (messages, worker_messages)
+    for module in (messages, control, status, worker_messages)
     for name, cls in inspect.getmembers(module, inspect.isclass)
     if dataclasses.is_dataclass(cls) and cls not in MESSAGES.values()
 }

@@ -9,9 +9,10 @@ import pickle
 import pytest
 
 from weightd.protocol import errors
+from weightd.protocol.codec import decode, encode
 from weightd.protocol.errors import ERRORS, RemoteProtocolError, RequestError, WeightdError, request_error
-from weightd.protocol.messages import TO_CLIENT, Error
-from weightd.protocol.wire import decode, encode
+from weightd.protocol.messages.data import Error
+from weightd.protocol.messages.types import TO_CLIENT
 
 # https://grpc.io/docs/guides/status-codes/
 GRPC = (

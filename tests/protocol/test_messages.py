@@ -19,24 +19,28 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from hypothesis.strategies import DataObject, SearchStrategy
 
-from weightd.protocol import limits, messages, worker_messages
+from weightd.protocol import limits
+from weightd.protocol.codec import clip, decode, encode
 from weightd.protocol.errors import LocalProtocolError, RemoteProtocolError
+from weightd.protocol.messages import children as worker_messages
+from weightd.protocol.messages import control, status
+from weightd.protocol.messages import data as messages
+from weightd.protocol.messages.types import FROM_CLIENT, TO_CLIENT
 from weightd.protocol.schema import describe
-from weightd.protocol.wire import clip, decode, encode
 
 Raw = Dict[str, Any]
 Path = Tuple[Any, ...]
 
 TABLES: Sequence[Mapping[str, Type[Any]]] = (
-    messages.FROM_CLIENT,
-    messages.TO_CLIENT,
+    FROM_CLIENT,
+    TO_CLIENT,
     worker_messages.FROM_CHILD,
     worker_messages.TO_CHILD,
 )
 ALL: Dict[str, Type[Any]] = {tag: cls for table in TABLES for tag, cls in table.items()}
 RECORDS: Dict[str, Type[Any]] = {
     name: cls
-    for module in (messages, worker_messages)
+    for module in (messages, control, status, worker_messages)
     for name, cls in inspect.getmembers(module, inspect.isclass)
     if dataclasses.is_dataclass(cls)
 }

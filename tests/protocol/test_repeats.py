@@ -8,12 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightd.protocol import wire
+from weightd.protocol import codec as wire
+from weightd.protocol.codec import decode, encode
 from weightd.protocol.errors import LocalProtocolError, RemoteProtocolError
-from weightd.protocol.messages import FROM_CLIENT, TO_CLIENT, Infer, InferResponse, Parameters, TensorSpec
+from weightd.protocol.messages.children import FROM_CHILD, TO_CHILD, Predict, Result
+from weightd.protocol.messages.data import Infer, InferResponse, Parameters, TensorSpec
+from weightd.protocol.messages.types import FROM_CLIENT, TO_CLIENT
 from weightd.protocol.repeats import Repeats
-from weightd.protocol.wire import decode, encode
-from weightd.protocol.worker_messages import FROM_CHILD, TO_CHILD, Predict, Result
 
 SPECS = (TensorSpec("x", "FP32", (1, 4)), TensorSpec("y", "INT8", ()))
 FRAMES = [bytes(16), bytes(1)]

@@ -12,11 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weightd.protocol import limits
+from weightd.protocol.codec import decode, encode
 from weightd.protocol.datatypes import ITEM_BYTES
 from weightd.protocol.errors import InvalidArgument, RemoteProtocolError
-from weightd.protocol.messages import FROM_CLIENT, Infer, TensorSpec
+from weightd.protocol.messages.data import Infer, TensorSpec
+from weightd.protocol.messages.types import FROM_CLIENT
 from weightd.protocol.tensors import NUMPY_DTYPE, frame_of, from_frame, spec_of, to_wire
-from weightd.protocol.wire import decode, encode
 
 CUBE = np.arange(24).reshape(2, 3, 4)
 

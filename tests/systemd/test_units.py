@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from weightd.daemon.doctor.unit import ask
+from weightd.daemon.doctor.facts.unit import ask
 
 from . import units
 from .manager import Manager

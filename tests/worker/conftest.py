@@ -17,9 +17,9 @@ import pytest
 import zmq
 
 from testkit import mindir
+from weightd.protocol.codec import decode, encode
+from weightd.protocol.messages.children import FROM_CHILD, Predict, Probe, Probing, Result, Stop
 from weightd.protocol.tensors import NUMPY_DTYPE, frame_of, spec_of
-from weightd.protocol.wire import decode, encode
-from weightd.protocol.worker_messages import FROM_CHILD, Predict, Probe, Probing, Result, Stop
 from weightd.worker.engines import ENGINES
 from weightd.worker.engines.base import Engine, Settings
 

@@ -12,9 +12,9 @@ from typing import Callable, Generator, List
 import pytest
 import zmq
 
-from weightd.protocol import monitor
-from weightd.protocol.wire import decode, encode
-from weightd.protocol.worker_messages import FROM_CHILD, Back, ChildMessage, Pong
+from weightd.protocol.codec import decode, encode
+from weightd.protocol.messages.children import FROM_CHILD, Back, ChildMessage, Pong
+from weightd.shared import monitor
 from weightd.worker.connection import Connection
 
 LIMIT_MS = 20_000

@@ -14,17 +14,8 @@ import numpy as np
 import pytest
 import zmq
 
+from weightd.protocol.messages.children import Attach, Attached, Broken, Build, Built, Failed, Hello, Settle
 from weightd.protocol.version import VERSION
-from weightd.protocol.worker_messages import (
-    Attach,
-    Attached,
-    Broken,
-    Build,
-    Built,
-    Failed,
-    Hello,
-    Settle,
-)
 from weightd.worker import exits
 
 if TYPE_CHECKING:

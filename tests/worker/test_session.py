@@ -14,12 +14,9 @@ import zmq
 
 from testkit import cases
 from weightd.protocol import limits, multipart
+from weightd.protocol.codec import decode, encode
 from weightd.protocol.errors import InvalidArgument
-from weightd.protocol.messages import TensorSignature
-from weightd.protocol.tensors import NUMPY_DTYPE, frame_of, spec_of, to_wire
-from weightd.protocol.version import VERSION
-from weightd.protocol.wire import decode, encode
-from weightd.protocol.worker_messages import (
+from weightd.protocol.messages.children import (
     FROM_CHILD,
     Allow,
     Allowed,
@@ -44,7 +41,11 @@ from weightd.protocol.worker_messages import (
     Stop,
     Traits,
 )
-from weightd.worker import canary, exits, nativelog
+from weightd.protocol.messages.data import TensorSignature
+from weightd.protocol.tensors import NUMPY_DTYPE, frame_of, spec_of, to_wire
+from weightd.protocol.version import VERSION
+from weightd.worker import exits, nativelog
+from weightd.worker.canary import canary
 from weightd.worker.engines.base import Arrays, BuildError, Engine, NotAllowed, Shared, Signature, Spoilt
 from weightd.worker.session import Files, Session
 

@@ -9,17 +9,18 @@ import signal
 import sys
 from pathlib import Path
 
-from weightd.daemon import exits, logs
-from weightd.daemon.check import problems
-from weightd.daemon.claim import ClaimError
-from weightd.daemon.config import ConfigError, default_path, examine, parse
-from weightd.daemon.config_file import ConfigFile
+from weightd.daemon import exits
+from weightd.daemon.config.check import problems
+from weightd.daemon.config.load import ConfigError, default_path, examine, parse
+from weightd.daemon.continuity.claim import ClaimError
+from weightd.daemon.continuity.config_file import ConfigFile
+from weightd.daemon.continuity.service import Manager
 from weightd.daemon.doctor import arguments as doctor
+from weightd.daemon.host import logs
 from weightd.daemon.server import Server
-from weightd.daemon.service import Manager
-from weightd.protocol.commandline import Parser
 from weightd.protocol.schema import label
 from weightd.protocol.version import VERSION
+from weightd.shared.commandline import Parser
 
 _DESCRIPTION = """\
 Serves models from many processes that hold one copy of the weights.
@@ -95,7 +96,7 @@ def _check(options: argparse.Namespace) -> int:
         logs.complain(problem)
     loads = True
     if options.load:
-        from weightd.daemon.loading import failures  # noqa: PLC0415 - the daemon itself has no use for it
+        from weightd.daemon.doctor.trial.loading import failures  # noqa: PLC0415 - the daemon itself has no use for it
 
         for problem in failures({name: model for name, model in config.models.items() if not wrong[name]}):
             loads = False

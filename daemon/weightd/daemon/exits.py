@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from weightd.protocol import commandline
+from weightd.shared import commandline
 
 OK = 0
 MODEL_FAILED = 1  # it ran, but a model could not be served

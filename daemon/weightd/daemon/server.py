@@ -11,29 +11,30 @@ from pathlib import Path
 
 import zmq
 
-from weightd.daemon import exits, handover
-from weightd.daemon.backend import Backend
-from weightd.daemon.budget import MIB, Device
-from weightd.daemon.claim import claim
-from weightd.daemon.config import Config, ConfigError, DaemonConfig, DeviceConfig, ModelConfig
-from weightd.daemon.config_file import ConfigFile
-from weightd.daemon.doorman import allow_descriptors
-from weightd.daemon.fleet import Change, Fleet
-from weightd.daemon.frontend import Frontend
-from weightd.daemon.handover import Handover
-from weightd.daemon.herald import Herald
-from weightd.daemon.keeper.keeping import Keeping
-from weightd.daemon.loop import Loop, signals
-from weightd.daemon.memory import host_bytes
-from weightd.daemon.model import Model
-from weightd.daemon.records import DeviceRecord
-from weightd.daemon.service import CLIENTS, KEEPER, Manager
-from weightd.daemon.sockets import addresses, bind
-from weightd.daemon.sources import Numbers
-from weightd.daemon.status import Subject, report
-from weightd.daemon.survey import Measured, Survey, crowding
+from weightd.daemon import exits
+from weightd.daemon.children.backend import Backend
+from weightd.daemon.clients.doorman import allow_descriptors
+from weightd.daemon.clients.frontend import Frontend
+from weightd.daemon.config.load import Config, ConfigError, DaemonConfig, DeviceConfig, ModelConfig
+from weightd.daemon.continuity import handover
+from weightd.daemon.continuity.claim import claim
+from weightd.daemon.continuity.config_file import ConfigFile
+from weightd.daemon.continuity.handover import Handover
+from weightd.daemon.continuity.herald import Herald
+from weightd.daemon.continuity.keeping import Keeping
+from weightd.daemon.continuity.service import CLIENTS, KEEPER, Manager
+from weightd.daemon.generations.records import DeviceRecord
+from weightd.daemon.host.loop import Loop, signals
+from weightd.daemon.host.memory import host_bytes
+from weightd.daemon.host.sockets import addresses, bind
+from weightd.daemon.models.budget import MIB, Device
+from weightd.daemon.models.fleet import Change, Fleet
+from weightd.daemon.models.model import Model
+from weightd.daemon.models.sources import Numbers
+from weightd.daemon.observe.status import Subject, report
+from weightd.daemon.observe.survey import Measured, Survey, crowding
 from weightd.protocol.errors import InvalidArgument, RequestError, ResourceExhausted, Unavailable
-from weightd.protocol.messages import ReloadResponse
+from weightd.protocol.messages.control import ReloadResponse
 from weightd.protocol.version import VERSION
 
 _log = logging.getLogger("weightd")

@@ -7,8 +7,9 @@ import os
 import socket
 from pathlib import Path
 
-from weightd.protocol import limits, paths, tcp
+from weightd.protocol import limits
 from weightd.protocol.errors import InvalidArgument, PermissionDenied, RequestError, Unavailable
+from weightd.shared import paths, tcp
 
 _HINT = "start it with `weightd serve CONFIG` or `weightd run MODEL`"
 

@@ -15,21 +15,15 @@ from weightd.client.address import default_address
 from weightd.client.connection import connect
 from weightd.client.core import Answer, Call, ClientCore, Started
 from weightd.protocol import limits
-from weightd.protocol.errors import (
-    DeadlineExceeded,
-    InvalidArgument,
-    RemoteProtocolError,
-    Unavailable,
-    WeightdError,
-)
-from weightd.protocol.messages import (
+from weightd.protocol.errors import DeadlineExceeded, InvalidArgument, RemoteProtocolError, Unavailable, WeightdError
+from weightd.protocol.messages.control import (
     ModelMetadataResponse,
     ReadyResponse,
     ReloadResponse,
     ServerMetadataResponse,
-    StatusResponse,
     UpdateResponse,
 )
+from weightd.protocol.messages.status import StatusResponse
 
 DEFAULT_TIMEOUT_S = 30.0
 

@@ -10,32 +10,25 @@ from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, Type, Un
 from weakref import ReferenceType, ref
 
 from weightd.protocol import limits
+from weightd.protocol.codec import decode, encode
 from weightd.protocol.errors import InvalidArgument, RemoteProtocolError, WeightdError, request_error
-from weightd.protocol.messages import (
-    TO_CLIENT,
-    Cancel,
-    DaemonMessage,
-    Error,
-    Infer,
-    InferResponse,
+from weightd.protocol.messages.control import (
     ModelMetadata,
     ModelMetadataResponse,
     ModelReady,
-    Parameters,
     ReadyResponse,
     Reload,
     ReloadResponse,
     ServerMetadata,
     ServerMetadataResponse,
     ServerReady,
-    Status,
-    StatusResponse,
-    TensorSpec,
     Update,
     UpdateResponse,
 )
+from weightd.protocol.messages.data import Cancel, Error, Infer, InferResponse, Parameters, TensorSpec
+from weightd.protocol.messages.status import Status, StatusResponse
+from weightd.protocol.messages.types import TO_CLIENT, DaemonMessage
 from weightd.protocol.tensors import frame_of, from_frame, specs_of, to_wire
-from weightd.protocol.wire import decode, encode
 
 # Calls that were given up are forgotten when this many, or twice those under way, are known.
 _LEAST_SWEEP = 256

@@ -9,7 +9,7 @@ import numpy as np
 
 from weightd.protocol import limits
 from weightd.protocol.errors import InvalidArgument
-from weightd.protocol.messages import TensorSpec
+from weightd.protocol.messages.data import TensorSpec
 from weightd.protocol.schema import label
 
 NUMPY_DTYPE: Dict[str, str] = {

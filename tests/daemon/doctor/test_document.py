@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 
-from weightd.daemon import budget, config
-from weightd.daemon.doctor import checks, trial_checks
-from weightd.daemon.doctor.finding import INTERPRETER
-from weightd.daemon.engine_options import MindSporeLiteOptions
+from weightd.daemon.config import load as config
+from weightd.daemon.doctor.verdicts import host as checks
+from weightd.daemon.doctor.verdicts import trial as trial_checks
+from weightd.daemon.doctor.verdicts.finding import INTERPRETER
+from weightd.daemon.engines.mindspore_lite import MindSporeLiteOptions
+from weightd.daemon.models import budget
 from weightd.protocol.schema import decode
 
 if sys.version_info >= (3, 11):

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from weightd.daemon.doctor.finding import Finding, Verdict, exit_status, failed, passed, untestable
 from weightd.daemon.doctor.render import as_json, table
+from weightd.daemon.doctor.verdicts.finding import Finding, Verdict, exit_status, failed, passed, untestable
 from weightd.protocol.version import VERSION
 
 GOOD = passed("interpreter", "python3: Python 3.11")

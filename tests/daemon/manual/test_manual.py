@@ -11,11 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from weightd.daemon import config, exits
+from weightd.daemon import exits
 from weightd.daemon.__main__ import parser
+from weightd.daemon.config import load as config
 from weightd.daemon.manual import configuration, program
 from weightd.daemon.manual.reference import keys
-from weightd.protocol.manual.commands import read
+from weightd.shared.manual.commands import read
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -73,7 +74,7 @@ def test_each_exit_status_is_there() -> None:
 
 
 def test_each_variable_that_is_read_is_there() -> None:
-    files = [*SOURCES.glob("daemon/**/*.py"), SOURCES / "protocol/weightd/protocol/paths.py"]
+    files = [*SOURCES.glob("daemon/**/*.py"), SOURCES / "protocol/weightd/shared/paths.py"]
     read_there = {
         name
         for path in files

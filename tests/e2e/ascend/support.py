@@ -16,7 +16,7 @@ from testkit.managed import ManagedService
 from testkit.service import Service
 from testkit.waiting import until
 from weightd.client import Client
-from weightd.protocol.messages import DeviceStatus, GenerationStatus, ModelStatus, ProcessStatus
+from weightd.protocol.messages.status import DeviceStatus, GenerationStatus, ModelStatus, ProcessStatus
 
 from ..support import Question, mlp_inputs
 

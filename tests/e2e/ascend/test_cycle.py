@@ -7,7 +7,7 @@ import re
 import pytest
 
 from testkit.waiting import until
-from weightd.client.ctl.status import pss_total, render
+from weightd.ctl.status import pss_total, render
 
 from ..support import ask_all
 from .support import MIB, Cards, device, questions, roles, status

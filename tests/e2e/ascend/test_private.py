@@ -77,7 +77,7 @@ def test_update_weights_reaches_every_worker(cards: Cards) -> None:
     options = {"variable_weights": True}
     with cards.ready(path=bundle, sharing="off", mindspore_lite=options) as (service, client):
         ask_all(client, "mlp", questions(bundle))
-        command = [sys.executable, "-m", "weightd.client.ctl", "--socket", service.address, "update-weights", "mlp"]
+        command = [sys.executable, "-m", "weightd.ctl", "--socket", service.address, "update-weights", "mlp"]
         done = subprocess.run([*command, file], capture_output=True, text=True, timeout=60, check=False)
         assert (done.returncode, done.stderr) == (0, "")
         until(lambda: serves(service, 2), "the new weights serve")

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.e2e
 
 
 def weightctl(service: Service, *arguments: object) -> tuple[int, str, str]:
-    command = [sys.executable, "-m", "weightd.client.ctl", "--socket", service.address, *map(str, arguments)]
+    command = [sys.executable, "-m", "weightd.ctl", "--socket", service.address, *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     return done.returncode, done.stdout, done.stderr
 
@@ -127,7 +127,7 @@ def test_one_update_at_a_time_and_it_goes_on_without_who_asked_for_it(cards: Car
     new = cards.mlp("new", seed=7)
     with cards.ready() as (service, client):
         cards.host.fault("build", "slow", "holder", seconds=1.0)
-        command = [sys.executable, "-m", "weightd.client.ctl", "--socket", service.address, "update", "mlp", str(new)]
+        command = [sys.executable, "-m", "weightd.ctl", "--socket", service.address, "update", "mlp", str(new)]
         with subprocess.Popen(command) as process:
             until(lambda: len(status(service).generations) == 2, "it loads")
             with pytest.raises(Unavailable, match="is being updated already"):

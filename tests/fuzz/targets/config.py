@@ -9,9 +9,9 @@ import dataclasses
 import sys
 from pathlib import Path
 
-from weightd.daemon import config
-from weightd.daemon.config import Config, ConfigError, DaemonConfig, DeviceConfig, ModelConfig
-from weightd.daemon.engine_options import MindSporeLiteOptions
+from weightd.daemon.config import load as config
+from weightd.daemon.config.load import Config, ConfigError, DaemonConfig, DeviceConfig, ModelConfig
+from weightd.daemon.engines.mindspore_lite import MindSporeLiteOptions
 from weightd.protocol import limits
 
 if sys.version_info >= (3, 11):

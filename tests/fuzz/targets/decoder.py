@@ -12,12 +12,14 @@ from typing import Any, NamedTuple
 import msgpack
 
 from targets.reader import Reader
-from weightd.protocol import limits, wire
+from weightd.protocol import codec as wire
+from weightd.protocol import limits
 from weightd.protocol.datatypes import ITEM_BYTES
 from weightd.protocol.errors import ERRORS, RemoteProtocolError
-from weightd.protocol.messages import FROM_CLIENT, TO_CLIENT, Error
+from weightd.protocol.messages.children import FROM_CHILD, TO_CHILD
+from weightd.protocol.messages.data import Error
+from weightd.protocol.messages.types import FROM_CLIENT, TO_CLIENT
 from weightd.protocol.schema import FieldError, describe
-from weightd.protocol.worker_messages import FROM_CHILD, TO_CHILD
 
 TABLES: tuple[dict[str, Any], ...] = (FROM_CLIENT, TO_CLIENT, FROM_CHILD, TO_CHILD)
 

@@ -15,7 +15,8 @@ from typing import Any
 from targets import decoder
 from targets.decoder import TABLES, Refusal, decoded, fitting_frames, forget
 from targets.reader import Reader
-from weightd.protocol import limits, wire
+from weightd.protocol import codec as wire
+from weightd.protocol import limits
 from weightd.protocol.errors import LocalProtocolError
 
 # Of a change's flags.

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Callable
 
-from weightd.protocol.worker_messages import Build, Cases
-from weightd.worker import search
-from weightd.worker.canary import Canary
+from weightd.protocol.messages.children import Build, Cases
+from weightd.worker.canary import search
+from weightd.worker.canary.canary import Canary
 from weightd.worker.engines.base import Engine, Signature
 
 

@@ -16,7 +16,7 @@ from typing import IO, Callable, Mapping, Type, TypeVar, cast
 
 from testkit import mindir
 from weightd.client import Client, Unavailable, WeightdError
-from weightd.protocol.messages import GenerationStatus, ProcessStatus, StatusResponse
+from weightd.protocol.messages.status import GenerationStatus, ProcessStatus, StatusResponse
 
 T = TypeVar("T")
 

@@ -28,7 +28,7 @@ _SETUP = """
 import gc, hashlib, os, sys
 import numpy as np
 from weightd.worker import pagesharing
-from weightd.worker.pagesharing import chunks, libc, maps, remap, runs, sharing, store
+from weightd.worker.pagesharing import (chunks, libc, maps, remap, runs, sharing, store)
 
 def weights(seed, mib):
     return np.random.RandomState(seed).randint(0, 2**62, size=mib << 17, dtype=np.int64)

@@ -14,12 +14,12 @@ from typing import Any, Dict, List, Tuple, cast
 import zmq
 
 from weightd.protocol import limits
+from weightd.protocol.codec import clip, encode
 from weightd.protocol.errors import WeightdError
-from weightd.protocol.modelfile import ModelFileError, digest
-from weightd.protocol.oom import ABOVE_DAEMON, go_before_the_daemon
-from weightd.protocol.parent import die_with, ignore_interrupts
-from weightd.protocol.wire import clip, encode
-from weightd.protocol.worker_messages import Broken
+from weightd.protocol.messages.children import Broken
+from weightd.shared.modelfile import ModelFileError, digest
+from weightd.shared.oom import ABOVE_DAEMON, go_before_the_daemon
+from weightd.shared.parent import die_with, ignore_interrupts
 from weightd.worker import exits, pagesharing
 from weightd.worker.connection import Connection
 from weightd.worker.engines import ENGINES

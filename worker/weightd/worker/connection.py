@@ -6,7 +6,7 @@ import select
 
 import zmq
 
-from weightd.protocol import monitor
+from weightd.shared import monitor
 
 # How soon after its start the next daemon hears of its children. In between they ask the kernel this often.
 _RECONNECT_MS = 20

@@ -15,7 +15,7 @@ import signal
 import sys
 from typing import Any, Dict
 
-from weightd.protocol.parent import die_with, ignore_interrupts
+from weightd.shared.parent import die_with, ignore_interrupts
 from weightd.worker import exits
 from weightd.worker.engines.base import BuildError, Settings
 from weightd.worker.engines.mindspore_lite.acl import Acl, AclError

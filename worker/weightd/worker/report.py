@@ -15,8 +15,8 @@ import platform
 import sys
 from typing import TYPE_CHECKING, Any, Callable, Dict, TextIO, Tuple
 
-from weightd.protocol.parent import die_with
 from weightd.protocol.version import VERSION
+from weightd.shared.parent import die_with
 
 if TYPE_CHECKING:
     from weightd.worker.engines.mindspore_lite.acl import Acl

@@ -17,12 +17,9 @@ import numpy as np
 import zmq
 
 from weightd.protocol import limits, multipart
+from weightd.protocol.codec import clip, decode, encode
 from weightd.protocol.errors import Internal, InvalidArgument, RequestError, WeightdError
-from weightd.protocol.messages import TensorSpec
-from weightd.protocol.tensors import frame_of, from_frame, specs_of, to_wire
-from weightd.protocol.version import VERSION
-from weightd.protocol.wire import clip, decode, encode
-from weightd.protocol.worker_messages import (
+from weightd.protocol.messages.children import (
     TO_CHILD,
     Allow,
     Allowed,
@@ -46,9 +43,13 @@ from weightd.protocol.worker_messages import (
     Skip,
     Stop,
 )
-from weightd.worker import canary, exits, nativelog, sample, search, weights
+from weightd.protocol.messages.data import TensorSpec
+from weightd.protocol.tensors import frame_of, from_frame, specs_of, to_wire
+from weightd.protocol.version import VERSION
+from weightd.worker import exits, nativelog, weights
+from weightd.worker.canary import canary, sample, search
+from weightd.worker.canary.proof import Proof
 from weightd.worker.engines.base import Arrays, BuildError, Engine, NoRoom, NotAllowed, Signature, Spoilt
-from weightd.worker.proof import Proof
 
 _log = logging.getLogger("weightd.worker")
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from weightd.daemon.canary_config import CanaryKey
+    from weightd.daemon.config.canary import CanaryKey
 
 HELP = "check an Ascend host: interpreter, driver, cards, and sharing between real processes"
 
@@ -90,7 +90,7 @@ def _device(text: str) -> int:
 
 
 def _canary(text: str) -> CanaryKey:
-    from weightd.daemon import canary_config  # noqa: PLC0415 - as above
+    from weightd.daemon.config import canary as canary_config  # noqa: PLC0415 - as above
     from weightd.protocol.schema import FieldError  # noqa: PLC0415
 
     try:

@@ -9,15 +9,19 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from weightd.daemon import canary_config
-from weightd.daemon.doctor import access_checks, checks, interpreter, nodes, render, trial_checks
-from weightd.daemon.doctor.children import Children, Program
-from weightd.daemon.doctor.finding import Finding, Verdict, exit_status
-from weightd.daemon.doctor.host import Card, Host, logic_id, look, processes_on
-from weightd.daemon.doctor.interpreter import Report
-from weightd.daemon.doctor.trial import run as share
-from weightd.daemon.doctor.unit import Identity, Unit, ask, identity_of, own_identity
-from weightd.protocol.modelfile import ModelFileError, model_files
+from weightd.daemon.config import canary as canary_config
+from weightd.daemon.doctor import render
+from weightd.daemon.doctor.facts import interpreter, nodes
+from weightd.daemon.doctor.facts.host import Card, Host, logic_id, look, processes_on
+from weightd.daemon.doctor.facts.interpreter import Report
+from weightd.daemon.doctor.facts.unit import Identity, Unit, ask, identity_of, own_identity
+from weightd.daemon.doctor.trial.children import Children, Program
+from weightd.daemon.doctor.trial.trial import run as share
+from weightd.daemon.doctor.verdicts import access as access_checks
+from weightd.daemon.doctor.verdicts import host as checks
+from weightd.daemon.doctor.verdicts import trial as trial_checks
+from weightd.daemon.doctor.verdicts.finding import Finding, Verdict, exit_status
+from weightd.shared.modelfile import ModelFileError, model_files
 
 # Of the interpreter's report: imports from a cold disk, and a driver that takes its time to begin.
 _REPORT_LIMIT_S = 120.0

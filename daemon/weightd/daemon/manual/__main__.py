@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from weightd.daemon.manual import configuration, program
-from weightd.protocol.commandline import Parser
+from weightd.shared.commandline import Parser
 
 
 def main() -> None:

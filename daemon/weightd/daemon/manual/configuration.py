@@ -6,11 +6,11 @@ import textwrap
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from weightd.daemon.config import DaemonConfig, DeviceConfig, ModelConfig
-from weightd.daemon.engine_options import MindSporeLiteOptions
+from weightd.daemon.config.load import DaemonConfig, DeviceConfig, ModelConfig
+from weightd.daemon.engines.mindspore_lite import MindSporeLiteOptions
 from weightd.daemon.manual.reference import Key, keys
-from weightd.protocol.manual.roff import Page, bold, italic
 from weightd.protocol.version import VERSION
+from weightd.shared.manual.roff import Page, bold, italic
 
 # As they stand in the file, in the order in which one writes them.
 TABLES: Mapping[str, type[Any]] = {

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 
 from weightd.daemon import exits
 from weightd.daemon.__main__ import parser
-from weightd.protocol.manual import commands, completion
-from weightd.protocol.manual.page import describe, table
-from weightd.protocol.manual.roff import Page
 from weightd.protocol.version import VERSION
+from weightd.shared.manual import commands, completion
+from weightd.shared.manual.page import describe, table
+from weightd.shared.manual.roff import Page
 
 # What the shell offers for a metavar.
 _KINDS: Mapping[str, str] = {

@@ -8,8 +8,8 @@ import types
 from typing import Any, ClassVar, Dict, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 from weightd.protocol.errors import Internal, WeightdError
-from weightd.protocol.messages import TensorSignature
-from weightd.protocol.worker_messages import DeviceMemory, Traits
+from weightd.protocol.messages.children import DeviceMemory, Traits
+from weightd.protocol.messages.data import TensorSignature
 
 Arrays = Dict[str, Any]
 """Tensors by name: numpy arrays. As inputs in native byte order, in C order and aligned; as outputs in any form."""

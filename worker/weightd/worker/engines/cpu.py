@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Optional, Sequence
 
-from weightd.protocol.worker_messages import DeviceMemory, Traits
+from weightd.protocol.messages.children import DeviceMemory, Traits
 from weightd.worker import pagesharing
 from weightd.worker.engines.base import SHARING_IS_OFF, Arrays, BuildError, Engine, Settings, Shared
 

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import BinaryIO, FrozenSet, Iterator
 
-from weightd.protocol.protobuf import Malformed, Span, fields
+from weightd.shared.protobuf import Malformed, Span, fields
 
 # Field numbers of onnx.proto.
 _GRAPH = 7  # in a model

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import AbstractSet, Any, Dict, List, Sequence, Tuple
 
 from weightd.protocol.errors import InvalidArgument
-from weightd.protocol.messages import TensorSignature
+from weightd.protocol.messages.data import TensorSignature
 from weightd.worker.engines import onnxfile
 from weightd.worker.engines.base import Arrays, BuildError, EngineMissing, Settings, Signature, Spoilt
 from weightd.worker.engines.cpu import CpuEngine

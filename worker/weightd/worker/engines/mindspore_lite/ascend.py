@@ -30,8 +30,8 @@ from typing import Any, List, Optional, Sequence
 import numpy as np
 
 from weightd.protocol.errors import InvalidArgument
-from weightd.protocol.modelfile import ModelFileError, model_files
-from weightd.protocol.worker_messages import DeviceMemory, Traits
+from weightd.protocol.messages.children import DeviceMemory, Traits
+from weightd.shared.modelfile import ModelFileError, model_files
 from weightd.worker.engines.base import (
     SHARING_IS_OFF,
     Arrays,

@@ -10,7 +10,7 @@ import re
 from typing import Dict, List, Sequence, Tuple
 
 from weightd.protocol import limits
-from weightd.protocol.messages import TensorSignature
+from weightd.protocol.messages.data import TensorSignature
 from weightd.worker.engines.base import Gears
 
 Place = Tuple[str, int]

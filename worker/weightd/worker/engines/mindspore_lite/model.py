@@ -21,7 +21,7 @@ from typing import Any, ClassVar, Dict, List, Tuple, Type
 import numpy as np
 
 from weightd.protocol.errors import RequestError
-from weightd.protocol.messages import TensorSignature
+from weightd.protocol.messages.data import TensorSignature
 from weightd.worker.engines.base import Arrays, BuildError, Engine, EngineMissing, Settings, Signature, Spoilt
 from weightd.worker.engines.mindspore_lite.options import Options
 from weightd.worker.nativelog import NativeLog

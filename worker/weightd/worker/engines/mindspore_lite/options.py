@@ -24,7 +24,7 @@ _SHARING_KEYS = ("shareable_weight_pid_list", "shareable_weight_mem_handle")
 
 @dataclass(frozen=True)
 class Options:
-    """As the daemon gives them; which go together is decided there (`weightd.daemon.engine_options`)."""
+    """As the daemon gives them; which go together is decided there (`weightd.daemon.engines.mindspore_lite`)."""
 
     provider: str = field(default="", metadata=one_of(["", "ge"]))
     precision_mode: str = field(default="", metadata=one_of(["", *_PRECISIONS]))

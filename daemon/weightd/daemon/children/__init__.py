@@ -1,0 +1,1 @@
+"""Processes: holders, workers and those that take snapshots, started, heard, ordered and reaped."""

@@ -1,0 +1,231 @@
+"""The daemon's end of the keeper's socket."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import itertools
+import json
+import logging
+import os
+import select
+import signal
+import socket
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+from weightd.daemon.children.keeper import process
+from weightd.daemon.host.processes import Process
+from weightd.shared.parent import without_interrupts
+
+_log = logging.getLogger("weightd")
+
+LOG = "keeper.log"
+"""In its directory: what it says if it fails."""
+
+_STDIN, _STDOUT, _STDERR = range(3)
+
+_CHUNK_BYTES = 65536
+
+# It does nothing that takes long: to start a process, or to wait for one that has ended.
+_PATIENCE_S = 10.0
+
+
+class KeeperLost(OSError):
+    """The keeper has died, or hangs."""
+
+
+class Child(NamedTuple):
+    """A child of the keeper that has not been waited for: so its pid is its own."""
+
+    pid: int
+    name: str
+    log: Path
+
+
+class Keeper:
+    """Has holders and workers started and waited for.
+
+    Args:
+        descriptor: this end of the keeper's socket; this object owns it.
+
+    Attributes:
+        pid: the keeper's.
+
+    Raises:
+        KeeperLost: nobody answers there.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self._link = socket.socket(fileno=descriptor)
+        self._link.settimeout(_PATIENCE_S)
+        # What has come of lines that are not read yet.
+        self._received = b""
+        # An answer to a daemon that died before it read it is told from one to this daemon.
+        self._ids = itertools.count(time.monotonic_ns())
+        try:
+            self.pid: int = self._ask({"children": True})["pid"]
+            self._pidfd = os.pidfd_open(self.pid)
+        except KeeperLost:
+            self._link.close()
+            raise
+        except OSError as error:
+            self._link.close()
+            raise KeeperLost(f"the keeper, process {self.pid}, cannot be watched: {error.strerror}") from None
+
+    @property
+    def descriptor(self) -> int:
+        """Whoever holds a duplicate of this keeps the children alive."""
+        return self._link.fileno()
+
+    def children(self) -> list[Child]:
+        """Return every child that has not been waited for."""
+        return [Child(pid, name, Path(log)) for pid, name, log in self._ask({"children": True})["children"]]
+
+    def start(self, name: str, argv: Sequence[str], log: Path, environment: Mapping[str, str]) -> Process:
+        """Start a child in a session of its own.
+
+        Raises:
+            OSError: it cannot be started.
+        """
+        request = {"start": name, "argv": list(argv), "log": str(log), "environment": dict(environment)}
+        return self.watch(Child(self._ask(request)["pid"], name, log))
+
+    def watch(self, child: Child) -> Process:
+        """Have a child watched that has not been waited for.
+
+        Raises:
+            OSError: no descriptors are left.
+        """
+        try:
+            return Process(child.pid, os.pidfd_open(child.pid), child.log, lambda: self._reap(child.pid))
+        except ProcessLookupError:
+            raise KeeperLost(f"process {child.pid} is gone with its keeper") from None
+        except OSError:
+            # Nobody could watch it.
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child.pid, signal.SIGKILL)
+            self._reap(child.pid)
+            raise
+
+    def kill(self) -> None:
+        """End it, and with it every child."""
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+        self.close()
+
+    def close(self) -> None:
+        """Let go of it: unless somebody else holds the socket's end, too, it ends everything."""
+        self._link.close()
+        os.close(self._pidfd)
+
+    def end(self, seconds: float) -> None:
+        """Let go of it, as everybody else does, and wait until it has ended everything; kill it after so long."""
+        self._link.close()
+        ended = select.poll()
+        ended.register(self._pidfd, select.POLLIN)
+        if not ended.poll(1000 * seconds):
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+            ended.poll(1000 * seconds)
+        os.close(self._pidfd)
+
+    def _reap(self, pid: int) -> int | None:
+        try:
+            status: int = self._ask({"reap": pid})["status"]
+        except KeeperLost:
+            return None  # the kernel has ended it when the keeper died, or it had ended before
+        return status
+
+    def _ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        try:
+            number = next(self._ids)
+            # After what an earlier daemon may have begun to send.
+            self._link.sendall(b"\n" + json.dumps({"id": number, **request}).encode() + b"\n")
+            answer = self._answer(number)
+        except (OSError, ValueError) as error:
+            raise KeeperLost(f"the keeper does not answer: {error}") from None
+        if "errno" in answer:
+            raise OSError(answer["errno"], os.strerror(answer["errno"]), answer["path"])
+        return answer
+
+    def _answer(self, number: int) -> dict[str, Any]:
+        """Return the answer to a request; what is before it was for a daemon that has not read it, or not all of it."""
+        while True:
+            line, newline, rest = self._received.partition(b"\n")
+            if not newline:
+                more = self._link.recv(_CHUNK_BYTES)
+                if not more:
+                    raise OSError("it has gone")
+                self._received += more
+                continue
+            self._received = rest
+            with contextlib.suppress(ValueError):
+                answer: Any = json.loads(line)
+                if isinstance(answer, dict) and answer.get("id") == number:  # pyright: ignore[reportUnknownMemberType]
+                    return cast("dict[str, Any]", answer)
+
+
+def start(directory: Path, *others: Path) -> Keeper:
+    """Start a keeper that removes the directory and the other paths at its end. It holds a lock on the directory.
+
+    Raises:
+        OSError: it cannot be started.
+    """
+    ours, its = socket.socketpair()
+    lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    # Out of the way of the numbers that they get in the new process.
+    sources = [fcntl.fcntl(each, fcntl.F_DUPFD_CLOEXEC, process.LOCK + 1) for each in (its.fileno(), lock)]
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with without_interrupts():
+            os.posix_spawn(
+                sys.executable,
+                # Isolated, and without site-packages: it needs nothing of them, and they would double its size.
+                # The directory last: as long as it is there, whoever waits for its lock waits for everything.
+                [sys.executable, "-I", "-S", process.__file__, *map(str, others), str(directory)],
+                os.environ,
+                file_actions=[
+                    (os.POSIX_SPAWN_OPEN, _STDIN, os.devnull, os.O_RDONLY, 0),
+                    # Not the daemon's: whoever reads that waits for its end.
+                    (os.POSIX_SPAWN_OPEN, _STDOUT, str(directory / LOG), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600),
+                    (os.POSIX_SPAWN_DUP2, _STDOUT, _STDERR),
+                    (os.POSIX_SPAWN_DUP2, sources[0], process.LINK),
+                    (os.POSIX_SPAWN_DUP2, sources[1], process.LOCK),
+                ],
+                setsid=True,
+            )
+        return Keeper(ours.detach())
+    finally:
+        ours.close()
+        its.close()
+        for each in (lock, *sources):
+            os.close(each)
+
+
+def wait_until_gone(directory: Path, seconds: float) -> bool:
+    """Wait until no keeper has a lock on the directory; return False if one still has it after so many seconds."""
+    try:
+        lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return True
+    deadline = time.monotonic() + seconds
+    told = False
+    try:
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if not told:
+                    _log.info("waiting for the processes of the daemon before this one to end")
+                    told = True
+                if time.monotonic() >= deadline:
+                    return False
+                time.sleep(0.02)
+            else:
+                return True
+    finally:
+        os.close(lock)

@@ -1,0 +1,131 @@
+"""The process itself: ``python -I -S keeper/process.py PATH...``.
+
+It imports little, so that it stays small, and does little, so that it never has to be replaced. It answers one request
+at a time:
+
+    {"start": NAME, "argv": [...], "log": PATH, "environment": {...}}    {"pid": PID}
+    {"reap": PID}              waits for its end                         {"status": STATUS}, negative for a signal
+    {"children": true}         those that have not been reaped           {"pid": PID, "children": [[PID, NAME, LOG]]}
+
+Requests and answers are lines. An error is {"errno": ERRNO, "path": PATH}. Each answer has the "id" of its request. A
+line that is no request is what a daemon was sending when it was killed: it is skipped. A child stays a zombie until it
+is reaped: until then its pid is its own. Each PATH is removed at the end, a directory with all that is in it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import signal
+import socket
+import stat
+import sys
+from typing import Any
+
+LINK = 3
+"""Descriptor of its end of a pair of stream sockets."""
+
+LOCK = 4
+"""Descriptor that holds a lock for as long as this process lives."""
+
+# A service manager's "kill" may mean every process of the service: whoever ends the children, it is not that.
+_IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+# These and what Python ignores a child would ignore, too.
+_DEFAULT_SIGNALS = (*_IGNORED, signal.SIGPIPE, signal.SIGXFSZ)
+
+
+class Keeper:
+    """The children, in the order in which they were started."""
+
+    def __init__(self) -> None:
+        self._children: dict[int, tuple[str, str]] = {}
+
+    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Do what is asked."""
+        try:
+            if "start" in request:
+                pid = _start(request["argv"], request["log"], request["environment"])
+                self._children[pid] = request["start"], request["log"]
+                return {"pid": pid}
+            if "reap" in request:
+                _, status = os.waitpid(request["reap"], 0)
+                del self._children[request["reap"]]
+                return {"status": os.waitstatus_to_exitcode(status)}
+        except OSError as error:
+            return {"errno": error.errno, "path": error.filename}
+        except (LookupError, TypeError, ValueError):
+            return {"errno": errno.EINVAL, "path": None}
+        return {"pid": os.getpid(), "children": [[pid, *each] for pid, each in self._children.items()]}
+
+    def end(self) -> None:
+        """Kill every child, those that came last first: holders outlive their workers."""
+        for pid in reversed(self._children):
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+
+
+def _start(argv: list[str], log: str, environment: dict[str, str]) -> int:
+    output = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        return os.posix_spawnp(
+            argv[0],
+            argv,
+            environment,
+            file_actions=[
+                (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
+                (os.POSIX_SPAWN_DUP2, output, 1),
+                (os.POSIX_SPAWN_DUP2, output, 2),
+            ],
+            setsid=True,
+            setsigdef=_DEFAULT_SIGNALS,
+        )
+    finally:
+        os.close(output)
+
+
+def _remove(path: str) -> None:
+    """Remove a file, or a directory with all that is in it."""
+    with contextlib.suppress(OSError):
+        if not stat.S_ISDIR(os.lstat(path).st_mode):
+            os.unlink(path)
+            return
+        for entry in os.listdir(path):
+            _remove(f"{path}/{entry}")
+        os.rmdir(path)
+
+
+def _serve(keeper: Keeper, link: socket.socket) -> None:
+    for line in link.makefile("rb"):
+        try:
+            request = json.loads(line)
+            number = request["id"]
+        except (LookupError, TypeError, ValueError):
+            continue
+        # Where nobody is left to hear it, the end of the lines comes next.
+        with contextlib.suppress(BrokenPipeError):
+            link.sendall(json.dumps({"id": number, **keeper.answer(request)}).encode() + b"\n")
+
+
+def main() -> None:
+    """Serve until the other end of the socket is closed by everybody; then leave nothing behind."""
+    for number in _IGNORED:
+        signal.signal(number, signal.SIG_IGN)
+    # As who started it had it, see `weightd.shared.parent`.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _IGNORED)
+    os.set_inheritable(LOCK, False)
+    keeper = Keeper()
+    with socket.socket(fileno=LINK) as link:
+        link.set_inheritable(False)
+        # Nobody is left, either way; a reset says that they have not read the last answer.
+        with contextlib.suppress(ConnectionResetError):
+            _serve(keeper, link)
+    keeper.end()
+    for path in sys.argv[1:]:
+        _remove(path)
+
+
+if __name__ == "__main__":
+    main()

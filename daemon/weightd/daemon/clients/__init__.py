@@ -1,0 +1,1 @@
+"""Who asks: connections, their messages in, their answers out, and what all of that may take."""

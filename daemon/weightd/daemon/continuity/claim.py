@@ -1,0 +1,202 @@
+"""What one daemon has to itself: its lock, its sockets' paths, its private directory.
+
+Everything is named after the daemon's socket, so two daemons never touch each other's files, and what a killed
+daemon has left behind is removed by the next one on the same socket, and by no other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import socket
+import stat
+from collections.abc import Generator
+from pathlib import Path
+
+from weightd.daemon.children.keeper.link import wait_until_gone
+from weightd.daemon.config.load import DaemonConfig
+from weightd.protocol.errors import WeightdError
+
+# What a keeper takes to end every process; the kernel has their memory to give back.
+_PATIENCE_S = 30.0
+
+
+class ClaimError(WeightdError):
+    """The daemon cannot have a path for itself; the text says which, and who has it."""
+
+
+@contextlib.contextmanager
+def claim(config: DaemonConfig, *, listening: bool = False, kept: bool = False) -> Generator[None, None, None]:
+    """Have the daemon's paths to itself within the block, and leave none of them behind.
+
+    Args:
+        config: names them.
+        listening: the socket for clients is somebody else's, who listens there already.
+        kept: the private directory is a keeper's, who removes it.
+
+    Raises:
+        ClaimError: another daemon is on the same socket, or a path cannot be used.
+    """
+    make_directory(Path(config.runtime_dir), mode=0o755)
+    lock = _lock_path(config)
+    make_directory(lock.parent.resolve(), mode=0o755)
+    paths = [config.children_socket]
+    if config.socket.startswith("ipc://") and not listening:
+        paths.append(Path(config.socket.removeprefix("ipc://")))
+    with _locked(lock), contextlib.nullcontext() if kept else _private(config.private_dir):
+        for path in paths:
+            _refuse_listener(path)
+            _remove_socket(path)
+        try:
+            yield
+        finally:
+            for path in paths:
+                with contextlib.suppress(ClaimError):
+                    _remove_socket(path)
+
+
+def check_usable(config: DaemonConfig) -> None:
+    """Find out, before anything is claimed, whether its directories could be had.
+
+    Raises:
+        ClaimError: one could not.
+    """
+    make_directory(Path(config.runtime_dir), mode=0o755)
+    _make_cache(Path(config.cache_dir))
+    private = config.private_dir
+    is_new = not os.path.lexists(private)
+    make_directory(private, mode=0o700)
+    if is_new:
+        with contextlib.suppress(OSError):
+            private.rmdir()
+
+
+def _make_cache(path: Path) -> None:
+    try:
+        path.mkdir(mode=0o755, parents=True, exist_ok=True)
+        # It may be a link, to where there is room.
+        _refuse_exchange(path, path.stat())
+    except OSError as error:
+        raise ClaimError(f"cannot make the directory {path}: {error.strerror}") from None
+
+
+def _lock_path(config: DaemonConfig) -> Path:
+    if config.socket.startswith("ipc://"):
+        return Path(config.socket.removeprefix("ipc://") + ".lock")
+    return Path(config.runtime_dir, f"{config.key}.lock")
+
+
+def make_directory(path: Path, mode: int) -> None:
+    """Make the directory where it is missing; refuse one that another user could exchange.
+
+    Raises:
+        ClaimError: it cannot be made, or it is a link, or it belongs to another user, or everybody may exchange what is
+            in it.
+    """
+    try:
+        path.mkdir(mode=mode, parents=True, exist_ok=True)
+        status = path.lstat()
+    except OSError as error:
+        raise ClaimError(f"cannot make the directory {path}: {error.strerror}") from None
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid not in (os.getuid(), 0):
+        raise ClaimError(f"{path}: expected a directory of this user, not a link or another user's")
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise ClaimError(f"{path}: this user cannot write there; set runtime_dir and cache_dir, or run as another user")
+    _refuse_exchange(path, status)
+
+
+def _refuse_exchange(path: Path, status: os.stat_result) -> None:
+    if status.st_mode & stat.S_IWOTH and not status.st_mode & stat.S_ISVTX:
+        raise ClaimError(
+            f"{path}: every user may remove what is there and put something else in its place: expected mode "
+            f"{stat.S_IMODE(status.st_mode) & ~stat.S_IWOTH:04o}, or the sticky bit; chmod o-w, or +t"
+        )
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Generator[None, None, None]:
+    """Hold the lock file; its content is the pid of who holds it."""
+    while True:
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        except OSError as error:
+            raise ClaimError(f"cannot open the lock {path}: {error.strerror}") from None
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            owner = os.read(descriptor, 32).decode("ascii", "replace").strip()
+            os.close(descriptor)
+            raise ClaimError(f"weightd is running already on this socket, as pid {owner} ({path})") from None
+        except OSError as error:
+            os.close(descriptor)
+            raise ClaimError(f"cannot lock {path}: {error.strerror}") from None
+        # The holder before may have removed the file between our open and our lock: then it is nobody's lock.
+        with contextlib.suppress(FileNotFoundError):
+            if os.fstat(descriptor).st_ino == path.stat().st_ino:
+                break
+        os.close(descriptor)
+    try:
+        os.ftruncate(descriptor, 0)
+        os.write(descriptor, f"{os.getpid()}\n".encode())
+        yield
+    finally:
+        # Removed while it is still held: nobody else's lock can be hit.
+        path.unlink(missing_ok=True)
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def _private(path: Path) -> Generator[None, None, None]:
+    """Have an empty directory that nobody else can read."""
+    make_private(path)
+    try:
+        yield
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def make_private(path: Path) -> None:
+    """Make an empty directory that nobody else can read, in the place of one that a killed daemon has left.
+
+    Raises:
+        ClaimError: it cannot be made, or everybody may exchange it, or processes of an earlier daemon do not end.
+    """
+    _make_cache(path.parent)
+    try:
+        gone = wait_until_gone(path, _PATIENCE_S)
+    except OSError as error:
+        raise ClaimError(f"cannot make the directory {path}: {error.strerror}") from None
+    if not gone:
+        raise ClaimError(
+            f"{path}: the processes of an earlier weightd have not ended within {_PATIENCE_S:g} s; kill them, as by "
+            "systemctl kill --signal=KILL weightd"
+        )
+    shutil.rmtree(path, ignore_errors=True)
+    make_directory(path, mode=0o700)
+
+
+def _refuse_listener(path: Path) -> None:
+    """Raise if somebody listens there; the socket that a killed daemon left refuses to be connected to."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.setblocking(False)
+        try:
+            probe.connect(str(path))
+        except (FileNotFoundError, ConnectionRefusedError):
+            return
+        except OSError as error:
+            raise ClaimError(f"{path}: {error.strerror}") from None
+    raise ClaimError(f"{path}: another program listens there")
+
+
+def _remove_socket(path: Path) -> None:
+    """Remove the socket; never anything else."""
+    try:
+        if not stat.S_ISSOCK(path.lstat().st_mode):
+            raise ClaimError(f"{path}: expected a socket or nothing there, and will not remove what is there")
+        path.unlink()
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise ClaimError(f"{path}: {error.strerror}") from None

@@ -1,0 +1,97 @@
+"""The configuration file of a daemon, and what it said when it was last in force.
+
+A service manager holds the latter for the next daemon. So a file that has become wrong, or names directories that
+cannot be had, does not end a service that is restarted, nor what it holds in memory: the next daemon goes on with what
+was in force, and says so until a reload succeeds. Where nobody holds it, as at the first start, a wrong file ends the
+start.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+
+from weightd.daemon.config.load import Config, ConfigError, load_text, read
+from weightd.daemon.continuity.claim import ClaimError, check_usable
+from weightd.daemon.continuity.service import CLIENTS, CONFIG, Manager
+from weightd.daemon.host.sockets import addresses
+
+_log = logging.getLogger("weightd")
+
+
+class ConfigFile:
+    """Reads the file at `path`.
+
+    Args:
+        path: of the file, absolute.
+        manager: holds what is in force; its sockets are where clients connect.
+
+    Attributes:
+        path: as given.
+        note: why what is in force is not what the file says; "" if it is.
+    """
+
+    def __init__(self, path: Path, manager: Manager) -> None:
+        self.path = path
+        self.note = ""
+        self._manager = manager
+        self._listening = addresses(manager.inherited.get(CLIENTS, []))
+        self._descriptors = manager.inherited.get(CONFIG, [])
+        self._text = ""
+
+    def begin(self) -> Config:
+        """Return the configuration to start with: the file's, or what was in force before if that cannot be.
+
+        Raises:
+            ConfigError: the file is wrong, and nothing was in force before that still can be.
+            ClaimError: the same of its directories.
+        """
+        try:
+            config = self.read()
+            if self._descriptors:
+                check_usable(config.daemon)
+            return config
+        except (ConfigError, ClaimError) as error:
+            before = self._before()
+            if before is None:
+                raise
+            self.note = f"{error}\nwhat was in force before is served"
+            for problem in str(error).splitlines():
+                _log.error("%s", problem)
+            _log.error("%s is not in force: going on with what was in force before", self.path)
+            return before
+
+    def read(self) -> Config:
+        """Return what the file says now.
+
+        Raises:
+            ConfigError: it is wrong.
+        """
+        text = read(self.path)
+        config = load_text(text, self.path, self._listening)
+        self._text = text
+        return config
+
+    def in_force(self) -> None:
+        """What was read last is what is served: the next daemon may fall back on it."""
+        content = self._text.encode()
+        try:
+            if not self._descriptors:
+                self._descriptors = [os.memfd_create("weightd-config", os.MFD_CLOEXEC)]
+                self._manager.keep(CONFIG, self._descriptors[0])
+            os.pwrite(self._descriptors[0], content, 0)
+            os.ftruncate(self._descriptors[0], len(content))
+        except OSError as error:
+            _log.warning("the configuration is not held for the next daemon: %s", error.strerror)
+
+    def _before(self) -> Config | None:
+        for descriptor in self._descriptors[:1]:
+            text = os.pread(descriptor, os.fstat(descriptor).st_size, 0).decode("utf-8", "replace")
+            try:
+                config = load_text(text, self.path, self._listening)
+            except ConfigError:  # of a version of weightd that knew other keys
+                return None
+            self._text = text
+            return config
+        return None

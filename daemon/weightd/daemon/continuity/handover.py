@@ -1,0 +1,114 @@
+"""What a daemon leaves to the next one of the same service, while a keeper holds its children.
+
+A file in the private directory, written anew after each change in the life of a generation. The next daemon believes it
+only as far as the keeper and the kernel confirm it: a process that is not the keeper's is gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+from weightd.daemon.config.load import ModelConfig
+from weightd.daemon.generations.records import DeviceRecord, GenerationRecord, SourceRecord
+from weightd.protocol import limits
+from weightd.protocol.errors import WeightdError
+from weightd.protocol.messages.children import PROTOCOL
+from weightd.protocol.schema import FieldError, decode, integer, many, plain, record, text
+from weightd.protocol.version import VERSION
+
+_log = logging.getLogger("weightd")
+
+_COUNT = integer(0, limits.MAX_COUNT)
+
+
+class HandoverError(WeightdError):
+    """There is nothing that can be gone on with; the text says why."""
+
+
+@dataclass(frozen=True)
+class ModelRecord:
+    """A model: how it was configured, what it serves and what it served before the last update.
+
+    `source` and `previous` are numbers of `sources`, 0 for none; `made` are the numbers that were given to the last
+    generation and to the last source.
+    """
+
+    name: str = field(metadata=text(limits.MAX_MODEL_NAME_BYTES))
+    config: ModelConfig = field(metadata=record(ModelConfig))
+    source: int = field(metadata=_COUNT)
+    previous: int = field(metadata=_COUNT)
+    made: tuple[int, ...] = field(metadata=many(_COUNT, 2))
+    sources: tuple[SourceRecord, ...] = field(metadata=many(record(SourceRecord), 2))
+    generations: tuple[GenerationRecord, ...] = field(metadata=many(record(GenerationRecord), limits.MAX_DEVICES))
+
+
+@dataclass(frozen=True)
+class Handover:
+    """Everything. `protocol` is what the children speak; `devices` what the cards have said."""
+
+    version: str = field(metadata=text(limits.MAX_NAME_BYTES))
+    protocol: int = field(metadata=_COUNT)
+    models: tuple[ModelRecord, ...] = field(metadata=many(record(ModelRecord), limits.MAX_MODELS))
+    devices: tuple[DeviceRecord, ...] = field(metadata=many(record(DeviceRecord), limits.MAX_DEVICES))
+
+
+def write(path: Path, models: Sequence[ModelRecord], devices: Sequence[DeviceRecord]) -> None:
+    """Replace what is at `path`. If that cannot be, nothing is left there: the next daemon will load anew."""
+    new = path.with_suffix(".new")
+    try:
+        new.write_text(json.dumps(plain(Handover(VERSION, PROTOCOL, tuple(models), tuple(devices)))), "utf-8")
+        new.replace(path)
+    except (OSError, FieldError) as error:
+        _log.warning("the next daemon will have to load every model: %s: %s", path, error)
+        for each in (new, path):
+            with contextlib.suppress(OSError):
+                each.unlink(missing_ok=True)
+
+
+def read(path: Path) -> Handover:
+    """Return what the daemon before this one has left.
+
+    Raises:
+        HandoverError: there is nothing, or its children speak another protocol.
+    """
+    try:
+        values: Any = json.loads(path.read_text("utf-8"))
+    except OSError as error:
+        raise HandoverError(f"{path}: {os.strerror(error.errno or 0)}") from None
+    except (ValueError, RecursionError) as error:
+        raise HandoverError(f"{path}: not JSON: {error}") from None
+    try:
+        _check_protocol(values)
+        found = decode(Handover, values)
+        for index, model in enumerate(found.models):
+            _check_sources(model, f".models[{index}]")
+        return found
+    except FieldError as error:
+        raise HandoverError(f"{path}: {error}") from None
+
+
+def _check_protocol(values: Any) -> None:
+    """Another version may have other fields: what they are is of no interest where the protocol is another one, too."""
+    said = cast("dict[str, Any]", values) if isinstance(values, dict) else {}
+    if said.get("protocol") != PROTOCOL:
+        theirs, ours = f"weightd {said.get('version')} speaks protocol {said.get('protocol')}", f"{VERSION} {PROTOCOL}"
+        raise HandoverError(f"{theirs} with its workers, {ours}")
+
+
+def _check_sources(model: ModelRecord, path: str) -> None:
+    known = {each.number for each in model.sources}
+    for what, number in [
+        ("source", model.source),
+        *(("generations.source", each.source) for each in model.generations),
+    ]:
+        if number not in known:
+            raise FieldError(f"expected the number of one of its sources, got {number}").at(f"{path}.{what}")
+    if len(model.made) != 2:
+        raise FieldError(f"expected two numbers, got {len(model.made)}").at(f"{path}.made")

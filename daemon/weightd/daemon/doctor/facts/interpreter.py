@@ -1,0 +1,92 @@
+"""Has the model's interpreter report on itself and its cards, in a process that may crash or hang."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from weightd.daemon.host.ends import explain
+
+_TAIL_LINES = 4
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `python -m weightd.worker.report` told.
+
+    Attributes:
+        steps: by name, the values of each step that ended; `error` among them where it failed.
+        stopped: the step during which the process ended, "" if it ended after the last or began none.
+        end: how it ended if not well, in words.
+        log: the last lines of what it and its libraries wrote.
+    """
+
+    steps: Mapping[str, Mapping[str, Any]] = field(default_factory=dict[str, Mapping[str, Any]])
+    stopped: str = ""
+    end: str = ""
+    log: str = ""
+
+    def value(self, step: str, name: str) -> Any:
+        """Return a value of a step, None if it did not get so far."""
+        return self.steps.get(step, {}).get(name)
+
+    def error(self, step: str) -> str:
+        """Return why a step has given no values; "" if it has."""
+        if step in self.steps:
+            return str(self.steps[step].get("error", ""))
+        if step == self.stopped:
+            return f"the process {self.end}" + (f"; its log ends: {self.log}" if self.log else "")
+        return f"not reached: the process {self.end} in the step {self.stopped}" if self.stopped else "not reached"
+
+
+def ask(python: str, device: int, limit: float, environment: Mapping[str, str] | None = None) -> Report:
+    """Start the interpreter and wait for its report, at most `limit` seconds; `environment`: None for the own.
+
+    Raises:
+        OSError: it cannot be started.
+    """
+    argv = [python, "-m", "weightd.worker.report", "--device", str(device), "--parent", str(os.getpid())]
+    with tempfile.TemporaryFile() as log:
+        end = ""
+        try:
+            # Killed and waited for when the time is over.
+            done = subprocess.run(
+                argv,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                timeout=limit,
+                check=False,
+                env=environment,
+            )
+            output: bytes = done.stdout
+            if done.returncode != 0:
+                end = explain(done.returncode)
+        except subprocess.TimeoutExpired as error:
+            output = error.stdout or b""
+            end = f"was killed: it did not answer within {limit:g} s"
+        log.seek(0)
+        return read(output.decode("utf-8", "replace"), end, log.read().decode("utf-8", "replace"))
+
+
+def read(output: str, end: str, log: str) -> Report:
+    """Return the report of what a process wrote; a line that is cut short counts for nothing."""
+    steps: dict[str, Mapping[str, Any]] = {}
+    begun = ""
+    for line in output.splitlines():
+        try:
+            values: dict[str, Any] = json.loads(line)
+        except ValueError:
+            continue
+        if "begin" in values:
+            begun = values["begin"]
+        elif "step" in values:
+            steps[values.pop("step")] = values
+            begun = ""
+    lines = [" ".join(line.split()) for line in log.splitlines() if line.strip()]
+    return Report(steps, begun, end or ("ended" if begun else ""), " | ".join(lines[-_TAIL_LINES:]))

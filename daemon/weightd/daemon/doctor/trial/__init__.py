@@ -1,0 +1,1 @@
+"""Real workers, driven through their own protocol, outside of any daemon."""

@@ -1,0 +1,249 @@
+"""Real workers for a trial: started, ordered and heard one at a time, each wait with a limit; none is left."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import select
+import shutil
+import tempfile
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, TypeVar
+
+import zmq
+
+from weightd.daemon.host import processes
+from weightd.daemon.host.ends import End
+from weightd.daemon.host.processes import Process
+from weightd.daemon.host.sockets import bind, peer_pid, receive, send
+from weightd.protocol import limits
+from weightd.protocol.codec import decode, encode
+from weightd.protocol.errors import RemoteProtocolError
+from weightd.protocol.messages.children import FROM_CHILD, Broken, ChildMessage, Failed, OrderMessage, Probe, Probing
+
+M = TypeVar("M", bound=ChildMessage)
+
+_log = logging.getLogger("weightd.doctor")
+
+# After SIGKILL: a process that needs longer waits in the kernel, and nobody can end it.
+_END_LIMIT_S = 10.0
+
+# A process has ended: its last message is in a buffer of the kernel, and needs a moment to come out of it.
+_LAST_WORDS_MS = 200
+
+
+class ChildError(Exception):
+    """A child did not do what it was told. The text says which, in which step, and why.
+
+    ChildError
+    ├── Refused     it said no, with a cause
+    ├── Died        it ended
+    ├── Hung        it did nothing within the limit
+    └── Confused    it said something else
+    """
+
+
+class Refused(ChildError):
+    """The child said no."""
+
+
+class Died(ChildError):
+    """The child has ended.
+
+    Attributes:
+        from_outside: another has ended it.
+    """
+
+    from_outside = False
+
+
+class Hung(ChildError):
+    """The child did not answer within the limit."""
+
+
+class Confused(ChildError):
+    """The child broke the protocol."""
+
+
+class Heard(NamedTuple):
+    """A message and the tensor frames behind it."""
+
+    message: ChildMessage
+    frames: Sequence[Any]
+
+
+class Program(NamedTuple):
+    """What a child is.
+
+    Attributes:
+        python: its interpreter.
+        model: the model file.
+        device: where it runs: the CPU, or an Ascend card.
+        engine: the library that runs the model.
+        threads: of one predict.
+        sharing: whether weights are shared.
+        options: of the engine, as JSON.
+        sample: a file of inputs for the canary, "" for none.
+        tolerance: how far answers to the canary may be apart.
+        store: a directory for the page store, which only the CPU has. Default: beside the socket.
+        environment: all of it. Default: that of this process.
+    """
+
+    python: str
+    model: Path
+    device: str
+    engine: str = "mindspore_lite"
+    threads: int = 1
+    sharing: bool = True
+    options: str = "{}"
+    sample: str = ""
+    tolerance: float = 0.0
+    store: Path | None = None
+    environment: Mapping[str, str] | None = None
+
+
+class Children:
+    """The children of one trial, by name; all are killed and waited for at the end of the block.
+
+    Args:
+        program: what each of them is.
+        limit: seconds that each of their steps may take.
+        prefix: of the name of the directory for their socket and logs.
+
+    Attributes:
+        address: where they connect, while the block lasts.
+        survivors: pids that did not end after SIGKILL; known after the block.
+    """
+
+    def __init__(self, program: Program, limit: float, prefix: str = "weightd-doctor-") -> None:
+        self._program = program
+        self._limit = limit
+        self._prefix = prefix
+        self._processes: dict[str, Process] = {}
+        self._heard: defaultdict[str, deque[Heard]] = defaultdict(deque)
+        self.survivors: list[int] = []
+
+    def __enter__(self) -> Children:
+        # Not TMPDIR: the path of a socket has at most 107 bytes.
+        self._directory = Path(tempfile.mkdtemp(prefix=self._prefix, dir="/tmp"))
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.address = f"ipc://{self._directory}/children.sock"
+        self._socket = bind(self._context, self.address, clients=False)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for process in self._processes.values():
+            processes.kill(process)
+        for name in list(self._processes):
+            self._reap(name)
+        self._socket.close(linger=0)
+        self._context.term()
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    def start(self, name: str) -> None:
+        """Start a child.
+
+        Raises:
+            ChildError: it cannot be started.
+        """
+        program = self._program
+        argv = [program.python, "-m", "weightd.worker", "--address", self.address, "--name", name]
+        argv += ["--parent", str(os.getpid()), "--engine", program.engine, "--model", str(program.model)]
+        argv += ["--store", str((program.store or self._directory) / "pages"), "--threads", str(program.threads)]
+        argv += ["--device", program.device, "--options", program.options]
+        argv += ["--sharing", "on" if program.sharing else "off"]
+        argv += ["--sample", program.sample, "--tolerance", repr(program.tolerance)]
+        try:
+            self._processes[name] = processes.start(argv, self._directory / f"{name}.log", program.environment)
+        except OSError as error:
+            raise Died(f"{name}: cannot start {program.python}: {error.strerror}") from None
+
+    def order(self, name: str, order: OrderMessage, frames: Sequence[Any] = ()) -> None:
+        """Send an order; a child that cannot be reached is dying, and `hear` will tell."""
+        send(self._socket, name.encode(), [encode(order, max_bytes=limits.MAX_CHILD_HEADER_BYTES), *frames])
+
+    def hear(
+        self, name: str, kind: type[M], step: str, told: Callable[[Probing], None] | None = None
+    ) -> tuple[M, Sequence[Any]]:
+        """Wait for the child's next message, which must be a `kind`; what it tries before that is told.
+
+        Raises:
+            ChildError: it says something else, or nothing; the text begins with the child and the step.
+        """
+        _log.info("%s: %s", name, step)
+        message, frames = self._next(name, step)
+        while isinstance(message, Probing):
+            if told is not None:
+                told(message)
+            if message.trying:
+                self.order(name, Probe())
+            message, frames = self._next(name, step)
+        if isinstance(message, kind):
+            return message, frames
+        if isinstance(message, Broken):
+            raise Refused(f"{name}: {step}: {message.cause}")
+        if isinstance(message, Failed):
+            raise Refused(f"{name}: {step}: {message.error}")
+        raise Confused(f"{name}: {step}: expected {kind.__name__}, got {type(message).__name__}")
+
+    def end(self, name: str) -> None:
+        """Kill a child that runs, and wait until it is gone; the kernel then has freed what it had."""
+        if name in self._processes:
+            processes.kill(self._processes[name])
+            self._reap(name)
+
+    def _next(self, name: str, step: str) -> Heard:
+        process = self._processes.get(name)
+        if process is None:
+            raise Died(f"{name}: {step}: it has ended before")
+        deadline = time.monotonic() + self._limit
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(process.pidfd, zmq.POLLIN)
+        while not self._heard[name]:
+            events = dict(poller.poll(math.ceil(max(0.0, deadline - time.monotonic()) * 1000)))
+            if process.pidfd in events:
+                # What it said before it died counts, and may still be on its way through libzmq.
+                self._socket.poll(_LAST_WORDS_MS)
+            self._read(step)
+            if not self._heard[name] and process.pidfd in events:
+                words = processes.last_words(process)
+                end = End(self._reap(name))
+                died = Died(f"{name}: {step}: {end.how}" + (f"; its log ends: {words}" if words else ""))
+                died.from_outside = end.from_outside
+                raise died
+            if not self._heard[name] and time.monotonic() >= deadline:
+                words = processes.last_words(process)
+                log = f"its log ends: {words}" if words else "its log is empty"
+                raise Hung(f"{name}: {step}: no answer within {self._limit:g} s; {log}")
+        return self._heard[name].popleft()
+
+    def _read(self, step: str) -> None:
+        for received in receive(self._socket):
+            name = received.peer.decode("utf-8", "replace")
+            process = self._processes.get(name)
+            pid = peer_pid(received.identity)
+            if process is None or pid not in (None, process.pid):
+                continue  # nobody of ours
+            try:
+                message: ChildMessage = decode(received.frames, FROM_CHILD, max_bytes=limits.MAX_CHILD_HEADER_BYTES)
+            except RemoteProtocolError as error:
+                raise Confused(f"{name}: {step}: it broke the protocol: {error}") from None
+            self._heard[name].append(Heard(message, received.frames[1:]))
+
+    def _reap(self, name: str) -> int | None:
+        process = self._processes.pop(name)
+        if not select.select([process.pidfd], [], [], _END_LIMIT_S)[0]:
+            self.survivors.append(process.pid)
+            with contextlib.suppress(OSError):
+                os.close(process.pidfd)
+            return 0
+        return processes.reap(process)

@@ -1,0 +1,84 @@
+"""`weightd check --load`: each model is loaded in processes as the daemon's, one after another, and let go again.
+
+A holder builds, runs the canary and exports, as at a start. On a card, where a worker may fail at what a holder can
+do, a worker attaches, too. On the CPU it could only do the same again.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from weightd.daemon.config import canary as canary_config
+from weightd.daemon.config.load import ModelConfig
+from weightd.daemon.doctor.trial import trial
+from weightd.daemon.doctor.trial.children import ChildError, Children, Program
+from weightd.daemon.models.budget import MIB
+from weightd.protocol.messages.children import Attached, Built
+
+_log = logging.getLogger("weightd")
+
+# On a disk by convention: a page store is as large as the model, and /tmp often lies in memory.
+_STORES = "/var/tmp"  # noqa: S108 - in a directory of its own
+
+
+def failures(models: Mapping[str, ModelConfig]) -> Iterator[str]:
+    """Load the models, on each of their devices; log how each went, and yield what failed: a text names the model.
+
+    What has been loaded is gone before the next one begins, and when the generator is closed.
+    """
+    tries = [(name, model, device) for name, model in models.items() for device in model.devices]
+    for count, (name, model, device) in enumerate(tries, 1):
+        _log.info("%s on %s: loading, %d of %d", name, device, count, len(tries))
+        begin = time.monotonic()
+        failure, found = _load(model, device, is_shared=model.sharing != "off")
+        if failure and model.sharing == "auto" and device != "cpu":
+            unshared = failure
+            failure, found = _load(model, device, is_shared=False)
+            found = f"weights are not shared: {unshared}"
+        if failure:
+            yield f"models.{name}: does not load on {device}: {failure}"
+        else:
+            _log.info("%s on %s: loaded in %.1f s; %s", name, device, time.monotonic() - begin, found)
+
+
+def _load(model: ModelConfig, device: str, *, is_shared: bool) -> tuple[str, str]:
+    """Return why it failed, "" if it has not, and what was found."""
+    prefix = f"weightd-check-{os.getpid()}-"
+    with tempfile.TemporaryDirectory(prefix=prefix, dir=_STORES) as store:
+        program = Program(
+            model.python,
+            Path(model.path),
+            device,
+            engine=model.engine,
+            threads=model.threads,
+            sharing=is_shared,
+            options=model.mindspore_lite.json(),
+            sample=canary_config.sample(model.canary),
+            tolerance=model.canary_tolerance,
+            store=Path(store),
+        )
+        with Children(program, model.load_timeout, prefix) as children:
+            try:
+                built, attached = trial.load(children, canary_config.plan(model.canary), attaches=device != "cpu")
+            except ChildError as error:
+                return str(error), ""
+        if children.survivors:
+            return f"{', '.join(map(str, children.survivors))} did not end after SIGKILL", ""
+    return _judged(built, attached, must_share=is_shared and device != "cpu")
+
+
+def _judged(built: Built, attached: Attached | None, *, must_share: bool) -> tuple[str, str]:
+    if must_share and not built.handle:
+        return f'the library shares no weights: {built.note or "it gave no handle"}; sharing = "auto" allows that', ""
+    if must_share and not built.canary:
+        return f"no canary: {built.canary_note}; name an input with the key canary, or set sharing to off", ""
+    if attached is not None and attached.canary != built.canary:
+        return "a worker does not give the holder's answer", ""
+    shared = f"{built.shared_bytes / MIB:,.0f} MiB shared" if built.shared_bytes else "nothing shared"
+    without = "" if built.canary else f"no canary: {built.canary_note}"
+    return "", "; ".join(filter(None, (shared, built.note, without)))

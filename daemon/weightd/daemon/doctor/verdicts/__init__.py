@@ -1,0 +1,1 @@
+"""What is made of the facts. No I/O."""

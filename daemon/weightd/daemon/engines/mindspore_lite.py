@@ -1,0 +1,178 @@
+"""The table [models.NAME.mindspore_lite]: what MindSpore Lite can be told, and which of it goes together.
+
+The library ignores in silence what it cannot use, so what would have no effect is refused here, with the reason.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import stat
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from weightd.daemon.config import tables
+from weightd.protocol import limits
+from weightd.protocol.schema import FieldError, boolean, integer, many, one_of, plain
+
+_PATH = tables.path(limits.MAX_PATH_BYTES, empty=True)
+_PRECISIONS = ("enforce_fp32", "preferred_fp32", "enforce_fp16", "enforce_origin", "preferred_optimal")
+_DEC_MODES = ("AES-GCM", "AES-CBC", "SM4-CBC")
+_FILES = ("config_file", "rank_table_file", "dec_key_file")
+
+# The library reads them from its configuration file, too; who shares what is weightd's to say.
+_SHARING_KEYS = ("shareable_weight_pid_list", "shareable_weight_mem_handle")
+
+
+@dataclass(frozen=True)
+class MindSporeLiteOptions:
+    """The table [models.NAME.mindspore_lite]."""
+
+    provider: str = field(default="", metadata=one_of(["", "ge"]))
+    """On Ascend: "ge" runs the model by the graph engine, which shares no weights. Default: ACL, which can."""
+
+    precision_mode: str = field(default="", metadata=one_of(["", *_PRECISIONS]))
+    """On Ascend: how exactly to compute. Default: the library's, enforce_fp16."""
+
+    thread_affinity_mode: int = field(default=0, metadata=integer(0, 2))
+    """On the CPU: 1 binds threads to the fast cores first, 2 to the slow ones. Default: 0, they are not bound."""
+
+    thread_affinity_cores: tuple[int, ...] = field(default=(), metadata=many(integer(0, 65535), 4096))
+    """On the CPU: the cores that threads are bound to. Default: none."""
+
+    inter_op_parallel: int = field(default=0, metadata=integer(0, 1024))
+    """On the CPU: operators that run at once. Default: 0, the library's choice."""
+
+    config_file: str = field(default="", metadata=_PATH)
+    """A configuration file of the library's own, absolute or relative to this file."""
+
+    rank_table_file: str = field(default="", metadata=_PATH)
+    """On Ascend with provider "ge": the table of a model that is spread over cards."""
+
+    dec_key_file: str = field(default="", metadata=_PATH)
+    """The key of an encrypted model: all bytes of this file, which only weightd's user or root may read (mode 0600)."""
+
+    dec_mode: str = field(default="AES-GCM", metadata=one_of(_DEC_MODES))
+    """The cipher of an encrypted model."""
+
+    variable_weights: bool = field(default=False, metadata=boolean())
+    """On Ascend: the model was converted so that its weights can be changed. Such a model shares no weights."""
+
+    def json(self) -> str:
+        """Return what differs from the defaults, as a worker takes it; of files, only their paths."""
+        default = MindSporeLiteOptions()
+        given = {key: value for key, value in plain(self).items() if getattr(self, key) != getattr(default, key)}
+        return json.dumps(given, sort_keys=True)
+
+
+def complete(options: MindSporeLiteOptions, base: Path) -> MindSporeLiteOptions:
+    """Return `options` with paths that are absolute; `base` is what they are relative to."""
+    paths: dict[str, Any] = {key: getattr(options, key) for key in _FILES}
+    paths = {key: str(base / path) if path else "" for key, path in paths.items()}
+    return dataclasses.replace(options, **paths)
+
+
+def check(options: MindSporeLiteOptions, engine: str, devices: Sequence[str], sharing: str) -> Iterator[FieldError]:
+    """Yield what does not go together, without a look at any file; the path is as seen from the model's table.
+
+    Args:
+        options: of one model.
+        engine: that the model has.
+        devices: that the model runs on: "cpu", or cards.
+        sharing: "on" where the weights have to be shared; otherwise what prevents it is allowed.
+    """
+    if engine != "mindspore_lite" and options != MindSporeLiteOptions():
+        yield FieldError(f"the model's engine is {engine}").at(".mindspore_lite")
+        return
+    on_cards = any(device != "cpu" for device in devices)
+    for key, reason in (
+        *(_without_effect_on_cards(options) if on_cards else _without_effect_on_the_cpu(options)),
+        *_without_effect(options),
+        *(_not_shared(options) if on_cards and sharing == "on" else ()),
+    ):
+        yield _refused(key, reason)
+
+
+def check_files(options: MindSporeLiteOptions) -> Iterator[FieldError]:
+    """Look at the files that the options name, of the key not at its content, and yield what is wrong, as `check`."""
+    for key in _FILES:
+        path: str = getattr(options, key)
+        if path:
+            try:
+                _check_file(key, Path(path))
+            except FieldError as error:
+                yield error
+            except OSError as error:
+                yield _refused(key, f"{path}: {error.strerror}")
+
+
+_Problem = tuple[str, str]
+
+
+def _without_effect_on_the_cpu(options: MindSporeLiteOptions) -> Iterator[_Problem]:
+    for key in ("provider", "precision_mode", "rank_table_file", "variable_weights"):
+        if getattr(options, key):
+            yield key, "it has no effect on the cpu, only on a card"
+
+
+def _without_effect_on_cards(options: MindSporeLiteOptions) -> Iterator[_Problem]:
+    for key in ("thread_affinity_mode", "thread_affinity_cores", "inter_op_parallel"):
+        if getattr(options, key):
+            yield key, "it has no effect on a card, only on the cpu"
+    if options.rank_table_file and options.provider != "ge":
+        yield "rank_table_file", 'only the provider "ge" reads it'
+
+
+def _without_effect(options: MindSporeLiteOptions) -> Iterator[_Problem]:
+    if options.thread_affinity_mode and options.thread_affinity_cores:
+        yield "thread_affinity_mode", "it has no effect beside thread_affinity_cores"
+    if options.dec_mode != "AES-GCM" and not options.dec_key_file:
+        yield "dec_mode", "it has no effect without dec_key_file"
+
+
+def _not_shared(options: MindSporeLiteOptions) -> Iterator[_Problem]:
+    remedy = 'set sharing = "off"'
+    if options.provider == "ge":
+        yield "provider", f'weights cannot be shared with the provider "ge": it exports none; {remedy}'
+    if options.dec_key_file:
+        yield "dec_key_file", f"the weights of an encrypted model cannot be shared: the library exports none; {remedy}"
+    if options.variable_weights:
+        yield "variable_weights", f"weights that can be changed cannot be shared: the library exports none; {remedy}"
+
+
+def _check_file(key: str, path: Path) -> None:
+    # The key must be this very file: a link's target has another owner and mode.
+    status = path.lstat() if key == "dec_key_file" else path.stat()
+    if not stat.S_ISREG(status.st_mode):
+        raise _refused(key, f"{path}: expected a regular file")
+    if key == "dec_key_file":
+        _check_private(key, path, status)
+    elif key == "config_file":
+        _check_config(key, path)
+    else:
+        with path.open("rb"):
+            pass
+
+
+def _check_private(key: str, path: Path, status: os.stat_result) -> None:
+    mode = stat.S_IMODE(status.st_mode)
+    if mode not in (0o600, 0o400):
+        raise _refused(key, f"{path}: expected mode 0600 or 0400, got {mode:04o}")
+    if status.st_uid not in (0, os.geteuid()):
+        raise _refused(key, f"{path}: expected a file of this user or root, got one of uid {status.st_uid}")
+    if status.st_size == 0:
+        raise _refused(key, f"{path}: the file is empty")
+
+
+def _check_config(key: str, path: Path) -> None:
+    for line in path.read_text("utf-8", "replace").splitlines():
+        name = line.partition("=")[0].strip()
+        if name in _SHARING_KEYS:
+            raise _refused(key, f"{path}: {name} is set by weightd; remove it from the file")
+
+
+def _refused(key: str, reason: str) -> FieldError:
+    return FieldError(reason).at(f".mindspore_lite.{key}")

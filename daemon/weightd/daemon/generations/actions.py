@@ -1,0 +1,66 @@
+"""What a generation wants done. It decides; the server does."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from weightd.protocol.messages.children import Allow, Attach, Build, Probe, Settle, Stop
+
+
+class Role(enum.Enum):
+    """What a child is for."""
+
+    HOLDER = "holder"
+    WORKER = "worker"
+
+
+@dataclass(frozen=True)
+class Pin:
+    """Have a snapshot of the source: a digested copy of its files; answer with `pinned` or `failed`."""
+
+
+@dataclass(frozen=True)
+class Spawn:
+    """Start a child."""
+
+    name: str
+    role: Role
+
+
+@dataclass(frozen=True)
+class Send:
+    """Send an order to a child."""
+
+    name: str
+    order: Build | Probe | Allow | Attach | Settle | Stop
+
+
+@dataclass(frozen=True)
+class Kill:
+    """Kill a child that has not left when it should have; `abort`: in a way that leaves its stacks in its log."""
+
+    name: str
+    abort: bool = False
+
+
+@dataclass(frozen=True)
+class Enlist:
+    """The worker may be given requests from now on."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Dismiss:
+    """The worker gets no further request; what it still has is its own to answer, or lost."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Forget:
+    """Nothing is left of the generation: its files can go."""
+
+
+Action = Pin | Spawn | Send | Kill | Enlist | Dismiss | Forget

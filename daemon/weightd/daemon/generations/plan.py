@@ -1,0 +1,82 @@
+"""What a generation is to be: what it loads, and what the configuration says about it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from weightd.protocol.messages.children import Cases
+
+# How long a driver takes to clean up after a killed process is not known. What has no room at all is told after that.
+_ROOM_TIMEOUT_S = 30.0
+
+
+@dataclass(frozen=True)
+class Canary:
+    """What a holder is told of the canary before it builds; the fields are those of `Build`.
+
+    Attributes:
+        search: whether it looks for one.
+        cases: what worked before, or was configured.
+        unfit: what did not.
+    """
+
+    search: bool = True
+    cases: Cases = ()
+    unfit: Cases = ()
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the model's configuration says about a generation.
+
+    Attributes:
+        workers: how many take requests.
+        load_timeout: seconds that one build or attach may take, and, if it is more than a minute, what comes before.
+        spares: how many more are attached, and take requests only when another one is lost.
+        sharing: whether the weights are shared; else every worker loads its own.
+        outlives_holder: whether workers may go on where the engine says that its memory dies with the holder, but
+            the driver counts references.
+        predict_timeout: seconds that one predict may take.
+        canary: what is known of it where no generation has found out more.
+    """
+
+    workers: int
+    load_timeout: float
+    spares: int = 0
+    sharing: bool = True
+    outlives_holder: bool = False
+    predict_timeout: float = 60.0
+    canary: Canary = Canary()
+
+    @property
+    def room_timeout(self) -> float:
+        """Seconds for which a start that finds no room on a card is tried again: what has ended gives it back late."""
+        return min(_ROOM_TIMEOUT_S, self.load_timeout)
+
+    def private(self) -> Limits:
+        """Return the same without sharing."""
+        return replace(self, sharing=False)
+
+    @property
+    def attached(self) -> int:
+        """How many processes attach."""
+        return self.workers + self.spares
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a generation loads.
+
+    Attributes:
+        path: the model file.
+        weights: a file of arrays that every process loads over the model's weights, or "".
+        number: tells sources of one path apart: the file may have been replaced. All generations of one source load
+            the same bytes.
+    """
+
+    path: str
+    weights: str = ""
+    number: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.path} with {self.weights}" if self.weights else self.path

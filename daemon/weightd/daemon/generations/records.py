@@ -1,0 +1,74 @@
+"""What is written down of a generation that serves, for the daemon that will take it over."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from weightd.daemon.generations.actions import Role
+from weightd.protocol import limits
+from weightd.protocol.messages.children import Built, Hello
+from weightd.protocol.schema import boolean, integer, many, one_of, record, text
+
+_NAME = text(limits.MAX_PATH_BYTES)
+_PATH = text(limits.MAX_PATH_BYTES, empty=True)
+_WORDS = text(limits.MAX_TEXT_BYTES, empty=True)
+_COUNT = integer(0, limits.MAX_COUNT)
+
+
+@dataclass(frozen=True)
+class ChildRecord:
+    """A holder that holds, or a worker that is READY. `shared_bytes` and `note` are what it said of its weights."""
+
+    name: str = field(metadata=_NAME)
+    role: str = field(metadata=one_of([role.value for role in Role]))
+    hello: Hello = field(metadata=record(Hello))
+    shared_bytes: int = field(metadata=_COUNT)
+    note: str = field(metadata=_WORDS)
+
+
+@dataclass(frozen=True)
+class SealRecord:
+    """What the page store was when the holder had exported it."""
+
+    size: int = field(metadata=_COUNT)
+    mtime_ns: int = field(metadata=_COUNT)
+
+
+@dataclass(frozen=True)
+class GenerationRecord:
+    """A generation that serves. The fields are those of `Generation`; `source` is the number of its source."""
+
+    number: int = field(metadata=_COUNT)
+    source: int = field(metadata=_COUNT)
+    device: str = field(metadata=_NAME)
+    sharing: bool = field(metadata=boolean())
+    sha256: str = field(metadata=_NAME)
+    frozen: bool = field(metadata=boolean())
+    closed: str = field(metadata=_WORDS)
+    process_bytes: int = field(metadata=_COUNT)
+    serial: int = field(metadata=_COUNT)
+    built: Built = field(metadata=record(Built))
+    children: tuple[ChildRecord, ...] = field(metadata=many(record(ChildRecord), limits.MAX_PIDS + 1))
+    seal: SealRecord | None = field(default=None, metadata=record(SealRecord))
+
+
+@dataclass(frozen=True)
+class SourceRecord:
+    """A source, and its snapshot."""
+
+    number: int = field(metadata=_COUNT)
+    path: str = field(metadata=_NAME)
+    weights: str = field(metadata=_PATH)
+    snapshot: str = field(metadata=_NAME)
+    snapshot_weights: str = field(metadata=_PATH)
+    sha256: str = field(metadata=_NAME)
+    nbytes: int = field(metadata=_COUNT)
+
+
+@dataclass(frozen=True)
+class DeviceRecord:
+    """What a card has said: bytes that were free before the first model, and after the last process; None: nothing."""
+
+    name: str = field(metadata=_NAME)
+    capacity: int | None = field(default=None, metadata=_COUNT)
+    free: int | None = field(default=None, metadata=_COUNT)

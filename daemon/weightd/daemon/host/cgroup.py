@@ -1,0 +1,210 @@
+"""What the kernel lets the service take of memory: the limits of the control group that the daemon lives in.
+
+In version 2 of control groups, in version 1, and where both are in use (hybrid), one of which has the memory. All of it
+is text in files, which may be missing or be something else than this knows: then what they would say is unknown.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path, PurePosixPath
+from typing import NamedTuple, TypeVar
+
+from weightd.protocol.limits import MAX_COUNT
+from weightd.protocol.messages.status import MemoryLimit
+
+T = TypeVar("T")
+
+# Version 1 writes "none" as the largest number of whole pages, which depends on their size; no host has an exbibyte.
+_NO_LIMIT = 2**60
+
+_NUMBER = re.compile(r"[0-9]{1,19}")
+
+_PRESSURE = re.compile(
+    r"some avg10=(?P<percent>[0-9]{1,3}\.[0-9]{2}) avg60=[0-9]{1,3}\.[0-9]{2} avg300=[0-9]{1,3}\.[0-9]{2} total=[0-9]+"
+)
+
+# See proc_pid_mountinfo(5): six fields, any number of optional ones, a hyphen, three fields.
+_MOUNT = re.compile(
+    r"[0-9]+ [0-9]+ [0-9]+:[0-9]+ (?P<root>[^ ]+) (?P<point>[^ ]+) [^ ]+(?: [^ ]+)*? - "
+    r"(?P<kind>cgroup2?) [^ ]* (?P<options>[^ ]+)"
+)
+_ESCAPE = re.compile(r"\\([0-7]{3})")
+
+
+class Group(NamedTuple):
+    """A control group: where its hierarchy is mounted, which it is below there, and whether it is of version 2."""
+
+    mount: Path
+    below: PurePosixPath
+    unified: bool
+
+    @property
+    def lineage(self) -> list[Path]:
+        """Its directory, and those above it as far as they can be seen: what is limited there is limited here."""
+        return [self.mount / each for each in (self.below, *self.below.parents)]
+
+
+def memory(proc: Path = Path("/proc/self")) -> MemoryLimit | None:
+    """Return what the process's control group takes and may take; None where it is not known.
+
+    Args:
+        proc: the directory of the process in /proc.
+    """
+    membership, mountinfo = _text(proc / "cgroup"), _text(proc / "mountinfo")
+    group = locate(membership, mountinfo) if membership is not None and mountinfo is not None else None
+    if group is None:
+        return None
+    return _unified(_charged(group.lineage)) if group.unified else _legacy(group.lineage)
+
+
+def locate(membership: str, mountinfo: str) -> Group | None:
+    """Return the control group that has the memory, from /proc/PID/cgroup and /proc/PID/mountinfo; None if not seen.
+
+    The path in the first is seen from the root of the namespace, and so is the root of a mount in the second: what is
+    mounted may begin further down (a container without a namespace of its own), or outside ("/..").
+    """
+    found = _membership(membership)
+    if found is None:
+        return None
+    path, unified = found
+    groups = [Group(Path(point), below, unified) for point, below in _places(mountinfo, path, unified=unified)]
+    # Of several, the one that shows most of what is above.
+    return max(groups, key=lambda group: len(group.below.parts), default=None)
+
+
+def _membership(text: str) -> tuple[PurePosixPath, bool] | None:
+    """The path of the group, and whether it is of version 2."""
+    unified: str | None = None
+    for line in text.removesuffix("\n").split("\n"):
+        hierarchy, *rest = line.split(":", 2)
+        if len(rest) != 2:
+            return None
+        controllers, path = rest
+        if "memory" in controllers.split(","):
+            return PurePosixPath(path), False
+        if (hierarchy, controllers) == ("0", ""):
+            unified = path
+    return None if unified is None else (PurePosixPath(unified), True)
+
+
+def _places(mountinfo: str, path: PurePosixPath, *, unified: bool) -> Iterator[tuple[str, PurePosixPath]]:
+    """Yield each mount point under which the group is, and its path from there."""
+    for line in mountinfo.split("\n"):
+        mount = _MOUNT.fullmatch(line)
+        if mount is None or (mount["kind"] == "cgroup2") != unified:
+            continue
+        if not unified and "memory" not in mount["options"].split(","):
+            continue
+        root = _unescaped(mount["root"])
+        if path.is_relative_to(root) and ".." not in path.relative_to(root).parts:
+            yield _unescaped(mount["point"]), path.relative_to(root)
+
+
+def _unescaped(text: str) -> str:
+    return _ESCAPE.sub(lambda match: chr(int(match[1], 8)), text)
+
+
+def _charged(lineage: list[Path]) -> list[Path]:
+    """A group without the memory controller takes its memory from the next one above that has it."""
+    for index, directory in enumerate(lineage):
+        controllers = _text(directory / "cgroup.controllers")
+        if controllers is None:
+            break
+        if "memory" in controllers.split():
+            return lineage[index:]
+    return []
+
+
+def _unified(lineage: list[Path]) -> MemoryLimit | None:
+    # The root of the host has no memory.current: what it has (its pressure) is not the service's.
+    usage = _read(lineage[0] / "memory.current", _number) if lineage else None
+    if usage is None:
+        return None
+    return MemoryLimit(
+        usage_bytes=usage,
+        limit_bytes=_smallest(_text(each / "memory.max") for each in lineage),
+        high_bytes=_smallest(_text(each / "memory.high") for each in lineage),
+        oom_kills=_read(lineage[0] / "memory.events", _oom_kills),
+        pressure_percent=_read(lineage[0] / "memory.pressure", _pressure),
+    )
+
+
+def _legacy(lineage: list[Path]) -> MemoryLimit | None:
+    usage = _read(lineage[0] / "memory.usage_in_bytes", _number)
+    if usage is None:
+        return None
+    limits = [_text(each / "memory.limit_in_bytes") for each in lineage]
+    # Where the groups above are not mounted, the kernel still says what they leave.
+    above = _read(lineage[0] / "memory.stat", _hierarchical_limit)
+    return MemoryLimit(
+        usage_bytes=usage,
+        limit_bytes=_smallest([*limits, None if above is None else str(above)]),
+        oom_kills=_read(lineage[0] / "memory.oom_control", _oom_kills),
+    )
+
+
+# --- the texts --------------------------------------------------------------------------------------------------
+
+
+def _text(path: Path) -> str | None:
+    try:
+        return path.read_text("utf-8", "surrogateescape")
+    except (OSError, ValueError):
+        return None
+
+
+def _read(path: Path, parse: Callable[[str], T]) -> T | None:
+    """What the file says; None if it cannot be read, or says something else."""
+    text = _text(path)
+    try:
+        return None if text is None else parse(text)
+    except ValueError:
+        return None
+
+
+def _smallest(texts: Iterable[str | None]) -> int | None:
+    """The smallest of several limits; a file that is not there limits nothing, one that says anything else might."""
+    try:
+        limits = [_limit(text) for text in texts if text is not None]
+    except ValueError:
+        return None
+    return min((limit for limit in limits if limit < _NO_LIMIT), default=None)
+
+
+def _limit(text: str) -> int:
+    return _NO_LIMIT if text == "max\n" else _number(text)
+
+
+def _number(text: str) -> int:
+    """A number of bytes, or a count; beyond what a status can carry it is none."""
+    digits = text.removesuffix("\n")
+    if not _NUMBER.fullmatch(digits) or int(digits) > MAX_COUNT:
+        raise ValueError(text)
+    return int(digits)
+
+
+def _oom_kills(text: str) -> int:
+    return _entry(text, "oom_kill")
+
+
+def _hierarchical_limit(text: str) -> int:
+    return _entry(text, "hierarchical_memory_limit")
+
+
+def _entry(text: str, key: str) -> int:
+    """The number behind the key, in a file with one such pair a line."""
+    pairs = [line.partition(" ") for line in text.split("\n")]
+    values = [value for name, _, value in pairs if name == key]
+    if len(values) != 1:
+        raise ValueError(f"{key} stands there {len(values)} times")
+    return _number(values[0])
+
+
+def _pressure(text: str) -> float:
+    """The share of the last ten seconds in which some process waited for memory, in percent."""
+    match = _PRESSURE.fullmatch(text.partition("\n")[0])
+    if match is None or float(match["percent"]) > 100:
+        raise ValueError(text)
+    return float(match["percent"])

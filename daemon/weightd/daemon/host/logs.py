@@ -1,0 +1,91 @@
+"""The daemon's log: on stderr an event is one line, in the journal one entry."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from types import TracebackType
+
+from weightd.daemon.host import journal
+from weightd.shared.journal import prefixed, to_journal
+
+_log = logging.getLogger("weightd")
+
+_STDERR = 2
+
+# Levels, from the most severe, and the priorities of syslog that they are: see sd-daemon(3).
+_PRIORITIES = ((logging.ERROR, 3), (logging.WARNING, 4), (logging.INFO, 6))
+_DEBUG = 7
+
+# Of a record: what the event is about.
+_FIELDS = "journal_fields"
+
+
+def set_up(level: int) -> None:
+    """Log to stderr, from this level on."""
+    handler: logging.Handler
+    if to_journal(os.environ, _STDERR):
+        handler = JournalHandler(journal.Journal(journal.ADDRESS))
+        sys.excepthook = _crashed
+    else:
+        handler = logging.StreamHandler(sys.stderr)
+        handler.setFormatter(LineFormatter("%(asctime)s %(levelname)-7s %(message)s"))
+    logging.basicConfig(level=level, handlers=[handler])
+
+
+def complain(text: str) -> None:
+    """Say on stderr why the command ends, or what it has found: one line, whatever names it holds."""
+    line = flat(f"weightd: {text}")
+    print(prefixed(line, _priority(logging.ERROR)) if to_journal(os.environ, _STDERR) else line, file=sys.stderr)
+
+
+def flat(text: str) -> str:
+    """Return foreign text on one line, and without what could play tricks on a terminal."""
+    lines = (line.strip() for line in text.replace("\t", " ").splitlines())
+    return "".join(each if each.isprintable() else repr(each)[1:-1] for each in " | ".join(filter(None, lines)))
+
+
+def _priority(level: int) -> int:
+    return next((priority for least, priority in _PRIORITIES if level >= least), _DEBUG)
+
+
+class LineFormatter(logging.Formatter):
+    """An event is one line, whatever was said by others in it; only a traceback follows on lines of its own."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: D102, N802 - the name is logging's
+        return flat(super().formatMessage(record))
+
+
+class JournalHandler(logging.Handler):
+    """Gives each event to the journal, with what it is about as fields; where that cannot be, to stderr by lines."""
+
+    def __init__(self, to: journal.Journal) -> None:
+        super().__init__()
+        self._journal = to
+        # Time and level are fields there and not part of the text.
+        self.setFormatter(LineFormatter("%(message)s"))
+
+    def emit(self, record: logging.LogRecord) -> None:  # noqa: D102
+        text = self.format(record)
+        priority = _priority(record.levelno)
+        fields = {"MESSAGE": text, "PRIORITY": str(priority), "SYSLOG_IDENTIFIER": "weightd"}
+        try:
+            self._journal.write({**fields, **getattr(record, _FIELDS, {})})
+        except OSError:
+            print(prefixed(text, priority), file=sys.stderr, flush=True)
+
+    def close(self) -> None:  # noqa: D102
+        self._journal.close()
+        super().close()
+
+
+def about(model: str, generation: int | None = None, child: str = "") -> dict[str, dict[str, str]]:
+    """Return `extra` of an event: what it is about, for who asks the journal."""
+    fields = {"MODEL": model, "GENERATION": "" if generation is None else str(generation), "CHILD": child}
+    return {_FIELDS: {name: value for name, value in fields.items() if value}}
+
+
+def _crashed(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Log what nobody has caught: Python would print it without a priority."""
+    _log.critical("weightd fails", exc_info=(kind, error, trace))

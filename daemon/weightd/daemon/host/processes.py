@@ -1,0 +1,126 @@
+"""The daemon's children: started, watched by pidfd, killed and waited for."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from weightd.shared.parent import without_interrupts
+
+# Of a log that may be long, this much tells the cause.
+_TAIL_BYTES = 4096
+_TAIL_LINES = 6
+
+# How Python's faulthandler begins a dump.
+_DUMP = "Fatal Python error"
+
+# PF_EXITING of the kernel's include/linux/sched.h, in the seventh field after the name in /proc/PID/stat.
+_EXITING = 0x4
+_FLAGS = 6
+
+
+@dataclass(frozen=True)
+class Process:
+    """A child, of this process or of its keeper.
+
+    Attributes:
+        pid: of the process.
+        pidfd: becomes readable when it has exited.
+        log: where its stdout and stderr go.
+        wait: waits for its end, once; returns its exit status (negative: the signal), None if nobody knows it.
+    """
+
+    pid: int
+    pidfd: int
+    log: Path
+    wait: Callable[[], int | None]
+
+
+def start(argv: Sequence[str], log: Path, environment: Mapping[str, str] | None = None) -> Process:
+    """Start a child in a session of its own, so that a terminal's Ctrl-C reaches the daemon alone.
+
+    It is born with SIGINT blocked: see `parent.without_interrupts`.
+
+    Args:
+        argv: the command.
+        log: where its output goes.
+        environment: all of it; None for that of this process.
+
+    Raises:
+        OSError: it cannot be started.
+    """
+    with log.open("ab") as output, without_interrupts():
+        popen = subprocess.Popen(
+            argv,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            env=environment,
+            start_new_session=True,
+        )
+    try:
+        return Process(popen.pid, os.pidfd_open(popen.pid), log, popen.wait)
+    except OSError:
+        # Nobody could watch it.
+        popen.kill()
+        popen.wait()
+        raise
+
+
+def kill(process: Process, number: signal.Signals = signal.SIGKILL) -> None:
+    """Send the child a signal; its pidfd tells when it is gone. The pidfd cannot hit another process by mistake."""
+    with contextlib.suppress(ProcessLookupError):
+        signal.pidfd_send_signal(process.pidfd, number)
+
+
+def lives(process: Process) -> bool:
+    """Return whether the child is neither gone nor going.
+
+    A process that exits gives its memory and its descriptors back first, and its pidfd tells afterwards: on a busy
+    machine many milliseconds later. Whoever depends on what it held has to know before, and the kernel marks it before.
+    """
+    is_exiting = False
+    try:
+        stat = Path(f"/proc/{process.pid}/stat").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    except OSError:
+        pass  # no descriptor is left to ask with: the pidfd has to do
+    else:
+        # The name, in parentheses, may hold anything.
+        is_exiting = bool(int(stat[stat.rindex(b")") + 2 :].split()[_FLAGS]) & _EXITING)
+    # Asked last: as long as it has not been waited for, its pid is its own.
+    return not is_exiting and not _has_exited(process.pidfd)
+
+
+def _has_exited(pidfd: int) -> bool:
+    # Not select(2): a daemon with a thousand clients has descriptors that it cannot take.
+    readable = select.poll()
+    readable.register(pidfd, select.POLLIN)
+    return bool(readable.poll(0))
+
+
+def reap(process: Process) -> int | None:
+    """Wait for a child whose pidfd is readable; return its exit status (negative: the signal), None if nobody knows."""
+    os.close(process.pidfd)
+    return process.wait()
+
+
+def last_words(process: Process) -> str:
+    """Return the end of the child's log, on one line."""
+    try:
+        with process.log.open("rb") as log:
+            log.seek(max(0, os.fstat(log.fileno()).st_size - _TAIL_BYTES))
+            text = log.read().decode("utf-8", "replace")
+    except OSError:
+        return ""
+    lines = [" ".join(line.split()) for line in text.splitlines() if line.strip()]
+    # The last lines tell most; of a dump of stacks it is the first ones that tell where it was.
+    dump = next((index for index, line in enumerate(lines) if line.startswith(_DUMP)), len(lines))
+    return " | ".join(lines[:dump][-_TAIL_LINES:] + lines[dump:][:_TAIL_LINES])

@@ -1,0 +1,233 @@
+"""The daemon's two ROUTER sockets, and how messages are read from and written to them."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import socket as sockets
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import zmq
+
+from weightd.daemon.clients.connections import credentials
+from weightd.daemon.continuity.claim import ClaimError
+from weightd.protocol import limits, multipart
+
+# A wake-up reads at most this many messages, so that one busy socket cannot starve the other.
+BATCH = 64
+
+# Owner and group may connect: who is in the group is the operator's decision.
+_CLIENTS_UMASK = 0o117
+_CHILDREN_UMASK = 0o177
+
+# The kernel finds out within a minute that the host of a TCP client is gone. On a unix socket it knows at once.
+_KEEPALIVE = {zmq.TCP_KEEPALIVE: 1, zmq.TCP_KEEPALIVE_IDLE: 30, zmq.TCP_KEEPALIVE_INTVL: 10, zmq.TCP_KEEPALIVE_CNT: 3}
+
+# Requests of one client that wait to be read, whatever their size; one that sends faster waits in its own socket.
+_CLIENT_RCVHWM = 64
+
+# Who has not said by then what it speaks is hung up by the library.
+HANDSHAKE_MS = 5000
+
+# The last answers of a daemon that stops get this long to leave.
+LINGER_MS = 1000
+
+# How the library writes what the kernel says of a unix peer. A TCP peer's address has other parts between its colons.
+_UNIX_PEER = re.compile(r"localhost:(?P<uid>[0-9]{1,10}):(?P<gid>[0-9]{1,10}):(?P<pid>[0-9]{1,10})")
+
+_libc = ctypes.CDLL(None)
+
+
+class Received(NamedTuple):
+    """A message: who sent it, the header and the tensor frames, and the peer's pid where the kernel told it."""
+
+    peer: bytes
+    frames: Sequence[Any]
+    identity: zmq.Frame
+
+
+def addresses(descriptors: Sequence[int]) -> list[str]:
+    """Return where these listening sockets listen, as ZeroMQ writes it.
+
+    Raises:
+        ClaimError: one is of a kind that ZeroMQ has no address for.
+    """
+    return [_address(descriptor) for descriptor in descriptors]
+
+
+def _address(descriptor: int) -> str:
+    try:
+        listener = sockets.socket(fileno=descriptor)
+    except OSError as error:
+        raise ClaimError(f"descriptor {descriptor}, which was passed, is no socket: {error.strerror}") from None
+    try:
+        name: Any = listener.getsockname()
+        stream = listener.type == sockets.SOCK_STREAM
+        if stream and listener.family == sockets.AF_UNIX and isinstance(name, str) and name:
+            return f"ipc://{name}"
+        if stream and listener.family == sockets.AF_INET:
+            return f"tcp://{name[0]}:{name[1]}"
+        if stream and listener.family == sockets.AF_INET6:
+            return f"tcp://[{name[0]}]:{name[1]}"
+    finally:
+        listener.detach()
+    raise ClaimError(f"descriptor {descriptor}, which was passed: expected a stream socket with a path or a port")
+
+
+def bind(
+    context: zmq.Context[zmq.Socket[bytes]],
+    address: str,
+    *,
+    clients: bool,
+    descriptors: Sequence[int] = (),
+    max_frame_bytes: int = limits.MAX_FRAME_BYTES,
+) -> zmq.Socket[bytes]:
+    """Return a ROUTER socket bound to `address`.
+
+    Args:
+        context: makes it.
+        address: where to listen.
+        clients: whether they are clients that will connect, or children.
+        descriptors: sockets that listen already, one of them at `address`: the socket accepts from all of them, and
+            closes them in the end. They no longer block, in any process that holds them.
+        max_frame_bytes: a peer that announces a larger frame is hung up before there is memory for it.
+
+    Raises:
+        ClaimError: the address cannot be bound.
+    """
+    _seed()
+    socket = context.socket(zmq.ROUTER)
+    socket.setsockopt(zmq.LINGER, LINGER_MS)
+    socket.setsockopt(zmq.MAXMSGSIZE, min(max_frame_bytes, limits.MAX_FRAME_BYTES))
+    # A peer that is gone is an error here, not a silent drop.
+    socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+    if clients:
+        socket.setsockopt(zmq.RCVHWM, _CLIENT_RCVHWM)
+        socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
+        for option, value in _KEEPALIVE.items():
+            socket.setsockopt(option, value)
+    try:
+        if descriptors:
+            _accept(socket, descriptors)
+        else:
+            listen(socket, address, clients=clients)
+    except ClaimError:
+        socket.close(linger=0)
+        raise
+    return socket
+
+
+def _seed() -> None:
+    """Let nobody know which routing ids the next ROUTER socket will give.
+
+    libzmq 4.3.5 counts them up from a number of rand(), which it never seeds, and aborts the process when one that it
+    gives is taken: by a peer that has announced it as its own.
+    """
+    _libc.srand(int.from_bytes(os.urandom(4), "little"))
+
+
+def _accept(socket: zmq.Socket[bytes], descriptors: Sequence[int]) -> None:
+    for address, descriptor in zip(addresses(descriptors), descriptors, strict=True):
+        if address.startswith("tcp://["):
+            socket.setsockopt(zmq.IPV6, 1)
+        # libzmq's I/O thread accepts when the kernel says that somebody is there. Where another process, or a socket
+        # that is being closed, was faster, an accept that blocks would hold up the thread until the next one comes.
+        os.set_blocking(descriptor, False)
+        socket.setsockopt(zmq.USE_FD, descriptor)
+        try:
+            socket.bind(address)
+        except zmq.ZMQError as error:
+            raise ClaimError(f"cannot accept connections to {address}: {error.strerror}") from None
+
+
+def listen(socket: zmq.Socket[bytes], address: str, *, clients: bool) -> None:
+    """Bind `socket`.
+
+    Raises:
+        ClaimError: the address cannot be bound.
+    """
+    # The permissions of a unix socket are what the umask leaves: they are right from its first moment.
+    umask = os.umask(_CLIENTS_UMASK if clients else _CHILDREN_UMASK)
+    try:
+        socket.bind(address)
+    except zmq.ZMQError as error:
+        raise ClaimError(f"cannot listen on {address}: {error.strerror}") from None
+    finally:
+        os.umask(umask)
+
+
+def receive(socket: zmq.Socket[bytes]) -> Iterator[Received]:
+    """Yield the messages that wait, at most a batch. Large tensor frames are not copied."""
+    for _ in range(BATCH):
+        try:
+            identity, *frames = multipart.receive(socket, multipart.NOBLOCK)
+        except zmq.Again:
+            return
+        yield Received(identity.bytes, [multipart.content(frame) for frame in frames], identity)
+        # Cheaper than the exception of a read that finds nothing.
+        if not int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+            return
+
+
+def send(socket: zmq.Socket[bytes], peer: bytes, frames: Sequence[Any]) -> bool:
+    """Send without waiting; return whether the peer could be reached. Large frames pass on uncopied."""
+    try:
+        multipart.send(socket, [peer, *frames], multipart.NOBLOCK)
+    except zmq.ZMQError as error:
+        _check_unreachable(error)
+        return False
+    return True
+
+
+def send_tracked(
+    socket: zmq.Socket[bytes], peer: bytes, frames: Sequence[Any]
+) -> list[tuple[zmq.MessageTracker, int]] | None:
+    """Send as `send` does; return a tracker for each large frame with its bytes, or None if the peer is unreachable."""
+    try:
+        return multipart.send_tracked(socket, [peer, *frames], multipart.NOBLOCK)
+    except zmq.ZMQError as error:
+        _check_unreachable(error)
+        return None
+
+
+def send_marked(socket: zmq.Socket[bytes], peer: bytes, frames: Sequence[Any]) -> zmq.MessageTracker | None:
+    """Send small frames as `send` does; return a tracker that is done once the first is written, or None."""
+    try:
+        return multipart.send_marked(socket, [peer, *frames], multipart.NOBLOCK)
+    except zmq.ZMQError as error:
+        _check_unreachable(error)
+        return None
+
+
+def _check_unreachable(error: zmq.ZMQError) -> None:
+    """Raise the error again unless it says that there is no such peer, or that a thousand messages wait for it."""
+    if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
+        raise error
+
+
+def peer_pid(identity: zmq.Frame) -> int | None:
+    """Return the pid of the process behind a unix socket, as the kernel knows it (SO_PEERCRED)."""
+    peer = _unix_peer(identity)
+    return int(peer["pid"]) if peer is not None else None
+
+
+def peer_uid(identity: zmq.Frame) -> int | None:
+    """Return the user of the process behind a unix socket, as the kernel knows it.
+
+    None for TCP, and once the connection has ended: then the property may be what the peer says of itself, for the
+    library reads it from the connection some moments after that was accepted.
+    """
+    peer = _unix_peer(identity)
+    if peer is None:
+        return None
+    known = credentials(int(identity.get(zmq.SRCFD)))
+    return known.uid if known is not None and known.uid == int(peer["uid"]) else None
+
+
+def _unix_peer(identity: zmq.Frame) -> re.Match[str] | None:
+    try:
+        return _UNIX_PEER.fullmatch(str(identity.get("Peer-Address")))
+    except zmq.ZMQError:
+        return None

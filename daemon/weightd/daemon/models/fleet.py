@@ -1,0 +1,205 @@
+"""The models that are served, and how another configuration becomes true without an interruption.
+
+A model whose configuration changes is loaded anew beside the one that serves, and takes over once it serves; if it
+cannot, everything stays as it was. One that is removed takes no further request, and finishes what it has accepted.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple
+
+from weightd.daemon.config.load import ModelConfig
+from weightd.daemon.continuity.handover import ModelRecord
+from weightd.daemon.host.logs import about
+from weightd.daemon.models.model import Model
+from weightd.daemon.models.sources import Numbers
+from weightd.protocol.errors import Unavailable
+
+_log = logging.getLogger("weightd")
+
+Make = Callable[[str, ModelConfig, Numbers], Model]
+
+
+class Change(NamedTuple):
+    """What a new configuration changes: the names of models."""
+
+    added: tuple[str, ...]
+    changed: tuple[str, ...]
+    removed: tuple[str, ...]
+
+    def __str__(self) -> str:
+        parts = [f"{what} {', '.join(names)}" for what, names in zip(self._fields, self, strict=True) if names]
+        return "; ".join(parts) or "no model changes"
+
+
+class Fleet:
+    """Every model there is.
+
+    Args:
+        make: makes a model that has not started.
+
+    Attributes:
+        models: those that take requests, by name.
+    """
+
+    def __init__(self, make: Make) -> None:
+        self.models: dict[str, Model] = {}
+        self._make = make
+        self._leaving: list[Model] = []
+        self._numbers: dict[str, Numbers] = {}
+        self._past_deaths = 0
+
+    def start(self, configs: Mapping[str, ModelConfig], now: float) -> None:
+        """Load the first models."""
+        for name, config in configs.items():
+            self._start(name, config, now)
+
+    def resume(self, records: Iterable[ModelRecord], configs: Mapping[str, ModelConfig], now: float) -> None:
+        """Go on with the models that a daemon before this one has loaded, and begin to make `configs` true."""
+        for record in records:
+            self._numbers[record.name] = Numbers(record.made)
+            self.models[record.name] = self._new(record.name, record.config)
+            self.models[record.name].resume(record, now)
+        change = self.compare(configs)
+        if any(change):
+            _log.info("the configuration has changed since: %s", change)
+        self.apply(change, configs, now)
+
+    def records(self) -> list[ModelRecord]:
+        """Return what the next daemon has to know to `resume` them."""
+        return [record for model in self.models.values() if (record := model.record()) is not None]
+
+    def compare(self, configs: Mapping[str, ModelConfig]) -> Change:
+        """Return what `configs` would change.
+
+        Raises:
+            Unavailable: a change of a model that it concerns is under way.
+        """
+        change = Change(
+            tuple(name for name in configs if name not in self.models),
+            tuple(name for name, config in configs.items() if name in self.models and self._differs(name, config)),
+            tuple(name for name in self.models if name not in configs),
+        )
+        for name in (*change.changed, *change.removed):
+            if self.models[name].updating:
+                raise Unavailable(f"{name} is being updated: try again once that is over")
+        return change
+
+    def apply(self, change: Change, configs: Mapping[str, ModelConfig], now: float) -> None:
+        """Begin to make `configs` true, of which `change` is the comparison."""
+        for name in change.removed:
+            self._remove(name, now)
+        for name in change.added:
+            self._start(name, configs[name], now)
+        for name in change.changed:
+            self._replace(name, configs[name], now)
+        # In the order of the file, which is that of the status.
+        self.models = {name: self.models[name] for name in configs}
+
+    def tick(self, now: float) -> None:
+        """Time has passed, or something has happened: serve what can be served, forget what is gone."""
+        for model in self.everyone():
+            if now >= model.next_tick or now >= model.scheduler.next_event:
+                model.tick(now)
+        for name, model in list(self.models.items()):
+            if model.successor is not None:
+                self._settle(name, model, model.successor, now)
+        for model in list(self._leaving):
+            self._leave(model, now)
+
+    def drain(self, now: float) -> None:
+        """Wind everything down."""
+        for model in self.everyone():
+            model.drain(now)
+
+    def leave(self, now: float) -> None:
+        """This daemon ends, and its children go on: nobody waits for an answer any more."""
+        for model in self.everyone():
+            model.leave(now)
+
+    def everyone(self) -> list[Model]:
+        """Return every model of which something is left."""
+        successors = [model.successor for model in self.models.values() if model.successor is not None]
+        return [*self.models.values(), *successors, *self._leaving]
+
+    @property
+    def next_event(self) -> float:
+        """Nothing is due before this, in monotonic seconds."""
+        due = float("inf")
+        for model in self.everyone():
+            due = min(due, model.next_tick, model.scheduler.next_event)
+        return due
+
+    @property
+    def changing(self) -> bool:
+        """Whether a model loads to replace another one, or leaves."""
+        return bool(self._leaving) or any(model.successor is not None for model in self.models.values())
+
+    @property
+    def deaths(self) -> int:
+        """Processes that ended, or had to be ended, without being asked to."""
+        return self._past_deaths + sum(model.deaths for model in self.everyone())
+
+    # --- within -------------------------------------------------------------------------------------------------
+
+    def _differs(self, name: str, config: ModelConfig) -> bool:
+        """What loads for the name counts, if something does: asking twice for the same is asking once."""
+        model = self.models[name]
+        return (model.successor or model).config != config
+
+    def _new(self, name: str, config: ModelConfig) -> Model:
+        return self._make(name, config, self._numbers.setdefault(name, Numbers()))
+
+    def _start(self, name: str, config: ModelConfig, now: float) -> None:
+        self.models[name] = self._new(name, config)
+        self.models[name].start(now)
+
+    def _remove(self, name: str, now: float) -> None:
+        model = self.models.pop(name)
+        self._discard_successor(model, now)
+        model.will_leave()
+        self._leaving.append(model)
+
+    def _replace(self, name: str, config: ModelConfig, now: float) -> None:
+        model = self.models[name]
+        self._discard_successor(model, now)
+        model.note = ""
+        if model.config != config:
+            model.successor = self._new(name, config)
+            model.successor.start(now)
+
+    def _discard_successor(self, model: Model, now: float) -> None:
+        if model.successor is not None:
+            model.successor.drain(now)
+            self._leaving.append(model.successor)
+            model.successor = None
+
+    def _settle(self, name: str, old: Model, new: Model, now: float) -> None:
+        """Let the new model take over once it serves, or at once where the old one does not."""
+        if new.complete or not old.will_serve:
+            old.successor = None
+            self.models[name] = new
+            new.adopt(old, now)
+            old.drain(now, patience=old.config.predict_timeout, replaced=True)
+            self._leaving.append(old)
+            _log.info("%s: the changed configuration is in force", name, extra=about(name))
+        elif new.has_failed:
+            old.note = f"the changed configuration is not in force: {new.unready(now)}"
+            _log.error("%s: %s", name, old.note, extra=about(name))
+            self._discard_successor(old, now)
+
+    def _leave(self, model: Model, now: float) -> None:
+        heir = self.models.get(model.name)
+        if heir is not None and model.draining:
+            if model.scheduler.queued:
+                # What a worker had that died while it left.
+                heir.adopt(model, now)
+        elif model.scheduler.idle and not model.draining:
+            model.drain(now)
+        if model.gone:
+            model.dispose()
+            self._leaving.remove(model)
+            self._past_deaths += model.deaths
+            _log.info("%s: a model that is served no more has left", model.name, extra=about(model.name))

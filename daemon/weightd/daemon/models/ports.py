@@ -1,0 +1,103 @@
+"""What a model wants of the outside: its children, and its clients. The server has the real ones, tests their own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from weightd.daemon.generations.actions import Role
+from weightd.daemon.generations.generation import Generation
+from weightd.daemon.generations.plan import Source
+from weightd.daemon.generations.records import SealRecord
+from weightd.daemon.requests.request import Request
+from weightd.protocol.errors import RequestError
+from weightd.protocol.messages.children import OrderMessage
+from weightd.protocol.messages.control import ModelMetadataResponse, UpdateResponse
+from weightd.protocol.messages.data import TensorSpec
+
+if TYPE_CHECKING:
+    from weightd.daemon.models.model import Model
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The immutable copy of a source that every process of its generations loads.
+
+    Attributes:
+        path: the copy of the model file.
+        weights: the copy of the arrays to load over its weights, or "".
+        sha256: of the model.
+        nbytes: of all files of the model.
+    """
+
+    path: str
+    weights: str
+    sha256: str
+    nbytes: int
+
+
+class Children(Protocol):
+    """What a model wants of its children. None of these calls the model back before it has returned."""
+
+    def pin(self, model: Model, source: Source) -> None:
+        """Take the snapshot; answer by `pinned` or `pin_failed`."""
+
+    def unpin(self, model: Model, source: Source) -> None:
+        """Remove the snapshot, or stop taking it."""
+
+    def spawn(self, model: Model, generation: Generation, snapshot: Snapshot, name: str, role: Role) -> None:
+        """Start a child; answer by `heard` and, in the end, `exited`."""
+
+    def resume(self, model: Model, generation: Generation, seal: SealRecord | None) -> bool:
+        """Take over the children of a generation that a daemon before this one has loaded; answer as for `spawn`.
+
+        Return False if its page store is not what it was.
+        """
+        raise NotImplementedError
+
+    def changed(self) -> None:
+        """Something has changed that the next daemon would have to know."""
+
+    def seal(self, generation: Generation) -> SealRecord | None:
+        """Return what the page store of the generation was when it was exported, if it has one."""
+        raise NotImplementedError
+
+    def lives(self, name: str) -> bool:
+        """Return whether a child has not begun to exit: what it holds is there."""
+        raise NotImplementedError
+
+    def exported(self, generation: Generation) -> None:
+        """Remember what the holder has left in the page store, if it has one."""
+
+    def intact(self, generation: Generation) -> bool:
+        """Return whether the page store of the generation, if it has one, is still what it was then."""
+        raise NotImplementedError
+
+    def kill(self, name: str, *, abort: bool = False) -> None:
+        """Kill a child; `abort`: in a way that leaves its stacks in its log, and that it may survive."""
+
+    def order(self, name: str, order: OrderMessage, frames: Sequence[Any] = ()) -> None:
+        """Send an order to a child."""
+
+    def forget(self, generation: Generation) -> None:
+        """Remove the files of a generation of which nothing is left."""
+
+
+class Clients(Protocol):
+    """What a model has to tell clients."""
+
+    def answer(self, request: Request, outputs: Sequence[TensorSpec], frames: Sequence[Any]) -> None:
+        """Send the model's answer to the client."""
+
+    def refuse(self, request: Request, error: RequestError) -> None:
+        """Send an error to the client."""
+
+    def tell_metadata(self, client: bytes, metadata: ModelMetadataResponse) -> None:
+        """Send a model's metadata to the client."""
+
+    def tell_updated(self, client: bytes, response: UpdateResponse) -> None:
+        """Tell the client that an update has taken over."""
+
+    def tell_error(self, client: bytes, request_id: str, error: RequestError) -> None:
+        """Send an error to the client."""

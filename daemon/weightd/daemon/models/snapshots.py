@@ -1,0 +1,101 @@
+"""The snapshots of one model's sources: which exist, which are being taken, and which nobody needs any more."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from weightd.daemon.generations.plan import Canary, Source
+from weightd.daemon.models.ports import Snapshot
+
+
+class Snapshots:
+    """Has each source pinned once, however many generations load it.
+
+    Args:
+        pin: begins to take the snapshot of a source.
+        unpin: removes it, or stops taking it.
+    """
+
+    def __init__(self, pin: Callable[[Source], None], unpin: Callable[[Source], None]) -> None:
+        self._pin = pin
+        self._unpin = unpin
+        # None: it is being taken.
+        self._all: dict[Source, Snapshot | None] = {}
+        self._canaries: dict[Source, Canary] = {}
+        # Until when, in monotonic seconds.
+        self._deadlines: dict[Source, float] = {}
+
+    def want(self, source: Source, deadline: float) -> None:
+        """A generation needs the snapshot, by `deadline` (monotonic seconds)."""
+        if source not in self._all:
+            self._all[source] = None
+            self._deadlines[source] = deadline
+            self._pin(source)
+
+    @property
+    def next_event(self) -> float:
+        """Nothing is `overdue` before this, in monotonic seconds."""
+        return min(self._deadlines.values(), default=float("inf"))
+
+    def overdue(self, now: float) -> list[Source]:
+        """Stop taking what takes too long; return it."""
+        late = [source for source, deadline in self._deadlines.items() if now >= deadline]
+        for source in late:
+            self.drop(source)
+        return late
+
+    def taken(self, source: Source, snapshot: Snapshot) -> None:
+        """It exists; if nobody wants it any more, that is of no consequence."""
+        if source in self._all:
+            self._all[source] = snapshot
+            self._deadlines.pop(source, None)
+
+    def restore(self, source: Source, snapshot: Snapshot) -> None:
+        """A daemon before this one has taken it."""
+        self._all[source] = snapshot
+
+    def find(self, source: Source) -> Snapshot | None:
+        """Return the snapshot, if it exists."""
+        return self._all.get(source)
+
+    def learned(self, source: Source, canary: Canary) -> None:
+        """A generation has found out what the model runs on: the next one need not."""
+        if source in self._all:
+            self._canaries[source] = canary
+
+    def canary(self, source: Source) -> Canary | None:
+        """Return what a generation has found out."""
+        return self._canaries.get(source)
+
+    def failed(self, source: Source) -> None:
+        """There is none."""
+        self._all.pop(source, None)
+        self._deadlines.pop(source, None)
+
+    def drop(self, source: Source) -> None:
+        """No generation will load it any more."""
+        if source in self._all:
+            del self._all[source]
+            self._canaries.pop(source, None)
+            self._deadlines.pop(source, None)
+            self._unpin(source)
+
+    def abandon(self) -> None:
+        """Stop taking what is being taken: nobody waits for it any more, and copying may take long."""
+        for source in [source for source, snapshot in self._all.items() if snapshot is None]:
+            self.drop(source)
+
+    def drop_all(self) -> None:
+        """Leave nothing behind."""
+        for source in list(self._all):
+            self.drop(source)
+
+    def ready(self) -> Iterator[tuple[Source, Snapshot]]:
+        """Yield each source that has a snapshot, with it."""
+        yield from [(source, snapshot) for source, snapshot in self._all.items() if snapshot is not None]
+
+    def __getitem__(self, source: Source) -> Snapshot:
+        snapshot = self._all[source]
+        if snapshot is None:
+            raise RuntimeError(f"{source.path}: a process was to be started before the snapshot was taken")
+        return snapshot

@@ -1,0 +1,93 @@
+"""What one model loads: its present source and the one before the last update, with their numbers and snapshots."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from weightd.daemon.generations.plan import Source
+from weightd.daemon.generations.records import SourceRecord
+from weightd.daemon.models.ports import Snapshot
+from weightd.daemon.models.snapshots import Snapshots
+
+
+class Numbers:
+    """The numbers of a name's generations and sources: none is used twice, whatever model has the name."""
+
+    def __init__(self, made: Sequence[int] = (0, 0)) -> None:
+        self._generation, self._source = made
+
+    @property
+    def made(self) -> tuple[int, int]:
+        """The last ones."""
+        return self._generation, self._source
+
+    def generation(self) -> int:
+        """Return the next one."""
+        self._generation += 1
+        return self._generation
+
+    def source(self) -> int:
+        """Return the next one."""
+        self._source += 1
+        return self._source
+
+
+class Sources:
+    """Remembers what is served and what can be gone back to; nothing else keeps its snapshot.
+
+    Args:
+        path: of the model file that is loaded first.
+        numbers: of the model's name.
+        pin: begins to take the snapshot of a source.
+        unpin: removes it, or stops taking it.
+
+    Attributes:
+        current: what is served, or to be.
+        previous: what was served before the last update; None if there was none, or if that was gone back to.
+        undone: what was gone back from, since this daemon began; None if the last update was no such.
+        snapshots: of these, and of what an update loads.
+    """
+
+    def __init__(
+        self, path: str, numbers: Numbers, pin: Callable[[Source], None], unpin: Callable[[Source], None]
+    ) -> None:
+        self.current = Source(path, number=numbers.source())
+        self.previous: Source | None = None
+        self.undone: Source | None = None
+        self.snapshots = Snapshots(pin, unpin)
+        self._numbers = numbers
+
+    def new(self, path: str, weights: str) -> Source:
+        """Return a new source: this file, "" for the present one, with these weights, "" for its own."""
+        return Source(path or self.current.path, weights, self._numbers.source())
+
+    def took_over(self, source: Source) -> None:
+        """An update has taken over. Who goes back gives up what was served until then: nothing goes forth again."""
+        outdated, before = self.previous, self.current
+        back = source == outdated
+        self.current, self.previous, self.undone = (source, None, before) if back else (source, before, None)
+        for each in (outdated, before):
+            if each is not None:
+                self.drop(each)
+
+    def drop(self, source: Source) -> None:
+        """An update to it is over: nobody will load it any more, unless it is served or was served before."""
+        if source not in (self.current, self.previous):
+            self.snapshots.drop(source)
+
+    def records(self) -> list[SourceRecord]:
+        """Return what the next daemon needs to `restore` them: those with a snapshot, the present one first."""
+        return [
+            SourceRecord(each.number, each.path, each.weights, there.path, there.weights, there.sha256, there.nbytes)
+            for each in (self.current, self.previous)
+            if each is not None and (there := self.snapshots.find(each)) is not None
+        ]
+
+    def restore(self, current: int, previous: int, records: Sequence[SourceRecord]) -> Mapping[int, Source]:
+        """Go on with what a daemon before this one had; return every source by its number."""
+        sources = {each.number: Source(each.path, each.weights, each.number) for each in records}
+        for each in records:
+            snapshot = Snapshot(each.snapshot, each.snapshot_weights, each.sha256, each.nbytes)
+            self.snapshots.restore(sources[each.number], snapshot)
+        self.current, self.previous = sources[current], sources.get(previous)
+        return sources

@@ -1,0 +1,1 @@
+"""What can be seen of a running daemon. Only looks: nothing here changes anything."""

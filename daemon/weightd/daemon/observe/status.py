@@ -1,0 +1,159 @@
+"""What `weightctl status` shows, gathered from models and the kernel."""
+
+from __future__ import annotations
+
+import functools
+import os
+import time
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+from weightd.daemon.children.files import GenerationFiles
+from weightd.daemon.clients.room import Room
+from weightd.daemon.generations.actions import Role
+from weightd.daemon.generations.generation import Child, Generation
+from weightd.daemon.generations.states import ChildState
+from weightd.daemon.host import cgroup
+from weightd.daemon.host.memory import resident_bytes
+from weightd.daemon.host.processes import Process
+from weightd.daemon.models.budget import Device, on_card
+from weightd.daemon.models.model import Model
+from weightd.daemon.observe.survey import Survey
+from weightd.protocol import limits
+from weightd.protocol.codec import clip
+from weightd.protocol.messages.status import DeviceStatus, GenerationStatus, ModelStatus, ProcessStatus, StatusResponse
+from weightd.protocol.version import VERSION
+
+
+class Subject(NamedTuple):
+    """What a report is about.
+
+    Attributes:
+        models: those that are served.
+        devices: those that they use.
+        processes: children, by name.
+        files: of each generation, by its label.
+        dropped: answers that could not be sent.
+        room: what is kept for clients.
+        own_pids: the daemon, and its keeper if it has one.
+        note: what is wrong with the configuration file.
+    """
+
+    models: Iterable[Model]
+    devices: Iterable[Device]
+    processes: Mapping[str, Process]
+    files: Mapping[str, GenerationFiles]
+    dropped: int
+    room: Room
+    own_pids: Iterable[int]
+    note: str
+
+
+def report(survey: Survey, state: str, uptime: float, subject: Subject) -> StatusResponse:
+    """Return the answer to a status request, with the memory that `survey` has read."""
+    return StatusResponse(
+        id=survey.request_id,
+        version=VERSION,
+        state=state,
+        pid=os.getpid(),
+        uptime_s=uptime,
+        pss_bytes=sum(survey.pss.get(pid) or 0 for pid in subject.own_pids),
+        models=tuple(_model(model, survey, subject.processes, subject.files) for model in subject.models),
+        devices=tuple(_device(device) for device in subject.devices if device.name != "cpu"),
+        dropped=subject.dropped,
+        memory=survey.measured.get("group", cgroup.memory),
+        note=clip(subject.note),
+        held_bytes=subject.room.held,
+        max_memory_bytes=subject.room.most,
+    )
+
+
+def _model(
+    model: Model, survey: Survey, processes: Mapping[str, Process], files: Mapping[str, GenerationFiles]
+) -> ModelStatus:
+    return ModelStatus(
+        name=model.name,
+        engine=model.config.engine,
+        path=clip(model.source.path),
+        state=model.state.value,
+        queued=model.scheduler.queued,
+        served=model.latencies.count,
+        failed=model.failed,
+        generations=tuple(
+            _generation(model, generation, survey, processes, files.get(generation.label))
+            for generation in model.generations[: limits.MAX_GENERATIONS]
+        ),
+        p50_us=model.latencies.percentile_us(50),
+        p99_us=model.latencies.percentile_us(99),
+        deaths=model.deaths,
+        quarantined=model.guard.quarantine.count(time.monotonic()),
+        note=clip(_note(model)),
+        weights=clip(model.source.weights),
+    )
+
+
+def _note(model: Model) -> str:
+    suspects = ", ".join(model.guard.suspects.names(time.monotonic()))
+    blame = f"workers were lost to requests of {suspects}" if suspects else ""
+    return "; ".join(each for each in (model.note, blame) if each)
+
+
+def _generation(
+    model: Model,
+    generation: Generation,
+    survey: Survey,
+    processes: Mapping[str, Process],
+    files: GenerationFiles | None,
+) -> GenerationStatus:
+    children = [child for child in generation.alive() if child.name in processes]
+    shared = sum(child.shared_bytes for child in children if child.role is Role.WORKER)
+    if generation.device == "cpu":
+        copy = 0 if files is None else survey.measured.get(files.store, functools.partial(resident_bytes, files.store))
+    else:
+        copy = generation.built.shared_bytes if generation.built else 0
+    return GenerationStatus(
+        number=generation.number,
+        device=generation.device,
+        state=generation.state.value,
+        progress=generation.progress,
+        cause=clip(generation.cause),
+        sha256=generation.sha256,
+        copy_bytes=copy,
+        # Of a copy that nobody has used yet, all is on disk: that is no merit of sharing.
+        saved_bytes=None if copy is None else max(0, shared - copy) if copy else 0,
+        canary=clip(generation.canary),
+        processes=tuple(_process(model, generation, child, processes[child.name].pid, survey) for child in children),
+        note=clip(generation.built.note) if generation.built is not None else "",
+    )
+
+
+def _process(model: Model, generation: Generation, child: Child, pid: int, survey: Survey) -> ProcessStatus:
+    latencies = model.by_worker.get(child.name)
+    is_spare = child.state is ChildState.READY and child.name not in generation.enlisted
+    return ProcessStatus(
+        name=child.name,
+        role="spare" if is_spare else child.role.value,
+        state=child.state.value,
+        pid=pid,
+        served=latencies.count if latencies else 0,
+        in_flight=model.scheduler.in_flight(child.name),
+        p50_us=latencies.percentile_us(50) if latencies else None,
+        p99_us=latencies.percentile_us(99) if latencies else None,
+        pss_bytes=survey.pss.get(pid),
+        shared_bytes=child.shared_bytes,
+        note=clip(child.note),
+    )
+
+
+def _device(device: Device) -> DeviceStatus:
+    needs = device.promised.values()
+    return DeviceStatus(
+        name=device.name,
+        processes=device.processes,
+        max_processes=device.max_processes or 0,
+        weights_bytes=sum(need.copies * on_card(need.weights) for need in needs),
+        process_bytes=sum(need.processes * need.process_bytes for need in needs),
+        saved_bytes=sum((need.users - need.copies) * on_card(need.weights) for need in needs),
+        capacity_bytes=device.capacity,
+        free_bytes=device.free,
+    )

@@ -1,0 +1,74 @@
+"""What a status needs of the kernel, which takes that milliseconds a process: measured at most once a second."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import TypeVar, cast
+
+from weightd.daemon.host.memory import pss_bytes
+
+T = TypeVar("T")
+
+# Whoever asks more often is told what was measured before.
+MAX_AGE_S = 1.0
+
+
+class Measured:
+    """Values that were measured, for as long as they are of use.
+
+    Args:
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._values: dict[Hashable, tuple[float, object]] = {}
+
+    def get(self, key: Hashable, measure: Callable[[], T]) -> T:
+        """Return the value under `key`, measured now or at most a second ago."""
+        if not self.has(key):
+            now = self._clock()
+            self._values = {each: value for each, value in self._values.items() if now < value[0] + MAX_AGE_S}
+            self._values[key] = self._clock(), measure()
+        return cast(T, self._values[key][1])
+
+    def has(self, key: Hashable) -> bool:
+        """Whether there is such a value."""
+        return key in self._values and self._clock() < self._values[key][0] + MAX_AGE_S
+
+
+class Survey:
+    """Reads the memory of one process a step.
+
+    Args:
+        client: who asked.
+        request_id: the id of the question.
+        pids: the processes to look at.
+        measured: what is known.
+    """
+
+    def __init__(self, client: bytes, request_id: str, pids: Iterable[int], measured: Measured) -> None:
+        self.client = client
+        self.request_id = request_id
+        self.pss: dict[int, int | None] = {}
+        self.measured = measured
+        self._left = list(pids)
+
+    def step(self) -> bool:
+        """Look at one process, and at those whose memory is known; return whether these were the last."""
+        is_known = True
+        while self._left and is_known:
+            pid = self._left.pop()
+            is_known = self.measured.has(pid)
+            self.pss[pid] = self.measured.get(pid, lambda: pss_bytes(pid))  # noqa: B023 - it is called at once
+        return not self._left
+
+
+def crowding(surveys: Sequence[Survey], user: Callable[[bytes], str]) -> Survey:
+    """Return which one gives way: the last one of who has most, of all clients of the user that has most."""
+    users = {each.client: user(each.client) for each in surveys}
+    by_user = Counter(users[each.client] for each in surveys)
+    by_client = Counter(each.client for each in surveys)
+    return max(reversed(surveys), key=lambda each: (by_user[users[each.client]], by_client[each.client]))

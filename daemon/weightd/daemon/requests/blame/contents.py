@@ -1,0 +1,83 @@
+"""What tells the contents of requests apart: the same tensors have the same content, whatever their order.
+
+A digest of megabytes takes milliseconds, in which the daemon serves nobody. So contents are told apart by a few of
+their bytes first, and where that does not do, the digest is computed in slices.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from typing import Any
+
+from weightd.daemon.requests.request import Request
+
+# Up to so many bytes are read at once, which takes 5 microseconds.
+SMALL_BYTES = 4096
+
+# How much of a large content its mark depends on.
+_PIECE_BYTES = 256
+_PIECES = 16
+
+# A slice takes a third of a millisecond.
+SLICE_BYTES = 256 * 1024
+
+
+def mark(request: Request) -> bytes:
+    """Return what equal contents have in common, in a few microseconds: the digest of a small one, else of a part."""
+    if is_small(request):
+        return content(request)
+    state = hashlib.blake2b(digest_size=16)
+    for header, frame in _tensors(request):
+        state.update(header)
+        last = len(frame) - _PIECE_BYTES
+        for index in range(_PIECES if last > 0 else 1):
+            begin = max(0, last * index // (_PIECES - 1))
+            state.update(frame[begin : begin + _PIECE_BYTES])
+    return state.digest()
+
+
+def is_small(request: Request) -> bool:
+    """Return whether the digest is a matter of microseconds."""
+    return request.nbytes <= SMALL_BYTES
+
+
+def content(request: Request) -> bytes:
+    """Return the digest, computed now unless it is known."""
+    reading = Reading(request)
+    while not reading.step():
+        pass
+    return request.digest
+
+
+class Reading:
+    """Computes the digest of a request, and leaves it there."""
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self._state = hashlib.blake2b(digest_size=16)
+        self._pieces = _pieces(request)
+
+    def step(self) -> bool:
+        """Read a slice; return whether the digest is known."""
+        left = 0 if self.request.digest else SLICE_BYTES
+        while left > 0:
+            piece = next(self._pieces, None)
+            if piece is None:
+                self.request.digest = self._state.digest()
+                break
+            self._state.update(piece)
+            left -= len(piece)
+        return bool(self.request.digest)
+
+
+def _pieces(request: Request) -> Iterator[Any]:
+    for header, frame in _tensors(request):
+        yield header
+        for begin in range(0, len(frame), SLICE_BYTES):
+            yield frame[begin : begin + SLICE_BYTES]
+
+
+def _tensors(request: Request) -> Iterator[tuple[bytes, memoryview]]:
+    for spec, frame in sorted(zip(request.inputs, request.frames, strict=True), key=lambda pair: pair[0].name):
+        yield f"{spec.name}\0{spec.datatype}\0{spec.shape}\0".encode(), memoryview(frame)

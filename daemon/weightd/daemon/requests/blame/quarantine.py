@@ -1,0 +1,149 @@
+"""Requests that workers died of, or hang in, are kept from the next worker, whoever sends them again.
+
+A request is known by its content, so a client that tries again cannot take the service down. Nothing is computed of a
+content whose size is not that of one that is known, so nobody pays for it while nothing is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from weightd.daemon.requests.blame.contents import content, mark
+from weightd.daemon.requests.request import Request
+from weightd.protocol.errors import Internal
+
+# Long enough to stop a loop of retries; short enough that a request which only had bad luck is not lost for the day.
+QUARANTINE_S = 300.0
+
+# A worker that hangs may have been stopped from outside; a second one, with the same content and none that has
+# answered it in between, has not.
+MAX_HANGS = 2
+
+# Contents that are remembered; the oldest gives way. Each costs a hundred bytes.
+_MAX_KNOWN = 1024
+
+
+@dataclass(frozen=True)
+class _Content:
+    """Of a known content: until when it is known, how often a worker hung in it, and what tells it from most others."""
+
+    until: float
+    hangs: int
+    nbytes: int
+    mark: bytes
+
+
+class _Contents:
+    """Contents by their digests, the oldest first; each is known for the same time."""
+
+    def __init__(self) -> None:
+        self._known: dict[bytes, _Content] = {}
+        self._marks: Mapping[int, frozenset[bytes]] = {}
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def get(self, digest: bytes) -> _Content | None:
+        return self._known.get(digest)
+
+    def may_have(self, request: Request, now: float) -> bool:
+        """Whether the content may be among them; for sure if it is small."""
+        if not self._known:
+            return False
+        self.forget_expired(now)
+        marks = self._marks.get(request.nbytes)
+        return marks is not None and mark(request) in marks
+
+    def put(self, request: Request, now: float, hangs: int = 0) -> None:
+        digest = content(request)
+        self._known.pop(digest, None)
+        self._known[digest] = _Content(now + QUARANTINE_S, hangs, request.nbytes, mark(request))
+        if len(self._known) > _MAX_KNOWN:
+            del self._known[next(iter(self._known))]
+        self._index()
+
+    def pop(self, digest: bytes) -> _Content | None:
+        found = self._known.pop(digest, None)
+        if found is not None:
+            self._index()
+        return found
+
+    def clear(self) -> None:
+        self._known.clear()
+        self._index()
+
+    def forget_expired(self, now: float) -> None:
+        expired = False
+        while self._known and (oldest := next(iter(self._known.items())))[1].until <= now:
+            del self._known[oldest[0]]
+            expired = True
+        if expired:
+            self._index()
+
+    def _index(self) -> None:
+        marks: dict[int, set[bytes]] = {}
+        for each in self._known.values():
+            marks.setdefault(each.nbytes, set()).add(each.mark)
+        self._marks = {nbytes: frozenset(those) for nbytes, those in marks.items()}
+
+
+class Quarantine:
+    """Contents that are refused, and contents that are under suspicion. Times are monotonic seconds.
+
+    What is said of the digest: it is computed where it is asked for, unless that has been done before.
+    """
+
+    def __init__(self) -> None:
+        self._held = _Contents()
+        self._suspects = _Contents()
+
+    def may_hold(self, request: Request, now: float) -> bool:
+        """Return whether the request may be in quarantine: then it is worth its digest to `check` it."""
+        return self._held.may_have(request, now)
+
+    def may_suspect(self, request: Request, now: float) -> bool:
+        """Return whether the request's content may be under suspicion: then `answered` is worth its digest."""
+        return self._suspects.may_have(request, now)
+
+    def check(self, request: Request, now: float) -> None:
+        """Raise if the request is in quarantine.
+
+        Raises:
+            Internal: the text says for how long.
+        """
+        held = self._held.get(content(request)) if self.may_hold(request, now) else None
+        if held is not None:
+            left = held.until - now
+            raise Internal(f"workers died of this content or hung in it: it is refused for {left:.0f} s more")
+
+    def hold(self, request: Request, now: float) -> None:
+        """Refuse the request's content from now on."""
+        self._suspects.pop(content(request))
+        self._held.put(request, now)
+
+    def hung(self, request: Request, now: float) -> bool:
+        """A worker hung in the request; return whether its content is refused from now on."""
+        self._suspects.forget_expired(now)
+        suspect = self._suspects.pop(content(request))
+        hangs = 1 + (suspect.hangs if suspect is not None else 0)
+        if hangs >= MAX_HANGS:
+            self.hold(request, now)
+            return True
+        self._suspects.put(request, now, hangs)
+        return False
+
+    def answered(self, request: Request, now: float) -> None:
+        """A worker has answered the request: its content is beyond suspicion."""
+        if self.may_suspect(request, now):
+            self._suspects.pop(content(request))
+
+    def clear(self) -> None:
+        """Forget everything: another model is served."""
+        self._held.clear()
+        self._suspects.clear()
+
+    def count(self, now: float) -> int:
+        """Return how many contents are refused."""
+        self._held.forget_expired(now)
+        return len(self._held)

@@ -1,0 +1,93 @@
+"""Whether a request's inputs are what the model takes. What passes cannot harm an engine that checks nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from weightd.protocol.errors import InvalidArgument
+from weightd.protocol.messages.children import Built
+from weightd.protocol.messages.data import TensorSignature, TensorSpec
+
+
+def check_inputs(signature: Mapping[str, TensorSignature], inputs: Sequence[TensorSpec]) -> None:
+    """Check names, datatypes, ranks and dimensions against the model's inputs, by name.
+
+    Raises:
+        InvalidArgument: the text names the input, what was expected and what came.
+    """
+    if len(inputs) != len(signature) or {each.name for each in inputs} != set(signature):
+        _refuse_names(signature, inputs)
+    for tensor in inputs:
+        expected = signature[tensor.name]
+        if tensor.datatype != expected.datatype:
+            raise InvalidArgument(f"input {tensor.name}: expected {expected.datatype}, got {tensor.datatype}")
+        if not _fits(expected.shape, tensor.shape):
+            raise InvalidArgument(
+                f"input {tensor.name}: expected shape {expected.form}{_hint(expected.shape)}, got {list(tensor.shape)}"
+            )
+
+
+def check_gears(built: Built, inputs: Sequence[TensorSpec]) -> None:
+    """Check the sizes of the free dimensions against those that the model was converted for, if these are known.
+
+    Args:
+        built: what the holder has told.
+        inputs: that `check_inputs` has let pass.
+
+    Raises:
+        InvalidArgument: the text names the dimensions, the sizes that are taken and what came.
+    """
+    if not built.gears:
+        return
+    shapes = {each.name: each.shape for each in inputs}
+    free = [(each.name, axis) for each in built.inputs for axis, dim in enumerate(each.shape or ()) if dim == -1]
+    sizes = tuple(shapes[name][axis] for name, axis in free)
+    if sizes not in built.gears:
+        raise InvalidArgument(
+            f"inputs: the model was converted for some sizes of {', '.join(f'{name}[{axis}]' for name, axis in free)} "
+            f"only: expected {_every(built)}, got {_listed(sizes)}"
+        )
+
+
+def _listed(sizes: Sequence[int]) -> str:
+    return ",".join(map(str, sizes))
+
+
+def _hint(expected: Sequence[int] | None) -> str:
+    if expected is None:
+        return ", any sizes from 1"
+    return " (-1: any size from 1)" if -1 in expected else ""
+
+
+def _fits(expected: Sequence[int] | None, shape: Sequence[int]) -> bool:
+    if expected is None:
+        return all(shape)
+    return len(shape) == len(expected) and all(
+        dim == wanted or (wanted == -1 and dim > 0) for wanted, dim in zip(expected, shape, strict=False)
+    )
+
+
+def _refuse_names(signature: Mapping[str, TensorSignature], inputs: Sequence[TensorSpec]) -> None:
+    given = [each.name for each in inputs]
+    problems = [f"{name} is missing" for name in signature if name not in given]
+    problems += [f"{name} is not an input of the model" for name in given if name not in signature]
+    problems += [f"{name} is given twice" for name in sorted({name for name in given if given.count(name) > 1})]
+    raise InvalidArgument(f"inputs: {', '.join(problems)}; expected {', '.join(signature) or 'none'}")
+
+
+def check_same(old: Built, new: Built) -> str:
+    """Return how the signature of `new` differs from that of `old`, so that a client would notice, or ""."""
+    for what, had, has in (("inputs", old.inputs, new.inputs), ("outputs", old.outputs, new.outputs)):
+        if {each.name: each for each in had} != {each.name: each for each in has}:
+            return f"{what}: expected {_described(had)}, got {_described(has)}"
+    if new.gears and not (old.gears and {*old.gears} <= {*new.gears}):
+        return f"sizes: expected {_every(old) or 'any'}, got {_every(new)}"
+    return ""
+
+
+def _every(built: Built) -> str:
+    return "; ".join(map(_listed, built.gears))
+
+
+def _described(tensors: Sequence[TensorSignature]) -> str:
+    return ", ".join(f"{each.name} {each.datatype} {each.form}" for each in tensors) or "none"

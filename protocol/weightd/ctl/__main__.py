@@ -1,0 +1,152 @@
+"""The command `weightctl`."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import os
+import sys
+from typing import Dict, List, Optional
+
+from weightd.client.address import default_address
+from weightd.client.client import DEFAULT_TIMEOUT_S, Client
+from weightd.ctl import exits, health, predict, reload, status, update
+from weightd.ctl.install import verb as install
+from weightd.ctl.text import clean
+from weightd.ctl.verb import Ended, NotReached, Verb
+from weightd.protocol import limits
+from weightd.protocol.errors import RequestError, WeightdError
+from weightd.protocol.version import VERSION
+from weightd.shared.commandline import Parser
+from weightd.shared.journal import prefixed, to_journal
+
+VERBS: Dict[str, Verb] = {
+    "status": status.VERB,
+    "health": health.VERB,
+    "predict": predict.VERB,
+    "update": update.VERB,
+    "update-weights": update.WEIGHTS_VERB,
+    "reload": reload.VERB,
+    "install-units": install.VERB,
+}
+
+# For a reload that systemd orders: the descriptor, and the priority of syslog.
+_STDERR, _ERROR = 2, 3
+
+_MAX_TIMEOUT_S = limits.MAX_TIMEOUT_US / 1e6
+
+
+def main(arguments: Optional[List[str]] = None) -> int:
+    """Run the command; return its exit status."""
+    for stream in (sys.stdout, sys.stderr):
+        # A name or a path may hold what the terminal's encoding has not.
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+    try:
+        try:
+            return _run(parser().parse_args(arguments))
+        finally:
+            if hasattr(sys.stdout, "flush"):  # it is None where the caller has closed it
+                sys.stdout.flush()
+    except KeyboardInterrupt:
+        return exits.INTERRUPTED
+    except BrokenPipeError:
+        _forget_stdout()
+        return exits.BROKEN_PIPE
+    except OSError as error:
+        _forget_stdout()
+        print(f"weightctl: cannot write the output: {error.strerror}", file=sys.stderr)
+        return exits.CANNOT_WRITE
+
+
+def _run(options: argparse.Namespace) -> int:
+    try:
+        verb: Verb = options.verb
+        return verb.run(options, lambda: _connect(options))
+    except Ended as error:
+        _explain(error.code, error, as_json=options.json)
+        return error.status
+    except RequestError as error:
+        _explain(error.code, error, as_json=options.json)
+        return exits.ERROR
+    except WeightdError as error:
+        _explain("PROTOCOL", error, as_json=options.json)
+        return exits.PROTOCOL
+
+
+def _connect(options: argparse.Namespace) -> Client:
+    try:
+        return Client(options.socket or default_address(), timeout=options.timeout)
+    except RequestError as error:
+        raise NotReached(error) from None
+
+
+def _explain(code: str, error: WeightdError, *, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps({"error": {"code": code, "text": str(error)}}))
+    else:
+        text = f"{code}: {clean(str(error))}"
+        print(prefixed(text, _ERROR) if to_journal(os.environ, _STDERR) else text, file=sys.stderr)
+
+
+def _forget_stdout() -> None:
+    """Let the interpreter's last flush at exit go nowhere: it could only fail again, and complain."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return what reads the command line."""
+    parser = Parser(
+        prog="weightctl",
+        description="Asks a running weightd.",
+        epilog=exits.HELP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"weightctl {VERSION}")
+    _add_common(parser, socket="", timeout=DEFAULT_TIMEOUT_S, json=False)
+    verbs = parser.add_subparsers(metavar="VERB", dest="name")
+    verbs.required = True
+    for name, verb in VERBS.items():
+        sub = verbs.add_parser(
+            name, help=verb.help, description=verb.description, formatter_class=argparse.RawDescriptionHelpFormatter
+        )
+        # Common options may stand before the verb or after it; the later one counts.
+        _add_common(sub, socket=argparse.SUPPRESS, timeout=argparse.SUPPRESS, json=argparse.SUPPRESS)
+        verb.add_arguments(sub)
+        sub.set_defaults(verb=verb, fail=sub.error, parser=parser)
+    return parser
+
+
+def _add_common(parser: argparse.ArgumentParser, *, socket: object, timeout: object, json: object) -> None:
+    parser.add_argument(
+        "--socket",
+        default=socket,
+        metavar="ADDRESS",
+        help="where the daemon listens, ipc:///PATH or tcp://HOST:PORT (default: $WEIGHTD_SOCKET, or the running "
+        "daemon of this user or of the system)",
+    )
+    parser.add_argument(
+        "--timeout",
+        default=timeout,
+        type=_seconds,
+        metavar="S",
+        help=f"seconds to wait for the answer (default: {DEFAULT_TIMEOUT_S:g})",
+    )
+    parser.add_argument("--json", action="store_true", default=json, help="print one JSON object")
+
+
+def _seconds(argument: str) -> float:
+    try:
+        seconds = float(argument)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds <= _MAX_TIMEOUT_S:
+        raise argparse.ArgumentTypeError(
+            f"expected more than 0 and at most {_MAX_TIMEOUT_S:.0f} seconds, got {argument!r}"
+        )
+    return seconds
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,131 @@
+"""Files that are written whole or not at all, and only where nothing else stands."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from enum import Enum
+from pathlib import Path
+
+from weightd.ctl import exits
+from weightd.ctl.install.plan import is_ours
+from weightd.ctl.verb import Ended
+from weightd.protocol.errors import Internal, PermissionDenied
+
+
+class Refused(Ended):
+    """A file cannot be written; the text names it."""
+
+    status = exits.CANNOT_WRITE
+    code = Internal.code
+
+
+class NotAllowed(Refused):
+    """This user may not write there; the text names the path."""
+
+    status = exits.NO_PERMISSION
+    code = PermissionDenied.code
+
+
+class State(Enum):
+    """What became of a file, or what would become of it."""
+
+    NEW = "new"
+    CHANGED = "changed"
+    UNCHANGED = "unchanged"
+    REMOVED = "removed"
+    ABSENT = "absent"
+    KEPT = "kept"  # It is somebody else's: another file than an earlier install-units wrote, or a link, as of a mask.
+
+
+def compare(path: Path, content: bytes) -> State:
+    """Return what `put` would do.
+
+    Raises:
+        Refused: it cannot be known.
+    """
+    try:
+        if path.is_symlink() or path.is_dir():
+            return State.KEPT
+        there = path.read_bytes()
+    except FileNotFoundError:
+        return State.NEW
+    except OSError as error:
+        raise _refused(path, error) from None
+    if there == content:
+        return State.UNCHANGED
+    return State.CHANGED if is_ours(there) else State.KEPT
+
+
+def put(path: Path, content: bytes) -> State:
+    """Have `content` at `path`, readable for everybody; a file that is not ours is left as it is.
+
+    Whoever looks meanwhile, and whenever this is interrupted, sees the old file or the new one.
+
+    Raises:
+        Refused: it cannot be written.
+    """
+    state = compare(path, content)
+    if state in (State.NEW, State.CHANGED):
+        try:
+            _make(path.parent)
+            _write(path, content)
+        except OSError as error:
+            raise _refused(path, error) from None
+    return state
+
+
+def remove(path: Path, *, dry_run: bool) -> State:
+    """Remove the file; one that is not ours is left as it is.
+
+    Raises:
+        Refused: it cannot be removed.
+    """
+    state = compare(path, b"")
+    if state is State.NEW:
+        return State.ABSENT
+    if state is not State.CHANGED:  # somebody else's, or empty
+        return State.KEPT
+    if not dry_run:
+        unlink(path)
+    return State.REMOVED
+
+
+def unlink(path: Path) -> None:
+    """Remove the file or link.
+
+    Raises:
+        Refused: it cannot be removed.
+    """
+    try:
+        path.unlink()
+    except OSError as error:
+        raise _refused(path, error) from None
+
+
+def _make(directory: Path) -> None:
+    if not directory.is_dir():
+        _make(directory.parent)
+        directory.mkdir()
+        directory.chmod(0o755)  # whatever the umask is: services and `man` have to look into it
+
+
+def _write(path: Path, content: bytes) -> None:
+    with tempfile.NamedTemporaryFile(prefix=f".{path.name}.", dir=str(path.parent), delete=False) as file:
+        try:
+            file.write(content)
+            file.flush()
+            os.fchmod(file.fileno(), 0o644)
+            os.fsync(file.fileno())
+            Path(file.name).replace(path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                Path(file.name).unlink()
+            raise
+
+
+def _refused(path: Path, error: OSError) -> Refused:
+    if isinstance(error, PermissionError):
+        return NotAllowed(f"{path}: {error.strerror}; run this as root, with sudo")
+    return Refused(f"{path}: {error.strerror}")

@@ -1,0 +1,154 @@
+"""The verb: its arguments, the order of things, and what is printed."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Iterator, List, NamedTuple, Sequence, Tuple
+
+from weightd.ctl import exits, manual
+from weightd.ctl.install import program
+from weightd.ctl.install.files import Refused, State, compare, put
+from weightd.ctl.install.plan import CONFIGURATION, Planned, enabled, plan, source
+from weightd.ctl.install.removal import REMAINS, STEPS, removed
+from weightd.ctl.text import clean
+from weightd.ctl.verb import Connect, Verb
+
+_DESCRIPTION = """\
+Makes weightd a service of systemd: writes its units, user, groups and directories to /etc, and man
+pages, completion for bash, and examples below /usr/local/share. The units start the weightd of the
+installation that this weightctl belongs to. It asks no daemon, starts nothing, and prints what to
+run next.
+
+  sudo /opt/weightd/bin/weightctl install-units
+
+Run it again after an upgrade: for each file it tells whether it is new, changed or unchanged, or
+kept: somebody else has written it, or made a link of it. Configurations and drop-ins are yours, and
+are never touched.
+
+--remove takes all of it away again, and disables the units. It stops nothing.
+
+Exit status: 0 every file is in place or gone, 1 one was kept, 69 there is no daemon in this
+installation, 74 a file cannot be written, 77 permission denied."""
+
+_EXAMPLE = "/usr/local/share/doc/weightd/examples/weightd.toml"
+
+
+class _Step(NamedTuple):
+    """A command to run next, and why."""
+
+    command: str
+    why: str
+
+
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--prefix",
+        default="/",
+        metavar="DIR",
+        help="the root of the system that the files are for, to make a package or an image (default: %(default)s)",
+    )
+    parser.add_argument("--dry-run", action="store_true", help="tell what would be done, and change nothing")
+    parser.add_argument("--remove", action="store_true", help="remove what this command has written")
+
+
+def _run(options: argparse.Namespace, _: Connect) -> int:
+    prefix = Path(options.prefix).absolute()
+    weightd = program.find()
+    planned = _planned(weightd, options.parser)
+    if options.remove:
+        acts = removed(planned, prefix, dry_run=options.dry_run)
+    else:
+        acts = _installed(planned, prefix, dry_run=options.dry_run)
+    done: List[Tuple[State, Path]] = []
+    for state, path in acts:
+        done.append((state, path))
+        if not options.json:
+            print(f"{state.value:<9}  {clean(str(path))}")
+    if options.remove:
+        steps = [_Step(*each) for each in STEPS]
+    else:
+        steps = list(_steps(planned, prefix, changed=any(state is State.CHANGED for state, _ in done)))
+    notes = list(_notes(done, weightd, options))
+    if options.json:
+        print(json.dumps(_as_json(done, steps, notes)))
+    else:
+        _tell(steps, notes)
+    return exits.ERROR if any(state is State.KEPT for state, _ in done) else exits.OK
+
+
+def _installed(planned: Sequence[Planned], prefix: Path, *, dry_run: bool) -> Iterator[Tuple[State, Path]]:
+    act = compare if dry_run else put
+    for each in planned:
+        path = prefix / each.path.relative_to("/")
+        yield act(path, each.content), path
+
+
+VERB = Verb("make weightd a service of systemd", _DESCRIPTION, _add_arguments, _run)
+
+
+def _planned(weightd: Path, parser: argparse.ArgumentParser) -> List[Planned]:
+    try:
+        with tempfile.TemporaryDirectory(prefix="weightctl-") as name:
+            directory = Path(name)
+            program.write_manual(name)
+            (directory / "man" / "weightctl.1").write_text(manual.page(parser), "utf-8")
+            (directory / "completions" / "weightctl").write_text(manual.bash(parser), "utf-8")
+            return plan(source(), directory, weightd)
+    except OSError as error:
+        raise Refused(f"cannot prepare the files: {error}") from None
+
+
+def _steps(planned: Sequence[Planned], prefix: Path, *, changed: bool) -> Iterator[_Step]:
+    users = [each.path.name for each in planned if each.path.parent.name == "sysusers.d"]
+    directories = [each.path.name for each in planned if each.path.parent.name == "tmpfiles.d"]
+    made = [f"systemd-sysusers {' '.join(users)}"] if users else []
+    made += [f"systemd-tmpfiles --create {' '.join(directories)}"] if directories else []
+    if made:
+        yield _Step(" && ".join(made), "the user, the group of those who may connect, and where the socket is")
+    yield _Step("systemctl daemon-reload", "")
+    if not (prefix / CONFIGURATION.relative_to("/")).exists():
+        yield _Step(
+            f"install -D -m 644 {_EXAMPLE} {CONFIGURATION}",
+            "there is none yet: then name your models in it, and see `weightd check`",
+        )
+    yield _Step(f"systemctl enable --now {' '.join(enabled(planned))}", "")
+    if changed:
+        yield _Step("systemctl try-restart weightd.service", "where it runs already")
+
+
+def _notes(done: Sequence[Tuple[State, Path]], weightd: Path, options: argparse.Namespace) -> Iterator[str]:
+    for state, path in done:
+        if state is State.KEPT:
+            hint = "" if options.remove else " Move it away to have weightd's own."
+            yield f"{path} was kept: install-units did not write it.{hint}"
+    hidden = program.hidden_directory(weightd)
+    if options.remove:
+        yield REMAINS
+    elif hidden:
+        yield (
+            f"the service cannot see below {hidden}, where this installation or its Python is: install weightd in a "
+            "directory that every user may read, such as /opt/weightd, and run the weightctl there."
+        )
+    if options.dry_run:
+        yield "nothing was changed: --dry-run."
+
+
+def _as_json(done: Sequence[Tuple[State, Path]], steps: Sequence[_Step], notes: Sequence[str]) -> object:
+    return {
+        "files": [{"path": str(path), "state": state.value} for state, path in done],
+        "next": [step.command for step in steps],
+        "notes": list(notes),
+    }
+
+
+def _tell(steps: Sequence[_Step], notes: Sequence[str]) -> None:
+    print("\nNext, as root of the system that they are for:\n")
+    for step in steps:
+        print(f"  # {step.why}\n  {step.command}" if step.why else f"  {step.command}")
+    sys.stdout.flush()
+    for note in notes:
+        print(f"weightctl: {clean(note)}", file=sys.stderr)

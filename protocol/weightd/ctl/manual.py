@@ -1,0 +1,47 @@
+"""weightctl(1) and its completion: what `--help` says, and what stands in no help."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Mapping
+
+from weightd.ctl import exits
+from weightd.protocol.version import VERSION
+from weightd.shared.manual import commands, completion
+from weightd.shared.manual.page import describe, table
+from weightd.shared.manual.roff import Page
+
+# What the shell offers for a metavar.
+_KINDS: Mapping[str, str] = {
+    "MODEL": completion.MODEL,
+    "NEW_PATH": completion.FILE,
+    "WEIGHTS.npz": completion.FILE,
+    "NAME=FILE.npy": completion.FILE,
+    "DIR": completion.DIRECTORY,
+}
+
+ENVIRONMENT: Mapping[str, str] = {
+    "WEIGHTD_SOCKET": "Where the daemon listens, unless --socket says so.",
+    "XDG_RUNTIME_DIR": "Where this user's own daemon has its socket, in weightd; without one the system's is asked.",
+}
+
+FILES: Mapping[str, str] = {"/run/weightd/weightd.sock": "Where the system's daemon listens."}
+
+
+def page(parser: argparse.ArgumentParser) -> str:
+    """Return weightctl(1), made from what reads the command line."""
+    page = Page("weightctl", 1, VERSION, "ask a running weightd, and change what it serves")
+    # The epilog of the help is a short form of the statuses below.
+    describe(page, commands.read(parser)._replace(epilog=""))
+    page.heading("EXIT STATUS")
+    table(page, ([str(status), meaning] for status, meaning in exits.MEANINGS.items()))
+    for heading, rows in (("ENVIRONMENT", ENVIRONMENT), ("FILES", FILES)):
+        page.heading(heading)
+        table(page, ([term, meaning] for term, meaning in rows.items()))
+    page.see_also([("weightd", 8), ("weightd.toml", 5)])
+    return page.source()
+
+
+def bash(parser: argparse.ArgumentParser) -> str:
+    """Return the completion of weightctl for bash."""
+    return completion.bash(commands.read(parser), _KINDS)

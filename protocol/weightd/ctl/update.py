@@ -1,0 +1,141 @@
+"""`weightctl update` and `weightctl update-weights`: another model, or other weights, without an interruption."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from pathlib import Path
+
+from weightd.client.client import Client
+from weightd.ctl import exits
+from weightd.ctl.text import clean
+from weightd.ctl.verb import BadInput, Connect, Ended, NotReached, Verb
+from weightd.protocol.errors import DeadlineExceeded, RequestError
+from weightd.protocol.messages.control import UpdateResponse
+
+_UPDATE = """\
+Loads the model at NEW_PATH beside the one that serves. Once every worker of it gives the right
+answer to the canary, and its inputs and outputs are those of the old one, it takes over and the
+old one leaves. No request is lost. If anything is wrong with it, the old one goes on serving and
+the cause is shown.
+
+  weightctl update resnet50 /models/resnet50-v2.mindir
+  weightctl update resnet50 --rollback
+
+For a while there are two copies of the weights: where a card has no room for them, the update is
+refused with the figures.
+
+--rollback goes back once: a second one is refused, as it would bring back what was given up.
+
+This waits until it is over: for --timeout seconds, 30 unless it says otherwise. The update itself
+goes on after them; weightctl status shows how it stands.
+
+The configuration is not changed: a start that has to load the model anew, as after a reboot, loads
+the file that it names. To keep the new one for good, write its path there.
+
+Exit status: 0 the new model serves, 1 it does not and the old one does, 75 it still loads."""
+
+_UPDATE_WEIGHTS = """\
+Loads the arrays of an .npz file over the weights of a model that was converted for it
+(variable_weights = true), in all workers of the model or in none: generation after generation, as
+weightctl update does.
+
+  weightctl update-weights resnet50 /models/finetuned.npz
+
+A start that has to load the model anew loads it without them.
+
+Exit status: 0 the new weights serve, 1 they do not and the old ones do, 75 they still load."""
+
+# As numpy.savez writes it: a zip archive, empty ones included.
+_NPZ = (b"PK\x03\x04", b"PK\x05\x06")
+
+
+class StillLoading(Ended):
+    """It is not over in the time that was given to it, and the daemon goes on with it."""
+
+    status = exits.NOT_YET
+    code = DeadlineExceeded.code
+
+
+def _add_update(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help="the model's name, see weightctl status")
+    parser.add_argument("path", nargs="?", default="", metavar="NEW_PATH", help="the new model file")
+    parser.add_argument(
+        "--rollback", action="store_true", help="go back to what served before the last update; without NEW_PATH"
+    )
+
+
+def _add_update_weights(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help="the model's name, see weightctl status")
+    parser.add_argument("weights", metavar="WEIGHTS.npz", help="arrays by the names that the model has for them")
+
+
+def _run_update(options: argparse.Namespace, connect: Connect) -> int:
+    if options.rollback == bool(options.path):
+        options.fail("expected NEW_PATH or --rollback, one of the two")
+    path = _absolute(options.path) if options.path else ""
+    with connect() as client:
+        return _tell(options, _wait(client, options.model, path=path, rollback=options.rollback))
+
+
+def _run_update_weights(options: argparse.Namespace, connect: Connect) -> int:
+    weights = _absolute(options.weights)
+    _check_npz(options.weights)
+    with connect() as client:
+        return _tell(options, _wait(client, options.model, weights=weights))
+
+
+def _wait(client: Client, model: str, *, path: str = "", weights: str = "", rollback: bool = False) -> UpdateResponse:
+    """Update, and tell an update that takes its time from a daemon that does not answer."""
+    try:
+        return client.update(model, path, weights=weights, rollback=rollback)
+    except DeadlineExceeded as late:
+        try:
+            client.server()
+        except RequestError:
+            raise NotReached(late) from None
+        raise StillLoading(
+            f"{model}: not over within {client.timeout:g} s, and goes on; weightctl status {model} shows how it stands"
+        ) from None
+
+
+def _check_npz(path: str) -> None:
+    try:
+        with Path(path).open("rb") as file:
+            start = file.read(4)
+    except OSError as error:
+        raise BadInput(f"{path}: {error.strerror or error}") from None
+    if start not in _NPZ:
+        raise BadInput(f"{path}: expected an .npz of arrays, as numpy.savez writes it; for a model: weightctl update")
+
+
+def _absolute(path: str) -> str:
+    """The daemon has another working directory; that the file is there is looked at here, where it is cheap."""
+    absolute = Path(path).absolute()
+    if not absolute.is_file():
+        raise BadInput(f"{path}: no such file")
+    return str(absolute)
+
+
+def _tell(options: argparse.Namespace, response: UpdateResponse) -> int:
+    if options.json:
+        told = dataclasses.asdict(response)
+        del told["id"]
+        print(json.dumps(told))
+        return exits.OK
+    what = "generation" if len(response.generations) == 1 else "generations"
+    numbers = ", ".join(map(str, response.generations))
+    weights = f" with {clean(response.weights)}" if response.weights else ""
+    print(f"{clean(response.model_name)}: {what} {numbers} took over, {clean(response.path)}{weights}")
+    if weights or response.path != response.configured:
+        print(
+            f"  a start that has to load it anew goes back to {clean(response.configured)}: so says the configuration"
+        )
+    return exits.OK
+
+
+VERB = Verb("load another model beside the one that serves, and switch", _UPDATE, _add_update, _run_update)
+WEIGHTS_VERB = Verb(
+    "load other weights into a model that serves", _UPDATE_WEIGHTS, _add_update_weights, _run_update_weights
+)

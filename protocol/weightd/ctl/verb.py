@@ -1,0 +1,66 @@
+"""What a verb of weightctl consists of, and the errors that it may end in."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Callable, NamedTuple
+
+from weightd.client.client import Client
+from weightd.ctl import exits
+from weightd.protocol.errors import Internal, InvalidArgument, PermissionDenied, RequestError, WeightdError
+
+# Connects, with the address and the timeout of the command line.
+Connect = Callable[[], Client]
+
+
+class Verb(NamedTuple):
+    """One command of weightctl.
+
+    Attributes:
+        help: what it does, in a line.
+        description: the same, with all that its user should know.
+        add_arguments: declares its arguments.
+        run: does it, prints to stdout, and returns the exit status.
+    """
+
+    help: str
+    description: str
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace, Connect], int]
+
+
+class Ended(WeightdError):
+    """A verb could not do its work.
+
+    Attributes:
+        status: what weightctl exits with.
+        code: what the error is called.
+    """
+
+    status = exits.ERROR
+    code = InvalidArgument.code
+
+
+class BadInput(Ended):
+    """An input file cannot be used; the text names the file and says why."""
+
+    status = exits.NO_INPUT
+
+
+class BadOutput(Ended):
+    """The output cannot be written; the text says where to, and why."""
+
+    status = exits.CANNOT_WRITE
+    code = Internal.code
+
+
+class NotReached(Ended):
+    """The daemon cannot be reached, for the reason given."""
+
+    def __init__(self, reason: RequestError) -> None:
+        super().__init__(str(reason))
+        self.code = reason.code
+        self.status = _UNREACHED.get(reason.code, exits.UNAVAILABLE)
+
+
+_UNREACHED = {InvalidArgument.code: exits.USAGE, PermissionDenied.code: exits.NO_PERMISSION}

@@ -1,0 +1,273 @@
+"""The messages between the daemon and its holders and workers.
+
+They travel over a private socket of the daemon's user, but are decoded as strictly as a client's: an engine
+that crashes may send anything before it dies.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Dict, Optional, Tuple, Type, Union
+
+from weightd.protocol import limits
+from weightd.protocol.errors import ERRORS
+from weightd.protocol.messages.data import TensorSignature, TensorSpec
+from weightd.protocol.schema import boolean, integer, many, mapping, one_of, record, text
+
+PROTOCOL = 1
+"""The number of this protocol. A daemon takes over the children of an earlier one only if both speak the same."""
+
+Case = Dict[str, Tuple[int, ...]]
+"""An input of the canary: the shape of each of the model's inputs, by its name."""
+
+Cases = Tuple[Case, ...]
+
+_REQUEST = integer(0, limits.MAX_COUNT)
+_BYTES = integer(0, limits.MAX_COUNT)
+_GEARS = many(many(integer(1, limits.MAX_GEAR_SIZE), limits.MAX_GEAR_DIMS), limits.MAX_GEARS)
+CASE = mapping(many(integer(0, limits.MAX_DIM), limits.MAX_RANK), limits.MAX_TENSORS)
+_CASES = many(CASE, limits.MAX_CANARY_CASES)
+_UNFIT = many(CASE, limits.MAX_CANARY_UNFIT)
+
+
+@dataclass(frozen=True)
+class Traits:
+    """What an engine's way of sharing can do.
+
+    `pids_fixed_at_build`: only processes whose pid the holder knew at its build can attach.
+    `holder_must_outlive`: the shared memory becomes invalid with the holder.
+    `attach_rewrites_weights`: an attach writes the weights again, from the file of the one that attaches.
+    """
+
+    pids_fixed_at_build: bool = field(metadata=boolean())
+    holder_must_outlive: bool = field(metadata=boolean())
+    attach_rewrites_weights: bool = field(metadata=boolean())
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """What a card says of its memory, in bytes: all processes of all users together."""
+
+    total_bytes: int = field(metadata=_BYTES)
+    free_bytes: int = field(metadata=_BYTES)
+
+
+@dataclass(frozen=True)
+class Hello:
+    """child → daemon: I am up, and this is what I am.
+
+    `pid` is the engine's number for this process, which on Ascend is not `os.getpid()` in a container.
+    `sha256` names the content of the model that this process would load (`weightd.shared.modelfile`).
+    """
+
+    pid: str = field(metadata=text(limits.MAX_PID_BYTES))
+    sha256: str = field(metadata=text(limits.MAX_DIGEST_BYTES))
+    versions: Dict[str, str] = field(metadata=mapping(text(limits.MAX_NAME_BYTES, empty=True), limits.MAX_VERSIONS))
+    traits: Traits = field(metadata=record(Traits))
+
+
+@dataclass(frozen=True)
+class Back:
+    """child → daemon: connected again, after the connection was lost: whoever is there now may have me go on."""
+
+
+@dataclass(frozen=True)
+class Build:
+    """daemon → holder: build the model and let these processes share its weights.
+
+    `search`: look for a canary; `canary_cases` worked before and come first, `unfit` did not and are left out. Without
+    it `canary_cases` are what was configured and has to work, and where there are none there is no canary, unless the
+    process was given a sample.
+    """
+
+    pids: Tuple[str, ...] = field(metadata=many(text(limits.MAX_PID_BYTES), limits.MAX_PIDS))
+    search: bool = field(default=True, metadata=boolean())
+    canary_cases: Cases = field(default=(), metadata=_CASES)
+    unfit: Cases = field(default=(), metadata=_UNFIT)
+
+
+@dataclass(frozen=True)
+class Probing:
+    """holder → daemon: I am about to run the canary on `trying`, which may be my end; `unfit` is known not to work.
+
+    It goes on when it hears `probe`, so that the daemon knows what it died of. With nothing to try the search is over.
+    """
+
+    trying: Cases = field(metadata=_CASES)
+    unfit: Cases = field(metadata=_UNFIT)
+
+
+@dataclass(frozen=True)
+class Probe:
+    """daemon → holder: it is noted what you are trying; go on."""
+
+
+@dataclass(frozen=True)
+class Built:
+    """holder → daemon: the weights are exported.
+
+    `handle` is what a worker attaches to, "" where nothing is shared; `note` then says why, and `is_loss` whether there
+    is something that could have been.
+    `canary_cases` are what the canary is run on, none where the model has no canary; `canary` is the digest of its
+    answers, "" for a model that does not repeat itself; `canary_note` says why there is none, or what it is worth.
+    """
+
+    handle: str = field(metadata=text(limits.MAX_PATH_BYTES, empty=True))
+    inputs: Tuple[TensorSignature, ...] = field(metadata=many(record(TensorSignature), limits.MAX_TENSORS))
+    outputs: Tuple[TensorSignature, ...] = field(metadata=many(record(TensorSignature), limits.MAX_TENSORS))
+    canary_cases: Cases = field(metadata=_CASES)
+    canary: str = field(metadata=text(limits.MAX_DIGEST_BYTES, empty=True))
+    shared_bytes: int = field(metadata=_BYTES)
+    note: str = field(default="", metadata=text(limits.MAX_TEXT_BYTES, empty=True))
+    device: Optional[DeviceMemory] = field(default=None, metadata=record(DeviceMemory))
+    """The card's memory after the build; None on the CPU."""
+    gears: Tuple[Tuple[int, ...], ...] = field(default=(), metadata=_GEARS)
+    """The only sizes of the free dimensions of `inputs`, in their order, that the model takes; none where it takes any,
+    or where nobody can tell before it is tried."""
+    canary_note: str = field(default="", metadata=text(limits.MAX_TEXT_BYTES, empty=True))
+    is_loss: bool = field(default=False, metadata=boolean())
+
+
+@dataclass(frozen=True)
+class Allow:
+    """daemon → holder: let these processes attach too, though they were not there at the build."""
+
+    pids: Tuple[str, ...] = field(metadata=many(text(limits.MAX_PID_BYTES), limits.MAX_PIDS))
+
+
+@dataclass(frozen=True)
+class Allowed:
+    """holder → daemon: they may, or the library offers no way for the reason that `error` gives."""
+
+    error: str = field(default="", metadata=text(limits.MAX_TEXT_BYTES, empty=True))
+
+
+@dataclass(frozen=True)
+class Attach:
+    """daemon → worker: build the model on the weights behind the handle ("" = a copy of your own).
+
+    Then run the canary on these inputs.
+    """
+
+    handle: str = field(metadata=text(limits.MAX_PATH_BYTES, empty=True))
+    canary_cases: Cases = field(metadata=_CASES)
+
+
+@dataclass(frozen=True)
+class Attached:
+    """worker → daemon: the model is built; `canary` as in `Built`, `note` says why nothing is shared."""
+
+    canary: str = field(metadata=text(limits.MAX_DIGEST_BYTES, empty=True))
+    shared_bytes: int = field(metadata=_BYTES)
+    note: str = field(default="", metadata=text(limits.MAX_TEXT_BYTES, empty=True))
+    device: Optional[DeviceMemory] = field(default=None, metadata=record(DeviceMemory))
+    """The card's memory after the build; None on the CPU."""
+
+
+@dataclass(frozen=True)
+class Broken:
+    """child → daemon: build or attach failed for this cause; the process exits.
+
+    `no_room`: the card has no memory or no place for this process; some may come free late after another one's end.
+    """
+
+    cause: str = field(metadata=text(limits.MAX_TEXT_BYTES, empty=True))
+    no_room: bool = field(default=False, metadata=boolean())
+
+
+@dataclass(frozen=True)
+class Predict:
+    """daemon → worker: run the model on the tensors that follow."""
+
+    request: int = field(metadata=_REQUEST)
+    inputs: Tuple[TensorSpec, ...] = field(metadata=many(record(TensorSpec), limits.MAX_TENSORS))
+
+    @property
+    def tensors(self) -> Tuple[TensorSpec, ...]:
+        """The tensors whose bytes follow the header."""
+        return self.inputs
+
+
+@dataclass(frozen=True)
+class Result:
+    """worker → daemon: the answer to a `Predict`."""
+
+    request: int = field(metadata=_REQUEST)
+    outputs: Tuple[TensorSpec, ...] = field(metadata=many(record(TensorSpec), limits.MAX_TENSORS))
+
+    @property
+    def tensors(self) -> Tuple[TensorSpec, ...]:
+        """The tensors whose bytes follow the header."""
+        return self.outputs
+
+
+@dataclass(frozen=True)
+class Failed:
+    """worker → daemon: the `Predict` ended in an error.
+
+    `leaving`: the failure may have spoilt the model, so the process exits and takes no further request.
+    """
+
+    request: int = field(metadata=_REQUEST)
+    code: str = field(metadata=one_of(ERRORS))
+    error: str = field(metadata=text(limits.MAX_TEXT_BYTES, empty=True))
+    leaving: bool = field(metadata=boolean())
+
+
+@dataclass(frozen=True)
+class Skip:
+    """daemon → worker: nobody waits for this `Predict` any more; if it has not begun, do not run it."""
+
+    request: int = field(metadata=_REQUEST)
+
+
+@dataclass(frozen=True)
+class Ping:
+    """daemon → worker: show that you answer; with `canary`, that you answer rightly."""
+
+    canary: bool = field(metadata=boolean())
+
+
+@dataclass(frozen=True)
+class Pong:
+    """worker → daemon: the answer to a `Ping`; `canary` is the digest of what the canary gives now, else ""."""
+
+    canary: str = field(default="", metadata=text(limits.MAX_DIGEST_BYTES, empty=True))
+
+
+@dataclass(frozen=True)
+class Settle:
+    """daemon → child: no attach is due; let pages of the store that nobody maps leave memory."""
+
+
+@dataclass(frozen=True)
+class Stop:
+    """daemon → child: finish what you have and exit."""
+
+
+ChildMessage = Union[Hello, Back, Probing, Built, Allowed, Attached, Broken, Result, Failed, Pong]
+OrderMessage = Union[Build, Probe, Allow, Attach, Predict, Skip, Ping, Settle, Stop]
+
+FROM_CHILD: Dict[str, Type[ChildMessage]] = {
+    "hello": Hello,
+    "back": Back,
+    "probing": Probing,
+    "built": Built,
+    "allowed": Allowed,
+    "attached": Attached,
+    "broken": Broken,
+    "result": Result,
+    "failed": Failed,
+    "pong": Pong,
+}
+TO_CHILD: Dict[str, Type[OrderMessage]] = {
+    "build": Build,
+    "probe": Probe,
+    "allow": Allow,
+    "attach": Attach,
+    "predict": Predict,
+    "skip": Skip,
+    "ping": Ping,
+    "settle": Settle,
+    "stop": Stop,
+}

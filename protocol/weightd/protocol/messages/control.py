@@ -1,0 +1,126 @@
+"""What is asked about the server and its models, and what changes them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Tuple
+
+from weightd.protocol import limits
+from weightd.protocol.messages.data import TensorSignature
+from weightd.protocol.schema import boolean, integer, many, record, text
+
+_COUNT = integer(0, limits.MAX_COUNT)
+
+
+@dataclass(frozen=True)
+class ServerReady:
+    """client → daemon: is every model ready?"""
+
+    id: str = field(metadata=text(limits.MAX_ID_BYTES))
+
+
+@dataclass(frozen=True)
+class ModelReady:
+    """client → daemon: is this model ready?"""
+
+    id: str = field(metadata=text(limits.MAX_ID_BYTES))
+    model_name: str = field(metadata=text(limits.MAX_NAME_BYTES))
+
+
+@dataclass(frozen=True)
+class ReadyResponse:
+    """daemon → client: whether a worker of the model, or of each model, has answered within the watchdog's period.
+
+    `reason` says why not; "" where it is ready.
+    """
+
+    id: str = field(metadata=text(limits.MAX_ID_BYTES))
+    ready: bool = field(metadata=boolean())
+    reason: str = field(default="", metadata=text(limits.MAX_TEXT_BYTES, empty=True))
+
+
+@dataclass(frozen=True)
+class ServerMetadata:
+    """client → daemon: who answers here?"""
+
+    id: str = field(metadata=text(limits.MAX_ID_BYTES))
+
+
+@dataclass(frozen=True)
+class ServerMetadataResponse:
+    """daemon → client: name and version of the server, and the names of its models."""
+
+    id: str = field(metadata=text(limits.MAX_ID_BYTES))
+    name: str = field(metadata=text(limits.MAX_NAME_BYTES))
+    version: str = field(metadata=text(limits.MAX_NAME_BYTES))
+    models: Tuple[str, ...] = field(metadata=many(text(limits.MAX_NAME_BYTES), limits.MAX_MODELS))
+
+
+@dataclass(frozen=True)
+class ModelMetadata:
+    """client → daemon: what does the model take and give?"""
+
+    id: str = field(metadata=text(limits.MAX_ID_BYTES))
+    model_name: str = field(metadata=text(limits.MAX_NAME_BYTES))
+
+
+@dataclass(frozen=True)
+class ModelMetadataResponse:
+    """daemon → client: the model's inputs and outputs; `platform` is its engine."""
+
+    id: str = field(metadata=text(limits.MAX_ID_BYTES))
+    name: str = field(metadata=text(limits.MAX_NAME_BYTES))
+    platform: str = field(metadata=text(limits.MAX_NAME_BYTES))
+    inputs: Tuple[TensorSignature, ...] = field(metadata=many(record(TensorSignature), limits.MAX_TENSORS))
+    outputs: Tuple[TensorSignature, ...] = field(metadata=many(record(TensorSignature), limits.MAX_TENSORS))
+
+
+@dataclass(frozen=True)
+class Update:
+    """client → daemon: load another model, or other weights, beside what serves, and let it take over.
+
+    Paths are the daemon's. `path` is "" to keep the model's file, `weights` is "" to keep the weights that are in it.
+    `rollback`: go back to what served before the last update; paths are then "". Only the daemon's user, and root, may.
+    """
+
+    id: str = field(metadata=text(limits.MAX_ID_BYTES))
+    model_name: str = field(metadata=text(limits.MAX_NAME_BYTES))
+    path: str = field(default="", metadata=text(limits.MAX_PATH_BYTES, empty=True))
+    weights: str = field(default="", metadata=text(limits.MAX_PATH_BYTES, empty=True))
+    rollback: bool = field(default=False, metadata=boolean())
+
+
+@dataclass(frozen=True)
+class UpdateResponse:
+    """daemon → client: the generations with these numbers have taken over, one on each device.
+
+    They serve `path`, with `weights` over those in it or "". `configured` is the file that the configuration names: an
+    update does not change it, and a daemon that has to load the model anew loads that.
+    """
+
+    id: str = field(metadata=text(limits.MAX_ID_BYTES))
+    model_name: str = field(metadata=text(limits.MAX_NAME_BYTES))
+    generations: Tuple[int, ...] = field(metadata=many(_COUNT, limits.MAX_GENERATIONS))
+    path: str = field(metadata=text(limits.MAX_PATH_BYTES))
+    weights: str = field(metadata=text(limits.MAX_PATH_BYTES, empty=True))
+    configured: str = field(metadata=text(limits.MAX_PATH_BYTES))
+
+
+@dataclass(frozen=True)
+class Reload:
+    """client → daemon: read the configuration file again, and serve what it says now.
+
+    Only the daemon's user, and root, may.
+    """
+
+    id: str = field(metadata=text(limits.MAX_ID_BYTES))
+
+
+@dataclass(frozen=True)
+class ReloadResponse:
+    """daemon → client: the file is good and in force; these models load, roll to what it says now, or drain."""
+
+    id: str = field(metadata=text(limits.MAX_ID_BYTES))
+    added: Tuple[str, ...] = field(metadata=many(text(limits.MAX_MODEL_NAME_BYTES), limits.MAX_MODELS))
+    changed: Tuple[str, ...] = field(metadata=many(text(limits.MAX_MODEL_NAME_BYTES), limits.MAX_MODELS))
+    removed: Tuple[str, ...] = field(metadata=many(text(limits.MAX_MODEL_NAME_BYTES), limits.MAX_MODELS))

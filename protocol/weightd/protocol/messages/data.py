@@ -1,0 +1,115 @@
+"""Inference: tensors in, tensors out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Optional, Tuple
+
+from weightd.protocol import limits
+from weightd.protocol.datatypes import ITEM_BYTES
+from weightd.protocol.errors import ERRORS
+from weightd.protocol.schema import integer, many, nullable, one_of, record, text
+
+_COUNT = integer(0, limits.MAX_COUNT)
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One tensor of a request or an answer: its bytes are in the frame of the same position.
+
+    `shape` is the size of each dimension; [] is a scalar. The frame holds the elements in C order,
+    little-endian, without padding: its length is the product of the dimensions times the element's size.
+    """
+
+    name: str = field(metadata=text(limits.MAX_NAME_BYTES))
+    datatype: str = field(metadata=one_of(ITEM_BYTES))
+    shape: Tuple[int, ...] = field(metadata=many(integer(0, limits.MAX_DIM), limits.MAX_RANK))
+
+    @property
+    def nbytes(self) -> int:
+        """The length of the tensor's frame in bytes."""
+        size = ITEM_BYTES[self.datatype]
+        for dim in self.shape:
+            size *= dim
+        return size
+
+
+@dataclass(frozen=True)
+class TensorSignature:
+    """One input or output of a model. A dimension of -1 is free: each request chooses it.
+
+    A shape of None is of any rank: each request chooses that, too. One of [] is a scalar.
+    """
+
+    name: str = field(metadata=text(limits.MAX_NAME_BYTES))
+    datatype: str = field(metadata=one_of(ITEM_BYTES))
+    shape: Optional[Tuple[int, ...]] = field(metadata=nullable(many(integer(-1, limits.MAX_DIM), limits.MAX_RANK)))
+
+    @property
+    def form(self) -> str:
+        """The shape, for people."""
+        return "of any rank" if self.shape is None else str(list(self.shape))
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """What a request asks for beside its tensors."""
+
+    timeout: Optional[int] = field(default=None, metadata=integer(1, limits.MAX_TIMEOUT_US))
+    """Microseconds until the caller stops waiting; the daemon's default where it is absent."""
+
+
+NO_PARAMETERS = Parameters()
+
+
+@dataclass(frozen=True)
+class Infer:
+    """client → daemon: run the model on the tensors of `inputs`."""
+
+    id: str = field(metadata=text(limits.MAX_ID_BYTES))
+    model_name: str = field(metadata=text(limits.MAX_NAME_BYTES))
+    inputs: Tuple[TensorSpec, ...] = field(metadata=many(record(TensorSpec), limits.MAX_TENSORS))
+    parameters: Parameters = field(default=NO_PARAMETERS, metadata=record(Parameters))
+
+    @property
+    def tensors(self) -> Tuple[TensorSpec, ...]:
+        """The tensors whose bytes follow the header."""
+        return self.inputs
+
+
+@dataclass(frozen=True)
+class InferResponse:
+    """daemon → client: what the model answered."""
+
+    id: str = field(metadata=text(limits.MAX_ID_BYTES))
+    model_name: str = field(metadata=text(limits.MAX_NAME_BYTES))
+    outputs: Tuple[TensorSpec, ...] = field(metadata=many(record(TensorSpec), limits.MAX_TENSORS))
+
+    @property
+    def tensors(self) -> Tuple[TensorSpec, ...]:
+        """The tensors whose bytes follow the header."""
+        return self.outputs
+
+
+@dataclass(frozen=True)
+class Error:
+    """daemon → client: the request with this id ended in an error.
+
+    `id` is empty when the request was so broken that its id could not be read.
+    """
+
+    id: str = field(metadata=text(limits.MAX_ID_BYTES, empty=True))
+    code: str = field(metadata=one_of(ERRORS))
+    error: str = field(metadata=text(limits.MAX_TEXT_BYTES, empty=True))
+    retry_after: Optional[int] = field(default=None, metadata=integer(0, limits.MAX_TIMEOUT_US))
+    """Microseconds after which the same request may succeed; absent where nothing is known of that."""
+
+
+@dataclass(frozen=True)
+class Cancel:
+    """client → daemon: the request with this id is not wanted any more.
+
+    If it has not ended, it ends in CANCELLED now. This message itself has no answer.
+    """
+
+    id: str = field(metadata=text(limits.MAX_ID_BYTES))

@@ -1,0 +1,144 @@
+"""The status: what `weightctl status` shows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Optional, Tuple
+
+from weightd.protocol import limits
+from weightd.protocol.schema import integer, many, number, one_of, record, text
+
+_COUNT = integer(0, limits.MAX_COUNT)
+
+
+@dataclass(frozen=True)
+class Status:
+    """client → daemon: what are you doing?"""
+
+    id: str = field(metadata=text(limits.MAX_ID_BYTES))
+
+
+@dataclass(frozen=True)
+class ProcessStatus:
+    """One process of a generation. Memory in bytes, latency in microseconds."""
+
+    name: str = field(metadata=text(limits.MAX_NAME_BYTES))
+    role: str = field(metadata=one_of(["holder", "worker", "spare"]))
+    state: str = field(metadata=text(limits.MAX_NAME_BYTES))
+    pid: int = field(metadata=_COUNT)
+    served: int = field(metadata=_COUNT)
+    in_flight: int = field(metadata=_COUNT)
+    p50_us: Optional[float] = field(default=None, metadata=number())
+    p99_us: Optional[float] = field(default=None, metadata=number())
+    pss_bytes: Optional[int] = field(default=None, metadata=_COUNT)
+    shared_bytes: Optional[int] = field(default=None, metadata=_COUNT)
+    note: str = field(default="", metadata=text(limits.MAX_TEXT_BYTES, empty=True))
+
+
+@dataclass(frozen=True)
+class GenerationStatus:
+    """One weight copy and the processes around it. Memory in bytes.
+
+    `saved_bytes` is what the workers share less what the one copy takes: what would be needed in addition
+    if each worker held its own. Both are absent where the kernel does not tell. `note` is what the holder said of the
+    model: why nothing is shared. `canary` is what its known answer is an answer to, or why it has none.
+    """
+
+    number: int = field(metadata=_COUNT)
+    device: str = field(metadata=text(limits.MAX_NAME_BYTES))
+    state: str = field(metadata=text(limits.MAX_NAME_BYTES))
+    progress: str = field(metadata=text(limits.MAX_TEXT_BYTES, empty=True))
+    cause: str = field(metadata=text(limits.MAX_TEXT_BYTES, empty=True))
+    sha256: str = field(metadata=text(limits.MAX_DIGEST_BYTES, empty=True))
+    processes: Tuple[ProcessStatus, ...] = field(metadata=many(record(ProcessStatus), limits.MAX_PROCESSES))
+    copy_bytes: Optional[int] = field(default=None, metadata=_COUNT)
+    saved_bytes: Optional[int] = field(default=None, metadata=_COUNT)
+    note: str = field(default="", metadata=text(limits.MAX_TEXT_BYTES, empty=True))
+    canary: str = field(default="", metadata=text(limits.MAX_TEXT_BYTES, empty=True))
+
+
+@dataclass(frozen=True)
+class ModelStatus:
+    """One model of the configuration. Latency in microseconds, from arrival to answer, in the daemon.
+
+    `path` and `weights` are what serves, or is to: after an update not what the configuration names.
+    `deaths` are processes that ended without being asked to; `quarantined` are contents of requests that are refused
+    because workers died of them; `note` is what went wrong last with a change of the model.
+    """
+
+    name: str = field(metadata=text(limits.MAX_NAME_BYTES))
+    engine: str = field(metadata=text(limits.MAX_NAME_BYTES))
+    path: str = field(metadata=text(limits.MAX_PATH_BYTES))
+    state: str = field(metadata=text(limits.MAX_NAME_BYTES))
+    queued: int = field(metadata=_COUNT)
+    served: int = field(metadata=_COUNT)
+    failed: int = field(metadata=_COUNT)
+    generations: Tuple[GenerationStatus, ...] = field(metadata=many(record(GenerationStatus), limits.MAX_GENERATIONS))
+    p50_us: Optional[float] = field(default=None, metadata=number())
+    p99_us: Optional[float] = field(default=None, metadata=number())
+    deaths: int = field(default=0, metadata=_COUNT)
+    quarantined: int = field(default=0, metadata=_COUNT)
+    note: str = field(default="", metadata=text(limits.MAX_TEXT_BYTES, empty=True))
+    weights: str = field(default="", metadata=text(limits.MAX_PATH_BYTES, empty=True))
+
+
+@dataclass(frozen=True)
+class DeviceStatus:
+    """What weightd has of a card. Memory in bytes.
+
+    `capacity_bytes` is what weightd may use, absent where that is not known; `weights_bytes` is each copy of weights
+    once; `process_bytes` is what the processes take beside them; `saved_bytes` is what the processes would take in
+    addition if each held its own weights. They are sums of what models need; `free_bytes` is what the card itself said
+    last, absent where it has said nothing.
+    """
+
+    name: str = field(metadata=text(limits.MAX_NAME_BYTES))
+    processes: int = field(metadata=_COUNT)
+    max_processes: int = field(metadata=_COUNT)
+    weights_bytes: int = field(metadata=_COUNT)
+    process_bytes: int = field(metadata=_COUNT)
+    saved_bytes: int = field(metadata=_COUNT)
+    capacity_bytes: Optional[int] = field(default=None, metadata=_COUNT)
+    free_bytes: Optional[int] = field(default=None, metadata=_COUNT)
+
+
+@dataclass(frozen=True)
+class MemoryLimit:
+    """What the control group that the daemon lives in takes of memory, and what it may take. In bytes.
+
+    `limit_bytes` and `high_bytes` are the smallest of the group and those above it; beyond the first the kernel kills,
+    beyond the second it slows down and reclaims. `usage_bytes` contains cached files. `oom_kills` are the processes
+    that it has killed; `pressure_percent` is the share of the last ten seconds in which some process waited for memory.
+    What is absent is not limited, or not known.
+    """
+
+    usage_bytes: int = field(metadata=_COUNT)
+    limit_bytes: Optional[int] = field(default=None, metadata=_COUNT)
+    high_bytes: Optional[int] = field(default=None, metadata=_COUNT)
+    oom_kills: Optional[int] = field(default=None, metadata=_COUNT)
+    pressure_percent: Optional[float] = field(default=None, metadata=number())
+
+
+@dataclass(frozen=True)
+class StatusResponse:
+    """daemon → client: the daemon, its models, their processes and their cards. Memory in bytes (PSS).
+
+    `note` says why what is in force is not what the configuration file says. `dropped` are answers that could not be
+    sent because their client was gone or did not read. `memory` is absent where the control group is not known.
+    `held_bytes` is what the daemon keeps for clients, requests and answers that are not read, `max_memory_bytes` the
+    bound for it.
+    """
+
+    id: str = field(metadata=text(limits.MAX_ID_BYTES))
+    version: str = field(metadata=text(limits.MAX_NAME_BYTES))
+    state: str = field(metadata=text(limits.MAX_NAME_BYTES))
+    pid: int = field(metadata=_COUNT)
+    uptime_s: float = field(metadata=number())
+    pss_bytes: int = field(metadata=_COUNT)
+    models: Tuple[ModelStatus, ...] = field(metadata=many(record(ModelStatus), limits.MAX_MODELS))
+    devices: Tuple[DeviceStatus, ...] = field(default=(), metadata=many(record(DeviceStatus), limits.MAX_DEVICES))
+    dropped: int = field(default=0, metadata=_COUNT)
+    memory: Optional[MemoryLimit] = field(default=None, metadata=record(MemoryLimit))
+    note: str = field(default="", metadata=text(limits.MAX_TEXT_BYTES, empty=True))
+    held_bytes: int = field(default=0, metadata=_COUNT)
+    max_memory_bytes: int = field(default=0, metadata=_COUNT)

@@ -1,0 +1,53 @@
+"""The messages between clients and the daemon, by the name of their type."""
+
+from typing import Dict, Type, Union
+
+from weightd.protocol.messages.control import (
+    ModelMetadata,
+    ModelMetadataResponse,
+    ModelReady,
+    ReadyResponse,
+    Reload,
+    ReloadResponse,
+    ServerMetadata,
+    ServerMetadataResponse,
+    ServerReady,
+    Update,
+    UpdateResponse,
+)
+from weightd.protocol.messages.data import Cancel, Error, Infer, InferResponse
+from weightd.protocol.messages.status import Status, StatusResponse
+
+ClientMessage = Union[Infer, Cancel, ServerReady, ModelReady, ServerMetadata, ModelMetadata, Status, Update, Reload]
+DaemonMessage = Union[
+    InferResponse,
+    Error,
+    ReadyResponse,
+    ServerMetadataResponse,
+    ModelMetadataResponse,
+    StatusResponse,
+    UpdateResponse,
+    ReloadResponse,
+]
+
+FROM_CLIENT: Dict[str, Type[ClientMessage]] = {
+    "infer": Infer,
+    "cancel": Cancel,
+    "server_ready": ServerReady,
+    "model_ready": ModelReady,
+    "server_metadata": ServerMetadata,
+    "model_metadata": ModelMetadata,
+    "status": Status,
+    "update": Update,
+    "reload": Reload,
+}
+TO_CLIENT: Dict[str, Type[DaemonMessage]] = {
+    "infer_response": InferResponse,
+    "error": Error,
+    "ready_response": ReadyResponse,
+    "server_metadata_response": ServerMetadataResponse,
+    "model_metadata_response": ModelMetadataResponse,
+    "status_response": StatusResponse,
+    "update_response": UpdateResponse,
+    "reload_response": ReloadResponse,
+}

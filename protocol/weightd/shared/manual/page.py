@@ -1,0 +1,61 @@
+"""The sections of a man page that tell how a program is called."""
+
+from __future__ import annotations
+
+from typing import Iterable, List
+
+from weightd.shared.manual.commands import Argument, Command
+from weightd.shared.manual.roff import Page, bold, italic, prose
+
+
+def describe(page: Page, program: Command) -> None:
+    """Write SYNOPSIS, DESCRIPTION, OPTIONS and COMMANDS of a program."""
+    page.heading("SYNOPSIS")
+    page.synopsis([bold(program.name), "[" + italic("OPTION") + "]...", italic("COMMAND"), "[" + italic("...") + "]"])
+    for command in program.commands:
+        page.synopsis(_call(program, command))
+    page.heading("DESCRIPTION")
+    page.text(program.description)
+    page.heading("OPTIONS")
+    _arguments(page, program.options)
+    page.heading("COMMANDS")
+    # An option that stands before a command as well as after it is explained once.
+    common = {argument.flags for argument in program.options}
+    for command in program.commands:
+        page.subheading(command.name)
+        page.synopsis(_call(program, command))
+        page.text(command.description)
+        own = [option for option in command.options if option.flags not in common]
+        _arguments(page, [*command.positionals, *own])
+        if command.epilog:
+            page.text(command.epilog)
+
+
+def _call(program: Command, command: Command) -> List[str]:
+    common = {argument.flags for argument in program.options}
+    options = [_option(option) for option in command.options if option.flags not in common]
+    return [f"{bold(program.name)} {bold(command.name)}", *options, *map(_positional, command.positionals)]
+
+
+def _option(option: Argument) -> str:
+    value = f" {italic(option.metavar)}" if option.metavar else ""
+    written = bold(option.flags[-1]) + value
+    return (f"[{written}]" if option.optional else written) + ("..." if option.repeatable else "")
+
+
+def _positional(argument: Argument) -> str:
+    written = italic(argument.metavar)
+    return (f"[{written}]" if argument.optional else written) + ("..." if argument.repeatable else "")
+
+
+def _arguments(page: Page, arguments: Iterable[Argument]) -> None:
+    for argument in arguments:
+        value = f" {italic(argument.metavar)}" if argument.metavar else ""
+        label = ", ".join(bold(flag) + value for flag in argument.flags) or italic(argument.metavar)
+        page.entry(label, argument.help)
+
+
+def table(page: Page, rows: Iterable[List[str]]) -> None:
+    """Write rows of a term, which is bold, and what it means."""
+    for term, meaning in rows:
+        page.entry(prose(f"`{term}`"), meaning)

@@ -1,0 +1,320 @@
+"""What a model is on disk: its file, the external files it names, and the digest over all of them.
+
+The daemon pins a model by this digest, and each process says in its HELLO which digest it would load: both sides
+must compute it in one way, so it is part of the protocol.
+
+- ONNX: tensors may lie in external files, named by a relative `location` inside the model
+  (https://onnx.ai/onnx/repo-docs/ExternalData.html).
+- MindIR over 1 GB is `X_graph.mindir` with the directory `X_variables/` beside it.
+
+A location must stay inside the model's directory, links followed. Where the model file is a link itself, so is the
+directory to which it leads: caches such as Hugging Face's consist of links to files that lie together. And whoever has
+chosen a file, by the model or by a link, must be able to read it: see `reach`.
+
+A file may be exchanged or cut short at any time while it is read. That is why nothing is mapped here: reading beyond
+the end of a mapped file that has shrunk kills the process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+from pathlib import Path, PurePosixPath
+from typing import BinaryIO, Dict, Generator, Iterator, List, NamedTuple, Tuple, cast
+
+from weightd.protocol import limits
+from weightd.protocol.errors import WeightdError
+from weightd.shared.protobuf import Malformed, Span, fields
+from weightd.shared.reach import NotTheirs, Reach
+
+_BLOCK = 1024 * 1024
+_MINDIR_GRAPH = "_graph.mindir"
+
+# Of a model's files that cannot be read, so many are named.
+_TOLD = 10
+
+
+class ModelFileError(WeightdError):
+    """The model cannot be read; the text names the file and what is wrong with it, each of several on a line."""
+
+
+class ModelFile(NamedTuple):
+    """One file of a model, as it was when the model was opened.
+
+    Attributes:
+        name: relative to the model's directory.
+        path: where it is.
+        nbytes: its size.
+        identity: another one when it has changed or was replaced.
+    """
+
+    name: str
+    path: Path
+    nbytes: int
+    identity: Tuple[int, int]
+
+
+class Model:
+    """The model at `path`. Within the block it stays the same, whatever is put there.
+
+    Args:
+        path: of the model file.
+        own: it is a copy that the daemon has made: nobody else has named what is there.
+
+    Attributes:
+        files: the model file itself first, the others by name.
+
+    Raises:
+        ModelFileError: a file is missing, unreadable, not a regular file, empty, outside the directory, or chosen by
+            somebody who may not read it; or an ONNX file is none.
+    """
+
+    def __init__(self, path: Path, *, own: bool = False) -> None:
+        self._path = path
+        self._own = own
+        self.files: List[ModelFile] = []
+        with contextlib.ExitStack() as stack:
+            self._find(stack)
+            self._open = stack.pop_all()
+
+    def __enter__(self) -> Model:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._open.close()
+
+    def open(self, file: ModelFile) -> BinaryIO:
+        """Open one of its files.
+
+        Raises:
+            ModelFileError: it cannot be read any more, or is another one.
+        """
+        if file is self.files[0]:
+            descriptor = os.dup(self._file.fileno())
+            os.lseek(descriptor, 0, os.SEEK_SET)
+            return os.fdopen(descriptor, "rb")
+        reader = self._open_external(file.name)
+        if _looked_at(file.name, file.path, reader) != file:
+            reader.close()
+            raise self._changed()
+        return reader
+
+    def check_unchanged(self) -> None:
+        """Make sure that what is at the path, and what it names, is still what it was.
+
+        Raises:
+            ModelFileError: it is not.
+        """
+        try:
+            with Model(self._path, own=self._own) as now:
+                same = now.files == self.files
+        except ModelFileError:
+            same = False
+        if not same:
+            raise self._changed()
+
+    def _changed(self) -> ModelFileError:
+        return ModelFileError(f"{self._path}: changed while it was copied; load it again once it is complete")
+
+    def _find(self, stack: contextlib.ExitStack) -> None:
+        path = self._path
+        reach = stack.enter_context(Reach(trusting=self._own))
+        with _told(path):
+            parent = reach.directory(reach.root(), str(path.parent.absolute()))
+            self._file, real = reach.open(parent, path.name)
+            stack.enter_context(self._file)
+            self._inside = (parent, real)
+            self._place = parent.named_by(os.fstat(self._file.fileno()).st_uid, *real.authors)
+        self.files.append(_looked_at(path.name, path, self._file))
+        if path.name.endswith(_MINDIR_GRAPH):
+            names = self._mindir_variables(reach)
+        elif path.suffix == ".onnx":
+            names = _onnx_locations(path, self._file)
+        else:
+            names = []
+        problems: List[str] = []
+        for name in sorted({*names} - {path.name}):
+            try:
+                with self._open_external(name) as file:
+                    self.files.append(_looked_at(name, path.parent / name, file))
+            except ModelFileError as error:
+                problems.append(str(error))
+        if problems:
+            more = [f"{path}: {len(problems) - _TOLD} more files cannot be read"] if len(problems) > _TOLD else []
+            raise ModelFileError("\n".join(problems[:_TOLD] + more))
+
+    def _open_external(self, name: str) -> BinaryIO:
+        with _told(self._path.parent / name), Reach(trusting=self._own) as reach:
+            file, real = reach.open(self._place, name)
+            if real.below(self._inside):
+                return file
+            file.close()
+        raise ModelFileError(
+            f"{self._path.parent / name}: a link out of the model's directory; expected the file itself, or a link to "
+            "one that lies below that directory or, if the model is a link, beside the file to which that leads"
+        )
+
+    def _mindir_variables(self, reach: Reach) -> List[str]:
+        path = self._path
+        directory = path.parent / (path.name[: -len(_MINDIR_GRAPH)] + "_variables")
+        try:
+            place = reach.directory(self._place, directory.name)
+        except (FileNotFoundError, NotADirectoryError):
+            raise ModelFileError(f"{path}: expected its weights in {directory}/, which is not a directory") from None
+        except (OSError, NotTheirs) as error:
+            raise _unreadable(directory, error) from None
+        with _told(directory), place.listing() as entries:
+            return [str(PurePosixPath(directory.name, entry.name)) for entry in entries if entry.is_file()]
+
+
+def model_files(path: Path, *, own: bool = False) -> List[ModelFile]:
+    """Return the files of the model at `path`.
+
+    Raises:
+        ModelFileError: as `Model`, of which `own` is known, too.
+    """
+    with Model(path, own=own) as model:
+        return model.files
+
+
+def open_file(path: Path) -> BinaryIO:
+    """Open a single file that belongs to a model, such as weights to be loaded over its own.
+
+    Raises:
+        ModelFileError: it is missing, unreadable, not a regular file, or chosen by somebody who may not read it.
+    """
+    with _told(path), Reach() as reach:
+        return reach.open(reach.root(), str(path.absolute()))[0]
+
+
+def digest(path: Path, *, own: bool = False) -> str:
+    """Return the sha256, in hex, that names the content of the model at `path`.
+
+    For a model of one file it is what `sha256sum` prints. For several it is the sha256 of the lines that
+    `sha256sum` prints for them, in the order of `model_files`.
+
+    Raises:
+        ModelFileError: as `Model`, of which `own` is known, too.
+    """
+    with Model(path, own=own) as model:
+        digests = [_sha256(file.path, model.open(file)) for file in model.files]
+        if len(digests) == 1:
+            return digests[0]
+        return hashlib.sha256(b"".join(map(_sha256sum_line, digests, model.files))).hexdigest()
+
+
+def _sha256sum_line(sha256: str, file: ModelFile) -> bytes:
+    """What sha256sum prints: a name that would break the line is escaped, and the line then begins with a backslash."""
+    escaped = file.name.replace("\\", "\\\\").replace("\n", "\\n").replace("\r", "\\r")
+    mark = "" if escaped == file.name else "\\"
+    return os.fsencode(f"{mark}{sha256}  {escaped}\n")
+
+
+def _looked_at(name: str, path: Path, file: BinaryIO) -> ModelFile:
+    status = os.fstat(file.fileno())
+    if status.st_size == 0:
+        raise ModelFileError(f"{path}: the file is empty")
+    return ModelFile(name, path, status.st_size, (status.st_ino, status.st_mtime_ns))
+
+
+@contextlib.contextmanager
+def _told(path: Path) -> Generator[None, None, None]:
+    """Raise what prevents reading within the block as a ModelFileError."""
+    try:
+        yield
+    except (OSError, NotTheirs, ValueError) as error:
+        raise _unreadable(path, error) from None
+
+
+def _unreadable(path: Path, error: Exception) -> ModelFileError:
+    if isinstance(error, NotTheirs):
+        return ModelFileError(f"{path}: {error}")
+    # The only ValueError of a path; its words differ among the versions of Python.
+    return ModelFileError(f"{path}: {error.strerror if isinstance(error, OSError) else 'the path holds a NUL'}")
+
+
+def _sha256(path: Path, file: BinaryIO) -> str:
+    state = hashlib.sha256()
+    with _told(path), file:
+        while True:
+            block = file.read(_BLOCK)
+            if not block:
+                return state.hexdigest()
+            state.update(block)
+
+
+def _onnx_locations(path: Path, file: BinaryIO) -> List[str]:
+    try:
+        with _told(path):
+            locations = list(_external_locations(file, "model", 0, os.fstat(file.fileno()).st_size))
+    except Malformed:
+        # An engine that understands it all the same would load external files that nobody has pinned.
+        raise ModelFileError(f"{path}: expected an ONNX model; this is something else, or only a part of one") from None
+    for location in locations:
+        pure = PurePosixPath(location)
+        if pure.is_absolute() or ".." in pure.parts or not pure.parts:
+            raise ModelFileError(
+                f"{path}: names the external file {location!r}; expected a path inside the model's directory"
+            )
+    return [str(PurePosixPath(location)) for location in locations]
+
+
+# --- A walk through ONNX's protobuf, only as far as external data needs -----------------------------------------
+#
+# Message to {field number: message}, from onnx.proto. Anything else is skipped by its length, so the walk costs
+# the number of nodes, not the size of the weights.
+
+_ONNX: Dict[str, Dict[int, str]] = {
+    "model": {7: "graph", 20: "training", 25: "function"},
+    "training": {1: "graph", 2: "graph"},
+    "graph": {1: "node", 5: "tensor", 15: "sparse"},
+    "function": {7: "node", 11: "attribute"},
+    "node": {5: "attribute"},
+    "attribute": {5: "tensor", 6: "graph", 10: "tensor", 11: "graph", 22: "sparse", 23: "sparse"},
+    "sparse": {1: "tensor", 2: "tensor"},
+}
+_EXTERNAL_DATA, _DATA_LOCATION, _EXTERNAL = 13, 14, 1  # in a tensor
+_KEY, _VALUE = 1, 2  # in an entry of external_data
+
+# protobuf's own default: what nests deeper, no engine reads.
+_MAX_DEPTH = 100
+
+
+def _external_locations(file: BinaryIO, message: str, start: int, end: int, depth: int = 0) -> Iterator[str]:
+    if depth > _MAX_DEPTH:
+        raise Malformed
+    children = _ONNX[message]
+    for number, value in fields(file, start, end):
+        child = children.get(number)
+        if child is None or not isinstance(value, tuple):
+            continue
+        if child == "tensor":
+            yield from _tensor_locations(file, *value)
+        else:
+            yield from _external_locations(file, child, *value, depth=depth + 1)
+
+
+def _tensor_locations(file: BinaryIO, start: int, end: int) -> Iterator[str]:
+    entries: List[Span] = []
+    external = False
+    for number, value in fields(file, start, end):
+        if number == _EXTERNAL_DATA and isinstance(value, tuple):
+            entries.append(value)
+        elif number == _DATA_LOCATION:
+            external = value == _EXTERNAL
+    for span in entries if external else ():
+        entry = dict(fields(file, *span))
+        if _text(file, entry.get(_KEY)) == "location":
+            yield _text(file, entry.get(_VALUE))
+
+
+def _text(file: BinaryIO, span: object) -> str:
+    """Return a text as a file name: what is not UTF-8 is kept by surrogates, as everywhere in Python's file names."""
+    if not isinstance(span, tuple):
+        return ""
+    start, end = cast(Span, span)
+    if end - start > limits.MAX_PATH_BYTES:
+        raise Malformed
+    file.seek(start)
+    return os.fsdecode(file.read(end - start))

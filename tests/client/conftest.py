@@ -1,0 +1,3 @@
+from testkit.fakedaemon import address, client, daemon, directory
+
+__all__ = ["address", "client", "daemon", "directory"]

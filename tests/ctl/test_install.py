@@ -1,0 +1,399 @@
+"""`weightctl install-units`; the daemon that it asks for its manual is a stand-in, as Python 3.7 has none."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import sys
+from pathlib import Path
+from typing import Any, Dict, List, Tuple
+
+import pytest
+
+from weightd.ctl import exits
+from weightd.ctl.__main__ import main
+from weightd.ctl.install import files, plan, program
+from weightd.ctl.install.files import State
+
+UNITS = Path(__file__).parents[2] / "systemd"
+WEIGHTD = Path("/opt/weightd/bin/weightd")
+
+
+@pytest.fixture
+def units(tmp_path: Path) -> Path:
+    """A directory with units that no release has."""
+    directory = tmp_path / "units"
+    for name, text in {
+        "new.service": "[Service]\nExecStart=/usr/bin/weightd serve\n\n[Install]\nWantedBy=x\n",
+        "new.socket": "[Socket]\n\n[Install]\nWantedBy=x\n",
+        "new@.service": "[Service]\nExecStart=/usr/bin/weightd serve %i\n\n[Install]\nWantedBy=x\n",
+        "new.slice": "[Slice]\n",
+        "README": "no unit",
+        "sysusers.d/new.conf": "u new -\n",
+        "tmpfiles.d/new.conf": "d /run/new\n",
+        "examples/new.service.d/card.conf": "[Service]\n",
+    }.items():
+        (directory / name).parent.mkdir(parents=True, exist_ok=True)
+        (directory / name).write_text(text)
+    return directory
+
+
+@pytest.fixture
+def manual(tmp_path: Path) -> Path:
+    directory = tmp_path / "manual"
+    write_manual(str(directory))
+    return directory
+
+
+def write_manual(directory: str) -> None:
+    for name in ("man/weightd.8", "man/weightd.toml.5", "completions/weightd", "examples/weightd.toml"):
+        path = Path(directory, name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("text\n")
+
+
+@pytest.fixture
+def weightd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The program that the units shall start; its manual is written without it."""
+    path = tmp_path / "bin" / "weightd"
+    path.parent.mkdir()
+    path.write_text("#!/bin/sh\n")
+    path.chmod(0o755)
+    monkeypatch.setattr(sys, "argv", [str(path.with_name("weightctl"))])
+    monkeypatch.setattr(program, "write_manual", write_manual)
+    return path
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "root"
+
+
+class Install:
+    """Runs `weightctl install-units`."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str], root: Path) -> None:
+        self._capsys = capsys
+        self._root = root
+
+    def __call__(self, *arguments: str) -> Tuple[int, str, str]:
+        status = main(["install-units", "--prefix", str(self._root), *arguments])
+        said = self._capsys.readouterr()
+        return status, said.out, said.err
+
+    def states(self, *arguments: str) -> Dict[str, str]:
+        """What became of each file, by its path below the root."""
+        out = json.loads(self("--json", *arguments)[1])
+        return {str(Path(each["path"]).relative_to(self._root)): each["state"] for each in out["files"]}
+
+
+@pytest.fixture
+def install(capsys: pytest.CaptureFixture[str], root: Path, weightd: Path) -> Install:
+    assert weightd.exists()
+    return Install(capsys, root)
+
+
+def tree(directory: Path) -> List[str]:
+    return sorted(str(path.relative_to(directory)) for path in directory.glob("**/*") if not path.is_dir())
+
+
+def test_what_it_has_written_can_be_removed(install: Install, root: Path) -> None:
+    def enable(link: str, target: str) -> None:
+        path = root / "etc/systemd/system/x.wants" / link
+        path.parent.mkdir(exist_ok=True)
+        path.symlink_to(target)
+
+    install()
+    enable("weightd.service", "/etc/systemd/system/weightd.service")
+    enable("weightd@card.service", "/etc/systemd/system/weightd@.service")
+    enable("other.service", "/etc/systemd/system/other.service")
+    for kept in ("etc/weightd/weightd.toml", "etc/systemd/system/weightd.service.d/mine.conf"):
+        (root / kept).parent.mkdir()
+        (root / kept).write_bytes(OURS)
+    (root / "etc/systemd/system/weightd.slice").write_text("an operator's own\n")
+    before = tree(root)
+    assert {*install.states("--remove", "--dry-run").values()} == {"removed", "kept"}
+    assert tree(root) == before
+    states = install.states("--remove")
+    left = [
+        "etc/systemd/system/weightd.service.d/mine.conf",
+        "etc/systemd/system/weightd.slice",
+        "etc/systemd/system/x.wants/other.service",
+        "etc/weightd/weightd.toml",
+    ]
+    assert [path for path, state in sorted(states.items()) if state == "kept"] == left[1:2]
+    assert tree(root) == left
+    assert not (root / "usr/local/share/doc/weightd").exists()
+    status, out, err = install("--remove")
+    assert (status, out.split("\n")[0].split()[0]) == (exits.ERROR, "kept")
+    assert "systemctl stop" in out
+    assert "what is yours remains" in err
+    (root / "etc/systemd/system/weightd.slice").unlink()
+    assert install("--remove")[0] == exits.OK
+
+
+# --- the plan -------------------------------------------------------------------------------------------------------
+
+
+def test_the_directories_say_what_goes_where(units: Path, manual: Path) -> None:
+    assert [str(each.path) for each in plan.plan(units, manual, WEIGHTD)] == [
+        "/etc/systemd/system/new.service",
+        "/etc/systemd/system/new.slice",
+        "/etc/systemd/system/new.socket",
+        "/etc/systemd/system/new@.service",
+        "/etc/sysusers.d/new.conf",
+        "/etc/tmpfiles.d/new.conf",
+        "/usr/local/share/bash-completion/completions/weightd",
+        "/usr/local/share/doc/weightd/examples/new.service.d/card.conf",
+        "/usr/local/share/doc/weightd/examples/weightd.toml",
+        "/usr/local/share/man/man5/weightd.toml.5",
+        "/usr/local/share/man/man8/weightd.8",
+    ]
+
+
+def test_units_are_enabled_if_something_wants_them_sockets_first(units: Path, manual: Path) -> None:
+    assert plan.enabled(plan.plan(units, manual, WEIGHTD)) == ["new.socket", "new.service"]
+
+
+@pytest.mark.parametrize(
+    ("line", "installed"),
+    [
+        ("ExecStart=/usr/bin/weightd serve", "ExecStart=/opt/weightd/bin/weightd serve"),
+        ("ExecStartPre=-/usr/bin/weightd check x", "ExecStartPre=-/opt/weightd/bin/weightd check x"),
+        ("ExecReload=/usr/bin/weightctl reload", "ExecReload=/opt/weightd/bin/weightctl reload"),
+        (
+            "ExecStart=/bin/sh -c 'exec /usr/bin/weightd serve'",
+            "ExecStart=/bin/sh -c 'exec /opt/weightd/bin/weightd serve'",
+        ),
+        ("ExecStart=/usr/bin/weightd-other", "ExecStart=/usr/bin/weightd-other"),
+        ("# ExecStart=/usr/bin/weightd", "# ExecStart=/usr/bin/weightd"),
+    ],
+)
+def test_units_start_the_program_of_this_installation(units: Path, manual: Path, line: str, installed: str) -> None:
+    (units / "new.service").write_text(f"[Service]\n{line}\n")
+    [unit] = [each for each in plan.plan(units, manual, WEIGHTD) if each.path.name == "new.service"]
+    assert unit.content.decode().splitlines()[2] == installed
+
+
+def test_each_file_says_whose_it_is_in_its_own_language(units: Path, manual: Path) -> None:
+    for each in plan.plan(units, manual, WEIGHTD):
+        first = each.content.decode().splitlines()[0]
+        assert plan.is_ours(each.content)
+        comment = '.\\"' if "/man/" in str(each.path) else "#"
+        says = "From the examples of" if "/examples/" in str(each.path) else "Written by"
+        assert first.startswith(f"{comment} {says} weightctl install-units")
+        assert ("systemctl edit" in first) == (each.path.parent.name == "system")
+
+
+@pytest.mark.skipif(not UNITS.is_dir(), reason="the units are in the repository")
+def test_the_units_of_the_repository_are_found_and_start_the_program(manual: Path) -> None:
+    assert plan.source() == UNITS
+    planned = plan.plan(plan.source(), manual, WEIGHTD)
+    starting = [each for each in planned if b"\nExecStart=" in each.content]
+    assert "weightd.service" in [each.path.name for each in starting]
+    for each in starting:
+        assert b"\nExecStart=/opt/weightd/bin/weightd serve" in each.content
+
+
+# --- files ----------------------------------------------------------------------------------------------------------
+
+OURS = plan.mark(Path("etc/x.service"), b"text\n")
+
+
+def test_a_file_is_new_then_unchanged_then_changed(tmp_path: Path) -> None:
+    path = tmp_path / "a" / "b" / "x.service"
+    old_mask = os.umask(0o077)
+    try:
+        assert files.compare(path, OURS) is State.NEW
+        assert files.put(path, OURS) is State.NEW
+    finally:
+        os.umask(old_mask)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o644
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o755
+    before = path.stat().st_ino
+    assert files.put(path, OURS) is State.UNCHANGED
+    assert path.stat().st_ino == before
+    assert files.put(path, OURS + b"more\n") is State.CHANGED
+    assert path.read_bytes() == OURS + b"more\n"
+    assert tree(tmp_path) == ["a/b/x.service"]
+
+
+def test_what_somebody_else_made_is_kept(tmp_path: Path) -> None:
+    path = tmp_path / "x.service"
+    path.write_text("an operator's own\n")
+    assert files.put(path, OURS) is State.KEPT
+    assert path.read_text() == "an operator's own\n"
+    path.unlink()
+    for target in ("/dev/null", "linked"):  # systemctl mask, systemctl link
+        (tmp_path / "linked").write_bytes(OURS)
+        path.symlink_to(target)
+        assert files.put(path, OURS + b"more\n") is State.KEPT
+        assert path.is_symlink()
+        path.unlink()
+    path.mkdir()
+    assert files.put(path, OURS) is State.KEPT
+
+
+def test_a_file_that_cannot_be_written_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "x.service"
+    files.put(path, OURS)
+
+    def full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(files.Refused, match=f"^{path}: No space left on device$") as caught:
+        files.put(path, OURS + b"more\n")
+    assert caught.value.status == exits.CANNOT_WRITE
+    assert path.read_bytes() == OURS
+    assert tree(tmp_path) == ["x.service"]
+
+
+# --- the verb -------------------------------------------------------------------------------------------------------
+
+
+def test_everything_below_the_prefix_and_what_to_run_next(install: Install, root: Path, weightd: Path) -> None:
+    status, out, err = install()
+    assert status == exits.OK
+    assert f"new        {root}/etc/systemd/system/weightd.service\n" in out
+    assert {line.split()[0] for line in out.partition("\n\n")[0].splitlines()} == {"new"}
+    assert f"ExecStart={weightd} serve" in (root / "etc/systemd/system/weightd.service").read_text()
+    assert "weightctl" in (root / "usr/local/share/man/man1/weightctl.1").read_text()
+    assert (root / "usr/local/share/bash-completion/completions/weightctl").exists()
+    steps = [line.strip() for line in out.splitlines() if line.startswith("  ") and not line.startswith("  #")]
+    assert steps == [
+        "systemd-sysusers weightd.conf && systemd-tmpfiles --create weightd.conf",
+        "systemctl daemon-reload",
+        "install -D -m 644 /usr/local/share/doc/weightd/examples/weightd.toml /etc/weightd/weightd.toml",
+        "systemctl enable --now weightd.socket weightd.service",
+    ]
+    # It is below a directory that the unit hides from the service.
+    assert "the service cannot see below /tmp" in err
+
+
+def test_again_changes_nothing_and_a_configuration_is_not_asked_for_twice(install: Install, root: Path) -> None:
+    install()
+    (root / "etc/weightd").mkdir()
+    (root / "etc/weightd/weightd.toml").write_text("mine")
+    status, out, _ = install()
+    assert status == exits.OK
+    assert {line.split()[0] for line in out.partition("\n\n")[0].splitlines()} == {"unchanged"}
+    assert "install -D" not in out
+    assert "try-restart" not in out
+    assert (root / "etc/weightd/weightd.toml").read_text() == "mine"
+
+
+def test_an_upgrade(install: Install, root: Path) -> None:
+    install()
+    unit = root / "etc/systemd/system/weightd.service"
+    content = unit.read_text()
+    unit.write_text(content.replace("ExecStart=", "ExecStart=/old"))
+    drop_in = root / "etc/systemd/system/weightd.service.d/mine.conf"
+    drop_in.parent.mkdir()
+    drop_in.write_text("mine")
+    _, out, _ = install()
+    assert f"changed    {unit}\n" in out
+    assert "  systemctl try-restart weightd.service\n" in out
+    assert unit.read_text() == content
+    assert drop_in.read_text() == "mine"
+
+
+def test_a_unit_of_the_operators_own_is_told(install: Install, root: Path) -> None:
+    unit = root / "etc/systemd/system/weightd.service"
+    unit.parent.mkdir(parents=True)
+    unit.write_text("mine")
+    status, out, err = install()
+    assert status == exits.ERROR
+    assert f"kept       {unit}\n" in out
+    assert f"weightctl: {unit} was kept" in err
+    assert unit.read_text() == "mine"
+    assert (root / "etc/systemd/system/weightd.socket").exists()
+
+
+def test_a_dry_run_tells_the_same_and_writes_nothing(install: Install, root: Path) -> None:
+    status, out, err = install("--dry-run")
+    assert (status, root.exists()) == (exits.OK, False)
+    assert "nothing was changed" in err
+    assert install()[1] == out
+
+
+def test_as_json(install: Install) -> None:
+    states = install.states("--dry-run")
+    assert states["etc/systemd/system/weightd.service"] == "new"
+    assert set(states.values()) == {"new"}
+    out = json.loads(install("--json")[1])
+    assert "systemctl daemon-reload" in out["next"]
+    assert [note for note in out["notes"] if "cannot see" in note]
+
+
+def test_without_permission(install: Install, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mkdir = Path.mkdir
+
+    def refuse(path: Path, *arguments: Any, **options: Any) -> None:
+        if path == root:
+            raise PermissionError(13, "Permission denied")
+        mkdir(path, *arguments, **options)
+
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    status, out, err = install()
+    assert (status, out) == (exits.NO_PERMISSION, "")
+    path = f"{root}/etc/systemd/system/weightd.service"
+    assert err == f"PERMISSION_DENIED: {path}: Permission denied; run this as root, with sudo\n"
+
+
+def test_without_room_for_the_manual(install: Install, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_: str) -> None:
+        raise OSError(28, "No space left on device", "/tmp/x")
+
+    monkeypatch.setattr(program, "write_manual", full)
+    status, out, err = install()
+    assert (status, out, root.exists()) == (exits.CANNOT_WRITE, "", False)
+    assert err == "INTERNAL: cannot prepare the files: [Errno 28] No space left on device: '/tmp/x'\n"
+
+
+# --- the program ----------------------------------------------------------------------------------------------------
+
+
+def test_without_a_weightd(install: Install, weightd: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def here(_: str) -> str:
+        return str(weightd.parent)
+
+    weightd.unlink()
+    monkeypatch.setattr(sys, "executable", str(weightd.with_name("python")))
+    monkeypatch.setattr("sysconfig.get_path", here)
+    status, out, err = install()
+    assert (status, out) == (exits.UNAVAILABLE, "")
+    assert err.startswith(
+        f"UNAVAILABLE: there is no weightd in {weightd.parent}; the daemon needs Python 3.10 or later"
+    )
+
+
+def test_a_path_that_systemd_would_read_as_something_else(weightd: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    odd = weightd.parent.with_name("100% mine")
+    weightd.parent.rename(odd)
+    monkeypatch.setattr(sys, "argv", [str(odd / "weightctl")])
+    with pytest.raises(program.NoProgram, match="100% mine/weightd: expected a path of"):
+        program.find()
+
+
+def test_a_daemon_that_does_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = tmp_path / "python"
+    broken.write_text("#!/bin/sh\necho Traceback >&2\necho 'ModuleNotFoundError: tomli' >&2\nexit 1\n")
+    broken.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(broken))
+    with pytest.raises(program.NoProgram, match=r"does not run on .*/python: ModuleNotFoundError: tomli; the daemon"):
+        program.write_manual(str(tmp_path))
+
+
+def test_nothing_is_imported_from_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "python").write_text("#!/bin/sh\npwd > said\n")
+    (tmp_path / "python").chmod(0o755)
+    (tmp_path / "new").mkdir()
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    program.write_manual(str(tmp_path / "new"))
+    assert (tmp_path / "new" / "said").read_text() == f"{tmp_path}/new\n"
+
+
+def test_a_program_that_the_service_could_not_see() -> None:
+    assert program.hidden_directory(Path("/home/somebody/weightd/bin/weightd")) == "/home"

@@ -1,0 +1,212 @@
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import List, Optional
+
+import pytest
+
+from weightd.client import NotFound
+from weightd.ctl import exits
+from weightd.ctl.status import as_json, exit_status, only, pss_total, render
+from weightd.ctl.text import WIDTH, binary, count, duration, megabytes, milliseconds, size
+from weightd.protocol.messages.status import GenerationStatus, MemoryLimit, ModelStatus, ProcessStatus, StatusResponse
+
+MB = 1_000_000
+GIB = 2**30
+
+HOLDER = ProcessStatus("digits.3.holder", "holder", "holding", 100, 0, 0, None, None, 200 * MB, 0)
+WORKERS = tuple(
+    ProcessStatus(f"digits.3.w{i}", "worker", "ready", 100 + i, 1000 * i, i - 1, 510.0, 1220.0, 30 * MB, 190 * MB)
+    for i in (1, 2)
+)
+DIGITS = ModelStatus(
+    name="digits",
+    engine="onnxruntime",
+    path="/models/digits.onnx",
+    state="serving",
+    queued=5,
+    served=3000,
+    failed=2,
+    generations=(
+        GenerationStatus(
+            3, "cpu", "serving", "serving", "", "c82922d93679ad3c" * 4, (HOLDER, *WORKERS), 192 * MB, 1_500 * MB
+        ),
+    ),
+    p50_us=512.4,
+    p99_us=1225.0,
+)
+LOADING = ModelStatus(
+    "large", "mindspore_lite", "/models/large.mindir", "attaching", 0, 0, 0,
+    (GenerationStatus(1, "cpu", "attaching", "attaching 3/8", "", "ab" * 32, (), 0, 0),),
+)  # fmt: skip
+FAILED = ModelStatus(
+    "bad", "onnxruntime", "/models/bad.onnx", "failed", 0, 0, 7,
+    (GenerationStatus(1, "cpu", "failed", "failed", "bad.1.holder: exited with status 65: no graph", "", (), 0, 0),),
+)  # fmt: skip
+
+
+def response(*models: ModelStatus) -> StatusResponse:
+    return StatusResponse("id", "0.1.0", "running", 99, 3725.0, 15 * MB, models)
+
+
+def lines(*models: ModelStatus) -> List[str]:
+    whole = response(*models)
+    return render(whole, pss_total(whole)).splitlines()
+
+
+def test_a_serving_model() -> None:
+    assert lines(DIGITS) == [
+        "weightd 0.1.0: running, pid 99, up 1 h 2 min",
+        "",
+        "digits: SERVING, onnxruntime, /models/digits.onnx",
+        "  served 3,000, failed 2, queued 5, p50 0.51 ms, p99 1.23 ms",
+        "  generation 3 on cpu: serving, sha256 c82922d93679",
+        "    PROCESS  ROLE    STATE    PID  SERVED  IN FLIGHT  P50 ms  P99 ms  PSS MB  SHARED MB",
+        "    holder   holder  holding  100       -          -       -       -   200.0          -",
+        "    w1       worker  ready    101   1,000          0    0.51    1.22    30.0      190.0",
+        "    w2       worker  ready    102   2,000          1    0.51    1.22    30.0      190.0",
+        "    saves 1.50 GB: 2 workers on one copy of 192.0 MB instead of 1.69 GB of their own",
+        "",
+        "memory of the service: 275.0 MB PSS, of which the daemon 15.0 MB",
+    ]
+
+
+def test_a_loading_model_shows_how_far_it_is() -> None:
+    assert lines(LOADING)[2:5] == [
+        "large: ATTACHING, mindspore_lite, /models/large.mindir",
+        "  served 0, failed 0, queued 0",
+        "  generation 1 on cpu: attaching 3/8, sha256 abababababab",
+    ]
+
+
+def test_a_failed_model_shows_its_cause() -> None:
+    assert lines(FAILED)[2:6] == [
+        "bad: FAILED, onnxruntime, /models/bad.onnx",
+        "  served 0, failed 7, queued 0",
+        "  generation 1 on cpu: failed",
+        "    cause: bad.1.holder: exited with status 65: no graph",
+    ]
+
+
+def test_what_is_wrong_with_the_configuration_comes_first() -> None:
+    assert render(replace(response(), note="c: not TOML"), 0).splitlines()[1:3] == ["  note: c: not TOML", ""]
+
+
+def test_notes_stand_below_the_table() -> None:
+    worker = replace(WORKERS[0], shared_bytes=0, note="private memory: the page store is on tmpfs")
+    generation = replace(
+        DIGITS.generations[0], processes=(HOLDER, worker), saved_bytes=0, copy_bytes=0, note="no canary"
+    )
+    shown = lines(replace(DIGITS, generations=(generation,)))
+    assert shown[8:11] == [
+        "    w1: private memory: the page store is on tmpfs",
+        "    note: no canary",
+        "    saves nothing: no worker shares its weights",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("copy", "saved", "words"),
+    [
+        (None, None, "an unknown amount: 2 workers on one copy, of which the kernel does not tell what is in memory"),
+        (0, 0, "nothing yet: 2 workers on one copy that is on disk until it is used"),
+        (9 * MB, 0, "nothing yet: 2 workers on one copy of 9.0 MB"),
+    ],
+)
+def test_nothing_is_said_to_be_saved_that_is_not(copy: Optional[int], saved: Optional[int], words: str) -> None:
+    generation = replace(DIGITS.generations[0], copy_bytes=copy, saved_bytes=saved)
+    assert lines(replace(DIGITS, generations=(generation,)))[9] == f"    saves {words}"
+
+
+def test_memory_that_is_not_known_is_no_number() -> None:
+    generation = replace(DIGITS.generations[0], processes=(replace(HOLDER, pss_bytes=None, shared_bytes=None),))
+    shown = lines(replace(DIGITS, generations=(generation,)))
+    assert shown[6].split() == ["holder", "holder", "holding", "100", "-", "-", "-", "-", "-", "-"]
+    assert shown[-1] == "memory of the service: 15.0 MB PSS, of which the daemon 15.0 MB"
+
+
+def test_it_fits_into_100_columns_with_large_numbers() -> None:
+    busy = replace(
+        WORKERS[0], name="digits.3.w1024", pid=4_194_304, served=9_999_999, p50_us=12345.6, p99_us=99999.9,
+        pss_bytes=99_999 * MB, shared_bytes=99_999 * MB, note="word " * 100,
+    )  # fmt: skip
+    generation = replace(DIGITS.generations[0], processes=(busy,), cause="and " * 200)
+    assert max(map(len, lines(replace(DIGITS, generations=(generation,))))) <= WIDTH
+
+
+@pytest.mark.parametrize(
+    ("memory", "line"),
+    [
+        (
+            MemoryLimit(1_288_490_189, 4 * GIB, 3 * GIB + GIB // 2, 2, 0.3),
+            "1.20 GiB of 4.00 GiB (high 3.50 GiB), pressure 0.3 %, 2 processes killed for memory",
+        ),
+        (MemoryLimit(GIB, 4 * GIB), "1.00 GiB of 4.00 GiB"),
+        (MemoryLimit(GIB // 2, None, GIB, 0, 0.0), "512.0 MiB (high 1.00 GiB), pressure 0 %"),
+        (MemoryLimit(GIB, 2 * GIB, 2 * GIB), "1.00 GiB of 2.00 GiB"),
+        (MemoryLimit(GIB, None, None, 0, 12.34), "1.00 GiB, pressure 12.34 %"),
+        (MemoryLimit(GIB, None, None, 1), "1.00 GiB, 1 process killed for memory"),
+    ],
+)
+def test_the_last_line_is_what_the_kernel_lets_it_take(memory: MemoryLimit, line: str) -> None:
+    whole = replace(response(DIGITS), memory=memory)
+    assert render(whole, pss_total(whole)).splitlines() == [*lines(DIGITS), f"memory of its control group: {line}"]
+    assert as_json(whole, 0)["memory"]["usage_bytes"] == memory.usage_bytes
+
+
+@pytest.mark.parametrize("memory", [None, MemoryLimit(GIB), MemoryLimit(GIB, None, None, 0, 0.0)])
+def test_without_limit_and_pressure_there_is_no_such_line(memory: Optional[MemoryLimit]) -> None:
+    whole = replace(response(DIGITS), memory=memory)
+    assert render(whole, pss_total(whole)).splitlines() == lines(DIGITS)
+
+
+def test_foreign_text_cannot_play_tricks_on_the_terminal() -> None:
+    evil = replace(FAILED.generations[0], cause="\x1b[2Jgone\r\nsecond line \x07")
+    text = "\n".join(lines(replace(FAILED, name="m\x1b]0;", generations=(evil,))))
+    assert "\x1b" not in text
+    assert "\x07" not in text
+    assert "cause: \\x1b[2Jgone\\r\n      second line \\x07" in text
+
+
+def test_one_model_of_several() -> None:
+    whole = response(DIGITS, FAILED)
+    assert [model.name for model in only(whole, "bad").models] == ["bad"]
+    with pytest.raises(NotFound, match="no model 'nope'; there are: digits, bad"):
+        only(whole, "nope")
+
+
+def test_the_exit_status_is_that_of_the_worst_model() -> None:
+    assert exit_status(response()) == exits.OK
+    assert exit_status(response(DIGITS, DIGITS)) == exits.OK
+    assert exit_status(response(DIGITS, LOADING)) == exits.NOT_YET
+    assert exit_status(response(DIGITS, LOADING, FAILED)) == exits.ERROR
+    assert exit_status(response(replace(DIGITS, state="draining"))) == exits.NOT_YET
+
+
+def test_json_holds_the_whole_answer_and_the_sum() -> None:
+    whole = response(DIGITS, FAILED)
+    read = json.loads(json.dumps(as_json(whole, pss_total(whole))))
+    assert read["pss_total_bytes"] == 275 * MB
+    assert read["models"][0]["generations"][0]["processes"][1]["p99_us"] == 1220.0
+    assert read["models"][0]["generations"][0]["processes"][0]["p50_us"] is None
+    assert read["models"][1]["generations"][0]["cause"].endswith("no graph")
+
+
+def test_units() -> None:
+    assert [megabytes(None), megabytes(0), megabytes(1_234_560_000)] == ["-", "0.0", "1,234.6"]
+    assert [milliseconds(None), milliseconds(0.4), milliseconds(1_500_000.0)] == ["-", "0.00", "1,500.00"]
+    assert [binary(1), binary(2**30 - 1), binary(2**30), binary(2**40)] == [
+        "0.0 MiB",
+        "1024.0 MiB",
+        "1.00 GiB",
+        "1024.00 GiB",
+    ]
+    assert [size(1), size(192 * MB), size(5_200 * MB)] == ["0.0 MB", "192.0 MB", "5.20 GB"]
+    assert [duration(0.9), duration(61), duration(3600), duration(90061)] == [
+        "0 s",
+        "1 min 1 s",
+        "1 h 0 min",
+        "1 d 1 h",
+    ]
+    assert [count(1, "worker"), count(1000, "worker")] == ["1 worker", "1,000 workers"]

@@ -1,0 +1,448 @@
+"""Real keepers with real children, small ones."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from testkit.keeping import LIMIT_S, ended
+from weightd.daemon.children.keeper import link, process
+from weightd.daemon.children.keeper.link import Child, Keeper, KeeperLost, wait_until_gone
+from weightd.daemon.host.memory import pss_bytes
+from weightd.daemon.host.processes import Process, kill, last_words, reap
+
+MIB = 1024 * 1024
+SLEEP = ["sleep", "1000"]
+PATH = os.environ.get("PATH", os.defpath)
+
+# Dies with its keeper, and says when it would.
+_DEPENDENT = """
+import sys, time
+from weightd.shared.parent import die_with
+die_with(int(sys.argv[1]))
+print("ready", flush=True)
+time.sleep(1000)
+"""
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    made = tmp_path / "private"
+    made.mkdir()
+    return made
+
+
+@pytest.fixture
+def start_keeper(directory: Path) -> Iterator[Callable[..., Keeper]]:
+    made: list[tuple[int, int]] = []
+
+    def start(*others: Path) -> Keeper:
+        keeper = link.start(directory, *others)
+        made.append((keeper.pid, os.pidfd_open(keeper.pid)))
+        return keeper
+
+    yield start
+    for pid, pidfd in made:
+        # Whoever has let go of it, or has killed it: it ends, and its children with it.
+        if not select.select([pidfd], [], [], LIMIT_S)[0]:
+            signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+        with contextlib.suppress(ChildProcessError):  # the test has waited for it
+            os.waitpid(pid, 0)
+        os.close(pidfd)
+
+
+@pytest.fixture
+def keeper(start_keeper: Callable[..., Keeper]) -> Iterator[Keeper]:
+    made = start_keeper()
+    yield made
+    if made.descriptor >= 0:  # else the test has let go of it
+        made.close()
+
+
+def exited(child: Process) -> int | None:
+    assert select.select([child.pidfd], [], [], LIMIT_S)[0]
+    return reap(child)
+
+
+def finished(keeper: Keeper, argv: list[str], log: Path, environment: Mapping[str, str] | None = None) -> str:
+    child = keeper.start("c", argv, log, environment if environment is not None else {"PATH": PATH})
+    assert exited(child) == 0
+    return last_words(child)
+
+
+def dependent(keeper: Keeper, fifo: Path) -> Process:
+    """A child that dies with its keeper; it is ready to."""
+    os.mkfifo(fifo)
+    read = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        environment = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        child = keeper.start("d", [sys.executable, "-c", _DEPENDENT, str(keeper.pid)], fifo, environment)
+        assert select.select([read], [], [], LIMIT_S)[0]
+        assert os.read(read, 100) == b"ready\n"
+    finally:
+        os.close(read)
+    return child
+
+
+# --- children -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("script", "status"), [("exit 0", 0), ("exit 7", 7), ("kill -9 $$", -9), ("kill -ABRT $$", -6)]
+)
+def test_an_exit_status_is_told(keeper: Keeper, tmp_path: Path, script: str, status: int) -> None:
+    child = keeper.start("c", ["sh", "-c", f"echo out; echo err >&2; {script}"], tmp_path / "log", {"PATH": PATH})
+    assert exited(child) == status
+    assert (tmp_path / "log").read_text() == "out\nerr\n"
+    assert (tmp_path / "log").stat().st_mode & 0o777 == 0o600
+    assert keeper.children() == []
+
+
+def test_a_log_is_continued(keeper: Keeper, tmp_path: Path) -> None:
+    (tmp_path / "log").write_text("before\n")
+    assert finished(keeper, ["echo", "after"], tmp_path / "log") == "before | after"
+
+
+def test_a_child_is_the_keepers_and_has_its_own_session(keeper: Keeper, tmp_path: Path) -> None:
+    child = keeper.start("c", SLEEP, tmp_path / "log", {"PATH": PATH})
+    status = Path(f"/proc/{child.pid}/status").read_text()
+    assert f"\nPPid:\t{keeper.pid}\n" in status
+    assert os.getsid(child.pid) == child.pid != os.getsid(keeper.pid) == keeper.pid
+    kill(child)
+    assert exited(child) == -signal.SIGKILL
+
+
+def test_a_child_inherits_nothing_of_the_keeper(keeper: Keeper, directory: Path, tmp_path: Path) -> None:
+    script = "ls -l /proc/self/fd; grep SigIgn /proc/self/status"
+    finished(keeper, ["sh", "-c", script], tmp_path / "log")
+    *descriptors, ignored = (tmp_path / "log").read_text().splitlines()
+    targets = {line.partition(" -> ")[2] for line in descriptors}
+    own = {str(Path(f"/proc/{keeper.pid}/fd/{each}").readlink()) for each in (process.LINK, process.LOCK)}
+    assert str(directory) in own
+    assert targets >= {"/dev/null", str(tmp_path / "log")}
+    assert not targets & own
+    mask = int(ignored.partition(":")[2], 16)
+    assert not any(mask >> (number - 1) & 1 for number in (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGABRT))
+
+
+def test_the_environment_is_the_one_given_and_no_other(
+    keeper: Keeper, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OURS", "1")
+    environment = {"THEIRS": "2", "TMPDIR": str(tmp_path), "ODD": 'é\udcff"\n'}
+    words = finished(keeper, [sys.executable, "-S", "-c", "import os; print(ascii(dict(os.environ)))"], tmp_path / "l")
+    assert "OURS" not in words
+    code = (
+        "import os, json; print(json.dumps({name: os.environ.get(name) for name in ('THEIRS','TMPDIR','ODD','OURS')}))"
+    )
+    words = finished(keeper, [sys.executable, "-S", "-c", code], tmp_path / "log", environment)
+    assert json.loads(words) == {**environment, "OURS": None}
+
+
+def test_an_environment_may_be_large(keeper: Keeper, tmp_path: Path) -> None:
+    environment = {"PATH": PATH, "A": "a" * 75_000, "B": "b" * 75_000}
+    assert finished(keeper, ["sh", "-c", "echo ${#A} ${#B}"], tmp_path / "log", environment) == "75000 75000"
+
+
+def test_children_that_have_not_been_waited_for_are_told_to_the_next_daemon(keeper: Keeper, tmp_path: Path) -> None:
+    lives, dead, gone = (tmp_path / name for name in ("lives", "dead", "gone"))
+    first = keeper.start("lives", SLEEP, lives, {"PATH": PATH})
+    second = keeper.start("dead", ["sh", "-c", "exit 3"], dead, {"PATH": PATH})
+    assert exited(keeper.start("gone", ["true"], gone, {"PATH": PATH})) == 0
+    assert select.select([second.pidfd], [], [], LIMIT_S)[0]
+    following = Keeper(os.dup(keeper.descriptor))
+    keeper.close()
+    assert following.pid == keeper.pid
+    children = [Child(first.pid, "lives", lives), Child(second.pid, "dead", dead)]
+    assert following.children() == children
+    watched = [following.watch(child) for child in children]
+    assert [each.log for each in watched] == [lives, dead]
+    assert not select.select([watched[0].pidfd], [], [], 0)[0]
+    assert exited(watched[1]) == 3
+    kill(watched[0], signal.SIGTERM)  # which the keeper ignores, and its children do not
+    assert exited(watched[0]) == -signal.SIGTERM
+    assert following.children() == []
+    following.close()
+    for each in (first, second):
+        os.close(each.pidfd)
+
+
+def test_an_answer_to_a_daemon_that_died_is_not_one_to_the_next(keeper: Keeper) -> None:
+    with socket.socket(fileno=os.dup(keeper.descriptor)) as dead:
+        for request in ('{"id": 1, "children": true}\n', '{"id": 2, "reap": 1}\n', "17\n", '{"id": 3, "sta'):
+            dead.sendall(request.encode())
+    following = Keeper(os.dup(keeper.descriptor))
+    assert (following.pid, following.children()) == (keeper.pid, [])
+    following.close()
+
+
+# --- what cannot be started -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("program", ["/nonexistent/python", "no-such-program"])
+def test_a_program_that_there_is_not_is_named(keeper: Keeper, tmp_path: Path, program: str) -> None:
+    with pytest.raises(FileNotFoundError) as caught:
+        keeper.start("c", [program], tmp_path / "log", {"PATH": PATH})
+    assert (caught.value.filename, isinstance(caught.value, KeeperLost)) == (program, False)
+    assert keeper.children() == []
+
+
+def test_a_program_that_may_not_be_executed_is_named(keeper: Keeper, tmp_path: Path) -> None:
+    with pytest.raises(PermissionError) as caught:
+        keeper.start("c", ["/"], tmp_path / "log", {"PATH": PATH})
+    assert caught.value.filename == "/"
+
+
+def test_a_log_that_cannot_be_written_is_named(keeper: Keeper, tmp_path: Path) -> None:
+    for log in (tmp_path, tmp_path / "missing" / "log"):
+        with pytest.raises((IsADirectoryError, FileNotFoundError)) as caught:
+            keeper.start("c", ["true"], log, {"PATH": PATH})
+        assert caught.value.filename == str(log)
+    assert keeper.children() == []
+
+
+def test_who_is_not_its_child_cannot_be_waited_for(keeper: Keeper, tmp_path: Path) -> None:
+    stranger = keeper.watch(Child(os.getpid(), "stranger", tmp_path / "log"))
+    with pytest.raises(ChildProcessError):
+        reap(stranger)
+    assert keeper.children() == []
+
+
+def test_a_child_that_cannot_be_watched_is_not_left_running(
+    keeper: Keeper, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def pidfd_open(pid: int) -> int:
+        raise OSError(24, os.strerror(24))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pidfd_open", pidfd_open)
+        with pytest.raises(OSError, match="Too many open files") as caught:
+            keeper.start("c", SLEEP, tmp_path / "log", {"PATH": PATH})
+    assert not isinstance(caught.value, KeeperLost)
+    assert keeper.children() == []
+
+
+# --- its end --------------------------------------------------------------------------------------------------------
+
+
+def test_once_nobody_holds_on_to_it_nothing_is_left(
+    start_keeper: Callable[..., Keeper], directory: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "children.sock"
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+    (directory / "m.1").mkdir()
+    (directory / "m.1" / "pages").touch()
+    (directory / "elsewhere").symlink_to(tmp_path / "kept")
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "kept" / "precious").touch()
+    keeper = start_keeper(path, tmp_path / "nothing")
+    children = [keeper.start("c", SLEEP, directory / "m.1" / "log", {"PATH": PATH}) for _ in range(3)]
+    duplicate = os.dup(keeper.descriptor)
+    keeper.close()
+    assert not ended(children[0].pid, 0.1)
+    following = Keeper(duplicate)
+    assert [each.pid for each in following.children()] == [each.pid for each in children]
+    following.close()
+    assert ended(keeper.pid)
+    assert os.waitpid(keeper.pid, 0)[1] == 0
+    assert all(ended(child.pid, 0) for child in children)
+    assert (directory.exists(), path.exists()) == (False, False)
+    assert (tmp_path / "kept" / "precious").exists()
+    for child in children:
+        os.close(child.pidfd)
+
+
+def test_a_daemon_that_does_not_hear_its_answer_is_no_concern(
+    start_keeper: Callable[..., Keeper], directory: Path
+) -> None:
+    keeper = start_keeper()
+    with socket.socket(fileno=os.dup(keeper.descriptor)) as daemon:
+        os.kill(keeper.pid, signal.SIGSTOP)
+        daemon.send(json.dumps({"id": 1, "children": True}).encode())
+    keeper.close()
+    os.kill(keeper.pid, signal.SIGCONT)
+    assert os.waitpid(keeper.pid, 0)[1] == 0
+    assert not directory.exists()
+
+
+def test_a_daemon_that_has_not_read_its_answer_is_no_concern(
+    start_keeper: Callable[..., Keeper], directory: Path
+) -> None:
+    keeper = start_keeper()
+    with socket.socket(fileno=os.dup(keeper.descriptor)) as daemon:
+        daemon.send(json.dumps({"id": 1, "children": True}).encode() + b"\n")
+        assert select.select([daemon], [], [], LIMIT_S)[0]
+    keeper.close()
+    assert os.waitpid(keeper.pid, 0)[1] == 0
+    assert not directory.exists()
+
+
+def test_who_ends_it_waits_until_it_has_ended(start_keeper: Callable[..., Keeper], directory: Path) -> None:
+    keeper = start_keeper()
+    os.kill(keeper.pid, signal.SIGSTOP)
+    goes_on = threading.Timer(0.3, os.kill, (keeper.pid, signal.SIGCONT))
+    goes_on.start()
+    keeper.end(LIMIT_S)
+    assert os.waitpid(keeper.pid, os.WNOHANG)[1] == 0
+    assert not directory.exists()
+
+
+def test_one_that_does_not_end_is_killed(start_keeper: Callable[..., Keeper]) -> None:
+    keeper = start_keeper()
+    os.kill(keeper.pid, signal.SIGSTOP)
+    keeper.end(0.1)
+    assert os.waitstatus_to_exitcode(os.waitpid(keeper.pid, 0)[1]) == -signal.SIGKILL
+
+
+def test_one_that_was_slow_once_is_heard_again(keeper: Keeper, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with socket.socket(fileno=os.dup(keeper.descriptor)) as same:
+        same.settimeout(0.1)
+        os.kill(keeper.pid, signal.SIGSTOP)
+        monkeypatch.setattr(keeper, "_link", same)
+        with pytest.raises(KeeperLost, match="timed out"):
+            keeper.children()
+        os.kill(keeper.pid, signal.SIGCONT)
+        same.settimeout(LIMIT_S)
+        assert keeper.children() == []
+        monkeypatch.undo()
+
+
+def test_its_directory_is_the_last_that_it_removes(start_keeper: Callable[..., Keeper], directory: Path) -> None:
+    keeper = start_keeper(directory.parent / "socket")
+    # Whoever waits for the lock on the directory waits for all of it.
+    arguments = Path(f"/proc/{keeper.pid}/cmdline").read_text().split("\0")
+    assert arguments[-3:] == [str(directory.parent / "socket"), str(directory), ""]
+    keeper.close()
+
+
+def test_those_that_came_last_end_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    within = process.Keeper()
+    pids = [
+        within.answer({"start": str(number), "argv": SLEEP, "log": "log", "environment": {}})["pid"]
+        for number in range(3)
+    ]
+    killed: list[int] = []
+    real = os.kill
+
+    def note(pid: int, number: int) -> None:
+        # Each is gone before the next one is killed.
+        assert all(not Path(f"/proc/{each}").exists() for each in killed)
+        killed.append(pid)
+        real(pid, number)
+
+    monkeypatch.setattr(os, "kill", note)
+    within.end()
+    assert killed == pids[::-1]
+
+
+def test_a_ctrl_c_that_comes_before_it_has_its_session_does_not_end_it(
+    start_keeper: Callable[..., Keeper], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blocked: list[set[int]] = []
+    spawn = os.posix_spawn
+
+    def spawned(*arguments: Any, **options: Any) -> int:
+        blocked.append({*signal.pthread_sigmask(signal.SIG_BLOCK, ())})
+        return spawn(*arguments, **options)
+
+    monkeypatch.setattr(os, "posix_spawn", spawned)
+    keeper = start_keeper()
+    assert [signal.SIGINT in each for each in blocked] == [True]
+    # Its children do not inherit that.
+    assert "SigBlk:\t0000000000000000" in Path(f"/proc/{keeper.pid}/status").read_text("ascii")
+    keeper.close()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_the_signals_that_end_a_service_do_not_end_it(keeper: Keeper, number: signal.Signals) -> None:
+    os.kill(keeper.pid, number)
+    assert keeper.children() == []
+
+
+def test_children_die_with_a_keeper_that_is_killed(keeper: Keeper, tmp_path: Path) -> None:
+    child = dependent(keeper, tmp_path / "log")
+    assert not select.select([child.pidfd], [], [], 0)[0]
+    os.kill(keeper.pid, signal.SIGKILL)
+    assert exited(child) is None  # nobody knows how
+    with pytest.raises(KeeperLost, match=r"^the keeper does not answer: ."):
+        keeper.children()
+    with pytest.raises(KeeperLost):
+        keeper.start("c", ["true"], tmp_path / "other", {"PATH": PATH})
+
+
+def test_who_is_gone_with_its_keeper_cannot_be_watched(keeper: Keeper, tmp_path: Path) -> None:
+    child = keeper.start("c", ["true"], tmp_path / "log", {"PATH": PATH})
+    assert exited(child) == 0
+    with pytest.raises(KeeperLost, match=f"^process {child.pid} is gone with its keeper$"):
+        keeper.watch(Child(child.pid, "c", tmp_path / "log"))
+
+
+def test_one_that_hangs_is_lost_after_a_while(keeper: Keeper, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link, "_PATIENCE_S", 0.2)
+    os.kill(keeper.pid, signal.SIGSTOP)
+    began = time.monotonic()
+    with pytest.raises(KeeperLost, match=r"^the keeper does not answer: timed out$"):
+        Keeper(os.dup(keeper.descriptor))
+    assert 0.2 <= time.monotonic() - began < 5.0
+    os.kill(keeper.pid, signal.SIGCONT)
+    assert keeper.children() == []
+
+
+def test_nobody_answers_on_a_socket_that_is_closed() -> None:
+    ours, theirs = socket.socketpair()
+    theirs.close()
+    with pytest.raises(KeeperLost):
+        Keeper(ours.detach())
+
+
+# --- its lock, its size ---------------------------------------------------------------------------------------------
+
+
+def test_there_is_one_keeper_of_a_directory(
+    start_keeper: Callable[..., Keeper], keeper: Keeper, directory: Path
+) -> None:
+    with pytest.raises(BlockingIOError):
+        start_keeper()
+    assert not wait_until_gone(directory, 0.05)
+    assert keeper.children() == []
+
+
+def test_a_directory_without_a_keeper_is_free(directory: Path, tmp_path: Path) -> None:
+    assert wait_until_gone(directory, 0.0)
+    assert wait_until_gone(tmp_path / "missing", 0.0)
+
+
+@pytest.mark.parametrize("how", ["killed", "let go"])
+def test_the_directory_is_free_once_the_keeper_is_gone(
+    start_keeper: Callable[..., Keeper], directory: Path, tmp_path: Path, how: str
+) -> None:
+    keeper = start_keeper()
+    child = dependent(keeper, tmp_path / "log")
+    keeper.kill() if how == "killed" else keeper.close()
+    assert wait_until_gone(directory, LIMIT_S)
+    assert ended(keeper.pid)
+    assert exited(child) is None
+    assert directory.exists() is (how == "killed")
+
+
+def test_it_is_small(keeper: Keeper) -> None:
+    pss = pss_bytes(keeper.pid)
+    assert pss is not None
+    rollup = Path(f"/proc/{keeper.pid}/smaps_rollup").read_text()
+    dirty = next(int(line.split()[1]) * 1024 for line in rollup.splitlines() if line.startswith("Private_Dirty:"))
+    assert pss < 12 * MIB
+    assert dirty < 8 * MIB

@@ -1,0 +1,145 @@
+"""The backend with processes and a socket, before its loop has been told of anything."""
+
+from __future__ import annotations
+
+import select
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import zmq
+
+from weightd.daemon.children.backend import Backend
+from weightd.daemon.config.load import DaemonConfig, ModelConfig
+from weightd.daemon.generations.plan import Source
+from weightd.daemon.host import processes
+from weightd.daemon.host.loop import Loop
+from weightd.daemon.models.budget import Device
+from weightd.daemon.models.model import Model
+from weightd.daemon.models.ports import Snapshot
+from weightd.daemon.requests.request import Request
+from weightd.protocol.codec import decode, encode
+from weightd.protocol.messages.children import TO_CHILD, Attached, Back, Built, Hello, Predict, Result, Traits
+from weightd.protocol.messages.data import TensorSignature, TensorSpec
+from weightd.protocol.version import VERSION
+
+SHA = "5" * 64
+CARD = Traits(pids_fixed_at_build=True, holder_must_outlive=True, attach_rewrites_weights=True)
+X = TensorSignature("x", "FP32", (4,))
+SPEC = TensorSpec("x", "FP32", (4,))
+HOLDER, WORKER = "m.1.holder", "m.1.w1"
+
+
+class Pinned(Backend):
+    """One that takes no snapshot unless it is told to: the test has it."""
+
+    pins = False
+
+    def pin(self, model: Model, source: Source) -> None:
+        if self.pins:
+            super().pin(model, source)
+
+
+class Scene:
+    """A model on a card with one worker, whose processes only sleep; the test speaks for them."""
+
+    def __init__(self, directory: Path, runtime: Path, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+        python = directory / "python"
+        python.write_text("#!/bin/sh\nexec sleep 1000\n")
+        python.chmod(0o700)
+        daemon = DaemonConfig("ipc://s", str(runtime), str(directory))
+        daemon.private_dir.mkdir()
+        self.loop = Loop()
+        self.backend = Pinned(context, daemon, self.loop, {})
+        self.answers: list[int] = []
+        self.table = ModelConfig("/m.mindir", "mindspore_lite", str(python), spares=0, devices=("ascend:0",))
+        self.model = self.model_of(self.table)
+        self.worker = context.socket(zmq.DEALER)
+        self.worker.setsockopt(zmq.ROUTING_ID, WORKER.encode())
+        self.worker.setsockopt(zmq.RCVTIMEO, 30_000)
+        self.worker.connect(f"ipc://{daemon.children_socket}")
+
+    def model_of(self, table: ModelConfig) -> Model:
+        clients: Any = SimpleNamespace(answer=self._answer)
+        return Model("m", table, {device: Device(device) for device in table.devices}, self.backend, clients)
+
+    def _answer(self, request: Request, outputs: Sequence[TensorSpec], frames: Sequence[Any]) -> None:
+        self.answers.append(request.number)
+
+    def serve(self) -> None:
+        # An order to who is not connected yet is lost.
+        self.worker.send(encode(Back()))
+        self.loop.wait(30)
+        self.model.start(0.0)
+        self.model.pinned(Source("/m.mindir"), Snapshot("/m.mindir", "", SHA, 100), 0.0)
+        for name in (HOLDER, WORKER):
+            self.model.heard(name, Hello(name, SHA, {"weightd": VERSION}, CARD), (), 0.0)
+        self.model.heard(HOLDER, Built("7", (X,), (X,), ({"x": (1,)},), "canary", 100), (), 0.0)
+        self.model.heard(WORKER, Attached("canary", 100), (), 0.0)
+
+    def close(self) -> None:
+        self.backend.kill_all()
+        for process in self.backend.processes.values():
+            processes.reap(process)
+        self.worker.close(linger=0)
+        self.loop.close()
+
+
+@pytest.fixture
+def scene(tmp_path: Path) -> Iterator[Scene]:
+    with tempfile.TemporaryDirectory(prefix="wd-", dir="/tmp") as runtime, zmq.Context() as context:
+        scene = Scene(tmp_path, Path(runtime), context)
+        yield scene
+        scene.close()
+        context.destroy(linger=0)
+
+
+def test_an_answer_that_is_read_after_the_holders_death_is_dropped_before_that_is_told(scene: Scene) -> None:
+    scene.serve()
+    scene.model.infer(Request(1, b"c", "1", "m", (SPEC,), (bytes(16),), 0.0, 1e9, 16), 0.0)
+    orders = iter(lambda: decode(scene.worker.recv_multipart(), TO_CHILD), None)
+    predict = next(each for each in orders if isinstance(each, Predict))
+    scene.worker.send_multipart([encode(Result(predict.request, (SPEC,))), bytes(16)])
+    holder = scene.backend.processes[HOLDER]
+    assert scene.backend.lives(HOLDER)
+    processes.kill(holder)
+    assert select.select([holder.pidfd], [], [], 30)[0]
+    # Nobody has told the backend: it asks.
+    assert not scene.backend.lives(HOLDER)
+    assert scene.backend.lives(WORKER)
+    assert not scene.backend.lives("m.1.w2")
+    while HOLDER in scene.backend.processes:
+        scene.loop.wait(30)
+    assert scene.answers == []
+
+
+def test_the_sample_of_the_configuration_is_copied_and_every_process_is_told_where(
+    scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, sample = tmp_path / "m.mindir", tmp_path / "sample.npz"
+    file.write_bytes(b"a model")
+    sample.write_bytes(b"a sample")
+    scene.backend.pins = True
+    table = replace(scene.table, path=str(file), devices=("cpu",), canary=str(sample), canary_tolerance=0.25)
+    started: list[Sequence[str]] = []
+
+    def start(argv: Sequence[str], *more: Any) -> processes.Process:
+        started.append(argv)
+        return original(argv, *more)
+
+    original = processes.start
+    monkeypatch.setattr(processes, "start", start)
+    model = scene.model_of(table)
+    model.start(0.0)
+    while HOLDER not in scene.backend.processes:
+        scene.loop.wait(30)
+    sample.write_bytes(b"another")
+    children = [argv for argv in started if "weightd.worker" in argv]
+    assert len(children) == 2
+    for argv in children:
+        assert Path(argv[argv.index("--sample") + 1]).read_bytes() == b"a sample"
+        assert argv[argv.index("--tolerance") + 1] == "0.25"

@@ -1,0 +1,185 @@
+from __future__ import annotations
+
+import logging
+import os
+import resource
+import socket
+from collections.abc import Iterator
+from typing import cast
+
+import pytest
+
+from weightd.daemon.clients import doorman
+from weightd.daemon.clients.doorman import PATIENCE_S, Doorman, allow_descriptors, max_connections
+from weightd.daemon.clients.peers import Connection, Peers
+from weightd.protocol.codec import decode
+from weightd.protocol.messages.data import Error
+from weightd.protocol.messages.types import TO_CLIENT
+
+
+class FakePeers:
+    """Connections that are the ends of pairs of sockets."""
+
+    def __init__(self) -> None:
+        self.pairs: list[tuple[socket.socket, socket.socket]] = []
+        self.connections: dict[int, Connection] = {}
+        self.silent: dict[int, Connection] = {}
+        self.any_named = False
+        self.now = 0.0
+
+    def come(self, count: int = 1, user: str = "a", *, heard: bool = True) -> None:
+        for _ in range(count):
+            self.pairs.append(socket.socketpair())
+            self.now += 1.0
+            descriptor = self.pairs[-1][0].fileno()
+            connection = Connection(descriptor, user, self.now, self.now if heard else None)
+            self.connections[descriptor] = connection
+            if not heard:
+                self.silent[descriptor] = connection
+
+    def shut(self) -> list[bool]:
+        """Of each, whether it was shut down: its other end reads the end at once."""
+        return [_ended(theirs) for _, theirs in self.pairs]
+
+
+def _ended(end: socket.socket) -> bool:
+    end.setblocking(False)
+    try:
+        return end.recv(1) == b""
+    except BlockingIOError:
+        return False
+
+
+@pytest.fixture
+def peers() -> Iterator[FakePeers]:
+    made = FakePeers()
+    yield made
+    for pair in made.pairs:
+        for end in pair:
+            end.close()
+
+
+@pytest.fixture(autouse=True)
+def _at_most_ten(monkeypatch: pytest.MonkeyPatch) -> None:  # pyright: ignore[reportUnusedFunction]
+    monkeypatch.setattr(doorman, "max_connections", lambda: 10)
+
+
+def looks(keeper: Doorman, peers: FakePeers) -> None:
+    keeper.look(cast(Peers, peers))
+
+
+def test_who_comes_beyond_the_bound_is_turned_away_and_who_was_there_stays(peers: FakePeers) -> None:
+    keeper = Doorman()
+    peers.come(10)
+    looks(keeper, peers)
+    assert peers.shut() == [False] * 10
+    peers.come(2)
+    for _ in range(2):  # their end is told later
+        looks(keeper, peers)
+        assert peers.shut() == [False] * 10 + [True] * 2
+
+
+def test_who_has_the_most_makes_room_for_others(peers: FakePeers) -> None:
+    peers.come(9, "greedy")
+    peers.come(1, "other")
+    for user in ("third", "other", "other"):
+        peers.come(1, user)
+        looks(Doorman(), peers)
+    assert peers.shut() == [False] * 6 + [True] * 3 + [False] * 4
+    # With equal shares it is the turn of who came first to have them: no share grows at another's cost.
+    peers.come(3, "other")
+    looks(Doorman(), peers)
+    there = [each for each in peers.connections.values() if not each.leaving]
+    assert sorted(each.user for each in there).count("other") <= 5
+    assert "third" in {each.user for each in there}
+
+
+def test_the_silent_make_room_first_the_oldest_before_all(peers: FakePeers) -> None:
+    peers.come(4)
+    peers.come(4, heard=False)
+    peers.come(4)
+    looks(Doorman(), peers)
+    assert peers.shut() == [False] * 4 + [True] * 2 + [False] * 6
+
+
+def test_who_is_not_heard_where_ids_are_chosen_is_hung_up_in_the_end_and_told_why(peers: FakePeers) -> None:
+    keeper = Doorman()
+    peers.any_named = True
+    peers.come(2, heard=False)
+    peers.come()
+    looks(keeper, peers)
+    assert keeper.next_event == 1.0 + PATIENCE_S
+    keeper.tick(cast(Peers, peers), keeper.next_event)
+    assert keeper.next_event == 2.0 + PATIENCE_S
+    told = peers.pairs[0][1].recv(4096)
+    assert peers.shut() == [True, False, False]
+    assert told[:2] == bytes([0, len(told) - 2])  # a frame of ZMTP
+    error = decode([told[2:]], TO_CLIENT)
+    assert isinstance(error, Error)
+    assert "another client has the same routing id" in error.error
+    keeper.tick(cast(Peers, peers), keeper.next_event)
+    assert keeper.next_event == float("inf")
+
+
+def test_who_says_nothing_may_stay_where_nobody_has_chosen_an_id(peers: FakePeers) -> None:
+    keeper = Doorman()
+    peers.come(2, heard=False)
+    looks(keeper, peers)
+    for _ in range(3):
+        now = keeper.next_event
+        keeper.tick(cast(Peers, peers), now)
+        assert peers.shut() == [False, False]
+        assert keeper.next_event == now + PATIENCE_S
+    peers.any_named = True
+    keeper.tick(cast(Peers, peers), keeper.next_event)
+    assert all(each.leaving for each in peers.connections.values())
+    assert keeper.next_event == float("inf")
+
+
+def test_a_descriptor_that_is_something_else_by_now_is_left_alone(peers: FakePeers) -> None:
+    peers.come(11)
+    reused = os.open("/dev/null", os.O_RDONLY)
+    os.dup2(reused, peers.pairs[-1][0].fileno())
+    os.close(reused)
+    looks(Doorman(), peers)
+    assert os.read(peers.pairs[-1][0].fileno(), 1) == b""
+
+
+def test_it_is_told_once_and_again_when_there_is_room(peers: FakePeers, caplog: pytest.LogCaptureFixture) -> None:
+    keeper = Doorman()
+    with caplog.at_level(logging.INFO):
+        peers.come(11)
+        for _ in range(3):
+            looks(keeper, peers)
+        assert [each.levelname for each in caplog.records] == ["ERROR"]
+        for descriptor in list(peers.connections)[8:]:
+            del peers.connections[descriptor]
+        for _ in range(3):
+            looks(keeper, peers)
+    assert [each.getMessage() for each in caplog.records] == [
+        "10 clients are connected: some of the user who has the most are turned away",
+        "8 clients are connected: others are let in again",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("limit", "most"), [(256, 1), (1024, 512), (4096, 2048), (8192, 4096), (20_000, 15_904), (1_048_576, 1_044_480)]
+)
+def test_enough_descriptors_are_kept_for_everything_else(
+    monkeypatch: pytest.MonkeyPatch, limit: int, most: int
+) -> None:
+    def getrlimit(_: int) -> tuple[int, int]:
+        return limit, limit
+
+    monkeypatch.setattr(resource, "getrlimit", getrlimit)
+    assert max_connections() == most
+
+
+def test_all_descriptors_are_taken_that_the_system_allows() -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (before[1] - 1, before[1]))
+        allow_descriptors()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (before[1], before[1])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)

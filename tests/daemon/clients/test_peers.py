@@ -1,0 +1,326 @@
+"""Clients that come and go, over real sockets."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import zmq
+
+from testkit.waiting import until
+from weightd.daemon.clients.doorman import PATIENCE_S, Doorman
+from weightd.daemon.clients.outbox import Outbox
+from weightd.daemon.clients.peers import Peers
+from weightd.daemon.clients.room import Room
+from weightd.daemon.host.sockets import bind, receive
+from weightd.daemon.requests.request import Origin
+from weightd.protocol.codec import decode
+from weightd.protocol.messages.data import Error
+from weightd.protocol.messages.types import TO_CLIENT
+
+LIMIT_MS = 20_000
+LARGE = bytes(1024 * 1024)
+
+Socket = zmq.Socket[bytes]
+
+
+@pytest.fixture
+def context() -> Iterator[zmq.Context[Socket]]:
+    made: zmq.Context[Socket] = zmq.Context()
+    yield made
+    made.destroy(linger=0)
+
+
+@pytest.fixture
+def address(tmp_path: Path) -> str:
+    return f"ipc://{tmp_path}/s"
+
+
+@pytest.fixture
+def router(context: zmq.Context[Socket], address: str) -> Socket:
+    return bind(context, address, clients=True)
+
+
+@pytest.fixture
+def peers(router: Socket) -> Iterator[Peers]:
+    made = Peers(router)
+    yield made
+    router.disable_monitor()
+    made.monitor.close(linger=0)
+
+
+@pytest.fixture
+def connect(context: zmq.Context[Socket], address: str) -> Iterator[Callable[..., Socket]]:
+    made: list[Socket] = []
+
+    def connected(high_water_mark: int = 1000) -> Socket:
+        made.append(context.socket(zmq.DEALER))
+        made[-1].setsockopt(zmq.RCVHWM, high_water_mark)
+        made[-1].connect(address)
+        made[-1].send(b"hello")
+        return made[-1]
+
+    yield connected
+    for each in made:
+        each.close(linger=0)
+
+
+def seen(router: Socket, peers: Peers) -> bytes:
+    assert router.poll(LIMIT_MS)
+    received = next(receive(router))
+    peers.seen(received, time.monotonic())
+    return received.peer
+
+
+def gone(peers: Peers) -> list[bytes]:
+    assert peers.pending or peers.monitor.poll(LIMIT_MS)
+    return list(peers.disconnected())
+
+
+def make_outbox(router: Socket, max_unread_bytes: int = 2**30, room: Room | None = None) -> Outbox:
+    def make_room(client: bytes, nbytes: int) -> bool:
+        return False
+
+    return Outbox(router, room or Room(2**40, lambda _: "somebody"), make_room, max_unread_bytes)
+
+
+def test_a_client_that_hangs_up_is_told_once(router: Socket, peers: Peers, connect: Callable[..., Socket]) -> None:
+    one, other = connect(), connect()
+    ids = {seen(router, peers), seen(router, peers)}
+    assert list(peers.disconnected()) == []
+    one.close(linger=0)
+    [first] = gone(peers)
+    assert first in ids
+    other.close(linger=0)
+    [second] = gone(peers)
+    assert {first, second} == ids
+    assert list(peers.disconnected()) == []
+
+
+def test_who_comes_after_it_on_the_same_descriptor_is_another(
+    router: Socket, peers: Peers, connect: Callable[..., Socket]
+) -> None:
+    for _ in range(20):
+        one = connect()
+        first = seen(router, peers)
+        one.close(linger=0)
+        # The news and the next client's message may come in the same moment.
+        other = connect()
+        second = seen(router, peers)
+        assert gone(peers) == [first]
+        other.close(linger=0)
+        assert gone(peers) == [second]
+
+
+def test_what_is_written_does_not_count(router: Socket, peers: Peers, connect: Callable[..., Socket]) -> None:
+    outbox = make_outbox(router, max_unread_bytes=10 * len(LARGE))
+    client = connect()
+    peer = seen(router, peers)
+    for number in range(60):
+        header = str(number).encode()
+        # The library lets go of a frame a moment after it has been read; on a busy machine ten more are sent till then.
+        until(functools.partial(outbox.send, peer, header, [LARGE]), "what it has read counts no more")
+        assert client.poll(LIMIT_MS)
+        received, large = client.recv_multipart()
+        assert (received, large == LARGE) == (header, True)
+
+
+def test_a_client_that_does_not_read_gets_only_so_much(
+    router: Socket, peers: Peers, connect: Callable[..., Socket]
+) -> None:
+    outbox = make_outbox(router, max_unread_bytes=8 * len(LARGE))
+    client = connect(high_water_mark=2)
+    reader = connect()
+    silent, other = seen(router, peers), seen(router, peers)
+    sent = [outbox.send(silent, b"", [LARGE]) for _ in range(40)]
+    # Two that it has received, what is in the kernel's buffers, eight that wait.
+    assert 8 <= sum(sent) <= 16
+    assert outbox.dropped == 40 - sum(sent)
+    # Small answers pass, and others are not held up.
+    assert outbox.send(silent, b"sorry")
+    assert outbox.send(other, b"", [LARGE])
+    assert reader.poll(LIMIT_MS)
+    # Once it reads, all is well.
+    for _ in range(sum(sent)):
+        assert client.poll(LIMIT_MS)
+        client.recv_multipart()
+    assert client.recv() == b"sorry"
+    # The library tells a moment later that a frame is written.
+    deadline = time.monotonic() + LIMIT_MS / 1000
+    while not (passed := outbox.send(silent, b"", [LARGE])) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert passed
+
+
+def test_one_answer_may_be_larger_than_the_bound(router: Socket, peers: Peers, connect: Callable[..., Socket]) -> None:
+    outbox = make_outbox(router, max_unread_bytes=10)
+    client = connect()
+    peer = seen(router, peers)
+    assert outbox.send(peer, b"", [LARGE])
+    assert client.poll(LIMIT_MS)
+
+
+def test_an_answer_to_who_is_gone_is_dropped_and_counted(router: Socket) -> None:
+    outbox = make_outbox(router)
+    assert outbox.send(b"nobody", b"small")
+    assert outbox.send(b"nobody", b"", [LARGE])
+    assert outbox.dropped == 2
+
+
+def test_a_peer_of_an_older_protocol_is_served_though_nothing_is_known_of_it(
+    router: Socket, peers: Peers, address: str
+) -> None:
+    with socket.socket(socket.AF_UNIX) as old:
+        old.connect(address.removeprefix("ipc://"))
+        old.sendall(b"\x01\x00\x06\x00hello")  # ZMTP 1.0: no name, then a message
+        assert len(seen(router, peers)) > 0
+    assert list(peers.disconnected()) == []
+
+
+def test_a_connection_is_known_as_long_as_it_lasts(
+    router: Socket, peers: Peers, connect: Callable[..., Socket]
+) -> None:
+    one = connect()
+    first = seen(router, peers)
+    connect()
+    second = seen(router, peers)
+    assert len(peers.connections) == 2
+    known = [peers.connection(client) for client in (first, second)]
+    assert known == list(peers.connections.values())
+    assert [each and (each.user, peers.clients_of(each)) for each in known] == [
+        (f"uid {os.getuid()}", frozenset({client})) for client in (first, second)
+    ]
+    one.close(linger=0)
+    gone(peers)
+    assert list(peers.connections.values()) == known[1:]
+    assert peers.connection(first) is None
+
+
+def test_who_is_connected_and_has_said_nothing_is_silent(
+    router: Socket, peers: Peers, connect: Callable[..., Socket], address: str
+) -> None:
+    with socket.socket(socket.AF_UNIX) as silent:
+        silent.connect(address.removeprefix("ipc://"))
+        connect()
+        client = seen(router, peers)
+        until(lambda: list(peers.disconnected()) or len(peers.connections) == 2, "both are known")
+        assert [each.heard for each in peers.silent.values()] == [None]
+        assert peers.connection(client) not in peers.silent.values()
+        assert not peers.any_named
+    gone(peers)
+    assert peers.silent == {}
+
+
+def test_small_answers_that_nobody_reads_count_too(
+    router: Socket, peers: Peers, connect: Callable[..., Socket]
+) -> None:
+    room = Room(2**40, lambda _: "somebody")
+    outbox = make_outbox(router, room=room)
+    client = connect(high_water_mark=1)
+    silent = seen(router, peers)
+    frames = [bytes(10_000)] * 30
+    for _ in range(100):
+        assert outbox.send(silent, b"header", frames)
+    # What the kernel and the library have taken is written.
+    assert 20_000_000 < room.held == room.of(silent) == outbox.unread(silent) < 30_000_600
+    for _ in range(100):
+        assert client.poll(LIMIT_MS)
+        assert client.recv_multipart() == [b"header", *frames]
+
+    def all_is_read() -> bool:
+        outbox.forget_written()
+        return not room.held
+
+    until(all_is_read, "all is read")
+
+
+def test_what_was_sent_to_who_has_gone_counts_until_the_library_gives_it_up(
+    router: Socket, peers: Peers, connect: Callable[..., Socket]
+) -> None:
+    room = Room(2**40, lambda _: "somebody")
+    outbox = make_outbox(router, room=room)
+    client = connect(high_water_mark=1)
+    silent = seen(router, peers)
+    for _ in range(20):
+        outbox.send(silent, b"", [LARGE])
+    held = room.held
+    outbox.forget(silent)
+    room.forget(silent)
+    assert (room.held, outbox.unread(silent)) == (0, 0)
+    assert 0 < outbox.orphaned() <= held
+    client.close(linger=0)
+    until(lambda: router.poll(10) or not outbox.orphaned(), "it is given up")
+
+
+def test_nothing_is_kept_of_strangers(router: Socket) -> None:
+    room = Room(2**40, lambda _: "")
+    outbox = make_outbox(router, room=room)
+    for number in range(3):
+        assert outbox.send(b"%d" % number, b"an answer to who has gone")
+    assert vars(outbox)["_unread"] == {}
+
+
+def test_that_a_client_does_not_read_is_said_once(
+    router: Socket, peers: Peers, connect: Callable[..., Socket], caplog: pytest.LogCaptureFixture
+) -> None:
+    outbox = make_outbox(router, max_unread_bytes=8 * len(LARGE))
+    connect(high_water_mark=2)
+    silent = seen(router, peers)
+    with caplog.at_level(logging.WARNING, "weightd.frontend"):
+        for _ in range(40):
+            outbox.send(silent, b"", [LARGE])
+    assert len(caplog.records) == 1
+
+
+def test_who_has_the_same_routing_id_as_another_is_told(
+    context: zmq.Context[Socket], router: Socket, peers: Peers, address: str
+) -> None:
+    with context.socket(zmq.DEALER) as one, context.socket(zmq.DEALER) as other:
+        for count, each in enumerate((one, other), 1):
+            each.setsockopt(zmq.ROUTING_ID, b"me")
+            each.connect(address)
+            each.send(b"hello")
+            until(lambda: list(peers.disconnected()) or len(peers.connections) == count, "it is connected")  # noqa: B023
+            if each is one:
+                assert seen(router, peers) == b"me"
+        assert not router.poll(100)  # the library drops what the other says
+        assert peers.any_named
+        Doorman().tick(peers, time.monotonic() + PATIENCE_S)
+        assert other.poll(LIMIT_MS)
+        error = decode([other.recv()], TO_CLIENT)
+        assert isinstance(error, Error)
+        assert "another client has the same routing id" in error.error
+        gone(peers)
+        assert not one.poll(0)
+
+
+@pytest.mark.parametrize("kind", ["ipc", "tcp"])
+def test_who_a_client_is_the_kernel_says(context: zmq.Context[Socket], tmp_path: Path, kind: str) -> None:
+    router = bind(context, f"ipc://{tmp_path}/s" if kind == "ipc" else "tcp://127.0.0.1:*", clients=True)
+    peers = Peers(router)
+    client = context.socket(zmq.DEALER)
+    client.setsockopt(zmq.ROUTING_ID, b"me")
+    client.connect(str(router.getsockopt_string(zmq.LAST_ENDPOINT)))
+    client.send(b"hello")
+    assert router.poll(LIMIT_MS)
+    [received] = receive(router)
+    assert peers.origin(b"me") == Origin("connection 6d65", "an unknown address")
+    peers.seen(received, 0.0)
+    uid = f"uid {os.getuid()}"
+    expected = {
+        "ipc": Origin(f"process {os.getpid()} of {uid}", uid),
+        "tcp": Origin("connection 6d65 of host 127.0.0.1", "host 127.0.0.1"),
+    }
+    assert peers.origin(b"me") == expected[kind]
+    client.close(linger=0)
+    until(lambda: list(peers.disconnected()), "it is gone")
+    assert peers.origin(b"me") == Origin("connection 6d65", "an unknown address")
+    router.disable_monitor()
+    peers.monitor.close(linger=0)
+    router.close(linger=0)

@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+
+import pytest
+from onnx import TensorProto, helper
+
+from testkit import models
+from weightd.daemon.config import check
+from weightd.daemon.config.load import ModelConfig
+from weightd.protocol.version import VERSION
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> ModelConfig:
+    return ModelConfig(str(models.tiny(tmp_path / "tiny.onnx")), "onnxruntime", sys.executable)
+
+
+def interpreter(tmp_path: Path, script: str) -> str:
+    path = tmp_path / "python"
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o700)
+    return str(path)
+
+
+def problems(**tables: ModelConfig) -> list[str]:
+    found = check.problems(tables)
+    assert list(found) == list(tables)
+    return [problem for each in found.values() for problem in each]
+
+
+def test_a_good_model_in_a_good_interpreter(model: ModelConfig) -> None:
+    assert problems(m=model) == []
+
+
+def test_each_model_is_looked_at(tmp_path: Path, model: ModelConfig) -> None:
+    missing = dataclasses.replace(model, path=str(tmp_path / "missing.onnx"), python="/nonexistent/python")
+    assert problems(good=model, bad=missing) == [
+        f"models.bad.path: {tmp_path}/missing.onnx: No such file or directory",
+        "models.bad.python: /nonexistent/python: cannot be run: No such file or directory",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("script", "problem"),
+    [
+        (f"echo greeting; echo {VERSION}", ""),
+        ("echo 0.0.1", f"it has weightd 0.0.1, the daemon is {VERSION}"),
+        ("true", f"it has weightd unknown, the daemon is {VERSION}"),
+        ("echo Traceback >&2; echo '  File' >&2; echo 'ImportError: no engine' >&2; exit 1", "ImportError: no engine"),
+        ("exit 9", "exited with status 9"),
+        ("printf '\\377\\n' >&2; exit 1", "\ufffd"),
+        ("kill -SEGV $$", "killed by SIGSEGV"),
+    ],
+    ids=["greets", "old", "silent", "traceback", "status", "bytes", "signal"],
+)
+def test_what_an_interpreter_says(tmp_path: Path, model: ModelConfig, script: str, problem: str) -> None:
+    python = interpreter(tmp_path, script)
+    expected = [f"models.m.python: {python}: {problem}"] if problem else []
+    assert problems(m=dataclasses.replace(model, python=python)) == expected
+
+
+def test_an_interpreter_that_cannot_be_run(tmp_path: Path, model: ModelConfig) -> None:
+    assert problems(m=dataclasses.replace(model, python=str(tmp_path))) == [
+        f"models.m.python: {tmp_path}: cannot be run: Permission denied"
+    ]
+
+
+def test_an_interpreter_that_hangs(tmp_path: Path, model: ModelConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check, "_INTERPRETER_TIMEOUT_S", 0.1)
+    python = interpreter(tmp_path, "exec sleep 1000")
+    assert problems(m=dataclasses.replace(model, python=python)) == [
+        f"models.m.python: {python}: did not answer within 0.1 s"
+    ]
+
+
+def test_an_interpreter_is_asked_once_for_what_models_have_in_common(tmp_path: Path, model: ModelConfig) -> None:
+    python = interpreter(tmp_path, f"echo asked >> {tmp_path}/asked; echo {VERSION}")
+    one = dataclasses.replace(model, python=python)
+    assert problems(a=one, b=one, c=dataclasses.replace(one, sharing="off")) == []
+    assert (tmp_path / "asked").read_text() == "asked\n" * 2
+
+
+def test_an_onnx_model_that_no_request_could_be_sent_to(tmp_path: Path, model: ModelConfig) -> None:
+    text = helper.make_tensor_value_info("x", TensorProto.STRING, ["N"])
+    path = models.save(tmp_path / "text.onnx", [], [text], [models.fp32("y", "N")])
+    [problem] = problems(m=dataclasses.replace(model, path=str(path)))
+    assert problem.startswith(f"models.m.path: {path}: input x: string has no datatype on the wire; expected one of ")

@@ -1,0 +1,686 @@
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from weightd.daemon.config import load as module
+from weightd.daemon.config.load import (
+    Config,
+    ConfigError,
+    DaemonConfig,
+    DeviceConfig,
+    ModelConfig,
+    default_path,
+    examine,
+    load,
+    parse,
+)
+from weightd.daemon.engines.mindspore_lite import MindSporeLiteOptions
+from weightd.shared import tcp
+
+MODEL = '[models.m]\npath = "m.onnx"\n'
+
+
+@pytest.fixture(autouse=True)
+def _nothing_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in (
+        "RUNTIME_DIRECTORY",
+        "CACHE_DIRECTORY",
+        "CONFIGURATION_DIRECTORY",
+        "XDG_RUNTIME_DIR",
+        "XDG_CACHE_HOME",
+    ):
+        monkeypatch.delenv(variable, raising=False)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "weightd.toml"
+
+
+def loaded(file: Path, text: str) -> Config:
+    file.write_text(text, "utf-8")
+    return load(file)
+
+
+def refusal(file: Path, text: str) -> str:
+    """What is wrong with the text, without the file's name, which must stand in front."""
+    [problem] = refusals(file, text)
+    return problem
+
+
+def refusals(file: Path, text: str) -> list[str]:
+    """All that is wrong with the text, as `refusal`."""
+    with pytest.raises(ConfigError) as caught:
+        loaded(file, text)
+    assert all(each.startswith(f"{file}: ") and "\n" not in each for each in caught.value.problems)
+    return [each.removeprefix(f"{file}: ") for each in caught.value.problems]
+
+
+def model_refusal(file: Path, line: str) -> str:
+    return refusal(file, f"{MODEL}{line}\n")
+
+
+# --- the file -------------------------------------------------------------------------------------------------------
+
+
+def test_the_smallest_file_is_completed_with_defaults(file: Path) -> None:
+    config = loaded(file, MODEL)
+    model = config.models["m"]
+    assert dict(config.models) == {"m": model}
+    path = str(file.parent / "m.onnx")
+    assert model == ModelConfig(path=path, engine="onnxruntime", python=sys.executable, spares=0)
+    assert (model.workers, model.threads, model.timeout, model.load_timeout) == (1, 1, 30.0, 600.0)
+    assert (model.devices, model.sharing, model.policy, model.holder_loss) == (("cpu",), "on", "auto", "strict")
+    assert config.devices == {}
+    assert (model.max_queue, model.max_queue_bytes, config.daemon.drain_timeout) == (1024, 1024**3, 30.0)
+
+
+def test_what_the_file_says_is_taken(file: Path) -> None:
+    config = loaded(
+        file,
+        """
+        [daemon]
+        socket = "tcp://127.0.0.1:5555"
+        runtime_dir = "/run/other"
+        cache_dir = "/var/other"
+        drain_timeout = 3
+        [models."resnet-50.v1"]
+        path = "/models/resnet.mindir"
+        engine = "mindspore_lite"
+        python = "/opt/mslite/bin/python"
+        workers = 8
+        threads = 2
+        spares = 3
+        devices = ["ascend:0", "ascend:12"]
+        sharing = "auto"
+        process_mib = 300
+        policy = "replace"
+        holder_loss = "frozen"
+        timeout = 0.5
+        load_timeout = 60
+        max_queue = 7
+        max_queue_bytes = 8
+        [models."resnet-50.v1".mindspore_lite]
+        precision_mode = "enforce_fp32"
+        config_file = "/etc/acl.ini"
+        [devices."ascend:0"]
+        memory_mib = 1000
+        processes = 32
+        [devices."ascend:12"]
+        """,
+    )
+    assert config.devices == {"ascend:0": DeviceConfig(1000, 32), "ascend:12": DeviceConfig(0, 63)}
+    assert config.daemon == DaemonConfig("tcp://127.0.0.1:5555", "/run/other", "/var/other", 3.0)
+    assert config.models["resnet-50.v1"] == ModelConfig(
+        path="/models/resnet.mindir",
+        engine="mindspore_lite",
+        python="/opt/mslite/bin/python",
+        workers=8,
+        threads=2,
+        spares=3,
+        devices=("ascend:0", "ascend:12"),
+        sharing="auto",
+        process_mib=300,
+        policy="replace",
+        holder_loss="frozen",
+        timeout=0.5,
+        load_timeout=60.0,
+        max_queue=7,
+        max_queue_bytes=8,
+        mindspore_lite=MindSporeLiteOptions(precision_mode="enforce_fp32", config_file="/etc/acl.ini"),
+    )
+
+
+def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
+    missing = tmp_path / "missing.toml"
+    with pytest.raises(ConfigError, match="No such file or directory") as caught:
+        load(missing)
+    assert str(missing) in str(caught.value)
+    with pytest.raises(ConfigError, match="Is a directory"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["[models.m", "path", "a = 1\na = 2", 'a = "', "a = " + "[" * 20_000, "a = " + "9" * 10_000],
+    ids=["table", "key", "twice", "string", "nesting", "digits"],
+)
+def test_what_is_not_toml(file: Path, text: str) -> None:
+    assert refusal(file, text).startswith("not TOML: ")
+
+
+def test_what_is_not_text(file: Path) -> None:
+    file.write_bytes(b"a = '\xff\xfe'")
+    with pytest.raises(ConfigError, match="not TOML: 'utf-8' codec"):
+        load(file)
+
+
+# --- tables and keys ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("", "models: expected at least one table [models.NAME]"),
+        ("[models]", "models: expected at least one table [models.NAME]"),
+        ("models = 3", "models: expected at least one table [models.NAME]"),
+        (MODEL + "[model.n]\n", "model: unknown table; did you mean models?"),
+        ("workers = 3\n" + MODEL, "workers: unknown table; expected one of daemon, models, devices"),
+    ],
+)
+def test_tables(file: Path, text: str, problem: str) -> None:
+    assert refusal(file, text) == problem
+
+
+def test_a_table_is_not_a_value(file: Path) -> None:
+    assert refusal(file, "daemon = 3\n" + MODEL).startswith("daemon: expected a table, got int")
+    assert refusal(file, "[models]\nm = 'm.onnx'\n").startswith("models.m: expected a table, got str")
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ("worker = 3", "worker: unknown key; did you mean workers?"),
+        ("Threads = 3", "Threads: unknown key; did you mean threads?"),
+        ("[models.m.mindspore_light]", "mindspore_light: unknown key; did you mean mindspore_lite?"),
+        ("[models.m.v1]", 'v1: unknown table; a name with a dot is quoted: [models."m.v1"]'),
+        ("port = 1", "port: unknown key; expected one of path, engine, python, workers, "),
+        (f"{'p' * 10_000} = 1", f"'{'p' * 36}...: unknown key; expected one of path, "),
+    ],
+)
+def test_an_unknown_key_is_refused_with_the_one_that_was_meant(file: Path, line: str, problem: str) -> None:
+    assert model_refusal(file, line).startswith(f"models.m.{problem}")
+
+
+def test_a_name_with_a_dot_is_quoted(file: Path) -> None:
+    problems = refusals(file, '[models.resnet.v1.b]\npath = "m.onnx"\n[models.resnet.v2]\npath = "m.onnx"\n')
+    assert problems == [
+        f'models.resnet.{version}: unknown table; a name with a dot is quoted: [models."resnet.{name}"]'
+        for version, name in (("v1", "v1.b"), ("v2", "v2"))
+    ]
+
+
+def test_all_that_is_wrong_is_told_at_once_and_nothing_that_only_follows_from_it(file: Path) -> None:
+    problems = refusals(
+        file,
+        """
+        [deamon]
+        [daemon]
+        sokcet = "x"
+        runtime_dir = 3
+        [models.one]
+        path = "m.bin"
+        workers = 0
+        timeout = 9999
+        [models.one.mindspore_lite]
+        provider = "ge"
+        dec_mode = "no"
+        [models.two]
+        path = "m.mindir"
+        devices = 7
+        [models.two.mindspore_lite]
+        provider = "ge"
+        [models.good]
+        path = "m.onnx"
+        [models.three]
+        path = "m.mindir"
+        devices = ["ascend:0"]
+        [models.three.mindspore_lite]
+        provider = "ge"
+        inter_op_parallel = 3
+        [models.four]
+        path = "m.onnx"
+        wrokers = 3
+        [devices.gpu]
+        [devices."ascend:0"]
+        processes = 0
+        """,
+    )
+    assert [problem.partition(": ")[0] for problem in problems] == [
+        "deamon",
+        "daemon.sokcet",
+        "daemon.runtime_dir",
+        "models.one.workers",
+        "models.one.timeout",
+        "models.one.mindspore_lite.dec_mode",
+        "models.one.path",
+        "models.two.devices",
+        "models.three.mindspore_lite.inter_op_parallel",
+        "models.three.mindspore_lite.provider",
+        "models.four.wrokers",
+        "devices.gpu",
+        "devices.ascend:0.processes",
+    ]
+    examined = examine(file)
+    assert list(examined.config.models) == ["good"]
+    # Of these the files can be looked at all the same.
+    assert list(examined.loadable) == ["good", "four"]
+
+
+def test_a_byte_order_mark_is_no_part_of_the_text(file: Path) -> None:
+    assert loaded(file, f"\ufeff{MODEL}") == loaded(file, MODEL)
+
+
+def test_a_model_needs_its_path(file: Path) -> None:
+    assert refusal(file, "[models.m]\nworkers = 1\n") == "models.m.path: missing"
+
+
+TEXTS = ["3", "true", "1979-05-27", "[]", '"' + "x" * 4097 + '"']
+COUNTS = ["0", "-1", "true", "1.0", '"1"', "10_000_000_000_000_000_000", "[]"]
+SECONDS = ["31536001", "-1", "-0.1", "nan", "inf", "-inf", "9" * 400, "true", '"1"', "[]"]
+DAEMON_KEYS = {"socket": TEXTS, "runtime_dir": TEXTS, "cache_dir": TEXTS, "drain_timeout": SECONDS}
+DAEMON_KEYS["max_memory_bytes"] = ["1", "16_777_215", *COUNTS[1:]]
+MODEL_KEYS = {
+    "path": [*TEXTS, '""'],
+    "engine": ["3", '"tensorflow"'],
+    "python": TEXTS,
+    "workers": [*COUNTS, "1025"],
+    "threads": [*COUNTS, "1025"],
+    "spares": ["-1", "1.5", '"1"', "true", "1025"],
+    "devices": ["0", '"cpu"', "[]"],
+    "sharing": ["true", '"yes"', '""'],
+    "process_mib": ["-1", "0.5", '"1"'],
+    "policy": ["1", '""', '"Overlap"'],
+    "holder_loss": ["false", '""', '"keep"'],
+    "mindspore_lite": ["1", '""', "[]"],
+    "timeout": [*SECONDS, "0", "0.0", "3600.1", "9e99"],
+    "required": ["1", '"yes"', "0"],
+    "load_timeout": [*SECONDS, "0"],
+    "predict_timeout": [*SECONDS, "0"],
+    "watchdog": [*SECONDS, "0"],
+    "canary": ['""', '"on"', "true", "[]", "{}", '"a.npy"', '"\\u0000.npz"'],
+    "canary_tolerance": [*SECONDS, "1.1"],
+    "canary_interval": SECONDS,
+    "max_queue": [*COUNTS, "1_000_001"],
+    "max_queue_bytes": COUNTS,
+}
+
+
+def test_every_key_is_tried() -> None:
+    assert set(DAEMON_KEYS) == {each.name for each in dataclasses.fields(DaemonConfig)}
+    assert set(MODEL_KEYS) == {each.name for each in dataclasses.fields(ModelConfig)}
+
+
+@pytest.mark.parametrize(("key", "value"), [(key, value) for key, values in DAEMON_KEYS.items() for value in values])
+def test_a_bad_value_of_the_daemon_is_refused_by_its_key(file: Path, key: str, value: str) -> None:
+    assert refusal(file, f"[daemon]\n{key} = {value}\n{MODEL}").startswith(f"daemon.{key}: expected ")
+
+
+@pytest.mark.parametrize(("key", "value"), [(key, value) for key, values in MODEL_KEYS.items() for value in values])
+def test_a_bad_value_of_a_model_is_refused_by_its_key(file: Path, key: str, value: str) -> None:
+    path = "" if key == "path" else 'path = "m.onnx"'
+    assert refusal(file, f"[models.m]\n{path}\n{key} = {value}\n").startswith(f"models.m.{key}: expected ")
+
+
+@pytest.mark.parametrize("key", ["path", "python"])
+@pytest.mark.parametrize(
+    ("value", "problem"),
+    [
+        ("a\\u0000b/m.onnx", "text without a NUL character"),
+        ("~/m.onnx", "a path without ~, which is not expanded, got '~/m.onnx'"),
+        ("~alice/m.onnx", "a path without ~, which is not expanded"),
+    ],
+)
+def test_no_path_has_a_nul_or_a_home(file: Path, key: str, value: str, problem: str) -> None:
+    path = "" if key == "path" else 'path = "m.onnx"\n'
+    text = f'[models.m]\n{path}{key} = "{value}"\n'
+    assert refusal(file, text).startswith(f"models.m.{key}: expected {problem}")
+
+
+def test_a_name_may_begin_with_a_tilde(file: Path) -> None:
+    assert loaded(file, '[models.m]\npath = "~m.onnx"\n').models["m"].path == str(file.parent / "~m.onnx")
+
+
+def test_seconds_may_be_whole(file: Path) -> None:
+    model = loaded(file, MODEL + "timeout = 3600\nload_timeout = 1\n").models["m"]
+    assert (model.timeout, model.load_timeout) == (3600.0, 1.0)
+    assert type(model.timeout) is float
+    assert loaded(file, "[daemon]\ndrain_timeout = 0\n" + MODEL).daemon.drain_timeout == 0.0
+
+
+# --- names ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["m", "M_2", "resnet-50", "v1.2", "_x", "7", "a" * 64])
+def test_good_names(file: Path, name: str) -> None:
+    assert list(loaded(file, f'[models."{name}"]\npath = "m.onnx"\n').models) == [name]
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "..", ".hidden", "-x", "m\\n", "a b", "größe", "٣", "a" * 65, "a\\u0000"])
+def test_bad_names(file: Path, name: str) -> None:
+    problem = refusal(file, f'[models."{name}"]\npath = "m.onnx"\n'.replace("\\n", "\\t"))
+    assert problem.startswith("models.")
+    assert "expected a model name of 1 to 64 ASCII letters, digits, '_', '.' and '-'" in problem
+
+
+# --- paths and engines ----------------------------------------------------------------------------------------------
+
+
+def test_paths_are_relative_to_the_file(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file.parent.joinpath("elsewhere").mkdir()
+    monkeypatch.chdir(file.parent / "elsewhere")
+    daemon = '[daemon]\nruntime_dir = "run"\ncache_dir = "cache"\n'
+    config = loaded(file, daemon + '[models.m]\npath = "a/m.onnx"\npython = "venv/bin/python"\n')
+    assert config.models["m"].path == str(file.parent / "a/m.onnx")
+    assert config.models["m"].python == str(file.parent / "venv/bin/python")
+    assert config.daemon.runtime_dir == str(file.parent / "run")
+    assert config.daemon.cache_dir == str(file.parent / "cache")
+    assert config.daemon.socket == f"ipc://{file.parent}/run/weightd.sock"
+
+
+def test_the_file_may_be_named_relatively(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(file.parent)
+    loaded(file, MODEL)
+    assert load(Path("weightd.toml")).models["m"].path == str(file.parent / "m.onnx")
+
+
+def test_an_interpreter_without_a_slash_is_a_command(file: Path) -> None:
+    assert loaded(file, MODEL + 'python = "python3.7"\n').models["m"].python == "python3.7"
+
+
+def test_what_the_command_line_gives_is_relative_to_the_current_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    tables = {"daemon": {"cache_dir": "cache"}, "models": {"m": {"path": "m.onnx"}}}
+    assert parse(tables, Path()).daemon.cache_dir == str(tmp_path / "cache")
+
+
+@pytest.mark.parametrize(
+    ("path", "engine", "expected"),
+    [
+        ("m.onnx", "", "onnxruntime"),
+        ("m.mindir", "", "mindspore_lite"),
+        ("m.onnx", "onnxruntime", "onnxruntime"),
+        ("m.mindir", "mindspore_lite", "mindspore_lite"),
+    ],
+)
+def test_the_suffix_tells_the_engine(file: Path, path: str, engine: str, expected: str) -> None:
+    line = f'engine = "{engine}"\n' if engine else ""
+    assert loaded(file, f'[models.m]\npath = "{path}"\n{line}').models["m"].engine == expected
+
+
+@pytest.mark.parametrize(
+    ("path", "engine", "problem"),
+    [
+        ("m.pt", "", "expected a file that ends in .onnx or .mindir, got 'm.pt'"),
+        ("m", "", "expected a file that ends in .onnx or .mindir, got 'm'"),
+        (".onnx", "", "expected a file that ends in .onnx or .mindir, got '.onnx'"),
+        ("m.onnx", "mindspore_lite", "expected a .mindir file for engine mindspore_lite, got 'm.onnx'"),
+        ("m.mindir", "onnxruntime", "expected a .onnx file for engine onnxruntime, got 'm.mindir'"),
+        ("m.pt", "onnxruntime", "expected a .onnx file for engine onnxruntime, got 'm.pt'"),
+    ],
+)
+def test_the_suffix_must_be_the_engines(file: Path, path: str, engine: str, problem: str) -> None:
+    line = f'engine = "{engine}"\n' if engine else ""
+    assert refusal(file, f'[models.m]\npath = "{path}"\n{line}') == f"models.m.path: {problem}"
+
+
+# --- sockets --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "socket",
+    ["ipc:///run/a.sock", "ipc:///a", "tcp://127.0.0.1:5555", "tcp://*:1", "tcp://[::1]:65535", "tcp://localhost:80"],
+)
+def test_good_sockets(file: Path, socket: str) -> None:
+    assert loaded(file, f'[daemon]\nsocket = "{socket}"\n{MODEL}').daemon.socket == socket
+
+
+@pytest.mark.parametrize(
+    "socket",
+    [
+        "ipc://relative/a.sock",
+        "ipc://@abstract",
+        "ipc:///",
+        "ipc:///run/",
+        "/run/a.sock",
+        "tcp://",
+        "tcp://localhost",
+        "tcp://:5555",
+        "tcp://localhost:http",
+        "tcp://127.0.0.1:0",
+        "tcp://127.0.0.1:65536",
+        "tcp://[::1]:99999",
+        "inproc://a",
+        "http://localhost:80",
+    ],
+)
+def test_bad_sockets(file: Path, socket: str) -> None:
+    problem = refusal(file, f'[daemon]\nsocket = "{socket}"\n{MODEL}')
+    assert problem == f"daemon.socket: expected ipc:///ABSOLUTE/PATH or {tcp.FORM}, got '{socket}'"
+
+
+def test_a_socket_path_has_at_most_107_bytes(file: Path) -> None:
+    fits = "/" + "a" * 106
+    assert loaded(file, f'[daemon]\nsocket = "ipc://{fits}"\n{MODEL}').daemon.socket == f"ipc://{fits}"
+    problem = refusal(file, f'[daemon]\nsocket = "ipc://{fits}b"\n{MODEL}')
+    assert problem == f"daemon.socket: expected a socket path of at most 107 bytes, got 108: {f'{fits}b'!r}"
+    # Bytes, not characters.
+    wide = "/" + "é" * 54
+    assert refusal(file, f'[daemon]\nsocket = "ipc://{wide}"\n{MODEL}').startswith(
+        "daemon.socket: expected a socket path"
+    )
+
+
+def test_a_directory_that_is_too_long_for_its_sockets_is_named_itself(file: Path) -> None:
+    problem = refusal(file, f'[daemon]\nruntime_dir = "/{"a" * 100}"\n{MODEL}')
+    assert problem.startswith("daemon.runtime_dir: expected a socket path of at most 107 bytes, got ")
+
+
+def test_two_sockets_never_share_a_file() -> None:
+    one = DaemonConfig("ipc:///run/one.sock", "/run", "/cache")
+    two = dataclasses.replace(one, socket="ipc:///run/two.sock")
+    assert one.private_dir != two.private_dir
+    assert one.children_socket != two.children_socket
+    assert one.private_dir.parent == Path("/cache")
+    assert one.children_socket.parent == Path("/run")
+    assert one.key == dataclasses.replace(one, cache_dir="/other").key
+
+
+# --- where defaults come from ---------------------------------------------------------------------------------------
+
+
+def _as_user(monkeypatch: pytest.MonkeyPatch, uid: int) -> None:
+    monkeypatch.setattr(os, "getuid", lambda: uid)
+    monkeypatch.setenv("HOME", "/home/someone")
+
+
+def test_systemd_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    for uid in (0, 1000):
+        _as_user(monkeypatch, uid)
+        monkeypatch.setenv("XDG_RUNTIME_DIR", "/run/user/1000")
+        monkeypatch.setenv("RUNTIME_DIRECTORY", "/run/given:/run/second")
+        monkeypatch.setenv("CACHE_DIRECTORY", "/var/cache/given")
+        assert module.default_runtime_dir() == "/run/given"
+        assert module.default_cache_dir() == "/var/cache/given"
+
+
+def test_root_has_the_systems_directories(monkeypatch: pytest.MonkeyPatch) -> None:
+    _as_user(monkeypatch, 0)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", "/run/user/0")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/home/someone/.cache")
+    assert module.default_runtime_dir() == "/run/weightd"
+    assert module.default_cache_dir() == "/var/cache/weightd"
+
+
+def test_a_user_has_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    _as_user(monkeypatch, 1000)
+    assert module.default_runtime_dir() == "/tmp/weightd-1000"
+    assert module.default_cache_dir() == "/home/someone/.cache/weightd"
+    monkeypatch.setenv("XDG_RUNTIME_DIR", "/run/user/1000")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
+    assert module.default_runtime_dir() == "/run/user/1000/weightd"
+    assert module.default_cache_dir() == "/somewhere/weightd"
+    assert parse({"models": {"m": {"path": "m.onnx"}}}, Path()).daemon == DaemonConfig(
+        "ipc:///run/user/1000/weightd/weightd.sock", "/run/user/1000/weightd", "/somewhere/weightd"
+    )
+
+
+def test_an_empty_variable_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    _as_user(monkeypatch, 1000)
+    for variable in ("RUNTIME_DIRECTORY", "CACHE_DIRECTORY", "XDG_RUNTIME_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.setenv(variable, "")
+    assert module.default_runtime_dir() == "/tmp/weightd-1000"
+    assert module.default_cache_dir() == "/home/someone/.cache/weightd"
+
+
+@pytest.mark.parametrize(
+    ("given", "path"),
+    [
+        (None, "/etc/weightd/weightd.toml"),
+        ("", "/etc/weightd/weightd.toml"),
+        ("/etc/weightd/one", "/etc/weightd/one/weightd.toml"),
+        ("/first:/second", "/first/weightd.toml"),
+    ],
+)
+def test_the_services_configuration_is_where_systemd_says(
+    monkeypatch: pytest.MonkeyPatch, given: str | None, path: str
+) -> None:
+    if given is not None:
+        monkeypatch.setenv("CONFIGURATION_DIRECTORY", given)
+    assert default_path() == Path(path)
+
+
+# --- sockets that a service manager has opened ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("address", ["ipc:///run/weightd/weightd.sock", "tcp://127.0.0.1:5555", "tcp://[::]:5555"])
+def test_the_socket_is_the_one_that_is_open_already(file: Path, address: str) -> None:
+    file.write_text(MODEL)
+    assert load(file, [address, "tcp://127.0.0.1:6666"]).daemon.socket == address
+
+
+@pytest.mark.parametrize("address", ["ipc:///run/other.sock", "tcp://127.0.0.1:5555"])
+def test_a_configuration_may_name_any_socket_that_is_open(file: Path, address: str) -> None:
+    file.write_text(f'[daemon]\nsocket = "{address}"\n{MODEL}')
+    listening = ["ipc:///run/weightd.sock", "ipc:///run/other.sock", "tcp://127.0.0.1:5555"]
+    assert load(file, listening).daemon.socket == address
+    assert load(file).daemon.socket == address
+
+
+def test_a_configuration_that_names_another_socket_is_refused(file: Path) -> None:
+    file.write_text(f'[daemon]\nsocket = "ipc:///mine.sock"\n{MODEL}')
+    with pytest.raises(ConfigError) as caught:
+        load(file, ["ipc:///run/weightd.sock", "tcp://127.0.0.1:5555"])
+    expected = "expected ipc:///run/weightd.sock or tcp://127.0.0.1:5555, where the service manager listens"
+    assert str(caught.value) == f"{file}: daemon.socket: {expected} (weightd.socket), got 'ipc:///mine.sock'"
+
+
+def test_files_are_named_after_the_socket_that_is_open(file: Path) -> None:
+    file.write_text(MODEL)
+    config = load(file, ["tcp://127.0.0.1:5555"]).daemon
+    assert config.key == dataclasses.replace(load(file).daemon, socket="tcp://127.0.0.1:5555").key
+
+
+CARD = '[models.m]\npath = "m.mindir"\n'
+
+
+@pytest.mark.parametrize(
+    ("devices", "key"),
+    [
+        ('["cpu", "ascend:0"]', "devices[0]: expected the CPU alone or cards alone"),
+        ('["ascend:0", "cpu"]', "devices[1]: expected the CPU alone or cards alone"),
+        ('["ascend:0", "ascend:1", "ascend:0"]', "devices[0]: ascend:0 is given twice"),
+        ('["cpu", "cpu"]', "devices[0]: cpu is given twice"),
+        ('["npu"]', 'devices[0]: expected "cpu" or a card'),
+        ('["ascend"]', 'devices[0]: expected "cpu" or a card'),
+        ('["ascend:0", "ascend:1234"]', 'devices[1]: expected "cpu" or a card'),
+        ("[1]", "devices[0]: expected"),
+        ('["cpu", ""]', "devices[1]: expected"),
+    ],
+)
+def test_devices_that_do_not_go_together(file: Path, devices: str, key: str) -> None:
+    assert refusal(file, f"{CARD}devices = {devices}\n").startswith(f"models.m.{key}")
+
+
+def test_only_one_engine_runs_on_a_card(file: Path) -> None:
+    text = "models.m.devices[0]: expected cpu: engine onnxruntime runs there only"
+    assert refusal(file, '[models.m]\npath = "m.onnx"\ndevices = ["ascend:0"]\n').startswith(text)
+
+
+def test_a_card_has_a_spare_by_default(file: Path) -> None:
+    assert loaded(file, CARD).models["m"].spares == 0
+    assert loaded(file, f'{CARD}devices = ["ascend:0"]\n').models["m"].spares == 1
+    assert loaded(file, f'{CARD}devices = ["ascend:0"]\nspares = 0\n').models["m"].spares == 0
+
+
+@pytest.mark.parametrize(
+    ("table", "text"),
+    [
+        ("devices = 1\n", "devices: expected tables [devices.NAME]"),
+        ("[devices.cpu]\n", "devices.cpu: expected the name of a card"),
+        ("[devices.gpu]\n", "devices.gpu: expected the name of a card"),
+        ('[devices."ascend:0"]\nmemory = 5\n', "devices.ascend:0.memory: unknown key; did you mean memory_mib?"),
+        ('[devices."ascend:0"]\nmemory_mib = -5\n', "devices.ascend:0.memory_mib: expected"),
+        ('[devices."ascend:0"]\nprocesses = 0\n', "devices.ascend:0.processes: expected"),
+    ],
+)
+def test_a_bad_table_of_a_device(file: Path, table: str, text: str) -> None:
+    assert refusal(file, f"{table}{CARD}" if table.startswith("devices =") else f"{CARD}{table}").startswith(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "refused"),
+    [
+        (
+            f'{CARD}[models.m.mindspore_lite]\nprecision = "x"\n',
+            "mindspore_lite.precision: unknown key; did you mean precision_mode?",
+        ),
+        (f'{CARD}[models.m.mindspore_lite]\nprovider = "ge"\n', "mindspore_lite.provider: it has no effect on the cpu"),
+        (
+            f'{CARD}devices = ["ascend:0"]\n[models.m.mindspore_lite]\nprovider = "ge"\n',
+            "mindspore_lite.provider: weights cannot be shared",
+        ),
+        (
+            '[models.m]\npath = "m.onnx"\n[models.m.mindspore_lite]\ninter_op_parallel = 2\n',
+            "mindspore_lite: the model's engine is onnxruntime",
+        ),
+    ],
+)
+def test_options_of_the_engine_are_checked(file: Path, text: str, refused: str) -> None:
+    assert refusal(file, text).startswith(f"models.m.{refused}")
+
+
+def test_files_of_the_engine_are_relative_to_the_configuration(file: Path) -> None:
+    text = f'{CARD}[models.m.mindspore_lite]\nconfig_file = "acl.ini"\n'
+    assert loaded(file, text).models["m"].mindspore_lite.config_file == str(file.parent / "acl.ini")
+
+
+def test_workers_and_spares_are_bounded_together(file: Path) -> None:
+    assert loaded(file, f"{CARD}workers = 1000\nspares = 24\n").models["m"].spares == 24
+    text = "models.m.spares: expected at most 1024 workers and spares, got 1025"
+    assert refusal(file, f"{CARD}workers = 1000\nspares = 25\n") == text
+    assert refusal(file, f'{CARD}workers = 1024\ndevices = ["ascend:0"]\n') == text
+
+
+# --- the canary -----------------------------------------------------------------------------------------------------
+
+
+def test_a_canary_is_a_word_a_file_or_shapes(file: Path) -> None:
+    for given, expected in (
+        ('"auto"', "auto"),
+        ('"off"', "off"),
+        ('"a/s.npz"', str(file.parent / "a/s.npz")),
+        ("{x = [1, 3, 48, 320], n = []}", {"x": (1, 3, 48, 320), "n": ()}),
+    ):
+        assert loaded(file, MODEL + f"canary = {given}\n").models["m"].canary == expected
+    for wrong, problem in (
+        ("{x = 3}", "canary.x: expected list, got int 3"),
+        ("{x = [0]}", "canary.x[0]: expected integer, 1 to 1099511627776, got int 0"),
+        ('{"" = [1]}', "canary.'': expected text, 1 to 256 bytes, got 0"),
+        ('"off"\ncanary_interval = 3', 'canary_interval: it has no effect with canary = "off"'),
+        ('"off"\ncanary_tolerance = 0.1', 'canary_tolerance: it has no effect with canary = "off"'),
+    ):
+        assert refusal(file, MODEL + f"canary = {wrong}\n") == f"models.m.{problem}"
+
+
+def test_on_a_card_weights_are_shared_with_a_canary_alone(file: Path) -> None:
+    card = '[models.m]\npath = "m.mindir"\ndevices = ["ascend:0"]\ncanary = "off"\n'
+    assert refusal(file, card).startswith("models.m.canary: on a card nothing else shows ")
+    assert loaded(file, card + 'sharing = "off"\n').models["m"].canary == "off"

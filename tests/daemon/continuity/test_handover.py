@@ -1,0 +1,216 @@
+"""What a daemon leaves to the next one, through a real file."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import os
+from pathlib import Path
+
+import pytest
+
+from weightd.daemon.config.load import ModelConfig, complete_model
+from weightd.daemon.config.tables import Problems
+from weightd.daemon.continuity import handover
+from weightd.daemon.continuity.handover import Handover, HandoverError, ModelRecord
+from weightd.daemon.engines.mindspore_lite import MindSporeLiteOptions
+from weightd.daemon.generations.records import ChildRecord, DeviceRecord, GenerationRecord, SealRecord, SourceRecord
+from weightd.protocol.messages.children import PROTOCOL, Built, DeviceMemory, Hello, Traits
+from weightd.protocol.messages.data import TensorSignature
+from weightd.protocol.version import VERSION
+
+SHA = "5" * 64
+X = TensorSignature("x", "FP32", (-1, 4))
+CARD = Traits(pids_fixed_at_build=True, holder_must_outlive=True, attach_rewrites_weights=True)
+HELLO = Hello("11", SHA, {"weightd": VERSION, "python": ""}, CARD)
+GENERATION = GenerationRecord(
+    number=12,
+    source=3,
+    device="ascend:0",
+    sharing=True,
+    sha256=SHA,
+    frozen=True,
+    closed="a löwly reason\n",
+    process_bytes=2**40,
+    serial=7,
+    built=Built("12345", (X,), (X, X), ({"x": (2,)},), "canary", 4096, "a note", DeviceMemory(2**36, 2**35)),
+    children=(
+        ChildRecord("m.12.holder", "holder", HELLO, 4096, "a note"),
+        ChildRecord("m.12.w7", "worker", HELLO, 0, ""),
+    ),
+    seal=SealRecord(2**33, 1_700_000_000_000_000_001),
+)
+OTHER = dataclasses.replace(GENERATION, device="ascend:1", frozen=False, closed="", children=(), seal=None)
+MODEL = ModelRecord(
+    name="m",
+    config=complete_model(
+        "m",
+        ModelConfig(
+            path="m.mindir",
+            devices=("ascend:0", "ascend:1"),
+            sharing="auto",
+            timeout=0.1,
+            mindspore_lite=MindSporeLiteOptions(precision_mode="enforce_fp16"),
+        ),
+        Path("/models"),
+        Problems(),
+    ),
+    source=3,
+    previous=2,
+    made=(12, 4),
+    sources=(
+        SourceRecord(3, "/new.mindir", "/w.npz", "/cache/m.v3.snapshot/model/new.mindir", "/cache/w.npz", SHA, 2**33),
+        SourceRecord(2, "/old.mindir", "", "/cache/m.v2.snapshot/model/old.mindir", "", SHA, 1),
+    ),
+    generations=(GENERATION, OTHER),
+)
+DEVICES = [DeviceRecord("cpu"), DeviceRecord("ascend:0", 2**36, 0)]
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "handover"
+
+
+def names(path: Path) -> list[str]:
+    """What is there, beside the file too."""
+    return [each.name for each in path.parent.iterdir()]
+
+
+def changed(path: Path, **values: object) -> None:
+    """Write a file in which some values are others; None: they are missing."""
+    handover.write(path, [MODEL], DEVICES)
+    text = {**json.loads(path.read_text()), **values}
+    path.write_text(json.dumps({key: value for key, value in text.items() if value is not None}))
+
+
+def refusal(path: Path) -> str:
+    with pytest.raises(HandoverError) as caught:
+        handover.read(path)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_what_was_written_is_read(path: Path) -> None:
+    handover.write(path, [MODEL, dataclasses.replace(MODEL, name="n", previous=0)], DEVICES)
+    assert handover.read(path) == Handover(
+        VERSION, PROTOCOL, (MODEL, dataclasses.replace(MODEL, name="n", previous=0)), tuple(DEVICES)
+    )
+    assert names(path) == ["handover"]
+
+
+def test_nothing_is_something(path: Path) -> None:
+    handover.write(path, [], [])
+    assert handover.read(path) == Handover(VERSION, PROTOCOL, (), ())
+
+
+def test_the_last_word_counts(path: Path) -> None:
+    handover.write(path, [MODEL], DEVICES)
+    handover.write(path, [], DEVICES)
+    assert handover.read(path).models == ()
+
+
+# --- what cannot be gone on with ------------------------------------------------------------------------------------
+
+
+def test_another_protocol_is_told_with_both_versions(path: Path) -> None:
+    # Its other fields are of no interest.
+    changed(path, version="9.9", protocol=PROTOCOL + 1, models="other", devices=None)
+    theirs, ours = f"weightd 9.9 speaks protocol {PROTOCOL + 1} with its workers", f"{VERSION} {PROTOCOL}"
+    assert refusal(path) == f"{theirs}, {ours}"
+
+
+def test_another_version_with_the_same_protocol_can_be_gone_on_with(path: Path) -> None:
+    changed(path, version="9.9")
+    assert handover.read(path).version == "9.9"
+
+
+@pytest.mark.parametrize("text", ["[]", "null", "1", '"handover"', "{}"])
+def test_what_says_no_protocol_speaks_another_one(path: Path, text: str) -> None:
+    path.write_text(text)
+    assert "speaks protocol None" in refusal(path)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe", b"[" * 100_000], ids=["empty", "cut", "bytes", "deep"])
+def test_what_is_not_json(path: Path, content: bytes) -> None:
+    path.write_bytes(content)
+    assert refusal(path).startswith(f"{path}: not JSON: ")
+
+
+@pytest.mark.parametrize(
+    ("values", "where"),
+    [
+        ({"models": None}, "models"),
+        ({"models": [{"name": ""}]}, "models[0]"),
+        ({"devices": [{"name": "cpu", "free": -1}]}, "devices[0].free"),
+        ({"surprise": 1}, "surprise"),
+        ({"version": 3}, "version"),
+        ({"protocol": True}, "protocol"),
+    ],
+)
+def test_a_wrong_field_is_named(path: Path, values: dict[str, object], where: str) -> None:
+    changed(path, **values)
+    assert refusal(path).startswith(f"{path}: {where}")
+
+
+def test_a_wrong_field_deep_down_is_named(path: Path) -> None:
+    handover.write(path, [MODEL], DEVICES)
+    path.write_text(path.read_text().replace('"role": "worker"', '"role": "cook"'))
+    assert refusal(path).startswith(f"{path}: models[0].generations[0].children[1].role: expected one of ")
+
+
+def test_a_file_that_is_missing_or_unreadable(path: Path) -> None:
+    assert refusal(path) == f"{path}: No such file or directory"
+    path.mkdir()
+    assert refusal(path) == f"{path}: Is a directory"
+
+
+# --- what cannot be written -----------------------------------------------------------------------------------------
+
+
+def warned(caplog: pytest.LogCaptureFixture, path: Path) -> str:
+    [record] = caplog.records
+    assert record.levelno == logging.WARNING
+    begin = f"the next daemon will have to load every model: {path}: "
+    assert record.getMessage().startswith(begin)
+    return record.getMessage().removeprefix(begin)
+
+
+def test_on_a_full_disk_nothing_is_left(
+    path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handover.write(path, [], DEVICES)
+
+    def write_text(self: Path, text: str, encoding: str) -> int:
+        self.write_bytes(text[:10].encode(encoding))
+        raise OSError(28, os.strerror(28))
+
+    monkeypatch.setattr(Path, "write_text", write_text)
+    handover.write(path, [MODEL], DEVICES)
+    assert names(path) == []
+    assert warned(caplog, path) == "[Errno 28] No space left on device"
+
+
+def test_where_the_file_cannot_be_replaced_nothing_is_left(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path.mkdir()
+    (path / "in the way").touch()
+    handover.write(path, [MODEL], DEVICES)
+    assert names(path) == ["handover"]
+    assert "directory" in warned(caplog, path)
+
+
+def test_without_its_directory_it_goes_on(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    handover.write(path / "missing" / "handover", [MODEL], DEVICES)
+    assert "No such file or directory" in warned(caplog, path / "missing" / "handover")
+
+
+def test_what_has_no_place_in_the_file_is_not_written_in_part(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    handover.write(path, [MODEL], DEVICES)
+    handover.write(path, [dataclasses.replace(MODEL, name="x" * 100_000)], DEVICES)
+    assert names(path) == []
+    assert warned(caplog, path).startswith("models[0].name: expected text")
+    caplog.clear()
+    config = dataclasses.replace(MODEL.config, path="/models/\udcff.onnx")
+    handover.write(path, [dataclasses.replace(MODEL, config=config)], DEVICES)
+    assert warned(caplog, path).startswith("models[0].config.path: expected text that UTF-8 can encode")

@@ -1,0 +1,267 @@
+"""A daemon's keeper: started, handed from daemon to daemon, and replaced when it is lost."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import os
+import select
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from testkit.keeping import LIMIT_S, ended
+from weightd.daemon.children.keeper import link
+from weightd.daemon.config.load import DaemonConfig
+from weightd.daemon.continuity import handover, keeping
+from weightd.daemon.continuity.claim import ClaimError, make_private
+from weightd.daemon.continuity.keeping import Keeping
+from weightd.daemon.continuity.service import KEEPER, Manager
+from weightd.daemon.host.processes import reap
+
+ENVIRONMENT = {"PATH": os.environ.get("PATH", os.defpath)}
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> DaemonConfig:
+    return DaemonConfig("ipc:///weightd.sock", str(tmp_path / "run"), str(tmp_path / "cache"))
+
+
+class Service:
+    """A service manager that keeps what it is given, and the keepers that have been seen."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.keepers: set[int] = set()
+        self.kept: list[int] = []
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._listener.bind(str(path))
+        self._caught_up = threading.Event()
+        self._thread = threading.Thread(target=self._listen, daemon=True)
+        self._thread.start()
+
+    def update(self) -> None:
+        """Return once it has done what it was told."""
+        self._caught_up.clear()
+        self._send(b"CAUGHT_UP")
+        assert self._caught_up.wait(LIMIT_S)
+
+    def forget(self) -> None:
+        """Let go of what it keeps."""
+        while self.kept:
+            os.close(self.kept.pop())
+
+    def _send(self, message: bytes) -> None:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
+            sender.sendto(message, str(self.path))
+
+    def _listen(self) -> None:
+        while True:
+            message, descriptors, _, _ = socket.recv_fds(self._listener, 4096, 4)
+            if message == b"END":
+                return
+            if message == b"CAUGHT_UP":
+                self._caught_up.set()
+            if message.startswith(b"FDSTOREREMOVE=1"):
+                self.forget()
+            for each in descriptors:
+                # recv_fds(3) of Python leaves that out; a keeper that inherited its own link would never end.
+                os.set_inheritable(each, False)
+            self.kept += descriptors
+
+    def start(self, config: DaemonConfig) -> Keeping:
+        """The next daemon."""
+        self.update()
+        manager = Manager({"NOTIFY_SOCKET": str(self.path)})
+        manager.inherited = {KEEPER: [os.dup(each) for each in self.kept]} if self.kept else {}
+        made = Keeping(manager, config)
+        self.keepers.add(made.pid)
+        self.update()
+        return made
+
+    def end(self) -> None:
+        self._send(b"END")
+        self._thread.join(LIMIT_S)
+        self._listener.close()
+        self.forget()
+        for pid in self.keepers:
+            with contextlib.suppress(ChildProcessError, ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+
+
+@pytest.fixture
+def service(tmp_path: Path) -> Iterator[Service]:
+    made = Service(tmp_path / "notify")
+    yield made
+    made.end()
+
+
+def started(daemon: Keeping, name: str, log: Path) -> int:
+    """Start a child that says its arguments; return its pid."""
+    child = daemon.start(name, ["sh", "-c", 'echo "$0 $1"'], log, ENVIRONMENT)
+    assert select.select([child.pidfd], [], [], LIMIT_S)[0]
+    assert reap(child) == 0
+    return child.pid
+
+
+def test_a_child_learns_who_its_parent_is(service: Service, config: DaemonConfig, tmp_path: Path) -> None:
+    daemon = service.start(config)
+    assert (daemon.inheritance, daemon.children()) == (None, [])
+    assert config.private_dir.stat().st_mode & 0o777 == 0o700
+    started(daemon, "c", tmp_path / "log")
+    assert (tmp_path / "log").read_text() == f"--parent {daemon.pid}\n"
+    daemon.close()
+
+
+def test_it_goes_from_one_daemon_to_the_next(service: Service, config: DaemonConfig, tmp_path: Path) -> None:
+    first = service.start(config)
+    child = first.start("c", ["sleep", "1000"], tmp_path / "log", ENVIRONMENT)
+    handover.write(first.handover, [], [])
+    os.close(child.pidfd)
+    first.close()
+    second = service.start(config)
+    assert second.pid == first.pid
+    assert second.inheritance == handover.read(second.handover)
+    [there] = second.children()
+    assert (there.pid, there.name) == (child.pid, "c")
+    os.close(second.watch(there).pidfd)
+    second.close()
+
+
+def test_without_a_service_manager_that_holds_on_to_it_it_ends(service: Service, config: DaemonConfig) -> None:
+    daemon = service.start(config)
+    service.forget()
+    daemon.close()
+    assert ended(daemon.pid)
+    assert not config.private_dir.exists()
+
+
+def test_without_a_word_of_the_daemon_before_everything_begins_anew(
+    service: Service, config: DaemonConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = service.start(config)
+    (config.private_dir / "left").touch()
+    first.close()
+    with caplog.at_level(logging.INFO, "weightd"):
+        second = service.start(config)
+    assert second.inheritance is None
+    assert second.pid != first.pid
+    assert ended(first.pid)
+    assert [path.name for path in config.private_dir.iterdir()] == [link.LOG]
+    warning, *_ = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert warning == f"every model is loaded anew: {first.handover}: No such file or directory"
+    second.close()
+
+
+def test_with_another_directory_the_old_processes_end_first(
+    service: Service, config: DaemonConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = service.start(config)
+    child = first.start("c", ["sleep", "1000"], tmp_path / "log", ENVIRONMENT)
+    handover.write(first.handover, [], [])
+    first.close()
+
+    def make(path: Path) -> None:
+        assert ended(first.pid, 0)
+        make_private(path)
+
+    monkeypatch.setattr(keeping, "make_private", make)
+    second = service.start(dataclasses.replace(config, cache_dir=str(tmp_path / "other")))
+    assert (second.inheritance, second.pid != first.pid) == (None, True)
+    assert select.select([child.pidfd], [], [], 0)[0]
+    os.close(child.pidfd)
+    second.close()
+
+
+def test_a_keeper_that_is_slow_is_let_go(
+    service: Service, config: DaemonConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = service.start(config)
+    handover.write(first.handover, [], [])
+    first.close()
+    monkeypatch.setattr(link, "_PATIENCE_S", 2.0)
+    os.kill(first.pid, signal.SIGSTOP)
+    # While the next daemon waits for the lock, it goes on.
+    goes_on = threading.Timer(2.5, os.kill, (first.pid, signal.SIGCONT))
+    goes_on.start()
+    second = service.start(config)
+    goes_on.join()
+    assert (second.inheritance, second.pid != first.pid) == (None, True)
+    assert ended(first.pid)
+    second.close()
+
+
+def test_a_keeper_that_has_died_is_replaced_at_the_start(service: Service, config: DaemonConfig) -> None:
+    first = service.start(config)
+    first.close()
+    os.kill(first.pid, signal.SIGKILL)
+    assert ended(first.pid)
+    second = service.start(config)
+    assert (second.inheritance, second.pid != first.pid) == (None, True)
+    assert second.children() == []
+    second.close()
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_keeper_that_is_lost_is_replaced_when_the_next_child_starts(
+    service: Service, config: DaemonConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: signal.Signals
+) -> None:
+    # Short, but long enough for a keeper to start in.
+    monkeypatch.setattr(link, "_PATIENCE_S", 4.0 if how is signal.SIGSTOP else LIMIT_S)
+    daemon = service.start(config)
+    lost = daemon.pid
+    (config.private_dir / "m.1").mkdir()
+    os.kill(lost, how)
+    pid = started(daemon, "c", tmp_path / "log")
+    service.keepers.add(daemon.pid)
+    assert (daemon.pid != lost, ended(lost), pid > 0) == (True, True, True)
+    assert (tmp_path / "log").read_text() == f"--parent {daemon.pid}\n"
+    # What other generations have there is still theirs.
+    assert (config.private_dir / "m.1").exists()
+    service.update()
+    handover.write(daemon.handover, [], [])
+    daemon.close()
+    following = service.start(config)
+    assert following.pid == daemon.pid
+    following.close()
+
+
+def test_a_directory_that_is_not_free_is_refused(
+    service: Service, config: DaemonConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_private(config.private_dir)
+    other = link.start(config.private_dir)
+    service.keepers.add(other.pid)
+    monkeypatch.setattr("weightd.daemon.continuity.claim._PATIENCE_S", 0.05)
+    with pytest.raises(ClaimError, match="the processes of an earlier weightd have not ended"):
+        service.start(config)
+
+    def make(path: Path) -> None:
+        """Nothing: as if it had been free when it was looked at."""
+
+    monkeypatch.setattr(keeping, "make_private", make)
+    with pytest.raises(ClaimError, match=r"^cannot start the keeper of the processes: ."):
+        service.start(config)
+    assert other.children() == []
+    other.kill()
+
+
+def test_descriptors_that_nobody_expects_are_closed(service: Service, config: DaemonConfig) -> None:
+    first = service.start(config)
+    handover.write(first.handover, [], [])
+    first.close()
+    read, write = os.pipe()
+    service.kept.append(write)
+    second = service.start(config)
+    assert second.pid == first.pid
+    os.close(service.kept.pop())
+    # Nobody else has the pipe's end.
+    assert os.read(read, 1) == b""
+    os.close(read)
+    second.close()

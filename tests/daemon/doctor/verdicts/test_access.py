@@ -1,0 +1,141 @@
+"""Whose environment, user and device nodes count: what systemd and /dev say, and the verdicts on it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from weightd.daemon.doctor.facts import nodes, unit
+from weightd.daemon.doctor.facts.nodes import NEEDED, Node
+from weightd.daemon.doctor.facts.unit import Identity, Unit
+from weightd.daemon.doctor.verdicts import access as access_checks
+from weightd.daemon.doctor.verdicts.finding import Finding, Verdict
+
+ALICE = Identity("alice", 1000, frozenset({1000, 1100}))
+# As systemd 252 prints the unit with its drop-in for cards.
+SHOWN = """\
+LoadState=loaded
+Environment=HOME=/var/lib/weightd ASCEND_HOME_PATH=/opt/cann "NOTE=two words"
+EnvironmentFiles=/etc/default/weightd (ignore_errors=yes)
+EnvironmentFiles=/etc/default/gone (ignore_errors=yes)
+User=nobody
+Group=daemon
+SupplementaryGroups=video 4242
+PrivateDevices=no
+DevicePolicy=closed
+DeviceAllow=/dev/davinci0 rw
+DeviceAllow=/dev/davinci_manager rw
+"""
+
+
+def shown(text: str) -> Callable[[list[str]], str]:
+    return lambda _: text
+
+
+def test_what_systemd_says_of_a_unit(tmp_path: Path) -> None:
+    (tmp_path / "etc/default").mkdir(parents=True)
+    (tmp_path / "etc/default/weightd").write_text("# a comment\nASCEND_HOME_PATH='/opt/other'\n\nVISIBLE=1,2\n")
+    asked: list[list[str]] = []
+
+    def run(argv: list[str]) -> str:
+        asked.append(argv)
+        return SHOWN
+
+    seen = unit.ask("weightd@a.service", tmp_path, run)
+    assert asked[0][:2] == ["systemctl", "show"]
+    assert asked[0][-2:] == ["--", "weightd@a.service"]
+    assert dict(seen.environment) == {
+        "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin",
+        "HOME": "/var/lib/weightd",
+        "NOTE": "two words",
+        "ASCEND_HOME_PATH": "/opt/other",
+        "VISIBLE": "1,2",
+    }
+    assert (seen.unread, seen.user) == (("/etc/default/gone",), "nobody")
+    assert seen.groups == ("daemon", "video", "4242")
+    assert (seen.hides_devices, seen.allowed) == (False, ("/dev/davinci0", "/dev/davinci_manager"))
+    identity = unit.identity_of(seen)
+    assert (identity.name, identity.uid, 4242 in identity.gids) == ("nobody", 65534, True)
+
+
+def test_a_unit_that_says_nothing_is_roots_and_opens_all() -> None:
+    seen = unit.ask("weightd.service", run=shown("LoadState=loaded\nUser=\nDevicePolicy=auto\nPrivateDevices=no\n"))
+    assert (seen.user, seen.allowed, seen.hides_devices, set(seen.environment)) == ("", None, False, {"PATH"})
+    assert unit.identity_of(seen).uid == 0
+
+
+def test_no_unit() -> None:
+    with pytest.raises(OSError, match="systemd has no unit x"):
+        unit.ask("x", run=shown("LoadState=not-found\n"))
+    with pytest.raises(OSError, match="no unit was named"):
+        unit.ask("")
+    with pytest.raises(OSError, match="nobody-here"):
+        unit.identity_of(Unit("x", user="nobody-here"))
+    own = unit.own_identity()
+    assert (own.uid, os.getegid() in own.gids) == (os.geteuid(), True)
+
+
+def verdict(finding: Finding, expected: Verdict, *texts: str) -> None:
+    assert finding.verdict is expected, finding
+    assert [text for text in texts if text not in f"{finding.found} -> {finding.advice}"] == [], finding
+    assert bool(finding.advice) is (expected is not Verdict.PASS)
+
+
+OPEN = ("/dev/davinci3", *(f"/dev/{name}" for name in NEEDED))
+
+
+@pytest.mark.parametrize(
+    ("seen", "expected", "text"),
+    [
+        (OSError("no systemd"), Verdict.NOT_TESTABLE, "no systemd: this shell's environment and user were judged"),
+        (Unit("u", {"ASCEND_HOME_PATH": "/c"}, user="weightd"), Verdict.PASS, "user weightd, ASCEND_HOME_PATH /c"),
+        (Unit("u", allowed=OPEN), Verdict.PASS, "environment of u was judged: user root, ASCEND_HOME_PATH not set"),
+        (Unit("u", allowed=("char-davinci",)), Verdict.PASS, "u was judged"),
+        (Unit("u", hides_devices=True), Verdict.FAIL, "PrivateDevices=yes hides every card -> install the drop-in"),
+        (Unit("u", allowed=OPEN[1:]), Verdict.FAIL, "DeviceAllow= lacks /dev/davinciN -> "),
+        (Unit("u", allowed=OPEN[:-1]), Verdict.FAIL, "DeviceAllow= lacks /dev/hisi_hdc -> "),
+        (Unit("u", unread=("/etc/x",)), Verdict.NOT_TESTABLE, "/etc/x cannot be read -> run the doctor as root"),
+    ],
+)
+def test_whose_environment_was_judged(seen: Unit | OSError, expected: Verdict, text: str) -> None:
+    verdict(access_checks.service(seen), expected, text)
+
+
+def dev(mode: int = 0o660, *, gid: int = 1100, without: str = "") -> list[Node]:
+    return [Node(name, mode, 0, gid) for name in ("davinci0", *NEEDED) if name != without]
+
+
+@pytest.mark.parametrize(
+    ("seen", "expected", "texts"),
+    [
+        (dev(), Verdict.PASS, ["alice may open /dev/davinci0 (0660, group 1100)"]),
+        (dev(0o666, gid=0), Verdict.PASS, ["alice may open"]),
+        ([], Verdict.NOT_TESTABLE, ["no /dev/davinciN", "docker run --device /dev/davinciN", "--device /dev/hisi_hdc"]),
+        (dev(without="devmm_svm"), Verdict.FAIL, ["no /dev/devmm_svm", "load the driver", "docker run"]),
+        (dev(gid=7777), Verdict.FAIL, ["alice may not open /dev/davinci0 (0660, group 7777)", "--groups npus alice"]),
+        (dev(0o640), Verdict.FAIL, ["may not open", "SupplementaryGroups=npus", "--group-add 1100"]),
+        ([*dev(), Node("davinci1", 0o600, 0, 0)], Verdict.PASS, ["alice may open /dev/davinci0"]),
+    ],
+)
+def test_the_nodes_and_who_may_open_them(seen: list[Node], expected: Verdict, texts: list[str]) -> None:
+    verdict(access_checks.device_nodes(seen, ALICE, "npus"), expected, *texts)
+
+
+def test_root_may_open_all_and_one_who_is_not_there_nothing() -> None:
+    verdict(access_checks.device_nodes(dev(0, gid=0), Identity("root", 0, frozenset()), ""), Verdict.PASS)
+    finding = access_checks.device_nodes(dev(), OSError("u: no such user"), "")
+    verdict(finding, Verdict.NOT_TESTABLE, "u: no such user")
+
+
+def test_the_nodes_are_looked_at(tmp_path: Path) -> None:
+    assert nodes.look(tmp_path) == ()
+    (tmp_path / "dev").mkdir()
+    for name in ("davinci0", "null", *NEEDED):
+        (tmp_path / "dev" / name).touch(0o640)
+        (tmp_path / "dev" / name).chmod(0o640)
+    seen = nodes.look(tmp_path)
+    assert [each.name for each in seen] == sorted(["davinci0", *NEEDED])
+    assert {(each.mode, each.uid) for each in seen} == {(0o640, os.getuid())}

@@ -1,0 +1,183 @@
+"""Which orders the self-test gives, in which order; played with children that are none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar, cast
+
+import pytest
+
+from weightd.daemon.doctor.trial import trial
+from weightd.daemon.doctor.trial.children import ChildError, Children, Confused, Died, Refused
+from weightd.daemon.generations.plan import Canary
+from weightd.protocol.messages.children import (
+    Allow,
+    Allowed,
+    Attach,
+    Attached,
+    Build,
+    Built,
+    Case,
+    ChildMessage,
+    DeviceMemory,
+    Hello,
+    OrderMessage,
+    Pong,
+    Predict,
+    Probing,
+    Result,
+    Traits,
+)
+from weightd.protocol.messages.data import TensorSignature
+
+M = TypeVar("M", bound=ChildMessage)
+
+MIB = 1024 * 1024
+TRIED: Case = {"x": (1, 4)}
+X = TensorSignature("x", "FP32", (-1, 2))
+BUILT = Built("90", (X,), (X,), (TRIED,), "c", 100 * MIB, "", DeviceMemory(1000 * MIB, 500 * MIB))
+ATTACHED = Attached("c", 100 * MIB, "", DeviceMemory(1000 * MIB, 450 * MIB))
+
+
+class Scripted(Children):
+    """Answers each kind of question with what was given for it, and notes what happens.
+
+    Args:
+        deaths: of holders, each while it tries `TRIED`.
+        answers: by message type; one for all, or "name kind" for one child's.
+    """
+
+    def __init__(self, deaths: Sequence[ChildError] = (), **answers: Any) -> None:
+        self._deaths = list(deaths)
+        self.happened: list[str] = []
+        self.orders: list[tuple[str, OrderMessage]] = []
+        self._answers: dict[str, Any] = {
+            "Built": BUILT,
+            "Attached": ATTACHED,
+            "Allowed": Allowed(),
+            "Pong": Pong("c"),
+            "Result": Result(0, ()),
+            "stranger Attached": Refused("no"),
+            **answers,
+        }
+
+    def start(self, name: str) -> None:
+        self.happened.append(f"start {name}")
+
+    def order(self, name: str, order: OrderMessage, frames: Sequence[Any] = ()) -> None:
+        self.happened.append(f"{type(order).__name__} {name}")
+        self.orders.append((name, order))
+
+    def hear(
+        self, name: str, kind: type[M], step: str, told: Callable[[Probing], None] | None = None
+    ) -> tuple[M, Sequence[Any]]:
+        if kind is Hello:
+            traits = Traits(pids_fixed_at_build=True, holder_must_outlive=True, attach_rewrites_weights=True)
+            sha256 = self._answers.get(f"{name} sha256", "5" * 64)
+            return cast("M", Hello(f"1{len(self.happened)}", sha256, {}, traits)), ()
+        if self._deaths and told is not None:
+            told(Probing((TRIED,), cast("Build", self.orders[-1][1]).unfit))
+            raise self._deaths.pop(0)
+        answer = self._answers.get(f"{name} {kind.__name__}", self._answers[kind.__name__])
+        if isinstance(answer, ChildError):
+            raise answer
+        return answer, (b"answer",)
+
+    def end(self, name: str) -> None:
+        self.happened.append(f"end {name}")
+
+
+def test_all_steps_in_their_order() -> None:
+    children = Scripted()
+    result = trial.run(children, Canary())
+    assert children.happened == [
+        "start holder",
+        "start worker",
+        "start late worker",
+        "Build holder",
+        "Attach worker",
+        "start new worker",
+        "Allow holder",
+        "Attach new worker",
+        "end new worker",
+        "start stranger",
+        "Attach stranger",
+        "end stranger",
+        "Ping worker",
+        "end holder",
+        "Ping worker",
+        "Attach late worker",
+    ]
+    assert isinstance(result.stranger, Refused)
+    assert result.before == result.after == (b"c",)
+    assert result.private is None
+
+
+def test_who_is_on_the_list_and_who_is_not() -> None:
+    children = Scripted()
+    result = trial.run(children, Canary())
+    assert isinstance(result.start, dict)
+    builds = [order for _, order in children.orders if isinstance(order, Build)]
+    allows = [(name, order.pids) for name, order in children.orders if isinstance(order, Allow)]
+    assert [order.pids for order in builds] == [(result.start["worker"], result.start["late worker"])]
+    ((name, pids),) = allows
+    assert (name, len(pids)) == ("holder", 1)
+    assert pids[0] not in result.start.values()
+
+
+def test_a_doubt_is_settled_with_a_copy_that_is_not_shared() -> None:
+    small = Attached("c", 100 * MIB, "", DeviceMemory(1000 * MIB, 400 * MIB))
+    children = Scripted(Attached=small)
+    assert trial.run(children, Canary()).private == small
+    attaches = [(name, order.handle) for name, order in children.orders if isinstance(order, Attach)]
+    assert attaches[:2] == [("worker", "90"), ("private worker", "")]
+    assert children.happened.index("end private worker") < children.happened.index("Allow holder")
+
+
+def test_a_model_file_that_changes_meanwhile() -> None:
+    children = Scripted(**cast("dict[str, Any]", {"worker sha256": "6" * 64}))
+    start = trial.run(children, Canary()).start
+    assert isinstance(start, Confused)
+    assert "has changed" in str(start)
+    assert children.orders == []
+
+
+def test_what_needs_a_step_that_failed_is_not_tried() -> None:
+    no = Refused("no")
+    for answers, last in (
+        ({"Built": no}, "Build holder"),
+        ({"worker Attached": no}, "Attach worker"),
+        ({"worker Pong": no}, "Ping worker"),
+    ):
+        children = Scripted(**cast("dict[str, Any]", answers))
+        trial.run(children, Canary())
+        assert children.happened[-1] == last
+    children = Scripted(Built=replace(BUILT, handle=""))
+    trial.run(children, Canary())
+    assert children.happened[-1] == "Build holder"
+    children = Scripted(Allowed=Allowed("no such call"))
+    assert trial.run(children, Canary()).new is None
+    assert "Attach new worker" not in children.happened
+
+
+def test_the_same_question_before_and_after_the_death() -> None:
+    children = Scripted(Built=replace(BUILT, canary=""), Attached=replace(ATTACHED, canary=""))
+    result = trial.run(children, Canary())
+    first, second = [order for _, order in children.orders if isinstance(order, Predict)]
+    assert first == second
+    assert result.before == result.after == (b"answer",)
+
+
+def test_a_holder_that_is_lost_in_a_try_is_followed_by_one_that_leaves_it_out() -> None:
+    outside = Died("killed by SIGKILL")
+    outside.from_outside = True
+    children = Scripted(deaths=[Died("killed by SIGSEGV"), outside, Refused("no")])
+    built, _ = trial.load(children, Canary(), attaches=False)
+    assert built == BUILT
+    builds = [order for _, order in children.orders if isinstance(order, Build)]
+    assert [each.unfit for each in builds] == [(), (TRIED,), (TRIED,), (TRIED,)]
+    assert children.happened.count("start holder") == children.happened.count("end holder") + 1 == len(builds)
+    children = Scripted(deaths=[Died("killed by SIGSEGV")])
+    with pytest.raises(Died, match=r"^killed by SIGSEGV; it ran the canary, x \[1, 4\]$"):
+        trial.load(children, Canary(search=False, cases=(TRIED,)), attaches=False)

@@ -1,0 +1,111 @@
+"""What is found in an ONNX file without an engine; files that are broken, or meant to harm."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from onnx import TensorProto, ValueInfoProto, helper, numpy_helper
+
+from testkit import models
+from weightd.daemon.engines import onnx as onnx_signature
+from weightd.protocol import limits
+
+
+def problems(path: Path) -> list[str]:
+    with path.open("rb") as file:
+        return onnx_signature.problems(file)
+
+
+X, Y = models.fp32("x", "N", 4), models.fp32("y", "N", 4)
+
+
+def of_type(name: str, datatype: int, *shape: models.Dim) -> ValueInfoProto:
+    return helper.make_tensor_value_info(name, datatype, list(shape))
+
+
+def named(name: str, kind: object) -> ValueInfoProto:
+    return helper.make_value_info(name, kind)  # type: ignore[arg-type]
+
+
+TENSOR = helper.make_tensor_type_proto(TensorProto.FLOAT, None)
+NOT_SENT = "has no datatype on the wire; expected one of BOOL, "
+
+GOOD: dict[str, tuple[Sequence[ValueInfoProto], Sequence[ValueInfoProto]]] = {
+    "every datatype": (
+        [of_type(f"x{number}", number, 2) for number in (1, 2, 3, 4, 5, 6, 7, 9, 10, 11, 12, 13)],
+        [Y],
+    ),
+    "any rank": ([helper.make_tensor_value_info("x", TensorProto.FLOAT, None)], [Y]),
+    "a scalar": ([models.fp32("x")], [Y]),
+    "a size that is unknown": ([models.fp32("x", -1)], [Y]),
+    "an output that says nothing": ([X], [ValueInfoProto(name="y")]),
+    "as much as may be": (
+        [models.fp32(f"x{number}", *[1] * limits.MAX_RANK) for number in range(limits.MAX_TENSORS)],
+        [models.fp32("y" * limits.MAX_NAME_BYTES, limits.MAX_DIM)],
+    ),
+}
+BAD: dict[str, tuple[Sequence[ValueInfoProto], Sequence[ValueInfoProto], list[str]]] = {
+    "string": ([of_type("x", TensorProto.STRING, 1)], [Y], [f"input x: string {NOT_SENT}"]),
+    "BF16": ([X], [of_type("y", TensorProto.BFLOAT16, 1)], [f"output y: BF16 {NOT_SENT}"]),
+    "complex": ([of_type("x", TensorProto.COMPLEX64, 1)], [Y], [f"input x: complex64 {NOT_SENT}"]),
+    "a new one": ([of_type("x", 99, 1)], [Y], [f"input x: datatype 99 {NOT_SENT}"]),
+    "a sequence": ([named("x", helper.make_sequence_type_proto(TENSOR))], [Y], [f"input x: a sequence {NOT_SENT}"]),
+    "optional": ([X], [named("y", helper.make_optional_type_proto(TENSOR))], [f"output y: optional {NOT_SENT}"]),
+    "many": (
+        [models.fp32(f"x{number}", 1) for number in range(70)],
+        [models.fp32(f"y{number}", 1) for number in range(65)],
+        ["70 inputs; expected at most 64", "65 outputs; expected at most 64"],
+    ),
+    "rank": ([models.fp32("x", *[1] * 17)], [Y], ["input x: expected at most 16 dimensions"]),
+    "size": ([models.fp32("x", 2**40 + 1)], [Y], [f"input x: a dimension of {2**40 + 1}; expected at most {2**40}"]),
+    "no name": ([models.fp32("", 1)], [Y], ["input '': expected a name of 1 to 256 bytes"]),
+    "a long name": ([models.fp32("ä" * 129, 1)], [Y], [f"input '{'ä' * 36}...: expected a name of 1 to 256 bytes"]),
+    "one name twice": ([X, models.fp32("x", 1)], [Y], ["input x: there are two of this name"]),
+    "all at once": (
+        [of_type("x", TensorProto.STRING, *[1] * 17)],
+        [of_type("y", TensorProto.STRING, 1)],
+        [f"input x: string {NOT_SENT}", "input x: expected at most 16 dimensions", f"output y: string {NOT_SENT}"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", GOOD)
+def test_what_requests_can_carry(case: str, tmp_path: Path) -> None:
+    inputs, outputs = GOOD[case]
+    assert problems(models.save(tmp_path / "m.onnx", [], inputs, outputs)) == []
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_what_they_cannot(case: str, tmp_path: Path) -> None:
+    inputs, outputs, expected = BAD[case]
+    found = problems(models.save(tmp_path / "m.onnx", [], inputs, outputs))
+    assert len(found) == len(expected)
+    assert [each for each, text in zip(found, expected, strict=True) if not each.startswith(text)] == []
+
+
+def test_a_weight_is_no_input(tmp_path: Path) -> None:
+    weights = [numpy_helper.from_array(np.zeros(1, np.float32), f"w{number}") for number in range(70)]
+    inputs = [X, *(models.fp32(each.name, 1) for each in weights)]
+    assert problems(models.save(tmp_path / "m.onnx", [], inputs, [Y], weights)) == []
+
+
+def test_a_file_that_is_none(tmp_path: Path) -> None:
+    path = tmp_path / "m.onnx"
+    path.write_bytes(b"no protobuf")
+    assert problems(path) == ["expected an ONNX model; this is something else, or only a part of one"]
+
+
+@settings(max_examples=200)
+@given(st.data())
+def test_changed_bytes_are_a_line_or_nothing(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    path = models.save(tmp_path_factory.getbasetemp() / "changed.onnx", [], BAD["all at once"][0], [Y])
+    raw = bytearray(path.read_bytes())
+    for _ in range(data.draw(st.integers(1, 3))):
+        raw[data.draw(st.integers(0, len(raw) - 1))] = data.draw(st.integers(0, 255))
+    path.write_bytes(raw)
+    assert all(line.isprintable() for line in problems(path))

@@ -1,0 +1,316 @@
+"""A generation in a world that obeys, crashes, hangs and talks nonsense, in any order."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from weightd.daemon.generations.actions import Dismiss, Enlist, Forget, Kill, Pin, Role, Send, Spawn
+from weightd.daemon.generations.generation import Child, Generation
+from weightd.daemon.generations.plan import Limits
+from weightd.daemon.generations.states import ACTIVE, COUNTED, LOADING, ChildState, GenerationState
+from weightd.daemon.generations.tries import MAX_DEATHS
+from weightd.daemon.host.ends import End
+from weightd.protocol.messages.children import (
+    Attach,
+    Attached,
+    Broken,
+    Build,
+    Built,
+    Cases,
+    Hello,
+    OrderMessage,
+    Probe,
+    Probing,
+    Stop,
+    Traits,
+)
+from weightd.protocol.messages.data import TensorSignature
+from weightd.protocol.version import VERSION
+
+SHA = "5" * 64
+FOREVER = float("inf")
+X = TensorSignature("x", "FP32", (4,))
+TRIED: Cases = ({"x": (4,)},)
+BUILT = Built("/store", (X,), (X,), (), "canary", 4096)
+
+Message = Hello | Probing | Built | Attached | Broken | None
+"""What a child says; None is that a predict has spoilt its model."""
+
+
+class Process:
+    """A child as the world knows it."""
+
+    def __init__(self, role: Role) -> None:
+        self.role = role
+        self.hello_taken = False
+        self.killed = False
+        self.aborted = False
+        self.said_broken = False
+        self.orders: list[OrderMessage] = []
+
+    @property
+    def told_to_stop(self) -> bool:
+        return any(isinstance(order, Stop) for order in self.orders)
+
+
+class World(RuleBasedStateMachine):
+    """Does what the generation wants, and lets its children do anything at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 1000.0
+        self.processes: dict[str, Process] = {}
+        self.names: set[str] = set()
+        self.enlisted: set[str] = set()
+
+    @initialize(
+        workers=st.integers(1, 3),
+        spares=st.integers(0, 2),
+        traits=st.builds(Traits, st.booleans(), st.booleans(), st.booleans()),
+        handle=st.sampled_from(["/store", ""]),
+        canary=st.sampled_from(["canary", ""]),
+    )
+    def begin(self, workers: int, spares: int, traits: Traits, handle: str, canary: str) -> None:
+        self.workers, self.spares, self.traits = workers, spares, traits
+        self.built = replace(BUILT, handle=handle, canary=canary)
+        self.generation = Generation("m.1", Limits(workers, 500.0, spares))
+        self.generation.start()
+        assert self.generation.take_actions() == [Pin()]
+
+    # --- the daemon's part: what is wanted is done ---
+
+    def perform(self) -> None:
+        for action in self.generation.take_actions():
+            match action:
+                case Pin() | Forget():
+                    raise AssertionError(f"{action}: pinned twice, or what only a deployment wants")
+                case Spawn(name, role):
+                    self.spawn(name, role)
+                case Send(name, order):
+                    self.send(name, order)
+                case Kill(name, abort):
+                    process = self.processes[name]
+                    assert not process.killed
+                    assert not (abort and process.aborted)
+                    # One that hangs may survive it.
+                    process.aborted, process.killed = process.aborted or abort, not abort
+                case Enlist(name):
+                    assert name not in self.enlisted
+                    self.enlisted.add(name)
+                case Dismiss(name):
+                    assert name in self.enlisted or self.spares
+                    self.enlisted.discard(name)
+
+    def spawn(self, name: str, role: Role) -> None:
+        assert self.generation.state in ACTIVE
+        assert name not in self.names
+        self.names.add(name)
+        self.processes[name] = Process(role)
+
+    def send(self, name: str, order: OrderMessage) -> None:
+        process = self.processes[name]
+        assert process.hello_taken
+        assert not process.told_to_stop
+        match order:
+            case Build(pids):
+                assert process.role is Role.HOLDER
+                workers = {f"pid of {each.name}" for each in self.counted(Role.WORKER)}
+                assert set(pids) == workers if self.traits.pids_fixed_at_build else set(pids) <= workers
+            case Attach(handle, _):
+                assert process.role is Role.WORKER
+                assert handle == self.built.handle
+                assert handle or Role.HOLDER not in {each.role for each in self.processes.values()}
+            case Stop() if process.role is Role.HOLDER and not process.said_broken and self.built.handle:
+                assert not any(each.role is Role.WORKER for each in self.processes.values())
+            case _:
+                pass
+        process.orders.append(order)
+
+    def counted(self, role: Role) -> list[Child]:
+        return [each for each in self.generation.children.values() if each.role is role and each.state in COUNTED]
+
+    def say(self, name: str, message: Message) -> None:
+        match message:
+            case Hello():
+                self.generation.hello(name, message, self.now)
+                child = self.generation.children.get(name)
+                if child is not None and child.hello is not None:
+                    self.processes[name].hello_taken = True
+            case Probing():
+                self.generation.probing(name, message)
+            case Built():
+                if name in self.processes:
+                    # Nobody attaches to weights without one, where that would write them.
+                    self.processes[name].said_broken |= self.traits.attach_rewrites_weights and not message.canary
+                self.generation.holder_built(name, message, self.now)
+            case Attached():
+                self.generation.attached(name, message, self.now)
+            case Broken():
+                if name in self.processes:
+                    self.processes[name].said_broken = True
+                self.generation.broken(name, message, self.now)
+            case None:
+                self.generation.leaving(name, self.now)
+        self.perform()
+
+    def hello(self, name: str) -> Hello:
+        return Hello(f"pid of {name}", SHA, {"weightd": VERSION}, self.traits)
+
+    def exit(self, name: str) -> None:
+        del self.processes[name]
+        self.enlisted.discard(name)
+        self.generation.exited(name, End(3), self.now)
+        self.perform()
+
+    def obey(self, name: str) -> None:
+        """Do the next thing that a good child does."""
+        process = self.processes[name]
+        if process.killed or process.told_to_stop:
+            self.exit(name)
+        elif not process.hello_taken:
+            self.say(name, self.hello(name))
+        elif process.orders:
+            match process.orders.pop(0):
+                case Build(search=True):
+                    self.say(name, Probing(TRIED, ()))
+                case Build() | Probe():
+                    self.say(name, self.built)
+                case Attach():
+                    self.say(name, Attached("canary", 4000))
+                case _:
+                    pass
+
+    def pick(self, data: st.DataObject) -> str:
+        return data.draw(st.sampled_from(list(self.processes)))
+
+    def pass_time_to(self, then: float) -> None:
+        self.now = then
+        self.generation.tick(then)
+        self.perform()
+        assert self.generation.next_tick > then, "it would wake up for nothing, again and again"
+
+    # --- what happens ---
+
+    @precondition(lambda self: self.generation.state is GenerationState.PINNING)
+    @rule(good=st.sampled_from([True, True, True, False]))
+    def snapshot_ends(self, good: bool) -> None:
+        if good:
+            self.generation.pinned(SHA, self.now)
+        else:
+            self.generation.failed("no such file", self.now)
+        self.perform()
+
+    @precondition(lambda self: self.processes)
+    @rule()
+    def all_obey_once(self) -> None:
+        for name in list(self.processes):
+            if name in self.processes:
+                self.obey(name)
+
+    @precondition(lambda self: self.processes)
+    @rule(data=st.data())
+    def one_obeys(self, data: st.DataObject) -> None:
+        self.obey(self.pick(data))
+
+    @precondition(lambda self: self.processes)
+    @rule(data=st.data())
+    def one_dies(self, data: st.DataObject) -> None:
+        self.exit(self.pick(data))
+
+    @rule(data=st.data())
+    def one_says_anything(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from([*sorted(self.names), "stranger"]))
+        wrong = Hello("1", "6" * 64, {"weightd": VERSION}, self.traits)
+        says: list[Message] = [
+            self.hello(name),
+            wrong,
+            Probing(TRIED, TRIED),
+            Probing((), TRIED),
+            self.built,
+            Attached("canary", 1),
+            Attached("wrong", 1),
+            Broken("cannot"),
+            None,
+        ]
+        self.say(name, data.draw(st.sampled_from(says)))
+
+    @rule(seconds=st.sampled_from([0.0, 0.05, 1.0, 11.0, 61.0, 600.0]))
+    def time_passes(self, seconds: float) -> None:
+        self.pass_time_to(self.now + seconds)
+
+    @precondition(lambda self: self.generation.next_tick < FOREVER)
+    @rule()
+    def time_comes(self) -> None:
+        self.pass_time_to(max(self.now, self.generation.next_tick))
+
+    @precondition(lambda self: self.names)
+    @rule(kind=st.sampled_from(["drain", *[""] * 5]))
+    def it_is_told_to_stop(self, kind: str) -> None:
+        if kind:
+            self.generation.drain(self.now)
+            self.perform()
+
+    # --- what always holds ---
+
+    @invariant()
+    def children_are_the_processes(self) -> None:
+        assert set(self.generation.children) == set(self.processes)
+        assert self.generation.take_actions() == []
+
+    @invariant()
+    def at_most_one_attaches(self) -> None:
+        states = [child.state for child in self.generation.children.values()]
+        assert states.count(ChildState.ATTACHING) <= 1
+
+    @invariant()
+    def workers_are_never_too_many(self) -> None:
+        assert len(self.counted(Role.WORKER)) <= self.workers + self.spares
+        assert len(self.counted(Role.HOLDER)) <= 1
+        assert sum(process.role is Role.HOLDER for process in self.processes.values()) <= 1
+        assert sum(".holder" in name for name in self.names) <= 1 + MAX_DEATHS
+
+    @invariant()
+    def as_many_are_enlisted_as_are_wanted_and_ready(self) -> None:
+        ready = {name for name, child in self.generation.children.items() if child.state is ChildState.READY}
+        assert self.enlisted <= ready
+        if self.generation.state in ACTIVE:
+            assert len(self.enlisted) == min(self.workers, len(ready))
+
+    @invariant()
+    def nobody_attaches_unproved_to_weights_that_an_attach_rewrites(self) -> None:
+        built = self.generation.built
+        assert built is None or built.canary or not self.traits.attach_rewrites_weights
+
+    @invariant()
+    def a_failure_has_a_cause(self) -> None:
+        assert self.generation.state is not GenerationState.FAILED or self.generation.cause
+
+    @invariant()
+    def it_never_waits_for_what_cannot_come(self) -> None:
+        state, waits = self.generation.state, self.generation.next_tick < FOREVER
+        if state in LOADING - {GenerationState.PINNING}:
+            assert waits or any(process.killed for process in self.processes.values())
+        if state is GenerationState.SERVING:
+            assert waits or self.enlisted
+        if state not in ACTIVE:
+            assert waits or not self.processes or any(process.killed for process in self.processes.values())
+
+    def teardown(self) -> None:
+        """However it was left: once it is told to stop, it ends, even if every child hangs until it is killed."""
+        self.generation.drain(self.now)
+        self.perform()
+        for _ in range(4 * len(self.processes) + 4):
+            for name in [name for name, process in self.processes.items() if process.killed]:
+                self.exit(name)
+            if self.generation.next_tick < FOREVER:
+                self.pass_time_to(max(self.now, self.generation.next_tick))
+        assert self.generation.ended
+        assert not self.processes
+
+
+TestWorld = World.TestCase
+TestWorld.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)

@@ -1,0 +1,229 @@
+"""What an operator, and the journal, read on stderr."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from weightd.daemon.host.journal import Journal
+from weightd.daemon.host.logs import JournalHandler, LineFormatter, about, complain, flat
+from weightd.shared.journal import prefixed, to_journal
+
+PLAIN = LineFormatter("%(asctime)s %(levelname)-7s %(message)s")
+ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+
+
+def record(level: int, text: str, *arguments: object, error: BaseException | None = None) -> logging.LogRecord:
+    trace = (type(error), error, error.__traceback__) if error is not None else None
+    return logging.LogRecord("weightd", level, __file__, 1, text, arguments, trace)
+
+
+# --- a line -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("m.1: serving", "m.1: serving"),
+        ("INFO    two  blanks", "INFO    two  blanks"),
+        ("first\nsecond", "first | second"),
+        ("\n first \r\n\n\t second\x0b\u2028third \n", "first | second | third"),
+        ("a\tb", "a b"),
+        ("\x1b[2J\x07\xa0\udcff", "\\x1b[2J\\x07\\xa0\\udcff"),
+        ("größe 模型", "größe 模型"),
+        ("", ""),
+        ("\n", ""),
+    ],
+)
+def test_foreign_text_is_one_line_without_tricks(text: str, line: str) -> None:
+    assert flat(text) == line
+
+
+def test_a_complaint_is_one_line_without_tricks(capsys: pytest.CaptureFixture[str]) -> None:
+    complain("model.onnx: x\x1b[31m\nweightd: good")
+    assert capsys.readouterr().err == "weightd: model.onnx: x\\x1b[31m | weightd: good\n"
+
+
+def test_who_asks_cannot_forge_an_event() -> None:
+    forged = record(logging.WARNING, "request %s is in quarantine", "7\n2026-01-01 00:00:00,000 ERROR   all is lost")
+    assert re.fullmatch(
+        r"[-0-9]{10} [:,0-9]{12} WARNING request 7 \| 2026-01-01 00:00:00,000 ERROR   all is lost is in quarantine",
+        PLAIN.format(forged),
+    )
+
+
+def test_the_present_form() -> None:
+    assert re.fullmatch(r"[-0-9]{10} [:,0-9]{12} INFO    m: 2 x", PLAIN.format(record(logging.INFO, "m: %d x", 2)))
+
+
+# --- the journal ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def listening(tmp_path: Path) -> Iterator[socket.socket]:
+    """A journal's socket."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as made:
+        made.bind(str(tmp_path / "journal"))
+        made.settimeout(20.0)
+        yield made
+
+
+def heard(listening: socket.socket) -> dict[str, str]:
+    """The next entry, read as the journal reads it: from the datagram, or from a file in memory that came with it."""
+    raw, descriptors, _, _ = socket.recv_fds(listening, 1 << 20, 1)
+    for descriptor in descriptors:
+        assert fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_WRITE
+        with os.fdopen(descriptor, "rb") as file:
+            file.seek(0)
+            raw = file.read()
+    fields: dict[str, str] = {}
+    while raw:
+        line, _, raw = raw.partition(b"\n")
+        name, mark, value = line.partition(b"=")
+        if not mark:
+            size = int.from_bytes(raw[:8], "little")
+            value, raw = raw[8 : 8 + size], raw[9 + size :]
+        fields[name.decode()] = value.decode()
+    return fields
+
+
+@pytest.fixture
+def journal(listening: socket.socket) -> Iterator[JournalHandler]:
+    handler = JournalHandler(Journal(listening.getsockname()))
+    yield handler
+    handler.close()
+
+
+@pytest.mark.parametrize(
+    ("level", "priority"),
+    [
+        (logging.CRITICAL, 3),
+        (logging.ERROR, 3),
+        (logging.WARNING, 4),
+        (logging.INFO, 6),
+        (logging.DEBUG, 7),
+        (logging.INFO + 5, 6),
+        (1, 7),
+    ],
+)
+def test_a_level_is_a_priority_and_the_time_is_the_journal_s(
+    journal: JournalHandler, listening: socket.socket, level: int, priority: int
+) -> None:
+    journal.handle(record(level, "%s\n%s", "a", "b"))
+    entry = {"MESSAGE": "a | b", "PRIORITY": str(priority), "SYSLOG_IDENTIFIER": "weightd"}
+    assert heard(listening) == entry
+
+
+@pytest.mark.parametrize(
+    ("of", "fields"),
+    [
+        (about("m"), {"MODEL": "m"}),
+        (about("m.1", 2), {"MODEL": "m.1", "GENERATION": "2"}),
+        (about("m", 2, "m.2.w1"), {"MODEL": "m", "GENERATION": "2", "CHILD": "m.2.w1"}),
+    ],
+)
+def test_an_entry_says_what_it_is_about(
+    journal: JournalHandler, listening: socket.socket, of: dict[str, dict[str, str]], fields: dict[str, str]
+) -> None:
+    event = record(logging.INFO, "x")
+    event.__dict__.update(of)
+    journal.handle(event)
+    assert heard(listening).items() >= fields.items()
+    assert not [name for name in of["journal_fields"] if name not in fields]
+
+
+@pytest.mark.parametrize("size", [1, 10_000_000])
+def test_an_event_is_one_entry_however_long(journal: JournalHandler, listening: socket.socket, size: int) -> None:
+    try:
+        raise OSError("first\nsecond=" + "x" * size)
+    except OSError as error:
+        journal.handle(record(logging.ERROR, "it fails", error=error))
+    lines = heard(listening)["MESSAGE"].split("\n")
+    assert lines[:2] == ["it fails", "Traceback (most recent call last):"]
+    assert lines[-2:] == ["OSError: first", "second=" + "x" * size]
+
+
+def test_a_journal_that_is_gone_is_told_by_stderr(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    handler = JournalHandler(Journal(str(tmp_path / "gone")))
+    handler.handle(record(logging.ERROR, "it fails"))
+    handler.close()
+    assert capsys.readouterr() == ("", "<3>it fails\n")
+
+
+def test_an_empty_line_has_it_too() -> None:
+    assert prefixed("a\n\nb", 6) == "<6>a\n<6>\n<6>b"
+
+
+def test_only_the_descriptor_that_the_variable_means_is_the_journal(tmp_path: Path) -> None:
+    with (tmp_path / "a").open("w") as file:
+        status = os.fstat(file.fileno())
+        meant = f"{status.st_dev}:{status.st_ino}"
+        assert to_journal({"JOURNAL_STREAM": meant}, file.fileno())
+        for other in ("", "x", meant + "1", f"{status.st_dev}:", f"{status.st_ino}:{status.st_dev}", f" {meant}"):
+            assert not to_journal({"JOURNAL_STREAM": other}, file.fileno())
+        assert not to_journal({}, file.fileno())
+        closed = file.fileno()
+    assert not to_journal({"JOURNAL_STREAM": meant}, closed)
+
+
+# --- the command --------------------------------------------------------------------------------------------------
+
+
+def stderr_of(program: list[str], log: Path, *, journal: bool) -> str:
+    """What a program writes to a stderr that is, or is not, said to be the journal."""
+    with log.open("w") as file:
+        status = os.fstat(file.fileno())
+        stream = f"{status.st_dev}:{status.st_ino}" if journal else "1:1"
+        subprocess.run(program, stderr=file, env={**ENVIRONMENT, "JOURNAL_STREAM": stream}, timeout=60, check=False)
+    return log.read_text()
+
+
+@pytest.mark.parametrize(("journal", "prefix"), [(True, "<3>"), (False, "")])
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        (["weightd.daemon", "serve", "{}"], "weightd: {}: "),
+        (["weightd.ctl", "--socket", "ipc://{}", "reload"], "UNAVAILABLE: no daemon at {}: "),
+    ],
+)
+def test_a_command_says_why_it_ends(tmp_path: Path, command: list[str], said: str, journal: bool, prefix: str) -> None:
+    path = str(tmp_path / "missing")
+    program = [sys.executable, "-m", *(each.format(path) for each in command)]
+    text = stderr_of(program, tmp_path / "log", journal=journal)
+    assert re.fullmatch(rf"{prefix}{re.escape(said.format(path))}.*\n", text)
+
+
+PROGRAM = """
+import logging, sys
+from weightd.daemon.host import (journal, logs)
+journal.ADDRESS = sys.argv[-1]
+logs.set_up(logging.INFO)
+logging.getLogger("weightd").info("serving")
+logging.getLogger("weightd").debug("unseen")
+raise RuntimeError("nobody\\ncatches this")
+"""
+
+
+def test_the_journal_gets_events_and_a_crash(tmp_path: Path, listening: socket.socket) -> None:
+    program = [sys.executable, "-c", PROGRAM, listening.getsockname()]
+    assert stderr_of(program, tmp_path / "log", journal=True) == ""
+    first, crash = heard(listening), heard(listening)
+    assert (first["MESSAGE"], first["PRIORITY"], crash["PRIORITY"]) == ("serving", "6", "3")
+    assert crash["MESSAGE"].startswith("weightd fails\nTraceback (most recent call last):\n")
+    assert crash["MESSAGE"].endswith("RuntimeError: nobody\ncatches this")
+
+
+def test_elsewhere_all_is_as_ever(tmp_path: Path) -> None:
+    lines = stderr_of([sys.executable, "-c", PROGRAM], tmp_path / "log", journal=False).splitlines()
+    assert re.fullmatch(r"[-0-9]{10} [:,0-9]{12} INFO    serving", lines[0])
+    assert lines[1] == "Traceback (most recent call last):"
+    assert lines[-2:] == ["RuntimeError: nobody", "catches this"]

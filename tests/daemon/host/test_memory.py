@@ -1,0 +1,49 @@
+from __future__ import annotations
+
+import ctypes
+import mmap
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from weightd.daemon.host import memory
+from weightd.daemon.host.memory import resident_bytes
+
+PAGE = mmap.PAGESIZE
+
+
+def test_only_what_is_in_memory_counts(tmp_path: Path) -> None:
+    path = tmp_path / "store"
+    with path.open("wb") as file:
+        file.truncate(256 * PAGE)
+        # Nobody has ever read or written the hole.
+        assert resident_bytes(path) == 0
+        file.write(b"x" * 3 * PAGE)
+        file.flush()
+        assert 3 * PAGE <= (resident_bytes(path) or 0) < 256 * PAGE
+
+
+def test_a_page_that_is_begun_counts_whole(tmp_path: Path) -> None:
+    path = tmp_path / "store"
+    path.write_bytes(b"x" * (PAGE + 1))
+    assert resident_bytes(path) == 2 * PAGE
+
+
+def test_what_the_kernel_does_not_tell_is_not_taken_for_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "store"
+    path.write_bytes(b"x")
+    libc = memory._libc  # pyright: ignore[reportPrivateUsage]
+    for name, refusal in (("mincore", -1), ("mmap", ctypes.c_void_p(-1).value)):
+        with monkeypatch.context() as patch:
+            patch.setattr(libc, name, mock.Mock(return_value=refusal))
+            assert resident_bytes(path) is None
+
+
+def test_what_is_not_there_takes_nothing(tmp_path: Path) -> None:
+    assert resident_bytes(tmp_path / "missing") == 0
+    assert resident_bytes(tmp_path) == 0
+    (tmp_path / "empty").touch()
+    assert resident_bytes(tmp_path / "empty") == 0

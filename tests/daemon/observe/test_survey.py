@@ -1,0 +1,72 @@
+from __future__ import annotations
+
+import pytest
+
+from weightd.daemon.observe import survey
+from weightd.daemon.observe.survey import MAX_AGE_S, Measured, Survey, crowding
+
+
+class Kernel:
+    """Counts how often it is asked."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.asked: list[int] = []
+
+    def pss(self, pid: int) -> int | None:
+        self.asked.append(pid)
+        return None if pid == 7 else 1000 * pid + len(self.asked)
+
+
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
+    made = Kernel()
+    monkeypatch.setattr(survey, "pss_bytes", made.pss)
+    return made
+
+
+def steps(one: Survey) -> int:
+    """Run the survey to its end; return how many steps it took."""
+    count = 1
+    while not one.step():
+        count += 1
+    return count
+
+
+def test_a_process_is_measured_once_a_second_however_often_is_asked(kernel: Kernel) -> None:
+    measured = Measured(lambda: kernel.now)
+    surveys = [Survey(b"", "", [1, 2, 7], measured) for _ in range(16)]
+    # The first takes a step for each process: the loop does its other work between.
+    assert [steps(each) for each in surveys] == [3] + [1] * 15
+    assert kernel.asked == [7, 2, 1]
+    assert [each.pss for each in surveys] == [{7: None, 2: 2002, 1: 1003}] * 16
+    # One that has come since is measured alone.
+    kernel.now = MAX_AGE_S / 2
+    late = Survey(b"", "", [1, 3, 2], measured)
+    assert (steps(late), late.pss) == (2, {2: 2002, 3: 3004, 1: 1003})
+    kernel.now = MAX_AGE_S
+    assert steps(Survey(b"", "", [1, 2], measured)) == 2
+    assert kernel.asked == [7, 2, 1, 3, 2, 1]
+
+
+def test_no_value_is_kept_that_is_of_no_use(kernel: Kernel) -> None:
+    measured = Measured(lambda: kernel.now)
+    for pid in range(1000):
+        kernel.now += MAX_AGE_S / 4
+        steps(Survey(b"", "", [pid], measured))
+    assert len(vars(measured)["_values"]) <= 4
+
+
+@pytest.mark.parametrize(
+    ("waiting", "index"),
+    [
+        # Whoever asks most gives way to who asks once: of clients, and of users.
+        ([b"a1", b"a1", b"a1", b"b1"], 2),
+        ([b"a1", b"a2", b"a3", b"b1"], 2),
+        ([b"a1", b"a2", b"b1", b"b1", b"a1"], 4),
+        ([b"a1", b"b1"], 1),
+    ],
+)
+def test_who_asks_for_more_than_others_gives_way(waiting: list[bytes], index: int) -> None:
+    surveys = [Survey(client, "", [], Measured()) for client in waiting]
+    assert crowding(surveys, lambda client: client.decode()[0]) is surveys[index]

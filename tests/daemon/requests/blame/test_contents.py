@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from weightd.daemon.requests.blame.contents import SLICE_BYTES, SMALL_BYTES, Reading, content, is_small, mark
+from weightd.daemon.requests.request import Request
+from weightd.protocol.messages.data import TensorSpec
+
+_numbers = itertools.count(1)
+SIZES = [0, 1, 255, 256, 257, SMALL_BYTES, SMALL_BYTES + 1, SLICE_BYTES, 3 * SLICE_BYTES + 5]
+
+
+def request(*frames: bytes, names: str = "ab") -> Request:
+    specs = [TensorSpec(name, "UINT8", (len(frame),)) for name, frame in zip(names, frames, strict=False)]
+    number = next(_numbers)
+    return Request(number, b"c", f"id{number}", "m", specs, frames, 0.0, 1e9, sum(map(len, frames)))
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_equal_requests_have_equal_marks_and_contents_whatever_their_order(size: int) -> None:
+    one, other = request(bytes(size), b"456"), request(b"456", bytes(size), names="ba")
+    assert (mark(one), content(one)) == (mark(other), content(other))
+
+
+@pytest.mark.parametrize("size", SIZES[1:])
+def test_one_byte_makes_another_content_and_of_a_small_one_another_mark(size: int) -> None:
+    one, other = request(bytes(size)), request(bytes(size - 1) + b"1")
+    assert content(one) != content(other)
+    assert mark(one) != mark(other)  # the last byte is looked at
+    middle = request(bytes(size // 3) + b"1" + bytes(size - size // 3 - 1))
+    assert content(one) != content(middle)
+    assert mark(one) != mark(middle) or not is_small(one)
+
+
+def test_a_mark_looks_at_little_of_much() -> None:
+    one = bytearray(SLICE_BYTES)
+    marks = {mark(request(bytes(one)))}
+    for index in range(0, SLICE_BYTES, 64):
+        changed = bytearray(one)
+        changed[index] = 1
+        marks.add(mark(request(bytes(changed))))
+    assert len(marks) == pytest.approx(16 * 256 / 64, abs=16)
+
+
+@pytest.mark.parametrize(("size", "steps"), [(0, 1), (SLICE_BYTES - 100, 1), (4 * SLICE_BYTES, 5)])
+def test_a_digest_is_computed_in_slices_and_once(size: int, steps: int) -> None:
+    one = request(bytes(size))
+    reading = Reading(one)
+    assert [reading.step() for _ in range(steps)] == [False] * (steps - 1) + [True]
+    assert one.digest == content(request(bytes(size)))
+    one.frames = ()  # nothing is read again
+    assert content(one) == one.digest
+    assert Reading(one).step()

@@ -1,0 +1,131 @@
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from weightd.daemon.requests.blame.suspects import (
+    FAR_DEATHS,
+    FIRST_REFUSAL_S,
+    LONGEST_REFUSAL_S,
+    MEMORY_S,
+    NEAR_DEATHS,
+    Suspects,
+)
+from weightd.daemon.requests.request import Origin
+from weightd.protocol.errors import ResourceExhausted
+
+ONE, OTHER = Origin("process 1 of user 7", "user 7"), Origin("process 2 of user 7", "user 7")
+STRANGER = Origin("process 3 of user 8", "user 8")
+
+
+def deaths(suspects: Suspects, origin: Origin, count: int, now: float = 0.0, ran: float = 0.0) -> None:
+    for _ in range(count):
+        suspects.died(origin, ran, now)
+
+
+def refused_for(suspects: Suspects, origin: Origin, now: float) -> float:
+    try:
+        suspects.check(origin, now)
+    except ResourceExhausted as error:
+        return error.retry_after or 0.0
+    return 0.0
+
+
+def test_who_kills_again_and_again_is_confined_then_refused_and_at_last_forgotten() -> None:
+    suspects = Suspects()
+    deaths(suspects, ONE, NEAR_DEATHS - 1)
+    assert not suspects.confines(ONE, 0.0)
+    deaths(suspects, ONE, 1)
+    assert (suspects.confines(ONE, 0.0), refused_for(suspects, ONE, 0.0)) == (True, 0.0)
+    assert suspects.names(0.0) == [ONE.near]
+    deaths(suspects, ONE, 1)
+    with pytest.raises(
+        ResourceExhausted, match=r"^5 workers were lost to requests of process 1 of user 7: it is refused for"
+    ):
+        suspects.check(ONE, 0.0)
+    assert refused_for(suspects, ONE, FIRST_REFUSAL_S) == 0.0
+    assert suspects.confines(ONE, FIRST_REFUSAL_S + MEMORY_S - 0.1)
+    assert not suspects.confines(ONE, FIRST_REFUSAL_S + MEMORY_S)
+    assert suspects.names(FIRST_REFUSAL_S + MEMORY_S) == []
+
+
+def test_each_refusal_is_longer_than_the_one_before_up_to_a_bound() -> None:
+    suspects, now, refusals = Suspects(), 0.0, list[float]()
+    deaths(suspects, ONE, NEAR_DEATHS)
+    for _ in range(5):
+        deaths(suspects, ONE, 1, now)
+        refusals.append(refused_for(suspects, ONE, now))
+        now += refusals[-1]
+    assert refusals == [FIRST_REFUSAL_S, 2 * FIRST_REFUSAL_S, 4 * FIRST_REFUSAL_S, LONGEST_REFUSAL_S, LONGEST_REFUSAL_S]
+
+
+def test_deaths_that_are_far_apart_are_no_row() -> None:
+    suspects = Suspects()
+    for count in range(10 * NEAR_DEATHS):
+        deaths(suspects, ONE, 1, count * MEMORY_S)
+        assert not suspects.confines(ONE, count * MEMORY_S)
+
+
+def test_what_runs_long_before_it_kills_is_remembered_as_much_longer() -> None:
+    suspects = Suspects()
+    for count in range(NEAR_DEATHS):
+        deaths(suspects, ONE, 1, count * 60.0, ran=60.0)
+    assert suspects.confines(ONE, NEAR_DEATHS * 60.0)
+
+
+def test_nobody_else_is_met() -> None:
+    suspects = Suspects()
+    deaths(suspects, ONE, 10 * FAR_DEATHS)
+    for innocent in (OTHER, STRANGER):
+        assert (suspects.confines(innocent, 0.0), refused_for(suspects, innocent, 0.0)) == (False, 0.0)
+
+
+def test_who_begins_anew_from_another_process_is_met_by_its_user() -> None:
+    suspects = Suspects()
+    processes = (Origin(f"process {number}", "user 7") for number in itertools.count(100))
+    for each in itertools.islice(processes, FAR_DEATHS):
+        assert not suspects.confines(each, 0.0)
+        deaths(suspects, each, 1)
+    assert (suspects.confines(ONE, 0.0), refused_for(suspects, ONE, 0.0)) == (True, 0.0)
+    deaths(suspects, ONE, 1)
+    assert refused_for(suspects, OTHER, 0.0) == FIRST_REFUSAL_S
+    assert refused_for(suspects, STRANGER, 0.0) == 0.0
+
+
+def test_another_model_begins_anew() -> None:
+    suspects = Suspects()
+    deaths(suspects, ONE, 2 * NEAR_DEATHS)
+    suspects.clear()
+    assert not suspects.confines(ONE, 0.0)
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.floats(0, 100)), max_size=60))
+def test_a_client_is_suspect_only_for_deaths_of_its_own_or_of_its_users(events: list[tuple[int, float]]) -> None:
+    suspects, now = Suspects(), 0.0
+    origins = [Origin(f"process {number}", f"user {number % 2}") for number in range(4)]
+    seen: list[Origin] = []
+    for number, wait in events:
+        now += wait
+        suspects.died(origins[number], 0.0, now)
+        seen.append(origins[number])
+        for each in origins:
+            near, far = sum(one.near == each.near for one in seen), sum(one.far == each.far for one in seen)
+            if suspects.confines(each, now):
+                assert near >= NEAR_DEATHS or far >= FAR_DEATHS
+            if refused_for(suspects, each, now):
+                assert near > NEAR_DEATHS or far > FAR_DEATHS
+            assert refused_for(suspects, each, now) <= LONGEST_REFUSAL_S
+
+
+def test_what_it_remembers_is_bounded_and_the_oldest_gives_way() -> None:
+    suspects = Suspects()
+    deaths(suspects, STRANGER, NEAR_DEATHS)
+    for number in range(1022):
+        deaths(suspects, Origin(f"process {number}", STRANGER.far), 1)
+    assert suspects.confines(STRANGER, 0.0)
+    deaths(suspects, ONE, NEAR_DEATHS)
+    assert STRANGER.near not in suspects.names(0.0)
+    assert ONE.near in suspects.names(0.0)

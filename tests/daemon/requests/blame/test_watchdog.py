@@ -1,0 +1,178 @@
+from __future__ import annotations
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from weightd.daemon.requests.blame.watchdog import Due, Watchdog
+
+PERIOD_S = 30.0
+
+
+def idle(_: str) -> bool:
+    return False
+
+
+def busy(_: str) -> bool:
+    return True
+
+
+def watched(canary_interval: float = 0.0) -> Watchdog:
+    watchdog = Watchdog(PERIOD_S, canary_interval, 50.0)
+    watchdog.watch("a", 100.0)
+    return watchdog
+
+
+def test_nothing_is_due_where_nobody_is_watched() -> None:
+    watchdog = Watchdog(PERIOD_S, 5.0, 50.0)
+    assert watchdog.next_event == float("inf")
+    assert watchdog.due(1e9, idle) == Due([], [], [])
+    assert watchdog.unheard_of([], 0.0) == float("inf")
+
+
+def test_an_idle_worker_is_pinged_before_the_period_is_over() -> None:
+    watchdog = watched()
+    assert watchdog.next_event == 115.0
+    assert watchdog.due(114.9, idle) == Due([], [], [])
+    assert watchdog.due(115.0, idle) == Due(["a"], [], [])
+    assert watchdog.due(115.0, idle) == Due([], [], [])
+    watchdog.pong("a", 116.0)
+    assert watchdog.due(130.9, idle) == Due([], [], [])
+    assert watchdog.due(131.0, idle) == Due(["a"], [], [])
+
+
+def test_who_has_answered_a_request_is_not_pinged() -> None:
+    watchdog = watched()
+    watchdog.heard("a", 110.0)
+    assert watchdog.due(124.9, idle) == Due([], [], [])
+    assert watchdog.due(125.0, idle) == Due(["a"], [], [])
+
+
+def test_who_computes_is_not_pinged_and_is_looked_at_again() -> None:
+    watchdog = watched()
+    assert watchdog.due(115.0, busy) == Due([], [], [])
+    assert watchdog.next_event == 122.5
+    assert watchdog.due(122.5, idle) == Due(["a"], [], [])
+    # That it was seen to compute is no answer.
+    assert watchdog.unheard_of(["a"], 130.5) == 30.5
+
+
+def test_who_does_not_answer_a_ping_is_silent_once() -> None:
+    watchdog = watched()
+    watchdog.due(115.0, idle)
+    assert watchdog.next_event == 130.0
+    assert watchdog.due(130.0, busy) == Due([], [], ["a"])
+    assert watchdog.due(1e9, idle) == Due([], [], [])
+    assert watchdog.next_event == float("inf")
+
+
+def test_the_canary_runs_as_often_as_it_should_busy_or_not() -> None:
+    watchdog = watched(canary_interval=8.0)
+    assert watchdog.next_event == 108.0
+    assert watchdog.due(108.0, busy) == Due([], ["a"], [])
+    assert watchdog.next_event == 158.0
+    watchdog.heard("a", 110.0)  # what it had before
+    watchdog.pong("a", 112.0)
+    assert watchdog.due(120.0, busy) == Due([], ["a"], [])
+    assert watchdog.due(169.9, idle) == Due([], [], [])
+    assert watchdog.due(170.0, idle) == Due([], [], ["a"])
+
+
+def test_one_that_was_heard_of_is_enough() -> None:
+    watchdog = watched()
+    watchdog.watch("b", 120.0)
+    assert watchdog.unheard_of(["a", "b"], 150.0) is None
+    assert watchdog.unheard_of(["a", "b"], 150.1) is not None
+    watchdog.heard("a", 149.0)
+    assert watchdog.unheard_of(["a", "b"], 150.1) is None
+    watchdog.forget("a")
+    assert watchdog.unheard_of(["a"], 150.1) == float("inf")
+
+
+def test_a_plain_ping_proves_nothing() -> None:
+    watchdog = watched(canary_interval=20.0)
+    assert watchdog.due(115.0, idle) == Due(["a"], [], [])
+    watchdog.pong("a", 116.0)
+    assert watchdog.due(120.0, idle) == Due([], ["a"], [])
+
+
+def test_who_was_pinged_is_not_pinged_again_because_another_is_due() -> None:
+    watchdog = watched()
+    watchdog.watch("b", 105.0)
+    assert watchdog.due(115.0, idle) == Due(["a"], [], [])
+    assert watchdog.due(120.0, idle) == Due(["b"], [], [])
+    assert watchdog.next_event == 130.0  # the patience with the first one
+
+
+def test_nothing_is_due_for_who_was_forgotten() -> None:
+    watchdog = watched()
+    watchdog.forget("a")
+    assert watchdog.next_event == float("inf")
+
+
+def test_a_model_without_a_canary_is_not_asked_for_it_without_a_pause() -> None:
+    watchdog = Watchdog(30.0, 10.0, 180.0)
+    watchdog.watch("a", 0.0)
+    assert watchdog.due(10.0, lambda _: False).canary == ["a"]
+    watchdog.pong("a", 10.001)  # which tells no digest
+    assert watchdog.next_event > 10.001
+
+
+class Watching(RuleBasedStateMachine):
+    """Workers answer or not: whoever answers is never silent, whoever does not is found within the period."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+        self.watchdog = Watchdog(PERIOD_S, 0.0, 50.0)
+        self.pinged: dict[str, float] = {}
+        self.hangs: dict[str, float] = {}
+        self.there: set[str] = set()
+
+    @rule(worker=st.sampled_from("abc"))
+    def comes(self, worker: str) -> None:
+        if worker not in self.there:
+            self.there.add(worker)
+            self.watchdog.watch(worker, self.now)
+
+    @rule(worker=st.sampled_from("abc"))
+    def hangs_from_now_on(self, worker: str) -> None:
+        if worker in self.there:
+            self.hangs.setdefault(worker, self.now)
+
+    @rule(worker=st.sampled_from("abc"))
+    def answers_a_request(self, worker: str) -> None:
+        if worker in self.there and worker not in self.hangs:
+            self.watchdog.heard(worker, self.now)
+
+    @rule(seconds=st.floats(0.0, 40.0))
+    def time_passes(self, seconds: float) -> None:
+        until = self.now + seconds
+        while self.watchdog.next_event <= until:
+            self.now = max(self.now, self.watchdog.next_event)
+            self.happens()
+        self.now = until
+
+    def happens(self) -> None:
+        due = self.watchdog.due(self.now, idle)
+        assert not due.canary
+        for worker in due.silent:
+            assert worker in self.hangs
+            self.there.discard(worker)
+            del self.hangs[worker]
+        for worker in due.plain:
+            if worker not in self.hangs:
+                self.watchdog.pong(worker, self.now)
+
+    @invariant()
+    def who_hangs_is_found_within_the_period(self) -> None:
+        assert all(self.now - since <= PERIOD_S for since in self.hangs.values())
+
+    @invariant()
+    def who_answers_is_heard_of(self) -> None:
+        for worker in self.there - set(self.hangs):
+            assert self.watchdog.unheard_of([worker], self.now) is None
+
+
+TestWatching = Watching.TestCase
+TestWatching.settings = settings(max_examples=100, deadline=None)

@@ -1,0 +1,617 @@
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from weightd.daemon.requests.request import Request
+from weightd.daemon.requests.scheduler import CREDIT, QUICK_S, Scheduler
+from weightd.protocol.errors import DeadlineExceeded, RequestError, ResourceExhausted
+
+_numbers = itertools.count(1)
+
+
+def request(deadline: float = 100.0, nbytes: int = 10) -> Request:
+    number = next(_numbers)
+    return Request(number, b"client", f"id{number}", "m", (), (), 0.0, deadline, nbytes)
+
+
+def scheduler(*workers: str, waiting: int = 0, max_queue: int = 100, max_bytes: int = 10_000) -> Scheduler:
+    made = Scheduler(max_queue, max_bytes)
+    for worker in workers:
+        made.enlist(worker)
+    for _ in range(waiting):
+        made.submit(request(), 0.0)
+    return made
+
+
+def assigned(made: Scheduler) -> list[tuple[str, int]]:
+    return [(worker, each.number) for worker, each in made.assign(0.0)]
+
+
+def numbers(requests: Iterator[Request] | list[Request]) -> list[int]:
+    return [each.number for each in requests]
+
+
+# --- the queue and its bounds ---------------------------------------------------------------------------------------
+
+
+def test_requests_run_in_the_order_in_which_they_came() -> None:
+    made = scheduler(waiting=5)
+    waiting = numbers(made.waiting())
+    assert waiting == sorted(waiting)
+    made.enlist("a")
+    assert assigned(made) == [("a", waiting[0]), ("a", waiting[1])]
+    assert numbers(made.waiting()) == waiting[2:]
+
+
+def test_the_least_busy_worker_is_next_and_none_gets_more_than_its_credit() -> None:
+    made = scheduler("a", "b", waiting=6)
+    assert [worker for worker, _ in assigned(made)] == ["a", "b", "a", "b"]
+    assert (made.in_flight("a"), made.in_flight("b"), made.queued) == (CREDIT, CREDIT, 2)
+
+
+def test_an_answer_gives_the_credit_back() -> None:
+    made = scheduler("a", waiting=3)
+    first = assigned(made)[0][1]
+    assert assigned(made) == []
+    finished = made.finish("a", first, 0.0)
+    assert finished is not None
+    assert finished.number == first
+    assert len(assigned(made)) == 1
+
+
+def test_too_many_requests_are_refused() -> None:
+    made = scheduler(waiting=3, max_queue=3)
+    with pytest.raises(ResourceExhausted, match=r"^3 requests wait already, the bound is 3$"):
+        made.submit(request(), 0.0)
+    assert made.queued == 3
+
+
+def test_too_many_bytes_are_refused() -> None:
+    made = scheduler(max_bytes=100)
+    made.submit(request(nbytes=60), 0.0)
+    made.submit(request(nbytes=40), 0.0)
+    with pytest.raises(ResourceExhausted, match=r"^100 bytes wait already, 1 more are over the bound of 100$"):
+        made.submit(request(nbytes=1), 0.0)
+    made.enlist("a")
+    assert len(assigned(made)) == 2
+    made.submit(request(nbytes=100), 0.0)
+
+
+def test_one_request_may_be_larger_than_the_bound_if_it_is_alone() -> None:
+    made = scheduler(max_bytes=100)
+    made.submit(request(nbytes=1000), 0.0)
+    with pytest.raises(ResourceExhausted):
+        made.submit(request(nbytes=0), 0.0)
+
+
+# --- workers that go ------------------------------------------------------------------------------------------------
+
+
+def test_what_a_dead_worker_had_waits_again_at_the_head() -> None:
+    made = scheduler("a", waiting=4)
+    waiting = numbers(made.waiting())
+    assigned(made)
+    made.release("a")
+    assert numbers(made.waiting()) == waiting
+    assert assigned(made) == []
+
+
+def test_what_has_ended_with_its_worker_does_not_wait_again() -> None:
+    made = scheduler("a", waiting=2)
+    killer, innocent = made.waiting()
+    assigned(made)
+    assert made.has("a") == [killer, innocent]
+    made.release("a", but=killer)
+    assert numbers(made.waiting()) == [innocent.number]
+
+
+def test_a_worker_runs_what_it_got_first_even_if_nobody_waits_for_that_any_more() -> None:
+    made = scheduler("a")
+    late = request(deadline=1.0)
+    made.submit(late, 0.0)
+    made.submit(request(deadline=100.0), 0.0)
+    assigned(made)
+    made.expire(2.0)
+    assert made.has("a")[0] is late
+    assert made.ran("a", 2.0) == 2.0
+    assert made.has("nobody") == []
+
+
+def test_a_dismissed_worker_gets_nothing_but_may_still_answer() -> None:
+    made = scheduler("a", waiting=3)
+    first, second, _ = numbers(made.waiting())
+    assigned(made)
+    made.dismiss("a")
+    assert made.finish("a", first, 0.0) is not None
+    assert assigned(made) == []
+    assert made.finish("a", second, 0.0) is not None
+    made.dismiss("a")
+    assert made.queued == 1
+
+
+def test_a_worker_that_was_never_enlisted_has_nothing() -> None:
+    made = scheduler(waiting=1)
+    assert made.finish("x", 1, 0.0) is None
+    made.release("x")
+    made.dismiss("x")
+    assert (made.in_flight("x"), made.queued) == (0, 1)
+
+
+def test_an_answer_counts_once_and_from_the_worker_that_was_asked() -> None:
+    made = scheduler("a", "b", waiting=1)
+    [(worker, number)] = assigned(made)
+    assert worker == "a"
+    assert made.finish("b", number, 0.0) is None
+    assert made.finish("a", number + 1, 0.0) is None
+    assert made.finish("a", number, 0.0) is not None
+    assert made.finish("a", number, 0.0) is None
+    assert made.idle
+
+
+# --- deadlines ------------------------------------------------------------------------------------------------------
+
+
+def test_a_request_expires_in_the_queue() -> None:
+    made = scheduler()
+    made.submit(request(deadline=5.0), 0.0)
+    made.submit(request(deadline=3.0), 0.0)
+    assert made.next_event == 3.0
+    assert made.expire(2.999) == []
+    [(expired, error)] = made.expire(3.0)
+    assert (expired.deadline, type(error), str(error)) == (
+        3.0,
+        DeadlineExceeded,
+        "was waiting in the queue at its deadline",
+    )
+    assert (made.queued, made.next_event) == (1, 5.0)
+
+
+def test_a_request_expires_while_it_runs_and_its_late_answer_finds_nobody() -> None:
+    made = scheduler("a")
+    late = request(deadline=3.0)
+    made.submit(late, 0.0)
+    made.submit(request(deadline=9.0), 0.0)
+    made.submit(request(deadline=9.0), 0.0)
+    assigned(made)
+    [(expired, error)] = made.expire(3.0)
+    assert expired is late
+    assert (type(error), str(error)) == (DeadlineExceeded, "was running at its deadline")
+    assert made.expire(3.0) == []
+    # The worker is busy with it all the same.
+    assert (made.in_flight("a"), assigned(made)) == (2, [])
+    assert made.finish("a", late.number, 0.0) is None
+    assert len(assigned(made)) == 1
+
+
+def test_an_expired_request_is_not_run_again_when_its_worker_dies() -> None:
+    made = scheduler("a")
+    made.submit(request(deadline=3.0), 0.0)
+    assigned(made)
+    made.expire(3.0)
+    made.release("a")
+    assert made.idle
+
+
+def test_what_runs_is_due_too_when_another_has_expired() -> None:
+    made = scheduler("a")
+    made.submit(request(deadline=3.0), 0.0)
+    made.submit(request(deadline=5.0), 0.0)
+    assigned(made)
+    assert len(made.expire(3.0)) == 1
+    assert made.next_event == QUICK_S  # to see whether the worker computes for long
+    assert made.overdue(QUICK_S) == []
+    assert made.next_event == 5.0
+    assert len(made.expire(5.0)) == 1
+
+
+def test_nothing_is_due_when_nothing_is_there() -> None:
+    made = scheduler("a", waiting=1)
+    [(worker, number)] = assigned(made)
+    made.finish(worker, number, 0.0)
+    # The earliest deadline is a bound, not a promise: it is looked at once, and then there is none.
+    assert made.expire(made.next_event) == []
+    assert made.next_event == float("inf")
+
+
+# --- taking back ----------------------------------------------------------------------------------------------------
+
+
+def test_requests_that_do_not_fit_are_withdrawn_and_the_others_stay_in_order() -> None:
+    made = scheduler(waiting=5)
+    waiting = numbers(made.waiting())
+    assert numbers(made.withdraw(lambda each: each.number in waiting[1::2])) == waiting[1::2]
+    assert numbers(made.waiting()) == waiting[::2]
+    assert made.withdraw(lambda _: False) == []
+
+
+def test_giving_up_takes_all_that_wait_and_none_that_run() -> None:
+    made = scheduler("a", waiting=4)
+    waiting = numbers(made.waiting())
+    assigned(made)
+    assert numbers(made.give_up()) == waiting[CREDIT:]
+    assert (made.queued, made.in_flight("a"), made.idle) == (0, CREDIT, False)
+
+
+# --- who is slow, and how long a queue takes ------------------------------------------------------------------------
+
+
+def test_who_was_slow_gets_nothing_ahead_until_it_is_quick_again() -> None:
+    made = scheduler("a", waiting=4)
+    first, second, third, fourth = numbers(made.waiting())
+    assert assigned(made) == [("a", first), ("a", second)]
+    made.overdue(QUICK_S)
+    made.finish("a", first, 1.0)
+    assert [each.number for _, each in made.assign(1.0)] == [second]
+    made.finish("a", second, 1.1)
+    assert [each.number for _, each in made.assign(1.1)] == [third, fourth]
+
+
+def test_time_counts_from_the_answer_before() -> None:
+    made = scheduler("a", waiting=4)
+    first, second, third, fourth = numbers(made.waiting())
+    assigned(made)
+    made.finish("a", first, 0.2)
+    # It has had the second one from 0.0 on, and has run it since 0.2.
+    made.finish("a", second, 0.4)
+    assert [each.number for _, each in made.assign(0.4)] == [third, fourth]
+
+
+def test_who_has_computed_for_long_gets_nothing_ahead() -> None:
+    made = scheduler("a", waiting=1)
+    assigned(made)
+    made.submit(request(), 0.0)
+    assert list(made.assign(QUICK_S)) == []
+    assert made.queued == 1
+
+
+def retry_after(made: Scheduler, now: float) -> float | None:
+    with pytest.raises(ResourceExhausted) as refused:
+        made.submit(request(), now)
+    return refused.value.retry_after
+
+
+def test_a_refusal_says_when_there_may_be_room() -> None:
+    made = scheduler(max_queue=6, waiting=6)
+    assert retry_after(made, 0.0) is None  # nothing is known
+    made.enlist("a")
+    made.enlist("b")
+    assert retry_after(made, 0.0) is None
+    [(worker, each), *_] = list(made.assign(0.0))
+    made.finish(worker, each.number, 5.0)
+    while made.queued < 6:
+        made.submit(request(), 5.0)
+    # What one took, six in the queue, two workers.
+    assert retry_after(made, 5.0) == pytest.approx(5.0 * 6 / 2)
+    # The other one has computed for longer than that.
+    assert retry_after(made, 8.0) == pytest.approx(8.0 * 6 / 2)
+
+
+def test_a_refusal_never_says_at_once() -> None:
+    made = scheduler("a", max_queue=1, waiting=1)
+    [(worker, number)] = assigned(made)
+    made.finish(worker, number, 0.0)
+    made.submit(request(), 0.0)
+    assert retry_after(made, 0.0) == 0.01
+
+
+# --- one client's requests -------------------------------------------------------------------------------------------
+
+
+class Untouched(bytes):
+    """Of a client that nobody has to look at."""
+
+    __hash__ = bytes.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        if other is not self:
+            raise AssertionError("it is looked at")
+        return True
+
+
+def of(client: bytes, name: str) -> Request:
+    made = request()
+    made.client, made.id = client, name
+    return made
+
+
+def test_what_a_client_takes_back_is_found_without_a_look_at_others() -> None:
+    made = scheduler()
+    for count in range(5):
+        made.submit(of(Untouched(b"other %d" % count), "x"), 0.0)
+        made.submit(of(b"me", "x" if count < 2 else "y"), 0.0)
+    assert [(each.client, each.id) for each in made.end_of(b"me", "x")] == [(b"me", "x")] * 2
+    assert made.end_of(b"me", "x") == []
+    assert made.queued == 8
+    assert len(made.end_of(b"me")) == 3
+    assert made.queued == 5
+
+
+# --- against a model ------------------------------------------------------------------------------------------------
+
+MAX_QUEUE = 6
+MAX_BYTES = 50
+TIMEOUT_S = 4.0
+WORKERS = ["a", "b", "c"]
+CLIENTS = [b"c", b"d"]
+
+
+class Against(RuleBasedStateMachine):
+    """A scheduler beside a model of lists: each request ends exactly once, or still waits or runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+        self.count = 0
+        self.queue: list[Request] = []
+        self.confined: list[Request] = []
+        self.aside: list[Request] = []
+        self.enlisted: set[str] = set()
+        self.running: dict[str, list[Request]] = {}
+        self.since: dict[str, float] = {}
+        self.slow: set[str] = set()
+        self.late: list[Request] = []
+        self.expired: set[int] = set()
+        self.submitted: set[int] = set()
+        self.ended: list[int] = []
+
+    @initialize()
+    def begin(self) -> None:
+        self.real = Scheduler(MAX_QUEUE, MAX_BYTES, TIMEOUT_S)
+
+    @rule(seconds=st.sampled_from([0.1, QUICK_S, 1.0, TIMEOUT_S]))
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+
+    @rule(
+        nbytes=st.sampled_from([0, 10, 25, 60]),
+        wait=st.sampled_from([0.0, 1.0, 5.0, 1e9]),
+        client=st.sampled_from(CLIENTS),
+        name=st.sampled_from(["x", "y"]),
+        where=st.sampled_from(["", "", "", "alone", "confined", "aside"]),
+    )
+    def submit(self, nbytes: int, wait: float, client: bytes, name: str, where: str) -> None:
+        self.count += 1
+        new = Request(self.count, client, name, "m", (), (), self.now, self.now + wait, nbytes)
+        new.confined, new.alone, aside = where == "confined", where == "alone", where == "aside"
+        over = bool(self.waiting) and sum(each.nbytes for each in self.waiting) + nbytes > MAX_BYTES
+        if len(self.waiting) >= MAX_QUEUE or over:
+            with pytest.raises(ResourceExhausted):
+                self.real.submit(new, self.now, aside=aside)
+        else:
+            self.real.submit(new, self.now, aside=aside)
+            (self.aside if aside else self.confined if new.confined else self.queue).append(new)
+            self.submitted.add(new.number)
+
+    @rule(odd=st.booleans())
+    def set_aside(self, odd: bool) -> None:
+        chosen = [each for each in self.queue + self.confined if each.number % 2 == odd]
+        assert self.real.set_aside(lambda each: each.number % 2 == odd) == chosen
+        self._forget(chosen)
+        self.aside += chosen
+
+    @rule(data=st.data())
+    def admit(self, data: st.DataObject) -> None:
+        stranger = Request(10_000, b"c", "x", "m", (), (), self.now, 1e9, 0)
+        each = data.draw(st.sampled_from([*self.aside, stranger]))
+        self.real.admit(each)
+        if each is not stranger:
+            self.aside.remove(each)
+            (self.confined if each.confined else self.queue).append(each)
+
+    @rule(client=st.sampled_from(CLIENTS))
+    def confine(self, client: bytes) -> None:
+        self.real.confine(lambda each: each.client == client)
+        moved = [each for each in self.queue if each.client == client]
+        self._forget(moved)
+        self.confined += moved
+        running = [each for had in self.running.values() for each in self._unanswered(had)]
+        for each in self.waiting + running:
+            each.confined = each.confined or each.client == client
+
+    @rule(worker=st.sampled_from(WORKERS))
+    def enlist(self, worker: str) -> None:
+        self.real.enlist(worker)
+        self.enlisted.add(worker)
+        self.running.setdefault(worker, [])
+
+    @rule(worker=st.sampled_from(WORKERS))
+    def dismiss(self, worker: str) -> None:
+        self.real.dismiss(worker)
+        self.enlisted.discard(worker)
+
+    @rule()
+    def assign(self) -> None:
+        for worker, each in self.real.assign(self.now):
+            while (queue := self._turn())[0].deadline <= self.now:
+                self.late.append(queue.pop(0))
+            free = self._free(queue[0])
+            assert worker in free
+            assert each is queue.pop(0)
+            assert len(self.running[worker]) == min(len(self.running[name]) for name in free)
+            if not self.running[worker]:
+                self.since[worker] = self.now
+            self.running[worker].append(each)
+        while (queue := self._turn()) and self._free(queue[0]) and queue[0].deadline <= self.now:
+            self.late.append(queue.pop(0))
+        assert not queue or not self._free(queue[0])
+
+    def _free(self, each: Request) -> list[str]:
+        """Who may be given it: if it is to be alone, who has nothing."""
+        credit = [name for name in self.enlisted if self._has_credit(name)]
+        return [name for name in credit if not self.running[name] or not (each.confined or each.alone)]
+
+    def _turn(self) -> list[Request]:
+        """The queue of whom has come first, of those that may run now."""
+        runs = any(each.confined for had in self.running.values() for each in had)
+        queues = [self.queue, [] if runs else self.confined]
+        return min(queues, key=lambda queue: queue[0].number if queue else 10**9)
+
+    @precondition(lambda self: any(self.running.values()))
+    @rule(data=st.data())
+    def answer(self, data: st.DataObject) -> None:
+        worker = data.draw(st.sampled_from([name for name, had in self.running.items() if had]))
+        each = data.draw(st.sampled_from(self.running[worker]))
+        self.running[worker].remove(each)
+        finished = self.real.finish(worker, each.number, self.now)
+        (self.slow.discard if self.now - self.since[worker] < QUICK_S else self.slow.add)(worker)
+        self.since[worker] = self.now
+        if each.number in self.expired:
+            assert finished is None
+        else:
+            assert finished is each
+            self.ended.append(each.number)
+
+    @rule(worker=st.sampled_from(WORKERS), number=st.integers(0, 30))
+    def answer_nonsense(self, worker: str, number: int) -> None:
+        if number not in [each.number for each in self.running.get(worker, [])]:
+            assert self.real.finish(worker, number, self.now) is None
+
+    @rule(worker=st.sampled_from(WORKERS), ends=st.booleans())
+    def die(self, worker: str, ends: bool) -> None:
+        had = self._remove(worker)
+        assert self.real.has(worker) == had
+        but = had[0] if had and ends else None
+        self.real.release(worker, but=but)
+        if but is not None:
+            self.ended += numbers(self._unanswered([but]))
+        self._put_back([each for each in self._unanswered(had) if each is not but])
+
+    @rule(worker=st.sampled_from(WORKERS))
+    def release(self, worker: str) -> None:
+        self.real.release(worker)
+        self._put_back(self._unanswered(self._remove(worker)))
+
+    @rule()
+    def look_for_the_overdue(self) -> None:
+        hung: list[tuple[str, Request]] = []
+        for worker, had in list(self.running.items()):
+            since = self.since.get(worker, self.now)
+            if had and self.now >= since + TIMEOUT_S:
+                hung.append((worker, had[0]))
+                self._put_back(self._unanswered(self._remove(worker)[1:]))
+            elif self.now >= since + QUICK_S and len(had) > 1:
+                self._put_back(had[1:])
+                self.running[worker] = had[:1]
+        assert self.real.overdue(self.now) == hung
+        self.ended += numbers(self._unanswered([each for _, each in hung]))
+        self.expired |= {each.number for _, each in hung}
+
+    @rule(seconds=st.sampled_from([0.0, 0.5, 2.0, 10.0]))
+    def expire(self, seconds: float) -> None:
+        self.now += seconds
+        found: list[tuple[Request, RequestError]] = self.real.expire(self.now)
+        assert all(isinstance(error, DeadlineExceeded) for _, error in found)
+        self.ended += numbers(self.late)
+        found = [each for each in found if each[0] not in self.late]
+        self.late = []
+        self._end([each for each, _ in found], lambda each: each.deadline <= self.now)
+
+    @rule(odd=st.booleans())
+    def cancel(self, odd: bool) -> None:
+        found = self.real.end(lambda each: each.number % 2 == odd)
+        self._end([each for each, _ in found], lambda each: each.number % 2 == odd)
+
+    @rule(client=st.sampled_from(CLIENTS), name=st.sampled_from([None, "x", "y"]))
+    def cancel_of(self, client: bytes, name: str | None) -> None:
+        found = self.real.end_of(client, name)
+        self._end(found, lambda each: each.client == client and name in (None, each.id))
+
+    @rule(odd=st.booleans())
+    def withdraw(self, odd: bool) -> None:
+        taken = [each for each in self.waiting if each.number % 2 == odd]
+        assert self.real.withdraw(lambda each: each.number % 2 == odd) == taken
+        self._forget(taken)
+        self.ended += numbers(taken)
+
+    @rule()
+    def give_up(self) -> None:
+        assert self.real.give_up() == self.late + self.waiting
+        self.ended += numbers(self.late + self.waiting)
+        self.late, self.queue, self.confined, self.aside = [], [], [], []
+
+    @property
+    def waiting(self) -> list[Request]:
+        return self.queue + self.confined + self.aside
+
+    def _forget(self, gone: list[Request]) -> None:
+        for queue in (self.queue, self.confined, self.aside):
+            queue[:] = [each for each in queue if each not in gone]
+
+    def _put_back(self, requests: list[Request]) -> None:
+        self.queue = [each for each in requests if not each.confined] + self.queue
+        self.confined = [each for each in requests if each.confined] + self.confined
+
+    def _end(self, found: list[Request], unfit: Callable[[Request], bool]) -> None:
+        """Whoever is unfit has ended, wherever it was; what a worker runs keeps the worker busy."""
+        running = [each for had in self.running.values() for each in self._unanswered(had)]
+        due = [each for each in self.waiting + running if unfit(each)]
+        assert sorted(numbers(found)) == sorted(numbers(due))
+        self._forget(due)
+        for worker, had in self.running.items():
+            self.expired |= {each.number for each in had[:1] if each in due}
+            self.running[worker] = had[:1] + [each for each in had[1:] if each not in due]
+        self.ended += numbers(due)
+
+    def _remove(self, worker: str) -> list[Request]:
+        self.enlisted.discard(worker)
+        self.slow.discard(worker)
+        return self.running.pop(worker, [])
+
+    def _has_credit(self, worker: str) -> bool:
+        load = len(self.running[worker])
+        quick = worker not in self.slow and self.now < self.since.get(worker, 0.0) + QUICK_S
+        exclusive = any(each.confined or each.alone for each in self.running[worker])
+        return not load or (load < CREDIT and quick and not exclusive)
+
+    def _unanswered(self, had: list[Request]) -> list[Request]:
+        return [each for each in had if each.number not in self.expired]
+
+    @invariant()
+    def the_queues_are_equal(self) -> None:
+        assert list(self.real.waiting()) == self.waiting
+        assert self.real.queued == len(self.waiting)
+        assert self.real.aside is (self.aside[0] if self.aside else None)
+        assert self.real.idle == (not self.waiting and not self.late and not any(self.running.values()))
+
+    @invariant()
+    def credit_is_kept(self) -> None:
+        for worker in WORKERS:
+            assert self.real.in_flight(worker) == len(self.running.get(worker, [])) <= CREDIT
+
+    @invariant()
+    def what_is_recalled_is_not_the_workers_any_more(self) -> None:
+        for worker, number in self.real.take_recalled():
+            assert number not in numbers(self.running.get(worker, []))
+
+    @invariant()
+    def nothing_that_is_due_is_overlooked(self) -> None:
+        running = [each for had in self.running.values() for each in self._unanswered(had)]
+        for each in self.waiting + running + self.late:
+            assert self.real.next_event <= each.deadline
+        for worker, had in self.running.items():
+            if had:
+                assert self.real.next_event <= self.since[worker] + (QUICK_S if len(had) > 1 else TIMEOUT_S)
+
+    @invariant()
+    def each_request_is_in_one_place(self) -> None:
+        assert len(self.ended) == len(set(self.ended))
+        running = [number for had in self.running.values() for number in numbers(self._unanswered(had))]
+        assert sorted([*numbers(self.waiting + self.late), *running, *self.ended]) == sorted(self.submitted)
+
+    def teardown(self) -> None:
+        """The bytes that wait were counted exactly: once the queue is empty, the whole bound is there again."""
+        self.give_up()
+        for nbytes in (MAX_BYTES, 0):
+            self.real.submit(Request(nbytes, b"", "", "m", (), (), 0.0, 1e9, nbytes), self.now)
+        with pytest.raises(ResourceExhausted):
+            self.real.submit(Request(1, b"", "", "m", (), (), 0.0, 1e9, 1), self.now)
+
+
+TestAgainst = Against.TestCase
+TestAgainst.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)

@@ -1,0 +1,69 @@
+"""Workers go before their holder, and that before the daemon."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from weightd.shared.oom import go_before_the_daemon
+
+ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+SCORE = "print(int(open('/proc/self/oom_score_adj').read()))"
+CHILD = f"from weightd.shared.oom import go_before_the_daemon; go_before_the_daemon({{!r}}); {SCORE}"
+# Raises its own score first, as OOMScoreAdjust= of a unit does, then starts the child.
+PARENT = """
+import subprocess, sys
+with open("/proc/self/oom_score_adj", "w") as file:
+    file.write(sys.argv[1])
+subprocess.run([sys.executable, "-c", sys.argv[2]], check=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("own", "role", "expected"),
+    [
+        ("0", "holder", 200),
+        ("0", "worker", 400),
+        ("300", "holder", 500),
+        ("300", "worker", 700),
+        ("700", "worker", 1000),
+    ],
+)
+def test_a_child_s_score_is_above_that_of_its_parent(own: str, role: str, expected: int) -> None:
+    present = int(Path("/proc/self/oom_score_adj").read_text("ascii"))
+    if int(own) < present:
+        pytest.skip("this process has a higher score already, and may not lower it")
+    command = [sys.executable, "-c", PARENT, own, CHILD.format(role)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, env=ENVIRONMENT, timeout=60, check=True)
+    assert int(done.stdout) == expected
+
+
+@pytest.mark.parametrize(
+    ("before", "role", "after"),
+    [
+        ("0\n", "holder", "200\n"),
+        ("-900\n", "worker", "-500\n"),
+        ("600", "worker", "1000\n"),
+        ("1000\n", "holder", "1000\n"),
+    ],
+)
+def test_the_score_is_raised_up_to_the_largest(tmp_path: Path, before: str, role: str, after: str) -> None:
+    file = tmp_path / "oom_score_adj"
+    file.write_text(before)
+    go_before_the_daemon(role, file)
+    assert file.read_text() == after
+
+
+def test_where_that_fails_the_process_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    strange = tmp_path / "strange"
+    strange.write_text("high")
+    with caplog.at_level(logging.DEBUG, "weightd.protocol"):
+        go_before_the_daemon("worker", tmp_path / "missing")
+        go_before_the_daemon("worker", strange)
+    assert [each.levelname for each in caplog.records] == ["DEBUG", "DEBUG"]
+    assert strange.read_text() == "high"

@@ -1,0 +1,530 @@
+"""The input with a known answer."""
+
+from __future__ import annotations
+
+import tracemalloc
+import zipfile
+from pathlib import Path
+from typing import Any, Callable, ClassVar, Dict, List, Optional, Sequence, Tuple
+
+import numpy as np
+import pytest
+
+from testkit import cases
+from weightd.protocol.datatypes import ITEM_BYTES
+from weightd.protocol.errors import InvalidArgument
+from weightd.protocol.messages.children import Build, Case, Cases, DeviceMemory, Traits
+from weightd.protocol.messages.data import TensorSignature
+from weightd.protocol.tensors import NUMPY_DTYPE
+from weightd.worker.canary import canary, sample, search
+from weightd.worker.engines.base import Arrays, BuildError, Engine, Gears, Shared, Signature, Spoilt
+
+Answer = Callable[[Arrays], Arrays]
+Shape = Optional[Tuple[int, ...]]
+
+FAR = float("inf")
+
+
+def tensor(name: str, *shape: int, datatype: str = "FP32") -> TensorSignature:
+    return TensorSignature(name, datatype, shape)
+
+
+EVERYTHING = Signature(
+    tuple(tensor(datatype.lower(), -1, 2, datatype=datatype) for datatype in sorted(ITEM_BYTES)),
+    (tensor("y", -1),),
+)
+
+
+class Fake(Engine):
+    """A model that is a function of its inputs."""
+
+    name: ClassVar[str] = "fake"
+    traits = Traits(pids_fixed_at_build=False, holder_must_outlive=False, attach_rewrites_weights=False)
+
+    def __init__(self, answer: Answer, signature: Signature) -> None:
+        self.answer = answer
+        self._signature = signature
+        self.asked: List[Arrays] = []
+        self.builds = 0
+
+    @property
+    def signature(self) -> Signature:
+        return self._signature
+
+    def predict(self, inputs: Arrays) -> Arrays:
+        self.asked.append(inputs)
+        return self.answer(inputs)
+
+    def rebuild(self) -> None:
+        self.builds += 1
+
+    def versions(self) -> Dict[str, str]:
+        raise NotImplementedError
+
+    def current_pid(self) -> str:
+        raise NotImplementedError
+
+    def allow(self, pids: Sequence[str]) -> None:
+        raise NotImplementedError
+
+    def update_weights(self, weights: Arrays) -> None:
+        raise NotImplementedError
+
+    def memory(self) -> Optional[DeviceMemory]:
+        raise NotImplementedError
+
+    def build(self, model: str, *, pids: Sequence[str] = (), handle: str = "") -> None:
+        raise NotImplementedError
+
+    def export(self, store: str) -> Shared:
+        raise NotImplementedError
+
+    def attach(self, handle: str) -> Shared:
+        raise NotImplementedError
+
+    def settle(self, handle: str) -> None:
+        raise NotImplementedError
+
+
+def everything(inputs: Arrays) -> Arrays:
+    return {"y": np.concatenate([np.frombuffer(array.tobytes(), np.uint8) for array in inputs.values()])}
+
+
+def constantly(answer: Any) -> Answer:
+    return lambda _: {"y": answer}
+
+
+def row_sums(inputs: Arrays) -> Arrays:
+    return {"y": inputs["x"].sum(axis=1)}
+
+
+def picky(*sizes: int, error: Exception) -> Answer:
+    """A model that only runs on these sizes of x's first dimension."""
+
+    def answer(inputs: Arrays) -> Arrays:
+        if len(inputs["x"]) not in sizes:
+            raise error
+        return {"y": inputs["x"]}
+
+    return answer
+
+
+FREE = Signature((tensor("x", -1, 4),), (tensor("y", -1),))
+FIXED = Signature((tensor("x", 2, 4),), (tensor("y", 2, 4),))
+
+
+def test_every_process_and_every_numpy_makes_the_same_input() -> None:
+    """The digest was made by numpy 1.21 on Python 3.7 and by numpy 2.4 on Python 3.11."""
+    answer = canary.run(Fake(everything, EVERYTHING), cases.of(EVERYTHING, 1, 2))
+    assert answer.digest == "e1d2a8995705ae30764a120cb4bb6c3116fba8d3cf0c813539750965122f73ff"
+    assert answer.shapes == [{"y": (2 * sum(ITEM_BYTES.values()),)}, {"y": (4 * sum(ITEM_BYTES.values()),)}]
+
+
+def test_inputs_are_what_the_signature_says() -> None:
+    engine = Fake(everything, EVERYTHING)
+    canary.run(engine, cases.of(EVERYTHING, 1, 3))
+    for size, inputs in zip((1, 3), engine.asked):
+        for each in EVERYTHING.inputs:
+            array = inputs[each.name]
+            assert array.dtype == NUMPY_DTYPE[each.datatype]
+            assert array.shape == (size, 2)
+            assert array.flags.c_contiguous
+            if array.dtype.kind == "f":
+                assert abs(array).max() <= 1
+                assert abs(array).min() > 0
+            else:
+                assert set(array.ravel().tolist()) <= {0, 1}
+
+
+def test_two_inputs_are_never_equal_and_so_a_swap_shows() -> None:
+    signature = Signature((tensor("a", -1, 4), tensor("b", -1, 4)), (tensor("y", -1, 4),))
+    right = canary.run(Fake(lambda inputs: {"y": inputs["a"] - inputs["b"]}, signature), cases.of(signature, 1))
+    swapped = canary.run(Fake(lambda inputs: {"y": inputs["b"] - inputs["a"]}, signature), cases.of(signature, 1))
+    assert right.digest != swapped.digest
+
+
+def test_the_digest_tells_every_bit_and_the_form() -> None:
+    zeros = np.zeros(3, np.float32)
+    right = canary.run(Fake(lambda _: {"y": zeros}, FREE), cases.of(FREE, 1))
+    assert right.digest == canary.run(Fake(lambda _: {"y": zeros.copy()}, FREE), cases.of(FREE, 1)).digest
+    others: List[Any] = [zeros + 1e-30, -zeros, np.zeros(3), zeros.reshape(3, 1), zeros[:2], zeros.view(np.int32)]
+    for other in others:
+        assert right.digest != canary.run(Fake(constantly(other), FREE), cases.of(FREE, 1)).digest
+
+
+def test_the_digest_tells_the_name_but_not_how_an_output_lies_in_memory() -> None:
+    array = np.arange(6).reshape(2, 3)
+    right = canary.run(Fake(lambda _: {"y": array}, FREE), cases.of(FREE, 1))
+    assert right.digest == canary.run(Fake(lambda _: {"y": np.asfortranarray(array)}, FREE), cases.of(FREE, 1)).digest
+    assert right.digest != canary.run(Fake(lambda _: {"z": array}, FREE), cases.of(FREE, 1)).digest
+
+
+def test_without_sizes_nothing_is_run() -> None:
+    engine = Fake(row_sums, FREE)
+    assert canary.run(engine, ()) == canary.Canary((), "", [], [])
+    assert not engine.asked
+
+
+def of_rank(rank: int) -> Answer:
+    def answer(inputs: Arrays) -> Arrays:
+        if inputs["x"].ndim != rank:
+            raise InvalidArgument("rank")
+        return {"y": inputs["x"]}
+
+    return answer
+
+
+@pytest.mark.parametrize(
+    ("known", "shapes", "expected"),
+    [
+        # What the engine says of the rank is believed ...
+        ((-1, 4), [(1, 4), (2, 4)], (-1, 4)),
+        ((2, 4), [(2, 4)], (2, 4)),
+        ((), [()], ()),
+        # ... but not that a dimension is fixed which is seen to be another, ...
+        ((8, 4), [(1, 4)], (-1, 4)),
+        ((2, 4), [(1, 4), (2, 4)], (-1, 4)),
+        ((), [(1, 4), (2, 4)], (-1, 4)),
+        # Of some they know nothing.
+        (None, [(1, 4), (2, 4)], (-1, 4)),
+        (None, [(1,), (2,)], (-1,)),
+        (None, [(1, 3, 8, 8), (2, 3, 8, 8)], (-1, 3, 8, 8)),
+        (None, [(), ()], ()),
+        # One observation cannot tell what is free.
+        (None, [(1, 4)], (-1, -1)),
+        # A rank that changes cannot be written down.
+        (None, [(1, 4), (2, 4, 1)], None),
+        (None, [], None),
+    ],
+)
+def test_output_shapes_that_the_engine_does_not_know_are_seen(
+    known: Shape, shapes: List[Tuple[int, ...]], expected: Shape
+) -> None:
+    signature = Signature((), (TensorSignature("y", "BOOL", known),))
+    seen = canary.of(({}, {}), [{"y": np.zeros(shape)} for shape in shapes])
+    assert canary.observed(signature, seen).outputs == (TensorSignature("y", "BOOL", expected),)
+
+
+# --- answers that are not equal to the last bit -----------------------------------------------------------------
+
+
+def answers(*arrays: Any) -> canary.Canary:
+    return canary.of(({},), [{"y": np.asarray(each)} for each in arrays])
+
+
+ONES = np.ones((2, 2), np.float32)
+NAN = np.array([1, np.nan], np.float32)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "far"),
+    [
+        (ONES, ONES, 0.0),
+        (ONES * 4, ONES * 5, 0.25),
+        (np.array([0, -4], np.float16), np.array([1, -4], np.float16), 0.25),
+        (np.array([0.0], np.float32), np.array([-0.0], np.float32), 0.0),
+        (np.array([0.0], np.float32), np.array([1e-30], np.float32), FAR),
+        (NAN, NAN * np.float32(2), 1.0),
+        (NAN, np.array([np.nan, 1], np.float32), FAR),
+        (np.array([1, np.inf], np.float32), np.array([1, -np.inf], np.float32), FAR),
+        (np.array([1], np.int32), np.array([2], np.int32), FAR),
+        (ONES, ONES.ravel(), FAR),
+        (ONES, ONES.astype(np.float64), FAR),
+        (ONES[:0], ONES[:0], 0.0),
+    ],
+)
+def test_how_far_answers_are_apart_is_a_share_of_the_largest_value(one: Any, other: Any, far: float) -> None:
+    assert canary.difference(answers(one), answers(other)) == far
+
+
+def test_other_outputs_and_other_cases_are_infinitely_far() -> None:
+    assert canary.difference(answers(ONES), canary.of(({},), [{"z": ONES}])) == FAR
+    assert canary.difference(answers(ONES), answers(ONES, ONES)) == FAR
+
+
+# --- the search -------------------------------------------------------------------------------------------------
+
+
+class Told:
+    """What the daemon would hear; it may be the end of the process."""
+
+    def __init__(self, deadly: Sequence[Case] = ()) -> None:
+        self.deadly = deadly
+        self.tried: List[Cases] = []
+        self.unfit: Cases = ()
+
+    def __call__(self, trying: Cases, unfit: Cases) -> None:
+        self.tried.append(trying)
+        self.unfit = unfit
+        if any(case in self.deadly for case in trying):
+            raise SystemExit
+
+
+SEARCH = Build(())
+
+
+def found(engine: Fake, order: Build = SEARCH, told: Optional[Told] = None, **more: Any) -> canary.Canary:
+    return search.find(engine, order, engine.rebuild, told or Told(), **more)
+
+
+def x(*shape: int) -> Case:
+    return {"x": shape}
+
+
+@pytest.mark.parametrize("shape", [(), (2, 4)])
+def test_a_fixed_model_is_asked_one_thing_twice(shape: Tuple[int, ...]) -> None:
+    engine = Fake(lambda inputs: {"y": inputs["x"]}, Signature((tensor("x", *shape),), (tensor("y", *shape),)))
+    assert found(engine).cases == (x(*shape),)
+    assert [each["x"].shape for each in engine.asked] == [shape] * 2
+
+
+def test_no_input_at_all() -> None:
+    assert found(Fake(lambda _: {"y": np.zeros(2)}, Signature((), (tensor("y", 2),)))).cases == ({},)
+
+
+def test_free_dimensions_are_one_and_then_two_each_twice() -> None:
+    engine, told = Fake(row_sums, FREE), Told()
+    known = found(engine, told=told)
+    assert (known.cases, known.note, engine.builds) == (cases.of(FREE, 1, 2), "", 0)
+    assert known.digest == canary.run(engine, known.cases).digest
+    assert [len(each["x"]) for each in engine.asked[:4]] == [1, 1, 2, 2]
+    assert told.tried == [(x(1, 4),), (x(2, 4),), ()]
+
+
+@pytest.mark.parametrize(("error", "builds"), [(Spoilt("failed"), 1), (InvalidArgument("refused"), 0)])
+@pytest.mark.parametrize(("sizes", "expected", "failures"), [((1,), (1,), 1), ((48, 3), (48,), 7), ((3,), (), 9)])
+def test_what_does_not_run_is_left_out_and_the_model_is_whole(
+    sizes: Tuple[int, ...], expected: Tuple[int, ...], failures: int, error: Exception, builds: int
+) -> None:
+    engine, told = Fake(picky(*sizes, error=error), FREE), Told()
+    known = found(engine, told=told)
+    assert known.cases == cases.of(FREE, *expected)
+    assert (engine.builds, len(told.unfit)) == (builds * failures, failures)
+    none = "the model runs on none of 9 inputs made from its signature; the key canary can name one"
+    assert known.note == ("" if expected else none)
+
+
+IMAGE = Signature((tensor("x", -1, 3, -1, -1), tensor("n", -1)), (tensor("y", -1),))
+
+
+def test_an_image_is_first_of_a_size_that_most_networks_take_and_alone() -> None:
+    sizes = [each["x"][2:] for each in search.candidates(IMAGE)]
+    assert sizes == [(64, 64), (224, 224), (32, 32), (48, 48), (1, 1), (2, 2)]
+    assert {(each["x"][0], each["n"]) for each in search.candidates(IMAGE)} == {(1, (1,))}
+    known = found(Fake(lambda inputs: {"y": inputs["x"][:, 0, 0, 0]}, IMAGE))
+    assert known.cases == ({"x": (1, 3, 64, 64), "n": (1,)}, {"x": (2, 3, 128, 128), "n": (2,)})
+
+
+def test_nothing_large_is_made_up() -> None:
+    volume = Signature((tensor("x", -1, 8, -1, -1, -1),), ())
+    assert [each["x"][2] for each in search.candidates(volume)] == [64, 32, 48, 1, 2]
+    assert search.larger(volume, x(1, 8, 64, 64, 64)) is None
+    huge = Signature((tensor("x", -1, 2**22),), ())
+    assert list(search.candidates(huge)) == [x(1, 2**22)]
+    assert list(search.candidates(Signature((tensor("x", -1, 2**29),), ()))) == []
+
+
+@pytest.mark.parametrize("datatype", ["FP16", "UINT8"])
+def test_a_large_input_takes_little_more_than_itself(datatype: str) -> None:
+    count = 40 * 2**20
+    signature = Signature((TensorSignature("x", datatype, (count,)),), ())
+    tracemalloc.start()
+    try:
+        array = canary.inputs(signature, {"x": (count,)})["x"]
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert array.shape == (count,)
+    assert len(set(array[-7:].tolist())) > 1
+    assert peak < 3 * array.nbytes
+
+
+def test_a_process_that_dies_of_a_case_is_followed_by_one_that_leaves_it_out() -> None:
+    """It is what the daemon does; a model that takes 32 and 64 alone, and kills whoever asks for another size."""
+    deadly = cases.of(FREE, 1, 2, 64)
+    unfit: Cases = ()
+    for _ in range(3):
+        told = Told(deadly)
+        with pytest.raises(SystemExit):
+            found(Fake(picky(32, error=Spoilt("failed")), FREE), Build((), unfit=unfit), told)
+        unfit = (*told.unfit, *told.tried[-1])
+    assert unfit == cases.of(FREE, 1, 2, 4, 8, 16, 64)
+    told = Told(deadly)
+    assert found(Fake(picky(32, error=Spoilt("failed")), FREE), Build((), unfit=unfit), told).cases == (x(32, 4),)
+    assert told.tried == [(x(32, 4),), ()]
+
+
+def test_what_worked_before_is_run_at_once_and_if_it_does_not_work_now_another_is_found() -> None:
+    before = cases.of(FREE, 48, 96)
+    told = Told()
+    assert found(Fake(row_sums, FREE), Build((), canary_cases=before), told).cases == before
+    assert told.tried == [before, ()]
+    engine = Fake(picky(1, 2, error=Spoilt("failed")), FREE)
+    assert found(engine, Build((), canary_cases=before)).cases == cases.of(FREE, 1, 2)
+    assert engine.builds == 1
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2, 3, 4])
+def test_of_an_input_that_may_have_any_rank_one_is_found_that_works(rank: int) -> None:
+    engine = Fake(
+        of_rank(rank), Signature((TensorSignature("x", "FP32", None),), (TensorSignature("y", "FP32", None),))
+    )
+    known = found(engine)
+    assert ({len(case["x"]) for case in known.cases}, known.note) == ({rank}, "")
+    assert [each["y"] for each in known.shapes] == [case["x"] for case in known.cases]
+    assert known.digest == canary.run(engine, known.cases).digest
+    # That is one rank of many.
+    assert canary.observed(engine.signature, known) == engine.signature
+
+
+def test_a_model_that_has_gears_is_tried_in_them_alone() -> None:
+    class Geared(Fake):
+        @property
+        def gears(self) -> Gears:
+            return (4, 7), (8, 7)
+
+    signature = Signature((tensor("x", -1, 2), tensor("z", 3, -1)), (tensor("y", -1, 2),))
+    one, two = {"x": (4, 2), "z": (3, 7)}, {"x": (8, 2), "z": (3, 7)}
+    assert found(Geared(lambda inputs: {"y": inputs["x"]}, signature)).cases == (one,)
+    assert found(Geared(picky(8, error=InvalidArgument("no")), signature)).cases == (two,)
+    none = found(Geared(picky(1, error=InvalidArgument("no")), signature))
+    assert (none.cases, none.note[:36]) == ((), "the model runs on none of 2 inputs m")
+
+
+class Once(Fake):
+    """Only a new process gives back what its build took."""
+
+    can_rebuild = False
+
+
+def test_an_engine_that_cannot_be_rebuilt_takes_another_process_for_the_next_try() -> None:
+    assert found(Once(row_sums, FREE)).cases == (x(1, 4),)
+    with pytest.raises(BuildError, match=r"^it does not run on the canary, x \[1, 4\]: died$"):
+        found(Once(picky(error=Spoilt("died")), FREE))
+    for signature, unfit in ((FREE, cases.of(FREE, 1, 2, 4, 8, 16, 32, 48, 64)), (FIXED, ())):
+        last = Once(picky(error=Spoilt("died")), signature)
+        assert found(last, Build((), unfit=unfit)).cases == ()
+        assert (len(last.asked), last.builds) == (1, 0)
+
+
+@pytest.mark.parametrize(
+    ("order", "note"),
+    [
+        (Build((), search=False), "it is off: nothing shows whether a worker answers as the model does"),
+        (
+            Build((), search=False, unfit=(x(1, 4),)),
+            "the search was given up, it took too long or too many processes died; the key canary can name an input",
+        ),
+    ],
+)
+def test_without_a_search_nothing_is_run(order: Build, note: str) -> None:
+    engine = Fake(row_sums, FREE)
+    assert found(engine, order) == canary.Canary((), "", note=note)
+    assert not engine.asked
+
+
+def test_what_is_configured_is_run_or_the_reason_is_told() -> None:
+    told = Told()
+    assert found(Fake(row_sums, FREE), Build((), search=False, canary_cases=(x(7, 4),)), told).cases == (x(7, 4),)
+    assert told.tried == [(x(7, 4),), ()]
+    wrong: Sequence[Tuple[Case, str]] = (
+        ({"z": (1, 4)}, "canary: expected inputs x, got z"),
+        (x(1, 5), r"canary.x: expected a shape like \[-1, 4\], got \[1, 5\]"),
+        (x(4), r"canary.x: expected a shape like \[-1, 4\], got \[4\]"),
+        (x(2**27, 4), "canary: expected at most 1073741824 bytes, got 2147483648"),
+        (x(3, 4), r"the model does not run on the configured canary, x \[3, 4\]: refused"),
+    )
+    for case, cause in wrong:
+        with pytest.raises(BuildError, match=f"^{cause}$"):
+            found(Fake(picky(1, error=InvalidArgument("refused")), FREE), Build((), search=False, canary_cases=(case,)))
+
+
+def test_a_model_that_is_random_has_shapes_but_no_digest() -> None:
+    random = np.random.RandomState(0)
+    known = found(Fake(lambda inputs: {"y": 1 + random.rand(len(inputs["x"]), 7)}, FREE))
+    assert (known.cases, known.digest) == (cases.of(FREE, 1, 2), "")
+    assert known.note.startswith("the model gives different answers to the same input, 0.")
+    assert "of the largest value apart, canary_tolerance is 0: allow more, or build the model" in known.note
+    assert canary.observed(FREE, known).outputs == (tensor("y", -1, 7),)
+
+
+def test_answers_that_differ_by_no_more_than_is_allowed_are_the_same() -> None:
+    random = np.random.RandomState(0)
+    noisy = Fake(lambda inputs: {"y": inputs["x"] * (1 + 1e-6 * random.rand())}, FREE)
+    assert found(noisy, tolerance=1e-5).digest
+    assert not found(noisy, tolerance=1e-9).digest
+
+
+def test_an_error_that_is_no_answer_is_not_swallowed() -> None:
+    with pytest.raises(RuntimeError, match="bug"):
+        found(Fake(picky(3, error=RuntimeError("bug")), FREE))
+
+
+# --- a sample ---------------------------------------------------------------------------------------------------
+
+
+def test_a_sample_is_what_is_asked(tmp_path: Path) -> None:
+    path = str(tmp_path / "s.npz")
+    np.savez(path, x=np.asfortranarray(np.arange(12, dtype=">f4").reshape(3, 4)))
+    engine = Fake(row_sums, FREE)
+    known = found(engine, Build((), search=False), sample=sample.load(path, FREE))
+    assert (known.cases, known.answers[0]["y"].tolist()) == ((x(3, 4),), [6, 22, 38])
+    assert engine.asked[0]["x"].flags.c_contiguous
+    assert engine.asked[0]["x"].dtype == np.dtype("<f4")
+
+
+@pytest.mark.parametrize("rows", [np.full((2, 4), np.nan, np.float32), np.zeros((0, 4), np.float32)])
+def test_an_answer_without_a_finite_number_is_no_canary(rows: Any) -> None:
+    engine = Fake(row_sums, FREE)
+    known = found(engine, Build((), search=False), sample={"x": rows})
+    assert (known.digest, known.note) == ("", "the model's answer to it has no finite number, which shows nothing")
+    # In a search the next one is tried.
+    known = found(Fake(lambda inputs: {"y": inputs["x"][8:, 0]}, FREE))
+    assert known.cases[0] == x(16, 4)
+    assert known.digest
+
+
+def test_what_is_no_sample_is_refused_with_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "s.npz"
+
+    def cause() -> str:
+        with pytest.raises(BuildError) as caught:
+            sample.load(str(path), FREE)
+        assert str(caught.value).startswith(f"canary: {path}: ")
+        return str(caught.value)[len(f"canary: {path}: ") :]
+
+    assert cause() == "No such file or directory"
+    path.write_bytes(b"no zip")
+    assert cause().startswith("expected an .npz of plain arrays")
+    array = np.zeros((1, 4), np.float32)
+    for arrays, expected in (
+        ({"z": array}, "expected arrays x, got z"),
+        ({"x": array.astype(np.float64)}, "x: expected float32, got float64"),
+        ({"x": np.array([object()])}, "expected an .npz of plain arrays: Object arrays cannot be loaded"),
+        ({f"x{i}": array for i in range(65)}, "expected at most 64 arrays, got 65"),
+    ):
+        everything_in_it: Dict[str, Any] = dict(arrays)
+        np.savez(str(path), **everything_in_it)
+        assert cause().startswith(expected)
+    np.savez(str(path), x=array)
+    encrypted = bytearray(path.read_bytes())
+    for sign, offset in ((b"PK\1\2", 8), (b"PK\3\4", 6)):
+        encrypted[encrypted.index(sign) + offset] |= 1
+    path.write_bytes(encrypted)
+    assert cause().startswith("expected an .npz of plain arrays: File ")
+    with zipfile.ZipFile(str(path), "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("x", b"no array")
+    assert cause() == "expected an .npz of plain arrays, got x in it"
+    monkeypatch.setattr(sample, "MAX_BYTES", 2**20)
+    with zipfile.ZipFile(str(path), "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("x.npy", bytes(2**20 + 1))
+    assert cause() == "expected at most 1048576 bytes, got 1048577"
+
+
+def test_the_holders_answers_are_read_as_they_were(tmp_path: Path) -> None:
+    path = str(tmp_path / "answers")
+    known = canary.of(cases.of(FREE, 1, 2), [{"y": ONES, "a/b": NAN}, {"y": ONES * 2, "a/b": NAN}])
+    sample.save_answers(path, known.answers)
+    assert sample.load_answers(path, known.cases).digest == known.digest
+    with pytest.raises(BuildError, match="expected answers to 1 inputs"):
+        sample.load_answers(path, known.cases[:1])

@@ -1,0 +1,284 @@
+"""MindSpore Lite, as it is: each trap that the engine's docstring names is shown to exist and to be closed."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import weakref
+from pathlib import Path
+from typing import Any, Callable, ContextManager, List
+from unittest import mock
+
+import numpy as np
+import pytest
+
+from testkit import cases
+from weightd.protocol.messages.data import TensorSignature
+from weightd.worker.canary import canary
+from weightd.worker.engines.base import BuildError, Engine, Signature, Spoilt
+
+mslite: Any = pytest.importorskip("mindspore_lite", reason=".venv-mslite runs these")
+
+Built = Callable[[str], Engine]
+Model = Callable[[str], Path]
+NativeLogFile = Callable[[], ContextManager[Path]]
+
+module: Any = importlib.import_module("weightd.worker.engines.mindspore_lite.model")
+
+
+@pytest.fixture
+def bare(model: Model) -> Callable[[str], Any]:
+    """The library's own Model, without weightd."""
+
+    def build(name: str) -> Any:
+        context = mslite.Context()
+        context.target = ["cpu"]
+        context.cpu.thread_num = 1
+        built = mslite.Model()
+        built.build_from_file(str(model(name)), mslite.ModelType.MINDIR, context)
+        return built
+
+    return build
+
+
+def bare_predict(model: Any, *arrays: Any) -> List[Any]:
+    tensors = model.get_inputs()
+    for tensor, array in zip(tensors, arrays):
+        tensor.set_data_from_numpy(array)
+    return [each.get_data_to_numpy() for each in model.predict(tensors)]
+
+
+def ones(*shape: int) -> Any:
+    return np.ones(shape, np.float32)
+
+
+# --- It binds inputs by position and checks only their size ---------------------------------------------------
+
+
+def test_the_library_binds_by_position_and_the_engine_by_name(bare: Any, built: Built) -> None:
+    plain = bare("two_inputs")
+    plain.resize(plain.get_inputs(), [[1, 4], [1, 4]])
+    a, b = ones(1, 4) * 5, ones(1, 4) * 2
+    assert bare_predict(plain, b, a)[1].tolist() == (b - a).tolist()
+    assert built("two_inputs").predict({"b": b, "a": a})["difference"].tolist() == (a - b).tolist()
+
+
+def test_the_library_takes_another_shape_of_the_same_size_and_the_engine_does_not(bare: Any, built: Built) -> None:
+    assert bare_predict(bare("fixed"), ones(3, 2))[0].shape == (2, 5)
+    with pytest.raises(Spoilt):
+        built("fixed").predict({"x": ones(3, 2)})
+
+
+# --- It ignores F-order and big-endian arrays without an error ------------------------------------------------
+
+
+def test_why_inputs_have_to_be_native_and_in_c_order(bare: Any) -> None:
+    """`weightd.worker.session` sees to it: its tests show that an engine gets nothing else."""
+    plain = bare("fixed")
+    x = np.arange(6, dtype=np.float32).reshape(2, 3)
+    twice = (bare_predict(plain, x)[0] * 2).tolist()
+    assert bare_predict(plain, x * 2)[0].tolist() == twice
+    assert bare_predict(plain, np.asfortranarray(x * 2))[0].tolist() != twice
+    assert bare_predict(plain, (x * 2).astype(">f4"))[0].tolist() != twice
+
+
+# --- Its inputs are not copied --------------------------------------------------------------------------------
+
+
+def test_the_library_reads_the_callers_memory_when_it_predicts_and_the_engine_keeps_it(bare: Any, built: Built) -> None:
+    plain = bare("fixed")
+    x = ones(2, 3)
+    expected = bare_predict(plain, x * 2)[0].copy()
+    (tensor,) = plain.get_inputs()
+    tensor.set_data_from_numpy(x)
+    x *= 2
+    assert plain.predict([tensor])[0].get_data_to_numpy().tolist() == expected.tolist()
+    # The engine's caller is blocked until the predict has ended, and the arrays are held by the call.
+    assert built("fixed").predict({"x": ones(2, 3) * 2})["y"].tolist() == expected.tolist()
+
+
+# --- Its outputs are views ------------------------------------------------------------------------------------
+
+
+def test_the_librarys_outputs_are_views_and_the_engines_are_not(bare: Any, built: Built) -> None:
+    plain = bare("fixed")
+    (first,) = bare_predict(plain, ones(2, 3))
+    kept = first.copy()
+    bare_predict(plain, ones(2, 3) * 2)
+    assert first.tolist() != kept.tolist()
+    engine = built("fixed")
+    answer = engine.predict({"x": ones(2, 3)})["y"]
+    engine.predict({"x": ones(2, 3) * 2})
+    assert answer.tolist() == kept.tolist()
+    assert answer.flags.owndata
+
+
+# --- A failed predict spoils the model ------------------------------------------------------------------------
+
+
+def test_a_failed_predict_of_the_library_is_followed_by_a_wrong_answer(bare: Any) -> None:
+    plain = bare("two_batches")
+    plain.resize(plain.get_inputs(), [[2, 4], [2, 4]])
+    assert bare_predict(plain, ones(2, 4), ones(2, 4))[0].tolist() == (ones(2, 4) * 2).tolist()
+    plain.resize(plain.get_inputs(), [[2, 4], [3, 4]])
+    with pytest.raises(RuntimeError, match="predict failed!"):
+        bare_predict(plain, ones(2, 4), ones(3, 4))
+    plain.resize(plain.get_inputs(), [[5, 4], [5, 4]])
+    try:
+        wrong = bare_predict(plain, ones(5, 4), ones(5, 4) * 2)[0]
+    except RuntimeError:
+        return
+    assert wrong.tolist() != (ones(5, 4) * 3).tolist()
+
+
+def test_a_failed_predict_is_spoilt_with_the_cause_and_a_new_build_is_whole(
+    built: Built, model: Model, native_log: NativeLogFile
+) -> None:
+    engine = built("two_batches")
+    engine.predict({"a": ones(2, 4), "b": ones(2, 4)})
+    with native_log(), pytest.raises(Spoilt) as info:
+        engine.predict({"a": ones(2, 4), "b": ones(3, 4)})
+    assert str(info.value).startswith("predict failed!: InferShape fail! | run kernel PreProcess failed, name: ")
+    engine.build(str(model("two_batches")))
+    assert engine.predict({"a": ones(5, 4), "b": ones(5, 4) * 2})["sum"].tolist() == (ones(5, 4) * 3).tolist()
+
+
+@pytest.mark.parametrize("shape", [(0, 4), (2, 5), (2, 4, 1)])
+def test_shapes_that_cannot_be_are_spoilt_and_never_an_answer(shape: Any, built: Built) -> None:
+    with pytest.raises(Spoilt):
+        built("two_inputs").predict({"a": ones(*shape), "b": ones(2, 4)})
+
+
+def test_a_wrong_datatype_is_spoilt(built: Built) -> None:
+    with pytest.raises(Spoilt, match="data type not equal"):
+        built("fixed").predict({"x": np.ones((2, 3), np.int32)})
+
+
+# --- A failed build spoils the Model object -------------------------------------------------------------------
+
+
+def test_the_librarys_model_cannot_be_built_twice_and_the_engine_can(
+    bare: Any, engine: Engine, model: Model, tmp_path: Path
+) -> None:
+    plain = bare("fixed")
+    with pytest.raises(RuntimeError):
+        plain.build_from_file(str(model("fixed")), mslite.ModelType.MINDIR, mslite.Context())
+    bad = tmp_path / "bad.mindir"
+    bad.write_bytes(b"bad")
+    for path, fails in ((bad, True), (model("fixed"), False), (bad, True), (model("fixed"), False)):
+        if fails:
+            with pytest.raises(BuildError):
+                engine.build(str(path))
+        else:
+            engine.build(str(path))
+            assert engine.predict({"x": ones(2, 3)})["y"].shape == (2, 5)
+
+
+def test_the_model_before_is_gone_when_the_next_is_built(built: Built, model: Model) -> None:
+    """Two at once would be two copies of the weights; and on a card there may be only one."""
+    engine: Any = built("fixed")
+    before = weakref.ref(engine._model)
+    seen: List[Any] = []
+
+    build_from_file = mslite.Model.build_from_file
+
+    def watched(self: Any, *arguments: Any) -> None:
+        seen.append(before())
+        build_from_file(self, *arguments)
+
+    with mock.patch.object(mslite.Model, "build_from_file", watched):
+        engine.build(str(model("fixed")))
+    assert seen == [None]
+    assert engine.predict({"x": ones(2, 3)})["y"].shape == (2, 5)
+
+
+# --- Its exceptions have no cause -----------------------------------------------------------------------------
+
+
+def test_a_failed_build_has_the_cause_of_the_native_log(
+    engine: Engine, model: Model, tmp_path: Path, native_log: NativeLogFile
+) -> None:
+    half = tmp_path / "half.mindir"
+    half.write_bytes(model("wide").read_bytes()[:1000])
+    with native_log() as log, pytest.raises(BuildError) as info:
+        engine.build(str(half))
+    text = str(info.value)
+    assert text.startswith("build_from_file failed! Error is Common error code.: ")
+    causes = text.partition("code.: ")[2].split(" | ")
+    assert 1 <= len(causes) <= 4
+    assert all(cause in log.read_text() for cause in causes)
+    assert not any("[" in cause.split(" ")[0] for cause in causes)
+
+
+def test_without_a_log_to_read_the_exception_stands_alone(engine: Engine, tmp_path: Path) -> None:
+    bad = tmp_path / "bad.mindir"
+    bad.write_bytes(b"bad")
+    saved = os.dup(2)
+    null = os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(null, 2)
+        with pytest.raises(BuildError, match=r"^build_from_file failed! Error is Common error code\.$"):
+            engine.build(str(bad))
+    finally:
+        os.dup2(saved, 2)
+        os.close(saved)
+        os.close(null)
+
+
+# --- The dtypes of the file are not those that it takes -------------------------------------------------------
+
+
+def test_int64_becomes_int32_and_the_signature_says_so(built: Built) -> None:
+    engine = built("integers")
+    assert engine.signature.inputs == (TensorSignature("ids", "INT32", (-1, 3)),)
+    answer = engine.predict({"ids": np.array([[0, 1, 0], [2, 2, 2]], np.int32)})["vectors"]
+    assert answer.shape == (2, 3, 4)
+    assert np.array_equal(answer[0, 0], answer[0, 2])
+    with pytest.raises(Spoilt, match="data type not equal"):
+        engine.predict({"ids": np.array([[0, 1, 0]])})
+
+
+def test_a_type_that_has_no_name_on_the_wire_is_named() -> None:
+    tensor = mock.Mock(dtype=mslite.DataType.UNKNOWN, shape=[1])
+    tensor.name = "words"
+    with pytest.raises(BuildError, match=r"words: DataType\.UNKNOWN has no datatype on the wire"):
+        module._tensor_signature(tensor)
+
+
+def test_every_type_of_the_library_that_is_a_number_has_a_name() -> None:
+    """FLOAT16 is FP16 and so on; what is left out is no number of one of the wire's kinds."""
+    names = {each.name for each in mslite.DataType}
+    assert names - set(module._DATATYPE) <= {"UNKNOWN", "INVALID"}
+
+
+# --- What the signature leaves open ---------------------------------------------------------------------------
+
+
+def test_an_output_that_depends_on_a_free_dimension_is_seen_by_the_canary(built: Built) -> None:
+    for name, shape in (("two_inputs", (-1, 4)), ("convolution", (-1, 256, 8, 8)), ("integers", (-1, 3, 4))):
+        engine = built(name)
+        assert engine.signature.outputs[0].shape is None
+        known = cases.found(engine, rebuild=lambda: pytest.fail("nothing is spoilt"))
+        assert canary.observed(engine.signature, known).outputs[0].shape == shape
+
+
+def test_names_may_be_padded() -> None:
+    tensor = mock.Mock(dtype=mslite.DataType.FLOAT32, shape=[-1, 4])
+    tensor.name = "x   "
+    assert module._tensor_signature(tensor) == TensorSignature("x", "FP32", (-1, 4))
+
+
+def test_a_resize_happens_only_when_the_shape_changes(built: Built) -> None:
+    engine: Any = built("two_inputs")
+    with mock.patch.object(engine._model, "resize", wraps=engine._model.resize) as resize:
+        for size, calls in ((1, 1), (1, 1), (3, 2), (3, 2), (1, 3)):
+            engine.predict({"a": ones(size, 4), "b": ones(size, 4)})
+            assert resize.call_count == calls
+
+
+def test_the_signature_is_that_of_the_last_build(engine: Engine, model: Model) -> None:
+    seen: List[Signature] = []
+    for name in ("fixed", "integers", "fixed"):
+        engine.build(str(model(name)))
+        seen.append(engine.signature)
+    assert seen[0] == seen[2] != seen[1]

@@ -1,0 +1,298 @@
+"""What the library is told, seen by a library that only writes it down."""
+
+from __future__ import annotations
+
+import os
+import sys
+import types
+from pathlib import Path
+from typing import Any, Dict, List, Optional
+
+import numpy as np
+import pytest
+
+from weightd.protocol.messages.children import DeviceMemory
+from weightd.worker.engines import ENGINES
+from weightd.worker.engines.base import SHARING_IS_OFF, BuildError, Engine, EngineMissing, NotAllowed, Settings
+from weightd.worker.engines.mindspore_lite import acl, ascend
+
+Calls = List[Dict[str, Any]]
+
+
+class Library(types.ModuleType):
+    """mindspore_lite 2.7: each build appends its arguments to `calls`; `info` is what get_model_info knows."""
+
+    __version__ = "2.7.0"
+
+    def __init__(self) -> None:
+        super().__init__("mindspore_lite")
+        self.calls: Calls = []
+        self.info = {"current_pid": "4711", "shareable_weight_mem_handle": "12345678901234567890"}
+        library = self
+
+        class Context:
+            def __init__(self) -> None:
+                self.target: List[str] = ["cpu"]
+                self.cpu = types.SimpleNamespace()
+                self.ascend = types.SimpleNamespace()
+
+        class Model:
+            def build_from_file(self, path: str, kind: object, context: Context, **more: Any) -> None:
+                sides = {"cpu": vars(context.cpu), "ascend": vars(context.ascend)}
+                library.calls.append({"target": context.target, **sides, **more})
+
+            def get_inputs(self) -> List[object]:
+                return []
+
+            get_outputs = get_inputs
+
+            def get_model_info(self, key: str) -> str:
+                return library.info.get(key, "")
+
+        self.Context = Context
+        self.Model: Any = Model
+        self.ModelType = types.SimpleNamespace(MINDIR=0)
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> Library:
+    library = Library()
+    monkeypatch.setitem(sys.modules, "mindspore_lite", library)
+    return library
+
+
+def make(device: str, *, sharing: bool = True, **options: Any) -> Engine:
+    return ENGINES["mindspore_lite"](Settings(3, device, sharing, options))
+
+
+def told(library: Library, device: str, **options: Any) -> Dict[str, Any]:
+    """What the library is told in a private build."""
+    make(device, sharing=False, **options).build("/m/x.mindir")
+    (call,) = library.calls
+    return call
+
+
+# --- options --------------------------------------------------------------------------------------------------
+
+
+def test_without_options_only_what_the_oldest_library_knows(library: Library) -> None:
+    assert told(library, "cpu") == {"target": ["cpu"], "cpu": {"thread_num": 3}, "ascend": {}}
+    library.calls.clear()
+    assert told(library, "ascend:5") == {"target": ["ascend"], "cpu": {}, "ascend": {"device_id": 5}}
+
+
+def test_the_threads_of_the_cpu(library: Library) -> None:
+    call = told(library, "cpu", thread_affinity_mode=2, thread_affinity_cores=[4, 6], inter_op_parallel=2)
+    assert call["cpu"] == {
+        "thread_num": 3,
+        "thread_affinity_mode": 2,
+        "thread_affinity_core_list": [4, 6],
+        "inter_op_parallel_num": 2,
+    }
+
+
+def test_the_ways_of_a_card(library: Library) -> None:
+    call = told(library, "ascend:1", provider="ge", precision_mode="enforce_fp32", rank_table_file="/r/table.json")
+    assert call["ascend"] == {"device_id": 1, "provider": "ge", "precision_mode": "enforce_fp32"}
+    assert call["config_dict"] == {"ascend_context": {"rank_table_file": "/r/table.json"}}
+
+
+def test_a_rank_table_stands_beside_what_is_shared(library: Library) -> None:
+    engine = make("ascend:0", rank_table_file="/r")
+    engine.build("/m", pids=("1", "007", "2147483647"))
+    expected = {"rank_table_file": "/r", "shareable_weight_pid_list": "1,7,2147483647"}
+    assert library.calls[0]["config_dict"] == {"ascend_context": expected}
+    engine = make("ascend:0")
+    engine.build("/m", handle="18446744073709551615")
+    assert library.calls[1]["config_dict"] == {
+        "ascend_context": {"shareable_weight_mem_handle": "18446744073709551615"}
+    }
+
+
+@pytest.mark.parametrize("device", ["cpu", "ascend:0"])
+def test_a_file_of_the_librarys_own(device: str, library: Library, tmp_path: Path) -> None:
+    file = tmp_path / "lite.ini"
+    file.write_text("[ascend_context]\nmodel_cache_mode=mem_opt\n# shareable_weight_pid_list=1\n")
+    assert told(library, device, config_file=str(file))["config_path"] == str(file)
+
+
+@pytest.mark.parametrize("line", ["shareable_weight_pid_list=1,2", "  shareable_weight_mem_handle = 7"])
+def test_a_file_that_decides_who_shares_is_refused(line: str, library: Library, tmp_path: Path) -> None:
+    file = tmp_path / "lite.ini"
+    file.write_text(f"[ascend_context]\nplugin_custom_ops=All\n{line}\n")
+    key = line.partition("=")[0].strip()
+    with pytest.raises(BuildError, match=rf"^options\.config_file: .*lite.ini: {key} is set by weightd; remove it"):
+        make("ascend:0", config_file=str(file)).build("/m", handle="7")
+    assert library.calls == []
+
+
+def test_a_file_that_is_not_there_is_named(library: Library, tmp_path: Path) -> None:
+    for option in ("config_file", "dec_key_file"):
+        given: Any = {option: str(tmp_path / "gone")}
+        engine = make("cpu", **given)
+        with pytest.raises(BuildError, match=rf"^options\.{option}: .*gone: No such file or directory$"):
+            engine.build("/m")
+
+
+# --- the key --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o400])
+def test_all_bytes_of_the_file_are_the_key(mode: int, library: Library, tmp_path: Path) -> None:
+    file = tmp_path / "key"
+    file.write_bytes(b"0123\0\n9")
+    file.chmod(mode)
+    call = told(library, "ascend:0", dec_key_file=str(file), dec_mode="SM4-CBC")
+    assert (call["dec_key"], call["dec_mode"]) == (b"0123\0\n9", "SM4-CBC")
+
+
+@pytest.mark.parametrize("mode", [0o644, 0o640, 0o604, 0o700, 0o200, 0o4600])
+def test_a_key_that_others_may_read_is_none(mode: int, library: Library, tmp_path: Path) -> None:
+    file = tmp_path / "key"
+    file.write_bytes(b"0123456789abcdef")
+    file.chmod(mode)
+    with pytest.raises(BuildError, match=r"^options\.dec_key_file: .*(expected mode 0600 or 0400|Permission denied)"):
+        make("cpu", dec_key_file=str(file)).build("/m")
+
+
+@pytest.mark.parametrize("case", ["empty", "long", "directory", "pipe", "link", "stranger"])
+def test_a_key_that_is_no_private_file_is_none(case: str, library: Library, tmp_path: Path) -> None:
+    file = tmp_path / "key"
+    if case == "directory":
+        file.mkdir()
+    elif case == "pipe":
+        os.mkfifo(str(file), 0o600)
+    elif case == "link":
+        (tmp_path / "target").write_bytes(b"0123456789abcdef")
+        (tmp_path / "target").chmod(0o600)
+        file.symlink_to(tmp_path / "target")
+    else:
+        file.write_bytes({"empty": b"", "long": bytes(5000)}.get(case, b"0123456789abcdef"))
+        file.chmod(0o600)
+    if case == "stranger":
+        if os.geteuid():
+            pytest.skip("only root can give a file away")
+        os.chown(str(file), 12345, -1)
+    with pytest.raises(BuildError, match=r"^options\.dec_key_file: "):
+        make("cpu", dec_key_file=str(file)).build("/m")
+    assert library.calls == []
+
+
+# --- versions and numbers -------------------------------------------------------------------------------------
+
+
+def test_a_library_that_cannot_share_says_so_and_serves_without(library: Library) -> None:
+    del library.Model.get_model_info
+    library.__version__ = "2.0.0"
+    with pytest.raises(EngineMissing, match=r"^mindspore_lite 2\.0\.0 shares no weights .*install 2\.7 or later, or"):
+        make("ascend:0")
+    alone = make("ascend:0", sharing=False)
+    assert alone.current_pid() == str(os.getpid())
+    alone.build("/m", pids=("1",))
+    assert "config_dict" not in library.calls[0]
+    assert alone.export("/s") == SHARING_IS_OFF
+
+
+@pytest.mark.parametrize("pid", ["", "-1", "12 ", "x"])
+def test_a_process_without_a_number_cannot_share(pid: str, library: Library) -> None:
+    library.info["current_pid"] = pid
+    with pytest.raises(EngineMissing, match=r"^the library has no number for this process"):
+        make("ascend:0")
+    assert make("ascend:0", sharing=False).current_pid() == str(os.getpid())
+
+
+@pytest.mark.parametrize("handle", ["", "0", "-1", "7x", "0x7", " 7", "18446744073709551616"])
+def test_a_handle_that_is_none_is_an_error(handle: str, library: Library) -> None:
+    library.info["shareable_weight_mem_handle"] = handle
+    engine = make("ascend:0")
+    engine.build("/m", pids=("1",))
+    with pytest.raises(BuildError, match=r"without exporting its weights, got handle '"):
+        engine.export("/s")
+    with pytest.raises(NotAllowed, match="this process has exported no weights"):
+        engine.allow(["1"])
+
+
+def test_what_is_shared_is_estimated_as_the_library_rounds_it(library: Library, tmp_path: Path) -> None:
+    def shared(path: Path) -> int:
+        engine = make("ascend:0")
+        engine.build(str(path), pids=("1",))
+        return engine.export("/s").bytes >> 20
+
+    file = tmp_path / "x.mindir"
+    file.write_bytes(bytes(1))
+    assert shared(file) == 2
+    file.write_bytes(bytes(2 << 20))
+    assert shared(file) == 4  # an exact multiple still gets one more
+    graph = tmp_path / "large_graph.mindir"
+    graph.write_bytes(bytes(100))
+    (tmp_path / "large_variables").mkdir()
+    (tmp_path / "large_variables" / "data_0").write_bytes(bytes(5 << 20))
+    assert shared(graph) == 6
+    assert shared(tmp_path / "gone.mindir") == 2
+
+
+# --- the layer beneath ----------------------------------------------------------------------------------------
+
+
+def test_there_is_one_build_in_a_process(library: Library) -> None:
+    engine = make("ascend:0")
+    assert not engine.can_rebuild
+    engine.build("/m", pids=("1",))
+    with pytest.raises(BuildError, match="this process has built a model on a card before"):
+        engine.build("/m", pids=("1",))
+
+
+class FakeAcl:
+    """libascendcl with one card."""
+
+    done: List[str]
+
+    def __init__(self) -> None:
+        self.done = []
+        FakeAcl.last = self
+
+    last: Optional[FakeAcl] = None
+
+    def device_count(self) -> int:
+        return 1
+
+    def use(self, device: int) -> None:
+        self.done.append(f"use {device}")
+
+    def allow(self, handle: int, pids: List[int]) -> None:
+        self.done.append(f"allow {handle} {pids}")
+
+    def memory(self) -> DeviceMemory:
+        return DeviceMemory(10, 4)
+
+
+def test_a_card_beyond_the_last_is_refused_and_calls_concern_the_right_one(
+    library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ascend, "Acl", FakeAcl)
+    with pytest.raises(BuildError, match="device: there is no card 1; this process sees 1, counted from 0"):
+        make("ascend:1").build("/m")
+    engine = make("ascend:0")
+    engine.build("/m", pids=("1",))
+    handle = engine.export("/s").handle
+    engine.allow(["2", "3"])
+    assert FakeAcl.last is not None
+    assert FakeAcl.last.done == ["use 0", f"allow {handle} [2, 3]"]
+    assert engine.memory() == DeviceMemory(10, 4)
+
+
+def test_no_change_of_weights_that_the_library_would_crash_on(library: Library) -> None:
+    engine = make("ascend:0", sharing=False, variable_weights=True)
+    engine.build("/m")
+    with pytest.raises(BuildError, match="there are no weights to change"):
+        engine.update_weights({})
+    with pytest.raises(BuildError, match="variable_weights is not set"):
+        make("ascend:0").update_weights({"w": np.zeros(1)})
+
+
+def test_an_error_of_a_call_has_its_name_code_and_hint() -> None:
+    error = acl.AclError("aclrtX", 107002, "no card is set")
+    assert (error.call, error.code, error.hint) == ("aclrtX", 107002, "no card is set")
+    assert str(error) == "aclrtX returned 107002: no card is set"
+    assert str(acl.AclError("aclrtX", 9, "")) == "aclrtX returned 9"
+    assert str(acl.AclError("aclrtX", None, "missing")) == "aclrtX: missing"

@@ -1,0 +1,186 @@
+"""ONNX Runtime, as it is."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any, Callable, ContextManager
+
+import numpy as np
+import pytest
+
+from testkit import cases
+from weightd.protocol.errors import InvalidArgument
+from weightd.protocol.messages.data import TensorSignature
+from weightd.worker import nativelog
+from weightd.worker.canary import canary
+from weightd.worker.engines.base import BuildError, Engine, Settings, Spoilt
+from weightd.worker.engines.onnxruntime import OnnxRuntime
+
+pytest.importorskip("onnxruntime", reason="MindSpore Lite's interpreter runs its own engine's tests")
+
+Built = Callable[[str], Engine]
+Model = Callable[[str], Path]
+
+
+def never() -> None:
+    pytest.fail("nothing is spoilt")
+
+
+def ones(*shape: int, dtype: Any = np.float32) -> Any:
+    return np.ones(shape, dtype)
+
+
+def test_datatypes_are_those_of_the_file(built: Built) -> None:
+    engine = built("integers")
+    assert engine.signature.inputs == (TensorSignature("ids", "INT64", (-1, 3)),)
+    answer = engine.predict({"ids": np.array([[0, 1, 0]])})["vectors"]
+    assert answer.shape == (1, 3, 4)
+    assert np.array_equal(answer[0, 0], answer[0, 2])
+
+
+@pytest.mark.parametrize(
+    ("name", "inputs", "text"),
+    [
+        ("integers", {"ids": np.array([[0, 1, 99]])}, "idx=99"),
+        ("two_batches", {"a": ones(2, 4), "b": ones(3, 4)}, "2 by 3"),
+        ("threes", {"x": ones(2, 4)}, "Reshape"),
+        ("relu", {"x": ones(2, 5)}, "Expected: 4"),
+        ("relu", {"x": ones(2, 4, dtype=np.float64)}, "double"),
+        ("filled", {"shape": np.array([2**40, 4])}, "bad_alloc|allocate"),
+        ("filled", {"shape": np.array([2**62, 4])}, "overflow"),
+        ("filled", {"shape": np.array([-1, 4])}, ">= 0"),
+    ],
+)
+def test_what_the_library_refuses_is_the_requests_fault_and_the_session_is_as_good_as_before(
+    name: str, inputs: Any, text: str, built: Built
+) -> None:
+    engine = built(name)
+    good = {
+        each.name: ones(*(3 if dim < 0 else dim for dim in each.shape), dtype="q" if each.datatype == "INT64" else "f")
+        for each in engine.signature.inputs
+        if each.shape is not None
+    }
+    expected = engine.predict(good)
+    for _ in range(2):
+        with pytest.raises(InvalidArgument, match=text):
+            engine.predict(inputs)
+        for key, array in engine.predict(good).items():
+            assert np.array_equal(array, expected[key])
+
+
+def test_an_exception_that_nobody_expects_spoils(built: Built) -> None:
+    engine = built("two_inputs")
+    with pytest.raises(Spoilt, match="missing"):
+        engine.predict({"a": ones(1, 4)})
+
+
+def test_the_daemons_log_does_not_grow_without_a_bound_by_bad_requests(
+    built: Built, native_log: Callable[[], ContextManager[Path]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The library logs each node that fails; `Session` bounds the log with each order."""
+    monkeypatch.setattr(nativelog, "_MAX_LOG_BYTES", 1000)
+    engine = built("integers")
+    with native_log() as log:
+        for _ in range(20):
+            nativelog.bound()
+            with pytest.raises(InvalidArgument):
+                engine.predict({"ids": np.array([[0, 1, 99]])})
+        assert 0 < log.stat().st_size < 3000
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("strings", r"words: tensor\(string\) has no datatype on the wire; expected one of tensor\(bool\)"),
+        ("sequence", r"many: seq\(tensor\(float\)\) has no datatype"),
+    ],
+)
+def test_a_type_that_has_no_name_on_the_wire_is_named(name: str, text: str, engine: Engine, model: Model) -> None:
+    with pytest.raises(BuildError, match=text):
+        engine.build(str(model(name)))
+
+
+def test_a_build_error_has_the_librarys_reason(engine: Engine, model: Model, tmp_path: Path) -> None:
+    half = tmp_path / "half.onnx"
+    half.write_bytes(model("wide").read_bytes()[:1000])
+    with pytest.raises(BuildError, match=r"onnxruntime: .*half\.onnx failed:Protobuf parsing failed"):
+        engine.build(str(half))
+
+
+def test_weights_in_other_files_are_found_beside_the_model(engine: Engine, onnx: Path, tmp_path: Path) -> None:
+    for path in onnx.glob("with_external_data.*"):
+        if path.suffix != ".mindir":
+            shutil.copy(str(path), str(tmp_path))
+    engine.build(str(tmp_path / "with_external_data.onnx"))
+    assert np.isfinite(engine.predict({"x": ones(2, 64)})["y"]).all()
+    (tmp_path / "with_external_data.w1.bin").unlink()
+    with pytest.raises(BuildError, match=r"with_external_data\.w1\.bin"):
+        engine.build(str(tmp_path / "with_external_data.onnx"))
+
+
+def test_a_model_without_inputs_runs(built: Built) -> None:
+    engine = built("no_inputs")
+    assert engine.signature.inputs == ()
+    assert engine.predict({})["y"].tolist() == ones(2, 3).tolist()
+    assert cases.found(engine, never).note == ""
+
+
+def test_a_model_with_a_random_node_has_no_canary(built: Built) -> None:
+    engine = built("random_output")
+    known = cases.found(engine, never)
+    assert known.note.startswith("the model gives different answers to the same input, ")
+    assert canary.observed(engine.signature, known).outputs[0].shape == (-1, 4)
+
+
+def test_an_unknown_rank_is_not_taken_for_a_scalar(built: Built) -> None:
+    """The library says [] for both: the file tells."""
+    engine = built("scalar")
+    assert [each.shape for each in engine.signature.inputs] == [(-1, 4), ()]
+    engine = built("any_rank")
+    assert [each.shape for each in (*engine.signature.inputs, *engine.signature.outputs)] == [None, None]
+    assert cases.found(engine, never).note == ""
+    for shape in ((), (3,), (2, 4)):
+        assert engine.predict({"x": ones(*shape)})["y"].shape == shape
+    engine = built("reshape")
+    assert engine.signature.outputs[0].shape is None
+    answer = engine.predict({"x": ones(2, 4), "shape": np.array([2, 2, 2])})["y"]
+    assert answer.shape == (2, 2, 2)
+
+
+def test_a_scalar_output_stays_one(built: Built) -> None:
+    engine = built("total")
+    known = cases.found(engine, never)
+    assert canary.observed(engine.signature, known).outputs[0].shape == ()
+    assert engine.predict({"x": ones(2, 4)})["y"].tolist() == 8
+
+
+def test_an_output_that_is_an_input_or_a_weight_is_not_the_sessions_own(built: Built) -> None:
+    engine = built("constant")
+    x = ones(2, 4)
+    first = engine.predict({"x": x})
+    assert first["x"].tolist() == x.tolist()
+    assert first["k"].tolist() == [0, 1, 2, 3]
+    if first["k"].flags.writeable:
+        first["k"][:] = 9
+    assert engine.predict({"x": x})["k"].tolist() == [0, 1, 2, 3]
+
+
+def test_an_empty_batch_is_an_answer_here(built: Built) -> None:
+    assert built("relu").predict({"x": ones(0, 4)})["y"].shape == (0, 4)
+
+
+def test_why_inputs_have_to_be_native(built: Built) -> None:
+    """The library takes F-order for what it is, but a big-endian array for a native one, without a word."""
+    engine = built("relu")
+    x = np.arange(8, dtype=np.float32).reshape(2, 4)
+    assert engine.predict({"x": np.asfortranarray(x)})["y"].tolist() == x.tolist()
+    assert engine.predict({"x": x.astype(">f4")})["y"].tolist() != x.tolist()
+
+
+def test_the_threads_of_one_predict_are_set(model: Model) -> None:
+    engine: Any = OnnxRuntime(Settings(3, "cpu"))
+    engine.build(str(model("relu")))
+    options = engine._session.get_session_options()
+    assert (options.intra_op_num_threads, options.inter_op_num_threads) == (3, 1)
+    assert options.enable_cpu_mem_arena is False

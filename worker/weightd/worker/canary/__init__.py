@@ -1,0 +1,1 @@
+"""What shows that a process computes on the right weights: a question, found or given, and its answer, compared."""
