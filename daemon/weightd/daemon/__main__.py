@@ -12,11 +12,11 @@ from pathlib import Path
 from weightd.daemon import exits
 from weightd.daemon.config.check import problems
 from weightd.daemon.config.load import ConfigError, default_path, examine, parse
-from weightd.daemon.continuity.claim import ClaimError
 from weightd.daemon.continuity.config_file import ConfigFile
 from weightd.daemon.continuity.service import Manager
 from weightd.daemon.doctor import arguments as doctor
 from weightd.daemon.host import logs
+from weightd.daemon.host.directories import ClaimError
 from weightd.daemon.server import Server
 from weightd.protocol.schema import label
 from weightd.protocol.version import VERSION

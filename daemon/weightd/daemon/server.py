@@ -23,13 +23,13 @@ from weightd.daemon.continuity.handover import Handover
 from weightd.daemon.continuity.herald import Herald
 from weightd.daemon.continuity.keeping import Keeping
 from weightd.daemon.continuity.service import CLIENTS, KEEPER, Manager
-from weightd.daemon.generations.records import DeviceRecord
 from weightd.daemon.host.loop import Loop, signals
 from weightd.daemon.host.memory import host_bytes
 from weightd.daemon.host.sockets import addresses, bind
 from weightd.daemon.models.budget import MIB, Device
 from weightd.daemon.models.fleet import Change, Fleet
 from weightd.daemon.models.model import Model
+from weightd.daemon.models.records import DeviceRecord
 from weightd.daemon.models.sources import Numbers
 from weightd.daemon.observe.status import Subject, report
 from weightd.daemon.observe.survey import Measured, Survey, crowding

@@ -16,11 +16,11 @@ from pathlib import Path
 
 import pytest
 
-from weightd.daemon.children.files import GenerationFiles, SnapshotFiles
 from weightd.daemon.children.keeper import link
 from weightd.daemon.children.keeper.link import Keeper
 from weightd.daemon.config.load import DaemonConfig
-from weightd.daemon.continuity.claim import ClaimError, claim, make_directory, make_private
+from weightd.daemon.continuity.claim import claim, make_private
+from weightd.daemon.host.directories import ClaimError
 
 # A daemon reduced to its claim: has what it claims, listens, leaves a file, and waits for the end of stdin.
 _DAEMON = """
@@ -225,17 +225,6 @@ def test_a_lock_that_is_a_link_is_refused(root: Path, config: DaemonConfig) -> N
     assert (root / "precious").read_text() == "precious"
 
 
-def test_another_users_directory_is_refused(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    directory = root / "theirs"
-    directory.mkdir()
-    if os.getuid() == 0:
-        os.chown(directory, 12345, 12345)
-    else:
-        monkeypatch.setattr(os, "getuid", lambda: 12345)
-    with pytest.raises(ClaimError, match="expected a directory of this user, not a link or another user's"):
-        make_directory(directory, 0o755)
-
-
 @pytest.mark.parametrize("which", ["run", "cache"])
 def test_a_directory_in_which_everybody_may_exchange_files_is_refused(
     root: Path, config: DaemonConfig, which: str
@@ -275,23 +264,6 @@ def test_another_users_files_are_an_error_of_one_line(
     monkeypatch.setattr(step, denied)
     with pytest.raises(ClaimError, match=r": Permission denied$"), claim(config):
         pass
-
-
-@pytest.mark.skipif(os.getuid() == 0, reason="root may write everywhere")
-def test_a_directory_that_is_read_only_is_refused(root: Path) -> None:
-    root.chmod(0o500)
-    try:
-        with pytest.raises(ClaimError, match="this user cannot write there; set runtime_dir and cache_dir"):
-            make_directory(root, 0o755)
-    finally:
-        root.chmod(0o700)
-
-
-def test_a_directory_that_cannot_be_made(root: Path) -> None:
-    (root / "file").touch()
-    for path in (root / "file" / "run", root / "file"):
-        with pytest.raises(ClaimError, match=f"^cannot make the directory {path}: "):
-            make_directory(path, 0o755)
 
 
 # --- what is a service manager's, or a keeper's ---------------------------------------------------------------------
@@ -367,30 +339,3 @@ def test_a_private_directory_is_made_once_its_keeper_has_ended(
     ]
     assert list(config.private_dir.iterdir()) == []
     assert stat.S_IMODE(config.private_dir.stat().st_mode) == 0o700
-
-
-# --- files ----------------------------------------------------------------------------------------------------------
-
-
-def test_a_generations_files_are_in_one_directory(root: Path) -> None:
-    files = GenerationFiles(root / "m.1")
-    files.create()
-    assert stat.S_IMODE(files.directory.stat().st_mode) == 0o700
-    for path in (files.store, files.log("m.1.w1")):
-        assert path.parent == files.directory
-        path.touch()
-    files.remove()
-    assert tree(root) == set()
-    files.remove()
-
-
-def test_a_snapshots_files_are_in_one_directory(root: Path) -> None:
-    files = SnapshotFiles(root / "m.v1")
-    files.create()
-    assert stat.S_IMODE(files.directory.stat().st_mode) == 0o700
-    for path in (files.model_dir, files.weights, files.log):
-        assert path.parent == files.directory
-        path.touch()
-    files.remove()
-    assert tree(root) == set()
-    files.remove()

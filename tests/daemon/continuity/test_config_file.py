@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from weightd.daemon.config.load import Config, ConfigError
-from weightd.daemon.continuity.claim import ClaimError
 from weightd.daemon.continuity.config_file import ConfigFile
+from weightd.daemon.host.directories import ClaimError
 
 WRONG = "nonsense"
 

@@ -13,9 +13,10 @@ import pytest
 from weightd.daemon.config.load import ModelConfig, complete_model
 from weightd.daemon.config.tables import Problems
 from weightd.daemon.continuity import handover
-from weightd.daemon.continuity.handover import Handover, HandoverError, ModelRecord
+from weightd.daemon.continuity.handover import Handover, HandoverError
 from weightd.daemon.engines.mindspore_lite import MindSporeLiteOptions
-from weightd.daemon.generations.records import ChildRecord, DeviceRecord, GenerationRecord, SealRecord, SourceRecord
+from weightd.daemon.generations.records import ChildRecord, GenerationRecord, SealRecord
+from weightd.daemon.models.records import DeviceRecord, ModelRecord, SourceRecord
 from weightd.protocol.messages.children import PROTOCOL, Built, DeviceMemory, Hello, Traits
 from weightd.protocol.messages.data import TensorSignature
 from weightd.protocol.version import VERSION

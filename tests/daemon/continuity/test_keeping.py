@@ -19,9 +19,10 @@ from testkit.keeping import LIMIT_S, ended
 from weightd.daemon.children.keeper import link
 from weightd.daemon.config.load import DaemonConfig
 from weightd.daemon.continuity import handover, keeping
-from weightd.daemon.continuity.claim import ClaimError, make_private
+from weightd.daemon.continuity.claim import make_private
 from weightd.daemon.continuity.keeping import Keeping
 from weightd.daemon.continuity.service import KEEPER, Manager
+from weightd.daemon.host.directories import ClaimError
 from weightd.daemon.host.processes import reap
 
 ENVIRONMENT = {"PATH": os.environ.get("PATH", os.defpath)}

@@ -15,7 +15,7 @@ import pytest
 import zmq
 
 from weightd.daemon.clients.connections import credentials, user
-from weightd.daemon.continuity.claim import ClaimError
+from weightd.daemon.host.directories import ClaimError
 from weightd.daemon.host.sockets import addresses, bind, peer_pid, peer_uid, receive, send
 
 LIMIT_MS = 20_000

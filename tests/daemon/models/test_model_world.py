@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from weightd.daemon.config.load import ModelConfig
-from weightd.daemon.continuity.handover import ModelRecord
 from weightd.daemon.generations.actions import Role
 from weightd.daemon.generations.generation import Generation
 from weightd.daemon.generations.plan import Source
@@ -25,6 +24,7 @@ from weightd.daemon.models.budget import MIB, Device, on_card
 from weightd.daemon.models.deployment import Deployment, Policy
 from weightd.daemon.models.model import Model
 from weightd.daemon.models.ports import Snapshot
+from weightd.daemon.models.records import ModelRecord
 from weightd.daemon.models.sources import Numbers
 from weightd.daemon.requests.blame.guard import MAX_LOSSES
 from weightd.daemon.requests.blame.suspects import NEAR_DEATHS

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from weightd.daemon.config.load import ModelConfig
-from weightd.daemon.continuity.handover import ModelRecord
 from weightd.daemon.generations.actions import Action, Dismiss, Enlist, Kill, Role, Send, Spawn
 from weightd.daemon.generations.generation import ABORT_TIMEOUT_S, BACK_TIMEOUT_S, Generation
 from weightd.daemon.generations.plan import Limits, Source
@@ -24,6 +23,7 @@ from weightd.daemon.models.budget import MIB, Device
 from weightd.daemon.models.fleet import Fleet
 from weightd.daemon.models.model import Model
 from weightd.daemon.models.ports import Snapshot
+from weightd.daemon.models.records import ModelRecord
 from weightd.daemon.models.sources import Numbers
 from weightd.daemon.requests.request import Request
 from weightd.protocol.errors import FailedPrecondition, InvalidArgument, RequestError, Unavailable

@@ -23,8 +23,6 @@ from weightd.daemon.children.files import GenerationFiles, Seal, SnapshotFiles, 
 from weightd.daemon.children.keeper.link import LOG, Child
 from weightd.daemon.config import canary as canary_config
 from weightd.daemon.config.load import DaemonConfig
-from weightd.daemon.continuity.claim import ClaimError
-from weightd.daemon.continuity.handover import ModelRecord
 from weightd.daemon.continuity.keeping import Keeping
 from weightd.daemon.engines.mindspore_lite import MindSporeLiteOptions
 from weightd.daemon.generations.actions import Role
@@ -32,6 +30,7 @@ from weightd.daemon.generations.generation import Generation
 from weightd.daemon.generations.plan import Source
 from weightd.daemon.generations.records import SealRecord
 from weightd.daemon.host import cgroup, processes
+from weightd.daemon.host.directories import ClaimError
 from weightd.daemon.host.ends import Coroner, End
 from weightd.daemon.host.loop import Loop
 from weightd.daemon.host.processes import Process
@@ -39,6 +38,7 @@ from weightd.daemon.host.sockets import BATCH, Received, bind, peer_pid, receive
 from weightd.daemon.models.budget import MIB, Device
 from weightd.daemon.models.model import Model
 from weightd.daemon.models.ports import Snapshot
+from weightd.daemon.models.records import ModelRecord
 from weightd.protocol import limits
 from weightd.protocol.codec import clip, decode, encode
 from weightd.protocol.errors import RemoteProtocolError

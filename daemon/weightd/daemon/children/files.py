@@ -8,7 +8,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from weightd.daemon.continuity.claim import make_directory
+from weightd.daemon.host.directories import make_directory
 
 
 class Seal:

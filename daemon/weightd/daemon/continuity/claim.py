@@ -17,14 +17,10 @@ from pathlib import Path
 
 from weightd.daemon.children.keeper.link import wait_until_gone
 from weightd.daemon.config.load import DaemonConfig
-from weightd.protocol.errors import WeightdError
+from weightd.daemon.host.directories import ClaimError, make_directory, refuse_exchange
 
 # What a keeper takes to end every process; the kernel has their memory to give back.
 _PATIENCE_S = 30.0
-
-
-class ClaimError(WeightdError):
-    """The daemon cannot have a path for itself; the text says which, and who has it."""
 
 
 @contextlib.contextmanager
@@ -77,7 +73,7 @@ def _make_cache(path: Path) -> None:
     try:
         path.mkdir(mode=0o755, parents=True, exist_ok=True)
         # It may be a link, to where there is room.
-        _refuse_exchange(path, path.stat())
+        refuse_exchange(path, path.stat())
     except OSError as error:
         raise ClaimError(f"cannot make the directory {path}: {error.strerror}") from None
 
@@ -86,33 +82,6 @@ def _lock_path(config: DaemonConfig) -> Path:
     if config.socket.startswith("ipc://"):
         return Path(config.socket.removeprefix("ipc://") + ".lock")
     return Path(config.runtime_dir, f"{config.key}.lock")
-
-
-def make_directory(path: Path, mode: int) -> None:
-    """Make the directory where it is missing; refuse one that another user could exchange.
-
-    Raises:
-        ClaimError: it cannot be made, or it is a link, or it belongs to another user, or everybody may exchange what is
-            in it.
-    """
-    try:
-        path.mkdir(mode=mode, parents=True, exist_ok=True)
-        status = path.lstat()
-    except OSError as error:
-        raise ClaimError(f"cannot make the directory {path}: {error.strerror}") from None
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid not in (os.getuid(), 0):
-        raise ClaimError(f"{path}: expected a directory of this user, not a link or another user's")
-    if not os.access(path, os.W_OK | os.X_OK):
-        raise ClaimError(f"{path}: this user cannot write there; set runtime_dir and cache_dir, or run as another user")
-    _refuse_exchange(path, status)
-
-
-def _refuse_exchange(path: Path, status: os.stat_result) -> None:
-    if status.st_mode & stat.S_IWOTH and not status.st_mode & stat.S_ISVTX:
-        raise ClaimError(
-            f"{path}: every user may remove what is there and put something else in its place: expected mode "
-            f"{stat.S_IMODE(status.st_mode) & ~stat.S_IWOTH:04o}, or the sticky bit; chmod o-w, or +t"
-        )
 
 
 @contextlib.contextmanager

@@ -15,8 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-from weightd.daemon.config.load import ModelConfig
-from weightd.daemon.generations.records import DeviceRecord, GenerationRecord, SourceRecord
+from weightd.daemon.models.records import DeviceRecord, ModelRecord
 from weightd.protocol import limits
 from weightd.protocol.errors import WeightdError
 from weightd.protocol.messages.children import PROTOCOL
@@ -30,23 +29,6 @@ _COUNT = integer(0, limits.MAX_COUNT)
 
 class HandoverError(WeightdError):
     """There is nothing that can be gone on with; the text says why."""
-
-
-@dataclass(frozen=True)
-class ModelRecord:
-    """A model: how it was configured, what it serves and what it served before the last update.
-
-    `source` and `previous` are numbers of `sources`, 0 for none; `made` are the numbers that were given to the last
-    generation and to the last source.
-    """
-
-    name: str = field(metadata=text(limits.MAX_MODEL_NAME_BYTES))
-    config: ModelConfig = field(metadata=record(ModelConfig))
-    source: int = field(metadata=_COUNT)
-    previous: int = field(metadata=_COUNT)
-    made: tuple[int, ...] = field(metadata=many(_COUNT, 2))
-    sources: tuple[SourceRecord, ...] = field(metadata=many(record(SourceRecord), 2))
-    generations: tuple[GenerationRecord, ...] = field(metadata=many(record(GenerationRecord), limits.MAX_DEVICES))
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,10 @@ from weightd.daemon.children.keeper import link
 from weightd.daemon.children.keeper.link import Child, Keeper, KeeperLost
 from weightd.daemon.config.load import DaemonConfig
 from weightd.daemon.continuity import handover
-from weightd.daemon.continuity.claim import ClaimError, make_private
+from weightd.daemon.continuity.claim import make_private
 from weightd.daemon.continuity.handover import Handover, HandoverError
 from weightd.daemon.continuity.service import KEEPER, Manager
+from weightd.daemon.host.directories import ClaimError
 from weightd.daemon.host.processes import Process
 
 _log = logging.getLogger("weightd")

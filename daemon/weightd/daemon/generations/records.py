@@ -50,25 +50,3 @@ class GenerationRecord:
     built: Built = field(metadata=record(Built))
     children: tuple[ChildRecord, ...] = field(metadata=many(record(ChildRecord), limits.MAX_PIDS + 1))
     seal: SealRecord | None = field(default=None, metadata=record(SealRecord))
-
-
-@dataclass(frozen=True)
-class SourceRecord:
-    """A source, and its snapshot."""
-
-    number: int = field(metadata=_COUNT)
-    path: str = field(metadata=_NAME)
-    weights: str = field(metadata=_PATH)
-    snapshot: str = field(metadata=_NAME)
-    snapshot_weights: str = field(metadata=_PATH)
-    sha256: str = field(metadata=_NAME)
-    nbytes: int = field(metadata=_COUNT)
-
-
-@dataclass(frozen=True)
-class DeviceRecord:
-    """What a card has said: bytes that were free before the first model, and after the last process; None: nothing."""
-
-    name: str = field(metadata=_NAME)
-    capacity: int | None = field(default=None, metadata=_COUNT)
-    free: int | None = field(default=None, metadata=_COUNT)

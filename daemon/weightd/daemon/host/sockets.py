@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import zmq
 
 from weightd.daemon.clients.connections import credentials
-from weightd.daemon.continuity.claim import ClaimError
+from weightd.daemon.host.directories import ClaimError
 from weightd.protocol import limits, multipart
 
 # A wake-up reads at most this many messages, so that one busy socket cannot starve the other.

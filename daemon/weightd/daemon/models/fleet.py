@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 from weightd.daemon.config.load import ModelConfig
-from weightd.daemon.continuity.handover import ModelRecord
 from weightd.daemon.host.logs import about
 from weightd.daemon.models.model import Model
+from weightd.daemon.models.records import ModelRecord
 from weightd.daemon.models.sources import Numbers
 from weightd.protocol.errors import Unavailable
 

@@ -12,7 +12,6 @@ from typing import Any
 
 from weightd.daemon.config import canary as canary_config
 from weightd.daemon.config.load import SUFFIX_OF_ENGINE, ModelConfig
-from weightd.daemon.continuity.handover import ModelRecord
 from weightd.daemon.generations.actions import Action, Dismiss, Enlist, Forget, Kill, Pin, Send, Spawn
 from weightd.daemon.generations.generation import Generation
 from weightd.daemon.generations.plan import Limits, Source
@@ -22,6 +21,7 @@ from weightd.daemon.host.ends import End
 from weightd.daemon.models.budget import MIB, Device
 from weightd.daemon.models.deployment import Deployment, Policy
 from weightd.daemon.models.ports import Children, Clients, Snapshot
+from weightd.daemon.models.records import ModelRecord
 from weightd.daemon.models.sources import Numbers, Sources
 from weightd.daemon.requests.blame.guard import Guard
 from weightd.daemon.requests.latency import Latencies

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from weightd.daemon.generations.plan import Source
-from weightd.daemon.generations.records import SourceRecord
 from weightd.daemon.models.ports import Snapshot
+from weightd.daemon.models.records import SourceRecord
 from weightd.daemon.models.snapshots import Snapshots
 
 

@@ -1,0 +1,53 @@
+"""What is written down of a model for the daemon that will take it over."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from weightd.daemon.config.load import ModelConfig
+from weightd.daemon.generations.records import GenerationRecord
+from weightd.protocol import limits
+from weightd.protocol.schema import integer, many, record, text
+
+_NAME = text(limits.MAX_PATH_BYTES)
+_PATH = text(limits.MAX_PATH_BYTES, empty=True)
+_COUNT = integer(0, limits.MAX_COUNT)
+
+
+@dataclass(frozen=True)
+class SourceRecord:
+    """A source, and its snapshot."""
+
+    number: int = field(metadata=_COUNT)
+    path: str = field(metadata=_NAME)
+    weights: str = field(metadata=_PATH)
+    snapshot: str = field(metadata=_NAME)
+    snapshot_weights: str = field(metadata=_PATH)
+    sha256: str = field(metadata=_NAME)
+    nbytes: int = field(metadata=_COUNT)
+
+
+@dataclass(frozen=True)
+class ModelRecord:
+    """A model: how it was configured, what it serves and what it served before the last update.
+
+    `source` and `previous` are numbers of `sources`, 0 for none; `made` are the numbers that were given to the last
+    generation and to the last source.
+    """
+
+    name: str = field(metadata=text(limits.MAX_MODEL_NAME_BYTES))
+    config: ModelConfig = field(metadata=record(ModelConfig))
+    source: int = field(metadata=_COUNT)
+    previous: int = field(metadata=_COUNT)
+    made: tuple[int, ...] = field(metadata=many(_COUNT, 2))
+    sources: tuple[SourceRecord, ...] = field(metadata=many(record(SourceRecord), 2))
+    generations: tuple[GenerationRecord, ...] = field(metadata=many(record(GenerationRecord), limits.MAX_DEVICES))
+
+
+@dataclass(frozen=True)
+class DeviceRecord:
+    """What a card has said: bytes that were free before the first model, and after the last process; None: nothing."""
+
+    name: str = field(metadata=_NAME)
+    capacity: int | None = field(default=None, metadata=_COUNT)
+    free: int | None = field(default=None, metadata=_COUNT)
