@@ -8,8 +8,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from weightd.daemon.requests.request import Request
-from weightd.daemon.requests.scheduler import CREDIT, QUICK_S, Scheduler
+from weightd.daemon.requests.request import Company, Request
+from weightd.daemon.requests.scheduler import Scheduler
+from weightd.daemon.requests.seat import CREDIT, QUICK_S
 from weightd.protocol.errors import DeadlineExceeded, RequestError, ResourceExhausted
 
 _numbers = itertools.count(1)
@@ -23,14 +24,19 @@ def request(deadline: float = 100.0, nbytes: int = 10) -> Request:
 def scheduler(*workers: str, waiting: int = 0, max_queue: int = 100, max_bytes: int = 10_000) -> Scheduler:
     made = Scheduler(max_queue, max_bytes)
     for worker in workers:
-        made.enlist(worker)
+        made.enlist(worker, (worker,))
     for _ in range(waiting):
         made.submit(request(), 0.0)
     return made
 
 
 def assigned(made: Scheduler) -> list[tuple[str, int]]:
-    return [(worker, each.number) for worker, each in made.assign(0.0)]
+    return [(seat.name, job.number) for seat, job in made.assign(0.0)]
+
+
+def has(made: Scheduler, process: str) -> list[Request]:
+    seat = made.seat(process)
+    return [request for job in seat.jobs.values() for request in job.parts] if seat is not None else []
 
 
 def numbers(requests: Iterator[Request] | list[Request]) -> list[int]:
@@ -44,7 +50,7 @@ def test_requests_run_in_the_order_in_which_they_came() -> None:
     made = scheduler(waiting=5)
     waiting = numbers(made.waiting())
     assert waiting == sorted(waiting)
-    made.enlist("a")
+    made.enlist("a", ("a",))
     assert assigned(made) == [("a", waiting[0]), ("a", waiting[1])]
     assert numbers(made.waiting()) == waiting[2:]
 
@@ -78,7 +84,7 @@ def test_too_many_bytes_are_refused() -> None:
     made.submit(request(nbytes=40), 0.0)
     with pytest.raises(ResourceExhausted, match=r"^100 bytes wait already, 1 more are over the bound of 100$"):
         made.submit(request(nbytes=1), 0.0)
-    made.enlist("a")
+    made.enlist("a", ("a",))
     assert len(assigned(made)) == 2
     made.submit(request(nbytes=100), 0.0)
 
@@ -106,8 +112,8 @@ def test_what_has_ended_with_its_worker_does_not_wait_again() -> None:
     made = scheduler("a", waiting=2)
     killer, innocent = made.waiting()
     assigned(made)
-    assert made.has("a") == [killer, innocent]
-    made.release("a", but=killer)
+    assert has(made, "a") == [killer, innocent]
+    made.release("a", but=[killer])
     assert numbers(made.waiting()) == [innocent.number]
 
 
@@ -118,9 +124,8 @@ def test_a_worker_runs_what_it_got_first_even_if_nobody_waits_for_that_any_more(
     made.submit(request(deadline=100.0), 0.0)
     assigned(made)
     made.expire(2.0)
-    assert made.has("a")[0] is late
-    assert made.ran("a", 2.0) == 2.0
-    assert made.has("nobody") == []
+    assert has(made, "a")[0] is late
+    assert has(made, "nobody") == []
 
 
 def test_a_dismissed_worker_gets_nothing_but_may_still_answer() -> None:
@@ -279,11 +284,11 @@ def retry_after(made: Scheduler, now: float) -> float | None:
 def test_a_refusal_says_when_there_may_be_room() -> None:
     made = scheduler(max_queue=6, waiting=6)
     assert retry_after(made, 0.0) is None  # nothing is known
-    made.enlist("a")
-    made.enlist("b")
+    made.enlist("a", ("a",))
+    made.enlist("b", ("b",))
     assert retry_after(made, 0.0) is None
-    [(worker, each), *_] = list(made.assign(0.0))
-    made.finish(worker, each.number, 5.0)
+    [(worker, number), *_] = assigned(made)
+    made.finish(worker, number, 5.0)
     while made.queued < 6:
         made.submit(request(), 5.0)
     # What one took, six in the queue, two workers.
@@ -378,14 +383,14 @@ class Against(RuleBasedStateMachine):
     def submit(self, nbytes: int, wait: float, client: bytes, name: str, where: str) -> None:
         self.count += 1
         new = Request(self.count, client, name, "m", (), (), self.now, self.now + wait, nbytes)
-        new.confined, new.alone, aside = where == "confined", where == "alone", where == "aside"
+        new.company, aside = Company.__members__.get(where.upper(), Company.ANY), where == "aside"
         over = bool(self.waiting) and sum(each.nbytes for each in self.waiting) + nbytes > MAX_BYTES
         if len(self.waiting) >= MAX_QUEUE or over:
             with pytest.raises(ResourceExhausted):
                 self.real.submit(new, self.now, aside=aside)
         else:
             self.real.submit(new, self.now, aside=aside)
-            (self.aside if aside else self.confined if new.confined else self.queue).append(new)
+            (self.aside if aside else self.confined if new.company is Company.CONFINED else self.queue).append(new)
             self.submitted.add(new.number)
 
     @rule(odd=st.booleans())
@@ -402,7 +407,7 @@ class Against(RuleBasedStateMachine):
         self.real.admit(each)
         if each is not stranger:
             self.aside.remove(each)
-            (self.confined if each.confined else self.queue).append(each)
+            (self.confined if each.company is Company.CONFINED else self.queue).append(each)
 
     @rule(client=st.sampled_from(CLIENTS))
     def confine(self, client: bytes) -> None:
@@ -412,11 +417,11 @@ class Against(RuleBasedStateMachine):
         self.confined += moved
         running = [each for had in self.running.values() for each in self._unanswered(had)]
         for each in self.waiting + running:
-            each.confined = each.confined or each.client == client
+            each.company = Company.CONFINED if each.client == client else each.company
 
     @rule(worker=st.sampled_from(WORKERS))
     def enlist(self, worker: str) -> None:
-        self.real.enlist(worker)
+        self.real.enlist(worker, (worker,))
         self.enlisted.add(worker)
         self.running.setdefault(worker, [])
 
@@ -427,7 +432,8 @@ class Against(RuleBasedStateMachine):
 
     @rule()
     def assign(self) -> None:
-        for worker, each in self.real.assign(self.now):
+        for seat, job in self.real.assign(self.now):
+            worker, [each] = seat.name, job.parts
             while (queue := self._turn())[0].deadline <= self.now:
                 self.late.append(queue.pop(0))
             free = self._free(queue[0])
@@ -444,11 +450,11 @@ class Against(RuleBasedStateMachine):
     def _free(self, each: Request) -> list[str]:
         """Who may be given it: if it is to be alone, who has nothing."""
         credit = [name for name in self.enlisted if self._has_credit(name)]
-        return [name for name in credit if not self.running[name] or not (each.confined or each.alone)]
+        return [name for name in credit if not self.running[name] or each.company is Company.ANY]
 
     def _turn(self) -> list[Request]:
         """The queue of whom has come first, of those that may run now."""
-        runs = any(each.confined for had in self.running.values() for each in had)
+        runs = any(each.company is Company.CONFINED for had in self.running.values() for each in had)
         queues = [self.queue, [] if runs else self.confined]
         return min(queues, key=lambda queue: queue[0].number if queue else 10**9)
 
@@ -464,7 +470,8 @@ class Against(RuleBasedStateMachine):
         if each.number in self.expired:
             assert finished is None
         else:
-            assert finished is each
+            assert finished is not None
+            assert finished.parts == (each,)
             self.ended.append(each.number)
 
     @rule(worker=st.sampled_from(WORKERS), number=st.integers(0, 30))
@@ -475,9 +482,9 @@ class Against(RuleBasedStateMachine):
     @rule(worker=st.sampled_from(WORKERS), ends=st.booleans())
     def die(self, worker: str, ends: bool) -> None:
         had = self._remove(worker)
-        assert self.real.has(worker) == had
+        assert has(self.real, worker) == had
         but = had[0] if had and ends else None
-        self.real.release(worker, but=but)
+        self.real.release(worker, but=[] if but is None else [but])
         if but is not None:
             self.ended += numbers(self._unanswered([but]))
         self._put_back([each for each in self._unanswered(had) if each is not but])
@@ -498,7 +505,7 @@ class Against(RuleBasedStateMachine):
             elif self.now >= since + QUICK_S and len(had) > 1:
                 self._put_back(had[1:])
                 self.running[worker] = had[:1]
-        assert self.real.overdue(self.now) == hung
+        assert [(seat.name, job.sole) for seat, job in self.real.overdue(self.now)] == hung
         self.ended += numbers(self._unanswered([each for _, each in hung]))
         self.expired |= {each.number for _, each in hung}
 
@@ -544,8 +551,8 @@ class Against(RuleBasedStateMachine):
             queue[:] = [each for each in queue if each not in gone]
 
     def _put_back(self, requests: list[Request]) -> None:
-        self.queue = [each for each in requests if not each.confined] + self.queue
-        self.confined = [each for each in requests if each.confined] + self.confined
+        self.queue = [each for each in requests if each.company is not Company.CONFINED] + self.queue
+        self.confined = [each for each in requests if each.company is Company.CONFINED] + self.confined
 
     def _end(self, found: list[Request], unfit: Callable[[Request], bool]) -> None:
         """Whoever is unfit has ended, wherever it was; what a worker runs keeps the worker busy."""
@@ -566,7 +573,7 @@ class Against(RuleBasedStateMachine):
     def _has_credit(self, worker: str) -> bool:
         load = len(self.running[worker])
         quick = worker not in self.slow and self.now < self.since.get(worker, 0.0) + QUICK_S
-        exclusive = any(each.confined or each.alone for each in self.running[worker])
+        exclusive = any(each.company is not Company.ANY for each in self.running[worker])
         return not load or (load < CREDIT and quick and not exclusive)
 
     def _unanswered(self, had: list[Request]) -> list[Request]:
@@ -586,8 +593,8 @@ class Against(RuleBasedStateMachine):
 
     @invariant()
     def what_is_recalled_is_not_the_workers_any_more(self) -> None:
-        for worker, number in self.real.take_recalled():
-            assert number not in numbers(self.running.get(worker, []))
+        for seat, number in self.real.take_recalled():
+            assert number not in numbers(self.running.get(seat.name, []))
 
     @invariant()
     def nothing_that_is_due_is_overlooked(self) -> None:

@@ -546,8 +546,9 @@ class Model:
         if not self._trusted(generation, now):
             return
         self.guard.watchdog.heard(child, now)
-        request = self.scheduler.finish(child, result.request, now)
-        if request is not None:
+        job = self.scheduler.finish(child, result.request, now)
+        if job is not None:
+            [request] = job.parts
             self._clients.answer(request, result.outputs, frames)
             latency = now - request.arrived
             self.latencies.add(latency)
@@ -562,9 +563,11 @@ class Model:
         self.guard.watchdog.heard(child, now)
         if failed.leaving:
             self.guard.leaves(child, failed.request, now)
-        request = self.scheduler.finish(child, failed.request, now)
-        if request is not None:
-            self._refuse(request, request_error(failed.code, failed.error))
+        job = self.scheduler.finish(child, failed.request, now)
+        if job is not None and job.sole is not None:
+            self._refuse(job.sole, request_error(failed.code, failed.error))
+        elif job is not None:
+            self.scheduler.part(job)
         if failed.leaving:
             self.scheduler.release(child)
             generation.leaving(child, now)
@@ -586,8 +589,9 @@ class Model:
         self._dispatch(now)
 
     def _end_overdue(self, now: float) -> None:
-        for worker, why in list(self.guard.overdue(now)):
-            self._drop(worker, why, now)
+        for seat, why in list(self.guard.overdue(now)):
+            for process in seat.processes:
+                self._drop(process, why, now)
 
     def _end_pinning(self, now: float) -> None:
         for source in self._sources.snapshots.overdue(now):
@@ -675,7 +679,7 @@ class Model:
                 self._children.kill(name, abort=abort)
             case Enlist(name):
                 self.by_worker[name] = Latencies()
-                self.scheduler.enlist(name)
+                self.scheduler.enlist(name, (name,))
             case Dismiss(name):
                 self.scheduler.dismiss(name)
                 self.guard.watchdog.forget(name)
@@ -752,10 +756,13 @@ class Model:
             self._clients.tell_error(client, request_id, error)
 
     def _dispatch(self, now: float) -> None:
-        for worker, number in self.scheduler.take_recalled():
-            self._children.order(worker, Skip(number))
-        for worker, request in self.scheduler.assign(now):
-            self._children.order(worker, Predict(request.number, tuple(request.inputs)), request.frames)
+        for seat, number in self.scheduler.take_recalled():
+            for process in seat.processes:
+                self._children.order(process, Skip(number))
+        for seat, job in self.scheduler.assign(now):
+            [request] = job.parts
+            for process in seat.processes:
+                self._children.order(process, Predict(job.number, tuple(request.inputs)), request.frames)
 
     def _refuse(self, request: Request, error: RequestError) -> None:
         self.failed += 1

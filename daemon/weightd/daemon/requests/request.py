@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -27,6 +28,14 @@ class Origin(NamedTuple):
 NOBODY = Origin("", "")
 
 
+class Company(enum.IntEnum):
+    """What else may run while a request does, each narrower than the one before."""
+
+    ANY = 0
+    ALONE = 1  # nothing is before it or behind it at its seat, or in its job: if the seat dies, then of this
+    CONFINED = 2  # nor does any other one that is confined run
+
+
 @dataclass(eq=False, slots=True)
 class Request:
     """A request under way. Times are monotonic seconds.
@@ -34,12 +43,11 @@ class Request:
     Attributes:
         frames: the tensors' bytes; only `contents` looks at them.
         origin: who has sent it, as far as the kernel tells.
-        deaths: workers that died of it, or so it seems.
-        losses: workers that ended while they ran it, for whatever reason.
+        company: what else may run while it does.
+        deaths: seats that died of it, or so it seems.
+        losses: seats that ended while they ran it, for whatever reason.
         digest: of its content, once that has been computed.
-        confined: it runs only while no other one like it does, and alone.
-        alone: nothing waits behind it at its worker, or is before it: if that dies, then of this.
-        answered: the client has been told how it ended: what a worker gives later is dropped.
+        ended: while a seat ran it: what that gives later is dropped.
     """
 
     number: int
@@ -52,12 +60,15 @@ class Request:
     deadline: float
     nbytes: int
     origin: Origin = NOBODY
+    company: Company = Company.ANY
     deaths: int = 0
     losses: int = 0
-    confined: bool = False
-    alone: bool = False
     digest: bytes = b""
-    answered: bool = False
+    ended: bool = False
+
+    def narrow(self, company: Company) -> None:
+        """From now on it bears no other company than this, or less."""
+        self.company = max(self.company, company)
 
     @property
     def kept_bytes(self) -> int:

@@ -1,10 +1,14 @@
-"""What keeps requests from killing worker after worker, and a worker that hangs from keeping requests."""
+"""What keeps requests from killing seat after seat, and a seat that hangs from keeping requests.
+
+What a seat dies of, hangs in or is spoilt by is a job. That says something of a request only if the job had no other
+part: where it had several, each of them runs again alone, and what happens then tells.
+"""
 
 from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from weightd.daemon.config.load import ModelConfig
 from weightd.daemon.host.ends import By, End
@@ -12,20 +16,22 @@ from weightd.daemon.requests.blame.contents import Reading, is_small
 from weightd.daemon.requests.blame.quarantine import Quarantine
 from weightd.daemon.requests.blame.suspects import Suspects
 from weightd.daemon.requests.blame.watchdog import Watchdog
-from weightd.daemon.requests.request import Origin, Request
+from weightd.daemon.requests.job import Job
+from weightd.daemon.requests.request import Company, Origin, Request
 from weightd.daemon.requests.scheduler import Scheduler
+from weightd.daemon.requests.seat import Seat
 from weightd.protocol.errors import DeadlineExceeded, Internal, RequestError, ResourceExhausted, Unavailable
 from weightd.protocol.messages.children import Ping
 
 _log = logging.getLogger("weightd")
 
-# A request that two workers died of is held to be the cause.
+# A request that two seats died of is held to be the cause.
 MAX_DEATHS = 2
 
-# Whatever ends the workers that run a request, and be it for want of the memory that it takes: this is the last one.
+# Whatever ends the seats that run a request, and be it for want of the memory that it takes: this is the last one.
 MAX_LOSSES = 5
 
-# What a worker may have to finish before it comes to the canary: two predicts. The canary is the third.
+# What a process may have to finish before it comes to the canary: two predicts. The canary is the third.
 _CANARY_PATIENCE = 3
 
 Refuse = Callable[[Request, RequestError], None]
@@ -33,7 +39,7 @@ Then = Callable[[Request, float], None]
 
 
 class Guard:
-    """Watches the workers and requests of one model.
+    """Watches the seats and requests of one model.
 
     Args:
         config: of the model.
@@ -67,11 +73,12 @@ class Guard:
         if aside and is_small(request):
             self.quarantine.check(request, now)
             aside = False
-        request.confined = self.suspects.confines(request.origin, now)
+        if self.suspects.confines(request.origin, now):
+            request.narrow(Company.CONFINED)
         self._scheduler.submit(request, now, aside=aside)
 
     def answered(self, request: Request, now: float) -> None:
-        """A worker has answered the request."""
+        """A seat has answered the request."""
         if not self.quarantine.may_suspect(request, now):
             return
         # One at a time: if that is another content, there will be further answers.
@@ -103,62 +110,86 @@ class Guard:
         else:
             self._decide(request, now)
 
-    # --- workers ------------------------------------------------------------------------------------------------
+    # --- seats --------------------------------------------------------------------------------------------------
 
-    def died(self, worker: str, end: End, now: float) -> None:
-        """A worker has ended, and may have died of what it had."""
-        had = self._scheduler.has(worker)
-        if not had:
-            self._scheduler.release(worker)
+    def died(self, process: str, end: End, now: float) -> None:
+        """A process has ended, and may have died of what its seat had."""
+        seat = self._scheduler.seat(process)
+        if seat is None or not seat.jobs:
+            self._scheduler.release(process)
             return
+        jobs = list(seat.jobs.values())
         # The answer to the first may be lost with it, if it died of the next: all that it had runs alone from now on.
-        accused = had if end.blames else []
-        for each in accused:
-            each.deaths += 1
-            each.alone = True
-        origins = {each.origin for each in accused}
+        accused = jobs if end.blames else []
+        origins = self._accuse(accused)
         if len(origins) == 1:
-            self.suspects.died(had[0].origin, self._scheduler.ran(worker, now), now)
-        error = self._verdict(had[0], end, now, proven=len(accused) == 1)
-        self._scheduler.release(worker, but=had[0] if error is not None else None)
-        if error is not None and not had[0].answered:
-            self._refuse(had[0], error)
-        if len(accused) == 1 and had[0].deaths >= MAX_DEATHS:
-            self._learn(had[0], self._hold, now)
+            self.suspects.died(*origins, now - seat.since, now)
+        proven = accused[0].sole if len(accused) == 1 else None
+        errors = self._verdicts(jobs[0], end, now, proven=proven is not None)
+        self._scheduler.release(process, but=[request for request, _ in errors])
+        for request, error in errors:
+            if not request.ended:
+                self._refuse(request, error)
+        if proven is not None and proven.deaths >= MAX_DEATHS:
+            self._learn(proven, self._hold, now)
         for origin in origins:
             self._contain(origin, now)
 
-    def leaves(self, worker: str, number: int, now: float) -> None:
-        """A worker leaves, because its model may be spoilt by a request that failed: it is as lost as one that died."""
-        for request in [each for each in self._scheduler.has(worker) if each.number == number]:
-            self.suspects.died(request.origin, self._scheduler.ran(worker, now), now)
-            self._contain(request.origin, now)
+    def leaves(self, process: str, number: int, now: float) -> None:
+        """A seat ends, because its model may be spoilt by a job that failed: it is as lost as one that died."""
+        seat = self._scheduler.seat(process)
+        job = seat.jobs.get(number) if seat is not None else None
+        if seat is not None and job is not None:
+            self._lost_to(job, now - seat.since, now)
 
-    def overdue(self, now: float) -> Iterator[tuple[str, str]]:
-        """Yield the workers that compute for too long, each with the reason to end it.
+    def overdue(self, now: float) -> Iterator[tuple[Seat, str]]:
+        """Yield the seats that compute for too long, each with the reason to end it.
 
-        Nobody waits for what such a worker may still give.
+        Nobody waits for what such a seat may still give.
         """
-        for worker, request in self._scheduler.overdue(now):
+        for seat, job in self._scheduler.overdue(now):
             why = f"a predict took longer than predict_timeout, {self._predict_timeout:g} s"
-            if not request.answered:
+            request = job.sole
+            if request is None:
+                self._scheduler.part(job)
+            elif not request.ended:
                 self._refuse(request, DeadlineExceeded(f"request {request.id}: {why}"))
-            self.suspects.died(request.origin, self._predict_timeout, now)
-            self._contain(request.origin, now)
-            self._learn(request, self._hung, now)
-            yield worker, f"{why} (request {request.id})"
+            self._lost_to(job, self._predict_timeout, now)
+            if request is not None:
+                self._learn(request, self._hung, now)
+            yield seat, f"{why} (request {', '.join(each.id for each in job.parts)})"
 
     def pings(self, now: float) -> Iterator[tuple[str, Ping | None]]:
-        """Yield the workers that have to be pinged, and those that have to be ended (None) as they did not answer."""
-        due = self.watchdog.due(now, lambda worker: self._scheduler.in_flight(worker) > 0)
-        yield from ((worker, Ping(canary=False)) for worker in due.plain)
-        yield from ((worker, Ping(canary=True)) for worker in due.canary)
-        yield from ((worker, None) for worker in due.silent)
+        """Yield the processes that have to be pinged, and those that have to be ended (None) as they did not answer."""
+        due = self.watchdog.due(now, lambda process: self._scheduler.in_flight(process) > 0)
+        yield from ((process, Ping(canary=False)) for process in due.plain)
+        yield from ((process, Ping(canary=True)) for process in due.canary)
+        yield from ((process, None) for process in due.silent)
 
     # --- within -------------------------------------------------------------------------------------------------
 
+    def _accuse(self, jobs: Sequence[Job]) -> set[Origin]:
+        """A seat has died of one of these jobs: what they are of runs alone; return who has asked."""
+        for job in jobs:
+            for request in job.parts:
+                request.narrow(Company.ALONE)
+            if job.sole is not None:
+                job.sole.deaths += 1
+        return {origin for job in jobs for origin in job.origins}
+
+    def _lost_to(self, job: Job, ran: float, now: float) -> None:
+        """A seat is lost to a job that it has run for `ran` seconds."""
+        if len(job.origins) == 1:
+            self.suspects.died(*job.origins, ran, now)
+        for origin in job.origins:
+            self._contain(origin, now)
+
+    def _verdicts(self, job: Job, end: End, now: float, *, proven: bool) -> list[tuple[Request, RequestError]]:
+        """Return those requests of what ran that end with their seat, each with the error; the others run again."""
+        verdicts = [(request, self._verdict(request, end, now, proven=proven)) for request in job.parts]
+        return [(request, error) for request, error in verdicts if error is not None]
+
     def _verdict(self, request: Request, end: End, now: float, *, proven: bool) -> RequestError | None:
-        """Return the error in which a request ends whose worker has ended; None if it runs again."""
         request.losses += 1
         if proven and request.deaths >= MAX_DEATHS:
             words = f"was on {request.deaths} workers when they died, the last one {end.how}"
@@ -171,7 +202,7 @@ class Guard:
         return None
 
     def _contain(self, origin: Origin, now: float) -> None:
-        """A worker has died of what this client asked: see that not all do."""
+        """A seat was lost to what this client asked: see that not all are."""
         if not self.suspects.confines(origin, now):
             return
         self._scheduler.confine(lambda each: self.suspects.confines(each.origin, now))
@@ -207,7 +238,7 @@ class Guard:
             self._refuse_equals(now)
 
     def _refuse_equals(self, now: float) -> None:
-        """Whoever waits with a content that is held would only kill, or stop, the next worker."""
+        """Whoever waits with a content that is held would only kill, or stop, the next seat."""
         for request in self._scheduler.set_aside(lambda each: self.quarantine.may_hold(each, now)):
             if is_small(request):
                 self._decide(request, now)

@@ -1,4 +1,4 @@
-"""Requests that workers died of, or hang in, are kept from the next worker, whoever sends them again.
+"""Requests that seats died of, or hang in, are kept from the next seat, whoever sends them again.
 
 A request is known by its content, so a client that tries again cannot take the service down. Nothing is computed of a
 content whose size is not that of one that is known, so nobody pays for it while nothing is.
@@ -16,7 +16,7 @@ from weightd.protocol.errors import Internal
 # Long enough to stop a loop of retries; short enough that a request which only had bad luck is not lost for the day.
 QUARANTINE_S = 300.0
 
-# A worker that hangs may have been stopped from outside; a second one, with the same content and none that has
+# A seat that hangs may have been stopped from outside; a second one, with the same content and none that has
 # answered it in between, has not.
 MAX_HANGS = 2
 
@@ -26,7 +26,7 @@ _MAX_KNOWN = 1024
 
 @dataclass(frozen=True)
 class _Content:
-    """Of a known content: until when it is known, how often a worker hung in it, and what tells it from most others."""
+    """Of a known content: until when it is known, how often a seat hung in it, and what tells it from most others."""
 
     until: float
     hangs: int
@@ -123,7 +123,7 @@ class Quarantine:
         self._held.put(request, now)
 
     def hung(self, request: Request, now: float) -> bool:
-        """A worker hung in the request; return whether its content is refused from now on."""
+        """A seat hung in the request; return whether its content is refused from now on."""
         self._suspects.forget_expired(now)
         suspect = self._suspects.pop(content(request))
         hangs = 1 + (suspect.hangs if suspect is not None else 0)
@@ -134,7 +134,7 @@ class Quarantine:
         return False
 
     def answered(self, request: Request, now: float) -> None:
-        """A worker has answered the request: its content is beyond suspicion."""
+        """A seat has answered the request: its content is beyond suspicion."""
         if self.may_suspect(request, now):
             self._suspects.pop(content(request))
 

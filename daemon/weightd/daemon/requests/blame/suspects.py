@@ -1,7 +1,7 @@
-"""Clients whose requests kill worker after worker, though each has another content: they run apart, or are refused.
+"""Clients whose requests kill seat after seat, though each has another content: they run apart, or are refused.
 
 Plain decisions, fed with the clock. A client is known by what the kernel says of it, on two levels. Whose requests
-kill workers faster than these are replaced is confined: all clients that are have one worker together, which takes one
+kill seats faster than these are replaced is confined: all clients that are have one seat together, which takes one
 of their requests at a time. Each death that follows has what that client asks refused for a while, longer each time.
 Somebody who begins anew, from another process or on another connection, is met on the second level: by its user or
 its address.
@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from weightd.daemon.requests.request import Origin
 from weightd.protocol.errors import ResourceExhausted
 
-# So many deaths in a row, of a process and of a user. One request of which two workers died has already made two.
+# So many deaths in a row, of a process and of a user. One request of which two seats died has already made two.
 NEAR_DEATHS = 4
 FAR_DEATHS = 8
 
 # A death is of the same row as the one before if it comes sooner than this. Who kills more slowly takes less from the
-# others than to be refused would take from an innocent: most workers are replaced faster.
+# others than to be refused would take from an innocent: most seats are replaced faster.
 MEMORY_S = 15.0
 
 # For how long the first death of a client that is confined has it refused, and the later ones at most.
@@ -47,13 +47,13 @@ class _Party:
 
 
 class Suspects:
-    """The clients of one model that workers were lost to. Times are monotonic seconds."""
+    """The clients of one model that seats were lost to. Times are monotonic seconds."""
 
     def __init__(self) -> None:
         self._known: dict[str, _Party] = {}
 
     def died(self, origin: Origin, ran: float, now: float) -> None:
-        """A worker has died, left or had to be ended of what this client asked, which it had run for `ran` seconds."""
+        """A seat has died, left or had to be ended of what this client asked, which it had run for `ran` seconds."""
         self._forget_expired(now)
         near = self._count(origin.near, NEAR_DEATHS, ran, now)
         if near.deaths <= NEAR_DEATHS:

@@ -1,7 +1,7 @@
-"""Whether workers still answer: each is heard of within a period, by what it answers, or by a ping if it has been idle.
+"""Whether processes still answer: each is heard of within a period, by what it answers, or by a ping if it is idle.
 
-Plain decisions, fed with the clock. A worker that computes is not pinged: how long it may take is the scheduler's
-business.
+Plain decisions, fed with the clock. A process whose seat computes is not pinged: how long it may take is the
+scheduler's business.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 
 class Due(NamedTuple):
-    """What is due: the workers to ping, with or without the canary, and those that have not answered their ping."""
+    """What is due: the processes to ping, with or without the canary, and those that have not answered their ping."""
 
     plain: list[str]
     canary: list[str]
@@ -32,11 +32,11 @@ class _Watched:
 
 
 class Watchdog:
-    """Watches the READY workers of one model. Times are monotonic seconds.
+    """Watches the READY processes of one model. Times are monotonic seconds.
 
     Args:
-        period: seconds within which a worker has to be heard of.
-        canary_interval: seconds after which each worker, idle or not, runs the canary again; 0 for never.
+        period: seconds within which a process has to be heard of.
+        canary_interval: seconds after which each process, idle or not, runs the canary again; 0 for never.
         canary_patience: seconds that it may take for that, what it has to finish first included.
     """
 
@@ -48,25 +48,25 @@ class Watchdog:
         # Nothing is due before this.
         self.next_event = float("inf")
 
-    def watch(self, worker: str, now: float) -> None:
-        """The worker is READY: it has just answered the canary."""
-        self._watched[worker] = _Watched(now, now)
+    def watch(self, process: str, now: float) -> None:
+        """The process is READY: it has just answered the canary."""
+        self._watched[process] = _Watched(now, now)
         self._look_ahead()
 
-    def forget(self, worker: str) -> None:
-        """The worker is gone, or going."""
-        self._watched.pop(worker, None)
+    def forget(self, process: str) -> None:
+        """The process is gone, or going."""
+        self._watched.pop(process, None)
         self._look_ahead()
 
-    def heard(self, worker: str, now: float) -> None:
-        """The worker has answered a request."""
-        watched = self._watched.get(worker)
+    def heard(self, process: str, now: float) -> None:
+        """The process has answered a request."""
+        watched = self._watched.get(process)
         if watched is not None:
             watched.heard = now
 
-    def pong(self, worker: str, now: float) -> None:
-        """The worker has answered its ping."""
-        watched = self._watched.get(worker)
+    def pong(self, process: str, now: float) -> None:
+        """The process has answered its ping."""
+        watched = self._watched.get(process)
         if watched is not None:
             watched.heard = now
             if watched.proving:
@@ -79,7 +79,7 @@ class Watchdog:
 
         Args:
             now: the clock.
-            is_busy: whether a worker of this name computes.
+            is_busy: whether the seat of this process computes.
         """
         due = Due([], [], [])
         if now < self.next_event:
@@ -102,9 +102,9 @@ class Watchdog:
         self._look_ahead()
         return due
 
-    def unheard_of(self, workers: Iterable[str], now: float) -> float | None:
-        """Return for how many seconds none of the workers has been heard of, if that is too long; None if it is not."""
-        last = max((self._watched[each].heard for each in workers if each in self._watched), default=-float("inf"))
+    def unheard_of(self, processes: Iterable[str], now: float) -> float | None:
+        """Return for how many seconds none of them has been heard of, if that is too long; None if it is not."""
+        last = max((self._watched[each].heard for each in processes if each in self._watched), default=-float("inf"))
         silence = now - last
         return silence if silence > self.period else None
 

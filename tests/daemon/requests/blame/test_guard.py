@@ -1,0 +1,158 @@
+"""Jobs of several requests: what becomes of one says nothing of any of its parts, until each has run alone."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from weightd.daemon.config.load import ModelConfig
+from weightd.daemon.host.ends import End
+from weightd.daemon.requests.blame.guard import MAX_LOSSES, Guard
+from weightd.daemon.requests.job import Job
+from weightd.daemon.requests.request import Company, Origin, Request
+from weightd.daemon.requests.scheduler import Scheduler
+from weightd.protocol.errors import RequestError
+
+ANN, BOB = Origin("ann 1", "ann"), Origin("bob 2", "bob")
+CRASH, KILL = End(-signal.SIGSEGV), End(-signal.SIGKILL)
+TIMEOUT_S = 60.0
+
+
+class Bench:
+    """A guard and its scheduler, and seats that are given what a test wants."""
+
+    def __init__(self) -> None:
+        config = ModelConfig(path="/m.onnx", engine="onnxruntime", predict_timeout=TIMEOUT_S)
+        self.scheduler = Scheduler(100, 10_000, TIMEOUT_S)
+        self.guard = Guard(config, self.scheduler, self.refuse)
+        self.refused: dict[int, str] = {}
+        self.seats = 0
+        self.now = 0.0
+
+    def refuse(self, request: Request, error: RequestError) -> None:
+        assert request.number not in self.refused
+        self.refused[request.number] = error.code
+
+    def requests(self, *origins: Origin) -> list[Request]:
+        """Requests of different contents."""
+        return [
+            Request(number, b"", "", "m", (), (), 0.0, 1e9, number, origin, digest=b"%d" % number)
+            for number, origin in enumerate(origins)
+        ]
+
+    def seat(self, *jobs: Job) -> str:
+        """Another seat, of two processes, that has these jobs; return the name of its second process."""
+        self.seats += 1
+        first, second = f"s{self.seats}.0", f"s{self.seats}.1"
+        self.scheduler.enlist(f"s{self.seats}", (first, second))
+        seat = self.scheduler.seat(second)
+        assert seat is not None
+        seat.since = self.now
+        seat.jobs.update((job.number, job) for job in jobs)
+        return second
+
+    def runs(self) -> list[list[int]]:
+        """Give a new seat what is due; return its jobs, each as the numbers of its requests."""
+        process = self.seat()
+        given = [job for _, job in self.scheduler.assign(self.now)]
+        assert all(job.number == job.parts[0].number for job in given)
+        self.last = process
+        return [[part.number for part in job.parts] for job in given]
+
+
+def batch(*requests: Request) -> Job:
+    return Job(requests[0].number, requests)
+
+
+def test_what_a_seat_died_of_is_found_by_running_the_parts_of_its_job_apart() -> None:
+    bench = Bench()
+    requests = bench.requests(ANN, BOB, ANN)
+    bench.guard.died(bench.seat(batch(*requests)), CRASH, bench.now)
+    assert [(each.company, each.deaths) for each in requests] == [(Company.ALONE, 0)] * 3
+    assert bench.guard.suspects.names(bench.now) == []
+    for _ in range(2):  # the first one kills, and only when it was alone that counts
+        assert bench.refused == {}
+        assert bench.runs() == [[0]]
+        bench.guard.died(bench.last, CRASH, bench.now)
+    assert bench.refused == {0: "INTERNAL"}
+    assert bench.guard.quarantine.count(bench.now) == 1
+    assert [bench.runs(), bench.runs()] == [[[1]], [[2]]]
+    assert [each.deaths for each in requests] == [2, 0, 0]
+
+
+def test_of_a_job_of_several_and_one_behind_it_nothing_is_known_either() -> None:
+    bench = Bench()
+    one, two, behind = bench.requests(ANN, BOB, BOB)
+    bench.guard.died(bench.seat(batch(one, two), batch(behind)), CRASH, bench.now)
+    assert [bench.runs() for _ in range(3)] == [[[0]], [[1]], [[2]]]
+    assert [each.losses for each in (one, two, behind)] == [1, 1, 0]
+
+
+def test_who_has_asked_all_of_a_job_answers_for_it_at_once() -> None:
+    bench = Bench()
+    for _ in range(4):
+        assert bench.guard.suspects.names(bench.now) == []
+        bench.guard.died(bench.seat(batch(*bench.requests(BOB, BOB))), CRASH, bench.now)
+    assert bench.guard.suspects.names(bench.now) == [BOB.near]
+
+
+@pytest.mark.parametrize("end", [CRASH, KILL])
+def test_however_often_their_seats_end_the_parts_of_a_job_do_not_run_for_ever(end: End) -> None:
+    bench = Bench()
+    requests = bench.requests(ANN, BOB)
+    for _ in range(MAX_LOSSES):
+        assert bench.refused == {}
+        bench.guard.died(bench.seat(batch(*requests)), end, bench.now)
+        assert bench.scheduler.withdraw(lambda each: each in requests) == [
+            each for each in requests if not bench.refused
+        ]
+    assert bench.refused == {0: "UNAVAILABLE", 1: "UNAVAILABLE"}
+
+
+def test_who_has_taken_its_part_back_does_not_run_again() -> None:
+    bench = Bench()
+    requests = bench.requests(ANN, BOB)
+    process = bench.seat(batch(*requests))
+    assert bench.scheduler.end(lambda each: each.origin is ANN) == [(requests[0], True)]
+    bench.guard.died(process, CRASH, bench.now)
+    assert bench.runs() == [[1]]
+
+
+def test_a_job_behind_another_is_recalled_once_nobody_waits_for_any_part_of_it() -> None:
+    bench = Bench()
+    first, two, three = bench.requests(ANN, ANN, BOB)
+    bench.seat(batch(first), batch(two, three))
+    assert bench.scheduler.end(lambda each: each is two) == [(two, False)]
+    assert bench.scheduler.take_recalled() == []
+    assert bench.scheduler.end(lambda each: each is three) == [(three, False)]
+    assert [(seat.name, number) for seat, number in bench.scheduler.take_recalled()] == [("s1", 1)]
+
+
+def test_what_a_seat_hangs_in_is_found_by_running_the_parts_of_its_job_apart() -> None:
+    bench = Bench()
+    requests = bench.requests(ANN, BOB)
+    bench.scheduler.submit(requests[0], bench.now)
+    assert bench.runs() == [[0]]
+    [seat] = [bench.scheduler.seat(bench.last)]
+    assert seat is not None
+    seat.jobs[0] = batch(*requests)
+    bench.now += TIMEOUT_S
+    assert [each.name for each, _ in bench.guard.overdue(bench.now)] == ["s1"]
+    assert (bench.refused, bench.scheduler.seat(bench.last)) == ({}, None)
+    assert [bench.runs(), bench.runs()] == [[[0]], [[1]]]
+    bench.now += TIMEOUT_S
+    assert len(list(bench.guard.overdue(bench.now))) == 2
+    assert bench.refused == {0: "DEADLINE_EXCEEDED", 1: "DEADLINE_EXCEEDED"}
+
+
+def test_an_answer_of_any_process_is_its_seats() -> None:
+    bench = Bench()
+    [request] = bench.requests(ANN)
+    second = bench.seat(batch(request))
+    first = second.replace(".1", ".0")
+    assert (bench.scheduler.in_flight(first), bench.scheduler.in_flight(second)) == (1, 1)
+    assert bench.scheduler.finish(first, 0, bench.now) is not None
+    assert bench.scheduler.finish(second, 0, bench.now) is None
+    bench.scheduler.release(first)
+    assert (bench.scheduler.seat(first), bench.scheduler.seat(second)) == (None, None)
