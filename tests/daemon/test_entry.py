@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from testkit import mindir
+from weightd.daemon import exits
+
 # As the script that an installation makes; a shell may have started the tests with SIGINT ignored.
 PROGRAM = """
 import signal, sys
@@ -24,6 +27,25 @@ print("now", flush=True)
 while True:
     time.sleep(0.05)
 """
+
+
+def test_an_interpreter_that_is_too_old_is_told_what_is_needed() -> None:
+    python = mindir.interpreter()
+    if python is None:
+        pytest.skip(mindir.HOW_TO_GET_IT)
+    path = os.pathsep.join(str(mindir.REPOSITORY / each) for each in ("daemon", "protocol"))
+    done = subprocess.run(
+        [str(python), "-c", PROGRAM],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (exits.CONFIG, "")
+    assert done.stderr.startswith("weightd: the daemon needs Python 3.10 or later, and ")
+    assert f"{python} is 3.7: " in done.stderr
+    assert done.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,26 @@
-"""Where the program `weightd` begins: from here on Ctrl-C ends it without a word, and soon in order."""
+"""Where the program `weightd` begins: from here on Ctrl-C ends it without a word, and soon in order.
+
+An engine's own interpreter gets this script, too, and may be too old for the daemon: this file runs on 3.7.
+"""
 
 from __future__ import annotations
 
 import signal
+import sys
+
+from weightd.daemon import exits
 
 
 def main() -> int:
     """Run the command; return its exit status."""
+    if sys.version_info < (3, 10):
+        has = ".".join(map(str, sys.version_info[:2]))
+        print(
+            f"weightd: the daemon needs Python 3.10 or later, and {sys.executable} is {has}: install weightd in an "
+            "environment with one, and name this interpreter in the key `python` of its models",
+            file=sys.stderr,
+        )
+        return exits.CONFIG
     # Python would print where it was in its imports, which take a few tenths of a second. Ignored stays ignored.
     python_handles = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if python_handles:

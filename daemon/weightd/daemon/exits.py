@@ -23,6 +23,6 @@ MEANINGS: Mapping[int, str] = {
     PROCESS_DIED: "It served and stopped when it was told to, but a process had ended that nobody had asked to.",
     USAGE: "The command line is wrong.",
     CANNOT_CREATE: "A socket or a directory cannot be had, or another daemon has it.",
-    CONFIG: "The configuration is wrong; the text names file, key and what was expected.",
+    CONFIG: "The configuration is wrong: the text names file, key and what was expected; or Python is older than 3.10.",
     INTERRUPTED: "Ctrl-C before it served; later that is a stop in order.",
 }
