@@ -122,8 +122,7 @@ class Guard:
         # The answer to the first may be lost with it, if it died of the next: all that it had runs alone from now on.
         accused = jobs if end.blames else []
         origins = self._accuse(accused)
-        if len(origins) == 1:
-            self.suspects.died(*origins, now - seat.since, now)
+        self._suspect(origins, now - seat.since, now)
         proven = accused[0].sole if len(accused) == 1 else None
         errors = self._verdicts(jobs[0], end, now, proven=proven is not None)
         self._scheduler.release(process, but=[request for request, _ in errors])
@@ -179,10 +178,15 @@ class Guard:
 
     def _lost_to(self, job: Job, ran: float, now: float) -> None:
         """A seat is lost to a job that it has run for `ran` seconds."""
-        if len(job.origins) == 1:
-            self.suspects.died(*job.origins, ran, now)
+        self._suspect(job.origins, ran, now)
         for origin in job.origins:
             self._contain(origin, now)
+
+    def _suspect(self, origins: set[Origin], ran: float, now: float) -> None:
+        """A seat was lost to what these have asked: that counts against who has asked all of it."""
+        if len(origins) == 1:
+            [origin] = origins
+            self.suspects.died(origin, ran, now)
 
     def _verdicts(self, job: Job, end: End, now: float, *, proven: bool) -> list[tuple[Request, RequestError]]:
         """Return those requests of what ran that end with their seat, each with the error; the others run again."""
