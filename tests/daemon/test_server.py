@@ -36,7 +36,6 @@ def test_a_reload_that_is_refused_changes_no_device(tmp_path: Path) -> None:
 
     written(1000, 1)
     server = begun(path)
-    server._frontend = SimpleNamespace(stopping=False, next_event=float("inf"))
     device = server._devices["ascend:0"] = Device("ascend:0")
     device.capacity = 1000 * 2**20
     server._fleet.models["m"] = SimpleNamespace(updating=True, successor=None, config=server._config.models["m"])
@@ -51,7 +50,6 @@ def test_a_card_has_what_it_has_said_where_the_configuration_says_no_more(tmp_pa
     model = '[models.m]\npath = "/models/m.mindir"\npython = "python3"\ndevices = ["ascend:0"]\n'
     path.write_text(f'[devices."ascend:0"]\nmemory_mib = 1000\n{model}')
     server = begun(path)
-    server._frontend = SimpleNamespace(stopping=False, next_event=float("inf"))
     server._fleet.models["m"] = SimpleNamespace(updating=False, successor=None, config=server._config.models["m"])
     server._reload(0.0)
     device = server._devices["ascend:0"]
@@ -76,16 +74,17 @@ def managed(notified: socket.socket, tmp_path: Path) -> Any:
     """A server that a service manager has started, with nothing behind it."""
     config = Config(DaemonConfig(f"ipc://{tmp_path}/s", str(tmp_path / "run"), str(tmp_path / "cache")), {})
     server: Any = Server(config, manager=Manager({"NOTIFY_SOCKET": notified.getsockname()}))
-    server._frontend = SimpleNamespace(stopping=False, next_event=float("inf"))
-    server._backend = SimpleNamespace(due=False)
+    server._backend = SimpleNamespace(take_changed=lambda: False)
     return server
 
 
-def test_a_daemon_that_drains_waits_for_what_it_waits_for(managed: Any) -> None:
-    managed._herald.next_event = time.monotonic() - 1.0
-    assert managed._seconds_to_wait() <= 0.0
-    managed._stop(time.monotonic())
-    assert managed._seconds_to_wait() > 10.0
+def test_a_daemon_that_drains_gives_no_more_signs_of_life(managed: Any) -> None:
+    managed._sign.set(1.0)
+    managed._sign.fire(1.0)
+    assert managed._sign.due == 2.0
+    managed._stop(2.0)
+    managed._sign.fire(2.0)
+    assert (managed._sign.due, managed._patience.due) == (float("inf"), 2.0 + managed._config.daemon.drain_timeout)
 
 
 def test_an_update_is_told_once_the_next_daemon_would_know_of_it(managed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,9 +97,7 @@ def test_an_update_is_told_once_the_next_daemon_would_know_of_it(managed: Any, m
         done.append("recorded")
 
     managed._backend = SimpleNamespace(tick=nothing, take_changed=lambda: True)
-    managed._frontend = SimpleNamespace(
-        stopping=False, next_event=float("inf"), tell_recorded=lambda: done.append("told")
-    )
+    managed._frontend = SimpleNamespace(tell_recorded=lambda: done.append("told"))
     managed._keeping = SimpleNamespace(handover=None)
     monkeypatch.setattr(handover, "write", write)
     managed._tick(time.monotonic())

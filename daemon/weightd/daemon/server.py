@@ -26,6 +26,7 @@ from weightd.daemon.continuity.service import CLIENTS, KEEPER, Manager
 from weightd.daemon.host.loop import Loop, signals
 from weightd.daemon.host.memory import host_bytes
 from weightd.daemon.host.sockets import addresses, bind
+from weightd.daemon.host.timers import Timer
 from weightd.daemon.models.budget import MIB, Device
 from weightd.daemon.models.fleet import Change, Fleet
 from weightd.daemon.models.model import Model
@@ -33,6 +34,7 @@ from weightd.daemon.models.records import DeviceRecord
 from weightd.daemon.models.sources import Numbers
 from weightd.daemon.observe.status import Subject, report
 from weightd.daemon.observe.survey import Measured, Survey, crowding
+from weightd.daemon.shutdown import Event, Shutdown
 from weightd.protocol.errors import InvalidArgument, RequestError, ResourceExhausted, Unavailable
 from weightd.protocol.messages.control import ReloadResponse
 from weightd.protocol.version import VERSION
@@ -77,9 +79,9 @@ class Server:
         self._surveys: list[Survey] = []
         self._measured = Measured()
         self._started = time.monotonic()
-        self._stop_at = float("inf")
-        self._due = 0.0
-        self._stopping_models = False
+        self._shutdown = Shutdown()
+        self._patience = Timer(self._end)
+        self._sign = Timer(self._tell_manager)
 
     def run(self) -> int:
         """Serve until told to stop; return the exit status.
@@ -122,8 +124,12 @@ class Server:
         self._backend = Backend(context, daemon, self._loop, self._devices, self._keeping)
         most = daemon.max_memory_bytes or host_bytes() // _SHARE_OF_MEMORY
         socket = bind(context, daemon.socket, clients=True, descriptors=self._listening, max_frame_bytes=most)
-        self._frontend = Frontend(socket, self._loop, self._fleet, most, self._ask_status, self._on_reload)
+        self._frontend = Frontend(socket, self._loop, self._fleet, most, self)
         self._loop.add(wakeups, lambda: self._on_signals(os.read(wakeups, 64)))
+        self._loop.add_timer(self._patience)
+        self._loop.add_timer(self._sign)
+        if self._manager.there:
+            self._sign.set(0.0)
         where = ", ".join(self._addresses or [daemon.socket])
         _log.info("weightd %s, pid %d, listens on %s", VERSION, os.getpid(), where)
         if self._keeping is not None and self._file is not None:
@@ -147,61 +153,66 @@ class Server:
         self._herald.resumed(before)
 
     def _make(self, name: str, config: ModelConfig, numbers: Numbers) -> Model:
-        return Model(name, config, self._devices, self._backend, self._frontend, numbers)
+        model = Model(name, config, self._devices, self._backend, self._frontend, numbers)
+        self._loop.add_timer(model.timer)
+        return model
 
     # --- the loop -----------------------------------------------------------------------------------------------
 
     def _main_loop(self) -> None:
         try:
             while not self._finished():
-                self._loop.wait(self._seconds_to_wait())
+                busy = self._surveys or self._backend.due
+                self._loop.wait(*[0.0] if busy else [])
                 self._tick(time.monotonic())
         finally:
             if self._keeping is None:
                 self._backend.kill_all()
 
     def _finished(self) -> bool:
-        return self._stopping_models and (self._keeping is not None or not self._backend.processes)
-
-    def _seconds_to_wait(self) -> float:
-        if self._surveys or self._backend.due:
-            self._due = 0.0
-            return 0.0
-        heralded = self._manager.there and not self._frontend.stopping
-        self._due = min(self._fleet.next_event, self._herald.next_event if heralded else float("inf"))
-        stop_at = float("inf") if self._stopping_models else self._stop_at
-        return min(self._due, self._frontend.next_event, stop_at) - time.monotonic()
+        return self._shutdown.ending and (self._keeping is not None or not self._backend.processes)
 
     def _tick(self, now: float) -> None:
+        """What is left to do after whatever has happened: done for every message, so it looks at no model."""
         self._backend.tick(now)
-        # What has become due since the wait began is seen before the next one: this is done for every message.
-        if now >= self._due or self._fleet.changing:
-            self._fleet.tick(now)
-        if now >= self._frontend.next_event:
-            self._frontend.tick(now)
-        if self._manager.there:
-            self._tell_manager(now)
+        if self._fleet.changing:
+            self._fleet.settle(now)
+        if self._manager.there and self._backend.take_changed():
+            self._record()
+            self._announce(now)
         # The next daemon knows of it now, too.
         self._frontend.tell_recorded()
         if self._surveys and self._surveys[0].step():
             self._answer_status(self._surveys.pop(0))
         if self._one_shot and self._any_failed():
             self._stop(now)
-        if self._frontend.stopping and not self._stopping_models and (now >= self._stop_at or self._idle()):
-            self._stop_models(now)
+        if self._shutdown.finishing and self._idle():
+            self._end(now)
 
     def _tell_manager(self, now: float) -> None:
-        changed = self._backend.take_changed()
-        if not changed and now < self._herald.next_event:
-            return
-        if changed and self._keeping is not None and not self._stopping_models:
+        """It is time for a sign of life; the next daemon comes first."""
+        if self._backend.take_changed():
+            self._record()
+        self._announce(now)
+
+    def _record(self) -> None:
+        if self._keeping is not None and not self._shutdown.ending:
             devices = [DeviceRecord(each.name, each.said, each.free) for each in self._devices.values()]
             handover.write(self._keeping.handover, self._fleet.records(), devices)
-        if not self._frontend.stopping:
-            self._manager.notify(*self._herald.look(self._fleet.models.values(), now, self._note))
-            if self._herald.failed(self._fleet.models.values()):
-                _log.error("a required model has failed")
-                self._stop(now)
+
+    def _announce(self, now: float) -> None:
+        if self._shutdown.begun:
+            return
+        self._manager.notify(*self._herald.look(self._fleet.models.values(), now, self._note))
+        self._sign.set(self._herald.next_event)
+        if self._herald.failed(self._fleet.models.values()):
+            _log.error("a required model has failed")
+            self._stop(now)
+
+    @property
+    def stopping(self) -> bool:
+        """Whether no new request is taken."""
+        return self._shutdown.begun
 
     @property
     def _note(self) -> str:
@@ -221,25 +232,32 @@ class Server:
             _log.info("%s", signal.Signals(number).name)
             if number == signal.SIGHUP:
                 self._on_hangup(now)
-            elif not self._frontend.stopping:
+            elif not self._shutdown.begun:
                 self._stop(now)
             else:
                 _log.warning("asked twice to stop: no request is waited for")
+                self._shutdown.on(Event.INSIST)
                 # First: a model that does not stop would replace what is killed.
                 self._stop_models(now)
                 if self._keeping is None:
                     self._backend.kill_all()
 
     def _stop(self, now: float) -> None:
-        if not self._frontend.stopping:
-            _log.info("stopping: finishing what was accepted, for at most %g s", self._config.daemon.drain_timeout)
-            self._frontend.stopping = True
-            self._stop_at = now + self._config.daemon.drain_timeout
-            margin = self._config.daemon.drain_timeout + _STOP_MARGIN_S
-            self._manager.notify("STOPPING=1", f"EXTEND_TIMEOUT_USEC={int(1e6 * margin)}")
+        """Take nothing new; finish what was accepted."""
+        if not self._shutdown.begun:
+            patience = self._config.daemon.drain_timeout
+            _log.info("stopping: finishing what was accepted, for at most %g s", patience)
+            self._shutdown.on(Event.STOP)
+            self._patience.set(now + patience)
+            self._manager.notify("STOPPING=1", f"EXTEND_TIMEOUT_USEC={int(1e6 * (patience + _STOP_MARGIN_S))}")
+
+    def _end(self, now: float) -> None:
+        """What was accepted is finished, or the time for that is over."""
+        if self._shutdown.finishing:
+            self._shutdown.on(Event.DONE)
+            self._stop_models(now)
 
     def _stop_models(self, now: float) -> None:
-        self._stopping_models = True
         if self._keeping is not None:
             # The keeper ends the processes, or the next daemon goes on with them: who knows.
             self._fleet.leave(now)
@@ -250,7 +268,7 @@ class Server:
 
     def _on_hangup(self, now: float) -> None:
         # READY=1 ends a reload, and a start: before that is over nothing is said of a reload.
-        tell = self._herald.ready and not self._frontend.stopping
+        tell = self._herald.ready and not self._shutdown.begun
         if tell:
             self._manager.reloading()
         try:
@@ -260,7 +278,12 @@ class Server:
         if tell:
             self._manager.notify("READY=1")
 
-    def _on_reload(self, request_id: str) -> ReloadResponse:
+    def reload(self, request_id: str) -> ReloadResponse:
+        """A client wants the configuration to be read again.
+
+        Raises:
+            RequestError: nothing has changed.
+        """
         return ReloadResponse(request_id, *self._reload(time.monotonic()))
 
     def _reload(self, now: float) -> Change:
@@ -273,7 +296,7 @@ class Server:
         file = self._file
         if file is None:
             raise InvalidArgument("weightd was started without a configuration file: there is nothing to reload")
-        if self._frontend.stopping:
+        if self._shutdown.begun:
             raise Unavailable("weightd is stopping")
         try:
             config = file.read()
@@ -304,7 +327,8 @@ class Server:
 
     # --- status -------------------------------------------------------------------------------------------------
 
-    def _ask_status(self, client: bytes, request_id: str) -> None:
+    def ask_status(self, client: bytes, request_id: str) -> None:
+        """A client wants to know how it stands: it is told once that has been measured."""
         pids = [*self._own_pids(), *(process.pid for process in self._backend.processes.values())]
         self._surveys.append(Survey(client, request_id, pids, self._measured))
         if len(self._surveys) > _MAX_SURVEYS:
@@ -317,7 +341,7 @@ class Server:
         return [os.getpid()] if self._keeping is None else [os.getpid(), self._keeping.pid]
 
     def _answer_status(self, survey: Survey) -> None:
-        state = "stopping" if self._frontend.stopping else "running"
+        state = "stopping" if self._shutdown.begun else "running"
         uptime = time.monotonic() - self._started
         backend = self._backend
         subject = Subject(

@@ -64,18 +64,18 @@ def _at_most_ten(monkeypatch: pytest.MonkeyPatch) -> None:  # pyright: ignore[re
     monkeypatch.setattr(doorman, "max_connections", lambda: 10)
 
 
-def looks(keeper: Doorman, peers: FakePeers) -> None:
-    keeper.look(cast(Peers, peers))
+def made(peers: FakePeers) -> Doorman:
+    return Doorman(cast(Peers, peers))
 
 
 def test_who_comes_beyond_the_bound_is_turned_away_and_who_was_there_stays(peers: FakePeers) -> None:
-    keeper = Doorman()
+    keeper = made(peers)
     peers.come(10)
-    looks(keeper, peers)
+    keeper.look()
     assert peers.shut() == [False] * 10
     peers.come(2)
     for _ in range(2):  # their end is told later
-        looks(keeper, peers)
+        keeper.look()
         assert peers.shut() == [False] * 10 + [True] * 2
 
 
@@ -84,11 +84,11 @@ def test_who_has_the_most_makes_room_for_others(peers: FakePeers) -> None:
     peers.come(1, "other")
     for user in ("third", "other", "other"):
         peers.come(1, user)
-        looks(Doorman(), peers)
+        made(peers).look()
     assert peers.shut() == [False] * 6 + [True] * 3 + [False] * 4
     # With equal shares it is the turn of who came first to have them: no share grows at another's cost.
     peers.come(3, "other")
-    looks(Doorman(), peers)
+    made(peers).look()
     there = [each for each in peers.connections.values() if not each.leaving]
     assert sorted(each.user for each in there).count("other") <= 5
     assert "third" in {each.user for each in there}
@@ -98,42 +98,42 @@ def test_the_silent_make_room_first_the_oldest_before_all(peers: FakePeers) -> N
     peers.come(4)
     peers.come(4, heard=False)
     peers.come(4)
-    looks(Doorman(), peers)
+    made(peers).look()
     assert peers.shut() == [False] * 4 + [True] * 2 + [False] * 6
 
 
 def test_who_is_not_heard_where_ids_are_chosen_is_hung_up_in_the_end_and_told_why(peers: FakePeers) -> None:
-    keeper = Doorman()
+    keeper = made(peers)
     peers.any_named = True
     peers.come(2, heard=False)
     peers.come()
-    looks(keeper, peers)
-    assert keeper.next_event == 1.0 + PATIENCE_S
-    keeper.tick(cast(Peers, peers), keeper.next_event)
-    assert keeper.next_event == 2.0 + PATIENCE_S
+    keeper.look()
+    assert keeper.timer.due == 1.0 + PATIENCE_S
+    keeper.tick(keeper.timer.due)
+    assert keeper.timer.due == 2.0 + PATIENCE_S
     told = peers.pairs[0][1].recv(4096)
     assert peers.shut() == [True, False, False]
     assert told[:2] == bytes([0, len(told) - 2])  # a frame of ZMTP
     error = decode([told[2:]], TO_CLIENT)
     assert isinstance(error, Error)
     assert "another client has the same routing id" in error.error
-    keeper.tick(cast(Peers, peers), keeper.next_event)
-    assert keeper.next_event == float("inf")
+    keeper.tick(keeper.timer.due)
+    assert keeper.timer.due == float("inf")
 
 
 def test_who_says_nothing_may_stay_where_nobody_has_chosen_an_id(peers: FakePeers) -> None:
-    keeper = Doorman()
+    keeper = made(peers)
     peers.come(2, heard=False)
-    looks(keeper, peers)
+    keeper.look()
     for _ in range(3):
-        now = keeper.next_event
-        keeper.tick(cast(Peers, peers), now)
+        now = keeper.timer.due
+        keeper.tick(now)
         assert peers.shut() == [False, False]
-        assert keeper.next_event == now + PATIENCE_S
+        assert keeper.timer.due == now + PATIENCE_S
     peers.any_named = True
-    keeper.tick(cast(Peers, peers), keeper.next_event)
+    keeper.tick(keeper.timer.due)
     assert all(each.leaving for each in peers.connections.values())
-    assert keeper.next_event == float("inf")
+    assert keeper.timer.due == float("inf")
 
 
 def test_a_descriptor_that_is_something_else_by_now_is_left_alone(peers: FakePeers) -> None:
@@ -141,21 +141,21 @@ def test_a_descriptor_that_is_something_else_by_now_is_left_alone(peers: FakePee
     reused = os.open("/dev/null", os.O_RDONLY)
     os.dup2(reused, peers.pairs[-1][0].fileno())
     os.close(reused)
-    looks(Doorman(), peers)
+    made(peers).look()
     assert os.read(peers.pairs[-1][0].fileno(), 1) == b""
 
 
 def test_it_is_told_once_and_again_when_there_is_room(peers: FakePeers, caplog: pytest.LogCaptureFixture) -> None:
-    keeper = Doorman()
+    keeper = made(peers)
     with caplog.at_level(logging.INFO):
         peers.come(11)
         for _ in range(3):
-            looks(keeper, peers)
+            keeper.look()
         assert [each.levelname for each in caplog.records] == ["ERROR"]
         for descriptor in list(peers.connections)[8:]:
             del peers.connections[descriptor]
         for _ in range(3):
-            looks(keeper, peers)
+            keeper.look()
     assert [each.getMessage() for each in caplog.records] == [
         "10 clients are connected: some of the user who has the most are turned away",
         "8 clients are connected: others are let in again",

@@ -6,13 +6,13 @@ import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import cast
 
 import msgpack
 import pytest
 import zmq
 
-from weightd.daemon.clients.frontend import Frontend
+from weightd.daemon.clients.frontend import Daemon, Frontend
 from weightd.daemon.host.loop import Loop
 from weightd.daemon.host.sockets import bind
 from weightd.daemon.models.fleet import Fleet
@@ -67,8 +67,8 @@ class World:
         fleet = SimpleNamespace(models={"m": self.model}, everyone=lambda: [self.model])
         router = bind(context, address, clients=True)
         kept = Request(1, b"", "", "m", (), (), 0.0, 0.0, NBYTES).kept_bytes
-        unasked = cast("Callable[..., Any]", None)
-        self.frontend = Frontend(router, self.loop, cast(Fleet, fleet), 3 * kept, unasked, unasked)
+        daemon = SimpleNamespace(stopping=False)
+        self.frontend = Frontend(router, self.loop, cast(Fleet, fleet), 3 * kept, cast(Daemon, daemon))
         self.model.frontend = self.frontend
 
     def client(self) -> Socket:

@@ -291,7 +291,7 @@ def test_who_has_the_same_routing_id_as_another_is_told(
                 assert seen(router, peers) == b"me"
         assert not router.poll(100)  # the library drops what the other says
         assert peers.any_named
-        Doorman().tick(peers, time.monotonic() + PATIENCE_S)
+        Doorman(peers).tick(time.monotonic() + PATIENCE_S)
         assert other.poll(LIMIT_MS)
         error = decode([other.recv()], TO_CLIENT)
         assert isinstance(error, Error)

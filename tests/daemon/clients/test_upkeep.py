@@ -60,19 +60,19 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Host:
 
 
 def test_it_looks_only_while_there_is_something_to_see(host: Host) -> None:
-    assert host.upkeep.next_event == float("inf")
+    assert host.upkeep.timer.due == float("inf")
     host.upkeep.seen(10.0)
     now = 10.0
-    while host.upkeep.next_event < float("inf"):
-        assert host.upkeep.next_event == pytest.approx(now + INTERVAL_S)
-        now = host.upkeep.next_event
+    while host.upkeep.timer.due < float("inf"):
+        assert host.upkeep.timer.due == pytest.approx(now + INTERVAL_S)
+        now = host.upkeep.timer.due
         host.upkeep.tick(now)
     assert 12.0 <= now < 12.5
     host.connect(5, 20.0)
     host.upkeep.seen(20.0)
     for _ in range(100):
-        host.upkeep.tick(host.upkeep.next_event)
-    assert host.upkeep.next_event == pytest.approx(20.0 + 101 * INTERVAL_S)
+        host.upkeep.tick(host.upkeep.timer.due)
+    assert host.upkeep.timer.due == pytest.approx(20.0 + 101 * INTERVAL_S)
 
 
 def test_what_was_freed_is_given_back_once_large_traffic_has_paused(host: Host) -> None:

@@ -23,8 +23,7 @@ class FakeModel:
         self.name = name
         self.config = config
         self.numbers = numbers
-        self.next_tick = float("inf")
-        self.scheduler = SimpleNamespace(next_event=float("inf"), idle=True, queued=0)
+        self.scheduler = SimpleNamespace(idle=True, queued=0)
         self.successor: FakeModel | None = None
         self.note = ""
         self.updating = self.serves = self.complete = self.has_failed = self.draining = self.gone = False
@@ -37,9 +36,6 @@ class FakeModel:
 
     def start(self, now: float) -> None:
         self.done.append("start")
-
-    def tick(self, now: float) -> None:
-        self.done.append("tick")
 
     def will_leave(self) -> None:
         self.done.append("will leave")
@@ -108,13 +104,13 @@ def test_a_model_that_is_removed_finishes_what_it_has_and_leaves() -> None:
     b.deaths = 3
     assert yard.reload(a=ONE) == Change((), (), ("b",))
     assert yard.serving() == {"a": "/models/1.onnx"}
-    yard.fleet.tick(0.0)
+    yard.fleet.settle(0.0)
     assert (b.done, len(yard.fleet.everyone())) == (["will leave"], 2)
     b.scheduler.idle = True
-    yard.fleet.tick(0.0)
+    yard.fleet.settle(0.0)
     assert b.done == ["will leave", "drain 0"]
     b.gone = True
-    yard.fleet.tick(0.0)
+    yard.fleet.settle(0.0)
     assert b.done == ["will leave", "drain 0", "dispose"]
     assert len(yard.fleet.everyone()) == 1
     assert yard.fleet.deaths == 3
@@ -127,22 +123,22 @@ def test_a_changed_model_takes_over_once_it_is_complete() -> None:
     new = yard.last
     assert new.done == ["start"]
     new.serves = True
-    yard.fleet.tick(0.0)
+    yard.fleet.settle(0.0)
     assert yard.serving() == {"a": "/models/1.onnx"}
     new.complete = True
-    yard.fleet.tick(0.0)
+    yard.fleet.settle(0.0)
     assert yard.serving() == {"a": "/models/2.onnx"}
     assert new.done[:2] == ["start", "adopt /models/1.onnx"]
     assert old.done == [f"drain {ONE.predict_timeout:g} replaced"]
     # A worker that dies while it leaves: what it had is the new one's.
     new.done.clear()
-    yard.fleet.tick(0.0)
+    yard.fleet.settle(0.0)
     assert new.done == []
     old.scheduler.queued = 1
-    yard.fleet.tick(0.0)
+    yard.fleet.settle(0.0)
     assert new.done == ["adopt /models/1.onnx"]
     old.gone = True
-    yard.fleet.tick(0.0)
+    yard.fleet.settle(0.0)
     assert [id(each) for each in yard.fleet.everyone()] == [id(new)]
 
 
@@ -151,7 +147,7 @@ def test_a_change_that_fails_leaves_what_serves_and_says_why() -> None:
     yard.reload(a=TWO)
     failed = yard.last
     failed.has_failed = True
-    yard.fleet.tick(0.0)
+    yard.fleet.settle(0.0)
     assert yard.serving() == {"a": "/models/1.onnx"}
     assert yard.made[0].note == "the changed configuration is not in force: no such file"
     assert failed.done == ["start", "drain 0"]
@@ -165,7 +161,7 @@ def test_what_does_not_serve_is_replaced_at_once() -> None:
     yard = Yard(a=ONE)
     yard.made[0].serves = False
     yard.reload(a=TWO)
-    yard.fleet.tick(0.0)
+    yard.fleet.settle(0.0)
     assert yard.serving() == {"a": "/models/2.onnx"}
     assert "adopt /models/1.onnx" in yard.last.done
 
@@ -223,21 +219,13 @@ def test_the_end_is_told_to_everyone() -> None:
     assert [each.draining for each in yard.made] == [True] * 4
 
 
-def test_only_who_is_due_is_ticked() -> None:
-    yard = Yard(a=ONE, b=TWO, c=THREE)
-    yard.made[0].next_tick = 5.0
-    yard.made[1].scheduler.next_event = 6.0
-    yard.fleet.tick(5.5)
-    assert [each.done for each in yard.made] == [["tick"], [], []]
-
-
 def test_what_waits_is_taken_over_before_the_old_model_would_refuse_it() -> None:
     yard = Yard(a=ONE)
     yard.reload(a=TWO)
     yard.last.complete = True
     told: list[str] = []
     yard.made[0].done = yard.last.done = told
-    yard.fleet.tick(0.0)
+    yard.fleet.settle(0.0)
     assert told[:2] == ["adopt /models/1.onnx", f"drain {ONE.predict_timeout:g} replaced"]
 
 
@@ -246,12 +234,5 @@ def test_one_of_the_name_of_a_model_that_finishes_what_it_has_takes_nothing_from
     yard.made[0].scheduler.idle = False
     yard.reload()
     yard.reload(a=TWO)
-    yard.fleet.tick(0.0)
+    yard.fleet.settle(0.0)
     assert (yard.made[0].done, yard.last.done) == (["will leave"], ["start"])
-
-
-def test_one_whose_scheduler_is_due_is_ticked() -> None:
-    yard = Yard(a=ONE)
-    yard.made[0].scheduler.next_event = 5.0
-    yard.fleet.tick(5.0)
-    assert yard.made[0].done == ["tick"]

@@ -604,6 +604,10 @@ class ModelWorld(RuleBasedStateMachine):
                 assert device.used <= device.capacity
 
     @invariant()
+    def the_loop_will_look_when_something_is_due(self) -> None:
+        assert self.model.timer.due <= min(self.model.next_tick, self.model.scheduler.next_event)
+
+    @invariant()
     def children_are_the_processes(self) -> None:
         known = [name for each in self.model.deployments for one in each.generations for name in one.children]
         assert sorted(known) == sorted(self.processes)

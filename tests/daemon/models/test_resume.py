@@ -537,7 +537,7 @@ class Daemon:
             for deployment in each.deployments:
                 if deployment.coming is not None:
                     self.load(each, deployment.coming)
-        self.fleet.tick(self.now)
+        self.fleet.settle(self.now)
         return self
 
     def load(self, model: Model, generation: Generation) -> None:
@@ -556,7 +556,7 @@ class Daemon:
         for generation in model.generations:
             for child in list(generation.children):
                 self.says(model, child, Back())
-        self.fleet.tick(self.now)
+        self.fleet.settle(self.now)
         return self
 
     def records(self) -> list[ModelRecord]:
@@ -758,7 +758,7 @@ def test_models_go_on_as_the_configuration_says_now() -> None:
     assert [source.path for source in following.host.pinned] == ["/models/two.onnx"] * 2
     for name in ("stays", "changes"):
         # What has changed loads beside what serves, even before that is back.
-        following.fleet.tick(following.now)
+        following.fleet.settle(following.now)
         assert not following.fleet.models[name].serves
         following.backs(name)
         assert following.fleet.models[name].serves
@@ -772,24 +772,24 @@ def test_models_go_on_as_the_configuration_says_now() -> None:
 def test_a_changed_model_that_is_not_back_in_time_makes_way() -> None:
     following = Daemon().started(m=ONE).restarted(m=TWO)
     old = following.fleet.models["m"]
-    following.fleet.tick(following.now)
+    following.fleet.settle(following.now)
     assert old.successor is not None
     for name in ("m.1.w1", "m.1.w2"):
         old.exited(name, End(None, "it ended while no daemon was there"), following.now)
     following.now += 0.05
-    following.fleet.tick(following.now)
+    following.fleet.settle(following.now)
     assert following.fleet.models["m"].config == TWO
 
 
 def test_a_model_that_is_removed_leaves_with_all_of_its_processes() -> None:
     daemon = Daemon().started(stays=ONE, goes=ONE).restarted(stays=ONE)
     [leaving] = [model for model in daemon.fleet.everyone() if model.name == "goes"]
-    daemon.fleet.tick(daemon.now)
+    daemon.fleet.settle(daemon.now)
     stopped = [name for name, order in daemon.host.orders if order == Stop()]
     assert stopped == ["goes.1.w1", "goes.1.w2"]
     for name in ("goes.1.w1", "goes.1.w2", "goes.1.holder"):
         leaving.exited(name, End(0), daemon.now)
-    daemon.fleet.tick(daemon.now)
+    daemon.fleet.settle(daemon.now)
     assert [model.name for model in daemon.fleet.everyone()] == ["stays"]
     assert [source.path for source in daemon.host.unpinned] == ["/models/one.onnx"]
 

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from weightd.daemon.clients import connections
 from weightd.daemon.clients.peers import Connection, Peers
 from weightd.daemon.host.sockets import HANDSHAKE_MS
+from weightd.daemon.host.timers import Timer
 from weightd.protocol.codec import encode
 from weightd.protocol.errors import InvalidArgument
 from weightd.protocol.messages.data import Error
@@ -51,18 +52,23 @@ def max_connections() -> int:
 class Doorman:
     """Hangs up who is too many, and who may not be heard.
 
+    Args:
+        peers: who is there.
+
     Attributes:
-        next_event: when `tick` is due, in monotonic seconds.
+        timer: when `tick` is due.
     """
 
-    def __init__(self) -> None:
-        self.next_event = float("inf")
+    def __init__(self, peers: Peers) -> None:
+        self.timer = Timer(self.tick)
+        self._peers = peers
         self._full = False
         # When nobody was found to have a routing id of its own.
         self._unnamed_at = float("-inf")
 
-    def look(self, peers: Peers) -> None:
+    def look(self) -> None:
         """Somebody has come or gone."""
+        peers = self._peers
         most = max_connections()
         count = len(peers.connections)
         if count > most:
@@ -77,30 +83,31 @@ class Doorman:
             _log.warning("%d clients are connected: others are let in again", count)
         first = next(iter(peers.silent.values()), None)
         begin = float("inf") if first is None else max(first.since, self._unnamed_at)
-        self.next_event = begin + PATIENCE_S
+        self.timer.set(begin + PATIENCE_S)
 
-    def tick(self, peers: Peers, now: float) -> None:
+    def tick(self, now: float) -> None:
         """Hang up who was not heard for too long, where that may not be its own choice.
 
         The library hears no second peer with a routing id that is taken, and does not tell. So where clients have
         chosen such ids, who is not heard is told that. Elsewhere who says nothing may stay while there is room.
         """
-        if peers.any_named:
+        if self._peers.any_named:
             self._unnamed_at = float("-inf")
-            self._end_unheard(peers, now)
+            self._end_unheard(now)
         else:
             self._unnamed_at = now
-        self.look(peers)
+        self.look()
 
-    def _end_unheard(self, peers: Peers, now: float) -> None:
-        for each in list(peers.silent.values()):
+    def _end_unheard(self, now: float) -> None:
+        silent = self._peers.silent
+        for each in list(silent.values()):
             if each.since + PATIENCE_S > now:
                 break
             if not each.leaving:
                 _log.debug("nothing was heard of a connection of %s for %g s: hung up", each.user, PATIENCE_S)
                 connections.write(each.descriptor, encode(Error("", InvalidArgument.code, _UNHEARD)))
                 each.hang_up()
-            del peers.silent[each.descriptor]
+            del silent[each.descriptor]
 
 
 def surplus(there: Sequence[Connection], count: int) -> list[Connection]:

@@ -6,9 +6,9 @@ import itertools
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import zmq
 
@@ -62,6 +62,29 @@ _RETRY_S = 0.1
 _FULL = "the daemon's memory for clients is full (max_memory_bytes), and this one, or its user, has most of it"
 
 
+class Daemon(Protocol):
+    """What a client may ask of the daemon as a whole."""
+
+    @property
+    def stopping(self) -> bool:
+        """Whether no new request is taken."""
+
+    def ask_status(self, client: bytes, request_id: str) -> None:
+        """Tell the client how everything stands, when that is known.
+
+        Raises:
+            RequestError: it will not be told.
+        """
+
+    def reload(self, request_id: str) -> ReloadResponse:
+        """Read the configuration again, and return the answer.
+
+        Raises:
+            RequestError: nothing has changed.
+        """
+        ...
+
+
 class Frontend:
     """Reads what clients send, gives it to the models, and sends what comes of it.
 
@@ -70,13 +93,10 @@ class Frontend:
         loop: calls when the socket is readable.
         fleet: the models.
         max_memory_bytes: that are kept for clients, see `Room`.
-        ask_status: called with client and request id of each status request; it may raise a RequestError.
-        reload: called with the id of each request to read the configuration again; returns the answer, or raises a
-            RequestError.
+        daemon: is asked what no model knows.
 
     Attributes:
         room: what is kept for clients.
-        stopping: whether new inference requests are refused.
     """
 
     def __init__(
@@ -85,13 +105,10 @@ class Frontend:
         loop: Loop,
         fleet: Fleet,
         max_memory_bytes: int,
-        ask_status: Callable[[bytes, str], None],
-        reload: Callable[[str], ReloadResponse],
+        daemon: Daemon,
     ) -> None:
-        self.stopping = False
         self._fleet = fleet
-        self._ask_status = ask_status
-        self._reload = reload
+        self._daemon = daemon
         # A worker may still give an answer that the daemon before this one has asked for: no number is used twice.
         self._numbers = itertools.count(time.time_ns() // 1000)
         self._socket = socket
@@ -99,30 +116,18 @@ class Frontend:
         self._peers = Peers(socket)
         self.room = Room(max_memory_bytes, self._user)
         self._outbox = Outbox(socket, self.room, self._make_room)
-        self._doorman = Doorman()
+        self._doorman = Doorman(self._peers)
         self._upkeep = Upkeep(self.room, self._outbox, self._peers)
         self._unrecorded: list[tuple[bytes, UpdateResponse]] = []
         loop.add(self._peers.monitor, self._on_connections)
         loop.add(self._socket, self._on_messages)
+        loop.add_timer(self._doorman.timer)
+        loop.add_timer(self._upkeep.timer)
 
     @property
     def dropped(self) -> int:
         """Answers that could not be sent: their client was gone, or did not read."""
         return self._outbox.dropped
-
-    @property
-    def next_event(self) -> float:
-        """When `tick` is due, in monotonic seconds."""
-        # Asked for with every message: half the price of `min`.
-        doorman, upkeep = self._doorman.next_event, self._upkeep.next_event
-        return doorman if doorman < upkeep else upkeep
-
-    def tick(self, now: float) -> None:
-        """Time has passed."""
-        if now >= self._doorman.next_event:
-            self._doorman.tick(self._peers, now)
-        if now >= self._upkeep.next_event:
-            self._upkeep.tick(now)
 
     def answer(self, request: Request, outputs: Sequence[TensorSpec], frames: Sequence[Any]) -> None:
         """Send the model's answer."""
@@ -193,18 +198,20 @@ class Frontend:
             case ServerReady() | ModelReady():
                 self._tell_ready(client, message, now)
             case Status():
-                self._ask_status(client, message.id)
+                self._daemon.ask_status(client, message.id)
             case Update():
                 self._update(received, message, now)
             case Reload():
                 _check_operator(received, "reload the configuration")
-                self._tell(client, self._reload(message.id))
+                self._tell(client, self._daemon.reload(message.id))
 
     def _tell_ready(self, client: bytes, message: ServerReady | ModelReady, now: float) -> None:
         models = list(self._fleet.models.values())
         if isinstance(message, ModelReady):
             models = [self._model(message.model_name)]
-        reasons = ["weightd is stopping"] if self.stopping else [why for each in models if (why := each.unready(now))]
+        reasons = (
+            ["weightd is stopping"] if self._daemon.stopping else [why for each in models if (why := each.unready(now))]
+        )
         self._tell(client, ReadyResponse(message.id, not reasons, clip("; ".join(reasons))))
 
     def _update(self, received: Received, message: Update, now: float) -> None:
@@ -215,7 +222,7 @@ class Frontend:
             if path and (not Path(path).is_absolute() or "\0" in path):
                 raise InvalidArgument(f"expected an absolute path on the daemon's host, got {path!r}")
         model = self._model(message.model_name)
-        if self.stopping:
+        if self._daemon.stopping:
             raise Unavailable("weightd is stopping")
         model.update(
             received.peer, message.id, now, path=message.path, weights=message.weights, rollback=message.rollback
@@ -224,7 +231,7 @@ class Frontend:
     def _infer(self, received: Received, message: Infer, now: float) -> None:
         client, tensors = received.peer, received.frames[1:]
         model = self._model(message.model_name)
-        if self.stopping:
+        if self._daemon.stopping:
             raise Unavailable("weightd is stopping")
         timeout = message.parameters.timeout
         seconds = model.config.timeout if timeout is None else timeout / 1e6
@@ -289,7 +296,7 @@ class Frontend:
                 model.vanished(client, time.monotonic())
             self._forget(client)
         self._upkeep.seen(time.monotonic())
-        self._doorman.look(self._peers)
+        self._doorman.look()
 
     def _model(self, name: str) -> Model:
         try:

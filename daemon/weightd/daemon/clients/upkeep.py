@@ -11,6 +11,9 @@ from weightd.daemon.clients.outbox import Outbox
 from weightd.daemon.clients.peers import Connection, Peers
 from weightd.daemon.clients.room import Room
 from weightd.daemon.host import memory
+from weightd.daemon.host.timers import Timer
+
+_NEVER = float("inf")
 
 _log = logging.getLogger("weightd.frontend")
 
@@ -47,11 +50,11 @@ class Upkeep:
         peers: who may be hung up.
 
     Attributes:
-        next_event: when `tick` is due, in monotonic seconds.
+        timer: when `tick` is due.
     """
 
     def __init__(self, room: Room, outbox: Outbox, peers: Peers) -> None:
-        self.next_event = float("inf")
+        self.timer = Timer(self.tick)
         self._room = room
         self._outbox = outbox
         self._peers = peers
@@ -64,8 +67,8 @@ class Upkeep:
     def seen(self, now: float) -> None:
         """A message has come, or a connection has come or gone."""
         self._seen = now
-        if self.next_event == float("inf"):
-            self.next_event = now + INTERVAL_S
+        if self.timer.due == _NEVER:
+            self.timer.set(now + INTERVAL_S)
 
     def tick(self, now: float) -> None:
         """Look."""
@@ -85,7 +88,7 @@ class Upkeep:
         ):
             self._give_back(now)
         is_over = not self._peers.connections and now >= max(self._seen, self._was_large) + 2 * _QUIET_S
-        self.next_event = float("inf") if is_over else now + INTERVAL_S
+        self.timer.set(_NEVER if is_over else now + INTERVAL_S)
 
     def _uncounted(self, private: int) -> int:
         return private - self._begin - _OWN_BYTES - self._room.held - self._outbox.orphaned()

@@ -1,4 +1,4 @@
-"""One poll over sockets, pidfds and the signal pipe. Whoever is readable has its handler called."""
+"""One poll over sockets, pidfds, the signal pipe and the clock. Who is readable, or due, has its handler called."""
 
 from __future__ import annotations
 
@@ -6,23 +6,28 @@ import contextlib
 import os
 import select
 import signal
+import time
 from collections.abc import Callable, Generator
 from typing import Any
 
 import zmq
 
+from weightd.daemon.host.timers import Timer, Timers
+
 _LONGEST_WAIT_S = 3600.0
 
 
 class Loop:
-    """Handlers by what they wait for: a ZeroMQ socket or a file descriptor.
+    """Handlers by what they wait for: a ZeroMQ socket, a file descriptor or a time.
 
-    All descriptors stand behind one epoll descriptor: a hundred children cost a wake-up no more than one.
+    All descriptors stand behind one epoll descriptor, and all times in one heap: a hundred children, or a thousand
+    models, cost a wake-up no more than one.
     """
 
     def __init__(self) -> None:
         self._poller = zmq.Poller()
         self._descriptors = select.epoll()
+        self._timers = Timers()
         self._handlers: dict[Any, Callable[[], object]] = {self._descriptors.fileno(): self._on_descriptors}
         self._poller.register(self._descriptors.fileno(), zmq.POLLIN)
 
@@ -39,12 +44,18 @@ class Loop:
         self._descriptors.unregister(descriptor)
         del self._handlers[descriptor]
 
-    def wait(self, seconds: float) -> None:
-        """Wait at most `seconds`, and call the handler of each readable source."""
+    def add_timer(self, timer: Timer) -> None:
+        """Call the timer's handler whenever it is due."""
+        self._timers.add(timer)
+
+    def wait(self, seconds: float = _LONGEST_WAIT_S) -> None:
+        """Wait at most `seconds`, and call the handler of each readable source, then of each timer that is due."""
+        seconds = min(seconds, self._timers.next_due - time.monotonic())
         # Rounded up: a wait that ends a moment early would spin until its time has come.
         milliseconds = -int(-1000 * max(0.0, min(seconds, _LONGEST_WAIT_S)) // 1)
         for source, _ in self._poller.poll(milliseconds):
             self._handlers[source]()
+        self._timers.run(time.monotonic())
 
     def _on_descriptors(self) -> None:
         for descriptor, _ in self._descriptors.poll(0):

@@ -48,6 +48,8 @@ class Fleet:
         self.models: dict[str, Model] = {}
         self._make = make
         self._leaving: list[Model] = []
+        # Those whose successor loads, by name.
+        self._replaced: dict[str, Model] = {}
         self._numbers: dict[str, Numbers] = {}
         self._past_deaths = 0
 
@@ -98,12 +100,9 @@ class Fleet:
         # In the order of the file, which is that of the status.
         self.models = {name: self.models[name] for name in configs}
 
-    def tick(self, now: float) -> None:
-        """Time has passed, or something has happened: serve what can be served, forget what is gone."""
-        for model in self.everyone():
-            if now >= model.next_tick or now >= model.scheduler.next_event:
-                model.tick(now)
-        for name, model in list(self.models.items()):
+    def settle(self, now: float) -> None:
+        """Something has happened: see what takes over by now, and what is gone."""
+        for name, model in list(self._replaced.items()):
             if model.successor is not None:
                 self._settle(name, model, model.successor, now)
         for model in list(self._leaving):
@@ -121,21 +120,13 @@ class Fleet:
 
     def everyone(self) -> list[Model]:
         """Return every model of which something is left."""
-        successors = [model.successor for model in self.models.values() if model.successor is not None]
+        successors = [model.successor for model in self._replaced.values() if model.successor is not None]
         return [*self.models.values(), *successors, *self._leaving]
 
     @property
-    def next_event(self) -> float:
-        """Nothing is due before this, in monotonic seconds."""
-        due = float("inf")
-        for model in self.everyone():
-            due = min(due, model.next_tick, model.scheduler.next_event)
-        return due
-
-    @property
     def changing(self) -> bool:
-        """Whether a model loads to replace another one, or leaves."""
-        return bool(self._leaving) or any(model.successor is not None for model in self.models.values())
+        """Whether a model loads to replace another one, or leaves: then `settle` has something to see."""
+        return bool(self._leaving or self._replaced)
 
     @property
     def deaths(self) -> int:
@@ -167,6 +158,7 @@ class Fleet:
         self._discard_successor(model, now)
         model.note = ""
         if model.config != config:
+            self._replaced[name] = model
             model.successor = self._new(name, config)
             model.successor.start(now)
 
@@ -175,11 +167,13 @@ class Fleet:
             model.successor.drain(now)
             self._leaving.append(model.successor)
             model.successor = None
+            del self._replaced[model.name]
 
     def _settle(self, name: str, old: Model, new: Model, now: float) -> None:
         """Let the new model take over once it serves, or at once where the old one does not."""
         if new.complete or not old.will_serve:
             old.successor = None
+            del self._replaced[name]
             self.models[name] = new
             new.adopt(old, now)
             old.drain(now, patience=old.config.predict_timeout, replaced=True)

@@ -18,6 +18,7 @@ from weightd.daemon.generations.plan import Limits, Source
 from weightd.daemon.generations.records import GenerationRecord
 from weightd.daemon.generations.states import ACTIVE, GenerationState
 from weightd.daemon.host.ends import End
+from weightd.daemon.host.timers import Timer
 from weightd.daemon.models.budget import MIB, Device
 from weightd.daemon.models.deployment import Deployment, Policy
 from weightd.daemon.models.ports import Children, Clients, Snapshot
@@ -77,6 +78,7 @@ class Model:
         note: what went wrong with the last change of the configuration.
         draining: it was told to wind down.
         successor: what loads to replace it, after such a change.
+        timer: when `tick` is due.
     """
 
     def __init__(
@@ -100,6 +102,7 @@ class Model:
         self.by_worker: dict[str, Latencies] = {}
         self.failed = 0
         self.next_tick = float("inf")
+        self.timer = Timer(self.tick)
         limits = Limits(
             config.workers,
             config.load_timeout,
@@ -763,6 +766,7 @@ class Model:
             [request] = job.parts
             for process in seat.processes:
                 self._children.order(process, Predict(job.number, tuple(request.inputs)), request.frames)
+        self._set_timer()
 
     def _refuse(self, request: Request, error: RequestError) -> None:
         self.failed += 1
@@ -772,7 +776,13 @@ class Model:
         due = min(self.guard.watchdog.next_event, self._sources.snapshots.next_event)
         self.next_tick = min(due, *(each.next_tick for each in self.deployments))
         self._look_soon()
+        self._set_timer()
 
     def _look_soon(self) -> None:
         if self.guard.looks:
             self.next_tick = 0.0
+
+    def _set_timer(self) -> None:
+        """Whatever has happened ends here: the loop looks at the timer alone."""
+        tick, event = self.next_tick, self.scheduler.next_event
+        self.timer.set(tick if tick < event else event)

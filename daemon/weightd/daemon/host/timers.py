@@ -1,0 +1,96 @@
+"""What is due when: a heap of times, so that a wake-up costs what is due then, and not what there is.
+
+Plain: whoever has a clock asks when the next one is due, and has them called.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Callable
+
+_FOREVER = float("inf")
+
+_serial = itertools.count()
+
+Handler = Callable[[float], object]
+
+
+class Timer:
+    """Something that will be due, once each time that it is set.
+
+    To set it costs nothing in most cases: the heap sees a time only if that is sooner than all that it has of this
+    timer. One that was put off is found out when its earlier time comes.
+
+    Args:
+        handler: called with the clock once it is due, if it was given to `Timers`.
+
+    Attributes:
+        due: when, in monotonic seconds; infinite while it is not set.
+    """
+
+    __slots__ = ("_entries", "_handler", "_heap", "_serial", "due")
+
+    def __init__(self, handler: Handler) -> None:
+        self.due = _FOREVER
+        self._handler = handler
+        self._heap: Heap = []
+        # Its times in the heap, the soonest last.
+        self._entries = [_FOREVER]
+        self._serial = next(_serial)
+
+    def set(self, due: float) -> None:
+        """Be due then, and at no other time."""
+        self.due = due
+        if due < self._entries[-1]:
+            self._entries.append(due)
+            heapq.heappush(self._heap, (due, self._serial, self))
+
+    def enter(self, heap: Heap) -> None:
+        """Belong to this heap from now on."""
+        self._heap = heap
+        self._entries = [_FOREVER]
+        self.set(self.due)
+
+    def reached(self, now: float) -> bool:
+        """Its soonest time has left the heap: return whether it is due."""
+        self._entries.pop()
+        if self.due <= now:
+            return True
+        self.set(self.due)
+        return False
+
+    def fire(self, now: float) -> None:
+        """Call the handler, unless it was put off meanwhile."""
+        if self.due <= now:
+            self.due = _FOREVER
+            self._handler(now)
+
+
+Heap = list[tuple[float, int, Timer]]
+
+
+class Timers:
+    """All timers of one loop."""
+
+    def __init__(self) -> None:
+        self._heap: Heap = []
+
+    def add(self, timer: Timer) -> None:
+        """Have it called when it is due, as was set before or will be."""
+        timer.enter(self._heap)
+
+    @property
+    def next_due(self) -> float:
+        """Nothing is due before this, in monotonic seconds; one that was put off is not due then either."""
+        return self._heap[0][0] if self._heap else _FOREVER
+
+    def run(self, now: float) -> None:
+        """Call each that is due; one that a handler sets to a time that has passed waits for the next call."""
+        due: dict[Timer, None] = {}
+        while self._heap and self._heap[0][0] <= now:
+            timer = heapq.heappop(self._heap)[2]
+            if timer.reached(now):
+                due[timer] = None
+        for timer in due:
+            timer.fire(now)

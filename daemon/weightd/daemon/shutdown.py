@@ -1,0 +1,65 @@
+"""How the daemon ends: what it still takes, and what it still waits for.
+
+All legality is in the table of this file, and an unlisted pair of state and event raises.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+
+from weightd.daemon.generations.states import advance
+
+
+class State(enum.Enum):
+    """How far the end is."""
+
+    SERVING = "serving"  # nobody wants it
+    FINISHING = "finishing"  # no new request is taken; what was accepted is finished
+    ENDING = "ending"  # no request is waited for; the models wind down, or are left to the next daemon
+
+
+class Event(enum.Enum):
+    """What happens to a daemon that is to end."""
+
+    STOP = "stop"  # it is told to
+    DONE = "done"  # what was accepted is finished, or the time for that is over
+    INSIST = "insist"  # it is told again
+
+
+SHUTDOWN: Mapping[tuple[State, Event], State] = {
+    (State.SERVING, Event.STOP): State.FINISHING,
+    (State.FINISHING, Event.DONE): State.ENDING,
+    (State.FINISHING, Event.INSIST): State.ENDING,
+    (State.ENDING, Event.INSIST): State.ENDING,
+}
+
+
+class Shutdown:
+    """Where one daemon is in `SHUTDOWN`."""
+
+    def __init__(self) -> None:
+        self._state = State.SERVING
+
+    def on(self, event: Event) -> None:
+        """Go on to the next state.
+
+        Raises:
+            IllegalTransition: the table does not list the event in this state.
+        """
+        self._state = advance(SHUTDOWN, self._state, event)
+
+    @property
+    def begun(self) -> bool:
+        """Whether no new request is taken."""
+        return self._state is not State.SERVING
+
+    @property
+    def finishing(self) -> bool:
+        """Whether what was accepted is waited for."""
+        return self._state is State.FINISHING
+
+    @property
+    def ending(self) -> bool:
+        """Whether no request is waited for any more."""
+        return self._state is State.ENDING
