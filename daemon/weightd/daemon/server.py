@@ -24,10 +24,10 @@ from weightd.daemon.continuity.herald import Herald
 from weightd.daemon.continuity.keeping import Keeping
 from weightd.daemon.continuity.service import CLIENTS, KEEPER, Manager
 from weightd.daemon.host.loop import Loop, signals
-from weightd.daemon.host.memory import host_bytes
+from weightd.daemon.host.memory import MIB, host_bytes
 from weightd.daemon.host.sockets import addresses, bind
 from weightd.daemon.host.timers import Timer
-from weightd.daemon.models.budget import MIB, Device
+from weightd.daemon.models.budget import Device
 from weightd.daemon.models.fleet import Change, Fleet
 from weightd.daemon.models.model import Model
 from weightd.daemon.models.records import DeviceRecord

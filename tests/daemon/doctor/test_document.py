@@ -14,8 +14,9 @@ from weightd.daemon.config import load as config
 from weightd.daemon.doctor.verdicts import host as checks
 from weightd.daemon.doctor.verdicts import trial as trial_checks
 from weightd.daemon.doctor.verdicts.finding import INTERPRETER
+from weightd.daemon.engines.ascend import on_card
 from weightd.daemon.engines.mindspore_lite import MindSporeLiteOptions
-from weightd.daemon.models import budget
+from weightd.daemon.host.memory import MIB
 from weightd.protocol.schema import decode
 
 if sys.version_info >= (3, 11):
@@ -49,8 +50,7 @@ def test_every_option_for_a_card_is_listed() -> None:
 
 
 def test_the_example_of_memory() -> None:
-    mib = budget.MIB
-    weights = budget.on_card(4000 * mib) // mib
+    weights = on_card(4000 * MIB) // MIB
     assert f"| {weights:,} MiB | 10 x 600 MiB | {weights + 10 * 600:,} MiB |" in TEXT
     assert f"{8 * (4000 + 600):,} MiB" in TEXT
 

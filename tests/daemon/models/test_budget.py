@@ -8,7 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightd.daemon.models.budget import MAX_PROCESSES, MIB, Device, Need, on_card
+from weightd.daemon.engines.ascend import MAX_PROCESSES, on_card
+from weightd.daemon.host.memory import MIB
+from weightd.daemon.models.budget import Device, Need
 
 NEED = Need(weights=100 * MIB, copies=1, users=3, processes=4, process_bytes=10 * MIB)
 PRIVATE = dataclasses.replace(NEED, copies=3)

@@ -9,14 +9,16 @@ from collections.abc import Callable
 
 import pytest
 
+from weightd.daemon.config.policies import Policy
 from weightd.daemon.generations.actions import Dismiss, Enlist, Forget, Kill, Pin, Role, Send, Spawn
 from weightd.daemon.generations.generation import Generation
 from weightd.daemon.generations.plan import Limits, Source
 from weightd.daemon.generations.restarts import MAX_FAILED_STARTS
 from weightd.daemon.generations.states import GenerationState
 from weightd.daemon.host.ends import End
-from weightd.daemon.models.budget import MIB, Device, Need
-from weightd.daemon.models.deployment import Deployment, Policy
+from weightd.daemon.host.memory import MIB
+from weightd.daemon.models.budget import Device, Need
+from weightd.daemon.models.deployment import Deployment
 from weightd.protocol.messages.children import Attached, Broken, Built, DeviceMemory, Hello, Traits
 from weightd.protocol.messages.data import TensorSignature
 from weightd.protocol.version import VERSION

@@ -14,14 +14,17 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from weightd.daemon.config.load import ModelConfig
+from weightd.daemon.config.policies import Policy
+from weightd.daemon.engines.ascend import on_card
 from weightd.daemon.generations.actions import Role
 from weightd.daemon.generations.generation import Generation
 from weightd.daemon.generations.plan import Source
 from weightd.daemon.generations.records import SealRecord
 from weightd.daemon.generations.states import ACTIVE, ChildState
 from weightd.daemon.host.ends import End
-from weightd.daemon.models.budget import MIB, Device, on_card
-from weightd.daemon.models.deployment import Deployment, Policy
+from weightd.daemon.host.memory import MIB
+from weightd.daemon.models.budget import Device
+from weightd.daemon.models.deployment import Deployment
 from weightd.daemon.models.model import Model
 from weightd.daemon.models.ports import Snapshot
 from weightd.daemon.models.records import ModelRecord

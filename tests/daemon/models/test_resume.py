@@ -19,7 +19,8 @@ from weightd.daemon.generations.plan import Limits, Source
 from weightd.daemon.generations.records import GenerationRecord, SealRecord
 from weightd.daemon.generations.states import GenerationState
 from weightd.daemon.host.ends import End
-from weightd.daemon.models.budget import MIB, Device
+from weightd.daemon.host.memory import MIB
+from weightd.daemon.models.budget import Device
 from weightd.daemon.models.fleet import Fleet
 from weightd.daemon.models.model import Model
 from weightd.daemon.models.ports import Snapshot

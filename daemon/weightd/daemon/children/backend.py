@@ -33,9 +33,10 @@ from weightd.daemon.host import cgroup, processes
 from weightd.daemon.host.directories import ClaimError
 from weightd.daemon.host.ends import Coroner, End
 from weightd.daemon.host.loop import Loop
+from weightd.daemon.host.memory import MIB
 from weightd.daemon.host.processes import Process
 from weightd.daemon.host.sockets import BATCH, Received, bind, peer_pid, receive, send
-from weightd.daemon.models.budget import MIB, Device
+from weightd.daemon.models.budget import Device
 from weightd.daemon.models.model import Model
 from weightd.daemon.models.ports import Snapshot
 from weightd.daemon.models.records import ModelRecord

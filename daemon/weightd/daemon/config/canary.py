@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 from typing import Any, cast
 
-from weightd.daemon.generations.plan import Canary
 from weightd.protocol import limits
 from weightd.protocol.messages.children import Case
 from weightd.protocol.schema import FieldError, Kind, integer, many, mapping, shown, text
@@ -52,11 +51,6 @@ def from_text(text: str) -> CanaryKey:
 def sample(key: CanaryKey) -> str:
     """Return the path of the file that the key names, or ""."""
     return key if isinstance(key, str) and key not in (AUTO, OFF) else ""
-
-
-def plan(key: CanaryKey) -> Canary:
-    """Return what holders are told."""
-    return Canary(search=key == AUTO, cases=(key,) if isinstance(key, dict) else ())
 
 
 def _check(value: Any) -> CanaryKey:

@@ -15,15 +15,18 @@ from typing import Any, NamedTuple, cast
 from weightd.daemon.config import canary as canary_config
 from weightd.daemon.config import tables
 from weightd.daemon.config.canary import CanaryKey
+from weightd.daemon.config.policies import Policy
 from weightd.daemon.config.tables import Problems
+from weightd.daemon.engines import ascend
 from weightd.daemon.engines import mindspore_lite as engine_options
 from weightd.daemon.engines.mindspore_lite import MindSporeLiteOptions
-from weightd.daemon.models import budget
-from weightd.daemon.models.deployment import Policy
+from weightd.daemon.host.memory import MIB
+from weightd.daemon.host.paths import user_path
 from weightd.protocol import limits
 from weightd.protocol.errors import WeightdError
 from weightd.protocol.schema import FieldError, boolean, integer, label, many, number, one_of, record, text
 from weightd.shared import paths, tcp
+from weightd.shared.devices import CPU, card_of
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -35,10 +38,8 @@ SUFFIX_OF_ENGINE: Mapping[str, str] = {engine: suffix for suffix, engine in ENGI
 
 _SOCKET_PATH = re.compile(r"ipc:///.*[^/]")
 
-_DEVICE = re.compile(r"cpu|ascend:(0|[1-9][0-9]{0,2})")
-
 # With less, a few requests of ordinary size would be too many.
-_LEAST_MEMORY_BYTES = 16 * budget.MIB
+_LEAST_MEMORY_BYTES = 16 * MIB
 
 # It becomes part of file names and of process names.
 _MODEL_NAME = re.compile(rf"[A-Za-z0-9_][A-Za-z0-9._-]{{0,{limits.MAX_MODEL_NAME_BYTES - 1}}}")
@@ -90,13 +91,13 @@ def _from_systemd(variable: str) -> str:
 class DaemonConfig:
     """The table [daemon]."""
 
-    socket: str = field(default="", metadata=tables.path(limits.MAX_PATH_BYTES, empty=True))
+    socket: str = field(default="", metadata=user_path(limits.MAX_PATH_BYTES, empty=True))
     """Where clients connect: ipc://PATH or tcp://HOST:PORT. Default: weightd.sock in `runtime_dir`."""
 
-    runtime_dir: str = field(default="", metadata=tables.path(limits.MAX_PATH_BYTES, empty=True))
+    runtime_dir: str = field(default="", metadata=user_path(limits.MAX_PATH_BYTES, empty=True))
     """Directory of the sockets. Default: what systemd gives, /run/weightd for root, XDG_RUNTIME_DIR/weightd."""
 
-    cache_dir: str = field(default="", metadata=tables.path(limits.MAX_PATH_BYTES, empty=True))
+    cache_dir: str = field(default="", metadata=user_path(limits.MAX_PATH_BYTES, empty=True))
     """Directory of model snapshots and page stores, on a disk. Default: /var/cache/weightd or ~/.cache/weightd."""
 
     drain_timeout: float = field(default=30.0, metadata=number(_MAX_SECONDS))
@@ -129,7 +130,7 @@ class DeviceConfig:
     memory_mib: int = field(default=0, metadata=integer(0, 2**40))
     """MiB that weightd may use there. Default: what is free when the first model is loaded."""
 
-    processes: int = field(default=budget.MAX_PROCESSES, metadata=integer(1, 4096))
+    processes: int = field(default=ascend.MAX_PROCESSES, metadata=integer(1, 4096))
     """Processes that may use the device: the driver's limit is 63 on training cards, 32 in virtual machines."""
 
 
@@ -137,13 +138,13 @@ class DeviceConfig:
 class ModelConfig:
     """A table [models.NAME]."""
 
-    path: str = field(metadata=tables.path(limits.MAX_PATH_BYTES))
+    path: str = field(metadata=user_path(limits.MAX_PATH_BYTES))
     """The model file, absolute or relative to the configuration file: .onnx or .mindir."""
 
     engine: str = field(default="", metadata=one_of(["", *SUFFIX_OF_ENGINE]))
     """The library that runs it. Default: onnxruntime for .onnx, mindspore_lite for .mindir."""
 
-    python: str = field(default="", metadata=tables.path(limits.MAX_PATH_BYTES, empty=True))
+    python: str = field(default="", metadata=user_path(limits.MAX_PATH_BYTES, empty=True))
     """The interpreter that has the engine: a command, or a path as `path` is. Default: the daemon's own."""
 
     workers: int = field(default=1, metadata=integer(1, 1024))
@@ -352,7 +353,7 @@ def _devices(content: Any, problems: Problems) -> dict[str, DeviceConfig]:
     devices: dict[str, DeviceConfig] = {}
     for name, table in cast("dict[str, Any]", content).items():
         with problems.at(f".{label(name)}"):
-            if name == "cpu" or not _DEVICE.fullmatch(name):
+            if card_of(name) is None:
                 raise FieldError('expected the name of a card, such as "ascend:0"')
             devices[name] = tables.read(DeviceConfig, table, problems)
     return devices
@@ -450,11 +451,11 @@ def _of_devices(config: ModelConfig) -> Iterator[FieldError]:
 
 
 def _of_device(device: str, devices: Sequence[str]) -> str:
-    if not _DEVICE.fullmatch(device):
+    if device != CPU and card_of(device) is None:
         return f'expected "cpu" or a card such as "ascend:0", got {device!r}'
     if devices.count(device) > 1:
         return f"{device} is given twice"
-    return "expected the CPU alone or cards alone: their answers differ" if device == "cpu" and len(devices) > 1 else ""
+    return "expected the CPU alone or cards alone: their answers differ" if device == CPU and len(devices) > 1 else ""
 
 
 def _of_engine(config: ModelConfig) -> Iterator[FieldError]:

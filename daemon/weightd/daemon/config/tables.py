@@ -9,7 +9,7 @@ import re
 from collections.abc import Generator, Iterable, Mapping
 from typing import Any, TypeVar, cast
 
-from weightd.protocol.schema import FieldError, Kind, Metadata, got, label, shown, text
+from weightd.protocol.schema import FieldError, Kind, got, label
 
 T = TypeVar("T")
 
@@ -111,18 +111,3 @@ def _quoted(section: str, key: str, value: object, kinds: Mapping[str, Kind]) ->
         name += f".{step}"
     head, _, first = section.partition(".")
     return f'unknown table; a name with a dot is quoted: [{head}."{first}.{name}"]'
-
-
-def path(max_bytes: int, *, empty: bool = False) -> Metadata:
-    """A path, as text of at most `max_bytes` bytes; nobody expands a ~, which would mean another home to a service."""
-    kind = text(max_bytes, empty=empty)["kind"]
-
-    def check(value: Any) -> str:
-        checked: str = kind.check(value)
-        if "\0" in checked:
-            raise FieldError(f"expected text without a NUL character, got {shown(checked)}")
-        if checked == "~" or (checked.startswith("~") and "/" in checked):
-            raise FieldError(f"expected a path without ~, which is not expanded, got {shown(checked)}")
-        return checked
-
-    return {"kind": Kind(check, check, kind.description)}

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from weightd.shared.devices import card_of
 
 if TYPE_CHECKING:
     from weightd.daemon.config.canary import CanaryKey
@@ -26,8 +27,6 @@ Exit status: 0 no check has failed (some may not be testable), 1 a check has fai
 wrong, 69 there is nothing to test: no Ascend driver or library is here."""
 
 _LIMIT_S = 300.0
-
-_DEVICE = re.compile(r"ascend:(\d{1,4})")
 
 
 def describe(parser: argparse.ArgumentParser) -> None:
@@ -83,10 +82,10 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _device(text: str) -> int:
-    match = _DEVICE.fullmatch(text)
-    if match is None:
+    card = card_of(text)
+    if card is None:
         raise argparse.ArgumentTypeError(f"expected ascend:N, got {text!r}")
-    return int(match.group(1))
+    return card
 
 
 def _canary(text: str) -> CanaryKey:

@@ -21,6 +21,7 @@ from weightd.daemon.doctor.verdicts import access as access_checks
 from weightd.daemon.doctor.verdicts import host as checks
 from weightd.daemon.doctor.verdicts import trial as trial_checks
 from weightd.daemon.doctor.verdicts.finding import Finding, Verdict, exit_status
+from weightd.daemon.generations.plan import Canary
 from weightd.shared.modelfile import ModelFileError, model_files
 
 # Of the interpreter's report: imports from a cold disk, and a driver that takes its time to begin.
@@ -112,7 +113,7 @@ def _sharing(options: argparse.Namespace, report: Report, environment: Mapping[s
     program = Program(options.python, options.model.absolute(), f"ascend:{options.device}", environment=environment)
     program = program._replace(sample=canary_config.sample(options.canary), tolerance=options.canary_tolerance)
     with Children(program, options.limit) as children:
-        trial = share(children, canary_config.plan(options.canary))
+        trial = share(children, Canary.configured(options.canary))
     return trial_checks.judge(trial, report.value("memory", "free_bytes")) + trial_checks.survivors(children.survivors)
 
 

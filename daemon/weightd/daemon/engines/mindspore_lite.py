@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from weightd.daemon.config import tables
+from weightd.daemon.host.paths import user_path
 from weightd.protocol import limits
 from weightd.protocol.schema import FieldError, boolean, integer, many, one_of, plain
 
-_PATH = tables.path(limits.MAX_PATH_BYTES, empty=True)
+_PATH = user_path(limits.MAX_PATH_BYTES, empty=True)
 _PRECISIONS = ("enforce_fp32", "preferred_fp32", "enforce_fp16", "enforce_origin", "preferred_optimal")
 _DEC_MODES = ("AES-GCM", "AES-CBC", "SM4-CBC")
 _FILES = ("config_file", "rank_table_file", "dec_key_file")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from weightd.daemon.config.canary import AUTO, CanaryKey
 from weightd.protocol.messages.children import Cases
 
 # How long a driver takes to clean up after a killed process is not known. What has no room at all is told after that.
@@ -23,6 +24,11 @@ class Canary:
     search: bool = True
     cases: Cases = ()
     unfit: Cases = ()
+
+    @classmethod
+    def configured(cls, key: CanaryKey) -> Canary:
+        """Return what the configuration says."""
+        return cls(search=key == AUTO, cases=(key,) if isinstance(key, dict) else ())
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,8 @@ from pathlib import Path
 
 from weightd.daemon.host import cgroup
 
+MIB = 1024 * 1024
+
 
 def pss_bytes(pid: int) -> int | None:
     """Return the process's proportional set size: its own pages, and its share of pages that it shares.

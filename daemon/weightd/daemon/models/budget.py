@@ -9,13 +9,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
-MIB = 1024 * 1024
-
-# MindSpore Lite takes whole huge pages of the card for shared weights, and one more even where they fit exactly.
-_GRANULE = 2 * MIB
-
-# aclcppdevg_000222: on training cards and 800I A2; other hosts allow 64, virtual machines 32.
-MAX_PROCESSES = 63
+from weightd.daemon.engines.ascend import on_card
+from weightd.daemon.host.memory import MIB
 
 
 @dataclass(frozen=True)
@@ -40,11 +35,6 @@ class Need:
     def total(self) -> int:
         """The bytes altogether."""
         return self.copies * on_card(self.weights) + self.processes * self.process_bytes
-
-
-def on_card(weights: int) -> int:
-    """Return the bytes of a card that so many bytes of weights take."""
-    return (weights // _GRANULE + 1) * _GRANULE
 
 
 @dataclass

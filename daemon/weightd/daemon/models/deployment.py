@@ -7,10 +7,10 @@ another, and only if the device has room for it.
 
 from __future__ import annotations
 
-import enum
 import logging
 from collections.abc import Callable
 
+from weightd.daemon.config.policies import Policy
 from weightd.daemon.generations.actions import Action, Enlist, Forget
 from weightd.daemon.generations.generation import Generation
 from weightd.daemon.generations.plan import Canary, Limits, Source
@@ -23,14 +23,6 @@ _log = logging.getLogger("weightd.generation")
 
 # Nobody tells a deployment what another one has left.
 _LOOK_AGAIN_S = 0.5
-
-
-class Policy(enum.Enum):
-    """How a generation that has lost workers for good is replaced."""
-
-    AUTO = "auto"  # beside the old one if there is room, else in its place
-    OVERLAP = "overlap"  # beside the old one; without room it goes on with what is left
-    REPLACE = "replace"  # in its place: it leaves first, and requests wait
 
 
 class Deployment:

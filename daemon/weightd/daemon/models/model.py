@@ -10,17 +10,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from weightd.daemon.config import canary as canary_config
 from weightd.daemon.config.load import SUFFIX_OF_ENGINE, ModelConfig
+from weightd.daemon.config.policies import Policy
 from weightd.daemon.generations.actions import Action, Dismiss, Enlist, Forget, Kill, Pin, Send, Spawn
 from weightd.daemon.generations.generation import Generation
-from weightd.daemon.generations.plan import Limits, Source
+from weightd.daemon.generations.plan import Canary, Limits, Source
 from weightd.daemon.generations.records import GenerationRecord
 from weightd.daemon.generations.states import ACTIVE, GenerationState
 from weightd.daemon.host.ends import End
+from weightd.daemon.host.memory import MIB
 from weightd.daemon.host.timers import Timer
-from weightd.daemon.models.budget import MIB, Device
-from weightd.daemon.models.deployment import Deployment, Policy
+from weightd.daemon.models.budget import Device
+from weightd.daemon.models.deployment import Deployment
 from weightd.daemon.models.ports import Children, Clients, Snapshot
 from weightd.daemon.models.records import ModelRecord
 from weightd.daemon.models.sources import Numbers, Sources
@@ -110,7 +111,7 @@ class Model:
             sharing=config.sharing != "off",
             outlives_holder=config.holder_loss == "frozen",
             predict_timeout=config.predict_timeout,
-            canary=canary_config.plan(config.canary),
+            canary=Canary.configured(config.canary),
         )
         self.deployments = [
             Deployment(

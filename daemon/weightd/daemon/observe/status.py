@@ -10,13 +10,14 @@ from typing import NamedTuple
 
 from weightd.daemon.children.files import GenerationFiles
 from weightd.daemon.clients.room import Room
+from weightd.daemon.engines.ascend import on_card
 from weightd.daemon.generations.actions import Role
 from weightd.daemon.generations.generation import Child, Generation
 from weightd.daemon.generations.states import ChildState
 from weightd.daemon.host import cgroup
 from weightd.daemon.host.memory import resident_bytes
 from weightd.daemon.host.processes import Process
-from weightd.daemon.models.budget import Device, on_card
+from weightd.daemon.models.budget import Device
 from weightd.daemon.models.model import Model
 from weightd.daemon.observe.survey import Survey
 from weightd.protocol import limits

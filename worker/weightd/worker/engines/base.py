@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import abc
-import re
 import types
 from typing import Any, ClassVar, Dict, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 from weightd.protocol.errors import Internal, WeightdError
 from weightd.protocol.messages.children import DeviceMemory, Traits
 from weightd.protocol.messages.data import TensorSignature
+from weightd.shared.devices import CPU, card_of
 
 Arrays = Dict[str, Any]
 """Tensors by name: numpy arrays. As inputs in native byte order, in C order and aligned; as outputs in any form."""
@@ -38,8 +38,6 @@ class Spoilt(Internal):
 Gears = Tuple[Tuple[int, ...], ...]
 """The sizes that a model was converted for: each gear gives those of all free dimensions, in the inputs' order."""
 
-_ASCEND = re.compile(r"ascend:(0|[1-9][0-9]{0,3})")
-
 
 class Settings(NamedTuple):
     """How to build.
@@ -63,12 +61,10 @@ class Settings(NamedTuple):
         Raises:
             BuildError: the device is neither.
         """
-        if self.device == "cpu":
-            return None
-        match = _ASCEND.fullmatch(self.device)
-        if match is None:
+        card = card_of(self.device)
+        if card is None and self.device != CPU:
             raise BuildError(f"device: expected cpu or ascend:N, got {self.device!r}")
-        return int(match.group(1))
+        return card
 
 
 class Signature(NamedTuple):

@@ -17,7 +17,8 @@ from weightd.daemon.config import canary as canary_config
 from weightd.daemon.config.load import ModelConfig
 from weightd.daemon.doctor.trial import trial
 from weightd.daemon.doctor.trial.children import ChildError, Children, Program
-from weightd.daemon.models.budget import MIB
+from weightd.daemon.generations.plan import Canary
+from weightd.daemon.host.memory import MIB
 from weightd.protocol.messages.children import Attached, Built
 
 _log = logging.getLogger("weightd")
@@ -64,7 +65,7 @@ def _load(model: ModelConfig, device: str, *, is_shared: bool) -> tuple[str, str
         )
         with Children(program, model.load_timeout, prefix) as children:
             try:
-                built, attached = trial.load(children, canary_config.plan(model.canary), attaches=device != "cpu")
+                built, attached = trial.load(children, Canary.configured(model.canary), attaches=device != "cpu")
             except ChildError as error:
                 return str(error), ""
         if children.survivors:

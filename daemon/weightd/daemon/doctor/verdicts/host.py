@@ -9,14 +9,12 @@ from weightd.daemon.doctor.facts.host import FIRST_VIRTUAL, Card, Host
 from weightd.daemon.doctor.facts.interpreter import Report
 from weightd.daemon.doctor.verdicts.access import CONTAINER, NODES, SERVICE
 from weightd.daemon.doctor.verdicts.finding import INTERPRETER, Finding, failed, passed, untestable
+from weightd.daemon.engines.ascend import MAX_PROCESSES, MAX_PROCESSES_OF_A_GUEST
+from weightd.daemon.host.memory import MIB
 from weightd.protocol.version import VERSION
 
 # The first version with weights shared between processes.
 OLDEST_LIBRARY = (2, 7)
-
-# Processes of one device that the vendor's documents allow on A2; 64 on other physical machines, 32 in virtual ones.
-MAX_PROCESSES = 63
-MAX_PROCESSES_OF_A_GUEST = 32
 
 # What published lists name together, by MindSpore and CANN; MindSpore Lite is released with MindSpore.
 _CANN_OF: Mapping[tuple[int, ...], str] = {(2, 7, 0): "8.2.RC1", (2, 7, 1): "8.3.RC1", (2, 7, 2): "8.5.0"}
@@ -25,8 +23,6 @@ _CANN_OF: Mapping[tuple[int, ...], str] = {(2, 7, 0): "8.2.RC1", (2, 7, 1): "8.3
 _LISTED = ("Ascend910B", "Ascend910_93")
 _CONTRADICTORY: Mapping[str, str] = {"Ascend310": "inference cards", "Ascend910": "the first training cards"}
 _READ_ONLY = ("Ascend950", "Ascend910_95")
-
-MIB = 1024 * 1024
 
 _SOURCE_CANN = "source CANN's set_env.sh in the shell (or the service's environment) that starts weightd"
 _MOUNT = "in a container, mount it from the host"

@@ -5,7 +5,8 @@ from __future__ import annotations
 from weightd.daemon.doctor.trial.children import ChildError, Died, Hung
 from weightd.daemon.doctor.trial.trial import Trial, second_copy_bytes
 from weightd.daemon.doctor.verdicts.finding import Finding, failed, passed, untestable
-from weightd.daemon.doctor.verdicts.host import MAX_PROCESSES, mib
+from weightd.daemon.doctor.verdicts.host import mib
+from weightd.daemon.engines.ascend import MAX_PROCESSES
 from weightd.protocol.messages.children import Attached, Built
 
 BUILD = "sharing: build"

@@ -1,0 +1,17 @@
+"""What an Ascend card takes, whichever engine runs there."""
+
+from __future__ import annotations
+
+from weightd.daemon.host.memory import MIB
+
+# aclcppdevg_000222: on training cards and 800I A2; other hosts allow 64, virtual machines 32.
+MAX_PROCESSES = 63
+MAX_PROCESSES_OF_A_GUEST = 32
+
+# Shared weights take whole huge pages of the card, and one more even where they fit exactly.
+_GRANULE = 2 * MIB
+
+
+def on_card(weights: int) -> int:
+    """Return the bytes of a card that so many bytes of weights take."""
+    return (weights // _GRANULE + 1) * _GRANULE

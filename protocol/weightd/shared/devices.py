@@ -1,0 +1,16 @@
+"""The names of devices: "cpu", and "ascend:N" for the card of that number."""
+
+from __future__ import annotations
+
+import re
+from typing import Optional
+
+CPU = "cpu"
+
+_CARD = re.compile(r"ascend:(0|[1-9][0-9]{0,2})")
+
+
+def card_of(device: str) -> Optional[int]:
+    """Return the number of the card, None where the name is no card's."""
+    match = _CARD.fullmatch(device)
+    return int(match.group(1)) if match else None
