@@ -105,4 +105,4 @@ def test_what_is_put_off_again_and_again_takes_no_more_room() -> None:
         timer.set(0.0)
         world.timers.run(float(now))
         timer.set(now + 30.0)
-    assert len(world.timers._heap) <= 2
+    assert len(world.timers._heap) <= 2  # pyright: ignore[reportPrivateUsage]

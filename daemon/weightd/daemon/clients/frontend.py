@@ -68,6 +68,7 @@ class Daemon(Protocol):
     @property
     def stopping(self) -> bool:
         """Whether no new request is taken."""
+        ...
 
     def ask_status(self, client: bytes, request_id: str) -> None:
         """Tell the client how everything stands, when that is known.
