@@ -15,6 +15,7 @@ from weightd.daemon import exits
 from weightd.daemon.children.backend import Backend
 from weightd.daemon.clients.doorman import allow_descriptors
 from weightd.daemon.clients.frontend import Frontend
+from weightd.daemon.clients.listening import listen
 from weightd.daemon.config.load import Config, ConfigError, DaemonConfig, DeviceConfig, ModelConfig
 from weightd.daemon.continuity import handover
 from weightd.daemon.continuity.claim import claim
@@ -25,7 +26,7 @@ from weightd.daemon.continuity.keeping import Keeping
 from weightd.daemon.continuity.service import CLIENTS, KEEPER, Manager
 from weightd.daemon.host.loop import Loop, signals
 from weightd.daemon.host.memory import MIB, host_bytes
-from weightd.daemon.host.sockets import addresses, bind
+from weightd.daemon.host.sockets import addresses
 from weightd.daemon.host.timers import Timer
 from weightd.daemon.models.budget import Device
 from weightd.daemon.models.fleet import Change, Fleet
@@ -123,7 +124,7 @@ class Server:
         _update_devices(self._devices, self._config)
         self._backend = Backend(context, daemon, self._loop, self._devices, self._keeping)
         most = daemon.max_memory_bytes or host_bytes() // _SHARE_OF_MEMORY
-        socket = bind(context, daemon.socket, clients=True, descriptors=self._listening, max_frame_bytes=most)
+        socket = listen(context, daemon.socket, self._listening, most)
         self._frontend = Frontend(socket, self._loop, self._fleet, most, self)
         self._loop.add(wakeups, lambda: self._on_signals(os.read(wakeups, 64)))
         self._loop.add_timer(self._patience)

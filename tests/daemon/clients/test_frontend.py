@@ -13,8 +13,8 @@ import pytest
 import zmq
 
 from weightd.daemon.clients.frontend import Daemon, Frontend
+from weightd.daemon.clients.listening import listen
 from weightd.daemon.host.loop import Loop
-from weightd.daemon.host.sockets import bind
 from weightd.daemon.models.fleet import Fleet
 from weightd.daemon.requests.request import Request
 from weightd.protocol.codec import decode
@@ -65,7 +65,7 @@ class World:
         self._context, self._address = context, address
         self._clients: list[Socket] = []
         fleet = SimpleNamespace(models={"m": self.model}, everyone=lambda: [self.model])
-        router = bind(context, address, clients=True)
+        router = listen(context, address)
         kept = Request(1, b"", "", "m", (), (), 0.0, 0.0, NBYTES).kept_bytes
         daemon = SimpleNamespace(stopping=False)
         self.frontend = Frontend(router, self.loop, cast(Fleet, fleet), 3 * kept, cast(Daemon, daemon))

@@ -15,10 +15,11 @@ import zmq
 
 from testkit.waiting import until
 from weightd.daemon.clients.doorman import PATIENCE_S, Doorman
+from weightd.daemon.clients.listening import listen
 from weightd.daemon.clients.outbox import Outbox
 from weightd.daemon.clients.peers import Peers
 from weightd.daemon.clients.room import Room
-from weightd.daemon.host.sockets import bind, receive
+from weightd.daemon.host.sockets import receive
 from weightd.daemon.requests.request import Origin
 from weightd.protocol.codec import decode
 from weightd.protocol.messages.data import Error
@@ -44,7 +45,7 @@ def address(tmp_path: Path) -> str:
 
 @pytest.fixture
 def router(context: zmq.Context[Socket], address: str) -> Socket:
-    return bind(context, address, clients=True)
+    return listen(context, address)
 
 
 @pytest.fixture
@@ -302,7 +303,7 @@ def test_who_has_the_same_routing_id_as_another_is_told(
 
 @pytest.mark.parametrize("kind", ["ipc", "tcp"])
 def test_who_a_client_is_the_kernel_says(context: zmq.Context[Socket], tmp_path: Path, kind: str) -> None:
-    router = bind(context, f"ipc://{tmp_path}/s" if kind == "ipc" else "tcp://127.0.0.1:*", clients=True)
+    router = listen(context, f"ipc://{tmp_path}/s" if kind == "ipc" else "tcp://127.0.0.1:*")
     peers = Peers(router)
     client = context.socket(zmq.DEALER)
     client.setsockopt(zmq.ROUTING_ID, b"me")

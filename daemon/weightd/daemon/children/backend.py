@@ -93,7 +93,7 @@ class Backend:
         # Cards that have been asked what they have, if in vain.
         self._probed: set[str] = set()
         self._address = f"ipc://{config.children_socket}"
-        self._socket = bind(context, self._address, clients=False)
+        self._socket = bind(context, self._address)
         loop.add(self._socket, self._on_messages)
 
     @property

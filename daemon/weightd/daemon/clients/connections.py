@@ -13,6 +13,9 @@ import termios
 from collections.abc import Generator
 from typing import NamedTuple
 
+import zmq
+
+from weightd.daemon.host.sockets import unix_peer
 from weightd.daemon.requests.request import Origin
 
 # struct ucred of unix(7).
@@ -44,6 +47,18 @@ def user(descriptor: int) -> str:
         name = connection.getpeername()
         return f"host {name[0]}" if isinstance(name, tuple) else ""
     return ""
+
+
+def peer_uid(identity: zmq.Frame) -> int | None:
+    """Return the user of the process that has sent a message, by its first frame, as the kernel knows it.
+
+    None for TCP, and once the connection has ended: then nobody vouches for what the library says of it.
+    """
+    peer = unix_peer(identity)
+    if peer is None:
+        return None
+    known = credentials(int(identity.get(zmq.SRCFD)))
+    return known.uid if known is not None and known.uid == peer.uid else None
 
 
 def waiting_bytes(descriptor: int) -> int:

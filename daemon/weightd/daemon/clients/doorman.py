@@ -12,8 +12,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from weightd.daemon.clients import connections
+from weightd.daemon.clients.listening import HANDSHAKE_MS
 from weightd.daemon.clients.peers import Connection, Peers
-from weightd.daemon.host.sockets import HANDSHAKE_MS
 from weightd.daemon.host.timers import Timer
 from weightd.protocol.codec import encode
 from weightd.protocol.errors import InvalidArgument

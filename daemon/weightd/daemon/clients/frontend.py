@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import zmq
 
+from weightd.daemon.clients.connections import peer_uid
 from weightd.daemon.clients.doorman import Doorman
 from weightd.daemon.clients.outbox import Outbox
 from weightd.daemon.clients.peers import Peers
@@ -19,7 +20,7 @@ from weightd.daemon.clients.reader import Reader
 from weightd.daemon.clients.room import Room
 from weightd.daemon.clients.upkeep import Upkeep
 from weightd.daemon.host.loop import Loop
-from weightd.daemon.host.sockets import Received, peer_uid
+from weightd.daemon.host.sockets import Received
 from weightd.daemon.models.fleet import Fleet
 from weightd.daemon.models.model import Model
 from weightd.daemon.requests.request import Request

@@ -1,4 +1,4 @@
-"""The daemon's two ROUTER sockets, and how messages are read from and written to them."""
+"""ROUTER sockets: how they are bound, and how messages are read from and written to them."""
 
 from __future__ import annotations
 
@@ -6,30 +6,20 @@ import ctypes
 import os
 import re
 import socket as sockets
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import zmq
 
-from weightd.daemon.clients.connections import credentials
 from weightd.daemon.host.directories import ClaimError
 from weightd.protocol import limits, multipart
 
 # A wake-up reads at most this many messages, so that one busy socket cannot starve the other.
 BATCH = 64
 
-# Owner and group may connect: who is in the group is the operator's decision.
-_CLIENTS_UMASK = 0o117
-_CHILDREN_UMASK = 0o177
-
-# The kernel finds out within a minute that the host of a TCP client is gone. On a unix socket it knows at once.
-_KEEPALIVE = {zmq.TCP_KEEPALIVE: 1, zmq.TCP_KEEPALIVE_IDLE: 30, zmq.TCP_KEEPALIVE_INTVL: 10, zmq.TCP_KEEPALIVE_CNT: 3}
-
-# Requests of one client that wait to be read, whatever their size; one that sends faster waits in its own socket.
-_CLIENT_RCVHWM = 64
-
-# Who has not said by then what it speaks is hung up by the library.
-HANDSHAKE_MS = 5000
+# Only this user may connect.
+PRIVATE = 0o177
 
 # The last answers of a daemon that stops get this long to leave.
 LINGER_MS = 1000
@@ -80,7 +70,8 @@ def bind(
     context: zmq.Context[zmq.Socket[bytes]],
     address: str,
     *,
-    clients: bool,
+    umask: int = PRIVATE,
+    options: Mapping[int, int] = MappingProxyType({}),
     descriptors: Sequence[int] = (),
     max_frame_bytes: int = limits.MAX_FRAME_BYTES,
 ) -> zmq.Socket[bytes]:
@@ -89,7 +80,8 @@ def bind(
     Args:
         context: makes it.
         address: where to listen.
-        clients: whether they are clients that will connect, or children.
+        umask: of a unix socket that is made, which says who may connect.
+        options: of the socket, beside those that all have.
         descriptors: sockets that listen already, one of them at `address`: the socket accepts from all of them, and
             closes them in the end. They no longer block, in any process that holds them.
         max_frame_bytes: a peer that announces a larger frame is hung up before there is memory for it.
@@ -103,16 +95,13 @@ def bind(
     socket.setsockopt(zmq.MAXMSGSIZE, min(max_frame_bytes, limits.MAX_FRAME_BYTES))
     # A peer that is gone is an error here, not a silent drop.
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-    if clients:
-        socket.setsockopt(zmq.RCVHWM, _CLIENT_RCVHWM)
-        socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
-        for option, value in _KEEPALIVE.items():
-            socket.setsockopt(option, value)
+    for option, value in options.items():
+        socket.setsockopt(option, value)
     try:
         if descriptors:
             _accept(socket, descriptors)
         else:
-            listen(socket, address, clients=clients)
+            _listen(socket, address, umask)
     except ClaimError:
         socket.close(linger=0)
         raise
@@ -142,20 +131,15 @@ def _accept(socket: zmq.Socket[bytes], descriptors: Sequence[int]) -> None:
             raise ClaimError(f"cannot accept connections to {address}: {error.strerror}") from None
 
 
-def listen(socket: zmq.Socket[bytes], address: str, *, clients: bool) -> None:
-    """Bind `socket`.
-
-    Raises:
-        ClaimError: the address cannot be bound.
-    """
+def _listen(socket: zmq.Socket[bytes], address: str, umask: int) -> None:
     # The permissions of a unix socket are what the umask leaves: they are right from its first moment.
-    umask = os.umask(_CLIENTS_UMASK if clients else _CHILDREN_UMASK)
+    before = os.umask(umask)
     try:
         socket.bind(address)
     except zmq.ZMQError as error:
         raise ClaimError(f"cannot listen on {address}: {error.strerror}") from None
     finally:
-        os.umask(umask)
+        os.umask(before)
 
 
 def receive(socket: zmq.Socket[bytes]) -> Iterator[Received]:
@@ -207,27 +191,27 @@ def _check_unreachable(error: zmq.ZMQError) -> None:
         raise error
 
 
-def peer_pid(identity: zmq.Frame) -> int | None:
-    """Return the pid of the process behind a unix socket, as the kernel knows it (SO_PEERCRED)."""
-    peer = _unix_peer(identity)
-    return int(peer["pid"]) if peer is not None else None
+class UnixPeer(NamedTuple):
+    """The process behind a unix socket, as the library was told by the kernel (SO_PEERCRED) when it connected."""
+
+    uid: int
+    pid: int
 
 
-def peer_uid(identity: zmq.Frame) -> int | None:
-    """Return the user of the process behind a unix socket, as the kernel knows it.
+def unix_peer(identity: zmq.Frame) -> UnixPeer | None:
+    """Return who has sent a message, by its first frame; None over TCP.
 
-    None for TCP, and once the connection has ended: then the property may be what the peer says of itself, for the
-    library reads it from the connection some moments after that was accepted.
+    The library asks the kernel some moments after it has accepted the connection: where that has ended by then, this
+    may be what the peer says of itself.
     """
-    peer = _unix_peer(identity)
-    if peer is None:
-        return None
-    known = credentials(int(identity.get(zmq.SRCFD)))
-    return known.uid if known is not None and known.uid == int(peer["uid"]) else None
-
-
-def _unix_peer(identity: zmq.Frame) -> re.Match[str] | None:
     try:
-        return _UNIX_PEER.fullmatch(str(identity.get("Peer-Address")))
+        peer = _UNIX_PEER.fullmatch(str(identity.get("Peer-Address")))
     except zmq.ZMQError:
         return None
+    return UnixPeer(int(peer["uid"]), int(peer["pid"])) if peer is not None else None
+
+
+def peer_pid(identity: zmq.Frame) -> int | None:
+    """Return the pid of the process behind a unix socket; None over TCP."""
+    peer = unix_peer(identity)
+    return peer.pid if peer is not None else None

@@ -134,7 +134,7 @@ class Children:
         self._directory = Path(tempfile.mkdtemp(prefix=self._prefix, dir="/tmp"))
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.address = f"ipc://{self._directory}/children.sock"
-        self._socket = bind(self._context, self.address, clients=False)
+        self._socket = bind(self._context, self.address)
         return self
 
     def __exit__(
