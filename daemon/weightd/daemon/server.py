@@ -223,7 +223,7 @@ class Server:
         return any(model.has_failed for model in self._fleet.models.values())
 
     def _idle(self) -> bool:
-        return all(model.scheduler.idle for model in self._fleet.everyone())
+        return all(model.desk.scheduler.idle for model in self._fleet.everyone())
 
     # --- the end ------------------------------------------------------------------------------------------------
 

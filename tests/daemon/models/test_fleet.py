@@ -23,7 +23,7 @@ class FakeModel:
         self.name = name
         self.config = config
         self.numbers = numbers
-        self.scheduler = SimpleNamespace(idle=True, queued=0)
+        self.desk = SimpleNamespace(scheduler=SimpleNamespace(idle=True, queued=0))
         self.successor: FakeModel | None = None
         self.note = ""
         self.updating = self.serves = self.complete = self.has_failed = self.draining = self.gone = False
@@ -100,13 +100,13 @@ def test_a_new_model_loads_and_takes_requests_at_once() -> None:
 def test_a_model_that_is_removed_finishes_what_it_has_and_leaves() -> None:
     yard = Yard(a=ONE, b=TWO)
     b = yard.last
-    b.scheduler.idle = False
+    b.desk.scheduler.idle = False
     b.deaths = 3
     assert yard.reload(a=ONE) == Change((), (), ("b",))
     assert yard.serving() == {"a": "/models/1.onnx"}
     yard.fleet.settle(0.0)
     assert (b.done, len(yard.fleet.everyone())) == (["will leave"], 2)
-    b.scheduler.idle = True
+    b.desk.scheduler.idle = True
     yard.fleet.settle(0.0)
     assert b.done == ["will leave", "drain 0"]
     b.gone = True
@@ -134,7 +134,7 @@ def test_a_changed_model_takes_over_once_it_is_complete() -> None:
     new.done.clear()
     yard.fleet.settle(0.0)
     assert new.done == []
-    old.scheduler.queued = 1
+    old.desk.scheduler.queued = 1
     yard.fleet.settle(0.0)
     assert new.done == ["adopt /models/1.onnx"]
     old.gone = True
@@ -231,7 +231,7 @@ def test_what_waits_is_taken_over_before_the_old_model_would_refuse_it() -> None
 
 def test_one_of_the_name_of_a_model_that_finishes_what_it_has_takes_nothing_from_it() -> None:
     yard = Yard(a=ONE)
-    yard.made[0].scheduler.idle = False
+    yard.made[0].desk.scheduler.idle = False
     yard.reload()
     yard.reload(a=TWO)
     yard.fleet.settle(0.0)

@@ -274,7 +274,7 @@ def test_only_auto_on_a_card_falls_back_to_copies_in_each_process(
 
 def test_a_snapshot_that_takes_too_long_is_given_up() -> None:
     stage = Stage()
-    stage.now = stage.model.next_tick
+    stage.now = stage.model.next_event
     stage.model.tick(stage.now)
     assert stage.host.unpinned == stage.host.sources
     assert stage.model.main.cause == "no snapshot within load_timeout, 600 s"
@@ -286,14 +286,14 @@ def test_a_snapshot_that_takes_too_long_is_given_up() -> None:
 
 def test_the_next_tick_is_the_generations() -> None:
     stage = Stage(workers=1)
-    assert stage.model.next_tick == stage.now + stage.model.config.load_timeout
+    assert stage.model.next_event == stage.now + stage.model.config.load_timeout
     stage.now += 1.0
     stage.building()
-    assert stage.model.next_tick == stage.now + stage.model.config.load_timeout
-    stage.now = stage.model.next_tick
+    assert stage.model.next_event == stage.now + stage.model.config.load_timeout
+    stage.now = stage.model.next_event
     stage.model.tick(stage.now)
     assert stage.host.aborted == [HOLDER]
-    assert stage.model.next_tick == stage.now + 2.0
+    assert stage.model.next_event == stage.now + 2.0
 
 
 def test_requests_that_come_while_it_loads_wait_and_are_checked_when_it_is_known_what_fits() -> None:
@@ -308,7 +308,7 @@ def test_requests_that_come_while_it_loads_wait_and_are_checked_when_it_is_known
     assert stage.host.predicts() == []
     stage.says(W1, Attached("canary", 0))
     assert stage.host.predicts() == [(W1, good), (W1, again)]
-    assert stage.model.failed == 1
+    assert stage.model.desk.failed == 1
 
 
 def test_serving_starts_with_the_first_ready_worker() -> None:
@@ -345,9 +345,13 @@ def test_an_answer_goes_to_who_asked_and_is_counted() -> None:
     stage.now += 0.25
     stage.says(W1, Result(number, (OUT,)), (b"answer",))
     assert stage.host.answers == [(number, (OUT,), (b"answer",))]
-    assert (stage.model.latencies.count, stage.model.by_worker[W1].count, stage.model.by_worker[W2].count) == (1, 1, 0)
-    assert stage.model.latencies.percentile_us(50) == 250_000
-    assert stage.model.failed == 0
+    assert (
+        stage.model.desk.latencies.count,
+        stage.model.desk.by_process[W1].count,
+        stage.model.desk.by_process[W2].count,
+    ) == (1, 1, 0)
+    assert stage.model.desk.latencies.percentile_us(50) == 250_000
+    assert stage.model.desk.failed == 0
 
 
 def test_an_answer_makes_room_for_the_next_request() -> None:
@@ -384,7 +388,7 @@ def test_a_late_answer_is_dropped() -> None:
     stage.model.tick(1005.0)
     assert stage.host.refused() == [(number, "DEADLINE_EXCEEDED", "was running at its deadline")]
     stage.says(W1, Result(number, (OUT,)))
-    assert (stage.host.answers, stage.model.latencies.count) == ([], 0)
+    assert (stage.host.answers, stage.model.desk.latencies.count) == ([], 0)
 
 
 def test_a_predict_that_fails_harmlessly_costs_nobody_else() -> None:
@@ -394,7 +398,7 @@ def test_a_predict_that_fails_harmlessly_costs_nobody_else() -> None:
     assert stage.host.refused() == [(first, "INVALID_ARGUMENT", "out of range")]
     stage.says(W1, Result(second, (OUT,)))
     assert [number for number, _, _ in stage.host.answers] == [second]
-    assert (stage.host.orders[1:], stage.model.failed) == ([(W1, Predict(second, (GOOD,)))], 1)
+    assert (stage.host.orders[1:], stage.model.desk.failed) == ([(W1, Predict(second, (GOOD,)))], 1)
 
 
 def test_a_spoilt_worker_gets_nothing_more_and_what_it_had_runs_elsewhere() -> None:
@@ -411,7 +415,7 @@ def test_a_spoilt_worker_gets_nothing_more_and_what_it_had_runs_elsewhere() -> N
     assert stage.host.predicts() == [(W2, three), (W2, five)]
     stage.model.exited(W1, End(75), stage.now)
     assert stage.host.refused() == []
-    assert W1 not in stage.model.by_worker
+    assert W1 not in stage.model.desk.by_process
 
 
 def test_what_a_dead_worker_had_runs_elsewhere_once() -> None:
@@ -789,7 +793,7 @@ def test_what_a_worker_has_not_answered_when_it_is_gone_is_answered_at_the_end()
     assert stage.host.predicts() == [(W1, number)]
     stage.model.exited(HOLDER, End(0), stage.now)
     assert stage.host.refused() == [(number, "UNAVAILABLE", "digits is being unloaded")]
-    assert stage.model.scheduler.idle
+    assert stage.model.desk.scheduler.idle
 
 
 def test_draining_while_it_loads_answers_everyone() -> None:

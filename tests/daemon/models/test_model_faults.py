@@ -103,7 +103,7 @@ def test_a_content_that_workers_hang_in_is_kept_from_the_next_one() -> None:
         assert (refused, code) == (number, "DEADLINE_EXCEEDED")
     with pytest.raises(Internal, match="workers died of this content or hung in it"):
         stage.submit(request())
-    assert stage.model.guard.quarantine.count(stage.now) == 1
+    assert stage.model.desk.guard.quarantine.count(stage.now) == 1
     other = some(stage, 1)
     assert len(other) == 1
 
@@ -145,8 +145,8 @@ def test_a_death_that_came_from_outside_blames_no_request_and_no_client(end: End
         stage.model.exited(worker, end, stage.now)
         returns(stage)
     assert stage.host.refused() == []
-    assert stage.model.guard.quarantine.count(stage.now) == 0
-    assert stage.model.guard.suspects.names(stage.now) == []
+    assert stage.model.desk.guard.quarantine.count(stage.now) == 0
+    assert stage.model.desk.guard.suspects.names(stage.now) == []
     assert len(some(stage, 1)) == 1
 
 
@@ -215,24 +215,24 @@ def test_a_client_whose_requests_kill_workers_is_confined_to_one() -> None:
     hostile = poisons(stage, 12)
     good = some(stage, 12)
     for worker in (W1, W2, "digits.1.w3", "digits.1.w4"):
-        assert stage.model.guard.suspects.names(stage.now) == []
+        assert stage.model.desk.guard.suspects.names(stage.now) == []
         dies(stage, worker)
-    assert stage.model.guard.suspects.names(stage.now) == [HOSTILE.near]
+    assert stage.model.desk.guard.suspects.names(stage.now) == [HOSTILE.near]
     stage.host.predicts()
     returns(stage)
     given = dict(stage.host.predicts())
     assert len(given) == 4
     assert sum(number in hostile for number in given.values()) == 1
     [culprit] = [worker for worker, number in given.items() if number in hostile]
-    assert stage.model.scheduler.in_flight(culprit) == 1  # nobody waits behind it
-    assert stage.model.scheduler.queued == len(hostile) + len(good) - 1 - 6
+    assert stage.model.desk.scheduler.in_flight(culprit) == 1  # nobody waits behind it
+    assert stage.model.desk.scheduler.queued == len(hostile) + len(good) - 1 - 6
     assert not stage.model.has_failed
 
 
 def test_who_is_confined_and_kills_again_is_refused_for_a_while_and_others_are_not() -> None:
     stage = Stage(workers=3).serving()
     for _ in range(NEAR_DEATHS):
-        stage.model.guard.suspects.died(HOSTILE, 0.0, stage.now)
+        stage.model.desk.guard.suspects.died(HOSTILE, 0.0, stage.now)
     first, *others = poisons(stage, 3)
     good = some(stage, 4)
     given = stage.host.predicts()
@@ -252,7 +252,7 @@ def test_a_client_whose_requests_hang_is_suspect_too() -> None:
     stage = Stage(workers=4).serving()
     poisons(stage, 4)
     passes(stage, 60.0)
-    assert stage.model.guard.suspects.names(stage.now) == [HOSTILE.near]
+    assert stage.model.desk.guard.suspects.names(stage.now) == [HOSTILE.near]
 
 
 def test_a_client_whose_requests_spoil_workers_is_suspect_too_though_it_takes_them_back() -> None:
@@ -260,9 +260,9 @@ def test_a_client_whose_requests_spoil_workers_is_suspect_too_though_it_takes_th
     poisons(stage, NEAR_DEATHS)
     stage.model.vanished(b"hostile", stage.now)
     for worker, number in stage.host.predicts():
-        assert stage.model.guard.suspects.names(stage.now) == []
+        assert stage.model.desk.guard.suspects.names(stage.now) == []
         stage.says(worker, Failed(number, "INTERNAL", "x", leaving=True))
-    assert stage.model.guard.suspects.names(stage.now) == [HOSTILE.near]
+    assert stage.model.desk.guard.suspects.names(stage.now) == [HOSTILE.near]
 
 
 def test_a_request_that_killed_and_was_taken_back_counts_for_its_client() -> None:
@@ -271,13 +271,13 @@ def test_a_request_that_killed_and_was_taken_back_counts_for_its_client() -> Non
         stage.model.cancel(b"hostile", f"id{number}", stage.now)
     for worker in (W1, W2, "digits.1.w3", "digits.1.w4"):
         dies(stage, worker)
-    assert stage.model.guard.suspects.names(stage.now) == [HOSTILE.near]
+    assert stage.model.desk.guard.suspects.names(stage.now) == [HOSTILE.near]
 
 
 def test_who_killed_the_old_model_may_ask_the_new_one() -> None:
     stage = Stage().serving()
     for _ in range(9):
-        stage.model.guard.suspects.died(HOSTILE, 0.0, stage.now)
+        stage.model.desk.guard.suspects.died(HOSTILE, 0.0, stage.now)
     stage.updated(2, "/models/new.onnx")
     poisons(stage, 1)
 
@@ -296,13 +296,13 @@ def large(content: bytes) -> Request:
 def test_a_large_content_is_looked_at_in_slices_while_it_waits() -> None:
     stage = Stage().serving()
     poison, other = bytes(MEGABYTE), bytes(600) + b"1" + bytes(MEGABYTE - 601)  # it has the same mark
-    stage.model.guard.quarantine.hold(large(poison), stage.now)
+    stage.model.desk.guard.quarantine.hold(large(poison), stage.now)
     poisoned, good = stage.submit(large(poison), large(other))
-    assert (stage.host.predicts(), stage.model.next_tick) == ([], 0.0)
+    assert (stage.host.predicts(), stage.model.next_event) == ([], 0.0)
     [unlike] = stage.submit(large(b"2" * MEGABYTE))  # it is not even looked at
     assert [number for _, number in stage.host.predicts()] == [unlike]
     ticks = 0
-    while stage.model.next_tick == 0.0:
+    while stage.model.next_event == 0.0:
         stage.model.tick(stage.now)
         ticks += 1
     assert ticks == 2 * (MEGABYTE // SLICE_BYTES + 1)
@@ -312,12 +312,12 @@ def test_a_large_content_is_looked_at_in_slices_while_it_waits() -> None:
 
 def test_a_large_content_that_is_taken_back_is_looked_at_no_more() -> None:
     stage = Stage().serving()
-    stage.model.guard.quarantine.hold(large(bytes(MEGABYTE)), stage.now)
+    stage.model.desk.guard.quarantine.hold(large(bytes(MEGABYTE)), stage.now)
     [number] = stage.submit(large(bytes(MEGABYTE)))
     stage.model.tick(stage.now)
     stage.model.cancel(b"client", f"id{number}", stage.now)
     stage.model.tick(stage.now)
-    assert stage.model.next_tick > stage.now
+    assert stage.model.next_event > stage.now
 
 
 def test_a_large_content_that_workers_died_of_is_known_a_moment_later() -> None:
@@ -328,22 +328,22 @@ def test_a_large_content_that_workers_died_of_is_known_a_moment_later() -> None:
     equal = stage.submit(large(bytes(MEGABYTE)), large(bytes(MEGABYTE)), large(bytes(MEGABYTE)))
     dies(stage, W2)
     assert [each for each, _, _ in stage.host.refused()] == [number]
-    while stage.model.guard.looks:
+    while stage.model.desk.guard.looks:
         stage.model.tick(stage.now)
     assert [each for each, _, _ in stage.host.refused()] == equal
-    assert stage.model.guard.quarantine.count(stage.now) == 1
+    assert stage.model.desk.guard.quarantine.count(stage.now) == 1
 
 
 def test_a_large_content_that_was_answered_is_beyond_suspicion_a_moment_later() -> None:
     stage = Stage(workers=1).serving()
-    stage.model.guard.quarantine.hung(large(bytes(MEGABYTE)), stage.now)
+    stage.model.desk.guard.quarantine.hung(large(bytes(MEGABYTE)), stage.now)
     numbers = stage.submit(large(bytes(MEGABYTE)), large(bytes(MEGABYTE)))
     for number in numbers:
         stage.says(W1, Result(number, (OUT,)))
-    assert stage.model.next_tick == 0.0
-    while stage.model.guard.looks:
+    assert stage.model.next_event == 0.0
+    while stage.model.desk.guard.looks:
         stage.model.tick(stage.now)
-    assert not stage.model.guard.quarantine.hung(large(bytes(MEGABYTE)), stage.now)
+    assert not stage.model.desk.guard.quarantine.hung(large(bytes(MEGABYTE)), stage.now)
 
 
 # --- pings ------------------------------------------------------------------------------------------------------------
@@ -366,7 +366,7 @@ def test_what_a_silent_worker_was_given_it_has_not_begun_with() -> None:
     assert stage.host.predicts() == [(W1, number)]
     passes(stage, 15.0)
     assert (stage.host.aborted, stage.host.refused()) == ([W1], [])
-    [waiting] = stage.model.scheduler.waiting()
+    [waiting] = stage.model.desk.scheduler.waiting()
     assert (waiting.number, waiting.deaths) == (number, 0)
 
 
@@ -385,7 +385,7 @@ def test_a_worker_that_breaks_is_not_blamed_on_its_request() -> None:
     [number] = some(stage, 1)
     stage.says(W1, Broken("the canary fails"))
     stage.model.exited(W1, End(1), stage.now)
-    [waiting] = stage.model.scheduler.waiting()
+    [waiting] = stage.model.desk.scheduler.waiting()
     assert (waiting.number, waiting.deaths) == (number, 0)
 
 
@@ -437,7 +437,7 @@ def test_who_dies_of_a_damaged_store_is_not_blamed_on_its_request() -> None:
     [number] = some(stage, 1)
     stage.host.damaged.add("digits.1")
     stage.model.exited(W1, End(-signal.SIGBUS), stage.now)
-    [waiting] = stage.model.scheduler.waiting()
+    [waiting] = stage.model.desk.scheduler.waiting()
     assert (waiting.number, waiting.deaths) == (number, 0)
 
 
@@ -480,7 +480,7 @@ def test_what_a_client_asked_that_is_gone_is_dropped() -> None:
     stage.model.metadata(b"client", "q")
     stage.model.metadata(b"another", "r")
     stage.model.vanished(b"client", stage.now)
-    assert stage.model.scheduler.idle
+    assert stage.model.desk.scheduler.idle
     stage.built()
     assert [client for client, _ in stage.host.metadata] == [b"another"]
 
@@ -493,7 +493,7 @@ def test_a_deadline_that_has_passed_is_not_begun_with() -> None:
     stage.now += 5.0
     stage.says(W1, Attached("canary", 4000))
     assert stage.host.predicts() == []
-    assert stage.model.scheduler.next_event <= stage.now
+    assert stage.model.desk.scheduler.next_event <= stage.now
     stage.model.tick(stage.now)
     assert [each for each, _, _ in stage.host.refused()] == [number]
 
@@ -510,7 +510,7 @@ def test_what_waits_is_the_successors() -> None:
     assert [number for _, number in new.host.predicts()] == numbers
     assert [number for number, _, _ in new.host.refused()] == unfit
     assert [client for client, _ in new.host.metadata] == [b"curious"]
-    assert old.model.scheduler.idle
+    assert old.model.desk.scheduler.idle
 
 
 def test_what_a_worker_had_that_dies_while_its_model_leaves_is_the_successors() -> None:
@@ -584,7 +584,7 @@ def test_who_waits_with_the_content_that_workers_hang_in_is_refused_and_others_o
         (second, "DEADLINE_EXCEEDED"),
         (equal, "INTERNAL"),
     ]
-    assert [each.number for each in stage.model.scheduler.waiting()] == [other.number, sized.number]
+    assert [each.number for each in stage.model.desk.scheduler.waiting()] == [other.number, sized.number]
 
 
 def test_who_computes_is_not_pinged() -> None:
@@ -651,15 +651,15 @@ def test_who_has_refused_a_request_has_answered() -> None:
 
 def test_a_content_that_was_answered_after_a_hang_is_beyond_suspicion() -> None:
     stage = Stage(workers=1).serving()
-    stage.model.guard.quarantine.hung(request(), stage.now)
+    stage.model.desk.guard.quarantine.hung(request(), stage.now)
     [number] = stage.submit(request())
     stage.says(W1, Result(number, (OUT,)))
-    assert not stage.model.guard.quarantine.hung(request(), stage.now)
+    assert not stage.model.desk.guard.quarantine.hung(request(), stage.now)
 
 
 def test_what_killed_the_old_model_may_be_asked_of_the_new_one() -> None:
     stage = Stage().serving()
-    stage.model.guard.quarantine.hold(request(), stage.now)
+    stage.model.desk.guard.quarantine.hold(request(), stage.now)
     stage.updated(2, "/models/new.onnx")
     stage.submit(request())
 
@@ -669,7 +669,7 @@ def test_what_ran_on_a_damaged_store_waits_again_before_its_worker_is_dead() -> 
     [number] = some(stage, 1)
     stage.host.damaged.add("digits.1")
     stage.says(W1, Result(number, (OUT,)))
-    assert stage.model.scheduler.queued == 1
+    assert stage.model.desk.scheduler.queued == 1
 
 
 def test_a_model_that_failed_is_gone_only_when_it_was_told_to_go() -> None:
@@ -689,7 +689,7 @@ def test_a_snapshot_that_is_being_taken_is_given_up_with_its_model() -> None:
 def runs(stage: Stage, until: float) -> int:
     """As the loop does: tick when the model says so, answer each ping at once; return how many there were."""
     count = 0
-    while (due := min(stage.model.next_tick, stage.model.scheduler.next_event)) <= until and count < 1000:
+    while (due := stage.model.next_event) <= until and count < 1000:
         stage.now = max(stage.now, due)
         stage.model.tick(stage.now)
         pings = [(name, order) for name, order in stage.host.orders if isinstance(order, Ping)]

@@ -387,12 +387,11 @@ class ModelWorld(RuleBasedStateMachine):
                 self.exits(process)
         self.hung = self.hung or any(self.has_work(each) for each in self.living())
         self.now = then
-        while then >= self.model.next_tick or then >= self.model.scheduler.next_event:
+        while then >= self.model.next_event:
             self.model.tick(then)
-            if not self.model.guard.looks:
+            if not self.model.desk.guard.looks:
                 break
-        assert self.model.next_tick > then, "it would wake up for nothing, again and again"
-        assert self.model.scheduler.next_event > then
+        assert self.model.next_event > then, "it would wake up for nothing, again and again"
 
     def goes_well(self) -> None:
         for _ in range(12):
@@ -508,10 +507,10 @@ class ModelWorld(RuleBasedStateMachine):
     def time_passes(self, seconds: float) -> None:
         self.passes_time_to(self.now + seconds)
 
-    @precondition(lambda self: self.model.next_tick < FOREVER)
+    @precondition(lambda self: self.model.next_event < FOREVER)
     @rule()
     def time_comes(self) -> None:
-        self.passes_time_to(max(self.now, self.model.next_tick))
+        self.passes_time_to(max(self.now, self.model.next_event))
 
     @rule(
         seconds=st.sampled_from([0.5, 20.0, 1e9, 1e9]),
@@ -608,7 +607,7 @@ class ModelWorld(RuleBasedStateMachine):
 
     @invariant()
     def the_loop_will_look_when_something_is_due(self) -> None:
-        assert self.model.timer.due <= min(self.model.next_tick, self.model.scheduler.next_event)
+        assert self.model.timer.due <= self.model.next_event
 
     @invariant()
     def children_are_the_processes(self) -> None:
@@ -617,14 +616,14 @@ class ModelWorld(RuleBasedStateMachine):
 
     @invariant()
     def one_generation_of_a_device_takes_requests(self) -> None:
-        enlisted = set(self.model.by_worker) & {
+        enlisted = set(self.model.desk.by_process) & {
             name
             for each in self.model.deployments
             if each.serving is not None
             for name, child in each.serving.children.items()
             if child.state is ChildState.READY and name in each.serving.enlisted
         }
-        takes = set(self.model.scheduler._enlisted)  # pyright: ignore[reportPrivateUsage]
+        takes = set(self.model.desk.scheduler._enlisted)  # pyright: ignore[reportPrivateUsage]
         assert takes == enlisted, f"{takes} take requests, {enlisted} should"
 
     @invariant()
@@ -661,7 +660,7 @@ class ModelWorld(RuleBasedStateMachine):
         self.lets_all_finish()
         assert not self.processes
         assert not any(device.promised for device in self.devices.values())
-        assert self.model.next_tick == FOREVER
+        assert self.model.next_event == FOREVER
 
     def lets_all_finish(self) -> None:
         for _ in range(400):

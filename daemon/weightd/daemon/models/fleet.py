@@ -187,10 +187,10 @@ class Fleet:
     def _leave(self, model: Model, now: float) -> None:
         heir = self.models.get(model.name)
         if heir is not None and model.draining:
-            if model.scheduler.queued:
+            if model.desk.scheduler.queued:
                 # What a worker had that died while it left.
                 heir.adopt(model, now)
-        elif model.scheduler.idle and not model.draining:
+        elif model.desk.scheduler.idle and not model.draining:
             model.drain(now)
         if model.gone:
             model.dispose()

@@ -1,83 +1,76 @@
-"""One model of the configuration: its queue, its generations on each device, and what passes between the two."""
+"""One model of the configuration: what clients and the server ask of it, and what follows from that."""
 
 from __future__ import annotations
 
 import dataclasses
+import enum
 import functools
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
-from weightd.daemon.config.load import SUFFIX_OF_ENGINE, ModelConfig
+from weightd.daemon.config.load import ModelConfig
 from weightd.daemon.config.policies import Policy
-from weightd.daemon.generations.actions import Action, Dismiss, Enlist, Forget, Kill, Pin, Send, Spawn
 from weightd.daemon.generations.generation import Generation
 from weightd.daemon.generations.plan import Canary, Limits, Source
 from weightd.daemon.generations.records import GenerationRecord
-from weightd.daemon.generations.states import ACTIVE, GenerationState
+from weightd.daemon.generations.states import ACTIVE, GenerationState, advance
 from weightd.daemon.host.ends import End
 from weightd.daemon.host.memory import MIB
 from weightd.daemon.host.timers import Timer
 from weightd.daemon.models.budget import Device
+from weightd.daemon.models.crew import Crew
 from weightd.daemon.models.deployment import Deployment
 from weightd.daemon.models.ports import Children, Clients, Snapshot
 from weightd.daemon.models.records import ModelRecord
 from weightd.daemon.models.sources import Numbers, Sources
-from weightd.daemon.requests.blame.guard import Guard
-from weightd.daemon.requests.latency import Latencies
+from weightd.daemon.models.update import Updates
+from weightd.daemon.requests.desk import Desk
 from weightd.daemon.requests.request import Request
-from weightd.daemon.requests.scheduler import Scheduler
-from weightd.daemon.requests.signature import Signature
-from weightd.protocol.errors import (
-    Cancelled,
-    DeadlineExceeded,
-    FailedPrecondition,
-    InvalidArgument,
-    RequestError,
-    Unavailable,
-    request_error,
-)
-from weightd.protocol.messages.children import (
-    Allowed,
-    Attached,
-    Back,
-    Broken,
-    Built,
-    ChildMessage,
-    Failed,
-    Hello,
-    Pong,
-    Predict,
-    Probing,
-    Result,
-    Skip,
-)
-from weightd.protocol.messages.control import ModelMetadataResponse, UpdateResponse
+from weightd.protocol.errors import DeadlineExceeded, FailedPrecondition, RequestError, Unavailable
+from weightd.protocol.messages.children import ChildMessage
 
 _log = logging.getLogger("weightd")
 
 
-@dataclass
-class _Update:
-    """An update under way, and who waits for its end."""
+class Phase(enum.Enum):
+    """Whether a model goes on."""
 
-    client: bytes
-    request_id: str
-    source: Source
+    OPEN = "open"
+    REPLACED = "replaced"  # it winds down; another model of the name adopts what waits, or comes to wait
+    CLOSED = "closed"  # it winds down; what waits is given up
+
+
+class PhaseEvent(enum.Enum):
+    """What a model is told."""
+
+    REPLACE = "replace"
+    CLOSE = "close"
+
+
+PHASE: Mapping[tuple[Phase, PhaseEvent], Phase] = {
+    (Phase.OPEN, PhaseEvent.REPLACE): Phase.REPLACED,
+    **{(phase, PhaseEvent.CLOSE): Phase.CLOSED for phase in Phase},
+}
+
+
+class _Refusal(NamedTuple):
+    """Why nobody will ever serve a model."""
+
+    kind: type[RequestError]
+    text: str
+
+    def error(self) -> RequestError:
+        return self.kind(self.text)
 
 
 class Model:
     """Serves one model from one generation on each of its devices.
 
     Attributes:
-        latencies: from a request's arrival to its answer, in the daemon.
-        by_worker: the same for each worker's answers, by the worker's name.
-        failed: requests that ended in an error after they were accepted.
+        desk: where its requests are.
         deployments: one for each device.
         note: what went wrong with the last change of the configuration.
-        draining: it was told to wind down.
         successor: what loads to replace it, after such a change.
         timer: when `tick` is due.
     """
@@ -94,15 +87,8 @@ class Model:
         self.name = name
         self.note = ""
         self.successor: Model | None = None
-        self.draining = False
-        self._replaced = False
         self.config = config
-        self.scheduler = Scheduler(config.max_queue, config.max_queue_bytes, config.predict_timeout)
-        self.guard = Guard(config, self.scheduler, self._refuse)
-        self.latencies = Latencies()
-        self.by_worker: dict[str, Latencies] = {}
-        self.failed = 0
-        self.next_tick = float("inf")
+        self.desk = Desk(name, config, clients, children.order)
         self.timer = Timer(self.tick)
         limits = Limits(
             config.workers,
@@ -126,17 +112,23 @@ class Model:
             for device in config.devices
         ]
         self._children = children
-        self._clients = clients
-        self._signature = Signature()
         self._numbers = numbers or Numbers()
         self._sources = Sources(
             config.path, self._numbers, functools.partial(children.pin, self), functools.partial(children.unpin, self)
         )
-        self._update: _Update | None = None
-        # Whose child it is, by the child's name.
-        self._owners: dict[str, tuple[Deployment, Generation]] = {}
-        self._refusal = ""
-        self._past_deaths = 0
+        self._crew = Crew(
+            children,
+            functools.partial(children.spawn, self),
+            self._sources.snapshots,
+            self.desk,
+            config.load_timeout,
+            self._settle,
+        )
+        self._updates = Updates(name, config, self.deployments, self._sources, self.desk, clients)
+        self._phase = Phase.OPEN
+        self._refusal: _Refusal | None = None
+        # Of what its devices and snapshots wait for.
+        self._next_tick = float("inf")
 
     # --- from clients -------------------------------------------------------------------------------------------
 
@@ -147,25 +139,23 @@ class Model:
             RequestError: it is refused.
         """
         self._check_alive()
-        self._signature.check(request.inputs)
-        self.guard.submit(request, now)
-        self._look_soon()
-        self._dispatch(now)
+        self.desk.infer(request, now)
+        self._set_timer()
 
     def cancel(self, client: bytes, request_id: str, now: float) -> None:
         """The client takes its request back."""
-        self._end(self.scheduler.end_of(client, request_id), Cancelled("taken back by the client"), now)
+        self.desk.cancel(client, request_id, now)
+        self._set_timer()
 
     def vanished(self, client: bytes, now: float) -> None:
         """The client is gone: nobody waits for what it asked."""
-        self._signature.take_waiters(lambda waiter: waiter[0] == client)
-        self._end(self.scheduler.end_of(client), Cancelled("its client is gone"), now)
+        self.desk.vanished(client, now)
+        self._set_timer()
 
     def shed(self, client: bytes, error: RequestError, now: float) -> None:
         """Refuse what the client has waiting; what runs goes on."""
-        for request in self.scheduler.withdraw(lambda request: request.client == client):
-            self._refuse(request, error)
-        self._dispatch(now)
+        self.desk.shed(client, error, now)
+        self._set_timer()
 
     def metadata(self, client: bytes, request_id: str) -> None:
         """Tell the client what the model takes and gives, at once or when it is known.
@@ -174,8 +164,7 @@ class Model:
             RequestError: it is refused.
         """
         self._check_alive()
-        self._signature.ask((client, request_id), self.config.max_queue)
-        self._tell_metadata()
+        self.desk.metadata(client, request_id)
 
     def update(self, client: bytes, request_id: str, now: float, *, path: str, weights: str, rollback: bool) -> None:
         """Load what is at `path` beside what serves, and let it take over; the client is told how that ends.
@@ -192,109 +181,20 @@ class Model:
             RequestError: it is refused; nothing has changed.
         """
         self._check_alive()
-        if self._update is not None:
-            raise Unavailable(f"{self.name} is being updated already")
-        for each in self.deployments:
-            if each.failed:
-                raise FailedPrecondition(f"{self.name} has failed on {each.device.name}: {each.cause}")
-            if not each.is_lost and (each.serving is None or each.busy):
-                raise Unavailable(f"{self.name} is loading on {each.device.name}: try again once it serves")
-        if rollback:
-            source = self._previous()
-        else:
-            self._check_file(path)
-            source = self._sources.new(path, weights)
-        self._update = _Update(client, request_id, source)
-        for deployment in self.deployments:
-            deployment.update(source, now)
+        self._updates.begin(client, request_id, now, path=path, weights=weights, rollback=rollback)
         self._settle(now)
-
-    def _previous(self) -> Source:
-        """What a rollback goes back to: once. A second one would bring back what was found wanting."""
-        there = self._sources
-        if there.previous is not None:
-            return there.previous
-        if there.undone is not None:
-            went = f"from {there.undone} to {there.current}"
-            raise FailedPrecondition(f"{self.name} was rolled back already, {went}: update it to go forth again")
-        raise FailedPrecondition(
-            f"there is nothing to go back to: {self.name} serves {there.current}, and nothing before it is kept"
-        )
-
-    def _check_file(self, path: str) -> None:
-        """By the suffix it is known which other files belong to a model: no other reader may find more."""
-        suffix = SUFFIX_OF_ENGINE[self.config.engine]
-        if path and Path(path).suffix != suffix:
-            raise InvalidArgument(f"expected a {suffix} file for engine {self.config.engine}, got {path!r}")
 
     # --- from children ------------------------------------------------------------------------------------------
 
     def heard(self, child: str, message: ChildMessage, frames: Sequence[Any], now: float) -> None:
         """A child has sent `message`."""
-        owner = self._owners.get(child)
-        if owner is None:
-            return
-        deployment, generation = owner
-        if isinstance(message, Result):
-            self._result(child, generation, message, frames, now)
-        elif isinstance(message, Failed):
-            self._predict_failed(child, generation, message, now)
-        elif isinstance(message, Pong):
-            self._pong(child, generation, message, now)
-        else:
-            self._heard_loading(child, deployment, generation, message, now)
-            deployment.reconcile(now)
-            self._settle(now)
-
-    def _heard_loading(
-        self,
-        child: str,
-        deployment: Deployment,
-        generation: Generation,
-        message: Hello | Back | Probing | Built | Allowed | Attached | Broken,
-        now: float,
-    ) -> None:
-        if isinstance(message, Hello):
-            generation.hello(child, message, now)
-        elif isinstance(message, Back):
-            generation.back(child, now)
-            if child in generation.ready:
-                self.guard.watchdog.watch(child, now)
-        elif isinstance(message, Probing):
-            generation.probing(child, message)
-        elif isinstance(message, Built):
-            self._children.exported(generation)
-            self._holder_built(child, generation, message, now)
-            self._sources.snapshots.learned(generation.source, generation.tries.known)
-            deployment.told(generation, message.device)
-        elif isinstance(message, Allowed):
-            generation.allowed(child, message, now)
-        elif isinstance(message, Attached):
-            generation.attached(child, message, now)
-            if child in generation.ready:
-                self.guard.watchdog.watch(child, now)
-            deployment.told(generation, message.device)
-        else:
-            if child in generation.ready:
-                # By its own word: what it has is not to blame.
-                self.scheduler.release(child)
-            generation.broken(child, message, now)
+        self._crew.heard(child, message, frames, now)
+        self._set_timer()
 
     def exited(self, child: str, end: End, now: float) -> None:
         """A child has exited."""
-        owner = self._owners.pop(child, None)
-        if owner is not None and not self._trusted(owner[1], now):
-            # It may have died of its holder's death, or of a damaged store: what it had is not to blame.
-            self.scheduler.release(child)
-        self.guard.died(child, end, now)
-        self.guard.watchdog.forget(child)
-        useful = self._useful(child)
-        self.by_worker.pop(child, None)
-        if owner is not None:
-            deployment, generation = owner
-            generation.exited(child, end, now, useful=useful)
-            deployment.reconcile(now)
-            self._settle(now)
+        self._crew.exited(child, end, now)
+        self._set_timer()
 
     # --- from the server ----------------------------------------------------------------------------------------
 
@@ -344,18 +244,17 @@ class Model:
 
     def tick(self, now: float) -> None:
         """Time has passed."""
-        for request, error in self.scheduler.expire(now):
-            self._refuse(request, self._explained(error))
-        self._end_overdue(now)
-        self._end_pinning(now)
-        self.guard.look(now)
-        self._watch(now)
+        self.desk.expire(now, self._explained)
+        for source in self._sources.snapshots.overdue(now):
+            self.pin_failed(source, f"no snapshot within load_timeout, {self.config.load_timeout:g} s", now)
+        self.desk.guard.look(now)
+        self._crew.watch([(each, each.serving) for each in self.deployments if each.serving is not None], now)
         due = [deployment for deployment in self.deployments if now >= deployment.next_tick]
         for deployment in due:
             deployment.tick(now)
         if due:
             self._settle(now)
-        self._dispatch(now)
+        self.desk.dispatch(now)
         self._update_next_tick()
 
     def drain(self, now: float, *, patience: float = 0.0, replaced: bool = False) -> None:
@@ -367,10 +266,9 @@ class Model:
             replaced: another model of the name adopts what waits, and what comes to wait because a worker dies; else
                 that is given up.
         """
-        self.draining = True
-        self._replaced = replaced
-        for request in [] if replaced else self.scheduler.give_up():
-            self._refuse(request, Unavailable("weightd is stopping"))
+        self._phase = advance(PHASE, self._phase, PhaseEvent.REPLACE if replaced else PhaseEvent.CLOSE)
+        if not replaced:
+            self.desk.give_up(Unavailable("weightd is stopping"))
         self._sources.snapshots.abandon()
         for deployment in self.deployments:
             deployment.drain(now, patience=patience)
@@ -383,8 +281,8 @@ class Model:
 
     def leave(self, now: float) -> None:
         """The daemon ends before its workers: answer what has not been answered."""
-        everything = [request for request, _ in self.scheduler.end(lambda _: True)]
-        self._end(everything, Unavailable("weightd is restarting"), now)
+        self.desk.leave(now)
+        self._set_timer()
 
     def dispose(self) -> None:
         """Remove what is left on the disk of a model that is gone."""
@@ -392,21 +290,29 @@ class Model:
 
     def adopt(self, old: Model, now: float) -> None:
         """Take over what waits at the model that this one replaces."""
-        for request in old.scheduler.give_up():
+        for request in self.desk.adopt(old.desk):
             try:
                 self.infer(request, now)
             except RequestError as error:
-                self._refuse(request, error)
-        self._signature.adopt(old._signature)
-        self._tell_metadata()
+                self.desk.refuse(request, error)
         self._settle(now)
 
     # --- what it tells ------------------------------------------------------------------------------------------
 
     @property
+    def next_event(self) -> float:
+        """Nothing is due before this, in monotonic seconds."""
+        return min(self._next_tick, self.desk.next_event)
+
+    @property
+    def draining(self) -> bool:
+        """Whether it was told to wind down."""
+        return self._phase is not Phase.OPEN
+
+    @property
     def gone(self) -> bool:
         """Whether nothing is left of it after `drain`."""
-        return self.draining and not self._owners and not any(each.generations for each in self.deployments)
+        return self.draining and not self._crew and not any(each.generations for each in self.deployments)
 
     @property
     def serves(self) -> bool:
@@ -433,7 +339,7 @@ class Model:
     @property
     def updating(self) -> bool:
         """Whether an update is under way."""
-        return self._update is not None
+        return self._updates.under_way
 
     @property
     def generations(self) -> list[Generation]:
@@ -461,20 +367,23 @@ class Model:
     def deaths(self) -> int:
         """Processes that ended, or had to be ended, without being asked to."""
         there = (generation for deployment in self.deployments for generation in deployment.generations)
-        return self._past_deaths + sum(generation.deaths for generation in there)
+        return self._crew.past_deaths + sum(generation.deaths for generation in there)
 
     def unready(self, now: float) -> str:
         """Return why it is not ready to answer, or "" if it is: a worker has been heard of of late."""
         serving = self._serving
         if not serving:
             main = self.main
-            return self._refusal or f"{self.name}: {main.progress}{f', {main.cause}' if main.cause else ''}"
-        silence = self.guard.watchdog.unheard_of([name for each in serving for name in each.enlisted], now)
+            if self._refusal is not None:
+                return self._refusal.text
+            return f"{self.name}: {main.progress}{f', {main.cause}' if main.cause else ''}"
+        watchdog = self.desk.guard.watchdog
+        silence = watchdog.unheard_of([name for each in serving for name in each.enlisted], now)
         if silence is None:
             return ""
         if silence == float("inf"):
             return f"{self.name}: no worker is there; they are being replaced"
-        return f"{self.name}: no worker has answered for {silence:.1f} s, watchdog is {self.guard.watchdog.period:g} s"
+        return f"{self.name}: no worker has answered for {silence:.1f} s, watchdog is {watchdog.period:g} s"
 
     @property
     def main(self) -> Generation:
@@ -494,7 +403,7 @@ class Model:
                 "%s: loaded anew: the page store was changed while no daemon was there", label, extra=generation.about()
             )
             return None
-        self._owners.update((child, (deployment, generation)) for child in generation.children)
+        self._crew.add(generation.children, deployment, generation)
         if record.built.canary_cases:
             known = dataclasses.replace(limits.canary, cases=record.built.canary_cases)
             self._sources.snapshots.learned(generation.source, known)
@@ -505,21 +414,17 @@ class Model:
         return Generation(f"{self.name}.{number}", limits, device.name, source, number=number)
 
     def _check_alive(self) -> None:
-        if self._refusal:
-            raise self._no_answer()
+        if self._refusal is not None:
+            raise self._refusal.error()
 
-    def _refuses(self) -> str:
-        """Return why nobody will ever serve it, or ""."""
+    def _refuses(self) -> _Refusal | None:
+        """Return why nobody will ever serve it, if so: what has failed is not tried again, whoever waits."""
         if self.has_failed:
             causes = list(dict.fromkeys(each.cause for each in self.deployments))
-            return f"{self.name} failed: {'; '.join(causes)}"
+            return _Refusal(FailedPrecondition, f"{self.name} failed: {'; '.join(causes)}")
         if any(each.serving is not None or each.busy for each in self.deployments):
-            return ""
-        return f"{self.name} is being unloaded"
-
-    def _no_answer(self) -> RequestError:
-        """What is said where nobody will ever serve it: what has failed is not tried again, whoever waits."""
-        return (FailedPrecondition if self.has_failed else Unavailable)(self._refusal)
+            return None
+        return _Refusal(Unavailable, f"{self.name} is being unloaded")
 
     @property
     def _serving(self) -> list[Generation]:
@@ -535,123 +440,18 @@ class Model:
         cause = main.cause or self.deployments[0].cause or "not ready yet"
         return Unavailable(f"{self.name} has no worker: {main.progress}, {cause}")
 
-    def _trusted(self, generation: Generation, now: float) -> bool:
-        """Return whether what the generation's workers say can be passed on; if it cannot, it is being replaced."""
-        if not generation.trusted(self._children.lives):
-            # The holder has died: the request is still this worker's, and is run again when that is told.
-            return False
-        if not self._children.intact(generation):
-            generation.store_lost("the page store was changed or truncated by somebody: its pages are not trusted", now)
-            self._reconcile(generation, now)
-            return False
-        return True
-
-    def _result(self, child: str, generation: Generation, result: Result, frames: Sequence[Any], now: float) -> None:
-        if not self._trusted(generation, now):
-            return
-        self.guard.watchdog.heard(child, now)
-        job = self.scheduler.finish(child, result.request, now)
-        if job is not None:
-            [request] = job.parts
-            self._clients.answer(request, result.outputs, frames)
-            latency = now - request.arrived
-            self.latencies.add(latency)
-            self.by_worker[child].add(latency)
-            self.guard.answered(request, now)
-            self._look_soon()
-        self._dispatch(now)
-
-    def _predict_failed(self, child: str, generation: Generation, failed: Failed, now: float) -> None:
-        if not self._trusted(generation, now):
-            return
-        self.guard.watchdog.heard(child, now)
-        if failed.leaving:
-            self.guard.leaves(child, failed.request, now)
-        job = self.scheduler.finish(child, failed.request, now)
-        if job is not None and job.sole is not None:
-            self._refuse(job.sole, request_error(failed.code, failed.error))
-        elif job is not None:
-            self.scheduler.part(job)
-        if failed.leaving:
-            self.scheduler.release(child)
-            generation.leaving(child, now)
-            self._reconcile(generation, now)
-        self._dispatch(now)
-
-    def _pong(self, child: str, generation: Generation, pong: Pong, now: float) -> None:
-        self.guard.watchdog.pong(child, now)
-        self._update_next_tick()
-        built = generation.built
-        if built is not None and pong.canary and built.canary and pong.canary != built.canary:
-            self._drop(child, "the canary's answer is not the holder's any more: it would answer wrongly", now)
-
-    # --- workers that hang, requests that end before their time ---------------------------------------------------
-
-    def _end(self, requests: Iterable[Request], error: RequestError, now: float) -> None:
-        for request in requests:
-            self._refuse(request, error)
-        self._dispatch(now)
-
-    def _end_overdue(self, now: float) -> None:
-        for seat, why in list(self.guard.overdue(now)):
-            for process in seat.processes:
-                self._drop(process, why, now)
-
-    def _end_pinning(self, now: float) -> None:
-        for source in self._sources.snapshots.overdue(now):
-            self.pin_failed(source, f"no snapshot within load_timeout, {self.config.load_timeout:g} s", now)
-
-    def _watch(self, now: float) -> None:
-        """Ping who has been idle; end who does not answer; look at the stores."""
-        if now < self.guard.watchdog.next_event:
-            return
-        for generation in self._serving:
-            self._trusted(generation, now)
-        for worker, ping in list(self.guard.pings(now)):
-            if ping is not None:
-                self._children.order(worker, ping)
-            else:
-                self._drop(worker, "it has not answered a ping", now)
-
-    def _drop(self, worker: str, why: str, now: float) -> None:
-        """End a worker that is of no use any more."""
-        owner = self._owners.get(worker)
-        if owner is None:
-            return
-        self.scheduler.release(worker)
-        owner[1].hung(worker, why, now, useful=self._useful(worker))
-        self._reconcile(owner[1], now)
-
-    def _useful(self, worker: str) -> bool:
-        """Whether the worker has answered any request."""
-        latencies = self.by_worker.get(worker)
-        return latencies is not None and latencies.count > 0
-
-    def _reconcile(self, generation: Generation, now: float) -> None:
-        for deployment in self.deployments:
-            if generation in deployment.generations:
-                deployment.reconcile(now)
-        self._settle(now)
-
-    def _holder_built(self, child: str, generation: Generation, built: Built, now: float) -> None:
-        difference = self._signature.differs(built)
-        if difference:
-            generation.failed(f"the new model is not a drop-in for the one that serves: {difference}", now)
-        else:
-            generation.holder_built(child, built, now)
-
     def _settle(self, now: float) -> None:
         """After each event of a generation: do what it wants, and serve what it now allows."""
         self._children.changed()
         self._perform_all(now)
-        if self._update is not None:
-            self._settle_update(self._update, now)
-        if self._signature.built is None:
+        if self._updates.settle(now):
+            self._perform_all(now)
+        if self.desk.signature.built is None:
             self._learn_signature()
         self._refusal = self._refuses()
-        if self._refusal and not self._replaced:
-            self._give_up(self._no_answer())
-        self._dispatch(now)
+        if self._refusal is not None and self._phase is not Phase.REPLACED:
+            self.desk.close(self._refusal.error())
+        self.desk.dispatch(now)
         self._update_next_tick()
 
     def _perform_all(self, now: float) -> None:
@@ -661,7 +461,7 @@ class Model:
             if not wanted:
                 return
             for deployment, (generation, action) in wanted:
-                self._perform(deployment, generation, action, now)
+                self._crew.perform(deployment, generation, action, now)
             self._tell_pinned(now)
 
     def _tell_pinned(self, now: float) -> None:
@@ -670,120 +470,17 @@ class Model:
                 canary = self._sources.snapshots.canary(source)
                 deployment.pinned(source, snapshot.sha256, snapshot.nbytes, now, canary)
 
-    def _perform(self, deployment: Deployment, generation: Generation, action: Action, now: float) -> None:
-        match action:
-            case Pin():
-                self._sources.snapshots.want(generation.source, now + self.config.load_timeout)
-            case Spawn(name, role):
-                self._owners[name] = deployment, generation
-                self._children.spawn(self, generation, self._sources.snapshots[generation.source], name, role)
-            case Send(name, order):
-                self._children.order(name, order)
-            case Kill(name, abort):
-                self._children.kill(name, abort=abort)
-            case Enlist(name):
-                self.by_worker[name] = Latencies()
-                self.scheduler.enlist(name, (name,))
-            case Dismiss(name):
-                self.scheduler.dismiss(name)
-                self.guard.watchdog.forget(name)
-                if generation.invalid:
-                    # It will not answer what it has, and is not to blame.
-                    self.scheduler.release(name)
-            case Forget():
-                self._past_deaths += generation.deaths
-                self._children.forget(generation)
-
-    def _settle_update(self, update: _Update, now: float) -> None:
-        """All devices take over together, or none."""
-        failed = next((each for each in self.deployments if not each.updating), None)
-        if failed is not None:
-            self._update = None
-            cause = failed.cause or "weightd is stopping"
-            for deployment in self.deployments:
-                deployment.abandon(f"given up: {cause}", now)
-            self._sources.drop(update.source)
-            error = Unavailable if failed.may_recover else FailedPrecondition
-            self._clients.tell_error(update.client, update.request_id, error(f"not updated: {cause}"))
-        elif all(each.complete for each in self.deployments):
-            self._update = None
-            for deployment in self.deployments:
-                deployment.switch(now)
-            self._sources.took_over(update.source)
-            self.guard.clear()
-            self._relearn_signature()
-            self._clients.tell_updated(update.client, self._updated(update))
-        else:
-            return
-        self._perform_all(now)
-
-    def _updated(self, update: _Update) -> UpdateResponse:
-        numbers = tuple(each.main.number for each in self.deployments)
-        serves = self.source
-        return UpdateResponse(
-            update.request_id, self.name, numbers, serves.path, serves.weights, configured=self.config.path
-        )
-
     def _learn_signature(self) -> None:
-        built = next((each.built for each in self._live() if each.built is not None), None)
-        if built is None:
-            return
-        self._signature.learn(built)
-        unfit = self._signature.refusals(list(self.scheduler.waiting()))
-        for request in self.scheduler.withdraw(lambda each: each.number in unfit):
-            self._refuse(request, unfit[request.number])
-        self._tell_metadata()
-
-    def _relearn_signature(self) -> None:
-        """What took over may take more sizes than what served before."""
-        built = self.main.built
+        live = (each for deployment in self.deployments for each in deployment.generations if each.state in ACTIVE)
+        built = next((each.built for each in live if each.built is not None), None)
         if built is not None:
-            self._signature.learn(built)
-
-    def _live(self) -> Iterator[Generation]:
-        return (each for deployment in self.deployments for each in deployment.generations if each.state in ACTIVE)
-
-    def _tell_metadata(self) -> None:
-        built = self._signature.built
-        if built is None:
-            return
-        for client, request_id in self._signature.take_waiters():
-            self._clients.tell_metadata(
-                client,
-                ModelMetadataResponse(request_id, self.name, self.config.engine, built.inputs, built.outputs),
-            )
-
-    def _give_up(self, error: RequestError) -> None:
-        for request in self.scheduler.give_up():
-            self._refuse(request, error)
-        for client, request_id in self._signature.take_waiters():
-            self._clients.tell_error(client, request_id, error)
-
-    def _dispatch(self, now: float) -> None:
-        for seat, number in self.scheduler.take_recalled():
-            for process in seat.processes:
-                self._children.order(process, Skip(number))
-        for seat, job in self.scheduler.assign(now):
-            [request] = job.parts
-            for process in seat.processes:
-                self._children.order(process, Predict(job.number, tuple(request.inputs)), request.frames)
-        self._set_timer()
-
-    def _refuse(self, request: Request, error: RequestError) -> None:
-        self.failed += 1
-        self._clients.refuse(request, error)
+            self.desk.learn(built)
 
     def _update_next_tick(self) -> None:
-        due = min(self.guard.watchdog.next_event, self._sources.snapshots.next_event)
-        self.next_tick = min(due, *(each.next_tick for each in self.deployments))
-        self._look_soon()
+        due = self._sources.snapshots.next_event
+        self._next_tick = min(due, *(each.next_tick for each in self.deployments))
         self._set_timer()
-
-    def _look_soon(self) -> None:
-        if self.guard.looks:
-            self.next_tick = 0.0
 
     def _set_timer(self) -> None:
         """Whatever has happened ends here: the loop looks at the timer alone."""
-        tick, event = self.next_tick, self.scheduler.next_event
-        self.timer.set(tick if tick < event else event)
+        self.timer.set(self.next_event)

@@ -77,24 +77,24 @@ def _model(
         engine=model.config.engine,
         path=clip(model.source.path),
         state=model.state.value,
-        queued=model.scheduler.queued,
-        served=model.latencies.count,
-        failed=model.failed,
+        queued=model.desk.scheduler.queued,
+        served=model.desk.latencies.count,
+        failed=model.desk.failed,
         generations=tuple(
             _generation(model, generation, survey, processes, files.get(generation.label))
             for generation in model.generations[: limits.MAX_GENERATIONS]
         ),
-        p50_us=model.latencies.percentile_us(50),
-        p99_us=model.latencies.percentile_us(99),
+        p50_us=model.desk.latencies.percentile_us(50),
+        p99_us=model.desk.latencies.percentile_us(99),
         deaths=model.deaths,
-        quarantined=model.guard.quarantine.count(time.monotonic()),
+        quarantined=model.desk.guard.quarantine.count(time.monotonic()),
         note=clip(_note(model)),
         weights=clip(model.source.weights),
     )
 
 
 def _note(model: Model) -> str:
-    suspects = ", ".join(model.guard.suspects.names(time.monotonic()))
+    suspects = ", ".join(model.desk.guard.suspects.names(time.monotonic()))
     blame = f"workers were lost to requests of {suspects}" if suspects else ""
     return "; ".join(each for each in (model.note, blame) if each)
 
@@ -129,7 +129,7 @@ def _generation(
 
 
 def _process(model: Model, generation: Generation, child: Child, pid: int, survey: Survey) -> ProcessStatus:
-    latencies = model.by_worker.get(child.name)
+    latencies = model.desk.by_process.get(child.name)
     is_spare = child.state is ChildState.READY and child.name not in generation.enlisted
     return ProcessStatus(
         name=child.name,
@@ -137,7 +137,7 @@ def _process(model: Model, generation: Generation, child: Child, pid: int, surve
         state=child.state.value,
         pid=pid,
         served=latencies.count if latencies else 0,
-        in_flight=model.scheduler.in_flight(child.name),
+        in_flight=model.desk.scheduler.in_flight(child.name),
         p50_us=latencies.percentile_us(50) if latencies else None,
         p99_us=latencies.percentile_us(99) if latencies else None,
         pss_bytes=survey.pss.get(pid),

@@ -1,0 +1,234 @@
+"""The processes of one model: whose each is, what becomes of what it says, and what is done to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from weightd.daemon.generations.actions import Action, Dismiss, Enlist, Forget, Kill, Pin, Role, Send, Spawn
+from weightd.daemon.generations.generation import Generation
+from weightd.daemon.host.ends import End
+from weightd.daemon.models.deployment import Deployment
+from weightd.daemon.models.ports import Children, Snapshot
+from weightd.daemon.models.snapshots import Snapshots
+from weightd.daemon.requests.desk import Desk
+from weightd.protocol.messages.children import (
+    Allowed,
+    Attached,
+    Back,
+    Broken,
+    Built,
+    ChildMessage,
+    Failed,
+    Hello,
+    Pong,
+    Probing,
+    Result,
+)
+
+Start = Callable[[Generation, Snapshot, str, Role], None]
+
+
+class Crew:
+    """Stands between the processes of a model, its generations and its desk.
+
+    Args:
+        children: the processes.
+        start: starts one.
+        snapshots: of the model's sources.
+        desk: where its requests are.
+        pin_timeout: seconds that a snapshot may take.
+        settle: called after each event of a generation.
+
+    Attributes:
+        past_deaths: processes of generations of which nothing is left that ended without being asked to.
+    """
+
+    def __init__(
+        self,
+        children: Children,
+        start: Start,
+        snapshots: Snapshots,
+        desk: Desk,
+        pin_timeout: float,
+        settle: Callable[[float], None],
+    ) -> None:
+        self.past_deaths = 0
+        self._children = children
+        self._start = start
+        self._snapshots = snapshots
+        self._desk = desk
+        self._pin_timeout = pin_timeout
+        self._settle = settle
+        # Whose child it is, by the child's name.
+        self._owners: dict[str, tuple[Deployment, Generation]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._owners)
+
+    def add(self, names: Iterable[str], deployment: Deployment, generation: Generation) -> None:
+        """These are children of the generation."""
+        self._owners.update((name, (deployment, generation)) for name in names)
+
+    # --- from children ------------------------------------------------------------------------------------------
+
+    def heard(self, child: str, message: ChildMessage, frames: Sequence[Any], now: float) -> None:
+        """A child has sent `message`."""
+        owner = self._owners.get(child)
+        if owner is None:
+            return
+        deployment, generation = owner
+        match message:
+            case Result():
+                if self._is_sound(generation):
+                    self._desk.result(child, message, frames, now)
+                else:
+                    self.examine(deployment, generation, now)
+            case Failed():
+                if self._is_sound(generation):
+                    self._job_failed(child, deployment, generation, message, now)
+                else:
+                    self.examine(deployment, generation, now)
+            case Pong():
+                self._pong(child, generation, message, now)
+            case _:
+                self._heard_loading(child, deployment, generation, message, now)
+                self._changed(deployment, now)
+
+    def _heard_loading(
+        self,
+        child: str,
+        deployment: Deployment,
+        generation: Generation,
+        message: Hello | Back | Probing | Built | Allowed | Attached | Broken,
+        now: float,
+    ) -> None:
+        match message:
+            case Hello():
+                generation.hello(child, message, now)
+            case Back():
+                generation.back(child, now)
+                self._watch_if_ready(child, generation, now)
+            case Probing():
+                generation.probing(child, message)
+            case Built():
+                self._children.exported(generation)
+                self._built(child, generation, message, now)
+                self._snapshots.learned(generation.source, generation.tries.known)
+                deployment.told(generation, message.device)
+            case Allowed():
+                generation.allowed(child, message, now)
+            case Attached():
+                generation.attached(child, message, now)
+                self._watch_if_ready(child, generation, now)
+                deployment.told(generation, message.device)
+            case Broken():
+                if child in generation.ready:
+                    # By its own word: what it has is not to blame.
+                    self._desk.release(child)
+                generation.broken(child, message, now)
+
+    def exited(self, child: str, end: End, now: float) -> None:
+        """A child has exited."""
+        owner = self._owners.pop(child, None)
+        if owner is not None and not self._is_sound(owner[1]):
+            self.examine(*owner, now)
+            # It may have died of its holder's death, or of a damaged store: what it had is not to blame.
+            self._desk.release(child)
+        useful, mates = self._desk.has_answered(child), self._desk.mates(child)
+        self._desk.died(child, end, now)
+        for mate in mates:
+            if mate != child:
+                self.drop(mate, f"{child}, without which it is of no use, is gone", now)
+        if owner is not None:
+            deployment, generation = owner
+            generation.exited(child, end, now, useful=useful)
+            self._changed(deployment, now)
+
+    # --- what is done to them -----------------------------------------------------------------------------------
+
+    def perform(self, deployment: Deployment, generation: Generation, action: Action, now: float) -> None:
+        """Do what a generation wants."""
+        match action:
+            case Pin():
+                self._snapshots.want(generation.source, now + self._pin_timeout)
+            case Spawn(name, role):
+                self._owners[name] = deployment, generation
+                self._start(generation, self._snapshots[generation.source], name, role)
+            case Send(name, order):
+                self._children.order(name, order)
+            case Kill(name, abort):
+                self._children.kill(name, abort=abort)
+            case Enlist(name):
+                self._desk.enlist(name)
+            case Dismiss(name):
+                self._desk.dismiss(name)
+                if generation.invalid:
+                    # It will not answer what it has, and is not to blame.
+                    self._desk.release(name)
+            case Forget():
+                self.past_deaths += generation.deaths
+                self._children.forget(generation)
+
+    def watch(self, serving: Iterable[tuple[Deployment, Generation]], now: float) -> None:
+        """End who computes for too long, ping who has been idle and end who does not answer; look at the stores."""
+        for process, why in self._desk.overdue(now):
+            self.drop(process, why, now)
+        if now < self._desk.guard.watchdog.next_event:
+            return
+        for deployment, generation in serving:
+            self.examine(deployment, generation, now)
+        for process in self._desk.silent(now):
+            self.drop(process, "it has not answered a ping", now)
+
+    def drop(self, process: str, why: str, now: float) -> None:
+        """End a process that is of no use any more, and its seat with it."""
+        mates = self._desk.mates(process)
+        self._desk.release(process)
+        for mate in mates:
+            owner = self._owners.get(mate)
+            if owner is not None:
+                deployment, generation = owner
+                generation.hung(mate, why, now, useful=self._desk.has_answered(mate))
+                self._changed(deployment, now)
+
+    def examine(self, deployment: Deployment, generation: Generation, now: float) -> None:
+        """Have a generation replaced whose page store was changed; of a holder that is dead it will be told."""
+        if generation.trusted(self._children.lives) and not self._children.intact(generation):
+            generation.store_lost("the page store was changed or truncated by somebody: its pages are not trusted", now)
+            self._changed(deployment, now)
+
+    # --- within -------------------------------------------------------------------------------------------------
+
+    def _is_sound(self, generation: Generation) -> bool:
+        """Whether what the generation's workers say can be passed on."""
+        return generation.trusted(self._children.lives) and self._children.intact(generation)
+
+    def _changed(self, deployment: Deployment, now: float) -> None:
+        deployment.reconcile(now)
+        self._settle(now)
+
+    def _job_failed(
+        self, child: str, deployment: Deployment, generation: Generation, failed: Failed, now: float
+    ) -> None:
+        self._desk.job_failed(child, failed, now)
+        if failed.leaving:
+            generation.leaving(child, now)
+            self._changed(deployment, now)
+
+    def _pong(self, child: str, generation: Generation, pong: Pong, now: float) -> None:
+        self._desk.guard.watchdog.pong(child, now)
+        built = generation.built
+        if built is not None and pong.canary and built.canary and pong.canary != built.canary:
+            self.drop(child, "the canary's answer is not the holder's any more: it would answer wrongly", now)
+
+    def _watch_if_ready(self, child: str, generation: Generation, now: float) -> None:
+        if child in generation.ready:
+            self._desk.guard.watchdog.watch(child, now)
+
+    def _built(self, child: str, generation: Generation, built: Built, now: float) -> None:
+        difference = self._desk.signature.differs(built)
+        if difference:
+            generation.failed(f"the new model is not a drop-in for the one that serves: {difference}", now)
+        else:
+            generation.holder_built(child, built, now)

@@ -1,0 +1,256 @@
+"""The requests for one model: each is accepted or refused here, and answered once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Protocol
+
+from weightd.daemon.config.load import ModelConfig
+from weightd.daemon.host.ends import End
+from weightd.daemon.requests.blame.guard import Guard
+from weightd.daemon.requests.latency import Latencies
+from weightd.daemon.requests.request import Request
+from weightd.daemon.requests.scheduler import Scheduler
+from weightd.daemon.requests.signature import Signature
+from weightd.protocol.errors import Cancelled, RequestError, Unavailable, request_error
+from weightd.protocol.messages.children import Built, Failed, OrderMessage, Predict, Result, Skip
+from weightd.protocol.messages.control import ModelMetadataResponse
+from weightd.protocol.messages.data import TensorSpec
+
+Order = Callable[[str, OrderMessage, Sequence[Any]], None]
+
+
+class Askers(Protocol):
+    """What those have to be told who have asked something of a model."""
+
+    def answer(self, request: Request, outputs: Sequence[TensorSpec], frames: Sequence[Any]) -> None:
+        """Send the model's answer to the client."""
+
+    def refuse(self, request: Request, error: RequestError) -> None:
+        """Send an error to the client."""
+
+    def tell_metadata(self, client: bytes, metadata: ModelMetadataResponse) -> None:
+        """Send a model's metadata to the client."""
+
+    def tell_error(self, client: bytes, request_id: str, error: RequestError) -> None:
+        """Send an error to the client."""
+
+
+class Desk:
+    """Takes requests, has seats run them, and tells each one's client how it has ended.
+
+    Args:
+        name: of the model.
+        config: of the model.
+        askers: are told.
+        order: sends an order, and the frames that follow it, to a process.
+
+    Attributes:
+        latencies: from a request's arrival to its answer, in the daemon.
+        by_process: the same for each process's answers, by its name.
+        failed: requests that ended in an error after they were accepted.
+    """
+
+    def __init__(self, name: str, config: ModelConfig, askers: Askers, order: Order) -> None:
+        self.scheduler = Scheduler(config.max_queue, config.max_queue_bytes, config.predict_timeout)
+        self.guard = Guard(config, self.scheduler, self.refuse)
+        self.signature = Signature()
+        self.latencies = Latencies()
+        self.by_process: dict[str, Latencies] = {}
+        self.failed = 0
+        self._name = name
+        self._config = config
+        self._askers = askers
+        self._order = order
+
+    # --- from clients -------------------------------------------------------------------------------------------
+
+    def infer(self, request: Request, now: float) -> None:
+        """Accept a request. While the model loads it waits, and is checked once it is known what the model takes.
+
+        Raises:
+            RequestError: it is refused.
+        """
+        self.signature.check(request.inputs)
+        self.guard.submit(request, now)
+        self.dispatch(now)
+
+    def metadata(self, client: bytes, request_id: str) -> None:
+        """Tell the client what the model takes and gives, at once or when it is known.
+
+        Raises:
+            RequestError: it is refused.
+        """
+        self.signature.ask((client, request_id), self._config.max_queue)
+        self._tell_metadata()
+
+    def cancel(self, client: bytes, request_id: str, now: float) -> None:
+        """The client takes its request back."""
+        self._end(self.scheduler.end_of(client, request_id), Cancelled("taken back by the client"), now)
+
+    def vanished(self, client: bytes, now: float) -> None:
+        """The client is gone: nobody waits for what it asked."""
+        self.signature.take_waiters(lambda waiter: waiter[0] == client)
+        self._end(self.scheduler.end_of(client), Cancelled("its client is gone"), now)
+
+    def shed(self, client: bytes, error: RequestError, now: float) -> None:
+        """Refuse what the client has waiting; what runs goes on."""
+        self._end(self.scheduler.withdraw(lambda request: request.client == client), error, now)
+
+    # --- from seats ---------------------------------------------------------------------------------------------
+
+    def enlist(self, process: str) -> None:
+        """The process is a seat that takes jobs from now on."""
+        self.by_process[process] = Latencies()
+        self.scheduler.enlist(process, (process,))
+
+    def dismiss(self, process: str) -> None:
+        """Its seat gets nothing new, and nobody asks whether it still answers."""
+        self.scheduler.dismiss(process)
+        self.guard.watchdog.forget(process)
+
+    def result(self, process: str, result: Result, frames: Sequence[Any], now: float) -> None:
+        """A job has been answered."""
+        self.guard.watchdog.heard(process, now)
+        job = self.scheduler.finish(process, result.request, now)
+        if job is not None:
+            [request] = job.parts
+            self._askers.answer(request, result.outputs, frames)
+            latency = now - request.arrived
+            self.latencies.add(latency)
+            self.by_process[process].add(latency)
+            self.guard.answered(request, now)
+        self.dispatch(now)
+
+    def job_failed(self, process: str, failed: Failed, now: float) -> None:
+        """A job has ended in an error; of several parts, each runs again alone. Who leaves has lost what it had."""
+        self.guard.watchdog.heard(process, now)
+        if failed.leaving:
+            self.guard.leaves(process, failed.request, now)
+        job = self.scheduler.finish(process, failed.request, now)
+        if job is not None and job.sole is not None:
+            self.refuse(job.sole, request_error(failed.code, failed.error))
+        elif job is not None:
+            self.scheduler.part(job)
+        if failed.leaving:
+            self.scheduler.release(process)
+        else:
+            self.dispatch(now)
+
+    def died(self, process: str, end: End, now: float) -> None:
+        """A process has ended, and with it its seat."""
+        self.guard.died(process, end, now)
+        self.guard.watchdog.forget(process)
+        self.by_process.pop(process, None)
+
+    def release(self, process: str) -> None:
+        """Its seat is lost, and what it had is not to blame: that waits again."""
+        self.scheduler.release(process)
+
+    def mates(self, process: str) -> tuple[str, ...]:
+        """Return all processes of its seat: who loses one of them has lost all."""
+        seat = self.scheduler.seat(process)
+        return (process,) if seat is None else seat.processes
+
+    def has_answered(self, process: str) -> bool:
+        """Whether the process has answered any request."""
+        latencies = self.by_process.get(process)
+        return latencies is not None and latencies.count > 0
+
+    # --- from the model -----------------------------------------------------------------------------------------
+
+    def dispatch(self, now: float) -> None:
+        """Have everything run that can."""
+        for seat, number in self.scheduler.take_recalled():
+            for process in seat.processes:
+                self._order(process, Skip(number), ())
+        for seat, job in self.scheduler.assign(now):
+            [request] = job.parts
+            order = Predict(job.number, tuple(request.inputs))
+            for process in seat.processes:
+                self._order(process, order, request.frames)
+
+    def expire(self, now: float, explained: Callable[[RequestError], RequestError]) -> None:
+        """End each request whose deadline has passed, with the error that `explained` makes of it."""
+        for request, error in self.scheduler.expire(now):
+            self.refuse(request, explained(error))
+
+    def overdue(self, now: float) -> Iterator[tuple[str, str]]:
+        """Yield each process whose seat computes for too long, with the reason to end it."""
+        for seat, why in list(self.guard.overdue(now)):
+            yield from ((process, why) for process in seat.processes)
+
+    def silent(self, now: float) -> Iterator[str]:
+        """Ping who has been idle; yield who has not answered the last one."""
+        for process, ping in list(self.guard.pings(now)):
+            if ping is not None:
+                self._order(process, ping, ())
+            else:
+                yield process
+
+    def learn(self, built: Built) -> None:
+        """It is known what the model takes: what waits and does not fit ends."""
+        self.signature.learn(built)
+        unfit = self.signature.refusals(list(self.scheduler.waiting()))
+        for request in self.scheduler.withdraw(lambda each: each.number in unfit):
+            self.refuse(request, unfit[request.number])
+        self._tell_metadata()
+
+    def renew(self, built: Built | None) -> None:
+        """Another model is served, which may take more sizes; what killed the last one says nothing."""
+        self.guard.clear()
+        if built is not None:
+            self.signature.learn(built)
+
+    def adopt(self, old: Desk) -> Iterator[Request]:
+        """Take over who waits at another desk for metadata; yield what waits there for an answer."""
+        yield from old.scheduler.give_up()
+        self.signature.adopt(old.signature)
+        self._tell_metadata()
+
+    def refuse(self, request: Request, error: RequestError) -> None:
+        """End a request in an error."""
+        self.failed += 1
+        self._askers.refuse(request, error)
+
+    def give_up(self, error: RequestError) -> None:
+        """End what waits."""
+        for request in self.scheduler.give_up():
+            self.refuse(request, error)
+
+    def close(self, error: RequestError) -> None:
+        """Nobody will ever answer: end what waits, metadata included."""
+        self.give_up(error)
+        for client, request_id in self.signature.take_waiters():
+            self._askers.tell_error(client, request_id, error)
+
+    def leave(self, now: float) -> None:
+        """The daemon ends before its workers: answer what has not been answered."""
+        everything = [request for request, _ in self.scheduler.end(lambda _: True)]
+        self._end(everything, Unavailable("weightd is restarting"), now)
+
+    # --- what it tells ------------------------------------------------------------------------------------------
+
+    @property
+    def next_event(self) -> float:
+        """Nothing is due before this, in monotonic seconds."""
+        if self.guard.looks:
+            return 0.0
+        return min(self.scheduler.next_event, self.guard.watchdog.next_event)
+
+    # --- within -------------------------------------------------------------------------------------------------
+
+    def _end(self, requests: Iterable[Request], error: RequestError, now: float) -> None:
+        for request in requests:
+            self.refuse(request, error)
+        self.dispatch(now)
+
+    def _tell_metadata(self) -> None:
+        built = self.signature.built
+        if built is None:
+            return
+        for client, request_id in self.signature.take_waiters():
+            self._askers.tell_metadata(
+                client,
+                ModelMetadataResponse(request_id, self._name, self._config.engine, built.inputs, built.outputs),
+            )
