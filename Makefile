@@ -19,7 +19,7 @@ INSTALL := bin/python -m pip install --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: demo test test-systemd check bench fuzz chaos leak clean help $(VENV) $(MSLITE) mslite-if-possible
+.PHONY: demo test test-systemd mutants check bench fuzz chaos leak clean help $(VENV) $(MSLITE) mslite-if-possible
 
 demo: $(VENV)/.made $(if $(filter mindspore_lite,$(ENGINE)),$(MSLITE)/.made)  ## one model, four workers, one copy of the weights [ENGINE=onnxruntime|mindspore_lite]
 	$(BIN)/python -m benchmarks.demo --engine $(ENGINE)
@@ -35,6 +35,9 @@ test: $(VENV)/.made mslite-if-possible  ## every test, on ONNX Runtime and where
 test-systemd: $(VENV)/.made mslite-if-possible  ## the units under a real systemd, and whether a broken unit is noticed [root]
 	$(BIN)/python -m pytest tests/systemd
 	PYTHONPATH=tests/support $(BIN)/python -m tests.systemd.mutants
+
+mutants: $(VENV)/.made mslite-if-possible  ## whether the tests notice each guard that is broken [ONLY="ROOM|NUMBER..."]
+	$(BIN)/python -m tests.mutants $(ONLY)
 
 check: $(VENV)/.made-lint  ## lint, format, types, and who may import whom
 	$(BIN)/ruff check
