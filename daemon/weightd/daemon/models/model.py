@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import enum
 import functools
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from weightd.daemon.config.load import ModelConfig
 from weightd.daemon.config.policies import Policy
@@ -18,50 +17,21 @@ from weightd.daemon.generations.states import ACTIVE, GenerationState, advance
 from weightd.daemon.host.ends import End
 from weightd.daemon.host.memory import MIB
 from weightd.daemon.host.timers import Timer
+from weightd.daemon.models import standing
 from weightd.daemon.models.budget import Device
 from weightd.daemon.models.crew import Crew
 from weightd.daemon.models.deployment import Deployment
 from weightd.daemon.models.ports import Children, Clients, Snapshot
 from weightd.daemon.models.records import ModelRecord
 from weightd.daemon.models.sources import Numbers, Sources
+from weightd.daemon.models.standing import PHASE, Phase, PhaseEvent, Refusal
 from weightd.daemon.models.update import Updates
 from weightd.daemon.requests.desk import Desk
 from weightd.daemon.requests.request import Request
-from weightd.protocol.errors import DeadlineExceeded, FailedPrecondition, RequestError, Unavailable
+from weightd.protocol.errors import RequestError, Unavailable
 from weightd.protocol.messages.children import ChildMessage
 
 _log = logging.getLogger("weightd")
-
-
-class Phase(enum.Enum):
-    """Whether a model goes on."""
-
-    OPEN = "open"
-    REPLACED = "replaced"  # it winds down; another model of the name adopts what waits, or comes to wait
-    CLOSED = "closed"  # it winds down; what waits is given up
-
-
-class PhaseEvent(enum.Enum):
-    """What a model is told."""
-
-    REPLACE = "replace"
-    CLOSE = "close"
-
-
-PHASE: Mapping[tuple[Phase, PhaseEvent], Phase] = {
-    (Phase.OPEN, PhaseEvent.REPLACE): Phase.REPLACED,
-    **{(phase, PhaseEvent.CLOSE): Phase.CLOSED for phase in Phase},
-}
-
-
-class _Refusal(NamedTuple):
-    """Why nobody will ever serve a model."""
-
-    kind: type[RequestError]
-    text: str
-
-    def error(self) -> RequestError:
-        return self.kind(self.text)
 
 
 class Model:
@@ -126,7 +96,7 @@ class Model:
         )
         self._updates = Updates(name, config, self.deployments, self._sources, self.desk, clients)
         self._phase = Phase.OPEN
-        self._refusal: _Refusal | None = None
+        self._refusal: Refusal | None = None
         # Of what its devices and snapshots wait for.
         self._next_tick = float("inf")
 
@@ -244,7 +214,7 @@ class Model:
 
     def tick(self, now: float) -> None:
         """Time has passed."""
-        self.desk.expire(now, self._explained)
+        self.desk.expire(now, lambda error: standing.explained(error, self.name, self.deployments))
         for source in self._sources.snapshots.overdue(now):
             self.pin_failed(source, f"no snapshot within load_timeout, {self.config.load_timeout:g} s", now)
         self.desk.guard.look(now)
@@ -371,24 +341,12 @@ class Model:
 
     def unready(self, now: float) -> str:
         """Return why it is not ready to answer, or "" if it is: a worker has been heard of of late."""
-        serving = self._serving
-        if not serving:
-            main = self.main
-            if self._refusal is not None:
-                return self._refusal.text
-            return f"{self.name}: {main.progress}{f', {main.cause}' if main.cause else ''}"
-        watchdog = self.desk.guard.watchdog
-        silence = watchdog.unheard_of([name for each in serving for name in each.enlisted], now)
-        if silence is None:
-            return ""
-        if silence == float("inf"):
-            return f"{self.name}: no worker is there; they are being replaced"
-        return f"{self.name}: no worker has answered for {silence:.1f} s, watchdog is {watchdog.period:g} s"
+        return standing.unready(self.name, self.deployments, self.desk.guard.watchdog, now)
 
     @property
     def main(self) -> Generation:
         """The generation that tells how it stands."""
-        return next((each for each in self.deployments if each.serving is not None), self.deployments[0]).main
+        return standing.main(self.deployments).main
 
     # --- within -------------------------------------------------------------------------------------------------
 
@@ -417,29 +375,6 @@ class Model:
         if self._refusal is not None:
             raise self._refusal.error()
 
-    def _refuses(self) -> _Refusal | None:
-        """Return why nobody will ever serve it, if so: what has failed is not tried again, whoever waits."""
-        if self.has_failed:
-            causes = list(dict.fromkeys(each.cause for each in self.deployments))
-            return _Refusal(FailedPrecondition, f"{self.name} failed: {'; '.join(causes)}")
-        if any(each.serving is not None or each.busy for each in self.deployments):
-            return None
-        return _Refusal(Unavailable, f"{self.name} is being unloaded")
-
-    @property
-    def _serving(self) -> list[Generation]:
-        return [each.serving for each in self.deployments if each.serving is not None]
-
-    def _explained(self, error: RequestError) -> RequestError:
-        """What a deadline says where there was nobody who could have answered."""
-        if not isinstance(error, DeadlineExceeded) or any(each.enlisted for each in self._serving):
-            return error
-        main = self.main
-        if self.serves and not main.cause:
-            return error  # a worker has died, and the next one is on its way
-        cause = main.cause or self.deployments[0].cause or "not ready yet"
-        return Unavailable(f"{self.name} has no worker: {main.progress}, {cause}")
-
     def _settle(self, now: float) -> None:
         """After each event of a generation: do what it wants, and serve what it now allows."""
         self._children.changed()
@@ -448,7 +383,7 @@ class Model:
             self._perform_all(now)
         if self.desk.signature.built is None:
             self._learn_signature()
-        self._refusal = self._refuses()
+        self._refusal = standing.refusal(self.name, self.deployments)
         if self._refusal is not None and self._phase is not Phase.REPLACED:
             self.desk.close(self._refusal.error())
         self.desk.dispatch(now)

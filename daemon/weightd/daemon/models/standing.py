@@ -1,0 +1,84 @@
+"""How a model stands: whether it goes on, and what is said where nobody can answer."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from weightd.daemon.models.deployment import Deployment
+from weightd.daemon.requests.blame.watchdog import Watchdog
+from weightd.protocol.errors import DeadlineExceeded, FailedPrecondition, RequestError, Unavailable
+
+
+class Phase(enum.Enum):
+    """Whether a model goes on."""
+
+    OPEN = "open"
+    REPLACED = "replaced"  # it winds down; another model of the name adopts what waits, or comes to wait
+    CLOSED = "closed"  # it winds down; what waits is given up
+
+
+class PhaseEvent(enum.Enum):
+    """What a model is told."""
+
+    REPLACE = "replace"
+    CLOSE = "close"
+
+
+PHASE: Mapping[tuple[Phase, PhaseEvent], Phase] = {
+    (Phase.OPEN, PhaseEvent.REPLACE): Phase.REPLACED,
+    **{(phase, PhaseEvent.CLOSE): Phase.CLOSED for phase in Phase},
+}
+
+
+class Refusal(NamedTuple):
+    """Why nobody will ever serve a model: what has failed is not tried again, whoever waits."""
+
+    kind: type[RequestError]
+    text: str
+
+    def error(self) -> RequestError:
+        """Return what a client is told."""
+        return self.kind(self.text)
+
+
+def refusal(name: str, deployments: Sequence[Deployment]) -> Refusal | None:
+    """Return why nobody will ever serve the model of this name, if nobody will."""
+    if all(each.failed for each in deployments):
+        causes = list(dict.fromkeys(each.cause for each in deployments))
+        return Refusal(FailedPrecondition, f"{name} failed: {'; '.join(causes)}")
+    if any(each.serving is not None or each.busy for each in deployments):
+        return None
+    return Refusal(Unavailable, f"{name} is being unloaded")
+
+
+def main(deployments: Sequence[Deployment]) -> Deployment:
+    """Return the deployment that tells how the model stands: one that serves it, if any does."""
+    return next((each for each in deployments if each.serving is not None), deployments[0])
+
+
+def explained(error: RequestError, name: str, deployments: Sequence[Deployment]) -> RequestError:
+    """Return what a deadline says where there was nobody who could have answered; other errors say what they say."""
+    serving = [each.serving for each in deployments if each.serving is not None]
+    if not isinstance(error, DeadlineExceeded) or any(each.enlisted for each in serving):
+        return error
+    told = main(deployments).main
+    if serving and not told.cause:
+        return error  # a worker has died, and the next one is on its way
+    cause = told.cause or deployments[0].cause or "not ready yet"
+    return Unavailable(f"{name} has no worker: {told.progress}, {cause}")
+
+
+def unready(name: str, deployments: Sequence[Deployment], watchdog: Watchdog, now: float) -> str:
+    """Return why the model is not ready to answer, or "" if it is: a worker has been heard of of late."""
+    serving = [each.serving for each in deployments if each.serving is not None]
+    if not serving:
+        why, told = refusal(name, deployments), main(deployments).main
+        return why.text if why is not None else f"{name}: {told.progress}{f', {told.cause}' if told.cause else ''}"
+    silence = watchdog.unheard_of([process for each in serving for process in each.enlisted], now)
+    if silence is None:
+        return ""
+    if silence == float("inf"):
+        return f"{name}: no worker is there; they are being replaced"
+    return f"{name}: no worker has answered for {silence:.1f} s, watchdog is {watchdog.period:g} s"
