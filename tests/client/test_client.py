@@ -29,10 +29,10 @@ from weightd.client import (
     WrongThread,
 )
 from weightd.client.address import check
-from weightd.protocol import multipart
 from weightd.protocol.codec import encode
 from weightd.protocol.messages.data import Error, Infer
 from weightd.protocol.messages.types import ClientMessage
+from weightd.shared import multipart
 
 X = np.arange(6, dtype=np.float32).reshape(2, 3)
 

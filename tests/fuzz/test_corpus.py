@@ -16,7 +16,6 @@ from targets.decoder import TABLES, Refusal
 from weightd.daemon.config import load as product_config
 from weightd.daemon.config.load import ModelConfig
 from weightd.daemon.config.tables import Problems
-from weightd.protocol import codec as wire
 from weightd.protocol.repeats import Repeats
 from weightd.worker.pagesharing import store as product_store
 from weightd.worker.pagesharing.store import OpenStore
@@ -78,7 +77,7 @@ def test_an_undeclared_error_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> No
         raise KeyError
 
     with monkeypatch.context() as patch:
-        patch.setattr(wire, "_unpack_header", broken)
+        patch.setattr(codec, "_unpack_header", broken)
         assert finds("decoder") is KeyError
         assert finds("repeats") is KeyError
     with monkeypatch.context() as patch:
@@ -94,7 +93,7 @@ def test_a_decoder_that_does_not_measure_is_a_finding(monkeypatch: pytest.Monkey
     def careless(tensors: object, frames: object) -> None:
         pass
 
-    monkeypatch.setattr(wire, "_check_tensor_frames", careless)
+    monkeypatch.setattr(codec, "_check_tensor_frames", careless)
     with pytest.raises(AssertionError):
         targets.load("decoder").one_input(seeds.seeds()["decoder/lengths"].replace(b"\x08\0\0\0", b"\x07\0\0\0", 1))
 
@@ -140,7 +139,7 @@ def test_inputs_are_run_again_without_a_fuzzer(monkeypatch: pytest.MonkeyPatch, 
     file = tmp_path / "crash-1"
     file.write_bytes(seeds.seeds()["decoder/status"])
     run.main(["decoder", str(file)])
-    monkeypatch.setattr(wire, "_message", None)
+    monkeypatch.setattr(codec, "_message", None)
     with pytest.raises(TypeError):
         run.main(["decoder", str(file)])
 

@@ -13,8 +13,7 @@ from typing import Any, Dict, List, Sequence, Type
 import msgpack
 import pytest
 
-from weightd.protocol import codec as wire
-from weightd.protocol import limits
+from weightd.protocol import codec, limits
 from weightd.protocol.codec import clip, decode, encode
 from weightd.protocol.errors import LocalProtocolError, RemoteProtocolError
 from weightd.protocol.messages.children import TO_CHILD, Predict, Settle, Stop
@@ -428,4 +427,4 @@ def test_the_wire_does_no_io(module: str) -> None:
     allowed = {"__future__", "dataclasses", "sys", "typing", "msgpack", "weightd"}
     if module == "tensors":
         allowed |= {"numpy", "functools"}
-    assert {*imported(Path(wire.__file__).parent.joinpath(f"{module}.py"))} <= allowed
+    assert {*imported(Path(codec.__file__).parent.joinpath(f"{module}.py"))} <= allowed

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightd.protocol import codec as wire
+from weightd.protocol import codec
 from weightd.protocol.codec import decode, encode
 from weightd.protocol.errors import LocalProtocolError, RemoteProtocolError
 from weightd.protocol.messages.children import FROM_CHILD, TO_CHILD, Predict, Result
@@ -23,11 +23,11 @@ NUMBERS = st.one_of(st.integers(0, 300), st.integers(0, 2**63 - 1), st.sampled_f
 
 
 def anew(message: Any) -> bytes:
-    return wire._encode_anew(message, 65536)  # pyright: ignore[reportPrivateUsage]
+    return codec._encode_anew(message, 65536)  # pyright: ignore[reportPrivateUsage]
 
 
 def decoded_anew(frames: List[bytes], table: Any) -> Any:
-    return wire._decode_anew(frames, table, 65536)  # pyright: ignore[reportPrivateUsage]
+    return codec._decode_anew(frames, table, 65536)  # pyright: ignore[reportPrivateUsage]
 
 
 def encodable(text: str) -> bool:

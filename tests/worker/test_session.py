@@ -13,7 +13,7 @@ import pytest
 import zmq
 
 from testkit import cases
-from weightd.protocol import limits, multipart
+from weightd.protocol import limits
 from weightd.protocol.codec import decode, encode
 from weightd.protocol.errors import InvalidArgument
 from weightd.protocol.messages.children import (
@@ -44,6 +44,7 @@ from weightd.protocol.messages.children import (
 from weightd.protocol.messages.data import TensorSignature
 from weightd.protocol.tensors import NUMPY_DTYPE, frame_of, spec_of, to_wire
 from weightd.protocol.version import VERSION
+from weightd.shared import multipart
 from weightd.worker import exits, nativelog
 from weightd.worker.canary import canary
 from weightd.worker.engines.base import Arrays, BuildError, Engine, NotAllowed, Shared, Signature, Spoilt

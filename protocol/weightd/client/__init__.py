@@ -6,6 +6,9 @@
 
     with Client() as client:
         outputs = client.infer("digits", {"image": images})
+
+The library for other people's programs, and nothing else: it imports `weightd.shared` and `weightd.protocol`, numpy,
+pyzmq and msgpack, and runs on Python 3.7. What is not exported here is not for them.
 """
 
 from __future__ import annotations

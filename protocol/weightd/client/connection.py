@@ -13,9 +13,9 @@ from typing import Any, List, Optional, cast
 import zmq
 
 from weightd.client import address as addresses
-from weightd.protocol import limits, multipart
+from weightd.protocol import limits
 from weightd.protocol.errors import DeadlineExceeded, InvalidArgument, Unavailable
-from weightd.shared import monitor
+from weightd.shared import monitor, multipart
 
 # A host that vanishes does not close its TCP connections; a unix socket's peer cannot vanish unseen.
 _TCP_HEARTBEAT_MS = 5_000

@@ -1,1 +1,4 @@
-"""What daemon, worker and client need alike and is not the wire. May import `weightd.protocol`."""
+"""What more than one of daemon, worker, client and weightctl needs, and is not the wire.
+
+Imports `weightd.protocol` and nothing else of weightd; runs on Python 3.7.
+"""

@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 import msgpack
 
 from targets.reader import Reader
-from weightd.protocol import codec as wire
-from weightd.protocol import limits
+from weightd.protocol import codec, limits
 from weightd.protocol.datatypes import ITEM_BYTES
 from weightd.protocol.errors import ERRORS, RemoteProtocolError
 from weightd.protocol.messages.children import FROM_CHILD, TO_CHILD
@@ -89,8 +88,8 @@ def written(header: bytes, table: dict[str, Any], sizes: Sequence[int] | None = 
 def fitting_frames(header: bytes, table: dict[str, Any]) -> list[Frame] | None:
     """Return tensor frames as long as the header says, or None if it cannot be read."""
     try:
-        fields = wire._unpack_header([header], limits.MAX_STATUS_BYTES)  # pyright: ignore[reportPrivateUsage]
-        message: Any = wire._message(fields, table)  # pyright: ignore[reportPrivateUsage]
+        fields = codec._unpack_header([header], limits.MAX_STATUS_BYTES)  # pyright: ignore[reportPrivateUsage]
+        message: Any = codec._message(fields, table)  # pyright: ignore[reportPrivateUsage]
     except (RemoteProtocolError, FieldError):
         return None
     # Longer than this no frame can be; the decoder has to see that it does not fit.
@@ -100,14 +99,14 @@ def fitting_frames(header: bytes, table: dict[str, Any]) -> list[Frame] | None:
 def decoded(frames: Sequence[Any], table: dict[str, Any]) -> Any:
     """Return the message of the frames, or the Refusal; every other error comes out."""
     try:
-        return wire.decode(frames, table, max_bytes=limits.MAX_STATUS_BYTES)
+        return codec.decode(frames, table, max_bytes=limits.MAX_STATUS_BYTES)
     except RemoteProtocolError as error:
         return Refusal(str(error), error.request_id)
 
 
 def forget() -> None:
     """Drop what earlier inputs have left."""
-    for repeats in {*wire._READ.values(), *wire._WRITTEN.values()}:  # pyright: ignore[reportPrivateUsage]
+    for repeats in {*codec._READ.values(), *codec._WRITTEN.values()}:  # pyright: ignore[reportPrivateUsage]
         repeats._read.clear()  # pyright: ignore[reportPrivateUsage]
         repeats._written.clear()  # pyright: ignore[reportPrivateUsage]
 
@@ -116,7 +115,7 @@ def _check_refusal(refusal: Refusal) -> None:
     """It fits on a line of a log, and into an answer."""
     assert refusal.text.isprintable()
     assert len(refusal.text) < 1024
-    wire.encode(Error(refusal.request_id, "INVALID_ARGUMENT", wire.clip(refusal.text)))
+    codec.encode(Error(refusal.request_id, "INVALID_ARGUMENT", codec.clip(refusal.text)))
 
 
 def _check_message(message: Any, frames: Sequence[Any], table: dict[str, Any]) -> None:
@@ -124,6 +123,6 @@ def _check_message(message: Any, frames: Sequence[Any], table: dict[str, Any]) -
     assert [each.nbytes for each in getattr(message, "tensors", ())] == [len(frame) for frame in frames[1:]]
     # The peer may have left out what has a default, and have written an integer for a number: what is encoded here may
     # be longer than what came.
-    header = wire.encode(message, max_bytes=2 * limits.MAX_STATUS_BYTES)
+    header = codec.encode(message, max_bytes=2 * limits.MAX_STATUS_BYTES)
     assert decoded([header, *frames[1:]], table) == message
-    assert wire.encode(message, max_bytes=2 * limits.MAX_STATUS_BYTES) == header
+    assert codec.encode(message, max_bytes=2 * limits.MAX_STATUS_BYTES) == header

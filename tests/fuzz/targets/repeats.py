@@ -15,8 +15,7 @@ from typing import Any
 from targets import decoder
 from targets.decoder import TABLES, Refusal, decoded, fitting_frames, forget
 from targets.reader import Reader
-from weightd.protocol import codec as wire
-from weightd.protocol import limits
+from weightd.protocol import codec, limits
 from weightd.protocol.errors import LocalProtocolError
 
 # Of a change's flags.
@@ -83,7 +82,7 @@ def _encoded(message: Any, *, anew: bool) -> bytes | str:
     """The header, or what is wrong with the message."""
     try:
         if anew:
-            return wire._encode_anew(message, limits.MAX_STATUS_BYTES)  # pyright: ignore[reportPrivateUsage]
-        return wire.encode(message, max_bytes=limits.MAX_STATUS_BYTES)
+            return codec._encode_anew(message, limits.MAX_STATUS_BYTES)  # pyright: ignore[reportPrivateUsage]
+        return codec.encode(message, max_bytes=limits.MAX_STATUS_BYTES)
     except LocalProtocolError as error:
         return str(error)

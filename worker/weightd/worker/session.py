@@ -16,7 +16,7 @@ from typing import Any, Callable, Deque, NamedTuple, Optional, Sequence, Tuple
 import numpy as np
 import zmq
 
-from weightd.protocol import limits, multipart
+from weightd.protocol import limits
 from weightd.protocol.codec import clip, decode, encode
 from weightd.protocol.errors import Internal, InvalidArgument, RequestError, WeightdError
 from weightd.protocol.messages.children import (
@@ -46,6 +46,7 @@ from weightd.protocol.messages.children import (
 from weightd.protocol.messages.data import TensorSpec
 from weightd.protocol.tensors import frame_of, from_frame, specs_of, to_wire
 from weightd.protocol.version import VERSION
+from weightd.shared import multipart
 from weightd.worker import exits, nativelog, weights
 from weightd.worker.canary import canary, sample, search
 from weightd.worker.canary.proof import Proof

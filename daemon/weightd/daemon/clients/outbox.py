@@ -15,7 +15,7 @@ import zmq
 
 from weightd.daemon.clients.room import Room
 from weightd.daemon.host.sockets import send, send_marked, send_tracked
-from weightd.protocol import multipart
+from weightd.shared import multipart
 
 # What may wait for one client: a frame of the largest size is always let through if it is alone.
 MAX_UNREAD_BYTES = 256 * 1024 * 1024

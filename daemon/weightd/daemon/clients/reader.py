@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import zmq
 
 from weightd.daemon.host.sockets import BATCH, Received
-from weightd.protocol import multipart
+from weightd.shared import multipart
 
 # Frames that nobody wants are read for a few milliseconds at a time.
 _PORTION = 4096

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import zmq
 
 from weightd.daemon.host.directories import ClaimError
-from weightd.protocol import limits, multipart
+from weightd.protocol import limits
+from weightd.shared import multipart
 
 # A wake-up reads at most this many messages, so that one busy socket cannot starve the other.
 BATCH = 64
