@@ -16,6 +16,7 @@ from targets.decoder import TABLES, Refusal
 from weightd.daemon.config import load as product_config
 from weightd.daemon.config.load import ModelConfig
 from weightd.daemon.config.tables import Problems
+from weightd.protocol import codec
 from weightd.protocol.repeats import Repeats
 from weightd.worker.pagesharing import store as product_store
 from weightd.worker.pagesharing.store import OpenStore

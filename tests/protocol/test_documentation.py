@@ -1,4 +1,4 @@
-"""docs/protocol.md says what the code does: each message, field, limit and code, and each example byte by byte."""
+"""docs/protocol.md and docs/children.md say what the code does: each message, field, limit, code and example."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ from weightd.protocol.messages.data import NO_PARAMETERS
 from weightd.protocol.messages.types import FROM_CLIENT, TO_CLIENT
 from weightd.protocol.schema import describe
 
-PAGE = (Path(__file__).parents[2] / "docs" / "protocol.md").read_text("utf-8")
+DOCS = Path(__file__).parents[2] / "docs"
+WIRE = (DOCS / "protocol.md").read_text("utf-8")
+CHILDREN = (DOCS / "children.md").read_text("utf-8")
 
 CHAPTERS: Mapping[str, Mapping[str, Type[Any]]] = {
     "Client to daemon": FROM_CLIENT,
@@ -81,22 +83,29 @@ def default(value: object) -> str:
     return "`{}`" if value == NO_PARAMETERS else f"`{json.dumps(value)}`"
 
 
-CHAPTER = sections(PAGE, 2)
-SECTION = sections(PAGE, 3)
+CHAPTER = sections(WIRE, 2)
+OF_CHILDREN = sections(CHILDREN, 2)
+SECTION = {**sections(WIRE, 3), **sections(CHILDREN, 3)}
+
+
+def chapter_of(name: str) -> str:
+    """The chapter of that name: none that has messages stands on both pages."""
+    return {**OF_CHILDREN, **CHAPTER}[name]
 
 
 @pytest.mark.parametrize(("chapter", "tag"), [(chapter, tag) for chapter, table in CHAPTERS.items() for tag in table])
 def test_each_message_is_in_the_chapter_of_its_direction(chapter: str, tag: str) -> None:
-    assert f"\n### `{tag}`\n" in CHAPTER[chapter]
+    assert f"\n### `{tag}`\n" in chapter_of(chapter)
 
 
 @pytest.mark.parametrize("chapter", CHAPTERS)
 def test_a_chapter_holds_no_other_messages(chapter: str) -> None:
-    assert re.findall(r"\n### `(\w+)`\n", CHAPTER[chapter]) == [*CHAPTERS[chapter]]
+    assert re.findall(r"\n### `(\w+)`\n", chapter_of(chapter)) == [*CHAPTERS[chapter]]
 
 
 def test_each_record_is_there_and_no_other() -> None:
-    assert {*re.findall(r"\n### (\w+)\n", CHAPTER["Records"])} == {*RECORDS}
+    named = [name for page in (CHAPTER, OF_CHILDREN) for name in re.findall(r"\n### (\w+)\n", page["Records"])]
+    assert sorted(named) == sorted(RECORDS)
 
 
 @pytest.mark.parametrize(("heading", "cls"), [*((f"`{tag}`", cls) for tag, cls in MESSAGES.items()), *RECORDS.items()])
@@ -139,8 +148,8 @@ def test_the_examples_answer_each_other() -> None:
 
 def test_each_limit_is_there_with_its_value_and_a_reason() -> None:
     values = {name: value for name, value in vars(limits).items() if name.isupper()}
-    described = rows(CHAPTER["Limits"])
-    assert [row[:2] for row in described] == [[f"`{name}`", f"{value:,}"] for name, value in values.items()]
+    described = rows(CHAPTER["Limits"]) + rows(OF_CHILDREN["Limits"])
+    assert sorted(row[:2] for row in described) == sorted([f"`{name}`", f"{value:,}"] for name, value in values.items())
     assert all(row[2] for row in described)
 
 
@@ -171,7 +180,7 @@ def test_each_datatype_is_there_with_its_size() -> None:
 
 
 def arrows() -> Iterator[Tuple[str, str]]:
-    for diagram in re.findall(r"```mermaid\n(.*?)```", PAGE, re.DOTALL):
+    for diagram in re.findall(r"```mermaid\n(.*?)```", WIRE + CHILDREN, re.DOTALL):
         yield from re.findall(r"(\w+--?>>\w+): (.*)", diagram)
 
 
@@ -204,9 +213,11 @@ def test_the_page_shows_an_error_as_it_is() -> None:
     assert f"\n```\n{caught.value}\n```\n" in SECTION["Strictness"]
 
 
-def test_links_within_the_page_lead_somewhere() -> None:
-    headings = [line.lstrip("#").strip() for line in without_code(PAGE) if line.startswith("#")]
-    anchors = {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
-    assert {*re.findall(r"\]\(#([\w-]+)\)", PAGE)} <= anchors
-    for target in re.findall(r"\]\((?!#|https?:)([^)#]+)", PAGE):
-        assert (Path(__file__).parents[2] / "docs" / target).exists()
+@pytest.mark.parametrize("page", ["protocol.md", "children.md", "design.md"])
+def test_links_lead_somewhere(page: str) -> None:
+    for target, anchor in re.findall(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)", (DOCS / page).read_text("utf-8")):
+        assert (DOCS / (target or page)).exists()
+        if anchor:
+            text = (DOCS / (target or page)).read_text("utf-8")
+            headings = [line.lstrip("#").strip() for line in without_code(text) if line.startswith("#")]
+            assert anchor in {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
