@@ -8,7 +8,8 @@ import platform
 from collections.abc import Collection, Mapping
 
 from weightd.client.client import Pending
-from weightd.daemon.config.load import DaemonConfig, ModelConfig
+from weightd.daemon.config.daemon import DaemonConfig
+from weightd.daemon.config.model import ModelConfig
 
 
 class Fault(enum.Enum):

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from weightd.daemon.config.load import Config, DaemonConfig
+from weightd.daemon.config.daemon import DaemonConfig
+from weightd.daemon.config.load import Config
 from weightd.daemon.continuity import handover
 from weightd.daemon.continuity.config_file import ConfigFile
 from weightd.daemon.continuity.service import Manager

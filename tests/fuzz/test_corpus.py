@@ -14,7 +14,7 @@ import targets
 from targets import decoder
 from targets.decoder import TABLES, Refusal
 from weightd.daemon.config import load as product_config
-from weightd.daemon.config.load import ModelConfig
+from weightd.daemon.config.model import ModelConfig
 from weightd.daemon.config.tables import Problems
 from weightd.protocol import codec
 from weightd.protocol.repeats import Repeats

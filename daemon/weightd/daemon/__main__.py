@@ -11,7 +11,8 @@ from pathlib import Path
 
 from weightd.daemon import exits
 from weightd.daemon.config.check import problems
-from weightd.daemon.config.load import ConfigError, default_path, examine, parse
+from weightd.daemon.config.defaults import default_path
+from weightd.daemon.config.load import ConfigError, examine, parse
 from weightd.daemon.continuity.config_file import ConfigFile
 from weightd.daemon.continuity.service import Manager
 from weightd.daemon.doctor import arguments as doctor

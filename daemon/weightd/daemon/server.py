@@ -16,7 +16,10 @@ from weightd.daemon.children.backend import Backend
 from weightd.daemon.clients.doorman import allow_descriptors
 from weightd.daemon.clients.frontend import Frontend
 from weightd.daemon.clients.listening import listen
-from weightd.daemon.config.load import Config, ConfigError, DaemonConfig, DeviceConfig, ModelConfig
+from weightd.daemon.config.daemon import DaemonConfig
+from weightd.daemon.config.devices import DeviceConfig
+from weightd.daemon.config.load import Config, ConfigError
+from weightd.daemon.config.model import ModelConfig
 from weightd.daemon.continuity import handover
 from weightd.daemon.continuity.claim import claim
 from weightd.daemon.continuity.config_file import ConfigFile

@@ -14,7 +14,8 @@ import pytest
 import zmq
 
 from weightd.daemon.children.backend import Backend
-from weightd.daemon.config.load import DaemonConfig, ModelConfig
+from weightd.daemon.config.daemon import DaemonConfig
+from weightd.daemon.config.model import ModelConfig
 from weightd.daemon.generations.plan import Source
 from weightd.daemon.host import processes
 from weightd.daemon.host.loop import Loop

@@ -9,7 +9,7 @@ from onnx import TensorProto, helper
 
 from testkit import models
 from weightd.daemon.config import check
-from weightd.daemon.config.load import ModelConfig
+from weightd.daemon.config.model import ModelConfig
 from weightd.protocol.version import VERSION
 
 

@@ -18,9 +18,14 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[3]
 
 # Who takes the keys of a table: those of MindSpore Lite travel as JSON to a worker, whose class has the same.
-CONFIG = Path("daemon/weightd/daemon/config/load.py")
+CONFIG = Path("daemon/weightd/daemon/config")
 OPTIONS = Path("worker/weightd/worker/engines/mindspore_lite/options.py")
-TABLES = {CONFIG: ("DaemonConfig", "DeviceConfig", "ModelConfig"), OPTIONS: ("Options",)}
+TABLES = {
+    CONFIG / "daemon.py": ("DaemonConfig",),
+    CONFIG / "devices.py": ("DeviceConfig",),
+    CONFIG / "model.py": ("ModelConfig",),
+    OPTIONS: ("Options",),
+}
 
 MISSED = re.compile(r'^(?P<file>.+?):(?P<line>\d+): error: "(?P<table>\w+)" has no attribute "(?P<key>\w+)"', re.M)
 

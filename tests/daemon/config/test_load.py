@@ -7,18 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from weightd.daemon.config import load as module
-from weightd.daemon.config.load import (
-    Config,
-    ConfigError,
-    DaemonConfig,
-    DeviceConfig,
-    ModelConfig,
-    default_path,
-    examine,
-    load,
-    parse,
-)
+from weightd.daemon.config import defaults
+from weightd.daemon.config.daemon import DaemonConfig
+from weightd.daemon.config.defaults import default_path
+from weightd.daemon.config.devices import DeviceConfig
+from weightd.daemon.config.load import Config, ConfigError, examine, load, parse
+from weightd.daemon.config.model import ModelConfig
 from weightd.daemon.engines.mindspore_lite import MindSporeLiteOptions
 from weightd.shared import tcp
 
@@ -497,26 +491,26 @@ def test_systemd_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("XDG_RUNTIME_DIR", "/run/user/1000")
         monkeypatch.setenv("RUNTIME_DIRECTORY", "/run/given:/run/second")
         monkeypatch.setenv("CACHE_DIRECTORY", "/var/cache/given")
-        assert module.default_runtime_dir() == "/run/given"
-        assert module.default_cache_dir() == "/var/cache/given"
+        assert defaults.default_runtime_dir() == "/run/given"
+        assert defaults.default_cache_dir() == "/var/cache/given"
 
 
 def test_root_has_the_systems_directories(monkeypatch: pytest.MonkeyPatch) -> None:
     _as_user(monkeypatch, 0)
     monkeypatch.setenv("XDG_RUNTIME_DIR", "/run/user/0")
     monkeypatch.setenv("XDG_CACHE_HOME", "/home/someone/.cache")
-    assert module.default_runtime_dir() == "/run/weightd"
-    assert module.default_cache_dir() == "/var/cache/weightd"
+    assert defaults.default_runtime_dir() == "/run/weightd"
+    assert defaults.default_cache_dir() == "/var/cache/weightd"
 
 
 def test_a_user_has_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     _as_user(monkeypatch, 1000)
-    assert module.default_runtime_dir() == "/tmp/weightd-1000"
-    assert module.default_cache_dir() == "/home/someone/.cache/weightd"
+    assert defaults.default_runtime_dir() == "/tmp/weightd-1000"
+    assert defaults.default_cache_dir() == "/home/someone/.cache/weightd"
     monkeypatch.setenv("XDG_RUNTIME_DIR", "/run/user/1000")
     monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
-    assert module.default_runtime_dir() == "/run/user/1000/weightd"
-    assert module.default_cache_dir() == "/somewhere/weightd"
+    assert defaults.default_runtime_dir() == "/run/user/1000/weightd"
+    assert defaults.default_cache_dir() == "/somewhere/weightd"
     assert parse({"models": {"m": {"path": "m.onnx"}}}, Path()).daemon == DaemonConfig(
         "ipc:///run/user/1000/weightd/weightd.sock", "/run/user/1000/weightd", "/somewhere/weightd"
     )
@@ -526,8 +520,8 @@ def test_an_empty_variable_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     _as_user(monkeypatch, 1000)
     for variable in ("RUNTIME_DIRECTORY", "CACHE_DIRECTORY", "XDG_RUNTIME_DIR", "XDG_CACHE_HOME"):
         monkeypatch.setenv(variable, "")
-    assert module.default_runtime_dir() == "/tmp/weightd-1000"
-    assert module.default_cache_dir() == "/home/someone/.cache/weightd"
+    assert defaults.default_runtime_dir() == "/tmp/weightd-1000"
+    assert defaults.default_cache_dir() == "/home/someone/.cache/weightd"
 
 
 @pytest.mark.parametrize(

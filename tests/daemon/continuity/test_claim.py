@@ -18,7 +18,7 @@ import pytest
 
 from weightd.daemon.children.keeper import link
 from weightd.daemon.children.keeper.link import Keeper
-from weightd.daemon.config.load import DaemonConfig
+from weightd.daemon.config.daemon import DaemonConfig
 from weightd.daemon.continuity.claim import claim, make_private
 from weightd.daemon.host.directories import ClaimError
 
@@ -26,7 +26,7 @@ from weightd.daemon.host.directories import ClaimError
 _DAEMON = """
 import socket, sys
 from weightd.daemon.continuity.claim import claim
-from weightd.daemon.config.load import DaemonConfig
+from weightd.daemon.config.daemon import DaemonConfig
 config = DaemonConfig(*sys.argv[1:])
 with claim(config):
     listeners = [socket.socket(socket.AF_UNIX) for _ in range(2)]

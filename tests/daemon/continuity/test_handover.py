@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from weightd.daemon.config.load import ModelConfig, complete_model
+from weightd.daemon.config.model import ModelConfig, complete_model
 from weightd.daemon.config.tables import Problems
 from weightd.daemon.continuity import handover
 from weightd.daemon.continuity.handover import Handover, HandoverError

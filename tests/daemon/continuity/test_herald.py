@@ -8,7 +8,7 @@ from typing import cast
 
 import pytest
 
-from weightd.daemon.config.load import ModelConfig
+from weightd.daemon.config.model import ModelConfig
 from weightd.daemon.continuity.herald import Herald
 from weightd.daemon.models.model import Model
 

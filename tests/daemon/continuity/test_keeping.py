@@ -17,7 +17,7 @@ import pytest
 
 from testkit.keeping import LIMIT_S, ended
 from weightd.daemon.children.keeper import link
-from weightd.daemon.config.load import DaemonConfig
+from weightd.daemon.config.daemon import DaemonConfig
 from weightd.daemon.continuity import handover, keeping
 from weightd.daemon.continuity.claim import make_private
 from weightd.daemon.continuity.keeping import Keeping

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from weightd.daemon.engines.mindspore_lite import MindSporeLiteOptions, check, check_files, complete
+from weightd.daemon.engines.mindspore_lite import MindSporeLiteOptions
 from weightd.protocol.schema import FieldError, decode, describe
 from weightd.worker.engines.mindspore_lite.options import Options
 
@@ -73,10 +73,10 @@ def test_a_value_that_is_none_is_refused_by_its_key(values: dict[str, Any], text
 
 def test_paths_are_relative_to_the_configuration() -> None:
     given = options(config_file="lite.ini", rank_table_file="/abs/ranks.json", dec_key_file="../key")
-    done = complete(given, Path("/etc/weightd"))
+    done = given.complete(Path("/etc/weightd"))
     assert (done.config_file, done.rank_table_file) == ("/etc/weightd/lite.ini", "/abs/ranks.json")
     assert done.dec_key_file == "/etc/weightd/../key"
-    assert complete(options(), Path("/etc")) == options()
+    assert options().complete(Path("/etc")) == options()
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_paths_are_relative_to_the_configuration() -> None:
     ],
 )
 def test_what_goes_together(values: dict[str, Any], devices: list[str], sharing: str) -> None:
-    assert list(check(options(**values), "mindspore_lite", devices, sharing)) == []
+    assert list(options(**values).problems(devices, sharing)) == []
 
 
 NO_CPU = "it has no effect on the cpu, only on a card"
@@ -136,14 +136,8 @@ OFF = 'set sharing = "off"'
     ],
 )
 def test_what_would_have_no_effect_is_refused(values: dict[str, Any], devices: list[str], text: str) -> None:
-    told = refusal(check, options(**values), "mindspore_lite", devices, "on")
-    assert told == f"mindspore_lite.{text}"
-
-
-def test_another_engine_has_none_of_these() -> None:
-    assert list(check(options(), "onnxruntime", ["cpu"], "on")) == []
-    told = refusal(check, options(inter_op_parallel=1), "onnxruntime", ["cpu"], "on")
-    assert told == "mindspore_lite: the model's engine is onnxruntime"
+    told = refusal(options(**values).problems, devices, "on")
+    assert told == text
 
 
 # --- files ----------------------------------------------------------------------------------------------------
@@ -155,19 +149,15 @@ def test_files_as_they_have_to_be(mode: int, tmp_path: Path) -> None:
         (tmp_path / name).write_text("[ascend_context]\n# shareable_weight_pid_list=1\nx=shareable_weight_pid_list\n")
     (tmp_path / "key").chmod(mode)
     (tmp_path / "link").symlink_to("lite.ini")
-    files = complete(options(config_file="link", rank_table_file="ranks.json", dec_key_file="key"), tmp_path)
-    assert list(check_files(files)) == list(check_files(options())) == []
+    files = options(config_file="link", rank_table_file="ranks.json", dec_key_file="key").complete(tmp_path)
+    assert list(files.file_problems()) == list(options().file_problems()) == []
 
 
 @pytest.mark.parametrize("key", ["config_file", "rank_table_file", "dec_key_file"])
 def test_a_file_that_is_not_there_or_none(key: str, tmp_path: Path) -> None:
     gone = tmp_path / "gone"
-    assert refusal(check_files, options(**{key: str(gone)})) == (
-        f"mindspore_lite.{key}: {gone}: No such file or directory"
-    )
-    assert refusal(check_files, options(**{key: str(tmp_path)})) == (
-        f"mindspore_lite.{key}: {tmp_path}: expected a regular file"
-    )
+    assert refusal(options(**{key: str(gone)}).file_problems) == (f"{key}: {gone}: No such file or directory")
+    assert refusal(options(**{key: str(tmp_path)}).file_problems) == (f"{key}: {tmp_path}: expected a regular file")
 
 
 @pytest.mark.parametrize("line", ["shareable_weight_pid_list=1", " shareable_weight_mem_handle =7"])
@@ -175,8 +165,8 @@ def test_a_configuration_that_decides_who_shares(line: str, tmp_path: Path) -> N
     file = tmp_path / "lite.ini"
     file.write_text(f"[ascend_context]\n{line}\n")
     name = line.partition("=")[0].strip()
-    assert refusal(check_files, options(config_file=str(file))) == (
-        f"mindspore_lite.config_file: {file}: {name} is set by weightd; remove it from the file"
+    assert refusal(options(config_file=str(file)).file_problems) == (
+        f"config_file: {file}: {name} is set by weightd; remove it from the file"
     )
 
 
@@ -185,20 +175,20 @@ def test_a_key_that_others_may_read(mode: int, tmp_path: Path) -> None:
     file = tmp_path / "key"
     file.write_bytes(b"0123456789abcdef")
     file.chmod(mode)
-    told = refusal(check_files, options(dec_key_file=str(file)))
-    assert told == f"mindspore_lite.dec_key_file: {file}: expected mode 0600 or 0400, got {mode:04o}"
+    told = refusal(options(dec_key_file=str(file)).file_problems)
+    assert told == f"dec_key_file: {file}: expected mode 0600 or 0400, got {mode:04o}"
 
 
 def test_a_key_that_is_empty_a_link_or_a_strangers(tmp_path: Path) -> None:
     file = tmp_path / "key"
     file.touch(0o600)
-    assert refusal(check_files, options(dec_key_file=str(file))).endswith(": the file is empty")
+    assert refusal(options(dec_key_file=str(file)).file_problems).endswith(": the file is empty")
     file.write_bytes(b"0123456789abcdef")
     link = tmp_path / "link"
     link.symlink_to(file)
-    assert refusal(check_files, options(dec_key_file=str(link))).endswith(": expected a regular file")
+    assert refusal(options(dec_key_file=str(link)).file_problems).endswith(": expected a regular file")
     if os.geteuid() == 0:
         os.chown(file, 12345, -1)
         assert "expected a file of this user or root, got one of uid 12345" in refusal(
-            check_files, options(dec_key_file=str(file))
+            options(dec_key_file=str(file)).file_problems
         )

@@ -14,6 +14,9 @@ import pytest
 from weightd.daemon import exits
 from weightd.daemon.__main__ import parser
 from weightd.daemon.config import load as config
+from weightd.daemon.config.daemon import DaemonConfig
+from weightd.daemon.config.devices import DeviceConfig
+from weightd.daemon.config.model import ModelConfig
 from weightd.daemon.manual import configuration, program
 from weightd.daemon.manual.reference import keys
 from weightd.shared.manual.commands import read
@@ -111,7 +114,7 @@ def test_each_key_is_there_with_its_meaning() -> None:
 
 
 def test_no_table_is_missing() -> None:
-    tables = {config.DaemonConfig, config.ModelConfig, config.DeviceConfig}
+    tables = {DaemonConfig, ModelConfig, DeviceConfig}
     inner = {
         type(field.default)
         for cls in tables
@@ -122,7 +125,7 @@ def test_no_table_is_missing() -> None:
 
 
 def test_a_meaning_is_that_of_its_own_key() -> None:
-    first, *_, last = keys(config.DaemonConfig)
+    first, *_, last = keys(DaemonConfig)
     assert (first.name, first.meaning[:21]) == ("socket", "Where clients connect")
     assert (last.name, last.meaning[:10]) == ("max_memory_bytes", "Bytes that")
 

@@ -7,7 +7,7 @@ from typing import cast
 
 import pytest
 
-from weightd.daemon.config.load import ModelConfig
+from weightd.daemon.config.model import ModelConfig
 from weightd.daemon.models.fleet import Change, Fleet
 from weightd.daemon.models.model import Model
 from weightd.daemon.models.sources import Numbers

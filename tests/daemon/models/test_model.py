@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from weightd.daemon.config.load import ModelConfig
+from weightd.daemon.config.model import ModelConfig
 from weightd.daemon.generations.actions import Role
 from weightd.daemon.generations.generation import Generation
 from weightd.daemon.generations.plan import Source

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from weightd.daemon.config.load import ModelConfig
+from weightd.daemon.config.model import ModelConfig
 from weightd.daemon.generations.actions import Action, Dismiss, Enlist, Kill, Role, Send, Spawn
 from weightd.daemon.generations.generation import ABORT_TIMEOUT_S, BACK_TIMEOUT_S, Generation
 from weightd.daemon.generations.plan import Limits, Source

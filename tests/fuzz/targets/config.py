@@ -10,7 +10,11 @@ import sys
 from pathlib import Path
 
 from weightd.daemon.config import load as config
-from weightd.daemon.config.load import Config, ConfigError, DaemonConfig, DeviceConfig, ModelConfig
+from weightd.daemon.config.daemon import DaemonConfig
+from weightd.daemon.config.devices import DeviceConfig
+from weightd.daemon.config.load import Config, ConfigError
+from weightd.daemon.config.model import ModelConfig
+from weightd.daemon.engines import ENGINES
 from weightd.daemon.engines.mindspore_lite import MindSporeLiteOptions
 from weightd.protocol import limits
 
@@ -72,7 +76,7 @@ def _check(parsed: Config) -> None:
         assert name.isprintable()
         assert "/" not in name
         assert Path(model.path).is_absolute()
-        assert model.engine in config.ENGINE_OF_SUFFIX.values()
+        assert model.engine in ENGINES
         assert model.python
         assert model.spares is not None
         assert model.workers + model.spares <= limits.MAX_PIDS

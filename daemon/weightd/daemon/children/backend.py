@@ -22,9 +22,8 @@ import zmq
 from weightd.daemon.children.files import GenerationFiles, Seal, SnapshotFiles, seal
 from weightd.daemon.children.keeper.link import LOG, Child
 from weightd.daemon.config import canary as canary_config
-from weightd.daemon.config.load import DaemonConfig
+from weightd.daemon.config.daemon import DaemonConfig
 from weightd.daemon.continuity.keeping import Keeping
-from weightd.daemon.engines.mindspore_lite import MindSporeLiteOptions
 from weightd.daemon.generations.actions import Role
 from weightd.daemon.generations.generation import Generation
 from weightd.daemon.generations.plan import Source
@@ -221,8 +220,8 @@ class Backend:
         argv += ["--model", snapshot.path, "--threads", str(config.threads), "--device", generation.device]
         if not generation.limits.sharing:
             argv += ["--sharing", "off"]
-        if config.mindspore_lite != MindSporeLiteOptions():
-            argv += ["--options", config.mindspore_lite.json()]
+        if config.options != type(config.options)():
+            argv += ["--options", config.options.json()]
         if snapshot.weights:
             argv += ["--weights", snapshot.weights]
         if canary_config.sample(config.canary):

@@ -7,9 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from weightd.daemon.config import canary as canary_config
-from weightd.daemon.config.load import ModelConfig
-from weightd.daemon.engines import onnx as onnx_signature
-from weightd.daemon.engines.mindspore_lite import check_files
+from weightd.daemon.config.model import ModelConfig
 from weightd.daemon.host.ends import explain
 from weightd.protocol.version import VERSION
 from weightd.shared.modelfile import Model, ModelFileError
@@ -43,10 +41,8 @@ def problems(models: Mapping[str, ModelConfig]) -> dict[str, list[str]]:
 def _model_problems(model: ModelConfig, asked: dict[tuple[str, ...], str]) -> Iterator[str]:
     path = Path(model.path)
     try:
-        with Model(path) as files:
-            if model.engine == "onnxruntime":
-                with files.open(files.files[0]) as file:
-                    yield from (f"path: {path}: {problem}" for problem in onnx_signature.problems(file))
+        with Model(path) as files, files.open(files.files[0]) as file:
+            yield from (f"path: {path}: {problem}" for problem in model.spec.refusals(file))
     except ModelFileError as error:
         yield from (f"path: {problem}" for problem in str(error).splitlines())
     except OSError as error:
@@ -54,7 +50,7 @@ def _model_problems(model: ModelConfig, asked: dict[tuple[str, ...], str]) -> It
     sample = canary_config.sample(model.canary)
     if sample and not Path(sample).is_file():
         yield f"canary: {sample}: there is no such file"
-    yield from map(str, check_files(model.mindspore_lite))
+    yield from (str(error.at(f".{model.engine}")) for error in model.options.file_problems())
     # What models have in common is asked once: an interpreter takes a second.
     question = (model.python, model.engine, model.devices[0], _sharing(model))
     if question not in asked:

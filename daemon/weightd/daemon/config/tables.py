@@ -15,6 +15,9 @@ T = TypeVar("T")
 
 _FIRST_STEP = re.compile(r"\.([^.\[]*)")
 
+# Of whatever takes time. Longer than that, nobody waits; and microseconds of it fit wherever they are told.
+MAX_SECONDS = 365 * 86_400.0
+
 # No known key is longer, and what is compared is foreign.
 _COMPARED = 64
 

@@ -16,7 +16,7 @@ from collections.abc import Generator
 from pathlib import Path
 
 from weightd.daemon.children.keeper.link import wait_until_gone
-from weightd.daemon.config.load import DaemonConfig
+from weightd.daemon.config.daemon import DaemonConfig
 from weightd.daemon.host.directories import ClaimError, make_directory, refuse_exchange
 
 # What a keeper takes to end every process; the kernel has their memory to give back.

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from weightd.daemon.children.keeper import link
 from weightd.daemon.children.keeper.link import Child, Keeper, KeeperLost
-from weightd.daemon.config.load import DaemonConfig
+from weightd.daemon.config.daemon import DaemonConfig
 from weightd.daemon.continuity import handover
 from weightd.daemon.continuity.claim import make_private
 from weightd.daemon.continuity.handover import Handover, HandoverError

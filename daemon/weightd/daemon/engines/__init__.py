@@ -1,4 +1,19 @@
-"""What the configuration and the command line know of each engine.
+"""What is known of each engine outside its processes: one `EngineSpec` each, and what its files and cards demand.
 
-No engine is imported; of weightd only `host` may be.
+No engine is imported; of weightd only `host`, the protocol and what is shared may be.
 """
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from weightd.daemon.engines import mindspore_lite, onnxruntime
+from weightd.daemon.engines.spec import EngineSpec
+
+ENGINES: Mapping[str, EngineSpec] = {each.name: each for each in (onnxruntime.SPEC, mindspore_lite.SPEC)}
+"""The engines by name."""
+
+
+def engine_for(suffix: str) -> str:
+    """Return the name of the engine whose models have that suffix, "" where none has."""
+    return next((each.name for each in ENGINES.values() if each.suffix == suffix), "")

@@ -8,6 +8,9 @@ from weightd.daemon.host.memory import MIB
 MAX_PROCESSES = 63
 MAX_PROCESSES_OF_A_GUEST = 32
 
+# Only processes that the holder knew at its build attach there: who is to take a lost worker's place has to be one.
+SPARES = 1
+
 # Shared weights take whole huge pages of the card, and one more even where they fit exactly.
 _GRANULE = 2 * MIB
 

@@ -6,7 +6,6 @@ The library ignores in silence what it cannot use, so what would have no effect 
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import stat
 from collections.abc import Iterator, Sequence
@@ -14,9 +13,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from weightd.daemon.engines.spec import EngineOptions, EngineSpec
 from weightd.daemon.host.paths import user_path
 from weightd.protocol import limits
-from weightd.protocol.schema import FieldError, boolean, integer, many, one_of, plain
+from weightd.protocol.schema import FieldError, boolean, integer, many, one_of
+from weightd.shared.devices import CPU
 
 _PATH = user_path(limits.MAX_PATH_BYTES, empty=True)
 _PRECISIONS = ("enforce_fp32", "preferred_fp32", "enforce_fp16", "enforce_origin", "preferred_optimal")
@@ -28,7 +29,7 @@ _SHARING_KEYS = ("shareable_weight_pid_list", "shareable_weight_mem_handle")
 
 
 @dataclass(frozen=True)
-class MindSporeLiteOptions:
+class MindSporeLiteOptions(EngineOptions):
     """The table [models.NAME.mindspore_lite]."""
 
     provider: str = field(default="", metadata=one_of(["", "ge"]))
@@ -61,53 +62,36 @@ class MindSporeLiteOptions:
     variable_weights: bool = field(default=False, metadata=boolean())
     """On Ascend: the model was converted so that its weights can be changed. Such a model shares no weights."""
 
-    def json(self) -> str:
-        """Return what differs from the defaults, as a worker takes it; of files, only their paths."""
-        default = MindSporeLiteOptions()
-        given = {key: value for key, value in plain(self).items() if getattr(self, key) != getattr(default, key)}
-        return json.dumps(given, sort_keys=True)
+    def complete(self, base: Path) -> MindSporeLiteOptions:
+        """Return the options with paths that are absolute."""
+        paths: dict[str, Any] = {key: getattr(self, key) for key in _FILES}
+        paths = {key: str(base / path) if path else "" for key, path in paths.items()}
+        return dataclasses.replace(self, **paths)
+
+    def problems(self, devices: Sequence[str], sharing: str) -> Iterator[FieldError]:
+        """Yield what does not go together, or would have no effect."""
+        on_cards = any(device != CPU for device in devices)
+        for key, reason in (
+            *(_without_effect_on_cards(self) if on_cards else _without_effect_on_the_cpu(self)),
+            *_without_effect(self),
+            *(_not_shared(self) if on_cards and sharing == "on" else ()),
+        ):
+            yield _refused(key, reason)
+
+    def file_problems(self) -> Iterator[FieldError]:
+        """Look at the files that the options name, of the key not at its content."""
+        for key in _FILES:
+            path: str = getattr(self, key)
+            if path:
+                try:
+                    _check_file(key, Path(path))
+                except FieldError as error:
+                    yield error
+                except OSError as error:
+                    yield _refused(key, f"{path}: {error.strerror}")
 
 
-def complete(options: MindSporeLiteOptions, base: Path) -> MindSporeLiteOptions:
-    """Return `options` with paths that are absolute; `base` is what they are relative to."""
-    paths: dict[str, Any] = {key: getattr(options, key) for key in _FILES}
-    paths = {key: str(base / path) if path else "" for key, path in paths.items()}
-    return dataclasses.replace(options, **paths)
-
-
-def check(options: MindSporeLiteOptions, engine: str, devices: Sequence[str], sharing: str) -> Iterator[FieldError]:
-    """Yield what does not go together, without a look at any file; the path is as seen from the model's table.
-
-    Args:
-        options: of one model.
-        engine: that the model has.
-        devices: that the model runs on: "cpu", or cards.
-        sharing: "on" where the weights have to be shared; otherwise what prevents it is allowed.
-    """
-    if engine != "mindspore_lite" and options != MindSporeLiteOptions():
-        yield FieldError(f"the model's engine is {engine}").at(".mindspore_lite")
-        return
-    on_cards = any(device != "cpu" for device in devices)
-    for key, reason in (
-        *(_without_effect_on_cards(options) if on_cards else _without_effect_on_the_cpu(options)),
-        *_without_effect(options),
-        *(_not_shared(options) if on_cards and sharing == "on" else ()),
-    ):
-        yield _refused(key, reason)
-
-
-def check_files(options: MindSporeLiteOptions) -> Iterator[FieldError]:
-    """Look at the files that the options name, of the key not at its content, and yield what is wrong, as `check`."""
-    for key in _FILES:
-        path: str = getattr(options, key)
-        if path:
-            try:
-                _check_file(key, Path(path))
-            except FieldError as error:
-                yield error
-            except OSError as error:
-                yield _refused(key, f"{path}: {error.strerror}")
-
+SPEC = EngineSpec("mindspore_lite", suffix=".mindir", options=MindSporeLiteOptions, on_cards=True)
 
 _Problem = tuple[str, str]
 
@@ -175,4 +159,4 @@ def _check_config(key: str, path: Path) -> None:
 
 
 def _refused(key: str, reason: str) -> FieldError:
-    return FieldError(reason).at(f".mindspore_lite.{key}")
+    return FieldError(reason).at(f".{key}")

@@ -6,7 +6,9 @@ import textwrap
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from weightd.daemon.config.load import DaemonConfig, DeviceConfig, ModelConfig
+from weightd.daemon.config.daemon import DaemonConfig
+from weightd.daemon.config.devices import DeviceConfig
+from weightd.daemon.config.model import ModelConfig
 from weightd.daemon.engines.mindspore_lite import MindSporeLiteOptions
 from weightd.daemon.manual.reference import Key, keys
 from weightd.protocol.version import VERSION

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from weightd.daemon.config.load import ModelConfig
+from weightd.daemon.config.model import ModelConfig
 from weightd.daemon.config.policies import Policy
 from weightd.daemon.generations.generation import Generation
 from weightd.daemon.generations.plan import Canary, Limits, Source

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from weightd.daemon.config.load import ModelConfig
+from weightd.daemon.config.model import ModelConfig
 from weightd.daemon.generations.records import GenerationRecord
 from weightd.protocol import limits
 from weightd.protocol.schema import integer, many, record, text

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from weightd.daemon.config.load import SUFFIX_OF_ENGINE, ModelConfig
+from weightd.daemon.config.model import ModelConfig
 from weightd.daemon.generations.plan import Source
 from weightd.daemon.models.deployment import Deployment
 from weightd.daemon.models.sources import Sources
@@ -141,6 +141,6 @@ class Updates:
 
     def _check_file(self, path: str) -> None:
         """By the suffix it is known which other files belong to a model: no other reader may find more."""
-        suffix = SUFFIX_OF_ENGINE[self._config.engine]
+        suffix = self._config.spec.suffix
         if path and Path(path).suffix != suffix:
             raise InvalidArgument(f"expected a {suffix} file for engine {self._config.engine}, got {path!r}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
-from weightd.daemon.config.load import ModelConfig
+from weightd.daemon.config.model import ModelConfig
 from weightd.daemon.host.ends import End
 from weightd.daemon.requests.blame.guard import Guard
 from weightd.daemon.requests.latency import Latencies

@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from weightd.daemon.config.load import ModelConfig
+from weightd.daemon.config.model import ModelConfig
 from weightd.daemon.host.ends import End
 from weightd.daemon.requests.blame.guard import MAX_LOSSES, Guard
 from weightd.daemon.requests.job import Job

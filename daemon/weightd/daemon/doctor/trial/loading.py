@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from weightd.daemon.config import canary as canary_config
-from weightd.daemon.config.load import ModelConfig
+from weightd.daemon.config.model import ModelConfig
 from weightd.daemon.doctor.trial import trial
 from weightd.daemon.doctor.trial.children import ChildError, Children, Program
 from weightd.daemon.generations.plan import Canary
@@ -58,7 +58,7 @@ def _load(model: ModelConfig, device: str, *, is_shared: bool) -> tuple[str, str
             engine=model.engine,
             threads=model.threads,
             sharing=is_shared,
-            options=model.mindspore_lite.json(),
+            options=model.options.json(),
             sample=canary_config.sample(model.canary),
             tolerance=model.canary_tolerance,
             store=Path(store),

@@ -10,7 +10,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
-from weightd.daemon.config.load import ModelConfig
+from weightd.daemon.config.model import ModelConfig
 from weightd.daemon.host.ends import By, End
 from weightd.daemon.requests.blame.contents import Reading, is_small
 from weightd.daemon.requests.blame.quarantine import Quarantine

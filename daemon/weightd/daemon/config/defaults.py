@@ -1,0 +1,37 @@
+"""Where things are that the configuration does not place, and the configuration itself."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from weightd.shared import paths
+
+
+def default_path() -> Path:
+    """Return the configuration of the service: in the directory that systemd gives, else where that would be."""
+    return Path(_from_systemd("CONFIGURATION_DIRECTORY") or "/etc/weightd", "weightd.toml")
+
+
+def default_runtime_dir() -> str:
+    """Return the directory for sockets where the configuration names none: what systemd gives, else the user's."""
+    return _from_systemd("RUNTIME_DIRECTORY") or paths.runtime_dir()
+
+
+def default_cache_dir() -> str:
+    """Return the directory for snapshots and page stores where the configuration names none."""
+    given = _from_systemd("CACHE_DIRECTORY")
+    if given or os.getuid() == 0:
+        return given or "/var/cache/weightd"
+    return paths.xdg_dir("XDG_CACHE_HOME") or _home_cache_dir()
+
+
+def _home_cache_dir() -> str:
+    try:
+        return str(Path.home() / ".cache" / "weightd")
+    except RuntimeError:  # a uid without an entry in the user database
+        return f"/var/tmp/weightd-{os.getuid()}"  # noqa: S108 - the daemon checks whose it is
+
+
+def _from_systemd(variable: str) -> str:
+    return os.environ.get(variable, "").split(":")[0]

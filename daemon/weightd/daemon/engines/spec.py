@@ -1,0 +1,73 @@
+"""What weightd knows of an engine: what it runs, where, and what can be said of its models before it is imported."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, TypeVar
+
+from weightd.protocol.schema import FieldError, plain
+from weightd.shared.devices import CPU
+
+_Options = TypeVar("_Options", bound="EngineOptions")
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """The keys that a model has for its engine alone, each with a default. Most engines need none."""
+
+    def complete(self: _Options, base: Path) -> _Options:
+        """Return the options with paths that are absolute; `base` is what they are relative to."""
+        del base
+        return self
+
+    def problems(self, devices: Sequence[str], sharing: str) -> Iterator[FieldError]:
+        """Yield what does not go together, without a look at any file; the paths begin with the key.
+
+        Args:
+            devices: that the model runs on.
+            sharing: "on" where the weights have to be shared; otherwise what prevents it is allowed.
+        """
+        del devices, sharing
+        return iter(())
+
+    def file_problems(self) -> Iterator[FieldError]:
+        """Look at the files that the options name, of a secret not at its content, and yield what is wrong."""
+        return iter(())
+
+    def json(self) -> str:
+        """Return what differs from the defaults, as a worker takes it; of files, only their paths."""
+        default = type(self)()
+        given = {key: value for key, value in plain(self).items() if getattr(self, key) != getattr(default, key)}
+        return json.dumps(given, sort_keys=True)
+
+
+def _nothing(file: BinaryIO) -> list[str]:
+    del file
+    return []
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """One engine.
+
+    Attributes:
+        name: in the configuration, and for a worker.
+        suffix: of its model files.
+        options: the class of its own keys; the table in the configuration is called as the engine.
+        on_cards: whether it runs on cards, too; on the CPU each engine does.
+        refusals: says of an open model file why requests for it could not be answered, a line each. What only the
+            library can tell is left to it. Raises OSError where the file cannot be read.
+    """
+
+    name: str
+    suffix: str
+    options: type[EngineOptions] = EngineOptions
+    on_cards: bool = False
+    refusals: Callable[[BinaryIO], list[str]] = _nothing
+
+    def runs_on(self, device: str) -> bool:
+        """Return whether models of this engine can be on a device of that name."""
+        return self.on_cards or device == CPU
