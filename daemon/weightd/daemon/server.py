@@ -354,7 +354,8 @@ class Server:
             backend.processes,
             backend.files,
             self._frontend.dropped,
-            self._frontend.room,
+            self._frontend.room.held,
+            self._frontend.room.most,
             self._own_pids(),
             self._note,
         )

@@ -1,4 +1,4 @@
-"""What the operating system gives: processes, descriptors, sockets, memory, the log.
+"""What the operating system gives: processes, descriptors, sockets, times, directories, memory, the log.
 
-Knows nothing of models or requests.
+Knows nothing of models, requests, clients or children, and imports nothing of the daemon.
 """

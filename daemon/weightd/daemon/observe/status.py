@@ -9,7 +9,6 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from weightd.daemon.children.files import GenerationFiles
-from weightd.daemon.clients.room import Room
 from weightd.daemon.engines.ascend import on_card
 from weightd.daemon.generations.actions import Role
 from weightd.daemon.generations.generation import Child, Generation
@@ -35,7 +34,8 @@ class Subject(NamedTuple):
         processes: children, by name.
         files: of each generation, by its label.
         dropped: answers that could not be sent.
-        room: what is kept for clients.
+        held_bytes: that are kept for clients.
+        max_memory_bytes: that may be.
         own_pids: the daemon, and its keeper if it has one.
         note: what is wrong with the configuration file.
     """
@@ -45,7 +45,8 @@ class Subject(NamedTuple):
     processes: Mapping[str, Process]
     files: Mapping[str, GenerationFiles]
     dropped: int
-    room: Room
+    held_bytes: int
+    max_memory_bytes: int
     own_pids: Iterable[int]
     note: str
 
@@ -64,8 +65,8 @@ def report(survey: Survey, state: str, uptime: float, subject: Subject) -> Statu
         dropped=subject.dropped,
         memory=survey.measured.get("group", cgroup.memory),
         note=clip(subject.note),
-        held_bytes=subject.room.held,
-        max_memory_bytes=subject.room.most,
+        held_bytes=subject.held_bytes,
+        max_memory_bytes=subject.max_memory_bytes,
     )
 
 
