@@ -1,9 +1,19 @@
-"""Settings of the property tests."""
+"""How much the property tests try, and which files come first."""
 
 from __future__ import annotations
 
+from typing import List
+
+import pytest
 from hypothesis import settings
 
+from testkit.examples import examples
+
 # A busy machine is no failure: pytest's own timeout bounds a test.
-settings.register_profile("weightd", deadline=None)
+settings.register_profile("weightd", deadline=None, max_examples=examples(100))
 settings.load_profile("weightd")
+
+
+def pytest_collection_modifyitems(items: List[pytest.Item]) -> None:
+    """What starts daemons comes first: a file that takes a minute must not be the last one, beside an idle core."""
+    items.sort(key=lambda item: item.get_closest_marker("e2e") is None)

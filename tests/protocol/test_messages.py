@@ -19,6 +19,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from hypothesis.strategies import DataObject, SearchStrategy
 
+from testkit.examples import examples
 from weightd.protocol import limits
 from weightd.protocol.codec import clip, decode, encode
 from weightd.protocol.errors import LocalProtocolError, RemoteProtocolError
@@ -383,7 +384,7 @@ def decodes_to_an_equal_message_or_is_refused(sent: Sequence[Any]) -> None:
         assert again(message, sent[1:]) == message
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(VALID, st.data())
 def test_changed_bytes(sample: Tuple[str, Raw], data: DataObject) -> None:
     header, *tensors = frames(*sample)

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from testkit.examples import examples
 from weightd.shared.modelfile import Model, ModelFileError, digest, model_files
 
 # --- protobuf by hand --------------------------------------------------------------------------------------------
@@ -328,7 +329,7 @@ def test_no_matter_where_it_is_cut_a_model_never_loses_a_file_in_silence(tmp_pat
             assert refusal(path) == NO_ONNX.format(path)
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(st.data())
 def test_changed_bytes(tmp_path_factory: Any, data: Any) -> None:
     directory = tmp_path_factory.getbasetemp() / "changed"

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from onnx import TensorProto, ValueInfoProto, helper, numpy_helper
 
 from testkit import models
+from testkit.examples import examples
 from weightd.daemon.engines import onnx as onnx_signature
 from weightd.protocol import limits
 
@@ -100,7 +101,7 @@ def test_a_file_that_is_none(tmp_path: Path) -> None:
     assert problems(path) == ["expected an ONNX model; this is something else, or only a part of one"]
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(st.data())
 def test_changed_bytes_are_a_line_or_nothing(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     path = models.save(tmp_path_factory.getbasetemp() / "changed.onnx", [], BAD["all at once"][0], [Y])

@@ -8,6 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from testkit.examples import examples
 from weightd.daemon.generations.actions import Dismiss, Enlist, Forget, Kill, Pin, Role, Send, Spawn
 from weightd.daemon.generations.generation import Child, Generation
 from weightd.daemon.generations.plan import Limits
@@ -313,4 +314,4 @@ class World(RuleBasedStateMachine):
 
 
 TestWorld = World.TestCase
-TestWorld.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestWorld.settings = settings(max_examples=examples(150), stateful_step_count=40, deadline=None)

@@ -13,6 +13,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from testkit.examples import examples
 from weightd.daemon.config.model import ModelConfig
 from weightd.daemon.config.policies import Policy
 from weightd.daemon.engines.ascend import on_card
@@ -704,4 +705,4 @@ class ModelWorld(RuleBasedStateMachine):
 
 
 TestModelWorld = ModelWorld.TestCase
-TestModelWorld.settings = settings(max_examples=250, stateful_step_count=60, deadline=None, print_blob=True)
+TestModelWorld.settings = settings(max_examples=examples(250), stateful_step_count=60, deadline=None, print_blob=True)

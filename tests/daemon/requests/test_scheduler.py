@@ -8,6 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from testkit.examples import examples
 from weightd.daemon.requests.request import Company, Request
 from weightd.daemon.requests.scheduler import Scheduler
 from weightd.daemon.requests.seat import CREDIT, QUICK_S
@@ -621,4 +622,4 @@ class Against(RuleBasedStateMachine):
 
 
 TestAgainst = Against.TestCase
-TestAgainst.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestAgainst.settings = settings(max_examples=examples(150), stateful_step_count=40, deadline=None)

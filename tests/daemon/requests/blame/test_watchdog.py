@@ -4,6 +4,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from testkit.examples import examples
 from weightd.daemon.requests.blame.watchdog import Due, Watchdog
 
 PERIOD_S = 30.0
@@ -175,4 +176,4 @@ class Watching(RuleBasedStateMachine):
 
 
 TestWatching = Watching.TestCase
-TestWatching.settings = settings(max_examples=100, deadline=None)
+TestWatching.settings = settings(max_examples=examples(100), deadline=None)

@@ -1,0 +1,10 @@
+"""How many examples a property test tries: fewer where it is tried again, more in a night."""
+
+from __future__ import annotations
+
+import os
+
+
+def examples(count: int) -> int:
+    """Return `count` times the factor in the environment variable EXAMPLES, at least 1."""
+    return max(1, round(count * float(os.environ.get("EXAMPLES", "1"))))
