@@ -306,6 +306,40 @@ def test_a_refusal_never_says_at_once() -> None:
     assert retry_after(made, 0.0) == 0.01
 
 
+def test_who_runs_alone_has_nothing_before_it_or_behind_it() -> None:
+    made = scheduler("a")
+    first, lonely, last = request(), request(), request()
+    lonely.company = Company.ALONE
+    for each in (first, lonely, last):
+        made.submit(each, 0.0)
+    for each in (first, lonely, last):
+        assert assigned(made) == [("a", each.number)]
+        made.finish("a", each.number, 0.0)
+
+
+def test_of_those_that_are_confined_one_runs_at_a_time_and_the_others_of_the_queue_do_not_wait_for_that() -> None:
+    made = scheduler("a", "b")
+    one, two, free = request(), request(), request()
+    one.company = two.company = Company.CONFINED
+    for each in (one, two, free):
+        made.submit(each, 0.0)
+    assert assigned(made) == [("a", one.number), ("b", free.number)]
+    made.finish("b", free.number, 0.0)
+    assert assigned(made) == []
+    made.finish("a", one.number, 0.0)
+    assert assigned(made) == [("a", two.number)]
+
+
+def test_who_computes_for_too_long_is_taken_out_at_that_moment() -> None:
+    made = Scheduler(100, 10_000, 4.0)
+    made.enlist("a", ("a",))
+    made.submit(request(), 0.0)
+    [(_, number)] = assigned(made)
+    assert made.overdue(3.99) == []
+    [(seat, job)] = made.overdue(4.0)
+    assert (seat.name, job.number, made.seat("a"), made.idle) == ("a", number, None, True)
+
+
 # --- one client's requests -------------------------------------------------------------------------------------------
 
 

@@ -97,6 +97,13 @@ def test_who_has_asked_all_of_a_job_answers_for_it_at_once() -> None:
     assert bench.guard.suspects.names(bench.now) == [BOB.near]
 
 
+def test_a_job_of_several_clients_accuses_none_of_them() -> None:
+    bench = Bench()
+    for _ in range(20):
+        bench.guard.died(bench.seat(batch(*bench.requests(ANN, BOB))), CRASH, bench.now)
+    assert bench.guard.suspects.names(bench.now) == []
+
+
 @pytest.mark.parametrize("end", [CRASH, KILL])
 def test_however_often_their_seats_end_the_parts_of_a_job_do_not_run_for_ever(end: End) -> None:
     bench = Bench()
@@ -131,16 +138,18 @@ def test_a_job_behind_another_is_recalled_once_nobody_waits_for_any_part_of_it()
 
 def test_what_a_seat_hangs_in_is_found_by_running_the_parts_of_its_job_apart() -> None:
     bench = Bench()
-    requests = bench.requests(ANN, BOB)
+    *requests, gone = bench.requests(ANN, BOB, ANN)
+    gone.ended = True
     bench.scheduler.submit(requests[0], bench.now)
     assert bench.runs() == [[0]]
     [seat] = [bench.scheduler.seat(bench.last)]
     assert seat is not None
-    seat.jobs[0] = batch(*requests)
+    seat.jobs[0] = batch(*requests, gone)
     bench.now += TIMEOUT_S
     assert [each.name for each, _ in bench.guard.overdue(bench.now)] == ["s1"]
     assert (bench.refused, bench.scheduler.seat(bench.last)) == ({}, None)
     assert [bench.runs(), bench.runs()] == [[[0]], [[1]]]
+    assert bench.scheduler.queued == 0
     bench.now += TIMEOUT_S
     assert len(list(bench.guard.overdue(bench.now))) == 2
     assert bench.refused == {0: "DEADLINE_EXCEEDED", 1: "DEADLINE_EXCEEDED"}
