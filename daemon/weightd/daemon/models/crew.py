@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+import dataclasses
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
-from weightd.daemon.generations.actions import Action, Dismiss, Enlist, Forget, Kill, Pin, Role, Send, Spawn
+from weightd.daemon.generations.actions import Action, Dismiss, Enlist, Forget, Kill, Pin, Send, Spawn
 from weightd.daemon.generations.generation import Generation
+from weightd.daemon.generations.plan import Source
+from weightd.daemon.generations.records import GenerationRecord
 from weightd.daemon.host.ends import End
 from weightd.daemon.models.deployment import Deployment
-from weightd.daemon.models.ports import Children, Snapshot
+from weightd.daemon.models.ports import Children
 from weightd.daemon.models.snapshots import Snapshots
 from weightd.daemon.requests.desk import Desk
 from weightd.protocol.messages.children import (
@@ -26,15 +30,18 @@ from weightd.protocol.messages.children import (
     Result,
 )
 
-Start = Callable[[Generation, Snapshot, str, Role], None]
+if TYPE_CHECKING:
+    from weightd.daemon.models.model import Model
+
+_log = logging.getLogger("weightd")
 
 
 class Crew:
     """Stands between the processes of a model, its generations and its desk.
 
     Args:
+        model: to which they belong, and which is told of them.
         children: the processes.
-        start: starts one.
         snapshots: of the model's sources.
         desk: where its requests are.
         pin_timeout: seconds that a snapshot may take.
@@ -46,16 +53,17 @@ class Crew:
 
     def __init__(
         self,
+        model: Model,
         children: Children,
-        start: Start,
         snapshots: Snapshots,
         desk: Desk,
+        *,
         pin_timeout: float,
         settle: Callable[[float], None],
     ) -> None:
         self.past_deaths = 0
         self._children = children
-        self._start = start
+        self._model = model
         self._snapshots = snapshots
         self._desk = desk
         self._pin_timeout = pin_timeout
@@ -66,9 +74,23 @@ class Crew:
     def __bool__(self) -> bool:
         return bool(self._owners)
 
-    def add(self, names: Iterable[str], deployment: Deployment, generation: Generation) -> None:
-        """These are children of the generation."""
-        self._owners.update((name, (deployment, generation)) for name in names)
+    def resume(
+        self, deployment: Deployment, sources: Mapping[int, Source], record: GenerationRecord, now: float
+    ) -> Generation | None:
+        """Go on with a generation that a daemon before this one has loaded; None if its page store was changed."""
+        label = f"{self._model.name}.{record.number}"
+        limits = deployment.limits if record.sharing else deployment.limits.private()
+        generation = Generation.resume(label, limits, sources[record.source], record, now)
+        if not self._children.resume(self._model, generation, record.seal):
+            _log.error(
+                "%s: loaded anew: the page store was changed while no daemon was there", label, extra=generation.about()
+            )
+            return None
+        self._owners.update((child, (deployment, generation)) for child in generation.children)
+        if record.built.canary_cases:
+            known = dataclasses.replace(limits.canary, cases=record.built.canary_cases)
+            self._snapshots.learned(generation.source, known)
+        return generation
 
     # --- from children ------------------------------------------------------------------------------------------
 
@@ -154,7 +176,7 @@ class Crew:
                 self._snapshots.want(generation.source, now + self._pin_timeout)
             case Spawn(name, role):
                 self._owners[name] = deployment, generation
-                self._start(generation, self._snapshots[generation.source], name, role)
+                self._children.spawn(self._model, generation, self._snapshots[generation.source], name, role)
             case Send(name, order):
                 self._children.order(name, order)
             case Kill(name, abort):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import logging
 from collections.abc import Mapping, Sequence
@@ -12,7 +11,6 @@ from weightd.daemon.config.model import ModelConfig
 from weightd.daemon.config.policies import Policy
 from weightd.daemon.generations.generation import Generation
 from weightd.daemon.generations.plan import Canary, Limits, Source
-from weightd.daemon.generations.records import GenerationRecord
 from weightd.daemon.generations.states import ACTIVE, GenerationState, advance
 from weightd.daemon.host.ends import End
 from weightd.daemon.host.memory import MIB
@@ -87,12 +85,7 @@ class Model:
             config.path, self._numbers, functools.partial(children.pin, self), functools.partial(children.unpin, self)
         )
         self._crew = Crew(
-            children,
-            functools.partial(children.spawn, self),
-            self._sources.snapshots,
-            self.desk,
-            config.load_timeout,
-            self._settle,
+            self, children, self._sources.snapshots, self.desk, pin_timeout=config.load_timeout, settle=self._settle
         )
         self._updates = Updates(name, config, self.deployments, self._sources, self.desk, clients)
         self._phase = Phase.OPEN
@@ -180,7 +173,7 @@ class Model:
         loaded = {each.device: each for each in record.generations}
         for deployment in self.deployments:
             there = loaded.get(deployment.device.name)
-            generation = self._resumed(deployment, sources, there, now) if there is not None else None
+            generation = self._crew.resume(deployment, sources, there, now) if there is not None else None
             if generation is None:
                 deployment.start(self._sources.current)
             else:
@@ -349,23 +342,6 @@ class Model:
         return standing.main(self.deployments).main
 
     # --- within -------------------------------------------------------------------------------------------------
-
-    def _resumed(
-        self, deployment: Deployment, sources: Mapping[int, Source], record: GenerationRecord, now: float
-    ) -> Generation | None:
-        label = f"{self.name}.{record.number}"
-        limits = deployment.limits if record.sharing else deployment.limits.private()
-        generation = Generation.resume(label, limits, sources[record.source], record, now)
-        if not self._children.resume(self, generation, record.seal):
-            _log.error(
-                "%s: loaded anew: the page store was changed while no daemon was there", label, extra=generation.about()
-            )
-            return None
-        self._crew.add(generation.children, deployment, generation)
-        if record.built.canary_cases:
-            known = dataclasses.replace(limits.canary, cases=record.built.canary_cases)
-            self._sources.snapshots.learned(generation.source, known)
-        return generation
 
     def _make(self, device: Device, source: Source, limits: Limits) -> Generation:
         number = self._numbers.generation()
