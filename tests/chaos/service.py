@@ -34,7 +34,7 @@ KEEPER_LIMIT_S = 5.0
 _QUIET_S = 5.0
 
 # What a daemon starts.
-_PROGRAMS = (b"weightd.worker", b"weightd.daemon.children.snapshot", b"keeper/process.py")
+_PROGRAMS = (b"weightd.worker", b"weightd.daemon.children.snapshotter", b"keeper/process.py")
 
 
 class ServiceError(RuntimeError):

@@ -139,11 +139,11 @@ class Server:
         if self._keeping is not None and self._file is not None:
             self._file.in_force()
         if self._keeping is not None and self._keeping.inheritance is not None:
-            self._resume(self._keeping.inheritance)
+            self._resume(self._keeping, self._keeping.inheritance)
         else:
             self._fleet.start(self._config.models, time.monotonic())
 
-    def _resume(self, handover: Handover) -> None:
+    def _resume(self, keeping: Keeping, handover: Handover) -> None:
         """Go on with what the daemon before this one has loaded."""
         before = {record.name: record.config for record in handover.models}
         for name in dict.fromkeys(device for config in before.values() for device in config.devices):
@@ -152,7 +152,9 @@ class Server:
             device = self._devices.setdefault(said.name, Device(said.name))
             device.said, device.free = said.capacity, said.free
             device.capacity = device.capacity or device.said
-        self._backend.tidy(handover.models)
+        children = [name for record in handover.models for name in record.children]
+        entries = [name for record in handover.models for name in record.directories]
+        self._backend.tidy(children, [*entries, *keeping.entries])
         self._fleet.resume(handover.models, self._config.models, time.monotonic())
         self._herald.resumed(before)
 

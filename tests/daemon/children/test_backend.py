@@ -14,6 +14,7 @@ import pytest
 import zmq
 
 from weightd.daemon.children.backend import Backend
+from weightd.daemon.children.owner import Owner, Snapshot
 from weightd.daemon.config.daemon import DaemonConfig
 from weightd.daemon.config.model import ModelConfig
 from weightd.daemon.generations.plan import Source
@@ -21,7 +22,6 @@ from weightd.daemon.host import processes
 from weightd.daemon.host.loop import Loop
 from weightd.daemon.models.budget import Device
 from weightd.daemon.models.model import Model
-from weightd.daemon.models.ports import Snapshot
 from weightd.daemon.requests.request import Request
 from weightd.protocol.codec import decode, encode
 from weightd.protocol.messages.children import TO_CHILD, Attached, Back, Built, Hello, Predict, Result, Traits
@@ -40,9 +40,9 @@ class Pinned(Backend):
 
     pins = False
 
-    def pin(self, model: Model, source: Source) -> None:
+    def pin(self, owner: Owner, model: str, config: ModelConfig, source: Source) -> None:
         if self.pins:
-            super().pin(model, source)
+            super().pin(owner, model, config, source)
 
 
 class Scene:
@@ -128,15 +128,15 @@ def test_the_sample_of_the_configuration_is_copied_and_every_process_is_told_whe
     table = replace(scene.table, path=str(file), devices=("cpu",), canary=str(sample), canary_tolerance=0.25)
     started: list[Sequence[str]] = []
 
-    def start(argv: Sequence[str], *more: Any) -> processes.Process:
+    def start(argv: Sequence[str], *more: Any, **named: Any) -> processes.Process:
         started.append(argv)
-        return original(argv, *more)
+        return original(argv, *more, **named)
 
     original = processes.start
     monkeypatch.setattr(processes, "start", start)
     model = scene.model_of(table)
     model.start(0.0)
-    while HOLDER not in scene.backend.processes:
+    while WORKER not in scene.backend.processes:
         scene.loop.wait(30)
     sample.write_bytes(b"another")
     children = [argv for argv in started if "weightd.worker" in argv]

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from weightd.daemon.children.keeper import link
-from weightd.daemon.children.keeper.link import Keeper
+from weightd.daemon.children.launchers.keeper import link
+from weightd.daemon.children.launchers.keeper.link import Keeper
 from weightd.daemon.config.daemon import DaemonConfig
 from weightd.daemon.continuity.claim import claim, make_private
 from weightd.daemon.host.directories import ClaimError

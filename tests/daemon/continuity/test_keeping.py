@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 
 from testkit.keeping import LIMIT_S, ended
-from weightd.daemon.children.keeper import link
+from weightd.daemon.children.launch import Launch
+from weightd.daemon.children.launchers.keeper import link
 from weightd.daemon.config.daemon import DaemonConfig
 from weightd.daemon.continuity import handover, keeping
 from weightd.daemon.continuity.claim import make_private
@@ -105,7 +106,7 @@ def service(tmp_path: Path) -> Iterator[Service]:
 
 def started(daemon: Keeping, name: str, log: Path) -> int:
     """Start a child that says its arguments; return its pid."""
-    child = daemon.start(name, ["sh", "-c", 'echo "$0 $1"'], log, ENVIRONMENT)
+    child = daemon.start(Launch(name, ["sh", "-c", 'echo "$0 $1"'], log, ENVIRONMENT))
     assert select.select([child.pidfd], [], [], LIMIT_S)[0]
     assert reap(child) == 0
     return child.pid
@@ -113,7 +114,7 @@ def started(daemon: Keeping, name: str, log: Path) -> int:
 
 def test_a_child_learns_who_its_parent_is(service: Service, config: DaemonConfig, tmp_path: Path) -> None:
     daemon = service.start(config)
-    assert (daemon.inheritance, daemon.children()) == (None, [])
+    assert (daemon.inheritance, daemon.kept()) == (None, [])
     assert config.private_dir.stat().st_mode & 0o777 == 0o700
     started(daemon, "c", tmp_path / "log")
     assert (tmp_path / "log").read_text() == f"--parent {daemon.pid}\n"
@@ -122,14 +123,14 @@ def test_a_child_learns_who_its_parent_is(service: Service, config: DaemonConfig
 
 def test_it_goes_from_one_daemon_to_the_next(service: Service, config: DaemonConfig, tmp_path: Path) -> None:
     first = service.start(config)
-    child = first.start("c", ["sleep", "1000"], tmp_path / "log", ENVIRONMENT)
+    child = first.start(Launch("c", ["sleep", "1000"], tmp_path / "log", ENVIRONMENT))
     handover.write(first.handover, [], [])
     os.close(child.pidfd)
     first.close()
     second = service.start(config)
     assert second.pid == first.pid
     assert second.inheritance == handover.read(second.handover)
-    [there] = second.children()
+    [there] = second.kept()
     assert (there.pid, there.name) == (child.pid, "c")
     os.close(second.watch(there).pidfd)
     second.close()
@@ -164,7 +165,7 @@ def test_with_another_directory_the_old_processes_end_first(
     service: Service, config: DaemonConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = service.start(config)
-    child = first.start("c", ["sleep", "1000"], tmp_path / "log", ENVIRONMENT)
+    child = first.start(Launch("c", ["sleep", "1000"], tmp_path / "log", ENVIRONMENT))
     handover.write(first.handover, [], [])
     first.close()
 
@@ -205,7 +206,7 @@ def test_a_keeper_that_has_died_is_replaced_at_the_start(service: Service, confi
     assert ended(first.pid)
     second = service.start(config)
     assert (second.inheritance, second.pid != first.pid) == (None, True)
-    assert second.children() == []
+    assert second.kept() == []
     second.close()
 
 
@@ -249,7 +250,7 @@ def test_a_directory_that_is_not_free_is_refused(
     monkeypatch.setattr(keeping, "make_private", make)
     with pytest.raises(ClaimError, match=r"^cannot start the keeper of the processes: ."):
         service.start(config)
-    assert other.children() == []
+    assert other.kept() == []
     other.kill()
 
 

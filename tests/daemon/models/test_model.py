@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from weightd.daemon.children.launch import Program
+from weightd.daemon.children.owner import Owner, Snapshot
 from weightd.daemon.config.model import ModelConfig
 from weightd.daemon.generations.actions import Role
 from weightd.daemon.generations.generation import Generation
@@ -19,7 +21,6 @@ from weightd.daemon.generations.states import GenerationState
 from weightd.daemon.host.ends import End
 from weightd.daemon.models.budget import Device
 from weightd.daemon.models.model import Model
-from weightd.daemon.models.ports import Snapshot
 from weightd.daemon.requests.request import Request
 from weightd.protocol.errors import FailedPrecondition, InvalidArgument, RequestError, ResourceExhausted, Unavailable
 from weightd.protocol.messages.children import (
@@ -82,18 +83,18 @@ class FakeHost:
         self.errors: list[tuple[bytes, str, str]] = []
         self.codes: list[str] = []
 
-    def pin(self, model: Model, source: Source) -> None:
+    def pin(self, owner: Owner, model: str, config: ModelConfig, source: Source) -> None:
         self.pinned += 1
         self.sources.append(source)
 
-    def unpin(self, model: Model, source: Source) -> None:
+    def unpin(self, model: str, source: Source) -> None:
         self.unpinned.append(source)
 
-    def spawn(self, model: Model, generation: Generation, snapshot: Snapshot, name: str, role: Role) -> None:
-        assert snapshot == SNAPSHOT
+    def spawn(self, owner: Owner, generation: Generation, program: Program, name: str, role: Role) -> None:
+        assert (program.model, program.weights) == (SNAPSHOT.path, SNAPSHOT.weights)
         self.spawned.append((name, role))
 
-    def resume(self, model: Model, generation: Generation, seal: SealRecord | None) -> bool:
+    def resume(self, owner: Owner, generation: Generation, seal: SealRecord | None) -> bool:
         self.resumed.append((generation.label, seal))
         return seal == self.seal(generation)
 

@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from testkit.examples import examples
+from weightd.daemon.children.launch import Program
+from weightd.daemon.children.owner import Owner, Snapshot
 from weightd.daemon.config.model import ModelConfig
 from weightd.daemon.config.policies import Policy
 from weightd.daemon.engines.ascend import on_card
@@ -27,7 +29,6 @@ from weightd.daemon.host.memory import MIB
 from weightd.daemon.models.budget import Device
 from weightd.daemon.models.deployment import Deployment
 from weightd.daemon.models.model import Model
-from weightd.daemon.models.ports import Snapshot
 from weightd.daemon.models.records import ModelRecord
 from weightd.daemon.models.sources import Numbers
 from weightd.daemon.requests.blame.guard import MAX_LOSSES
@@ -168,12 +169,12 @@ class ModelWorld(RuleBasedStateMachine):
 
     # --- what the model asks of its children ----------------------------------------------------------------------
 
-    def pin(self, model: Model, source: Source) -> None:
+    def pin(self, owner: Owner, model: str, config: ModelConfig, source: Source) -> None:
         assert source not in self.pinning
         assert source not in self.snapshots
         self.pinning.append(source)
 
-    def unpin(self, model: Model, source: Source) -> None:
+    def unpin(self, model: str, source: Source) -> None:
         if source in self.pinning:
             self.pinning.remove(source)
             self.unpinned.append(source)
@@ -182,7 +183,7 @@ class ModelWorld(RuleBasedStateMachine):
             used = [each.name for each in self.living() if each.generation.source == source and not self.leaves(each)]
             assert not used, "processes that stay have lost their snapshot"
 
-    def spawn(self, model: Model, generation: Generation, snapshot: Snapshot, name: str, role: Role) -> None:
+    def spawn(self, owner: Owner, generation: Generation, program: Program, name: str, role: Role) -> None:
         assert not self.stopped
         assert name not in self.names
         assert generation.source in self.snapshots
@@ -190,7 +191,7 @@ class ModelWorld(RuleBasedStateMachine):
         self.names.add(name)
         self.processes[name] = Process(name, role, generation)
 
-    def resume(self, model: Model, generation: Generation, seal: SealRecord | None) -> bool:
+    def resume(self, owner: Owner, generation: Generation, seal: SealRecord | None) -> bool:
         for name in generation.children:
             process = self.processes[name]
             process.generation = generation

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from weightd.daemon.children.launch import Program
+from weightd.daemon.children.owner import Owner, Snapshot
 from weightd.daemon.config.model import ModelConfig
 from weightd.daemon.generations.actions import Action, Dismiss, Enlist, Kill, Role, Send, Spawn
 from weightd.daemon.generations.generation import ABORT_TIMEOUT_S, BACK_TIMEOUT_S, Generation
@@ -23,7 +25,6 @@ from weightd.daemon.host.memory import MIB
 from weightd.daemon.models.budget import Device
 from weightd.daemon.models.fleet import Fleet
 from weightd.daemon.models.model import Model
-from weightd.daemon.models.ports import Snapshot
 from weightd.daemon.models.records import ModelRecord
 from weightd.daemon.models.sources import Numbers
 from weightd.daemon.requests.request import Request
@@ -458,19 +459,19 @@ class Host:
         self.answers: list[int] = []
         self.changes = 0
 
-    def pin(self, model: Model, source: Source) -> None:
+    def pin(self, owner: Owner, model: str, config: ModelConfig, source: Source) -> None:
         self.pinned.append(source)
 
-    def unpin(self, model: Model, source: Source) -> None:
+    def unpin(self, model: str, source: Source) -> None:
         self.unpinned.append(source)
 
-    def spawn(self, model: Model, generation: Generation, snapshot: Snapshot, name: str, role: Role) -> None:
+    def spawn(self, owner: Owner, generation: Generation, program: Program, name: str, role: Role) -> None:
         assert name not in self.roles, "its name was used before"
-        assert snapshot.path == f"/snapshots/{generation.source.number}"
+        assert program.model == f"/snapshots/{generation.source.number}"
         self.roles[name] = role
         self.spawned.append(name)
 
-    def resume(self, model: Model, generation: Generation, seal: SealRecord | None) -> bool:
+    def resume(self, owner: Owner, generation: Generation, seal: SealRecord | None) -> bool:
         self.resumed.append(generation.label)
         return self.seal(generation) == seal
 

@@ -1,6 +1,6 @@
 """What a card says of itself: ``python -m weightd.worker.probe --device ascend:0``.
 
-Prints one line of JSON, the last on stdout: total_bytes and free_bytes of the card's memory, its kind (soc), and how
+Answers on stdout, a pipe, with a line of JSON: total_bytes and free_bytes of the card's memory, its kind (soc), and how
 many cards this process sees (devices); or {"error": ...}, with exit status 69. A process of its own, for it takes a
 place on the card as long as it lives, and its own context is part of what is not free.
 """
@@ -36,14 +36,17 @@ def main() -> int:
         die_with(options.parent)
     # A driver that hangs: the kernel ends this process, whatever it is in.
     signal.alarm(LIMIT_S)
-    try:
-        report = probe(device)
-    except Exception as error:  # noqa: BLE001 - an import runs foreign code: it can fail in any way
-        text = str(error) if isinstance(error, (AclError, BuildError)) else f"{type(error).__name__}: {error}"
-        print(json.dumps({"error": text}))
-        return exits.NO_ENGINE
-    print(json.dumps(report))
-    return exits.OK
+    with os.fdopen(os.dup(1), "w", encoding="ascii") as out:
+        # A library may greet on stdout; that belongs to the log.
+        os.dup2(2, 1)
+        try:
+            report = probe(device)
+            status = exits.OK
+        except Exception as error:  # noqa: BLE001 - an import runs foreign code: it can fail in any way
+            text = str(error) if isinstance(error, (AclError, BuildError)) else f"{type(error).__name__}: {error}"
+            report, status = {"error": text}, exits.NO_ENGINE
+        out.write(json.dumps(report) + "\n")
+    return status
 
 
 def probe(device: str) -> Dict[str, Any]:

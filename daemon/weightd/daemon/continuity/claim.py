@@ -15,7 +15,7 @@ import stat
 from collections.abc import Generator
 from pathlib import Path
 
-from weightd.daemon.children.keeper.link import wait_until_gone
+from weightd.daemon.children.launchers.keeper.link import wait_until_gone
 from weightd.daemon.config.daemon import DaemonConfig
 from weightd.daemon.host.directories import ClaimError, make_directory, refuse_exchange
 

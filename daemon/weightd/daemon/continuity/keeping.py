@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection
 from pathlib import Path
 
-from weightd.daemon.children.keeper import link
-from weightd.daemon.children.keeper.link import Child, Keeper, KeeperLost
+from weightd.daemon.children.launch import Launch
+from weightd.daemon.children.launchers.keeper import link
+from weightd.daemon.children.launchers.keeper.link import Keeper, KeeperLost
+from weightd.daemon.children.launchers.launcher import Kept
 from weightd.daemon.config.daemon import DaemonConfig
 from weightd.daemon.continuity import handover
 from weightd.daemon.continuity.claim import make_private
@@ -25,7 +28,7 @@ _PATIENCE_S = 30.0
 
 
 class Keeping:
-    """Has holders and workers started by a keeper that outlives this process.
+    """A `Launcher` that has holders and workers started by a keeper, which outlives this process.
 
     Args:
         manager: holds on to the keeper.
@@ -63,40 +66,40 @@ class Keeping:
         """Where the next daemon looks for what this one leaves."""
         return self._directory / "handover"
 
-    def start(self, name: str, argv: Sequence[str], log: Path, environment: Mapping[str, str]) -> Process:
-        """Start a child in a session of its own; it learns its parent's pid by `--parent`.
+    @property
+    def entries(self) -> Collection[str]:
+        """What of the private directory is its own."""
+        return {self.handover.name, link.LOG}
 
-        Raises:
-            OSError: it cannot be started.
-        """
+    def start(self, launch: Launch) -> Process:  # noqa: D102
         if self._is_lost:
             self._replace()
         try:
-            return self._keeper.start(name, [*argv, "--parent", str(self.pid)], log, environment)
+            return self._keeper.start(self._child(launch))
         except KeeperLost as error:
             # Its children have died with it, which their pidfds tell: only the next ones need another parent.
             _log.error("%s: starting another one", error)
             self._is_lost = True
             self._keeper.kill()
             self._replace()
-        return self._keeper.start(name, [*argv, "--parent", str(self.pid)], log, environment)
+        return self._keeper.start(self._child(launch))
 
-    def children(self) -> list[Child]:
-        """Return every child that has not been waited for."""
-        return self._keeper.children()
+    def kept(self) -> list[Kept]:  # noqa: D102
+        return self._keeper.kept()
 
-    def watch(self, child: Child) -> Process:
-        """Have a child watched that has not been waited for.
-
-        Raises:
-            OSError: it is gone with its keeper, or no descriptors are left.
-        """
-        return self._keeper.watch(child)
+    def watch(self, kept: Kept) -> Process:  # noqa: D102
+        return self._keeper.watch(kept)
 
     def close(self) -> None:
         """Leave it alone: it ends everything now if the service manager does not hold on to it."""
         if not self._is_lost:
             self._keeper.close()
+
+    def _child(self, launch: Launch) -> Launch:
+        argv = [*launch.argv, "--parent", str(self.pid)]
+        # The /tmp of a service that has PrivateTmp= is removed when it is restarted: these live on.
+        environment = {**launch.environment, "TMPDIR": str(launch.log.parent)}
+        return dataclasses.replace(launch, argv=argv, environment=environment)
 
     def _inherit(self, descriptor: int) -> Keeper | None:
         try:

@@ -9,13 +9,14 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from weightd.daemon.children.launch import Program
 from weightd.daemon.config import canary as canary_config
 from weightd.daemon.doctor import render
 from weightd.daemon.doctor.facts import interpreter, nodes
 from weightd.daemon.doctor.facts.host import Card, Host, logic_id, look, processes_on
 from weightd.daemon.doctor.facts.interpreter import Report
 from weightd.daemon.doctor.facts.unit import Identity, Unit, ask, identity_of, own_identity
-from weightd.daemon.doctor.trial.children import Children, Program
+from weightd.daemon.doctor.trial.children import Children
 from weightd.daemon.doctor.trial.trial import run as share
 from weightd.daemon.doctor.verdicts import access as access_checks
 from weightd.daemon.doctor.verdicts import host as checks
@@ -110,8 +111,15 @@ def _sharing(options: argparse.Namespace, report: Report, environment: Mapping[s
     cause = "the library cannot be imported" if report.error("library") else _model_problem(options.model)
     if cause:
         return trial_checks.not_tried(cause)
-    program = Program(options.python, options.model.absolute(), f"ascend:{options.device}", environment=environment)
-    program = program._replace(sample=canary_config.sample(options.canary), tolerance=options.canary_tolerance)
+    program = Program(
+        options.python,
+        "mindspore_lite",
+        str(options.model.absolute()),
+        f"ascend:{options.device}",
+        sample=canary_config.sample(options.canary),
+        tolerance=options.canary_tolerance,
+        environment=environment,
+    )
     with Children(program, options.limit) as children:
         trial = share(children, Canary.configured(options.canary))
     return trial_checks.judge(trial, report.value("memory", "free_bytes")) + trial_checks.survivors(children.survivors)

@@ -42,7 +42,9 @@ class Process:
     wait: Callable[[], int | None]
 
 
-def start(argv: Sequence[str], log: Path, environment: Mapping[str, str] | None = None) -> Process:
+def start(
+    argv: Sequence[str], log: Path, environment: Mapping[str, str] | None = None, *, stdout: int | None = None
+) -> Process:
     """Start a child in a session of its own, so that a terminal's Ctrl-C reaches the daemon alone.
 
     It is born with SIGINT blocked: see `parent.without_interrupts`.
@@ -51,6 +53,7 @@ def start(argv: Sequence[str], log: Path, environment: Mapping[str, str] | None 
         argv: the command.
         log: where its output goes.
         environment: all of it; None for that of this process.
+        stdout: a descriptor that it has as its stdout; None for the log.
 
     Raises:
         OSError: it cannot be started.
@@ -59,7 +62,7 @@ def start(argv: Sequence[str], log: Path, environment: Mapping[str, str] | None 
         popen = subprocess.Popen(
             argv,
             stdin=subprocess.DEVNULL,
-            stdout=output,
+            stdout=output if stdout is None else stdout,
             stderr=output,
             env=environment,
             start_new_session=True,

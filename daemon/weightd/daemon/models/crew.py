@@ -5,8 +5,11 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from weightd.daemon.children.launch import program
+from weightd.daemon.children.owner import Owner
+from weightd.daemon.config.model import ModelConfig
 from weightd.daemon.generations.actions import Action, Dismiss, Enlist, Forget, Kill, Pin, Send, Spawn
 from weightd.daemon.generations.generation import Generation
 from weightd.daemon.generations.plan import Source
@@ -30,9 +33,6 @@ from weightd.protocol.messages.children import (
     Result,
 )
 
-if TYPE_CHECKING:
-    from weightd.daemon.models.model import Model
-
 _log = logging.getLogger("weightd")
 
 
@@ -40,11 +40,11 @@ class Crew:
     """Stands between the processes of a model, its generations and its desk.
 
     Args:
-        model: to which they belong, and which is told of them.
+        owner: who is told of them.
+        config: of the model.
         children: the processes.
         snapshots: of the model's sources.
         desk: where its requests are.
-        pin_timeout: seconds that a snapshot may take.
         settle: called after each event of a generation.
 
     Attributes:
@@ -53,20 +53,19 @@ class Crew:
 
     def __init__(
         self,
-        model: Model,
+        owner: Owner,
+        config: ModelConfig,
         children: Children,
         snapshots: Snapshots,
         desk: Desk,
-        *,
-        pin_timeout: float,
         settle: Callable[[float], None],
     ) -> None:
         self.past_deaths = 0
         self._children = children
-        self._model = model
+        self._owner = owner
+        self._config = config
         self._snapshots = snapshots
         self._desk = desk
-        self._pin_timeout = pin_timeout
         self._settle = settle
         # Whose child it is, by the child's name.
         self._owners: dict[str, tuple[Deployment, Generation]] = {}
@@ -75,13 +74,12 @@ class Crew:
         return bool(self._owners)
 
     def resume(
-        self, deployment: Deployment, sources: Mapping[int, Source], record: GenerationRecord, now: float
+        self, label: str, deployment: Deployment, sources: Mapping[int, Source], record: GenerationRecord, now: float
     ) -> Generation | None:
         """Go on with a generation that a daemon before this one has loaded; None if its page store was changed."""
-        label = f"{self._model.name}.{record.number}"
         limits = deployment.limits if record.sharing else deployment.limits.private()
         generation = Generation.resume(label, limits, sources[record.source], record, now)
-        if not self._children.resume(self._model, generation, record.seal):
+        if not self._children.resume(self._owner, generation, record.seal):
             _log.error(
                 "%s: loaded anew: the page store was changed while no daemon was there", label, extra=generation.about()
             )
@@ -173,10 +171,11 @@ class Crew:
         """Do what a generation wants."""
         match action:
             case Pin():
-                self._snapshots.want(generation.source, now + self._pin_timeout)
+                self._snapshots.want(generation.source, now + self._config.load_timeout)
             case Spawn(name, role):
                 self._owners[name] = deployment, generation
-                self._children.spawn(self._model, generation, self._snapshots[generation.source], name, role)
+                what = program(self._config, generation, self._snapshots[generation.source])
+                self._children.spawn(self._owner, generation, what, name, role)
             case Send(name, order):
                 self._children.order(name, order)
             case Kill(name, abort):

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from weightd.daemon.children.owner import Snapshot
 from weightd.daemon.config.model import ModelConfig
 from weightd.daemon.config.policies import Policy
 from weightd.daemon.generations.generation import Generation
@@ -19,7 +20,7 @@ from weightd.daemon.models import standing
 from weightd.daemon.models.budget import Device
 from weightd.daemon.models.crew import Crew
 from weightd.daemon.models.deployment import Deployment
-from weightd.daemon.models.ports import Children, Clients, Snapshot
+from weightd.daemon.models.ports import Children, Clients
 from weightd.daemon.models.records import ModelRecord
 from weightd.daemon.models.sources import Numbers, Sources
 from weightd.daemon.models.standing import PHASE, Phase, PhaseEvent, Refusal
@@ -82,11 +83,12 @@ class Model:
         self._children = children
         self._numbers = numbers or Numbers()
         self._sources = Sources(
-            config.path, self._numbers, functools.partial(children.pin, self), functools.partial(children.unpin, self)
+            config.path,
+            self._numbers,
+            functools.partial(children.pin, self, name, config),
+            functools.partial(children.unpin, name),
         )
-        self._crew = Crew(
-            self, children, self._sources.snapshots, self.desk, pin_timeout=config.load_timeout, settle=self._settle
-        )
+        self._crew = Crew(self, config, children, self._sources.snapshots, self.desk, self._settle)
         self._updates = Updates(name, config, self.deployments, self._sources, self.desk, clients)
         self._phase = Phase.OPEN
         self._refusal: Refusal | None = None
@@ -173,7 +175,11 @@ class Model:
         loaded = {each.device: each for each in record.generations}
         for deployment in self.deployments:
             there = loaded.get(deployment.device.name)
-            generation = self._crew.resume(deployment, sources, there, now) if there is not None else None
+            generation = (
+                self._crew.resume(f"{self.name}.{there.number}", deployment, sources, there, now)
+                if there is not None
+                else None
+            )
             if generation is None:
                 deployment.start(self._sources.current)
             else:

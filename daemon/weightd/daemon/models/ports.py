@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
+from weightd.daemon.children.launch import Program
+from weightd.daemon.children.owner import Owner
+from weightd.daemon.config.model import ModelConfig
 from weightd.daemon.generations.actions import Role
 from weightd.daemon.generations.generation import Generation
 from weightd.daemon.generations.plan import Source
@@ -16,40 +18,20 @@ from weightd.protocol.messages.children import OrderMessage
 from weightd.protocol.messages.control import ModelMetadataResponse, UpdateResponse
 from weightd.protocol.messages.data import TensorSpec
 
-if TYPE_CHECKING:
-    from weightd.daemon.models.model import Model
-
-
-@dataclass(frozen=True)
-class Snapshot:
-    """The immutable copy of a source that every process of its generations loads.
-
-    Attributes:
-        path: the copy of the model file.
-        weights: the copy of the arrays to load over its weights, or "".
-        sha256: of the model.
-        nbytes: of all files of the model.
-    """
-
-    path: str
-    weights: str
-    sha256: str
-    nbytes: int
-
 
 class Children(Protocol):
     """What a model wants of its children. None of these calls the model back before it has returned."""
 
-    def pin(self, model: Model, source: Source) -> None:
-        """Take the snapshot; answer by `pinned` or `pin_failed`."""
+    def pin(self, owner: Owner, model: str, config: ModelConfig, source: Source) -> None:
+        """Take the snapshot of a model's source; answer by `pinned` or `pin_failed`."""
 
-    def unpin(self, model: Model, source: Source) -> None:
+    def unpin(self, model: str, source: Source) -> None:
         """Remove the snapshot, or stop taking it."""
 
-    def spawn(self, model: Model, generation: Generation, snapshot: Snapshot, name: str, role: Role) -> None:
+    def spawn(self, owner: Owner, generation: Generation, program: Program, name: str, role: Role) -> None:
         """Start a child; answer by `heard` and, in the end, `exited`."""
 
-    def resume(self, model: Model, generation: Generation, seal: SealRecord | None) -> bool:
+    def resume(self, owner: Owner, generation: Generation, seal: SealRecord | None) -> bool:
         """Take over the children of a generation that a daemon before this one has loaded; answer as for `spawn`.
 
         Return False if its page store is not what it was.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from weightd.daemon.children.pinning import directory_name
 from weightd.daemon.config.model import ModelConfig
 from weightd.daemon.generations.records import GenerationRecord
 from weightd.protocol import limits
@@ -25,6 +26,7 @@ class SourceRecord:
     snapshot_weights: str = field(metadata=_PATH)
     sha256: str = field(metadata=_NAME)
     nbytes: int = field(metadata=_COUNT)
+    sample: str = field(default="", metadata=_PATH)
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,17 @@ class ModelRecord:
     made: tuple[int, ...] = field(metadata=many(_COUNT, 2))
     sources: tuple[SourceRecord, ...] = field(metadata=many(record(SourceRecord), 2))
     generations: tuple[GenerationRecord, ...] = field(metadata=many(record(GenerationRecord), limits.MAX_DEVICES))
+
+    @property
+    def children(self) -> list[str]:
+        """The names of its children."""
+        return [child.name for each in self.generations for child in each.children]
+
+    @property
+    def directories(self) -> list[str]:
+        """The names of the directories of its generations and snapshots."""
+        snapshots = [directory_name(self.name, each.number) for each in self.sources]
+        return [*(f"{self.name}.{each.number}" for each in self.generations), *snapshots]
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from weightd.daemon.children.owner import Snapshot
 from weightd.daemon.generations.plan import Canary, Source
-from weightd.daemon.models.ports import Snapshot
 
 
 class Snapshots:

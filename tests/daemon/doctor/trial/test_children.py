@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import zmq
 
-from weightd.daemon.doctor.trial.children import Children, Confused, Died, Hung, Program, Refused
+from weightd.daemon.children.launch import Program
+from weightd.daemon.doctor.trial.children import Children, Confused, Died, Hung, Refused
 from weightd.protocol.codec import encode
 from weightd.protocol.messages.children import Broken, Built, Hello, Stop, Traits
 
@@ -38,7 +39,7 @@ def limit() -> float:
 
 @pytest.fixture
 def program(tmp_path: Path) -> Program:
-    return Program(str(tmp_path / "python"), tmp_path / "model", "ascend:0")
+    return Program(str(tmp_path / "python"), "mindspore_lite", str(tmp_path / "model"), "ascend:0")
 
 
 @pytest.fixture

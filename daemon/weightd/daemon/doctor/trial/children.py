@@ -11,13 +11,18 @@ import shutil
 import tempfile
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, TypeVar
 
 import zmq
 
+from weightd.daemon.children import launch
+from weightd.daemon.children.files import GenerationFiles
+from weightd.daemon.children.launch import Program
+from weightd.daemon.children.launchers.direct import Direct
+from weightd.daemon.generations.actions import Role
 from weightd.daemon.host import processes
 from weightd.daemon.host.ends import End
 from weightd.daemon.host.processes import Process
@@ -78,51 +83,25 @@ class Heard(NamedTuple):
     frames: Sequence[Any]
 
 
-class Program(NamedTuple):
-    """What a child is.
-
-    Attributes:
-        python: its interpreter.
-        model: the model file.
-        device: where it runs: the CPU, or an Ascend card.
-        engine: the library that runs the model.
-        threads: of one predict.
-        sharing: whether weights are shared.
-        options: of the engine, as JSON.
-        sample: a file of inputs for the canary, "" for none.
-        tolerance: how far answers to the canary may be apart.
-        store: a directory for the page store, which only the CPU has. Default: beside the socket.
-        environment: all of it. Default: that of this process.
-    """
-
-    python: str
-    model: Path
-    device: str
-    engine: str = "mindspore_lite"
-    threads: int = 1
-    sharing: bool = True
-    options: str = "{}"
-    sample: str = ""
-    tolerance: float = 0.0
-    store: Path | None = None
-    environment: Mapping[str, str] | None = None
-
-
 class Children:
     """The children of one trial, by name; all are killed and waited for at the end of the block.
 
     Args:
         program: what each of them is.
         limit: seconds that each of their steps may take.
-        prefix: of the name of the directory for their socket and logs.
+        prefix: of the name of the directory for their socket.
+        directory: for their logs and the page store, which only the CPU has. Default: beside the socket.
 
     Attributes:
         address: where they connect, while the block lasts.
         survivors: pids that did not end after SIGKILL; known after the block.
     """
 
-    def __init__(self, program: Program, limit: float, prefix: str = "weightd-doctor-") -> None:
+    def __init__(
+        self, program: Program, limit: float, prefix: str = "weightd-doctor-", directory: Path | None = None
+    ) -> None:
         self._program = program
+        self._place = directory
         self._limit = limit
         self._prefix = prefix
         self._processes: dict[str, Process] = {}
@@ -132,6 +111,7 @@ class Children:
     def __enter__(self) -> Children:
         # Not TMPDIR: the path of a socket has at most 107 bytes.
         self._directory = Path(tempfile.mkdtemp(prefix=self._prefix, dir="/tmp"))
+        self._files = GenerationFiles(self._place or self._directory)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.address = f"ipc://{self._directory}/children.sock"
         self._socket = bind(self._context, self.address)
@@ -154,17 +134,11 @@ class Children:
         Raises:
             ChildError: it cannot be started.
         """
-        program = self._program
-        argv = [program.python, "-m", "weightd.worker", "--address", self.address, "--name", name]
-        argv += ["--parent", str(os.getpid()), "--engine", program.engine, "--model", str(program.model)]
-        argv += ["--store", str((program.store or self._directory) / "pages"), "--threads", str(program.threads)]
-        argv += ["--device", program.device, "--options", program.options]
-        argv += ["--sharing", "on" if program.sharing else "off"]
-        argv += ["--sample", program.sample, "--tolerance", repr(program.tolerance)]
+        told = launch.child(self._program, name, Role.WORKER, self.address, self._files)
         try:
-            self._processes[name] = processes.start(argv, self._directory / f"{name}.log", program.environment)
+            self._processes[name] = Direct().start(told)
         except OSError as error:
-            raise Died(f"{name}: cannot start {program.python}: {error.strerror}") from None
+            raise Died(f"{name}: cannot start {self._program.python}: {error.strerror}") from None
 
     def order(self, name: str, order: OrderMessage, frames: Sequence[Any] = ()) -> None:
         """Send an order; a child that cannot be reached is dying, and `hear` will tell."""

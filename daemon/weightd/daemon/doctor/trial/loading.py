@@ -13,10 +13,11 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from weightd.daemon.children.launch import Program
 from weightd.daemon.config import canary as canary_config
 from weightd.daemon.config.model import ModelConfig
 from weightd.daemon.doctor.trial import trial
-from weightd.daemon.doctor.trial.children import ChildError, Children, Program
+from weightd.daemon.doctor.trial.children import ChildError, Children
 from weightd.daemon.generations.plan import Canary
 from weightd.daemon.host.memory import MIB
 from weightd.protocol.messages.children import Attached, Built
@@ -53,17 +54,16 @@ def _load(model: ModelConfig, device: str, *, is_shared: bool) -> tuple[str, str
     with tempfile.TemporaryDirectory(prefix=prefix, dir=_STORES) as store:
         program = Program(
             model.python,
-            Path(model.path),
+            model.engine,
+            model.path,
             device,
-            engine=model.engine,
             threads=model.threads,
             sharing=is_shared,
             options=model.options.json(),
             sample=canary_config.sample(model.canary),
             tolerance=model.canary_tolerance,
-            store=Path(store),
         )
-        with Children(program, model.load_timeout, prefix) as children:
+        with Children(program, model.load_timeout, prefix, Path(store)) as children:
             try:
                 built, attached = trial.load(children, Canary.configured(model.canary), attaches=device != "cpu")
             except ChildError as error:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shutil
 import stat
@@ -8,11 +9,12 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from testkit import models
-from weightd.daemon.children import snapshot
+from weightd.daemon.children import snapshotter
 from weightd.shared.modelfile import ModelFileError, digest
 
 CONTENT = bytes(range(256)) * 1000
@@ -43,7 +45,7 @@ def names(directory: Path) -> set[str]:
 
 
 def test_the_copy_is_equal_private_and_read_only(model: Path, directory: Path) -> None:
-    copy = snapshot.take(model, directory)
+    copy = snapshotter.take(model, directory)
     assert copy == directory / "digits.mindir"
     assert copy.read_bytes() == CONTENT
     assert (mode(directory), mode(copy)) == (0o700, 0o400)
@@ -51,7 +53,7 @@ def test_the_copy_is_equal_private_and_read_only(model: Path, directory: Path) -
 
 
 def test_the_copy_stays_when_the_original_changes(model: Path, directory: Path) -> None:
-    copy = snapshot.take(model, directory)
+    copy = snapshotter.take(model, directory)
     with model.open("r+b") as file:
         file.write(b"other")
     model.unlink()
@@ -61,7 +63,7 @@ def test_the_copy_stays_when_the_original_changes(model: Path, directory: Path) 
 def test_external_data_of_onnx_is_copied(tmp_path: Path, directory: Path) -> None:
     model = models.with_external_data(tmp_path / "big.onnx", locations=2)
     (tmp_path / "unrelated.bin").write_bytes(b"x")
-    copy = snapshot.take(model, directory)
+    copy = snapshotter.take(model, directory)
     assert names(directory) == {"big.onnx", "big.w0.bin", "big.w1.bin"}
     assert digest(copy) == digest(model)
     assert {mode(path) for path in directory.iterdir()} == {0o400}
@@ -73,7 +75,7 @@ def test_variables_of_mindir_are_copied(tmp_path: Path, directory: Path) -> None
     (tmp_path / "big_variables").mkdir()
     for each in ("data_0", "data_1"):
         (tmp_path / "big_variables" / each).write_bytes(each.encode())
-    copy = snapshot.take(model, directory)
+    copy = snapshotter.take(model, directory)
     assert names(directory) == {"big_graph.mindir", "big_variables/data_0", "big_variables/data_1"}
     assert digest(copy) == digest(model)
     assert mode(directory / "big_variables") == 0o700
@@ -82,7 +84,7 @@ def test_variables_of_mindir_are_copied(tmp_path: Path, directory: Path) -> None
 def test_a_model_that_is_a_link_is_copied_not_linked(model: Path, directory: Path) -> None:
     link = model.with_name("link.mindir")
     link.symlink_to(model)
-    copy = snapshot.take(link, directory)
+    copy = snapshotter.take(link, directory)
     assert not copy.is_symlink()
     assert copy.read_bytes() == CONTENT
 
@@ -126,7 +128,7 @@ def test_the_copy_is_equal_however_it_is_made(
     model: Path, directory: Path, monkeypatch: pytest.MonkeyPatch, copy_file_range: CopyFileRange
 ) -> None:
     monkeypatch.setattr(os, "copy_file_range", copy_file_range)
-    copy = snapshot.take(model, directory)
+    copy = snapshotter.take(model, directory)
     assert copy.read_bytes() == CONTENT
     assert mode(copy) == 0o400
 
@@ -172,7 +174,7 @@ def test_a_model_that_changes_while_it_is_copied_is_refused(
 
     monkeypatch.setattr(os, "copy_file_range", changing)
     with pytest.raises(ModelFileError) as caught:
-        snapshot.take(model, directory)
+        snapshotter.take(model, directory)
     assert str(caught.value) == f"{model}: changed while it was copied; load it again once it is complete"
 
 
@@ -188,19 +190,25 @@ def test_an_external_file_that_changes_is_refused(
     os.utime(tmp_path / "big.w0.bin", ns=(0, 0))
     monkeypatch.setattr(os, "copy_file_range", changing)
     with pytest.raises(ModelFileError, match="changed while it was copied"):
-        snapshot.take(model, directory)
+        snapshotter.take(model, directory)
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: Path) -> int:
     monkeypatch.setattr(sys, "argv", ["snapshot", *map(str, arguments)])
-    return snapshot.main()
+    return snapshotter.main()
 
 
-def test_it_prints_the_digest(
+def answered(capsys: pytest.CaptureFixture[str]) -> Any:
+    out, err = capsys.readouterr()
+    assert err == ""
+    return json.loads(out)
+
+
+def test_it_answers_with_the_digest(
     model: Path, directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(monkeypatch, model, directory) == 0
-    assert capsys.readouterr() == (f"{digest(model)} {model.stat().st_size}\n", "")
+    assert answered(capsys) == {"sha256": digest(model), "nbytes": model.stat().st_size}
 
 
 def test_a_model_that_is_missing_is_one_line(
@@ -208,7 +216,7 @@ def test_a_model_that_is_missing_is_one_line(
 ) -> None:
     model.unlink()
     assert run(monkeypatch, model, directory) == 1
-    assert capsys.readouterr() == ("", f"{model}: No such file or directory\n")
+    assert answered(capsys) == {"error": f"{model}: No such file or directory"}
 
 
 def test_weights_are_copied_from_a_file_only(
@@ -223,7 +231,7 @@ def test_weights_are_copied_from_a_file_only(
     os.mkfifo(weights)
     capsys.readouterr()
     assert run(monkeypatch, model, directory, weights, copy) == 1
-    assert capsys.readouterr() == ("", f"{weights}: expected a file, got a special file\n")
+    assert answered(capsys) == {"error": f"{weights}: expected a file, got a special file"}
 
 
 def test_a_directory_that_exists_is_one_line(
@@ -232,7 +240,7 @@ def test_a_directory_that_exists_is_one_line(
     directory.mkdir()
     (directory / "theirs").touch()
     assert run(monkeypatch, model, directory) == 1
-    assert capsys.readouterr() == ("", f"cannot copy {model} to {directory}: File exists\n")
+    assert answered(capsys) == {"error": f"cannot copy {model} to {directory}: File exists"}
     assert names(directory) == {"theirs"}
 
 
@@ -245,12 +253,12 @@ def test_a_full_disk_is_one_line(
     monkeypatch.setattr(os, "copy_file_range", full)
     monkeypatch.setattr(shutil, "copyfileobj", full)
     assert run(monkeypatch, model, directory) == 1
-    assert capsys.readouterr() == ("", f"cannot copy {model} to {directory}: No space left on device\n")
+    assert answered(capsys) == {"error": f"cannot copy {model} to {directory}: No space left on device"}
 
 
 def test_as_the_process_that_it_is(model: Path, directory: Path) -> None:
     """A limit on the size of files stands in for the full disk: both copies fail in the kernel."""
-    command = ["sh", "-c", 'ulimit -f 64; exec "$0" -m weightd.daemon.children.snapshot "$1" "$2" "$3"']
+    command = ["sh", "-c", 'ulimit -f 64; exec "$0" -m weightd.daemon.children.snapshotter "$1" "$2" "$3"']
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONDONTWRITEBYTECODE": "1"}
     done = subprocess.run(
         [*command, sys.executable, str(os.getpid()), str(model), str(directory)],
@@ -259,8 +267,8 @@ def test_as_the_process_that_it_is(model: Path, directory: Path) -> None:
         env=environment,
         check=False,
     )
-    assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr == f"cannot copy {model} to {directory}: File too large\n"
+    assert (done.returncode, done.stderr) == (1, "")
+    assert json.loads(done.stdout) == {"error": f"cannot copy {model} to {directory}: File too large"}
 
 
 # Runs the module as it is run, and looks at its score for the end by want of memory when it ends.
@@ -269,7 +277,7 @@ import atexit, pathlib, runpy, sys
 score = pathlib.Path("/proc/self/oom_score_adj")
 before = int(score.read_text())
 atexit.register(lambda: print(before, int(score.read_text())))
-runpy.run_module("weightd.daemon.children.snapshot", run_name="__main__")
+runpy.run_module("weightd.daemon.children.snapshotter", run_name="__main__")
 """
 
 
@@ -283,6 +291,6 @@ def test_it_goes_before_the_daemon_when_memory_runs_out(model: Path, directory: 
         check=True,
     )
     taken, scores = done.stdout.splitlines()
-    assert taken == f"{digest(model)} {len(CONTENT)}"
+    assert json.loads(taken) == {"sha256": digest(model), "nbytes": len(CONTENT)}
     before, after = map(int, scores.split())
     assert after == min(before + 400, 1000)

@@ -18,8 +18,10 @@ from typing import Any
 import pytest
 
 from testkit.keeping import LIMIT_S, ended
-from weightd.daemon.children.keeper import link, process
-from weightd.daemon.children.keeper.link import Child, Keeper, KeeperLost, wait_until_gone
+from weightd.daemon.children.launch import Launch
+from weightd.daemon.children.launchers.keeper import link, process
+from weightd.daemon.children.launchers.keeper.link import Keeper, KeeperLost, wait_until_gone
+from weightd.daemon.children.launchers.launcher import Kept
 from weightd.daemon.host.memory import pss_bytes
 from weightd.daemon.host.processes import Process, kill, last_words, reap
 
@@ -77,7 +79,7 @@ def exited(child: Process) -> int | None:
 
 
 def finished(keeper: Keeper, argv: list[str], log: Path, environment: Mapping[str, str] | None = None) -> str:
-    child = keeper.start("c", argv, log, environment if environment is not None else {"PATH": PATH})
+    child = keeper.start(Launch("c", argv, log, environment if environment is not None else {"PATH": PATH}))
     assert exited(child) == 0
     return last_words(child)
 
@@ -88,7 +90,7 @@ def dependent(keeper: Keeper, fifo: Path) -> Process:
     read = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
     try:
         environment = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        child = keeper.start("d", [sys.executable, "-c", _DEPENDENT, str(keeper.pid)], fifo, environment)
+        child = keeper.start(Launch("d", [sys.executable, "-c", _DEPENDENT, str(keeper.pid)], fifo, environment))
         assert select.select([read], [], [], LIMIT_S)[0]
         assert os.read(read, 100) == b"ready\n"
     finally:
@@ -103,11 +105,13 @@ def dependent(keeper: Keeper, fifo: Path) -> Process:
     ("script", "status"), [("exit 0", 0), ("exit 7", 7), ("kill -9 $$", -9), ("kill -ABRT $$", -6)]
 )
 def test_an_exit_status_is_told(keeper: Keeper, tmp_path: Path, script: str, status: int) -> None:
-    child = keeper.start("c", ["sh", "-c", f"echo out; echo err >&2; {script}"], tmp_path / "log", {"PATH": PATH})
+    child = keeper.start(
+        Launch("c", ["sh", "-c", f"echo out; echo err >&2; {script}"], tmp_path / "log", {"PATH": PATH})
+    )
     assert exited(child) == status
     assert (tmp_path / "log").read_text() == "out\nerr\n"
     assert (tmp_path / "log").stat().st_mode & 0o777 == 0o600
-    assert keeper.children() == []
+    assert keeper.kept() == []
 
 
 def test_a_log_is_continued(keeper: Keeper, tmp_path: Path) -> None:
@@ -116,7 +120,7 @@ def test_a_log_is_continued(keeper: Keeper, tmp_path: Path) -> None:
 
 
 def test_a_child_is_the_keepers_and_has_its_own_session(keeper: Keeper, tmp_path: Path) -> None:
-    child = keeper.start("c", SLEEP, tmp_path / "log", {"PATH": PATH})
+    child = keeper.start(Launch("c", SLEEP, tmp_path / "log", {"PATH": PATH}))
     status = Path(f"/proc/{child.pid}/status").read_text()
     assert f"\nPPid:\t{keeper.pid}\n" in status
     assert os.getsid(child.pid) == child.pid != os.getsid(keeper.pid) == keeper.pid
@@ -158,22 +162,22 @@ def test_an_environment_may_be_large(keeper: Keeper, tmp_path: Path) -> None:
 
 def test_children_that_have_not_been_waited_for_are_told_to_the_next_daemon(keeper: Keeper, tmp_path: Path) -> None:
     lives, dead, gone = (tmp_path / name for name in ("lives", "dead", "gone"))
-    first = keeper.start("lives", SLEEP, lives, {"PATH": PATH})
-    second = keeper.start("dead", ["sh", "-c", "exit 3"], dead, {"PATH": PATH})
-    assert exited(keeper.start("gone", ["true"], gone, {"PATH": PATH})) == 0
+    first = keeper.start(Launch("lives", SLEEP, lives, {"PATH": PATH}))
+    second = keeper.start(Launch("dead", ["sh", "-c", "exit 3"], dead, {"PATH": PATH}))
+    assert exited(keeper.start(Launch("gone", ["true"], gone, {"PATH": PATH}))) == 0
     assert select.select([second.pidfd], [], [], LIMIT_S)[0]
     following = Keeper(os.dup(keeper.descriptor))
     keeper.close()
     assert following.pid == keeper.pid
-    children = [Child(first.pid, "lives", lives), Child(second.pid, "dead", dead)]
-    assert following.children() == children
+    children = [Kept(first.pid, "lives", lives), Kept(second.pid, "dead", dead)]
+    assert following.kept() == children
     watched = [following.watch(child) for child in children]
     assert [each.log for each in watched] == [lives, dead]
     assert not select.select([watched[0].pidfd], [], [], 0)[0]
     assert exited(watched[1]) == 3
     kill(watched[0], signal.SIGTERM)  # which the keeper ignores, and its children do not
     assert exited(watched[0]) == -signal.SIGTERM
-    assert following.children() == []
+    assert following.kept() == []
     following.close()
     for each in (first, second):
         os.close(each.pidfd)
@@ -184,7 +188,7 @@ def test_an_answer_to_a_daemon_that_died_is_not_one_to_the_next(keeper: Keeper) 
         for request in ('{"id": 1, "children": true}\n', '{"id": 2, "reap": 1}\n', "17\n", '{"id": 3, "sta'):
             dead.sendall(request.encode())
     following = Keeper(os.dup(keeper.descriptor))
-    assert (following.pid, following.children()) == (keeper.pid, [])
+    assert (following.pid, following.kept()) == (keeper.pid, [])
     following.close()
 
 
@@ -194,30 +198,30 @@ def test_an_answer_to_a_daemon_that_died_is_not_one_to_the_next(keeper: Keeper) 
 @pytest.mark.parametrize("program", ["/nonexistent/python", "no-such-program"])
 def test_a_program_that_there_is_not_is_named(keeper: Keeper, tmp_path: Path, program: str) -> None:
     with pytest.raises(FileNotFoundError) as caught:
-        keeper.start("c", [program], tmp_path / "log", {"PATH": PATH})
+        keeper.start(Launch("c", [program], tmp_path / "log", {"PATH": PATH}))
     assert (caught.value.filename, isinstance(caught.value, KeeperLost)) == (program, False)
-    assert keeper.children() == []
+    assert keeper.kept() == []
 
 
 def test_a_program_that_may_not_be_executed_is_named(keeper: Keeper, tmp_path: Path) -> None:
     with pytest.raises(PermissionError) as caught:
-        keeper.start("c", ["/"], tmp_path / "log", {"PATH": PATH})
+        keeper.start(Launch("c", ["/"], tmp_path / "log", {"PATH": PATH}))
     assert caught.value.filename == "/"
 
 
 def test_a_log_that_cannot_be_written_is_named(keeper: Keeper, tmp_path: Path) -> None:
     for log in (tmp_path, tmp_path / "missing" / "log"):
         with pytest.raises((IsADirectoryError, FileNotFoundError)) as caught:
-            keeper.start("c", ["true"], log, {"PATH": PATH})
+            keeper.start(Launch("c", ["true"], log, {"PATH": PATH}))
         assert caught.value.filename == str(log)
-    assert keeper.children() == []
+    assert keeper.kept() == []
 
 
 def test_who_is_not_its_child_cannot_be_waited_for(keeper: Keeper, tmp_path: Path) -> None:
-    stranger = keeper.watch(Child(os.getpid(), "stranger", tmp_path / "log"))
+    stranger = keeper.watch(Kept(os.getpid(), "stranger", tmp_path / "log"))
     with pytest.raises(ChildProcessError):
         reap(stranger)
-    assert keeper.children() == []
+    assert keeper.kept() == []
 
 
 def test_a_child_that_cannot_be_watched_is_not_left_running(
@@ -229,9 +233,9 @@ def test_a_child_that_cannot_be_watched_is_not_left_running(
     with monkeypatch.context() as patch:
         patch.setattr(os, "pidfd_open", pidfd_open)
         with pytest.raises(OSError, match="Too many open files") as caught:
-            keeper.start("c", SLEEP, tmp_path / "log", {"PATH": PATH})
+            keeper.start(Launch("c", SLEEP, tmp_path / "log", {"PATH": PATH}))
     assert not isinstance(caught.value, KeeperLost)
-    assert keeper.children() == []
+    assert keeper.kept() == []
 
 
 # --- its end --------------------------------------------------------------------------------------------------------
@@ -249,12 +253,12 @@ def test_once_nobody_holds_on_to_it_nothing_is_left(
     (tmp_path / "kept").mkdir()
     (tmp_path / "kept" / "precious").touch()
     keeper = start_keeper(path, tmp_path / "nothing")
-    children = [keeper.start("c", SLEEP, directory / "m.1" / "log", {"PATH": PATH}) for _ in range(3)]
+    children = [keeper.start(Launch("c", SLEEP, directory / "m.1" / "log", {"PATH": PATH})) for _ in range(3)]
     duplicate = os.dup(keeper.descriptor)
     keeper.close()
     assert not ended(children[0].pid, 0.1)
     following = Keeper(duplicate)
-    assert [each.pid for each in following.children()] == [each.pid for each in children]
+    assert [each.pid for each in following.kept()] == [each.pid for each in children]
     following.close()
     assert ended(keeper.pid)
     assert os.waitpid(keeper.pid, 0)[1] == 0
@@ -313,10 +317,10 @@ def test_one_that_was_slow_once_is_heard_again(keeper: Keeper, monkeypatch: pyte
         os.kill(keeper.pid, signal.SIGSTOP)
         monkeypatch.setattr(keeper, "_link", same)
         with pytest.raises(KeeperLost, match="timed out"):
-            keeper.children()
+            keeper.kept()
         os.kill(keeper.pid, signal.SIGCONT)
         same.settimeout(LIMIT_S)
-        assert keeper.children() == []
+        assert keeper.kept() == []
         monkeypatch.undo()
 
 
@@ -370,7 +374,7 @@ def test_a_ctrl_c_that_comes_before_it_has_its_session_does_not_end_it(
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_the_signals_that_end_a_service_do_not_end_it(keeper: Keeper, number: signal.Signals) -> None:
     os.kill(keeper.pid, number)
-    assert keeper.children() == []
+    assert keeper.kept() == []
 
 
 def test_children_die_with_a_keeper_that_is_killed(keeper: Keeper, tmp_path: Path) -> None:
@@ -379,16 +383,16 @@ def test_children_die_with_a_keeper_that_is_killed(keeper: Keeper, tmp_path: Pat
     os.kill(keeper.pid, signal.SIGKILL)
     assert exited(child) is None  # nobody knows how
     with pytest.raises(KeeperLost, match=r"^the keeper does not answer: ."):
-        keeper.children()
+        keeper.kept()
     with pytest.raises(KeeperLost):
-        keeper.start("c", ["true"], tmp_path / "other", {"PATH": PATH})
+        keeper.start(Launch("c", ["true"], tmp_path / "other", {"PATH": PATH}))
 
 
 def test_who_is_gone_with_its_keeper_cannot_be_watched(keeper: Keeper, tmp_path: Path) -> None:
-    child = keeper.start("c", ["true"], tmp_path / "log", {"PATH": PATH})
+    child = keeper.start(Launch("c", ["true"], tmp_path / "log", {"PATH": PATH}))
     assert exited(child) == 0
     with pytest.raises(KeeperLost, match=f"^process {child.pid} is gone with its keeper$"):
-        keeper.watch(Child(child.pid, "c", tmp_path / "log"))
+        keeper.watch(Kept(child.pid, "c", tmp_path / "log"))
 
 
 def test_one_that_hangs_is_lost_after_a_while(keeper: Keeper, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -399,7 +403,7 @@ def test_one_that_hangs_is_lost_after_a_while(keeper: Keeper, monkeypatch: pytes
         Keeper(os.dup(keeper.descriptor))
     assert 0.2 <= time.monotonic() - began < 5.0
     os.kill(keeper.pid, signal.SIGCONT)
-    assert keeper.children() == []
+    assert keeper.kept() == []
 
 
 def test_nobody_answers_on_a_socket_that_is_closed() -> None:
@@ -418,7 +422,7 @@ def test_there_is_one_keeper_of_a_directory(
     with pytest.raises(BlockingIOError):
         start_keeper()
     assert not wait_until_gone(directory, 0.05)
-    assert keeper.children() == []
+    assert keeper.kept() == []
 
 
 def test_a_directory_without_a_keeper_is_free(directory: Path, tmp_path: Path) -> None:

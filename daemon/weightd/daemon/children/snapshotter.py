@@ -1,17 +1,18 @@
 """The immutable copy of a model from which every process of a generation builds.
 
-Runs as a process of its own (``python -m weightd.daemon.children.snapshot PARENT MODEL DIRECTORY [FILE COPY]...``),
-because copying and digesting gigabytes would stop the daemon's loop. It prints the digest and the size of the model; a
-failure is one line on stderr and status 1.
+Runs as a process of its own (``python -m weightd.daemon.children.snapshotter PARENT MODEL DIRECTORY [FILE COPY]...``),
+because copying and digesting gigabytes would stop the daemon's loop. It answers on stdout, a pipe, with an object in
+JSON: the `sha256` of the model and its `nbytes`, or an `error` and status 1.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import sys
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from weightd.shared.modelfile import Model, ModelFileError, digest, model_files, open_file
 from weightd.shared.oom import go_before_the_daemon
@@ -67,21 +68,22 @@ def _copied_by_kernel(reader: int, writer: int) -> bool:
 
 
 def main() -> int:
-    """Take the snapshot that the arguments name; print its digest and its size in bytes."""
+    """Take the snapshot that the arguments name; answer with its digest and its size in bytes, or with an error."""
     model, directory, *more = map(Path, sys.argv[1:])
+    answer: dict[str, Any]
     try:
         copy = take(model, directory)
         for source, target in zip(more[::2], more[1::2], strict=True):
             _copy(open_file(source), target)
-        print(digest(copy, own=True), sum(file.nbytes for file in model_files(copy, own=True)))
+        nbytes = sum(file.nbytes for file in model_files(copy, own=True))
+        answer = {"sha256": digest(copy, own=True), "nbytes": nbytes}
     except ModelFileError as error:
-        print(error, file=sys.stderr)
-        return 1
+        answer = {"error": str(error)}
     except OSError as error:
         what = error.filename if Path(error.filename or "") in more[::2] else model
-        print(f"cannot copy {what} to {directory}: {error.strerror}", file=sys.stderr)
-        return 1
-    return 0
+        answer = {"error": f"cannot copy {what} to {directory}: {error.strerror}"}
+    print(json.dumps(answer))
+    return int("error" in answer)
 
 
 if __name__ == "__main__":

@@ -13,11 +13,13 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
-from weightd.daemon.children.keeper import process
+from weightd.daemon.children.launch import Launch
+from weightd.daemon.children.launchers.keeper import process
+from weightd.daemon.children.launchers.launcher import Kept
 from weightd.daemon.host.processes import Process
 from weightd.shared.parent import without_interrupts
 
@@ -36,14 +38,6 @@ _PATIENCE_S = 10.0
 
 class KeeperLost(OSError):
     """The keeper has died, or hangs."""
-
-
-class Child(NamedTuple):
-    """A child of the keeper that has not been waited for: so its pid is its own."""
-
-    pid: int
-    name: str
-    log: Path
 
 
 class Keeper:
@@ -81,38 +75,39 @@ class Keeper:
         """Whoever holds a duplicate of this keeps the children alive."""
         return self._link.fileno()
 
-    def children(self) -> list[Child]:
+    def kept(self) -> list[Kept]:
         """Return every child that has not been waited for."""
-        return [Child(pid, name, Path(log)) for pid, name, log in self._ask({"children": True})["children"]]
+        return [Kept(pid, name, Path(log)) for pid, name, log in self._ask({"children": True})["children"]]
 
-    def start(self, name: str, argv: Sequence[str], log: Path, environment: Mapping[str, str]) -> Process:
+    def start(self, launch: Launch) -> Process:
         """Start a child in a session of its own.
 
         Raises:
             OSError: it cannot be started.
         """
-        request = {"start": name, "argv": list(argv), "log": str(log), "environment": dict(environment)}
-        return self.watch(Child(self._ask(request)["pid"], name, log))
+        request = {"start": launch.name, "argv": list(launch.argv), "log": str(launch.log)}
+        answer = self._ask({**request, "environment": dict(launch.environment)})
+        return self.watch(Kept(answer["pid"], launch.name, launch.log))
 
-    def watch(self, child: Child) -> Process:
+    def watch(self, kept: Kept) -> Process:
         """Have a child watched that has not been waited for.
 
         Raises:
             OSError: no descriptors are left.
         """
         try:
-            return Process(child.pid, os.pidfd_open(child.pid), child.log, lambda: self._reap(child.pid))
+            return Process(kept.pid, os.pidfd_open(kept.pid), kept.log, lambda: self._reap(kept.pid))
         except ProcessLookupError:
-            raise KeeperLost(f"process {child.pid} is gone with its keeper") from None
+            raise KeeperLost(f"process {kept.pid} is gone with its keeper") from None
         except OSError:
             # Nobody could watch it.
             with contextlib.suppress(ProcessLookupError):
-                os.kill(child.pid, signal.SIGKILL)
-            self._reap(child.pid)
+                os.kill(kept.pid, signal.SIGKILL)
+            self._reap(kept.pid)
             raise
 
     def kill(self) -> None:
-        """End it, and with it every child."""
+        """End it, and with it every kept."""
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
         self.close()

@@ -1,0 +1,23 @@
+"""Children of this process, which end with it."""
+
+from __future__ import annotations
+
+import os
+
+from weightd.daemon.children.launch import Launch
+from weightd.daemon.children.launchers.launcher import Kept
+from weightd.daemon.host import processes
+from weightd.daemon.host.processes import Process
+
+
+class Direct:
+    """A `Launcher` that starts them itself."""
+
+    def start(self, launch: Launch) -> Process:  # noqa: D102
+        return processes.start([*launch.argv, "--parent", str(os.getpid())], launch.log, launch.environment)
+
+    def kept(self) -> list[Kept]:  # noqa: D102
+        return []
+
+    def watch(self, kept: Kept) -> Process:  # noqa: D102
+        raise ProcessLookupError(f"process {kept.pid} is gone with the daemon that had started it")

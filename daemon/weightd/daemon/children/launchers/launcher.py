@@ -1,0 +1,41 @@
+"""What every launcher does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+from weightd.daemon.children.launch import Launch
+from weightd.daemon.host.processes import Process
+
+
+class Kept(NamedTuple):
+    """A child that outlives the daemon, and has not been waited for: so its pid is its own."""
+
+    pid: int
+    name: str
+    log: Path
+
+
+class Launcher(Protocol):
+    """Starts holders and workers, and knows those that a daemon before this one has had started."""
+
+    def start(self, launch: Launch) -> Process:
+        """Start a child in a session of its own; it learns its parent's pid by `--parent`.
+
+        Raises:
+            OSError: it cannot be started.
+        """
+        raise NotImplementedError
+
+    def kept(self) -> list[Kept]:
+        """Return every child that outlives the daemon."""
+        raise NotImplementedError
+
+    def watch(self, kept: Kept) -> Process:
+        """Have such a child watched.
+
+        Raises:
+            OSError: it is gone, or no descriptors are left.
+        """
+        raise NotImplementedError

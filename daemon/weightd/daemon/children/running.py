@@ -1,0 +1,58 @@
+"""Every child that runs: watched, signalled and reaped."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+
+from weightd.daemon.host import cgroup, processes
+from weightd.daemon.host.ends import Coroner, End
+from weightd.daemon.host.loop import Loop
+from weightd.daemon.host.processes import Process
+
+
+class Running:
+    """The children that run, by name.
+
+    Args:
+        loop: calls when one has exited.
+
+    Attributes:
+        processes: all of them.
+    """
+
+    def __init__(self, loop: Loop) -> None:
+        self.processes: dict[str, Process] = {}
+        self._loop = loop
+        self._coroner = Coroner(_oom_kills)
+
+    def add(self, name: str, process: Process, on_exit: Callable[[], object]) -> None:
+        """Watch a child: `on_exit` is called once it has exited, and has to `reap` it."""
+        self.processes[name] = process
+        self._loop.add(process.pidfd, on_exit)
+
+    def reap(self, name: str) -> End:
+        """Wait for a child that has exited; return how it has ended."""
+        process = self.processes.pop(name)
+        self._loop.remove(process.pidfd)
+        return self._coroner.end(name, processes.reap(process), processes.last_words(process))
+
+    def lives(self, name: str) -> bool:
+        """Return whether a child has not begun to exit: asked of the kernel, before its death is told."""
+        return name in self.processes and processes.lives(self.processes[name])
+
+    def kill(self, name: str, *, abort: bool = False) -> None:
+        """Kill a child; its exit is told as any other."""
+        if name in self.processes:
+            self._coroner.signalled(name)
+            processes.kill(self.processes[name], signal.SIGABRT if abort else signal.SIGKILL)
+
+    def kill_all(self) -> None:
+        """Kill every child."""
+        for process in self.processes.values():
+            processes.kill(process)
+
+
+def _oom_kills() -> int:
+    limit = cgroup.memory()
+    return limit.oom_kills or 0 if limit is not None else 0
