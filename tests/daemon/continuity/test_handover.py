@@ -31,7 +31,7 @@ GENERATION = GenerationRecord(
     device="ascend:0",
     sharing=True,
     sha256=SHA,
-    frozen=True,
+    access="frozen",
     closed="a löwly reason\n",
     process_bytes=2**40,
     serial=7,
@@ -42,7 +42,7 @@ GENERATION = GenerationRecord(
     ),
     seal=SealRecord(2**33, 1_700_000_000_000_000_001),
 )
-OTHER = dataclasses.replace(GENERATION, device="ascend:1", frozen=False, closed="", children=(), seal=None)
+OTHER = dataclasses.replace(GENERATION, device="ascend:1", access="open", closed="", children=(), seal=None)
 MODEL = ModelRecord(
     name="m",
     config=complete_model(

@@ -9,16 +9,16 @@ import signal
 
 import pytest
 
+from weightd.daemon.generations.access import ALLOW_TIMEOUT_S
 from weightd.daemon.generations.actions import Action, Dismiss, Enlist, Kill, Pin, Role, Send, Spawn
+from weightd.daemon.generations.child import Child
 from weightd.daemon.generations.generation import (
     ABORT_TIMEOUT_S,
-    ALLOW_TIMEOUT_S,
     HELLO_TIMEOUT_S,
     STOP_TIMEOUT_S,
-    Child,
     Generation,
 )
-from weightd.daemon.generations.plan import Limits
+from weightd.daemon.generations.plan import Terms
 from weightd.daemon.generations.restarts import MAX_FAILED_STARTS
 from weightd.daemon.generations.states import ACTIVE, ChildState, GenerationState
 from weightd.daemon.host.ends import End
@@ -61,7 +61,7 @@ class Life:
     def __init__(
         self, workers: int = 2, traits: Traits = CPU, *, spares: int = 0, sharing: bool = True, frozen: bool = False
     ) -> None:
-        limits = Limits(workers, LOAD_TIMEOUT_S, spares, sharing, frozen)
+        limits = Terms(workers, LOAD_TIMEOUT_S, spares, sharing, frozen)
         self.generation = Generation("m.1", limits)
         self.traits = traits
         self.now = 1000.0
@@ -322,7 +322,7 @@ def test_where_the_memory_is_the_holders_all_is_lost_with_it() -> None:
     assert life.exit(HOLDER, End(-signal.SIGSEGV)) == [Dismiss("m.1.w1"), Kill("m.1.w1")]
     cause = f"{HOLDER}: killed by SIGSEGV; the shared weights are invalid without it"
     assert (life.state(), life.generation.cause) == (GenerationState.FAILED, cause)
-    assert life.generation.invalid
+    assert not life.generation.access.is_valid
 
 
 def test_a_holder_that_builds_for_ever_is_killed_and_ends_it() -> None:
@@ -391,14 +391,14 @@ def test_a_child_that_is_not_what_was_started_is_refused(message: Hello, cause: 
 def test_a_child_that_never_says_hello_is_killed(load_timeout: float, patience: float) -> None:
     """Before it, a process reads the whole model: of 70 GB that takes more than a minute."""
     life = Life(workers=1, traits=CARD)
-    life.generation.limits = dataclasses.replace(life.generation.limits, load_timeout=load_timeout)
+    life.generation.terms = dataclasses.replace(life.generation.terms, load_timeout=load_timeout)
     life.spawned().greet(HOLDER)
     life.actions()
     assert life.tick_at(life.now + patience - 0.1) == []
     life.now += 0.1
     assert life.tick_at(life.now) == [Kill("m.1.w1", abort=True)]
     assert life.generation.cause == "m.1.w1: spawned took too long"
-    assert life.child("m.1.w1").state is ChildState.STOPPING
+    assert life.child("m.1.w1").state is ChildState.ABORTED
     # It is not killed a second time, and its exit is no second loss.
     assert life.tick_at(life.now + 0.1) == [Spawn("m.1.w2", Role.WORKER)]
     life.exit("m.1.w1", End(-signal.SIGKILL))
@@ -509,7 +509,7 @@ def test_an_attach_that_takes_too_long_is_killed() -> None:
 
 def test_a_worker_that_finds_no_room_is_tried_again_for_a_while() -> None:
     life = Life(workers=1).built()
-    end, number = life.now + life.generation.limits.room_timeout, 1
+    end, number = life.now + life.generation.terms.room_timeout, 1
     while True:
         life.generation.broken(f"m.1.w{number}", Broken("ret:207001", no_room=True), life.now)
         if life.state() not in ACTIVE:
@@ -709,7 +709,7 @@ def test_where_the_engine_lets_nobody_in_it_is_closed() -> None:
     life.actions()
     life.generation.allowed(HOLDER, Allowed("no pids after the build"), life.now)
     assert life.actions() == [Send("m.1.w4", Stop()), Send("m.1.w5", Stop())]
-    assert life.generation.closed == "no pids after the build"
+    assert life.generation.access.why == "no pids after the build"
     assert (life.state(), life.generation.needs_renewal) == (GenerationState.SERVING, True)
     assert life.generation.progress == "serving 1/3, nobody can attach any more"
     assert life.exit("m.1.w4") + life.exit("m.1.w5") == []
@@ -739,7 +739,7 @@ def test_a_holder_that_never_answers_closes_it() -> None:
     life.actions()
     assert life.generation.next_tick == life.now + ALLOW_TIMEOUT_S
     assert life.tick_at(life.now + ALLOW_TIMEOUT_S) == [Send("m.1.w4", Stop()), Send("m.1.w5", Stop())]
-    assert life.generation.closed == "the holder has not answered for 10 s"
+    assert life.generation.access.why == "the holder has not answered for 10 s"
     assert life.generation.needs_renewal
     # What it says after that opens nothing.
     life.generation.allowed(HOLDER, Allowed(), life.now)
@@ -754,14 +754,14 @@ def test_an_answer_is_for_whom_it_was_asked_even_if_that_one_is_dead() -> None:
     assert not any(isinstance(each, Send) for each in life.actions())
     life.generation.allowed(HOLDER, Allowed(), life.now)
     assert life.actions() == [Send(HOLDER, Allow(("15",)))]
-    assert not life.child("m.1.w5").listed
+    assert life.child("m.1.w5").state is ChildState.GREETED
 
 
 def test_an_answer_without_a_question_changes_nothing() -> None:
     life = Life(workers=1, traits=CARD).serving()
     life.generation.allowed(HOLDER, Allowed("whatever"), life.now)
     life.generation.allowed("nobody", Allowed("whatever"), life.now)
-    assert (life.actions(), life.generation.closed) == ([], "")
+    assert (life.actions(), life.generation.access.why) == ([], "")
 
 
 @pytest.mark.parametrize("frozen", [False, True])
@@ -772,7 +772,7 @@ def test_a_holder_may_die_of_the_question(frozen: bool) -> None:
     life.actions()
     if frozen:
         assert life.exit(HOLDER) == [Send("m.1.w3", Stop())]
-        assert (life.state(), life.generation.frozen) == (GenerationState.SERVING, True)
+        assert (life.state(), life.generation.access.is_frozen) == (GenerationState.SERVING, True)
         assert life.tick_at(life.now + ALLOW_TIMEOUT_S) == [Kill("m.1.w3", abort=True)]
     else:
         assert life.exit(HOLDER) == [Dismiss("m.1.w2"), Kill("m.1.w2"), Kill("m.1.w3")]
@@ -790,7 +790,7 @@ def test_frozen_stops_those_who_are_not_attached_and_goes_on() -> None:
     # Who is attaching may be in time.
     life.generation.attached("m.1.w2", ATTACHED, life.now)
     assert life.actions() == [Enlist("m.1.w2")]
-    assert life.generation.frozen
+    assert life.generation.access.is_frozen
     assert (life.generation.needs_renewal, life.generation.complete) == (True, True)
     assert life.generation.progress == "serving 2/3, frozen: the holder is lost"
     # Nobody is started in the place of who is lost.
@@ -808,13 +808,13 @@ def test_a_frozen_one_lets_its_spares_in() -> None:
 
 def test_answers_are_trusted_as_long_as_the_holder_lives() -> None:
     life = Life(workers=1, traits=CARD).building()
-    assert life.generation.trusted(lambda _: False)
+    assert life.generation.access.trusts(lambda _: False)
     life.generation.holder_built(HOLDER, BUILT, life.now)
-    assert life.generation.trusted(lambda name: name == HOLDER)
+    assert life.generation.access.trusts(lambda name: name == HOLDER)
     # Its death is known to the kernel before it is told.
-    assert not life.generation.trusted(lambda _: False)
+    assert not life.generation.access.trusts(lambda _: False)
     life.exit(HOLDER)
-    assert not life.generation.trusted(lambda _: True)
+    assert not life.generation.access.trusts(lambda _: True)
 
 
 @pytest.mark.parametrize(
@@ -824,17 +824,15 @@ def test_answers_are_trusted_as_long_as_the_holder_lives() -> None:
 )
 def test_elsewhere_answers_are_trusted_without_it(life: Life) -> None:
     life.serving()
-    assert life.generation.trusted(lambda _: False)
+    assert life.generation.access.trusts(lambda _: False)
 
 
 def test_who_was_told_to_leave_is_killed_too_when_its_weights_are_gone() -> None:
     life = Life(workers=2, traits=CARD).serving()
     life.generation.drain(life.now)
     life.actions()
-    life.exit(HOLDER)
-    assert life.generation.invalid
-    assert life.tick_when_due() == [Kill("m.1.w1"), Kill("m.1.w2")]
-    assert life.now < 1000.0 + STOP_TIMEOUT_S
+    assert life.exit(HOLDER) == [Kill("m.1.w1"), Kill("m.1.w2")]
+    assert not life.generation.access.is_valid
     assert life.tick_at(life.now + 1000.0) == []
 
 
@@ -874,7 +872,7 @@ def test_where_nothing_could_be_shared_it_leaves_too(traits: Traits) -> None:
         life.generation.attached(name, ATTACHED, life.now)
     life.actions()
     assert (life.generation.complete, life.generation.deaths) == (True, 0)
-    assert life.generation.trusted(lambda _: False)
+    assert life.generation.access.trusts(lambda _: False)
     # Who comes later is held to the canary that the holder had found.
     life.exit("m.1.w1")
     life.greet("m.1.w3")
@@ -898,7 +896,7 @@ def test_what_a_process_takes_is_what_the_card_lost_with_it() -> None:
     taken: list[int] = []
     for name, free in (("m.1.w1", 870), ("m.1.w2", 830), ("m.1.w3", 810)):
         life.generation.attached(name, dataclasses.replace(ATTACHED, device=DeviceMemory(1000, free)), life.now)
-        taken.append(life.generation.process_bytes)
+        taken.append(life.generation.footprint.process_bytes)
     # Whatever else was loaded on the card meanwhile only makes it more.
     assert taken == [30, 30, 20]
 
@@ -911,7 +909,7 @@ def test_where_the_card_says_nothing_or_weights_are_in_it_nothing_is_learned(sha
         life.exit(HOLDER)
     memory = None if sharing else DeviceMemory(1000, 10)
     life.generation.attached("m.1.w1", dataclasses.replace(ATTACHED, device=memory), life.now)
-    assert life.generation.process_bytes == 0
+    assert life.generation.footprint.process_bytes == 0
 
 
 # --- winding down ---------------------------------------------------------------------------------------------------
@@ -975,7 +973,7 @@ def test_it_can_be_ended_in_every_state(reach: object, state: GenerationState, d
     seen = life.actions()
     for name in ("m.1.w1", "m.1.w2", HOLDER):
         if name in life.generation.children:
-            assert life.child(name).state is ChildState.STOPPING
+            assert life.child(name).state.told == "stopping"
             seen += life.exit(name)
     assert not any(isinstance(each, Spawn) for each in seen)
     assert life.state() is (GenerationState.GONE if drained else GenerationState.FAILED)
@@ -1056,7 +1054,7 @@ def test_a_store_that_is_lost_concerns_only_who_serves_from_it() -> None:
     for life in (loading, leaving):
         before = life.state()
         life.generation.store_lost("truncated", life.now)
-        assert (life.state(), life.actions(), life.generation.invalid) == (before, [], False)
+        assert (life.state(), life.actions(), life.generation.access.is_valid) == (before, [], True)
 
 
 # --- how long it may take to leave ----------------------------------------------------------------------------------

@@ -10,8 +10,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from testkit.examples import examples
 from weightd.daemon.generations.actions import Dismiss, Enlist, Forget, Kill, Pin, Role, Send, Spawn
-from weightd.daemon.generations.generation import Child, Generation
-from weightd.daemon.generations.plan import Limits
+from weightd.daemon.generations.child import Child
+from weightd.daemon.generations.generation import Generation
+from weightd.daemon.generations.plan import Terms
 from weightd.daemon.generations.states import ACTIVE, COUNTED, LOADING, ChildState, GenerationState
 from weightd.daemon.generations.tries import MAX_DEATHS
 from weightd.daemon.host.ends import End
@@ -78,7 +79,7 @@ class World(RuleBasedStateMachine):
     def begin(self, workers: int, spares: int, traits: Traits, handle: str, canary: str) -> None:
         self.workers, self.spares, self.traits = workers, spares, traits
         self.built = replace(BUILT, handle=handle, canary=canary)
-        self.generation = Generation("m.1", Limits(workers, 500.0, spares))
+        self.generation = Generation("m.1", Terms(workers, 500.0, spares))
         self.generation.start()
         assert self.generation.take_actions() == [Pin()]
 

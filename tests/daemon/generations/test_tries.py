@@ -9,7 +9,8 @@ import pytest
 
 from weightd.daemon.generations.actions import Action, Kill, Role, Send, Spawn
 from weightd.daemon.generations.generation import ABORT_TIMEOUT_S, Generation
-from weightd.daemon.generations.plan import Canary, Limits
+from weightd.daemon.generations.plan import Canary, Terms
+from weightd.daemon.generations.progress import Outlook
 from weightd.daemon.generations.states import GenerationState
 from weightd.daemon.generations.tries import MAX_DEATHS
 from weightd.daemon.host.ends import By, End
@@ -33,7 +34,7 @@ class Search:
     def __init__(self, canary: Canary | None = None, *, fixed: bool = False, known: Canary | None = None) -> None:
         self.now = 1000.0
         self.traits = Traits(fixed, holder_must_outlive=fixed, attach_rewrites_weights=fixed)
-        self.generation = Generation("m.1", Limits(1, 600.0, canary=canary or Canary()))
+        self.generation = Generation("m.1", Terms(1, 600.0, canary=canary or Canary()))
         self.generation.start()
         self.generation.pinned(SHA, self.now, known)
         self.generation.take_actions()
@@ -67,7 +68,7 @@ def test_a_death_in_a_try_is_followed_by_a_holder_that_leaves_it_out(fixed: bool
     search.try_(x(2), unfit=(x(1),))
     assert search.die() == [Spawn("m.1.holder2", Role.HOLDER)]
     generation = search.generation
-    assert (generation.state, generation.deaths, generation.killed) == (GenerationState.GATHERING, 0, False)
+    assert (generation.state, generation.deaths, generation.outlook) == (GenerationState.GATHERING, 0, Outlook.SAME)
     assert search.begin("m.1.holder2") == Build(pids, unfit=(x(1), x(2)))
     search.try_(x(32), holder="m.1.holder2", unfit=(x(1), x(2)))
     generation.holder_built("m.1.holder2", Built("7", (X,), (X,), (x(32),), "canary", 4096), search.now)
@@ -94,7 +95,7 @@ def test_a_death_out_of_a_try_is_what_it_was() -> None:
             search.try_(*cases)
         assert not [each for each in search.die() if isinstance(each, Spawn)]
         generation = search.generation
-        assert (generation.state, generation.deaths, generation.killed) == (GenerationState.FAILED, 1, True)
+        assert (generation.state, generation.deaths, generation.outlook) == (GenerationState.FAILED, 1, Outlook.BETTER)
 
 
 @pytest.mark.parametrize("canary", [Canary(), Canary(search=False, cases=(x(7),))])
@@ -113,7 +114,7 @@ def test_what_a_holder_tried_that_was_killed_from_outside_is_tried_again_once(ca
         assert search.begin("m.1.holder3").unfit == (x(7),)
     else:
         # The deployment waits, and loads it anew.
-        assert (generation.state, generation.killed) == (GenerationState.FAILED, True)
+        assert (generation.state, generation.outlook) == (GenerationState.FAILED, Outlook.BETTER)
 
 
 def test_after_some_deaths_the_next_holder_builds_without_a_canary() -> None:
@@ -163,7 +164,7 @@ def test_a_configured_canary_that_kills_is_the_cause_and_not_tried_again(end: En
     search.try_(x(7))
     search.die(end=end)
     generation = search.generation
-    assert (generation.state, generation.killed) == (GenerationState.FAILED, False)
+    assert (generation.state, generation.outlook) == (GenerationState.FAILED, Outlook.SAME)
     assert generation.cause == f"m.1.holder: {end}; it ran the configured canary, x [1, 7]"
 
 

@@ -12,7 +12,7 @@ import pytest
 from weightd.daemon.config.policies import Policy
 from weightd.daemon.generations.actions import Dismiss, Enlist, Forget, Kill, Pin, Role, Send, Spawn
 from weightd.daemon.generations.generation import Generation
-from weightd.daemon.generations.plan import Limits, Source
+from weightd.daemon.generations.plan import Source, Terms
 from weightd.daemon.generations.restarts import MAX_FAILED_STARTS
 from weightd.daemon.generations.states import GenerationState
 from weightd.daemon.host.ends import End
@@ -48,13 +48,13 @@ class Stage:
         self.device = Device("ascend:0", capacity)
         self.numbers = itertools.count(1)
         self.there: dict[str, Generation] = {}
-        limits = Limits(2, 500.0, sharing=sharing, outlives_holder=frozen)
+        limits = Terms(2, 500.0, sharing=sharing, outlives_holder=frozen)
         self.deployment = Deployment(
             self.device, limits, policy, fall_back=fall_back, process_bytes=EACH, make=self.make
         )
         self.deployment.start(FIRST)
 
-    def make(self, device: Device, source: Source, limits: Limits) -> Generation:
+    def make(self, device: Device, source: Source, limits: Terms) -> Generation:
         number = next(self.numbers)
         generation = Generation(f"m.{number}", limits, device.name, source, number)
         self.there[generation.label] = generation
@@ -93,7 +93,7 @@ class Stage:
 
     def builds(self, label: str, device: DeviceMemory | None = None) -> Stage:
         generation = self.there[label]
-        handle = "/store" if generation.limits.sharing else ""
+        handle = "/store" if generation.terms.sharing else ""
         generation.holder_built(f"{label}.holder", Built(handle, (X,), (X,), (), "canary", 1, device=device), self.now)
         return self.settled()
 
@@ -287,7 +287,7 @@ def test_it_falls_back_to_private_weights_once() -> None:
     assert not stage.deployment.failed
     stage.pinned()
     assert stage.device.promised["m.2"] == Need(WEIGHTS, 2, 2, 3, EACH)
-    assert not stage.there["m.2"].limits.sharing
+    assert not stage.there["m.2"].terms.sharing
     stage.greets("m.2")
     stage.there["m.2"].broken("m.2.holder", Broken("no memory"), stage.now)
     stage.settled()
@@ -298,11 +298,11 @@ def test_it_falls_back_to_private_weights_once() -> None:
 def test_a_holder_that_finds_no_room_is_tried_again_for_a_while(fall_back: bool) -> None:
     """What an earlier process had comes free late; copies in each process would need more."""
     stage = Stage(fall_back=fall_back).pinned()
-    end, number = stage.now + stage.deployment.limits.room_timeout, 1
+    end, number = stage.now + stage.deployment.terms.room_timeout, 1
     while not stage.deployment.failed:
         label = f"m.{number}"
         stage.greets(label)
-        assert stage.there[label].limits.sharing
+        assert stage.there[label].terms.sharing
         stage.there[label].broken(f"{label}.holder", Broken("ret:207001", no_room=True), stage.now)
         stage.settled().exit(*list(stage.there[label].children))
         stage.now = max(stage.now, stage.deployment.next_tick) if stage.deployment.busy else stage.now
@@ -585,6 +585,6 @@ def test_a_renewal_that_is_due_is_not_begun_when_it_is_wound_down() -> None:
 
 def test_nothing_can_be_told_before_the_start() -> None:
     make = Stage().make
-    deployment = Deployment(Device("cpu"), Limits(1, 1.0), Policy.AUTO, fall_back=False, process_bytes=0, make=make)
+    deployment = Deployment(Device("cpu"), Terms(1, 1.0), Policy.AUTO, fall_back=False, process_bytes=0, make=make)
     with pytest.raises(RuntimeError, match="before the start"):
         _ = deployment.main

@@ -267,9 +267,9 @@ def test_only_auto_on_a_card_falls_back_to_copies_in_each_process(
     sharing: str, device: str, copies: list[bool]
 ) -> None:
     stage = Stage(devices=(device,), traits=CARD, sharing=sharing).building()
-    assert stage.model.main.limits.sharing == (sharing != "off")
+    assert stage.model.main.terms.sharing == (sharing != "off")
     stage.says(HOLDER, Broken("it cannot share"))
-    assert [each.limits.sharing for each in stage.model.generations if each.label != "digits.1"] == copies
+    assert [each.terms.sharing for each in stage.model.generations if each.label != "digits.1"] == copies
     assert stage.model.has_failed != bool(copies)
 
 

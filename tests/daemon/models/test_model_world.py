@@ -23,7 +23,7 @@ from weightd.daemon.generations.actions import Role
 from weightd.daemon.generations.generation import Generation
 from weightd.daemon.generations.plan import Source
 from weightd.daemon.generations.records import SealRecord
-from weightd.daemon.generations.states import ACTIVE, ChildState
+from weightd.daemon.generations.states import ACTIVE, COUNTED, ChildState
 from weightd.daemon.host.ends import End
 from weightd.daemon.host.memory import MIB
 from weightd.daemon.models.budget import Device
@@ -98,7 +98,7 @@ class Process:
 
     @property
     def shares(self) -> bool:
-        return self.generation.limits.sharing
+        return self.generation.terms.sharing
 
     @property
     def holder(self) -> str:
@@ -288,7 +288,7 @@ class ModelWorld(RuleBasedStateMachine):
 
     def leaves(self, process: Process) -> bool:
         child = process.generation.children.get(process.name)
-        return process.generation.state not in ACTIVE or child is None or child.state is ChildState.STOPPING
+        return process.generation.state not in ACTIVE or child is None or child.state not in COUNTED
 
     def deployment(self, process: Process) -> Deployment:
         return next(each for each in self.model.deployments if each.device.name == process.generation.device)
@@ -701,7 +701,7 @@ class ModelWorld(RuleBasedStateMachine):
             assert deployment.cause
         else:
             serving = deployment.serving
-            assert len(serving.enlisted) == self.workers or serving.closed
+            assert len(serving.enlisted) == self.workers or serving.access.is_shut
             assert not deployment.busy
 
 

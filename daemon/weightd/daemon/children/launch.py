@@ -70,7 +70,7 @@ def program(config: ModelConfig, generation: Generation, snapshot: Snapshot) -> 
         snapshot.path,
         generation.device,
         threads=config.threads,
-        sharing=generation.limits.sharing,
+        sharing=generation.terms.sharing,
         options=config.options.json(),
         weights=snapshot.weights,
         sample=snapshot.sample,

@@ -32,7 +32,7 @@ class Canary:
 
 
 @dataclass(frozen=True)
-class Limits:
+class Terms:
     """What the model's configuration says about a generation.
 
     Attributes:
@@ -59,7 +59,7 @@ class Limits:
         """Seconds for which a start that finds no room on a card is tried again: what has ended gives it back late."""
         return min(_ROOM_TIMEOUT_S, self.load_timeout)
 
-    def private(self) -> Limits:
+    def private(self) -> Terms:
         """Return the same without sharing."""
         return replace(self, sharing=False)
 

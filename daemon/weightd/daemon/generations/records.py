@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from weightd.daemon.generations.access import RECORDED
 from weightd.daemon.generations.actions import Role
 from weightd.protocol import limits
 from weightd.protocol.messages.children import Built, Hello
@@ -36,14 +37,17 @@ class SealRecord:
 
 @dataclass(frozen=True)
 class GenerationRecord:
-    """A generation that serves. The fields are those of `Generation`; `source` is the number of its source."""
+    """A generation that serves. The fields are those of `Generation`; `source` is the number of its source.
+
+    `access` is who may still attach, `closed` why nobody may.
+    """
 
     number: int = field(metadata=_COUNT)
     source: int = field(metadata=_COUNT)
     device: str = field(metadata=_NAME)
     sharing: bool = field(metadata=boolean())
     sha256: str = field(metadata=_NAME)
-    frozen: bool = field(metadata=boolean())
+    access: str = field(metadata=one_of(RECORDED))
     closed: str = field(metadata=_WORDS)
     process_bytes: int = field(metadata=_COUNT)
     serial: int = field(metadata=_COUNT)

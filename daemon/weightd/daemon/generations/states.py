@@ -1,14 +1,18 @@
-"""The states of a generation and of its processes, and every legal change between them.
+"""The states of a generation, of its processes and of who may still attach, and every legal change between them.
 
-Two rules: all legality is in the two tables of this file, and an unlisted pair of state and event raises.
+Two rules: all legality is in the tables of this file, and an unlisted pair of state and event raises; and a state is
+changed by `Machine.advance` alone, also where what an earlier daemon has loaded is taken over.
 The diagrams of docs/design.md are drawn from these tables (``python -m weightd.daemon.generations.states``).
 """
 
 from __future__ import annotations
 
 import enum
+import logging
 from collections.abc import Iterator, Mapping
-from typing import TypeVar
+from typing import Any, Generic, TypeVar
+
+_log = logging.getLogger("weightd.generation")
 
 
 class GenerationState(enum.Enum):
@@ -19,15 +23,22 @@ class GenerationState(enum.Enum):
     GATHERING = "gathering"  # they say HELLO with their pids
     BUILDING = "building"  # the holder builds the model and exports its weights
     ATTACHING = "attaching"  # workers build on these weights, one after another
+    RESUMING = "resuming"  # an earlier daemon has loaded it; its workers come back
     SERVING = "serving"  # at least one worker has been READY
     DRAINING = "draining"  # no new work; workers leave, then the holder
     GONE = "gone"  # nothing is left
     FAILED = "failed"  # nothing is left but the cause
 
+    @property
+    def told(self) -> str:
+        """The state for people, who are not told which daemon has loaded it."""
+        return "attaching" if self is GenerationState.RESUMING else self.value
+
 
 class GenerationEvent(enum.Enum):
     """What happens to a generation."""
 
+    RESUME = "resume"
     PINNED = "pinned"
     GREETED = "greeted"
     GATHERED = "gathered"
@@ -46,22 +57,60 @@ class ChildState(enum.Enum):
     GREETED = "greeted"  # it has said HELLO
     BUILDING = "building"  # holder: builds and exports
     HOLDING = "holding"  # holder: keeps the weights alive
+    ADMITTED = "admitted"  # worker: the engine lets it attach
     ATTACHING = "attaching"  # worker: builds on the holder's weights
+    AWAITED = "awaited"  # worker: was READY for an earlier daemon, and is to come back
     READY = "ready"  # worker: takes requests
-    STOPPING = "stopping"  # told to leave, or given up
+    STOPPING = "stopping"  # told to leave
+    ABORTED = "aborted"  # hangs: it is to write its stacks down, and to end of that
+    KILLED = "killed"  # nothing is left but its exit
     GONE = "gone"  # exited and waited for
+
+    @property
+    def told(self) -> str:
+        """The state for people, who are not told how a process is let in and got out."""
+        return _TOLD.get(self, self).value
 
 
 class ChildEvent(enum.Enum):
     """What happens to a holder or a worker."""
 
+    KEEP = "keep"
+    AWAIT = "await"
     HELLO = "hello"
     BUILD = "build"
     BUILT = "built"
+    ADMIT = "admit"
     ATTACH = "attach"
     ATTACHED = "attached"
+    BACK = "back"
     STOP = "stop"
+    ABORT = "abort"
+    KILL = "kill"
     EXIT = "exit"
+
+
+class AccessState(enum.Enum):
+    """Who may still attach to a generation's weights."""
+
+    OPEN = "open"  # anybody
+    LISTED = "listed"  # whom the holder knew at its build; it can be asked to let another one in
+    ASKING = "asking"  # the same; it has been asked
+    CLOSED = "closed"  # the engine lets nobody in who was not there at the build
+    FROZEN = "frozen"  # nobody: the holder is lost, and the workers go on
+    INVALID = "invalid"  # nobody: the weights are gone or changed, and no answer of a worker counts any more
+
+
+class AccessEvent(enum.Enum):
+    """What happens to who may attach."""
+
+    FIX = "fix"
+    UNSHARE = "unshare"
+    ASK = "ask"
+    ALLOW = "allow"
+    REFUSE = "refuse"
+    LOSE = "lose"
+    INVALIDATE = "invalidate"
 
 
 # Before it serves, a generation needs its holder; these are the states that lead there.
@@ -72,10 +121,14 @@ LOADING = frozenset(
         GenerationState.GATHERING,
         GenerationState.BUILDING,
         GenerationState.ATTACHING,
+        GenerationState.RESUMING,
     }
 )
 ACTIVE = LOADING | {GenerationState.SERVING}
 ENDED = frozenset({GenerationState.GONE, GenerationState.FAILED})
+
+# What a daemon writes down of itself another one can go on with.
+RESUMABLE = frozenset({GenerationState.RESUMING, GenerationState.SERVING})
 
 # A child that the generation counts on: alive, and not on its way out.
 COUNTED = frozenset(
@@ -84,19 +137,33 @@ COUNTED = frozenset(
         ChildState.GREETED,
         ChildState.BUILDING,
         ChildState.HOLDING,
+        ChildState.ADMITTED,
         ChildState.ATTACHING,
+        ChildState.AWAITED,
         ChildState.READY,
     }
 )
-ALIVE = COUNTED | {ChildState.STOPPING}
+ALIVE = COUNTED | {ChildState.STOPPING, ChildState.ABORTED, ChildState.KILLED}
+
+# Lost workers cannot be replaced.
+SHUT = frozenset({AccessState.CLOSED, AccessState.FROZEN})
+
+_TOLD = {
+    ChildState.ADMITTED: ChildState.GREETED,
+    ChildState.AWAITED: ChildState.ATTACHING,
+    ChildState.ABORTED: ChildState.STOPPING,
+    ChildState.KILLED: ChildState.STOPPING,
+}
 
 GENERATION: Mapping[tuple[GenerationState, GenerationEvent], GenerationState] = {
     (GenerationState.PINNING, GenerationEvent.PINNED): GenerationState.SPAWNING,
+    (GenerationState.PINNING, GenerationEvent.RESUME): GenerationState.RESUMING,
     (GenerationState.SPAWNING, GenerationEvent.GREETED): GenerationState.GATHERING,
     (GenerationState.GATHERING, GenerationEvent.GATHERED): GenerationState.BUILDING,
     (GenerationState.BUILDING, GenerationEvent.RETRY): GenerationState.GATHERING,
     (GenerationState.BUILDING, GenerationEvent.BUILT): GenerationState.ATTACHING,
     (GenerationState.ATTACHING, GenerationEvent.READY): GenerationState.SERVING,
+    (GenerationState.RESUMING, GenerationEvent.READY): GenerationState.SERVING,
     **{(state, GenerationEvent.DRAIN): GenerationState.DRAINING for state in GenerationState if state in ACTIVE},
     **{(state, GenerationEvent.FAIL): GenerationState.FAILED for state in GenerationState if state in ACTIVE},
     (GenerationState.DRAINING, GenerationEvent.EMPTY): GenerationState.GONE,
@@ -106,10 +173,32 @@ CHILD: Mapping[tuple[ChildState, ChildEvent], ChildState] = {
     (ChildState.SPAWNED, ChildEvent.HELLO): ChildState.GREETED,
     (ChildState.GREETED, ChildEvent.BUILD): ChildState.BUILDING,
     (ChildState.BUILDING, ChildEvent.BUILT): ChildState.HOLDING,
-    (ChildState.GREETED, ChildEvent.ATTACH): ChildState.ATTACHING,
+    (ChildState.GREETED, ChildEvent.ADMIT): ChildState.ADMITTED,
+    (ChildState.ADMITTED, ChildEvent.ATTACH): ChildState.ATTACHING,
     (ChildState.ATTACHING, ChildEvent.ATTACHED): ChildState.READY,
+    (ChildState.SPAWNED, ChildEvent.KEEP): ChildState.HOLDING,
+    (ChildState.SPAWNED, ChildEvent.AWAIT): ChildState.AWAITED,
+    (ChildState.AWAITED, ChildEvent.BACK): ChildState.READY,
     **{(state, ChildEvent.STOP): ChildState.STOPPING for state in ChildState if state in COUNTED},
+    **{
+        (state, ChildEvent.ABORT): ChildState.ABORTED
+        for state in ChildState
+        if state in COUNTED | {ChildState.STOPPING}
+    },
+    **{(state, ChildEvent.KILL): ChildState.KILLED for state in ChildState if state in ALIVE - {ChildState.KILLED}},
     **{(state, ChildEvent.EXIT): ChildState.GONE for state in ChildState if state in ALIVE},
+}
+
+ACCESS: Mapping[tuple[AccessState, AccessEvent], AccessState] = {
+    (AccessState.OPEN, AccessEvent.FIX): AccessState.LISTED,
+    (AccessState.LISTED, AccessEvent.UNSHARE): AccessState.OPEN,
+    (AccessState.LISTED, AccessEvent.ASK): AccessState.ASKING,
+    (AccessState.ASKING, AccessEvent.ALLOW): AccessState.LISTED,
+    (AccessState.ASKING, AccessEvent.REFUSE): AccessState.CLOSED,
+    (AccessState.LISTED, AccessEvent.LOSE): AccessState.FROZEN,
+    (AccessState.ASKING, AccessEvent.LOSE): AccessState.FROZEN,
+    (AccessState.CLOSED, AccessEvent.LOSE): AccessState.FROZEN,
+    **{(state, AccessEvent.INVALIDATE): AccessState.INVALID for state in AccessState if state != AccessState.INVALID},
 }
 
 S = TypeVar("S", bound=enum.Enum)
@@ -132,6 +221,37 @@ def advance(table: Mapping[tuple[S, E], S], state: S, event: E) -> S:
         raise IllegalTransition(f"{event.name} in {state.name}") from None
 
 
+class Machine(Generic[S, E]):
+    """A state of a table.
+
+    Args:
+        table: of the legal changes.
+        state: where it begins.
+        name: whose state it is, for the log.
+        extra: of each of its records.
+    """
+
+    def __init__(self, table: Mapping[tuple[S, E], S], state: S, name: str, extra: Mapping[str, Any]) -> None:
+        self._table = table
+        self._state = state
+        self._name = name
+        self._extra = extra
+
+    @property
+    def state(self) -> S:
+        """The present one."""
+        return self._state
+
+    def advance(self, event: E) -> None:
+        """Change it.
+
+        Raises:
+            IllegalTransition: the table does not list the event in the present state.
+        """
+        before, self._state = self._state, advance(self._table, self._state, event)
+        _log.debug("%s: %s -> %s", self._name, before.value, self._state.value, extra=self._extra)
+
+
 def diagram(table: Mapping[tuple[S, E], S]) -> Iterator[str]:
     """Yield the lines of a Mermaid state diagram of `table`."""
     yield "stateDiagram-v2"
@@ -140,4 +260,4 @@ def diagram(table: Mapping[tuple[S, E], S]) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    print("\n".join([*diagram(GENERATION), "", *diagram(CHILD)]))
+    print("\n".join([*diagram(GENERATION), "", *diagram(CHILD), "", *diagram(ACCESS)]))

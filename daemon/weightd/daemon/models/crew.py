@@ -14,6 +14,7 @@ from weightd.daemon.generations.actions import Action, Dismiss, Enlist, Forget, 
 from weightd.daemon.generations.generation import Generation
 from weightd.daemon.generations.plan import Source
 from weightd.daemon.generations.records import GenerationRecord
+from weightd.daemon.generations.resume import resume
 from weightd.daemon.host.ends import End
 from weightd.daemon.models.deployment import Deployment
 from weightd.daemon.models.ports import Children
@@ -77,8 +78,8 @@ class Crew:
         self, label: str, deployment: Deployment, sources: Mapping[int, Source], record: GenerationRecord, now: float
     ) -> Generation | None:
         """Go on with a generation that a daemon before this one has loaded; None if its page store was changed."""
-        limits = deployment.limits if record.sharing else deployment.limits.private()
-        generation = Generation.resume(label, limits, sources[record.source], record, now)
+        terms = deployment.terms if record.sharing else deployment.terms.private()
+        generation = resume(label, terms, sources[record.source], record, now)
         if not self._children.resume(self._owner, generation, record.seal):
             _log.error(
                 "%s: loaded anew: the page store was changed while no daemon was there", label, extra=generation.about()
@@ -86,7 +87,7 @@ class Crew:
             return None
         self._owners.update((child, (deployment, generation)) for child in generation.children)
         if record.built.canary_cases:
-            known = dataclasses.replace(limits.canary, cases=record.built.canary_cases)
+            known = dataclasses.replace(terms.canary, cases=record.built.canary_cases)
             self._snapshots.learned(generation.source, known)
         return generation
 
@@ -184,7 +185,7 @@ class Crew:
                 self._desk.enlist(name)
             case Dismiss(name):
                 self._desk.dismiss(name)
-                if generation.invalid:
+                if not generation.access.is_valid:
                     # It will not answer what it has, and is not to blame.
                     self._desk.release(name)
             case Forget():
@@ -215,7 +216,7 @@ class Crew:
 
     def examine(self, deployment: Deployment, generation: Generation, now: float) -> None:
         """Have a generation replaced whose page store was changed; of a holder that is dead it will be told."""
-        if generation.trusted(self._children.lives) and not self._children.intact(generation):
+        if generation.access.trusts(self._children.lives) and not self._children.intact(generation):
             generation.store_lost("the page store was changed or truncated by somebody: its pages are not trusted", now)
             self._changed(deployment, now)
 
@@ -223,7 +224,7 @@ class Crew:
 
     def _is_sound(self, generation: Generation) -> bool:
         """Whether what the generation's workers say can be passed on."""
-        return generation.trusted(self._children.lives) and self._children.intact(generation)
+        return generation.access.trusts(self._children.lives) and self._children.intact(generation)
 
     def _changed(self, deployment: Deployment, now: float) -> None:
         deployment.reconcile(now)

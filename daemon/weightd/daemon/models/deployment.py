@@ -13,7 +13,8 @@ from collections.abc import Callable
 from weightd.daemon.config.policies import Policy
 from weightd.daemon.generations.actions import Action, Enlist, Forget
 from weightd.daemon.generations.generation import Generation
-from weightd.daemon.generations.plan import Canary, Limits, Source
+from weightd.daemon.generations.plan import Canary, Source, Terms
+from weightd.daemon.generations.progress import Outlook
 from weightd.daemon.generations.restarts import Restarts
 from weightd.daemon.generations.states import ACTIVE, GenerationState
 from weightd.daemon.models.budget import Device, Need
@@ -30,7 +31,7 @@ class Deployment:
 
     Args:
         device: where, and what it has room for.
-        limits: of each generation.
+        terms: of each generation.
         policy: how one is replaced.
         fall_back: whether a generation that cannot share its weights is followed by one that does not.
         process_bytes: what each process takes on the device beside the weights; what was seen counts if it is more.
@@ -41,18 +42,18 @@ class Deployment:
         coming: the one that loads.
         leaving: those that wind down.
         failed: whether no further generation is tried.
-        limits: of the next generation.
+        terms: of the next generation.
     """
 
     def __init__(
         self,
         device: Device,
-        limits: Limits,
+        terms: Terms,
         policy: Policy,
         *,
         fall_back: bool,
         process_bytes: int,
-        make: Callable[[Device, Source, Limits], Generation],
+        make: Callable[[Device, Source, Terms], Generation],
     ) -> None:
         self.device = device
         self.serving: Generation | None = None
@@ -60,7 +61,7 @@ class Deployment:
         self.leaving: list[Generation] = []
         self.failed = False
         self._blamed: Generation | None = None
-        self.limits = limits
+        self.terms = terms
         self._policy = policy
         self._fall_back = fall_back
         self._make = make
@@ -88,9 +89,9 @@ class Deployment:
     def resume(self, generation: Generation, nbytes: int, now: float) -> None:
         """Go on with a generation that a daemon before this one has loaded, of a model of so many bytes."""
         self.coming = self._last = generation
-        self.limits = generation.limits
+        self.terms = generation.terms
         self._has_served = True
-        self._process_bytes = max(self._least_process_bytes, generation.process_bytes)
+        self._process_bytes = max(self._least_process_bytes, generation.footprint.process_bytes)
         # It is there: whether there is room is no question.
         self.device.promised[generation.label] = self._need(nbytes)
         self.reconcile(now)
@@ -140,7 +141,7 @@ class Deployment:
         """The card has said what is free after a process of the generation has loaded."""
         if memory is not None:
             self.device.free = memory.free_bytes
-            self._process_bytes = max(self._least_process_bytes, generation.process_bytes)
+            self._process_bytes = max(self._least_process_bytes, generation.footprint.process_bytes)
             self.device.learn(generation.label, self._process_bytes)
 
     def will_leave(self) -> None:
@@ -193,7 +194,7 @@ class Deployment:
     @property
     def may_recover(self) -> bool:
         """Whether what ended the last generation may not end the next one: a kill, or that everything ends."""
-        return self._blamed is None or self._blamed.killed or self._stopping
+        return self._blamed is None or self._blamed.outlook is Outlook.BETTER or self._stopping
 
     @property
     def main(self) -> Generation:
@@ -240,7 +241,7 @@ class Deployment:
 
     def _load(self, source: Source) -> None:
         self._wanted = None
-        self.coming = self._last = self._make(self.device, source, self.limits)
+        self.coming = self._last = self._make(self.device, source, self.terms)
         self.coming.start()
         self._collect()
 
@@ -287,9 +288,9 @@ class Deployment:
         return self._policy is Policy.REPLACE or bool(refusal)
 
     def _need(self, nbytes: int) -> Need:
-        users = self.limits.attached
+        users = self.terms.attached
         # Without sharing the holder has left, and its copy with it, before a worker loads.
-        copies = 1 if self.limits.sharing else users
+        copies = 1 if self.terms.sharing else users
         return Need(nbytes, copies, users, 1 + users, self._process_bytes)
 
     def _arrive(self, now: float) -> None:
@@ -299,7 +300,7 @@ class Deployment:
             return
         if self._updating:
             if coming.complete and not coming.full:
-                coming.failed(f"not every worker could load it: {coming.cause}", now)
+                coming.given_up("not every worker could load it", now)
                 self._coming_failed(coming, now)
         elif self.serving is None or coming.complete:
             self._take_over(coming, now)
@@ -340,21 +341,21 @@ class Deployment:
         if updating:
             if self.serving is None and self._wanted is None:
                 self._fail(coming)
-        elif coming.no_room:
+        elif coming.outlook is Outlook.ROOM:
             # Copies of the weights in each process would find less.
-            self._restarts.no_room(now, self.limits.room_timeout)
+            self._restarts.no_room(now, self.terms.room_timeout)
             self._try_again(coming)
-        elif self._fall_back and self.limits.sharing and coming.sha256 and coming.built is None:
+        elif self._fall_back and self.terms.sharing and coming.sha256 and coming.built is None:
             _log.warning(
                 "%s: cannot share weights, so each worker gets its own: %s",
                 coming.label,
                 coming.cause,
                 extra=coming.about(),
             )
-            self.limits = self.limits.private()
+            self.terms = self.terms.private()
             self._wanted = coming.source
             return
-        elif not self._has_served and not coming.killed:
+        elif not self._has_served and coming.outlook is not Outlook.BETTER:
             self._fail(coming)
         else:
             self._restarts.start_failed(now)
@@ -395,7 +396,7 @@ class Deployment:
         if self.serving is old:
             self.serving = None
         self.leaving.append(old)
-        old.drain(now, patience=self.limits.predict_timeout)
+        old.drain(now, patience=self.terms.predict_timeout)
 
     def _forget_ended(self) -> None:
         for generation in [each for each in self.leaving if each.ended]:

@@ -11,7 +11,8 @@ from weightd.daemon.children.owner import Snapshot
 from weightd.daemon.config.model import ModelConfig
 from weightd.daemon.config.policies import Policy
 from weightd.daemon.generations.generation import Generation
-from weightd.daemon.generations.plan import Canary, Limits, Source
+from weightd.daemon.generations.plan import Canary, Source, Terms
+from weightd.daemon.generations.resume import record as record_generation
 from weightd.daemon.generations.states import ACTIVE, GenerationState, advance
 from weightd.daemon.host.ends import End
 from weightd.daemon.host.memory import MIB
@@ -59,7 +60,7 @@ class Model:
         self.config = config
         self.desk = Desk(name, config, clients, children.order)
         self.timer = Timer(self.tick)
-        limits = Limits(
+        terms = Terms(
             config.workers,
             config.load_timeout,
             spares=config.spares or 0,
@@ -71,7 +72,7 @@ class Model:
         self.deployments = [
             Deployment(
                 devices[device],
-                limits,
+                terms,
                 Policy(config.policy),
                 # On the CPU each process falls back by itself.
                 fall_back=config.sharing == "auto" and device != "cpu",
@@ -190,7 +191,7 @@ class Model:
         """Return what the next daemon has to know to `resume` it; None if it has to load it anew."""
         source, sources = self._sources.current.number, self._sources.records()
         kept = [each.serving or each.coming for each in self.deployments]
-        generations = [each.record(self._children.seal(each)) for each in kept if each is not None]
+        generations = [record_generation(each, self._children.seal(each)) for each in kept if each is not None]
         known = [each for each in generations if each is not None and each.source == source]
         if self.draining or not known or source not in [each.number for each in sources]:
             return None
@@ -349,9 +350,9 @@ class Model:
 
     # --- within -------------------------------------------------------------------------------------------------
 
-    def _make(self, device: Device, source: Source, limits: Limits) -> Generation:
+    def _make(self, device: Device, source: Source, terms: Terms) -> Generation:
         number = self._numbers.generation()
-        return Generation(f"{self.name}.{number}", limits, device.name, source, number=number)
+        return Generation(f"{self.name}.{number}", terms, device.name, source, number=number)
 
     def _check_alive(self) -> None:
         if self._refusal is not None:

@@ -11,7 +11,8 @@ from typing import NamedTuple
 from weightd.daemon.children.files import GenerationFiles
 from weightd.daemon.engines.ascend import on_card
 from weightd.daemon.generations.actions import Role
-from weightd.daemon.generations.generation import Child, Generation
+from weightd.daemon.generations.child import Child
+from weightd.daemon.generations.generation import Generation
 from weightd.daemon.generations.states import ChildState
 from weightd.daemon.host import cgroup
 from weightd.daemon.host.memory import resident_bytes
@@ -77,7 +78,7 @@ def _model(
         name=model.name,
         engine=model.config.engine,
         path=clip(model.source.path),
-        state=model.state.value,
+        state=model.state.told,
         queued=model.desk.scheduler.queued,
         served=model.desk.latencies.count,
         failed=model.desk.failed,
@@ -116,7 +117,7 @@ def _generation(
     return GenerationStatus(
         number=generation.number,
         device=generation.device,
-        state=generation.state.value,
+        state=generation.state.told,
         progress=generation.progress,
         cause=clip(generation.cause),
         sha256=generation.sha256,
@@ -135,7 +136,7 @@ def _process(model: Model, generation: Generation, child: Child, pid: int, surve
     return ProcessStatus(
         name=child.name,
         role="spare" if is_spare else child.role.value,
-        state=child.state.value,
+        state=child.state.told,
         pid=pid,
         served=latencies.count if latencies else 0,
         in_flight=model.desk.scheduler.in_flight(child.name),

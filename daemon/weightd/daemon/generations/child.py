@@ -1,0 +1,211 @@
+"""The processes of a generation: the state of each, how long that may last, and how one is got rid of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from weightd.daemon.generations.actions import Action, Dismiss, Enlist, Kill, Role, Send, Spawn
+from weightd.daemon.generations.states import ALIVE, CHILD, COUNTED, ChildEvent, ChildState, Machine
+from weightd.protocol.messages.children import DeviceMemory, Hello, Stop
+
+FOREVER = float("inf")
+
+
+@dataclass(frozen=True)
+class Loss:
+    """How a child came to be of no use any more.
+
+    Attributes:
+        why: for people.
+        was: its state until then.
+        is_useful: it had answered some request.
+        no_room: it found none on the card, where some may come free late.
+        is_slow: it took too long, and is being ended.
+        by_signal: a signal has ended it.
+        from_outside: another has ended it.
+    """
+
+    why: str
+    was: ChildState
+    is_useful: bool = False
+    no_room: bool = False
+    is_slow: bool = False
+    by_signal: bool = False
+    from_outside: bool = False
+
+
+class Child:
+    """A holder or a worker.
+
+    Args:
+        name: of the process.
+        role: what it is for.
+        deadline: when its first state has lasted too long.
+        extra: of its records in the log.
+
+    Attributes:
+        deadline: when its present state has lasted too long (monotonic seconds).
+        hello: what it has said of itself.
+        ready_at: since when it is READY.
+        shared_bytes: how much of its memory is shared, by its own word.
+        note: why that is not more.
+        loss: why it was given up, if that was before it was dead.
+    """
+
+    def __init__(self, name: str, role: Role, deadline: float, extra: Mapping[str, Any]) -> None:
+        self.name = name
+        self.role = role
+        self.deadline = deadline
+        self.hello: Hello | None = None
+        self.ready_at = 0.0
+        self.shared_bytes = 0
+        self.note = ""
+        self.loss: Loss | None = None
+        self._machine = Machine(CHILD, ChildState.SPAWNED, name, extra)
+
+    @property
+    def state(self) -> ChildState:
+        """Where it is in its life."""
+        return self._machine.state
+
+    def advance(self, event: ChildEvent, deadline: float = FOREVER) -> None:
+        """Change its state; the new one may last until `deadline`."""
+        self._machine.advance(event)
+        self.deadline = deadline
+
+
+class Roster:
+    """The children of one generation, and those of them that take requests.
+
+    Args:
+        label: of the generation.
+        want: takes what is to be done.
+        about: returns `extra` of a record in the log.
+
+    Attributes:
+        children: every one that is alive, by name, in the order in which they were started.
+        enlisted: the workers that take requests; the other ones that are READY are spares.
+        serial: how many workers have been started.
+    """
+
+    def __init__(self, label: str, want: Callable[[Action], None], about: Callable[[str], Mapping[str, Any]]) -> None:
+        self.children: dict[str, Child] = {}
+        self.enlisted: dict[str, None] = {}
+        self.serial = 0
+        self._holders = 0
+        self._label = label
+        self._want = want
+        self._about = about
+
+    # --- what it tells ------------------------------------------------------------------------------------------
+
+    def counted(self, role: Role) -> list[Child]:
+        """Return those that the generation counts on."""
+        return [child for child in self.children.values() if child.role is role and child.state in COUNTED]
+
+    def count(self, *states: ChildState) -> int:
+        """Return how many are in one of these states."""
+        return sum(child.state in states for child in self.children.values())
+
+    @property
+    def holder(self) -> Child | None:
+        """The one that the generation counts on."""
+        return next(iter(self.counted(Role.HOLDER)), None)
+
+    @property
+    def has_holder(self) -> bool:
+        """Whether there is one, though it may be on its way out."""
+        return any(child.role is Role.HOLDER for child in self.children.values())
+
+    @property
+    def all_ready(self) -> bool:
+        """Whether no worker is on its way."""
+        return all(worker.state is ChildState.READY for worker in self.counted(Role.WORKER))
+
+    def alive(self) -> Iterator[Child]:
+        """Yield the children that have a process."""
+        return (child for child in self.children.values() if child.state in ALIVE)
+
+    # --- what it does -------------------------------------------------------------------------------------------
+
+    def spawn(self, role: Role, deadline: float) -> None:
+        """Start one; it is to say HELLO by `deadline`."""
+        self.serial += role is Role.WORKER
+        self._holders += role is Role.HOLDER
+        holder = f"{self._label}.holder{self._holders if self._holders > 1 else ''}"
+        child = self.add(holder if role is Role.HOLDER else f"{self._label}.w{self.serial}", role, deadline)
+        self._want(Spawn(child.name, role))
+
+    def add(self, name: str, role: Role, deadline: float = FOREVER) -> Child:
+        """Count on a process that is there; return it."""
+        child = self.children[name] = Child(name, role, deadline, self._about(name))
+        return child
+
+    def fill(self, workers: int) -> None:
+        """Let as many take requests; spares take the places of those that are lost."""
+        for worker in self.counted(Role.WORKER):
+            if len(self.enlisted) >= workers:
+                return
+            if worker.state is ChildState.READY and worker.name not in self.enlisted:
+                self.enlisted[worker.name] = None
+                self._want(Enlist(worker.name))
+
+    def stop(self, child: Child, deadline: float) -> None:
+        """Tell one to leave."""
+        if child.state is ChildState.SPAWNED:
+            # It cannot be told anything: there may be nobody who would hear it.
+            self.kill(child)
+        else:
+            self._dismiss(child)
+            child.advance(ChildEvent.STOP, deadline)
+            self._want(Send(child.name, Stop()))
+
+    def abort(self, child: Child, deadline: float) -> None:
+        """End one that hangs, in a way that shows where; it is killed at `deadline`."""
+        self._dismiss(child)
+        child.advance(ChildEvent.ABORT, deadline)
+        self._want(Kill(child.name, abort=True))
+
+    def kill(self, child: Child) -> None:
+        """Kill one."""
+        self._dismiss(child)
+        child.advance(ChildEvent.KILL)
+        self._want(Kill(child.name))
+
+    def exited(self, child: Child) -> None:
+        """One has exited and has been waited for."""
+        del self.children[child.name]
+        self.enlisted.pop(child.name, None)
+        child.advance(ChildEvent.EXIT)
+
+    def _dismiss(self, child: Child) -> None:
+        if child.state is ChildState.READY:
+            self._want(Dismiss(child.name))
+        self.enlisted.pop(child.name, None)
+
+
+class Footprint:
+    """What one process takes on a card beside the weights.
+
+    Attributes:
+        process_bytes: as far as it has been seen.
+    """
+
+    def __init__(self) -> None:
+        self.process_bytes = 0
+        self._free: int | None = None
+
+    def built(self, device: DeviceMemory | None) -> None:
+        """The holder has loaded the weights."""
+        self._free = device.free_bytes if device else None
+
+    def attached(self, device: DeviceMemory | None) -> None:
+        """Attaches come one after another: what a card lost since the last one, this process took."""
+        if device is not None:
+            taken = 0 if self._free is None else self._free - device.free_bytes
+            # The least that was seen: whatever else was loaded on the card meanwhile only makes it more.
+            if taken > 0:
+                self.process_bytes = min(self.process_bytes or taken, taken)
+            self._free = device.free_bytes

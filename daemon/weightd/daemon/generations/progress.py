@@ -1,0 +1,286 @@
+"""What is told of a generation: how it stands, why it has fewer workers than it should, and why it has failed."""
+
+from __future__ import annotations
+
+import enum
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from weightd.daemon.generations.access import Access
+from weightd.daemon.generations.actions import Action, Role
+from weightd.daemon.generations.child import FOREVER, Child, Footprint, Roster
+from weightd.daemon.generations.plan import Source, Terms
+from weightd.daemon.generations.restarts import Restarts
+from weightd.daemon.generations.states import (
+    ACTIVE,
+    ENDED,
+    GENERATION,
+    ChildState,
+    GenerationState,
+    Machine,
+)
+from weightd.daemon.generations.tries import Tries, described
+from weightd.daemon.host.logs import about
+from weightd.protocol.messages.children import Attached, Built
+
+_log = logging.getLogger("weightd.generation")
+
+
+class Outlook(enum.Enum):
+    """What another generation may expect where one has failed."""
+
+    SAME = "same"  # the same end
+    ROOM = "room"  # there was none on the card, and some may come free late
+    BETTER = "better"  # a signal has ended the holder: that may go better the next time
+
+
+@dataclass(frozen=True)
+class Cause:
+    """Why a generation has failed, or has fewer workers than it should; as text it is for people.
+
+    Attributes:
+        why: what has happened.
+        child: to whom, or "".
+        words: the last ones of its log, as soon as they are known.
+        before: what this has led to.
+        after: what follows from it.
+        outlook: of the next generation, if this one has failed of it.
+    """
+
+    why: str = ""
+    child: str = ""
+    words: str = ""
+    before: str = ""
+    after: str = ""
+    outlook: Outlook = Outlook.SAME
+
+    def led_to(self, what: str) -> Cause:
+        """Return it with what it has led to."""
+        return replace(self, before=f"{what}{self.before}")
+
+    def __str__(self) -> str:
+        child = f"{self.child}: " if self.child else ""
+        words = f"; its log ends: {self.words}" if self.words else ""
+        return f"{self.before}{child}{self.why}{words}{self.after}"
+
+
+class Teller:
+    """Tells of one generation in the log, each thing once.
+
+    Args:
+        label: of the generation.
+        number: the one in its label.
+    """
+
+    def __init__(self, label: str, number: int) -> None:
+        self._label = label
+        self._number = number
+        self._progress = ""
+        self._notes: set[str] = set()
+
+    def about(self, child: str = "") -> Mapping[str, Any]:
+        """Return `extra` of an event of this generation, or of one of its children."""
+        return about(self._label.rpartition(".")[0], self._number, child)
+
+    def tell(self, why: str, child: str = "", *, level: int = logging.WARNING) -> None:
+        """Tell something, of one of its children or of itself."""
+        _log.log(level, "%s: %s", self._label, why, extra=self.about(child))
+
+    def progress(self, progress: str, *, has_failed: bool) -> None:
+        """One line each time that there is something new; a failure is told by who knows what follows."""
+        if progress != self._progress:
+            self._progress = progress
+            if not has_failed:
+                self.tell(progress, level=logging.INFO)
+
+    def built(self, built: Built, holder: str) -> None:
+        """The holder may have nothing for anybody to attach to. That there is nothing to share is no loss."""
+        if not built.handle:
+            self._unshared(built.note, holder, logging.WARNING if built.is_loss else logging.INFO)
+
+    def attached(self, built: Built, attached: Attached, worker: str) -> None:
+        """A worker may not have got what the holder has; that there is nothing, the holder has told."""
+        if built.shared_bytes and not attached.shared_bytes:
+            self._unshared(attached.note, worker, logging.WARNING)
+
+    def _unshared(self, note: str, child: str, level: int) -> None:
+        """Each cause once, however many workers meet it."""
+        note = note or "weights are not shared"
+        if note not in self._notes:
+            self._notes.add(note)
+            self.tell(note, child, level=level)
+
+
+class Standing:
+    """How a generation stands: what it has, and what can be asked of it. Nothing here changes anything.
+
+    Args:
+        label: its name, the model's and a number that is never used again.
+        terms: what is configured.
+        device: where it lives.
+        source: what it loads.
+        number: the one in its label.
+
+    Attributes:
+        children: every child that is alive, by name, in the order in which they were started.
+        enlisted: the workers that take requests; the other ones that are READY are spares.
+        roster: both, and what can be done with them.
+        access: who may attach, and whether answers count.
+        sha256: of the model, once it is pinned.
+        built: what the holder exported, once it has.
+        footprint: what one process takes on the card beside the weights.
+        deaths: processes that ended, or had to be ended, without being asked to.
+        tries: what is known of its canary.
+    """
+
+    def __init__(
+        self, label: str, terms: Terms, device: str = "cpu", source: Source | None = None, number: int = 1
+    ) -> None:
+        self.label = label
+        self.terms = terms
+        self.device = device
+        self.source = source or Source("")
+        self.number = number
+        self.sha256 = ""
+        self.built: Built | None = None
+        self.deaths: int = 0
+        self.tries = Tries(terms.canary)
+        self.footprint = Footprint()
+        self._actions: list[Action] = []
+        self._teller = Teller(label, number)
+        self.roster = Roster(label, self._actions.append, self.about)
+        self.access = Access(label, self.roster, self._actions.append, self._teller.tell, self.about())
+        self.children = self.roster.children
+        self.enlisted = self.roster.enlisted
+        self._machine = Machine(GENERATION, GenerationState.PINNING, label, self.about())
+        self._cause = Cause()
+        self._restarts = Restarts()
+
+    @property
+    def state(self) -> GenerationState:
+        """Where it is."""
+        return self._machine.state
+
+    @property
+    def cause(self) -> str:
+        """Why it failed, or why it has fewer workers than it should, for people."""
+        return str(self._cause)
+
+    @property
+    def outlook(self) -> Outlook:
+        """What the next one may expect, if this one has failed."""
+        return self._cause.outlook
+
+    def take_actions(self) -> list[Action]:
+        """Return what is to be done, in order, and forget it."""
+        actions = list(self._actions)
+        self._actions.clear()
+        return actions
+
+    @property
+    def next_tick(self) -> float:
+        """When `tick` is due, in monotonic seconds."""
+        due = min((child.deadline for child in self.children.values()), default=FOREVER)
+        due = min(due, self.access.deadline) if self.state in ACTIVE else due
+        return min(due, self._restarts.due) if self._missing else due
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing is left of it."""
+        return self.state in ENDED and not self.children
+
+    @property
+    def complete(self) -> bool:
+        """Whether it serves with all the workers that it should have, or that it can have for now."""
+        return self._has_served and self._is_settled
+
+    @property
+    def awaits(self) -> bool:
+        """Whether it was resumed, and a worker may still be `back`."""
+        return self.state in ACTIVE and self.roster.count(ChildState.AWAITED) > 0
+
+    @property
+    def full(self) -> bool:
+        """Whether all workers and spares that it should have are READY."""
+        return self.roster.count(ChildState.READY) == self.terms.attached
+
+    @property
+    def needs_renewal(self) -> bool:
+        """Whether it has lost workers that only another generation can replace."""
+        if self.state is not GenerationState.SERVING or not self.access.is_shut:
+            return False
+        return self.access.is_frozen or len(self.roster.counted(Role.WORKER)) < self.terms.workers
+
+    @property
+    def ready(self) -> list[str]:
+        """The workers and spares that are READY, by name."""
+        return [child.name for child in self.children.values() if child.state is ChildState.READY]
+
+    @property
+    def progress(self) -> str:
+        """What it is doing now, for people."""
+        ready, wanted = self.roster.count(ChildState.READY), self.terms.attached
+        if self.state in (GenerationState.SPAWNING, GenerationState.GATHERING):
+            up = sum(child.hello is not None for child in self.children.values())
+            return f"spawned, {up}/{wanted + 1} processes up"
+        if self.access.is_frozen and self._has_served:
+            return f"serving {ready}/{wanted}, frozen: the holder is lost"
+        if self.access.is_shut and self._has_served and ready < wanted:
+            return f"serving {ready}/{wanted}, nobody can attach any more"
+        if (
+            self.state in (GenerationState.ATTACHING, GenerationState.RESUMING, GenerationState.SERVING)
+            and ready < wanted
+        ):
+            return f"serving {ready}/{wanted}, backing off" if self._backs_off else f"attaching {ready}/{wanted}"
+        return self.state.told
+
+    @property
+    def canary(self) -> str:
+        """What its canary is run on, or why it has none; "" before that is known. For people."""
+        if self.built is None:
+            return ""
+        return described(self.built.canary_cases) if self.built.canary else f"none: {self.built.canary_note}"
+
+    def about(self, child: str = "") -> Mapping[str, Any]:
+        """Return `extra` of an event of this generation, or of one of its children."""
+        return self._teller.about(child)
+
+    def alive(self) -> Iterator[Child]:
+        """Yield the children that have a process."""
+        return self.roster.alive()
+
+    # --- for its decisions --------------------------------------------------------------------------------------
+
+    @property
+    def _has_served(self) -> bool:
+        """Whether it does, or did before its workers were lost: it is tried for ever to have others."""
+        return self.state is GenerationState.SERVING
+
+    @property
+    def _backs_off(self) -> bool:
+        """Whether the next worker is not started at once."""
+        return self._has_served and bool(self._missing) and self._restarts.delay > 0
+
+    @property
+    def _given_up(self) -> bool:
+        """Whether none of its workers has ever been READY, and none will be."""
+        return self._restarts.failing and not self._has_served
+
+    @property
+    def _missing(self) -> int:
+        """How many workers are to be started."""
+        if self.state not in ACTIVE or self.state is GenerationState.PINNING or self._given_up or self.access.is_shut:
+            return 0
+        return self.terms.attached - len(self.roster.counted(Role.WORKER))
+
+    @property
+    def _is_settled(self) -> bool:
+        """Whether no attach is under way, and none is due or worth waiting for."""
+        return self._restarts.failing or not (self._missing or not self.roster.all_ready)
+
+    @property
+    def _shares(self) -> bool:
+        """Whether workers attach to what the holder builds, as far as it is known."""
+        return self.terms.sharing and (self.built is None or bool(self.built.handle))

@@ -1,0 +1,59 @@
+"""One daemon after another: what is written down of a generation, and how the next daemon goes on with it."""
+
+from __future__ import annotations
+
+from weightd.daemon.generations.actions import Role
+from weightd.daemon.generations.generation import Generation
+from weightd.daemon.generations.plan import Source, Terms
+from weightd.daemon.generations.records import ChildRecord, GenerationRecord, SealRecord
+from weightd.daemon.generations.states import RESUMABLE, ChildEvent, ChildState
+
+# A child looks for the daemon many times a second. One that computes is not there before it has finished that.
+BACK_TIMEOUT_S = 5.0
+
+_RECORDED = (ChildState.HOLDING, ChildState.READY, ChildState.AWAITED)
+
+
+def record(generation: Generation, seal: SealRecord | None) -> GenerationRecord | None:
+    """Return what the next daemon has to know to `resume` a generation; None if it cannot."""
+    if generation.built is None or generation.state not in RESUMABLE:
+        return None
+    children = [
+        ChildRecord(child.name, child.role.value, child.hello, child.shared_bytes, child.note)
+        for child in generation.children.values()
+        if child.hello is not None and child.state in _RECORDED
+    ]
+    return GenerationRecord(
+        number=generation.number,
+        source=generation.source.number,
+        device=generation.device,
+        sharing=generation.terms.sharing,
+        sha256=generation.sha256,
+        access=generation.access.record,
+        closed=generation.access.why,
+        process_bytes=generation.footprint.process_bytes,
+        serial=generation.roster.serial,
+        built=generation.built,
+        children=tuple(children),
+        seal=seal,
+    )
+
+
+def resume(label: str, terms: Terms, source: Source, record: GenerationRecord, now: float) -> Generation:
+    """Return a generation that a daemon before this one has loaded; its workers serve once they are `back`."""
+    generation = Generation(label, terms, record.device, source, record.number)
+    generation.sha256, generation.built = record.sha256, record.built
+    generation.footprint.process_bytes = record.process_bytes
+    generation.roster.serial = record.serial
+    generation.access.restore(record.access, record.closed)
+    for each in record.children:
+        child = generation.roster.add(each.name, Role(each.role))
+        child.hello, child.shared_bytes, child.note = each.hello, each.shared_bytes, each.note
+        if child.role is Role.WORKER:
+            # It may have to finish what it was given by the daemon before.
+            child.advance(ChildEvent.AWAIT, now + BACK_TIMEOUT_S + terms.predict_timeout)
+        else:
+            child.advance(ChildEvent.KEEP)
+            generation.guard(child)
+    generation.resumed()
+    return generation
