@@ -16,7 +16,14 @@ from testkit import mindir
 from .support import ENGINES, Bare, Place, Zoo
 
 
-@pytest.fixture(scope="module", params=ENGINES)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """A test runs on each engine, unless its file or itself names some with the mark `engines`."""
+    if "engine" in metafunc.fixturenames:
+        mark = metafunc.definition.get_closest_marker("engines")
+        metafunc.parametrize("engine", mark.args if mark else ENGINES, indirect=True, scope="module")
+
+
+@pytest.fixture(scope="module")
 def engine(request: pytest.FixtureRequest) -> str:
     """Each engine in turn. Where CI=true, both must be there."""
     name: str = request.param

@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
+import pytest
 from numpy.typing import NDArray
 
 from testkit import mindir, models
@@ -28,6 +29,10 @@ from weightd.protocol.messages.status import ModelStatus, ProcessStatus
 Arrays = Mapping[str, NDArray[Any]]
 
 ENGINES = ("onnxruntime", "mindspore_lite")
+
+# For a file that is about the daemon, to which one engine is as good as another; and for the test in it that shows so.
+ONE_ENGINE = pytest.mark.engines("onnxruntime")
+EACH_ENGINE = pytest.mark.engines(*ENGINES)
 SUFFIX = {"onnxruntime": ".onnx", "mindspore_lite": ".mindir"}
 
 # For everything that is waited for and must happen; a machine that is busy with other work needs it.

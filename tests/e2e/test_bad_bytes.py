@@ -31,8 +31,6 @@ from .support import Bare, Question, Zoo, ask_all, pairs, runtime_of
 pytestmark = pytest.mark.e2e
 
 FLAT_BYTES = 32 * 1024 * 1024
-TEN_GB = 10 * 1024**3
-
 A = {"name": "a", "datatype": "FP32", "shape": [2, 4]}
 B = {**A, "name": "b"}
 GOOD = {"v": 1, "type": "infer", "id": "good", "model_name": "two_inputs", "inputs": [A, B]}
@@ -67,43 +65,13 @@ def raw(data: bytes, *words: str) -> Bad:
 
 CASES = {
     "frame too short": expecting(infer(TENSOR[:-1], TENSOR), "frames[1] (a)", "32 bytes, got 31"),
-    "frame too long": expecting(infer(TENSOR, TENSOR + b"\0"), "frames[2] (b)", "32 bytes, got 33"),
-    "empty frame": expecting(infer(b"", TENSOR), "frames[1] (a)", "got 0"),
-    "shape larger than frame": expecting(
-        infer(inputs=[{**A, "shape": [2**20, 2**20]}, B]), "frames[1] (a)", str(4 * 2**40)
-    ),
     "too few frames": expecting(infer(TENSOR), "expected 2 tensor frames", "got 1"),
-    "no frames": expecting(Bad([header()], "bad", ()), "expected 2 tensor frames", "got 0"),
-    "too many frames": expecting(infer(TENSOR, TENSOR, TENSOR), "expected 2 tensor frames", "got 3"),
     "unknown field": expecting(infer(color="red"), "color"),
-    "missing field": expecting(infer(model_name=None), "model_name"),
-    "field of another type": expecting(infer(model_name=7), "model_name", "int"),
-    "unknown datatype": expecting(infer(inputs=[{**A, "datatype": "FP33"}, B]), "inputs[0].datatype", "FP33"),
-    "negative dim": expecting(infer(inputs=[{**A, "shape": [-2, -4]}, B]), "inputs[0].shape[0]", "-2"),
-    "fractional dim": expecting(infer(inputs=[A, {**B, "shape": [2.0, 4]}]), "inputs[1].shape[0]"),
-    "huge dim": expecting(infer(inputs=[{**A, "shape": [2**63, 4]}, B]), "inputs[0].shape[0]"),
-    "huge rank": expecting(infer(inputs=[{**A, "shape": [1] * 17}, B]), "inputs[0].shape", "16"),
-    "no tensor name": expecting(infer(inputs=[{**A, "name": ""}, B]), "inputs[0].name"),
-    "timeout 0": expecting(infer(parameters={"timeout": 0}), "parameters.timeout"),
-    "unknown version": expecting(infer(v=2), "version 1", "2"),
-    "unknown type": expecting(infer(type="shutdown"), "type", "shutdown"),
     "a worker's message": expecting(infer(type="hello"), "type", "hello"),
     "id too long": expecting(Bad([header(id="x" * 200), TENSOR, TENSOR], "", ()), "id"),
     "empty message": raw(b""),
-    "truncated msgpack": raw(header()[:-5]),
-    "trailing bytes": raw(header() + b"\0"),
-    "a key twice": raw(b"\x82\xa1v\x01\xa1v\x01", "twice"),
-    "not a map": raw(msgpack.packb([1, 2]), "list"),
-    "not UTF-8": raw(b"\x81\xa1v\xa2\xff\xfe"),
-    "header over the bound": raw(header(model_name="x" * 100_000), "65536"),
-    "nested lists": raw(b"\x91" * 60_000),
     "nested maps": raw(b"\x81\xa1a" * 20_000),
     "4 GB of bytes": raw(b"\xc6\xff\xff\xff\xff"),
-    "4 GB of text": raw(b"\xdb\xff\xff\xff\xff"),
-    "4 G of list": raw(b"\xdd\xff\xff\xff\xff"),
-    "4 G of map": raw(b"\xdf\xff\xff\xff\xff"),
-    "4 GB of extension": raw(b"\xc9\xff\xff\xff\xff\x01"),
-    "extension": Bad([b"\x81\xa1v\xd4\x01\x00"], "", ("v: ", "version 1")),
 }
 
 
@@ -183,18 +151,6 @@ def test_a_bad_message_gets_an_error_that_names_the_field_and_the_next_good_one_
 
 
 @pytest.mark.usefixtures("unharmed")
-def test_every_truncation_of_a_header_is_an_error(service: Service) -> None:
-    whole = header()
-    with dealer(service) as peer:
-        for length in range(len(whole)):
-            peer.send_multipart([whole[:length], TENSOR, TENSOR])
-            answer = decode(peer.recv_multipart(), TO_CLIENT)
-            assert isinstance(answer, Error), length
-            assert answer.code == "INVALID_ARGUMENT"
-        assert_good_works(peer)
-
-
-@pytest.mark.usefixtures("unharmed")
 def test_random_messages_are_errors(service: Service) -> None:
     noise = random.Random(5)
     with dealer(service) as peer:
@@ -265,7 +221,7 @@ def test_a_hand_made_zmtp_peer_is_answered(service: Service) -> None:
 
 
 @pytest.mark.usefixtures("unharmed")
-@pytest.mark.parametrize("length", [limits.MAX_FRAME_BYTES + 1, TEN_GB, 2**63 - 1, 2**64 - 1])
+@pytest.mark.parametrize("length", [limits.MAX_FRAME_BYTES + 1, 2**64 - 1])
 def test_a_frame_that_claims_to_be_huge_ends_the_connection(length: int, service: Service) -> None:
     with stream(service) as connection:
         shake_hands(connection)
@@ -283,7 +239,7 @@ def test_frames_that_claim_as_much_as_they_may_and_never_come_cost_nothing(servi
 
 
 @pytest.mark.usefixtures("unharmed")
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 def test_garbage_on_the_socket_harms_nobody(seed: int, service: Service) -> None:
     noise = random.Random(seed)
     for start in (b"", b"\xff", GREETING[:12], GREETING, GREETING + READY):

@@ -19,20 +19,21 @@ from testkit.service import Service
 from weightd.protocol.version import VERSION
 
 from .support import (
+    EACH_ENGINE,
+    ONE_ENGINE,
     Bare,
     Place,
     Question,
     Weightd,
     Zoo,
     ask_all,
-    cause_of_failure,
     interpreter,
     pairs,
     processes,
     weightd,
 )
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, ONE_ENGINE]
 
 BAD_CONFIG = 78
 WRONG_COMMAND_LINE = 64
@@ -82,32 +83,6 @@ def test_check_says_that_a_configuration_is_good(engine: str, zoo: Zoo, place: P
     assert place.left == []
 
 
-def test_check_names_every_key_that_is_wrong(engine: str, zoo: Zoo, place: Place, tmp_path: Path) -> None:
-    path = zoo.path("two_inputs", engine)
-    empty = tmp_path / path.name
-    empty.touch()
-    done = weightd(
-        "check",
-        place.config(
-            {
-                "gone": {"path": path.with_name("gone" + path.suffix)},
-                "empty": {"path": empty},
-                "python": {"path": path, "python": "/no/such/python"},
-                "false": {"path": path, "python": "/bin/false"},
-            }
-        ),
-    )
-    assert done.returncode == BAD_CONFIG
-    lines = done.stderr.splitlines()
-    for words in (
-        ("models.gone.path: ", "No such file or directory"),
-        ("models.empty.path: ", "the file is empty"),
-        ("models.python.python: /no/such/python: cannot be run: No such file or directory",),
-        ("models.false.python: /bin/false: exited with status 1",),
-    ):
-        assert any(all(word in line for word in words) for line in lines), (words, lines)
-
-
 def test_check_loads_each_model_and_leaves_nothing(engine: str, zoo: Zoo, place: Place, tmp_path: Path) -> None:
     path = zoo.path("two_inputs", engine)
     bad = tmp_path / path.name
@@ -131,20 +106,6 @@ def test_check_loads_each_model_and_leaves_nothing(engine: str, zoo: Zoo, place:
 
 BAD_CONFIGS = {
     "no TOML": ("[daemon", "not TOML"),
-    "unknown table": ("[deamon]", "deamon: unknown table"),
-    "unknown key": ("[daemon]\nsockt = 'x'\n[models.m]\npath = 'm.onnx'", "daemon.sockt"),
-    "no model": ("[daemon]", "models: expected at least one table [models.NAME]"),
-    "no path": ("[models.m]\nworkers = 2", "models.m.path"),
-    "a wrong type": ("[models.m]\npath = 'm.onnx'\nworkers = 'two'", "models.m.workers: expected integer"),
-    "out of bounds": ("[models.m]\npath = 'm.onnx'\nworkers = 0", "models.m.workers: expected"),
-    "a wrong name": ("[models.'a/b']\npath = 'm.onnx'", "models.a/b: expected a model name"),
-    "an unknown engine": ("[models.m]\npath = 'm.onnx'\nengine = 'torch'", "models.m.engine: expected"),
-    "an unknown suffix": ("[models.m]\npath = 'm.bin'", "models.m.path: expected a file that ends in"),
-    "engine and suffix": (
-        "[models.m]\npath = 'm.onnx'\nengine = 'mindspore_lite'",
-        "m.path: expected a .mindir",
-    ),
-    "a relative socket": ("[daemon]\nsocket = 'ipc://x'\n[models.m]\npath = 'm.onnx'", "daemon.socket: expected"),
     "two at once": ("[models.m]\npath = 'm.bin'\nworkers = 0", "models.m.workers: ", "models.m.path: "),
 }
 
@@ -160,15 +121,6 @@ def test_serve_refuses_a_wrong_configuration_and_names_file_key_and_expectation(
     assert len(lines) >= len(problems)
     assert all(line.startswith(f"weightd: {config}: ") for line in lines), lines
     assert [each for each in problems if each not in done.stderr] == [], lines
-
-
-def test_a_configuration_that_is_not_there_is_named(tmp_path: Path) -> None:
-    for command in ("serve", "check"):
-        done = weightd(command, tmp_path / "none.toml")
-        assert (done.returncode, done.stderr) == (
-            BAD_CONFIG,
-            f"weightd: {tmp_path}/none.toml: No such file or directory\n",
-        )
 
 
 # --- weightd run ------------------------------------------------------------------------------------------------
@@ -218,20 +170,6 @@ def service(engine: str, zoo: Zoo) -> Iterator[Service]:
         yield service
 
 
-@pytest.fixture(scope="module")
-def failed(engine: str, zoo: Zoo, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    """One model that serves, and one that has failed."""
-    good = zoo.path("two_inputs", engine)
-    bad = tmp_path_factory.mktemp("failed") / good.name
-    bad.touch()
-    with Service({"good": {"path": good}, "bad": {"path": bad}}) as service:
-        cause_of_failure(service, "bad")
-        with service.client() as client:
-            client.metadata("good")
-            client.infer("good", pairs((1,))[0])
-        yield service
-
-
 @pytest.fixture
 def question(engine: str, zoo: Zoo, bare: Bare) -> Question:
     return bare.questions(zoo.path("two_inputs", engine), pairs((3,)))[0]
@@ -257,31 +195,7 @@ def test_status_shows_models_processes_and_memory(engine: str, service: Service)
         assert re.search(rf"^ *{name} +{each.role} +{each.state} +{each.pid} ", done.stdout, re.MULTILINE)
 
 
-def test_status_as_json_has_what_the_client_gets(service: Service) -> None:
-    done = weightctl(service, "status", "--json")
-    assert done.returncode == 0, done.stderr
-    told = as_json(done)
-    assert (told["pid"], told["version"]) == (service.pid, VERSION)
-    [generation] = told["models"][0]["generations"]
-    pids = sorted(each["pid"] for each in generation["processes"])
-    assert pids == sorted(service.pids()[1:])
-    for each in generation["processes"]:
-        assert each["pss_bytes"] > 0
-        assert {"served", "p50_us", "p99_us", "shared_bytes", "state", "role"} <= set(each)
-
-
-def test_status_shows_a_failed_model_with_its_cause_and_exits_with_1(failed: Service) -> None:
-    done = weightctl(failed, "status")
-    assert done.returncode == 1
-    assert "bad: FAILED" in done.stdout
-    assert "good: SERVING" in done.stdout
-    assert "the file is empty" in " ".join(done.stdout.split())
-    told = as_json(weightctl(failed, "status", "--json"))
-    [bad] = [model for model in told["models"] if model["name"] == "bad"]
-    assert bad["state"] == "failed"
-    assert bad["generations"][0]["cause"].endswith("the file is empty")
-
-
+@EACH_ENGINE
 def test_predict_prints_the_engines_answer(service: Service, files: list[str], question: Question) -> None:
     done = weightctl(service, "predict", "two_inputs", *files, "--json")
     assert done.returncode == 0, done.stderr
@@ -294,28 +208,3 @@ def test_predict_prints_the_engines_answer(service: Service, files: list[str], q
     done = weightctl(service, "predict", "two_inputs", *files)
     assert done.returncode == 0, done.stderr
     assert "sum: FP32 [3, 4]" in done.stdout
-
-
-@pytest.mark.parametrize(
-    ("model", "inputs", "code", "text"),
-    [("nope", 2, "NOT_FOUND", "no model 'nope'"), ("two_inputs", 1, "INVALID_ARGUMENT", "b is missing")],
-)
-def test_predict_of_a_bad_request_prints_the_error_and_exits_with_1(
-    model: str, inputs: int, code: str, text: str, service: Service, files: list[str]
-) -> None:
-    arguments = ("predict", model, *files[: 2 * inputs])
-    done = weightctl(service, *arguments)
-    assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr.startswith(f"{code}: ")
-    assert text in done.stderr
-    done = weightctl(service, *arguments, "--json")
-    assert done.returncode == 1
-    assert as_json(done)["error"]["code"] == code
-    assert weightctl(service, "predict", "two_inputs", *files).returncode == 0
-
-
-def test_weightctl_says_at_once_that_there_is_no_daemon(place: Place) -> None:
-    command = [sys.executable, "-m", "weightd.ctl", "--socket", place.address, "status"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
-    assert done.returncode == 69
-    assert done.stderr.startswith("UNAVAILABLE: ")

@@ -18,6 +18,8 @@ from weightd.client.client import Pending
 from weightd.protocol.errors import Cancelled, DeadlineExceeded, Internal, RequestError, Unavailable
 
 from .support import (
+    EACH_ENGINE,
+    ONE_ENGINE,
     Bare,
     Load,
     Question,
@@ -28,7 +30,7 @@ from .support import (
     ready_workers,
 )
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, ONE_ENGINE]
 
 WORKERS = 2
 ENDLESS = {"n": np.array([2**40])}
@@ -56,10 +58,6 @@ def endless(tmp_path: Path) -> Iterator[Service]:
     with Service({"loop": table}, verbose=True) as service:
         service.ready()
         yield service
-
-
-def names(service: Service) -> set[str]:
-    return {each.name for each in ready_workers(service, "mlp")}
 
 
 def are_replaced(service: Service, pids: set[int]) -> bool:
@@ -153,6 +151,7 @@ def test_what_a_client_asked_that_is_gone_is_dropped(endless: Service) -> None:
 # --- files ------------------------------------------------------------------------------------------------------------
 
 
+@EACH_ENGINE
 @pytest.mark.parametrize("damage", ["truncated", "overwritten"])
 def test_a_damaged_store_costs_time_but_no_answer(service: Service, questions: list[Question], damage: str) -> None:
     [store] = service.cache.glob("*/mlp.1/pages")
@@ -186,13 +185,6 @@ def test_health_is_true_only_while_a_worker_answers(engine: str, zoo: Zoo, quest
         assert "mlp" in told
         until(lambda: client.ready("mlp").ready, "the worker is replaced")
         ask_all(client, "mlp", questions)
-
-
-def test_a_death_that_nobody_asked_for_is_in_the_exit_status(service: Service) -> None:
-    os.kill(ready_workers(service, "mlp")[0].pid, signal.SIGKILL)
-    until(lambda: model_status(service, "mlp").deaths == 1, "the death is counted")
-    until(lambda: len(ready_workers(service, "mlp")) == WORKERS, "the worker is replaced")
-    assert service.stop() == 2
 
 
 # --- the daemon -------------------------------------------------------------------------------------------------------

@@ -11,10 +11,11 @@ import pytest
 
 from testkit.service import Service
 from testkit.waiting import until
-from weightd.client import Client
 
 from .support import (
+    EACH_ENGINE,
     MLP_WEIGHT_BYTES,
+    ONE_ENGINE,
     Bare,
     Load,
     Question,
@@ -32,7 +33,7 @@ from .support import (
     runtime_of,
 )
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, ONE_ENGINE]
 
 WORKERS = 2
 
@@ -66,6 +67,7 @@ def kill_a_worker_and_wait_for_its_successor(service: Service) -> str:
     return until(successor, "the worker is replaced")
 
 
+@EACH_ENGINE
 def test_no_request_is_lost_when_workers_are_killed(service: Service, questions: list[Question]) -> None:
     with Load(service.address, "mlp", questions, clients=2, in_flight=6) as load:
         load.wait_for(50)
@@ -150,15 +152,3 @@ def test_no_child_survives_a_daemon_that_is_killed_while_it_loads(
             service.kill()
             until(lambda: not watched.survivors(), "the children die with the daemon")
         start_again(service, tmp_path, questions)
-
-
-def test_a_client_that_dies_with_requests_in_flight_harms_nobody(service: Service, questions: list[Question]) -> None:
-    with service.client() as client:
-        for _ in range(20):
-            gone = Client(service.address)
-            for question in questions:
-                gone.submit("mlp", question.inputs)
-            gone.status()
-            gone.close()
-        ask_all(client, "mlp", questions)
-    until(lambda: all(each.in_flight == 0 for each in ready_workers(service, "mlp")), "the workers are idle")

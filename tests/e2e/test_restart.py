@@ -15,9 +15,10 @@ import pytest
 from testkit.managed import ManagedService
 from testkit.waiting import until
 from weightd.client import Client, RequestError, Unavailable
-from weightd.daemon.generations.generation import STOP_TIMEOUT_S
 
 from .support import (
+    EACH_ENGINE,
+    ONE_ENGINE,
     Bare,
     Question,
     Watched,
@@ -31,7 +32,7 @@ from .support import (
     ready_workers,
 )
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, ONE_ENGINE]
 
 WORKERS = 2
 
@@ -92,6 +93,7 @@ class Customers:
                 return
 
 
+@EACH_ENGINE
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_processes_outlive_the_daemon_and_nobody_gets_a_wrong_answer(
     service: ManagedService, questions: list[Question], number: signal.Signals
@@ -197,19 +199,6 @@ def test_a_configuration_that_has_changed_meanwhile_rolls(service: ManagedServic
     assert "the configuration has changed since: changed mlp" in service.log
 
 
-def test_a_model_that_was_taken_out_meanwhile_leaves_in_order(engine: str, zoo: Zoo) -> None:
-    tables = {name: {"path": zoo.path(name, engine), "workers": 1} for name in ("mlp", "integers")}
-    with ManagedService(tables) as service:
-        service.ready()
-        text = service.config.read_text("utf-8")
-        begin = text.index("[models.integers]")
-        end = text.find("[", begin + 1)
-        service.config.write_text(text[:begin] + (text[end:] if end > 0 else ""), "utf-8")
-        service.restart(signal.SIGTERM)
-        # Its processes are told to stop, though they are not connected yet: one that is not is ended after 10 s.
-        until(lambda: "integers.1: gone" in service.log, "it leaves", STOP_TIMEOUT_S - 1)
-
-
 def test_workers_that_speak_another_protocol_are_loaded_anew(
     service: ManagedService, questions: list[Question]
 ) -> None:
@@ -226,22 +215,6 @@ def test_workers_that_speak_another_protocol_are_loaded_anew(
         ask_all(client, "mlp", questions)
     assert not set(who(service).values()) & set(before.values())
     assert "every model is loaded anew: weightd 9.9 speaks protocol 99 with its workers" in service.log
-
-
-def test_a_page_store_that_somebody_changed_meanwhile_is_not_trusted(
-    service: ManagedService, questions: list[Question]
-) -> None:
-    before = who(service)
-    os.kill(service.pid, signal.SIGKILL)
-    service.wait()
-    (store,) = service.cache.glob("*/mlp.1/pages")
-    os.truncate(store, store.stat().st_size // 2)
-    service.start_again()
-    with service.client() as client:
-        ask_all(client, "mlp", questions)
-    service.ready()
-    assert not set(who(service).values()) & set(before.values())
-    assert "the page store was changed while no daemon was there" in service.log
 
 
 def test_a_lost_keeper_is_replaced_and_everything_loaded_anew(

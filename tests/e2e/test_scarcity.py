@@ -18,10 +18,11 @@ from testkit.waiting import until
 from weightd.client import Client
 from weightd.protocol.messages.status import ModelStatus
 
-from .support import MLP_WEIGHT_BYTES, Bare, Place, Weightd, Zoo, ask_all, mlp_inputs
+from .support import EACH_ENGINE, MLP_WEIGHT_BYTES, ONE_ENGINE, Bare, Place, Weightd, Zoo, ask_all, mlp_inputs
 
 pytestmark = [
     pytest.mark.e2e,
+    ONE_ENGINE,
     pytest.mark.skipif(os.getuid() != 0, reason="only root can mount, and give others limits"),
 ]
 
@@ -57,6 +58,7 @@ def test_a_disk_without_room_for_the_snapshot_is_the_cause_of_a_failure(
         assert daemon.wait() == 1
 
 
+@EACH_ENGINE
 def test_a_disk_without_room_for_the_store_costs_memory_and_says_so(
     engine: str, zoo: Zoo, bare: Bare, place: Place, tmp_path: Path
 ) -> None:

@@ -14,6 +14,8 @@ from testkit.waiting import until
 from weightd.client import Client, Pending, RequestError, Unavailable
 
 from .support import (
+    EACH_ENGINE,
+    ONE_ENGINE,
     Bare,
     Place,
     Question,
@@ -25,7 +27,7 @@ from .support import (
     mlp_inputs,
 )
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, ONE_ENGINE]
 
 WORKERS = 2
 
@@ -139,6 +141,7 @@ def ending_of(pending: Pending, question: Question) -> str:
     return "right"
 
 
+@EACH_ENGINE
 def test_requests_that_take_longer_than_the_drain_are_refused_and_the_stop_goes_on(
     engine: str, zoo: Zoo, place: Place, question: Question, tmp_path: Path
 ) -> None:

@@ -98,8 +98,7 @@ def test_a_snapshot_that_was_tampered_with_is_not_loaded(cards: Cards) -> None:
         ask_all(client, MODEL, right)
 
 
-@pytest.mark.parametrize("how", ["hang", "crash"])
-@pytest.mark.parametrize("who", ["holder", "importer"])
+@pytest.mark.parametrize(("who", "how"), [("holder", "crash"), ("importer", "hang")])
 def test_a_build_that_hangs_or_crashes_harms_no_other_model(cards: Cards, who: str, how: str) -> None:
     cards.host.fault("build", how, who)
     tables = {
@@ -114,14 +113,6 @@ def test_a_build_that_hangs_or_crashes_harms_no_other_model(cards: Cards, who: s
         assert "Ascend custom operator path not found" in refusal(client, "bad", cards), "the end of the native log"
         ask_all(client, "good", questions(cards.model))
         until(lambda: cards.host.ledger(0).allocations == (), "nothing is left on the card")
-
-
-def test_a_worker_that_crashes_while_it_attaches_is_replaced(cards: Cards) -> None:
-    cards.host.fault("build", "crash", "importer", skip=1, times=1)
-    with cards.ready() as (service, client):
-        ask_all(client, MODEL, questions(cards.model))
-        assert "killed by SIGSEGV" in service.log
-        assert cards.host.copies_of_weights(0) == 1
 
 
 def test_a_worker_that_crashes_in_predict_costs_one_worker_and_no_answer(cards: Cards) -> None:
@@ -144,17 +135,6 @@ def test_the_limit_of_processes_is_known_before_anything_is_started(cards: Cards
         text = cause_of_failure(service, client, cards)
         assert text.endswith("ascend:0 takes at most 63 processes: mlp.1 needs 65 (holder, workers and spares)")
         assert cards.host.count("build") == 0
-
-
-def test_a_model_that_has_no_room_is_refused_before_anything_is_started(cards: Cards) -> None:
-    with cards.service(memory_mib=100, process_mib=50) as service, service.client() as client:
-        text = cause_of_failure(service, client, cards)
-        assert text.endswith(
-            "ascend:0 has no room: mlp.1 needs 202 MiB (one copy of 2 MiB weights, 4 processes of 50 MiB), "
-            "100 MiB of 100 MiB are free"
-        )
-        assert cards.host.count("build") == 0
-        assert service.processes() == []
 
 
 def test_a_model_may_take_the_place_of_another_one_on_a_full_card(cards: Cards) -> None:

@@ -40,8 +40,7 @@ def test_no_request_waits_for_a_build_while_there_is_a_spare(cards: Cards) -> No
         ask_all(client, "mlp", questions(cards.model))
 
 
-@pytest.mark.parametrize("how", ["missing", "unsupported"])
-@pytest.mark.parametrize("policy", ["auto", "overlap", "replace"])
+@pytest.mark.parametrize(("policy", "how"), [("auto", "missing"), ("overlap", "unsupported"), ("replace", "missing")])
 def test_where_nobody_can_be_let_in_the_next_generation_comes(cards: Cards, policy: str, how: str) -> None:
     with cards.ready(policy=policy) as (service, _):
         cards.host.switch(acl_set_pid=how)

@@ -46,19 +46,6 @@ def test_auto_falls_back_to_weights_of_their_own_where_they_cannot_be_shared(car
         assert kinds == ["private weights"] * 3
 
 
-def test_auto_shares_where_it_can(cards: Cards) -> None:
-    with cards.ready(sharing="auto") as (service, client):
-        ask_all(client, "mlp", questions(cards.model))
-        assert cards.host.copies_of_weights(0) == 1
-        assert serves(service, 1)
-
-
-def test_copies_of_their_own_are_counted(cards: Cards) -> None:
-    refusal = pytest.raises(FailedPrecondition, match=r"mlp\.1 needs 6 MiB \(3 copies of 2 MiB weights")
-    with cards.service(memory_mib=5, sharing="off") as service, service.client() as client, refusal:
-        ask_all(client, "mlp", questions(cards.model))
-
-
 # --- other weights for a model that was converted for it ------------------------------------------------------------
 
 
