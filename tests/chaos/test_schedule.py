@@ -8,7 +8,7 @@ from .kinds import ALL, BASIC, BEHAVIOUR, LETHAL, Fault, UnknownFaultError, pars
 from .schedule import CALM_S, LAST_RESTART, MAX_BLOWS, Target, plan
 
 MODELS = [Target("a", dense=True), Target("b", dense=False)]
-SEEDS = range(20)
+SEEDS = range(5)
 
 
 @pytest.mark.parametrize("seed", SEEDS)

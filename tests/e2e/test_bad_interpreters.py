@@ -24,8 +24,6 @@ from .support import (
     ENGINES,
     ONE_ENGINE,
     Bare,
-    Place,
-    Weightd,
     Zoo,
     ask_all,
     cause_of_failure,
@@ -135,19 +133,6 @@ def test_a_bad_interpreter_fails_its_model_alone_and_the_cause_is_told(
     assert str(caught.value) == f"{case} failed: {cause}"
     until(lambda: not model_status(service, case).generations[0].processes, "its processes are gone")
     assert started(service.log, case) <= MOST_PROCESSES
-
-
-@pytest.mark.usefixtures("without_pythonpath")
-@pytest.mark.parametrize("case", ["without-weightd", "missing"])
-def test_run_ends_with_status_1_and_the_cause_when_the_interpreter_is_bad(
-    case: str, engine: str, bad: dict[str, Bad], zoo: Zoo, place: Place, tmp_path: Path
-) -> None:
-    options = ("--python", bad[case].python, "--socket", place.address, "--cache-dir", place.cache)
-    with Weightd(tmp_path / "log", "run", zoo.path("two_inputs", engine), *options) as daemon:
-        assert daemon.wait() == 1
-        for word in bad[case].words:
-            assert word in daemon.log
-    assert place.left == []
 
 
 def failing_workers(path: Path, engine: str, which: str) -> Path:

@@ -144,18 +144,6 @@ def test_the_end_of_the_service_ends_everything(service: ManagedService) -> None
     assert model_status(service, "mlp").generations[0].number == 1
 
 
-def test_who_asks_while_there_is_no_daemon_is_served_by_the_next(
-    service: ManagedService, questions: list[Question]
-) -> None:
-    os.kill(service.pid, signal.SIGTERM)
-    service.wait()
-    with Customers(service.address, questions) as customers:
-        service.start_again()
-        customers.wait_for_more()
-    assert not customers.wrong
-    assert set(customers.ends) == {"OK"}
-
-
 def test_a_worker_that_does_not_come_back_is_replaced(service: ManagedService, questions: list[Question]) -> None:
     before = who(service)
     hung = ready_workers(service, "mlp")[0]
@@ -167,36 +155,6 @@ def test_a_worker_that_does_not_come_back_is_replaced(service: ManagedService, q
     after = who(service)
     assert {name: pid for name, pid in before.items() if name != hung.name}.items() <= after.items()
     assert not set(after) - set(before) & set(before), "a name is used twice"
-
-
-def test_what_died_meanwhile_is_replaced(service: ManagedService, questions: list[Question]) -> None:
-    before = who(service)
-    os.kill(service.pid, signal.SIGKILL)
-    service.wait()
-    for process in before.values():
-        os.kill(process, signal.SIGKILL)
-    service.start_again()
-    with service.client() as client:
-        ask_all(client, "mlp", questions)
-    service.ready()
-    assert not set(who(service).values()) & set(before.values())
-
-
-def test_a_configuration_that_has_changed_meanwhile_rolls(service: ManagedService, questions: list[Question]) -> None:
-    text = service.config.read_text("utf-8")
-    assert f"workers = {WORKERS}" in text
-    service.config.write_text(text.replace(f"workers = {WORKERS}", "workers = 1"), "utf-8")
-    service.restart(signal.SIGTERM)
-    with service.client() as client:
-        ask_all(client, "mlp", questions)
-
-        def numbers() -> list[int]:
-            return [each.number for each in model_status(service, "mlp").generations]
-
-        until(lambda: numbers() == [2], "the next generation serves alone")
-        ask_all(client, "mlp", questions)
-    assert len(ready_workers(service, "mlp")) == 1
-    assert "the configuration has changed since: changed mlp" in service.log
 
 
 def test_workers_that_speak_another_protocol_are_loaded_anew(
