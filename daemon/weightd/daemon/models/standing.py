@@ -28,6 +28,7 @@ class PhaseEvent(enum.Enum):
 
 PHASE: Mapping[tuple[Phase, PhaseEvent], Phase] = {
     (Phase.OPEN, PhaseEvent.REPLACE): Phase.REPLACED,
+    (Phase.CLOSED, PhaseEvent.REPLACE): Phase.CLOSED,  # a stop while another model loads: nothing waits any more
     **{(phase, PhaseEvent.CLOSE): Phase.CLOSED for phase in Phase},
 }
 
