@@ -21,7 +21,7 @@ from weightd.protocol.codec import decode, encode
 from weightd.protocol.messages.children import FROM_CHILD, Predict, Probe, Probing, Result, Stop
 from weightd.protocol.tensors import NUMPY_DTYPE, frame_of, spec_of
 from weightd.worker.engines import ENGINES
-from weightd.worker.engines.base import Engine, Settings
+from weightd.worker.engines.engine import Engine, Settings
 
 M = TypeVar("M")
 

@@ -47,7 +47,9 @@ from weightd.protocol.version import VERSION
 from weightd.shared import multipart
 from weightd.worker import exits, nativelog
 from weightd.worker.canary import canary
-from weightd.worker.engines.base import Arrays, BuildError, Engine, NotAllowed, Shared, Signature, Spoilt
+from weightd.worker.engines.engine import Arrays, Engine, ModelSignature
+from weightd.worker.engines.errors import BuildError, NotAllowed, Spoilt
+from weightd.worker.engines.sharing import Shared, Sharing
 from weightd.worker.session import Files, Session
 
 M = TypeVar("M")
@@ -55,7 +57,7 @@ Answer = Callable[[Arrays], Arrays]
 
 SHA256 = "ab" * 32
 FILES = Files("/m/model", "/s/store")
-SIGNATURE = Signature((TensorSignature("x", "FP32", (-1, 3)),), (TensorSignature("y", "FP32", None),))
+SIGNATURE = ModelSignature((TensorSignature("x", "FP32", (-1, 3)),), (TensorSignature("y", "FP32", None),))
 CASES = cases.of(SIGNATURE, 1, 2)
 STOP = [encode(Stop())]
 BUILD = [encode(Build(("11", "12")))]
@@ -102,13 +104,14 @@ class Script:
             self.frames.append(message[1:])
 
 
-class Fake(Engine):
+class Fake(Engine, Sharing):
     """An engine whose model is a Python function; it keeps a record of what was done with it."""
 
     name: ClassVar[str] = "fake"
     traits = Traits(pids_fixed_at_build=True, holder_must_outlive=True, attach_rewrites_weights=True)
 
-    def __init__(self, answer: Answer, signature: Signature = SIGNATURE) -> None:
+    def __init__(self, answer: Answer, signature: ModelSignature = SIGNATURE) -> None:
+        self.sharing = self
         self.answer = answer
         self._signature = signature
         self.done: List[str] = []
@@ -144,7 +147,7 @@ class Fake(Engine):
         return DeviceMemory(100, 40)
 
     @property
-    def signature(self) -> Signature:
+    def signature(self) -> ModelSignature:
         return self._signature
 
     def predict(self, inputs: Arrays) -> Arrays:
@@ -374,15 +377,15 @@ def test_a_cause_that_is_longer_than_the_wire_takes_is_clipped() -> None:
 @pytest.mark.parametrize(
     ("signature", "cause"),
     [
-        (Signature((SIGNATURE.inputs[0],) * 2, ()), "two inputs of the model have the name x"),
-        (Signature((), (SIGNATURE.outputs[0],) * 2), "two outputs of the model have the name y"),
-        (Signature((TensorSignature("n" * 300, "FP32", ()),), ()), "name: expected"),
-        (Signature((TensorSignature("", "FP32", ()),), ()), "name: expected"),
-        (Signature((TensorSignature("x", "FP32", (1,) * 17),), ()), "shape: expected"),
-        (Signature(tuple(TensorSignature(f"x{i}", "FP32", ()) for i in range(65)), ()), "inputs: expected"),
+        (ModelSignature((SIGNATURE.inputs[0],) * 2, ()), "two inputs of the model have the name x"),
+        (ModelSignature((), (SIGNATURE.outputs[0],) * 2), "two outputs of the model have the name y"),
+        (ModelSignature((TensorSignature("n" * 300, "FP32", ()),), ()), "name: expected"),
+        (ModelSignature((TensorSignature("", "FP32", ()),), ()), "name: expected"),
+        (ModelSignature((TensorSignature("x", "FP32", (1,) * 17),), ()), "shape: expected"),
+        (ModelSignature(tuple(TensorSignature(f"x{i}", "FP32", ()) for i in range(65)), ()), "inputs: expected"),
     ],
 )
-def test_a_signature_that_the_wire_cannot_carry_is_a_cause(signature: Signature, cause: str) -> None:
+def test_a_signature_that_the_wire_cannot_carry_is_a_cause(signature: ModelSignature, cause: str) -> None:
     status, socket = play(Fake(lambda _: {}, signature), BUILD, STOP)
     assert status == exits.CANNOT_BUILD
     assert cause in only(Broken, socket).cause

@@ -7,10 +7,10 @@ from typing import Callable
 from weightd.protocol.messages.children import Build, Cases
 from weightd.worker.canary import search
 from weightd.worker.canary.canary import Canary
-from weightd.worker.engines.base import Engine, Signature
+from weightd.worker.engines.engine import Engine, ModelSignature
 
 
-def of(signature: Signature, *sizes: int) -> Cases:
+def of(signature: ModelSignature, *sizes: int) -> Cases:
     """One case for each size: that of every free dimension."""
     return tuple(
         {each.name: tuple(size if dim < 0 else dim for dim in each.shape or ()) for each in signature.inputs}

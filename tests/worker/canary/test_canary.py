@@ -13,11 +13,12 @@ import pytest
 from testkit import cases
 from weightd.protocol.datatypes import ITEM_BYTES
 from weightd.protocol.errors import InvalidArgument
-from weightd.protocol.messages.children import Build, Case, Cases, DeviceMemory, Traits
+from weightd.protocol.messages.children import Build, Case, Cases, DeviceMemory
 from weightd.protocol.messages.data import TensorSignature
 from weightd.protocol.tensors import NUMPY_DTYPE
 from weightd.worker.canary import canary, sample, search
-from weightd.worker.engines.base import Arrays, BuildError, Engine, Gears, Shared, Signature, Spoilt
+from weightd.worker.engines.engine import Arrays, Engine, Gears, ModelSignature
+from weightd.worker.engines.errors import BuildError, Spoilt
 
 Answer = Callable[[Arrays], Arrays]
 Shape = Optional[Tuple[int, ...]]
@@ -29,7 +30,7 @@ def tensor(name: str, *shape: int, datatype: str = "FP32") -> TensorSignature:
     return TensorSignature(name, datatype, shape)
 
 
-EVERYTHING = Signature(
+EVERYTHING = ModelSignature(
     tuple(tensor(datatype.lower(), -1, 2, datatype=datatype) for datatype in sorted(ITEM_BYTES)),
     (tensor("y", -1),),
 )
@@ -39,16 +40,15 @@ class Fake(Engine):
     """A model that is a function of its inputs."""
 
     name: ClassVar[str] = "fake"
-    traits = Traits(pids_fixed_at_build=False, holder_must_outlive=False, attach_rewrites_weights=False)
 
-    def __init__(self, answer: Answer, signature: Signature) -> None:
+    def __init__(self, answer: Answer, signature: ModelSignature) -> None:
         self.answer = answer
         self._signature = signature
         self.asked: List[Arrays] = []
         self.builds = 0
 
     @property
-    def signature(self) -> Signature:
+    def signature(self) -> ModelSignature:
         return self._signature
 
     def predict(self, inputs: Arrays) -> Arrays:
@@ -61,12 +61,6 @@ class Fake(Engine):
     def versions(self) -> Dict[str, str]:
         raise NotImplementedError
 
-    def current_pid(self) -> str:
-        raise NotImplementedError
-
-    def allow(self, pids: Sequence[str]) -> None:
-        raise NotImplementedError
-
     def update_weights(self, weights: Arrays) -> None:
         raise NotImplementedError
 
@@ -74,15 +68,6 @@ class Fake(Engine):
         raise NotImplementedError
 
     def build(self, model: str, *, pids: Sequence[str] = (), handle: str = "") -> None:
-        raise NotImplementedError
-
-    def export(self, store: str) -> Shared:
-        raise NotImplementedError
-
-    def attach(self, handle: str) -> Shared:
-        raise NotImplementedError
-
-    def settle(self, handle: str) -> None:
         raise NotImplementedError
 
 
@@ -109,8 +94,8 @@ def picky(*sizes: int, error: Exception) -> Answer:
     return answer
 
 
-FREE = Signature((tensor("x", -1, 4),), (tensor("y", -1),))
-FIXED = Signature((tensor("x", 2, 4),), (tensor("y", 2, 4),))
+FREE = ModelSignature((tensor("x", -1, 4),), (tensor("y", -1),))
+FIXED = ModelSignature((tensor("x", 2, 4),), (tensor("y", 2, 4),))
 
 
 def test_every_process_and_every_numpy_makes_the_same_input() -> None:
@@ -137,7 +122,7 @@ def test_inputs_are_what_the_signature_says() -> None:
 
 
 def test_two_inputs_are_never_equal_and_so_a_swap_shows() -> None:
-    signature = Signature((tensor("a", -1, 4), tensor("b", -1, 4)), (tensor("y", -1, 4),))
+    signature = ModelSignature((tensor("a", -1, 4), tensor("b", -1, 4)), (tensor("y", -1, 4),))
     right = canary.run(Fake(lambda inputs: {"y": inputs["a"] - inputs["b"]}, signature), cases.of(signature, 1))
     swapped = canary.run(Fake(lambda inputs: {"y": inputs["b"] - inputs["a"]}, signature), cases.of(signature, 1))
     assert right.digest != swapped.digest
@@ -200,7 +185,7 @@ def of_rank(rank: int) -> Answer:
 def test_output_shapes_that_the_engine_does_not_know_are_seen(
     known: Shape, shapes: List[Tuple[int, ...]], expected: Shape
 ) -> None:
-    signature = Signature((), (TensorSignature("y", "BOOL", known),))
+    signature = ModelSignature((), (TensorSignature("y", "BOOL", known),))
     seen = canary.of(({}, {}), [{"y": np.zeros(shape)} for shape in shapes])
     assert canary.observed(signature, seen).outputs == (TensorSignature("y", "BOOL", expected),)
 
@@ -273,13 +258,13 @@ def x(*shape: int) -> Case:
 
 @pytest.mark.parametrize("shape", [(), (2, 4)])
 def test_a_fixed_model_is_asked_one_thing_twice(shape: Tuple[int, ...]) -> None:
-    engine = Fake(lambda inputs: {"y": inputs["x"]}, Signature((tensor("x", *shape),), (tensor("y", *shape),)))
+    engine = Fake(lambda inputs: {"y": inputs["x"]}, ModelSignature((tensor("x", *shape),), (tensor("y", *shape),)))
     assert found(engine).cases == (x(*shape),)
     assert [each["x"].shape for each in engine.asked] == [shape] * 2
 
 
 def test_no_input_at_all() -> None:
-    assert found(Fake(lambda _: {"y": np.zeros(2)}, Signature((), (tensor("y", 2),)))).cases == ({},)
+    assert found(Fake(lambda _: {"y": np.zeros(2)}, ModelSignature((), (tensor("y", 2),)))).cases == ({},)
 
 
 def test_free_dimensions_are_one_and_then_two_each_twice() -> None:
@@ -304,7 +289,7 @@ def test_what_does_not_run_is_left_out_and_the_model_is_whole(
     assert known.note == ("" if expected else none)
 
 
-IMAGE = Signature((tensor("x", -1, 3, -1, -1), tensor("n", -1)), (tensor("y", -1),))
+IMAGE = ModelSignature((tensor("x", -1, 3, -1, -1), tensor("n", -1)), (tensor("y", -1),))
 
 
 def test_an_image_is_first_of_a_size_that_most_networks_take_and_alone() -> None:
@@ -316,18 +301,18 @@ def test_an_image_is_first_of_a_size_that_most_networks_take_and_alone() -> None
 
 
 def test_nothing_large_is_made_up() -> None:
-    volume = Signature((tensor("x", -1, 8, -1, -1, -1),), ())
+    volume = ModelSignature((tensor("x", -1, 8, -1, -1, -1),), ())
     assert [each["x"][2] for each in search.candidates(volume)] == [64, 32, 48, 1, 2]
     assert search.larger(volume, x(1, 8, 64, 64, 64)) is None
-    huge = Signature((tensor("x", -1, 2**22),), ())
+    huge = ModelSignature((tensor("x", -1, 2**22),), ())
     assert list(search.candidates(huge)) == [x(1, 2**22)]
-    assert list(search.candidates(Signature((tensor("x", -1, 2**29),), ()))) == []
+    assert list(search.candidates(ModelSignature((tensor("x", -1, 2**29),), ()))) == []
 
 
 @pytest.mark.parametrize("datatype", ["FP16", "UINT8"])
 def test_a_large_input_takes_little_more_than_itself(datatype: str) -> None:
     count = 40 * 2**20
-    signature = Signature((TensorSignature("x", datatype, (count,)),), ())
+    signature = ModelSignature((TensorSignature("x", datatype, (count,)),), ())
     tracemalloc.start()
     try:
         array = canary.inputs(signature, {"x": (count,)})["x"]
@@ -367,7 +352,7 @@ def test_what_worked_before_is_run_at_once_and_if_it_does_not_work_now_another_i
 @pytest.mark.parametrize("rank", [0, 1, 2, 3, 4])
 def test_of_an_input_that_may_have_any_rank_one_is_found_that_works(rank: int) -> None:
     engine = Fake(
-        of_rank(rank), Signature((TensorSignature("x", "FP32", None),), (TensorSignature("y", "FP32", None),))
+        of_rank(rank), ModelSignature((TensorSignature("x", "FP32", None),), (TensorSignature("y", "FP32", None),))
     )
     known = found(engine)
     assert ({len(case["x"]) for case in known.cases}, known.note) == ({rank}, "")
@@ -383,7 +368,7 @@ def test_a_model_that_has_gears_is_tried_in_them_alone() -> None:
         def gears(self) -> Gears:
             return (4, 7), (8, 7)
 
-    signature = Signature((tensor("x", -1, 2), tensor("z", 3, -1)), (tensor("y", -1, 2),))
+    signature = ModelSignature((tensor("x", -1, 2), tensor("z", 3, -1)), (tensor("y", -1, 2),))
     one, two = {"x": (4, 2), "z": (3, 7)}, {"x": (8, 2), "z": (3, 7)}
     assert found(Geared(lambda inputs: {"y": inputs["x"]}, signature)).cases == (one,)
     assert found(Geared(picky(8, error=InvalidArgument("no")), signature)).cases == (two,)

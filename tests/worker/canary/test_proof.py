@@ -9,11 +9,12 @@ from testkit import cases
 from weightd.protocol.messages.data import TensorSignature
 from weightd.worker.canary import canary
 from weightd.worker.canary.proof import Proof
-from weightd.worker.engines.base import Arrays, Signature, Spoilt
+from weightd.worker.engines.engine import Arrays, ModelSignature
+from weightd.worker.engines.errors import Spoilt
 
 Answer = Callable[[Arrays], Arrays]
 
-BATCHED = Signature((TensorSignature("x", "FP32", (-1, 3)),), (TensorSignature("y", "FP32", (-1, 3)),))
+BATCHED = ModelSignature((TensorSignature("x", "FP32", (-1, 3)),), (TensorSignature("y", "FP32", (-1, 3)),))
 
 
 def thrice(inputs: Arrays) -> Arrays:
@@ -27,7 +28,7 @@ def two_rows(_: Arrays) -> Arrays:
 class Model:
     """As much of an engine as is needed: a function that can be exchanged, and a count of its calls."""
 
-    def __init__(self, answer: Answer, signature: Signature = BATCHED, *, spoils: bool = True) -> None:
+    def __init__(self, answer: Answer, signature: ModelSignature = BATCHED, *, spoils: bool = True) -> None:
         self.answer = answer
         self.spoils = spoils
         self.signature = signature
@@ -112,7 +113,7 @@ def test_a_model_that_goes_its_own_way_with_an_input_may_do_so() -> None:
         BATCHED._replace(inputs=(TensorSignature("x", "FP32", None),)),
     ],
 )
-def test_where_another_dimension_is_free_nothing_is_said_of_the_batch(signature: Signature) -> None:
+def test_where_another_dimension_is_free_nothing_is_said_of_the_batch(signature: ModelSignature) -> None:
     model = Model(
         lambda inputs: {"y": inputs["x"].sum() * np.ones((*inputs["x"].shape[-1:], 3), np.float32)}, signature
     )

@@ -607,7 +607,7 @@ _TWO_ANSWERS = """
 import json, sys
 import numpy as np
 from weightd.worker.engines import ENGINES
-from weightd.worker.engines.base import Settings
+from weightd.worker.engines.engine import Settings
 engine = ENGINES["mindspore_lite"](Settings(1, "ascend:0", False))
 engine.build(sys.argv[1])
 a, b = np.full((1, 4), 5, np.float32), np.full((1, 4), 2, np.float32)

@@ -19,7 +19,9 @@ from weightd.protocol.messages.children import Cases
 from weightd.protocol.messages.data import TensorSignature
 from weightd.worker.canary import canary
 from weightd.worker.engines import ENGINES
-from weightd.worker.engines.base import SHARING_IS_OFF, BuildError, Engine, EngineMissing, Settings
+from weightd.worker.engines.engine import Engine, Settings
+from weightd.worker.engines.errors import BuildError, EngineMissing
+from weightd.worker.engines.sharing import SHARING_IS_OFF
 from weightd.worker.pagesharing.chunks import LARGE
 from weightd.worker.pagesharing.libc import libc
 
@@ -45,7 +47,7 @@ def wide_weights() -> Any:
 def test_it_tells_its_version_and_its_pid_before_the_build(engine: Engine) -> None:
     library = importlib.import_module(engine.name)
     assert engine.versions() == {engine.name: library.__version__}
-    assert engine.current_pid() == str(os.getpid())
+    assert engine.sharing.current_pid() == str(os.getpid())
 
 
 @pytest.mark.parametrize(
@@ -89,7 +91,7 @@ def test_an_option_that_it_has_not_is_an_error_that_names_it() -> None:
 
 def test_on_the_cpu_anybody_may_attach_and_there_is_no_card_and_no_change_of_weights(built: Built) -> None:
     engine = built("relu")
-    engine.allow(["1", "2"])
+    engine.sharing.allow(["1", "2"])
     assert engine.memory() is None
     with pytest.raises(BuildError, match=f"{engine.name} cannot update weights on the CPU"):
         engine.update_weights({"w": np.zeros(1, np.float32)})
@@ -100,8 +102,8 @@ def test_with_sharing_off_nothing_is_written_and_nothing_is_attached(
 ) -> None:
     alone = ENGINES[engine.name](Settings(1, "cpu", sharing=False))
     alone.build(str(model("wide")))
-    assert alone.export(str(tmp_path / "store")) == SHARING_IS_OFF
-    assert alone.attach("") == SHARING_IS_OFF
+    assert alone.sharing.export(str(tmp_path / "store")) == SHARING_IS_OFF
+    assert alone.sharing.attach("") == SHARING_IS_OFF
     assert not (tmp_path / "store").exists()
 
 
@@ -120,7 +122,7 @@ def test_where_nothing_is_shared_predicts_do_not_map_what_they_allocate(
 
     engine.build(str(model("wide")))
     assert maps()
-    engine.attach(handle)
+    engine.sharing.attach(handle)
     assert not maps()
 
 
@@ -172,7 +174,7 @@ def test_a_second_build_takes_the_place_of_the_first(engine: Engine, model: Mode
 _THREADS = """
 import os, sys
 from weightd.worker.engines import ENGINES
-from weightd.worker.engines.base import Settings
+from weightd.worker.engines.engine import Settings
 before = len(os.listdir("/proc/self/task"))
 engine = ENGINES[sys.argv[1]](Settings(int(sys.argv[2]), "cpu"))
 engine.build(sys.argv[3])

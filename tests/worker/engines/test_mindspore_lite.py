@@ -15,7 +15,8 @@ import pytest
 from testkit import cases
 from weightd.protocol.messages.data import TensorSignature
 from weightd.worker.canary import canary
-from weightd.worker.engines.base import BuildError, Engine, Signature, Spoilt
+from weightd.worker.engines.engine import Engine, ModelSignature
+from weightd.worker.engines.errors import BuildError, Spoilt
 
 mslite: Any = pytest.importorskip("mindspore_lite", reason=".venv-mslite runs these")
 
@@ -277,7 +278,7 @@ def test_a_resize_happens_only_when_the_shape_changes(built: Built) -> None:
 
 
 def test_the_signature_is_that_of_the_last_build(engine: Engine, model: Model) -> None:
-    seen: List[Signature] = []
+    seen: List[ModelSignature] = []
     for name in ("fixed", "integers", "fixed"):
         engine.build(str(model(name)))
         seen.append(engine.signature)

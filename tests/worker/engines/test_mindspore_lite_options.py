@@ -13,8 +13,10 @@ import pytest
 
 from weightd.protocol.messages.children import DeviceMemory
 from weightd.worker.engines import ENGINES
-from weightd.worker.engines.base import SHARING_IS_OFF, BuildError, Engine, EngineMissing, NotAllowed, Settings
-from weightd.worker.engines.mindspore_lite import acl, ascend
+from weightd.worker.engines.engine import Engine, Settings
+from weightd.worker.engines.errors import BuildError, EngineMissing, NotAllowed
+from weightd.worker.engines.mindspore_lite import acl, ascend, cardsharing
+from weightd.worker.engines.sharing import SHARING_IS_OFF
 
 Calls = List[Dict[str, Any]]
 
@@ -187,10 +189,10 @@ def test_a_library_that_cannot_share_says_so_and_serves_without(library: Library
     with pytest.raises(EngineMissing, match=r"^mindspore_lite 2\.0\.0 shares no weights .*install 2\.7 or later, or"):
         make("ascend:0")
     alone = make("ascend:0", sharing=False)
-    assert alone.current_pid() == str(os.getpid())
+    assert alone.sharing.current_pid() == str(os.getpid())
     alone.build("/m", pids=("1",))
     assert "config_dict" not in library.calls[0]
-    assert alone.export("/s") == SHARING_IS_OFF
+    assert alone.sharing.export("/s") == SHARING_IS_OFF
 
 
 @pytest.mark.parametrize("pid", ["", "-1", "12 ", "x"])
@@ -198,7 +200,7 @@ def test_a_process_without_a_number_cannot_share(pid: str, library: Library) -> 
     library.info["current_pid"] = pid
     with pytest.raises(EngineMissing, match=r"^the library has no number for this process"):
         make("ascend:0")
-    assert make("ascend:0", sharing=False).current_pid() == str(os.getpid())
+    assert make("ascend:0", sharing=False).sharing.current_pid() == str(os.getpid())
 
 
 @pytest.mark.parametrize("handle", ["", "0", "-1", "7x", "0x7", " 7", "18446744073709551616"])
@@ -207,16 +209,16 @@ def test_a_handle_that_is_none_is_an_error(handle: str, library: Library) -> Non
     engine = make("ascend:0")
     engine.build("/m", pids=("1",))
     with pytest.raises(BuildError, match=r"without exporting its weights, got handle '"):
-        engine.export("/s")
+        engine.sharing.export("/s")
     with pytest.raises(NotAllowed, match="this process has exported no weights"):
-        engine.allow(["1"])
+        engine.sharing.allow(["1"])
 
 
 def test_what_is_shared_is_estimated_as_the_library_rounds_it(library: Library, tmp_path: Path) -> None:
     def shared(path: Path) -> int:
         engine = make("ascend:0")
         engine.build(str(path), pids=("1",))
-        return engine.export("/s").bytes >> 20
+        return engine.sharing.export("/s").bytes >> 20
 
     file = tmp_path / "x.mindir"
     file.write_bytes(bytes(1))
@@ -269,13 +271,14 @@ class FakeAcl:
 def test_a_card_beyond_the_last_is_refused_and_calls_concern_the_right_one(
     library: Library, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ascend, "Acl", FakeAcl)
+    for module in (ascend, cardsharing):
+        monkeypatch.setattr(module, "Acl", FakeAcl)
     with pytest.raises(BuildError, match="device: there is no card 1; this process sees 1, counted from 0"):
         make("ascend:1").build("/m")
     engine = make("ascend:0")
     engine.build("/m", pids=("1",))
-    handle = engine.export("/s").handle
-    engine.allow(["2", "3"])
+    handle = engine.sharing.export("/s").handle
+    engine.sharing.allow(["2", "3"])
     assert FakeAcl.last is not None
     assert FakeAcl.last.done == ["use 0", f"allow {handle} [2, 3]"]
     assert engine.memory() == DeviceMemory(10, 4)

@@ -14,7 +14,8 @@ from weightd.protocol.errors import InvalidArgument
 from weightd.protocol.messages.data import TensorSignature
 from weightd.worker import nativelog
 from weightd.worker.canary import canary
-from weightd.worker.engines.base import BuildError, Engine, Settings, Spoilt
+from weightd.worker.engines.engine import Engine, Settings
+from weightd.worker.engines.errors import BuildError, Spoilt
 from weightd.worker.engines.onnxruntime import OnnxRuntime
 
 pytest.importorskip("onnxruntime", reason="MindSpore Lite's interpreter runs its own engine's tests")

@@ -2,4 +2,6 @@
 
 Runs on CPython 3.7 and later with numpy, pyzmq and msgpack beside the engine, because vendors' wheels pin the
 interpreter. Started by the daemon as ``python -m weightd.worker``.
+
+From top to bottom, and nothing imports upwards: `__main__`, `session`, `canary`, `engines`, `pagesharing`.
 """

@@ -23,7 +23,8 @@ from weightd.shared.parent import die_with, ignore_interrupts
 from weightd.worker import exits, pagesharing
 from weightd.worker.connection import Connection
 from weightd.worker.engines import ENGINES
-from weightd.worker.engines.base import BuildError, Settings
+from weightd.worker.engines.engine import Settings
+from weightd.worker.engines.errors import BuildError
 from weightd.worker.session import Files, Session
 
 _log = logging.getLogger("weightd.worker")

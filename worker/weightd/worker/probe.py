@@ -17,7 +17,8 @@ from typing import Any, Dict
 
 from weightd.shared.parent import die_with, ignore_interrupts
 from weightd.worker import exits
-from weightd.worker.engines.base import BuildError, Settings
+from weightd.worker.engines.engine import Settings
+from weightd.worker.engines.errors import BuildError
 from weightd.worker.engines.mindspore_lite.acl import Acl, AclError
 
 # The import of CANN alone takes many seconds on a busy host.

@@ -50,7 +50,8 @@ from weightd.shared import multipart
 from weightd.worker import exits, nativelog, weights
 from weightd.worker.canary import canary, sample, search
 from weightd.worker.canary.proof import Proof
-from weightd.worker.engines.base import Arrays, BuildError, Engine, NoRoom, NotAllowed, Signature, Spoilt
+from weightd.worker.engines.engine import Arrays, Engine, ModelSignature
+from weightd.worker.engines.errors import BuildError, NoRoom, NotAllowed, Spoilt
 
 _log = logging.getLogger("weightd.worker")
 
@@ -147,7 +148,7 @@ class Session:
     def _hello(self, sha256: str) -> Hello:
         versions = {"weightd": VERSION, "python": platform.python_version(), "numpy": np.__version__}
         versions.update(self._engine.versions())
-        return Hello(self._engine.current_pid(), sha256, versions, self._engine.traits)
+        return Hello(self._engine.sharing.current_pid(), sha256, versions, self._engine.sharing.traits)
 
     def _obey(self, order: OrderMessage, frames: Sequence[bytes]) -> int:
         if isinstance(order, Predict):
@@ -162,7 +163,7 @@ class Session:
             elif isinstance(order, Ping):
                 self._ping(order)
             elif isinstance(order, Settle) and self._handle:
-                self._engine.settle(self._handle)
+                self._engine.sharing.settle(self._handle)
         except WeightdError as error:
             return self._broken(str(error), exits.CANNOT_BUILD, no_room=isinstance(error, NoRoom))
         except Exception as error:  # noqa: BLE001 - the daemon is told, whatever a library raises
@@ -182,7 +183,7 @@ class Session:
             sample.save_answers(self._files.answers, known.answers)
         # What is in memory now is shared as if it were weights.
         known = known._replace(answers=())
-        shared = engine.export(self._files.store)
+        shared = engine.sharing.export(self._files.store)
         self._handle = shared.handle
         if known.digest and self._holders_if_near(self._run(known.cases)).digest != known.digest:
             raise BuildError("the canary's answer changed when the weights were shared")
@@ -212,7 +213,7 @@ class Session:
         """That this cannot be is no failure of this process: those that are attached stay so."""
         refusal = ""
         try:
-            self._engine.allow(order.pids)
+            self._engine.sharing.allow(order.pids)
         except NotAllowed as error:
             refusal = clip(str(error))
         self._send(Allowed(refusal))
@@ -223,7 +224,7 @@ class Session:
         self._make(handle=order.handle)
         self._load_sample()
         before = self._run(order.canary_cases)
-        shared = engine.attach(order.handle)
+        shared = engine.sharing.attach(order.handle)
         self._handle = order.handle
         answer = self._run(order.canary_cases)
         known = self._holders_if_near(answer)
@@ -309,9 +310,9 @@ def _sendable(name: str, array: Any) -> Any:
     return to_wire(array)
 
 
-def _check(signature: Signature) -> None:
+def _check(signature: ModelSignature) -> None:
     """Requests and answers give tensors by name: no two may have the same. And the wire has to carry it."""
-    for what, tensors in zip(Signature._fields, signature):
+    for what, tensors in zip(ModelSignature._fields, signature):
         names = [each.name for each in tensors]
         for name in names:
             if names.count(name) > 1:

@@ -7,7 +7,8 @@ from typing import Any, Dict
 
 import numpy as np
 
-from weightd.worker.engines.base import Arrays, BuildError
+from weightd.worker.engines.engine import Arrays
+from weightd.worker.engines.errors import BuildError
 
 
 def load(path: str) -> Arrays:

@@ -20,7 +20,7 @@ import sys
 from weightd.protocol.version import VERSION
 import weightd.worker.session
 from weightd.worker.engines import ENGINES
-from weightd.worker.engines.base import Settings
+from weightd.worker.engines.engine import Settings
 ENGINES[sys.argv[1]](Settings(1, sys.argv[2], sys.argv[3] == "on"))
 print(VERSION)
 """

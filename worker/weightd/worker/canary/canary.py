@@ -14,7 +14,7 @@ import numpy as np
 from weightd.protocol.messages.children import Case, Cases
 from weightd.protocol.messages.data import TensorSignature
 from weightd.protocol.tensors import NUMPY_DTYPE
-from weightd.worker.engines.base import Arrays, Engine, Signature
+from weightd.worker.engines.engine import Arrays, Engine, ModelSignature
 
 _SEED = 20_260_101
 
@@ -73,7 +73,7 @@ def difference(one: Canary, other: Canary) -> float:
     return max(map(_apart, one.answers, other.answers))
 
 
-def observed(signature: Signature, canary: Canary) -> Signature:
+def observed(signature: ModelSignature, canary: Canary) -> ModelSignature:
     """Return `signature` with the shapes of outputs that the engine did not know, as the canary showed them.
 
     Where an input may have any rank, the canary shows only one of them: then so may an output.
@@ -95,7 +95,7 @@ def _observed_output(output: TensorSignature, shapes: Sequence[Dict[str, Tuple[i
     return TensorSignature(output.name, output.datatype, dims)
 
 
-def inputs(signature: Signature, case: Case) -> Arrays:
+def inputs(signature: ModelSignature, case: Case) -> Arrays:
     """Return the inputs of one case."""
     return {each.name: _array(each, case[each.name]) for each in signature.inputs}
 

@@ -13,7 +13,8 @@ from weightd.protocol.errors import RequestError
 from weightd.protocol.messages.data import TensorSignature
 from weightd.protocol.tensors import NUMPY_DTYPE
 from weightd.worker.canary import canary
-from weightd.worker.engines.base import Arrays, Engine, Spoilt
+from weightd.worker.engines.engine import Arrays, Engine
+from weightd.worker.engines.errors import Spoilt
 
 _log = logging.getLogger("weightd.worker")
 

@@ -15,7 +15,8 @@ from weightd.protocol.messages.children import Cases
 from weightd.protocol.schema import label
 from weightd.protocol.tensors import NUMPY_DTYPE
 from weightd.worker.canary import canary
-from weightd.worker.engines.base import Arrays, BuildError, Signature
+from weightd.worker.engines.engine import Arrays, ModelSignature
+from weightd.worker.engines.errors import BuildError
 
 # Every process reads it at its start and keeps it.
 MAX_BYTES = 256 * 1024 * 1024
@@ -38,7 +39,7 @@ _BROKEN = (
 )
 
 
-def load(path: str, signature: Signature) -> Arrays:
+def load(path: str, signature: ModelSignature) -> Arrays:
     """Return the sample at `path`, an .npz with an array for each input of the model.
 
     Raises:

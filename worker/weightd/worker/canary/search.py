@@ -19,7 +19,8 @@ from weightd.protocol.messages.children import Build, Case, Cases
 from weightd.protocol.messages.data import TensorSignature
 from weightd.worker.canary import canary
 from weightd.worker.canary.canary import Canary
-from weightd.worker.engines.base import Arrays, BuildError, Engine, Gears, Signature, Spoilt
+from weightd.worker.engines.engine import Arrays, Engine, Gears, ModelSignature
+from weightd.worker.engines.errors import BuildError, Spoilt
 
 Shape = Tuple[int, ...]
 
@@ -88,7 +89,7 @@ def find(
     return _judged(*runs, tolerance)
 
 
-def candidates(signature: Signature, gears: Gears = ()) -> Iterator[Case]:
+def candidates(signature: ModelSignature, gears: Gears = ()) -> Iterator[Case]:
     """Yield the cases that are worth trying, the most promising first; of a model that has gears, those alone."""
     if gears:
         yield from (_geared(signature, iter(gear)) for gear in gears[: limits.MAX_CANARY_UNFIT])
@@ -99,7 +100,7 @@ def candidates(signature: Signature, gears: Gears = ()) -> Iterator[Case]:
         yield from _of_one_rank(signature)
 
 
-def _of_one_rank(signature: Signature) -> Iterator[Case]:
+def _of_one_rank(signature: ModelSignature) -> Iterator[Case]:
     shapes = [each.shape or () for each in signature.inputs]
     has_images = any(len(shape) >= 4 and min(shape[1:]) < 0 for shape in shapes)
     seen: List[Case] = []
@@ -112,7 +113,7 @@ def _of_one_rank(signature: Signature) -> Iterator[Case]:
             yield case
 
 
-def larger(signature: Signature, case: Case) -> Optional[Case]:
+def larger(signature: ModelSignature, case: Case) -> Optional[Case]:
     """Return the case with every free dimension twice as large, if there is one and it is not too large."""
     free = {each.name: each.shape for each in signature.inputs}
     double = {name: _doubled(free[name], shape) for name, shape in case.items()}
@@ -198,7 +199,7 @@ def _required(engine: Engine, cases: Cases, tell: Tell, sample: Optional[Arrays]
     return runs
 
 
-def _check(signature: Signature, case: Case) -> None:
+def _check(signature: ModelSignature, case: Case) -> None:
     names = [each.name for each in signature.inputs]
     if sorted(case) != sorted(names):
         raise BuildError(f"canary: expected inputs {', '.join(names)}, got {', '.join(case)}")
@@ -238,11 +239,11 @@ def _doubled(known: Optional[Shape], shape: Shape) -> Shape:
     return tuple(2 * dim if known is None or known[axis] < 0 else dim for axis, dim in enumerate(shape))
 
 
-def _geared(signature: Signature, sizes: Iterator[int]) -> Case:
+def _geared(signature: ModelSignature, sizes: Iterator[int]) -> Case:
     return {each.name: tuple(next(sizes) if dim < 0 else dim for dim in each.shape or ()) for each in signature.inputs}
 
 
-def _ranked(signature: Signature, rank: int) -> Signature:
+def _ranked(signature: ModelSignature, rank: int) -> ModelSignature:
     return signature._replace(
         inputs=tuple(
             TensorSignature(each.name, each.datatype, (-1,) * rank if each.shape is None else each.shape)
@@ -251,7 +252,7 @@ def _ranked(signature: Signature, rank: int) -> Signature:
     )
 
 
-def _nbytes(signature: Signature, case: Case) -> int:
+def _nbytes(signature: ModelSignature, case: Case) -> int:
     total = 0
     for each in signature.inputs:
         size = ITEM_BYTES[each.datatype]

@@ -1,11 +1,15 @@
-"""The engines by name. Each lives in its own module and imports its library only when it is made."""
+"""The engines by name. Each lives in its own module and imports its library only when it is made.
+
+What belongs here is known of one library, or the interface to all; of weightd.worker only `pagesharing` and `nativelog`
+may be imported.
+"""
 
 from __future__ import annotations
 
 from typing import Callable, Dict
 
 from weightd.worker.engines import mindspore_lite
-from weightd.worker.engines.base import Engine, Settings
+from weightd.worker.engines.engine import Engine, Settings
 from weightd.worker.engines.onnxruntime import OnnxRuntime
 
 ENGINES: Dict[str, Callable[[Settings], Engine]] = {

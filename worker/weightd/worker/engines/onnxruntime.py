@@ -8,8 +8,9 @@ from typing import AbstractSet, Any, Dict, List, Sequence, Tuple
 from weightd.protocol.errors import InvalidArgument
 from weightd.protocol.messages.data import TensorSignature
 from weightd.worker.engines import onnxfile
-from weightd.worker.engines.base import Arrays, BuildError, EngineMissing, Settings, Signature, Spoilt
 from weightd.worker.engines.cpu import CpuEngine
+from weightd.worker.engines.engine import Arrays, ModelSignature, Settings
+from weightd.worker.engines.errors import BuildError, EngineMissing, Spoilt
 
 _DATATYPE: Dict[str, str] = {
     "tensor(bool)": "BOOL",
@@ -64,14 +65,14 @@ class OnnxRuntime(CpuEngine):
         inputs, outputs = self._session.get_inputs(), self._session.get_outputs()
         doubtful = not all(each.shape for each in (*inputs, *outputs))
         scalars: AbstractSet[str] = onnxfile.scalars(Path(model)) if doubtful else set()
-        self._signature = Signature(
+        self._signature = ModelSignature(
             tuple(_tensor_signature(each, scalars) for each in inputs),
             tuple(_tensor_signature(each, scalars) for each in outputs),
         )
         self._output_names: List[str] = [each.name for each in self._signature.outputs]
 
     @property
-    def signature(self) -> Signature:
+    def signature(self) -> ModelSignature:
         """What the session says; a symbolic dimension is free. Only the file tells a scalar from an unknown rank."""
         return self._signature
 

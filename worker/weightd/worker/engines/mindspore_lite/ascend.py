@@ -23,57 +23,26 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import re
-from pathlib import Path
 from typing import Any, List, Optional, Sequence
 
 import numpy as np
 
 from weightd.protocol.errors import InvalidArgument
-from weightd.protocol.messages.children import DeviceMemory, Traits
-from weightd.shared.modelfile import ModelFileError, model_files
-from weightd.worker.engines.base import (
-    SHARING_IS_OFF,
-    Arrays,
-    BuildError,
-    EngineMissing,
-    Gears,
-    NoRoom,
-    NotAllowed,
-    Settings,
-    Shared,
-)
+from weightd.protocol.messages.children import DeviceMemory
+from weightd.worker.engines.engine import Arrays, Gears, Settings
+from weightd.worker.engines.errors import BuildError, NoRoom
 from weightd.worker.engines.mindspore_lite.acl import Acl, AclError
+from weightd.worker.engines.mindspore_lite.cardsharing import CardSharing
 from weightd.worker.engines.mindspore_lite.gears import recorded
 from weightd.worker.engines.mindspore_lite.model import MindSporeLite
+from weightd.worker.engines.sharing import NotShared
 
 _log = logging.getLogger("weightd.worker")
 
-_PIDS = "shareable_weight_pid_list"
-_HANDLE = "shareable_weight_mem_handle"
-
 _VISIBLE = "ASCEND_RT_VISIBLE_DEVICES"  # which cards a process sees; it counts them anew
-
-_DECIMAL = re.compile(r"[0-9]{1,20}")
-_MAX_PID = 2**31 - 1
-_MAX_HANDLE = 2**64 - 1
 
 # What the log says of a card that is full: no place for a process (model_process.cc:118), no memory (ACL's number).
 _NO_ROOM = ("Acl open device", "207001")
-
-_GRANULE = 2 * 1024 * 1024  # a huge page of the card
-
-_OLD = "mindspore_lite {} shares no weights between processes; install 2.7 or later, or set sharing = 'off'"
-_NO_NUMBER = (
-    "the library has no number for this process: it finds no Ascend driver. Run set_env.sh of CANN in the "
-    "environment of weightd, and let its user open /dev/davinci*"
-)
-_IGNORED = (
-    "the library has built the model without exporting its weights, got handle {!r}. It does so without an error where "
-    "the provider is ge or ENABLE_MULTI_BACKEND_RUNTIME is on, the model is encrypted (dec_key_file), was converted "
-    "for changing weights (variable_weights) or is in a ModelGroup, or the library is older than 2.7; set sharing = "
-    "'off' to serve it with a copy of the weights in each process"
-)
 
 
 class MindSporeLiteAscend(MindSporeLite):
@@ -84,7 +53,6 @@ class MindSporeLiteAscend(MindSporeLite):
         BuildError: an option is not one.
     """
 
-    traits = Traits(pids_fixed_at_build=True, holder_must_outlive=True, attach_rewrites_weights=True)
     can_rebuild = False
     unfit = InvalidArgument
 
@@ -93,18 +61,8 @@ class MindSporeLiteAscend(MindSporeLite):
         self._batched: List[str] = []
         self._card = card
         self._built = False
-        self._exported = ""
-        self._path = ""
-        self._shares = False
-        if settings.sharing:
-            self._pid = self._number()
-        else:
-            self._pid = str(os.getpid())
-            self.traits = Traits(pids_fixed_at_build=False, holder_must_outlive=False, attach_rewrites_weights=False)
-
-    def current_pid(self) -> str:
-        """Return the driver's number for this process, which is not os.getpid() in a container."""
-        return self._pid
+        self._handles = CardSharing(self._library, self._log, card) if settings.sharing else None
+        self.sharing = self._handles or NotShared()
 
     def build(self, model: str, *, pids: Sequence[str] = (), handle: str = "") -> None:
         """Build the model: for these processes, on this handle, or, with neither, with a copy of the weights."""
@@ -112,13 +70,9 @@ class MindSporeLiteAscend(MindSporeLite):
             raise BuildError("this process has built a model on a card before; only a new process can build another")
         self._built = True
         section = self._options.ascend_section()
-        if self._settings.sharing and pids:
-            section[_PIDS] = ",".join(str(_decimal("pid", each, _MAX_PID)) for each in pids)
-        elif self._settings.sharing and handle:
-            section[_HANDLE] = str(_decimal("handle", handle, _MAX_HANDLE))
-        self._shares = _PIDS in section or _HANDLE in section
+        if self._handles is not None:
+            section.update(self._handles.section(pids, handle))
         self._check_card()
-        self._path = model
         context = self._library.Context()
         context.target = ["ascend"]  # the first one decides; with "cpu" in front the card would never be used
         context.ascend.device_id = self._card
@@ -128,6 +82,8 @@ class MindSporeLiteAscend(MindSporeLite):
         except BuildError as error:
             kind = NoRoom if any(each in str(error) for each in _NO_ROOM) else BuildError
             raise kind(f"{error}{self._hint(str(error))}") from None
+        if self._handles is not None:
+            self._handles.built(self._model, model)
         self._batched = self._batched_by_gears()
 
     @property
@@ -144,41 +100,6 @@ class MindSporeLiteAscend(MindSporeLite):
         if len(set(batches.values())) > 1:
             raise InvalidArgument(f"inputs: expected one batch for all, got {batches}: the model has gears for it")
         return super().predict(inputs)
-
-    def export(self, store: str) -> Shared:
-        """Return the handle that the build has made."""
-        if not self._settings.sharing:
-            return SHARING_IS_OFF
-        if not self._shares:
-            return Shared("", 0, "weights are not shared: the build named no process to share with")
-        handle = self._model.get_model_info(_HANDLE)
-        if not _DECIMAL.fullmatch(handle) or not 0 < int(handle) <= _MAX_HANDLE:
-            raise BuildError(_IGNORED.format(handle))
-        self._exported = handle
-        return Shared(handle, self._shared_bytes(), "")
-
-    def allow(self, pids: Sequence[str]) -> None:
-        """Tell the driver."""
-        if not self._exported:
-            raise NotAllowed("this process has exported no weights")
-        try:
-            numbers = [_decimal("pid", each, _MAX_PID) for each in pids]
-            acl = Acl()
-            acl.use(self._card)
-            acl.allow(int(self._exported), numbers)
-        except (AclError, BuildError) as error:
-            raise NotAllowed(str(error)) from None
-
-    def attach(self, handle: str) -> Shared:
-        """Do nothing: the build has attached."""
-        if not self._settings.sharing:
-            return SHARING_IS_OFF
-        if not self._shares:
-            return Shared("", 0, "weights are not shared: the holder has no handle")
-        return Shared(handle, self._shared_bytes(), "")
-
-    def settle(self, handle: str) -> None:
-        """Do nothing: there is nothing that only an attach needs."""
 
     def update_weights(self, weights: Arrays) -> None:
         """Replace weights of a model that was converted for it."""
@@ -226,16 +147,6 @@ class MindSporeLiteAscend(MindSporeLite):
             kind = Acl().soc_name()
         return f"; {kind} cannot share memory between processes: set sharing = 'off' (310P and vNPU are known for it)"
 
-    def _number(self) -> str:
-        model = self._library.Model()
-        if not hasattr(model, "get_model_info"):
-            raise EngineMissing(_OLD.format(self._library.__version__))
-        with self._log.cause_of(EngineMissing):
-            pid: str = model.get_model_info("current_pid")
-            if not _DECIMAL.fullmatch(pid):
-                raise RuntimeError(_NO_NUMBER)
-        return pid
-
     def _check_card(self) -> None:
         try:
             count = Acl().device_count()
@@ -246,17 +157,3 @@ class MindSporeLiteAscend(MindSporeLite):
             listed = os.environ.get(_VISIBLE)
             why = f" among those of {_VISIBLE}={listed}" if listed is not None else ""
             raise BuildError(f"device: there is no card {self._card}; this process sees {count}, counted from 0{why}")
-
-    def _shared_bytes(self) -> int:
-        """An estimate: the library rounds the size of the weights so, and the file holds little else."""
-        size = 0
-        with contextlib.suppress(ModelFileError, OSError):
-            size = sum(file.nbytes for file in model_files(Path(self._path), own=True))
-        return (size // _GRANULE + 1) * _GRANULE
-
-
-def _decimal(what: str, text: str, most: int) -> int:
-    """Where the library is lenient, another number would be meant."""
-    if not _DECIMAL.fullmatch(text) or not 0 < int(text) <= most:
-        raise BuildError(f"{what}: expected a decimal number from 1 to {most}, got {text!r}")
-    return int(text)

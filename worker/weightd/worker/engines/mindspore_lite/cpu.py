@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Sequence
 
-from weightd.worker.engines.base import Settings
 from weightd.worker.engines.cpu import CpuEngine
+from weightd.worker.engines.engine import Settings
 from weightd.worker.engines.mindspore_lite.model import MindSporeLite
 
 

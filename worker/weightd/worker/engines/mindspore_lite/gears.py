@@ -11,7 +11,7 @@ from typing import Dict, List, Sequence, Tuple
 
 from weightd.protocol import limits
 from weightd.protocol.messages.data import TensorSignature
-from weightd.worker.engines.base import Gears
+from weightd.worker.engines.engine import Gears
 
 Place = Tuple[str, int]
 

@@ -22,7 +22,8 @@ import numpy as np
 
 from weightd.protocol.errors import RequestError
 from weightd.protocol.messages.data import TensorSignature
-from weightd.worker.engines.base import Arrays, BuildError, Engine, EngineMissing, Settings, Signature, Spoilt
+from weightd.worker.engines.engine import Arrays, Engine, ModelSignature, Settings
+from weightd.worker.engines.errors import BuildError, EngineMissing, Spoilt
 from weightd.worker.engines.mindspore_lite.options import Options
 from weightd.worker.nativelog import NativeLog
 
@@ -83,13 +84,13 @@ class MindSporeLite(Engine):
         with self._log.cause_of(BuildError):
             self._model.build_from_file(model, self._library.ModelType.MINDIR, context, **arguments)
         self._bind(self._model.get_inputs())
-        self._signature = Signature(
+        self._signature = ModelSignature(
             tuple(_tensor_signature(each) for each in self._tensors),
             tuple(_unless_unknown(_tensor_signature(each)) for each in self._outputs()),
         )
 
     @property
-    def signature(self) -> Signature:
+    def signature(self) -> ModelSignature:
         """What the built model takes. The shape of an output that depends on a free dimension is not known."""
         return self._signature
 

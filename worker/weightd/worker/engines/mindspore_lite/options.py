@@ -10,7 +10,7 @@ from typing import Any, Dict, Mapping, Tuple
 
 from weightd.protocol import limits
 from weightd.protocol.schema import FieldError, boolean, decode, integer, many, one_of, text
-from weightd.worker.engines.base import BuildError
+from weightd.worker.engines.errors import BuildError
 
 _PATH = text(limits.MAX_PATH_BYTES, empty=True)
 _PRECISIONS = ("enforce_fp32", "preferred_fp32", "enforce_fp16", "enforce_origin", "preferred_optimal")

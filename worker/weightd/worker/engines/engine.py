@@ -1,4 +1,4 @@
-"""The one interface behind which every engine stands."""
+"""The one interface behind which every engine stands; what is shared of what it builds: `sharing`."""
 
 from __future__ import annotations
 
@@ -6,34 +6,14 @@ import abc
 import types
 from typing import Any, ClassVar, Dict, Mapping, NamedTuple, Optional, Sequence, Tuple
 
-from weightd.protocol.errors import Internal, WeightdError
-from weightd.protocol.messages.children import DeviceMemory, Traits
+from weightd.protocol.messages.children import DeviceMemory
 from weightd.protocol.messages.data import TensorSignature
 from weightd.shared.devices import CPU, card_of
+from weightd.worker.engines.errors import BuildError
+from weightd.worker.engines.sharing import Sharing
 
 Arrays = Dict[str, Any]
 """Tensors by name: numpy arrays. As inputs in native byte order, in C order and aligned; as outputs in any form."""
-
-
-class EngineMissing(WeightdError):
-    """The engine cannot be used in this interpreter; the text says what to install."""
-
-
-class BuildError(WeightdError):
-    """The engine cannot build the model; the text is the cause."""
-
-
-class NoRoom(BuildError):
-    """The card has no memory, or no place for this process; that may be over soon."""
-
-
-class NotAllowed(WeightdError):
-    """No further process can be let in; the text says why."""
-
-
-class Spoilt(Internal):
-    """A predict failed in a way that may have spoilt the model: no further answer of it can be trusted."""
-
 
 Gears = Tuple[Tuple[int, ...], ...]
 """The sizes that a model was converted for: each gear gives those of all free dimensions, in the inputs' order."""
@@ -67,43 +47,22 @@ class Settings(NamedTuple):
         return card
 
 
-class Signature(NamedTuple):
+class ModelSignature(NamedTuple):
     """Inputs and outputs of a built model, as the engine takes and gives them (not as the file says)."""
 
     inputs: Tuple[TensorSignature, ...]
     outputs: Tuple[TensorSignature, ...]
 
 
-class Shared(NamedTuple):
-    """What a build shares: the `handle` to attach to, the bytes shared, and why it is less than hoped.
-
-    `is_loss`: something in the way keeps apart what could be shared.
-    """
-
-    handle: str
-    bytes: int
-    note: str
-    is_loss: bool = False
-
-
-SHARING_IS_OFF = Shared("", 0, "sharing is off")
-
-
 class Engine(abc.ABC):
     """Runs one model, from one thread.
 
-    Sharing has two places, because libraries differ. One that shares weights by itself has to know while it builds.
-    For one that does not, weightd shares memory as it is after a first predict, in which some pack their weights::
-
-        holder    build(model, pids=...)      predict    export(store)      settle(handle) when nobody attaches
-        worker    build(model, handle=...)    predict    attach(handle)
-
-    After an error from `build`, `export` or `attach`, or `Spoilt` from `predict`, only a new build makes it usable;
-    where `can_rebuild` is false there is none: only the end of the process gives back what the build took.
+    After an error from `build`, or `Spoilt` from `predict`, only a new build makes it usable; where
+    `can_rebuild` is false there is none: only the end of the process gives back what the build took.
     """
 
     name: ClassVar[str]
-    traits: Traits
+    sharing: Sharing
     can_rebuild: ClassVar[bool] = True
     spoils: ClassVar[bool] = True
     """Whether a predict may leave the model so that a later answer is wrong in silence."""
@@ -111,10 +70,6 @@ class Engine(abc.ABC):
     @abc.abstractmethod
     def versions(self) -> Dict[str, str]:
         """Return the versions of the libraries that compute, by name."""
-
-    @abc.abstractmethod
-    def current_pid(self) -> str:
-        """Return the engine's number for this process. Allowed before the build."""
 
     @abc.abstractmethod
     def build(self, model: str, *, pids: Sequence[str] = (), handle: str = "") -> None:
@@ -130,30 +85,6 @@ class Engine(abc.ABC):
         """
 
     @abc.abstractmethod
-    def export(self, store: str) -> Shared:
-        """Share the weights of the built model with the processes it was built for.
-
-        Args:
-            store: path of a file that the engine may create for it, in a private directory.
-        """
-
-    @abc.abstractmethod
-    def allow(self, pids: Sequence[str]) -> None:
-        """Let further processes attach to what was exported.
-
-        Raises:
-            NotAllowed: the library offers no way.
-        """
-
-    @abc.abstractmethod
-    def attach(self, handle: str) -> Shared:
-        """Use the weights behind the handle that the model was built with, if that can be done."""
-
-    @abc.abstractmethod
-    def settle(self, handle: str) -> None:
-        """Give back what was only needed while processes attached; a failure is only logged."""
-
-    @abc.abstractmethod
     def update_weights(self, weights: Arrays) -> None:
         """Replace weights of the built model, by their names in the model.
 
@@ -167,7 +98,7 @@ class Engine(abc.ABC):
 
     @property
     @abc.abstractmethod
-    def signature(self) -> Signature:
+    def signature(self) -> ModelSignature:
         """What the built model takes and gives."""
 
     @property

@@ -1,0 +1,25 @@
+"""What an engine, or the sharing of its weights, can refuse."""
+
+from __future__ import annotations
+
+from weightd.protocol.errors import Internal, WeightdError
+
+
+class EngineMissing(WeightdError):
+    """The engine cannot be used in this interpreter; the text says what to install."""
+
+
+class BuildError(WeightdError):
+    """The engine cannot build the model; the text is the cause."""
+
+
+class NoRoom(BuildError):
+    """The card has no memory, or no place for this process; that may be over soon."""
+
+
+class NotAllowed(WeightdError):
+    """No further process can be let in; the text says why."""
+
+
+class Spoilt(Internal):
+    """A predict failed in a way that may have spoilt the model: no further answer of it can be trusted."""

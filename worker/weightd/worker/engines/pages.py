@@ -1,0 +1,68 @@
+"""Sharing on the host CPU, of what no engine shares itself: the pages of the built model, by `pagesharing`."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import Optional, Sequence
+
+from weightd.protocol.messages.children import Traits
+from weightd.worker import pagesharing
+from weightd.worker.engines.sharing import Shared, Sharing
+
+_log = logging.getLogger("weightd.worker")
+
+_IN_MEMORY = "the page store is on a memory file system: its cold pages stay in memory"
+_SMALL = f"weights are not shared: the model has no memory of {pagesharing.LEAST >> 10} KiB or more in one piece"
+
+
+class PageSharing(Sharing):
+    """Shares pages; the handle is the store's path. What cannot be shared stays private: that costs no answer."""
+
+    traits = Traits(pids_fixed_at_build=False, holder_must_outlive=False, attach_rewrites_weights=False)
+
+    def __init__(self) -> None:
+        self._before: Optional[pagesharing.Starts] = None
+
+    def begin(self) -> None:
+        """Remember what there is before a build: what comes with it is shared."""
+        self._before = pagesharing.begin()
+
+    def current_pid(self) -> str:
+        """Return this process's pid: no engine library has another number for it on the CPU."""
+        return str(os.getpid())
+
+    def export(self, store: str) -> Shared:
+        """Write the pages of the built model to `store`; any process of this user can attach."""
+        try:
+            sharing = pagesharing.hold(store, self._before)
+        except pagesharing.Unavailable as error:
+            return Shared("", 0, f"weights are not shared: {error}", is_loss=True)
+        if not sharing.shared_bytes:
+            Path(store).unlink()
+            return Shared("", 0, _SMALL)
+        in_memory = "" if pagesharing.on_disk(store) else _IN_MEMORY
+        return Shared(store, sharing.shared_bytes, in_memory)
+
+    def allow(self, pids: Sequence[str]) -> None:
+        """Do nothing: any process of this user may attach."""
+
+    def attach(self, handle: str) -> Shared:
+        """Give back each page of the built model that the store has too."""
+        try:
+            if not handle:
+                return Shared("", 0, "")  # the holder has said why
+            sharing = pagesharing.join(handle, self._before)
+        except pagesharing.Unavailable as error:
+            return Shared("", 0, f"weights are not shared: {error}")
+        finally:
+            pagesharing.prepare()  # whether or not `join` has come that far: predicts are to come
+        return Shared(handle, sharing.shared_bytes, "")
+
+    def settle(self, handle: str) -> None:
+        """Let the store's pages that no process uses leave memory."""
+        try:
+            pagesharing.evict(handle)
+        except pagesharing.Unavailable as error:
+            _log.warning("the page store's cold pages stay in memory: %s", error)
