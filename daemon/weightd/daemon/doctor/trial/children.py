@@ -59,13 +59,16 @@ class Refused(ChildError):
 
 
 class Died(ChildError):
-    """The child has ended.
+    """The child has ended, or could not be started.
 
-    Attributes:
-        from_outside: another has ended it.
+    Args:
+        text: which, in which step, and why.
+        end: how it has ended.
     """
 
-    from_outside = False
+    def __init__(self, text: str, end: End | None = None) -> None:
+        super().__init__(text)
+        self.end = end or End(None)
 
 
 class Hung(ChildError):
@@ -191,9 +194,7 @@ class Children:
             if not self._heard[name] and process.pidfd in events:
                 words = processes.last_words(process)
                 end = End(self._reap(name))
-                died = Died(f"{name}: {step}: {end.how}" + (f"; its log ends: {words}" if words else ""))
-                died.from_outside = end.from_outside
-                raise died
+                raise Died(f"{name}: {step}: {end.how}" + (f"; its log ends: {words}" if words else ""), end)
             if not self._heard[name] and time.monotonic() >= deadline:
                 words = processes.last_words(process)
                 log = f"its log ends: {words}" if words else "its log is empty"

@@ -4,7 +4,7 @@ It drives `python -m weightd.worker` through its own protocol, with the messages
 for the test would show what the library can do; this shows what weightd will do with it, its engine, its canary and
 its reading of the native log included. What the daemon adds (snapshot, restarts, queue) does not touch the card.
 
-This module acts and records; `trial_checks` judges.
+This module acts and records; `verdicts` judge.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ def _build(children: Children, pids: tuple[str, ...], canary: Canary) -> Built:
         try:
             return children.hear(HOLDER, Built, "build with a list of pids" if pids else "build", tries.told)[0]
         except ChildError as error:
-            from_outside = isinstance(error, Died) and error.from_outside
+            from_outside = isinstance(error, Died) and error.end.from_outside
             tried = described(tries.trying)
             if not tries.lost(is_slow=isinstance(error, Hung), from_outside=from_outside):
                 if tried:

@@ -1,1 +1,1 @@
-"""What is made of the facts. No I/O."""
+"""What is made of the facts and of the trial: values go in and come out. No I/O."""

@@ -1,0 +1,39 @@
+from __future__ import annotations
+
+import argparse
+
+import pytest
+
+from weightd.daemon.doctor import arguments
+
+
+@pytest.fixture
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser()
+    arguments.describe(made)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        (["--device", "cpu"], "expected ascend:N"),
+        (["--limit", "0"], "expected seconds"),
+        (["--limit", "soon"], "expected seconds"),
+        (["--canary", "{x = 3}"], "x: expected list, got int 3"),
+        (["--canary", "{x"], "not TOML"),
+        (["--canary-tolerance", "nan"], "expected a number from 0 to 1"),
+        (["--canary-tolerance", "much"], "expected a number from 0 to 1"),
+    ],
+)
+def test_a_wrong_command_line(
+    parser: argparse.ArgumentParser, capsys: pytest.CaptureFixture[str], given: list[str], text: str
+) -> None:
+    with pytest.raises(SystemExit):
+        parser.parse_args(given)
+    assert text in capsys.readouterr().err
+
+
+def test_what_is_given(parser: argparse.ArgumentParser) -> None:
+    options = parser.parse_args(["--device", "ascend:3", "--canary-tolerance", "1e-3", "--limit", "7"])
+    assert (options.device, options.canary_tolerance, options.limit) == (3, 1e-3, 7.0)
