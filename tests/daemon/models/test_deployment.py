@@ -19,6 +19,7 @@ from weightd.daemon.host.ends import End
 from weightd.daemon.host.memory import MIB
 from weightd.daemon.models.budget import Device, Need
 from weightd.daemon.models.deployment import Deployment
+from weightd.daemon.models.stage import Succession
 from weightd.protocol.messages.children import Attached, Broken, Built, DeviceMemory, Hello, Traits
 from weightd.protocol.messages.data import TensorSignature
 from weightd.protocol.version import VERSION
@@ -43,22 +44,26 @@ class Stage:
         frozen: bool = True,
         sharing: bool = True,
         fall_back: bool = False,
+        device: Device | None = None,
+        first: int = 1,
     ) -> None:
         self.now = 1000.0
-        self.device = Device("ascend:0", capacity)
-        self.numbers = itertools.count(1)
+        self.device = device or Device("ascend:0", capacity)
+        self.numbers = itertools.count(first)
+        self.woken = 0
         self.there: dict[str, Generation] = {}
-        limits = Terms(2, 500.0, sharing=sharing, outlives_holder=frozen)
-        self.deployment = Deployment(
-            self.device, limits, policy, fall_back=fall_back, process_bytes=EACH, make=self.make
-        )
+        terms = Terms(2, 500.0, sharing=sharing, outlives_holder=frozen)
+        self.deployment = Deployment(self.device, terms, Succession(policy, fall_back, EACH), self.make, self.wake)
         self.deployment.start(FIRST)
 
-    def make(self, device: Device, source: Source, limits: Terms) -> Generation:
+    def make(self, device: Device, source: Source, terms: Terms) -> Generation:
         number = next(self.numbers)
-        generation = Generation(f"m.{number}", limits, device.name, source, number)
+        generation = Generation(f"m.{number}", terms, device.name, source, number)
         self.there[generation.label] = generation
         return generation
+
+    def wake(self) -> None:
+        self.woken += 1
 
     def of(self, name: str) -> Generation:
         return self.there[name.rpartition(".")[0]]
@@ -195,44 +200,62 @@ def test_nothing_is_started_before_it_is_promised() -> None:
     assert stage.device.promised == {}
 
 
-def test_it_waits_for_the_room_of_who_will_leave(caplog: pytest.LogCaptureFixture) -> None:
+def waiting() -> tuple[Stage, Stage]:
+    """One that serves and will leave, and one of another model that waits for its room."""
     leaving = Stage(capacity=ONE).loads("m.1")
-    stage = Stage(capacity=ONE)
-    stage.device = stage.deployment.device = leaving.device
-    stage.deployment.update(FIRST, stage.now)
-    label = "m.2"
     leaving.deployment.will_leave()
-    with caplog.at_level(logging.INFO, "weightd"):
-        for _ in range(3):
-            stage.pinned()
-            assert stage.deployment.next_tick == stage.now + 0.5
-            stage.now += 0.5
-    assert [record.message for record in caplog.records].count(f"{label} waits for the room of m.1") == 1
+    return leaving, Stage(device=leaving.device, first=2).pinned()
+
+
+def test_it_waits_for_the_room_of_who_will_leave_and_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "weightd")
+    leaving, stage = waiting()
+    for _ in range(3):
+        # Until then nobody looks.
+        assert (stage.woken, stage.deployment.next_tick) == (0, float("inf"))
+        stage.settled()
     leaving.deployment.drain(leaving.now)
-    leaving.exit("m.1.w1", "m.1.w2", "m.1.holder")
-    assert leaving.device.leaving == set()
+    leaving.exit("m.1.w1", "m.1.w2")
+    assert (stage.woken, list(stage.device.promised)) == (0, ["m.1"])
+    leaving.exit("m.1.holder")
+    assert (stage.woken, stage.deployment.next_tick, stage.device.leaving) == (1, 0.0, set())
     stage.deployment.tick(stage.now)
-    assert list(stage.device.promised) == [label]
-    assert stage.standing()[1] == label
-    assert stage.deployment.next_tick > stage.now + 0.5
+    assert (list(stage.device.promised), stage.standing()[1]) == (["m.2"], "m.2")
+    assert stage.now < stage.deployment.next_tick < float("inf")
+    assert [record.message for record in caplog.records].count("m.2 waits for the room of m.1") == 1
+    leaving.device.release("m.1")
+    assert stage.woken == 1
 
 
-def test_one_that_is_given_up_while_it_waits_for_room_is_not_looked_at_again() -> None:
-    leaving = Stage(capacity=ONE).loads("m.1")
-    leaving.deployment.will_leave()
-    stage = Stage(capacity=ONE)
-    stage.device = stage.deployment.device = leaving.device
-    stage.deployment.update(FIRST, stage.now)
-    stage.pinned()
-    assert stage.deployment.next_tick == stage.now + 0.5
-    stage.deployment.abandon("for a test", stage.now)
-    assert stage.deployment.next_tick > stage.now + 0.5
+def test_who_comes_too_late_for_what_was_released_waits_on_or_is_refused() -> None:
+    leaving, stage = waiting()
+    other = Stage(device=leaving.device, first=3).pinned()
+    leaving.deployment.drain(leaving.now)
+    leaving.all_leave("m.1")
+    for each in (stage, other):
+        assert each.deployment.next_tick == 0.0
+        each.deployment.tick(each.now)
+    assert list(stage.device.promised) == ["m.2"]
+    assert other.deployment.failed
+    assert "m.2 has 132 MiB" in other.deployment.cause
+
+
+@pytest.mark.parametrize("how", ["drained", "no snapshot"])
+def test_one_that_is_given_up_while_it_waits_for_room_is_not_told(how: str) -> None:
+    leaving, stage = waiting()
+    if how == "drained":
+        stage.deployment.drain(stage.now)
+    else:
+        stage.deployment.pin_failed(FIRST, "gone", stage.now)
+    leaving.deployment.drain(leaving.now)
+    leaving.all_leave("m.1")
+    assert (stage.woken, stage.deployment.next_tick) == (0, float("inf"))
 
 
 def test_it_does_not_wait_for_room_that_would_not_do() -> None:
     leaving = Stage(capacity=ONE).loads("m.1")
     leaving.deployment.will_leave()
-    stage = Stage(capacity=ONE - 1)
+    stage = Stage(capacity=ONE - 1, first=2)
     stage.device.promised, stage.device.leaving = leaving.device.promised, leaving.device.leaving
     stage.pinned()
     assert stage.deployment.failed
@@ -584,7 +607,7 @@ def test_a_renewal_that_is_due_is_not_begun_when_it_is_wound_down() -> None:
 
 
 def test_nothing_can_be_told_before_the_start() -> None:
-    make = Stage().make
-    deployment = Deployment(Device("cpu"), Terms(1, 1.0), Policy.AUTO, fall_back=False, process_bytes=0, make=make)
+    stage = Stage()
+    deployment = Deployment(Device("cpu"), Terms(1, 1.0), Succession(Policy.AUTO), stage.make, stage.wake)
     with pytest.raises(RuntimeError, match="before the start"):
         _ = deployment.main

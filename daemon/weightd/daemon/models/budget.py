@@ -6,7 +6,7 @@ the last word. They are there to refuse at once what can never fit, with the fig
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 
 from weightd.daemon.engines.ascend import on_card
@@ -48,6 +48,7 @@ class Device:
         free: bytes that it said are free, last time.
         promised: what each generation was promised, by its label.
         leaving: the labels of those that will not need it for long.
+        waiting: whom to tell each time that something is released, by the label of the generation that waits for it.
     """
 
     name: str
@@ -57,6 +58,7 @@ class Device:
     free: int | None = None
     promised: dict[str, Need] = field(default_factory=dict[str, Need])
     leaving: set[str] = field(default_factory=set[str])
+    waiting: dict[str, Callable[[], object]] = field(default_factory=dict[str, Callable[[], object]])
 
     @property
     def used(self) -> int:
@@ -73,6 +75,7 @@ class Device:
         refusal = self.refusal(label, need)
         if not refusal:
             self.promised[label] = need
+            self.waiting.pop(label, None)
         return refusal
 
     def refusal(self, label: str, need: Need, *, without: Collection[str] = ()) -> str:
@@ -87,9 +90,12 @@ class Device:
             self.promised[label] = replace(need, process_bytes=process_bytes)
 
     def release(self, label: str) -> None:
-        """Take back what a generation was promised: nothing is left of it."""
+        """Take back what a generation was promised: nothing is left of it. Whoever waits for room is told."""
         self.promised.pop(label, None)
         self.leaving.discard(label)
+        self.waiting.pop(label, None)
+        for tell in list(self.waiting.values()):
+            tell()
 
     def _too_many(self, label: str, need: Need, others: Mapping[str, Need]) -> str:
         used = sum(had.processes for had in others.values())

@@ -18,66 +18,42 @@ from weightd.daemon.generations.progress import Outlook
 from weightd.daemon.generations.restarts import Restarts
 from weightd.daemon.generations.states import ACTIVE, GenerationState
 from weightd.daemon.models.budget import Device, Need
+from weightd.daemon.models.stage import LOADS, Deployed, Stage, StageEvent, Succession
 from weightd.protocol.messages.children import DeviceMemory
 
 _log = logging.getLogger("weightd.generation")
 
-# Nobody tells a deployment what another one has left.
-_LOOK_AGAIN_S = 0.5
 
-
-class Deployment:
-    """Keeps one generation serving.
+class Deployment(Deployed):
+    """Keeps one generation serving; how it stands is that of `Deployed`.
 
     Args:
         device: where, and what it has room for.
         terms: of each generation.
-        policy: how one is replaced.
-        fall_back: whether a generation that cannot share its weights is followed by one that does not.
-        process_bytes: what each process takes on the device beside the weights; what was seen counts if it is more.
+        succession: how one follows another.
         make: makes a generation of a source, with a new number.
-
-    Attributes:
-        serving: whose workers take requests; None while there is none.
-        coming: the one that loads.
-        leaving: those that wind down.
-        failed: whether no further generation is tried.
-        terms: of the next generation.
+        wake: called when there may be room by now for what waits for it: `tick` is due.
     """
 
     def __init__(
         self,
         device: Device,
         terms: Terms,
-        policy: Policy,
-        *,
-        fall_back: bool,
-        process_bytes: int,
+        succession: Succession,
         make: Callable[[Device, Source, Terms], Generation],
+        wake: Callable[[], object],
     ) -> None:
-        self.device = device
-        self.serving: Generation | None = None
-        self.coming: Generation | None = None
-        self.leaving: list[Generation] = []
-        self.failed = False
-        self._blamed: Generation | None = None
-        self.terms = terms
-        self._policy = policy
-        self._fall_back = fall_back
+        super().__init__(device, terms)
+        self._succession = succession
+        self._process_bytes = succession.process_bytes
         self._make = make
+        self._wake = wake
         self._restarts = Restarts()
         self._since = 0.0
-        self._has_served = False
-        # What the next generation loads, once there may be one.
-        self._wanted: Source | None = None
         # Of a generation that is pinned and waits for room.
         self._pinned: tuple[str, int, Canary | None] | None = None
-        # When to see whether there is room by now.
-        self._look_again = float("inf")
-        self._updating = False
-        self._least_process_bytes = self._process_bytes = process_bytes
-        self._stopping = False
-        self._last: Generation | None = None
+        # Something has been released since it was refused.
+        self._is_woken = False
         self._actions: list[tuple[Generation, Action]] = []
 
     # --- events -------------------------------------------------------------------------------------------------
@@ -90,8 +66,8 @@ class Deployment:
         """Go on with a generation that a daemon before this one has loaded, of a model of so many bytes."""
         self.coming = self._last = generation
         self.terms = generation.terms
-        self._has_served = True
-        self._process_bytes = max(self._least_process_bytes, generation.footprint.process_bytes)
+        self._machine.advance(StageEvent.SERVE)
+        self._process_bytes = max(self._succession.process_bytes, generation.footprint.process_bytes)
         # It is there: whether there is room is no question.
         self.device.promised[generation.label] = self._need(nbytes)
         self.reconcile(now)
@@ -106,7 +82,7 @@ class Deployment:
             again, old = self.coming.source, self.coming
             self.coming = self._pinned = None
             self._leave(old, now)
-        self._updating = True
+        self._machine.advance(StageEvent.UPDATE)
         self._load(source)
         self._wanted = again
 
@@ -133,7 +109,7 @@ class Deployment:
 
     def abandon(self, cause: str, now: float) -> None:
         """Give up the generation that was loaded by `update`."""
-        if self.coming is not None and self._updating:
+        if self.coming is not None and self.updating:
             self.coming.failed(cause, now)
             self.reconcile(now)
 
@@ -141,7 +117,7 @@ class Deployment:
         """The card has said what is free after a process of the generation has loaded."""
         if memory is not None:
             self.device.free = memory.free_bytes
-            self._process_bytes = max(self._least_process_bytes, generation.footprint.process_bytes)
+            self._process_bytes = max(self._succession.process_bytes, generation.footprint.process_bytes)
             self.device.learn(generation.label, self._process_bytes)
 
     def will_leave(self) -> None:
@@ -150,8 +126,9 @@ class Deployment:
 
     def drain(self, now: float, *, patience: float = 0.0) -> None:
         """No new work, and no further generation: wind everything down; what runs may take `patience` seconds more."""
-        self._stopping = True
-        self._wanted, self._look_again = None, float("inf")
+        if self._stage in LOADS:
+            self._machine.advance(StageEvent.STOP)
+        self._wanted = None
         self.will_leave()
         for generation in self.generations:
             generation.drain(now, patience=patience)
@@ -172,64 +149,19 @@ class Deployment:
             self._coming_failed(self.coming, now)
         if self.serving is not None and self.serving.state not in ACTIVE:
             self._serving_failed(self.serving, now)
-        if not self._stopping:
+        if self._stage is not Stage.STOPPING:
             self._admit(now)
             self._arrive(now)
             self._renew(now)
         self._collect()
         self._forget_ended()
 
-    # --- what it tells ------------------------------------------------------------------------------------------
-
-    @property
-    def generations(self) -> list[Generation]:
-        """Every generation of which something is left, the one that serves first."""
-        return [each for each in (self.serving, self.coming, *self.leaving) if each is not None]
-
-    @property
-    def cause(self) -> str:
-        """Why there is no generation, or no better one; more of it may be known once its processes are gone."""
-        return self._blamed.cause if self._blamed is not None else ""
-
-    @property
-    def may_recover(self) -> bool:
-        """Whether what ended the last generation may not end the next one: a kill, or that everything ends."""
-        return self._blamed is None or self._blamed.outlook is Outlook.BETTER or self._stopping
-
-    @property
-    def main(self) -> Generation:
-        """The generation that tells how it stands."""
-        generation = self.serving or self.coming or self._last
-        if generation is None:
-            raise RuntimeError("asked before the start")
-        return generation
-
-    @property
-    def complete(self) -> bool:
-        """Whether what `update` has loaded can take over."""
-        return self._updating and self.coming is not None and self.coming.complete and self.coming.full
-
-    @property
-    def updating(self) -> bool:
-        """Whether what `update` has loaded is still on its way."""
-        return self._updating
-
-    @property
-    def is_lost(self) -> bool:
-        """Whether nothing of what has served is left: it is being loaded again, or will be, and that may be in vain."""
-        awaits = self.coming is not None and self.coming.awaits
-        return self._has_served and self.serving is None and not (awaits or self.failed or self._updating)
-
-    @property
-    def busy(self) -> bool:
-        """Whether a generation loads, or has to."""
-        return self.coming is not None or self._wanted is not None
-
     @property
     def next_tick(self) -> float:
         """When `tick` is due, in monotonic seconds."""
+        if self._is_woken and self._pinned is not None:
+            return 0.0
         due = min((each.next_tick for each in self.generations), default=float("inf"))
-        due = min(due, self._look_again)
         return min(due, self._restarts.due) if self._may_load() else due
 
     def take_actions(self) -> list[tuple[Generation, Action]]:
@@ -247,12 +179,12 @@ class Deployment:
 
     def _admit(self, now: float) -> None:
         """Let a generation that is pinned go on, if its device has room."""
-        has_waited, self._look_again = self._look_again < float("inf"), float("inf")
+        self._is_woken = False
         if self._pinned is None or self.coming is None:
             return
         sha256, nbytes, canary = self._pinned
         coming, old, need = self.coming, self.serving, self._need(nbytes)
-        alone = self._policy is Policy.REPLACE and not self._updating
+        alone = self._succession.policy is Policy.REPLACE and not self.updating
         refusal = self.device.refusal(coming.label, need)
         if self.leaving and (alone or refusal or old is not None or len(self.leaving) > 1):
             return  # they make room, and there are never more than two
@@ -264,14 +196,10 @@ class Deployment:
                 self._leave(old, now)
                 return
         if refusal and not self.device.refusal(coming.label, need, without=self.device.leaving):
-            if not has_waited:
-                _log.info(
-                    "%s waits for the room of %s",
-                    coming.label,
-                    ", ".join(sorted(self.device.leaving)),
-                    extra=coming.about(),
-                )
-            self._look_again = now + _LOOK_AGAIN_S
+            if coming.label not in self.device.waiting:
+                labels = ", ".join(sorted(self.device.leaving))
+                _log.info("%s waits for the room of %s", coming.label, labels, extra=coming.about())
+                self.device.waiting[coming.label] = self._room_released
             return
         if refusal:
             coming.failed(refusal, now)
@@ -281,11 +209,15 @@ class Deployment:
             self.device.reserve(coming.label, need)
             coming.pinned(sha256, now, canary)
 
+    def _room_released(self) -> None:
+        self._is_woken = True
+        self._wake()
+
     def _makes_way(self, refusal: str) -> bool:
         """Whether the generation that serves leaves before the next one is loaded."""
-        if self._updating or self._policy is Policy.OVERLAP:
+        if self.updating or self._succession.policy is Policy.OVERLAP:
             return False
-        return self._policy is Policy.REPLACE or bool(refusal)
+        return self._succession.policy is Policy.REPLACE or bool(refusal)
 
     def _need(self, nbytes: int) -> Need:
         users = self.terms.attached
@@ -298,7 +230,7 @@ class Deployment:
         coming = self.coming
         if coming is None or coming.state is not GenerationState.SERVING:
             return
-        if self._updating:
+        if self.updating:
             if coming.complete and not coming.full:
                 coming.given_up("not every worker could load it", now)
                 self._coming_failed(coming, now)
@@ -307,8 +239,11 @@ class Deployment:
 
     def _take_over(self, coming: Generation, now: float) -> None:
         old, self.serving, self.coming = self.serving, coming, None
-        self._updating, self._wanted = False, None
-        self._since, self._has_served = now, True
+        self._wanted, self._since = None, now
+        if self._stage is Stage.FIRST:
+            self._machine.advance(StageEvent.SERVE)
+        elif self.updating:
+            self._machine.advance(StageEvent.SETTLE)
         self._restarts.became_ready()
         self._blamed = None
         if old is not None:
@@ -325,7 +260,7 @@ class Deployment:
             self._load(self._wanted)
 
     def _may_load(self) -> bool:
-        return self._wanted is not None and self.coming is None and not self._stopping and not self.failed
+        return self._wanted is not None and self.coming is None and self._stage in LOADS
 
     def _pins(self, source: Source) -> bool:
         coming = self.coming
@@ -335,17 +270,15 @@ class Deployment:
         self.coming, self._pinned = None, None
         self.leaving.append(coming)
         self._blamed = coming
-        updating, self._updating = self._updating, False
-        if self._stopping:
+        if self._stage is Stage.STOPPING:
             return
-        if updating:
-            if self.serving is None and self._wanted is None:
-                self._fail(coming)
+        if self.updating:
+            self._machine.advance(StageEvent.SETTLE)
         elif coming.outlook is Outlook.ROOM:
             # Copies of the weights in each process would find less.
             self._restarts.no_room(now, self.terms.room_timeout)
             self._try_again(coming)
-        elif self._fall_back and self.terms.sharing and coming.sha256 and coming.built is None:
+        elif self._succession.fall_back and self.terms.sharing and coming.sha256 and coming.built is None:
             _log.warning(
                 "%s: cannot share weights, so each worker gets its own: %s",
                 coming.label,
@@ -355,7 +288,7 @@ class Deployment:
             self.terms = self.terms.private()
             self._wanted = coming.source
             return
-        elif not self._has_served and coming.outlook is not Outlook.BETTER:
+        elif self._stage is Stage.FIRST and coming.outlook is not Outlook.BETTER:
             self._fail(coming)
         else:
             self._restarts.start_failed(now)
@@ -363,7 +296,7 @@ class Deployment:
         self._tell_failed(coming)
 
     def _try_again(self, coming: Generation) -> None:
-        if self._has_served or not self._restarts.failing:
+        if self._stage is Stage.KEEPING or not self._restarts.failing:
             # What has served before was good: it is not given up, whatever is in its way now.
             self._wanted = coming.source
             delay = self._restarts.delay
@@ -372,7 +305,7 @@ class Deployment:
             self._fail(coming)
 
     def _fail(self, last: Generation) -> None:
-        self.failed = True
+        self._machine.advance(StageEvent.FAIL)
         _log.error(
             "%s failed: %s; no other is tried on %s", last.label, last.cause, self.device.name, extra=last.about()
         )
@@ -386,7 +319,7 @@ class Deployment:
         self.serving = None
         self.leaving.append(serving)
         self._blamed = serving
-        if self._stopping or serving.state is not GenerationState.FAILED:
+        if self._stage is Stage.STOPPING or serving.state is not GenerationState.FAILED:
             return
         self._restarts.died(now - self._since, now)
         self._wanted = serving.source

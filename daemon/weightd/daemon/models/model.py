@@ -24,6 +24,7 @@ from weightd.daemon.models.deployment import Deployment
 from weightd.daemon.models.ports import Children, Clients
 from weightd.daemon.models.records import ModelRecord
 from weightd.daemon.models.sources import Numbers, Sources
+from weightd.daemon.models.stage import Succession
 from weightd.daemon.models.standing import PHASE, Phase, PhaseEvent, Refusal
 from weightd.daemon.models.update import Updates
 from weightd.daemon.requests.desk import Desk
@@ -73,11 +74,14 @@ class Model:
             Deployment(
                 devices[device],
                 terms,
-                Policy(config.policy),
-                # On the CPU each process falls back by itself.
-                fall_back=config.sharing == "auto" and device != "cpu",
-                process_bytes=config.process_mib * MIB,
+                Succession(
+                    Policy(config.policy),
+                    # On the CPU each process falls back by itself.
+                    fall_back=config.sharing == "auto" and device != "cpu",
+                    process_bytes=config.process_mib * MIB,
+                ),
                 make=self._make,
+                wake=self._wake,
             )
             for device in config.devices
         ]
@@ -353,6 +357,11 @@ class Model:
     def _make(self, device: Device, source: Source, terms: Terms) -> Generation:
         number = self._numbers.generation()
         return Generation(f"{self.name}.{number}", terms, device.name, source, number=number)
+
+    def _wake(self) -> None:
+        """A device has room again that one of the deployments waits for."""
+        self._next_tick = 0.0
+        self._set_timer()
 
     def _check_alive(self) -> None:
         if self._refusal is not None:

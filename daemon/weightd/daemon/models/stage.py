@@ -1,0 +1,141 @@
+"""How a deployment stands, and how far it has come: every legal change of that is listed, another one raises."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from weightd.daemon.config.policies import Policy
+from weightd.daemon.generations.generation import Generation
+from weightd.daemon.generations.plan import Source, Terms
+from weightd.daemon.generations.progress import Outlook
+from weightd.daemon.generations.states import Machine
+from weightd.daemon.models.budget import Device
+
+
+class Stage(enum.Enum):
+    """What becomes of a generation that fails depends on it."""
+
+    FIRST = "first"  # nothing has served yet: what cannot be loaded is given up
+    KEEPING = "keeping"  # something has served: what is lost is loaded again and again
+    UPDATING = "updating"  # something else is loaded beside it, to take over on all devices at once
+    FAILED = "failed"  # no further generation is tried
+    STOPPING = "stopping"  # everything winds down
+
+
+class StageEvent(enum.Enum):
+    """What happens to a deployment."""
+
+    SERVE = "serve"
+    UPDATE = "update"
+    SETTLE = "settle"
+    FAIL = "fail"
+    STOP = "stop"
+
+
+LOADS = frozenset({Stage.FIRST, Stage.KEEPING, Stage.UPDATING})
+
+STAGE: Mapping[tuple[Stage, StageEvent], Stage] = {
+    (Stage.FIRST, StageEvent.SERVE): Stage.KEEPING,
+    (Stage.FIRST, StageEvent.FAIL): Stage.FAILED,
+    (Stage.KEEPING, StageEvent.UPDATE): Stage.UPDATING,
+    (Stage.UPDATING, StageEvent.SETTLE): Stage.KEEPING,
+    **{(stage, StageEvent.STOP): Stage.STOPPING for stage in Stage if stage in LOADS},
+}
+
+
+@dataclass(frozen=True)
+class Succession:
+    """What is configured of how one generation follows another.
+
+    Attributes:
+        policy: how one is replaced.
+        fall_back: whether a generation that cannot share its weights is followed by one that does not.
+        process_bytes: what each process takes on the device beside the weights; what was seen counts if it is more.
+    """
+
+    policy: Policy
+    fall_back: bool = False
+    process_bytes: int = 0
+
+
+class Deployed:
+    """What there is of one model on one device, and what can be asked of it. Nothing here changes anything.
+
+    Args:
+        device: where.
+        terms: of each generation.
+
+    Attributes:
+        serving: whose workers take requests; None while there is none.
+        coming: the one that loads.
+        leaving: those that wind down.
+        terms: of the next generation.
+    """
+
+    def __init__(self, device: Device, terms: Terms) -> None:
+        self.device = device
+        self.terms = terms
+        self.serving: Generation | None = None
+        self.coming: Generation | None = None
+        self.leaving: list[Generation] = []
+        # The one that tells why there is none, or no better one.
+        self._blamed: Generation | None = None
+        self._last: Generation | None = None
+        # What the next generation loads, once there may be one.
+        self._wanted: Source | None = None
+        self._machine = Machine(STAGE, Stage.FIRST, f"a deployment on {device.name}", {})
+
+    @property
+    def _stage(self) -> Stage:
+        return self._machine.state
+
+    @property
+    def generations(self) -> list[Generation]:
+        """Every generation of which something is left, the one that serves first."""
+        return [each for each in (self.serving, self.coming, *self.leaving) if each is not None]
+
+    @property
+    def cause(self) -> str:
+        """Why there is no generation, or no better one; more of it may be known once its processes are gone."""
+        return self._blamed.cause if self._blamed is not None else ""
+
+    @property
+    def may_recover(self) -> bool:
+        """Whether what ended the last generation may not end the next one: a kill, or that everything ends."""
+        return self._blamed is None or self._blamed.outlook is Outlook.BETTER or self._stage is Stage.STOPPING
+
+    @property
+    def main(self) -> Generation:
+        """The generation that tells how it stands."""
+        generation = self.serving or self.coming or self._last
+        if generation is None:
+            raise RuntimeError("asked before the start")
+        return generation
+
+    @property
+    def complete(self) -> bool:
+        """Whether what `update` has loaded can take over."""
+        return self.updating and self.coming is not None and self.coming.complete and self.coming.full
+
+    @property
+    def updating(self) -> bool:
+        """Whether what `update` has loaded is still on its way."""
+        return self._stage is Stage.UPDATING
+
+    @property
+    def failed(self) -> bool:
+        """Whether no further generation is tried."""
+        return self._stage is Stage.FAILED
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether nothing of what has served is left: it is being loaded again, or will be, and that may be in vain."""
+        awaits = self.coming is not None and self.coming.awaits
+        return self._stage is Stage.KEEPING and self.serving is None and not awaits
+
+    @property
+    def busy(self) -> bool:
+        """Whether a generation loads, or has to."""
+        return self.coming is not None or self._wanted is not None
