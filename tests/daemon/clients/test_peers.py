@@ -167,6 +167,39 @@ def test_one_answer_may_be_larger_than_the_bound(router: Socket, peers: Peers, c
     assert client.poll(LIMIT_MS)
 
 
+def test_what_no_room_is_made_for_is_not_sent(router: Socket, peers: Peers, connect: Callable[..., Socket]) -> None:
+    room = Room(len(LARGE), lambda _: "somebody")
+    outbox = make_outbox(router, room=room)
+    connect()
+    peer = seen(router, peers)
+    room.take(b"another", 1)
+    assert (outbox.send(peer, b"", [LARGE]), outbox.dropped) == (False, 1)
+
+
+@pytest.mark.parametrize("is_same", [False, True])
+def test_who_is_back_under_its_own_name_has_not_gone(
+    router: Socket, peers: Peers, context: zmq.Context[Socket], address: str, is_same: bool
+) -> None:
+    def named() -> Socket:
+        made = context.socket(zmq.DEALER)
+        made.setsockopt(zmq.ROUTING_ID, b"me")
+        made.connect(address)
+        made.send(b"hello")
+        assert seen(router, peers) == b"me"
+        return made
+
+    named().close(linger=0)
+    assert peers.monitor.poll(LIMIT_MS)
+    assert not router.poll(100)  # the library learns that the name is free
+    # What was free for the descriptor of the next connection.
+    held = [] if is_same else [os.open("/dev/null", os.O_RDONLY)]
+    back = named()
+    assert (list(peers.disconnected()), peers.connection(b"me") is not None) == ([], True)
+    back.close(linger=0)
+    for each in held:
+        os.close(each)
+
+
 def test_an_answer_to_who_is_gone_is_dropped_and_counted(router: Socket) -> None:
     outbox = make_outbox(router)
     assert outbox.send(b"nobody", b"small")

@@ -89,6 +89,9 @@ class Peers:
             descriptor = int(received.identity.get(zmq.SRCFD))
         except zmq.ZMQError:
             return  # a peer that speaks an older protocol: nothing is known of its connection
+        if not received.peer.startswith(b"\0"):
+            # Who has a name of its own may be back on the descriptor that it had: only the monitor tells.
+            self._take_events()
         known = self._descriptors.get(received.peer)
         if known != descriptor:
             self._met(received.peer, descriptor, known)
