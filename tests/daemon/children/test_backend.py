@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import select
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -144,3 +145,28 @@ def test_the_sample_of_the_configuration_is_copied_and_every_process_is_told_whe
     for argv in children:
         assert Path(argv[argv.index("--sample") + 1]).read_bytes() == b"a sample"
         assert argv[argv.index("--tolerance") + 1] == "0.25"
+
+
+def test_a_hello_counts_only_from_the_process_that_was_started(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
+    scene.model.start(0.0)
+    scene.model.pinned(Source("/m.mindir"), Snapshot("/m.mindir", "", SHA, 100), 0.0)
+    expected = scene.backend.processes[WORKER].pid
+    scene.worker.send(encode(Hello("7", SHA, {"weightd": VERSION}, CARD)))
+    scene.loop.wait(30)
+    assert f"hello: expected from pid {expected}, got it from {os.getpid()}" in caplog.text
+
+
+def test_what_a_child_said_before_it_died_is_heard_first(scene: Scene) -> None:
+    scene.serve()
+    scene.model.infer(Request(1, b"c", "1", "m", (SPEC,), (bytes(16),), 0.0, 1e9, 16), 0.0)
+    orders = iter(lambda: decode(scene.worker.recv_multipart(), TO_CHILD), None)
+    predict = next(each for each in orders if isinstance(each, Predict))
+    scene.worker.send_multipart([encode(Result(predict.request, (SPEC,))), bytes(16)])
+    socket: zmq.Socket[bytes] = vars(scene.backend)["_socket"]
+    assert socket.poll(30_000)
+    worker = scene.backend.processes[WORKER]
+    processes.kill(worker)
+    assert select.select([worker.pidfd], [], [], 30)[0]
+    while worker in scene.backend.processes.values():
+        scene.loop.wait(30)
+    assert scene.answers == [1]

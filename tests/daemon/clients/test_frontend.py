@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,13 +13,15 @@ import msgpack
 import pytest
 import zmq
 
+from weightd.daemon.clients import frontend
 from weightd.daemon.clients.frontend import Daemon, Frontend
 from weightd.daemon.clients.listening import listen
 from weightd.daemon.host.loop import Loop
 from weightd.daemon.models.fleet import Fleet
 from weightd.daemon.requests.request import Request
-from weightd.protocol.codec import decode
-from weightd.protocol.errors import InvalidArgument, RequestError
+from weightd.protocol.codec import decode, encode
+from weightd.protocol.errors import InvalidArgument, RequestError, Unavailable
+from weightd.protocol.messages.control import Update
 from weightd.protocol.messages.data import Error
 from weightd.protocol.messages.types import TO_CLIENT
 
@@ -42,6 +45,9 @@ class FakeModel:
         if request.id == "wrong":
             raise InvalidArgument("it is wrong")
         self.waiting.append(request)
+
+    def update(self, client: bytes, request_id: str, now: float, *, path: str, weights: str, rollback: bool) -> None:
+        raise Unavailable("it loads")
 
     def shed(self, client: bytes, error: RequestError, now: float) -> None:
         for request in [each for each in self.waiting if each.client == client]:
@@ -141,3 +147,24 @@ def test_what_has_ended_is_kept_no_more(world: World) -> None:
     assert world.frontend.room.held > 0
     client.close(linger=0)
     world.until(lambda: not world.frontend.room.held)
+
+
+@pytest.mark.parametrize(
+    ("uid", "path", "code"),
+    [
+        (os.getuid() + 1, "/m.onnx", "PERMISSION_DENIED"),
+        (os.getuid(), "m.onnx", "INVALID_ARGUMENT"),
+        (os.getuid(), "/m.onnx\0", "INVALID_ARGUMENT"),
+        (os.getuid(), "/m.onnx", "UNAVAILABLE"),
+    ],
+)
+def test_who_may_update_a_model_and_to_what(
+    world: World, monkeypatch: pytest.MonkeyPatch, uid: int, path: str, code: str
+) -> None:
+    def peer_uid(identity: zmq.Frame) -> int:
+        return uid
+
+    monkeypatch.setattr(frontend, "peer_uid", peer_uid)
+    client = world.client()
+    client.send(encode(Update("u", "m", path)))
+    assert world.refusals(client, 1) == [("u", code)]

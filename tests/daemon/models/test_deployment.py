@@ -504,6 +504,14 @@ def test_an_update_that_fails_is_not_tried_again() -> None:
     assert (stage.standing(), stage.deployment.busy, stage.deployment.failed) == (("m.1", "", []), False, False)
 
 
+def test_an_update_that_not_every_worker_can_load_does_not_take_over() -> None:
+    stage = updating().pinned(SECOND).greets("m.2").builds("m.2").attaches("m.2", "m.2.w1").exit("m.2.w2")
+    for name in ("m.2.w3", "m.2.w4"):
+        stage.tick_when_due().exit(name)
+    assert stage.standing() == ("m.1", "", ["m.2"])
+    assert stage.deployment.cause.startswith("not every worker could load it: m.2.w4: killed by SIGSEGV")
+
+
 def test_an_update_can_be_abandoned() -> None:
     stage = updating().loads("m.2", SECOND)
     stage.deployment.abandon("another device failed", stage.now)
