@@ -113,3 +113,19 @@ def test_a_hangup_says_nothing_before_the_start_is_over(managed: Any, notified: 
     managed._on_hangup(time.monotonic())
     assert notified.recv(4096).startswith(b"RELOADING=1")
     assert notified.recv(4096) == b"READY=1"
+
+
+def test_who_asks_for_the_status_too_often_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "weightd.toml"
+    path.write_text('[models.m]\npath = "/models/m.onnx"\npython = "python3"\n')
+    server = begun(path)
+    refused: list[tuple[bytes, str, str]] = []
+    server._backend = SimpleNamespace(processes={})
+    server._frontend = SimpleNamespace(
+        room=SimpleNamespace(user=bytes.decode),
+        tell_error=lambda client, number, error: refused.append((client, number, error.code)),
+    )
+    server.ask_status(b"modest", "0")
+    for number in range(16):
+        server.ask_status(b"greedy", str(number))
+    assert refused == [(b"greedy", "15", "RESOURCE_EXHAUSTED")]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import select
+import stat
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -170,3 +171,8 @@ def test_what_a_child_said_before_it_died_is_heard_first(scene: Scene) -> None:
     while worker in scene.backend.processes.values():
         scene.loop.wait(30)
     assert scene.answers == [1]
+
+
+def test_nobody_else_can_speak_for_a_child(scene: Scene) -> None:
+    path = Path(scene.worker.getsockopt_string(zmq.LAST_ENDPOINT).removeprefix("ipc://"))
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import logging
 import os
 import shutil
@@ -339,3 +340,18 @@ def test_a_private_directory_is_made_once_its_keeper_has_ended(
     ]
     assert list(config.private_dir.iterdir()) == []
     assert stat.S_IMODE(config.private_dir.stat().st_mode) == 0o700
+
+
+def test_a_lock_that_was_removed_before_it_was_had_is_nobodys(
+    config: DaemonConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock = Path(config.socket.removeprefix("ipc://") + ".lock")
+    real, others = fcntl.flock, iter([lambda: lock.replace(f"{lock}.old")])
+
+    def flock(descriptor: int, how: int) -> None:
+        next(others, lambda: None)()
+        real(descriptor, how)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with claim(config):
+        assert lock.read_text() == f"{os.getpid()}\n"

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -159,6 +160,19 @@ def test_a_wrong_field_deep_down_is_named(path: Path) -> None:
     handover.write(path, [MODEL], DEVICES)
     path.write_text(path.read_text().replace('"role": "worker"', '"role": "cook"'))
     assert refusal(path).startswith(f"{path}: models[0].generations[0].children[1].role: expected one of ")
+
+
+@pytest.mark.parametrize(
+    ("model", "problem"),
+    [
+        ({"source": 1}, "source: expected the number of one of its sources, got 1"),
+        ({"generations": (dataclasses.replace(GENERATION, source=1),)}, "generations.source: expected the number of"),
+        ({"made": (12,)}, "made: expected two numbers, got 1"),
+    ],
+)
+def test_numbers_that_name_nothing_are_told(path: Path, model: dict[str, Any], problem: str) -> None:
+    handover.write(path, [dataclasses.replace(MODEL, **model)], DEVICES)
+    assert refusal(path).startswith(f"{path}: models[0].{problem}")
 
 
 def test_a_file_that_is_missing_or_unreadable(path: Path) -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import os
 from pathlib import Path
 from unittest import mock
 
@@ -9,6 +10,7 @@ import pytest
 
 from weightd.daemon.host import memory
 from weightd.daemon.host.memory import resident_bytes
+from weightd.protocol.messages.status import MemoryLimit
 
 PAGE = mmap.PAGESIZE
 
@@ -47,3 +49,12 @@ def test_what_is_not_there_takes_nothing(tmp_path: Path) -> None:
     assert resident_bytes(tmp_path) == 0
     (tmp_path / "empty").touch()
     assert resident_bytes(tmp_path / "empty") == 0
+
+
+@pytest.mark.parametrize(("limits", "most"), [((2**20, None), 2**20), ((None, 2**19), 2**19), ((2**62, None), None)])
+def test_what_may_be_hoped_for_is_the_least_of_host_and_limits(
+    monkeypatch: pytest.MonkeyPatch, limits: tuple[int | None, int | None], most: int | None
+) -> None:
+    group = MemoryLimit(usage_bytes=1, limit_bytes=limits[0], high_bytes=limits[1])
+    monkeypatch.setattr(memory.cgroup, "memory", lambda: group)
+    assert memory.host_bytes() == (most or os.sysconf("SC_PHYS_PAGES") * PAGE)

@@ -1,0 +1,51 @@
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+from weightd.daemon.config.model import ModelConfig
+from weightd.daemon.generations.plan import Source
+from weightd.daemon.models.budget import MIB, Device, on_card
+from weightd.daemon.models.model import Model
+from weightd.daemon.models.ports import Snapshot
+from weightd.daemon.observe.status import Subject, report
+from weightd.daemon.observe.survey import Measured, Survey
+from weightd.protocol.messages.children import Attached, Built, Hello, Traits
+from weightd.protocol.messages.data import TensorSignature
+from weightd.protocol.version import VERSION
+
+SHA = "5" * 64
+CARD = Traits(pids_fixed_at_build=True, holder_must_outlive=True, attach_rewrites_weights=True)
+X = TensorSignature("x", "FP32", (4,))
+HOLDER, WORKER, SPARE = "m.1.holder", "m.1.w1", "m.1.w2"
+WEIGHTS = 100 * MIB
+
+
+def test_what_a_model_on_a_card_is_and_takes() -> None:
+    config = ModelConfig("/m.mindir", "mindspore_lite", "python3", spares=1, devices=("ascend:0",))
+    card = Device("ascend:0", 2**36)
+    model = Model("m", config, {"ascend:0": card}, mock.MagicMock(), mock.MagicMock())
+    model.start(0.0)
+    model.pinned(Source("/m.mindir"), Snapshot("/m.mindir", "", SHA, WEIGHTS), 0.0)
+    for name in (HOLDER, WORKER, SPARE):
+        model.heard(name, Hello(name, SHA, {"weightd": VERSION}, CARD), (), 0.0)
+    model.heard(HOLDER, Built("7", (X,), (X,), ({"x": (4,)},), "canary", WEIGHTS), (), 0.0)
+    for name in (WORKER, SPARE):
+        model.heard(name, Attached("canary", WEIGHTS), (), 0.0)
+    processes: dict[str, Any] = {name: SimpleNamespace(pid=pid) for pid, name in enumerate((HOLDER, WORKER, SPARE), 10)}
+    survey = Survey(b"c", "s", (), Measured())
+    survey.pss = {1: 7, 2: None, 10: 1000, 11: 100}
+    subject = Subject([model], [card, Device("cpu")], processes, {}, 3, 4, 5, [1, 2], "a note")
+    told = report(survey, "running", 1.0, subject)
+    assert (told.pss_bytes, told.dropped, told.held_bytes, told.max_memory_bytes, told.note) == (7, 3, 4, 5, "a note")
+    [generation] = told.models[0].generations
+    assert [(each.name, each.role, each.pss_bytes) for each in generation.processes] == [
+        (HOLDER, "holder", 1000),
+        (WORKER, "worker", 100),
+        (SPARE, "spare", None),
+    ]
+    assert (generation.copy_bytes, generation.saved_bytes) == (WEIGHTS, WEIGHTS)
+    [device] = told.devices
+    assert (device.name, device.processes, device.weights_bytes) == ("ascend:0", 3, on_card(WEIGHTS))
+    assert (device.saved_bytes, device.capacity_bytes, device.free_bytes) == (on_card(WEIGHTS), 2**36, None)
