@@ -16,7 +16,7 @@ from weightd.daemon.continuity.config_file import ConfigFile
 from weightd.daemon.continuity.service import Manager
 from weightd.daemon.models.budget import Device
 from weightd.daemon.server import Server
-from weightd.protocol.errors import Unavailable
+from weightd.protocol.errors import RequestError, Unavailable
 
 
 def begun(path: Path) -> Any:
@@ -120,11 +120,12 @@ def test_who_asks_for_the_status_too_often_is_refused(tmp_path: Path) -> None:
     path.write_text('[models.m]\npath = "/models/m.onnx"\npython = "python3"\n')
     server = begun(path)
     refused: list[tuple[bytes, str, str]] = []
+
+    def tell_error(client: bytes, request_id: str, error: RequestError) -> None:
+        refused.append((client, request_id, error.code))
+
     server._backend = SimpleNamespace(processes={})
-    server._frontend = SimpleNamespace(
-        room=SimpleNamespace(user=bytes.decode),
-        tell_error=lambda client, number, error: refused.append((client, number, error.code)),
-    )
+    server._frontend = SimpleNamespace(room=SimpleNamespace(user=bytes.decode), tell_error=tell_error)
     server.ask_status(b"modest", "0")
     for number in range(16):
         server.ask_status(b"greedy", str(number))

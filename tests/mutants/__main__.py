@@ -23,6 +23,8 @@ MUTANTS = [*daemon.MUTANTS, *worker.MUTANTS, *protocol.MUTANTS]
 
 _AT_ONCE = 2
 
+_VERDICTS = {PASSED: "SURVIVES", FAILED: "noticed"}
+
 
 def chosen(names: Iterable[str]) -> dict[Mutant, int]:
     """Return the mutants of these rooms and numbers, all if there are no names, with their numbers."""
@@ -75,17 +77,18 @@ def _try(tried: Sequence[Mutant], numbers: dict[Mutant, int]) -> list[Mutant]:
     survivors: list[Mutant] = []
     with tempfile.TemporaryDirectory(prefix="weightd-mutants-") as scratch:
         suites = dict.fromkeys(Job(mutant.tests, mutant.on_37) for mutant in tried)
-        failing = [job.tests for job, status in run(suites, Path(scratch, "good"), _AT_ONCE) if status != PASSED]
+        good = run(suites, Path(scratch, "good"), _AT_ONCE)
+        failing = [f"{job.tests}: {said}" for job, status, said in good if status != PASSED]
         if failing:
-            raise Mistake(f"these tests fail without a mutant: {'; '.join(failing)}")
+            raise Mistake("\n".join(["these tests fail without a mutant:", *failing]))
         jobs = [Job(mutant.tests, mutant.on_37, mutant) for mutant in tried]
-        for job, status in run(jobs, Path(scratch, "bad"), _AT_ONCE):
+        for job, status, said in run(jobs, Path(scratch, "bad"), _AT_ONCE):
             mutant = job.mutant
             if mutant is not None:
-                verdict = "noticed" if status == FAILED else "equivalent" if mutant.equivalent else "SURVIVES"
+                verdict = _VERDICTS.get(status, f"is none, pytest says: {said}")
                 piece = mutant.piece.strip().splitlines()[0]
                 print(f"{numbers[mutant]:3} {mutant.room:14} {verdict:8} {piece:.90}", flush=True)
-                if status == PASSED:
+                if status != FAILED:
                     survivors.append(mutant)
     return survivors
 

@@ -38,7 +38,7 @@ PROTOCOL = [
         ("if array.nbytes > limits.MAX_FRAME_BYTES:", "if False:"),
         ("array.dtype in _WIRE_DTYPES and array.flags.c_contiguous:", "array.dtype in _WIRE_DTYPES:"),
     ),
-    *mutants("protocol", "protocol/test_multipart.py",
+    *mutants("protocol", "shared/test_multipart.py",
         ("while frame.more and len(frames) < _MAX_FRAMES:", "while frame.more:"),
         ("while frames[-1].more and skip(socket, _MAX_FRAMES):", "while False:"),
     ),

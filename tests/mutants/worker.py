@@ -58,7 +58,7 @@ MUTANTS = [
         ("    can_rebuild = False", "    can_rebuild = True"),
         ("if not dynamic_dims or sorted(given) != sorted(places):", "if not dynamic_dims:"),
         ("if len(sizes) != len(given) or not all(map(_is_size, sizes)):", "if not all(map(_is_size, sizes)):"),
-        ("    unfit = InvalidArgument", "    unfit = Spoilt"),
+        ("    unfit = InvalidArgument", "    unfit = BuildError"),
         ("Traits(pids_fixed_at_build=True, holder_must_outlive=True, attach_rewrites_weights=True)",
          "Traits(pids_fixed_at_build=True, holder_must_outlive=False, attach_rewrites_weights=True)"),
     ),

@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 
-from weightd.daemon.host import memory
+from weightd.daemon.host import cgroup, memory
 from weightd.daemon.host.memory import resident_bytes
 from weightd.protocol.messages.status import MemoryLimit
 
@@ -56,5 +56,5 @@ def test_what_may_be_hoped_for_is_the_least_of_host_and_limits(
     monkeypatch: pytest.MonkeyPatch, limits: tuple[int | None, int | None], most: int | None
 ) -> None:
     group = MemoryLimit(usage_bytes=1, limit_bytes=limits[0], high_bytes=limits[1])
-    monkeypatch.setattr(memory.cgroup, "memory", lambda: group)
+    monkeypatch.setattr(cgroup, "memory", lambda: group)
     assert memory.host_bytes() == (most or os.sysconf("SC_PHYS_PAGES") * PAGE)

@@ -4,11 +4,13 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+from weightd.daemon.children.owner import Snapshot
 from weightd.daemon.config.model import ModelConfig
+from weightd.daemon.engines.ascend import on_card
 from weightd.daemon.generations.plan import Source
-from weightd.daemon.models.budget import MIB, Device, on_card
+from weightd.daemon.host.memory import MIB
+from weightd.daemon.models.budget import Device
 from weightd.daemon.models.model import Model
-from weightd.daemon.models.ports import Snapshot
 from weightd.daemon.observe.status import Subject, report
 from weightd.daemon.observe.survey import Measured, Survey
 from weightd.protocol.messages.children import Attached, Built, Hello, Traits

@@ -253,25 +253,6 @@ def test_what_is_late_when_its_turn_comes_is_not_begun_with() -> None:
     assert [each for each, _ in made.expire(1.0)] == [late]
 
 
-@pytest.mark.parametrize("narrow", [0, 1])
-def test_what_is_to_be_alone_has_nothing_behind_it_and_is_behind_nothing(narrow: int) -> None:
-    made = scheduler("a", waiting=2)
-    first, second = made.waiting()
-    (first, second)[narrow].narrow(Company.ALONE)
-    assert [job.sole for _, job in made.assign(0.0)] == [first]
-    made.finish("a", first.number, 0.0)
-    assert [job.sole for _, job in made.assign(0.0)] == [second]
-
-
-def test_of_what_is_confined_one_runs_at_a_time() -> None:
-    made = scheduler("a", "b", waiting=2)
-    made.confine(lambda _: True)
-    first, second = made.waiting()
-    assert [job.sole for _, job in made.assign(0.0)] == [first]
-    made.finish("a", first.number, 0.0)
-    assert [job.sole for _, job in made.assign(0.0)] == [second]
-
-
 # --- who is slow, and how long a queue takes ------------------------------------------------------------------------
 
 
@@ -284,16 +265,6 @@ def test_who_was_slow_gets_nothing_ahead_until_it_is_quick_again() -> None:
     assert [each.number for _, each in made.assign(1.0)] == [second]
     made.finish("a", second, 1.1)
     assert [each.number for _, each in made.assign(1.1)] == [third, fourth]
-
-
-def test_who_computes_for_predict_timeout_hangs() -> None:
-    made = Scheduler(100, 10_000, 5.0)
-    made.enlist("a", ("a",))
-    made.submit(request(), 0.0)
-    [(seat, job)] = made.assign(0.0)
-    assert (made.overdue(4.9), made.next_event) == ([], 5.0)
-    assert made.overdue(5.0) == [(seat, job)]
-    assert made.seat("a") is None
 
 
 def test_time_counts_from_the_answer_before() -> None:
