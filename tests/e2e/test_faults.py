@@ -111,15 +111,15 @@ def test_an_endless_predict_is_ended_with_its_stacks_in_the_log_and_not_begun_a_
         assert model_status(endless, "loop").quarantined == 1
 
 
-def test_nobody_waits_behind_a_predict_that_takes_long(endless: Service) -> None:
-    with endless.client() as client:
+def test_nobody_waits_behind_a_predict_that_takes_long(tmp_path: Path) -> None:
+    table = {"path": models.loop(tmp_path / "loop.onnx"), "workers": 2, "predict_timeout": 10.0}
+    with Service({"loop": table}) as service, service.client() as client:
+        service.ready()
         pending = [client.submit("loop", {"n": np.array([number])}) for number in (2**40, 1, 2, 3, 4, 5)]
-        begun = time.monotonic()
         assert [int(each.result()["y"][0]) for each in pending[1:]] == [1, 2, 3, 4, 5]
         # One of them was ready behind the endless one, and was taken back before that was given up.
-        assert time.monotonic() - begun < 0.5
-        with pytest.raises(DeadlineExceeded):
-            pending[0].result()
+        assert not pending[0].done()
+        service.kill()
 
 
 # --- requests that nobody wants any more ------------------------------------------------------------------------------

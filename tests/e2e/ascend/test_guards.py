@@ -102,7 +102,7 @@ def test_a_snapshot_that_was_tampered_with_is_not_loaded(cards: Cards) -> None:
 def test_a_build_that_hangs_or_crashes_harms_no_other_model(cards: Cards, who: str, how: str) -> None:
     cards.host.fault("build", how, who)
     tables = {
-        "bad": {"path": cards.model, "devices": ["ascend:0"], "load_timeout": 1.5, "spares": 0},
+        "bad": {"path": cards.model, "devices": ["ascend:0"], "load_timeout": 5, "spares": 0},
         "good": {"path": cards.model, "sharing": "off", "devices": ["ascend:1"], "spares": 0},
     }
     with cards.services(tables) as service, service.client() as client:
@@ -126,7 +126,7 @@ def test_a_worker_that_crashes_in_predict_costs_one_worker_and_no_answer(cards: 
 def test_what_does_not_fit_on_the_card_is_told_by_the_library(cards: Cards) -> None:
     cards.host.switch(capacity_mib=250)
     # Room that may come free is waited for, but no longer than this.
-    with cards.service(load_timeout=2) as service, service.client() as client:
+    with cards.service(load_timeout=5) as service, service.client() as client:
         assert "build_from_file failed!" in cause_of_failure(service, client, cards)
 
 

@@ -125,7 +125,7 @@ def test_a_generation_that_cannot_be_replaced_is_tried_for_again_and_who_waits_i
         until(lambda: "mlp.4 " in service.log, "it has been tried three times")
         [question, *_] = questions(cards.model)
         with pytest.raises(Unavailable, match=r"mlp has no worker: .*build_from_file failed!"):
-            client.infer("mlp", question.inputs, timeout=1)
+            client.infer("mlp", question.inputs, timeout=5)
         cards.host.clear_faults()
         ask_all(client, "mlp", questions(cards.model))
         assert service.stop() == 2
