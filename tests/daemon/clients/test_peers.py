@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import logging
 import os
 import socket
 import time
@@ -16,9 +14,7 @@ import zmq
 from testkit.waiting import until
 from weightd.daemon.clients.doorman import PATIENCE_S, Doorman
 from weightd.daemon.clients.listening import listen
-from weightd.daemon.clients.outbox import Outbox
 from weightd.daemon.clients.peers import Peers
-from weightd.daemon.clients.room import Room
 from weightd.daemon.host.sockets import receive
 from weightd.daemon.requests.request import Origin
 from weightd.protocol.codec import decode
@@ -26,26 +22,8 @@ from weightd.protocol.messages.data import Error
 from weightd.protocol.messages.types import TO_CLIENT
 
 LIMIT_MS = 20_000
-LARGE = bytes(1024 * 1024)
 
 Socket = zmq.Socket[bytes]
-
-
-@pytest.fixture
-def context() -> Iterator[zmq.Context[Socket]]:
-    made: zmq.Context[Socket] = zmq.Context()
-    yield made
-    made.destroy(linger=0)
-
-
-@pytest.fixture
-def address(tmp_path: Path) -> str:
-    return f"ipc://{tmp_path}/s"
-
-
-@pytest.fixture
-def router(context: zmq.Context[Socket], address: str) -> Socket:
-    return listen(context, address)
 
 
 @pytest.fixture
@@ -54,22 +32,6 @@ def peers(router: Socket) -> Iterator[Peers]:
     yield made
     router.disable_monitor()
     made.monitor.close(linger=0)
-
-
-@pytest.fixture
-def connect(context: zmq.Context[Socket], address: str) -> Iterator[Callable[..., Socket]]:
-    made: list[Socket] = []
-
-    def connected(high_water_mark: int = 1000) -> Socket:
-        made.append(context.socket(zmq.DEALER))
-        made[-1].setsockopt(zmq.RCVHWM, high_water_mark)
-        made[-1].connect(address)
-        made[-1].send(b"hello")
-        return made[-1]
-
-    yield connected
-    for each in made:
-        each.close(linger=0)
 
 
 def seen(router: Socket, peers: Peers) -> bytes:
@@ -82,13 +44,6 @@ def seen(router: Socket, peers: Peers) -> bytes:
 def gone(peers: Peers) -> list[bytes]:
     assert peers.pending or peers.monitor.poll(LIMIT_MS)
     return list(peers.disconnected())
-
-
-def make_outbox(router: Socket, max_unread_bytes: int = 2**30, room: Room | None = None) -> Outbox:
-    def make_room(client: bytes, nbytes: int) -> bool:
-        return False
-
-    return Outbox(router, room or Room(2**40, lambda _: "somebody"), make_room, max_unread_bytes)
 
 
 def test_a_client_that_hangs_up_is_told_once(router: Socket, peers: Peers, connect: Callable[..., Socket]) -> None:
@@ -119,63 +74,6 @@ def test_who_comes_after_it_on_the_same_descriptor_is_another(
         assert gone(peers) == [second]
 
 
-def test_what_is_written_does_not_count(router: Socket, peers: Peers, connect: Callable[..., Socket]) -> None:
-    outbox = make_outbox(router, max_unread_bytes=10 * len(LARGE))
-    client = connect()
-    peer = seen(router, peers)
-    for number in range(60):
-        header = str(number).encode()
-        # The library lets go of a frame a moment after it has been read; on a busy machine ten more are sent till then.
-        until(functools.partial(outbox.send, peer, header, [LARGE]), "what it has read counts no more")
-        assert client.poll(LIMIT_MS)
-        received, large = client.recv_multipart()
-        assert (received, large == LARGE) == (header, True)
-
-
-def test_a_client_that_does_not_read_gets_only_so_much(
-    router: Socket, peers: Peers, connect: Callable[..., Socket]
-) -> None:
-    outbox = make_outbox(router, max_unread_bytes=8 * len(LARGE))
-    client = connect(high_water_mark=2)
-    reader = connect()
-    silent, other = seen(router, peers), seen(router, peers)
-    sent = [outbox.send(silent, b"", [LARGE]) for _ in range(40)]
-    # Two that it has received, what is in the kernel's buffers, eight that wait.
-    assert 8 <= sum(sent) <= 16
-    assert outbox.dropped == 40 - sum(sent)
-    # Small answers pass, and others are not held up.
-    assert outbox.send(silent, b"sorry")
-    assert outbox.send(other, b"", [LARGE])
-    assert reader.poll(LIMIT_MS)
-    # Once it reads, all is well.
-    for _ in range(sum(sent)):
-        assert client.poll(LIMIT_MS)
-        client.recv_multipart()
-    assert client.recv() == b"sorry"
-    # The library tells a moment later that a frame is written.
-    deadline = time.monotonic() + LIMIT_MS / 1000
-    while not (passed := outbox.send(silent, b"", [LARGE])) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert passed
-
-
-def test_one_answer_may_be_larger_than_the_bound(router: Socket, peers: Peers, connect: Callable[..., Socket]) -> None:
-    outbox = make_outbox(router, max_unread_bytes=10)
-    client = connect()
-    peer = seen(router, peers)
-    assert outbox.send(peer, b"", [LARGE])
-    assert client.poll(LIMIT_MS)
-
-
-def test_what_no_room_is_made_for_is_not_sent(router: Socket, peers: Peers, connect: Callable[..., Socket]) -> None:
-    room = Room(len(LARGE), lambda _: "somebody")
-    outbox = make_outbox(router, room=room)
-    connect()
-    peer = seen(router, peers)
-    room.take(b"another", 1)
-    assert (outbox.send(peer, b"", [LARGE]), outbox.dropped) == (False, 1)
-
-
 @pytest.mark.parametrize("is_same", [False, True])
 def test_who_is_back_under_its_own_name_has_not_gone(
     router: Socket, peers: Peers, context: zmq.Context[Socket], address: str, is_same: bool
@@ -198,13 +96,6 @@ def test_who_is_back_under_its_own_name_has_not_gone(
     back.close(linger=0)
     for each in held:
         os.close(each)
-
-
-def test_an_answer_to_who_is_gone_is_dropped_and_counted(router: Socket) -> None:
-    outbox = make_outbox(router)
-    assert outbox.send(b"nobody", b"small")
-    assert outbox.send(b"nobody", b"", [LARGE])
-    assert outbox.dropped == 2
 
 
 def test_a_peer_of_an_older_protocol_is_served_though_nothing_is_known_of_it(
@@ -249,67 +140,6 @@ def test_who_is_connected_and_has_said_nothing_is_silent(
         assert not peers.any_named
     gone(peers)
     assert peers.silent == {}
-
-
-def test_small_answers_that_nobody_reads_count_too(
-    router: Socket, peers: Peers, connect: Callable[..., Socket]
-) -> None:
-    room = Room(2**40, lambda _: "somebody")
-    outbox = make_outbox(router, room=room)
-    client = connect(high_water_mark=1)
-    silent = seen(router, peers)
-    frames = [bytes(10_000)] * 30
-    for _ in range(100):
-        assert outbox.send(silent, b"header", frames)
-    # What the kernel and the library have taken is written.
-    assert 20_000_000 < room.held == room.of(silent) == outbox.unread(silent) < 30_000_600
-    for _ in range(100):
-        assert client.poll(LIMIT_MS)
-        assert client.recv_multipart() == [b"header", *frames]
-
-    def all_is_read() -> bool:
-        outbox.forget_written()
-        return not room.held
-
-    until(all_is_read, "all is read")
-
-
-def test_what_was_sent_to_who_has_gone_counts_until_the_library_gives_it_up(
-    router: Socket, peers: Peers, connect: Callable[..., Socket]
-) -> None:
-    room = Room(2**40, lambda _: "somebody")
-    outbox = make_outbox(router, room=room)
-    client = connect(high_water_mark=1)
-    silent = seen(router, peers)
-    for _ in range(20):
-        outbox.send(silent, b"", [LARGE])
-    held = room.held
-    outbox.forget(silent)
-    room.forget(silent)
-    assert (room.held, outbox.unread(silent)) == (0, 0)
-    assert 0 < outbox.orphaned() <= held
-    client.close(linger=0)
-    until(lambda: router.poll(10) or not outbox.orphaned(), "it is given up")
-
-
-def test_nothing_is_kept_of_strangers(router: Socket) -> None:
-    room = Room(2**40, lambda _: "")
-    outbox = make_outbox(router, room=room)
-    for number in range(3):
-        assert outbox.send(b"%d" % number, b"an answer to who has gone")
-    assert vars(outbox)["_unread"] == {}
-
-
-def test_that_a_client_does_not_read_is_said_once(
-    router: Socket, peers: Peers, connect: Callable[..., Socket], caplog: pytest.LogCaptureFixture
-) -> None:
-    outbox = make_outbox(router, max_unread_bytes=8 * len(LARGE))
-    connect(high_water_mark=2)
-    silent = seen(router, peers)
-    with caplog.at_level(logging.WARNING, "weightd.frontend"):
-        for _ in range(40):
-            outbox.send(silent, b"", [LARGE])
-    assert len(caplog.records) == 1
 
 
 def test_who_has_the_same_routing_id_as_another_is_told(

@@ -1,0 +1,145 @@
+"""Answers to clients that read, and to those that do not, over real sockets."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+from collections.abc import Callable
+
+import pytest
+import zmq
+
+from testkit.waiting import until
+from weightd.daemon.clients.outbox import Outbox
+from weightd.daemon.clients.room import Room
+from weightd.daemon.host.sockets import receive
+
+LIMIT_MS = 20_000
+LARGE = bytes(1024 * 1024)
+
+Socket = zmq.Socket[bytes]
+
+
+def met(router: Socket) -> bytes:
+    assert router.poll(LIMIT_MS)
+    return next(receive(router)).peer
+
+
+def make_outbox(router: Socket, max_unread_bytes: int = 2**30, room: Room | None = None) -> Outbox:
+    def make_room(client: bytes, nbytes: int) -> bool:
+        return False
+
+    return Outbox(router, room or Room(2**40, lambda _: "somebody"), make_room, max_unread_bytes)
+
+
+def test_what_is_written_does_not_count(router: Socket, connect: Callable[..., Socket]) -> None:
+    outbox = make_outbox(router, max_unread_bytes=10 * len(LARGE))
+    client = connect()
+    peer = met(router)
+    for number in range(60):
+        header = str(number).encode()
+        # The library lets go of a frame a moment after it has been read; on a busy machine ten more are sent till then.
+        until(functools.partial(outbox.send, peer, header, [LARGE]), "what it has read counts no more")
+        assert client.poll(LIMIT_MS)
+        received, large = client.recv_multipart()
+        assert (received, large == LARGE) == (header, True)
+
+
+def test_a_client_that_does_not_read_gets_only_so_much(
+    router: Socket, connect: Callable[..., Socket], caplog: pytest.LogCaptureFixture
+) -> None:
+    outbox = make_outbox(router, max_unread_bytes=8 * len(LARGE))
+    client = connect(high_water_mark=2)
+    reader = connect()
+    silent, other = met(router), met(router)
+    with caplog.at_level(logging.WARNING, "weightd.frontend"):
+        sent = [outbox.send(silent, b"", [LARGE]) for _ in range(40)]
+    # Two that it has received, what is in the kernel's buffers, eight that wait.
+    assert 8 <= sum(sent) <= 16
+    assert (outbox.dropped, len(caplog.records)) == (40 - sum(sent), 1)
+    # Small answers pass, and others are not held up.
+    assert outbox.send(silent, b"sorry")
+    assert outbox.send(other, b"", [LARGE])
+    assert reader.poll(LIMIT_MS)
+    # Once it reads, all is well.
+    for _ in range(sum(sent)):
+        assert client.poll(LIMIT_MS)
+        client.recv_multipart()
+    assert client.recv() == b"sorry"
+    # The library tells a moment later that a frame is written.
+    deadline = time.monotonic() + LIMIT_MS / 1000
+    while not (passed := outbox.send(silent, b"", [LARGE])) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert passed
+
+
+def test_one_answer_may_be_larger_than_the_bound(router: Socket, connect: Callable[..., Socket]) -> None:
+    outbox = make_outbox(router, max_unread_bytes=10)
+    client = connect()
+    peer = met(router)
+    assert outbox.send(peer, b"", [LARGE])
+    assert client.poll(LIMIT_MS)
+
+
+def test_what_no_room_is_made_for_is_not_sent(router: Socket, connect: Callable[..., Socket]) -> None:
+    room = Room(len(LARGE), lambda _: "somebody")
+    outbox = make_outbox(router, room=room)
+    connect()
+    peer = met(router)
+    room.take(b"another", 1)
+    assert (outbox.send(peer, b"", [LARGE]), outbox.dropped) == (False, 1)
+
+
+def test_an_answer_to_who_is_gone_is_dropped_and_counted(router: Socket) -> None:
+    outbox = make_outbox(router)
+    assert outbox.send(b"nobody", b"small")
+    assert outbox.send(b"nobody", b"", [LARGE])
+    assert outbox.dropped == 2
+
+
+def test_small_answers_that_nobody_reads_count_too(router: Socket, connect: Callable[..., Socket]) -> None:
+    room = Room(2**40, lambda _: "somebody")
+    outbox = make_outbox(router, room=room)
+    client = connect(high_water_mark=1)
+    silent = met(router)
+    frames = [bytes(10_000)] * 30
+    for _ in range(100):
+        assert outbox.send(silent, b"header", frames)
+    # What the kernel and the library have taken is written.
+    assert 20_000_000 < room.held == room.of(silent) == outbox.unread(silent) < 30_000_600
+    for _ in range(100):
+        assert client.poll(LIMIT_MS)
+        assert client.recv_multipart() == [b"header", *frames]
+
+    def all_is_read() -> bool:
+        outbox.forget_written()
+        return not room.held
+
+    until(all_is_read, "all is read")
+
+
+def test_what_was_sent_to_who_has_gone_counts_until_the_library_gives_it_up(
+    router: Socket, connect: Callable[..., Socket]
+) -> None:
+    room = Room(2**40, lambda _: "somebody")
+    outbox = make_outbox(router, room=room)
+    client = connect(high_water_mark=1)
+    silent = met(router)
+    for _ in range(20):
+        outbox.send(silent, b"", [LARGE])
+    held = room.held
+    outbox.forget(silent)
+    room.forget(silent)
+    assert (room.held, outbox.unread(silent)) == (0, 0)
+    assert 0 < outbox.orphaned() <= held
+    client.close(linger=0)
+    until(lambda: router.poll(10) or not outbox.orphaned(), "it is given up")
+
+
+def test_nothing_is_kept_of_strangers(router: Socket) -> None:
+    room = Room(2**40, lambda _: "")
+    outbox = make_outbox(router, room=room)
+    for number in range(3):
+        assert outbox.send(b"%d" % number, b"an answer to who has gone")
+    assert vars(outbox)["_unread"] == {}
