@@ -407,11 +407,6 @@ def test_changed_bytes(sample: Tuple[str, Raw], data: DataObject) -> None:
     decodes_to_an_equal_message_or_is_refused([bytes(changed), *tensors])
 
 
-@given(st.lists(st.binary(max_size=200), max_size=4))
-def test_random_bytes(sent: List[bytes]) -> None:
-    decodes_to_an_equal_message_or_is_refused(sent)
-
-
 JUNK = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text() | st.binary(),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
@@ -474,27 +469,6 @@ def test_a_surplus_field_is_named(sample: Tuple[str, Raw], data: DataObject, jun
     with pytest.raises(RemoteProtocolError) as caught:
         decode([pack(tag, changed), *frames(tag, raw)[1:]], ALL)
     assert str(caught.value).startswith(f"{tag}: {written((*path, 'surplus'))}: unknown field; expected one of ")
-
-
-@given(VALID, st.data())
-def test_a_renamed_field_is_named(sample: Tuple[str, Raw], data: DataObject) -> None:
-    tag, raw = sample
-    paths = list(required(ALL[tag].__name__, raw, ()))
-    assume(paths)
-    path = data.draw(st.sampled_from(paths))
-    changed = copy.deepcopy(raw)
-    here = taken(changed, path[:-1])
-    here[path[-1].upper()] = here.pop(path[-1])
-    with pytest.raises(RemoteProtocolError) as caught:
-        decode([pack(tag, changed), *frames(tag, raw)[1:]], ALL)
-    assert f"{written((*path[:-1], path[-1].upper()))}: unknown field" in str(caught.value)
-
-
-@given(st.sampled_from(SITES), JUNK)
-def test_a_field_of_another_type(site: Site, junk: Any) -> None:
-    base = smallest(ALL[site.tag].__name__)
-    tensors = frames(site.tag, base)[1:]
-    decodes_to_an_equal_message_or_is_refused([pack(site.tag, put(base, site.path, junk)), *tensors])
 
 
 @given(VALID, st.data())
