@@ -276,7 +276,8 @@ class Model:
     @property
     def next_event(self) -> float:
         """Nothing is due before this, in monotonic seconds."""
-        return min(self._next_tick, self.desk.next_event)
+        tick, event = self._next_tick, self.desk.next_event
+        return tick if tick < event else event
 
     @property
     def draining(self) -> bool:

@@ -236,7 +236,8 @@ class Desk:
         """Nothing is due before this, in monotonic seconds."""
         if self.guard.looks:
             return 0.0
-        return min(self.scheduler.next_event, self.guard.watchdog.next_event)
+        ping, event = self.guard.watchdog.next_event, self.scheduler.next_event
+        return ping if ping < event else event
 
     # --- within -------------------------------------------------------------------------------------------------
 

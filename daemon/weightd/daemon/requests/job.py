@@ -40,7 +40,7 @@ class Job:
     @property
     def is_awaited(self) -> bool:
         """Whether anybody waits for what comes of it."""
-        return not all(each.ended for each in self.parts)
+        return bool(self.awaited)
 
     @property
     def company(self) -> Company:

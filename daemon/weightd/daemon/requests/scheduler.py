@@ -112,10 +112,10 @@ class Scheduler:
     def finish(self, process: str, number: int, now: float) -> Job | None:
         """A process has answered for its seat; return the job, or None if nobody waits for this answer any more."""
         seat = self._seat_of.get(process)
-        finished = seat.finish(number, now) if seat is not None else None
-        if finished is None:
+        job = seat.jobs.pop(number, None) if seat is not None else None
+        if seat is None or job is None:
             return None
-        job, took = finished
+        took = seat.finished(now)
         self._mean_s = took if self._mean_s is None else self._mean_s + _LATEST * (took - self._mean_s)
         return job if job.is_awaited else None
 
@@ -149,7 +149,8 @@ class Scheduler:
             else:
                 seat.since = now
                 self._look = min(self._look, now + self._predict_timeout)
-            job = seat.jobs[request.number] = Job(request.number, (request,))
+            number = request.number
+            job = seat.jobs[number] = Job(number, (request,))
             yield seat, job
 
     def expire(self, now: float) -> list[tuple[Request, RequestError]]:
@@ -223,8 +224,10 @@ class Scheduler:
         late, self._late = self._late, []
         return late + self.withdraw(lambda _: True)
 
-    def take_recalled(self) -> list[tuple[Seat, int]]:
+    def take_recalled(self) -> Sequence[tuple[Seat, int]]:
         """Return what seats have in vain, by the job's number, so that they need not begin with it; and forget it."""
+        if not self._recalled:
+            return ()
         recalled, self._recalled = self._recalled, []
         return recalled
 
@@ -247,7 +250,8 @@ class Scheduler:
     @property
     def next_event(self) -> float:
         """No request and no seat is due for `expire` or `overdue` before this (monotonic seconds)."""
-        return min(self._earliest, self._look)
+        earliest, look = self._earliest, self._look
+        return earliest if earliest < look else look
 
     def seat(self, process: str) -> Seat | None:
         """Return where the process runs jobs, or has run some that it may still answer."""

@@ -43,12 +43,9 @@ class Seat:
             return False
         return len(self.jobs) < self.credit and now < self.since + QUICK_S
 
-    def finish(self, number: int, now: float) -> tuple[Job, float] | None:
-        """It has answered a job: return it, and for how many seconds it ran; None if it has no such job."""
-        job = self.jobs.pop(number, None)
-        if job is None:
-            return None
+    def finished(self, now: float) -> float:
+        """It has answered a job: return for how many seconds that ran."""
         took = now - self.since
         self.since = now
         self.credit = CREDIT if took < QUICK_S else 1
-        return job, took
+        return took
