@@ -12,11 +12,9 @@ from weightd.daemon.generations.actions import Role
 from weightd.daemon.generations.generation import Generation
 from weightd.daemon.generations.plan import Source
 from weightd.daemon.generations.records import SealRecord
-from weightd.daemon.requests.request import Request
-from weightd.protocol.errors import RequestError
+from weightd.daemon.models.update import Operators
+from weightd.daemon.requests.desk import Askers
 from weightd.protocol.messages.children import OrderMessage
-from weightd.protocol.messages.control import ModelMetadataResponse, UpdateResponse
-from weightd.protocol.messages.data import TensorSpec
 
 
 class Children(Protocol):
@@ -66,20 +64,5 @@ class Children(Protocol):
         """Remove the files of a generation of which nothing is left."""
 
 
-class Clients(Protocol):
+class Clients(Askers, Operators, Protocol):
     """What a model has to tell clients."""
-
-    def answer(self, request: Request, outputs: Sequence[TensorSpec], frames: Sequence[Any]) -> None:
-        """Send the model's answer to the client."""
-
-    def refuse(self, request: Request, error: RequestError) -> None:
-        """Send an error to the client."""
-
-    def tell_metadata(self, client: bytes, metadata: ModelMetadataResponse) -> None:
-        """Send a model's metadata to the client."""
-
-    def tell_updated(self, client: bytes, response: UpdateResponse) -> None:
-        """Tell the client that an update has taken over."""
-
-    def tell_error(self, client: bytes, request_id: str, error: RequestError) -> None:
-        """Send an error to the client."""
