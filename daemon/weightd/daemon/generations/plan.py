@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from weightd.daemon.config.canary import AUTO, CanaryKey
+from weightd.daemon.config.model import ModelConfig
 from weightd.protocol.messages.children import Cases
 
 # How long a driver takes to clean up after a killed process is not known. What has no room at all is told after that.
@@ -53,6 +54,19 @@ class Terms:
     outlives_holder: bool = False
     predict_timeout: float = 60.0
     canary: Canary = Canary()
+
+    @classmethod
+    def configured(cls, config: ModelConfig) -> Terms:
+        """Return what the configuration says."""
+        return cls(
+            config.workers,
+            config.load_timeout,
+            spares=config.spares or 0,
+            sharing=config.sharing != "off",
+            outlives_holder=config.holder_loss == "frozen",
+            predict_timeout=config.predict_timeout,
+            canary=Canary.configured(config.canary),
+        )
 
     @property
     def room_timeout(self) -> float:

@@ -11,7 +11,7 @@ from weightd.daemon.children.owner import Snapshot
 from weightd.daemon.config.model import ModelConfig
 from weightd.daemon.config.policies import Policy
 from weightd.daemon.generations.generation import Generation
-from weightd.daemon.generations.plan import Canary, Source, Terms
+from weightd.daemon.generations.plan import Source, Terms
 from weightd.daemon.generations.resume import record as record_generation
 from weightd.daemon.generations.states import ACTIVE, GenerationState, advance
 from weightd.daemon.host.ends import End
@@ -61,19 +61,10 @@ class Model:
         self.config = config
         self.desk = Desk(name, config, clients, children.order)
         self.timer = Timer(self.tick)
-        terms = Terms(
-            config.workers,
-            config.load_timeout,
-            spares=config.spares or 0,
-            sharing=config.sharing != "off",
-            outlives_holder=config.holder_loss == "frozen",
-            predict_timeout=config.predict_timeout,
-            canary=Canary.configured(config.canary),
-        )
         self.deployments = [
             Deployment(
                 devices[device],
-                terms,
+                Terms.configured(config),
                 Succession(
                     Policy(config.policy),
                     # On the CPU each process falls back by itself.
