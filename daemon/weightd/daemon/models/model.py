@@ -13,7 +13,7 @@ from weightd.daemon.config.policies import Policy
 from weightd.daemon.generations.generation import Generation
 from weightd.daemon.generations.plan import Source, Terms
 from weightd.daemon.generations.resume import record as record_generation
-from weightd.daemon.generations.states import ACTIVE, GenerationState, advance
+from weightd.daemon.generations.states import GenerationState, advance
 from weightd.daemon.host.ends import End
 from weightd.daemon.host.memory import MIB
 from weightd.daemon.host.timers import Timer
@@ -365,8 +365,8 @@ class Model:
         self._perform_all(now)
         if self._updates.settle(now):
             self._perform_all(now)
-        if self.desk.signature.built is None:
-            self._learn_signature()
+        if self.desk.signature.built is None and (built := standing.built(self.deployments)) is not None:
+            self.desk.learn(built)
         self._refusal = standing.refusal(self.name, self.deployments)
         if self._refusal is not None and self._phase is not Phase.REPLACED:
             self.desk.close(self._refusal.error())
@@ -388,12 +388,6 @@ class Model:
             for deployment in self.deployments:
                 canary = self._sources.snapshots.canary(source)
                 deployment.pinned(source, snapshot.sha256, snapshot.nbytes, now, canary)
-
-    def _learn_signature(self) -> None:
-        live = (each for deployment in self.deployments for each in deployment.generations if each.state in ACTIVE)
-        built = next((each.built for each in live if each.built is not None), None)
-        if built is not None:
-            self.desk.learn(built)
 
     def _update_next_tick(self) -> None:
         due = self._sources.snapshots.next_event

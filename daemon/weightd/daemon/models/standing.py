@@ -6,9 +6,11 @@ import enum
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from weightd.daemon.generations.states import ACTIVE
 from weightd.daemon.models.deployment import Deployment
 from weightd.daemon.requests.blame.watchdog import Watchdog
 from weightd.protocol.errors import DeadlineExceeded, FailedPrecondition, RequestError, Unavailable
+from weightd.protocol.messages.children import Built
 
 
 class Phase(enum.Enum):
@@ -57,6 +59,12 @@ def refusal(name: str, deployments: Sequence[Deployment]) -> Refusal | None:
 def main(deployments: Sequence[Deployment]) -> Deployment:
     """Return the deployment that tells how the model stands: one that serves it, if any does."""
     return next((each for each in deployments if each.serving is not None), deployments[0])
+
+
+def built(deployments: Sequence[Deployment]) -> Built | None:
+    """Return what a holder has told of the model, if one has whose generation has not ended."""
+    active = (each for deployment in deployments for each in deployment.generations if each.state in ACTIVE)
+    return next((each.built for each in active if each.built is not None), None)
 
 
 def explained(error: RequestError, name: str, deployments: Sequence[Deployment]) -> RequestError:
