@@ -45,14 +45,12 @@ def main(argv: Sequence[str]) -> int:
     begin = time.monotonic()
     try:
         numbers = chosen(options.names)
-        for mutant, number in numbers.items():
-            where = place(mutant)
-            if options.list:
-                print(f"{number:3} {mutant.room:14} {where}: {mutant.piece!r} -> {mutant.instead!r}")
+        lost = [str(number) for mutant, number in numbers.items() if not _is_found(mutant, number, told=options.list)]
         if options.list:
-            return 0
-        tried = [mutant for mutant in numbers if not mutant.on_37 or _has_37()]
-        if len(tried) < len(numbers):
+            return int(bool(lost))
+        found = [mutant for mutant, number in numbers.items() if str(number) not in lost]
+        tried = [mutant for mutant in found if not mutant.on_37 or _has_37()]
+        if len(tried) < len(found):
             print("=" * 79)
             print("SKIPPED: the mutants of MindSpore Lite. There is no .venv-mslite: make .venv-mslite")
             print("=" * 79)
@@ -63,7 +61,20 @@ def main(argv: Sequence[str]) -> int:
     print(f"{len(tried) - len(survivors)} of {len(tried)} noticed in {time.monotonic() - begin:.0f} s")
     for mutant in survivors:
         print(f"{numbers[mutant]:3} {mutant.room}: {mutant.equivalent or 'SURVIVES'}: {mutant.piece!r}")
-    return int(any(not mutant.equivalent for mutant in survivors))
+    if lost:
+        print(f"not found, so not tried: {', '.join(lost)}")
+    return int(bool(lost) or any(not mutant.equivalent for mutant in survivors))
+
+
+def _is_found(mutant: Mutant, number: int, *, told: bool) -> bool:
+    try:
+        where = place(mutant)
+    except Mistake as mistake:
+        print(f"{number:3} {mutant.room:14} {mistake}")
+        return False
+    if told:
+        print(f"{number:3} {mutant.room:14} {where}: {mutant.piece!r} -> {mutant.instead!r}")
+    return True
 
 
 def _has_37() -> bool:
