@@ -19,6 +19,7 @@ from weightd.daemon.generations.generation import (
     Generation,
 )
 from weightd.daemon.generations.plan import Terms
+from weightd.daemon.generations.progress import Outlook
 from weightd.daemon.generations.restarts import MAX_FAILED_STARTS
 from weightd.daemon.generations.states import ACTIVE, ChildState, GenerationState
 from weightd.daemon.host.ends import End
@@ -504,6 +505,38 @@ def test_an_attach_that_takes_too_long_is_killed() -> None:
     assert life.generation.cause == "m.1.w1: attaching took too long"
 
 
+def test_what_the_log_of_one_that_hung_ends_with_is_told_once_it_is_dead(caplog: pytest.LogCaptureFixture) -> None:
+    life = Life(workers=2).built()
+    life.tick_at(life.now + LOAD_TIMEOUT_S)
+    life.tick_when_due()
+    life.greet("m.1.w3").tick_at(life.now + LOAD_TIMEOUT_S)
+    cause = "m.1.w2: attaching took too long"
+    assert life.generation.cause == cause
+    # The words of another one are its own.
+    for name, words in (("m.1.w1", "of the first"), ("m.1.w2", "Fatal: here")):
+        life.exit(name, End(-signal.SIGABRT, words))
+        assert f"m.1: {name}: attaching took too long; its log ends: {words}" in caplog.text
+    assert life.generation.cause == f"{cause}; its log ends: Fatal: here"
+
+
+@pytest.mark.parametrize(
+    ("broken", "end", "outlook"),
+    [
+        (Broken("no room", no_room=True), None, Outlook.ROOM),
+        (Broken("no model"), None, Outlook.SAME),
+        (None, End(-signal.SIGKILL), Outlook.BETTER),
+        (None, End(1), Outlook.SAME),
+    ],
+)
+def test_what_the_next_one_may_expect(broken: Broken | None, end: End | None, outlook: Outlook) -> None:
+    life = Life(workers=1).building()
+    if broken is not None:
+        life.generation.broken(HOLDER, broken, life.now)
+    life.exit(HOLDER, end)
+    life.exit("m.1.w1", End(-signal.SIGKILL))
+    assert (life.state(), life.generation.outlook) == (GenerationState.FAILED, outlook)
+
+
 # --- giving up ------------------------------------------------------------------------------------------------------
 
 
@@ -582,6 +615,18 @@ def test_it_settles_while_the_others_cannot_start() -> None:
         life.tick_when_due()
         seen += life.exit(f"m.1.w{number}")
     assert seen == [Send(HOLDER, Settle())]
+
+
+def test_it_does_not_settle_while_one_attaches_though_the_others_cannot_start() -> None:
+    life = Life(workers=3).built()
+    life.generation.attached("m.1.w1", ATTACHED, life.now)
+    seen = life.actions()
+    for number in (3, 4):
+        seen += life.exit(f"m.1.w{number}") + life.tick_when_due()
+    seen += life.exit("m.1.w5")
+    assert life.generation.complete
+    assert Send(HOLDER, Settle()) not in seen
+    assert life.child("m.1.w2").state is ChildState.ATTACHING
 
 
 @pytest.mark.parametrize("how", ["dies", "leaves"])
