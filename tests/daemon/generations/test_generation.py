@@ -513,7 +513,7 @@ def test_what_the_log_of_one_that_hung_ends_with_is_told_once_it_is_dead(caplog:
     cause = "m.1.w2: attaching took too long"
     assert life.generation.cause == cause
     # The words of another one are its own.
-    for name, words in (("m.1.w1", "of the first"), ("m.1.w2", "Fatal: here")):
+    for name, words in (("m.1.w2", "Fatal: here"), ("m.1.w1", "of the first")):
         life.exit(name, End(-signal.SIGABRT, words))
         assert f"m.1: {name}: attaching took too long; its log ends: {words}" in caplog.text
     assert life.generation.cause == f"{cause}; its log ends: Fatal: here"

@@ -17,6 +17,8 @@ from weightd.daemon.generations.states import ACTIVE, COUNTED, LOADING, ChildSta
 from weightd.daemon.generations.tries import MAX_DEATHS
 from weightd.daemon.host.ends import End
 from weightd.protocol.messages.children import (
+    Allow,
+    Allowed,
     Attach,
     Attached,
     Broken,
@@ -75,11 +77,12 @@ class World(RuleBasedStateMachine):
         traits=st.builds(Traits, st.booleans(), st.booleans(), st.booleans()),
         handle=st.sampled_from(["/store", ""]),
         canary=st.sampled_from(["canary", ""]),
+        frozen=st.booleans(),
     )
-    def begin(self, workers: int, spares: int, traits: Traits, handle: str, canary: str) -> None:
+    def begin(self, workers: int, spares: int, traits: Traits, handle: str, canary: str, frozen: bool) -> None:
         self.workers, self.spares, self.traits = workers, spares, traits
         self.built = replace(BUILT, handle=handle, canary=canary)
-        self.generation = Generation("m.1", Terms(workers, 500.0, spares))
+        self.generation = Generation("m.1", Terms(workers, 500.0, spares, outlives_holder=frozen))
         self.generation.start()
         assert self.generation.take_actions() == [Pin()]
 
@@ -123,6 +126,7 @@ class World(RuleBasedStateMachine):
                 workers = {f"pid of {each.name}" for each in self.counted(Role.WORKER)}
                 assert set(pids) == workers if self.traits.pids_fixed_at_build else set(pids) <= workers
             case Attach(handle, _):
+                assert not self.generation.access.is_frozen
                 assert process.role is Role.WORKER
                 assert handle == self.built.handle
                 assert handle or Role.HOLDER not in {each.role for each in self.processes.values()}
@@ -183,8 +187,14 @@ class World(RuleBasedStateMachine):
                     self.say(name, self.built)
                 case Attach():
                     self.say(name, Attached("canary", 4000))
+                case Allow():
+                    self.let_in(name, "")
                 case _:
                     pass
+
+    def let_in(self, name: str, error: str) -> None:
+        self.generation.allowed(name, Allowed(error), self.now)
+        self.perform()
 
     def pick(self, data: st.DataObject) -> str:
         return data.draw(st.sampled_from(list(self.processes)))
@@ -236,9 +246,26 @@ class World(RuleBasedStateMachine):
             Attached("canary", 1),
             Attached("wrong", 1),
             Broken("cannot"),
+            Broken("no room", no_room=True),
             None,
         ]
         self.say(name, data.draw(st.sampled_from(says)))
+
+    @rule(data=st.data(), error=st.sampled_from(["", "nobody else"]))
+    def one_lets_another_in(self, data: st.DataObject, error: str) -> None:
+        self.let_in(data.draw(st.sampled_from([*sorted(self.names), "stranger"])), error)
+
+    @precondition(lambda self: self.processes)
+    @rule(data=st.data(), useful=st.booleans())
+    def one_hangs(self, data: st.DataObject, useful: bool) -> None:
+        self.generation.hung(self.pick(data), "silence", self.now, useful=useful)
+        self.perform()
+
+    @rule(really=st.sampled_from([True, *[False] * 5]))
+    def the_store_is_lost(self, really: bool) -> None:
+        if really:
+            self.generation.store_lost("truncated", self.now)
+            self.perform()
 
     @rule(seconds=st.sampled_from([0.0, 0.05, 1.0, 11.0, 61.0, 600.0]))
     def time_passes(self, seconds: float) -> None:
@@ -286,6 +313,13 @@ class World(RuleBasedStateMachine):
     def nobody_attaches_unproved_to_weights_that_an_attach_rewrites(self) -> None:
         built = self.generation.built
         assert built is None or built.canary or not self.traits.attach_rewrites_weights
+
+    @invariant()
+    def nobody_answers_from_weights_that_are_gone(self) -> None:
+        holders = {name for name, process in self.processes.items() if process.role is Role.HOLDER}
+        if not self.generation.access.trusts(holders.__contains__):
+            assert self.generation.state not in ACTIVE
+            assert all(process.killed for process in self.processes.values() if process.role is Role.WORKER)
 
     @invariant()
     def a_failure_has_a_cause(self) -> None:
