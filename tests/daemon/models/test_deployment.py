@@ -252,6 +252,14 @@ def test_one_that_is_given_up_while_it_waits_for_room_is_not_told(how: str) -> N
     assert (stage.woken, stage.deployment.next_tick) == (0, float("inf"))
 
 
+def test_one_that_is_wound_down_when_it_has_just_been_told_is_not_due_for_ever() -> None:
+    leaving, stage = waiting()
+    leaving.deployment.drain(leaving.now)
+    leaving.all_leave("m.1")
+    stage.deployment.drain(stage.now)
+    assert (stage.woken, stage.deployment.next_tick) == (1, float("inf"))
+
+
 def test_it_does_not_wait_for_room_that_would_not_do() -> None:
     leaving = Stage(capacity=ONE).loads("m.1")
     leaving.deployment.will_leave()
