@@ -73,6 +73,10 @@ def keeper(start_keeper: Callable[..., Keeper]) -> Iterator[Keeper]:
         made.close()
 
 
+def launch(argv: list[str], log: Path) -> Launch:
+    return Launch("c", argv, log, {"PATH": PATH})
+
+
 def exited(child: Process) -> int | None:
     assert select.select([child.pidfd], [], [], LIMIT_S)[0]
     return reap(child)
@@ -105,9 +109,7 @@ def dependent(keeper: Keeper, fifo: Path) -> Process:
     ("script", "status"), [("exit 0", 0), ("exit 7", 7), ("kill -9 $$", -9), ("kill -ABRT $$", -6)]
 )
 def test_an_exit_status_is_told(keeper: Keeper, tmp_path: Path, script: str, status: int) -> None:
-    child = keeper.start(
-        Launch("c", ["sh", "-c", f"echo out; echo err >&2; {script}"], tmp_path / "log", {"PATH": PATH})
-    )
+    child = keeper.start(launch(["sh", "-c", f"echo out; echo err >&2; {script}"], tmp_path / "log"))
     assert exited(child) == status
     assert (tmp_path / "log").read_text() == "out\nerr\n"
     assert (tmp_path / "log").stat().st_mode & 0o777 == 0o600
@@ -120,7 +122,7 @@ def test_a_log_is_continued(keeper: Keeper, tmp_path: Path) -> None:
 
 
 def test_a_child_is_the_keepers_and_has_its_own_session(keeper: Keeper, tmp_path: Path) -> None:
-    child = keeper.start(Launch("c", SLEEP, tmp_path / "log", {"PATH": PATH}))
+    child = keeper.start(launch(SLEEP, tmp_path / "log"))
     status = Path(f"/proc/{child.pid}/status").read_text()
     assert f"\nPPid:\t{keeper.pid}\n" in status
     assert os.getsid(child.pid) == child.pid != os.getsid(keeper.pid) == keeper.pid
@@ -195,25 +197,21 @@ def test_an_answer_to_a_daemon_that_died_is_not_one_to_the_next(keeper: Keeper) 
 # --- what cannot be started -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("program", ["/nonexistent/python", "no-such-program"])
-def test_a_program_that_there_is_not_is_named(keeper: Keeper, tmp_path: Path, program: str) -> None:
-    with pytest.raises(FileNotFoundError) as caught:
-        keeper.start(Launch("c", [program], tmp_path / "log", {"PATH": PATH}))
-    assert (caught.value.filename, isinstance(caught.value, KeeperLost)) == (program, False)
-    assert keeper.kept() == []
-
-
-def test_a_program_that_may_not_be_executed_is_named(keeper: Keeper, tmp_path: Path) -> None:
-    with pytest.raises(PermissionError) as caught:
-        keeper.start(Launch("c", ["/"], tmp_path / "log", {"PATH": PATH}))
-    assert caught.value.filename == "/"
-
-
-def test_a_log_that_cannot_be_written_is_named(keeper: Keeper, tmp_path: Path) -> None:
-    for log in (tmp_path, tmp_path / "missing" / "log"):
-        with pytest.raises((IsADirectoryError, FileNotFoundError)) as caught:
-            keeper.start(Launch("c", ["true"], log, {"PATH": PATH}))
-        assert caught.value.filename == str(log)
+@pytest.mark.parametrize(
+    ("program", "log", "named"),
+    [
+        ("/nonexistent/python", "log", "/nonexistent/python"),
+        ("no-such-program", "log", "no-such-program"),
+        ("/", "log", "/"),
+        ("true", "", "{}"),
+        ("true", "missing/log", "{}/missing/log"),
+    ],
+)
+def test_what_cannot_be_started_is_named(keeper: Keeper, tmp_path: Path, program: str, log: str, named: str) -> None:
+    with pytest.raises((FileNotFoundError, PermissionError, IsADirectoryError)) as caught:
+        keeper.start(launch([program], tmp_path / log))
+    assert caught.value.filename == named.format(tmp_path)
+    assert not isinstance(caught.value, KeeperLost)
     assert keeper.kept() == []
 
 
@@ -233,7 +231,7 @@ def test_a_child_that_cannot_be_watched_is_not_left_running(
     with monkeypatch.context() as patch:
         patch.setattr(os, "pidfd_open", pidfd_open)
         with pytest.raises(OSError, match="Too many open files") as caught:
-            keeper.start(Launch("c", SLEEP, tmp_path / "log", {"PATH": PATH}))
+            keeper.start(launch(SLEEP, tmp_path / "log"))
     assert not isinstance(caught.value, KeeperLost)
     assert keeper.kept() == []
 
@@ -253,7 +251,7 @@ def test_once_nobody_holds_on_to_it_nothing_is_left(
     (tmp_path / "kept").mkdir()
     (tmp_path / "kept" / "precious").touch()
     keeper = start_keeper(path, tmp_path / "nothing")
-    children = [keeper.start(Launch("c", SLEEP, directory / "m.1" / "log", {"PATH": PATH})) for _ in range(3)]
+    children = [keeper.start(launch(SLEEP, directory / "m.1" / "log")) for _ in range(3)]
     duplicate = os.dup(keeper.descriptor)
     keeper.close()
     assert not ended(children[0].pid, 0.1)
@@ -385,11 +383,11 @@ def test_children_die_with_a_keeper_that_is_killed(keeper: Keeper, tmp_path: Pat
     with pytest.raises(KeeperLost, match=r"^the keeper does not answer: ."):
         keeper.kept()
     with pytest.raises(KeeperLost):
-        keeper.start(Launch("c", ["true"], tmp_path / "other", {"PATH": PATH}))
+        keeper.start(launch(["true"], tmp_path / "other"))
 
 
 def test_who_is_gone_with_its_keeper_cannot_be_watched(keeper: Keeper, tmp_path: Path) -> None:
-    child = keeper.start(Launch("c", ["true"], tmp_path / "log", {"PATH": PATH}))
+    child = keeper.start(launch(["true"], tmp_path / "log"))
     assert exited(child) == 0
     with pytest.raises(KeeperLost, match=f"^process {child.pid} is gone with its keeper$"):
         keeper.watch(Kept(child.pid, "c", tmp_path / "log"))

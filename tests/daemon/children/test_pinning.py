@@ -1,0 +1,100 @@
+"""Snapshots that real processes take of small files."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from weightd.daemon.children.owner import Snapshot
+from weightd.daemon.children.pinning import Pinning, directory_name
+from weightd.daemon.children.probing import Probing
+from weightd.daemon.children.running import Running
+from weightd.daemon.config.model import ModelConfig
+from weightd.daemon.generations.plan import Source
+from weightd.daemon.host.loop import Loop
+
+
+class Scene:
+    """An owner, and what it is told."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory / "private"
+        self.directory.mkdir()
+        self.loop = Loop()
+        self.running = Running(self.loop)
+        self.later: list[Callable[[float], None]] = []
+        self.pinning = Pinning(self.directory, self.running, Probing(self.running, {}), self.later.append)
+        self.told: list[Any] = []
+        self.config = ModelConfig(str(directory / "m.mindir"), "mindspore_lite", "/python")
+        self.source = Source(self.config.path, number=3)
+        Path(self.config.path).write_bytes(b"a model")
+
+    def pin(self, config: ModelConfig | None = None) -> None:
+        owner: Any = self
+        self.pinning.pin(owner, "m", config or self.config, self.source)
+
+    def wait(self) -> None:
+        while self.running.processes:
+            self.loop.wait(30)
+
+    def pinned(self, source: Source, snapshot: Snapshot, now: float) -> None:
+        self.told.append((source, snapshot))
+
+    def pin_failed(self, source: Source, cause: str, now: float) -> None:
+        self.told.append((source, cause))
+
+
+@pytest.fixture
+def scene(tmp_path: Path) -> Iterator[Scene]:
+    scene = Scene(tmp_path)
+    yield scene
+    scene.running.kill_all()
+    scene.wait()
+    scene.loop.close()
+
+
+def test_a_snapshot_is_told_with_what_it_holds(scene: Scene, tmp_path: Path) -> None:
+    weights, sample = tmp_path / "w.npz", tmp_path / "s.npz"
+    weights.write_bytes(b"weights")
+    sample.write_bytes(b"a sample")
+    scene.source = replace(scene.source, weights=str(weights))
+    scene.pin(replace(scene.config, canary=str(sample)))
+    scene.wait()
+    [(source, snapshot)] = scene.told
+    assert source == scene.source
+    assert (snapshot.sha256, snapshot.nbytes) == (hashlib.sha256(b"a model").hexdigest(), 7)
+    copies = [Path(each) for each in (snapshot.path, snapshot.weights, snapshot.sample)]
+    assert [each.read_bytes() for each in copies] == [b"a model", b"weights", b"a sample"]
+    assert all(each.is_relative_to(scene.directory / directory_name("m", 3)) for each in copies)
+    scene.pinning.unpin("m", scene.source)
+    assert list(scene.directory.iterdir()) == []
+
+
+def test_one_that_cannot_be_taken_is_told_with_the_cause_and_leaves_nothing(scene: Scene) -> None:
+    Path(scene.config.path).unlink()
+    scene.pin()
+    scene.wait()
+    assert scene.told == [(scene.source, f"{scene.config.path}: No such file or directory")]
+    assert list(scene.directory.iterdir()) == []
+
+
+def test_one_that_nobody_wants_any_more_is_not_taken_to_its_end(scene: Scene) -> None:
+    scene.pin()
+    scene.pinning.unpin("m", scene.source)
+    scene.wait()
+    assert scene.told == [(scene.source, "the snapshot killed by SIGKILL (weightd has ended it)")]
+    assert list(scene.directory.iterdir()) == []
+
+
+def test_what_cannot_be_begun_is_told_later(scene: Scene) -> None:
+    scene.directory.rmdir()
+    scene.directory.touch()
+    scene.pin()
+    assert (scene.told, len(scene.later)) == ([], 1)
+    scene.later[0](0.0)
+    assert scene.told[0][1].startswith("cannot take a snapshot: cannot make the directory ")
