@@ -54,6 +54,42 @@ def passes(stage: Stage, seconds: float) -> None:
     stage.model.tick(stage.now)
 
 
+# --- a seat of several processes --------------------------------------------------------------------------------------
+
+
+def pair(stage: Stage) -> None:
+    """The two workers are one seat from now on."""
+    scheduler = stage.model.desk.scheduler
+    for worker in (W1, W2):
+        scheduler.release(worker)
+    scheduler.enlist("pair", (W1, W2))
+
+
+def test_each_process_of_a_seat_is_given_its_jobs_and_who_loses_one_has_lost_all() -> None:
+    stage = Stage().serving()
+    pair(stage)
+    [number] = some(stage, 1)
+    assert stage.host.predicts() == [(W1, number), (W2, number)]
+    stage.model.exited(W1, End(-signal.SIGKILL), stage.now)
+    assert stage.host.aborted == [W2]
+    assert [each.number for each in stage.model.desk.scheduler.waiting()] == [number]
+
+
+def test_who_computes_for_too_long_is_ended_with_all_of_its_seat() -> None:
+    stage = Stage().serving()
+    pair(stage)
+    some(stage, 1)
+    passes(stage, 60.0)
+    assert stage.host.aborted == [W1, W2]
+
+
+def test_who_of_a_seat_answers_wrongly_is_ended_with_all_of_it() -> None:
+    stage = Stage().serving()
+    pair(stage)
+    stage.says(W1, Pong("another"))
+    assert stage.host.aborted == [W1, W2]
+
+
 # --- workers that compute for too long --------------------------------------------------------------------------------
 
 
