@@ -212,8 +212,7 @@ REFUSED_OF_A_MODEL = [
     (f'{CARD}devices = ["ascend:0"]\n{OPTIONS}provider = "ge"', "mindspore_lite.provider: weights cannot be shared*"),
     (f"{MODEL}{OPTIONS}inter_op_parallel = 2", "mindspore_lite: the model's engine is onnxruntime"),
 ]
-REFUSED += [(text, f"models.m.{problem}") for text, problem in REFUSED_OF_A_MODEL]
-REFUSED += [
+REFUSED_SOCKETS = [
     (
         f'[daemon]\nsocket = "{socket}"\n{MODEL}',
         f"daemon.socket: expected ipc:///ABSOLUTE/PATH or {tcp.FORM}, got '{socket}'",
@@ -226,7 +225,10 @@ REFUSED += [
 ]
 
 
-@pytest.mark.parametrize(("text", "problem"), REFUSED)
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [*REFUSED, *REFUSED_SOCKETS, *((text, f"models.m.{problem}") for text, problem in REFUSED_OF_A_MODEL)],
+)
 def test_what_is_refused(file: Path, text: str, problem: str) -> None:
     told = refusal(file, text)
     assert told.startswith(problem[:-1]) if problem.endswith("*") else told == problem
