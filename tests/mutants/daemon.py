@@ -147,7 +147,7 @@ CHILDREN = [
     ),
     *mutants("children", "daemon/children/test_probing.py",
         ("and name not in self._asked", ""),
-        ("with contextlib.suppress(BlockingIOError):", "if True:"),
+        ("with contextlib.suppress(BlockingIOError):\n        answer", "if True:\n        answer"),
     ),
     *mutants("children", "daemon/children/test_pinning.py",
         ("owner.pin_failed(source, cause, time.monotonic())", "pass"),

@@ -71,7 +71,9 @@ class Copy:
             original = file.read_text("utf-8")
             self._restore = lambda: self._write(file, original)
             self._write(file, original.replace(job.mutant.piece, job.mutant.instead))
-        arguments = [f"tests/{each}" if "/" in each else each for each in shlex.split(job.tests)]
+        arguments = [
+            f"tests/{each}" if (REPOSITORY / "tests" / each).exists() else each for each in shlex.split(job.tests)
+        ]
         # Of what was imported before it pytest would complain.
         common = ["-x", "-q", "--tb=no", "-p", "no:cacheprovider", "-W", "ignore::pytest.PytestAssertRewriteWarning"]
         arguments = [*common, f"--timeout={_TEST_LIMIT_S}", *arguments]
