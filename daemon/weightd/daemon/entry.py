@@ -5,10 +5,10 @@ An engine's own interpreter gets this script, too, and may be too old for the da
 
 from __future__ import annotations
 
-import signal
 import sys
 
 from weightd.daemon import exits
+from weightd.shared.interrupts import silent_while_importing
 
 
 def main() -> int:
@@ -21,12 +21,6 @@ def main() -> int:
             file=sys.stderr,
         )
         return exits.CONFIG
-    # Python would print where it was in its imports, which take a few tenths of a second. Ignored stays ignored.
-    python_handles = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    if python_handles:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-    from weightd.daemon import __main__ as program  # noqa: PLC0415 - what follows must not be missed by the line above
-
-    if python_handles:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    with silent_while_importing():
+        from weightd.daemon import __main__ as program  # noqa: PLC0415 - it takes a few tenths of a second
     return program.main()
