@@ -257,7 +257,3 @@ def diagram(table: Mapping[tuple[S, E], S]) -> Iterator[str]:
     yield "stateDiagram-v2"
     for (state, event), after in table.items():
         yield f"    {state.name} --> {after.name}: {event.name}"
-
-
-if __name__ == "__main__":
-    print("\n".join([*diagram(GENERATION), "", *diagram(CHILD), "", *diagram(ACCESS)]))
