@@ -22,6 +22,7 @@ from weightd.daemon.server import Server
 from weightd.protocol.schema import label
 from weightd.protocol.version import VERSION
 from weightd.shared.commandline import Parser
+from weightd.shared.devices import CPU
 
 _DESCRIPTION = """\
 Serves models from many processes that hold one copy of the weights.
@@ -60,7 +61,7 @@ def _run(options: argparse.Namespace) -> int:
         "python": options.python,
         "workers": options.workers,
         "threads": options.threads,
-        "devices": options.device or ["cpu"],
+        "devices": options.device or [CPU],
     }
     try:
         # Held to the same bounds as a file.

@@ -42,6 +42,7 @@ from weightd.daemon.shutdown import Event, Shutdown
 from weightd.protocol.errors import InvalidArgument, RequestError, ResourceExhausted, Unavailable
 from weightd.protocol.messages.control import ReloadResponse
 from weightd.protocol.version import VERSION
+from weightd.shared.devices import CPU
 
 _log = logging.getLogger("weightd")
 
@@ -368,7 +369,7 @@ def _update_devices(devices: dict[str, Device], config: Config) -> None:
     """Add every device that a model of the configuration uses, and set what it has as far as that is given."""
     for name in dict.fromkeys(device for model in config.models.values() for device in model.devices):
         device = devices.setdefault(name, Device(name))
-        if name != "cpu":
+        if name != CPU:
             given = config.devices.get(name, DeviceConfig())
             # Where nothing is given, what the card has said before stays true.
             device.capacity = given.memory_mib * MIB or device.said

@@ -14,6 +14,7 @@ from weightd.daemon.children.helpers import Answer
 from weightd.daemon.children.running import Running
 from weightd.daemon.host.ends import End
 from weightd.daemon.host.memory import MIB
+from weightd.shared.devices import CPU
 
 _log = logging.getLogger("weightd")
 
@@ -72,7 +73,7 @@ class Probing:
             go_on()
 
     def _is_unknown(self, name: str) -> bool:
-        return name != "cpu" and self._devices[name].capacity is None and name not in self._asked
+        return name != CPU and self._devices[name].capacity is None and name not in self._asked
 
     def _on_answer(self, card: Card, go_on: Callable[[], None], answer: Answer, end: End) -> None:
         free = answer.get("free_bytes")

@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterable, Iterator
 from weightd.daemon.host.logs import flat
 from weightd.daemon.models.model import Model
 from weightd.protocol.codec import clip
+from weightd.shared.devices import CPU
 
 # How often it is looked at what weightd is doing: for people, who read it now and then.
 _STATUS_S = 1.0
@@ -118,7 +119,7 @@ def _doing(models: Iterable[Model]) -> Iterator[str]:
     for model in models:
         for deployment in model.deployments:
             main = deployment.main
-            where = "" if main.device == "cpu" else f" on {main.device}"
+            where = "" if main.device == CPU else f" on {main.device}"
             if main.progress != "serving":
                 yield f"{model.name}: {main.progress}{where}{f' ({main.cause})' if main.cause else ''}"
         serving += model.serves

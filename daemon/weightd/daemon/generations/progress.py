@@ -24,6 +24,7 @@ from weightd.daemon.generations.states import (
 from weightd.daemon.generations.tries import Tries, described
 from weightd.daemon.host.logs import about
 from weightd.protocol.messages.children import Attached, Built
+from weightd.shared.devices import CPU
 
 _log = logging.getLogger("weightd.generation")
 
@@ -136,7 +137,7 @@ class Standing:
     """
 
     def __init__(
-        self, label: str, terms: Terms, device: str = "cpu", source: Source | None = None, number: int = 1
+        self, label: str, terms: Terms, device: str = CPU, source: Source | None = None, number: int = 1
     ) -> None:
         self.label = label
         self.terms = terms

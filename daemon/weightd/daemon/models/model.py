@@ -31,6 +31,7 @@ from weightd.daemon.requests.desk import Desk
 from weightd.daemon.requests.request import Request
 from weightd.protocol.errors import RequestError, Unavailable
 from weightd.protocol.messages.children import ChildMessage
+from weightd.shared.devices import CPU
 
 _log = logging.getLogger("weightd")
 
@@ -68,7 +69,7 @@ class Model:
                 Succession(
                     Policy(config.policy),
                     # On the CPU each process falls back by itself.
-                    fall_back=config.sharing == "auto" and device != "cpu",
+                    fall_back=config.sharing == "auto" and device != CPU,
                     process_bytes=config.process_mib * MIB,
                 ),
                 make=self._make,

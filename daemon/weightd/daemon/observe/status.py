@@ -24,6 +24,7 @@ from weightd.protocol import limits
 from weightd.protocol.codec import clip
 from weightd.protocol.messages.status import DeviceStatus, GenerationStatus, ModelStatus, ProcessStatus, StatusResponse
 from weightd.protocol.version import VERSION
+from weightd.shared.devices import CPU
 
 
 class Subject(NamedTuple):
@@ -62,7 +63,7 @@ def report(survey: Survey, state: str, uptime: float, subject: Subject) -> Statu
         uptime_s=uptime,
         pss_bytes=sum(survey.pss.get(pid) or 0 for pid in subject.own_pids),
         models=tuple(_model(model, survey, subject.processes, subject.files) for model in subject.models),
-        devices=tuple(_device(device) for device in subject.devices if device.name != "cpu"),
+        devices=tuple(_device(device) for device in subject.devices if device.name != CPU),
         dropped=subject.dropped,
         memory=survey.measured.get("group", cgroup.memory),
         note=clip(subject.note),
@@ -110,7 +111,7 @@ def _generation(
 ) -> GenerationStatus:
     children = [child for child in generation.alive() if child.name in processes]
     shared = sum(child.shared_bytes for child in children if child.role is Role.WORKER)
-    if generation.device == "cpu":
+    if generation.device == CPU:
         copy = 0 if files is None else survey.measured.get(files.store, functools.partial(resident_bytes, files.store))
     else:
         copy = generation.built.shared_bytes if generation.built else 0

@@ -21,6 +21,7 @@ from weightd.daemon.doctor.trial.children import ChildError, Children
 from weightd.daemon.generations.plan import Canary
 from weightd.daemon.host.memory import MIB
 from weightd.protocol.messages.children import Attached, Built
+from weightd.shared.devices import CPU
 
 _log = logging.getLogger("weightd")
 
@@ -38,7 +39,7 @@ def failures(models: Mapping[str, ModelConfig]) -> Iterator[str]:
         _log.info("%s on %s: loading, %d of %d", name, device, count, len(tries))
         begin = time.monotonic()
         failure, found = _load(model, device, is_shared=model.sharing != "off")
-        if failure and model.sharing == "auto" and device != "cpu":
+        if failure and model.sharing == "auto" and device != CPU:
             unshared = failure
             failure, found = _load(model, device, is_shared=False)
             found = f"weights are not shared: {unshared}"
@@ -65,12 +66,12 @@ def _load(model: ModelConfig, device: str, *, is_shared: bool) -> tuple[str, str
         )
         with Children(program, model.load_timeout, prefix, Path(store)) as children:
             try:
-                built, attached = trial.load(children, Canary.configured(model.canary), attaches=device != "cpu")
+                built, attached = trial.load(children, Canary.configured(model.canary), attaches=device != CPU)
             except ChildError as error:
                 return str(error), ""
         if children.survivors:
             return f"{', '.join(map(str, children.survivors))} did not end after SIGKILL", ""
-    return _judged(built, attached, must_share=is_shared and device != "cpu")
+    return _judged(built, attached, must_share=is_shared and device != CPU)
 
 
 def _judged(built: Built, attached: Attached | None, *, must_share: bool) -> tuple[str, str]:
