@@ -75,7 +75,7 @@ def test_a_hang_is_not_ended_by_a_handler(start: Start, host: Host, path: Path, 
     while host.count(operation) == 0:
         assert not program.has_answered(0.01)
     assert not program.has_answered(0.1)
-    os.kill(program.os_pid, signal.SIGTERM)
+    os.kill(program.pid, signal.SIGTERM)
     assert not program.has_answered(0.1)
     assert program.kill() == -signal.SIGKILL
     assert host.ledger().used == 0

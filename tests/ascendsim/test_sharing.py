@@ -83,7 +83,7 @@ def test_processes_that_do_not_share_have_a_copy_each(start: Start, host: Host, 
     assert {each.kind for each in host.ledger().allocations} == {"private weights", "workspace", "context"}
 
 
-@pytest.mark.parametrize("end", ["kill", "end"])
+@pytest.mark.parametrize("end", ["kill", "wait"])
 def test_a_process_that_ends_leaves_nothing(start: Start, host: Host, path: Path, end: str) -> None:
     program = start()
     program.do("build(path, pids='1')", path=path)
@@ -111,7 +111,7 @@ def test_letting_go_of_a_model_gives_its_memory_back(start: Start, host: Host, p
 def test_the_driver_has_its_own_pids(start: Start, host: Host) -> None:
     host.switch(pid_offset=4000)
     program = start()
-    assert program.do("ms.Model().get_model_info('current_pid')") == str(program.os_pid + 4000)
+    assert program.do("ms.Model().get_model_info('current_pid')") == str(program.pid + 4000)
 
 
 def test_a_process_that_is_not_listed_is_refused(start: Start, host: Host, path: Path) -> None:
@@ -124,7 +124,7 @@ def test_a_process_that_is_not_listed_is_refused(start: Start, host: Host, path:
 
 def test_the_pid_inside_of_the_container_is_not_enough(start: Start, path: Path) -> None:
     holder, worker = start(), start()
-    handle = holder.do("build(path, pids=pids)", path=path, pids=str(worker.os_pid))
+    handle = holder.do("build(path, pids=pids)", path=path, pids=str(worker.pid))
     assert_refused(worker, path, handle)
 
 

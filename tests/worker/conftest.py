@@ -93,12 +93,20 @@ def native_log(tmp_path: Path) -> Callable[[], ContextManager[Path]]:
     return redirect
 
 
+def popen(command: List[str], log: Path, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    """Start a process whose output goes to the log."""
+    with log.open("ab") as file:
+        return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=environment)
+
+
 class Daemon:
     """The daemon's end: starts children and talks to them."""
 
     def __init__(self, directory: Path, context: zmq.Context[zmq.Socket[bytes]]) -> None:
         self.directory = directory
-        self.children: Dict[str, subprocess.Popen[bytes]] = {}
+        self.children: Dict[str, Any] = {}
+        self.popen: Callable[[List[str], Path, Mapping[str, str]], Any] = popen
+        self.parent = os.getpid()
         self.socket = context.socket(zmq.ROUTER)
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self.socket.setsockopt(zmq.RCVTIMEO, LIMIT_MS)
@@ -118,15 +126,12 @@ class Daemon:
     ) -> None:
         """Start a child; `more` are further arguments, `variables` of its environment."""
         command = [sys.executable, "-m", "weightd.worker", "--address", f"ipc://{self.runtime}/children"]
-        command += ["--name", name, "--parent", str(parent or os.getpid()), "--engine", engine, "--model", str(model)]
+        command += ["--name", name, "--parent", str(parent or self.parent), "--engine", engine, "--model", str(model)]
         command += ["--store", str(self.directory / "store"), "--threads", "1", "--device", device, *more]
         environment = {**os.environ, **(variables or {})}
         path = [*environment.get("PYTHONPATH", "").split(os.pathsep), *sys.path]
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, path))
-        with (self.directory / f"{name}.log").open("ab") as log:
-            self.children[name] = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment
-            )
+        self.children[name] = self.popen(command, self.directory / f"{name}.log", environment)
 
     def tell(self, name: str, order: object, *frames: Any) -> None:
         """Send an order."""
@@ -159,7 +164,8 @@ class Daemon:
     def stop(self, name: str) -> int:
         """Tell it to stop; return its exit status."""
         self.tell(name, Stop())
-        return self.children[name].wait(LIMIT_MS / 1000)
+        status: int = self.children[name].wait(LIMIT_MS / 1000)
+        return status
 
     def log(self, name: str) -> str:
         """What it has written to stderr."""

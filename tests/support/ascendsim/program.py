@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any, Dict, List, Optional
+from typing import Any, Dict, List, Mapping, Optional
 
 from ascendsim.host import Host, environment
 
@@ -49,19 +49,26 @@ class Died(Exception):
 
 
 class Nursery:
-    """Starts programs, and ends them all after the block."""
+    """Starts programs, and ends them all after the block.
+
+    Args:
+        imported: further modules that each program finds imported.
+    """
+
+    def __init__(self, *imported: str) -> None:
+        self._imported = imported
 
     def __enter__(self) -> Nursery:
         self._directory = tempfile.TemporaryDirectory(prefix="asim-", dir="/tmp")
         self._programs: List[Program] = []
-        path = _CHILD
-        variables = {"PYTHONPATH": f"{path.parent / 'path'}{os.pathsep}{path.parents[1]}", "OPENBLAS_NUM_THREADS": "1"}
+        path = os.pathsep.join([str(_CHILD.with_name("path")), *filter(None, sys.path)])
         self._process = subprocess.Popen(
-            [sys.executable, str(path)],
+            [sys.executable, str(_CHILD), *self._imported],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env={**os.environ, **variables},
+            env={**os.environ, "PYTHONPATH": path, "OPENBLAS_NUM_THREADS": "1"},
         )
+        self.pid = self._process.pid
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -83,14 +90,18 @@ class Nursery:
             listener.bind(address)
             listener.listen(1)
             listener.settimeout(_LIMIT_S)
-            os_pid = self.ask((address, str(log), {**environment(host, pid), **variables}))
+            os_pid = self.ask((["", address], str(log), {**environment(host, pid), **variables}))
             connection = listener.accept()[0]
         program = Program(self, os_pid, connection, log)
         self._programs.append(program)
         return program
 
+    def popen(self, command: List[str], log: Path, variables: Mapping[str, str]) -> Forked:
+        """Run [python, "-m", module, ...] as `subprocess.Popen` would, but forked; its output goes to the log."""
+        return Forked(self, self.ask((command[2:], str(log), dict(variables))))
+
     def ask(self, request: object) -> int:
-        """What the process behind it answers: a pid for the arguments of a program, its status for a pid."""
+        """What the process behind it answers: a pid for the arguments of a program, its exit status for a pid."""
         assert self._process.stdin
         assert self._process.stdout
         pickle.dump(request, self._process.stdin, protocol=4)
@@ -99,16 +110,35 @@ class Nursery:
         return answer
 
 
-class Program:
-    """One program. `os_pid` is its number for itself; the driver's is what its "pid()" gives."""
+class Forked:
+    """A process of a nursery, with what tests use of a Popen. `pid` is its number for itself, not the driver's."""
 
-    def __init__(self, nursery: Nursery, os_pid: int, connection: socket.socket, log: Path) -> None:
-        self.os_pid = os_pid
+    def __init__(self, nursery: Nursery, pid: int) -> None:
+        self.pid = pid
         self._nursery = nursery
+        self._status: Optional[int] = None
+
+    def wait(self, _limit: float = 0) -> int:
+        """Wait for its end; return its status, negative for a signal."""
+        if self._status is None:
+            self._status = self._nursery.ask(self.pid)
+        return self._status
+
+    def kill(self, number: int = signal.SIGKILL) -> int:
+        """Kill it and wait for its end."""
+        if self._status is None:
+            os.kill(self.pid, number)
+        return self.wait()
+
+
+class Program(Forked):
+    """One program; the driver's number for it is what its "pid()" gives."""
+
+    def __init__(self, nursery: Nursery, pid: int, connection: socket.socket, log: Path) -> None:
+        super().__init__(nursery, pid)
         self._connection = connection
         self._stream = connection.makefile("rwb")
         self._log = log
-        self._status: Optional[int] = None
 
     def do(self, code: str, **values: Any) -> Any:
         """Run code with these values as names; return the value of its last line. See `program_child.Library`."""
@@ -150,27 +180,12 @@ class Program:
         """The texts of the errors in its native log, in order."""
         return [match.group("text") for match in map(_ERROR.match, self.log().splitlines()) if match]
 
-    def wait(self) -> int:
-        """Wait for its end; return its status, negative for a signal."""
-        if self._status is None:
-            status = self._nursery.ask(self.os_pid)
-            self._status = -os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
-            with contextlib.suppress(OSError):
-                self._stream.close()
-            self._connection.close()
-        return self._status
-
-    def kill(self, number: int = signal.SIGKILL) -> int:
-        """Kill it and wait for its end."""
-        if self._status is None:
-            os.kill(self.os_pid, number)
-        return self.wait()
-
-    def end(self) -> int:
-        """Let it end by itself, and wait for that."""
-        if self._status is None:
-            self._connection.shutdown(socket.SHUT_WR)
-        return self.wait()
+    def wait(self, _limit: float = 0) -> int:
+        """Let it end if it is idle, and wait for that; return its status, negative for a signal."""
+        with contextlib.suppress(OSError):
+            self._stream.close()
+        self._connection.close()
+        return super().wait()
 
 
 def config(**items: str) -> Dict[str, Dict[str, str]]:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import importlib
 import os
 import pickle
+import runpy
 import signal
 import socket
 import sys
-from typing import Any, Dict, Optional, Tuple
+import traceback
+from typing import Any, Dict, List, Optional, Tuple
 
 import mindspore_lite as ms
 import numpy as np
@@ -95,35 +99,50 @@ def serve(stream: Any) -> None:
         stream.flush()
 
 
-def become(address: str, log: str, variables: Dict[str, str]) -> None:
-    """Be a program of its own, which does not outlive the one that started it, not even if it hangs."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+def become(command: List[str], log: str, variables: Dict[str, str]) -> None:
+    """Be a program of its own: a module with its arguments, or one that serves at an address."""
     os.environ.update(variables)
     os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), 2)
     os.dup2(2, 1)
+    module, *sys.argv[1:] = command
+    if module:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+        return
     with socket.socket(socket.AF_UNIX) as connection:
-        connection.connect(address)
+        connection.connect(sys.argv[1])
         serve(connection.makefile("rwb"))
+
+
+def fork(request: Tuple[List[str], str, Dict[str, str]]) -> int:
+    """Start a program, which does not outlive this one, not even if it hangs."""
+    pid = os.fork()
+    if pid == 0:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        try:
+            become(*request)
+            os._exit(0)
+        except BaseException:  # noqa: BLE001 - it goes on in no other way
+            traceback.print_exc()
+            os._exit(1)
+    return pid
+
+
+def status(pid: int) -> int:
+    """Wait for the end of a program; return its exit status, negative for a signal."""
+    ended = os.waitpid(pid, 0)[1]
+    return -os.WTERMSIG(ended) if os.WIFSIGNALED(ended) else os.WEXITSTATUS(ended)
 
 
 def main() -> None:
     """Fork for each request, and tell how programs ended."""
-    requests = sys.stdin.buffer
+    for module in sys.argv[1:]:
+        importlib.import_module(module)
     answers = os.fdopen(os.dup(1), "wb")
-    while True:
-        try:
-            request = pickle.load(requests)
-        except EOFError:
-            return
-        if isinstance(request, int):
-            answer = os.waitpid(request, 0)[1]
-        else:
-            answer = os.fork()
-            if answer == 0:
-                become(*request)
-                os._exit(0)
-        pickle.dump(answer, answers, protocol=4)
-        answers.flush()
+    with contextlib.suppress(EOFError):
+        while True:
+            request = pickle.load(sys.stdin.buffer)
+            pickle.dump(status(request) if isinstance(request, int) else fork(request), answers, protocol=4)
+            answers.flush()
 
 
 if __name__ == "__main__":
