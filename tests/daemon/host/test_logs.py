@@ -11,9 +11,11 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
+from weightd.daemon.host import logs
 from weightd.daemon.host.journal import Journal
 from weightd.daemon.host.logs import JournalHandler, LineFormatter, about, complain, flat
 from weightd.shared.journal import prefixed, to_journal
@@ -48,9 +50,13 @@ def test_foreign_text_is_one_line_without_tricks(text: str, line: str) -> None:
     assert flat(text) == line
 
 
-def test_a_complaint_is_one_line_without_tricks(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("journal", "prefix"), [(True, "<3>"), (False, "")])
+def test_a_complaint_is_one_line_without_tricks(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, journal: bool, prefix: str
+) -> None:
+    monkeypatch.setattr(logs, "to_journal", mock.Mock(return_value=journal))
     complain("model.onnx: x\x1b[31m\nweightd: good")
-    assert capsys.readouterr().err == "weightd: model.onnx: x\\x1b[31m | weightd: good\n"
+    assert capsys.readouterr().err == f"{prefix}weightd: model.onnx: x\\x1b[31m | weightd: good\n"
 
 
 def test_who_asks_cannot_forge_an_event() -> None:
@@ -59,10 +65,6 @@ def test_who_asks_cannot_forge_an_event() -> None:
         r"[-0-9]{10} [:,0-9]{12} WARNING request 7 \| 2026-01-01 00:00:00,000 ERROR   all is lost is in quarantine",
         PLAIN.format(forged),
     )
-
-
-def test_the_present_form() -> None:
-    assert re.fullmatch(r"[-0-9]{10} [:,0-9]{12} INFO    m: 2 x", PLAIN.format(record(logging.INFO, "m: %d x", 2)))
 
 
 # --- the journal ------------------------------------------------------------------------------------------------
@@ -105,15 +107,7 @@ def journal(listening: socket.socket) -> Iterator[JournalHandler]:
 
 @pytest.mark.parametrize(
     ("level", "priority"),
-    [
-        (logging.CRITICAL, 3),
-        (logging.ERROR, 3),
-        (logging.WARNING, 4),
-        (logging.INFO, 6),
-        (logging.DEBUG, 7),
-        (logging.INFO + 5, 6),
-        (1, 7),
-    ],
+    [(logging.CRITICAL, 3), (logging.ERROR, 3), (logging.WARNING, 4), (logging.INFO + 5, 6), (logging.DEBUG, 7)],
 )
 def test_a_level_is_a_priority_and_the_time_is_the_journal_s(
     journal: JournalHandler, listening: socket.socket, level: int, priority: int
@@ -127,7 +121,6 @@ def test_a_level_is_a_priority_and_the_time_is_the_journal_s(
     ("of", "fields"),
     [
         (about("m"), {"MODEL": "m"}),
-        (about("m.1", 2), {"MODEL": "m.1", "GENERATION": "2"}),
         (about("m", 2, "m.2.w1"), {"MODEL": "m", "GENERATION": "2", "CHILD": "m.2.w1"}),
     ],
 )
@@ -137,8 +130,8 @@ def test_an_entry_says_what_it_is_about(
     event = record(logging.INFO, "x")
     event.__dict__.update(of)
     journal.handle(event)
-    assert heard(listening).items() >= fields.items()
-    assert not [name for name in of["journal_fields"] if name not in fields]
+    entry = heard(listening)
+    assert {name: entry.get(name) for name in of["journal_fields"]} == fields
 
 
 @pytest.mark.parametrize("size", [1, 10_000_000])
@@ -157,9 +150,6 @@ def test_a_journal_that_is_gone_is_told_by_stderr(tmp_path: Path, capsys: pytest
     handler.handle(record(logging.ERROR, "it fails"))
     handler.close()
     assert capsys.readouterr() == ("", "<3>it fails\n")
-
-
-def test_an_empty_line_has_it_too() -> None:
     assert prefixed("a\n\nb", 6) == "<6>a\n<6>\n<6>b"
 
 
@@ -168,7 +158,7 @@ def test_only_the_descriptor_that_the_variable_means_is_the_journal(tmp_path: Pa
         status = os.fstat(file.fileno())
         meant = f"{status.st_dev}:{status.st_ino}"
         assert to_journal({"JOURNAL_STREAM": meant}, file.fileno())
-        for other in ("", "x", meant + "1", f"{status.st_dev}:", f"{status.st_ino}:{status.st_dev}", f" {meant}"):
+        for other in ("", "x", meant + "1", f"{status.st_dev}:", f"{status.st_ino}:{status.st_dev}"):
             assert not to_journal({"JOURNAL_STREAM": other}, file.fileno())
         assert not to_journal({}, file.fileno())
         closed = file.fileno()
@@ -187,19 +177,11 @@ def stderr_of(program: list[str], log: Path, *, journal: bool) -> str:
     return log.read_text()
 
 
-@pytest.mark.parametrize(("journal", "prefix"), [(True, "<3>"), (False, "")])
-@pytest.mark.parametrize(
-    ("command", "said"),
-    [
-        (["weightd.daemon", "serve", "{}"], "weightd: {}: "),
-        (["weightd.ctl", "--socket", "ipc://{}", "reload"], "UNAVAILABLE: no daemon at {}: "),
-    ],
-)
-def test_a_command_says_why_it_ends(tmp_path: Path, command: list[str], said: str, journal: bool, prefix: str) -> None:
-    path = str(tmp_path / "missing")
-    program = [sys.executable, "-m", *(each.format(path) for each in command)]
-    text = stderr_of(program, tmp_path / "log", journal=journal)
-    assert re.fullmatch(rf"{prefix}{re.escape(said.format(path))}.*\n", text)
+def test_a_command_says_why_it_ends(tmp_path: Path) -> None:
+    path = tmp_path / "missing"
+    program = [sys.executable, "-m", "weightd.ctl", "--socket", f"ipc://{path}", "reload"]
+    said = stderr_of(program, tmp_path / "log", journal=True)
+    assert re.fullmatch(rf"<3>UNAVAILABLE: no daemon at {re.escape(str(path))}: .*\n", said)
 
 
 PROGRAM = """

@@ -15,11 +15,11 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from testkit.waiting import until
-from weightd.daemon.host import processes
 from weightd.daemon.host.memory import pss_bytes
 from weightd.daemon.host.processes import Process, kill, last_words, lives, reap, start
 
@@ -48,36 +48,29 @@ def ended(process: Process, seconds: float = 30.0) -> bool:
     return bool(poll.poll(1000 * seconds))
 
 
-def finished(argv: list[str], log: Path, **environment: str) -> tuple[int | None, str]:
-    process = start(argv, log, {**os.environ, **(environment or {})})
-    assert ended(process)
-    return reap(process), last_words(process)
-
-
-def test_the_pidfd_tells_when_a_child_has_exited(sleeper: Process) -> None:
-    assert not ended(sleeper, 0)
-    kill(sleeper)
-    assert ended(sleeper)
-    assert reap(sleeper) == -signal.SIGKILL
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        os.fstat(sleeper.pidfd)
-
-
-def test_a_child_is_born_deaf_to_the_terminal_of_the_daemon(sleeper: Process) -> None:
+def test_a_child_has_a_session_of_its_own_and_is_born_deaf_to_the_terminal(sleeper: Process) -> None:
     """It is in the daemon's process group for a moment, which may be that of a Ctrl-C."""
     blocked = Path(f"/proc/{sleeper.pid}/status").read_text("ascii").partition("\nSigBlk:\t")[2].split()[0]
     assert signal.SIGINT in {number for number in signal.Signals if int(blocked, 16) >> (number - 1) & 1}
-    assert os.getsid(sleeper.pid) == sleeper.pid
     assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    assert os.getsid(sleeper.pid) == sleeper.pid
+    assert Path(f"/proc/{sleeper.pid}/fd/0").readlink() == Path("/dev/null")
 
 
-def test_a_child_lives_until_it_begins_to_exit(sleeper: Process) -> None:
-    assert lives(sleeper)
+def test_a_child_lives_until_it_has_exited_whatever_the_number_of_its_descriptor(sleeper: Process) -> None:
+    pidfd = fcntl.fcntl(sleeper.pidfd, fcntl.F_DUPFD_CLOEXEC, 1024)
+    twin = dataclasses.replace(sleeper, pidfd=pidfd)
+    assert not ended(sleeper, 0)
+    assert [lives(sleeper), lives(twin), pss_bytes(sleeper.pid) is None] == [True, True, False]
     kill(sleeper)
     assert ended(sleeper)
-    assert not lives(sleeper)
-    reap(sleeper)
-    assert not lives(sleeper)
+    assert [lives(sleeper), lives(twin), pss_bytes(sleeper.pid)] == [False, False, None]
+    kill(sleeper)  # which is harmless
+    assert reap(sleeper) == -signal.SIGKILL
+    assert [lives(sleeper), pss_bytes(sleeper.pid)] == [False, None]
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(sleeper.pidfd)
+    os.close(pidfd)
 
 
 # Its main thread has exited, and another one keeps the process from being gone: as if it took long to give memory back.
@@ -96,17 +89,6 @@ def test_a_child_that_is_about_to_be_gone_lives_no_more(log: Path) -> None:
     finally:
         kill(process)
         reap(process)
-
-
-def test_a_child_lives_whatever_the_number_of_its_descriptor(sleeper: Process) -> None:
-    pidfd = fcntl.fcntl(sleeper.pidfd, fcntl.F_DUPFD_CLOEXEC, 1024)
-    try:
-        assert lives(dataclasses.replace(sleeper, pidfd=pidfd))
-        kill(sleeper)
-        assert ended(sleeper)
-        assert not lives(dataclasses.replace(sleeper, pidfd=pidfd))
-    finally:
-        os.close(pidfd)
 
 
 def test_a_child_lives_though_nobody_can_look(sleeper: Process) -> None:
@@ -135,68 +117,37 @@ def test_a_child_may_have_any_name(tmp_path: Path, log: Path) -> None:
         reap(process)
 
 
-def test_the_exit_status_and_both_outputs_are_kept(log: Path) -> None:
-    assert finished(["sh", "-c", "echo out; echo err >&2; exit 7"], log) == (7, "out | err")
-
-
-def test_a_log_is_continued(log: Path) -> None:
+def test_status_outputs_and_environment(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("A", "2")
     log.write_text("before\n")
-    assert finished(["echo", "after"], log)[1] == "before | after"
+    for environment, words in (({"A": "1"}, "before | 1 | err"), (None, "before | 1 | err | 2 | err")):
+        process = start(["sh", "-c", "echo $A; echo err >&2; exit 7"], log, environment)
+        assert ended(process)
+        assert (reap(process), last_words(process)) == (7, words)
+    log.unlink()
+    assert last_words(process) == ""
 
 
-def test_the_environment_is_the_daemons_and_more(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OURS", "1")
-    assert finished(["sh", "-c", "echo $OURS $THEIRS"], log, THEIRS="2")[1] == "1 2"
-    monkeypatch.setenv("OURS", "3")
-    assert finished(["sh", "-c", "echo $OURS $THEIRS"], log)[1] == "1 2 | 3"
-
-
-def test_a_child_reads_nothing_and_has_its_own_session(sleeper: Process) -> None:
-    assert os.getsid(sleeper.pid) == sleeper.pid
-    assert Path(f"/proc/{sleeper.pid}/fd/0").readlink() == Path("/dev/null")
-
-
-def test_killing_a_child_that_has_exited_is_harmless(log: Path) -> None:
-    process = start(["true"], log)
-    assert ended(process)
-    kill(process)
-    assert reap(process) == 0
-
-
-@pytest.mark.parametrize(
-    ("argv", "number"), [(["/nonexistent/python"], errno.ENOENT), (["/"], errno.EACCES)], ids=["missing", "directory"]
-)
-def test_what_cannot_be_started(argv: list[str], number: int, log: Path) -> None:
+@pytest.mark.parametrize(("program", "number"), [("/nonexistent/python", errno.ENOENT), ("/", errno.EACCES)])
+def test_what_cannot_be_started(program: str, number: int, log: Path) -> None:
     with pytest.raises(OSError, match=os.strerror(number)) as caught:
-        start(argv, log)
+        start([program], log)
     assert caught.value.errno == number
 
 
 def test_a_child_that_cannot_be_watched_is_not_left_running(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[subprocess.Popen[bytes]] = []
+    started: list[Any] = []
+    real = subprocess.Popen
 
-    def popen(*arguments: Any, **settings: Any) -> subprocess.Popen[bytes]:
-        child: Any = subprocess.Popen(*arguments, **settings)
-        started.append(child)
+    def popen(*arguments: Any, **settings: Any) -> Any:
+        started.append(real(*arguments, **settings))
         return started[-1]
 
-    def pidfd_open(pid: int) -> int:
-        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-
-    monkeypatch.setattr(processes, "subprocess", _Subprocess(popen))
-    monkeypatch.setattr(os, "pidfd_open", pidfd_open)
+    monkeypatch.setattr(subprocess, "Popen", popen)
+    monkeypatch.setattr(os, "pidfd_open", mock.Mock(side_effect=OSError(errno.EMFILE, os.strerror(errno.EMFILE))))
     with pytest.raises(OSError, match="Too many open files"):
         start(SLEEP, log)
     assert [each.returncode for each in started] == [-signal.SIGKILL]
-
-
-class _Subprocess:
-    """The module, with another Popen."""
-
-    DEVNULL = subprocess.DEVNULL
-
-    def __init__(self, popen: Any) -> None:
-        self.Popen = popen
 
 
 # --- last words -----------------------------------------------------------------------------------------------------
@@ -220,23 +171,3 @@ def test_last_words_are_the_last_lines_on_one(sleeper: Process) -> None:
 def test_last_words_are_bounded(sleeper: Process, unit: bytes) -> None:
     assert len(words_of(sleeper, unit * 1_000_000)) <= 4096
     assert words_of(sleeper, unit * 1_000_000 + b"\nthe cause\n").endswith("the cause")
-
-
-def test_without_a_log_there_are_no_words(sleeper: Process) -> None:
-    sleeper.log.unlink()
-    assert last_words(sleeper) == ""
-
-
-# --- memory ---------------------------------------------------------------------------------------------------------
-
-
-def test_the_memory_of_a_process_is_told_while_it_lives(sleeper: Process) -> None:
-    ours = pss_bytes(os.getpid())
-    assert ours is not None
-    assert ours > 1024 * 1024
-    assert pss_bytes(sleeper.pid) is not None
-    kill(sleeper)
-    assert ended(sleeper)
-    assert pss_bytes(sleeper.pid) is None
-    reap(sleeper)
-    assert pss_bytes(sleeper.pid) is None

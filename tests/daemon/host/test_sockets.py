@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -47,14 +48,6 @@ def context() -> Iterator[zmq.Context[Socket]]:
     made.destroy(linger=0)
 
 
-def refusal(descriptor: int) -> str:
-    with pytest.raises(ClaimError) as caught:
-        addresses([descriptor])
-    begin = f"descriptor {descriptor}, which was passed"
-    assert str(caught.value).startswith(begin)
-    return str(caught.value).removeprefix(begin)
-
-
 def has_ipv6() -> bool:
     try:
         with socket.socket(socket.AF_INET6) as probe:
@@ -67,45 +60,36 @@ def has_ipv6() -> bool:
 # --- where they listen ----------------------------------------------------------------------------------------------
 
 
-def test_addresses_are_written_as_zeromq_writes_them(listen: Listen, tmp_path: Path) -> None:
-    unix = listen(socket.AF_UNIX, str(tmp_path / "s"))
-    tcp = listen(socket.AF_INET, ("127.0.0.1", 0))
-    port = tcp.getsockname()[1]
-    assert addresses([unix.fileno(), tcp.fileno()]) == [f"ipc://{tmp_path}/s", f"tcp://127.0.0.1:{port}"]
-    assert addresses([]) == []
-    # They are still open.
-    assert unix.getsockname() == str(tmp_path / "s")
-
-
-@pytest.mark.skipif(not has_ipv6(), reason="this host has no IPv6")
-def test_an_ipv6_address_is_in_brackets(listen: Listen) -> None:
-    tcp = listen(socket.AF_INET6, ("::1", 0))
-    assert addresses([tcp.fileno()]) == [f"tcp://[::1]:{tcp.getsockname()[1]}"]
-
-
-def test_what_zeromq_has_no_address_for_is_refused(listen: Listen, tmp_path: Path) -> None:
-    expected = ": expected a stream socket with a path or a port"
-    for each in (
-        listen(socket.AF_UNIX, str(tmp_path / "d"), socket.SOCK_DGRAM),
-        listen(socket.AF_UNIX, str(tmp_path / "p"), socket.SOCK_SEQPACKET),
-        listen(socket.AF_INET, ("127.0.0.1", 0), socket.SOCK_DGRAM),
-        listen(socket.AF_UNIX, f"\0weightd-test-{os.getpid()}"),
-        listen(socket.AF_UNIX, ""),  # the kernel gives it an abstract name
-    ):
-        assert refusal(each.fileno()) == expected
-        assert each.fileno() >= 0
-        os.fstat(each.fileno())
+@pytest.mark.parametrize(
+    ("family", "name", "kind"),
+    [
+        (socket.AF_UNIX, "{}/d", socket.SOCK_DGRAM),
+        (socket.AF_UNIX, "{}/p", socket.SOCK_SEQPACKET),
+        (socket.AF_UNIX, "\0weightd-test-{}", socket.SOCK_STREAM),
+        (socket.AF_UNIX, "", socket.SOCK_STREAM),  # the kernel gives it an abstract name
+        (socket.AF_INET, ("127.0.0.1", 0), socket.SOCK_DGRAM),
+    ],
+)
+def test_what_zeromq_has_no_address_for_is_refused(
+    context: zmq.Context[Socket], listen: Listen, tmp_path: Path, family: int, name: Any, kind: int
+) -> None:
+    good = listen(socket.AF_UNIX, str(tmp_path / "s"))
+    bad = listen(family, name.format(tmp_path) if isinstance(name, str) else name, kind)
+    message = f"^descriptor {bad.fileno()}, which was passed: expected a stream socket with a path or a port$"
+    with pytest.raises(ClaimError, match=message):
+        bind(context, f"ipc://{tmp_path}/s", descriptors=[good.fileno(), bad.fileno()])
+    os.fstat(bad.fileno())
 
 
 def test_what_is_no_socket_is_refused() -> None:
     read, write = os.pipe()
-    try:
-        assert refusal(read) == ", is no socket: Socket operation on non-socket"
-        os.fstat(read)
-    finally:
-        os.close(read)
-        os.close(write)
-    assert refusal(read) == ", is no socket: Bad file descriptor"
+    message = f"^descriptor {read}, which was passed, is no socket: "
+    with pytest.raises(ClaimError, match=f"{message}Socket operation on non-socket$"):
+        addresses([read])
+    for each in (read, write):
+        os.close(each)
+    with pytest.raises(ClaimError, match=f"{message}Bad file descriptor$"):
+        addresses([read])
 
 
 # --- who connects ---------------------------------------------------------------------------------------------------
@@ -128,55 +112,41 @@ def talk(context: zmq.Context[Socket], router: Socket, address: str) -> int | No
     return peer_pid(received.identity)
 
 
+FAMILIES = [
+    [(socket.AF_UNIX, "{}/s"), (socket.AF_INET, ("127.0.0.1", 0))],
+    pytest.param(
+        [(socket.AF_INET6, ("::1", 0)), (socket.AF_INET, ("127.0.0.1", 0)), (socket.AF_UNIX, "{}/s")],
+        marks=pytest.mark.skipif(not has_ipv6(), reason="this host has no IPv6"),
+    ),
+]
+WRITTEN = {socket.AF_UNIX: "ipc://{0}", socket.AF_INET: "tcp://{0}:{1}", socket.AF_INET6: "tcp://[{0}]:{1}"}
+
+
+@pytest.mark.parametrize("families", FAMILIES)
 def test_one_socket_serves_clients_of_all_that_were_passed(
-    context: zmq.Context[Socket], listen: Listen, tmp_path: Path
+    listen: Listen, tmp_path: Path, families: list[tuple[socket.AddressFamily, Any]]
 ) -> None:
-    unix = listen(socket.AF_UNIX, str(tmp_path / "s"))
-    tcp = listen(socket.AF_INET, ("127.0.0.1", 0))
-    where = addresses([unix.fileno(), tcp.fileno()])
-    with bind(context, where[0], descriptors=[unix.detach(), tcp.detach()]) as router:
-        assert talk(context, router, where[0]) == os.getpid()
-        assert talk(context, router, where[1]) is None
-        assert talk(context, router, where[0]) == os.getpid()
-
-
-@pytest.mark.skipif(not has_ipv6(), reason="this host has no IPv6")
-def test_clients_of_all_families_are_served(context: zmq.Context[Socket], listen: Listen, tmp_path: Path) -> None:
-    passed = [
-        listen(socket.AF_INET6, ("::1", 0)),
-        listen(socket.AF_INET, ("127.0.0.1", 0)),
-        listen(socket.AF_UNIX, str(tmp_path / "s")),
+    made = [listen(family, at.format(tmp_path) if isinstance(at, str) else at) for family, at in families]
+    names = [each.getsockname() for each in made]
+    where = addresses([each.fileno() for each in made])
+    assert where == [
+        WRITTEN[family].format(*([name] if isinstance(name, str) else name))
+        for (family, _), name in zip(families, names, strict=True)
     ]
-    where = addresses([each.fileno() for each in passed])
-    with bind(context, where[2], descriptors=[each.detach() for each in passed]) as router:
-        assert [talk(context, router, each) for each in where] == [None, None, os.getpid()]
-
-
-def test_who_has_connected_before_the_daemon_was_there_is_served(
-    context: zmq.Context[Socket], listen: Listen, tmp_path: Path
-) -> None:
-    unix = listen(socket.AF_UNIX, str(tmp_path / "s"))
-    address = f"ipc://{tmp_path}/s"
-    with context.socket(zmq.DEALER) as client:
-        client.connect(address)
-        client.send(b"early")
-        # The kernel has the connection.
-        assert select.select([unix], [], [], LIMIT_MS / 1000)[0]
-        with bind(context, address, descriptors=[unix.detach()]) as router:
-            assert router.poll(LIMIT_MS)
-            [received] = receive(router)
-    assert [bytes(frame) for frame in received.frames] == [b"early"]
-
-
-def test_the_socket_is_the_service_managers_in_the_end_too(listen: Listen, tmp_path: Path) -> None:
-    unix = listen(socket.AF_UNIX, str(tmp_path / "s"))
+    # Each has a context of its own, as each daemon has: when it ends, its sockets are closed, and not ours.
     for _ in range(2):
-        # Each has a context of its own, as each daemon has: when it ends, its sockets are closed.
-        with (
-            zmq.Context() as context,
-            bind(context, f"ipc://{tmp_path}/s", descriptors=[os.dup(unix.fileno())]) as router,
-        ):
-            talk(context, router, f"ipc://{tmp_path}/s")
+        with zmq.Context() as context, context.socket(zmq.DEALER) as early:
+            [unix] = [each for each in where if each.startswith("ipc")]
+            early.connect(unix)
+            early.send(b"early")
+            # The kernel has the connection before anybody accepts.
+            assert select.select([made[where.index(unix)]], [], [], LIMIT_MS / 1000)[0]
+            with bind(context, unix, descriptors=[os.dup(each.fileno()) for each in made]) as router:
+                assert router.poll(LIMIT_MS)
+                [received] = receive(router)
+                assert [bytes(frame) for frame in received.frames] == [b"early"]
+                for each in (*where, where[0]):
+                    assert talk(context, router, each) == (os.getpid() if each == unix else None)
     assert (tmp_path / "s").is_socket()
 
 
@@ -203,51 +173,26 @@ def test_two_that_accept_from_one_descriptor_do_not_block_each_other(
                 assert [bytes(frame) for frame in received.frames] == [b"%d" % number]
 
 
-def test_a_socket_of_the_wrong_kind_is_refused(context: zmq.Context[Socket], listen: Listen, tmp_path: Path) -> None:
-    good = listen(socket.AF_UNIX, str(tmp_path / "s"))
-    bad = listen(socket.AF_UNIX, str(tmp_path / "d"), socket.SOCK_DGRAM)
-    with pytest.raises(ClaimError, match=f"^descriptor {bad.fileno()}, which was passed: expected a stream socket"):
-        bind(context, f"ipc://{tmp_path}/s", descriptors=[good.fileno(), bad.fileno()])
-
-
 # --- what a hostile peer may say of itself --------------------------------------------------------------------------
 
 
-class Property:
-    """The first frame of a message, of which the library says this."""
-
-    def __init__(self, address: str) -> None:
-        self._address = address
-
-    def get(self, name: str) -> str:
-        assert name == "Peer-Address"
-        return self._address
-
-
 @pytest.mark.parametrize(
-    "address",
+    ("address", "peer"),
     [
-        "",
-        "127.0.0.1",
-        "::1",
-        "fd00:{uid}::1",
-        "fd00:{uid}:1:2",
-        "localhost:{uid}::1",
-        "localhost:{uid}:1",
-        "localhost:{uid}:1:2:3",
-        "localhost:-1:1:2",
-        "localhost:\u0660:1:2",
-        "xlocalhost:{uid}:1:2",
+        *(
+            (each, None)
+            for each in ("", "127.0.0.1", "::1", "fd00:1::1", "fd00:1:1:2", "localhost:1::1", "localhost:1:1")
+        ),
+        *(
+            (each, None)
+            for each in ("localhost:1:1:2:3", "localhost:-1:1:2", "localhost:\u0660:1:2", "xlocalhost:1:1:2")
+        ),
+        ("localhost:5:6:7", UnixPeer(uid=5, pid=7)),
     ],
 )
-def test_an_address_that_is_no_unix_peers_is_nobody(address: str) -> None:
-    frame: Any = Property(address.format(uid=os.getuid()))
-    assert (unix_peer(frame), peer_pid(frame)) == (None, None)
-
-
-def test_a_unix_peer_is_what_the_library_was_told() -> None:
-    frame: Any = Property("localhost:5:6:7")
-    assert (unix_peer(frame), peer_pid(frame)) == (UnixPeer(uid=5, pid=7), 7)
+def test_only_an_address_of_a_unix_peer_is_somebody(address: str, peer: UnixPeer | None) -> None:
+    frame: Any = SimpleNamespace(get={"Peer-Address": address}.__getitem__)
+    assert (unix_peer(frame), peer_pid(frame)) == (peer, peer.pid if peer else None)
 
 
 # The ids that the library gives to peers without one begin with a zero byte, and count up. It aborts where the next
