@@ -32,14 +32,11 @@ from weightd.protocol.messages.children import (
     Stop,
     Traits,
 )
-from weightd.protocol.messages.data import TensorSignature
 from weightd.protocol.version import VERSION
 
-SHA = "5" * 64
-FOREVER = float("inf")
-X = TensorSignature("x", "FP32", (4,))
+from .life import BUILT, FOREVER, SHA, pid
+
 TRIED: Cases = ({"x": (4,)},)
-BUILT = Built("/store", (X,), (X,), (), "canary", 4096)
 
 Message = Hello | Probing | Built | Attached | Broken | None
 """What a child says; None is that a predict has spoilt its model."""
@@ -123,7 +120,7 @@ class World(RuleBasedStateMachine):
         match order:
             case Build(pids):
                 assert process.role is Role.HOLDER
-                workers = {f"pid of {each.name}" for each in self.counted(Role.WORKER)}
+                workers = {pid(each.name) for each in self.counted(Role.WORKER)}
                 assert set(pids) == workers if self.traits.pids_fixed_at_build else set(pids) <= workers
             case Attach(handle, _):
                 assert not self.generation.access.is_frozen
@@ -164,7 +161,7 @@ class World(RuleBasedStateMachine):
         self.perform()
 
     def hello(self, name: str) -> Hello:
-        return Hello(f"pid of {name}", SHA, {"weightd": VERSION}, self.traits)
+        return Hello(pid(name), SHA, {"weightd": VERSION}, self.traits)
 
     def exit(self, name: str) -> None:
         del self.processes[name]

@@ -1,0 +1,179 @@
+"""A generation that is told what happens, and what it wants done after each event."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from weightd.daemon.generations.actions import Action, Kill, Role, Send
+from weightd.daemon.generations.generation import Generation
+from weightd.daemon.generations.plan import Canary, Source, Terms
+from weightd.daemon.generations.records import GenerationRecord, SealRecord
+from weightd.daemon.generations.resume import record, resume
+from weightd.daemon.generations.states import GenerationState
+from weightd.daemon.host.ends import End
+from weightd.protocol.messages.children import Allow, Allowed, Attach, Attached, Broken, Built, Hello, Stop, Traits
+from weightd.protocol.messages.data import TensorSignature
+from weightd.protocol.schema import decode, plain
+from weightd.protocol.version import VERSION
+
+FOREVER = float("inf")
+SEAL = SealRecord(8192, 10**18)
+EXITED = End(3)
+LOAD_TIMEOUT_S, PREDICT_TIMEOUT_S = 500.0, 40.0
+SHA = "5" * 64
+X = TensorSignature("x", "FP32", (-1, 4))
+BUILT = Built("/store", (X,), (X,), ({"x": (2,)},), "canary", 4096, "a note")
+ATTACHED = Attached("canary", 4000, "another note")
+CPU = Traits(pids_fixed_at_build=False, holder_must_outlive=False, attach_rewrites_weights=False)
+CARD = Traits(pids_fixed_at_build=True, holder_must_outlive=True, attach_rewrites_weights=True)
+HOLDER, HOLDER2, HOLDER3 = "m.7.holder", "m.7.holder2", "m.7.holder3"
+
+
+def worker(number: int) -> str:
+    return f"m.7.w{number}"
+
+
+W1, W2, W3, W4, W5 = map(worker, range(1, 6))
+
+
+def pid(name: str) -> str:
+    return f"pid of {name}"
+
+
+def abort(name: str) -> Action:
+    return Kill(name, abort=True)
+
+
+def stop(name: str) -> Action:
+    return Send(name, Stop())
+
+
+def attach(name: str, handle: str = BUILT.handle) -> Action:
+    return Send(name, Attach(handle, BUILT.canary_cases))
+
+
+def allow(name: str) -> Action:
+    """The holder is asked to let this one in."""
+    return Send(HOLDER, Allow((pid(name),)))
+
+
+class Life:
+    """A generation. Each event returns what it wants done then; what it takes to come to a place returns the life."""
+
+    def __init__(self, workers: int = 2, traits: Traits = CPU, **terms: Any) -> None:
+        self.traits = traits
+        self.now = 1000.0
+        self.terms = Terms(workers, LOAD_TIMEOUT_S, predict_timeout=PREDICT_TIMEOUT_S, **terms)
+        self.generation = Generation("m.7", self.terms, "ascend:0", Source("/m.mindir", number=3), number=7)
+        self.generation.start()
+
+    @property
+    def state(self) -> GenerationState:
+        return self.generation.state
+
+    @property
+    def cause(self) -> str:
+        return self.generation.cause
+
+    def names(self, role: Role = Role.WORKER) -> list[str]:
+        return [each.name for each in self.generation.children.values() if each.role is role]
+
+    # --- events ---
+
+    def wanted(self) -> list[Action]:
+        return self.generation.take_actions()
+
+    def pinned(self, known: Canary | None = None) -> list[Action]:
+        self.generation.pinned(SHA, self.now, known)
+        return self.wanted()
+
+    def hello(self, *names: str) -> list[Action]:
+        for name in names:
+            self.generation.hello(name, Hello(pid(name), SHA, {"weightd": VERSION}, self.traits), self.now)
+        return self.wanted()
+
+    def built(self, built: Built = BUILT, holder: str = HOLDER) -> list[Action]:
+        self.generation.holder_built(holder, built, self.now)
+        return self.wanted()
+
+    def attached(self, *names: str, attached: Attached = ATTACHED) -> list[Action]:
+        for name in names:
+            self.generation.attached(name, attached, self.now)
+        return self.wanted()
+
+    def broken(self, name: str, cause: str, *, no_room: bool = False) -> list[Action]:
+        self.generation.broken(name, Broken(cause, no_room=no_room), self.now)
+        return self.wanted()
+
+    def allowed(self, error: str = "", name: str = HOLDER) -> list[Action]:
+        self.generation.allowed(name, Allowed(error), self.now)
+        return self.wanted()
+
+    def leaves(self, name: str) -> list[Action]:
+        self.generation.leaving(name, self.now)
+        return self.wanted()
+
+    def hangs(self, name: str, *, useful: bool = False) -> list[Action]:
+        self.generation.hung(name, "silence", self.now, useful=useful)
+        return self.wanted()
+
+    def exits(self, *names: str, end: End = EXITED) -> list[Action]:
+        for name in names:
+            self.generation.exited(name, end, self.now)
+        return self.wanted()
+
+    def drain(self, patience: float = 0.0) -> list[Action]:
+        self.generation.drain(self.now, patience=patience)
+        return self.wanted()
+
+    def fails(self, cause: str) -> list[Action]:
+        self.generation.failed(cause, self.now)
+        return self.wanted()
+
+    def after(self, seconds: float) -> list[Action]:
+        self.now += seconds
+        self.generation.tick(self.now)
+        return self.wanted()
+
+    def when_due(self) -> list[Action]:
+        return self.after(max(0.0, self.generation.next_tick - self.now))
+
+    def back(self, *names: str) -> list[Action]:
+        for name in names:
+            self.generation.back(name, self.now)
+        return self.wanted()
+
+    # --- to where a test begins ---
+
+    def spawned(self) -> Life:
+        self.pinned()
+        return self
+
+    def building(self) -> Life:
+        self.spawned().hello(*self.generation.children)
+        return self
+
+    def attaching(self) -> Life:
+        self.building().built()
+        return self
+
+    def serving(self) -> Life:
+        self.attaching().attached(*self.names())
+        return self
+
+    def replaced(self, name: str, by: str) -> list[Action]:
+        """A worker is lost, another one comes; return what is wanted once that is up."""
+        self.exits(name)
+        if by not in self.generation.children:
+            self.when_due()
+        return self.hello(by)
+
+    def resumed(self) -> Life:
+        """The next daemon has read what this one wrote."""
+        written = record(self.generation, SEAL)
+        assert written is not None
+        written = decode(GenerationRecord, json.loads(json.dumps(plain(written))))
+        self.now += 1000.0
+        self.generation = resume("m.7", self.terms, self.generation.source, written, self.now)
+        return self
