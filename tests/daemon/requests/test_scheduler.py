@@ -44,176 +44,60 @@ def numbers(requests: Iterator[Request] | list[Request]) -> list[int]:
     return [each.number for each in requests]
 
 
-# --- the queue and its bounds ---------------------------------------------------------------------------------------
+# --- what is told, and when it has to be asked ----------------------------------------------------------------------
 
 
-def test_requests_run_in_the_order_in_which_they_came() -> None:
-    made = scheduler(waiting=5)
-    waiting = numbers(made.waiting())
-    assert waiting == sorted(waiting)
-    made.enlist("a", ("a",))
-    assert assigned(made) == [("a", waiting[0]), ("a", waiting[1])]
-    assert numbers(made.waiting()) == waiting[2:]
-
-
-def test_the_least_busy_worker_is_next_and_none_gets_more_than_its_credit() -> None:
+def test_of_those_with_the_least_to_do_the_first_is_next() -> None:
     made = scheduler("a", "b", waiting=6)
     assert [worker for worker, _ in assigned(made)] == ["a", "b", "a", "b"]
-    assert (made.in_flight("a"), made.in_flight("b"), made.queued) == (CREDIT, CREDIT, 2)
 
 
-def test_an_answer_gives_the_credit_back() -> None:
-    made = scheduler("a", waiting=3)
-    first = assigned(made)[0][1]
+def test_who_was_slow_or_has_computed_for_long_gets_nothing_ahead() -> None:
+    made = scheduler("a", waiting=1)
+    [(_, first)] = assigned(made)
+    made.submit(request(), 0.0)
+    assert list(made.assign(QUICK_S)) == []
+    made.finish("a", first, QUICK_S)
+    made.submit(request(), QUICK_S)
+    assert len(list(made.assign(QUICK_S))) == 1
+
+
+def test_of_those_that_are_confined_one_runs_at_a_time_and_the_others_do_not_wait_for_that() -> None:
+    made, (one, two, free) = scheduler("a", "b"), (request(), request(), request())
+    one.company = two.company = Company.CONFINED
+    for each in (one, two, free):
+        made.submit(each, 0.0)
+    assert assigned(made) == [("a", one.number), ("b", free.number)]
+    made.finish("b", free.number, 0.0)
     assert assigned(made) == []
-    finished = made.finish("a", first, 0.0)
-    assert finished is not None
-    assert finished.number == first
-    assert len(assigned(made)) == 1
+    made.finish("a", one.number, 0.0)
+    assert assigned(made) == [("a", two.number)]
 
 
-def test_too_many_requests_are_refused() -> None:
-    made = scheduler(waiting=3, max_queue=3)
-    with pytest.raises(ResourceExhausted, match=r"^3 requests wait already, the bound is 3$"):
-        made.submit(request(), 0.0)
-    assert made.queued == 3
+@pytest.mark.parametrize(
+    ("made", "nbytes", "words"),
+    [
+        (scheduler(waiting=3, max_queue=3), 0, "3 requests wait already, the bound is 3"),
+        (scheduler(waiting=3, max_bytes=30), 1, "30 bytes wait already, 1 more are over the bound of 30"),
+    ],
+)
+def test_a_refusal_says_what_is_full(made: Scheduler, nbytes: int, words: str) -> None:
+    with pytest.raises(ResourceExhausted, match=f"^{words}$"):
+        made.submit(request(nbytes=nbytes), 0.0)
 
 
-def test_too_many_bytes_are_refused() -> None:
-    made = scheduler(max_bytes=100)
-    made.submit(request(nbytes=60), 0.0)
-    made.submit(request(nbytes=40), 0.0)
-    with pytest.raises(ResourceExhausted, match=r"^100 bytes wait already, 1 more are over the bound of 100$"):
-        made.submit(request(nbytes=1), 0.0)
-    made.enlist("a", ("a",))
-    assert len(assigned(made)) == 2
-    made.submit(request(nbytes=100), 0.0)
-
-
-def test_one_request_may_be_larger_than_the_bound_if_it_is_alone() -> None:
-    made = scheduler(max_bytes=100)
-    made.submit(request(nbytes=1000), 0.0)
-    with pytest.raises(ResourceExhausted):
-        made.submit(request(nbytes=0), 0.0)
-
-
-# --- workers that go ------------------------------------------------------------------------------------------------
-
-
-def test_what_a_dead_worker_had_waits_again_at_the_head() -> None:
-    made = scheduler("a", waiting=4)
-    waiting = numbers(made.waiting())
-    assigned(made)
-    made.release("a")
-    assert numbers(made.waiting()) == waiting
-    assert assigned(made) == []
-
-
-def test_what_has_ended_with_its_worker_does_not_wait_again() -> None:
-    made = scheduler("a", waiting=2)
-    killer, innocent = made.waiting()
-    assigned(made)
-    assert has(made, "a") == [killer, innocent]
-    made.release("a", but=[killer])
-    assert numbers(made.waiting()) == [innocent.number]
-
-
-def test_a_worker_runs_what_it_got_first_even_if_nobody_waits_for_that_any_more() -> None:
+def test_where_a_request_was_at_its_deadline_is_told_and_the_next_one_is_due() -> None:
     made = scheduler("a")
-    late = request(deadline=1.0)
-    made.submit(late, 0.0)
-    made.submit(request(deadline=100.0), 0.0)
-    assigned(made)
-    made.expire(2.0)
-    assert has(made, "a")[0] is late
-    assert has(made, "nobody") == []
-
-
-def test_a_dismissed_worker_gets_nothing_but_may_still_answer() -> None:
-    made = scheduler("a", waiting=3)
-    first, second, _ = numbers(made.waiting())
-    assigned(made)
-    made.dismiss("a")
-    assert made.finish("a", first, 0.0) is not None
-    assert assigned(made) == []
-    assert made.finish("a", second, 0.0) is not None
-    made.dismiss("a")
-    assert made.queued == 1
-
-
-def test_a_worker_that_was_never_enlisted_has_nothing() -> None:
-    made = scheduler(waiting=1)
-    assert made.finish("x", 1, 0.0) is None
-    made.release("x")
-    made.dismiss("x")
-    assert (made.in_flight("x"), made.queued) == (0, 1)
-
-
-def test_an_answer_counts_once_and_from_the_worker_that_was_asked() -> None:
-    made = scheduler("a", "b", waiting=1)
-    [(worker, number)] = assigned(made)
-    assert worker == "a"
-    assert made.finish("b", number, 0.0) is None
-    assert made.finish("a", number + 1, 0.0) is None
-    assert made.finish("a", number, 0.0) is not None
-    assert made.finish("a", number, 0.0) is None
-    assert made.idle
-
-
-# --- deadlines ------------------------------------------------------------------------------------------------------
-
-
-def test_a_request_expires_in_the_queue() -> None:
-    made = scheduler()
-    made.submit(request(deadline=5.0), 0.0)
-    made.submit(request(deadline=3.0), 0.0)
+    for deadline in (3.0, 5.0, 4.0):
+        made.submit(request(deadline=deadline), 0.0)
     assert made.next_event == 3.0
-    assert made.expire(2.999) == []
-    [(expired, error)] = made.expire(3.0)
-    assert (expired.deadline, type(error), str(error)) == (
-        3.0,
-        DeadlineExceeded,
-        "was waiting in the queue at its deadline",
-    )
-    assert (made.queued, made.next_event) == (1, 5.0)
-
-
-def test_a_request_expires_while_it_runs_and_its_late_answer_finds_nobody() -> None:
-    made = scheduler("a")
-    late = request(deadline=3.0)
-    made.submit(late, 0.0)
-    made.submit(request(deadline=9.0), 0.0)
-    made.submit(request(deadline=9.0), 0.0)
     assigned(made)
-    [(expired, error)] = made.expire(3.0)
-    assert expired is late
-    assert (type(error), str(error)) == (DeadlineExceeded, "was running at its deadline")
-    assert made.expire(3.0) == []
-    # The worker is busy with it all the same.
-    assert (made.in_flight("a"), assigned(made)) == (2, [])
-    assert made.finish("a", late.number, 0.0) is None
-    assert len(assigned(made)) == 1
-
-
-def test_an_expired_request_is_not_run_again_when_its_worker_dies() -> None:
-    made = scheduler("a")
-    made.submit(request(deadline=3.0), 0.0)
-    assigned(made)
-    made.expire(3.0)
-    made.release("a")
-    assert made.idle
-
-
-def test_what_runs_is_due_too_when_another_has_expired() -> None:
-    made = scheduler("a")
-    made.submit(request(deadline=3.0), 0.0)
-    made.submit(request(deadline=5.0), 0.0)
-    assigned(made)
-    assert len(made.expire(3.0)) == 1
+    assert [str(error) for _, error in made.expire(3.0)] == ["was running at its deadline"]
     assert made.next_event == QUICK_S  # to see whether the worker computes for long
     assert made.overdue(QUICK_S) == []
+    assert made.next_event == 4.0
+    assert [str(error) for _, error in made.expire(4.0)] == ["was waiting in the queue at its deadline"]
     assert made.next_event == 5.0
-    assert len(made.expire(5.0)) == 1
 
 
 def test_nothing_is_due_when_nothing_is_there() -> None:
@@ -223,66 +107,6 @@ def test_nothing_is_due_when_nothing_is_there() -> None:
     # The earliest deadline is a bound, not a promise: it is looked at once, and then there is none.
     assert made.expire(made.next_event) == []
     assert made.next_event == float("inf")
-
-
-# --- taking back ----------------------------------------------------------------------------------------------------
-
-
-def test_requests_that_do_not_fit_are_withdrawn_and_the_others_stay_in_order() -> None:
-    made = scheduler(waiting=5)
-    waiting = numbers(made.waiting())
-    assert numbers(made.withdraw(lambda each: each.number in waiting[1::2])) == waiting[1::2]
-    assert numbers(made.waiting()) == waiting[::2]
-    assert made.withdraw(lambda _: False) == []
-
-
-def test_giving_up_takes_all_that_wait_and_none_that_run() -> None:
-    made = scheduler("a", waiting=4)
-    waiting = numbers(made.waiting())
-    assigned(made)
-    assert numbers(made.give_up()) == waiting[CREDIT:]
-    assert (made.queued, made.in_flight("a"), made.idle) == (0, CREDIT, False)
-
-
-def test_what_is_late_when_its_turn_comes_is_not_begun_with() -> None:
-    made = scheduler("a")
-    late, good = request(deadline=1.0), request(deadline=9.0)
-    made.submit(late, 0.0)
-    made.submit(good, 0.0)
-    assert [job.sole for _, job in made.assign(1.0)] == [good]
-    assert [each for each, _ in made.expire(1.0)] == [late]
-
-
-# --- who is slow, and how long a queue takes ------------------------------------------------------------------------
-
-
-def test_who_was_slow_gets_nothing_ahead_until_it_is_quick_again() -> None:
-    made = scheduler("a", waiting=4)
-    first, second, third, fourth = numbers(made.waiting())
-    assert assigned(made) == [("a", first), ("a", second)]
-    made.overdue(QUICK_S)
-    made.finish("a", first, 1.0)
-    assert [each.number for _, each in made.assign(1.0)] == [second]
-    made.finish("a", second, 1.1)
-    assert [each.number for _, each in made.assign(1.1)] == [third, fourth]
-
-
-def test_time_counts_from_the_answer_before() -> None:
-    made = scheduler("a", waiting=4)
-    first, second, third, fourth = numbers(made.waiting())
-    assigned(made)
-    made.finish("a", first, 0.2)
-    # It has had the second one from 0.0 on, and has run it since 0.2.
-    made.finish("a", second, 0.4)
-    assert [each.number for _, each in made.assign(0.4)] == [third, fourth]
-
-
-def test_who_has_computed_for_long_gets_nothing_ahead() -> None:
-    made = scheduler("a", waiting=1)
-    assigned(made)
-    made.submit(request(), 0.0)
-    assert list(made.assign(QUICK_S)) == []
-    assert made.queued == 1
 
 
 def retry_after(made: Scheduler, now: float) -> float | None:
@@ -315,43 +139,6 @@ def test_a_refusal_never_says_at_once() -> None:
     assert retry_after(made, 0.0) == 0.01
 
 
-def test_who_runs_alone_has_nothing_before_it_or_behind_it() -> None:
-    made = scheduler("a")
-    first, lonely, last = request(), request(), request()
-    lonely.company = Company.ALONE
-    for each in (first, lonely, last):
-        made.submit(each, 0.0)
-    for each in (first, lonely, last):
-        assert assigned(made) == [("a", each.number)]
-        made.finish("a", each.number, 0.0)
-
-
-def test_of_those_that_are_confined_one_runs_at_a_time_and_the_others_of_the_queue_do_not_wait_for_that() -> None:
-    made = scheduler("a", "b")
-    one, two, free = request(), request(), request()
-    one.company = two.company = Company.CONFINED
-    for each in (one, two, free):
-        made.submit(each, 0.0)
-    assert assigned(made) == [("a", one.number), ("b", free.number)]
-    made.finish("b", free.number, 0.0)
-    assert assigned(made) == []
-    made.finish("a", one.number, 0.0)
-    assert assigned(made) == [("a", two.number)]
-
-
-def test_who_computes_for_too_long_is_taken_out_at_that_moment() -> None:
-    made = Scheduler(100, 10_000, 4.0)
-    made.enlist("a", ("a",))
-    made.submit(request(), 0.0)
-    [(_, number)] = assigned(made)
-    assert made.overdue(3.99) == []
-    [(seat, job)] = made.overdue(4.0)
-    assert (seat.name, job.number, made.seat("a"), made.idle) == ("a", number, None, True)
-
-
-# --- one client's requests -------------------------------------------------------------------------------------------
-
-
 class Untouched(bytes):
     """Of a client that nobody has to look at."""
 
@@ -363,22 +150,15 @@ class Untouched(bytes):
         return True
 
 
-def of(client: bytes, name: str) -> Request:
-    made = request()
-    made.client, made.id = client, name
-    return made
-
-
 def test_what_a_client_takes_back_is_found_without_a_look_at_others() -> None:
     made = scheduler()
     for count in range(5):
-        made.submit(of(Untouched(b"other %d" % count), "x"), 0.0)
-        made.submit(of(b"me", "x" if count < 2 else "y"), 0.0)
+        for client in (Untouched(b"other %d" % count), b"me"):
+            each = request()
+            each.client, each.id = client, "x" if count < 2 else "y"
+            made.submit(each, 0.0)
     assert [(each.client, each.id) for each in made.end_of(b"me", "x")] == [(b"me", "x")] * 2
-    assert made.end_of(b"me", "x") == []
-    assert made.queued == 8
-    assert len(made.end_of(b"me")) == 3
-    assert made.queued == 5
+    assert (made.end_of(b"me", "x"), len(made.end_of(b"me")), made.queued) == ([], 3, 5)
 
 
 # --- against a model ------------------------------------------------------------------------------------------------

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -12,38 +14,41 @@ from weightd.protocol.errors import InvalidArgument
 from weightd.protocol.messages.children import Built
 from weightd.protocol.messages.data import TensorSignature, TensorSpec
 
-SIGNATURE = {
-    "image": TensorSignature("image", "FP32", (-1, 8, 8)),
-    "scale": TensorSignature("scale", "FP64", ()),
-}
-IMAGE = TensorSpec("image", "FP32", (2, 8, 8))
-SCALE = TensorSpec("scale", "FP64", ())
+IMAGE, SCALE = TensorSpec("image", "FP32", (2, 8, 8)), TensorSpec("scale", "FP64", ())
+IMAGES, SCALES = TensorSignature("image", "FP32", (-1, 8, 8)), TensorSignature("scale", "FP64", ())
+TAKES = {"image": IMAGES, "scale": SCALES}
+ANY_RANK = {"x": TensorSignature("x", "FP32", None)}
+SHAPE = "input image: expected shape [-1, 8, 8] (-1: any size from 1), got"
 
 
-def refusal(*inputs: TensorSpec) -> str:
-    with pytest.raises(InvalidArgument) as caught:
-        check_inputs(SIGNATURE, inputs)
-    return str(caught.value)
+@pytest.mark.parametrize(
+    ("signature", "inputs", "text"),
+    [
+        (TAKES, [IMAGE], "inputs: scale is missing; expected image, scale"),
+        (TAKES, [], "inputs: image is missing, scale is missing; expected image, scale"),
+        (TAKES, [IMAGE, SCALE, IMAGE], "inputs: image is given twice; expected image, scale"),
+        (TAKES, [IMAGE, IMAGE], "inputs: scale is missing, image is given twice; expected image, scale"),
+        (TAKES, [IMAGE, SCALE, replace(IMAGE, name="mask")],
+         "inputs: mask is not an input of the model; expected image, scale"),
+        (TAKES, [replace(IMAGE, name="Image"), SCALE],
+         "inputs: image is missing, Image is not an input of the model; expected image, scale"),
+        ({}, [IMAGE], "inputs: image is not an input of the model; expected none"),
+        (TAKES, [replace(IMAGE, datatype="FP64"), SCALE], "input image: expected FP32, got FP64"),
+        (TAKES, [replace(IMAGE, shape=(8, 8)), SCALE], f"{SHAPE} [8, 8]"),
+        (TAKES, [replace(IMAGE, shape=(2, 8, 9)), SCALE], f"{SHAPE} [2, 8, 9]"),
+        (TAKES, [replace(IMAGE, shape=(0, 8, 8)), SCALE], f"{SHAPE} [0, 8, 8]"),
+        (TAKES, [IMAGE, replace(SCALE, shape=(1,))], "input scale: expected shape [], got [1]"),
+        (ANY_RANK, [TensorSpec("x", "FP32", (0,))], "input x: expected shape of any rank, any sizes from 1, got [0]"),
+    ],
+)  # fmt: skip
+def test_a_refusal_names_the_input_what_was_expected_and_what_came(
+    signature: dict[str, TensorSignature], inputs: list[TensorSpec], text: str
+) -> None:
+    with pytest.raises(InvalidArgument, match=f"^{re.escape(text)}$"):
+        check_inputs(signature, inputs)
 
 
-def test_what_the_model_takes_passes_in_any_order() -> None:
-    check_inputs(SIGNATURE, [IMAGE, SCALE])
-    check_inputs(SIGNATURE, [SCALE, IMAGE])
-    check_inputs({}, [])
-
-
-def test_names() -> None:
-    assert refusal(IMAGE) == "inputs: scale is missing; expected image, scale"
-    extra = TensorSpec("mask", "BOOL", (1,))
-    assert refusal(IMAGE, SCALE, extra) == "inputs: mask is not an input of the model; expected image, scale"
-    misnamed = TensorSpec("Image", "FP32", (2, 8, 8))
-    assert refusal(misnamed, SCALE) == (
-        "inputs: image is missing, Image is not an input of the model; expected image, scale"
-    )
-    assert refusal(IMAGE, SCALE, IMAGE) == "inputs: image is given twice; expected image, scale"
-    assert refusal(IMAGE, IMAGE) == "inputs: scale is missing, image is given twice; expected image, scale"
-    assert refusal() == "inputs: image is missing, scale is missing; expected image, scale"
-
+# --- what the model was converted for, and what may follow it -------------------------------------------------------
 
 PAIR = (TensorSignature("a", "FP32", (-1, 3, -1)), TensorSignature("b", "FP32", (-1,)))
 
@@ -52,75 +57,34 @@ def geared(*gears: tuple[int, ...]) -> Built:
     return Built("", PAIR, PAIR, (), "", 0, gears=gears)
 
 
-@pytest.mark.parametrize(
-    ("gears", "sizes", "expected"),
-    [((), (7, 8, 9), ""), (((1, 2, 3), (7, 8, 9)), (7, 8, 9), ""), (((1, 2, 3), (7, 8, 9)), (1, 8, 3), "1,2,3; 7,8,9")],
-)
-def test_sizes_are_those_that_the_model_was_converted_for(
-    gears: tuple[tuple[int, ...], ...], sizes: tuple[int, int, int], expected: str
-) -> None:
-    inputs = [TensorSpec("b", "FP32", (sizes[2],)), TensorSpec("a", "FP32", (sizes[0], 3, sizes[1]))]
-    if not expected:
-        check_gears(geared(*gears), inputs)
-        return
-    with pytest.raises(InvalidArgument) as caught:
-        check_gears(geared(*gears), inputs)
-    assert str(caught.value) == (
-        "inputs: the model was converted for some sizes of a[0], a[2], b[0] only: "
-        f"expected {expected}, got {','.join(map(str, sizes))}"
-    )
+def test_sizes_are_those_that_the_model_was_converted_for() -> None:
+    def check(built: Built, *sizes: int) -> None:
+        check_gears(built, [TensorSpec("b", "FP32", (sizes[2],)), TensorSpec("a", "FP32", (sizes[0], 3, sizes[1]))])
+
+    check(geared(), 7, 8, 9)
+    check(geared((1, 2, 3), (7, 8, 9)), 7, 8, 9)
+    text = "inputs: the model was converted for some sizes of a[0], a[2], b[0] only: expected 1,2,3; 7,8,9, got 1,8,3"
+    with pytest.raises(InvalidArgument, match=f"^{re.escape(text)}$"):
+        check(geared((1, 2, 3), (7, 8, 9)), 1, 8, 3)
 
 
-def test_what_takes_fewer_sizes_is_no_drop_in() -> None:
-    one, both, any_size = geared((1, 1, 1)), geared((2, 2, 2), (1, 1, 1)), geared()
-    assert [check_same(*each) for each in ((one, both), (both, both), (one, any_size))] == ["", "", ""]
-    assert check_same(both, one) == "sizes: expected 2,2,2; 1,1,1, got 1,1,1"
-    assert check_same(any_size, one) == "sizes: expected any, got 1,1,1"
-
-
-def test_a_model_without_inputs_takes_none() -> None:
-    with pytest.raises(InvalidArgument, match=r"^inputs: image is not an input of the model; expected none$"):
-        check_inputs({}, [IMAGE])
+SCALAR, UNKNOWN = (Built("", (TensorSignature("x", "FP32", shape),), (), (), "", 0) for shape in ((), None))
 
 
 @pytest.mark.parametrize(
-    ("tensor", "text"),
+    ("old", "new", "difference"),
     [
-        (TensorSpec("image", "FP64", (2, 8, 8)), "input image: expected FP32, got FP64"),
-        (
-            TensorSpec("image", "FP32", (8, 8)),
-            "input image: expected shape [-1, 8, 8] (-1: any size from 1), got [8, 8]",
-        ),
-        (
-            TensorSpec("image", "FP32", (2, 8, 9)),
-            "input image: expected shape [-1, 8, 8] (-1: any size from 1), got [2, 8, 9]",
-        ),
-        (
-            TensorSpec("image", "FP32", (0, 8, 8)),
-            "input image: expected shape [-1, 8, 8] (-1: any size from 1), got [0, 8, 8]",
-        ),
+        (geared((1, 1, 1)), geared((2, 2, 2), (1, 1, 1)), ""),
+        (geared((2, 2, 2), (1, 1, 1)), geared((2, 2, 2), (1, 1, 1)), ""),
+        (geared((1, 1, 1)), geared(), ""),
+        (geared((2, 2, 2), (1, 1, 1)), geared((1, 1, 1)), "sizes: expected 2,2,2; 1,1,1, got 1,1,1"),
+        (geared(), geared((1, 1, 1)), "sizes: expected any, got 1,1,1"),
+        (UNKNOWN, UNKNOWN, ""),
+        (SCALAR, UNKNOWN, "inputs: expected x FP32 [], got x FP32 of any rank"),
     ],
 )
-def test_datatype_rank_fixed_dimension_and_batch_0(tensor: TensorSpec, text: str) -> None:
-    assert refusal(tensor, SCALE) == text
-
-
-def test_a_scalar_is_not_a_vector_of_one() -> None:
-    assert refusal(IMAGE, TensorSpec("scale", "FP64", (1,))) == "input scale: expected shape [], got [1]"
-
-
-@pytest.mark.parametrize("shape", [(), (3,), (2, 4), (1,) * 16])
-def test_an_input_of_any_rank_takes_every_shape_but_an_empty_one(shape: tuple[int, ...]) -> None:
-    signature = {"x": TensorSignature("x", "FP32", None)}
-    check_inputs(signature, [TensorSpec("x", "FP32", shape)])
-    with pytest.raises(InvalidArgument, match=r"^input x: expected shape of any rank, any sizes from 1, got \[0\]$"):
-        check_inputs(signature, [TensorSpec("x", "FP32", (0,))])
-
-
-def test_a_scalar_and_any_rank_are_not_the_same_to_a_client() -> None:
-    scalar, unknown = (Built("", (TensorSignature("x", "FP32", shape),), (), (), "", 0) for shape in ((), None))
-    assert check_same(unknown, unknown) == ""
-    assert check_same(scalar, unknown) == "inputs: expected x FP32 [], got x FP32 of any rank"
+def test_what_takes_less_or_other_inputs_is_no_drop_in(old: Built, new: Built, difference: str) -> None:
+    assert check_same(old, new) == difference
 
 
 # --- for any signature ----------------------------------------------------------------------------------------------

@@ -24,6 +24,22 @@ def test_equal_requests_have_equal_marks_and_contents_whatever_their_order(size:
     assert (mark(one), content(one)) == (mark(other), content(other))
 
 
+@pytest.mark.parametrize(
+    "others",
+    [
+        [TensorSpec("c", "UINT8", (3,)), TensorSpec("b", "UINT8", (3,))],
+        [TensorSpec("a", "INT8", (3,)), TensorSpec("b", "UINT8", (3,))],
+        [TensorSpec("a", "UINT8", (3, 1)), TensorSpec("b", "UINT8", (3,))],
+        [TensorSpec("b", "UINT8", (3,)), TensorSpec("a", "UINT8", (3,))],
+    ],
+    ids=["name", "datatype", "shape", "exchanged"],
+)
+def test_the_same_bytes_of_other_tensors_are_another_content(others: list[TensorSpec]) -> None:
+    one, other = request(b"123", b"456"), request(b"123", b"456")
+    other.inputs = others
+    assert content(one) != content(other)
+
+
 @pytest.mark.parametrize("size", SIZES[1:])
 def test_one_byte_makes_another_content_and_of_a_small_one_another_mark(size: int) -> None:
     one, other = request(bytes(size)), request(bytes(size - 1) + b"1")
