@@ -1,3 +1,84 @@
-from testkit.fakedaemon import address, client, daemon, directory
+"""Weightctl in this process, a stand-in for the daemon, and what that answers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, List, NamedTuple, Optional, Sequence
+
+import numpy as np
+import pytest
+
+from testkit.fakedaemon import FakeDaemon, Handler, address, client, daemon, directory
+from weightd.ctl.__main__ import main
+from weightd.protocol.codec import encode
+from weightd.protocol.messages.data import Error, InferResponse, TensorSpec
+from weightd.protocol.messages.status import StatusResponse
+from weightd.protocol.messages.types import ClientMessage
 
 __all__ = ["address", "client", "daemon", "directory"]
+
+X = np.arange(6, dtype=np.float32).reshape(2, 3)
+
+
+class Ran(NamedTuple):
+    """What a command has said."""
+
+    status: int
+    out: str
+    err: str
+
+
+class Ctl:
+    """Runs weightctl in this process."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str], address: str) -> None:
+        self._capsys = capsys
+        self._address = address
+
+    def __call__(self, *arguments: str) -> Ran:
+        try:
+            status: Any = main(["--socket", self._address, *arguments])
+        except SystemExit as ended:
+            status = ended.code
+        said = self._capsys.readouterr()
+        return Ran(status, said.out, said.err)
+
+
+@pytest.fixture
+def alone(capsys: pytest.CaptureFixture[str], address: str) -> Ctl:
+    """Weightctl where no daemon is."""
+    return Ctl(capsys, address)
+
+
+@pytest.fixture
+def ctl(capsys: pytest.CaptureFixture[str], daemon: FakeDaemon) -> Ctl:
+    """Weightctl, talking to `daemon`."""
+    return Ctl(capsys, daemon.address)
+
+
+@pytest.fixture
+def x(tmp_path: Path) -> str:
+    """A file with an array."""
+    path = tmp_path / "x.npy"
+    np.save(str(path), X)
+    return str(path)
+
+
+def reports(status: StatusResponse) -> Handler:
+    return lambda message, _: [[encode(replace(status, id=message.id))]]
+
+
+def fails(code: str, text: str, retry_after: Optional[int] = None) -> Handler:
+    return lambda message, _: [[encode(Error(message.id, code, text, retry_after))]]
+
+
+def outputs(*named: Any) -> Handler:
+    """Answer with these (name, array)."""
+
+    def handle(message: ClientMessage, tensors: Sequence[bytes]) -> List[List[Any]]:
+        datatypes = {"f": "FP32", "i": "INT64", "b": "BOOL"}
+        specs = tuple(TensorSpec(name, datatypes[array.dtype.kind], array.shape) for name, array in named)
+        return [[encode(InferResponse(message.id, "m", specs)), *(array.tobytes() for _, array in named)]]
+
+    return handle

@@ -8,128 +8,50 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import IO, Any, List, NamedTuple, Sequence
+from typing import Any, Dict, List
 
 import numpy as np
 import pytest
 
-from testkit.fakedaemon import LIMIT_S, FakeDaemon, Handler, silent
+from testkit.fakedaemon import LIMIT_S, FakeDaemon, silent
 from weightd.ctl import exits
 from weightd.ctl.__main__ import VERBS, main
-from weightd.protocol.codec import encode
-from weightd.protocol.messages.data import Error, Infer, InferResponse, TensorSpec
-from weightd.protocol.messages.status import StatusResponse
-from weightd.protocol.messages.types import ClientMessage
+from weightd.protocol.messages.data import Infer
 
+from .conftest import Ctl, X, fails, outputs, reports
 from .test_status import DIGITS, FAILED, response
-
-X = np.arange(6, dtype=np.float32).reshape(2, 3)
-
-
-class Ran(NamedTuple):
-    """What a command has said."""
-
-    status: int
-    out: str
-    err: str
-
-
-class Ctl:
-    """Runs weightctl in this process."""
-
-    def __init__(self, capsys: pytest.CaptureFixture[str], address: str) -> None:
-        self._capsys = capsys
-        self.address = address
-
-    def __call__(self, *arguments: str) -> Ran:
-        try:
-            status: Any = main(["--socket", self.address, *arguments])
-        except SystemExit as ended:
-            status = ended.code
-        said = self._capsys.readouterr()
-        return Ran(status, said.out, said.err)
-
-
-@pytest.fixture
-def ctl(capsys: pytest.CaptureFixture[str], daemon: FakeDaemon) -> Ctl:
-    """Weightctl, talking to `daemon`."""
-    return Ctl(capsys, daemon.address)
-
-
-@pytest.fixture
-def x(tmp_path: Path) -> str:
-    """A file with an array."""
-    path = tmp_path / "x.npy"
-    np.save(str(path), X)
-    return str(path)
-
-
-def reports(status: StatusResponse) -> Handler:
-    return lambda message, _: [[encode(replace(status, id=message.id))]]
-
-
-def fails(code: str, text: str) -> Handler:
-    return lambda message, _: [[encode(Error(message.id, code, text))]]
-
-
-def outputs(*named: Any) -> Handler:
-    """Answer with these (name, array)."""
-
-    def handle(message: ClientMessage, tensors: Sequence[bytes]) -> List[List[Any]]:
-        datatypes = {"f": "FP32", "i": "INT64", "b": "BOOL"}
-        specs = tuple(TensorSpec(name, datatypes[array.dtype.kind], array.shape) for name, array in named)
-        return [[encode(InferResponse(message.id, "m", specs)), *(array.tobytes() for _, array in named)]]
-
-    return handle
-
 
 # --- status ---------------------------------------------------------------------------------------------------------
 
 
 def test_status(ctl: Ctl, daemon: FakeDaemon) -> None:
-    daemon.handle = reports(response(DIGITS))
-    ran = ctl("status")
-    assert (ran.status, ran.err) == (exits.OK, "")
-    assert "digits: SERVING, onnxruntime" in ran.out
-
-
-def test_status_of_a_failed_model(ctl: Ctl, daemon: FakeDaemon) -> None:
     daemon.handle = reports(response(DIGITS, FAILED))
     ran = ctl("status")
-    assert ran.status == exits.ERROR
+    assert (ran.status, ran.err) == (exits.ERROR, "")
     assert "cause: bad.1.holder: exited with status 65: no graph" in ran.out
-    assert ctl("status", "digits").status == exits.OK
-
-
-def test_status_as_json(ctl: Ctl, daemon: FakeDaemon) -> None:
-    daemon.handle = reports(response(DIGITS, replace(DIGITS, name="twin")))
     ran = ctl("status", "digits", "--json")
     read = json.loads(ran.out)
-    assert [model["name"] for model in read["models"]] == ["digits"]
-    assert read["pss_total_bytes"] == 535_000_000  # of the service, with the model that is not shown
-
-
-def test_status_of_an_unknown_model(ctl: Ctl, daemon: FakeDaemon) -> None:
-    daemon.handle = reports(response(DIGITS))
+    assert (ran.status, [model["name"] for model in read["models"]]) == (exits.OK, ["digits"])
     ran = ctl("status", "nope")
-    assert (ran.status, ran.out) == (exits.ERROR, "")
-    assert ran.err == "NOT_FOUND: no model 'nope'; there are: digits\n"
+    assert ran == (exits.ERROR, "", "NOT_FOUND: no model 'nope'; there are: digits, bad\n")
 
 
-def test_status_of_a_daemon_that_does_not_answer(ctl: Ctl, daemon: FakeDaemon) -> None:
+def test_a_daemon_that_does_not_answer_or_speaks_another_protocol(ctl: Ctl, daemon: FakeDaemon) -> None:
     daemon.handle = silent
     ran = ctl("status", "--timeout", "0.05")
-    assert ran.status == exits.UNAVAILABLE
-    assert ran.err.startswith("DEADLINE_EXCEEDED: ")
+    assert (ran.status, ran.err[:19]) == (exits.UNAVAILABLE, "DEADLINE_EXCEEDED: ")
+    daemon.handle = lambda message, _: [[b"\x80"]]
+    ran = ctl("predict", "m")
+    assert (ran.status, ran.err[:10]) == (exits.PROTOCOL, "PROTOCOL: ")
 
 
 @pytest.mark.parametrize("verb", [["status"], ["predict", "m"]])
-def test_without_a_daemon(capsys: pytest.CaptureFixture[str], address: str, verb: List[str]) -> None:
-    ran = Ctl(capsys, address)(*verb)
+def test_without_a_daemon(alone: Ctl, verb: List[str]) -> None:
+    ran = alone(*verb)
     assert (ran.status, ran.out) == (exits.UNAVAILABLE, "")
     assert ran.err.startswith("UNAVAILABLE: no daemon at ")
     assert len(ran.err.splitlines()) == 1
-    ran = Ctl(capsys, address)(*verb, "--json")
+    ran = alone(*verb, "--json")
     assert (ran.status, ran.err) == (exits.UNAVAILABLE, "")
     assert json.loads(ran.out)["error"]["code"] == "UNAVAILABLE"
 
@@ -142,12 +64,12 @@ def test_the_address_may_come_from_the_environment(
     assert "weightd 9.9: running" in capsys.readouterr().out
 
 
-def test_permission(capsys: pytest.CaptureFixture[str], address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_permission(alone: Ctl, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr("socket.socket.connect", refuse)
-    ran = Ctl(capsys, address)("status")
+    ran = alone("status")
     assert ran.status == exits.NO_PERMISSION
     assert ran.err.startswith("PERMISSION_DENIED: this user may not connect to ")
 
@@ -171,7 +93,7 @@ def test_predict_shows_the_corners_of_what_is_large(ctl: Ctl, daemon: FakeDaemon
     assert len(ran.out) < 1000
 
 
-def test_predict_as_json(ctl: Ctl, daemon: FakeDaemon, x: str) -> None:
+def test_predict_as_json(ctl: Ctl, daemon: FakeDaemon) -> None:
     odd = np.array([1.5, np.nan, np.inf, -np.inf], np.float32)
     daemon.handle = outputs(("y", odd), ("n", np.array([[1], [2]])), ("b", np.array(True)))
     ran = ctl("predict", "m", "--json")
@@ -191,13 +113,14 @@ def test_predict_as_json(ctl: Ctl, daemon: FakeDaemon, x: str) -> None:
 
 def test_predict_writes_outputs(ctl: Ctl, x: str, tmp_path: Path) -> None:
     there = tmp_path / "new" / "directory"
-    ran = ctl("predict", "m", "--input", f"x={x}", "--output", str(there))
-    assert ran.out == f"x: FP32 [2, 3] -> {there}/x.npy\n"
+    command = ["predict", "m", "--input", f"x={x}", "--output"]
+    assert ctl(*command, str(there)).out == f"x: FP32 [2, 3] -> {there}/x.npy\n"
     assert np.array_equal(np.load(str(there / "x.npy")), X)
-    ran = ctl("predict", "m", "--input", f"x={x}", "--output", str(there), "--json")
-    assert json.loads(ran.out)["outputs"] == [
-        {"name": "x", "datatype": "FP32", "shape": [2, 3], "file": f"{there}/x.npy"}
-    ]
+    written = {"name": "x", "datatype": "FP32", "shape": [2, 3], "file": f"{there}/x.npy"}
+    assert json.loads(ctl(*command, str(there), "--json").out)["outputs"] == [written]
+    ran = ctl(*command, x)
+    assert ran.status == exits.CANNOT_WRITE
+    assert f"{x}/x.npy: " in ran.err
 
 
 def test_the_name_of_an_output_does_not_choose_the_directory(ctl: Ctl, daemon: FakeDaemon, tmp_path: Path) -> None:
@@ -208,26 +131,12 @@ def test_the_name_of_an_output_does_not_choose_the_directory(ctl: Ctl, daemon: F
     assert list(tmp_path.iterdir()) == [there]
 
 
-def test_an_output_that_cannot_be_written(ctl: Ctl, x: str) -> None:
-    ran = ctl("predict", "m", "--input", f"x={x}", "--output", x)
-    assert ran.status == exits.CANNOT_WRITE
-    assert f"{x}/x.npy: " in ran.err
-
-
-def test_a_request_that_ends_in_an_error(ctl: Ctl, daemon: FakeDaemon, x: str) -> None:
+def test_a_request_that_ends_in_an_error(ctl: Ctl, daemon: FakeDaemon) -> None:
     daemon.handle = fails("INVALID_ARGUMENT", "inputs: x is missing")
-    ran = ctl("predict", "m", "--input", f"y={x}")
-    assert ran == (exits.ERROR, "", "INVALID_ARGUMENT: inputs: x is missing\n")
-    ran = ctl("predict", "m", "--json", "--input", f"y={x}")
+    assert ctl("predict", "m") == (exits.ERROR, "", "INVALID_ARGUMENT: inputs: x is missing\n")
+    ran = ctl("predict", "m", "--json")
     assert (ran.status, ran.err) == (exits.ERROR, "")
     assert json.loads(ran.out) == {"error": {"code": "INVALID_ARGUMENT", "text": "inputs: x is missing"}}
-
-
-def test_a_daemon_of_another_protocol(ctl: Ctl, daemon: FakeDaemon) -> None:
-    daemon.handle = lambda message, _: [[b"\x80"]]
-    ran = ctl("predict", "m")
-    assert ran.status == exits.PROTOCOL
-    assert ran.err.startswith("PROTOCOL: ")
 
 
 class Evil:
@@ -235,47 +144,36 @@ class Evil:
         return (os._exit, (99,))
 
 
-def bad_files(directory: Path) -> None:
-    (directory / "empty").write_bytes(b"")
-    (directory / "text").write_bytes(b"1 2 3\n")
-    (directory / "pickle").write_bytes(pickle.dumps(Evil()))
+def bad_files(directory: Path) -> Dict[str, str]:
+    """Write files that are no input; return what is wrong with each, by its name."""
     np.save(str(directory / "objects.npy"), np.array([Evil()], dtype=object), allow_pickle=True)
     np.savez(str(directory / "several.npz"), x=X)
     np.save(str(directory / "good.npy"), X)
     good = (directory / "good.npy").read_bytes()
-    (directory / "short").write_bytes(good[:-1])
-    (directory / "header").write_bytes(good[:20])
-    (directory / "magic").write_bytes(good[:6])
-    (directory / "scrambled").write_bytes(good[:10] + b"(" * (len(good) - 10))
+    damaged = {"short": good[:-1], "header": good[:20], "magic": good[:6], "scrambled": good[:10] + b"(" * len(good)}
+    for name, content in {"empty": b"", "text": b"1 2 3\n", "pickle": pickle.dumps(Evil()), **damaged}.items():
+        (directory / name).write_bytes(content)
     with (directory / "huge").open("wb") as file:
         header = {"descr": "<f4", "fortran_order": False, "shape": (2, 2**59)}
         np.lib.format.write_array_header_1_0(file, header)
+    return {
+        "missing": "No such file",
+        ".": "Is a directory",
+        "empty": "an empty file",
+        "text": "starts with b'1 2 3",
+        "pickle": "a pickle, which is never loaded",
+        "objects.npy": "Python objects",
+        "several.npz": "a .npz or zip archive",
+        **dict.fromkeys([*damaged, "huge"], "damaged or incomplete"),
+    }
 
 
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        ("missing", "No such file"),
-        (".", "Is a directory"),
-        ("empty", "an empty file"),
-        ("text", "starts with b'1 2 3"),
-        ("pickle", "a pickle, which is never loaded"),
-        ("objects.npy", "Python objects"),
-        ("several.npz", "a .npz or zip archive"),
-        ("short", "damaged or incomplete"),
-        ("header", "damaged or incomplete"),
-        ("magic", "damaged or incomplete"),
-        ("scrambled", "damaged or incomplete"),
-        ("huge", "damaged or incomplete"),
-    ],
-)
-def test_a_file_that_is_no_input(ctl: Ctl, daemon: FakeDaemon, tmp_path: Path, name: str, text: str) -> None:
-    bad_files(tmp_path)
-    ran = ctl("predict", "m", "--input", f"x={tmp_path}/{name}")
-    assert (ran.status, ran.out) == (exits.NO_INPUT, "")
-    assert ran.err.startswith("INVALID_ARGUMENT: ")
-    assert name in ran.err
-    assert text in ran.err
+def test_a_file_that_is_no_input(ctl: Ctl, daemon: FakeDaemon, tmp_path: Path) -> None:
+    for name, text in bad_files(tmp_path).items():
+        ran = ctl("predict", "m", "--input", f"x={tmp_path}/{name}")
+        assert (ran.status, ran.out, ran.err[:18]) == (exits.NO_INPUT, "", "INVALID_ARGUMENT: ")
+        assert name in ran.err
+        assert text in ran.err
     assert daemon.seen.empty()
 
 
@@ -285,34 +183,36 @@ def test_a_file_that_is_no_input(ctl: Ctl, daemon: FakeDaemon, tmp_path: Path, n
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ([], "required: VERB"),
-        (["bogus"], "invalid choice: 'bogus'"),
-        (["predict"], "required: MODEL"),
-        (["predict", "m", "--input", "x"], "expected NAME=FILE.npy, got 'x'"),
-        (["predict", "m", "--input", "=x.npy"], "expected NAME=FILE.npy, got '=x.npy'"),
-        (["predict", "m", "--input", "x="], "expected NAME=FILE.npy, got 'x='"),
-        (["status", "--timeout", "0"], "more than 0 and at most 3600 seconds, got '0'"),
-        (["status", "--timeout", "nan"], "got 'nan'"),
-        (["status", "--timeout", "soon"], "got 'soon'"),
-        (["status", "a", "b"], "unrecognized arguments: b"),
-        (["status", "--socket", "/not/an/address"], "INVALID_ARGUMENT: expected an address"),
+        ("", "required: VERB"),
+        ("bogus", "invalid choice: 'bogus'"),
+        ("predict", "required: MODEL"),
+        ("predict m --input x", "expected NAME=FILE.npy, got 'x'"),
+        ("predict m --input =x.npy", "expected NAME=FILE.npy, got '=x.npy'"),
+        ("predict m --input x=", "expected NAME=FILE.npy, got 'x='"),
+        ("status --timeout 0", "more than 0 and at most 3600 seconds, got '0'"),
+        ("status --timeout nan", "got 'nan'"),
+        ("status --timeout soon", "got 'soon'"),
+        ("status a b", "unrecognized arguments: b"),
+        ("status --socket /not/an/address", "INVALID_ARGUMENT: expected an address"),
+        ("update m", "--rollback"),
+        ("update m x.onnx --rollback", "--rollback"),
     ],
 )
-def test_a_wrong_command_line(ctl: Ctl, arguments: List[str], text: str) -> None:
-    ran = ctl(*arguments)
+def test_a_wrong_command_line(alone: Ctl, arguments: str, text: str) -> None:
+    ran = alone(*arguments.split())
     assert (ran.status, ran.out) == (exits.USAGE, "")
     assert text in ran.err
 
 
-def test_an_input_that_is_given_twice(ctl: Ctl, x: str) -> None:
-    ran = ctl("predict", "m", "--input", f"x={x}", "--input", f"x={x}")
+def test_an_input_that_is_given_twice(alone: Ctl, x: str) -> None:
+    ran = alone("predict", "m", "--input", f"x={x}", "--input", f"x={x}")
     assert ran.status == exits.USAGE
     assert "'x' is given twice" in ran.err
 
 
 @pytest.mark.parametrize("verb", ["", *VERBS])
-def test_help_tells_the_exit_statuses(ctl: Ctl, verb: str) -> None:
-    ran = ctl(*filter(None, [verb]), "--help")
+def test_help_tells_the_exit_statuses(alone: Ctl, verb: str) -> None:
+    ran = alone(*verb.split(), "--help")
     assert ran.status == exits.OK
     assert "Exit status: 0 " in ran.out
     assert max(map(len, ran.out.splitlines())) <= 100
@@ -330,16 +230,16 @@ sys.exit(main())
 """
 
 
-def start(*arguments: str, stdout: int | IO[bytes]) -> subprocess.Popen[bytes]:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+def start(daemon: FakeDaemon, *arguments: str, stdout: Any = subprocess.PIPE, **more: str) -> subprocess.Popen[bytes]:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **more}
     environment.pop("PYTHONUNBUFFERED", None)  # what is still in a buffer at the end is the hard case
-    command = [sys.executable, "-c", _MAIN, *arguments]
+    command = [sys.executable, "-c", _MAIN, "--socket", daemon.address, *arguments]
     return subprocess.Popen(command, env=environment, stdout=stdout, stderr=subprocess.PIPE)
 
 
 def test_ctrl_c_ends_it_quietly(daemon: FakeDaemon) -> None:
     daemon.handle = silent
-    with start("--socket", daemon.address, "predict", "m", stdout=subprocess.PIPE) as process:
+    with start(daemon, "predict", "m") as process:
         daemon.next()
         process.send_signal(signal.SIGINT)
         assert process.communicate(timeout=LIMIT_S) == (b"", b"")
@@ -349,23 +249,21 @@ def test_ctrl_c_ends_it_quietly(daemon: FakeDaemon) -> None:
 def test_nobody_reads_the_output(daemon: FakeDaemon) -> None:
     read, write = os.pipe()
     os.close(read)
-    with start("--socket", daemon.address, "status", stdout=write) as process:
+    with start(daemon, "status", stdout=write) as process:
         os.close(write)
         assert process.communicate(timeout=LIMIT_S)[1] == b""
         assert process.returncode == exits.BROKEN_PIPE
 
 
 def test_the_output_cannot_be_written(daemon: FakeDaemon) -> None:
-    with Path("/dev/full").open("wb") as full, start("status", "--socket", daemon.address, stdout=full) as process:
-        assert (
-            process.communicate(timeout=LIMIT_S)[1] == b"weightctl: cannot write the output: No space left on device\n"
-        )
+    said = b"weightctl: cannot write the output: No space left on device\n"
+    with Path("/dev/full").open("wb") as full, start(daemon, "status", stdout=full) as process:
+        assert process.communicate(timeout=LIMIT_S)[1] == said
         assert process.returncode == exits.CANNOT_WRITE
 
 
 def test_a_terminal_that_knows_only_ascii(daemon: FakeDaemon) -> None:
     daemon.handle = reports(response(replace(DIGITS, path="/models/zahl-ü.onnx")))
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "PYTHONIOENCODING": "ascii"}
-    command = [sys.executable, "-m", "weightd.ctl", "--socket", daemon.address, "status"]
-    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, timeout=LIMIT_S, check=True)
-    assert b"/models/zahl-\\xfc.onnx" in done.stdout
+    with start(daemon, "status", PYTHONIOENCODING="ascii") as process:
+        assert b"/models/zahl-\\xfc.onnx" in process.communicate(timeout=LIMIT_S)[0]
+        assert process.returncode == exits.OK

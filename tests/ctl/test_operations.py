@@ -1,4 +1,4 @@
-"""Taking a request back, health, update and reload: the client's side, and weightctl's."""
+"""Update, health and reload."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from testkit.fakedaemon import FakeDaemon, Handler, echo, silent
 from weightd.client import Client
 from weightd.ctl import exits
 from weightd.protocol.codec import encode
-from weightd.protocol.errors import Cancelled, PermissionDenied, ResourceExhausted, Unavailable
+from weightd.protocol.errors import ResourceExhausted
 from weightd.protocol.messages.control import (
     ModelReady,
     ReadyResponse,
@@ -23,23 +23,9 @@ from weightd.protocol.messages.control import (
     Update,
     UpdateResponse,
 )
-from weightd.protocol.messages.data import Cancel, Error, Infer
 from weightd.protocol.messages.types import ClientMessage
 
-from .test_main import Ctl, fails
-
-X = np.arange(6, dtype=np.float32).reshape(2, 3)
-
-
-@pytest.fixture
-def ctl(capsys: pytest.CaptureFixture[str], daemon: FakeDaemon) -> Ctl:
-    return Ctl(capsys, daemon.address)
-
-
-def cancels(message: ClientMessage, _: Sequence[bytes]) -> List[List[Any]]:
-    if isinstance(message, Cancel):
-        return [[encode(Error(message.id, "CANCELLED", "taken back"))]]
-    return []
+from .conftest import Ctl, X, fails
 
 
 def operates(message: ClientMessage, _: Sequence[bytes]) -> List[List[Any]]:
@@ -51,64 +37,12 @@ def operates(message: ClientMessage, _: Sequence[bytes]) -> List[List[Any]]:
     return [[encode(ReloadResponse(message.id, ("a", "b"), ("c",), ()))]]
 
 
-# --- taking back ------------------------------------------------------------------------------------------------------
-
-
-def test_a_request_that_is_taken_back_ends_in_cancelled(client: Client, daemon: FakeDaemon) -> None:
-    daemon.handle = cancels
-    pending = client.submit("m", {"x": X})
-    other = client.submit("m", {"x": X})
-    pending.cancel()
-    with pytest.raises(Cancelled, match=r"^taken back$"):
-        pending.result()
-    assert not other.done()
-    (infer, _), _, (cancel, _) = daemon.next(), daemon.next(), daemon.next()
-    assert isinstance(infer, Infer)
-    assert cancel == Cancel(infer.id)
-
-
-def test_what_has_ended_is_not_taken_back(client: Client, daemon: FakeDaemon) -> None:
-    pending = client.submit("echo", {"x": X})
-    assert pending.result()
-    pending.cancel()
-    assert pending.result()
-    daemon.next()
-    assert client.infer("echo", {"x": X})
-    assert isinstance(daemon.next()[0], Infer), "no cancel was sent"
-
-
-def test_an_answer_that_was_on_its_way_counts(client: Client, daemon: FakeDaemon) -> None:
-    daemon.handle = silent
-    pending = client.submit("echo", {"x": X})
-    message, tensors = daemon.next()
-    pending.cancel()
-    daemon.next()
-    daemon.send(*echo(message, tensors)[0])
-    assert np.array_equal(pending.result()["x"], X)
-
-
-def test_taking_back_from_a_daemon_that_is_gone_ends_in_unavailable(client: Client, daemon: FakeDaemon) -> None:
-    daemon.handle = silent
-    pending = client.submit("m", {"x": X})
-    daemon.next()
-    daemon.stop()
-    pending.cancel()
-    with pytest.raises(Unavailable):
-        pending.result()
-
-
-# --- hints ------------------------------------------------------------------------------------------------------------
-
-
 def test_an_error_may_say_when_to_try_again(client: Client, daemon: FakeDaemon) -> None:
-    daemon.handle = lambda message, _: [[encode(Error(message.id, "RESOURCE_EXHAUSTED", "full", 250_000))]]
-    with pytest.raises(ResourceExhausted) as caught:
-        client.infer("m", {"x": X})
-    assert caught.value.retry_after == 0.25
-    daemon.handle = fails("RESOURCE_EXHAUSTED", "full")
-    with pytest.raises(ResourceExhausted) as caught:
-        client.infer("m", {"x": X})
-    assert caught.value.retry_after is None
+    for hint, seconds in ((250_000, 0.25), (None, None)):
+        daemon.handle = fails("RESOURCE_EXHAUSTED", "full", hint)
+        with pytest.raises(ResourceExhausted) as caught:
+            client.infer("m", {"x": X})
+        assert caught.value.retry_after == seconds
 
 
 # --- update -----------------------------------------------------------------------------------------------------------
@@ -126,19 +60,13 @@ def test_update_says_what_serves_now_and_what_a_start_loads(ctl: Ctl, daemon: Fa
     assert ctl("update", "m", str(new)) == (exits.OK, f"m: generation 3 took over, {new}\n{back}", "")
     daemon.handle = updates("/models/m.onnx")
     assert ctl("update", "m", "--rollback") == (exits.OK, "m: generation 3 took over, /models/m.onnx\n", "")
-    told = {
-        "model_name": "m",
-        "generations": [3],
-        "path": "/models/m.onnx",
-        "weights": "",
-        "configured": "/models/m.onnx",
-    }
+    told = {"model_name": "m", "generations": [3], "weights": ""}
+    told.update(path="/models/m.onnx", configured="/models/m.onnx")
     assert json.loads(ctl("--json", "update", "m", "--rollback").out) == told
     np.savez(str(tmp_path / "w.npz"), w=X)
     daemon.handle = updates("/models/m.onnx", "/w.npz")
-    assert ctl("update-weights", "m", str(tmp_path / "w.npz")).out == (
-        f"m: generation 3 took over, /models/m.onnx with /w.npz\n{back}"
-    )
+    said = f"m: generation 3 took over, /models/m.onnx with /w.npz\n{back}"
+    assert ctl("update-weights", "m", str(tmp_path / "w.npz")).out == said
 
 
 @pytest.mark.parametrize("content", [b"", b"\x08\x07\x12\x04onnx", b"\x93NUMPY", b"\x80\x04."])
@@ -167,14 +95,6 @@ def test_an_update_that_takes_its_time_is_told_from_a_daemon_that_does_not_answe
 # --- health and reload ------------------------------------------------------------------------------------------------
 
 
-def test_ready_and_reload(client: Client, daemon: FakeDaemon) -> None:
-    daemon.handle = operates
-    assert client.ready().ready
-    answer = client.ready("m")
-    assert (answer.ready, answer.reason) == (False, "m: attaching")
-    assert client.reload().added == ("a", "b")
-
-
 def test_health(ctl: Ctl, daemon: FakeDaemon) -> None:
     daemon.handle = operates
     assert ctl("health") == (exits.OK, "ready\n", "")
@@ -182,9 +102,6 @@ def test_health(ctl: Ctl, daemon: FakeDaemon) -> None:
     ran = ctl("--json", "health", "m")
     assert json.loads(ran.out) == {"model_name": "m", "ready": False, "reason": "m: attaching"}
     assert ran.status == exits.NOT_YET
-
-
-def test_health_of_what_does_not_answer_is_no_health(ctl: Ctl, daemon: FakeDaemon) -> None:
     daemon.handle = silent
     assert ctl("--timeout", "0.2", "health").status == exits.UNAVAILABLE
     daemon.handle = fails("NOT_FOUND", "no model 'm'")
@@ -199,9 +116,3 @@ def test_reload(ctl: Ctl, daemon: FakeDaemon) -> None:
     assert ctl("reload").out == "no model changes\n"
     daemon.handle = fails("INVALID_ARGUMENT", "weightd.toml: not TOML")
     assert ctl("reload") == (exits.ERROR, "", "INVALID_ARGUMENT: weightd.toml: not TOML\n")
-
-
-def test_reload_may_be_forbidden(client: Client, daemon: FakeDaemon) -> None:
-    daemon.handle = fails("PERMISSION_DENIED", "only root")
-    with pytest.raises(PermissionDenied):
-        client.reload()

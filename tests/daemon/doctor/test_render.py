@@ -49,11 +49,8 @@ def test_long_texts_are_wrapped_and_words_stay_whole() -> None:
     assert all(line.startswith(" " * 22) for line in lines[1:-1])
 
 
-def test_a_finding_without_a_text_is_a_line_all_the_same() -> None:
+def test_nothing_to_tell() -> None:
     assert table([Finding("driver", Verdict.PASS, "")]).splitlines()[0] == "pass          driver"
-
-
-def test_no_findings() -> None:
     assert table([]) == "0 pass, 0 fail, 0 not testable\n"
 
 

@@ -1,30 +1,31 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from ascendsim import Host, environment
 from weightd.daemon.doctor.facts import interpreter
 from weightd.daemon.doctor.facts.interpreter import Report, read
+
+Fake = Callable[[str], str]
+STEPS = ["python", "weightd", "library", "current_pid", "libascendcl", "soc", "devices", "memory"]
 
 
 def lines(*objects: object) -> str:
     return "".join(json.dumps(each) + "\n" for each in objects)
 
 
-def test_steps_that_went_well_or_not() -> None:
-    report = read(
-        lines({"begin": "python"}, {"step": "python", "pid": "7"}, {"begin": "soc"}, {"step": "soc", "error": "no"}),
-        "",
-        "",
-    )
-    assert report.value("python", "pid") == "7"
-    assert report.error("python") == ""
-    assert report.error("soc") == "no"
-    assert report.error("memory") == "not reached"
-    assert report.value("memory", "free_bytes") is None
+def test_steps_that_went_well_or_not_and_lines_that_are_none_of_ours() -> None:
+    begins = {"begin": "python"}, {"step": "python", "pid": "7"}
+    report = read("welcome\n" + lines(*begins, {"begin": "soc"}, {"step": "soc", "error": "no"}), "", "")
+    assert report == Report({"python": {"pid": "7"}, "soc": {"error": "no"}})
+    assert (report.value("python", "pid"), report.value("memory", "free_bytes")) == ("7", None)
+    assert [report.error(each) for each in ("python", "soc", "memory")] == ["", "no", "not reached"]
 
 
 def test_a_process_that_died_in_a_step() -> None:
@@ -36,47 +37,56 @@ def test_a_process_that_died_in_a_step() -> None:
     assert report.error("python") == ""
 
 
-def test_lines_that_are_none_of_ours() -> None:
-    assert read("welcome\n" + lines({"begin": "soc"}, {"step": "soc", "name": "x"}), "", "") == Report(
-        {"soc": {"name": "x"}}
-    )
+@pytest.fixture
+def fake(tmp_path: Path) -> Fake:
+    """Write an interpreter that is a script of the shell."""
+
+    def write(script: str) -> str:
+        path = tmp_path / "python"
+        path.write_text(f"#!/bin/sh\n{script}\n")
+        path.chmod(0o700)
+        return str(path)
+
+    return write
 
 
-def fake(tmp_path: Path, script: str) -> str:
-    path = tmp_path / "python"
-    path.write_text(f"#!/bin/sh\n{script}\n")
-    path.chmod(0o700)
-    return str(path)
-
-
-def test_an_interpreter_that_hangs_is_killed_and_its_step_named(tmp_path: Path) -> None:
-    python = fake(tmp_path, """echo '{"begin": "devices"}'; echo native log >&2; exec sleep 1000""")
+def test_an_interpreter_that_hangs_is_killed_and_its_step_named(fake: Fake) -> None:
+    python = fake("""echo '{"begin": "devices"}'; echo native log >&2; exec sleep 1000""")
     report = interpreter.ask(python, 0, 0.5)
     assert report.error("devices") == "the process was killed: it did not answer within 0.5 s; its log ends: native log"
 
 
-def test_an_interpreter_that_fails(tmp_path: Path) -> None:
-    report = interpreter.ask(fake(tmp_path, "echo No module named weightd >&2; exit 1"), 0, 10)
+def test_an_interpreter_that_fails_or_is_not_there(fake: Fake) -> None:
+    report = interpreter.ask(fake("echo No module named weightd >&2; exit 1"), 0, 10)
     assert (report.steps, report.end, report.log) == ({}, "exited with status 1", "No module named weightd")
-
-
-def test_an_interpreter_that_is_not_there() -> None:
     with pytest.raises(OSError, match="No such file"):
         interpreter.ask("/nonexistent/python", 0, 10)
 
 
-def test_the_real_report_of_this_interpreter() -> None:
-    report = interpreter.ask(sys.executable, 0, 60)
+@pytest.mark.parametrize(
+    ("switch", "device", "errors"),
+    [
+        ({}, 0, {}),
+        ({}, 1, {"memory": "aclrtSetDevice"}),
+        ({"ascend": False}, 0, {"devices": "507899"}),
+        ({"libascendcl": False}, 0, dict.fromkeys(["libascendcl", "soc", "devices", "memory"], "libascendcl.so")),
+    ],
+)
+def test_the_real_report_of_this_interpreter(
+    tmp_path: Path, switch: dict[str, bool], device: int, errors: dict[str, str]
+) -> None:
+    host = Host(tmp_path / "host")
+    host.switch(**switch)
+    report = interpreter.ask(sys.executable, device, 60, {**os.environ, **environment(host)})
+    assert (list(report.steps), report.stopped) == (STEPS, "")
     assert report.value("python", "executable") == sys.executable
-    assert report.error("weightd") == ""
-    assert report.stopped == ""
-    assert list(report.steps) == [
-        "python",
-        "weightd",
-        "library",
-        "current_pid",
-        "libascendcl",
-        "soc",
-        "devices",
-        "memory",
-    ]
+    assert bool(report.value("current_pid", "pid")) is ("ascend" not in switch)
+    assert {each for each in STEPS if report.error(each)} == {*errors}
+    assert all(text in report.error(step) for step, text in errors.items())
+
+
+def test_a_library_that_knows_nothing_of_processes(tmp_path: Path) -> None:
+    (tmp_path / "mindspore_lite.py").write_text('class Model: pass\n__version__ = "2.0.0"\n')
+    paths = os.pathsep.join([str(tmp_path), *sys.path])
+    report = interpreter.ask(sys.executable, 0, 60, {**os.environ, "PYTHONPATH": paths})
+    assert (report.value("library", "version"), report.value("current_pid", "pid")) == ("2.0.0", "")

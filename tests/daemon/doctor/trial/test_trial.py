@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar, cast
@@ -89,42 +90,24 @@ class Scripted(Children):
         self.happened.append(f"end {name}")
 
 
-def test_all_steps_in_their_order() -> None:
+def test_all_steps_in_their_order_and_who_is_on_the_list() -> None:
     children = Scripted()
     result = trial.run(children, Canary())
     assert children.happened == [
-        "start holder",
-        "start worker",
-        "start late worker",
-        "Build holder",
-        "Attach worker",
-        "start new worker",
-        "Allow holder",
-        "Attach new worker",
-        "end new worker",
-        "start stranger",
-        "Attach stranger",
-        "end stranger",
-        "Ping worker",
-        "end holder",
-        "Ping worker",
-        "Attach late worker",
+        *("start holder", "start worker", "start late worker", "Build holder", "Attach worker"),
+        *("start new worker", "Allow holder", "Attach new worker", "end new worker"),
+        *("start stranger", "Attach stranger", "end stranger"),
+        *("Ping worker", "end holder", "Ping worker", "Attach late worker"),
     ]
     assert isinstance(result.stranger, Refused)
     assert result.before == result.after == (b"c",)
     assert result.private is None
-
-
-def test_who_is_on_the_list_and_who_is_not() -> None:
-    children = Scripted()
-    result = trial.run(children, Canary())
     assert isinstance(result.start, dict)
-    builds = [order for _, order in children.orders if isinstance(order, Build)]
-    allows = [(name, order.pids) for name, order in children.orders if isinstance(order, Allow)]
-    assert [order.pids for order in builds] == [(result.start["worker"], result.start["late worker"])]
-    ((name, pids),) = allows
-    assert (name, len(pids)) == ("holder", 1)
-    assert pids[0] not in result.start.values()
+    [build] = [order for _, order in children.orders if isinstance(order, Build)]
+    assert build.pids == (result.start["worker"], result.start["late worker"])
+    [(name, allow)] = [(name, order) for name, order in children.orders if isinstance(order, Allow)]
+    assert (name, len(allow.pids)) == ("holder", 1)
+    assert allow.pids[0] not in result.start.values()
 
 
 def test_a_doubt_is_settled_with_a_copy_that_is_not_shared() -> None:
@@ -137,26 +120,28 @@ def test_a_doubt_is_settled_with_a_copy_that_is_not_shared() -> None:
 
 
 def test_a_model_file_that_changes_meanwhile() -> None:
-    children = Scripted(**cast("dict[str, Any]", {"worker sha256": "6" * 64}))
-    start = trial.run(children, Canary()).start
+    start = trial.run(Scripted(**cast("dict[str, Any]", {"worker sha256": "6" * 64})), Canary()).start
     assert isinstance(start, Confused)
     assert "has changed" in str(start)
-    assert children.orders == []
 
 
-def test_what_needs_a_step_that_failed_is_not_tried() -> None:
-    no = Refused("no")
-    for answers, last in (
-        ({"Built": no}, "Build holder"),
-        ({"worker Attached": no}, "Attach worker"),
-        ({"worker Pong": no}, "Ping worker"),
-    ):
-        children = Scripted(**cast("dict[str, Any]", answers))
-        trial.run(children, Canary())
-        assert children.happened[-1] == last
-    children = Scripted(Built=replace(BUILT, handle=""))
+@pytest.mark.parametrize(
+    ("answers", "last"),
+    [
+        ({"Built": Refused("no")}, "Build holder"),
+        ({"Built": replace(BUILT, handle="")}, "Build holder"),
+        ({"worker Attached": Refused("no")}, "Attach worker"),
+        ({"worker Pong": Refused("no")}, "Ping worker"),
+        ({"worker sha256": "6" * 64}, "start late worker"),
+    ],
+)
+def test_what_needs_a_step_that_failed_is_not_tried(answers: dict[str, Any], last: str) -> None:
+    children = Scripted(**answers)
     trial.run(children, Canary())
-    assert children.happened[-1] == "Build holder"
+    assert children.happened[-1] == last
+
+
+def test_a_list_that_does_not_grow() -> None:
     children = Scripted(Allowed=Allowed("no such call"))
     assert trial.run(children, Canary()).new is None
     assert "Attach new worker" not in children.happened
@@ -181,3 +166,17 @@ def test_a_holder_that_is_lost_in_a_try_is_followed_by_one_that_leaves_it_out() 
     children = Scripted(deaths=[Died("killed by SIGSEGV")])
     with pytest.raises(Died, match=r"^killed by SIGSEGV; it ran the canary, x \[1, 4\]$"):
         trial.load(children, Canary(search=False, cases=(TRIED,)), attaches=False)
+
+
+def test_an_input_is_made_without_numpy() -> None:
+    others = (("h", "FP16", (2,)), ("d", "FP64", ()), ("i", "INT64", (3,)), ("b", "BOOL", (5,)), ("u", "INT8", None))
+    cases: tuple[Case, ...] = ({"x": (2, 4), "u": (2, 2, 2)},)
+    specs, frames = trial.inputs(
+        replace(BUILT, inputs=(X, *(TensorSignature(*each) for each in others)), canary_cases=cases)
+    )
+    assert [each.shape for each in specs] == [(2, 4), (2,), (), (3,), (5,), (2, 2, 2)]
+    assert [each.nbytes for each in specs] == [len(frame) for frame in frames]
+    assert struct.unpack("<8f", frames[0]) == (0.5, -0.25, 1.0, -0.75, 0.125, -1.0, 0.875, 0.5)
+    assert struct.unpack("<2e", frames[1]) == (0.5, -0.25)
+    assert struct.unpack("<3q", frames[3]) == (0, 1, 1)
+    assert frames[4] == b"\0\1\1\0\1"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -31,22 +30,15 @@ DeviceAllow=/dev/davinci_manager rw
 """
 
 
-def shown(text: str) -> Callable[[list[str]], str]:
-    return lambda _: text
-
-
 def test_what_systemd_says_of_a_unit(tmp_path: Path) -> None:
     (tmp_path / "etc/default").mkdir(parents=True)
     (tmp_path / "etc/default/weightd").write_text("# a comment\nASCEND_HOME_PATH='/opt/other'\n\nVISIBLE=1,2\n")
-    asked: list[list[str]] = []
 
     def run(argv: list[str]) -> str:
-        asked.append(argv)
+        assert [*argv[:2], *argv[-2:]] == ["systemctl", "show", "--", "weightd@a.service"]
         return SHOWN
 
     seen = unit.ask("weightd@a.service", tmp_path, run)
-    assert asked[0][:2] == ["systemctl", "show"]
-    assert asked[0][-2:] == ["--", "weightd@a.service"]
     assert dict(seen.environment) == {
         "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin",
         "HOME": "/var/lib/weightd",
@@ -62,14 +54,15 @@ def test_what_systemd_says_of_a_unit(tmp_path: Path) -> None:
 
 
 def test_a_unit_that_says_nothing_is_roots_and_opens_all() -> None:
-    seen = unit.ask("weightd.service", run=shown("LoadState=loaded\nUser=\nDevicePolicy=auto\nPrivateDevices=no\n"))
+    text = "LoadState=loaded\nUser=\nDevicePolicy=auto\nPrivateDevices=no\n"
+    seen = unit.ask("weightd.service", run=lambda _: text)
     assert (seen.user, seen.allowed, seen.hides_devices, set(seen.environment)) == ("", None, False, {"PATH"})
     assert unit.identity_of(seen).uid == 0
 
 
 def test_no_unit() -> None:
     with pytest.raises(OSError, match="systemd has no unit x"):
-        unit.ask("x", run=shown("LoadState=not-found\n"))
+        unit.ask("x", run=lambda _: "LoadState=not-found\n")
     with pytest.raises(OSError, match="no unit was named"):
         unit.ask("")
     with pytest.raises(OSError, match="nobody-here"):
