@@ -13,7 +13,7 @@ import pytest
 
 from testkit import mindir
 
-from .support import ENGINES, Bare, Place, Zoo
+from .support import ENGINES, Bare, Place, Question, Zoo, mlp_inputs
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -43,6 +43,18 @@ def zoo(tmp_path_factory: pytest.TempPathFactory) -> Zoo:
 def bare() -> Iterator[Bare]:
     with contextlib.ExitStack() as stack:
         yield Bare(stack)
+
+
+@pytest.fixture(scope="module")
+def mlp(engine: str, zoo: Zoo) -> Path:
+    """The model that most tests serve."""
+    return zoo.path("mlp", engine)
+
+
+@pytest.fixture(scope="module")
+def questions(mlp: Path, bare: Bare) -> list[Question]:
+    """What it is asked, and the right answers."""
+    return bare.questions(mlp, mlp_inputs((1, 2, 40, 7, 64, 1)))
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ import select
 import subprocess
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -30,7 +31,7 @@ Arrays = Mapping[str, NDArray[Any]]
 
 ENGINES = ("onnxruntime", "mindspore_lite")
 
-# For a file that is about the daemon, to which one engine is as good as another; and for the test in it that shows so.
+# For a file that is about the daemon, to which one engine is as good as another.
 ONE_ENGINE = pytest.mark.engines("onnxruntime")
 EACH_ENGINE = pytest.mark.engines(*ENGINES)
 SUFFIX = {"onnxruntime": ".onnx", "mindspore_lite": ".mindir"}
@@ -80,12 +81,16 @@ class Bare:
         self._stack = stack
         self._plain: dict[Path, PlainProcess] = {}
 
-    def answer(self, model: Path, inputs: Arrays) -> Arrays:
-        """Return what the engine itself answers."""
+    def process(self, model: Path) -> PlainProcess:
+        """Return a process that has loaded the model, without weightd."""
         if model not in self._plain:
             engine = {suffix: engine for engine, suffix in SUFFIX.items()}[model.suffix]
             self._plain[model] = self._stack.enter_context(PlainProcess(model, engine))
-        return self._plain[model].infer(inputs)
+        return self._plain[model]
+
+    def answer(self, model: Path, inputs: Arrays) -> Arrays:
+        """Return what the engine itself answers."""
+        return self.process(model).infer(inputs)
 
     def questions(self, model: Path, inputs: Iterable[Arrays]) -> list[Question]:
         """Return each of the inputs with its right answer."""
@@ -139,11 +144,16 @@ def ask_all(client: Client, model: str, questions: Sequence[Question]) -> None:
 
 L = TypeVar("L", bound="Load")
 
+_FAST_S = 0.2
+_PAUSE_S = 0.02
+
 
 class Load:
     """Threads with a client each that keep requests in flight and check every answer, until the block ends.
 
-    At the end of the block every request must have had its right answer, or the block fails.
+    They ask as fast as they can for a moment after each `wait_for`, in which a test does what it is about, and then
+    slower, to leave the machine to what is waited for. At the end of the block every request must have had its right
+    answer, or the block fails.
     """
 
     def __init__(
@@ -153,6 +163,7 @@ class Load:
         self.wrong: list[str] = []
         self._stop = threading.Event()
         self._lock = threading.Lock()
+        self._fast_until = time.monotonic() + _FAST_S
         arguments = (address, model, questions, in_flight)
         self._threads = [threading.Thread(target=self._run, args=arguments, daemon=True) for _ in range(clients)]
 
@@ -175,6 +186,7 @@ class Load:
         """Wait until so many more requests have been answered."""
         enough = self.answered + more
         until(lambda: self.answered >= enough or self.wrong, f"{more} more answers")
+        self._fast_until = time.monotonic() + _FAST_S
 
     def _run(self, address: str, model: str, questions: Sequence[Question], in_flight: int) -> None:
         try:
@@ -188,6 +200,8 @@ class Load:
                         count += 1
                     if pending:
                         self._check(*pending.popleft())
+                    if time.monotonic() > self._fast_until:
+                        self._stop.wait(_PAUSE_S)
         except Exception as error:  # noqa: BLE001 - whatever it is, the block fails with it
             self.wrong.append(f"{type(error).__name__}: {error}")
 

@@ -9,7 +9,9 @@ T = TypeVar("T")
 
 LIMIT_S = 30.0
 
+# The longer it takes, the less often is looked: what is waited for needs the machine, and 5 % more time is little.
 _POLL_S = 0.01
+_SELDOM_S = 0.1
 
 
 def until(check: Callable[[], Optional[T]], what: str, limit: float = LIMIT_S) -> T:
@@ -18,11 +20,12 @@ def until(check: Callable[[], Optional[T]], what: str, limit: float = LIMIT_S) -
     Raises:
         TimeoutError: it has given nothing else for `limit` seconds; `what` says in the text what was waited for.
     """
-    deadline = time.monotonic() + limit
+    begin = time.monotonic()
     while True:
         result = check()
         if result:
             return result
-        if time.monotonic() > deadline:
+        waited = time.monotonic() - begin
+        if waited > limit:
             raise TimeoutError(f"waited {limit:g} s in vain: {what}")
-        time.sleep(_POLL_S)
+        time.sleep(min(max(waited / 20, _POLL_S), _SELDOM_S))
