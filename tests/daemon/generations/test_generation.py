@@ -426,6 +426,18 @@ def test_the_holder_is_asked_for_one_replacement_at_a_time() -> None:
     assert not life.generation.needs_renewal
 
 
+def test_one_that_crashes_while_it_attaches_is_replaced_and_who_replaces_it_is_let_in() -> None:
+    life = lost_two()
+    life.allowed()
+    # The next one does not wait for a replacement.
+    assert life.exits(W4, end=End(-signal.SIGSEGV)) == [allow(W5)]
+    life.allowed()
+    assert Enlist(W5) in life.attached(W5)
+    assert life.when_due() == [spawn(another := worker(6))]
+    assert life.hello(another) + life.allowed() == [allow(another), attach(another)]
+    assert life.state is GenerationState.SERVING
+
+
 REFUSALS: dict[str, Event] = {
     "no pids after the build": lambda life: life.allowed("no pids after the build"),
     "the holder has not answered for 10 s": Life.when_due,
