@@ -1,15 +1,11 @@
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-from ascendsim import Host, models
-
-from .support import MODEL, WIDTH, Cards
+from .support import Cards, a_host
 
 
-@pytest.fixture
-def cards(tmp_path: Path) -> Cards:
-    host = Host(tmp_path / "host", cards=2)
-    return Cards(tmp_path, host, models.mlp(tmp_path / f"{MODEL}.mindir", width=WIDTH))
+@pytest.fixture(scope="module")
+def cards(tmp_path_factory: pytest.TempPathFactory) -> Cards:
+    """Those of the service that the tests of a file share."""
+    return a_host(tmp_path_factory.mktemp("cards"))

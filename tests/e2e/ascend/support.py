@@ -6,78 +6,74 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Generator, Mapping
+from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 from ascendsim import Host, environment, models
 from testkit.managed import ManagedService
-from testkit.service import Service
+from testkit.service import Models, Service
 from testkit.waiting import until
-from weightd.client import Client
-from weightd.protocol.messages.status import DeviceStatus, GenerationStatus, ModelStatus, ProcessStatus
+from weightd.protocol.messages.status import DeviceStatus, ModelStatus
 
 from ..support import Question, mlp_inputs
 
-MIB = 1024 * 1024
-WIDTH = 64
 MODEL = "mlp"
+WIDTH = 64
+
+S = TypeVar("S", bound=Service)
+
+# Tests that share a service find it complete, and leave it so; faults and switches are as they were.
 
 
 @dataclass
 class Cards:
-    """A host with cards, a model, and the directory that both are in."""
+    """A host with two cards, a model, and the directory that both are in."""
 
     directory: Path
     host: Host
     model: Path
 
-    def mlp(self, name: str, width: int = WIDTH, seed: int = 0, *, bundle: bool = False) -> Path:
+    def mlp(self, name: str, seed: int = 0, *, bundle: bool = False) -> Path:
         """Write another model."""
-        return models.mlp(self.directory / f"{name}.mindir", width=width, seed=seed, bundle=bundle)
+        return models.mlp(self.directory / f"{name}.mindir", width=WIDTH, seed=seed, bundle=bundle)
 
     @contextlib.contextmanager
-    def service(self, memory_mib: int = 0, *, verbose: bool = False, **table: object) -> Generator[Service, None, None]:
-        """Serve the model on card 0 with two workers and a spare, unless the table says otherwise."""
-        tables = {MODEL: {**on_card(self.model), **table}}
-        budget = {"ascend:0": {"memory_mib": memory_mib}}
-        with Service(tables, devices=budget, env=environment(self.host), verbose=verbose) as service:
+    def service(self, tables: Models) -> Generator[Service]:
+        """Serve these models."""
+        with Service(tables, env=environment(self.host)) as service:
             yield service
 
     @contextlib.contextmanager
-    def managed(self) -> Generator[ManagedService, None, None]:
-        """Serve the model under a service manager, and wait until every worker and spare is READY."""
-        budget = {"ascend:0": {"memory_mib": 0}}
-        with ManagedService({MODEL: on_card(self.model)}, devices=budget, env=environment(self.host)) as service:
-            service.ready()
-            until(lambda: is_complete(service), "the spares are READY")
+    def ready(self, **table: object) -> Generator[Service]:
+        """Serve the model, on card 0 with two workers and a spare unless the table says otherwise; all are READY."""
+        with self.service({MODEL: on_card(self.model, **table)}) as service:
+            wait_for_all(service)
             yield service
 
     @contextlib.contextmanager
-    def services(self, tables: Mapping[str, Mapping[str, object]]) -> Generator[Service, None, None]:
-        """Serve several models."""
-        complete = {name: {"python": sys.executable, **table} for name, table in tables.items()}
-        with Service(complete, env=environment(self.host)) as service:
+    def managed(self) -> Generator[ManagedService]:
+        """As `ready`, under a service manager."""
+        with ManagedService({MODEL: on_card(self.model)}, env=environment(self.host)) as service:
+            wait_for_all(service)
             yield service
 
-    @contextlib.contextmanager
-    def ready(self, memory_mib: int = 0, **table: Any) -> Generator[tuple[Service, Client], None, None]:
-        """Serve the model, and wait until every worker is READY and every spare, too."""
-        with self.service(memory_mib, **table) as service, service.client() as client:
-            service.ready()
-            until(lambda: is_complete(service), "the spares are READY")
-            yield service, client
+
+def a_host(directory: Path) -> Cards:
+    """Make a host and a model."""
+    return Cards(directory, Host(directory / "host", cards=2), models.mlp(directory / f"{MODEL}.mindir", width=WIDTH))
 
 
-def on_card(path: Path) -> dict[str, object]:
+def on_card(path: Path, /, **more: object) -> dict[str, object]:
     """Return the table of a model on card 0: two workers and a spare."""
-    return {"path": path, "python": sys.executable, "workers": 2, "spares": 1, "devices": ["ascend:0"]}
+    table = {"path": path, "python": sys.executable, "workers": 2, "spares": 1, "devices": ["ascend:0"]}
+    return {**table, **more}
 
 
-def questions(path: Path, width: int = WIDTH) -> list[Question]:
+def questions(path: Path) -> list[Question]:
     """Return requests and their right answers, computed apart from any process of the service."""
-    return [Question(inputs, models.answers(path, dict(inputs))) for inputs in mlp_inputs((1, 3, 2, 7), width)]
+    return [Question(inputs, models.answers(path, dict(inputs))) for inputs in mlp_inputs((1, 3, 2, 7), WIDTH)]
 
 
 def status(service: Service, name: str = MODEL) -> ModelStatus:
@@ -85,14 +81,20 @@ def status(service: Service, name: str = MODEL) -> ModelStatus:
     return next(model for model in service.status().models if model.name == name)
 
 
-def device(service: Service, name: str = "ascend:0") -> DeviceStatus:
-    """Return what the daemon says about a card."""
-    return next(each for each in service.status().devices if each.name == name)
+def device(service: Service) -> DeviceStatus:
+    """Return what the daemon says about card 0."""
+    return next(each for each in service.status().devices if each.name == "ascend:0")
 
 
-def generation(service: Service, number: int) -> GenerationStatus | None:
-    """Return a generation of the model, None if there is none (any more)."""
-    return next((each for each in status(service).generations if each.number == number), None)
+def wait_for_all(service: Service) -> None:
+    """Wait until every worker of the service is READY, and every spare, too."""
+    service.ready()
+    until(lambda: all(each.progress == "serving" for each in status(service).generations), "the spares are READY")
+
+
+def number(service: Service) -> int:
+    """Return the number of the newest generation."""
+    return status(service).generations[-1].number
 
 
 def serves(service: Service, number: int) -> bool:
@@ -101,23 +103,15 @@ def serves(service: Service, number: int) -> bool:
     return [(each.number, each.progress) for each in generations] == [(number, "serving")]
 
 
-def is_complete(service: Service) -> bool:
-    """Whether every process of the model is READY."""
-    return all(each.progress == "serving" for each in status(service).generations)
+def names(service: Service, role: str) -> list[str]:
+    """Return the names of the holders, workers or spares that are READY."""
+    return [
+        each.name for each in service.processes() if (each.role, each.state) in ((role, "ready"), (role, "holding"))
+    ]
 
 
-def process(service: Service, name: str) -> ProcessStatus:
-    """Return a process of the model, by the end of its name."""
-    return next(each for each in service.processes() if each.name.endswith(f".{name}"))
-
-
-def kill(service: Service, name: str, number: signal.Signals = signal.SIGKILL) -> int:
-    """Kill a process of the model, by the end of its name; return its pid."""
-    pid = process(service, name).pid
-    os.kill(pid, number)
-    return pid
-
-
-def roles(service: Service) -> dict[str, str]:
-    """Return the role of each process, by the end of its name."""
-    return {each.name.rpartition(".")[2]: each.role for each in service.processes()}
+def kill(service: Service, role: str) -> str:
+    """Kill one of the processes with that role, and return its name."""
+    victim = next(each for each in service.processes() if each.role == role)
+    os.kill(victim.pid, signal.SIGKILL)
+    return victim.name

@@ -4,63 +4,60 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
 
 import pytest
 
+from testkit.managed import ManagedService
 from testkit.waiting import until
 
 from ..support import ask_all
-from .support import Cards, device, is_complete, kill, process, questions, roles, serves, status
+from .support import MODEL, Cards, device, kill, names, questions, serves, status, wait_for_all
 
 pytestmark = pytest.mark.e2e
 
 
-def test_the_weights_stay_on_the_card(cards: Cards) -> None:
-    with cards.managed() as service:
-        before, card = service.processes(), device(service)
-        builds = cards.host.count("build")
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            service.restart(number)
-            with service.client() as client:
-                ask_all(client, "mlp", questions(cards.model))
-            until(lambda: is_complete(service), "the spares are READY")
-        assert [(each.name, each.pid) for each in service.processes()] == [(each.name, each.pid) for each in before]
-        after = device(service)
-        assert (after.capacity_bytes, after.weights_bytes, after.process_bytes, after.processes) == (
-            card.capacity_bytes,
-            card.weights_bytes,
-            card.process_bytes,
-            card.processes,
-        )
-        assert cards.host.count("build") == builds
-        assert cards.host.copies_of_weights(0) == 1
-
-
-def test_a_replacement_is_let_in_by_the_holder_of_the_daemon_before(cards: Cards) -> None:
-    with cards.managed() as service:
-        service.restart(signal.SIGKILL)
-        until(lambda: is_complete(service), "the spares are READY")
-        kill(service, "w1")
-        until(lambda: roles(service).get("w4") == "spare", "a new spare is attached")
-        assert serves(service, 1)
-        with service.client() as client:
-            ask_all(client, "mlp", questions(cards.model))
-
-
-@pytest.mark.parametrize("meanwhile", [True, False])
-def test_a_holder_that_dies_takes_its_generation_along(cards: Cards, meanwhile: bool) -> None:
+@pytest.fixture(scope="module")
+def service(cards: Cards) -> Iterator[ManagedService]:
+    """On a card where what is left of a holder that has died is somebody else's memory."""
     cards.host.switch(lifetime="strict", after_death="garbage")
     with cards.managed() as service:
-        holder = process(service, "holder").pid
-        os.kill(service.pid, signal.SIGKILL)
-        service.wait()
-        if meanwhile:
-            os.kill(holder, signal.SIGKILL)
-        service.start_again()
-        with service.client() as client:
-            if not meanwhile:
-                ask_all(client, "mlp", questions(cards.model))
-                os.kill(holder, signal.SIGKILL)
-            ask_all(client, "mlp", questions(cards.model))
-        until(lambda: serves(service, 2), "the second generation serves alone")
-        assert status(service).failed == 0
+        yield service
+
+
+def answers_rightly(service: ManagedService, cards: Cards) -> None:
+    with service.client() as client:
+        ask_all(client, MODEL, questions(cards.model))
+
+
+def test_the_weights_stay_on_the_card(cards: Cards, service: ManagedService) -> None:
+    def all_of_it() -> object:
+        told = device(service)
+        processes = [(each.name, each.pid) for each in service.processes()]
+        return processes, told.capacity_bytes, told.weights_bytes, told.process_bytes, told.processes
+
+    before, builds = all_of_it(), cards.host.count("build")
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        service.restart(number)
+        answers_rightly(service, cards)
+        wait_for_all(service)
+    assert all_of_it() == before
+    assert (cards.host.count("build"), cards.host.copies_of_weights(0)) == (builds, 1)
+
+
+def test_a_replacement_is_let_in_by_the_holder_of_the_daemon_before(cards: Cards, service: ManagedService) -> None:
+    kill(service, "worker")
+    until(lambda: names(service, "spare") == ["mlp.1.w4"], "a new spare is attached")
+    assert serves(service, 1)
+    answers_rightly(service, cards)
+
+
+def test_a_holder_that_died_meanwhile_has_taken_its_generation_along(cards: Cards, service: ManagedService) -> None:
+    [holder] = [each.pid for each in service.processes() if each.role == "holder"]
+    os.kill(service.pid, signal.SIGKILL)
+    service.wait()
+    os.kill(holder, signal.SIGKILL)
+    service.start_again()
+    answers_rightly(service, cards)
+    until(lambda: serves(service, 2), "the second generation serves alone")
+    assert status(service).failed == 0
