@@ -14,6 +14,7 @@ from weightd.daemon.models.sources import Numbers
 from weightd.protocol.errors import Unavailable
 
 ONE, TWO, THREE = (ModelConfig(path=f"/models/{number}.onnx") for number in (1, 2, 3))
+LEAVES = f"drain {ONE.predict_timeout:g} replaced"
 
 
 class FakeModel:
@@ -26,13 +27,9 @@ class FakeModel:
         self.desk = SimpleNamespace(scheduler=SimpleNamespace(idle=True, queued=0))
         self.successor: FakeModel | None = None
         self.note = ""
-        self.updating = self.serves = self.complete = self.has_failed = self.draining = self.gone = False
+        self.updating = self.will_serve = self.complete = self.has_failed = self.draining = self.gone = False
         self.deaths = 0
         self.done: list[str] = []
-
-    @property
-    def will_serve(self) -> bool:
-        return self.serves
 
     def start(self, now: float) -> None:
         self.done.append("start")
@@ -45,6 +42,7 @@ class FakeModel:
         self.done.append(f"drain {patience:g}{' replaced' if replaced else ''}")
 
     def adopt(self, old: FakeModel, now: float) -> None:
+        assert old.draining == (old.desk.scheduler.queued > 0), "it would have refused what waits"
         self.done.append(f"adopt {old.config.path}")
 
     def dispose(self) -> None:
@@ -62,7 +60,7 @@ class Yard:
         self.fleet = Fleet(self.make)
         self.fleet.start(configs, 0.0)
         for each in self.made:
-            each.serves = each.complete = True
+            each.will_serve = each.complete = True
             each.done.clear()
 
     def make(self, name: str, config: ModelConfig, numbers: Numbers) -> Model:
@@ -74,124 +72,96 @@ class Yard:
         self.fleet.apply(change, configs, 0.0)
         return change
 
-    def serving(self) -> dict[str, str]:
-        return {name: model.config.path for name, model in self.fleet.models.items()}
-
-    @property
-    def last(self) -> FakeModel:
-        return self.made[-1]
+    def serving(self) -> list[tuple[str, ModelConfig]]:
+        """Who serves by now, each with its configuration."""
+        self.fleet.settle(0.0)
+        return [(name, model.config) for name, model in self.fleet.models.items()]
 
 
-def test_what_has_not_changed_is_not_touched() -> None:
+def test_what_has_not_changed_is_not_touched_and_a_new_model_takes_requests_at_once() -> None:
     yard = Yard(a=ONE)
-    change = yard.reload(a=ONE)
-    assert (change, str(change)) == (Change((), (), ()), "no model changes")
-    assert (len(yard.made), yard.made[0].done) == (1, [])
-
-
-def test_a_new_model_loads_and_takes_requests_at_once() -> None:
-    yard = Yard(a=ONE)
-    change = yard.reload(b=TWO, a=ONE)
-    assert (change, str(change)) == (Change(("b",), (), ()), "added b")
-    assert (yard.last.name, yard.last.done) == ("b", ["start"])
-    assert list(yard.fleet.models) == ["b", "a"]
+    assert str(yard.reload(a=ONE)) == "no model changes"
+    assert str(yard.reload(b=TWO, a=ONE)) == "added b"
+    assert [each.done for each in yard.made] == [[], ["start"]]
+    assert yard.serving() == [("b", TWO), ("a", ONE)]
 
 
 def test_a_model_that_is_removed_finishes_what_it_has_and_leaves() -> None:
     yard = Yard(a=ONE, b=TWO)
-    b = yard.last
-    b.desk.scheduler.idle = False
-    b.deaths = 3
+    b = yard.made[1]
+    b.desk.scheduler.idle, b.deaths = False, 3
     assert yard.reload(a=ONE) == Change((), (), ("b",))
-    assert yard.serving() == {"a": "/models/1.onnx"}
-    yard.fleet.settle(0.0)
+    assert yard.serving() == [("a", ONE)]
     assert (b.done, len(yard.fleet.everyone())) == (["will leave"], 2)
     b.desk.scheduler.idle = True
-    yard.fleet.settle(0.0)
-    assert b.done == ["will leave", "drain 0"]
+    for _ in range(2):
+        yard.fleet.settle(0.0)
+        assert b.done == ["will leave", "drain 0"]
     b.gone = True
     yard.fleet.settle(0.0)
     assert b.done == ["will leave", "drain 0", "dispose"]
-    assert len(yard.fleet.everyone()) == 1
-    assert yard.fleet.deaths == 3
+    assert (len(yard.fleet.everyone()), yard.fleet.deaths, yard.fleet.changing) == (1, 3, False)
 
 
 def test_a_changed_model_takes_over_once_it_is_complete() -> None:
     yard = Yard(a=ONE)
-    old = yard.last
     assert yard.reload(a=TWO) == Change((), ("a",), ())
-    new = yard.last
-    assert new.done == ["start"]
-    new.serves = True
-    yard.fleet.settle(0.0)
-    assert yard.serving() == {"a": "/models/1.onnx"}
+    old, new = yard.made
+    assert (yard.serving(), new.done, yard.fleet.changing) == ([("a", ONE)], ["start"], True)
     new.complete = True
-    yard.fleet.settle(0.0)
-    assert yard.serving() == {"a": "/models/2.onnx"}
-    assert new.done[:2] == ["start", "adopt /models/1.onnx"]
-    assert old.done == [f"drain {ONE.predict_timeout:g} replaced"]
+    for _ in range(2):
+        assert yard.serving() == [("a", TWO)]
+        assert (new.done, old.done) == (["start", "adopt /models/1.onnx"], [LEAVES])
     # A worker that dies while it leaves: what it had is the new one's.
-    new.done.clear()
-    yard.fleet.settle(0.0)
-    assert new.done == []
     old.desk.scheduler.queued = 1
     yard.fleet.settle(0.0)
-    assert new.done == ["adopt /models/1.onnx"]
+    assert new.done[2:] == ["adopt /models/1.onnx"]
     old.gone = True
     yard.fleet.settle(0.0)
-    assert [id(each) for each in yard.fleet.everyone()] == [id(new)]
+    assert [each.config for each in yard.fleet.everyone()] == [TWO]
 
 
 def test_a_change_that_fails_leaves_what_serves_and_says_why() -> None:
     yard = Yard(a=ONE)
     yard.reload(a=TWO)
-    failed = yard.last
+    old, failed = yard.made
     failed.has_failed = True
-    yard.fleet.settle(0.0)
-    assert yard.serving() == {"a": "/models/1.onnx"}
-    assert yard.made[0].note == "the changed configuration is not in force: no such file"
+    assert yard.serving() == [("a", ONE)]
+    assert old.note == "the changed configuration is not in force: no such file"
     assert failed.done == ["start", "drain 0"]
     # The next reload tries it again.
     assert yard.reload(a=TWO) == Change((), ("a",), ())
-    assert yard.made[0].note == ""
-    assert yard.last is not failed
+    assert (old.note, len(yard.made)) == ("", 3)
 
 
 def test_what_does_not_serve_is_replaced_at_once() -> None:
     yard = Yard(a=ONE)
-    yard.made[0].serves = False
+    yard.made[0].will_serve = False
     yard.reload(a=TWO)
-    yard.fleet.settle(0.0)
-    assert yard.serving() == {"a": "/models/2.onnx"}
-    assert "adopt /models/1.onnx" in yard.last.done
+    assert yard.serving() == [("a", TWO)]
+    assert yard.made[1].done == ["start", "adopt /models/1.onnx"]
 
 
-def test_asking_twice_for_the_same_change_is_asking_once() -> None:
+def test_asking_twice_for_the_same_change_is_asking_once_and_a_change_of_mind_discards_what_loads() -> None:
     yard = Yard(a=ONE)
     yard.reload(a=TWO)
     assert yard.reload(a=TWO) == Change((), (), ())
-    assert len(yard.made) == 2
-
-
-def test_a_change_of_mind_discards_what_loads() -> None:
-    yard = Yard(a=ONE)
-    yard.reload(a=TWO)
-    second = yard.last
     assert yard.reload(a=THREE) == Change((), ("a",), ())
-    assert second.draining
-    third = yard.last
+    assert [each.draining for each in yard.made] == [False, True, False]
     assert yard.reload(a=ONE) == Change((), ("a",), ())
-    assert third.draining
-    assert yard.made[0].successor is None
-    assert yard.serving() == {"a": "/models/1.onnx"}
+    assert [each.draining for each in yard.made] == [False, True, True]
+    assert (yard.serving(), yard.made[0].successor) == ([("a", ONE)], None)
 
 
-def test_a_model_that_is_removed_takes_what_loads_for_it_along() -> None:
+def test_a_model_that_is_removed_takes_what_loads_for_it_along_and_leaves_nothing_to_the_next_of_its_name() -> None:
     yard = Yard(a=ONE)
+    yard.made[0].desk.scheduler.idle = False
     yard.reload(a=TWO)
     yard.reload()
-    assert yard.last.draining
-    assert len(yard.fleet.everyone()) == 2
+    assert (yard.made[1].draining, len(yard.fleet.everyone())) == (True, 2)
+    yard.reload(a=TWO)
+    yard.fleet.settle(0.0)
+    assert (yard.made[0].done, yard.made[2].done) == (["will leave"], ["start"])
 
 
 @pytest.mark.parametrize("configs", [{"a": TWO, "b": TWO}, {"b": TWO}])
@@ -200,7 +170,7 @@ def test_while_a_model_is_updated_nothing_changes(configs: dict[str, ModelConfig
     yard.made[0].updating = True
     with pytest.raises(Unavailable, match=r"^a is being updated: try again once that is over$"):
         yard.reload(**configs)
-    assert (yard.serving(), len(yard.made)) == ({"a": "/models/1.onnx"}, 1)
+    assert (yard.serving(), len(yard.made)) == ([("a", ONE)], 1)
 
 
 def test_a_name_never_uses_a_number_twice() -> None:
@@ -217,22 +187,3 @@ def test_the_end_is_told_to_everyone() -> None:
     yard.reload(a=TWO, b=TWO)
     yard.fleet.drain(0.0)
     assert [each.draining for each in yard.made] == [True] * 4
-
-
-def test_what_waits_is_taken_over_before_the_old_model_would_refuse_it() -> None:
-    yard = Yard(a=ONE)
-    yard.reload(a=TWO)
-    yard.last.complete = True
-    told: list[str] = []
-    yard.made[0].done = yard.last.done = told
-    yard.fleet.settle(0.0)
-    assert told[:2] == ["adopt /models/1.onnx", f"drain {ONE.predict_timeout:g} replaced"]
-
-
-def test_one_of_the_name_of_a_model_that_finishes_what_it_has_takes_nothing_from_it() -> None:
-    yard = Yard(a=ONE)
-    yard.made[0].desk.scheduler.idle = False
-    yard.reload()
-    yard.reload(a=TWO)
-    yard.fleet.settle(0.0)
-    assert (yard.made[0].done, yard.last.done) == (["will leave"], ["start"])

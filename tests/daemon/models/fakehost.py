@@ -1,0 +1,254 @@
+"""A host that only writes down what it is asked for, and a model on it whose children say what a test wants."""
+
+from __future__ import annotations
+
+import itertools
+import signal
+from collections.abc import Sequence
+from typing import Any
+
+from weightd.daemon.children.launch import Program
+from weightd.daemon.children.owner import Owner, Snapshot
+from weightd.daemon.config.model import ModelConfig
+from weightd.daemon.generations.actions import Role
+from weightd.daemon.generations.generation import Generation
+from weightd.daemon.generations.plan import Source
+from weightd.daemon.generations.records import SealRecord
+from weightd.daemon.host.ends import By, End
+from weightd.daemon.models.budget import Device
+from weightd.daemon.models.model import Model
+from weightd.daemon.requests.request import NOBODY, Origin, Request
+from weightd.protocol.errors import RequestError
+from weightd.protocol.messages.children import (
+    Attached,
+    Built,
+    ChildMessage,
+    Hello,
+    OrderMessage,
+    Predict,
+    Result,
+    Traits,
+)
+from weightd.protocol.messages.control import ModelMetadataResponse, UpdateResponse
+from weightd.protocol.messages.data import TensorSignature, TensorSpec
+from weightd.protocol.version import VERSION
+
+SHA = "5" * 64
+SEAL = SealRecord(8192, 10**18)
+CPU = Traits(pids_fixed_at_build=False, holder_must_outlive=False, attach_rewrites_weights=False)
+# Pids are fixed at the build: what is lost with the holder only the next generation can replace.
+CARD = Traits(pids_fixed_at_build=True, holder_must_outlive=True, attach_rewrites_weights=True)
+X = TensorSignature("x", "FP32", (-1, 2))
+Y = TensorSignature("y", "FP32", (-1, 3))
+GOOD = TensorSpec("x", "FP32", (5, 2))
+BAD = TensorSpec("z", "FP32", (5, 2))
+OUT = TensorSpec("y", "FP32", (5, 3))
+BUILT = Built("/store", (X,), (Y,), ({"x": (2,)},), "canary", 4096)
+ATTACHED = Attached("canary", 4000)
+HOLDER, W1, W2, W3, W4 = "digits.1.holder", "digits.1.w1", "digits.1.w2", "digits.1.w3", "digits.1.w4"
+
+_numbers = itertools.count(1)
+
+
+def request(
+    spec: TensorSpec = GOOD, content: bytes = b"", *, deadline: float = 1e9, origin: Origin = NOBODY
+) -> Request:
+    """Return a request of this content, or of one that no other has."""
+    number = next(_numbers)
+    content = content or f"content {number}".encode()
+    client = origin.near.encode() or b"client"
+    return Request(number, client, f"id{number}", "digits", (spec,), (content,), 0.0, deadline, len(content), origin)
+
+
+class FakeHost:
+    """The children and the clients of models, over daemons that come and go."""
+
+    def __init__(self) -> None:
+        self.pinned: list[Source] = []
+        self.unpinned: list[Source] = []
+        self.names: set[str] = set()
+        self.spawned: list[str] = []
+        self.resumed: list[str] = []
+        self.seals: dict[str, SealRecord] = {}
+        self.damaged: set[str] = set()
+        self.dead: set[str] = set()
+        self.killed: list[str] = []
+        self.aborted: list[str] = []
+        self.orders: list[tuple[str, OrderMessage]] = []
+        self.frames: list[Any] = []
+        self.answers: list[int] = []
+        self.answered: list[tuple[Sequence[TensorSpec], Sequence[Any]]] = []
+        self.refusals: list[tuple[int, str, str]] = []
+        self.metadata: list[tuple[bytes, ModelMetadataResponse]] = []
+        self.updated: list[UpdateResponse] = []
+        self.errors: list[tuple[str, str, str]] = []
+
+    def pin(self, owner: Owner, model: str, config: ModelConfig, source: Source) -> None:
+        self.pinned.append(source)
+
+    def unpin(self, model: str, source: Source) -> None:
+        self.unpinned.append(source)
+
+    def spawn(self, owner: Owner, generation: Generation, program: Program, name: str, role: Role) -> None:
+        assert name not in self.names, "its name was used before"
+        assert (program.model, program.weights) == (f"/snapshots/{generation.source.number}", "")
+        assert (role is Role.HOLDER) == name.endswith(".holder")
+        self.names.add(name)
+        self.spawned.append(name)
+
+    def resume(self, owner: Owner, generation: Generation, seal: SealRecord | None) -> bool:
+        self.resumed.append(generation.label)
+        return self.seal(generation) == seal
+
+    def changed(self) -> None:
+        pass
+
+    def seal(self, generation: Generation) -> SealRecord | None:
+        return self.seals.get(generation.label)
+
+    def exported(self, generation: Generation) -> None:
+        self.seals[generation.label] = SEAL
+
+    def intact(self, generation: Generation) -> bool:
+        return generation.label not in self.damaged
+
+    def lives(self, name: str) -> bool:
+        return name not in self.dead
+
+    def kill(self, name: str, *, abort: bool = False) -> None:
+        (self.aborted if abort else self.killed).append(name)
+
+    def order(self, name: str, order: OrderMessage, frames: Sequence[Any] = ()) -> None:
+        self.orders.append((name, order))
+        self.frames += frames
+
+    def forget(self, generation: Generation) -> None:
+        self.seals.pop(generation.label, None)
+
+    def answer(self, request: Request, outputs: Sequence[TensorSpec], frames: Sequence[Any]) -> None:
+        self.answers.append(request.number)
+        self.answered.append((outputs, frames))
+
+    def refuse(self, request: Request, error: RequestError) -> None:
+        self.refusals.append((request.number, error.code, str(error)))
+
+    def tell_metadata(self, client: bytes, metadata: ModelMetadataResponse) -> None:
+        self.metadata.append((client, metadata))
+
+    def tell_updated(self, client: bytes, response: UpdateResponse) -> None:
+        self.updated.append(response)
+
+    def tell_error(self, client: bytes, request_id: str, error: RequestError) -> None:
+        self.errors.append((request_id, error.code, str(error)))
+
+    # --- what a test asks for ---
+
+    def told(self, kind: type[OrderMessage]) -> list[tuple[str, OrderMessage]]:
+        """Who was given an order of this kind, and which."""
+        return [each for each in self.orders if isinstance(each[1], kind)]
+
+    def predicts(self) -> list[tuple[str, int]]:
+        """Who was given which request since the last time."""
+        given = [(name, order.request) for name, order in self.orders if isinstance(order, Predict)]
+        self.orders = [each for each in self.orders if not isinstance(each[1], Predict)]
+        return given
+
+    def refused(self) -> list[tuple[int, str]]:
+        """Who was refused since the last time, with which code."""
+        refusals, self.refusals = self.refusals, []
+        return [(number, code) for number, code, _ in refusals]
+
+
+class Stage:
+    """A model, and the children's side of the talk.
+
+    Args:
+        traits: of the engine.
+        workers: how many there are.
+        config: whatever else is not to have the default.
+    """
+
+    def __init__(self, traits: Traits = CPU, workers: int = 2, **config: Any) -> None:
+        self.host = FakeHost()
+        self.now = 1000.0
+        self.traits = traits
+        there = ModelConfig(path="/models/digits.onnx", engine="onnxruntime", workers=workers, **config)
+        self.model = Model("digits", there, {name: Device(name) for name in there.devices}, self.host, self.host)
+        self.model.start(self.now)
+
+    def pinned(self) -> Stage:
+        """The last snapshot that was asked for exists."""
+        source = self.host.pinned[-1]
+        self.model.pinned(source, Snapshot(f"/snapshots/{source.number}", "", SHA, 100), self.now)
+        return self
+
+    def says(self, child: str, message: ChildMessage, frames: Sequence[Any] = ()) -> Stage:
+        self.model.heard(child, message, frames, self.now)
+        return self
+
+    def of(self, generation: int) -> list[str]:
+        """The processes of a generation, its holder first."""
+        return [name for name in self.host.spawned if name.startswith(f"digits.{generation}.")]
+
+    def builds(self, generation: int = 1, built: Built = BUILT) -> Stage:
+        """Everybody of a generation says hello, and its holder builds."""
+        for name in self.of(generation):
+            self.says(name, Hello("1", SHA, {"weightd": VERSION}, self.traits))
+        return self.says(f"digits.{generation}.holder", built)
+
+    def loads(self, generation: int = 1, built: Built = BUILT) -> Stage:
+        """And its workers attach."""
+        self.builds(generation, built)
+        for name in self.of(generation)[1:]:
+            self.says(name, ATTACHED)
+        return self
+
+    def serving(self) -> Stage:
+        self.pinned().loads()
+        self.host.orders.clear()
+        return self
+
+    def dies(self, child: str, end: int = signal.SIGSEGV, by: By = By.UNKNOWN) -> Stage:
+        self.model.exited(child, End(-end, by=by), self.now)
+        return self
+
+    def goes(self, generation: int) -> Stage:
+        """Every process of a generation exits, workers first."""
+        for name in [*self.of(generation)[1:], f"digits.{generation}.holder"]:
+            self.model.exited(name, End(0), self.now)
+        return self
+
+    def update(self, path: str = "/models/new.onnx", *, weights: str = "", rollback: bool = False) -> Stage:
+        """An operator asks."""
+        self.model.update(b"operator", "u", self.now, path=path, weights=weights, rollback=rollback)
+        return self
+
+    def rollback(self) -> Stage:
+        return self.update("", rollback=True)
+
+    def updated(self, generation: int, path: str = "/models/new.onnx") -> Stage:
+        """An update that succeeds."""
+        self.update(path).pinned().loads(generation)
+        for leaving in list(self.model.deployments[0].leaving):
+            self.goes(leaving.number)
+        return self
+
+    def submit(self, *requests: Request) -> list[int]:
+        for each in requests:
+            each.arrived = self.now
+            self.model.infer(each, self.now)
+        return [each.number for each in requests]
+
+    def some(self, count: int) -> list[int]:
+        """Submit requests of different contents."""
+        return self.submit(*(request() for _ in range(count)))
+
+    def answers(self, worker: str, *numbers: int) -> Stage:
+        for number in numbers:
+            self.says(worker, Result(number, (OUT,)))
+        return self
+
+    def passes(self, seconds: float) -> Stage:
+        self.now += seconds
+        self.model.tick(self.now)
+        return self
