@@ -124,3 +124,11 @@ def test_nothing_is_started_before_there_is_one() -> None:
     snapshots.want(SOURCES[0], FOREVER)
     with pytest.raises(RuntimeError, match=r"/m\.onnx: a process was to be started before the snapshot was taken"):
         _ = snapshots[SOURCES[0]]
+
+
+def test_what_was_learned_of_a_source_goes_with_a_snapshot_that_fails() -> None:
+    snapshots = Snapshots(lambda _: None, lambda _: None)
+    snapshots.want(SOURCES[0], FOREVER)
+    snapshots.learned(SOURCES[0], Canary())
+    snapshots.failed(SOURCES[0])
+    assert snapshots.canary(SOURCES[0]) is None

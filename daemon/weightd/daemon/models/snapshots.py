@@ -70,6 +70,7 @@ class Snapshots:
     def failed(self, source: Source) -> None:
         """There is none."""
         self._all.pop(source, None)
+        self._canaries.pop(source, None)
         self._deadlines.pop(source, None)
 
     def drop(self, source: Source) -> None:
