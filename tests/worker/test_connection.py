@@ -7,184 +7,131 @@ import shutil
 import tempfile
 import threading
 from pathlib import Path
-from typing import Callable, Generator, List
+from typing import Generator, Optional
 
 import pytest
 import zmq
 
 from weightd.protocol.codec import decode, encode
-from weightd.protocol.messages.children import FROM_CHILD, Back, ChildMessage, Pong
+from weightd.protocol.messages.children import FROM_CHILD, Back, ChildMessage
 from weightd.shared import monitor
 from weightd.worker.connection import Connection
 
 LIMIT_MS = 20_000
 
 
-class Daemon:
-    """The daemon's end."""
+class Ends:
+    """A worker, its connection, and the daemons that follow one another."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str) -> None:
-        self.socket = context.socket(zmq.ROUTER)
-        self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self._connected = self.socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
-        self.socket.bind(address)
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], directory: Path) -> None:
+        self._context = context
+        self._address = f"ipc://{directory}/children"
+        self._daemon: Optional[zmq.Socket[bytes]] = None
+        self._connected: Optional[zmq.Socket[bytes]] = None
+        self.worker = context.socket(zmq.DEALER)
+        self.worker.setsockopt(zmq.ROUTING_ID, b"w1")
+        self._connection = Connection(self.worker)
+        self.worker.connect(self._address)
 
-    def wait_for_worker(self) -> None:
-        """Wait until the worker is connected, whether it knows it or not."""
+    def replace(self) -> None:
+        """Put another daemon in the place of the one before; wait until the worker is connected to it."""
+        self.end()
+        self._daemon = self._context.socket(zmq.ROUTER)
+        self._daemon.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._connected = self._daemon.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        self._daemon.bind(self._address)
         assert self._connected.poll(LIMIT_MS)
         monitor.receive(self._connected)
 
     def hear(self) -> ChildMessage:
-        """Return the next message."""
-        assert self.socket.poll(LIMIT_MS)
-        peer, *frames = self.socket.recv_multipart()
+        """Return the worker's next message."""
+        assert self._daemon is not None
+        assert self._daemon.poll(LIMIT_MS)
+        peer, *frames = self._daemon.recv_multipart()
         assert peer == b"w1"
         message: ChildMessage = decode(frames, FROM_CHILD)
         return message
 
     def tell(self, order: bytes) -> None:
-        self.socket.send_multipart([b"w1", order])
-
-    def end(self) -> None:
-        self.socket.disable_monitor()
-        self._connected.close(linger=0)
-        self.socket.close(linger=0)
-
-
-class Worker:
-    """The worker's end: its socket, and the connection that waits for it."""
-
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str) -> None:
-        self.socket = context.socket(zmq.DEALER)
-        self.socket.setsockopt(zmq.ROUTING_ID, b"w1")
-        self._connection = Connection(self.socket)
-        self.socket.connect(address)
+        assert self._daemon is not None
+        self._daemon.send_multipart([b"w1", order])
 
     @contextlib.contextmanager
-    def waits(self) -> Generator[None, None, None]:
-        """The worker waits for a message; the block has to send one."""
+    def waiting(self, order: bytes) -> Generator[None, None, None]:
+        """The worker waits while the block runs, and has this message in the end."""
         thread = threading.Thread(target=self._wait, daemon=True)
         thread.start()
         yield
         thread.join(LIMIT_MS / 1000)
         assert not thread.is_alive()
+        assert self.worker.recv(zmq.NOBLOCK) == order
 
     def _wait(self) -> None:
         while self._connection.wait():
-            self.socket.send(encode(Back()))
+            self.worker.send(encode(Back()))
 
-    def obey(self) -> bytes:
-        """Return the message that is there."""
-        return self.socket.recv(zmq.NOBLOCK)
+    def silent(self) -> bool:
+        """Whether all that the worker has said was heard."""
+        self.worker.send(b"end")
+        assert self._daemon is not None
+        return self._daemon.recv_multipart() == [b"w1", b"end"]
 
-    def answer(self) -> None:
-        self.socket.send(encode(Pong()))
-
-
-@pytest.fixture
-def context() -> Generator[zmq.Context[zmq.Socket[bytes]], None, None]:
-    made: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    yield made
-    made.destroy(linger=0)
+    def end(self) -> None:
+        if self._daemon is not None and self._connected is not None:
+            self._daemon.disable_monitor()
+            self._connected.close(linger=0)
+            self._daemon.close(linger=0)
 
 
 @pytest.fixture
-def address() -> Generator[str, None, None]:
+def ends() -> Generator[Ends, None, None]:
+    """A worker and its first daemon."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     # The path of a socket has at most 107 bytes.
     directory = Path(tempfile.mkdtemp(prefix="weightd-", dir="/tmp"))
-    yield f"ipc://{directory}/children"
+    made = Ends(context, directory)
+    made.replace()
+    with made.waiting(b"one"):
+        made.tell(b"one")
+    yield made
+    made.end()
+    context.destroy(linger=0)
     shutil.rmtree(str(directory))
 
 
-@pytest.fixture
-def daemon(context: zmq.Context[zmq.Socket[bytes]], address: str) -> Generator[Callable[[], Daemon], None, None]:
-    """Replace the daemon by the next one."""
-    made: List[Daemon] = []
-
-    def replace() -> Daemon:
-        while made:
-            made.pop().end()
-        made.append(Daemon(context, address))
-        return made[0]
-
-    yield replace
-    while made:
-        made.pop().end()
+def test_the_first_connection_is_no_return(ends: Ends) -> None:
+    with ends.waiting(b"two"):
+        ends.tell(b"two")
+    assert ends.silent()
 
 
-@pytest.fixture
-def worker(context: zmq.Context[zmq.Socket[bytes]], address: str) -> Generator[Worker, None, None]:
-    made = Worker(context, address)
-    yield made
-    made.socket.close(linger=0)
+def test_it_hears_once_of_each_daemon_that_follows(ends: Ends) -> None:
+    for number in (b"0", b"1", b"2"):
+        with ends.waiting(number):
+            ends.replace()
+            assert ends.hear() == Back()
+            ends.tell(number)
+        with ends.waiting(b"more"):
+            ends.tell(b"more")
+        assert ends.silent()
 
 
-def test_the_first_connection_is_no_return(daemon: Callable[[], Daemon], worker: Worker) -> None:
-    first = daemon()
-    with worker.waits():
-        first.wait_for_worker()
-        first.tell(b"one")
-    assert worker.obey() == b"one"
-    with worker.waits():
-        first.tell(b"two")
-    assert worker.obey() == b"two"
-    worker.answer()
-    assert first.hear() == Pong()
-
-
-def test_it_hears_once_of_each_daemon_that_follows(daemon: Callable[[], Daemon], worker: Worker) -> None:
-    with worker.waits():
-        first = daemon()
-        first.wait_for_worker()
-        first.tell(b"one")
-    assert worker.obey() == b"one"
-    for number in range(3):
-        with worker.waits():
-            following = daemon()
-            assert following.hear() == Back()
-            following.tell(b"%d" % number)
-        assert worker.obey() == b"%d" % number
-        with worker.waits():
-            following.tell(b"more")
-        assert worker.obey() == b"more"
-        worker.answer()
-        assert following.hear() == Pong()
-
-
-def test_what_is_there_is_read_first(daemon: Callable[[], Daemon], worker: Worker) -> None:
-    with worker.waits():
-        first = daemon()
-        first.wait_for_worker()
-        first.tell(b"one")
-    assert worker.obey() == b"one"
+def test_what_is_there_is_read_first(ends: Ends) -> None:
     # While it computes another daemon comes.
-    following = daemon()
-    following.wait_for_worker()
-    following.tell(b"two")
-    assert worker.socket.poll(LIMIT_MS)
-    with worker.waits():
+    ends.replace()
+    ends.tell(b"two")
+    assert ends.worker.poll(LIMIT_MS)
+    with ends.waiting(b"two"):
         pass
-    assert worker.obey() == b"two"
-    with worker.waits():
-        assert following.hear() == Back()
-        following.tell(b"three")
-    assert worker.obey() == b"three"
+    with ends.waiting(b"three"):
+        assert ends.hear() == Back()
+        ends.tell(b"three")
 
 
-def test_daemons_that_came_and_went_while_it_computed_are_of_no_consequence(
-    daemon: Callable[[], Daemon], worker: Worker
-) -> None:
-    with worker.waits():
-        first = daemon()
-        first.wait_for_worker()
-        first.tell(b"one")
-    assert worker.obey() == b"one"
-    daemon().wait_for_worker()
-    following = daemon()
-    following.wait_for_worker()
-    with worker.waits():
-        assert [following.hear(), following.hear()] == [Back(), Back()]
-        following.tell(b"two")
-    assert worker.obey() == b"two"
-    worker.answer()
-    assert following.hear() == Pong()
+def test_daemons_that_came_and_went_while_it_computed_are_of_no_consequence(ends: Ends) -> None:
+    ends.replace()
+    ends.replace()
+    with ends.waiting(b"two"):
+        assert [ends.hear(), ends.hear()] == [Back(), Back()]
+        ends.tell(b"two")
+    assert ends.silent()

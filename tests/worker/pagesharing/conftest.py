@@ -1,9 +1,12 @@
-"""Processes to share memory between."""
+"""Processes to share memory between: forks of one that has imported what they need."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
+import socket
 import subprocess
 import sys
 from typing import Any, Callable, Iterator, List
@@ -12,29 +15,22 @@ import pytest
 
 Spawn = Callable[..., "Child"]
 
-_LOOP = """
-import json, sys
-names = {}
-for line in sys.stdin:
-    verb, code = json.loads(line)
-    try:
-        answer = [None, eval(code, names) if verb == "ask" else exec(code, names)]
-    except Exception as error:
-        answer = [type(error).__name__ + ": " + str(error), None]
-    print(json.dumps(answer), flush=True)
-"""
-
-_SETUP = """
-import gc, hashlib, os, sys
+_SERVER = """
+import ctypes, gc, hashlib, json, mmap, os, select, signal, socket, sys
 import numpy as np
 from weightd.worker import pagesharing
 from weightd.worker.pagesharing import (chunks, libc, maps, remap, runs, sharing, store)
+
+MIB = 1 << 20
 
 def weights(seed, mib):
     return np.random.RandomState(seed).randint(0, 2**62, size=mib << 17, dtype=np.int64)
 
 def digest(*arrays):
-    return hashlib.sha256(b"".join(a.tobytes() for a in arrays)).hexdigest()
+    whole = hashlib.sha256()
+    for array in arrays:
+        whole.update(array)
+    return whole.hexdigest()
 
 def rollup(field):
     with open("/proc/self/smaps_rollup") as lines:
@@ -51,21 +47,42 @@ def reason(call, *arguments):
     except pagesharing.Unavailable as error:
         return str(error)
     raise AssertionError("not refused")
+
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+listener = socket.socket(socket.AF_UNIX)
+listener.bind("")
+listener.listen(8)
+print(listener.getsockname().decode("latin-1")[1:], flush=True)
+while True:
+    if 0 in select.select([0, listener], [], [])[0]:
+        sys.exit()
+    connection = listener.accept()[0]
+    if not os.fork():
+        break
+    connection.close()
+listener.close()
+stream = connection.makefile("rw")
+names = globals()
+for line in stream:
+    verb, code = json.loads(line)
+    try:
+        answer = [None, eval(code, names) if verb == "ask" else exec(code, names)]
+    except Exception as error:
+        answer = [type(error).__name__ + ": " + str(error), None]
+    stream.write(json.dumps(answer) + "\\n")
+    stream.flush()
 """
 
 
 class Child:
-    """A Python process that does what it is told."""
+    """A Python process that does what it is told; its malloc maps blocks of `threshold` bytes and more."""
 
-    def __init__(self, **settings: str) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", _LOOP],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            universal_newlines=True,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **settings},
-        )
-        self.do(_SETUP)
+    def __init__(self, address: str, threshold: int) -> None:
+        self._socket = socket.socket(socket.AF_UNIX)
+        self._socket.connect(b"\0" + address.encode("latin-1"))
+        self._stream = self._socket.makefile("rw")
+        self._pid = self.ask("os.getpid()")
+        self.do(f"ctypes.CDLL(None).mallopt(-3, {threshold})")
 
     def do(self, code: str) -> None:
         """Execute statements."""
@@ -76,33 +93,51 @@ class Child:
         return self._exchange("ask", expression)
 
     def _exchange(self, verb: str, code: str) -> Any:
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.write(json.dumps([verb, code]) + "\n")
-        self.process.stdin.flush()
-        line = self.process.stdout.readline()
-        if not line:
-            raise EOFError(f"the child has ended with status {self.process.wait()}")
+        self._stream.write(json.dumps([verb, code]) + "\n")
+        self._stream.flush()
+        line = self._stream.readline()
+        assert line, f"the child has died of {code}"
         error, value = json.loads(line)
-        if error is not None:
-            raise AssertionError(f"{error} in {code}")
+        assert error is None, f"{error} in {code}"
         return value
 
     def kill(self) -> None:
-        """End it, whatever it is doing."""
-        self.process.kill()
-        self.process.communicate()
+        """End it, whatever it is doing, and wait until its memory is free."""
+        if self._stream.closed:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self._pid, signal.SIGKILL)
+        with contextlib.suppress(ConnectionError):
+            self._socket.recv(1)
+        self._stream.close()
+        self._socket.close()
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[str]:
+    """The address of a process that forks a child for each connection."""
+    path = os.pathsep.join(filter(None, sys.path))
+    environment = {**os.environ, "PYTHONPATH": path, "MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
+    process = subprocess.Popen(
+        [sys.executable, "-c", _SERVER],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        universal_newlines=True,
+        env=environment,
+    )
+    assert process.stdout is not None
+    yield process.stdout.readline().rstrip("\n")
+    process.communicate()
 
 
 @pytest.fixture
-def spawn() -> Iterator[Spawn]:
+def spawn(server: str) -> Iterator[Spawn]:
     """Start children whose large blocks have mappings of their own; end them after the test."""
     children: List[Child] = []
 
-    def start(**settings: str) -> Child:
-        child = Child(**{"MALLOC_MMAP_THRESHOLD_": "1048576", **settings})
-        children.append(child)
-        return child
+    def start(threshold: int = 1 << 20) -> Child:
+        children.append(Child(server, threshold))
+        return children[-1]
 
     yield start
     for child in children:

@@ -1,7 +1,8 @@
 from __future__ import annotations
 
 import struct
-from typing import TYPE_CHECKING, Dict, List, Tuple, cast
+from typing import TYPE_CHECKING, Dict, List, Tuple
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -50,7 +51,6 @@ def walk(span: List[Region], heads: Heads) -> List[Tuple[int, int]]:
         (0, PAGE, False),  # no flag
         (0, PAGE | 1, False),  # an ordinary block
         (0, PAGE | 3, False),  # impossible together
-        (0, PAGE | 6, False),
         (0, 2, False),  # no size
         (0, PAGE + 16 | 2, False),  # not whole pages
         (0, 0, False),
@@ -61,29 +61,28 @@ def test_what_is_a_header(before: int, size: int, is_header: bool) -> None:
 
 
 def test_memory_that_is_gone_is_no_header() -> None:
-    assert chunks.mapping_size(None) == 0
-    assert chunks.mapping_size(bytes(8)) == 0
+    assert [chunks.mapping_size(gone) for gone in (None, bytes(8))] == [0, 0]
 
 
-def test_a_chunk_must_fit_into_its_span() -> None:
-    head = (0, 4 * PAGE | 2)
-    assert walk([region(10, 14)], {10: head}) == [(10, 4)]
-    assert walk([region(10, 13)], {10: head}) == []
-    assert walk([region(8, 20)], {17: head}) == []
+HEAD = (0, 4 * PAGE | 2)
 
 
-def test_a_chunk_may_reach_over_parts_that_were_mapped_from_a_file() -> None:
-    span = [region(10, 11), region(11, 13, anonymous=False), region(13, 20)]
-    assert walk(span, {10: (0, 5 * PAGE | 2), 15: (0, 5 * PAGE | 2)}) == [(10, 5), (15, 5)]
-
-
-def test_no_chunk_begins_in_a_file() -> None:
-    assert walk([region(10, 20, anonymous=False)], {10: (0, 5 * PAGE | 2)}) == []
-
-
-def test_what_looks_like_a_header_inside_a_chunk_is_data() -> None:
-    head = (0, 2 * PAGE | 2)
-    assert walk([region(0, 10)], {2: (0, 6 * PAGE | 2), 3: head, 6: head, 8: head}) == [(2, 6), (8, 2)]
+@pytest.mark.parametrize(
+    ("span", "heads", "found"),
+    [
+        # A chunk must fit into its span.
+        ([region(10, 14)], {10: HEAD}, [(10, 4)]),
+        ([region(10, 13)], {10: HEAD}, []),
+        ([region(8, 20)], {17: HEAD}, []),
+        # It may reach over parts that were mapped from a file, but does not begin in one.
+        ([region(10, 11), region(11, 13, anonymous=False), region(13, 20)], {10: HEAD, 14: HEAD}, [(10, 4), (14, 4)]),
+        ([region(10, 20, anonymous=False)], {10: HEAD}, []),
+        # What looks like a header inside a chunk is data.
+        ([region(0, 12)], {2: (0, 6 * PAGE | 2), 3: HEAD, 6: HEAD, 8: HEAD}, [(2, 6), (8, 4)]),
+    ],
+)
+def test_where_chunks_are(span: List[Region], heads: Heads, found: List[Tuple[int, int]]) -> None:
+    assert walk(span, heads) == found
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 9)), max_size=8), st.integers(1, 4), st.data())
@@ -106,12 +105,8 @@ def test_all_chunks_are_found_among_other_memory(
         position += size
     borders = [1, *data.draw(st.lists(st.integers(2, position + 1), unique=True).map(sorted)), position + 2]
     span = [region(one, other) for one, other in zip(borders, borders[1:])]
-    original = chunks._WINDOW  # pyright: ignore[reportPrivateUsage]
-    chunks._WINDOW = window * PAGE  # pyright: ignore[reportPrivateUsage]
-    try:
+    with mock.patch.object(chunks, "_WINDOW", window * PAGE):
         assert walk(span, heads) == expected
-    finally:
-        chunks._WINDOW = original  # pyright: ignore[reportPrivateUsage]
 
 
 @pytest.mark.parametrize(
@@ -131,11 +126,11 @@ def test_malloc_must_agree_in_number_and_bytes() -> None:
             chunks.agree(2, 3 * PAGE, other)
 
 
-class OtherMalloc:
-    """glibc's count stays as it is, as blocks come from elsewhere."""
+class OtherMalloc(Libc):
+    """Its blocks come from elsewhere and have no header; glibc counts as it is told."""
 
-    def __init__(self, counts: List[MappedBlocks]) -> None:
-        self.counts = counts
+    def __init__(self, *counts: int) -> None:
+        self.counts = [MappedBlocks(count, count * ((32 << 20) + PAGE), 2**64) for count in counts]
         self.memory = np.zeros(4 * PAGE, dtype=np.uint8)
         self.freed = 0
 
@@ -149,16 +144,9 @@ class OtherMalloc:
         self.freed += 1
 
 
-def test_another_malloc_is_noticed_by_the_count() -> None:
-    other = OtherMalloc([MappedBlocks(0, 0, 2**64)] * 2)
+@pytest.mark.parametrize("after", [0, 1])
+def test_another_malloc_is_noticed_by_the_count_or_by_the_header(after: int) -> None:
+    other = OtherMalloc(0, after)
     with pytest.raises(Unavailable, match="another malloc, or tuned"):
-        chunks.check_malloc(cast(Libc, other))
-    assert other.freed == 1
-
-
-def test_another_header_is_noticed() -> None:
-    size = (32 << 20) + PAGE
-    other = OtherMalloc([MappedBlocks(0, 0, 2**64), MappedBlocks(1, size, 2**64)])
-    with pytest.raises(Unavailable, match="another malloc, or tuned"):
-        chunks.check_malloc(cast(Libc, other))
+        chunks.check_malloc(other)
     assert other.freed == 1

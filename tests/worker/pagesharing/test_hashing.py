@@ -27,20 +27,7 @@ def test_a_hash_is_the_sum_of_products() -> None:
     multipliers = [int(value) for value in hashing.multipliers(PAGE // 8)]
     words = [int(value) for value in np.frombuffer(data, dtype=np.uint64)]
     pages = [words[start : start + PAGE // 8] for start in range(0, len(words), PAGE // 8)]
-    assert hashes_of(data) == [sum(a * b for a, b in zip(page, multipliers)) % 2**64 for page in pages]
-
-
-def test_more_pages_than_a_block() -> None:
-    page = np.random.RandomState(4).bytes(PAGE)
-    count = (16 << 20) // PAGE + 3
-    assert set(hashes_of(page * count)) == set(hashes_of(page))
-
-
-def test_only_zeros_have_the_hash_of_zeros() -> None:
+    expected = [sum(a * b for a, b in zip(page, multipliers)) % 2**64 for page in pages]
+    count = (16 << 20) // PAGE + 3  # more than are hashed in one go
+    assert hashes_of(data[:PAGE] * (count - 3) + data) == [expected[0]] * (count - 3) + expected
     assert hashes_of(bytes(PAGE)) == [hashing.ZERO_PAGE]
-    assert all(hashes_of(bytes(at) + b"\1" + bytes(PAGE - at - 1)) != [hashing.ZERO_PAGE] for at in range(0, PAGE, 97))
-
-
-def test_order_matters() -> None:
-    one = np.arange(PAGE // 8, dtype=np.uint64)
-    assert hashes_of(one.tobytes()) != hashes_of(one[::-1].tobytes())

@@ -4,7 +4,6 @@ import contextlib
 import os
 import struct
 from pathlib import Path
-from typing import Callable
 
 import numpy as np
 import pytest
@@ -32,30 +31,24 @@ def refusal(path: Path) -> str:
     return str(caught.value)
 
 
-def test_what_is_written_is_read(tmp_path: Path) -> None:
+@pytest.mark.parametrize("pages", [0, 3])
+def test_what_is_written_is_read(pages: int, tmp_path: Path) -> None:
     path = tmp_path / "store"
-    content = make(path)
+    content = make(path, pages)
     opened = OpenStore(str(path), libc())
-    assert opened.pages == 3
-    assert opened.hashes().tolist() == [0, 1, 2]
+    assert (opened.pages, opened.hashes().tolist()) == (pages, list(range(pages)))
     opened.close()
-    assert path.read_bytes()[store.offset_of(0) : store.offset_of(3)] == content
-    assert path.stat().st_size == store.size_of(3)
+    assert path.read_bytes()[store.offset_of(0) : store.offset_of(pages)] == content
+    assert path.stat().st_size == store.size_of(pages)
 
 
 def test_a_store_is_private_and_read_only(tmp_path: Path) -> None:
     path = tmp_path / "store"
     new = NewStore(str(path), 0)
     assert path.stat().st_mode & 0o777 == 0o600
+    assert refusal(path) == "the store was never finished"
     new.finish(np.empty(0, dtype=np.uint64))
     assert path.stat().st_mode & 0o777 == 0o400
-
-
-def test_a_store_without_pages(tmp_path: Path) -> None:
-    make(tmp_path / "store", 0)
-    opened = OpenStore(str(tmp_path / "store"), libc())
-    assert (opened.pages, opened.hashes().tolist()) == (0, [])
-    opened.close()
 
 
 def test_nothing_is_overwritten(tmp_path: Path) -> None:
@@ -65,38 +58,31 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
     assert (tmp_path / "store").read_text() == "mine"
 
 
-def test_a_store_that_finds_no_space_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(fd: int, offset: int, length: int) -> None:
-        raise OSError(28, "No space left on device")
+@pytest.mark.parametrize(("error", "is_made"), [(28, False), (95, True), (22, True)])
+def test_without_space_there_is_no_file_and_where_none_can_be_reserved_there_is_one(
+    error: int, is_made: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(fd: int, offset: int, length: int) -> None:
+        raise OSError(error, os.strerror(error))
 
-    monkeypatch.setattr(os, "posix_fallocate", full)
+    monkeypatch.setattr(os, "posix_fallocate", fail)
     monkeypatch.setattr(store, "on_disk", bool)
-    with pytest.raises(OSError, match="No space"):
-        NewStore(str(tmp_path / "store"), 1)
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_file_system_that_cannot_reserve_space_will_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def unable(fd: int, offset: int, length: int) -> None:
-        raise OSError(95, "Operation not supported")
-
-    monkeypatch.setattr(os, "posix_fallocate", unable)
-    make(tmp_path / "store")
-    OpenStore(str(tmp_path / "store"), libc()).close()
-
-
-def test_an_unfinished_store(tmp_path: Path) -> None:
-    new = NewStore(str(tmp_path / "store"), 3)
-    os.close(new.fd)
-    assert refusal(tmp_path / "store") == "the store was never finished"
+    if is_made:
+        make(tmp_path / "store")
+    else:
+        with pytest.raises(OSError, match="No space"):
+            make(tmp_path / "store")
+    assert (tmp_path / "store").exists() == is_made
 
 
 @pytest.mark.parametrize("size", [0, 1, 10, PAGE, store.size_of(3) - 1, store.size_of(3) + 1])
-def test_a_store_of_another_size(tmp_path: Path, size: int) -> None:
+def test_a_store_of_another_size(size: int, tmp_path: Path) -> None:
+    before = sorted(Path("/proc/self/fd").iterdir())
     make(tmp_path / "store")
     (tmp_path / "store").chmod(0o600)
     os.truncate(str(tmp_path / "store"), size)
     assert "truncated" in refusal(tmp_path / "store")
+    assert sorted(Path("/proc/self/fd").iterdir()) == before
 
 
 @pytest.mark.parametrize(
@@ -105,28 +91,20 @@ def test_a_store_of_another_size(tmp_path: Path, size: int) -> None:
         (0, b"X", "not a page store"),
         (8, b"\2", "format version 2"),
         (12, struct.pack("<I", 12345), "pages of 12345 bytes"),
-        (16, b"\4", "should have"),
         (16, b"\xff" * 8, "should have"),
     ],
 )
-def test_a_store_with_another_header(tmp_path: Path, at: int, value: bytes, reason: str) -> None:
-    path = tmp_path / "store"
-    make(path)
-    path.chmod(0o600)
-    with path.open("r+b") as file:
-        file.seek(at)
-        file.write(value)
-    assert reason in refusal(path)
+def test_a_store_with_another_header(at: int, value: bytes, reason: str) -> None:
+    header = store.encode_header(7)
+    assert store.decode_header(header, store.size_of(7)) == 7
+    with pytest.raises(Unavailable, match=reason):
+        store.decode_header(header[:at] + value + header[at + len(value) :], store.size_of(7))
 
 
 @given(st.binary(max_size=40), st.integers(0, 2**64))
 def test_any_header_is_read_or_refused(header: bytes, size: int) -> None:
     with contextlib.suppress(Unavailable):
         assert store.size_of(store.decode_header(header, size)) == size
-
-
-def test_headers_are_read_back() -> None:
-    assert store.decode_header(store.encode_header(7), store.size_of(7)) == 7
 
 
 def test_what_is_no_private_file_of_this_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,6 +117,7 @@ def test_what_is_no_private_file_of_this_user(tmp_path: Path, monkeypatch: pytes
     assert "not a regular file" in refusal(tmp_path / "folder")
     os.mkfifo(str(tmp_path / "pipe"))
     assert "not a regular file" in refusal(tmp_path / "pipe")
+    before = sorted(Path("/proc/self/fd").iterdir())
     for mode in (0o440, 0o404, 0o620, 0o602):
         path.chmod(mode)
         assert "others may use the store" in refusal(path)
@@ -146,13 +125,6 @@ def test_what_is_no_private_file_of_this_user(tmp_path: Path, monkeypatch: pytes
     user = os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: user + 1)
     assert refusal(path) == f"the store belongs to user {user}, this process to {user + 1}"
-
-
-def test_a_refused_store_leaves_no_open_file(tmp_path: Path) -> None:
-    before = sorted(Path("/proc/self/fd").iterdir())
-    test_a_store_of_another_size(tmp_path, 10)
-    (tmp_path / "store").chmod(0o666)
-    refusal(tmp_path / "store")
     assert sorted(Path("/proc/self/fd").iterdir()) == before
 
 
@@ -174,22 +146,15 @@ def test_evicted_pages_come_back(tmp_path: Path) -> None:
     assert path.read_bytes()[store.offset_of(0) : store.offset_of(50)] == content
 
 
-def test_residency_of_an_empty_file(tmp_path: Path) -> None:
-    path = tmp_path / "store"
-    path.touch(0o600)
-    assert pagesharing.resident_bytes(str(path)) == 0
-
-
-@pytest.mark.parametrize("verb", [pagesharing.evict, pagesharing.resident_bytes])
-def test_other_verbs_refuse_too(tmp_path: Path, verb: Callable[[str], object]) -> None:
-    with pytest.raises(Unavailable):
-        verb(str(tmp_path / "none"))
-
-
-def test_a_failing_disk_is_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_verbs_refuse_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(fd: int) -> None:
         raise OSError(5, "Input/output error")
 
+    for verb in (pagesharing.evict, pagesharing.resident_bytes):
+        with pytest.raises(Unavailable):
+            verb(str(tmp_path / "none"))
+    (tmp_path / "empty").touch(0o600)
+    assert pagesharing.resident_bytes(str(tmp_path / "empty")) == 0
     make(tmp_path / "store")
     monkeypatch.setattr(os, "fsync", broken)
     with pytest.raises(Unavailable, match="Input/output error"):

@@ -1,0 +1,87 @@
+"""An engine whose model is a Python function."""
+
+from __future__ import annotations
+
+from typing import Any, Callable, ClassVar, Dict, List, Optional, Sequence
+
+from weightd.protocol.messages.children import DeviceMemory, Traits
+from weightd.worker.engines.engine import Arrays, Engine, Gears, ModelSignature
+from weightd.worker.engines.sharing import Shared, Sharing
+
+Answer = Callable[[Arrays], Arrays]
+
+
+class FakeEngine(Engine, Sharing):
+    """Keeps a record of what was done with it; a step of that name in `fails` raises."""
+
+    name: ClassVar[str] = "fake"
+    traits = Traits(pids_fixed_at_build=True, holder_must_outlive=True, attach_rewrites_weights=True)
+
+    def __init__(self, answer: Answer, signature: ModelSignature, gears: Gears = ()) -> None:
+        self.sharing = self
+        self.answer = answer
+        self.fails: Dict[str, Exception] = {}
+        self.done: List[str] = []
+        self.asked: List[Arrays] = []
+        self._signature = signature
+        self._gears = gears
+
+    def versions(self) -> Dict[str, str]:
+        return {"fake": "1.2"}
+
+    def current_pid(self) -> str:
+        return "4711"
+
+    def build(self, model: str, *, pids: Sequence[str] = (), handle: str = "") -> None:
+        self._do("build", f"{model} {','.join(pids)} {handle}")
+
+    def export(self, store: str) -> Shared:
+        self._do("export", store)
+        return Shared("7", 1000, "half of it")
+
+    def attach(self, handle: str) -> Shared:
+        self._do("attach", handle)
+        return Shared(handle, 900, "less")
+
+    def settle(self, handle: str) -> None:
+        self._do("settle", handle)
+
+    def allow(self, pids: Sequence[str]) -> None:
+        self._do("allow", ",".join(pids))
+
+    def update_weights(self, weights: Arrays) -> None:
+        self._do("update", ",".join(weights))
+
+    def memory(self) -> Optional[DeviceMemory]:
+        return DeviceMemory(100, 40)
+
+    @property
+    def signature(self) -> ModelSignature:
+        return self._signature
+
+    @property
+    def gears(self) -> Gears:
+        return self._gears
+
+    def predict(self, inputs: Arrays) -> Arrays:
+        self.done.append("predict")
+        self.asked.append(inputs)
+        return self.answer(inputs)
+
+    def _do(self, step: str, what: str) -> None:
+        self.done.append(f"{step} {what}".rstrip())
+        if step in self.fails:
+            raise self.fails[step]
+
+
+def sequence(*answers: Any) -> Answer:
+    """A model that gives, or raises, one after another."""
+    left = list(answers)
+
+    def answer(_: Arrays) -> Arrays:
+        now = left.pop(0)
+        if isinstance(now, Exception):
+            raise now
+        return {"y": now}
+
+    return answer
