@@ -84,6 +84,19 @@ class Scene:
         self.model.heard(HOLDER, Built("7", (X,), (X,), ({"x": (1,)},), "canary", 100), (), 0.0)
         self.model.heard(WORKER, Attached("canary", 100), (), 0.0)
 
+    def answer(self) -> None:
+        """Have the model asked, and the worker answer."""
+        self.model.infer(Request(1, b"c", "1", "m", (SPEC,), (bytes(16),), 0.0, 1e9, 16), 0.0)
+        orders = iter(lambda: decode(self.worker.recv_multipart(), TO_CHILD), None)
+        predict = next(each for each in orders if isinstance(each, Predict))
+        self.worker.send_multipart([encode(Result(predict.request, (SPEC,))), bytes(16)])
+
+    def kill(self, name: str) -> None:
+        """Kill a child; nobody tells the backend."""
+        child = self.backend.processes[name]
+        processes.kill(child)
+        assert select.select([child.pidfd], [], [], 30)[0]
+
     def close(self) -> None:
         self.backend.kill_all()
         for process in self.backend.processes.values():
@@ -103,21 +116,37 @@ def scene(tmp_path: Path) -> Iterator[Scene]:
 
 def test_an_answer_that_is_read_after_the_holders_death_is_dropped_before_that_is_told(scene: Scene) -> None:
     scene.serve()
-    scene.model.infer(Request(1, b"c", "1", "m", (SPEC,), (bytes(16),), 0.0, 1e9, 16), 0.0)
-    orders = iter(lambda: decode(scene.worker.recv_multipart(), TO_CHILD), None)
-    predict = next(each for each in orders if isinstance(each, Predict))
-    scene.worker.send_multipart([encode(Result(predict.request, (SPEC,))), bytes(16)])
-    holder = scene.backend.processes[HOLDER]
+    scene.answer()
     assert scene.backend.lives(HOLDER)
-    processes.kill(holder)
-    assert select.select([holder.pidfd], [], [], 30)[0]
+    scene.kill(HOLDER)
     # Nobody has told the backend: it asks.
-    assert not scene.backend.lives(HOLDER)
-    assert scene.backend.lives(WORKER)
-    assert not scene.backend.lives("m.1.w2")
+    assert [scene.backend.lives(each) for each in (HOLDER, WORKER, "m.1.w2")] == [False, True, False]
     while HOLDER in scene.backend.processes:
         scene.loop.wait(30)
     assert scene.answers == []
+
+
+def test_what_a_child_said_before_it_died_is_heard_first(scene: Scene) -> None:
+    scene.serve()
+    scene.answer()
+    socket: zmq.Socket[bytes] = vars(scene.backend)["_socket"]
+    assert socket.poll(30_000)
+    worker = scene.backend.processes[WORKER]
+    scene.kill(WORKER)
+    while worker in scene.backend.processes.values():
+        scene.loop.wait(30)
+    assert scene.answers == [1]
+
+
+def test_nobody_else_can_speak_for_a_child(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
+    path = Path(scene.worker.getsockopt_string(zmq.LAST_ENDPOINT).removeprefix("ipc://"))
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    scene.model.start(0.0)
+    scene.model.pinned(Source("/m.mindir"), Snapshot("/m.mindir", "", SHA, 100), 0.0)
+    expected = scene.backend.processes[WORKER].pid
+    scene.worker.send(encode(Hello("7", SHA, {"weightd": VERSION}, CARD)))
+    scene.loop.wait(30)
+    assert f"hello: expected from pid {expected}, got it from {os.getpid()}" in caplog.text
 
 
 def test_the_sample_of_the_configuration_is_copied_and_every_process_is_told_where(
@@ -146,33 +175,3 @@ def test_the_sample_of_the_configuration_is_copied_and_every_process_is_told_whe
     for argv in children:
         assert Path(argv[argv.index("--sample") + 1]).read_bytes() == b"a sample"
         assert argv[argv.index("--tolerance") + 1] == "0.25"
-
-
-def test_a_hello_counts_only_from_the_process_that_was_started(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
-    scene.model.start(0.0)
-    scene.model.pinned(Source("/m.mindir"), Snapshot("/m.mindir", "", SHA, 100), 0.0)
-    expected = scene.backend.processes[WORKER].pid
-    scene.worker.send(encode(Hello("7", SHA, {"weightd": VERSION}, CARD)))
-    scene.loop.wait(30)
-    assert f"hello: expected from pid {expected}, got it from {os.getpid()}" in caplog.text
-
-
-def test_what_a_child_said_before_it_died_is_heard_first(scene: Scene) -> None:
-    scene.serve()
-    scene.model.infer(Request(1, b"c", "1", "m", (SPEC,), (bytes(16),), 0.0, 1e9, 16), 0.0)
-    orders = iter(lambda: decode(scene.worker.recv_multipart(), TO_CHILD), None)
-    predict = next(each for each in orders if isinstance(each, Predict))
-    scene.worker.send_multipart([encode(Result(predict.request, (SPEC,))), bytes(16)])
-    socket: zmq.Socket[bytes] = vars(scene.backend)["_socket"]
-    assert socket.poll(30_000)
-    worker = scene.backend.processes[WORKER]
-    processes.kill(worker)
-    assert select.select([worker.pidfd], [], [], 30)[0]
-    while worker in scene.backend.processes.values():
-        scene.loop.wait(30)
-    assert scene.answers == [1]
-
-
-def test_nobody_else_can_speak_for_a_child(scene: Scene) -> None:
-    path = Path(scene.worker.getsockopt_string(zmq.LAST_ENDPOINT).removeprefix("ipc://"))
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600

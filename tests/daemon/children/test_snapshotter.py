@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -25,6 +25,7 @@ def model(tmp_path: Path) -> Path:
     path = tmp_path / "models" / "digits.mindir"
     path.parent.mkdir()
     path.write_bytes(CONTENT)
+    os.utime(path, ns=(0, 0))
     return path
 
 
@@ -44,44 +45,27 @@ def names(directory: Path) -> set[str]:
 # --- what is copied -------------------------------------------------------------------------------------------------
 
 
-def test_the_copy_is_equal_private_and_read_only(model: Path, directory: Path) -> None:
-    copy = snapshotter.take(model, directory)
-    assert copy == directory / "digits.mindir"
-    assert copy.read_bytes() == CONTENT
-    assert (mode(directory), mode(copy)) == (0o700, 0o400)
-    assert names(directory) == {"digits.mindir"}
-    with model.open("r+b") as file:
-        file.write(b"other")
-    assert copy.read_bytes() == CONTENT
-
-
-def test_external_data_of_onnx_is_copied(tmp_path: Path, directory: Path) -> None:
-    model = models.with_external_data(tmp_path / "big.onnx", locations=2)
-    (tmp_path / "unrelated.bin").write_bytes(b"x")
-    copy = snapshotter.take(model, directory)
-    assert names(directory) == {"big.onnx", "big.w0.bin", "big.w1.bin"}
-    assert digest(copy) == digest(model)
-    assert {mode(path) for path in directory.iterdir()} == {0o400}
-
-
-def test_variables_of_mindir_are_copied(tmp_path: Path, directory: Path) -> None:
-    model = tmp_path / "big_graph.mindir"
-    model.write_bytes(b"graph")
+def test_what_belongs_to_a_model_is_copied(tmp_path: Path, model: Path, directory: Path) -> None:
+    """External data of ONNX, the variables of a MindIR, and what a link stands for: read-only, and nothing else."""
+    onnx = models.with_external_data(tmp_path / "big.onnx", locations=2)
+    graph = tmp_path / "big_graph.mindir"
+    graph.write_bytes(b"graph")
     (tmp_path / "big_variables").mkdir()
     for each in ("data_0", "data_1"):
         (tmp_path / "big_variables" / each).write_bytes(each.encode())
-    copy = snapshotter.take(model, directory)
-    assert names(directory) == {"big_graph.mindir", "big_variables/data_0", "big_variables/data_1"}
-    assert digest(copy) == digest(model)
-    assert mode(directory / "big_variables") == 0o700
-
-
-def test_a_model_that_is_a_link_is_copied_not_linked(model: Path, directory: Path) -> None:
-    link = model.with_name("link.mindir")
+    link = tmp_path / "link.mindir"
     link.symlink_to(model)
-    copy = snapshotter.take(link, directory)
-    assert not copy.is_symlink()
-    assert copy.read_bytes() == CONTENT
+    for path, expected in (
+        (onnx, {"big.onnx", "big.w0.bin", "big.w1.bin"}),
+        (graph, {"big_graph.mindir", "big_variables/data_0", "big_variables/data_1"}),
+        (link, {"link.mindir"}),
+    ):
+        copy = snapshotter.take(path, directory)
+        assert (copy, names(directory)) == (directory / path.name, expected)
+        assert digest(copy) == digest(path)
+        assert {mode(each) for each in directory.rglob("*")} == {0o400, *([0o700] if path == graph else [])}
+        assert (mode(directory), copy.is_symlink()) == (0o700, False)
+        shutil.rmtree(directory)
 
 
 # --- how it is copied -----------------------------------------------------------------------------------------------
@@ -102,30 +86,20 @@ def little_by_little(source: int, target: int, count: int) -> int:
     return _copy_file_range(source, target, min(count, 10_000))
 
 
-class Breaks:
-    """Copies some, then says that it cannot."""
-
-    def __init__(self, then: CopyFileRange) -> None:
-        self.then = then
-        self.calls = 0
-
-    def __call__(self, source: int, target: int, count: int) -> int:
-        self.calls += 1
-        return little_by_little(source, target, count) if self.calls <= 3 else self.then(source, target, count)
-
-
-@pytest.mark.parametrize(
-    "copy_file_range",
-    [not_here, nothing, little_by_little, Breaks(not_here), Breaks(nothing)],
-    ids=["not here", "nothing", "little by little", "breaks", "ends early"],
-)
+@pytest.mark.parametrize("first", [[], [little_by_little] * 3], ids=["from the beginning", "after some of it"])
+@pytest.mark.parametrize("then", [not_here, nothing, little_by_little])
 def test_the_copy_is_equal_however_it_is_made(
-    model: Path, directory: Path, monkeypatch: pytest.MonkeyPatch, copy_file_range: CopyFileRange
+    model: Path, directory: Path, monkeypatch: pytest.MonkeyPatch, first: list[CopyFileRange], then: CopyFileRange
 ) -> None:
+    ways = iter(first)
+
+    def copy_file_range(source: int, target: int, count: int) -> int:
+        return next(ways, then)(source, target, count)
+
     monkeypatch.setattr(os, "copy_file_range", copy_file_range)
     copy = snapshotter.take(model, directory)
-    assert copy.read_bytes() == CONTENT
-    assert mode(copy) == 0o400
+    model.write_bytes(b"other")
+    assert (copy.read_bytes(), mode(copy)) == (CONTENT, 0o400)
 
 
 # --- what goes wrong ------------------------------------------------------------------------------------------------
@@ -157,8 +131,6 @@ def _replaced(model: Path) -> None:
 def test_a_model_that_changes_while_it_is_copied_is_refused(
     model: Path, directory: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Path], None], late: bool
 ) -> None:
-    os.utime(model, ns=(0, 0))
-
     def changing(source: int, target: int, count: int) -> int:
         if not late:
             change(model)
@@ -188,15 +160,16 @@ def test_an_external_file_that_changes_is_refused(
         snapshotter.take(model, directory)
 
 
-def run(monkeypatch: pytest.MonkeyPatch, *arguments: Path) -> int:
+# --- the process ----------------------------------------------------------------------------------------------------
+
+
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: Path) -> tuple[int, str]:
+    """Return the exit status, and the error if there is one."""
     monkeypatch.setattr(sys, "argv", ["snapshot", *map(str, arguments)])
-    return snapshotter.main()
-
-
-def answered(capsys: pytest.CaptureFixture[str]) -> Any:
+    status = snapshotter.main()
     out, err = capsys.readouterr()
     assert err == ""
-    return json.loads(out)
+    return status, json.loads(out).get("error", "")
 
 
 def test_weights_are_copied_from_a_file_only(
@@ -204,18 +177,13 @@ def test_weights_are_copied_from_a_file_only(
 ) -> None:
     weights, copy = tmp_path / "weights.npz", tmp_path / "copy"
     weights.write_bytes(b"weights")
-    assert run(monkeypatch, model, directory, weights, copy) == 0
+    assert run(monkeypatch, capsys, model, directory, weights, copy) == (0, "")
     assert (copy.read_bytes(), mode(copy)) == (b"weights", 0o400)
     shutil.rmtree(directory)
     weights.unlink()
     os.mkfifo(weights)
-    capsys.readouterr()
-    assert run(monkeypatch, model, directory, weights, copy) == 1
-    assert answered(capsys) == {"error": f"{weights}: expected a file, got a special file"}
-
-
-def full(*_: object) -> int:
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    error = f"{weights}: expected a file, got a special file"
+    assert run(monkeypatch, capsys, model, directory, weights, copy) == (1, error)
 
 
 @pytest.mark.parametrize(
@@ -234,30 +202,15 @@ def test_what_goes_wrong_is_answered_in_a_line(
     spoilt: str,
     text: str,
 ) -> None:
+    full = mock.Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
     monkeypatch.setattr(os, "copy_file_range", full)
     monkeypatch.setattr(shutil, "copyfileobj", full)
     if spoilt == "model":
         model.unlink()
     elif spoilt == "directory":
         directory.mkdir()
-    assert run(monkeypatch, model, directory) == 1
-    assert answered(capsys) == {"error": text.format(model=model, directory=directory)}
+    assert run(monkeypatch, capsys, model, directory) == (1, text.format(model=model, directory=directory))
     assert not directory.exists() or names(directory) == set()
-
-
-def test_as_the_process_that_it_is(model: Path, directory: Path) -> None:
-    """A limit on the size of files stands in for the full disk: both copies fail in the kernel."""
-    command = ["sh", "-c", 'ulimit -f 64; exec "$0" -m weightd.daemon.children.snapshotter "$1" "$2" "$3"']
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONDONTWRITEBYTECODE": "1"}
-    done = subprocess.run(
-        [*command, sys.executable, str(os.getpid()), str(model), str(directory)],
-        capture_output=True,
-        text=True,
-        env=environment,
-        check=False,
-    )
-    assert (done.returncode, done.stderr) == (1, "")
-    assert json.loads(done.stdout) == {"error": f"cannot copy {model} to {directory}: File too large"}
 
 
 # Runs the module as it is run, and looks at its score for the end by want of memory when it ends.
@@ -270,16 +223,32 @@ runpy.run_module("weightd.daemon.children.snapshotter", run_name="__main__")
 """
 
 
-def test_it_goes_before_the_daemon_when_memory_runs_out(model: Path, directory: Path) -> None:
+@pytest.mark.parametrize("limit", ["unlimited", "64"])
+def test_as_the_process_that_it_is(model: Path, directory: Path, limit: str) -> None:
+    """It goes before the daemon when memory runs out. A limit on the size of files stands in for the full disk."""
     done = subprocess.run(
-        [sys.executable, "-c", RUN, str(os.getpid()), str(model), str(directory)],
+        [
+            "sh",
+            "-c",
+            f'ulimit -f {limit}; exec "$0" "$@"',
+            sys.executable,
+            "-c",
+            RUN,
+            str(os.getpid()),
+            model,
+            directory,
+        ],
         capture_output=True,
         text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONDONTWRITEBYTECODE": "1"},
         timeout=60,
-        check=True,
+        check=False,
     )
-    taken, scores = done.stdout.splitlines()
-    assert json.loads(taken) == {"sha256": digest(model), "nbytes": len(CONTENT)}
+    answer, scores = done.stdout.splitlines()
     before, after = map(int, scores.split())
-    assert after == min(before + 400, 1000)
+    assert (done.stderr, after) == ("", min(before + 400, 1000))
+    if limit == "unlimited":
+        assert (done.returncode, json.loads(answer)) == (0, {"sha256": digest(model), "nbytes": len(CONTENT)})
+    else:
+        error = f"cannot copy {model} to {directory}: File too large"
+        assert (done.returncode, json.loads(answer)) == (1, {"error": error})

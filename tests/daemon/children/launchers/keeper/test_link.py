@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import json
 import os
@@ -11,9 +12,10 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -23,7 +25,7 @@ from weightd.daemon.children.launchers.keeper import link, process
 from weightd.daemon.children.launchers.keeper.link import Keeper, KeeperLost, wait_until_gone
 from weightd.daemon.children.launchers.launcher import Kept
 from weightd.daemon.host.memory import pss_bytes
-from weightd.daemon.host.processes import Process, kill, last_words, reap
+from weightd.daemon.host.processes import Process, kill, reap
 
 MIB = 1024 * 1024
 SLEEP = ["sleep", "1000"]
@@ -82,12 +84,6 @@ def exited(child: Process) -> int | None:
     return reap(child)
 
 
-def finished(keeper: Keeper, argv: list[str], log: Path, environment: Mapping[str, str] | None = None) -> str:
-    child = keeper.start(Launch("c", argv, log, environment if environment is not None else {"PATH": PATH}))
-    assert exited(child) == 0
-    return last_words(child)
-
-
 def dependent(keeper: Keeper, fifo: Path) -> Process:
     """A child that dies with its keeper; it is ready to."""
     os.mkfifo(fifo)
@@ -105,61 +101,42 @@ def dependent(keeper: Keeper, fifo: Path) -> Process:
 # --- children -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("script", "status"), [("exit 0", 0), ("exit 7", 7), ("kill -9 $$", -9), ("kill -ABRT $$", -6)]
-)
-def test_an_exit_status_is_told(keeper: Keeper, tmp_path: Path, script: str, status: int) -> None:
-    child = keeper.start(launch(["sh", "-c", f"echo out; echo err >&2; {script}"], tmp_path / "log"))
-    assert exited(child) == status
-    assert (tmp_path / "log").read_text() == "out\nerr\n"
-    assert (tmp_path / "log").stat().st_mode & 0o777 == 0o600
+def test_an_exit_status_is_told_and_a_log_is_continued(keeper: Keeper, tmp_path: Path) -> None:
+    scripts = {"exit 0": 0, "exit 7": 7, "kill -9 $$": -9, "kill -ABRT $$": -6}
+    log = tmp_path / "log"
+    told = {
+        each: exited(keeper.start(launch(["sh", "-c", f"echo out; echo err >&2; {each}"], log))) for each in scripts
+    }
+    assert told == scripts
+    assert log.read_text() == 4 * "out\nerr\n"
+    assert log.stat().st_mode & 0o777 == 0o600
     assert keeper.kept() == []
 
 
-def test_a_log_is_continued(keeper: Keeper, tmp_path: Path) -> None:
-    (tmp_path / "log").write_text("before\n")
-    assert finished(keeper, ["echo", "after"], tmp_path / "log") == "before | after"
-
-
-def test_a_child_is_the_keepers_and_has_its_own_session(keeper: Keeper, tmp_path: Path) -> None:
+def test_a_child_is_the_keepers_and_inherits_nothing(keeper: Keeper, directory: Path, tmp_path: Path) -> None:
     child = keeper.start(launch(SLEEP, tmp_path / "log"))
-    status = Path(f"/proc/{child.pid}/status").read_text()
-    assert f"\nPPid:\t{keeper.pid}\n" in status
     assert os.getsid(child.pid) == child.pid != os.getsid(keeper.pid) == keeper.pid
-    kill(child)
-    assert exited(child) == -signal.SIGKILL
-
-
-def test_a_child_inherits_nothing_of_the_keeper(keeper: Keeper, directory: Path, tmp_path: Path) -> None:
-    script = "ls -l /proc/self/fd; grep SigIgn /proc/self/status"
-    finished(keeper, ["sh", "-c", script], tmp_path / "log")
-    *descriptors, ignored = (tmp_path / "log").read_text().splitlines()
-    targets = {line.partition(" -> ")[2] for line in descriptors}
+    status = dict(line.split(":\t") for line in Path(f"/proc/{child.pid}/status").read_text().splitlines())
+    assert status["PPid"] == str(keeper.pid)
+    assert not any(int(status["SigIgn"], 16) >> (each - 1) & 1 for each in (signal.SIGPIPE, signal.SIGXFSZ))
+    targets = {str(each.readlink()) for each in Path(f"/proc/{child.pid}/fd").iterdir()}
     own = {str(Path(f"/proc/{keeper.pid}/fd/{each}").readlink()) for each in (process.LINK, process.LOCK)}
     assert str(directory) in own
     assert targets >= {"/dev/null", str(tmp_path / "log")}
     assert not targets & own
-    mask = int(ignored.partition(":")[2], 16)
-    assert not any(mask >> (number - 1) & 1 for number in (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGABRT))
+    kill(child, signal.SIGTERM)  # which the keeper ignores, and its children do not
+    assert exited(child) == -signal.SIGTERM
 
 
 def test_the_environment_is_the_one_given_and_no_other(
     keeper: Keeper, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OURS", "1")
-    environment = {"THEIRS": "2", "TMPDIR": str(tmp_path), "ODD": 'é\udcff"\n'}
-    words = finished(keeper, [sys.executable, "-S", "-c", "import os; print(ascii(dict(os.environ)))"], tmp_path / "l")
-    assert "OURS" not in words
-    code = (
-        "import os, json; print(json.dumps({name: os.environ.get(name) for name in ('THEIRS','TMPDIR','ODD','OURS')}))"
-    )
-    words = finished(keeper, [sys.executable, "-S", "-c", code], tmp_path / "log", environment)
-    assert json.loads(words) == {**environment, "OURS": None}
-
-
-def test_an_environment_may_be_large(keeper: Keeper, tmp_path: Path) -> None:
-    environment = {"PATH": PATH, "A": "a" * 75_000, "B": "b" * 75_000}
-    assert finished(keeper, ["sh", "-c", "echo ${#A} ${#B}"], tmp_path / "log", environment) == "75000 75000"
+    environment = {"TMPDIR": str(tmp_path), "ODD": 'é\udcff"\n', "A": "a" * 75_000, "B": "b" * 75_000}
+    argv = [sys.executable, "-S", "-c", "import os; print(ascii(dict(os.environ)))"]
+    assert exited(keeper.start(Launch("c", argv, tmp_path / "log", environment))) == 0
+    said = ast.literal_eval((tmp_path / "log").read_text())
+    assert {name: said.get(name) for name in (*environment, "OURS")} == {**environment, "OURS": None}
 
 
 def test_children_that_have_not_been_waited_for_are_told_to_the_next_daemon(keeper: Keeper, tmp_path: Path) -> None:
@@ -177,8 +154,8 @@ def test_children_that_have_not_been_waited_for_are_told_to_the_next_daemon(keep
     assert [each.log for each in watched] == [lives, dead]
     assert not select.select([watched[0].pidfd], [], [], 0)[0]
     assert exited(watched[1]) == 3
-    kill(watched[0], signal.SIGTERM)  # which the keeper ignores, and its children do not
-    assert exited(watched[0]) == -signal.SIGTERM
+    kill(watched[0])
+    assert exited(watched[0]) == -signal.SIGKILL
     assert following.kept() == []
     following.close()
     for each in (first, second):
@@ -197,39 +174,35 @@ def test_an_answer_to_a_daemon_that_died_is_not_one_to_the_next(keeper: Keeper) 
 # --- what cannot be started -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("program", "log", "named"),
-    [
+def test_what_cannot_be_started_is_named(keeper: Keeper, tmp_path: Path) -> None:
+    for program, log, named in (
         ("/nonexistent/python", "log", "/nonexistent/python"),
         ("no-such-program", "log", "no-such-program"),
         ("/", "log", "/"),
-        ("true", "", "{}"),
-        ("true", "missing/log", "{}/missing/log"),
-    ],
-)
-def test_what_cannot_be_started_is_named(keeper: Keeper, tmp_path: Path, program: str, log: str, named: str) -> None:
-    with pytest.raises((FileNotFoundError, PermissionError, IsADirectoryError)) as caught:
-        keeper.start(launch([program], tmp_path / log))
-    assert caught.value.filename == named.format(tmp_path)
-    assert not isinstance(caught.value, KeeperLost)
+        ("true", "", str(tmp_path)),
+        ("true", "missing/log", f"{tmp_path}/missing/log"),
+    ):
+        with pytest.raises((FileNotFoundError, PermissionError, IsADirectoryError)) as caught:
+            keeper.start(launch([program], tmp_path / log))
+        assert caught.value.filename == named
     assert keeper.kept() == []
 
 
 def test_who_is_not_its_child_cannot_be_waited_for(keeper: Keeper, tmp_path: Path) -> None:
-    stranger = keeper.watch(Kept(os.getpid(), "stranger", tmp_path / "log"))
     with pytest.raises(ChildProcessError):
-        reap(stranger)
+        reap(keeper.watch(Kept(os.getpid(), "stranger", tmp_path / "log")))
     assert keeper.kept() == []
+    child = keeper.start(launch(["true"], tmp_path / "log"))
+    assert exited(child) == 0
+    with pytest.raises(KeeperLost, match=f"^process {child.pid} is gone with its keeper$"):
+        keeper.watch(Kept(child.pid, "c", tmp_path / "log"))
 
 
 def test_a_child_that_cannot_be_watched_is_not_left_running(
     keeper: Keeper, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def pidfd_open(pid: int) -> int:
-        raise OSError(24, os.strerror(24))
-
     with monkeypatch.context() as patch:
-        patch.setattr(os, "pidfd_open", pidfd_open)
+        patch.setattr(os, "pidfd_open", mock.Mock(side_effect=OSError(24, os.strerror(24))))
         with pytest.raises(OSError, match="Too many open files") as caught:
             keeper.start(launch(SLEEP, tmp_path / "log"))
     assert not isinstance(caught.value, KeeperLost)
@@ -267,59 +240,48 @@ def test_once_nobody_holds_on_to_it_nothing_is_left(
         os.close(child.pidfd)
 
 
-def test_a_daemon_that_does_not_hear_its_answer_is_no_concern(
-    start_keeper: Callable[..., Keeper], directory: Path
+@pytest.mark.parametrize("answered", [False, True])
+def test_a_daemon_that_does_not_read_its_answer_is_no_concern(
+    start_keeper: Callable[..., Keeper], directory: Path, answered: bool
 ) -> None:
     keeper = start_keeper()
     with socket.socket(fileno=os.dup(keeper.descriptor)) as daemon:
-        os.kill(keeper.pid, signal.SIGSTOP)
-        daemon.send(json.dumps({"id": 1, "children": True}).encode())
+        if not answered:
+            os.kill(keeper.pid, signal.SIGSTOP)
+        daemon.send(json.dumps({"id": 1, "children": True}).encode() + b"\n")
+        assert not answered or select.select([daemon], [], [], LIMIT_S)[0]
     keeper.close()
     os.kill(keeper.pid, signal.SIGCONT)
     assert os.waitpid(keeper.pid, 0)[1] == 0
     assert not directory.exists()
 
 
-def test_a_daemon_that_has_not_read_its_answer_is_no_concern(
-    start_keeper: Callable[..., Keeper], directory: Path
+@pytest.mark.parametrize(("seconds", "status"), [(LIMIT_S, 0), (0.1, signal.SIGKILL)])
+def test_who_ends_it_waits_until_it_has_ended_and_kills_it_then(
+    start_keeper: Callable[..., Keeper], directory: Path, seconds: float, status: int
 ) -> None:
     keeper = start_keeper()
-    with socket.socket(fileno=os.dup(keeper.descriptor)) as daemon:
-        daemon.send(json.dumps({"id": 1, "children": True}).encode() + b"\n")
-        assert select.select([daemon], [], [], LIMIT_S)[0]
-    keeper.close()
-    assert os.waitpid(keeper.pid, 0)[1] == 0
-    assert not directory.exists()
-
-
-def test_who_ends_it_waits_until_it_has_ended(start_keeper: Callable[..., Keeper], directory: Path) -> None:
-    keeper = start_keeper()
     os.kill(keeper.pid, signal.SIGSTOP)
-    goes_on = threading.Timer(0.3, os.kill, (keeper.pid, signal.SIGCONT))
-    goes_on.start()
-    keeper.end(LIMIT_S)
-    assert os.waitpid(keeper.pid, os.WNOHANG)[1] == 0
-    assert not directory.exists()
+    if not status:
+        threading.Timer(0.3, os.kill, (keeper.pid, signal.SIGCONT)).start()
+    keeper.end(seconds)
+    assert os.waitpid(keeper.pid, os.WNOHANG) == (keeper.pid, status)
+    assert directory.exists() is bool(status)
 
 
-def test_one_that_does_not_end_is_killed(start_keeper: Callable[..., Keeper]) -> None:
-    keeper = start_keeper()
+def test_one_that_hangs_is_lost_after_a_while_and_heard_again(keeper: Keeper, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link, "_PATIENCE_S", 0.2)
+    vars(keeper)["_link"].settimeout(0.1)
     os.kill(keeper.pid, signal.SIGSTOP)
-    keeper.end(0.1)
-    assert os.waitstatus_to_exitcode(os.waitpid(keeper.pid, 0)[1]) == -signal.SIGKILL
-
-
-def test_one_that_was_slow_once_is_heard_again(keeper: Keeper, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    with socket.socket(fileno=os.dup(keeper.descriptor)) as same:
-        same.settimeout(0.1)
-        os.kill(keeper.pid, signal.SIGSTOP)
-        monkeypatch.setattr(keeper, "_link", same)
-        with pytest.raises(KeeperLost, match="timed out"):
-            keeper.kept()
-        os.kill(keeper.pid, signal.SIGCONT)
-        same.settimeout(LIMIT_S)
-        assert keeper.kept() == []
-        monkeypatch.undo()
+    began = time.monotonic()
+    with pytest.raises(KeeperLost, match=r"^the keeper does not answer: timed out$"):
+        Keeper(os.dup(keeper.descriptor))
+    assert 0.2 <= time.monotonic() - began < 5.0
+    with pytest.raises(KeeperLost, match="timed out"):
+        keeper.kept()
+    os.kill(keeper.pid, signal.SIGCONT)
+    vars(keeper)["_link"].settimeout(LIMIT_S)
+    assert keeper.kept() == []
 
 
 def test_its_directory_is_the_last_that_it_removes(start_keeper: Callable[..., Keeper], directory: Path) -> None:
@@ -354,54 +316,23 @@ def test_those_that_came_last_end_first(tmp_path: Path, monkeypatch: pytest.Monk
 def test_a_ctrl_c_that_comes_before_it_has_its_session_does_not_end_it(
     start_keeper: Callable[..., Keeper], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    blocked: list[set[int]] = []
+    blocked: list[bool] = []
     spawn = os.posix_spawn
 
     def spawned(*arguments: Any, **options: Any) -> int:
-        blocked.append({*signal.pthread_sigmask(signal.SIG_BLOCK, ())})
+        blocked.append(signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ()))
         return spawn(*arguments, **options)
 
     monkeypatch.setattr(os, "posix_spawn", spawned)
     keeper = start_keeper()
-    assert [signal.SIGINT in each for each in blocked] == [True]
+    assert blocked == [True]
     # Its children do not inherit that.
     assert "SigBlk:\t0000000000000000" in Path(f"/proc/{keeper.pid}/status").read_text("ascii")
+    # The signals that end a service do not end it, either.
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        os.kill(keeper.pid, number)
+        assert keeper.kept() == []
     keeper.close()
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_the_signals_that_end_a_service_do_not_end_it(keeper: Keeper, number: signal.Signals) -> None:
-    os.kill(keeper.pid, number)
-    assert keeper.kept() == []
-
-
-def test_children_die_with_a_keeper_that_is_killed(keeper: Keeper, tmp_path: Path) -> None:
-    child = dependent(keeper, tmp_path / "log")
-    assert not select.select([child.pidfd], [], [], 0)[0]
-    os.kill(keeper.pid, signal.SIGKILL)
-    assert exited(child) is None  # nobody knows how
-    with pytest.raises(KeeperLost, match=r"^the keeper does not answer: ."):
-        keeper.kept()
-    with pytest.raises(KeeperLost):
-        keeper.start(launch(["true"], tmp_path / "other"))
-
-
-def test_who_is_gone_with_its_keeper_cannot_be_watched(keeper: Keeper, tmp_path: Path) -> None:
-    child = keeper.start(launch(["true"], tmp_path / "log"))
-    assert exited(child) == 0
-    with pytest.raises(KeeperLost, match=f"^process {child.pid} is gone with its keeper$"):
-        keeper.watch(Kept(child.pid, "c", tmp_path / "log"))
-
-
-def test_one_that_hangs_is_lost_after_a_while(keeper: Keeper, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(link, "_PATIENCE_S", 0.2)
-    os.kill(keeper.pid, signal.SIGSTOP)
-    began = time.monotonic()
-    with pytest.raises(KeeperLost, match=r"^the keeper does not answer: timed out$"):
-        Keeper(os.dup(keeper.descriptor))
-    assert 0.2 <= time.monotonic() - began < 5.0
-    os.kill(keeper.pid, signal.SIGCONT)
-    assert keeper.kept() == []
 
 
 def test_nobody_answers_on_a_socket_that_is_closed() -> None:
@@ -415,29 +346,33 @@ def test_nobody_answers_on_a_socket_that_is_closed() -> None:
 
 
 def test_there_is_one_keeper_of_a_directory(
-    start_keeper: Callable[..., Keeper], keeper: Keeper, directory: Path
+    start_keeper: Callable[..., Keeper], directory: Path, tmp_path: Path
 ) -> None:
+    assert wait_until_gone(directory, 0.0)
+    assert wait_until_gone(tmp_path / "missing", 0.0)
+    keeper = start_keeper()
     with pytest.raises(BlockingIOError):
         start_keeper()
     assert not wait_until_gone(directory, 0.05)
     assert keeper.kept() == []
-
-
-def test_a_directory_without_a_keeper_is_free(directory: Path, tmp_path: Path) -> None:
-    assert wait_until_gone(directory, 0.0)
-    assert wait_until_gone(tmp_path / "missing", 0.0)
+    keeper.close()
 
 
 @pytest.mark.parametrize("how", ["killed", "let go"])
-def test_the_directory_is_free_once_the_keeper_is_gone(
+def test_the_directory_is_free_and_the_children_are_dead_once_the_keeper_is_gone(
     start_keeper: Callable[..., Keeper], directory: Path, tmp_path: Path, how: str
 ) -> None:
     keeper = start_keeper()
     child = dependent(keeper, tmp_path / "log")
+    assert not select.select([child.pidfd], [], [], 0)[0]
+    if how == "killed":
+        os.kill(keeper.pid, signal.SIGKILL)
+        with pytest.raises(KeeperLost, match=r"^the keeper does not answer: ."):
+            keeper.start(launch(["true"], tmp_path / "other"))
     keeper.kill() if how == "killed" else keeper.close()
     assert wait_until_gone(directory, LIMIT_S)
     assert ended(keeper.pid)
-    assert exited(child) is None
+    assert exited(child) is None  # nobody knows how
     assert directory.exists() is (how == "killed")
 
 
