@@ -80,11 +80,19 @@ def names(path: Path) -> list[str]:
     return [each.name for each in path.parent.iterdir()]
 
 
-def changed(path: Path, **values: object) -> None:
-    """Write a file in which some values are others; None: they are missing."""
-    handover.write(path, [MODEL], DEVICES)
-    text = {**json.loads(path.read_text()), **values}
-    path.write_text(json.dumps({key: value for key, value in text.items() if value is not None}))
+def test_what_was_written_last_is_read(path: Path) -> None:
+    other = dataclasses.replace(MODEL, name="n", previous=0)
+    handover.write(path, [MODEL, other], DEVICES)
+    assert handover.read(path) == Handover(VERSION, PROTOCOL, (MODEL, other), tuple(DEVICES))
+    assert names(path) == ["handover"]
+    handover.write(path, [], [])
+    assert handover.read(path) == Handover(VERSION, PROTOCOL, (), ())
+    # Another version with the same protocol can be gone on with.
+    path.write_text(path.read_text().replace(f'"{VERSION}"', '"9.9"'))
+    assert handover.read(path).version == "9.9"
+
+
+# --- what cannot be gone on with ------------------------------------------------------------------------------------
 
 
 def refusal(path: Path) -> str:
@@ -92,40 +100,6 @@ def refusal(path: Path) -> str:
         handover.read(path)
     assert "\n" not in str(caught.value)
     return str(caught.value)
-
-
-def test_what_was_written_is_read(path: Path) -> None:
-    handover.write(path, [MODEL, dataclasses.replace(MODEL, name="n", previous=0)], DEVICES)
-    assert handover.read(path) == Handover(
-        VERSION, PROTOCOL, (MODEL, dataclasses.replace(MODEL, name="n", previous=0)), tuple(DEVICES)
-    )
-    assert names(path) == ["handover"]
-
-
-def test_nothing_is_something(path: Path) -> None:
-    handover.write(path, [], [])
-    assert handover.read(path) == Handover(VERSION, PROTOCOL, (), ())
-
-
-def test_the_last_word_counts(path: Path) -> None:
-    handover.write(path, [MODEL], DEVICES)
-    handover.write(path, [], DEVICES)
-    assert handover.read(path).models == ()
-
-
-# --- what cannot be gone on with ------------------------------------------------------------------------------------
-
-
-def test_another_protocol_is_told_with_both_versions(path: Path) -> None:
-    # Its other fields are of no interest.
-    changed(path, version="9.9", protocol=PROTOCOL + 1, models="other", devices=None)
-    theirs, ours = f"weightd 9.9 speaks protocol {PROTOCOL + 1} with its workers", f"{VERSION} {PROTOCOL}"
-    assert refusal(path) == f"{theirs}, {ours}"
-
-
-def test_another_version_with_the_same_protocol_can_be_gone_on_with(path: Path) -> None:
-    changed(path, version="9.9")
-    assert handover.read(path).version == "9.9"
 
 
 @pytest.mark.parametrize("text", ["[]", "null", "1", '"handover"', "{}"])
@@ -140,45 +114,42 @@ def test_what_is_not_json(path: Path, content: bytes) -> None:
     assert refusal(path).startswith(f"{path}: not JSON: ")
 
 
+LATER = PROTOCOL + 1
+LATER_TEXT = f"weightd 9.9 speaks protocol {LATER} with its workers, {VERSION} {PROTOCOL}"
+
+
 @pytest.mark.parametrize(
-    ("values", "where"),
+    ("model", "values", "text"),
     [
-        ({"models": None}, "models"),
-        ({"models": [{"name": ""}]}, "models[0]"),
-        ({"devices": [{"name": "cpu", "free": -1}]}, "devices[0].free"),
-        ({"surprise": 1}, "surprise"),
-        ({"version": 3}, "version"),
-        ({"protocol": True}, "protocol"),
+        # Of another protocol the other fields are of no interest.
+        ({}, {"version": "9.9", "protocol": LATER, "models": "other", "devices": None}, LATER_TEXT),
+        ({}, {"models": None}, "{}: models"),
+        ({}, {"models": [{"name": ""}]}, "{}: models[0]"),
+        ({}, {"devices": [{"name": "cpu", "free": -1}]}, "{}: devices[0].free"),
+        ({}, {"surprise": 1}, "{}: surprise"),
+        ({}, {"version": 3}, "{}: version"),
+        ({}, {"protocol": True}, "{}: protocol"),
+        ({"source": 1}, {}, "{}: models[0].source: expected the number of one of its sources, got 1"),
+        (
+            {"generations": (dataclasses.replace(GENERATION, source=1),)},
+            {},
+            "{}: models[0].generations.source: expected the number of",
+        ),
+        ({"made": (12,)}, {}, "{}: models[0].made: expected two numbers, got 1"),
     ],
 )
-def test_a_wrong_field_is_named(path: Path, values: dict[str, object], where: str) -> None:
-    changed(path, **values)
-    assert refusal(path).startswith(f"{path}: {where}")
+def test_what_is_wrong_is_named(path: Path, model: dict[str, Any], values: dict[str, object], text: str) -> None:
+    handover.write(path, [dataclasses.replace(MODEL, **model)], DEVICES)
+    table = {**json.loads(path.read_text()), **values}
+    path.write_text(json.dumps({key: value for key, value in table.items() if value is not None}))
+    assert refusal(path).startswith(text.format(path))
 
 
 def test_a_wrong_field_deep_down_is_named(path: Path) -> None:
+    assert refusal(path) == f"{path}: No such file or directory"
     handover.write(path, [MODEL], DEVICES)
     path.write_text(path.read_text().replace('"role": "worker"', '"role": "cook"'))
     assert refusal(path).startswith(f"{path}: models[0].generations[0].children[1].role: expected one of ")
-
-
-@pytest.mark.parametrize(
-    ("model", "problem"),
-    [
-        ({"source": 1}, "source: expected the number of one of its sources, got 1"),
-        ({"generations": (dataclasses.replace(GENERATION, source=1),)}, "generations.source: expected the number of"),
-        ({"made": (12,)}, "made: expected two numbers, got 1"),
-    ],
-)
-def test_numbers_that_name_nothing_are_told(path: Path, model: dict[str, Any], problem: str) -> None:
-    handover.write(path, [dataclasses.replace(MODEL, **model)], DEVICES)
-    assert refusal(path).startswith(f"{path}: models[0].{problem}")
-
-
-def test_a_file_that_is_missing_or_unreadable(path: Path) -> None:
-    assert refusal(path) == f"{path}: No such file or directory"
-    path.mkdir()
-    assert refusal(path) == f"{path}: Is a directory"
 
 
 # --- what cannot be written -----------------------------------------------------------------------------------------
@@ -215,17 +186,20 @@ def test_where_the_file_cannot_be_replaced_nothing_is_left(path: Path, caplog: p
     assert "directory" in warned(caplog, path)
 
 
-def test_without_its_directory_it_goes_on(path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    handover.write(path / "missing" / "handover", [MODEL], DEVICES)
-    assert "No such file or directory" in warned(caplog, path / "missing" / "handover")
-
-
-def test_what_has_no_place_in_the_file_is_not_written_in_part(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"name": "x" * 100_000}, "models[0].name: expected text"),
+        (
+            {"config": dataclasses.replace(MODEL.config, path="/models/\udcff.onnx")},
+            "models[0].config.path: expected text that UTF-8 can encode",
+        ),
+    ],
+)
+def test_what_has_no_place_in_the_file_is_not_written_in_part(
+    path: Path, caplog: pytest.LogCaptureFixture, change: dict[str, Any], text: str
+) -> None:
     handover.write(path, [MODEL], DEVICES)
-    handover.write(path, [dataclasses.replace(MODEL, name="x" * 100_000)], DEVICES)
+    handover.write(path, [dataclasses.replace(MODEL, **change)], DEVICES)
     assert names(path) == []
-    assert warned(caplog, path).startswith("models[0].name: expected text")
-    caplog.clear()
-    config = dataclasses.replace(MODEL.config, path="/models/\udcff.onnx")
-    handover.write(path, [dataclasses.replace(MODEL, config=config)], DEVICES)
-    assert warned(caplog, path).startswith("models[0].config.path: expected text that UTF-8 can encode")
+    assert warned(caplog, path).startswith(text)

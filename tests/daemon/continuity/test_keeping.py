@@ -112,13 +112,18 @@ def started(daemon: Keeping, name: str, log: Path) -> int:
     return child.pid
 
 
-def test_a_child_learns_who_its_parent_is(service: Service, config: DaemonConfig, tmp_path: Path) -> None:
+def test_without_a_service_manager_that_holds_on_to_it_it_ends(
+    service: Service, config: DaemonConfig, tmp_path: Path
+) -> None:
     daemon = service.start(config)
     assert (daemon.inheritance, daemon.kept()) == (None, [])
     assert config.private_dir.stat().st_mode & 0o777 == 0o700
     started(daemon, "c", tmp_path / "log")
     assert (tmp_path / "log").read_text() == f"--parent {daemon.pid}\n"
+    service.forget()
     daemon.close()
+    assert ended(daemon.pid)
+    assert not config.private_dir.exists()
 
 
 def test_it_goes_from_one_daemon_to_the_next(service: Service, config: DaemonConfig, tmp_path: Path) -> None:
@@ -127,21 +132,19 @@ def test_it_goes_from_one_daemon_to_the_next(service: Service, config: DaemonCon
     handover.write(first.handover, [], [])
     os.close(child.pidfd)
     first.close()
+    # A descriptor that nobody expects is closed.
+    read, write = os.pipe()
+    service.kept.append(write)
     second = service.start(config)
+    os.close(service.kept.pop())
+    assert os.read(read, 1) == b""
+    os.close(read)
     assert second.pid == first.pid
     assert second.inheritance == handover.read(second.handover)
     [there] = second.kept()
     assert (there.pid, there.name) == (child.pid, "c")
     os.close(second.watch(there).pidfd)
     second.close()
-
-
-def test_without_a_service_manager_that_holds_on_to_it_it_ends(service: Service, config: DaemonConfig) -> None:
-    daemon = service.start(config)
-    service.forget()
-    daemon.close()
-    assert ended(daemon.pid)
-    assert not config.private_dir.exists()
 
 
 def test_without_a_word_of_the_daemon_before_everything_begins_anew(
@@ -181,32 +184,21 @@ def test_with_another_directory_the_old_processes_end_first(
     second.close()
 
 
-def test_a_keeper_that_is_slow_is_let_go(
-    service: Service, config: DaemonConfig, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_keeper_that_does_not_answer_the_next_daemon_is_replaced(
+    service: Service, config: DaemonConfig, monkeypatch: pytest.MonkeyPatch, how: signal.Signals
 ) -> None:
     first = service.start(config)
     handover.write(first.handover, [], [])
     first.close()
-    monkeypatch.setattr(link, "_PATIENCE_S", 2.0)
-    os.kill(first.pid, signal.SIGSTOP)
-    # While the next daemon waits for the lock, it goes on.
-    goes_on = threading.Timer(2.5, os.kill, (first.pid, signal.SIGCONT))
-    goes_on.start()
+    os.kill(first.pid, how)
+    if how is signal.SIGSTOP:
+        # It is only slow: while the next daemon waits for the lock, it goes on, and ends.
+        monkeypatch.setattr(link, "_PATIENCE_S", 2.0)
+        threading.Timer(2.5, os.kill, (first.pid, signal.SIGCONT)).start()
     second = service.start(config)
-    goes_on.join()
-    assert (second.inheritance, second.pid != first.pid) == (None, True)
+    assert (second.inheritance, second.pid != first.pid, second.kept()) == (None, True, [])
     assert ended(first.pid)
-    second.close()
-
-
-def test_a_keeper_that_has_died_is_replaced_at_the_start(service: Service, config: DaemonConfig) -> None:
-    first = service.start(config)
-    first.close()
-    os.kill(first.pid, signal.SIGKILL)
-    assert ended(first.pid)
-    second = service.start(config)
-    assert (second.inheritance, second.pid != first.pid) == (None, True)
-    assert second.kept() == []
     second.close()
 
 
@@ -252,18 +244,3 @@ def test_a_directory_that_is_not_free_is_refused(
         service.start(config)
     assert other.kept() == []
     other.kill()
-
-
-def test_descriptors_that_nobody_expects_are_closed(service: Service, config: DaemonConfig) -> None:
-    first = service.start(config)
-    handover.write(first.handover, [], [])
-    first.close()
-    read, write = os.pipe()
-    service.kept.append(write)
-    second = service.start(config)
-    assert second.pid == first.pid
-    os.close(service.kept.pop())
-    # Nobody else has the pipe's end.
-    assert os.read(read, 1) == b""
-    os.close(read)
-    second.close()
