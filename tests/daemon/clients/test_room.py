@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from testkit.examples import examples
 from weightd.daemon.clients.room import Room
 
 CLIENTS = st.sampled_from([b"a1", b"a2", b"b1", b"c1"])
@@ -67,3 +69,4 @@ class World(RuleBasedStateMachine):
 
 
 TestWorld = World.TestCase
+TestWorld.settings = settings(max_examples=examples(20), stateful_step_count=20)
