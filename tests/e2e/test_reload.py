@@ -5,85 +5,40 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from testkit.service import Service
 from testkit.waiting import until
-from weightd.protocol.errors import RequestError
+from weightd.client import InvalidArgument
 
-from .support import (
-    Bare,
-    Load,
-    Question,
-    Zoo,
-    ask_all,
-    config_of,
-    mlp_inputs,
-    model_status,
-    ready_workers,
-)
+from .support import ONE_ENGINE, Load, Question, Zoo, ask_all, model_status, ready_workers
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, ONE_ENGINE]
 
-# What an engine does has nothing to do with it.
-ENGINE = "onnxruntime"
 WORKERS = 2
 
 
 @pytest.fixture(scope="module")
-def questions(zoo: Zoo, bare: Bare) -> list[Question]:
-    return bare.questions(zoo.path("mlp", ENGINE), mlp_inputs((1, 2, 40, 7, 64, 1)))
-
-
-@pytest.fixture
-def service(zoo: Zoo) -> Iterator[Service]:
-    table = {"path": zoo.path("mlp", ENGINE), "workers": WORKERS, "predict_timeout": 2.0}
+def service(mlp: Path) -> Iterator[Service]:
+    table = {"path": mlp, "workers": WORKERS, "predict_timeout": 2.0}
     with Service({"mlp": table}, verbose=True) as service:
         service.ready()
         yield service
 
 
+@pytest.fixture
+def text(service: Service) -> Iterator[str]:
+    """What the configuration file says before the test, and after it."""
+    text = service.config.read_text("utf-8")
+    yield text
+    service.config.write_text(text, "utf-8")
+
+
 def pids(service: Service) -> set[int]:
     return {each.pid for each in ready_workers(service, "mlp")}
-
-
-def are_replaced(service: Service, old: set[int]) -> bool:
-    now = pids(service)
-    return len(now) == WORKERS and not now & old
-
-
-@pytest.mark.parametrize("how", ["SIGHUP", "weightctl"])
-def test_a_reload_loses_no_request(service: Service, zoo: Zoo, questions: list[Question], how: str) -> None:
-    config = config_of(service)
-    before = pids(service)
-    old = config.read_text("utf-8")
-    other = f'[models.other]\npath = "{zoo.path("two_inputs", ENGINE)}"\n' + (
-        line + "\n" if (line := next((each for each in old.splitlines() if each.startswith("python")), "")) else ""
-    )
-    config.write_text(old.replace("predict_timeout = 2.0", "predict_timeout = 3.0\nthreads = 2") + other, "utf-8")
-
-    def reload() -> None:
-        if how == "SIGHUP":
-            os.kill(service.pid, signal.SIGHUP)
-        else:
-            with service.client() as client:
-                assert client.reload().changed == ("mlp",)
-
-    with Load(service.address, "mlp", questions, clients=2, in_flight=4) as load:
-        load.wait_for(20)
-        reload()
-        until(lambda: are_replaced(service, before), "the changed model serves")
-        load.wait_for(20)
-    with service.client() as client:
-        assert client.server().models == ("mlp", "other")
-        assert client.infer("other", {"a": np.ones((1, 4), np.float32), "b": np.ones((1, 4), np.float32)})
-        config.write_text(old, "utf-8")
-        client.reload()
-        assert client.server().models == ("mlp",)
-        until(lambda: not list(service.cache.glob("*/other*")), "the removed model leaves, and its files with it")
-    assert service.stop() == 0
 
 
 WRONG = [
@@ -94,29 +49,50 @@ WRONG = [
 ]
 
 
-def test_a_wrong_file_changes_nothing_and_says_why(service: Service) -> None:
-    text = config_of(service).read_text("utf-8")
+def test_a_wrong_file_changes_nothing_and_says_why(service: Service, text: str) -> None:
     before = pids(service)
     with service.client() as client:
         for old, new, problems in WRONG:
             assert old in text
-            config_of(service).write_text(text.replace(old, new), "utf-8")
-            with pytest.raises(RequestError) as caught:
+            service.config.write_text(text.replace(old, new), "utf-8")
+            with pytest.raises(InvalidArgument) as caught:
                 client.reload()
-            assert caught.value.code == "INVALID_ARGUMENT"
             assert [each for each in problems if each not in str(caught.value)] == [], caught.value
     os.kill(service.pid, signal.SIGHUP)
     until(lambda: "not reloaded, nothing has changed" in service.log, "the log says so")
     assert pids(service) == before
 
 
-def test_a_change_that_cannot_be_loaded_leaves_what_serves(service: Service, questions: list[Question]) -> None:
-    text = config_of(service).read_text("utf-8")
-    [line] = [each for each in text.splitlines() if each.startswith("path = ")]
-    config_of(service).write_text(text.replace(line, line.replace("mlp.", "none.")), "utf-8")
+def test_a_change_that_cannot_be_loaded_leaves_what_serves(
+    service: Service, text: str, questions: list[Question]
+) -> None:
+    service.config.write_text(text.replace("mlp.onnx", "none.onnx"), "utf-8")
     with service.client() as client:
         client.reload()
         note = until(lambda: model_status(service, "mlp").note, "it is told")
         assert "the changed configuration is not in force" in note
         assert "No such file" in note
         ask_all(client, "mlp", questions)
+
+
+def test_a_reload_loses_no_request(service: Service, zoo: Zoo, questions: list[Question], text: str) -> None:
+    before = pids(service)
+    other = f'[models.other]\npath = "{zoo.path("two_inputs", "onnxruntime")}"\n'
+    service.config.write_text(text.replace("predict_timeout = 2.0", "predict_timeout = 3.0\nthreads = 2") + other)
+
+    def are_replaced() -> bool:
+        now = pids(service)
+        return len(now) == WORKERS and not now & before
+
+    with service.client() as client:
+        with Load(service.address, "mlp", questions) as load:
+            load.wait_for(20)
+            assert client.reload().changed == ("mlp",)
+            until(are_replaced, "the changed model serves")
+            load.wait_for(20)
+        assert client.server().models == ("mlp", "other")
+        assert client.infer("other", {"a": np.ones((1, 4), np.float32), "b": np.ones((1, 4), np.float32)})
+        service.config.write_text(text, "utf-8")
+        os.kill(service.pid, signal.SIGHUP)
+        until(lambda: client.server().models == ("mlp",), "the other one is not served any more")
+        until(lambda: not list(service.cache.glob("*/other*")), "the removed model leaves, and its files with it")
