@@ -12,9 +12,9 @@ import pytest
 from numpy.typing import NDArray
 
 from testkit.service import Service
-from weightd.client import Client, DeadlineExceeded, InvalidArgument, NotFound, RequestError
+from weightd.client import Client, DeadlineExceeded, InvalidArgument, NotFound
 
-from .support import EACH_ENGINE, ONE_ENGINE, Arrays, Bare, Zoo, ask_all, embeddings, model_status, pairs, ready_workers
+from .support import ONE_ENGINE, Arrays, Bare, Zoo, ask_all, embeddings, model_status, pairs, ready_workers
 
 pytestmark = [pytest.mark.e2e, ONE_ENGINE]
 
@@ -86,24 +86,6 @@ def test_an_unknown_model_is_not_found_and_the_known_ones_are_named(client: Clie
 
 
 @pytest.mark.usefixtures("good")
-def test_bad_requests_among_good_ones_harm_only_themselves(
-    engine: str, client: Client, service: Service, zoo: Zoo, bare: Bare
-) -> None:
-    questions = bare.questions(zoo.path("two_inputs", engine), pairs((1, 2, 3)))
-    for case in CASES.values():
-        bad = None
-        try:
-            bad = client.submit(case.model, case.inputs)
-        except InvalidArgument:
-            continue
-        finally:
-            ask_all(client, "two_inputs", questions)
-        with pytest.raises(RequestError):
-            bad.result()
-    assert model_status(service, "two_inputs").generations[0].cause == ""
-
-
-@pytest.mark.usefixtures("good")
 def test_a_deadline_that_is_over_ends_the_request(service: Service, client: Client) -> None:
     [worker] = ready_workers(service, "fixed")
     # However short the time is, an answer could come in it.
@@ -122,7 +104,6 @@ def test_no_bad_request_reached_a_worker(service: Service) -> None:
         assert [each.name.rsplit(".", 1)[1] for each in generation.processes] == ["w1"]
 
 
-@EACH_ENGINE
 def test_what_comes_while_a_model_loads_is_checked_when_it_is_known_what_it_takes(
     engine: str, zoo: Zoo, bare: Bare
 ) -> None:

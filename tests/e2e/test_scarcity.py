@@ -18,7 +18,7 @@ from testkit.waiting import until
 from weightd.client import Client
 from weightd.protocol.messages.status import ModelStatus
 
-from .support import EACH_ENGINE, MLP_WEIGHT_BYTES, ONE_ENGINE, Bare, Place, Weightd, Zoo, ask_all, mlp_inputs
+from .support import MLP_WEIGHT_BYTES, ONE_ENGINE, Place, Question, Weightd, ask_all
 
 pytestmark = [
     pytest.mark.e2e,
@@ -45,9 +45,9 @@ def model(client: Client) -> ModelStatus:
 
 
 def test_a_disk_without_room_for_the_snapshot_is_the_cause_of_a_failure(
-    engine: str, zoo: Zoo, place: Place, tmp_path: Path
+    mlp: Path, place: Place, tmp_path: Path
 ) -> None:
-    config = place.config({"mlp": {"path": zoo.path("mlp", engine)}})
+    config = place.config({"mlp": {"path": mlp}})
     with disk(place, MODEL_MIB - 2), Weightd(tmp_path / "log", "serve", config) as daemon:
         with daemon.client(place.address) as client:
             until(lambda: model(client).state == "failed", "it fails")
@@ -58,15 +58,13 @@ def test_a_disk_without_room_for_the_snapshot_is_the_cause_of_a_failure(
         assert daemon.wait() == 1
 
 
-@EACH_ENGINE
 def test_a_disk_without_room_for_the_store_costs_memory_and_says_so(
-    engine: str, zoo: Zoo, bare: Bare, place: Place, tmp_path: Path
+    mlp: Path, questions: list[Question], place: Place, tmp_path: Path
 ) -> None:
-    path = zoo.path("mlp", engine)
-    config = place.config({"mlp": {"path": path, "workers": 2}})
+    config = place.config({"mlp": {"path": mlp, "workers": 2}})
     with disk(place, MODEL_MIB + 1), Weightd(tmp_path / "log", "serve", config) as daemon:
         with daemon.client(place.address) as client:
-            ask_all(client, "mlp", bare.questions(path, mlp_inputs((1, 2))))
+            ask_all(client, "mlp", questions)
             until(lambda: "mlp.1: serving" in daemon.log, "every worker is READY")
             [generation] = model(client).generations
             assert "weights are not shared" in generation.note
@@ -79,11 +77,9 @@ def test_a_disk_without_room_for_the_store_costs_memory_and_says_so(
 
 
 def test_a_disk_that_becomes_full_while_it_serves_costs_no_answer(
-    engine: str, zoo: Zoo, bare: Bare, place: Place, tmp_path: Path
+    mlp: Path, questions: list[Question], place: Place, tmp_path: Path
 ) -> None:
-    path = zoo.path("mlp", engine)
-    questions = bare.questions(path, mlp_inputs((1, 2)))
-    config = place.config({"mlp": {"path": path, "workers": 2}})
+    config = place.config({"mlp": {"path": mlp, "workers": 2}})
     with (
         disk(place, 3 * MODEL_MIB),
         Weightd(tmp_path / "log", "serve", config) as daemon,
@@ -101,8 +97,8 @@ def test_a_disk_that_becomes_full_while_it_serves_costs_no_answer(
         assert model(client).failed == 0
 
 
-def test_a_read_only_disk_is_named_before_anything_is_started(zoo: Zoo, place: Place, tmp_path: Path) -> None:
-    config = place.config({"mlp": {"path": zoo.path("mlp", "onnxruntime")}})
+def test_a_read_only_disk_is_named_before_anything_is_started(mlp: Path, place: Place, tmp_path: Path) -> None:
+    config = place.config({"mlp": {"path": mlp}})
     with disk(place, 1, "ro"), Weightd(tmp_path / "log", "serve", config) as daemon:
         assert daemon.wait() == 73
         assert f"cannot make the directory {place.cache}" in daemon.log
@@ -110,14 +106,13 @@ def test_a_read_only_disk_is_named_before_anything_is_started(zoo: Zoo, place: P
 
 
 def test_clients_that_take_every_descriptor_keep_nobody_else_from_being_served(
-    engine: str, zoo: Zoo, bare: Bare, place: Place, tmp_path: Path
+    mlp: Path, questions: list[Question], place: Place, tmp_path: Path
 ) -> None:
-    path = zoo.path("mlp", engine)
-    questions = bare.questions(path, mlp_inputs((1, 2)))
-    config = place.config({"mlp": {"path": path, "workers": 1}})
+    config = place.config({"mlp": {"path": mlp, "workers": 1}})
     with Weightd(tmp_path / "log", "serve", config) as daemon, daemon.client(place.address) as client:
         ask_all(client, "mlp", questions)
-        resource.prlimit(daemon.pid, resource.RLIMIT_NOFILE, (1400, 1400))
+        soft, hard = resource.prlimit(daemon.pid, resource.RLIMIT_NOFILE, (1400, 1400))
+        assert soft == hard, "it takes as many as the system allows"
         with contextlib.ExitStack() as stack:
             with contextlib.suppress(OSError):
                 for _ in range(900):
@@ -133,18 +128,10 @@ def test_clients_that_take_every_descriptor_keep_nobody_else_from_being_served(
         assert daemon.wait() == 0
 
 
-def test_it_takes_as_many_descriptors_as_the_system_allows(zoo: Zoo, place: Place, tmp_path: Path) -> None:
-    config = place.config({"mlp": {"path": zoo.path("mlp", "onnxruntime")}})
-    with Weightd(tmp_path / "log", "serve", config) as daemon, daemon.client(place.address):
-        soft, hard = resource.prlimit(daemon.pid, resource.RLIMIT_NOFILE)
-        assert soft == hard
-
-
-def test_it_does_without_dev_shm(engine: str, zoo: Zoo, bare: Bare, place: Place, tmp_path: Path) -> None:
+def test_it_does_without_dev_shm(mlp: Path, questions: list[Question], place: Place, tmp_path: Path) -> None:
     unshare = shutil.which("unshare")
     assert unshare
-    path = zoo.path("mlp", engine)
-    config = place.config({"mlp": {"path": path, "workers": 2}})
+    config = place.config({"mlp": {"path": mlp, "workers": 2}})
     script = tmp_path / "without"
     script.write_text(f'umount -l /dev/shm || exit 1\nexec "{sys.executable}" -m weightd.daemon serve "{config}"\n')
     with (tmp_path / "log").open("wb") as log:
@@ -152,7 +139,7 @@ def test_it_does_without_dev_shm(engine: str, zoo: Zoo, bare: Bare, place: Place
     try:
         until(lambda: Path(place.address.removeprefix("ipc://")).exists(), "it listens")
         with Client(place.address, timeout=60.0) as client:
-            ask_all(client, "mlp", bare.questions(path, mlp_inputs((1, 2))))
+            ask_all(client, "mlp", questions)
             until(lambda: model(client).generations[0].progress == "serving", "every worker is READY")
             assert model(client).generations[0].saved_bytes
     finally:

@@ -14,14 +14,12 @@ from testkit.waiting import until
 from weightd.client import Client, Pending, RequestError, Unavailable
 
 from .support import (
-    EACH_ENGINE,
     ONE_ENGINE,
     Bare,
     Place,
     Question,
     Watched,
     Weightd,
-    Zoo,
     assert_same,
     children_of,
     mlp_inputs,
@@ -33,14 +31,14 @@ WORKERS = 2
 
 
 @pytest.fixture(scope="module")
-def question(engine: str, zoo: Zoo, bare: Bare) -> Question:
+def question(mlp: Path, bare: Bare) -> Question:
     """One that keeps a worker busy for some milliseconds."""
-    return bare.questions(zoo.path("mlp", engine), mlp_inputs((256,)))[0]
+    return bare.questions(mlp, mlp_inputs((256,)))[0]
 
 
 @pytest.fixture
-def config(engine: str, zoo: Zoo, place: Place) -> Path:
-    return place.config({"mlp": {"path": zoo.path("mlp", engine), "workers": WORKERS}})
+def config(mlp: Path, place: Place) -> Path:
+    return place.config({"mlp": {"path": mlp, "workers": WORKERS}})
 
 
 @pytest.fixture
@@ -70,9 +68,7 @@ def _exactly(count: int, pids: set[int]) -> set[int]:
     return pids if len(pids) == count else set()
 
 
-@pytest.mark.parametrize(
-    ("number", "to"), [(signal.SIGTERM, to_process), (signal.SIGINT, to_process), (signal.SIGINT, to_group)]
-)
+@pytest.mark.parametrize(("number", "to"), [(signal.SIGTERM, to_process), (signal.SIGINT, to_group)])
 def test_a_stop_answers_what_was_accepted_and_leaves_nothing(
     number: int, to: Callable[[int, int], None], daemon: Weightd, question: Question, place: Place
 ) -> None:
@@ -103,7 +99,7 @@ def assert_workers_left_before_the_holder(log: str) -> None:
     assert all(index < holder_stops for index in gone[:-1]), steps
 
 
-@pytest.mark.parametrize("moment", ["pinning", "spawned", "building", "attaching"])
+@pytest.mark.parametrize("moment", ["pinning", "building", "attaching"])
 def test_a_stop_while_a_model_loads_leaves_nothing(moment: str, daemon: Weightd, place: Place) -> None:
     daemon.wait_for(f"mlp.1: {moment}")
     with Watched(children_of(place.cache)) as watched:
@@ -141,11 +137,10 @@ def ending_of(pending: Pending, question: Question) -> str:
     return "right"
 
 
-@EACH_ENGINE
 def test_requests_that_take_longer_than_the_drain_are_refused_and_the_stop_goes_on(
-    engine: str, zoo: Zoo, place: Place, question: Question, tmp_path: Path
+    mlp: Path, place: Place, question: Question, tmp_path: Path
 ) -> None:
-    config = place.config({"mlp": {"path": zoo.path("mlp", engine), "workers": 1}}, drain_timeout=0.2)
+    config = place.config({"mlp": {"path": mlp, "workers": 1}}, drain_timeout=0.2)
     with (
         Weightd(tmp_path / "weightd.log", "serve", config) as daemon,
         daemon.client(place.address) as client,

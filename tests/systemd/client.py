@@ -27,8 +27,9 @@ from weightd.client import Client, RequestError, WeightdError
 
 TIMEOUT_S = 60.0
 
-# As in a client that behaves: nobody asks again at once where nobody answers.
-PAUSE_S = 0.005
+# As in a client that behaves: nobody asks again at once where nobody answers. And who is answered leaves the machine
+# to what is waited for.
+PAUSE_S = 0.02
 
 Report = Mapping[str, object]
 Questions = Sequence[tuple[Any, Any]]
@@ -52,9 +53,10 @@ def load(address: str, file: str) -> Report:
             with Client(f"ipc://{address}", timeout=TIMEOUT_S) as client:
                 while not ended.is_set():
                     _round(client, questions, tally)
+                    ended.wait(PAUSE_S)
         except WeightdError as error:
             tally.error(error)
-            time.sleep(PAUSE_S)
+            ended.wait(PAUSE_S)
     return tally.report()
 
 

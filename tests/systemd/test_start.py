@@ -75,9 +75,8 @@ def test_a_start_that_is_stuck_ends(weightd: Weightd) -> None:
     until(lambda: not weightd.pids(), "no process is left")
 
 
-@pytest.mark.parametrize("config", ["nonsense", "", '[models.mlp]\npath = "/srv/weightd/mlp.onnx"\nwrokers = 2\n'])
-def test_a_wrong_configuration_is_not_tried_again(weightd: Weightd, config: str) -> None:
-    weightd.write_config(config)
+def test_a_wrong_configuration_is_not_tried_again(weightd: Weightd) -> None:
+    weightd.write_config("nonsense")
     assert weightd.manager.try_run(["systemctl", "start", weightd.service]).returncode != 0
     time.sleep(0.3)  # longer than RestartSec
     shown = weightd.manager.shows(weightd.service, "Result", "ExecMainStatus", "NRestarts", "ActiveState")
