@@ -32,38 +32,29 @@ def journey(value: Any) -> Any:
     return from_frame(message.inputs[0], frame)
 
 
-def test_each_datatype_has_a_dtype_of_its_size() -> None:
-    assert {name: np.dtype(dtype).itemsize for name, dtype in NUMPY_DTYPE.items()} == ITEM_BYTES
-    assert len({*NUMPY_DTYPE.values()}) == len(NUMPY_DTYPE)
-
-
-@pytest.mark.parametrize("dtype", NUMPY_DTYPE.values())
+@pytest.mark.parametrize("datatype", ITEM_BYTES)
 @pytest.mark.parametrize("order", ["<", ">", "="])
 @pytest.mark.parametrize("shape", [(), (1,), (5,), (2, 3), (0,), (3, 0, 2), (1,) * 16])
-def test_every_dtype_byte_order_and_shape(dtype: str, order: Any, shape: Any) -> None:
-    array = np.asarray(np.arange(np.prod(shape, dtype=int)), np.dtype(dtype).newbyteorder(order)).reshape(shape)
+def test_every_datatype_byte_order_and_shape(datatype: str, order: Any, shape: Any) -> None:
+    dtype = np.dtype(NUMPY_DTYPE[datatype])
+    array = np.asarray(np.arange(np.prod(shape, dtype=int)), dtype.newbyteorder(order)).reshape(shape)
     arrived = journey(array)
-    assert arrived.dtype.str == dtype
+    assert arrived.dtype == dtype
     assert arrived.shape == shape
     assert np.array_equal(arrived, array)
 
 
 VIEWS: Dict[str, Any] = {
-    "in C order": CUBE,
     "in F order": np.asfortranarray(CUBE),
-    "transposed": CUBE.T,
     "permuted": CUBE.transpose(1, 0, 2),
     "every second": CUBE[:, ::2],
     "backwards": CUBE[::-1, ::-1],
-    "one column": CUBE[:, :, 1],
     "broadcast": np.broadcast_to(np.int64(3), (2, 3)),
     "empty in F order": np.zeros((3, 0, 2), order="F"),
     "big-endian in F order": np.asfortranarray(CUBE.astype(">i4")),
     "not aligned": np.frombuffer(bytes(range(9)), dtype=np.uint8)[1:].view("<f4"),
     "a field of records": np.array([(1, 2.5), (2, 3.5)], dtype=[("a", "<i4"), ("b", "<f8")])["b"],
-    "booleans": CUBE % 2 == 0,
     "a numpy scalar": np.float32(2.5),
-    "a Python float": 2.5,
     "a Python boolean": True,
     "a list": [[1, 2], [3, 4]],
     "a matrix": np.eye(2).view(np.matrix),
@@ -80,32 +71,23 @@ def test_however_it_lies_in_memory(value: Any) -> None:
 def test_the_frame_holds_the_elements_in_c_order_little_endian() -> None:
     array = np.array([[1, 2], [3, 4]], dtype=">u2", order="F")
     assert bytes(frame_of(to_wire(array))) == bytes([1, 0, 2, 0, 3, 0, 4, 0])
-    assert bytes(frame_of(to_wire(np.array([True, False])))) == b"\x01\x00"
-
-
-def test_an_array_as_the_wire_wants_it_is_not_copied() -> None:
-    for array in (CUBE, np.zeros((), "<f4"), np.zeros((2, 0, 3), "<f4"), CUBE[1:]):
-        wired = to_wire(array)
-        assert address(wired) == address(array)
-        assert not array.size or np.shares_memory(np.asarray(frame_of(wired)), array)
 
 
 def address(array: Any) -> Any:
     return array.__array_interface__["data"][0]
 
 
-def test_what_is_read_only_stays_so_and_is_not_copied() -> None:
-    array = CUBE.copy()
-    array.flags.writeable = False
-    assert address(to_wire(array)) == address(array)
-    assert frame_of(to_wire(array)).readonly
-    assert not from_frame(spec_of("x", array), bytes(frame_of(array))).flags.writeable
-    assert from_frame(spec_of("x", array), bytearray(frame_of(array))).flags.writeable
-
-
-def test_a_frame_keeps_its_array_alive() -> None:
-    frame = frame_of(to_wire(np.arange(1000, dtype="<i8")))
-    assert np.array_equal(np.frombuffer(frame, "<i8"), np.arange(1000))
+def test_an_array_as_the_wire_wants_it_is_not_copied() -> None:
+    frozen = CUBE.copy()
+    frozen.flags.writeable = False
+    for array in (CUBE, np.zeros((), "<f4"), np.zeros((2, 0, 3), "<f4"), CUBE[1:], frozen):
+        wired = to_wire(array)
+        assert address(wired) == address(array)
+        assert not array.size or np.shares_memory(np.asarray(frame_of(wired)), array)
+    # What is read-only stays so.
+    assert frame_of(to_wire(frozen)).readonly
+    for frame, writable in ((bytes(frame_of(frozen)), False), (bytearray(frame_of(frozen)), True)):
+        assert from_frame(spec_of("x", frozen), frame).flags.writeable is writable
 
 
 def test_nan_and_infinity_travel_bit_by_bit() -> None:
@@ -126,18 +108,14 @@ REFUSED: Dict[str, Any] = {
     "nothing": None,
     "a map": {"a": 1},
 }
+if np.dtype(np.longdouble).itemsize > 8:
+    REFUSED["a long double"] = np.zeros(1, np.longdouble)
 
 
 @pytest.mark.parametrize("value", REFUSED.values(), ids=REFUSED)
 def test_what_has_no_datatype_is_refused(value: Any) -> None:
     with pytest.raises(InvalidArgument, match="has no datatype on the wire; expected one of BOOL, UINT8, "):
         to_wire(value)
-
-
-@pytest.mark.skipif(np.dtype(np.longdouble).itemsize == 8, reason="a long double is a double here")
-def test_a_long_double_is_refused() -> None:
-    with pytest.raises(InvalidArgument, match="has no datatype on the wire"):
-        to_wire(np.zeros(1, np.longdouble))
 
 
 def test_a_type_of_an_extension_is_refused() -> None:
@@ -153,16 +131,12 @@ def test_what_is_no_array_is_refused() -> None:
         to_wire([[1], [1, 2]])
 
 
-def test_the_number_of_dimensions_is_bounded() -> None:
+def test_dimensions_and_size_are_bounded_and_a_copy_is_not_made_to_find_out() -> None:
     assert journey(np.zeros((1,) * limits.MAX_RANK)).ndim == 16
     with pytest.raises(InvalidArgument, match="expected at most 16 dimensions, got 17"):
         to_wire(np.zeros((1,) * (limits.MAX_RANK + 1)))
-
-
-def test_the_size_is_bounded_and_a_copy_is_not_made_to_find_out() -> None:
-    beyond = np.broadcast_to(np.int8(0), (limits.MAX_FRAME_BYTES + 1,))
     with pytest.raises(InvalidArgument, match="expected at most 1073741824 bytes, got 1073741825"):
-        to_wire(beyond)
+        to_wire(np.broadcast_to(np.int8(0), (limits.MAX_FRAME_BYTES + 1,)))
 
 
 def test_a_boolean_is_0_or_1() -> None:
