@@ -1,14 +1,10 @@
 from __future__ import annotations
 
-import gc
 import os
-import signal
 import socket
 import subprocess
 import sys
 import threading
-import time
-import warnings
 from pathlib import Path
 from typing import Any, Callable, Iterator, List, Sequence
 
@@ -22,74 +18,35 @@ from weightd.client import (
     ClientClosed,
     DeadlineExceeded,
     InvalidArgument,
-    NotFound,
     ProtocolError,
-    ResourceExhausted,
     Unavailable,
     WrongThread,
 )
 from weightd.client.address import check
-from weightd.protocol.codec import encode
-from weightd.protocol.messages.data import Error, Infer
+from weightd.protocol.messages.data import Infer
 from weightd.protocol.messages.types import ClientMessage
 from weightd.shared import multipart
 
 X = np.arange(6, dtype=np.float32).reshape(2, 3)
 
 
-def in_thread(work: Callable[[], object]) -> BaseException | None:
-    """Return what `work` raises in another thread."""
-    raised: List[BaseException] = []
-
-    def run() -> None:
-        try:
-            work()
-        except BaseException as error:  # noqa: BLE001 - it is looked at by the test
-            raised.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join(LIMIT_S)
-    return raised[0] if raised else None
-
-
-def run_python(script: str, *options: str) -> subprocess.CompletedProcess[bytes]:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, *options, "-c", script]
-    return subprocess.run(command, env=environment, stderr=subprocess.PIPE, timeout=LIMIT_S, check=False)
-
-
 # --- questions and answers ------------------------------------------------------------------------------------------
 
 
 def test_infer_returns_the_outputs(client: Client) -> None:
-    outputs = client.infer("echo", {"x": X, "scalar": np.array(7, np.int64), "none": np.zeros((0, 4), np.uint8)})
-    assert np.array_equal(outputs["x"], X)
-    assert outputs["scalar"].tolist() == 7
-    assert outputs["none"].shape == (0, 4)
-
-
-def test_large_tensors_pass_unchanged(client: Client) -> None:
     large = np.random.default_rng(0).standard_normal((512, 1024))
-    assert np.array_equal(client.infer("echo", {"x": large})["x"], large)
+    inputs = {"x": X, "scalar": np.array(7, np.int64), "none": np.zeros((0, 4), np.uint8), "large": large}
+    outputs = client.infer("echo", inputs)
+    assert [*outputs] == [*inputs]
+    for name, value in inputs.items():
+        assert np.array_equal(outputs[name], value)
+        assert outputs[name].shape == value.shape
 
 
 def test_metadata_server_and_status(client: Client) -> None:
     assert client.metadata("m").platform == "echo"
     assert client.server().version == "9.9"
     assert client.status().state == "running"
-
-
-def test_the_daemon_is_told_the_timeout(client: Client, daemon: FakeDaemon) -> None:
-    client.infer("echo", {"x": X}, timeout=2.5)
-    message, _ = daemon.next()
-    assert isinstance(message, Infer)
-    assert message.parameters.timeout == 2_500_000
-
-
-def test_results_in_any_order(client: Client) -> None:
-    pending = [client.submit("echo", {"x": np.array([i])}) for i in range(50)]
-    assert [int(each.result()["x"][0]) for each in reversed(pending)] == list(range(49, -1, -1))
 
 
 def test_more_under_way_than_any_queue_of_zeromq_holds(client: Client, daemon: FakeDaemon) -> None:
@@ -103,18 +60,12 @@ def test_more_under_way_than_any_queue_of_zeromq_holds(client: Client, daemon: F
             all_sent.set()
 
     daemon.handle = answer_all_at_the_end
-    pending = [client.submit("m" if i < 5999 else "last", {"x": np.array([i])}) for i in range(6000)]
+    # A thousand wait in the queue of each side, and in the kernel's buffer a few hundred of this size.
+    inputs = np.arange(2500 * 250, dtype=np.float32).reshape(2500, 250)
+    pending = [client.submit("m" if i < 2499 else "last", {"x": each}) for i, each in enumerate(inputs)]
     # The daemon is not held up by a client that does something else.
     assert all_sent.wait(LIMIT_S)
-    assert all(int(each.result()["x"][0]) == i for i, each in enumerate(pending))
-
-
-def test_an_error_is_the_exception_of_its_code(client: Client, daemon: FakeDaemon) -> None:
-    daemon.handle = lambda message, _: [[encode(Error(message.id, "NOT_FOUND", "no model 'm'"))]]
-    with pytest.raises(NotFound, match="no model 'm'"):
-        client.infer("m", {"x": X})
-    daemon.handle = echo
-    assert client.infer("m", {"x": X})
+    assert all(np.array_equal(each.result()["x"], inputs[i]) for i, each in enumerate(pending))
 
 
 def test_done_does_not_wait(client: Client, daemon: FakeDaemon) -> None:
@@ -126,14 +77,6 @@ def test_done_does_not_wait(client: Client, daemon: FakeDaemon) -> None:
     result = pending.result()
     assert pending.done()
     assert pending.result() is result
-
-
-def test_what_nobody_waits_for_is_taken_in_and_forgotten(client: Client) -> None:
-    for _ in range(200):
-        client.submit("echo", {"x": X})
-    assert client.infer("echo", {"x": X})
-    gc.collect()
-    assert client._core.waiting == 0  # pyright: ignore[reportPrivateUsage]
 
 
 def test_answers_that_nobody_waits_for_do_not_pile_up(client: Client, daemon: FakeDaemon) -> None:
@@ -150,16 +93,9 @@ def test_answers_that_nobody_waits_for_do_not_pile_up(client: Client, daemon: Fa
 
 def test_a_silent_daemon_is_waited_for_until_the_deadline(client: Client, daemon: FakeDaemon) -> None:
     daemon.handle = silent
-    started = time.monotonic()
     with pytest.raises(DeadlineExceeded, match="does not answer"):
-        client.infer("m", {"x": X}, timeout=0.2)
-    assert 0.2 <= time.monotonic() - started < LIMIT_S / 2
-
-
-def test_a_late_answer_is_dropped(client: Client, daemon: FakeDaemon) -> None:
-    daemon.handle = silent
-    with pytest.raises(DeadlineExceeded):
-        client.infer("m", {"x": X}, timeout=0.01)
+        client.infer("m", {"x": X}, timeout=0.1)
+    # Its answer, which comes late, is dropped.
     message, tensors = daemon.next()
     daemon.send(*echo(message, tensors)[0])
     daemon.handle = echo
@@ -187,33 +123,19 @@ def submit_without_end(client: Client, timeout: float) -> None:
         client.submit("m", {"x": large}, timeout=timeout)
 
 
-@pytest.fixture
-def deaf(address: str) -> Iterator[zmq.Context[zmq.Socket[bytes]]]:
-    """A daemon at `address` that reads nothing, until its context is destroyed."""
+def test_a_daemon_that_reads_nothing_ends_in_the_deadline_and_its_death_the_wait(address: str) -> None:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    socket = context.socket(zmq.ROUTER)
-    socket.setsockopt(zmq.RCVHWM, 1)
-    socket.bind(address)
-    yield context
-    context.destroy(linger=0)
-
-
-def test_a_daemon_that_reads_nothing_ends_in_the_deadline(address: str, deaf: zmq.Context[zmq.Socket[bytes]]) -> None:
-    with Client(address, timeout=LIMIT_S) as client, pytest.raises(DeadlineExceeded, match="does not read"):
-        submit_without_end(client, 0.1)
-
-
-def test_a_daemon_that_reads_nothing_and_dies_ends_the_wait(address: str, deaf: zmq.Context[zmq.Socket[bytes]]) -> None:
+    deaf = context.socket(zmq.ROUTER)
+    deaf.setsockopt(zmq.RCVHWM, 1)
+    deaf.bind(address)
     with Client(address, timeout=LIMIT_S) as client:
-        with pytest.raises(DeadlineExceeded):
+        with pytest.raises(DeadlineExceeded, match="does not read"):
             submit_without_end(client, 0.1)
         # Dies while the client waits: its queue is full.
-        death = threading.Timer(0.2, deaf.destroy, [0])
+        death = threading.Timer(0.1, context.destroy, [0])
         death.start()
-        started = time.monotonic()
         with pytest.raises(Unavailable):
             submit_without_end(client, LIMIT_S)
-        assert time.monotonic() - started < LIMIT_S / 2
         death.join()
 
 
@@ -228,57 +150,30 @@ def test_who_listens_and_does_not_answer_ends_in_the_deadline(directory: Path) -
 # --- a lost daemon --------------------------------------------------------------------------------------------------
 
 
-def test_a_dying_daemon_ends_all_calls_at_once(client: Client, daemon: FakeDaemon) -> None:
+def test_a_dying_daemon_ends_all_calls_and_the_next_call_reaches_a_new_one(client: Client, daemon: FakeDaemon) -> None:
+    first = client.submit("first", {"x": X})
+    daemon.next()
     daemon.handle = silent
-    pending = [client.submit("m", {"x": X}) for _ in range(3)]
+    pending = [client.submit("old", {"x": X}) for _ in range(3)]
     for _ in pending:
         daemon.next()
-    started = time.monotonic()
     daemon.stop()
     for each in pending:
         with pytest.raises(Unavailable, match="is lost"):
             each.result()
     assert all(each.done() for each in pending)
-    assert time.monotonic() - started < LIMIT_S / 2
-
-
-def test_an_answer_that_came_before_the_loss_counts(client: Client, daemon: FakeDaemon) -> None:
-    first = client.submit("echo", {"x": X})
-    daemon.next()
-    daemon.handle = silent
-    second = client.submit("echo", {"x": X})
-    daemon.next()
-    daemon.stop()
-    with pytest.raises(Unavailable):
-        second.result()
+    # What had come before the loss counts.
     assert np.array_equal(first.result()["x"], X)
-
-
-def test_without_a_daemon_the_next_call_says_so_at_once(client: Client, daemon: FakeDaemon) -> None:
-    daemon.stop()
-    for _ in range(2):
-        started = time.monotonic()
-        with pytest.raises(Unavailable, match=r"is lost|no daemon at "):
-            client.infer("m", {"x": X})
-        assert time.monotonic() - started < LIMIT_S / 2
-
-
-def use_until_lost(client: Client) -> None:
-    while True:
-        client.server(timeout=LIMIT_S)
-
-
-def test_the_next_call_reaches_a_new_daemon_by_itself(client: Client, daemon: FakeDaemon) -> None:
-    assert client.infer("echo", {"x": X})
-    daemon.stop()
-    with pytest.raises(Unavailable):
-        use_until_lost(client)
-    for _ in range(3):
-        new = FakeDaemon(daemon.address)
-        assert np.array_equal(client.infer("echo", {"x": X})["x"], X)
-        new.stop()
-        with pytest.raises(Unavailable):
-            use_until_lost(client)
+    with pytest.raises(Unavailable, match="no daemon at "):
+        client.infer("new", {"x": X})
+    new = FakeDaemon(daemon.address)
+    assert np.array_equal(client.infer("new", {"x": X})["x"], X)
+    # It is not sent the old one's requests.
+    message, _ = new.next()
+    assert isinstance(message, Infer)
+    assert message.model_name == "new"
+    assert new.seen.empty()
+    new.stop()
 
 
 def test_an_idle_client_does_not_notice(client: Client, daemon: FakeDaemon) -> None:
@@ -301,47 +196,6 @@ def test_a_daemon_that_ends_while_one_connects(address: str, monkeypatch: pytest
     monkeypatch.setattr("weightd.client.connection.addresses.check", there_at_the_first_look)
     with pytest.raises(Unavailable, match="there is no socket"):
         Client(address, timeout=LIMIT_S)
-
-
-def test_a_new_daemon_is_not_sent_the_old_ones_requests(client: Client, daemon: FakeDaemon) -> None:
-    daemon.handle = silent
-    old = client.submit("old", {"x": X})
-    daemon.next()
-    daemon.stop()
-    with pytest.raises(Unavailable):
-        old.result()
-    new = FakeDaemon(daemon.address)
-    assert client.infer("new", {"x": X})
-    message, _ = new.next()
-    assert isinstance(message, Infer)
-    assert message.model_name == "new"
-    assert new.seen.empty()
-    new.stop()
-
-
-def test_a_killed_process_ends_all_calls(directory: Path) -> None:
-    script = f"""
-import zmq
-socket = zmq.Context().socket(zmq.ROUTER)
-socket.bind("ipc://{directory}/d.sock")
-print("up", flush=True)
-while True:
-    socket.recv_multipart()
-    print("heard", flush=True)
-"""
-    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == b"up\n"
-        with Client(f"ipc://{directory}/d.sock", timeout=LIMIT_S) as client:
-            pending = client.submit("m", {"x": X})
-            assert process.stdout.readline() == b"heard\n"
-            process.send_signal(signal.SIGKILL)
-            with pytest.raises(Unavailable, match="is lost"):
-                pending.result()
-            # The socket is there still, and nobody behind it.
-            process.wait()
-            with pytest.raises(Unavailable, match="nobody listens"):
-                client.infer("m", {"x": X})
 
 
 def test_tcp_is_reached_lost_and_refused() -> None:
@@ -375,7 +229,6 @@ def test_ctrl_c_in_the_middle_of_a_message_costs_the_connection_only(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pending = client.submit("echo", {"x": X})
-
     us = threading.get_ident()
     receive = multipart.receive
 
@@ -408,49 +261,50 @@ def test_another_thread_is_refused(client: Client) -> None:
         pending.done,
         pending.result,
     ]
-    for use in uses:
-        assert isinstance(in_thread(use), WrongThread)
+    refused: List[object] = []
+
+    def use_all() -> None:
+        for use in uses:
+            try:
+                use()
+            except WrongThread:
+                refused.append(use)
+
+    thread = threading.Thread(target=use_all)
+    thread.start()
+    thread.join(LIMIT_S)
+    assert refused == uses
     assert pending.result()
 
 
-def test_a_forked_process_is_refused_and_harms_nothing(client: Client) -> None:
-    assert client.infer("echo", {"x": X})
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # newer Pythons: fork with threads
-        child = os.fork()
-    if child == 0:
-        status = 1
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.alarm(int(LIMIT_S))  # should it hang, it must not outlive the test
-        try:
-            client.close()  # allowed, and does nothing
-            client.infer("echo", {"x": X})
-        except WrongThread:
-            status = 42
-        finally:
-            os._exit(status)
-    assert os.waitpid(child, 0)[1] >> 8 == 42
-    assert client.infer("echo", {"x": X})
-
-
-def test_a_forked_process_ends_normally_and_can_have_a_client_of_its_own(daemon: FakeDaemon) -> None:
+def test_a_forked_process_is_refused_harms_nothing_and_can_have_a_client_of_its_own(daemon: FakeDaemon) -> None:
     script = f"""
 import os, sys
-from weightd.client import Client
+from weightd.client import Client, WrongThread
 client = Client({daemon.address!r})
 client.server()
 child = os.fork()
 if child == 0:
-    with Client({daemon.address!r}) as own:
-        own.server()
-    del client
-    sys.exit(42)
+    client.close()  # allowed, and does nothing
+    try:
+        client.server()
+    except WrongThread:
+        with Client({daemon.address!r}) as own:
+            own.server()
+        del client
+        sys.exit(42)
 status = os.waitpid(child, 0)[1] >> 8
 client.server()
-client.close()
+print("unclosed", file=sys.stderr, flush=True)
+del client
 sys.exit(status)
 """
-    assert run_python(script).returncode == 42
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-W", "always::ResourceWarning", "-c", script]
+    done = subprocess.run(command, env=environment, stderr=subprocess.PIPE, timeout=LIMIT_S, check=False)
+    assert done.returncode == 42
+    # One that is dropped unclosed is a warning, and no hang.
+    assert b"ResourceWarning: Unclosed" in done.stderr.partition(b"unclosed\n")[2]
 
 
 def test_a_closed_client_says_so(client: Client) -> None:
@@ -465,48 +319,27 @@ def test_a_closed_client_says_so(client: Client) -> None:
 # --- leaks ----------------------------------------------------------------------------------------------------------
 
 
-def descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))  # noqa: PTH208 - Python 3.7
-
-
 def test_nothing_leaks_descriptors(address: str) -> None:
     def round_trip() -> None:
         fake = FakeDaemon(address)
         client = Client(address, timeout=LIMIT_S)
-        client.server()
+        fake.handle = silent
+        pending = client.submit("m", {"x": X})
         fake.stop()
         with pytest.raises(Unavailable):
-            use_until_lost(client)
+            pending.result()
         with pytest.raises(Unavailable):
             client.server()
         client.close()
         with pytest.raises(Unavailable):
             Client(address)
 
+    def descriptors() -> int:
+        return len(os.listdir("/proc/self/fd"))  # noqa: PTH208 - Python 3.7
+
     round_trip()
     before, threads = descriptors(), threading.active_count()
-    for _ in range(5):
+    for _ in range(3):
         round_trip()
     assert descriptors() <= before
     assert threading.active_count() <= threads
-
-
-def test_a_client_that_is_dropped_unclosed_is_a_resource_warning_and_no_hang(daemon: FakeDaemon) -> None:
-    script = f"""
-from weightd.client import Client
-client = Client({daemon.address!r})
-client.server()
-del client
-"""
-    done = run_python(script, "-W", "always::ResourceWarning")
-    assert done.returncode == 0
-    assert b"ResourceWarning: Unclosed" in done.stderr
-
-
-def test_a_refused_request_names_the_bound(client: Client, daemon: FakeDaemon) -> None:
-    def refuse(message: ClientMessage, tensors: Sequence[bytes]) -> Sequence[List[Any]]:
-        return [[encode(Error(message.id, "RESOURCE_EXHAUSTED", "1024 requests wait already"))]]
-
-    daemon.handle = refuse
-    with pytest.raises(ResourceExhausted, match="1024"):
-        client.infer("m", {"x": X})

@@ -85,11 +85,22 @@ def test_a_number_out_of_bounds_is_refused_in_a_known_header(number: int) -> Non
         decode([header.replace((2**62).to_bytes(8, "big"), number.to_bytes(8, "big")), *FRAMES], TO_CHILD)
 
 
-@pytest.mark.parametrize("number", [-1, 2**63, True, 1.0, "1"])
-def test_no_wrong_number_is_written_for_known_tensors(number: Any) -> None:
+class Text(str):
+    """Equal to a text, and not one that may be sent."""
+
+    __slots__ = ()
+
+
+WRONG: List[Any] = [Predict(each, SPECS) for each in (-1, 2**63, True, 1.0, "1")]  # type: ignore[arg-type]
+WRONG += [Infer(each, "m", SPECS) for each in ("", "i" * 129, "\ud800", Text("1"))] + [Infer("1", Text("m"), SPECS)]
+
+
+@pytest.mark.parametrize("wrong", WRONG, ids=range(len(WRONG)))
+def test_nothing_wrong_is_written_for_known_tensors(wrong: Any) -> None:
     encode(Predict(5, SPECS))
-    with pytest.raises(LocalProtocolError, match="request"):
-        encode(Predict(number, SPECS))
+    encode(Infer("1", "m", SPECS))
+    with pytest.raises(LocalProtocolError, match="request|id|model_name"):
+        encode(wrong)
 
 
 @pytest.mark.parametrize("other", [{"model_name": "two"}, {"parameters": Parameters(2)}, {"parameters": Parameters()}])
