@@ -91,8 +91,11 @@ class Text(str):
     __slots__ = ()
 
 
-WRONG: List[Any] = [Predict(each, SPECS) for each in (-1, 2**63, True, 1.0, "1")]  # type: ignore[arg-type]
-WRONG += [Infer(each, "m", SPECS) for each in ("", "i" * 129, "\ud800", Text("1"))] + [Infer("1", Text("m"), SPECS)]
+WRONG: List[Any] = [
+    *(Predict(each, SPECS) for each in (-1, 2**63, True, 1.0, "1")),  # type: ignore[arg-type]
+    *(Infer(each, "m", SPECS) for each in ("", "i" * 129, "\ud800", Text("1"))),
+    Infer("1", Text("m"), SPECS),
+]
 
 
 @pytest.mark.parametrize("wrong", WRONG, ids=range(len(WRONG)))

@@ -68,31 +68,29 @@ def complete(tmp_path: Path) -> Complete:
     return press
 
 
-def test_commands_and_options(complete: Complete) -> None:
-    assert complete("") == ["show", "shut"]
-    assert complete("sho") == ["show"]
-    assert complete("-") == ["--help", "--socket", "-h"]
-    assert complete("show", "--") == ["--help", "--mode", "--out"]
-    assert complete("nonsense", "") == [""]
-
-
-def test_choices(complete: Complete) -> None:
-    assert complete("show", "--mode", "") == ["fast", "slow"]
-    assert complete("show", "--mode", "=", "s") == ["slow"]
-    assert complete("show", "--mode", "=") == ["fast", "slow"]
-    assert complete("shut", "w") == ["window"]
-
-
-def test_files_and_directories(complete: Complete) -> None:
-    assert complete("show", "resnet", "a") == ["a dir", "a file"]
-    assert complete("show", "--mode", "fast", "resnet", "a") == ["a dir", "a file"]
-    assert complete("show", "resnet", "--out", "a") == ["a dir"]
-    assert complete("show", "resnet", "x", "a") == [""]
-
-
-def test_names_of_models_are_asked_for(complete: Complete) -> None:
-    assert complete("show", "") == ["resnet", "un-et"]
-    assert complete("show", "re") == ["resnet"]
+@pytest.mark.parametrize(
+    ("words", "offered"),
+    [
+        ([""], ["show", "shut"]),
+        (["sho"], ["show"]),
+        (["-"], ["--help", "--socket", "-h"]),
+        (["show", "--"], ["--help", "--mode", "--out"]),
+        (["nonsense", ""], [""]),
+        (["show", "--mode", ""], ["fast", "slow"]),
+        (["show", "--mode", "=", "s"], ["slow"]),
+        (["show", "--mode", "="], ["fast", "slow"]),
+        (["shut", "w"], ["window"]),
+        (["show", "resnet", "a"], ["a dir", "a file"]),
+        (["show", "--mode", "fast", "resnet", "a"], ["a dir", "a file"]),
+        (["show", "resnet", "--out", "a"], ["a dir"]),
+        (["show", "resnet", "x", "a"], [""]),
+        # Names of models are asked for.
+        (["show", ""], ["resnet", "un-et"]),
+        (["show", "re"], ["resnet"]),
+    ],
+)
+def test_what_is_offered(complete: Complete, words: List[str], offered: List[str]) -> None:
+    assert complete(*words) == offered
 
 
 @pytest.mark.parametrize("option", ["--socket ipc:///x", "--socket=ipc:///x"])

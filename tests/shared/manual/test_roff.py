@@ -24,17 +24,18 @@ def shown(source: str, width: int = WIDE) -> List[str]:
     return [line for line in done.stdout.decode().splitlines()[1:-1] if line]
 
 
+@pytest.fixture
 def page() -> Page:
     return Page("thing", 8, "1.2", "does it")
 
 
-def test_a_page() -> None:
-    written = page()
-    written.heading("DESCRIPTION")
-    written.text("First\nparagraph.\n\nSecond, with `code`:\n\n  $ run -it\n    'more'\n.not a request")
-    written.entry(bold("--size"), "How\nmuch.\n\nNot little.")
-    written.see_also([("other", 1)])
-    assert shown(written.source()) == [
+def test_a_page(page: Page) -> None:
+    page.heading("DESCRIPTION")
+    page.text("First\nparagraph.\n\nSecond, with `code`:\n\n  $ run -it\n    'more'\n.not a request")
+    page.entry(bold("--size"), "How\nmuch.\n\nNot little.")
+    page.see_also([("other", 1)])
+    assert page.source().startswith('.TH "THING" "8" "" "weightd 1.2" "weightd"\n')
+    assert shown(page.source()) == [
         "NAME",
         "       thing - does it",
         "DESCRIPTION",
@@ -50,28 +51,22 @@ def test_a_page() -> None:
     ]
 
 
-def test_the_title() -> None:
-    assert page().source().startswith('.TH "THING" "8" "" "weightd 1.2" "weightd"\n')
-
-
 @pytest.mark.parametrize("text", [".so /etc/passwd", "'br", "a \\n(.z b", "-", '"a" b', "~^`", "\\fB\\", "\\*[x]"])
-def test_text_is_shown_as_it_is(text: str) -> None:
-    written = page()
-    written.heading("X")
-    written.text(text)
-    assert shown(written.source())[-1].strip() == text
+def test_text_is_shown_as_it_is(page: Page, text: str) -> None:
+    page.heading("X")
+    page.text(text)
+    assert shown(page.source())[-1].strip() == text
 
 
-def test_no_word_is_hyphenated() -> None:
-    written = page()
+def test_no_word_is_hyphenated(page: Page) -> None:
     long = "considerations of interpreters and of their configuration " * 20
-    written.heading("X")
-    written.synopsis(["x"])
-    written.text(f"{long}\n\n  code\n\n{long}")
-    written.subheading("x")
-    written.entry("x", long)
-    written.text(long)
-    assert not [line for line in shown(written.source(), 60) if "\u2010" in line]
+    page.heading("X")
+    page.synopsis(["x"])
+    page.text(f"{long}\n\n  code\n\n{long}")
+    page.subheading("x")
+    page.entry("x", long)
+    page.text(long)
+    assert not [line for line in shown(page.source(), 60) if "\u2010" in line]
 
 
 @given(st.text(st.characters(min_codepoint=32, max_codepoint=126)))
