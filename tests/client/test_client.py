@@ -60,9 +60,9 @@ def test_more_under_way_than_any_queue_of_zeromq_holds(client: Client, daemon: F
             all_sent.set()
 
     daemon.handle = answer_all_at_the_end
-    # A thousand wait in the queue of each side, and in the kernel's buffer a few hundred of this size.
-    inputs = np.arange(2500 * 250, dtype=np.float32).reshape(2500, 250)
-    pending = [client.submit("m" if i < 2499 else "last", {"x": each}) for i, each in enumerate(inputs)]
+    # A thousand wait in the queue of each side, and in the kernel's buffer a few dozen of this size.
+    inputs = np.arange(3000 * 1000, dtype=np.float32).reshape(3000, 1000)
+    pending = [client.submit("m" if i < 2999 else "last", {"x": each}) for i, each in enumerate(inputs)]
     # The daemon is not held up by a client that does something else.
     assert all_sent.wait(LIMIT_S)
     assert all(np.array_equal(each.result()["x"], inputs[i]) for i, each in enumerate(pending))
