@@ -6,7 +6,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
-from typing import Any, Callable, Iterator, List, Sequence
+from typing import Any, Callable, Dict, Iterator, List, Sequence
 
 import numpy as np
 import pytest
@@ -35,7 +35,12 @@ X = np.arange(6, dtype=np.float32).reshape(2, 3)
 
 def test_infer_returns_the_outputs(client: Client) -> None:
     large = np.random.default_rng(0).standard_normal((512, 1024))
-    inputs = {"x": X, "scalar": np.array(7, np.int64), "none": np.zeros((0, 4), np.uint8), "large": large}
+    inputs: Dict[str, Any] = {
+        "x": X,
+        "scalar": np.array(7, np.int64),
+        "none": np.zeros((0, 4), np.uint8),
+        "large": large,
+    }
     outputs = client.infer("echo", inputs)
     assert [*outputs] == [*inputs]
     for name, value in inputs.items():

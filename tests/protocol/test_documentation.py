@@ -167,14 +167,19 @@ def test_each_datatype_is_there_with_its_size() -> None:
 
 
 def test_the_diagrams_show_messages_in_their_directions() -> None:
-    directions = {"C>>D": FROM_CLIENT, "D>>C": TO_CLIENT, "D>>W": TO_CHILD, "W>>D": FROM_CHILD}
+    directions: Dict[str, Mapping[str, Type[Any]]] = {
+        "C>>D": FROM_CLIENT,
+        "D>>C": TO_CLIENT,
+        "D>>W": TO_CHILD,
+        "W>>D": FROM_CHILD,
+    }
     diagrams = "".join(re.findall(r"```mermaid\n(.*?)```", WIRE + CHILDREN, re.DOTALL))
     arrows = [
         each for each in re.findall(r"(\w+--?>>\w+): (\w+)(.*)", diagrams) if each[1:] != ("starts", " the process")
     ]
     assert len(arrows) > 15
     for arrow, tag, words in arrows:
-        table: Mapping[str, Type[Any]] = directions[re.sub(r"\d|-", "", arrow).replace("H", "W")]
+        table = directions[re.sub(r"\d|-", "", arrow).replace("H", "W")]
         known = {*ERRORS, *(field.name for field in dataclasses.fields(table[tag]))}
         for named in re.findall(r"\((.*?)\)", words):
             assert known.issuperset(named.split(", ")), words
