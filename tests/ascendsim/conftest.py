@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Callable, Generator, List
+from typing import Any, Generator, List
 
 import numpy as np
 import pytest
 
 from ascendsim import Host, models
 from ascendsim.program import Nursery, Program
+
+from .support import Start
 
 
 @pytest.fixture(scope="session")
@@ -25,12 +27,13 @@ def host(tmp_path: Path) -> Host:
 
 
 @pytest.fixture
-def start(nursery: Nursery, host: Host) -> Generator[Callable[..., Program], None, None]:
-    """Start a program on the host."""
+def start(nursery: Nursery, host: Host, path: Path, x: Any) -> Generator[Start, None, None]:
+    """Start a program on the host, which knows `path` and `x`."""
     programs: List[Program] = []
 
     def start(**options: Any) -> Program:
         programs.append(nursery.start(host, **options))
+        programs[-1].do("pass", path=path, x=x)
         return programs[-1]
 
     yield start
@@ -39,9 +42,20 @@ def start(nursery: Nursery, host: Host) -> Generator[Callable[..., Program], Non
 
 
 @pytest.fixture
+def program(start: Start) -> Program:
+    return start()
+
+
+@pytest.fixture
 def path(tmp_path: Path) -> Path:
     """A model with a free batch."""
     return models.mlp(tmp_path / "mlp.mindir")
+
+
+@pytest.fixture
+def other(tmp_path: Path) -> Path:
+    """A model of the same size with other weights."""
+    return models.mlp(tmp_path / "other.mindir", seed=9)
 
 
 @pytest.fixture

@@ -3,103 +3,65 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Callable, List, Tuple
+from typing import Any
 
-import numpy as np
 import pytest
 
-from ascendsim import Host, ledger, models
+from ascendsim import Host, models
+from ascendsim.process import pid_of
 from ascendsim.program import Program
 
-Start = Callable[..., Program]
+from .support import ATTACH, Start, answers, assert_refused, errors_of, kinds, share
 
 MIB = 1024 * 1024
-LAST_LINE = "Pre init model resource failed."
-KEEP_RUNNING = "please Keep the main process running, otherwise the shared memory will become invalid!"
-BUILD_FAILED = "build_from_file failed! Error is Common error code."
-
-
-def share(start: Start, path: Path, workers: int = 1) -> Tuple[Program, List[Program], str]:
-    """A holder, workers that have attached, and the handle."""
-    holder, others = start(), [start() for _ in range(workers)]
-    pids = ",".join(str(other.do("pid()")) for other in others)
-    handle: str = holder.do("build(path, pids=pids)", path=path, pids=pids)
-    for other in others:
-        assert other.do("build(path, handle=handle)", path=path, handle=handle) == ""
-    return holder, others, handle
-
-
-def assert_refused(program: Program, path: Path, handle: str, cause: str = KEEP_RUNNING) -> None:
-    """The attach fails without a reason; the log ends with a wrong one and has the right one before."""
-    error = program.refusal("build(path, handle=handle)", path=path, handle=handle)
-    assert (error.kind, error.text) == ("RuntimeError", BUILD_FAILED)
-    assert program.errors()[-1] == LAST_LINE
-    assert any(cause in text for text in program.errors()[:-1])
-
 
 # --- Shared memory, and who pays for it ------------------------------------------------------------------------
 
 
 def test_processes_share_one_copy(start: Start, host: Host, path: Path, x: Any) -> None:
-    holder, workers, handle = share(start, path, workers=2)
+    holder, workers, handle = share(start, workers=2, attached=2)
     assert int(handle) > 2**53
-    for program in (holder, *workers):
-        assert np.array_equal(program.do("predict(x)", x=x), models.answer(path, x))
-    assert host.copies_of_weights() == 1
-    assert host.copies_of_weights(1) == 0
-    card = host.ledger()
-    (weights,) = [each for each in card.allocations if each.kind == ledger.WEIGHTS]
-    pids = [worker.do("pid()") for worker in workers]
-    assert weights.owner == holder.do("pid()")
-    assert list(weights.importers) == pids
-    assert list(weights.whitelist) == sorted(pids)
-    assert weights.handle == handle
-    assert set(card.processes) == {weights.owner, *pids}
+    assert all(answers(program, path, x) for program in (holder, *workers))
+    assert (kinds(host), kinds(host, 1)) == (["weights"], [])
+    weights, pids = host.ledger().weights, [worker.do("pid()") for worker in workers]
+    assert pid_of(weights.owner) == holder.do("pid()")
+    assert [pid_of(each) for each in weights.importers] == pids
+    assert weights.whitelist == sorted(pids)
+    assert str(weights.handle) == handle
+    assert set(host.ledger().processes) == {holder.do("pid()"), *pids}
 
 
 @pytest.mark.parametrize(("mib", "granules"), [(0, 1), (1, 1), (2, 2), (3, 2), (64, 33)])
 def test_shared_weights_take_one_granule_more(
-    start: Start, host: Host, tmp_path: Path, mib: int, granules: int
+    program: Program, host: Host, tmp_path: Path, mib: int, granules: int
 ) -> None:
-    path = models.mlp(tmp_path / "m.mindir", size_mib=mib)
-    start().do("build(path, pids='1')", path=path)
-    (weights,) = [each for each in host.ledger().allocations if each.kind == ledger.WEIGHTS]
-    assert weights.bytes == granules * 2 * MIB
+    program.do("build(path, pids='1')", path=models.mlp(tmp_path / "m.mindir", size_mib=mib))
+    assert host.ledger().weights.bytes == granules * 2 * MIB
 
 
-def test_every_process_pays_for_workspace_and_context(start: Start, host: Host, tmp_path: Path) -> None:
+def test_every_process_pays_for_workspace_and_context(start: Start, host: Host) -> None:
     host.switch(workspace_mib=30, context_mib=100, capacity_mib=1000)
-    share(start, models.mlp(tmp_path / "m.mindir", size_mib=101), workers=2)
-    card = host.ledger()
-    assert card.capacity == 1000 * MIB
-    assert card.used == (102 + 3 * 130) * MIB
-    assert card.free == card.capacity - card.used
-
-
-def test_processes_that_do_not_share_have_a_copy_each(start: Start, host: Host, path: Path) -> None:
-    for _ in range(3):
-        start().do("build(path)", path=path)
-    assert host.copies_of_weights() == 3
-    assert {each.kind for each in host.ledger().allocations} == {"private weights", "workspace", "context"}
+    share(start, workers=2, attached=2)
+    assert (host.ledger().capacity, host.ledger().used) == (1000 * MIB, (2 + 3 * 130) * MIB)
+    for _ in range(2):
+        start().do("build(path)")
+    assert kinds(host) == ["weights", "private weights", "private weights"]
 
 
 @pytest.mark.parametrize("end", ["kill", "wait"])
-def test_a_process_that_ends_leaves_nothing(start: Start, host: Host, path: Path, end: str) -> None:
-    program = start()
-    program.do("build(path, pids='1')", path=path)
-    assert host.copies_of_weights() == 1
+def test_a_process_that_ends_leaves_nothing(program: Program, host: Host, end: str) -> None:
+    program.do("build(path, pids='1')")
+    assert kinds(host) == ["weights"]
     getattr(program, end)()
-    assert host.ledger().used == 0
-    assert host.ledger().processes == ()
+    assert (host.ledger().used, host.ledger().processes) == (0, ())
 
 
-def test_letting_go_of_a_model_gives_its_memory_back(start: Start, host: Host, path: Path) -> None:
-    holder, (worker,), handle = share(start, path)
+def test_letting_go_of_a_model_gives_its_memory_back(start: Start, host: Host) -> None:
+    holder, (worker,), handle = share(start)
     worker.do("lib.model = None")
-    (weights,) = [each for each in host.ledger().allocations if each.kind == ledger.WEIGHTS]
-    assert weights.importers == ()
-    assert host.ledger().processes == (weights.owner,)
-    worker.do("build(path, handle=handle)", path=path, handle=handle)  # and once more
+    assert host.ledger().weights.importers == []
+    assert host.ledger().processes == (holder.do("pid()"),)
+    worker.do(ATTACH, handle=handle)  # and once more
     worker.do("lib.model = None")
     holder.do("lib.model = None")
     assert host.ledger().used == 0
@@ -108,145 +70,119 @@ def test_letting_go_of_a_model_gives_its_memory_back(start: Start, host: Host, p
 # --- Who may import ---------------------------------------------------------------------------------------------
 
 
-def test_the_driver_has_its_own_pids(start: Start, host: Host) -> None:
+def test_the_driver_has_its_own_pids_and_wants_these_on_the_list(start: Start, host: Host) -> None:
     host.switch(pid_offset=4000)
-    program = start()
-    assert program.do("ms.Model().get_model_info('current_pid')") == str(program.pid + 4000)
-
-
-def test_a_process_that_is_not_listed_is_refused(start: Start, host: Host, path: Path) -> None:
-    _, _, handle = share(start, path)
-    stranger = start()
-    assert_refused(stranger, path, handle)
-    assert f"pid {stranger.do('pid()')} is not on the list" in host.driver_log()[-1]
-    assert host.copies_of_weights() == 1
-
-
-def test_the_pid_inside_of_the_container_is_not_enough(start: Start, path: Path) -> None:
     holder, worker = start(), start()
-    handle = holder.do("build(path, pids=pids)", path=path, pids=str(worker.pid))
-    assert_refused(worker, path, handle)
+    assert worker.do("ms.Model().get_model_info('current_pid')") == str(worker.pid + 4000)
+    assert_refused(worker, holder.do("build(path, pids=pids)", pids=str(worker.pid)))
+    assert f"pid {worker.pid + 4000} is not on the list" in host.driver_log()[-1]
+    assert kinds(host) == ["weights"]
 
 
-def test_a_pid_listed_before_its_process_started_is_refused(start: Start, host: Host, path: Path) -> None:
-    holder = start()
-    handle = holder.do("build(path, pids='424242')", path=path)
-    assert_refused(start(pid=424242), path, handle)
-    assert "Time check fail" in host.driver_log()[-1]
+def test_pids_are_fixed_at_the_build(start: Start) -> None:
+    holder, _, handle = share(start)
+    errors = errors_of(holder, "lib.model.build_from_file(str(path), ms.ModelType.MINDIR)")
+    assert errors == ["Model has been called Build"]
+    assert_refused(start(), handle)
 
 
-def test_pids_are_fixed_at_the_build(start: Start, path: Path) -> None:
-    holder, _, handle = share(start, path)
-    late = start()
-    error = holder.refusal("lib.model.build_from_file(path, ms.ModelType.MINDIR)", path=str(path))
-    assert error.text == BUILD_FAILED
-    assert_refused(late, path, handle)
-
-
-def test_a_pid_leaves_the_list_with_a_process_that_had_imported(start: Start, host: Host, path: Path) -> None:
+def test_a_pid_leaves_the_list_with_a_process_that_had_imported(start: Start, host: Host) -> None:
     holder, first, second = start(), start(pid=7001), start(pid=7002)
-    handle = holder.do("build(path, pids='7001,7002')", path=path)
-    first.do("build(path, handle=handle)", path=path, handle=handle)
+    first.do(ATTACH, handle=holder.do("build(path, pids='7001,7002')"))
     first.kill()
     second.kill()  # it never imported
-    (weights,) = [each for each in host.ledger().allocations if each.kind == ledger.WEIGHTS]
-    assert weights.whitelist == (7002,)
+    assert host.ledger().weights.whitelist == [7002]
 
 
-def test_an_importer_imports_once_and_the_holder_never(start: Start, host: Host, path: Path) -> None:
-    holder, (worker,), handle = share(start, path)
-    again = "old = lib.model\nbuild(path, handle=handle)"
-    assert worker.refusal(again, path=path, handle=handle).text == BUILD_FAILED
-    assert "Can not import multi times" in host.driver_log()[-1]
-    assert holder.refusal(again, path=path, handle=handle).text == BUILD_FAILED
-    assert "exporter" in host.driver_log()[-1]
-    host.switch(import_twice=True)
-    worker.do(again, path=path, handle=handle)
+def test_an_importer_imports_once_and_the_holder_never(start: Start, host: Host) -> None:
+    holder, (worker,), handle = share(start)
+    for program, reason in ((worker, "Can not import multi times"), (holder, "exporter")):
+        errors_of(program, f"old = lib.model\n{ATTACH}", handle=handle)
+        assert reason in host.driver_log()[-1]
 
 
-def test_another_card_and_a_virtual_card_are_refused(start: Start, host: Host, path: Path) -> None:
-    holder, worker, other = start(), start(), start()
-    pids = f"{worker.do('pid()')},{other.do('pid()')}"
-    handle = holder.do("build(path, pids=pids)", path=path, pids=pids)
-    error = other.refusal("build(path, handle=handle, device=1)", path=path, handle=handle)
-    assert error.text == BUILD_FAILED
+def test_another_card_and_a_virtual_card_are_refused(start: Start, host: Host) -> None:
+    _, (worker, other), handle = share(start, workers=2, attached=0)
+    errors_of(other, "build(path, handle=handle, device=1)", handle=handle)
     assert "card 0" in host.driver_log()[-1]
     host.switch(vnpu=True)
-    assert_refused(worker, path, handle)
+    assert_refused(worker, handle)
 
 
-def test_a_card_that_is_not_there_is_card_0(start: Start, host: Host, path: Path) -> None:
-    program = start()
-    program.do("build(path, device=9)", path=path)
-    assert host.copies_of_weights(0) == 1
+def test_a_card_that_is_not_there_is_card_0(program: Program, host: Host) -> None:
+    program.do("build(path, device=9)")
+    assert kinds(host) == ["private weights"]
     assert "[WARNING]" in program.log()
+
+
+@pytest.mark.parametrize(
+    ("listed", "seen"), [("1", [1]), ("1,0", [1, 0]), ("", []), ("0,7,1", [0]), ("0,0", [0]), ("x", [])]
+)
+def test_a_process_sees_the_cards_that_are_listed_in_their_order(
+    start: Start, host: Host, listed: str, seen: Any
+) -> None:
+    program = start(ASCEND_RT_VISIBLE_DEVICES=listed)
+    for number, card in enumerate(seen):
+        before = host.copies_of_weights(card)
+        program.do("build(path, device=number)", number=number)
+        assert host.copies_of_weights(card) == before + 1
+    if not seen:
+        errors_of(program)
+
+
+def test_a_card_that_cannot_export_says_so_in_the_log_only(program: Program, host: Host) -> None:
+    host.switch(exports=False)
+    assert errors_of(program, "build(path, pids='1')")[0] == "aclrtMemExportToShareableHandle failed! ret:207000"
 
 
 # --- What a failed build leaves behind --------------------------------------------------------------------------
 
 
-def test_a_failed_build_keeps_its_memory_until_the_process_ends(start: Start, host: Host, path: Path) -> None:
-    program = start()
-    error = program.refusal("build(path, pids=' 1')", path=path)
-    assert error.text == BUILD_FAILED
-    assert program.errors() == ["ConvertStringToIntVector failed!", "Main process failed!"]
+def test_a_failed_build_keeps_its_memory_until_the_process_ends(program: Program, host: Host) -> None:
+    failed = ["ConvertStringToIntVector failed!", "Main process failed!"]
+    assert errors_of(program, "build(path, pids=' 1')") == failed
     program.do("lib.model = None")
-    (weights,) = [each for each in host.ledger().allocations if each.kind == ledger.WEIGHTS]
-    assert weights.handle  # it was exported before anybody looked at the pids
-    program.refusal("build(path, pids=' 1')", path=path)
-    assert host.copies_of_weights() == 2
+    assert host.ledger().weights.handle  # it was exported before anybody looked at the pids
+    assert errors_of(program, "build(path, pids=' 1')") == failed
+    assert kinds(host) == ["weights", "weights"]
     program.kill()
     assert host.ledger().used == 0
 
 
-def test_a_failed_build_spoils_the_model_object(start: Start, path: Path) -> None:
-    program = start()
-    program.refusal("build(path, pids='x')", path=path)
-    build = "lib.model.build_from_file(path, ms.ModelType.MINDIR, context())"
-    assert program.refusal(build, path=str(path)).text == BUILD_FAILED
-    assert program.errors()[-1] == "Model has been called Build"
-    program.do("build(path)", path=path)
+def test_a_failed_build_spoils_the_model_object(program: Program) -> None:
+    errors_of(program, "build(path, pids='x')")
+    again = "lib.model.build_from_file(str(path), ms.ModelType.MINDIR, context())"
+    assert errors_of(program, again) == ["Model has been called Build"]
+    program.do("build(path)")
 
 
-def test_a_failed_attach_may_look_like_a_success(start: Start, host: Host, path: Path, x: Any, tmp_path: Path) -> None:
+def test_a_failed_attach_may_look_like_a_success(start: Start, host: Host, x: Any, other: Path) -> None:
     host.switch(first_model_id=0)
-    other = models.mlp(tmp_path / "other.mindir", seed=9)
     holder, worker = start(), start()
-    handle = holder.do("build(path, pids='1')", path=path)
-    worker.do("build(path)\nfirst = lib.model", path=other)
-    assert worker.do("build(path, handle=handle)", path=path, handle=handle) == ""  # it is not listed
-    assert np.array_equal(worker.do("predict(x)", x=x), models.answer(other, x))
+    handle = holder.do("build(path, pids='1')")
+    worker.do("build(other)\nfirst = lib.model", other=other)
+    assert worker.do(ATTACH, handle=handle) == ""  # it is not listed
+    assert answers(worker, other, x)
 
 
 # --- Every attach writes ----------------------------------------------------------------------------------------
 
 
-def test_another_file_of_the_same_size_changes_all_answers(start: Start, path: Path, x: Any, tmp_path: Path) -> None:
-    other = models.mlp(tmp_path / "other.mindir", seed=9)
-    holder, worker = start(), start()
-    handle = holder.do("build(path, pids=pids)", path=path, pids=str(worker.do("pid()")))
-    assert np.array_equal(holder.do("predict(x)", x=x), models.answer(path, x))
-    worker.do("build(path, handle=handle)", path=other, handle=handle)
-    assert np.array_equal(worker.do("predict(x)", x=x), models.answer(other, x))
-    assert np.array_equal(holder.do("predict(x)", x=x), models.answer(other, x))
+def test_another_file_of_the_same_size_changes_all_answers(start: Start, path: Path, x: Any, other: Path) -> None:
+    holder, (worker,), handle = share(start, attached=0)
+    assert answers(holder, path, x)
+    worker.do("build(other, handle=handle)", other=other, handle=handle)
+    assert answers(worker, other, x)
+    assert answers(holder, other, x)
 
 
-def test_a_larger_file_is_refused_and_a_smaller_one_only_if_asked(
-    start: Start, host: Host, path: Path, tmp_path: Path
-) -> None:
+def test_a_larger_file_is_refused_and_a_smaller_one_is_not(start: Start, tmp_path: Path) -> None:
     larger = models.mlp(tmp_path / "larger.mindir", size_mib=2)
-    holder, worker = start(), start()
-    pids = str(worker.do("pid()"))
-    handle = holder.do("build(path, pids=pids)", path=path, pids=pids)
-    assert_refused(worker, larger, handle, "aclrtmapmem failed! weight size:4194304")
-    for exactly in (False, True):
-        host.switch(map_exactly=exactly)
-        holder, worker = start(), start()
-        handle = holder.do("build(path, pids=pids)", path=larger, pids=str(worker.do("pid()")))
-        if exactly:
-            assert_refused(worker, path, handle, "aclrtmapmem failed! weight size:2097152")
-        else:
-            worker.do("build(path, handle=handle)", path=path, handle=handle)
+    _, (worker,), handle = share(start, attached=0)
+    assert_refused(worker, handle, "aclrtmapmem failed! weight size:4194304", path=larger)
+    worker = start()
+    handle = start().do("build(larger, pids=pids)", larger=larger, pids=str(worker.do("pid()")))
+    worker.do(ATTACH, handle=handle)
 
 
 # --- The holder dies --------------------------------------------------------------------------------------------
@@ -254,50 +190,29 @@ def test_a_larger_file_is_refused_and_a_smaller_one_only_if_asked(
 
 def test_counted_memory_outlives_its_holder(start: Start, host: Host, path: Path, x: Any) -> None:
     stranger = start()
-    holder, (worker, late), handle = _holder_of_two(start, path)
+    holder, (worker, late), handle = share(start, workers=2)
     holder.kill()
-    assert np.array_equal(worker.do("predict(x)", x=x), models.answer(path, x))
-    (weights,) = [each for each in host.ledger().allocations if each.kind == ledger.WEIGHTS]
-    assert weights.orphaned
-    late.do("build(path, handle=handle)", path=path, handle=handle)  # it was listed in time
-    assert worker.do("set_pids(handle, 1)", handle=handle) != 0  # nobody can list more
+    assert answers(worker, path, x)
+    assert not host.ledger().weights.owned
+    late.do(ATTACH, handle=handle)  # it was listed in time
+    assert worker.do("set_pids(handle, 1)") != 0  # nobody can list more
     worker.kill()
-    assert np.array_equal(late.do("predict(x)", x=x), models.answer(path, x))
+    assert answers(late, path, x)
     late.kill()
-    assert host.copies_of_weights() == 0
-    assert_refused(stranger, path, handle)
+    assert host.ledger().used == 0
+    assert_refused(stranger, handle)
     assert "Share handle doesn't exist" in host.driver_log()[-1]
 
 
-def test_without_orphan_import_a_listed_process_comes_too_late(start: Start, host: Host, path: Path) -> None:
-    host.switch(orphan_import=False)
-    holder, (_, late), handle = _holder_of_two(start, path)
-    holder.kill()
-    assert_refused(late, path, handle)
-
-
-def test_strict_memory_dies_with_its_holder(start: Start, host: Host, path: Path, x: Any) -> None:
-    host.switch(lifetime="strict")
-    holder, (worker, late), handle = _holder_of_two(start, path)
-    holder.kill()
-    error = worker.refusal("predict(x)", x=x)
-    assert (error.kind, error.text) == ("RuntimeError", "predict failed!")
-    assert_refused(late, path, handle)
-    assert not any(each.valid for each in host.ledger().allocations if each.kind == ledger.WEIGHTS)
-
-
-def test_strict_memory_may_hold_something_else_then(start: Start, host: Host, path: Path, x: Any) -> None:
+def test_strict_memory_dies_with_its_holder_and_may_hold_something_else_then(
+    start: Start, host: Host, path: Path, x: Any
+) -> None:
     host.switch(lifetime="strict", after_death="garbage")
-    holder, (worker, _), _ = _holder_of_two(start, path)
-    assert np.array_equal(worker.do("predict(x)", x=x), models.answer(path, x))
+    holder, (worker, late), handle = share(start, workers=2)
+    assert answers(worker, path, x)
     holder.kill()
-    assert not np.array_equal(worker.do("predict(x)", x=x), models.answer(path, x))
-
-
-def _holder_of_two(start: Start, path: Path) -> Tuple[Program, Tuple[Program, Program], str]:
-    """A holder that lists two workers, of which the first attaches."""
-    holder, first, second = start(), start(), start()
-    pids = f"{first.do('pid()')},{second.do('pid()')}"
-    handle: str = holder.do("build(path, pids=pids)", path=path, pids=pids)
-    first.do("build(path, handle=handle)", path=path, handle=handle)
-    return holder, (first, second), handle
+    assert not answers(worker, path, x)
+    host.switch(after_death="error")
+    assert worker.refusal("predict(x)").text == "predict failed!"
+    assert_refused(late, handle)
+    assert not host.ledger().weights.valid

@@ -52,7 +52,7 @@ def test_status_shows_what_the_card_has(cards: Cards, service: Service) -> None:
     # What a process takes beside the weights is seen when it attaches.
     assert told.process_bytes == sum(each.bytes for each in card.allocations if each.kind != "weights")
     # One context was there before the first look.
-    assert (told.capacity_bytes, told.free_bytes) == (card.capacity - 200 * 1024 * 1024, card.free)
+    assert (told.capacity_bytes, told.free_bytes) == (card.capacity - 200 * 1024 * 1024, card.capacity - card.used)
 
 
 def test_every_worker_of_both_cards_answers_and_no_spare(cards: Cards, service: Service, client: Client) -> None:

@@ -23,18 +23,9 @@ _I32 = ctypes.c_int32
 _SIZE = ctypes.POINTER(ctypes.c_size_t)
 
 
-class _Session:
-    """What the library keeps for this process."""
-
-    initialised = False
-    devices: List[int]
-    soc_name = ctypes.create_string_buffer(64)
-
-    def __init__(self) -> None:
-        self.devices = []
-
-
-_session = _Session()
+_devices: List[int] = []  # those that this process has set, the last one counts
+_initialised: List[bool] = []
+_soc_name = ctypes.create_string_buffer(64)
 
 
 def install() -> None:
@@ -69,13 +60,10 @@ class _Library:
         if name not in _FUNCTIONS or missing:
             raise AttributeError(f"{self._name}: undefined symbol: {name}")
         address = ctypes.cast(_FUNCTIONS[name], ctypes.c_void_p).value
-        function = _prototype()(address)
+        function: Any = _pointer(address)
         function.__name__ = name
         setattr(self, name, function)
         return function
-
-    def __getitem__(self, name: str) -> Any:
-        return getattr(self, name)
 
 
 _BASE: Any = ctypes._CFuncPtr  # type: ignore[attr-defined]
@@ -88,44 +76,19 @@ class _FunctionPointer(_BASE):  # type: ignore[misc]
     _restype_ = ctypes.c_int
 
 
-def _prototype() -> Any:
-    return _FunctionPointer
-
-
-def _code(function: Callable[..., int]) -> Callable[..., int]:
-    """Return the number of an AclError."""
-
-    def call(*args: Any) -> int:
-        try:
-            return function(*args)
-        except AclError as error:
-            return error.code
-
-    return call
+_pointer: Any = _FunctionPointer
 
 
 def _init(_: Any) -> int:
-    if _session.initialised:
+    if _initialised:
         return _REPEATED_INIT
-    _session.initialised = True
-    return 0
-
-
-def _finalize() -> int:
-    _session.initialised = False
+    _initialised.append(True)
     return 0
 
 
 def _set_device(device: int) -> int:
     drivers.driver().set_device(device)
-    _session.devices.append(device)
-    return 0
-
-
-def _reset_device(device: int) -> int:
-    if device in _session.devices:
-        _session.devices.remove(device)
-        drivers.driver().reset_device(device)
+    _devices.append(device)
     return 0
 
 
@@ -136,10 +99,10 @@ def _get_device_count(count: Any) -> int:
 
 
 def _get_memory_info(attribute: int, free: Any, total: Any) -> int:
-    if not _session.devices:
+    if not _devices:
         return NO_CONTEXT
     # A card with HBM has no DDR to speak of.
-    values = drivers.driver().memory_info(_session.devices[-1]) if attribute in _HBM_ATTRIBUTES else (0, 0)
+    values = drivers.driver().memory_info(_devices[-1]) if attribute in _HBM_ATTRIBUTES else (0, 0)
     free[0], total[0] = values
     return 0
 
@@ -150,8 +113,8 @@ def _get_bare_tgid(pid: Any) -> int:
 
 
 def _get_soc_name() -> int:
-    _session.soc_name.value = drivers.switches().soc_name.encode()
-    return ctypes.addressof(_session.soc_name)
+    _soc_name.value = drivers.switches().soc_name.encode()
+    return ctypes.addressof(_soc_name)
 
 
 def _set_pids(handle: int, pids: Any, count: int) -> int:
@@ -162,14 +125,18 @@ def _set_pids(handle: int, pids: Any, count: int) -> int:
 
 
 def _function(function: Callable[..., int], *types: Any) -> Any:
-    return ctypes.CFUNCTYPE(ctypes.c_int, *types)(_code(function))
+    def call(*args: Any) -> int:
+        try:
+            return function(*args)
+        except AclError as error:
+            return error.code
+
+    return ctypes.CFUNCTYPE(ctypes.c_int, *types)(call)
 
 
 _FUNCTIONS: Dict[str, Any] = {
     "aclInit": _function(_init, ctypes.c_char_p),
-    "aclFinalize": _function(_finalize),
     "aclrtSetDevice": _function(_set_device, _I32),
-    "aclrtResetDevice": _function(_reset_device, _I32),
     "aclrtGetDeviceCount": _function(_get_device_count, ctypes.POINTER(ctypes.c_uint32)),
     "aclrtGetMemInfo": _function(_get_memory_info, ctypes.c_int, _SIZE, _SIZE),
     "aclrtDeviceGetBareTgid": _function(_get_bare_tgid, ctypes.POINTER(_I32)),

@@ -9,13 +9,11 @@ import contextlib
 import functools
 import mmap
 import os
-import signal
 from pathlib import Path
 from typing import Dict, Generator, List, Sequence, Tuple
 
 from ascendsim import ledger, process
 from ascendsim.ledger import GRANULE, MIB, Ledger, Memory, Store
-from ascendsim.stall import stall
 from ascendsim.switches import Switches, read
 
 INVALID_PARAM = 107000
@@ -50,7 +48,7 @@ class Driver:
         self._store = Store(directory)
         self._cards = _visible(int((directory / "cards").read_text(encoding="ascii")))
         self._identity = process.Identity(directory, read(directory).pid_offset)
-        self._devices: Dict[int, Tuple[int, int]] = {}  # how often it was set, and the number of its context's memory
+        self._devices: Dict[int, List[int]] = {}  # how often it was set, and the number of its context's memory
 
     @property
     def switches(self) -> Switches:
@@ -82,26 +80,20 @@ class Driver:
         if not 0 <= device < self.cards:
             raise self._refusal(INVALID_PARAM, f"no card {device}")
         if device in self._devices:
-            times, number = self._devices[device]
-            self._devices[device] = (times + 1, number)
+            self._devices[device][0] += 1
             return
         with self._open() as (entries, switches):
-            users = sum(each.kind == ledger.CONTEXT for each in entries.on(self._cards[device]))
+            users = len(entries.users(self._cards[device]))
             if users >= switches.max_processes:
                 raise self._refusal(DRIVER_ERROR, f"card {device} has {users} processes already")
             memory = self._take(entries, switches, device, switches.context_mib * MIB, ledger.CONTEXT)
-        self._devices[device] = (1, memory.number)
+        self._devices[device] = [1, memory.number]
 
     def reset_device(self, device: int) -> None:
         """aclrtResetDevice: undo one `set_device`."""
-        if device not in self._devices:
-            return
-        times, number = self._devices[device]
-        if times > 1:
-            self._devices[device] = (times - 1, number)
-            return
-        del self._devices[device]
-        self.free(number)
+        self._devices[device][0] -= 1
+        if self._devices[device][0] == 0:
+            self.free(self._devices.pop(device)[1])
 
     def allocate(self, device: int, size: int, kind: str) -> int:
         """aclrtMalloc, aclrtMallocPhysical: the number of new memory of this kind."""
@@ -130,44 +122,38 @@ class Driver:
         with self._open() as (entries, switches):
             if switches.acl_set_pid == "unsupported":
                 raise self._refusal(NOT_SUPPORTED, "set pid is not supported")
-            memory = next((each for each in entries.memory if each.handle == handle), None)
-            if handle == 0 or memory is None:
-                raise self._refusal(DRIVER_ERROR, "Share handle doesn't exist")
+            memory = self._exported(entries, handle)
             if memory.owner != self._identity.token or not memory.owned:
                 raise self._refusal(DRIVER_ERROR, "only the process that exported may set pids (EACCES)")
             listed = [pid for pid in pids if pid != 0]
             if not listed:
                 raise self._refusal(INVALID_PARAM, "all pids are 0 (EINVAL)")
             for pid in listed:
-                if len(memory.whitelist) >= MAX_PIDS:
+                if len(memory.listed) >= MAX_PIDS:
                     raise self._refusal(DRIVER_ERROR, f"the list is full, {pid} is not on it")
-                memory.whitelist[str(pid)] = process.now()
+                memory.listed[str(pid)] = process.now()
 
     def import_(self, handle: int, device: int) -> int:
         """aclrtMemImportFromShareableHandle: the number of the memory behind the handle."""
         with self._open() as (entries, switches):
-            memory = next((each for each in entries.memory if each.handle == handle), None)
-            if memory is None or not memory.valid:
-                raise self._refusal(DRIVER_ERROR, "Share handle doesn't exist")
+            memory = self._exported(entries, handle)
             self._check_import(memory, self._cards[device], switches)
             memory.importers.append(self._identity.token)
             return memory.number
 
     def map(self, number: int, size: int, length: int) -> mmap.mmap:
         """aclrtMapMem: the first `length` bytes, for reading and writing (there is no read-only mapping)."""
-        with self._open() as (entries, switches):
+        with self._open() as (entries, _):
             memory = entries.find(number)
-            if size > memory.bytes or (switches.map_exactly and size != memory.bytes):
+            if size > memory.bytes:
                 raise self._refusal(INVALID_PARAM, f"{size} bytes to map, {memory.bytes} allocated")
             with self._store.file(memory).open("r+b") as file:
                 return mmap.mmap(file.fileno(), max(1, length))
 
     def free(self, number: int) -> None:
         """aclrtFree, aclrtFreePhysical: let go of memory that was allocated or imported."""
-        with self._open() as (entries, switches):
-            memory = next((each for each in entries.memory if each.number == number), None)
-            if memory is not None:
-                self._store.release(entries, memory, self._identity.token, switches)
+        with self._open() as (entries, switches), contextlib.suppress(LookupError):
+            self._store.release(entries, entries.find(number), self._identity.token, switches)
 
     def is_valid(self, number: int) -> bool:
         """Whether the memory is still there: strict mode takes it from importers when its owner has gone."""
@@ -185,28 +171,29 @@ class Driver:
         return os.getpid() != self._identity.os_pid
 
     def _check_fork(self) -> None:
-        """Stop the child of a process that had a card open, whatever it calls (docs: do not fork)."""
-        if not self.is_inherited():
-            return
-        how = self.switches.fork
-        if how == "hang":
-            stall()
-        if how == "crash":
-            os.kill(os.getpid(), signal.SIGSEGV)
-        raise self._refusal(DRIVER_ERROR, "ACL was used before the fork")
+        """Refuse the child of a process that had a card open whatever it calls (docs: do not fork)."""
+        if self.is_inherited():
+            raise self._refusal(DRIVER_ERROR, "ACL was used before the fork")
+
+    def _exported(self, entries: Ledger, handle: int) -> Memory:
+        try:
+            memory = entries.find(handle=handle)
+        except LookupError:
+            raise self._refusal(DRIVER_ERROR, "Share handle doesn't exist") from None
+        if not memory.valid:
+            raise self._refusal(DRIVER_ERROR, "Share handle doesn't exist any more")
+        return memory
 
     def _check_import(self, memory: Memory, device: int, switches: Switches) -> None:
         reason = ""
-        listed = memory.whitelist.get(str(self._identity.pid))
+        listed = memory.listed.get(str(self._identity.pid))
         if switches.vnpu:
             reason = "a virtual instance cannot import"
         elif memory.device != device:
             reason = f"the memory is on card {memory.device}, and no peer access to it is enabled"
-        elif not memory.owned and not switches.orphan_import:
-            reason = "the owner and its list are gone"
         elif memory.owner == self._identity.token:
             reason = "the exporter cannot import its own handle"
-        elif self._identity.token in memory.importers and not switches.import_twice:
+        elif self._identity.token in memory.importers:
             reason = "Can not import multi times"
         elif listed is None:
             reason = f"pid {self._identity.pid} is not on the list (EACCES)"
@@ -221,7 +208,7 @@ class Driver:
         if entries.used(device) + rounded > switches.capacity_mib * MIB:
             raise self._refusal(NO_MEMORY, f"no {rounded} bytes for {kind} on card {device}")
         entries.numbers += 1
-        memory = Memory(entries.numbers, device, kind, rounded, self._identity.token, self._identity.pid, {}, [])
+        memory = Memory(entries.numbers, device, kind, rounded, self._identity.token, {}, [])
         entries.memory.append(memory)
         return memory
 
@@ -234,8 +221,8 @@ class Driver:
         self._check_fork()
         token = self._identity.token
         with self._store.open(token) as (entries, switches):
-            if all(each.token != token for each in entries.members):
-                entries.members.append(ledger.Member(token, self._identity.pid, self._identity.os_pid))
+            if token not in entries.members:
+                entries.members.append(token)
             yield entries, switches
 
 

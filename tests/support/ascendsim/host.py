@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import signal as signals
 from pathlib import Path
-from typing import Any, Dict, List, Optional
+from typing import Any, Dict, List
 
 from ascendsim import ledger, switches
 from ascendsim.switches import Fault, Switches
@@ -21,10 +20,9 @@ class Host:
     Args:
         directory: holds everything; where it is memory, so is the cards'.
         cards: how many.
-        values: fields of `Switches` that are not to have their defaults.
     """
 
-    def __init__(self, directory: Path, cards: int = 1, **values: Any) -> None:
+    def __init__(self, directory: Path, cards: int = 1) -> None:
         self.directory = directory
         self.cards = cards
         for each in ("processes", "memory"):
@@ -33,7 +31,7 @@ class Host:
         self._store = ledger.Store(directory)
         self._faults = 0
         self._switches = Switches()
-        self.switch(**values)
+        self.switch()
 
     def switch(self, **values: Any) -> None:
         """Change fields of `Switches`; each process sees it in its next operation."""
@@ -51,12 +49,11 @@ class Host:
         times: int = 0,
         seconds: float = 0.0,
         at: str = "start",
-        signal: int = int(signals.SIGSEGV),
     ) -> None:
         """Add a `Fault`; what it matches is counted from now on, over all processes."""
         switches.check(operation=operation, action=action, who=who, at=at)
         self._faults += 1
-        fault = Fault(self._faults, operation, action, who, skip, times, seconds, at, signal)
+        fault = Fault(self._faults, operation, action, who, skip, times, seconds, at)
         self.switch(faults=(*self._switches.faults, fault))
 
     def clear_faults(self) -> None:
@@ -66,7 +63,8 @@ class Host:
     def ledger(self, device: int = 0) -> ledger.Card:
         """What a card's memory holds now. Whatever belonged to a process that has ended is gone."""
         with self._store.open() as (entries, values):
-            return ledger.card(entries, device, values.capacity_mib * ledger.MIB)
+            capacity = values.capacity_mib * ledger.MIB
+            return ledger.Card(capacity, entries.used(device), tuple(entries.on(device)), tuple(entries.users(device)))
 
     def copies_of_weights(self, device: int = 0) -> int:
         """How often weights lie on a card, shared or private."""
@@ -85,14 +83,9 @@ class Host:
         return file.read_text(encoding="utf-8").splitlines() if file.exists() else []
 
 
-def environment(host: Host, pid: Optional[int] = None) -> Dict[str, str]:
-    """The variables with which a process finds the simulator and `host`.
-
-    Args:
-        host: the machine it runs on.
-        pid: the driver's number for the process; by default os.getpid() plus the host's `pid_offset`.
-    """
+def environment(host: Host, pid: int = 0) -> Dict[str, str]:
+    """The variables with which a process finds the simulator and `host`; `pid`: the driver's number for it."""
     before = os.environ.get("PYTHONPATH")
     path = [str(_PATH), str(_SUPPORT), *([before] if before else [])]
     variables = {"PYTHONPATH": os.pathsep.join(path), "ASCENDSIM": str(host.directory)}
-    return variables if pid is None else {**variables, "ASCENDSIM_PID": str(pid)}
+    return {**variables, "ASCENDSIM_PID": str(pid)} if pid else variables

@@ -25,28 +25,38 @@ WORKSPACE = "workspace"
 CONTEXT = "context"
 
 
-class Allocation(NamedTuple):
-    """One piece of a card's memory, as a test sees it.
+@dataclasses.dataclass
+class Memory:
+    """One piece of a card's memory.
 
     Attributes:
+        number: tells pieces apart.
+        device: the card.
         kind: "weights" (can be shared), "private weights", "workspace" or "context".
         bytes: its size.
-        owner: the pid that allocated it; all pids are the driver's.
-        importers: the pids that have imported it and live.
-        whitelist: the pids that may import it.
-        handle: what names it outside of the owner, "" before the export.
-        orphaned: the owner has let go of it, importers hold it.
+        owner: the token of the process that allocated it.
+        listed: the pids that may import it, and when each was listed.
+        importers: the tokens of the processes that have imported it and live.
+        owned: the owner has not let go of it.
+        handle: what names it outside of the owner, 0 before the export.
         valid: False when strict mode took it away from its importers.
     """
 
+    number: int
+    device: int
     kind: str
     bytes: int
-    owner: int
-    importers: Tuple[int, ...]
-    whitelist: Tuple[int, ...]
-    handle: str
-    orphaned: bool
-    valid: bool
+    owner: str
+    listed: Dict[str, float]
+    importers: List[str]
+    owned: bool = True
+    handle: int = 0
+    valid: bool = True
+
+    @property
+    def whitelist(self) -> List[int]:
+        """The pids that may import it."""
+        return sorted(map(int, self.listed))
 
 
 class Card(NamedTuple):
@@ -54,44 +64,22 @@ class Card(NamedTuple):
 
     capacity: int
     used: int
-    free: int
-    allocations: Tuple[Allocation, ...]
+    allocations: Tuple[Memory, ...]
     processes: Tuple[int, ...]
 
-
-@dataclasses.dataclass
-class Memory:
-    """One piece of memory. `owner` and `importers` are tokens, `whitelist` maps a pid to when it was listed."""
-
-    number: int
-    device: int
-    kind: str
-    bytes: int
-    owner: str
-    owner_pid: int
-    whitelist: Dict[str, float]
-    importers: List[str]
-    owned: bool = True
-    handle: int = 0
-    valid: bool = True
-
-
-@dataclasses.dataclass
-class Member:
-    """A process that the driver knows; `dead_since` is when the driver saw that it has ended, 0 while it lives."""
-
-    token: str
-    pid: int
-    os_pid: int
-    dead_since: float = 0.0
+    @property
+    def weights(self) -> Memory:
+        """The only weights that can be shared."""
+        [weights] = [each for each in self.allocations if each.kind == WEIGHTS]
+        return weights
 
 
 @dataclasses.dataclass
 class Ledger:
-    """Everything that the driver remembers."""
+    """Everything that the driver remembers; `members` are the tokens of the processes that it knows."""
 
     numbers: int
-    members: List[Member]
+    members: List[str]
     memory: List[Memory]
     counters: Dict[str, int]
 
@@ -103,9 +91,16 @@ class Ledger:
         """The bytes taken on one card. Memory that strict mode took away is free."""
         return sum(each.bytes for each in self.on(device) if each.valid)
 
-    def find(self, number: int) -> Memory:
-        """The piece with this number."""
-        return next(each for each in self.memory if each.number == number)
+    def users(self, device: int) -> List[int]:
+        """The driver's pids of the processes that use a card."""
+        return [process.pid_of(each.owner) for each in self.on(device) if each.kind == CONTEXT]
+
+    def find(self, number: int = 0, handle: int = 0) -> Memory:
+        """The piece with this number, or that was exported as this handle; a LookupError if there is none."""
+        for each in self.memory:
+            if each.number == number or (handle and each.handle == handle):
+                return each
+        raise LookupError
 
     def count(self, name: str) -> int:
         """How often this was counted before."""
@@ -114,29 +109,11 @@ class Ledger:
         return before
 
 
-def card(ledger: Ledger, device: int, capacity: int) -> Card:
-    """One card, for a test."""
-    pids = {each.token: each.pid for each in ledger.members}
-    allocations: List[Allocation] = []
-    for each in ledger.on(device):
-        importers = tuple(pids[token] for token in each.importers)
-        whitelist = tuple(sorted(int(pid) for pid in each.whitelist))
-        handle = str(each.handle) if each.handle else ""
-        orphaned = not each.owned
-        allocations.append(
-            Allocation(each.kind, each.bytes, each.owner_pid, importers, whitelist, handle, orphaned, each.valid)
-        )
-    used = ledger.used(device)
-    processes = tuple(each.owner for each in allocations if each.kind == CONTEXT)
-    return Card(capacity, used, capacity - used, tuple(allocations), processes)
-
-
 class Store:
     """The ledger's file in the host's directory; processes that have ended are taken out at each opening."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._pages = _Pages(directory)
 
     @contextlib.contextmanager
     def open(self, self_token: str = "") -> Generator[Tuple[Ledger, Switches], None, None]:
@@ -144,7 +121,9 @@ class Store:
         with (self._directory / "lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             switches = read(self._directory)
-            before = self._pages.read()
+            # Two files: a process that is killed while it writes loses only that. Replacing a file instead would be
+            # simpler, but stalls for long on a file system that has much to do.
+            (_, _, older), (version, before, _) = sorted(map(_page, (self._directory / "0", self._directory / "1")))
             ledger = _from_json(before)
             self._reap(ledger, switches, self_token)
             try:
@@ -152,7 +131,7 @@ class Store:
             finally:
                 after = json.dumps(ledger, default=vars)
                 if after != before:
-                    self._pages.write(after)
+                    _write_page(older, version + 1, after)
 
     def file(self, memory: Memory) -> Path:
         """The file that is the memory's content."""
@@ -168,9 +147,8 @@ class Store:
             memory.importers.remove(token)
         if not memory.owned and not memory.importers:
             ledger.memory.remove(memory)
-            file = self.file(memory)
-            if file.exists():
-                file.unlink()
+            if memory.kind == WEIGHTS:
+                self.file(memory).unlink()
 
     def say(self, text: str) -> None:
         """Write a line to the driver's own log, which no process sees."""
@@ -182,70 +160,46 @@ class Store:
         if switches.after_death == "garbage":
             # Somebody else's data lies there now.
             with self.file(memory).open("r+b") as file:
-                size = os.fstat(file.fileno()).st_size
-                file.write(os.urandom(min(size, GRANULE)))
+                file.write(os.urandom(min(memory.bytes, GRANULE)))
 
     def _reap(self, ledger: Ledger, switches: Switches, self_token: str) -> None:
-        for member in list(ledger.members):
-            if member.token == self_token or process.is_alive(self._directory, member.token):
-                continue
-            member.dead_since = member.dead_since or process.now()
-            if process.now() < member.dead_since + switches.release_seconds:
+        for token in list(ledger.members):
+            if token == self_token or process.is_alive(self._directory, token):
                 continue
             for memory in list(ledger.memory):
-                if member.token in memory.importers:
+                if token in memory.importers:
                     # v2: a pid leaves the list when a process that imported exits.
-                    memory.whitelist.pop(str(member.pid), None)
-                if memory.owner == member.token or member.token in memory.importers:
-                    self.release(ledger, memory, member.token, switches)
-            ledger.members.remove(member)
-            process.bury(self._directory, member.token)
-
-
-class _Pages:
-    """The text of the ledger, in the older of two files, so that a process killed while it writes loses only that.
-
-    Replacing a file instead would be simpler, but stalls for long on a file system that has much to do.
-    """
-
-    def __init__(self, directory: Path) -> None:
-        self._files = [directory / "ledger.0", directory / "ledger.1"]
-
-    def read(self) -> str:
-        """The newest text that is whole."""
-        return max(map(_page, self._files))[1]
-
-    def write(self, text: str) -> None:
-        """Write a newer text."""
-        pages = [(_page(file)[0], file) for file in self._files]
-        data = text.encode("ascii")
-        newest = max(pages)[0]
-        head = _HEAD.pack(newest + 1, len(data), zlib.crc32(data))
-        descriptor = os.open(min(pages)[1], os.O_WRONLY | os.O_CREAT, 0o600)
-        try:
-            os.write(descriptor, head + data)
-        finally:
-            os.close(descriptor)
+                    memory.listed.pop(str(process.pid_of(token)), None)
+                if memory.owner == token or token in memory.importers:
+                    self.release(ledger, memory, token, switches)
+            ledger.members.remove(token)
+            process.bury(self._directory, token)
 
 
 _HEAD = struct.Struct("<QQI")  # which version it is, the bytes of the text, and their sum
 
 
-def _page(file: Path) -> Tuple[int, str]:
-    """A version and its text; version 0 if there is none, or not a whole one."""
+def _page(file: Path) -> Tuple[int, str, Path]:
+    """A version, its text, and its file; version 0 if there is none, or not a whole one."""
     data = file.read_bytes() if file.exists() else b""
-    if len(data) < _HEAD.size:
-        return 0, "{}"
-    version, size, total = _HEAD.unpack_from(data)
-    text = data[_HEAD.size : _HEAD.size + size]
-    return (version, text.decode("ascii")) if zlib.crc32(text) == total else (0, "{}")
+    if len(data) >= _HEAD.size:
+        version, size, total = _HEAD.unpack_from(data)
+        text = data[_HEAD.size : _HEAD.size + size]
+        if zlib.crc32(text) == total:
+            return version, text.decode("ascii"), file
+    return 0, "{}", file
+
+
+def _write_page(file: Path, version: int, text: str) -> None:
+    data = text.encode("ascii")
+    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT, 0o600)
+    try:
+        os.write(descriptor, _HEAD.pack(version, len(data), zlib.crc32(data)) + data)
+    finally:
+        os.close(descriptor)
 
 
 def _from_json(text: str) -> Ledger:
     values: Dict[str, Any] = json.loads(text)
-    return Ledger(
-        values.get("numbers", 0),
-        [Member(**each) for each in values.get("members", [])],
-        [Memory(**each) for each in values.get("memory", [])],
-        values.get("counters", {}),
-    )
+    memory = [Memory(**each) for each in values.get("memory", [])]
+    return Ledger(values.get("numbers", 0), values.get("members", []), memory, values.get("counters", {}))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
-from typing import Any, Dict, List, NamedTuple, Optional, Sequence
+from typing import Any, Dict, List, NamedTuple, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,7 +43,6 @@ class ModelFile(NamedTuple):
         outputs: in order.
         weight_bytes: what the weights take on a card; may pretend to be more than the file holds.
         bundle: converted for `update_weights`.
-        om: holds the one node that only Ascend runs; a model without it was converted for CPU.
         weights: as the file has them.
         gears: the sizes that it was converted for on a card, each for all free dimensions in their order, or for the
             batch alone; none: it takes any.
@@ -59,7 +58,6 @@ class ModelFile(NamedTuple):
     outputs: List[TensorSpec]
     weight_bytes: int
     bundle: bool
-    om: bool
     weights: bytes
     gears: Sequence[Sequence[int]] = ()
     dynamic_dims: str = ""
@@ -138,9 +136,8 @@ def as_floats(data: Any, model: ModelFile) -> Floats:
     return values
 
 
-def _decrypt(data: bytes, key: Optional[bytes]) -> bytes:
-    begin = len(_ENCRYPTED)
-    digest = hashlib.sha256(key or b"").digest()
-    if not data.startswith(_ENCRYPTED) or data[begin : begin + len(digest)] != digest:
+def _decrypt(data: bytes, key: bytes) -> bytes:
+    head = _ENCRYPTED + hashlib.sha256(key).digest()
+    if not data.startswith(head):
         raise ModelFileError("Decrypt failed!")
-    return data[begin + len(digest) :]
+    return data[len(head) :]

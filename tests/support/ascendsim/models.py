@@ -22,7 +22,6 @@ def mlp(
     seed: int = 0,
     *,
     bundle: bool = False,
-    om: bool = True,
     size_mib: int = 0,
     key: bytes = b"",
     dtype: str = "FLOAT32",
@@ -38,7 +37,6 @@ def mlp(
         batch: None leaves it free.
         seed: of the weights.
         bundle: converted for `update_weights`.
-        om: False: converted for CPU, so that Ascend refuses it.
         size_mib: the weights pretend to take so much on a card; 0: what they take.
         key: the file is encrypted with it.
         dtype: of "x" and "y"; computed is in float32.
@@ -52,7 +50,7 @@ def mlp(
     specs = [TensorSpec("x", shape, dtype)], [TensorSpec("y", shape, dtype)]
     size = size_mib * _MIB or weights.nbytes
     recorded = (";".join(map(str, gears)), f"x:-1,{width}") if told else ("", "")
-    model = ModelFile("mlp", layers, width, *specs, size, bundle, om, weights.tobytes(), _batches(gears), *recorded)
+    model = ModelFile("mlp", layers, width, *specs, size, bundle, weights.tobytes(), _batches(gears), *recorded)
     return modelfile.write(path, model, key)
 
 
@@ -68,7 +66,7 @@ def two_inputs(path: Path, seed: int = 0, *, padding: str = "", gears: Sequence[
     weights: Floats = np.random.RandomState(seed).standard_normal(4).astype(np.float32)
     inputs = [TensorSpec(name + padding, [-1, 4]) for name in ("a", "b")]
     outputs = [TensorSpec(name + padding, [-1, 4]) for name in ("sum", "difference")]
-    model = ModelFile("pair", 0, 4, inputs, outputs, weights.nbytes, False, True, weights.tobytes(), _batches(gears))
+    model = ModelFile("pair", 0, 4, inputs, outputs, weights.nbytes, False, weights.tobytes(), _batches(gears))
     return modelfile.write(path, model)
 
 

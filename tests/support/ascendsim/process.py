@@ -28,10 +28,15 @@ class Identity:
         self.os_pid = os.getpid()
         self.pid = int(os.environ.get(_PID) or self.os_pid + pid_offset)
         self.start = _start_time()
-        self.token = f"{self.os_pid}-{time.monotonic_ns()}"
+        self.token = f"{self.pid}-{self.os_pid}-{time.monotonic_ns()}"
         # Never closed: closing any descriptor of the file would let go of the lock.
         self._lock = os.open(_path(directory, self.token), os.O_RDWR | os.O_CREAT, 0o600)
         fcntl.lockf(self._lock, fcntl.LOCK_EX)
+
+
+def pid_of(token: str) -> int:
+    """The driver's number for the process of `token`."""
+    return int(token.partition("-")[0])
 
 
 def is_alive(directory: Path, token: str) -> bool:

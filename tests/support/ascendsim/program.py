@@ -81,7 +81,7 @@ class Nursery:
         self._process.stdout.close()
         self._directory.cleanup()
 
-    def start(self, host: Host, pid: Optional[int] = None, **variables: str) -> Program:
+    def start(self, host: Host, pid: int = 0, **variables: str) -> Program:
         """A new program on this host; `variables` are more of its environment, `pid` see `environment`."""
         number = str(len(self._programs))
         address = str(Path(self._directory.name) / number)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import signal
 from pathlib import Path
 from typing import Any, Dict, NamedTuple, Tuple
 
@@ -18,26 +17,24 @@ class Fault(NamedTuple):
     Attributes:
         number: tells faults apart.
         operation: "build" or "predict".
-        action: "fail" (a RuntimeError without a reason), "crash" (`signal` to the process itself), "hang" (never
+        action: "fail" (a RuntimeError without a reason), "crash" (SIGSEGV to the process itself), "hang" (never
             returns; Python's signal handlers do not run, as in native code), "slow" (`seconds` longer), or, in a
             predict, "garbage" (a wrong answer).
         who: "all", "holder" (builds with a pid list), "importer" (with a handle) or "private" (with neither).
         skip: so many matching operations go well first.
         times: so many then suffer; 0 means all.
         seconds: for "slow".
-        at: in a build "start" or "loaded" (memory is taken and weights are written); a predict has only "start".
-        signal: for "crash".
+        at: "start", or in a build "loaded": memory is taken, and weights are written.
     """
 
     number: int
     operation: str
     action: str
-    who: str = "all"
-    skip: int = 0
-    times: int = 0
-    seconds: float = 0.0
-    at: str = "start"
-    signal: int = int(signal.SIGSEGV)
+    who: str
+    skip: int
+    times: int
+    seconds: float
+    at: str
 
 
 @dataclasses.dataclass
@@ -55,22 +52,13 @@ class Switches:
         lifetime: what the death of the exporting process means. "counted" (source of v2): importers live on, the
             memory is free when the last has gone. "strict" (the library's own log text): the memory becomes invalid.
         after_death: a predict on invalid memory: "error" or "garbage" (a wrong answer).
-        orphan_import: with "counted": a listed pid may still import while anybody holds the memory (v2; not v3).
-        import_twice: one process may import one handle twice (newer user library; v2 refuses).
-        map_exactly: aclrtMapMem needs exactly the size that was allocated (docs), not only at most that.
         vnpu: the cards are virtual instances, which refuse every import (docs).
         first_model_id: the id that the driver gives to the first model of a process. With 0, a build whose sharing
             failed "succeeds" and runs that model (model_process.cc: infer_id_ is 0 by default).
         exports: False: aclrtMemExportToShareableHandle returns 207000, as a guess at 310P (docs contradict each other).
-        release_seconds: what a process that has ended had on a card, and its place there, comes free so much later;
-            that a driver takes its time is known, how long it takes is not.
-        fork: a forked child of a process that used a card, when it uses the library: "raise", "hang" or "crash"
-            (docs aclcppdevg_000222 only forbid it).
         libascendcl: False: loading libascendcl.so is an OSError.
         acl_set_pid: aclrtMemSetPidToShareableHandle, by ctypes and in a build: "ok", "unsupported" (returns 207000)
             or, by ctypes only, "missing" (no such symbol).
-        build_seconds: every build on a card takes this longer.
-        predict_seconds: every predict on a card takes this longer.
         noise: answers of a card differ by up to this share between predicts, as sums of atomic additions do.
         faults: see `Fault`.
     """
@@ -84,18 +72,11 @@ class Switches:
     pid_offset: int = 100_000
     lifetime: str = "counted"
     after_death: str = "error"
-    orphan_import: bool = True
-    import_twice: bool = False
-    map_exactly: bool = False
     vnpu: bool = False
     first_model_id: int = 1
     exports: bool = True
-    release_seconds: float = 0.0
-    fork: str = "raise"
     libascendcl: bool = True
     acl_set_pid: str = "ok"
-    build_seconds: float = 0.0
-    predict_seconds: float = 0.0
     noise: float = 0.0
     faults: Tuple[Fault, ...] = ()
 
@@ -103,12 +84,11 @@ class Switches:
 _CHOICES: Dict[str, Tuple[str, ...]] = {
     "lifetime": ("counted", "strict"),
     "after_death": ("error", "garbage"),
-    "fork": ("raise", "hang", "crash"),
     "acl_set_pid": ("ok", "unsupported", "missing"),
     "operation": ("build", "predict"),
     "action": ("fail", "crash", "hang", "slow", "garbage"),
-    "who": ("all", "holder", "importer", "private"),
     "at": ("start", "loaded"),
+    "who": ("all", "holder", "importer", "private"),
 }
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from typing import Any, Dict, List, Sequence
+from typing import Any, List, Sequence
 
 from ascendsim.library import check
 
@@ -13,110 +12,42 @@ _ASCEND_PRECISION = ("enforce_fp32", "preferred_fp32", "enforce_fp16", "enforce_
 
 
 class _Checked:
-    """An attribute that refuses values of another type, below 0 or out of a list of choices."""
+    """An attribute that refuses values of another type, below `least` or out of a list of choices."""
 
-    def __init__(self, name: str, kind: type, default: Any, choices: Sequence[str] = (), *, any_sign: bool = False):
+    def __init__(self, name: str, default: Any, choices: Sequence[str] = (), *, least: float = 0) -> None:
         self._name = name
-        self._kind = kind
         self._default = default
+        self._kind: type = type(default)
         self._choices = choices
-        self._any_sign = any_sign
-
-    def __set_name__(self, _: type, name: str) -> None:
-        self._key = f"_{name}"
+        self._least = least
 
     def __get__(self, owner: Any, _: Any = None) -> Any:
-        return owner.__dict__.get(self._key, self._default)
+        return owner.__dict__.get(self._name, self._default)
 
     def __set__(self, owner: Any, value: Any) -> None:
         check.instance(self._name, value, self._kind)
-        if self._kind is int and value < 0 and not self._any_sign:
+        if isinstance(value, int) and value < self._least:
             raise ValueError(f"{self._name} must be a non-negative int.")
+        if self._kind is list:
+            check.elements(self._name, value, int)
         if self._choices and value not in self._choices:
             raise ValueError(f"{self._name} must be in [{', '.join(self._choices)}], but got {value}.")
-        owner.__dict__[self._key] = value
-
-
-class _Constant(_Checked):
-    """An attribute that can only be read."""
-
-    def __set__(self, owner: Any, value: Any) -> None:
-        raise AttributeError("can't set attribute")
+        owner.__dict__[self._name] = value
 
 
 class _Cpu:
-    precision_mode = _Checked("cpu_precision_mode", str, "enforce_fp32", _CPU_PRECISION)
-    thread_num = _Checked("cpu_thread_num", int, 0)
-    inter_op_parallel_num = _Checked("cpu_inter_op_parallel_num", int, 0)
-    thread_affinity_mode = _Checked("cpu_thread_affinity_mode", int, 0, any_sign=True)
-
-    def __init__(self) -> None:
-        self._cores: List[int] = []
-
-    @property
-    def thread_affinity_core_list(self) -> List[int]:
-        return self._cores
-
-    @thread_affinity_core_list.setter
-    def thread_affinity_core_list(self, cores: List[int]) -> None:
-        check.elements("cpu_thread_affinity_core_list", cores, int)
-        self._cores = list(cores)
-
-
-class _Gpu:
-    precision_mode = _Checked("gpu_precision_mode", str, "enforce_fp32", _CPU_PRECISION)
-    device_id = _Checked("gpu_device_id", int, 0)
-    rank_id = _Constant("rank_id", int, 0)
-    group_size = _Constant("group_size", int, 0)
+    precision_mode = _Checked("cpu_precision_mode", "enforce_fp32", _CPU_PRECISION)
+    thread_num = _Checked("cpu_thread_num", 0)
+    inter_op_parallel_num = _Checked("cpu_inter_op_parallel_num", 0)
+    thread_affinity_mode = _Checked("cpu_thread_affinity_mode", 0, least=float("-inf"))
+    thread_affinity_core_list = _Checked("cpu_thread_affinity_core_list", [])
 
 
 class _Ascend:
-    precision_mode = _Checked("ascend_precision_mode", str, "enforce_fp16", _ASCEND_PRECISION)
-    device_id = _Checked("ascend_device_id", int, 0)
-    rank_id = _Checked("ascend_rank_id", int, 0)
-    provider = _Checked("ascend_provider", str, "")  # any text: "ge" counts, everything else is ACL
-
-
-class _Parallel:
-    workers_num = _Checked("workers_num", int, 0)
-
-    def __init__(self) -> None:
-        self._info: Dict[str, Dict[str, str]] = {}
-        self._path = ""
-        self._devices: List[int] = []
-
-    @property
-    def config_info(self) -> str:
-        """As text: what was set does not come back as it was."""
-        sections = self._info.items()
-        return "\n".join(f"{name}: " + " ".join(f"{k} {v}" for k, v in items.items()) for name, items in sections)
-
-    @config_info.setter
-    def config_info(self, info: Dict[str, Dict[str, str]]) -> None:
-        check.sections("config_info", info)
-        self._info.update(info)
-
-    @property
-    def config_path(self) -> str:
-        return self._path
-
-    @config_path.setter
-    def config_path(self, path: str) -> None:
-        check.instance("config_path", path, str)
-        if path and not os.path.exists(path):  # noqa: PTH110 - a str, as there
-            raise ValueError("Set parallel failed, config_path does not exist!")
-        self._path = path
-
-    @property
-    def device_ids(self) -> List[int]:
-        return self._devices
-
-    @device_ids.setter
-    def device_ids(self, devices: List[int]) -> None:
-        check.elements("device_ids", devices, int)
-        if any(each < 0 for each in devices):
-            raise ValueError("Set parallel failed, device_ids contain a negative number.")
-        self._devices = list(devices)
+    precision_mode = _Checked("ascend_precision_mode", "enforce_fp16", _ASCEND_PRECISION)
+    device_id = _Checked("ascend_device_id", 0)
+    rank_id = _Checked("ascend_rank_id", 0)
+    provider = _Checked("ascend_provider", "")  # any text: "ge" counts, everything else is ACL
 
 
 class Context:
@@ -124,14 +55,8 @@ class Context:
 
     def __init__(self) -> None:
         self.cpu = _Cpu()
-        self.gpu = _Gpu()
         self.ascend = _Ascend()
-        self.parallel = _Parallel()
-        self._group_info_file = ""
         self.target = ["cpu"]
-
-    def __str__(self) -> str:
-        return f"target: {self.target}."
 
     @property
     def target(self) -> List[str]:
@@ -146,15 +71,6 @@ class Context:
                 raise ValueError(f"target elements must be in {list(_TARGETS)}, but got {each.lower()}.")
         self._target = target
         self._first = target[0].lower()  # changing the list later changes nothing
-
-    @property
-    def group_info_file(self) -> str:
-        return self._group_info_file
-
-    @group_info_file.setter
-    def group_info_file(self, file: str) -> None:
-        check.instance("group_info_file", file, str)
-        self._group_info_file = file
 
     def get_first_target(self) -> str:
         """The target that counts, as it was when it was set. Not part of the vendor's API."""

@@ -24,25 +24,12 @@ _PLACE = "extendrt/kernel/ascend/model/model_process.cc"
 _PIDS = re.compile(r"(?!,\Z)(\d+(,\s*\d+)*,?)?", re.ASCII)
 
 
-class NativeError(Exception):
-    """A C++ exception: `InvalidArgument` or `OutOfRange`."""
-
-
-class InvalidArgument(NativeError):
-    """std::invalid_argument."""
-
-
-class OutOfRange(NativeError):
-    """std::out_of_range."""
-
-
 class Options(NamedTuple):
-    """How to load: `pids` and `handle` as they were given; `grouped`: the model is in a ModelGroup."""
+    """How to load: `pids` and `handle` as they were given."""
 
     device: int
     pids: str = ""
     handle: str = ""
-    grouped: bool = False
 
 
 class Loaded(NamedTuple):
@@ -83,9 +70,6 @@ class ModelProcess:
             _error(118, "Init", f"Acl open device {self._options.device} failed. ret = {error.code}")
             return False
         self.who = "private" if model.bundle else self.who
-        if self._options.grouped and model.bundle:
-            _error(820, "Load", "Update weight model don't support mem share!")
-            return False
         load = {"holder": self._main, "importer": self._sub, "private": self._plain}[self.who]
         if not load(model):
             return False
@@ -127,8 +111,6 @@ class ModelProcess:
         self._driver.reset_device(self._options.device)
 
     def _role(self) -> str:
-        if self._options.grouped:
-            return "private"
         if self._options.pids:
             return "holder"
         return "importer" if self._handle else "private"
@@ -220,10 +202,10 @@ def to_uint64(text: str) -> int:
     """As std::stoull: leading blanks, a sign that wraps around, digits; what follows them is ignored."""
     match = re.match(r"[ \t\n\v\f\r]*([+-]?)([0-9]+)", text)
     if match is None:
-        raise InvalidArgument("stoull")
+        raise ValueError("stoull")
     value = int(match.group(2))
     if value >= _UINT64:
-        raise OutOfRange("stoull")
+        raise IndexError("stoull")
     return -value % _UINT64 if match.group(1) == "-" else value
 
 
@@ -233,7 +215,7 @@ def _pids(text: str) -> Optional[List[int]]:
         return None
     pids = [int(each) for each in text.split(",") if each]
     if any(pid > _INT_MAX for pid in pids):
-        raise OutOfRange("stoi")
+        raise IndexError("stoi")
     return pids
 
 

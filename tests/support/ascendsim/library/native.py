@@ -7,27 +7,22 @@ import signal
 import sys
 import threading
 from pathlib import Path
-from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Set, Union
+from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Union
 
 import numpy as np
 
 from ascendsim import faults, glog, modelfile
 from ascendsim.driver import AclError, Driver
 from ascendsim.library import shapes as sizes
-from ascendsim.library.load import ModelProcess, NativeError, Options, open_driver
-from ascendsim.library.tensor import TensorBind, data_type, numpy_type
+from ascendsim.library.load import ModelProcess, Options, open_driver
+from ascendsim.library.tensor import Tensor, data_type, numpy_type
 from ascendsim.modelfile import Floats, ModelFile, ModelFileError
 
-_MAX_SECTIONS = 100
-_MAX_ITEMS = 1000
 _ASCEND = "ascend_context"
 _PIDS = "shareable_weight_pid_list"
 _HANDLE = "shareable_weight_mem_handle"
 _DECRYPT_MODES = ("AES-GCM", "AES-CBC", "SM4-CBC")
 _IMPL = "extendrt/cxx_api/model/model_impl.cc"
-
-grouped_paths: Set[str] = set()
-"""Files that are in a ModelGroup of this process."""
 
 
 class Place(NamedTuple):
@@ -60,10 +55,9 @@ class _Card:
         self._driver = driver
         self._process = process
         self.model = process.model
-
-    @property
-    def handle(self) -> int:
-        return self._process.shareable_handle
+        self.handle = process.shareable_handle
+        self.update = process.update
+        self.unload = process.unload
 
     def run(self, inputs: List[Floats]) -> Optional[List[Floats]]:
         try:
@@ -72,23 +66,13 @@ class _Card:
             glog.error("extendrt/kernel/ascend/model/model_process.cc:1201", "PredictFromHost", "Execute Model Failed")
             return None
         except faults.Garbage:
-            outputs = self._process.run(inputs)
-            return None if outputs is None else [-1 - each for each in outputs]
-        return self._noisy(self._process.run(inputs))
-
-    def _noisy(self, outputs: Optional[List[Floats]]) -> Optional[List[Floats]]:
-        noise = self._driver.switches.noise
+            return [-1 - each for each in self._process.run(inputs) or ()]
+        outputs, noise = self._process.run(inputs), self._driver.switches.noise
         if outputs is None or not noise:
             return outputs
         # Of a process and a predict: no two are equal.
         random = np.random.RandomState([os.getpid(), self._driver.count("noise")])
         return [each * (1 + noise * random.rand(*each.shape)).astype(np.float32) for each in outputs]
-
-    def update(self, weights: Dict[str, Floats]) -> bool:
-        return self._process.update(weights)
-
-    def unload(self) -> None:
-        self._process.unload()
 
 
 class NativeModel:
@@ -102,7 +86,7 @@ class NativeModel:
         self._pid = ""
         self._shapes: List[List[int]] = []
         self._buffers: List[_Buffer] = []
-        self._outputs: List[TensorBind] = []
+        self._outputs: List[Tensor] = []
         self._poisoned = False
         self._mutex = threading.Lock()
 
@@ -116,7 +100,7 @@ class NativeModel:
             except (AclError, OSError):
                 return
 
-    def load_config(self, path: str) -> bool:
+    def load_config(self, path: str) -> None:
         """Read a file of sections; what is none is ignored. What was given as a dict stays."""
         section = ""
         for line in Path(path).read_text(encoding="utf-8", errors="replace").splitlines():
@@ -125,21 +109,11 @@ class NativeModel:
                 section = text[1:-1]
             elif section and "=" in text and not text.startswith("#"):
                 key, _, value = text.partition("=")
-                self._config.setdefault(section, {})[key.strip()] = value.strip()
-        return True
+                self.update_config(section, {key.strip(): value.strip()})
 
-    def update_config(self, section: str, items: Dict[str, str]) -> bool:
+    def update_config(self, section: str, items: Dict[str, str]) -> None:
         """Take a section of a dict; unknown names are ignored without a word."""
-        for key, value in items.items():
-            if section not in self._config and len(self._config) >= _MAX_SECTIONS:
-                glog.error(f"{_IMPL}:1121", "UpdateConfig", "config too many sections!")
-                return False
-            known = self._config.setdefault(section, {})
-            if key not in known and len(known) >= _MAX_ITEMS:
-                glog.error(f"{_IMPL}:1127", "UpdateConfig", "config too many items!")
-                return False
-            known[key] = value
-        return True
+        self._config.setdefault(section, {}).update(items)
 
     def build(self, path: str, place: Place, *, is_mindir: bool, key: bytes = b"", mode: str = "") -> bool:
         """Build from a file; with a key, an encrypted one."""
@@ -160,8 +134,8 @@ class NativeModel:
             glog.error(f"{_IMPL}:215", "Build", "Load model failed, please check the file and its type.")
             return False
         try:
-            return self._create_session(model, path, place, encrypted=bool(key))
-        except NativeError as error:
+            return self._create_session(model, place, encrypted=bool(key))
+        except (ValueError, IndexError) as error:  # as pybind11 names std::invalid_argument and std::out_of_range
             if key:
                 raise  # caught by nobody: the overload with cryptoInfo has no try
             glog.error("extendrt/cxx_api/model/model.cc:95", "Build", f"Catch exception: {error}")
@@ -184,27 +158,27 @@ class NativeModel:
         self._shapes = [list(shape) for shape in shapes]
         return True
 
-    def inputs(self) -> List[TensorBind]:
+    def inputs(self) -> List[Tensor]:
         """New tensors without data, in the shapes of the last resize."""
         runner = self._runner
         if runner is None:
             return []
         pairs = zip(runner.model.inputs, self._shapes)
-        return [TensorBind(spec.name, data_type(spec.dtype), shape) for spec, shape in pairs]
+        return [Tensor.of(spec.name, data_type(spec.dtype), shape) for spec, shape in pairs]
 
-    def outputs(self) -> List[TensorBind]:
+    def outputs(self) -> List[Tensor]:
         """The outputs of the last predict; before one, what is known of their shapes (on the CPU nothing)."""
         runner = self._runner
         if self._outputs or runner is None:
             return self._outputs
-        result: List[TensorBind] = []
+        result: List[Tensor] = []
         for spec in runner.model.outputs:
             unknown = -1 in spec.shape and isinstance(runner, _Cpu)
             shape = [-1] if unknown else sizes.told(runner.model, spec)
-            result.append(TensorBind(spec.name, data_type(spec.dtype), shape))
+            result.append(Tensor.of(spec.name, data_type(spec.dtype), shape))
         return result
 
-    def predict(self, inputs: Sequence[TensorBind]) -> Optional[List[TensorBind]]:
+    def predict(self, inputs: Sequence[Tensor]) -> Optional[List[Tensor]]:
         """Run. The outputs are the model's own, and overwritten by the next predict."""
         with self._mutex:
             try:
@@ -213,7 +187,7 @@ class NativeModel:
                 glog.error(f"{_IMPL}:655", "Predict", str(error))
                 return None
 
-    def update_weights(self, weights: List[List[TensorBind]]) -> bool:
+    def update_weights(self, weights: List[List[Tensor]]) -> bool:
         """Replace weights of a bundle model. Nothing keeps a predict from running at the same time."""
         runner = self._runner
         if not isinstance(runner, _Card):
@@ -225,12 +199,17 @@ class NativeModel:
         if len(weights) != 1 or not runner.model.bundle:
             glog.error("extendrt/kernel/ascend/src/custom_ascend_kernel.cc:390", "UpdateWeight", "update weight failed")
             return False
-        return runner.update({each.name: np.asarray(each.data(), np.float32).reshape(-1) for each in weights[0]})
+        arrays = {each.name: each.get_data_to_numpy() for each in weights[0]}
+        return runner.update({name: np.asarray(array, np.float32).reshape(-1) for name, array in arrays.items()})
 
     def info(self, key: str) -> str:
         """get_model_info (model.cc:476): '' for everything that is not there."""
         if key == "current_pid":
-            return self._current_pid()
+            driver = open_driver()
+            if driver is None:
+                text = "dlopen libascend_kernel_plugin.so failed"
+                glog.error("extendrt/kernel/ascend/src/acl_env_guard.cc:90", "GetPid", text)
+            return "" if driver is None else str(driver.pid)
         if key == _HANDLE:
             return self._handle
         if key in ("input_shape", "dynamic_dims"):
@@ -239,14 +218,6 @@ class NativeModel:
             glog.warning("extendrt/cxx_api/model/model.cc:489", "GetModelInfo", f"Invalid model info key: {key}")
         return ""
 
-    def _current_pid(self) -> str:
-        driver = open_driver()
-        if driver is None:
-            text = "dlopen libascend_kernel_plugin.so failed"
-            glog.error("extendrt/kernel/ascend/src/acl_env_guard.cc:90", "GetPid", text)
-            return ""
-        return str(driver.pid)
-
     def _read(self, path: str, key: bytes) -> Optional[ModelFile]:
         try:
             return modelfile.read(Path(path), key)
@@ -254,11 +225,11 @@ class NativeModel:
             glog.error(f"{_IMPL}:210", "Build", f"Read model file failed: {error}")
             return None
 
-    def _create_session(self, model: ModelFile, path: str, place: Place, *, encrypted: bool) -> bool:
+    def _create_session(self, model: ModelFile, place: Place, *, encrypted: bool) -> bool:
         if place.target == "cpu":
             self._runner = _Cpu(model)
         elif place.target == "ascend":
-            runner = self._load(model, path, place)
+            runner = self._load(model, place)
             if runner is None:
                 return False
             self._runner = runner
@@ -271,16 +242,12 @@ class NativeModel:
         self._buffers = [_Buffer() for _ in self._runner.model.outputs]
         return True
 
-    def _load(self, model: ModelFile, path: str, place: Place) -> Optional[_Card]:
+    def _load(self, model: ModelFile, place: Place) -> Optional[_Card]:
         driver = open_driver()
         if driver is None:
             glog.error("extendrt/infer_session.cc:130", "CreateSession", "Load libascend_kernel_plugin.so failed.")
             return None
-        if not model.om:
-            text = "Only support one custom node of Ascend"
-            glog.error("extendrt/session/single_op_session.cc:301", "CompileGraph", text)
-            return None
-        process = ModelProcess(driver, self._options(driver, path, place))
+        process = ModelProcess(driver, self._options(driver, place))
         try:
             faults.begin(driver, "build", process.who)
             return _Card(driver, process) if process.load(model) else None
@@ -288,7 +255,7 @@ class NativeModel:
             glog.error("extendrt/session/single_op_session.cc:310", "CompileGraph", "Init kernel failed.")
             return None
 
-    def _options(self, driver: Driver, path: str, place: Place) -> Options:
+    def _options(self, driver: Driver, place: Place) -> Options:
         device = place.device
         if device >= driver.cards:
             text = f"Invalid device id {device}, use 0"
@@ -297,10 +264,9 @@ class NativeModel:
         if place.provider == "ge" or os.environ.get("ENABLE_MULTI_BACKEND_RUNTIME") == "on":
             return Options(device)
         section = self._config.get(_ASCEND, {})
-        grouped = path in grouped_paths
-        return Options(device, section.get(_PIDS, ""), section.get(_HANDLE, ""), grouped)
+        return Options(device, section.get(_PIDS, ""), section.get(_HANDLE, ""))
 
-    def _predict(self, inputs: Sequence[TensorBind]) -> List[TensorBind]:
+    def _predict(self, inputs: Sequence[Tensor]) -> List[Tensor]:
         runner = self._runner
         if runner is None or len(inputs) != len(self._shapes):
             raise _RefusedError("The inputs size is wrong, or the model has not been called Build.")
@@ -323,22 +289,22 @@ class NativeModel:
         self._outputs = self._copy_out(runner.model, outputs)
         return self._outputs
 
-    def _arrays(self, inputs: Sequence[TensorBind], model: ModelFile) -> List[Floats]:
+    def _arrays(self, inputs: Sequence[Tensor], model: ModelFile) -> List[Floats]:
         arrays: List[Floats] = []
         for tensor, shape, spec in zip(inputs, self._shapes, model.inputs):
             if tensor.dtype is not data_type(spec.dtype) or tensor.shape != shape:
                 raise ValueError(f"{tensor.name} is {tensor.shape}, not {shape}")
             if len(shape) != len(spec.shape) or shape[1:] != spec.shape[1:]:
                 raise ValueError(f"{shape} is not {spec.shape}")
-            arrays.append(np.asarray(tensor.data(), np.float32))
+            arrays.append(np.asarray(tensor.get_data_to_numpy(), np.float32))
         return arrays
 
-    def _copy_out(self, model: ModelFile, arrays: List[Floats]) -> List[TensorBind]:
-        outputs: List[TensorBind] = []
+    def _copy_out(self, model: ModelFile, arrays: List[Floats]) -> List[Tensor]:
+        outputs: List[Tensor] = []
         for spec, buffer, array in zip(model.outputs, self._buffers, arrays):
-            tensor = TensorBind(spec.name, data_type(spec.dtype), list(array.shape))
-            tensor.array = buffer.put(array.astype(numpy_type(tensor.dtype)))
-            outputs.append(tensor)
+            dtype = data_type(spec.dtype)
+            view = buffer.put(array.astype(numpy_type(dtype)))
+            outputs.append(Tensor.of(spec.name, dtype, list(array.shape), view))
         return outputs
 
 

@@ -3,20 +3,9 @@
 from ascendsim import acl
 from ascendsim.library.context import Context
 from ascendsim.library.model import Model, ModelType
-from ascendsim.library.model_group import ModelGroup, ModelGroupFlag
-from ascendsim.library.tensor import DataType, Format, Tensor, TensorMeta
+from ascendsim.library.tensor import DataType, Tensor
 
 __version__ = "2.7.0"
-__all__ = [
-    "Context",
-    "DataType",
-    "Format",
-    "Model",
-    "ModelGroup",
-    "ModelGroupFlag",
-    "ModelType",
-    "Tensor",
-    "TensorMeta",
-]
+__all__ = ["Context", "DataType", "Model", "ModelType", "Tensor"]
 
 acl.install()

@@ -1,0 +1,52 @@
+"""What the tests of the simulator say of programs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Callable, List, Tuple
+
+import numpy as np
+
+from ascendsim import Host, ledger, models
+from ascendsim.program import Program
+
+Start = Callable[..., Program]
+
+ATTACH = "build(path, handle=handle)"
+
+
+def errors_of(program: Program, code: str = "build(path)", **values: Any) -> List[str]:
+    """What the log tells of a build that fails without a reason."""
+    before = len(program.errors())
+    error = program.refusal(code, **values)
+    assert (error.kind, error.text) == ("RuntimeError", "build_from_file failed! Error is Common error code.")
+    return program.errors()[before:]
+
+
+def assert_refused(
+    program: Program, handle: str, cause: str = "please Keep the main process running", **v: Any
+) -> None:
+    """The attach fails; the log ends with a wrong cause and begins with the right one."""
+    first, *_, last = errors_of(program, ATTACH, handle=handle, **v)
+    assert cause in first
+    assert last == "Pre init model resource failed."
+
+
+def share(start: Start, workers: int = 1, attached: int = 1) -> Tuple[Program, List[Program], str]:
+    """A holder, the workers that it lists, some of which have attached, and the handle."""
+    holder, others = start(), [start() for _ in range(workers)]
+    handle: str = holder.do("build(path, pids=pids)", pids=",".join(str(other.do("pid()")) for other in others))
+    for other in others[:attached]:
+        assert other.do(ATTACH, handle=handle) == ""
+    return holder, others, handle
+
+
+def answers(program: Program, path: Path, x: Any, code: str = "predict(x)") -> bool:
+    """Whether the code answers what this model answers to x."""
+    return np.array_equal(program.do(code), models.answer(path, x))
+
+
+def kinds(host: Host, device: int = 0) -> List[str]:
+    """What lies on a card, without contexts and workspaces."""
+    others = (ledger.CONTEXT, ledger.WORKSPACE)
+    return [each.kind for each in host.ledger(device).allocations if each.kind not in others]
