@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
-import functools
+import io
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Callable, Dict, Generator, Tuple
+from typing import TYPE_CHECKING, Any, Callable, Dict, Generator, Optional, Tuple
 
 import numpy as np
 import pytest
@@ -46,7 +46,73 @@ FIXED = Traits(pids_fixed_at_build=True, holder_must_outlive=True, attach_rewrit
 FREE = Traits(pids_fixed_at_build=False, holder_must_outlive=False, attach_rewrites_weights=False)
 KEY = b"0123456789abcdef"
 
-Start = Callable[..., Hello]
+ONE: Cases = ({"x": (1, 64)},)
+OFF = ("--sharing", "off")
+
+
+class Card:
+    """Children on card 0 of a machine with two, as the daemon's end sees them: "h" is the holder."""
+
+    def __init__(self, daemon: Daemon, host: Host, path: Path) -> None:
+        self.daemon = daemon
+        self.host = host
+        self.path = path
+
+    def begin(
+        self, name: str, *more: str, model: Optional[Path] = None, device: str = "ascend:0", **variables: str
+    ) -> None:
+        """Start a child."""
+        variables = {**environment(self.host), **variables}
+        self.daemon.start(name, model or self.path, *more, engine="mindspore_lite", device=device, variables=variables)
+
+    def start(self, name: str, *more: str, **options: Any) -> Hello:
+        """Start a child and wait for its HELLO."""
+        self.begin(name, *more, **options)
+        return self.daemon.hear(name, Hello)[0]
+
+    def build(self, *pids: str) -> Built:
+        self.daemon.tell("h", Build(pids))
+        return self.daemon.hear("h", Built)[0]
+
+    def attach(self, name: str, built: Built) -> Attached:
+        self.daemon.tell(name, Attach(built.handle, built.canary_cases))
+        return self.daemon.hear(name, Attached)[0]
+
+    def pair(self, *more: str, **options: Any) -> Built:
+        """Start a holder, which builds, and the worker "w" that it lists."""
+        self.start("h", *more, **options)
+        return self.build(self.start("w", *more, **options).pid)
+
+    def private(self, model: Path, *more: str) -> Built:
+        """One worker without a holder beside it: what the daemon would do with sharing off."""
+        built = self.pair(*OFF, *more, model=model)
+        self.attach("w", built)
+        return built
+
+    def allow(self, *pids: str) -> str:
+        """Let the holder list more; return why it cannot."""
+        self.daemon.tell("h", Allow(pids))
+        return self.daemon.hear("h", Allowed)[0].error
+
+    def refused(self, name: str, order: object, status: int = exits.CANNOT_BUILD) -> str:
+        """Why the child cannot obey; it must leave then."""
+        self.daemon.tell(name, order)
+        broken, _ = self.daemon.hear(name, Broken)
+        assert self.daemon.stop(name) == status
+        return broken.cause
+
+    def check(self, name: str, x: Any, model: Optional[Path] = None, key: bytes = b"") -> None:
+        """The child answers what this model does."""
+        self.daemon.ask(name, len(x), x=x)
+        answer, right = self.daemon.answer(name, len(x)), models.answer(model or self.path, x, key)
+        assert (answer.dtype, answer.tolist()) == (right.dtype, right.tolist())
+
+    def fails(self, name: str, number: int, **inputs: Any) -> Failed:
+        """What a request that fails is told."""
+        self.daemon.ask(name, number, **inputs)
+        failed, _ = self.daemon.hear(name, Failed)
+        assert failed.request == number
+        return failed
 
 
 @pytest.fixture(scope="session")
@@ -57,135 +123,79 @@ def nursery() -> Generator[Nursery, None, None]:
 
 
 @pytest.fixture
-def daemon(daemon: Daemon, nursery: Nursery) -> Daemon:
-    """The daemon's end, whose children are forked."""
-    daemon.popen, daemon.parent = nursery.popen, nursery.pid
-    return daemon
-
-
-@pytest.fixture
 def host(tmp_path: Path) -> Host:
     """A machine with two cards."""
     return Host(tmp_path / "host", cards=2)
 
 
 @pytest.fixture
-def path(tmp_path: Path) -> Path:
-    """A model with a free batch."""
-    return models.mlp(tmp_path / "mlp.mindir")
-
-
-@pytest.fixture
-def start(daemon: Daemon, host: Host, path: Path) -> Start:
-    """Start a child on card 0 and wait for its HELLO."""
-
-    def start(name: str, *more: str, model: Path = path, device: str = "ascend:0", **variables: str) -> Hello:
-        begin(daemon, host, name, *more, model=model, device=device, **variables)
-        return daemon.hear(name, Hello)[0]
-
-    return start
-
-
-def begin(
-    daemon: Daemon, host: Host, name: str, *more: str, model: Path, device: str = "ascend:0", **variables: str
-) -> None:
-    everything = {**environment(host), **variables}
-    daemon.start(name, model, *more, engine="mindspore_lite", device=device, variables=everything)
+def card(daemon: Daemon, nursery: Nursery, host: Host, tmp_path: Path) -> Card:
+    daemon.popen, daemon.parent = nursery.popen, nursery.pid
+    return Card(daemon, host, models.mlp(tmp_path / "mlp.mindir"))
 
 
 def options(**values: Any) -> Tuple[str, str]:
     return "--options", json.dumps(values)
 
 
-def build(daemon: Daemon, *pids: str) -> Built:
-    daemon.tell("h", Build(pids))
-    return daemon.hear("h", Built)[0]
-
-
-def attach(daemon: Daemon, name: str, built: Built) -> Attached:
-    daemon.tell(name, Attach(built.handle, built.canary_cases))
-    return daemon.hear(name, Attached)[0]
-
-
-def refused(daemon: Daemon, name: str, order: object, status: int = exits.CANNOT_BUILD) -> str:
-    """Why the child cannot obey; it must leave then."""
-    daemon.tell(name, order)
-    broken, _ = daemon.hear(name, Broken)
-    assert daemon.stop(name) == status
-    return broken.cause
-
-
-ONE: Cases = ({"x": (1, 64)},)
-
-
-def rows(count: int, width: int = 64) -> Any:
-    return np.random.RandomState(count).standard_normal((count, width)).astype(np.float32)
+def rows(count: int) -> Any:
+    return np.random.RandomState(count).standard_normal((count, 64)).astype(np.float32)
 
 
 # --- the whole life -------------------------------------------------------------------------------------------
 
 
-def test_a_holder_and_its_workers_run_on_one_copy(daemon: Daemon, host: Host, start: Start, path: Path) -> None:
-    hellos = {name: start(name) for name in ("h", "w1", "w2")}
+def test_a_holder_and_its_workers_run_on_one_copy(card: Card) -> None:
+    hellos = {name: card.start(name) for name in ("h", "w1", "w2")}
     for name, hello in hellos.items():
         # As in a container, where the driver's number is another one.
-        assert hello.pid == str(daemon.children[name].pid + 100_000)
+        assert hello.pid == str(card.daemon.children[name].pid + 100_000)
         assert hello.traits == FIXED
         assert hello.versions["mindspore_lite"] == "2.7.0"
-    built = build(daemon, hellos["w1"].pid, hellos["w2"].pid)
+    built = card.build(hellos["w1"].pid, hellos["w2"].pid)
     assert int(built.handle) > 2**53
-    assert built.canary_cases == ONE
+    assert (built.canary_cases, built.shared_bytes, built.note) == (ONE, 2 * MIB, "")
     assert (built.inputs[0].shape, built.outputs[0].shape) == ((-1, 64), (-1, 64))
-    assert built.shared_bytes == 2 * MIB
-    assert built.note == ""
     for name in ("w1", "w2"):
-        attached = attach(daemon, name, built)
+        attached = card.attach(name, built)
         assert attached.canary == built.canary != ""
         assert (attached.shared_bytes, attached.note) == (2 * MIB, "")
-    assert host.copies_of_weights(0) == 1
+    assert card.host.copies_of_weights(0) == 1
     for size in (1, 5, 2, 2, 64):
         for name in ("w1", "w2"):
-            daemon.ask(name, size, x=rows(size))
-            assert daemon.answer(name, size).tolist() == models.answer(path, rows(size)).tolist()
+            card.check(name, rows(size))
     for name in ("w2", "w1", "h"):
-        assert daemon.stop(name) == exits.OK
-    assert host.ledger(0).allocations == ()
+        assert card.daemon.stop(name) == exits.OK
+    assert card.host.ledger(0).allocations == ()
 
 
-def test_what_is_left_of_the_card_is_told_after_each_build(daemon: Daemon, host: Host, start: Start) -> None:
-    start("h", device="ascend:1")
-    pid = start("w", device="ascend:1").pid
-    built = build(daemon, pid)
-    after_build = built.device
-    assert after_build is not None
-    assert after_build.total_bytes == 32 * 1024 * MIB
-    assert after_build.free_bytes < 32 * 1024 * MIB - 200 * MIB
-    after_attach = attach(daemon, "w", built).device
-    assert after_attach is not None
-    assert after_build.free_bytes - 200 * MIB > after_attach.free_bytes > after_build.free_bytes - 300 * MIB
-    assert host.ledger(0).allocations == ()
-    assert host.copies_of_weights(1) == 1
+def test_what_is_left_of_the_card_is_told_after_each_build(card: Card) -> None:
+    built = card.pair(device="ascend:1")
+    attached = card.attach("w", built)
+    assert built.device
+    assert attached.device
+    assert built.device.total_bytes == 32 * 1024 * MIB
+    assert built.device.free_bytes < (32 * 1024 - 200) * MIB
+    assert 200 * MIB < built.device.free_bytes - attached.device.free_bytes < 300 * MIB
+    assert (card.host.ledger(0).allocations, card.host.copies_of_weights(1)) == ((), 1)
 
 
-def test_a_model_without_a_free_dimension_and_one_with_two_inputs(daemon: Daemon, start: Start, tmp_path: Path) -> None:
+def test_a_model_without_a_free_dimension(card: Card, tmp_path: Path) -> None:
     fixed = models.mlp(tmp_path / "fixed.mindir", batch=3)
-    start("h", model=fixed)
-    built = build(daemon, start("w", model=fixed).pid)
+    built = card.pair(model=fixed)
     assert (built.inputs[0].shape, built.canary_cases) == ((3, 64), ({"x": (3, 64)},))
-    assert attach(daemon, "w", built).canary == built.canary
-    daemon.ask("w", 1, x=rows(3))
-    assert daemon.answer("w", 1).tolist() == models.answer(fixed, rows(3)).tolist()
+    assert card.attach("w", built).canary == built.canary
+    card.check("w", rows(3), fixed)
 
 
-def test_the_same_model_has_the_same_canary_on_the_cpu(daemon: Daemon, start: Start) -> None:
+def test_the_same_model_has_the_same_canary_on_the_cpu(card: Card) -> None:
     """Of this simulator: no card computes the same bits. It shows that the answers are compared."""
-    start("h", device="cpu")
-    on_cpu = build(daemon)
+    card.start("h", device="cpu")
+    on_cpu = card.build()
     assert on_cpu.canary_cases == ({"x": (1, 64)}, {"x": (2, 64)})
     assert on_cpu.device is None
-    start("w")
-    daemon.tell("w", Attach("", on_cpu.canary_cases))
-    attached, _ = daemon.hear("w", Attached)
+    card.start("w")
+    attached = card.attach("w", dataclasses.replace(on_cpu, handle=""))
     assert attached.canary == on_cpu.canary
     assert (attached.shared_bytes, attached.note) == (0, "weights are not shared: the holder has no handle")
 
@@ -193,42 +203,34 @@ def test_the_same_model_has_the_same_canary_on_the_cpu(daemon: Daemon, start: St
 # --- who may attach -------------------------------------------------------------------------------------------
 
 
-def test_a_process_that_is_not_on_the_list_is_refused_with_the_true_cause(daemon: Daemon, start: Start) -> None:
-    start("h")
-    listed = start("w1").pid
-    start("w2")
-    built = build(daemon, listed)
-    cause = refused(daemon, "w2", Attach(built.handle, built.canary_cases))
+def test_a_process_that_is_not_on_the_list_is_refused_with_the_true_cause(card: Card) -> None:
+    built = card.pair()
+    card.start("stranger")
+    cause = card.refused("stranger", Attach(built.handle, built.canary_cases))
     assert cause.startswith("build_from_file failed! Error is Common error code.: acl rt mem import from shareable ")
-    assert attach(daemon, "w1", built).canary == built.canary
+    assert card.attach("w", built).canary == built.canary
 
 
-def test_a_failed_import_is_never_taken_for_a_success(daemon: Daemon, host: Host, start: Start, path: Path) -> None:
+def test_a_failed_import_is_never_taken_for_a_success(card: Card) -> None:
     """The library then runs the model of this process whose id is 0: there must be none, so one build is all."""
-    host.switch(first_model_id=0)
-    start("h")
-    start("w")
-    built = build(daemon, "1")
-    assert "import from shareable handle failed" in refused(daemon, "w", Attach(built.handle, built.canary_cases))
-    start("w2")
-    daemon.tell("w2", Attach("", ()))
-    daemon.hear("w2", Attached)
-    cause = refused(daemon, "w2", Attach(built.handle, built.canary_cases))
+    card.host.switch(first_model_id=0)
+    card.start("h")
+    card.start("w")
+    built = card.build("1")
+    assert "import from shareable handle failed" in card.refused("w", Attach(built.handle, built.canary_cases))
+    card.start("w2")
+    card.attach("w2", dataclasses.replace(built, handle=""))
+    cause = card.refused("w2", Attach(built.handle, built.canary_cases))
     assert cause == "this process has built a model on a card before; only a new process can build another"
 
 
-def test_a_process_that_came_later_is_let_in(daemon: Daemon, host: Host, start: Start, path: Path) -> None:
-    start("h")
-    built = build(daemon, start("w1").pid)
-    attach(daemon, "w1", built)
-    late = [start(name).pid for name in ("w2", "w3")]
-    daemon.tell("h", Allow(tuple(late)))
-    assert daemon.hear("h", Allowed)[0].error == ""
-    for name in ("w2", "w3"):
-        assert attach(daemon, name, built).canary == built.canary
-        daemon.ask(name, 1, x=rows(2))
-        assert daemon.answer(name, 1).tolist() == models.answer(path, rows(2)).tolist()
-    assert host.copies_of_weights(0) == 1
+def test_a_process_that_came_later_is_let_in(card: Card) -> None:
+    built = card.pair()
+    assert card.allow(*[card.start(name).pid for name in ("w2", "w3")]) == ""
+    for name in ("w", "w2", "w3"):
+        assert card.attach(name, built).canary == built.canary
+        card.check(name, rows(2))
+    assert card.host.copies_of_weights(0) == 1
 
 
 NO_LIBRARY = "libascendcl.so: cannot open shared object file: No such file or directory; run set_env.sh of CANN"
@@ -245,173 +247,126 @@ REFUSES = "aclrtMemSetPidToShareableHandle returned 207000: this card, driver or
     ],
 )
 def test_where_nobody_can_be_let_in_the_reason_is_told_and_the_holder_goes_on(
-    daemon: Daemon, host: Host, start: Start, switch: Dict[str, Any], error: str
+    card: Card, switch: Dict[str, Any], error: str
 ) -> None:
-    start("h")
-    built = build(daemon, start("w").pid)
-    host.switch(**switch)
-    daemon.tell("h", Allow(("123",)))
-    assert daemon.hear("h", Allowed)[0].error == error
-    assert attach(daemon, "w", built).canary == built.canary
-    assert daemon.stop("h") == exits.OK
+    built = card.pair()
+    card.host.switch(**switch)
+    assert card.allow("123") == error
+    assert card.attach("w", built).canary == built.canary
+    assert card.daemon.stop("h") == exits.OK
 
 
 @pytest.mark.parametrize("pid", ["0", "-1", "12abc", " 1", "2147483648", "1,2"])
-def test_a_pid_that_is_none_reaches_neither_the_library_nor_the_driver(
-    daemon: Daemon, host: Host, start: Start, pid: str
-) -> None:
+def test_a_pid_that_is_none_reaches_neither_the_library_nor_the_driver(card: Card, pid: str) -> None:
     expected = f"pid: expected a decimal number from 1 to 2147483647, got '{pid}'"
-    start("h")
-    build(daemon, "1")
-    daemon.tell("h", Allow((pid,)))
-    assert daemon.hear("h", Allowed)[0].error == expected
-    start("h2")
-    assert refused(daemon, "h2", Build(("1", pid))) == expected
-    assert host.count("build") == 1
-
-
-def test_who_has_exported_nothing_lets_nobody_in(daemon: Daemon, start: Start) -> None:
-    start("h")
-    daemon.tell("h", Allow(("1",)))
-    assert daemon.hear("h", Allowed)[0].error == "this process has exported no weights"
+    card.start("h")
+    assert card.allow("1") == "this process has exported no weights"
+    card.build("1")
+    assert card.allow(pid) == expected
+    card.start("h2")
+    assert card.refused("h2", Build(("1", pid))) == expected
+    assert card.host.count("build") == 1
 
 
 @pytest.mark.parametrize("handle", ["0", "-1", "12abc", "0x10", " 7", "1.5", "18446744073709551616", "/s/store"])
-def test_a_handle_that_is_none_never_reaches_the_library(daemon: Daemon, host: Host, start: Start, handle: str) -> None:
+def test_a_handle_that_is_none_never_reaches_the_library(card: Card, handle: str) -> None:
     """It would take 0 and 0x10 for no handle, 12abc for 12 and -1 for the largest."""
-    start("w")
+    card.start("w")
     expected = f"handle: expected a decimal number from 1 to 18446744073709551615, got '{handle}'"
-    assert refused(daemon, "w", Attach(handle, ONE)) == expected
-    assert host.count("build") == 0
+    assert card.refused("w", Attach(handle, ONE)) == expected
+    assert card.host.count("build") == 0
 
 
 # --- nothing wrong is served ----------------------------------------------------------------------------------
 
 
-def test_another_model_of_the_same_size_is_seen_and_so_is_what_it_does(
-    daemon: Daemon, start: Start, path: Path, tmp_path: Path
-) -> None:
+def test_another_model_of_the_same_size_is_seen_and_so_is_what_it_does(card: Card, tmp_path: Path) -> None:
     other = models.mlp(tmp_path / "other.mindir", seed=1)
-    hellos = {"h": start("h"), "good": start("good"), "bad": start("bad", model=other)}
+    hellos = {"h": card.start("h"), "good": card.start("good"), "bad": card.start("bad", model=other)}
     assert hellos["bad"].sha256 != hellos["good"].sha256 == hellos["h"].sha256
-    built = build(daemon, hellos["good"].pid, hellos["bad"].pid)
-    assert attach(daemon, "good", built).canary == built.canary
-    assert attach(daemon, "bad", built).canary != built.canary
-    # The trap is real: the weights of all are other ones now.
-    daemon.ask("good", 1, x=rows(1))
-    assert daemon.answer("good", 1).tolist() == models.answer(other, rows(1)).tolist()
+    built = card.build(hellos["good"].pid, hellos["bad"].pid)
+    assert card.attach("good", built).canary == built.canary
+    assert card.attach("bad", built).canary != built.canary
+    card.check("good", rows(1), other)  # the trap is real: the weights of all are other ones now
 
 
-def test_flipped_bytes_in_a_workers_file_are_seen(daemon: Daemon, start: Start, path: Path, tmp_path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    for i in range(2, 64 * 4, 4):
-        content[-i] ^= 0x40  # one weight alone may only change what relu hides
-    flipped = tmp_path / "flipped.mindir"
-    flipped.write_bytes(content)
-    start("h")
-    built = build(daemon, start("w", model=flipped).pid)
-    assert attach(daemon, "w", built).canary != built.canary
-
-
-def test_a_worker_that_computes_wrong_is_seen(daemon: Daemon, host: Host, start: Start) -> None:
-    start("h")
-    built = build(daemon, start("w").pid)
-    host.fault("predict", "garbage", "importer")
-    assert attach(daemon, "w", built).canary != built.canary
+def test_a_worker_that_computes_wrong_is_seen(card: Card) -> None:
+    built = card.pair()
+    card.host.fault("predict", "garbage", "importer")
+    assert card.attach("w", built).canary != built.canary
 
 
 def test_a_holder_whose_canary_fails_leaves_the_next_try_to_another_and_the_last_shares_without_one(
-    daemon: Daemon, host: Host, start: Start, path: Path
+    card: Card,
 ) -> None:
     """Building again would take the memory twice and change the handle."""
-    host.fault("predict", "fail", "holder", times=2)
-    start("h")
-    pid = start("w").pid
-    assert refused(daemon, "h", Build((pid,))).startswith("it does not run on the canary, x [1, 64]: predict failed!")
-    start("h2")
-    daemon.tell("h2", Build((pid,), unfit=tuple({"x": (size, 64)} for size in (1, 2, 4, 8, 16, 32, 48, 64))))
-    built, _ = daemon.hear("h2", Built)
+    card.host.fault("predict", "fail", "holder", times=2)
+    card.start("h")
+    pid = card.start("w").pid
+    cause = card.refused("h", Build((pid,)))
+    assert cause.startswith("it does not run on the canary, x [1, 64]: predict failed!")
+    card.start("h2")
+    card.daemon.tell("h2", Build((pid,), unfit=tuple({"x": (size, 64)} for size in (1, 2, 4, 8, 16, 32, 48, 64))))
+    built, _ = card.daemon.hear("h2", Built)
     assert (built.canary_cases, built.canary) == ((), "")
     assert built.canary_note.startswith("the model runs on none of 9 inputs made from its signature")
-    assert attach(daemon, "w", built).canary == ""
-    daemon.ask("w", 1, x=rows(1))
-    assert daemon.answer("w", 1).tolist() == models.answer(path, rows(1)).tolist()
-    assert (host.count("build"), host.copies_of_weights(0)) == (3, 1)
+    assert card.attach("w", built).canary == ""
+    card.check("w", rows(1))
+    assert (card.host.count("build"), card.host.copies_of_weights(0)) == (3, 1)
 
 
-def test_a_worker_whose_canary_fails_is_broken(daemon: Daemon, host: Host, start: Start) -> None:
-    start("h")
-    built = build(daemon, start("w").pid)
-    host.fault("predict", "fail", "importer")
-    assert refused(daemon, "w", Attach(built.handle, ONE)).startswith("predict failed!: Execute Model Failed | ")
+def test_a_worker_whose_canary_fails_is_broken(card: Card) -> None:
+    built = card.pair()
+    card.host.fault("predict", "fail", "importer")
+    assert card.refused("w", Attach(built.handle, ONE)).startswith("predict failed!: Execute Model Failed | ")
 
 
-def test_a_request_that_fails_ends_the_worker(daemon: Daemon, host: Host, start: Start) -> None:
-    start("h")
-    built = build(daemon, start("w").pid)
-    attach(daemon, "w", built)
-    host.fault("predict", "fail", times=1)
-    daemon.ask("w", 1, x=rows(1))
-    daemon.ask("w", 2, x=rows(1))
-    failed, _ = daemon.hear("w", Failed)
-    assert (failed.request, failed.code, failed.leaving) == (1, "INTERNAL", True)
-    assert daemon.stop("w") == exits.SPOILT
+def test_a_request_that_fails_ends_the_worker(card: Card) -> None:
+    card.attach("w", card.pair())
+    card.host.fault("predict", "fail", times=1)
+    failed = card.fails("w", 1, x=rows(1))
+    assert (failed.code, failed.leaving) == ("INTERNAL", True)
+    assert card.daemon.stop("w") == exits.SPOILT
 
 
 @pytest.mark.parametrize(
-    ("switch", "no_room"),
+    ("switch", "order", "cause", "no_room"),
     [
-        ({"max_processes": 0}, True),
-        ({"capacity_mib": 210}, True),
-        ({"capacity_mib": 201}, True),
-        ({"vnpu": True}, False),
+        ({"max_processes": 0}, Build(("1",)), "Acl open device 0 failed", True),
+        ({"capacity_mib": 210}, Build(("1",)), "Call aclrtMalloc failed, err_code = 207001", True),
+        ({"capacity_mib": 201}, Build(("1",)), "aclrtMallocPhysical failed! ret:207001", True),
+        ({"vnpu": True}, Attach("7", ONE), "import from shareable handle failed", False),
     ],
 )
-def test_that_a_card_is_full_is_told_apart_from_what_no_waiting_helps(
-    daemon: Daemon, host: Host, start: Start, switch: Dict[str, Any], no_room: bool
+def test_that_a_card_is_full_is_told_apart_from_what_no_waiting_helps_and_gives_everything_back(
+    card: Card, switch: Dict[str, Any], order: object, cause: str, no_room: bool
 ) -> None:
-    host.switch(**switch)
-    start("w")
-    daemon.tell("w", Attach("7", ONE) if "vnpu" in switch else Build(("1",)))
-    assert daemon.hear("w", Broken)[0].no_room == no_room
+    card.host.switch(**switch)
+    card.start("w")
+    card.daemon.tell("w", order)
+    broken, _ = card.daemon.hear("w", Broken)
+    assert cause in broken.cause
+    assert broken.no_room == no_room
+    assert card.daemon.stop("w") == exits.CANNOT_BUILD
+    assert card.host.ledger(0).allocations == ()
 
 
-def test_a_build_that_fails_gives_everything_back_when_the_process_leaves(
-    daemon: Daemon, host: Host, start: Start
-) -> None:
-    host.switch(capacity_mib=210)
-    start("h")
-    cause = refused(daemon, "h", Build(("1",)))
-    assert "Call aclrtMalloc failed, err_code = 207001" in cause
-    assert host.ledger(0).allocations == ()
-
-
-def test_a_card_that_is_not_there_is_not_taken_for_card_0(daemon: Daemon, host: Host, start: Start) -> None:
-    start("h", device="ascend:2")
-    cause = refused(daemon, "h", Build(("1",)))
-    assert cause == "device: there is no card 2; this process sees 2, counted from 0"
-    assert host.count("build") == 0
-
-
-def test_a_machine_without_a_driver_is_told_before_anything_is_built(daemon: Daemon, host: Host, path: Path) -> None:
-    host.switch(ascend=False)
-    begin(daemon, host, "h", model=path)
-    broken, _ = daemon.hear("h", Broken)
+def test_a_machine_without_a_driver_is_told_before_anything_is_built(card: Card) -> None:
+    card.host.switch(ascend=False)
+    card.begin("h")
+    broken, _ = card.daemon.hear("h", Broken)
     assert broken.cause.startswith(f"{sys.executable}: the library has no number for this process: ")
     assert "set_env.sh" in broken.cause
     assert broken.cause.endswith(": dlopen libascend_kernel_plugin.so failed")
-    assert daemon.stop("h") == exits.NO_ENGINE
+    assert card.daemon.stop("h") == exits.NO_ENGINE
 
 
-def test_where_libascendcl_cannot_be_loaded_only_the_memory_is_unknown(
-    daemon: Daemon, host: Host, start: Start
-) -> None:
-    host.switch(libascendcl=False)
-    start("h")
-    built = build(daemon, start("w").pid)
+def test_where_libascendcl_cannot_be_loaded_only_the_memory_is_unknown(card: Card) -> None:
+    card.host.switch(libascendcl=False)
+    built = card.pair()
     assert built.device is None
-    assert attach(daemon, "w", built).device is None
-    assert "WARNING weightd.worker: the card's memory is not known: libascendcl.so: " in daemon.log("h")
+    assert card.attach("w", built).device is None
+    assert "WARNING weightd.worker: the card's memory is not known: libascendcl.so: " in card.daemon.log("h")
 
 
 # --- what the library ignores in silence ----------------------------------------------------------------------
@@ -419,21 +374,12 @@ def test_where_libascendcl_cannot_be_loaded_only_the_memory_is_unknown(
 
 @pytest.mark.parametrize("case", ["ge", "bundle", "encrypted", "multi-backend"])
 def test_a_model_that_the_library_does_not_share_is_not_served_as_if_it_were(
-    case: str, daemon: Daemon, host: Host, start: Start, tmp_path: Path
+    case: str, card: Card, tmp_path: Path
 ) -> None:
-    key = key_file(tmp_path)
-    cases: Dict[str, Dict[str, Any]] = {
-        "ge": {"more": options(provider="ge")},
-        "bundle": {"model": models.mlp(tmp_path / "bundle.mindir", bundle=True)},
-        "encrypted": {
-            "model": models.mlp(tmp_path / "locked.mindir", key=KEY),
-            "more": options(dec_key_file=str(key)),
-        },
-        "multi-backend": {"ENABLE_MULTI_BACKEND_RUNTIME": "on"},
-    }
-    arguments = cases[case]
-    start("h", *arguments.pop("more", ()), **arguments)
-    cause = refused(daemon, "h", Build(("1",)))
+    model = models.mlp(tmp_path / "m.mindir", bundle=case == "bundle", key=KEY if case == "encrypted" else b"")
+    more = {"ge": options(provider="ge"), "encrypted": options(dec_key_file=key_file(tmp_path))}.get(case, ())
+    card.start("h", *more, model=model, ENABLE_MULTI_BACKEND_RUNTIME="on" if case == "multi-backend" else "")
+    cause = card.refused("h", Build(("1",)))
     assert cause.startswith("the library has built the model without exporting its weights, got handle ''.")
     for hint in ("ge", "dec_key_file", "variable_weights", "ModelGroup", "2.7", "sharing = 'off'"):
         assert hint in cause
@@ -442,99 +388,74 @@ def test_a_model_that_the_library_does_not_share_is_not_served_as_if_it_were(
 # --- without sharing ------------------------------------------------------------------------------------------
 
 
-def test_with_sharing_off_each_has_a_copy_and_nobody_depends_on_another(
-    daemon: Daemon, host: Host, start: Start, path: Path
-) -> None:
+def test_with_sharing_off_each_has_a_copy_and_nobody_depends_on_another(card: Card) -> None:
     for name in ("h", "w"):
-        hello = start(name, "--sharing", "off")
-        assert hello.traits == FREE
-        assert hello.pid == str(daemon.children[name].pid)
-    built = build(daemon, "1", "2")
+        hello = card.start(name, *OFF)
+        assert (hello.traits, hello.pid) == (FREE, str(card.daemon.children[name].pid))
+    built = card.build("1", "2")
     assert (built.handle, built.shared_bytes, built.note) == ("", 0, "sharing is off")
     # A handle would be somebody else's.
-    attached = attach(daemon, "w", dataclasses.replace(built, handle="7"))
+    attached = card.attach("w", dataclasses.replace(built, handle="7"))
     assert (attached.canary, attached.shared_bytes, attached.note) == (built.canary, 0, "sharing is off")
     assert isinstance(attached.device, DeviceMemory)
-    kinds = [each.kind for each in host.ledger(0).allocations if "weights" in each.kind]
+    kinds = [each.kind for each in card.host.ledger(0).allocations if "weights" in each.kind]
     assert kinds == ["private weights", "private weights"]
-    assert daemon.stop("h") == exits.OK
-    daemon.ask("w", 1, x=rows(2))
-    assert daemon.answer("w", 1).tolist() == models.answer(path, rows(2)).tolist()
+    assert card.daemon.stop("h") == exits.OK
+    card.check("w", rows(2))
 
 
-def test_a_build_that_names_nobody_is_a_private_one(daemon: Daemon, host: Host, start: Start) -> None:
-    start("h")
-    built = build(daemon)
+def test_a_build_that_names_nobody_is_a_private_one(card: Card) -> None:
+    card.start("h")
+    built = card.build()
     assert (built.handle, built.note) == ("", "weights are not shared: the build named no process to share with")
 
 
 # --- sizes that a model was converted for ---------------------------------------------------------------------
 
 
-def served(daemon: Daemon, start: Start, model: Path) -> Built:
-    """One worker without a holder beside it: what the daemon would do with sharing off."""
-    start("h", "--sharing", "off", model=model)
-    built = build(daemon)
-    start("w", "--sharing", "off", model=model)
-    attach(daemon, "w", built)
-    return built
-
-
 @pytest.mark.parametrize("told", [False, True])
 def test_a_size_that_is_no_gear_is_the_requests_error_and_the_worker_stays(
-    daemon: Daemon, start: Start, tmp_path: Path, told: bool
+    card: Card, tmp_path: Path, told: bool
 ) -> None:
-    path = models.mlp(tmp_path / "geared.mindir", gears=(1, 4), told=told)
-    built = served(daemon, start, path)
-    assert built.gears == (((1,), (4,)) if told else ())
-    for number, size in enumerate((3, 5, 2, 4, 6, 7, 1000)):
-        daemon.ask("w", number, x=rows(size))
+    path = models.mlp(tmp_path / "geared.mindir", gears=(4, 8), told=told)
+    built = card.private(path)
+    assert built.gears == (((4,), (8,)) if told else ())
+    assert built.canary_cases == ({"x": (4, 64)},)
+    assert built.canary != ""
+    for size in (3, 1, 4, 6, 7, 1000):
         if size == 4:
-            assert daemon.answer("w", number).tolist() == models.answer(path, rows(4)).tolist()
+            card.check("w", rows(4), path)
         else:
-            failed, _ = daemon.hear("w", Failed)
-            assert (failed.request, failed.code, failed.leaving) == (number, "INVALID_ARGUMENT", False)
+            failed = card.fails("w", size, x=rows(size))
+            assert (failed.code, failed.leaving) == ("INVALID_ARGUMENT", False)
             assert f"Current batch size {size} is invalid" in failed.error
-    assert daemon.stop("w") == exits.OK
+    assert card.daemon.stop("w") == exits.OK
 
 
-@pytest.mark.parametrize("told", [False, True])
-def test_a_model_whose_gears_lack_1_has_a_canary(daemon: Daemon, start: Start, tmp_path: Path, told: bool) -> None:
-    built = served(daemon, start, models.mlp(tmp_path / "geared.mindir", gears=(4, 8), told=told))
-    assert (built.canary_cases, built.canary != "") == (({"x": (4, 64)},), True)
-
-
-def test_answers_that_differ_a_little_are_believed_as_far_as_is_allowed(
-    daemon: Daemon, host: Host, start: Start
-) -> None:
-    host.switch(noise=1e-6)
-    start("h", "--tolerance", "1e-5")
-    built = build(daemon, *(start(name, "--tolerance", "1e-5").pid for name in ("near", "far")))
+def test_answers_that_differ_a_little_are_believed_as_far_as_is_allowed(card: Card) -> None:
+    card.host.switch(noise=1e-6)
+    card.start("h", "--tolerance", "1e-5")
+    built = card.build(*(card.start(name, "--tolerance", "1e-5").pid for name in ("near", "far")))
     assert built.canary_note == ""
-    assert attach(daemon, "near", built).canary == built.canary != ""
-    host.switch(noise=1e-3)
-    assert attach(daemon, "far", built).canary != built.canary
-    start("exact")
-    daemon.tell("exact", Build(()))
-    assert "canary_tolerance is 0: allow more" in daemon.hear("exact", Built)[0].canary_note
+    assert card.attach("near", built).canary == built.canary != ""
+    card.host.switch(noise=1e-3)
+    assert card.attach("far", built).canary != built.canary
+    card.start("exact")
+    card.daemon.tell("exact", Build(()))
+    assert "canary_tolerance is 0: allow more" in card.daemon.hear("exact", Built)[0].canary_note
 
 
-def test_batches_that_differ_are_refused_where_a_card_would_take_the_first_for_all(
-    daemon: Daemon, start: Start, tmp_path: Path
-) -> None:
+def test_batches_that_differ_are_refused_where_a_card_would_take_the_first_for_all(card: Card, tmp_path: Path) -> None:
     path = models.two_inputs(tmp_path / "two.mindir", gears=(1, 2))
-    served(daemon, start, path)
+    card.private(path)
     a, b = np.ones((2, 4), np.float32), np.ones((1, 4), np.float32)
-    daemon.ask("w", 1, a=a, b=b)
-    failed, _ = daemon.hear("w", Failed)
+    failed = card.fails("w", 1, a=a, b=b)
     assert (failed.code, failed.leaving) == ("INVALID_ARGUMENT", False)
     assert failed.error == "inputs: expected one batch for all, got {'a': 2, 'b': 1}: the model has gears for it"
-    daemon.ask("w", 2, a=a, b=a)
-    result, frames = daemon.hear("w", Result)
-    right = models.answers(path, {"a": a, "b": a})
-    assert {each.name: bytes(frame) for each, frame in zip(result.outputs, frames)} == {
-        name: array.tobytes() for name, array in right.items()
-    }
+    card.daemon.ask("w", 2, a=a, b=a)
+    result, frames = card.daemon.hear("w", Result)
+    right = {name: array.tobytes() for name, array in models.answers(path, {"a": a, "b": a}).items()}
+    assert {each.name: bytes(frame) for each, frame in zip(result.outputs, frames)} == right
 
 
 @pytest.mark.parametrize(
@@ -567,53 +488,55 @@ def test_gears_are_read_where_the_converter_has_recorded_those_of_these_inputs(
     ("dtype", "datatype"),
     [("FLOAT16", "FP16"), ("INT8", "INT8"), ("INT32", "INT32"), ("INT64", "INT64"), ("UINT8", "UINT8")],
 )
-def test_other_datatypes_are_served_as_the_card_has_them(
-    daemon: Daemon, start: Start, tmp_path: Path, dtype: str, datatype: str
-) -> None:
+def test_other_datatypes_are_served_as_the_card_has_them(card: Card, tmp_path: Path, dtype: str, datatype: str) -> None:
     path = models.mlp(tmp_path / "other.mindir", dtype=dtype)
-    built = served(daemon, start, path)
+    built = card.private(path)
     assert (built.inputs[0].datatype, built.outputs[0].datatype, built.canary != "") == (datatype, datatype, True)
-    x = np.abs(rows(3) * 4).astype(dtype.lower())
-    daemon.ask("w", 1, x=x)
-    assert daemon.answer("w", 1).tobytes() == models.answer(path, x).tobytes()
+    card.check("w", np.abs(rows(3) * 4).astype(dtype.lower()), path)
 
 
-def test_bf16_is_refused_by_name(daemon: Daemon, start: Start, tmp_path: Path) -> None:
+def test_bf16_is_refused_by_name(card: Card, tmp_path: Path) -> None:
     """The library's Python interface says None of it, and hands it out as if it were float16."""
-    start("h", model=models.mlp(tmp_path / "bf16.mindir", dtype="BFLOAT16"))
-    cause = refused(daemon, "h", Build(("1",)))
-    assert cause == (
-        "x: its type, which the library's Python interface cannot tell (as of BF16), has no datatype on the wire"
-    )
+    card.start("h", model=models.mlp(tmp_path / "bf16.mindir", dtype="BFLOAT16"))
+    expected = "x: its type, which the library's Python interface cannot tell (as of BF16), has no datatype on the wire"
+    assert card.refused("h", Build(("1",))) == expected
 
 
 # --- cards ----------------------------------------------------------------------------------------------------
 
 
-def test_a_process_counts_the_cards_that_it_sees(daemon: Daemon, host: Host, start: Start) -> None:
+@pytest.mark.parametrize(
+    ("device", "variables", "cause"),
+    [
+        ("ascend:2", {}, "there is no card 2; this process sees 2, counted from 0"),
+        (
+            "ascend:1",
+            {"ASCEND_RT_VISIBLE_DEVICES": "1"},
+            "there is no card 1; this process sees 1, counted from 0 among those of ASCEND_RT_VISIBLE_DEVICES=1",
+        ),
+    ],
+)
+def test_a_card_that_is_not_there_is_not_taken_for_card_0(card: Card, device: str, variables: Any, cause: str) -> None:
+    card.start("h", device=device, **variables)
+    assert card.refused("h", Build(("1",))) == f"device: {cause}"
+    assert card.host.count("build") == 0
+
+
+def test_a_process_counts_the_cards_that_it_sees(card: Card) -> None:
     """A number is that of the list, as the driver counts: a model is never put on a card that is not listed."""
-    start("h", ASCEND_RT_VISIBLE_DEVICES="1")
-    built = build(daemon, start("w", ASCEND_RT_VISIBLE_DEVICES="1").pid)
-    assert attach(daemon, "w", built).canary == built.canary
-    assert (host.copies_of_weights(1), host.ledger(0).allocations) == (1, ())
-    start("other", device="ascend:1", ASCEND_RT_VISIBLE_DEVICES="1")
-    cause = refused(daemon, "other", Build(("1",)))
-    assert cause == (
-        "device: there is no card 1; this process sees 1, counted from 0 among those of ASCEND_RT_VISIBLE_DEVICES=1"
-    )
+    built = card.pair(ASCEND_RT_VISIBLE_DEVICES="1")
+    assert card.attach("w", built).canary == built.canary
+    assert (card.host.copies_of_weights(1), card.host.ledger(0).allocations) == (1, ())
 
 
-def test_a_card_that_cannot_export_is_told_with_what_to_do(daemon: Daemon, host: Host, start: Start) -> None:
-    host.switch(exports=False, soc_name="Ascend310P3")
-    start("h")
-    cause = refused(daemon, "h", Build(("1",)))
+def test_a_card_that_cannot_export_is_told_with_what_to_do(card: Card) -> None:
+    card.host.switch(exports=False, soc_name="Ascend310P3")
+    card.start("h")
+    cause = card.refused("h", Build(("1",)))
     assert "aclrtMemExportToShareableHandle failed! ret:207000" in cause
-    assert cause.endswith(
-        "; Ascend310P3 cannot share memory between processes: set sharing = 'off' (310P and vNPU are known for it)"
-    )
-    start("p", "--sharing", "off")
-    daemon.tell("p", Build(()))
-    daemon.hear("p", Built)
+    hint = "; Ascend310P3 cannot share memory between processes: set sharing = 'off' (310P and vNPU are known for it)"
+    assert cause.endswith(hint)
+    card.private(card.path)
 
 
 # --- what the library leaves to its caller --------------------------------------------------------------------
@@ -637,116 +560,100 @@ def test_inputs_go_by_name_names_lose_their_padding_and_outputs_stay_as_they_are
     names, first, second = nursery.start(host).do(_TWO_ANSWERS, path=str(path), a=a, b=b)
     assert names == [["a", "b"], ["sum", "difference"]]
     for answer, inputs in ((first, {"a": a, "b": b}), (second, {"a": b, "b": a})):
-        expected = models.answers(path, inputs)
-        assert {name: array.tolist() for name, array in answer.items()} == {
-            name: array.tolist() for name, array in expected.items()
-        }
+        np.testing.assert_equal(answer, models.answers(path, inputs))
 
 
 # --- encrypted models -----------------------------------------------------------------------------------------
 
 
-def key_file(directory: Path, key: bytes = KEY, mode: int = 0o600) -> Path:
+def key_file(directory: Path, key: bytes = KEY, mode: int = 0o600) -> str:
     path = directory / "key"
     path.write_bytes(key)
     path.chmod(mode)
-    return path
+    return str(path)
 
 
-def test_an_encrypted_model_is_served_and_its_key_is_in_no_log(daemon: Daemon, start: Start, tmp_path: Path) -> None:
+def test_an_encrypted_model_is_served_and_its_key_is_in_no_log(card: Card, tmp_path: Path) -> None:
     locked = models.mlp(tmp_path / "locked.mindir", key=KEY)
-    start("w", "--sharing", "off", *options(dec_key_file=str(key_file(tmp_path, mode=0o400))), model=locked)
-    daemon.tell("w", Attach("", ONE))
-    daemon.hear("w", Attached)
-    daemon.ask("w", 1, x=rows(2))
-    assert daemon.answer("w", 1).tolist() == models.answer(locked, rows(2), KEY).tolist()
-    assert KEY.decode() not in daemon.log("w")
+    card.private(locked, *options(dec_key_file=key_file(tmp_path, mode=0o400)))
+    card.check("w", rows(2), locked, KEY)
+    assert KEY.decode() not in card.daemon.log("w")
 
 
-def test_a_wrong_key_is_a_build_error(daemon: Daemon, start: Start, tmp_path: Path) -> None:
+def test_a_wrong_key_is_a_build_error(card: Card, tmp_path: Path) -> None:
     locked = models.mlp(tmp_path / "locked.mindir", key=KEY)
-    start("w", "--sharing", "off", *options(dec_key_file=str(key_file(tmp_path, b"x" * 16))), model=locked)
-    assert "Decrypt failed!" in refused(daemon, "w", Attach("", ONE))
+    card.start("w", *OFF, *options(dec_key_file=key_file(tmp_path, b"x" * 16)), model=locked)
+    assert "Decrypt failed!" in card.refused("w", Attach("", ONE))
 
 
 # --- changed weights ------------------------------------------------------------------------------------------
 
 
-CHANGEABLE = ("--sharing", "off", *options(variable_weights=True))
+CHANGEABLE = (*OFF, *options(variable_weights=True))
 
 
-def test_weights_of_a_file_take_the_place_of_the_models(daemon: Daemon, start: Start, tmp_path: Path) -> None:
+def test_weights_of_a_file_take_the_place_of_the_models(card: Card, tmp_path: Path) -> None:
     bundle = models.mlp(tmp_path / "bundle.mindir", bundle=True)
     wanted = models.mlp(tmp_path / "wanted.mindir", seed=7)
-    weights = np.frombuffer(wanted.read_bytes()[-2 * 64 * 64 * 4 :], np.float32).reshape(2, 64, 64)
+    weights = models.weights(wanted)
     # In an order that the library does not take by itself.
-    np.savez(str(tmp_path / "weights.npz"), w0=np.asfortranarray(weights[0]), w1=weights[1].astype(">f4"))
-    update = (*CHANGEABLE, "--weights", str(tmp_path / "weights.npz"))
-    start("h", *update, model=bundle)
-    built = build(daemon)
-    start("plain", *CHANGEABLE, model=bundle)
-    assert attach(daemon, "plain", built).canary != built.canary
-    start("w", *update, model=bundle)
-    assert attach(daemon, "w", built).canary == built.canary
-    daemon.ask("w", 1, x=rows(3))
-    assert daemon.answer("w", 1).tolist() == models.answer(wanted, rows(3)).tolist()
+    np.savez(str(tmp_path / "weights.npz"), w0=np.asfortranarray(weights["w0"]), w1=weights["w1"].astype(">f4"))
+    built = card.pair(*CHANGEABLE, "--weights", str(tmp_path / "weights.npz"), model=bundle)
+    card.start("plain", *CHANGEABLE, model=bundle)
+    assert card.attach("plain", built).canary != built.canary
+    assert card.attach("w", built).canary == built.canary
+    card.check("w", rows(3), wanted)
+
+
+def npz(**arrays: Any) -> bytes:
+    file = io.BytesIO()
+    np.savez(file, **arrays)
+    return file.getvalue()
+
+
+def npy() -> bytes:
+    file = io.BytesIO()
+    np.save(file, np.zeros(3))
+    return file.getvalue()
+
+
+GOOD = npz(w0=np.zeros((64, 64), np.float32))
 
 
 @pytest.mark.parametrize(
-    ("case", "more", "cause"),
+    ("content", "more", "cause"),
     [
-        ("good", ("--sharing", "off"), "the weights of this model cannot be changed: the option variable_weights"),
-        ("not a bundle", CHANGEABLE, "update weight failed! Error is Common error code."),
-        ("other names", CHANGEABLE, "update weight failed! Error is Common error code."),
-        ("text", CHANGEABLE, "weights.npz: expected an .npz of plain arrays: it is another kind of file, or damaged"),
-        ("empty file", CHANGEABLE, "weights.npz: expected an .npz of plain arrays: "),
-        ("npy", CHANGEABLE, "weights.npz: expected an .npz of plain arrays: "),
-        ("pickle", CHANGEABLE, "weights.npz: expected an .npz of plain arrays: it holds Python objects"),
-        ("truncated", CHANGEABLE, "weights.npz: expected an .npz of plain arrays: "),
-        ("no arrays", CHANGEABLE, "weights.npz: there is no array in it"),
-        ("missing", CHANGEABLE, "weights.npz: No such file or directory"),
-        ("directory", CHANGEABLE, "weights.npz: Is a directory"),
+        (GOOD, OFF, "the weights of this model cannot be changed: the option variable_weights"),
+        (npz(v=np.zeros((64, 64), np.float32)), CHANGEABLE, "update weight failed! Error is Common error code."),
+        (
+            b"this is no archive\n",
+            CHANGEABLE,
+            "expected an .npz of plain arrays: it is another kind of file, or damaged",
+        ),
+        (b"", CHANGEABLE, "expected an .npz of plain arrays: "),
+        (npy(), CHANGEABLE, "expected an .npz of plain arrays: "),
+        (npz(w0=np.array([{"an": "object"}])), CHANGEABLE, "expected an .npz of plain arrays: it holds Python objects"),
+        (GOOD[:-40], CHANGEABLE, "expected an .npz of plain arrays: "),
+        (npz(), CHANGEABLE, "there is no array in it"),
+        (None, CHANGEABLE, "No such file or directory"),
     ],
+    ids=["not variable", "other names", "text", "empty", "npy", "pickle", "truncated", "no arrays", "missing"],
 )
 def test_weights_that_cannot_be_taken_are_a_build_error(
-    case: str, more: Tuple[str, ...], cause: str, daemon: Daemon, start: Start, tmp_path: Path
+    content: Optional[bytes], more: Tuple[str, ...], cause: str, card: Card, tmp_path: Path
 ) -> None:
-    bundle = models.mlp(tmp_path / "bundle.mindir", bundle=case != "not a bundle")
     file = tmp_path / "weights.npz"
-    write_weights(file, case)
-    start("w", *more, "--weights", str(file), model=bundle)
-    told = refused(daemon, "w", Attach("", ONE))
-    assert cause in told
-    assert told.startswith(str(file)) == ("weights.npz" in cause)
+    if content is not None:
+        file.write_bytes(content)
+    card.start("w", *more, "--weights", str(file), model=models.mlp(tmp_path / "bundle.mindir", bundle=True))
+    told = card.refused("w", Attach("", ONE))
+    assert told.startswith(cause if cause.startswith(("the weights", "update")) else f"{file}: {cause}")
 
 
-def write_weights(file: Path, case: str) -> None:
-    if case == "missing":
-        return
-    if case == "directory":
-        file.mkdir()
-        return
-    arrays: Dict[str, Any] = {"w0": np.zeros((64, 64), np.float32)}
-    if case == "other names":
-        arrays = {"v": arrays["w0"]}
-    elif case == "pickle":
-        arrays = {"w0": np.array([{"an": "object"}])}
-    elif case == "no arrays":
-        arrays = {}
-    np.savez(str(file), **arrays)
-    contents: Dict[str, Callable[[], bytes]] = {
-        "text": lambda: b"this is no archive\n" * 9,
-        "empty file": lambda: b"",
-        "npy": functools.partial(npy, file.with_suffix(".npy")),
-        "truncated": lambda: file.read_bytes()[:-40],
-    }
-    if case in contents:
-        file.write_bytes(contents[case]())
-
-
-def npy(file: Path) -> bytes:
-    np.save(str(file), np.zeros(3))
-    return file.read_bytes()
+def test_weights_of_a_model_that_is_no_bundle_are_a_build_error(card: Card, tmp_path: Path) -> None:
+    (tmp_path / "weights.npz").write_bytes(GOOD)
+    card.start("w", *CHANGEABLE, "--weights", str(tmp_path / "weights.npz"))
+    assert card.refused("w", Attach("", ONE)).startswith("update weight failed! Error is Common error code.")
 
 
 # --- arguments ------------------------------------------------------------------------------------------------
@@ -767,13 +674,11 @@ def npy(file: Path) -> bytes:
         ('{"thread_affinity_mode": true}', "options.thread_affinity_mode: expected integer"),
     ],
 )
-def test_options_that_are_none_are_told_with_their_key(
-    text: str, cause: str, daemon: Daemon, host: Host, path: Path
-) -> None:
-    begin(daemon, host, "h", "--options", text, model=path)
-    broken, _ = daemon.hear("h", Broken)
+def test_options_that_are_none_are_told_with_their_key(text: str, cause: str, card: Card) -> None:
+    card.begin("h", "--options", text)
+    broken, _ = card.daemon.hear("h", Broken)
     assert broken.cause.startswith(cause)
-    assert daemon.stop("h") == exits.CANNOT_BUILD
+    assert card.daemon.stop("h") == exits.CANNOT_BUILD
 
 
 # --- the probe ------------------------------------------------------------------------------------------------
