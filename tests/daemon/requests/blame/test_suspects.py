@@ -95,13 +95,6 @@ def test_who_begins_anew_from_another_process_is_met_by_its_user() -> None:
     assert refused_for(suspects, STRANGER, 0.0) == 0.0
 
 
-def test_another_model_begins_anew() -> None:
-    suspects = Suspects()
-    deaths(suspects, ONE, 2 * NEAR_DEATHS)
-    suspects.clear()
-    assert not suspects.confines(ONE, 0.0)
-
-
 @given(st.lists(st.tuples(st.integers(0, 3), st.floats(0, 100)), max_size=60))
 def test_a_client_is_suspect_only_for_deaths_of_its_own_or_of_its_users(events: list[tuple[int, float]]) -> None:
     suspects, now = Suspects(), 0.0
@@ -129,3 +122,5 @@ def test_what_it_remembers_is_bounded_and_the_oldest_gives_way() -> None:
     deaths(suspects, ONE, NEAR_DEATHS)
     assert STRANGER.near not in suspects.names(0.0)
     assert ONE.near in suspects.names(0.0)
+    suspects.clear()  # another model begins anew
+    assert not suspects.confines(ONE, 0.0)

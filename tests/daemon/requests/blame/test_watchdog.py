@@ -7,7 +7,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from testkit.examples import examples
 from weightd.daemon.requests.blame.watchdog import Due, Watchdog
 
-PERIOD_S = 30.0
+PERIOD_S, FOREVER = 30.0, float("inf")
+NOTHING = Due([], [], [])
 
 
 def idle(_: str) -> bool:
@@ -24,70 +25,52 @@ def watched(canary_interval: float = 0.0) -> Watchdog:
     return watchdog
 
 
-def test_nothing_is_due_where_nobody_is_watched() -> None:
-    watchdog = Watchdog(PERIOD_S, 5.0, 50.0)
-    assert watchdog.next_event == float("inf")
-    assert watchdog.due(1e9, idle) == Due([], [], [])
-    assert watchdog.unheard_of([], 0.0) == float("inf")
+def test_nothing_is_due_where_nobody_is_watched_or_no_more() -> None:
+    nobody, forgotten = Watchdog(PERIOD_S, 5.0, 50.0), watched()
+    forgotten.forget("a")
+    for watchdog in (nobody, forgotten):
+        assert (watchdog.next_event, watchdog.due(1e9, idle)) == (FOREVER, NOTHING)
+        assert watchdog.unheard_of(["a"], 0.0) == FOREVER
 
 
-def test_an_idle_worker_is_pinged_before_the_period_is_over() -> None:
+def test_an_idle_worker_is_pinged_half_a_period_after_it_was_heard_of() -> None:
     watchdog = watched()
-    assert watchdog.next_event == 115.0
-    assert watchdog.due(114.9, idle) == Due([], [], [])
-    assert watchdog.due(115.0, idle) == Due(["a"], [], [])
-    assert watchdog.due(115.0, idle) == Due([], [], [])
+    assert (watchdog.next_event, watchdog.due(114.9, idle)) == (115.0, NOTHING)
+    assert [watchdog.due(115.0, idle), watchdog.due(115.0, idle)] == [Due(["a"], [], []), NOTHING]
     watchdog.pong("a", 116.0)
-    assert watchdog.due(130.9, idle) == Due([], [], [])
-    assert watchdog.due(131.0, idle) == Due(["a"], [], [])
-
-
-def test_who_has_answered_a_request_is_not_pinged() -> None:
-    watchdog = watched()
-    watchdog.heard("a", 110.0)
-    assert watchdog.due(124.9, idle) == Due([], [], [])
-    assert watchdog.due(125.0, idle) == Due(["a"], [], [])
+    assert [watchdog.due(130.9, idle), watchdog.due(131.0, idle)] == [NOTHING, Due(["a"], [], [])]
+    watchdog.pong("a", 131.0)
+    watchdog.heard("a", 140.0)  # it has answered a request
+    assert [watchdog.due(154.9, idle), watchdog.due(155.0, idle)] == [NOTHING, Due(["a"], [], [])]
 
 
 def test_who_computes_is_not_pinged_and_is_looked_at_again() -> None:
     watchdog = watched()
-    assert watchdog.due(115.0, busy) == Due([], [], [])
-    assert watchdog.next_event == 122.5
+    assert (watchdog.due(115.0, busy), watchdog.next_event) == (NOTHING, 122.5)
     assert watchdog.due(122.5, idle) == Due(["a"], [], [])
     # That it was seen to compute is no answer.
     assert watchdog.unheard_of(["a"], 130.5) == 30.5
 
 
-def test_who_does_not_answer_a_ping_is_silent_once() -> None:
+def test_who_does_not_answer_a_ping_is_silent_once_and_not_pinged_again_because_another_is_due() -> None:
     watchdog = watched()
-    watchdog.due(115.0, idle)
-    assert watchdog.next_event == 130.0
-    assert watchdog.due(130.0, busy) == Due([], [], ["a"])
-    assert watchdog.due(1e9, idle) == Due([], [], [])
-    assert watchdog.next_event == float("inf")
+    watchdog.watch("b", 105.0)
+    assert [watchdog.due(115.0, idle), watchdog.due(120.0, idle)] == [Due(["a"], [], []), Due(["b"], [], [])]
+    watchdog.pong("b", 121.0)
+    assert (watchdog.next_event, watchdog.due(130.0, busy)) == (130.0, Due([], [], ["a"]))
+    watchdog.forget("b")
+    assert (watchdog.due(1e9, idle), watchdog.next_event) == (NOTHING, FOREVER)
 
 
 def test_the_canary_runs_as_often_as_it_should_busy_or_not() -> None:
     watchdog = watched(canary_interval=8.0)
     assert watchdog.next_event == 108.0
-    assert watchdog.due(108.0, busy) == Due([], ["a"], [])
-    assert watchdog.next_event == 158.0
+    assert (watchdog.due(108.0, busy), watchdog.next_event) == (Due([], ["a"], []), 158.0)
     watchdog.heard("a", 110.0)  # what it had before
-    watchdog.pong("a", 112.0)
+    watchdog.pong("a", 112.0)  # which may tell no digest: it is not asked for it without a pause
+    assert watchdog.next_event == 120.0
     assert watchdog.due(120.0, busy) == Due([], ["a"], [])
-    assert watchdog.due(169.9, idle) == Due([], [], [])
-    assert watchdog.due(170.0, idle) == Due([], [], ["a"])
-
-
-def test_one_that_was_heard_of_is_enough() -> None:
-    watchdog = watched()
-    watchdog.watch("b", 120.0)
-    assert watchdog.unheard_of(["a", "b"], 150.0) is None
-    assert watchdog.unheard_of(["a", "b"], 150.1) is not None
-    watchdog.heard("a", 149.0)
-    assert watchdog.unheard_of(["a", "b"], 150.1) is None
-    watchdog.forget("a")
-    assert watchdog.unheard_of(["a"], 150.1) == float("inf")
+    assert [watchdog.due(169.9, idle), watchdog.due(170.0, idle)] == [NOTHING, Due([], [], ["a"])]
 
 
 def test_a_plain_ping_proves_nothing() -> None:
@@ -97,26 +80,13 @@ def test_a_plain_ping_proves_nothing() -> None:
     assert watchdog.due(120.0, idle) == Due([], ["a"], [])
 
 
-def test_who_was_pinged_is_not_pinged_again_because_another_is_due() -> None:
+def test_one_that_was_heard_of_is_enough() -> None:
     watchdog = watched()
-    watchdog.watch("b", 105.0)
-    assert watchdog.due(115.0, idle) == Due(["a"], [], [])
-    assert watchdog.due(120.0, idle) == Due(["b"], [], [])
-    assert watchdog.next_event == 130.0  # the patience with the first one
-
-
-def test_nothing_is_due_for_who_was_forgotten() -> None:
-    watchdog = watched()
-    watchdog.forget("a")
-    assert watchdog.next_event == float("inf")
-
-
-def test_a_model_without_a_canary_is_not_asked_for_it_without_a_pause() -> None:
-    watchdog = Watchdog(30.0, 10.0, 180.0)
-    watchdog.watch("a", 0.0)
-    assert watchdog.due(10.0, lambda _: False).canary == ["a"]
-    watchdog.pong("a", 10.001)  # which tells no digest
-    assert watchdog.next_event > 10.001
+    watchdog.watch("b", 120.0)
+    assert watchdog.unheard_of(["a", "b"], 150.0) is None
+    assert watchdog.unheard_of(["a", "b"], 150.1) is not None
+    watchdog.heard("a", 149.0)
+    assert watchdog.unheard_of(["a", "b"], 150.1) is None
 
 
 class Watching(RuleBasedStateMachine):
