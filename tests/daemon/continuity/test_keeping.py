@@ -8,13 +8,13 @@ import logging
 import os
 import select
 import signal
-import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+import testkit.manager
 from testkit.keeping import LIMIT_S, ended
 from weightd.daemon.children.launch import Launch
 from weightd.daemon.children.launchers.keeper import link
@@ -34,63 +34,26 @@ def config(tmp_path: Path) -> DaemonConfig:
     return DaemonConfig("ipc:///weightd.sock", str(tmp_path / "run"), str(tmp_path / "cache"))
 
 
-class Service:
+class Service(testkit.manager.Manager):
     """A service manager that keeps what it is given, and the keepers that have been seen."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory / "clients", directory / "notify")
+        self._environment = {"NOTIFY_SOCKET": str(directory / "notify")}
         self.keepers: set[int] = set()
-        self.kept: list[int] = []
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        self._listener.bind(str(path))
-        self._caught_up = threading.Event()
-        self._thread = threading.Thread(target=self._listen, daemon=True)
-        self._thread.start()
 
-    def update(self) -> None:
-        """Return once it has done what it was told."""
-        self._caught_up.clear()
-        self._send(b"CAUGHT_UP")
-        assert self._caught_up.wait(LIMIT_S)
-
-    def forget(self) -> None:
-        """Let go of what it keeps."""
-        while self.kept:
-            os.close(self.kept.pop())
-
-    def _send(self, message: bytes) -> None:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
-            sender.sendto(message, str(self.path))
-
-    def _listen(self) -> None:
-        while True:
-            message, descriptors, _, _ = socket.recv_fds(self._listener, 4096, 4)
-            if message == b"END":
-                return
-            if message == b"CAUGHT_UP":
-                self._caught_up.set()
-            if message.startswith(b"FDSTOREREMOVE=1"):
-                self.forget()
-            for each in descriptors:
-                # recv_fds(3) of Python leaves that out; a keeper that inherited its own link would never end.
-                os.set_inheritable(each, False)
-            self.kept += descriptors
-
-    def start(self, config: DaemonConfig) -> Keeping:
-        """The next daemon."""
-        self.update()
-        manager = Manager({"NOTIFY_SOCKET": str(self.path)})
-        manager.inherited = {KEEPER: [os.dup(each) for each in self.kept]} if self.kept else {}
+    def start(self, config: DaemonConfig, *more: int) -> Keeping:
+        """The next daemon, which is passed these descriptors, too."""
+        self.hear_out()
+        manager = Manager({**self._environment})
+        manager.inherited = {KEEPER: [os.dup(self.kept[KEEPER]), *more]} if self.kept else {}
         made = Keeping(manager, config)
         self.keepers.add(made.pid)
-        self.update()
+        self.hear_out()
         return made
 
-    def end(self) -> None:
-        self._send(b"END")
-        self._thread.join(LIMIT_S)
-        self._listener.close()
-        self.forget()
+    def close(self) -> None:
+        super().close()
         for pid in self.keepers:
             with contextlib.suppress(ChildProcessError, ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -99,9 +62,9 @@ class Service:
 
 @pytest.fixture
 def service(tmp_path: Path) -> Iterator[Service]:
-    made = Service(tmp_path / "notify")
+    made = Service(tmp_path)
     yield made
-    made.end()
+    made.close()
 
 
 def started(daemon: Keeping, name: str, log: Path) -> int:
@@ -134,9 +97,7 @@ def test_it_goes_from_one_daemon_to_the_next(service: Service, config: DaemonCon
     first.close()
     # A descriptor that nobody expects is closed.
     read, write = os.pipe()
-    service.kept.append(write)
-    second = service.start(config)
-    os.close(service.kept.pop())
+    second = service.start(config, write)
     assert os.read(read, 1) == b""
     os.close(read)
     assert second.pid == first.pid
@@ -218,7 +179,7 @@ def test_a_keeper_that_is_lost_is_replaced_when_the_next_child_starts(
     assert (tmp_path / "log").read_text() == f"--parent {daemon.pid}\n"
     # What other generations have there is still theirs.
     assert (config.private_dir / "m.1").exists()
-    service.update()
+    service.hear_out()
     handover.write(daemon.handover, [], [])
     daemon.close()
     following = service.start(config)

@@ -37,12 +37,13 @@ class Manager:
 
     Attributes:
         told: each assignment that they have sent, in order.
+        kept: what they want kept, by name.
     """
 
     def __init__(self, listening: Path, notified: Path, watchdog_s: float = 30.0) -> None:
         self.told: List[str] = []
+        self.kept: Dict[str, int] = {}
         self._watchdog_s = watchdog_s
-        self._kept: Dict[str, int] = {}
         self._news = threading.Condition()
         self._ended = False
         self._listener = _bound(socket.SOCK_STREAM, listening)
@@ -54,7 +55,7 @@ class Manager:
 
     def popen(self, command: Sequence[str], environment: Mapping[str, str], **options: Any) -> subprocess.Popen[Any]:
         """Start a daemon; `options` are those of Popen."""
-        passed = {"clients": self._listener.fileno(), **self._kept}
+        passed = {"clients": self._listener.fileno(), **self.kept}
         variables = {
             "NOTIFY_SOCKET": str(self._path),
             "WATCHDOG_USEC": str(int(1e6 * self._watchdog_s)),
@@ -87,8 +88,8 @@ class Manager:
 
     def forget(self) -> None:
         """Close what daemons wanted kept, as at the end of the service."""
-        while self._kept:
-            os.close(self._kept.popitem()[1])
+        while self.kept:
+            os.close(self.kept.popitem()[1])
 
     def close(self) -> None:
         """Forget, listen no longer, hear no longer; nothing is left but the paths of the sockets."""
@@ -110,10 +111,13 @@ class Manager:
                 key, _, value = each.partition("=")
                 assignments[key] = value
             name = assignments.get("FDNAME", "")
-            if "FDSTOREREMOVE" in assignments and name in self._kept:
-                os.close(self._kept.pop(name))
+            if "FDSTOREREMOVE" in assignments and name in self.kept:
+                os.close(self.kept.pop(name))
+            for descriptor in descriptors:
+                # recv_fds(3) of Python leaves that out; a keeper that inherited its own link would never end.
+                os.set_inheritable(descriptor, False)
             if "FDSTORE" in assignments:
-                self._kept[name] = descriptors[0]
+                self.kept[name] = descriptors[0]
             with self._news:
                 self.told += [f"{key}={value}" for key, value in assignments.items()]
                 self._news.notify_all()
