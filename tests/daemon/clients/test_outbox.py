@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Callable
 from unittest import mock
@@ -29,19 +28,6 @@ def met(router: Socket) -> bytes:
 def make_outbox(router: Socket, max_unread_bytes: int = 2**30, room: Room | None = None) -> Outbox:
     make_room = mock.Mock(return_value=False)
     return Outbox(router, room or Room(2**40, lambda _: "somebody"), make_room, max_unread_bytes)
-
-
-def test_what_is_written_does_not_count(router: Socket, connect: Callable[..., Socket]) -> None:
-    outbox = make_outbox(router, max_unread_bytes=10 * len(LARGE))
-    client = connect()
-    peer = met(router)
-    for number in range(60):
-        header = str(number).encode()
-        # The library lets go of a frame a moment after it has been read; on a busy machine ten more are sent till then.
-        until(functools.partial(outbox.send, peer, header, [LARGE]), "what it has read counts no more")
-        assert client.poll(LIMIT_MS)
-        received, large = client.recv_multipart()
-        assert (received, large == LARGE) == (header, True)
 
 
 def test_a_client_that_does_not_read_gets_only_so_much(

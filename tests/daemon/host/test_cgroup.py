@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 import pytest
 
-from weightd.daemon.host.cgroup import Group, locate, memory
+from weightd.daemon.host.cgroup import locate, memory
 from weightd.protocol.codec import encode
 from weightd.protocol.messages.status import MemoryLimit, StatusResponse
 
@@ -84,11 +84,6 @@ def rooted(root: str) -> str:
 def test_the_group_that_has_the_memory(membership: str, lines: list[str], place: tuple[str, str, bool] | None) -> None:
     group = locate(membership, mounts(*lines))
     assert (None if group is None else (str(group.mount), str(group.below), group.unified)) == place
-
-
-def test_what_is_above_belongs_to_it_up_to_the_mount() -> None:
-    assert Group(Path("/m"), PurePosixPath("a/b"), unified=True).lineage == [Path("/m/a/b"), Path("/m/a"), Path("/m")]
-    assert Group(Path("/m"), PurePosixPath(), unified=True).lineage == [Path("/m")]
 
 
 # --- what it says ---------------------------------------------------------------------------------------------------

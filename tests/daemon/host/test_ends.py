@@ -6,34 +6,30 @@ import pytest
 
 from weightd.daemon.host.ends import By, Coroner, End
 
+PERHAPS = "if nobody sent it, the kernel was out of memory: see dmesg"
+
 
 @pytest.mark.parametrize(
-    ("end", "text", "blames"),
+    ("end", "text", "blames", "killed"),
     [
-        (End(0), "exited with status 0", True),
-        (End(65, "no such file"), "exited with status 65: no such file", True),
-        (End(-signal.SIGSEGV, "where"), "killed by SIGSEGV: where", True),
-        (End(-signal.SIGFPE), "killed by SIGFPE", True),
-        (End(-signal.SIGABRT), "killed by SIGABRT", True),
-        (End(-signal.SIGABRT, by=By.DAEMON), "killed by SIGABRT (weightd has ended it)", False),
-        (End(-signal.SIGTERM), "killed by SIGTERM", False),
-        (End(-signal.SIGKILL), "killed by SIGKILL (if nobody sent it, the kernel was out of memory: see dmesg)", False),
-        (End(-signal.SIGKILL, by=By.KERNEL), "killed by SIGKILL (the kernel was out of memory)", False),
-        (End(-63), "killed by signal 63", False),
-        (End(None, by=By.KEEPER), "its keeper is lost", False),
-        (End(None, "no such interpreter"), "no such interpreter", False),
+        (End(0), "exited with status 0", True, False),
+        (End(65, "no such file"), "exited with status 65: no such file", True, False),
+        (End(-signal.SIGSEGV, "where"), "killed by SIGSEGV: where", True, True),
+        (End(-signal.SIGFPE), "killed by SIGFPE", True, True),
+        (End(-signal.SIGABRT), "killed by SIGABRT", True, True),
+        (End(-signal.SIGABRT, by=By.DAEMON), "killed by SIGABRT (weightd has ended it)", False, True),
+        (End(-signal.SIGTERM), "killed by SIGTERM", False, True),
+        (End(-signal.SIGKILL), f"killed by SIGKILL ({PERHAPS})", False, True),
+        (End(-signal.SIGKILL, by=By.KERNEL), "killed by SIGKILL (the kernel was out of memory)", False, True),
+        (End(-63), "killed by signal 63", False, True),
+        (End(None, by=By.KEEPER), "its keeper is lost", False, True),
+        (End(None, "no such interpreter"), "no such interpreter", False, False),
     ],
 )
-def test_an_end_says_what_it_was_and_whether_what_ran_may_be_why(end: End, text: str, blames: bool) -> None:
-    assert (str(end), end.blames) == (text, blames)
-
-
-@pytest.mark.parametrize(
-    ("end", "killed"),
-    [(End(-9), True), (End(None, by=By.KEEPER), True), (End(1), False), (End(None, "no such interpreter"), False)],
-)
-def test_who_was_killed_may_do_better_the_next_time(end: End, killed: bool) -> None:
-    assert end.killed is killed
+def test_an_end_says_what_it_was_and_whether_what_ran_may_be_why(
+    end: End, text: str, blames: bool, killed: bool
+) -> None:
+    assert (str(end), end.blames, end.killed) == (text, blames, killed)
 
 
 def test_who_has_ended_a_child_is_found_out() -> None:

@@ -24,10 +24,6 @@ def test_only_what_is_in_memory_counts(tmp_path: Path) -> None:
         file.write(b"x" * 3 * PAGE)
         file.flush()
         assert 3 * PAGE <= (resident_bytes(path) or 0) < 256 * PAGE
-
-
-def test_a_page_that_is_begun_counts_whole(tmp_path: Path) -> None:
-    path = tmp_path / "store"
     path.write_bytes(b"x" * (PAGE + 1))
     assert resident_bytes(path) == 2 * PAGE
 

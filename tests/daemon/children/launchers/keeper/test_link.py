@@ -224,6 +224,9 @@ def test_once_nobody_holds_on_to_it_nothing_is_left(
     (tmp_path / "kept").mkdir()
     (tmp_path / "kept" / "precious").touch()
     keeper = start_keeper(path, tmp_path / "nothing")
+    # Its directory is the last that it removes: whoever waits for the lock on it waits for all of it.
+    arguments = Path(f"/proc/{keeper.pid}/cmdline").read_text().split("\0")
+    assert arguments[-4:] == [str(path), str(tmp_path / "nothing"), str(directory), ""]
     children = [keeper.start(launch(SLEEP, directory / "m.1" / "log")) for _ in range(3)]
     duplicate = os.dup(keeper.descriptor)
     keeper.close()
@@ -284,14 +287,6 @@ def test_one_that_hangs_is_lost_after_a_while_and_heard_again(keeper: Keeper, mo
     assert keeper.kept() == []
 
 
-def test_its_directory_is_the_last_that_it_removes(start_keeper: Callable[..., Keeper], directory: Path) -> None:
-    keeper = start_keeper(directory.parent / "socket")
-    # Whoever waits for the lock on the directory waits for all of it.
-    arguments = Path(f"/proc/{keeper.pid}/cmdline").read_text().split("\0")
-    assert arguments[-3:] == [str(directory.parent / "socket"), str(directory), ""]
-    keeper.close()
-
-
 def test_those_that_came_last_end_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     within = process.Keeper()
@@ -333,13 +328,6 @@ def test_a_ctrl_c_that_comes_before_it_has_its_session_does_not_end_it(
         os.kill(keeper.pid, number)
         assert keeper.kept() == []
     keeper.close()
-
-
-def test_nobody_answers_on_a_socket_that_is_closed() -> None:
-    ours, theirs = socket.socketpair()
-    theirs.close()
-    with pytest.raises(KeeperLost):
-        Keeper(ours.detach())
 
 
 # --- its lock, its size ---------------------------------------------------------------------------------------------
