@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 import random
 
-from .kinds import Fault, UnknownFaultError, lacking, parse
+from .kinds import LACKING, Fault, UnknownFaultError, parse
 from .material import NoEngineError
 from .run import Run
 
 _EPILOG = f"""\
-faults: a list with commas of all, basic, or
+faults: a list with commas of all, or
   {", ".join(fault.value for fault in Fault)};
   --faults=all,-flood leaves one out
 
@@ -27,7 +27,7 @@ def main() -> int:
     )
     parser.add_argument("--seed", type=int, help="of all that is random; default: a random one, which is printed")
     parser.add_argument("--minutes", type=float, default=30.0, help="from the first fault to the last; default: 30")
-    parser.add_argument("--faults", default="all", help="which may strike; default: all that this weightd can bear")
+    parser.add_argument("--faults", default="all", help="which may strike; default: all that this machine can do")
     parser.add_argument(
         "--managed",
         action="store_true",
@@ -38,14 +38,12 @@ def main() -> int:
         faults = parse(options.faults)
     except UnknownFaultError as error:
         parser.error(str(error))
-    for fault, why in lacking().items():
-        if fault in faults:
-            print(f"LEFT OUT: {fault.value}: {why}", flush=True)
-            faults -= {fault}
+    for fault in faults & LACKING.keys():
+        print(f"LEFT OUT: {fault.value}: {LACKING[fault]}", flush=True)
     seed = random.randrange(2**31) if options.seed is None else options.seed
     print(f"seed {seed}, {options.minutes:g} minutes", flush=True)
     try:
-        report = Run(seed, 60.0 * options.minutes, faults, options.managed).run()
+        report = Run(seed, 60.0 * options.minutes, faults - LACKING.keys(), options.managed).run()
     except NoEngineError as error:
         print(error)
         return 2

@@ -29,7 +29,7 @@ from weightd.client import client as client_module
 from weightd.client.client import Pending
 from weightd.client.core import ClientCore, Started
 
-from .ledger import OK, WRONG, Asked, Ledger
+from .ledger import OK, WRONG, Asked, Incident, Ledger
 from .material import POISONED, Question, load, poison
 
 CONNECT_LIMIT_S = 5.0
@@ -82,7 +82,6 @@ class _CountingCore(ClientCore):
 class _Flight:
     request: str
     pending: Pending
-    asked: Asked
     question: Question
 
 
@@ -103,20 +102,22 @@ class Asker:
         self._flights: deque[_Flight] = deque()
         self._core = _CountingCore()
         self._core.ledger = self.ledger
-        self._told_at = 0.0
 
     def run(self) -> None:
         """Ask until told to stop, and see every request to its end."""
         client = self._connected()
         if client is None:
             return
+        told_at = 0.0
         with client:
             while self._wanted() or self._flights:
                 while self._wanted() and len(self._flights) < self._orders.in_flight:
                     self._submit(client)
                 if self._flights:
                     self._settle(self._flights.popleft())
-                self._tell_totals()
+                if time.monotonic() >= told_at + TOTALS_EVERY_S:
+                    told_at = time.monotonic()
+                    self.tell_totals()
             self._await_the_late(client)
         self.ledger.close()
 
@@ -129,10 +130,6 @@ class Asker:
             except RequestError:
                 self.ledger.lost()
             time.sleep(_PAUSE_S)
-
-    def tell(self, **line: object) -> None:
-        """Write a line."""
-        print(json.dumps(line), flush=True)
 
     def _connected(self) -> Client | None:
         with mock.patch.object(client_module, "ClientCore", return_value=self._core):
@@ -156,46 +153,39 @@ class Asker:
         if self._orders.poisons:
             number, timeout, question = POISONED, _PATIENCE_S, Question(poison(self.ledger.sent), {})
         asked = Asked(model, number, time.monotonic(), timeout)
-        self._core.last = ""
         try:
             pending = client.submit(model, question.inputs, timeout=timeout)
         except RequestError as error:
-            self._not_sent(asked, error)
+            _tell_incident(self.ledger.refused(asked, error.code, str(error), time.monotonic()))
+            time.sleep(_PAUSE_S)
             return
         self.ledger.begin(self._core.last, asked)
-        self._flights.append(_Flight(self._core.last, pending, asked, question))
+        self._flights.append(_Flight(self._core.last, pending, question))
         if self._orders.cancels and rng.random() < _CANCELLED:
-            self._cancel(rng.choice(self._flights))
-
-    def _not_sent(self, asked: Asked, error: RequestError) -> None:
-        incident = self.ledger.refused(asked, error.code, str(error), time.monotonic())
-        self.tell(incident=dataclasses.asdict(incident))
-        time.sleep(_PAUSE_S)
-
-    def _cancel(self, flight: _Flight) -> None:
-        self.ledger.cancel(flight.request)
-        flight.pending.cancel()
+            taken_back = rng.choice(self._flights)
+            self.ledger.cancel(taken_back.request)
+            taken_back.pending.cancel()
 
     def _settle(self, flight: _Flight) -> None:
+        text = ""
         try:
-            outputs = flight.pending.result()
-        except RequestError as error:
-            self._end(flight, error.code, str(error))
+            code = OK if flight.question.answered_by(flight.pending.result()) else WRONG
         except WeightdError as error:
-            self._end(flight, type(error).__name__, str(error))
-        else:
-            self._end(flight, OK if flight.question.answered_by(outputs) else WRONG, "")
+            code, text = error.code if isinstance(error, RequestError) else type(error).__name__, str(error)
+        _tell_incident(self.ledger.end(flight.request, code, text, time.monotonic()))
 
-    def _end(self, flight: _Flight, code: str, text: str) -> None:
-        incident = self.ledger.end(flight.request, code, text, time.monotonic())
-        if incident is not None:
-            self.tell(incident=dataclasses.asdict(incident))
+    def tell_totals(self) -> None:
+        """Say how many requests were sent, and how they ended."""
+        _tell(totals={"sent": self.ledger.sent, "outcomes": self.ledger.outcomes})
 
-    def _tell_totals(self) -> None:
-        now = time.monotonic()
-        if now >= self._told_at + TOTALS_EVERY_S:
-            self._told_at = now
-            self.tell(totals={"sent": self.ledger.sent, "outcomes": self.ledger.outcomes})
+
+def _tell_incident(incident: Incident | None) -> None:
+    if incident is not None:
+        _tell(incident=dataclasses.asdict(incident))
+
+
+def _tell(**line: object) -> None:
+    print(json.dumps(line), flush=True)
 
 
 def main() -> None:
@@ -210,8 +200,8 @@ def main() -> None:
     threading.Thread(target=watch, daemon=True).start()
     asker = Asker(orders, stopping)
     asker.run()
-    asker.tell(totals={"sent": asker.ledger.sent, "outcomes": asker.ledger.outcomes})
-    asker.tell(problems=asker.ledger.problems)
+    asker.tell_totals()
+    _tell(problems=asker.ledger.problems)
 
 
 if __name__ == "__main__":

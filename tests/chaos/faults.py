@@ -18,7 +18,7 @@ from pathlib import Path
 
 from testkit.mindir import REPOSITORY
 from weightd.client import Client, RequestError
-from weightd.protocol.messages.status import ModelStatus, ProcessStatus, StatusResponse
+from weightd.protocol.messages.status import ProcessStatus, StatusResponse
 
 from . import hostile
 from .client import Orders
@@ -26,7 +26,7 @@ from .fleet import Fleet, Member
 from .kinds import LETHAL, Fault
 from .material import Model
 from .schedule import Event
-from .service import Service, Watched, processes, ready_workers
+from .service import Service, Watched, generations, processes, ready_workers
 from .verdict import Strike
 
 FLOOD_FACTOR = 10
@@ -40,13 +40,27 @@ ORPHAN_LIMIT_S = 5.0
 _DEAF_REQUESTS = 16
 DEAF_CROWD = 8
 
+_SIGNALS = {
+    Fault.KILL_WORKER: signal.SIGKILL,
+    Fault.SEGV_WORKER: signal.SIGSEGV,
+    Fault.HANG_WORKER: signal.SIGSTOP,
+}
+_GARBAGE = {
+    Fault.GARBAGE_FRAMES: hostile.send_frames,
+    Fault.GARBAGE_BYTES: hostile.send_bytes,
+    Fault.UNFINISHED: hostile.send_unfinished,
+}
+
+# Whether the daemon's status shows that the effect of a fault is over.
+_Over = Callable[[StatusResponse], bool]
+
 
 @dataclass
 class _Open:
     """A strike whose effect is not over, and how to see when it is."""
 
     strike: Strike
-    over: Callable[[StatusResponse], bool]
+    over: _Over
 
 
 @dataclass
@@ -71,7 +85,7 @@ class Injector:
     skipped: list[Event] = field(default_factory=list[Event])
     problems: list[str] = field(default_factory=list[str])
     _open: list[_Open] = field(default_factory=list[_Open])
-    _later: list[tuple[float, Callable[[], None]]] = field(default_factory=list[tuple[float, Callable[[], None]]])
+    _later: list[tuple[float, Callable[[], object]]] = field(default_factory=list[tuple[float, Callable[[], object]]])
     _threads: list[threading.Thread] = field(default_factory=list[threading.Thread])
     _deaf: list[subprocess.Popen[bytes]] = field(default_factory=list[subprocess.Popen[bytes]])
 
@@ -79,9 +93,7 @@ class Injector:
         """Carry out an event, or note that it finds no target now."""
         rng = random.Random(event.draw)
         act: Mapping[Fault, Callable[[Event, random.Random], bool]] = {
-            Fault.KILL_WORKER: self._signal_worker,
-            Fault.SEGV_WORKER: self._signal_worker,
-            Fault.HANG_WORKER: self._signal_worker,
+            **dict.fromkeys(_SIGNALS, self._signal_worker),
             Fault.KILL_HOLDER: self._kill_holder,
             Fault.TRUNCATE_STORE: self._damage_store,
             Fault.OVERWRITE_STORE: self._damage_store,
@@ -91,9 +103,7 @@ class Injector:
             Fault.DEAF_CLIENT: self._deaf_clients,
             Fault.DEAF_CROWD: self._deaf_clients,
             Fault.POISON: self._poison,
-            Fault.GARBAGE_FRAMES: self._garbage,
-            Fault.GARBAGE_BYTES: self._garbage,
-            Fault.UNFINISHED: self._garbage,
+            **dict.fromkeys(_GARBAGE, self._garbage),
             Fault.UPDATE: self._update,
             Fault.RELOAD: self._reload,
             Fault.KILL_DAEMON: self._kill_daemon,
@@ -110,8 +120,7 @@ class Injector:
             act()
         if status is not None and status.pid == self.service.pid:
             for each in [each for each in self._open if each.over(status)]:
-                each.strike.end = now
-                self._open.remove(each)
+                self._over(each)
 
     @property
     def busy(self) -> bool:
@@ -137,71 +146,58 @@ class Injector:
     def _signal_worker(self, event: Event, rng: random.Random) -> bool:
         status = self._status()
         workers = ready_workers(status, event.model) if status is not None else []
-        if not workers:
-            return False
-        target = rng.choice(workers)
-        number = {
-            Fault.KILL_WORKER: signal.SIGKILL,
-            Fault.SEGV_WORKER: signal.SIGSEGV,
-            Fault.HANG_WORKER: signal.SIGSTOP,
-        }[event.fault]
-        self._begin(event, self._replaced(event.model, [target]), f"{target.name}, pid {target.pid}")
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(target.pid, number)
-        return True
+        if workers:
+            target = rng.choice(workers)
+            self._begin(event, self._replaced(event.model, [target]), f"{target.name}, pid {target.pid}")
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(target.pid, _SIGNALS[event.fault])
+        return bool(workers)
 
     def _kill_holder(self, event: Event, rng: random.Random) -> bool:
         status = self._status()
         there = processes(status, event.model) if status is not None else []
         holders = [each for each in there if each.role == "holder" and each.state == "holding"]
-        if not holders:
-            return False
-        holder = rng.choice(holders)
-        self._begin(event, self._gone([holder]), f"{holder.name}, pid {holder.pid}")
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(holder.pid, signal.SIGKILL)
-        return True
+        if holders:
+            holder = rng.choice(holders)
+            self._begin(event, _gone([holder]), f"{holder.name}, pid {holder.pid}")
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(holder.pid, signal.SIGKILL)
+        return bool(holders)
 
     def _kill_daemon(self, event: Event, rng: random.Random) -> bool:
         strike = self._begin(event, lambda status: not self.service.unhealthy(status), f"pid {self.service.pid}")
         self.service.hang_up()
         if self.service.managed:
-            self._replace_daemon(rng)
+            # The next one goes on with the processes, and with whatever was wrong with them.
+            if rng.random() < 0.5:
+                self.service.kill()
+            else:
+                self.service.terminate()
+            self.service.start()
             return True
         children = Watched(self.service.children())
         self.service.kill()
         # With the daemon all its processes end: whatever was wrong with them is over.
         by_clients = (Fault.FLOOD, Fault.POISON)
-        over = [each for each in self._open if each.strike.fault not in by_clients and each.strike is not strike]
-        for each in over:
-            each.strike.end = time.monotonic()
-            self._open.remove(each)
+        for each in list(self._open):
+            if each.strike.fault not in by_clients and each.strike is not strike:
+                self._over(each)
         self.service.start()
 
         def check() -> None:
-            if children.survivors():
-                self.problems.append(f"orphans: {children.survivors()} outlive the daemon by {ORPHAN_LIMIT_S:g} s")
-            children.close()
+            survivors = children.survivors()
+            if survivors:
+                self.problems.append(f"orphans: {survivors} outlive the daemon by {ORPHAN_LIMIT_S:g} s")
 
         self._at(ORPHAN_LIMIT_S, check)
         return True
 
-    def _replace_daemon(self, rng: random.Random) -> None:
-        """The next one goes on with the processes, and with whatever was wrong with them."""
-        if rng.random() < 0.5:
-            self.service.kill()
-        else:
-            self.service.terminate()
-        self.service.start()
-
     # --- page stores --------------------------------------------------------------------------------------------
 
     def _damage_store(self, event: Event, rng: random.Random) -> bool:
-        status = self._status()
-        found = self._serving_store(status, event.model) if status is not None else None
-        if status is None or found is None:
+        store, workers = self._serving_store(event.model)
+        if store is None:
             return False
-        store, workers = found
         # Who has died of it, or serves no longer, no more computes with what was damaged.
         self._begin(event, self._replaced(event.model, workers), str(store.relative_to(self.service.cache)))
         with contextlib.suppress(FileNotFoundError):
@@ -218,12 +214,10 @@ class Injector:
 
     def _replace_store(self, event: Event, rng: random.Random) -> bool:
         """Another file takes its place: who maps the old one goes on, who comes must not believe the new one."""
-        status = self._status()
-        found = self._serving_store(status, event.model) if status is not None else None
-        if found is None:
+        store, _ = self._serving_store(event.model)
+        if store is None:
             return False
-        store, _ = found
-        strike = self._begin(event, lambda status: True, str(store.relative_to(self.service.cache)))
+        strike = self._begin(event, _at_once, str(store.relative_to(self.service.cache)))
         with contextlib.suppress(FileNotFoundError):
             new = store.with_name("new")
             new.write_bytes(rng.randbytes(store.stat().st_size))
@@ -232,28 +226,32 @@ class Injector:
         strike.end = time.monotonic()
         return True
 
-    def _serving_store(self, status: StatusResponse, model: str) -> tuple[Path, list[ProcessStatus]] | None:
-        for generation in _model(status, model).generations:
-            store = self.service.store(f"{model}.{generation.number}")
-            workers = [each for each in generation.processes if each.role == "worker" and each.state == "ready"]
-            if generation.state == "serving" and workers and store is not None:
-                return store, workers
-        return None
+    def _serving_store(self, model: str) -> tuple[Path | None, list[ProcessStatus]]:
+        """The page store that the model serves from, if it has one and a worker, and who has it mapped."""
+        status = self._status()
+        workers = ready_workers(status, model) if status is not None else []
+        if status is None or not workers:
+            return None, []
+        [serving] = [each for each in generations(status, model) if each.state == "serving"]
+        return self.service.store(f"{model}.{serving.number}"), workers
 
     # --- clients ------------------------------------------------------------------------------------------------
 
+    def _ask(self, name: str, model: str, orders: Orders) -> Member:
+        """Start a client that asks this model, and nobody else."""
+        orders = dataclasses.replace(orders, paths={model: str(self.models[model].path)})
+        return self.fleet.launch(name, orders)
+
     def _flood(self, event: Event, rng: random.Random) -> bool:
-        model = self.models[event.model]
         count = FLOOD_FACTOR * self.max_queue
-        paths = {model.name: str(model.path)}
-        orders = Orders(self.service.address, paths, f"flood {rng.random()}", in_flight=count, count=count)
-        member = self.fleet.launch("flood", orders)
-        self._begin(event, lambda status: not member.running and _model(status, model.name).queued < self.max_queue)
+        orders = Orders(self.service.address, {}, f"flood {rng.random()}", in_flight=count, count=count)
+        member = self._ask("flood", event.model, orders)
+        self._begin(event, lambda status: not member.running and _queued(status, event.model) < self.max_queue)
         return True
 
     def _kill_client(self, event: Event, rng: random.Random) -> bool:
         number = rng.randrange(len(self.members))
-        self._begin(event, lambda status: True, self.members[number].name)
+        self._begin(event, _at_once, self.members[number].name)
         self.members[number].kill()
         self.members[number] = self.crew(number)
         return True
@@ -262,12 +260,8 @@ class Injector:
         count = DEAF_CROWD if event.fault is Fault.DEAF_CROWD else 1
         model = max(self.models.values(), key=lambda each: not each.dense)  # the one with the large tensors
         command = [sys.executable, "-m", "tests.chaos.hostile", self.service.address, model.name, str(model.path)]
-        process = subprocess.Popen(
-            [*command, str(_DEAF_REQUESTS), str(count)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            cwd=REPOSITORY,
-        )
+        command += [str(_DEAF_REQUESTS), str(count)]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, cwd=REPOSITORY)
         self._deaf.append(process)
         self._begin(event, lambda status: process.poll() is not None)
 
@@ -282,22 +276,15 @@ class Injector:
         return True
 
     def _poison(self, event: Event, rng: random.Random) -> bool:
-        model = self.models["tiny"]
-        paths = {model.name: str(model.path)}
-        orders = Orders(self.service.address, paths, f"poison {rng.random()}", IN_FLIGHT, POISONS, poisons=True)
-        member = self.fleet.launch("poison", orders)
-        healthy = self._replaced(model.name, [])
-        event = dataclasses.replace(event, model=model.name)
+        event = dataclasses.replace(event, model="tiny")
+        orders = Orders(self.service.address, {}, f"poison {rng.random()}", IN_FLIGHT, POISONS, poisons=True)
+        member = self._ask("poison", event.model, orders)
+        healthy = self._replaced(event.model, [])
         self._begin(event, lambda status: not member.running and healthy(status))
         return True
 
     def _garbage(self, event: Event, rng: random.Random) -> bool:
-        send = {
-            Fault.GARBAGE_FRAMES: hostile.send_frames,
-            Fault.GARBAGE_BYTES: hostile.send_bytes,
-            Fault.UNFINISHED: hostile.send_unfinished,
-        }[event.fault]
-        thread = self._spawn(lambda: send(self.service.address, rng))
+        thread = self._spawn(lambda: _GARBAGE[event.fault](self.service.address, rng))
         self._begin(event, lambda status: not thread.is_alive())
         return True
 
@@ -308,10 +295,7 @@ class Injector:
 
         def update() -> None:
             # What goes wrong around it gives it up; that must not be noticed.
-            with (
-                contextlib.suppress(RequestError),
-                Client(self.service.address, timeout=UPDATE_LIMIT_S) as client,
-            ):
+            with contextlib.suppress(RequestError), Client(self.service.address, timeout=UPDATE_LIMIT_S) as client:
                 client.update(model.name, str(model.path))
 
         thread = self._spawn(update)
@@ -321,31 +305,26 @@ class Injector:
     def _reload(self, event: Event, rng: random.Random) -> bool:
         if not self.service.listens:
             return False
-        self.service.configure({"max_queue": self.max_queue + rng.randrange(2)}, event.model)
-        self._begin(event, lambda status: True)
+        self.service.configure(event.model, {"max_queue": self.max_queue + rng.randrange(2)})
+        self._begin(event, _at_once)
         self.service.reload()
         return True
 
     # --- within -------------------------------------------------------------------------------------------------
 
-    def _begin(self, event: Event, over: Callable[[StatusResponse], bool], note: str = "") -> Strike:
+    def _begin(self, event: Event, over: _Over, note: str = "") -> Strike:
         strike = Strike(event.fault, event.model, time.monotonic(), note=note)
         self.strikes.append(strike)
         self._open.append(_Open(strike, over))
         return strike
 
-    def _replaced(self, model: str, targets: Sequence[ProcessStatus]) -> Callable[[StatusResponse], bool]:
-        gone = self._gone(targets)
+    def _over(self, each: _Open) -> None:
+        each.strike.end = time.monotonic()
+        self._open.remove(each)
+
+    def _replaced(self, model: str, targets: Sequence[ProcessStatus]) -> _Over:
+        gone = _gone(targets)
         return lambda status: gone(status) and model not in self.service.unhealthy(status)
-
-    def _gone(self, targets: Sequence[ProcessStatus]) -> Callable[[StatusResponse], bool]:
-        watched = {each.name for each in targets}
-
-        def over(status: StatusResponse) -> bool:
-            there = [process for model in status.models for each in model.generations for process in each.processes]
-            return not watched & {each.name for each in there}
-
-        return over
 
     def _status(self) -> StatusResponse | None:
         try:
@@ -353,15 +332,27 @@ class Injector:
         except RequestError:
             return None
 
-    def _at(self, delay: float, act: Callable[[], None]) -> None:
+    def _at(self, delay: float, act: Callable[[], object]) -> None:
         self._later.append((time.monotonic() + delay, act))
 
-    def _spawn(self, act: Callable[[], None]) -> threading.Thread:
+    def _spawn(self, act: Callable[[], object]) -> threading.Thread:
         thread = threading.Thread(target=act, daemon=True)
         self._threads.append(thread)
         thread.start()
         return thread
 
 
-def _model(status: StatusResponse, name: str) -> ModelStatus:
-    return next(model for model in status.models if model.name == name)
+def _at_once(_: StatusResponse) -> bool:
+    """What has no effect that lasts."""
+    return True
+
+
+def _gone(targets: Sequence[ProcessStatus]) -> _Over:
+    watched = {each.name for each in targets}
+    return lambda status: watched.isdisjoint(
+        process.name for model in status.models for process in processes(status, model.name)
+    )
+
+
+def _queued(status: StatusResponse, name: str) -> int:
+    return next(model.queued for model in status.models if model.name == name)

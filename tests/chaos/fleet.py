@@ -25,19 +25,18 @@ class Member:
 
     Attributes:
         name: of its log.
-        killed: what it had under way is nobody's any more.
         sent: requests, as far as it has told.
         outcomes: how they ended, likewise.
-        problems: what did not add up; None until it has ended in order.
+        incidents: those that did not end in the right answer.
     """
 
     def __init__(self, name: str, orders: Orders, log: Path) -> None:
         self.name = name
-        self.killed = False
         self.sent = 0
         self.outcomes: Counter[str] = Counter()
         self.incidents: list[Incident] = []
-        self.problems: list[str] | None = None
+        # What did not add up; None until it has ended in order. Of one that is killed it is nobody's any more.
+        self._problems: list[str] | None = None
         self._log = log
         with log.open("ab") as stderr:
             self._process = subprocess.Popen(
@@ -48,7 +47,6 @@ class Member:
                 cwd=REPOSITORY,
                 text=True,
             )
-        self.pid = self._process.pid
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
@@ -59,9 +57,9 @@ class Member:
 
     def kill(self) -> None:
         """SIGKILL, with all that it has under way."""
-        self.killed = True
         self._process.kill()
         self._finish()
+        self._problems = []
 
     def ask_to_end(self) -> None:
         """Have it send nothing more; it ends when every request has."""
@@ -73,15 +71,12 @@ class Member:
         try:
             self._process.wait(END_LIMIT_S)
         except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._finish()
+            self.kill()
             return [f"missing: {self.name} has not ended {END_LIMIT_S:g} s after it was asked to"]
         self._finish()
-        if self.killed:
-            return []
-        if self.problems is None:
+        if self._problems is None:
             return [f"{self.name} died with status {self._process.returncode}: {self._log.read_text()[-2000:]}"]
-        return self.problems
+        return self._problems
 
     def _finish(self) -> None:
         self._process.wait()
@@ -102,7 +97,7 @@ class Member:
             elif "totals" in told:
                 self.sent, self.outcomes = told["totals"]["sent"], Counter(told["totals"]["outcomes"])
             else:
-                self.problems = told["problems"]
+                self._problems = told["problems"]
 
 
 class Fleet:
@@ -119,19 +114,9 @@ class Fleet:
         return member
 
     @property
-    def sent(self) -> int:
-        """Requests of all of them."""
-        return sum(member.sent for member in self.members)
-
-    @property
     def outcomes(self) -> Counter[str]:
-        """How they ended."""
+        """How the requests of all of them ended."""
         return sum((member.outcomes for member in self.members), Counter[str]())
-
-    @property
-    def incidents(self) -> list[Incident]:
-        """All that did not end in the right answer."""
-        return [incident for member in self.members for incident in list(member.incidents)]
 
     def end(self) -> list[str]:
         """Have all of them end; return what did not add up."""

@@ -1,15 +1,10 @@
-"""The faults: what each is called, what it can do to whom, and what of weightd it needs."""
+"""The faults: what each is called, and what it can do to whom."""
 
 from __future__ import annotations
 
-import dataclasses
 import enum
 import platform
-from collections.abc import Collection, Mapping
-
-from weightd.client.client import Pending
-from weightd.daemon.config.daemon import DaemonConfig
-from weightd.daemon.config.model import ModelConfig
+from collections.abc import Collection
 
 
 class Fault(enum.Enum):
@@ -36,6 +31,7 @@ class Fault(enum.Enum):
     KILL_DAEMON = "kill-daemon"
 
 
+ALL = frozenset(Fault)
 # Each ends at least one worker of a model, sooner or later.
 LETHAL = frozenset(
     {Fault.KILL_WORKER, Fault.SEGV_WORKER, Fault.HANG_WORKER, Fault.TRUNCATE_STORE, Fault.OVERWRITE_STORE}
@@ -45,27 +41,8 @@ BLAMING = frozenset({Fault.SEGV_WORKER, Fault.HANG_WORKER})
 # What the clients do by themselves, at any time.
 BEHAVIOUR = frozenset({Fault.CANCEL})
 
-# What every version of weightd must bear.
-BASIC = frozenset(
-    {
-        Fault.KILL_WORKER,
-        Fault.SEGV_WORKER,
-        Fault.KILL_HOLDER,
-        Fault.TRUNCATE_STORE,
-        Fault.REPLACE_STORE,
-        Fault.FLOOD,
-        Fault.KILL_CLIENT,
-        Fault.DEAF_CLIENT,
-        Fault.GARBAGE_FRAMES,
-        Fault.GARBAGE_BYTES,
-        Fault.UPDATE,
-        Fault.KILL_DAEMON,
-    }
-)
-ALL = frozenset(Fault)
-
-_MODEL_KEYS = frozenset(field.name for field in dataclasses.fields(ModelConfig))
-_DAEMON_KEYS = frozenset(field.name for field in dataclasses.fields(DaemonConfig))
+# What this machine cannot do, each with the reason.
+LACKING = {} if platform.machine() == "x86_64" else {Fault.POISON: "a division that overflows is no trap here"}
 
 
 class UnknownFaultError(ValueError):
@@ -73,8 +50,8 @@ class UnknownFaultError(ValueError):
 
 
 def parse(text: str) -> frozenset[Fault]:
-    """Return the faults of a list with commas: "all", "basic", the name of one, or "-" and what to leave out."""
-    names = {"all": ALL, "basic": BASIC, **{fault.value: frozenset({fault}) for fault in Fault}}
+    """Return the faults of a list with commas: "all", the name of one, or "-" and what to leave out."""
+    names = {"all": ALL, **{fault.value: frozenset({fault}) for fault in Fault}}
     chosen: frozenset[Fault] = frozenset()
     for item in text.split(","):
         name = item.removeprefix("-")
@@ -86,40 +63,4 @@ def parse(text: str) -> frozenset[Fault]:
 
 def text_of(faults: Collection[Fault]) -> str:
     """Return what `parse` would make these faults of."""
-    chosen = frozenset(faults)
-    if chosen in (ALL, BASIC):
-        return "all" if chosen == ALL else "basic"
-    return ",".join(fault.value for fault in Fault if fault in chosen)
-
-
-def lacking() -> dict[Fault, str]:
-    """Return the faults that this weightd offers no means against, each with what is missing."""
-    keys = _MODEL_KEYS | _DAEMON_KEYS
-    needs = {
-        Fault.HANG_WORKER: ["predict_timeout", "watchdog"],
-        Fault.OVERWRITE_STORE: ["canary_interval"],
-        Fault.RELOAD: ["predict_timeout"],  # came together
-        Fault.DEAF_CROWD: ["max_memory_bytes"],
-        Fault.UNFINISHED: ["max_memory_bytes"],
-    }
-    missing = {
-        **({} if platform.machine() == "x86_64" else {Fault.POISON: "a division that overflows is no trap here"}),
-        **_lacking_keys(needs, keys),
-    }
-    if not hasattr(Pending, "cancel"):
-        missing[Fault.CANCEL] = "no Pending.cancel"
-    return missing
-
-
-def _lacking_keys(needs: Mapping[Fault, list[str]], keys: frozenset[str]) -> dict[Fault, str]:
-    return {
-        fault: f"no {', '.join(sorted(set(wanted) - keys))} in the configuration"
-        for fault, wanted in needs.items()
-        if not keys.issuperset(wanted)
-    }
-
-
-def settings(values: dict[str, object]) -> tuple[dict[str, object], dict[str, object]]:
-    """Return those of the settings that the table [daemon] knows, and those that a model's table knows."""
-    daemon = {key: value for key, value in values.items() if key in _DAEMON_KEYS}
-    return daemon, {key: value for key, value in values.items() if key in _MODEL_KEYS}
+    return "all" if set(faults) >= ALL else ",".join(fault.value for fault in Fault if fault in faults)

@@ -6,13 +6,11 @@ import argparse
 import itertools
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 
 from testkit.waiting import until
 from weightd.client import Client
 from weightd.client.client import Pending
-from weightd.protocol.messages.status import StatusResponse
 
 from . import material
 from .material import Model, NoEngineError, Question
@@ -34,58 +32,41 @@ _LIMIT_S = 120.0
 TOLERANCE = Usage(fds=2, threads=0, maps=24, rss=4 * MIB, pss=4 * MIB)
 
 
-@dataclass
-class Leak:
-    """The measurement.
+def run(service: Service, steady: Model, guest: Model, requests: int, cycles: int) -> list[str]:
+    """Ask the steady model, load and unload the guest; print what is held at each tenth, and return what has grown."""
+    service.start()
+    service.await_health(_LIMIT_S)
+    questions = itertools.cycle(material.load(steady.path))
 
-    Args:
-        service: serves `steady`, which is asked all the time, and `loaded`, which is loaded again and again.
-        steady: the model with small tensors.
-        loaded: the other one.
-    """
+    def work(count: int, loads: int) -> None:
+        with Client(service.address, timeout=_LIMIT_S) as client:
+            _ask(client, steady.name, itertools.islice(questions, count))
+        for _ in range(loads):
+            _load_and_unload(service, guest)
 
-    service: Service
-    steady: Model
-    loaded: Model
-
-    def run(self, requests: int, cycles: int) -> list[str]:
-        """Ask and load; print what is held at each tenth, and return what has grown."""
-        self.service.start()
-        self.service.await_health(_LIMIT_S)
-        questions = itertools.cycle(material.load(self.steady.path))
-        self._work(questions, _WARM_UP_REQUESTS, _WARM_UP_CYCLES)
-        before = self._show("after the warm-up")
-        after = before
-        for step in range(STEPS):
-            share = _share(cycles, step)
-            self._work(questions, _share(requests, step), share)
-            after = self._show(f"{step + 1}/{STEPS}")
-        return [f"{name}: {each}" for name in before for each in growth(before[name], after[name], TOLERANCE)]
-
-    def _work(self, questions: Iterator[Question], requests: int, cycles: int) -> None:
-        with Client(self.service.address, timeout=_LIMIT_S) as client:
-            _ask(client, self.steady.name, itertools.islice(questions, requests))
-            for _ in range(cycles):
-                if hasattr(client, "reload"):
-                    self._load_and_unload()
-                else:
-                    client.update(self.loaded.name, str(self.loaded.path))
-
-    def _load_and_unload(self) -> None:
-        """As an operator does: another table in the file and SIGHUP; without the table, and SIGHUP."""
-        self.service.add("guest", {"path": self.loaded.path, "python": self.loaded.python, "workers": WORKERS})
-        self.service.reload()
-        self.service.await_health(_LIMIT_S)
-        self.service.drop("guest")
-        self.service.reload()
-        until(lambda: "guest" not in _names(self.service.status()), "the model is unloaded", _LIMIT_S)
-
-    def _show(self, when: str) -> Mapping[str, Usage]:
+    def show(when: str) -> Mapping[str, Usage]:
         """Measure the daemon and the steady model's workers; they are the same processes all the time."""
-        held = {"daemon": self.service.in_quiet(_LIMIT_S)}
-        held |= {each.name: usage(each.pid) for each in processes(self.service.status(), self.steady.name)}
+        held = {"daemon": service.in_quiet(_LIMIT_S)}
+        held |= {each.name: usage(each.pid) for each in processes(service.status(), steady.name)}
         print(f"{time.strftime('%H:%M:%S')} {when}", *(f"  {n:<18}{u}" for n, u in held.items()), sep="\n", flush=True)
         return held
+
+    work(_WARM_UP_REQUESTS, _WARM_UP_CYCLES)
+    before = after = show("after the warm-up")
+    for step in range(STEPS):
+        work(_share(requests, step), _share(cycles, step))
+        after = show(f"{step + 1}/{STEPS}")
+    return [f"{name}: {each}" for name in before for each in growth(before[name], after[name], TOLERANCE)]
+
+
+def _load_and_unload(service: Service, guest: Model) -> None:
+    """As an operator does: another table in the file and SIGHUP; without the table, and SIGHUP."""
+    service.configure("guest", {"path": guest.path, "python": guest.python, "workers": WORKERS})
+    service.reload()
+    service.await_health(_LIMIT_S)
+    service.drop("guest")
+    service.reload()
+    until(lambda: all(each.name != "guest" for each in service.status().models), "the model is unloaded", _LIMIT_S)
 
 
 def main() -> int:
@@ -100,12 +81,12 @@ def main() -> int:
     except NoEngineError as error:
         print(error)
         return 2
-    chosen = [models["tiny"], models["elastic"]]
-    tables = {each.name: {"path": each.path, "python": each.python, "workers": WORKERS} for each in chosen}
+    steady, guest = models["tiny"], models["elastic"]
+    tables = {each.name: {"path": each.path, "python": each.python, "workers": WORKERS} for each in (steady, guest)}
     service = Service(place, {}, tables)
     passed = False
     try:
-        grown = Leak(service, *chosen).run(options.requests, options.cycles)
+        grown = run(service, steady, guest, options.requests, options.cycles)
         service.stop()
         print(*(f"LEAK: {each}" for each in grown), "FAILED" if grown else "PASSED", sep="\n")
         passed = not grown
@@ -116,25 +97,22 @@ def main() -> int:
 
 def _ask(client: Client, model: str, questions: Iterable[Question]) -> None:
     flights: deque[tuple[Pending, Question]] = deque()
+
+    def check() -> None:
+        pending, question = flights.popleft()
+        if not question.answered_by(pending.result()):
+            raise AssertionError("an answer is not the bare engine's")
+
     for question in questions:
         if len(flights) == _IN_FLIGHT:
-            _check(*flights.popleft())
+            check()
         flights.append((client.submit(model, question.inputs), question))
     while flights:
-        _check(*flights.popleft())
-
-
-def _check(pending: Pending, question: Question) -> None:
-    if not question.answered_by(pending.result()):
-        raise AssertionError("an answer is not the bare engine's")
+        check()
 
 
 def _share(total: int, step: int) -> int:
     return total * (step + 1) // STEPS - total * step // STEPS
-
-
-def _names(status: StatusResponse) -> set[str]:
-    return {model.name for model in status.models}
 
 
 if __name__ == "__main__":

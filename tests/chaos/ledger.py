@@ -62,11 +62,6 @@ class Ledger:
         self._ended: OrderedDict[str, int] = OrderedDict()
 
     @property
-    def open(self) -> int:
-        """Requests that have not ended."""
-        return sum(not entry.given_up for entry in self._open.values())
-
-    @property
     def unheard(self) -> int:
         """Requests that have not been answered on the wire."""
         return len(self._open)
@@ -103,14 +98,7 @@ class Ledger:
                 self._close(request, entry)
 
     def end(self, request: str, code: str, text: str, now: float) -> Incident | None:
-        """The client was told how it ended; return what is to be judged, None for the right answer.
-
-        Args:
-            request: its id.
-            code: OK, WRONG, or the code of its error.
-            text: what else was said.
-            now: the clock.
-        """
+        """The client was told that it ended in OK, WRONG or the code of an error; return what is to be judged."""
         entry = self._open.get(request)
         if entry is None or entry.given_up:
             self.problems.append(f"duplicate: {request} ended again, in {code}")

@@ -135,25 +135,13 @@ def poison(number: int) -> Arrays:
     return {"a": np.array([number, -(2**31)], np.int32)}
 
 
-def _tiny_inputs(rng: np.random.Generator, _: int) -> Arrays:
-    return {"a": rng.integers(-(2**31) + 1, 2**31, 6, np.int32)}
-
-
-def _table_inputs(rng: np.random.Generator, number: int) -> Arrays:
-    return {"ids": rng.integers(0, _ROWS, (_size(rng, number, MAX_BYTES // 16), 2))}
-
-
-def _mlp_inputs(rng: np.random.Generator, number: int) -> Arrays:
-    return {"x": rng.standard_normal((_size(rng, number, _MAX_BATCH), _WIDTH), dtype=np.float32)}
-
-
 def _size(rng: np.random.Generator, number: int, most: int) -> int:
     """The least, the most, and between them each order of magnitude as often."""
     return (1, most)[number] if number < 2 else int(math.exp(rng.uniform(0, math.log(most))))
 
 
 _INPUTS: Mapping[str, Callable[[np.random.Generator, int], Arrays]] = {
-    "tiny": _tiny_inputs,
-    "elastic": _table_inputs,
-    "dense": _mlp_inputs,
+    "tiny": lambda rng, _: {"a": rng.integers(-(2**31) + 1, 2**31, 6, np.int32)},
+    "elastic": lambda rng, number: {"ids": rng.integers(0, _ROWS, (_size(rng, number, MAX_BYTES // 16), 2))},
+    "dense": lambda rng, number: {"x": rng.standard_normal((_size(rng, number, _MAX_BATCH), _WIDTH), dtype=np.float32)},
 }

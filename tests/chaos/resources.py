@@ -48,10 +48,8 @@ def usage(pid: int) -> Usage:
 def growth(before: Usage, after: Usage, tolerance: Usage) -> list[str]:
     """Return what has grown by more than is tolerated."""
     grown: list[str] = []
-    for field in dataclasses.fields(Usage):
-        least, most = int(getattr(before, field.name)), int(getattr(after, field.name))
-        if most - least > int(getattr(tolerance, field.name)):
-            grown.append(
-                f"{field.name} grew from {least} to {most}, {getattr(tolerance, field.name)} more are tolerated"
-            )
+    for name, most in dataclasses.asdict(tolerance).items():
+        least, now = getattr(before, name), getattr(after, name)
+        if now - least > most:
+            grown.append(f"{name} grew from {least} to {now}, {most} more are tolerated")
     return grown

@@ -14,7 +14,7 @@ from . import material, verdict
 from .client import Orders
 from .faults import Injector
 from .fleet import Fleet, Member
-from .kinds import Fault, settings
+from .kinds import Fault
 from .report import Report, summary
 from .resources import MIB, Usage, growth, usage
 from .schedule import Event, Target, plan
@@ -70,7 +70,7 @@ class Run:
         """Run; the daemon and all that it has started are gone afterwards."""
         place = workspace("chaos-")
         self._models = {model.name: model for model in material.make(place, self.seed)}
-        self._service = Service(place, *self._tables(), managed=self.managed)
+        self._service = Service(place, {"max_memory_bytes": MAX_MEMORY_BYTES}, self._tables(), managed=self.managed)
         self._fleet = Fleet(place)
         self._report = Report(self.seed, self.seconds, self.faults, place, managed=self.managed)
         self._service.start()
@@ -83,20 +83,15 @@ class Run:
             self._finish()
         return self._report
 
-    def _tables(self) -> tuple[dict[str, object], dict[str, dict[str, object]]]:
-        daemon, model = settings(
-            {
-                "predict_timeout": PREDICT_TIMEOUT_S,
-                "watchdog": WATCHDOG_S,
-                "canary_interval": CANARY_INTERVAL_S,
-                "max_memory_bytes": MAX_MEMORY_BYTES,
-            }
-        )
-        tables: dict[str, dict[str, object]] = {
-            each.name: {"path": each.path, "python": each.python, "workers": WORKERS, "max_queue": MAX_QUEUE, **model}
-            for each in self._models.values()
+    def _tables(self) -> dict[str, dict[str, object]]:
+        common = {
+            "workers": WORKERS,
+            "max_queue": MAX_QUEUE,
+            "predict_timeout": PREDICT_TIMEOUT_S,
+            "watchdog": WATCHDOG_S,
+            "canary_interval": CANARY_INTERVAL_S,
         }
-        return daemon, tables
+        return {each.name: {"path": each.path, "python": each.python, **common} for each in self._models.values()}
 
     def _go(self) -> None:
         self._service.await_health(START_LIMIT_S)
@@ -181,7 +176,6 @@ class Run:
         status = self._service.stop()
         # A daemon has waited for its own children. A keeper has nobody who waits for it, and may just be at its end.
         survivors = children.survivors(KEEPER_LIMIT_S if self.managed else 0.0) + sorted(self._service.children())
-        children.close()
         # A daemon tells by its status that processes died which it had not asked to, as was done to some of them.
         if status not in (0, _PROCESS_DIED):
             self._problems.append(f"stop: the daemon ended with status {status}")
@@ -193,8 +187,9 @@ class Run:
 
     def _finish(self) -> None:
         report = self._report
-        report.sent, report.outcomes = self._fleet.sent, self._fleet.outcomes
-        self._problems += verdict.illegal(self._fleet.incidents, report.strikes)
+        report.sent, report.outcomes = sum(each.sent for each in self._fleet.members), self._fleet.outcomes
+        incidents = [incident for member in self._fleet.members for incident in member.incidents]
+        self._problems += verdict.illegal(incidents, report.strikes)
         report.problems = self._problems
         if self._problems:
             self._service.keep_logs()
@@ -245,7 +240,6 @@ def _patience(fault: Fault) -> float:
     return {
         Fault.HANG_WORKER: PREDICT_TIMEOUT_S + WATCHDOG_S,
         Fault.OVERWRITE_STORE: 2 * CANARY_INTERVAL_S,
-        Fault.TRUNCATE_STORE: 0.0,
         # Its client has ended, and each worker that it has killed is back.
         Fault.POISON: 15.0,
     }.get(fault, 0.0)

@@ -20,11 +20,10 @@ from testkit.manager import Manager
 from testkit.mindir import REPOSITORY
 from testkit.waiting import until
 from weightd.client import Client, RequestError
-from weightd.protocol.messages.status import ProcessStatus, StatusResponse
+from weightd.protocol.messages.status import GenerationStatus, ProcessStatus, StatusResponse
 
 from .resources import Usage, usage
 
-LISTEN_LIMIT_S = 30.0
 STOP_LIMIT_S = 60.0
 STATUS_LIMIT_S = 5.0
 KEEPER_LIMIT_S = 5.0
@@ -35,6 +34,8 @@ _QUIET_S = 5.0
 
 # What a daemon starts.
 _PROGRAMS = (b"weightd.worker", b"weightd.daemon.children.snapshotter", b"keeper/process.py")
+
+Table = Mapping[str, object]
 
 
 class ServiceError(RuntimeError):
@@ -49,64 +50,49 @@ class Service:
     Attributes:
         workspace: where everything but the sockets is: its log, its cache, and what others put there.
         address: where clients connect.
-        workers: how many each model has.
         pid: the daemon's.
-        starts: how often it was started.
         managed: whether it is.
     """
 
-    def __init__(
-        self,
-        workspace: Path,
-        daemon: Mapping[str, object],
-        models: Mapping[str, Mapping[str, object]],
-        *,
-        managed: bool = False,
-    ) -> None:
-        self._daemon = dict(daemon)
-        self._models = {name: dict(table) for name, table in models.items()}
+    def __init__(self, workspace: Path, daemon: Table, models: Mapping[str, Table], *, managed: bool = False) -> None:
         # Short, for the path of a socket has at most 107 bytes.
         self._runtime = Path(tempfile.mkdtemp(prefix="weightd-", dir="/tmp"))
         self.workspace = workspace
-        self.cache = self.workspace / "cache"
+        self.cache = workspace / "cache"
         self.cache.mkdir()
         self.address = f"ipc://{self._runtime}/weightd.sock"
-        self.workers = {name: int(str(table["workers"])) for name, table in self._models.items()}
-        self.starts = 0
+        places = {"socket": self.address, "runtime_dir": self._runtime, "cache_dir": self.cache}
+        self._daemon = {**places, **daemon}
+        self._models = dict(models)
+        self._config = self._runtime / "weightd.toml"
+        self._starts = 0
         self.pid = 0
         self._client: Client | None = None
         self.managed = managed
-        self._manager: Manager | None = None
-        if managed:
-            self._manager = Manager(self._runtime / "weightd.sock", self._runtime / "notify")
-        self.configure({})
+        self._manager = Manager(self._runtime / "weightd.sock", self._runtime / "notify") if managed else None
+        self._write()
 
-    def configure(self, changes: Mapping[str, object], model: str = "") -> None:
-        """Write the configuration file, with other settings for a model."""
-        if model:
-            self._models[model].update(changes)
-        places = {"socket": self.address, "runtime_dir": self._runtime, "cache_dir": self.cache}
-        lines = ["[daemon]", *_toml({**places, **self._daemon})]
+    def configure(self, model: str, changes: Table) -> None:
+        """Write the configuration file with other settings for a model, or with one more."""
+        self._models[model] = {**self._models.get(model, {}), **changes}
+        self._write()
+
+    def drop(self, model: str) -> None:
+        """Write the configuration file without a model."""
+        del self._models[model]
+        self._write()
+
+    def _write(self) -> None:
+        lines = ["[daemon]", *_toml(self._daemon)]
         for name, table in self._models.items():
             lines += [f"[models.{name}]", *_toml(table)]
         written = self._runtime / "weightd.toml.new"
         written.write_text("\n".join(lines) + "\n", encoding="utf-8")
         written.rename(self._config)
 
-    def add(self, model: str, table: Mapping[str, object]) -> None:
-        """Write one more model into the configuration file."""
-        self._models[model] = dict(table)
-        self.workers[model] = int(str(table["workers"]))
-        self.configure({})
-
-    def drop(self, model: str) -> None:
-        """Write the configuration file without a model."""
-        del self._models[model], self.workers[model]
-        self.configure({})
-
     def start(self) -> None:
         """Start the daemon; it listens a moment later."""
-        self.starts += 1
+        self._starts += 1
         command = [sys.executable, "-m", "weightd.daemon", "serve", str(self._config)]
         with self.log.open("ab") as log:
             if self._manager is not None:
@@ -122,7 +108,7 @@ class Service:
     @property
     def log(self) -> Path:
         """What this daemon writes; each start has a log of its own."""
-        return self.workspace / f"weightd.{self.starts}.log"
+        return self.workspace / f"weightd.{self._starts}.log"
 
     def ended(self) -> int | None:
         """Return the daemon's exit status, None while it runs."""
@@ -136,7 +122,7 @@ class Service:
     def kill(self) -> None:
         """SIGKILL."""
         self._process.kill()
-        self._wait(STOP_LIMIT_S)
+        self._wait()
 
     def reload(self) -> None:
         """SIGHUP."""
@@ -145,10 +131,9 @@ class Service:
     def terminate(self) -> int:
         """SIGTERM; return the exit status."""
         self.hang_up()
-        if self._process.poll() is None:
-            self._process.terminate()
+        self._process.terminate()
         try:
-            return self._wait(STOP_LIMIT_S)
+            return self._wait()
         except subprocess.TimeoutExpired:
             self.kill()
             raise ServiceError(f"the daemon did not stop within {STOP_LIMIT_S:g} s") from None
@@ -162,12 +147,11 @@ class Service:
     def remove(self, *, keep: bool) -> None:
         """Remove the directories, but for the workspace if it is to be kept."""
         self.hang_up()
-        if self._process.poll() is None:
+        if self.ended() is None:
             self.kill()
         self._end_manager()
         if keep:
-            with contextlib.suppress(OSError):
-                shutil.copy(self._config, self.workspace)
+            shutil.copy(self._config, self.workspace)
         else:
             shutil.rmtree(self.workspace, ignore_errors=True)
         shutil.rmtree(self._runtime, ignore_errors=True)
@@ -180,8 +164,8 @@ class Service:
             with contextlib.suppress(OSError):
                 shutil.copy(log, target / f"{log.parent.name}-{log.name}")
 
-    def _wait(self, limit: float) -> int:
-        status = self._process.wait(limit)
+    def _wait(self) -> int:
+        status = self._process.wait(STOP_LIMIT_S)
         if self._manager is not None:
             self._manager.hear_out()
         return status
@@ -214,19 +198,18 @@ class Service:
             self._client.close()
             self._client = None
 
-    def await_health(self, limit: float) -> StatusResponse:
-        """Wait until every model has all of its workers; return the status that says so."""
+    def await_health(self, limit: float) -> None:
+        """Wait until every model has all of its workers."""
 
-        def check() -> StatusResponse | None:
+        def check() -> bool:
             if self.ended() is not None:
                 raise ServiceError(f"the daemon has ended with status {self.ended()}")
             try:
-                status = self.status()
+                return not self.unhealthy(self.status())
             except RequestError:
-                return None
-            return None if self.unhealthy(status) else status
+                return False
 
-        return until(check, "every model has all of its workers", limit)
+        until(check, "every model has all of its workers", limit)
 
     def in_quiet(self, limit: float) -> Usage:
         """Wait until nobody asks and nothing moves; return what the daemon holds then."""
@@ -245,21 +228,21 @@ class Service:
 
     def unhealthy(self, status: StatusResponse) -> list[str]:
         """Return the models that do not serve with all of their workers."""
-        full = {
-            model.name
-            for model in status.models
-            if model.state == "serving" and len(ready_workers(status, model.name)) == self.workers[model.name]
-        }
-        return sorted(set(self.workers) - full)
+        serving = {model.name for model in status.models if model.state == "serving"}
+        return sorted(
+            name
+            for name, table in self._models.items()
+            if name not in serving or len(ready_workers(status, name)) != table["workers"]
+        )
 
     # --- from outside -------------------------------------------------------------------------------------------
 
     def children(self) -> set[int]:
         """Return the processes whose command line shows that this daemon, or one before it, has started them."""
         found: set[int] = set()
-        for entry in Path("/proc").iterdir():
+        for entry in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
-                line = (entry / "cmdline").read_bytes() if entry.name.isdigit() else b""
+                line = (entry / "cmdline").read_bytes()
                 ours = os.fsencode(self._runtime) in line or os.fsencode(self.cache) in line
                 if ours and any(program in line for program in _PROGRAMS):
                     found.add(int(entry.name))
@@ -274,10 +257,6 @@ class Service:
         """Return the page store of a generation."""
         return next(self.cache.glob(f"*/{generation}/pages"), None)
 
-    @property
-    def _config(self) -> Path:
-        return self._runtime / "weightd.toml"
-
 
 class Watched:
     """Processes, watched by pidfds: a pid that is used again cannot deceive."""
@@ -289,38 +268,28 @@ class Watched:
                 self._pidfds[pid] = os.pidfd_open(pid)
 
     def survivors(self, limit: float = 0.0) -> list[int]:
-        """Return those that still run, after at most so many seconds for each."""
-        return [pid for pid, pidfd in self._pidfds.items() if not select.select([pidfd], [], [], limit)[0]]
+        """Return those that still run, after at most so many seconds for each, and watch no longer."""
+        running = [pid for pid, pidfd in self._pidfds.items() if not select.select([pidfd], [], [], limit)[0]]
+        while self._pidfds:
+            os.close(self._pidfds.popitem()[1])
+        return running
 
-    def close(self) -> None:
-        """Watch no longer."""
-        for pidfd in self._pidfds.values():
-            os.close(pidfd)
-        self._pidfds.clear()
+
+def generations(status: StatusResponse, model: str) -> list[GenerationStatus]:
+    """Return every generation of a model."""
+    return [generation for each in status.models if each.name == model for generation in each.generations]
 
 
 def processes(status: StatusResponse, model: str) -> list[ProcessStatus]:
     """Return the processes of every generation of a model."""
-    return [
-        process
-        for each in status.models
-        if each.name == model
-        for generation in each.generations
-        for process in generation.processes
-    ]
+    return [process for generation in generations(status, model) for process in generation.processes]
 
 
 def ready_workers(status: StatusResponse, model: str) -> list[ProcessStatus]:
     """Return the workers of the generation that serves."""
-    return [
-        process
-        for each in status.models
-        if each.name == model
-        for generation in each.generations
-        if generation.state == "serving"
-        for process in generation.processes
-        if process.role == "worker" and process.state == "ready"
-    ]
+    serving = [generation for generation in generations(status, model) if generation.state == "serving"]
+    there = [process for generation in serving for process in generation.processes]
+    return [process for process in there if process.role == "worker" and process.state == "ready"]
 
 
 def workspace(prefix: str) -> Path:
@@ -330,6 +299,6 @@ def workspace(prefix: str) -> Path:
     return Path(tempfile.mkdtemp(prefix=prefix, dir=build))
 
 
-def _toml(table: Mapping[str, object]) -> list[str]:
+def _toml(table: Table) -> list[str]:
     """Text and numbers are written in TOML as in JSON."""
     return [f"{key} = {json.dumps(str(value) if isinstance(value, Path) else value)}" for key, value in table.items()]

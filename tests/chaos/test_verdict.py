@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -18,14 +19,18 @@ from .verdict import AFTERMATH_S, LEGAL, QUARANTINE_S, Strike, illegal, is_legal
 
 # Sent at 100, ended at 101: within its patience.
 INCIDENT = Incident("m", 0, "INTERNAL", "text", sent_at=100.0, ended_at=101.0, timeout=30.0)
-
-
-def incident(code: str, **changes: object) -> Incident:
-    return dataclasses.replace(INCIDENT, code=code, **changes)  # type: ignore[arg-type]
+UNAVAILABLE, LATE, FULL, INTERNAL = "UNAVAILABLE", "DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED", "INTERNAL"
 
 
 def strike(fault: Fault, begin: float = 99.0, end: float = 102.0, model: str = "m") -> Strike:
     return Strike(fault, model, begin, end)
+
+
+EVERYTHING = [strike(fault) for fault in Fault]
+OUTSIDE = [Fault.KILL_WORKER, Fault.KILL_HOLDER, Fault.TRUNCATE_STORE, Fault.OVERWRITE_STORE]
+CRASH, KILL, POISON = map(strike, (Fault.SEGV_WORKER, Fault.KILL_WORKER, Fault.POISON))
+OLD_CRASH = strike(Fault.SEGV_WORKER, begin=-50.0, end=-45.0)
+NOT_DAMAGED = [each for each in EVERYTHING if each.fault is not Fault.OVERWRITE_STORE]
 
 
 def test_every_code_of_the_wire_has_its_row() -> None:
@@ -34,105 +39,74 @@ def test_every_code_of_the_wire_has_its_row() -> None:
 
 @pytest.mark.parametrize("code", [*ERRORS, WRONG, "RemoteProtocolError"])
 def test_no_error_is_legal_in_calm_weather(code: str) -> None:
-    assert not is_legal(incident(code), [])
-    assert illegal([incident(code)], [])[0].startswith(f"illegal: {code} for question 0 of m, 1.000 s after")
-
-
-@pytest.mark.parametrize("code", ["INVALID_ARGUMENT", "NOT_FOUND", "PERMISSION_DENIED", "UNAUTHENTICATED"])
-def test_a_good_request_is_never_called_bad(code: str) -> None:
-    assert not is_legal(incident(code), [strike(fault) for fault in Fault])
+    [said] = illegal([dataclasses.replace(INCIDENT, code=code)], [])
+    assert said.startswith(f"illegal: {code} for question 0 of m, 1.000 s after")
 
 
 @pytest.mark.parametrize(
     ("code", "strikes"),
     [
-        ("UNAVAILABLE", [strike(Fault.KILL_DAEMON, model="")]),
-        ("DEADLINE_EXCEEDED", [strike(Fault.HANG_WORKER)]),
-        ("DEADLINE_EXCEEDED", [strike(Fault.KILL_DAEMON, model="")]),
-        ("RESOURCE_EXHAUSTED", [strike(Fault.FLOOD)]),
-        ("RESOURCE_EXHAUSTED", [strike(Fault.DEAF_CROWD, model="")]),
-        ("INTERNAL", [strike(Fault.HANG_WORKER), strike(Fault.SEGV_WORKER)]),
+        (UNAVAILABLE, [strike(Fault.KILL_DAEMON, model="")]),
+        (LATE, [strike(Fault.HANG_WORKER)]),
+        (LATE, [strike(Fault.KILL_DAEMON, model="")]),
+        (FULL, [strike(Fault.FLOOD)]),
+        (FULL, [strike(Fault.DEAF_CROWD, model="")]),
+        (INTERNAL, [strike(Fault.HANG_WORKER), CRASH]),
         (WRONG, [strike(Fault.OVERWRITE_STORE)]),
     ],
 )
-def test_a_fault_explains_its_error_while_it_lasts(code: str, strikes: Sequence[Strike]) -> None:
-    def moved(by: float) -> list[Strike]:
-        return [dataclasses.replace(each, begin=each.begin + by, end=each.end + by) for each in strikes]
+def test_a_fault_explains_its_error_while_it_lasts_and_on_its_model(code: str, strikes: Sequence[Strike]) -> None:
+    def legal(after: float = 0.0, **changes: Any) -> bool:
+        moved = [
+            dataclasses.replace(each, begin=each.begin + after, end=each.end + after, **changes) for each in strikes
+        ]
+        return is_legal(dataclasses.replace(INCIDENT, code=code), moved)
 
-    assert is_legal(incident(code), strikes)
-    assert not is_legal(incident(code), moved(+3.0)), "it had not begun"
-    if code != "INTERNAL":
-        assert not is_legal(incident(code), moved(-3.0 - AFTERMATH_S)), "it was over"
-    else:
-        assert not is_legal(incident(code), moved(-3.0 - AFTERMATH_S - QUARANTINE_S)), "it was over long ago"
-
-
-@pytest.mark.parametrize(
-    ("code", "fault"),
-    [
-        ("RESOURCE_EXHAUSTED", Fault.FLOOD),
-        ("DEADLINE_EXCEEDED", Fault.HANG_WORKER),
-        (WRONG, Fault.OVERWRITE_STORE),
-    ],
-)
-def test_a_fault_of_one_model_explains_nothing_of_another(code: str, fault: Fault) -> None:
-    assert not is_legal(incident(code), [strike(fault, model="other")])
-
-
-def test_one_death_explains_no_internal_error() -> None:
-    assert not is_legal(incident("INTERNAL"), [strike(Fault.SEGV_WORKER)])
-
-
-def test_what_comes_from_outside_explains_no_internal_error() -> None:
-    outside = [Fault.KILL_WORKER, Fault.KILL_HOLDER, Fault.TRUNCATE_STORE, Fault.OVERWRITE_STORE]
-    assert not is_legal(incident("INTERNAL"), [strike(fault) for fault in outside] * 2)
-
-
-@pytest.mark.parametrize("code", ["INTERNAL", "RESOURCE_EXHAUSTED"])
-def test_poison_explains_the_errors_of_who_sends_it(code: str) -> None:
-    assert is_legal(incident(code, question=POISONED), [strike(Fault.POISON)])
-    assert not is_legal(incident(code), [strike(Fault.POISON)])
-    assert not is_legal(incident(code, question=POISONED), [])
+    assert legal()
+    assert not legal(+3.0), "it had not begun"
+    assert not legal(-3.0 - AFTERMATH_S - (QUARANTINE_S if code == INTERNAL else 0.0)), "it was over"
+    if strikes[0].model:
+        assert not legal(model="other")
 
 
 @pytest.mark.parametrize(
-    ("strikes", "legal"),
+    ("code", "changes", "strikes", "legal"),
     [
-        ([strike(Fault.SEGV_WORKER)] * NEAR_DEATHS, True),
-        ([strike(Fault.SEGV_WORKER)] * (NEAR_DEATHS - 1), False),
-        ([strike(Fault.POISON)] * 2, True),
-        ([strike(Fault.KILL_WORKER)] * 20, False),
-        ([strike(Fault.SEGV_WORKER, begin=-50.0, end=-45.0)] * NEAR_DEATHS, False),
+        # A good request is never called bad; only who cancels is cancelled; a death makes no answer wrong.
+        ("INVALID_ARGUMENT", {}, EVERYTHING, False),
+        ("NOT_FOUND", {}, EVERYTHING, False),
+        ("PERMISSION_DENIED", {}, EVERYTHING, False),
+        ("UNAUTHENTICATED", {}, EVERYTHING, False),
+        ("CANCELLED", {"cancelled": True}, [], True),
+        ("CANCELLED", {}, EVERYTHING, False),
+        (WRONG, {}, NOT_DAMAGED, False),
+        # Two crashes explain it, and nothing that comes from outside.
+        (INTERNAL, {}, [CRASH], False),
+        (INTERNAL, {}, [strike(fault) for fault in OUTSIDE] * 2, False),
+        # Poison explains the errors of who sends it.
+        (INTERNAL, {"question": POISONED}, [POISON], True),
+        (INTERNAL, {}, [POISON], False),
+        (INTERNAL, {"question": POISONED}, [], False),
+        (FULL, {"question": POISONED}, [POISON], True),
+        (FULL, {}, [POISON], False),
+        (FULL, {"question": POISONED}, [], False),
+        # Who is under suspicion may be refused.
+        (FULL, {}, [CRASH] * NEAR_DEATHS, True),
+        (FULL, {}, [CRASH] * (NEAR_DEATHS - 1), False),
+        (FULL, {}, [POISON] * 2, True),
+        (FULL, {}, [KILL] * 20, False),
+        (FULL, {}, [OLD_CRASH] * NEAR_DEATHS, False),
+        # Only many kills make a patient request unavailable, and a deadline that passed while there was no worker.
+        (UNAVAILABLE, {}, [KILL] * MAX_LOSSES, True),
+        (UNAVAILABLE, {}, [KILL] * (MAX_LOSSES - 1), False),
+        (UNAVAILABLE, {"timeout": 1.0}, [KILL], True),
+        (UNAVAILABLE, {"timeout": 1.1}, [KILL], False),
+        (UNAVAILABLE, {"timeout": 1.0}, [], False),
+        # A deadline must have passed, and the patient are served.
+        (LATE, {"timeout": 1.0}, [], True),
+        (LATE, {"timeout": 1.1}, [], False),
+        (LATE, {"timeout": 30.0, "ended_at": 130.1}, [], False),
     ],
 )
-def test_who_is_under_suspicion_may_be_refused(strikes: Sequence[Strike], legal: bool) -> None:
-    assert is_legal(incident("RESOURCE_EXHAUSTED"), strikes) is legal
-
-
-def test_only_many_kills_make_a_patient_request_unavailable() -> None:
-    for count in (MAX_LOSSES - 1, MAX_LOSSES):
-        assert is_legal(incident("UNAVAILABLE"), [strike(Fault.KILL_WORKER)] * count) == (count == MAX_LOSSES)
-
-
-def test_a_death_makes_no_answer_wrong() -> None:
-    assert not is_legal(incident(WRONG), [strike(fault) for fault in Fault if fault is not Fault.OVERWRITE_STORE])
-
-
-def test_a_deadline_must_have_passed() -> None:
-    assert is_legal(incident("DEADLINE_EXCEEDED", timeout=1.0), [])
-    assert not is_legal(incident("DEADLINE_EXCEEDED", timeout=1.1), [])
-
-
-def test_the_patient_are_served() -> None:
-    assert not is_legal(incident("DEADLINE_EXCEEDED", timeout=30.0, ended_at=130.1), [])
-
-
-def test_unavailable_needs_a_deadline_that_passed_while_a_model_had_no_worker() -> None:
-    assert is_legal(incident("UNAVAILABLE", timeout=1.0), [strike(Fault.KILL_WORKER)])
-    assert not is_legal(incident("UNAVAILABLE", timeout=1.1), [strike(Fault.KILL_WORKER)])
-    assert not is_legal(incident("UNAVAILABLE", timeout=1.0), [])
-
-
-def test_only_who_cancels_is_cancelled() -> None:
-    assert is_legal(incident("CANCELLED", cancelled=True), [])
-    assert not is_legal(incident("CANCELLED"), [strike(fault) for fault in Fault])
+def test_which_error_is_legal(code: str, changes: dict[str, Any], strikes: Sequence[Strike], legal: bool) -> None:
+    assert is_legal(dataclasses.replace(INCIDENT, code=code, **changes), strikes) is legal

@@ -60,15 +60,17 @@ def _during(*faults: Fault, everywhere: bool = False) -> Rule:
     return rule
 
 
+def _late(incident: Incident) -> bool:
+    return incident.ended_at - incident.sent_at >= incident.timeout - _EARLY_S
+
+
 def _own_deadline(incident: Incident, _: Sequence[Strike]) -> bool:
-    late = incident.ended_at - incident.sent_at >= incident.timeout - _EARLY_S
-    return late and incident.timeout < PATIENT_S
+    return _late(incident) and incident.timeout < PATIENT_S
 
 
 def _no_worker(incident: Incident, strikes: Sequence[Strike]) -> bool:
     """At its deadline nobody was there who could have answered."""
-    late = incident.ended_at - incident.sent_at >= incident.timeout - _EARLY_S
-    return late and _during(*LETHAL, Fault.POISON)(incident, strikes)
+    return _late(incident) and _during(*LETHAL, Fault.POISON)(incident, strikes)
 
 
 def _count(incident: Incident, strikes: Sequence[Strike], before: float, faults: Collection[Fault]) -> int:
