@@ -7,7 +7,7 @@ import os
 import stat
 import sys
 from pathlib import Path
-from typing import Any, Dict, List, Tuple
+from typing import Any, Dict, List, Mapping, Tuple
 
 import pytest
 
@@ -20,23 +20,35 @@ UNITS = Path(__file__).parents[2] / "systemd"
 WEIGHTD = Path("/opt/weightd/bin/weightd")
 
 
-@pytest.fixture
-def units(tmp_path: Path) -> Path:
-    """A directory with units that no release has."""
-    directory = tmp_path / "units"
-    for name, text in {
-        "new.service": "[Service]\nExecStart=/usr/bin/weightd serve\n\n[Install]\nWantedBy=x\n",
-        "new.socket": "[Socket]\n\n[Install]\nWantedBy=x\n",
-        "new@.service": "[Service]\nExecStart=/usr/bin/weightd serve %i\n\n[Install]\nWantedBy=x\n",
-        "new.slice": "[Slice]\n",
-        "README": "no unit",
-        "sysusers.d/new.conf": "u new -\n",
-        "tmpfiles.d/new.conf": "d /run/new\n",
-        "examples/new.service.d/card.conf": "[Service]\n",
-    }.items():
+# Of a release that there is not.
+NEW = {
+    "new.service": "[Service]\nExecStart=/usr/bin/weightd serve\n\n[Install]\nWantedBy=x\n",
+    "new.socket": "[Socket]\n\n[Install]\nWantedBy=x\n",
+    "new@.service": "[Service]\nExecStart=/usr/bin/weightd serve %i\n\n[Install]\nWantedBy=x\n",
+    "new.slice": "[Slice]\n",
+    "README": "no unit",
+    "sysusers.d/new.conf": "u new -\n",
+    "tmpfiles.d/new.conf": "d /run/new\n",
+    "examples/new.service.d/card.conf": "[Service]\n",
+}
+MANUAL = ("man/weightd.8", "man/weightd.toml.5", "completions/weightd", "examples/weightd.toml")
+
+
+def write(directory: Path, files: Mapping[str, str]) -> Path:
+    for name, text in files.items():
         (directory / name).parent.mkdir(parents=True, exist_ok=True)
         (directory / name).write_text(text)
     return directory
+
+
+def write_manual(directory: str) -> None:
+    write(Path(directory), dict.fromkeys(MANUAL, "text\n"))
+
+
+@pytest.fixture
+def units(tmp_path: Path) -> Path:
+    """A directory with units that no release has."""
+    return write(tmp_path / "units", NEW)
 
 
 @pytest.fixture
@@ -44,13 +56,6 @@ def manual(tmp_path: Path) -> Path:
     directory = tmp_path / "manual"
     write_manual(str(directory))
     return directory
-
-
-def write_manual(directory: str) -> None:
-    for name in ("man/weightd.8", "man/weightd.toml.5", "completions/weightd", "examples/weightd.toml"):
-        path = Path(directory, name)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("text\n")
 
 
 @pytest.fixture
@@ -99,15 +104,11 @@ def tree(directory: Path) -> List[str]:
 
 
 def test_what_it_has_written_can_be_removed(install: Install, root: Path) -> None:
-    def enable(link: str, target: str) -> None:
-        path = root / "etc/systemd/system/x.wants" / link
-        path.parent.mkdir(exist_ok=True)
-        path.symlink_to(target)
-
+    wants = root / "etc/systemd/system/x.wants"
     install()
-    enable("weightd.service", "/etc/systemd/system/weightd.service")
-    enable("weightd@card.service", "/etc/systemd/system/weightd@.service")
-    enable("other.service", "/etc/systemd/system/other.service")
+    wants.mkdir()
+    for link in ("weightd.service", "weightd@.service", "other.service"):
+        (wants / link.replace("@", "@card")).symlink_to(f"/etc/systemd/system/{link}")
     for kept in ("etc/weightd/weightd.toml", "etc/systemd/system/weightd.service.d/mine.conf"):
         (root / kept).parent.mkdir()
         (root / kept).write_bytes(OURS)
@@ -150,9 +151,7 @@ def test_the_directories_say_what_goes_where(units: Path, manual: Path) -> None:
         "/usr/local/share/man/man5/weightd.toml.5",
         "/usr/local/share/man/man8/weightd.8",
     ]
-
-
-def test_units_are_enabled_if_something_wants_them_sockets_first(units: Path, manual: Path) -> None:
+    # Sockets are enabled first, and nothing that nothing wants.
     assert plan.enabled(plan.plan(units, manual, WEIGHTD)) == ["new.socket", "new.service"]
 
 
@@ -162,10 +161,7 @@ def test_units_are_enabled_if_something_wants_them_sockets_first(units: Path, ma
         ("ExecStart=/usr/bin/weightd serve", "ExecStart=/opt/weightd/bin/weightd serve"),
         ("ExecStartPre=-/usr/bin/weightd check x", "ExecStartPre=-/opt/weightd/bin/weightd check x"),
         ("ExecReload=/usr/bin/weightctl reload", "ExecReload=/opt/weightd/bin/weightctl reload"),
-        (
-            "ExecStart=/bin/sh -c 'exec /usr/bin/weightd serve'",
-            "ExecStart=/bin/sh -c 'exec /opt/weightd/bin/weightd serve'",
-        ),
+        ("ExecStart=/bin/sh -c '/usr/bin/weightd x'", "ExecStart=/bin/sh -c '/opt/weightd/bin/weightd x'"),
         ("ExecStart=/usr/bin/weightd-other", "ExecStart=/usr/bin/weightd-other"),
         ("# ExecStart=/usr/bin/weightd", "# ExecStart=/usr/bin/weightd"),
     ],
@@ -221,15 +217,16 @@ def test_a_file_is_new_then_unchanged_then_changed(tmp_path: Path) -> None:
 
 def test_what_somebody_else_made_is_kept(tmp_path: Path) -> None:
     path = tmp_path / "x.service"
-    path.write_text("an operator's own\n")
-    assert files.put(path, OURS) is State.KEPT
-    assert path.read_text() == "an operator's own\n"
-    path.unlink()
-    for target in ("/dev/null", "linked"):  # systemctl mask, systemctl link
-        (tmp_path / "linked").write_bytes(OURS)
-        path.symlink_to(target)
+    (tmp_path / "linked").write_bytes(OURS)
+    for made in (
+        lambda: path.write_text("an operator's own\n"),
+        lambda: path.symlink_to("/dev/null"),  # systemctl mask
+        lambda: path.symlink_to("linked"),  # systemctl link
+    ):
+        made()
+        before = (path.is_symlink(), path.read_bytes())
         assert files.put(path, OURS + b"more\n") is State.KEPT
-        assert path.is_symlink()
+        assert (path.is_symlink(), path.read_bytes()) == before
         path.unlink()
     path.mkdir()
     assert files.put(path, OURS) is State.KEPT
@@ -272,59 +269,48 @@ def test_everything_below_the_prefix_and_what_to_run_next(install: Install, root
     assert "the service cannot see below /tmp" in err
 
 
+UNIT = "etc/systemd/system/weightd.service"
+
+
 def test_again_changes_nothing_and_a_configuration_is_not_asked_for_twice(install: Install, root: Path) -> None:
     install()
-    (root / "etc/weightd").mkdir()
-    (root / "etc/weightd/weightd.toml").write_text("mine")
+    write(root, {"etc/weightd/weightd.toml": "mine"})
     status, out, _ = install()
     assert status == exits.OK
     assert {line.split()[0] for line in out.partition("\n\n")[0].splitlines()} == {"unchanged"}
-    assert "install -D" not in out
-    assert "try-restart" not in out
+    assert [each for each in ("install -D", "try-restart") if each in out] == []
     assert (root / "etc/weightd/weightd.toml").read_text() == "mine"
 
 
 def test_an_upgrade(install: Install, root: Path) -> None:
     install()
-    unit = root / "etc/systemd/system/weightd.service"
-    content = unit.read_text()
-    unit.write_text(content.replace("ExecStart=", "ExecStart=/old"))
-    drop_in = root / "etc/systemd/system/weightd.service.d/mine.conf"
-    drop_in.parent.mkdir()
-    drop_in.write_text("mine")
+    content = (root / UNIT).read_text()
+    write(root, {UNIT: content.replace("ExecStart=", "ExecStart=/old"), f"{UNIT}.d/mine.conf": "mine"})
     _, out, _ = install()
-    assert f"changed    {unit}\n" in out
+    assert f"changed    {root}/{UNIT}\n" in out
     assert "  systemctl try-restart weightd.service\n" in out
-    assert unit.read_text() == content
-    assert drop_in.read_text() == "mine"
+    assert ((root / UNIT).read_text(), (root / f"{UNIT}.d/mine.conf").read_text()) == (content, "mine")
 
 
 def test_a_unit_of_the_operators_own_is_told(install: Install, root: Path) -> None:
-    unit = root / "etc/systemd/system/weightd.service"
-    unit.parent.mkdir(parents=True)
-    unit.write_text("mine")
+    write(root, {UNIT: "mine"})
     status, out, err = install()
     assert status == exits.ERROR
-    assert f"kept       {unit}\n" in out
-    assert f"weightctl: {unit} was kept" in err
-    assert unit.read_text() == "mine"
+    assert f"kept       {root}/{UNIT}\n" in out
+    assert f"weightctl: {root}/{UNIT} was kept" in err
+    assert (root / UNIT).read_text() == "mine"
     assert (root / "etc/systemd/system/weightd.socket").exists()
 
 
 def test_a_dry_run_tells_the_same_and_writes_nothing(install: Install, root: Path) -> None:
     status, out, err = install("--dry-run")
-    assert (status, root.exists()) == (exits.OK, False)
+    states = install.states("--dry-run")
+    assert (status, states[UNIT], {*states.values()}, root.exists()) == (exits.OK, "new", {"new"}, False)
     assert "nothing was changed" in err
     assert install()[1] == out
-
-
-def test_as_json(install: Install) -> None:
-    states = install.states("--dry-run")
-    assert states["etc/systemd/system/weightd.service"] == "new"
-    assert set(states.values()) == {"new"}
-    out = json.loads(install("--json")[1])
-    assert "systemctl daemon-reload" in out["next"]
-    assert [note for note in out["notes"] if "cannot see" in note]
+    told = json.loads(install("--json")[1])
+    assert "systemctl daemon-reload" in told["next"]
+    assert [note for note in told["notes"] if "cannot see" in note]
 
 
 def test_without_permission(install: Install, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -355,18 +341,22 @@ def test_without_room_for_the_manual(install: Install, root: Path, monkeypatch: 
 # --- the program ----------------------------------------------------------------------------------------------------
 
 
-def test_without_a_weightd(install: Install, weightd: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def here(_: str) -> str:
-        return str(weightd.parent)
+@pytest.fixture
+def python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The interpreter, which is a script of the shell that a test writes."""
+    path = tmp_path / "python"
+    path.touch(0o755)
+    monkeypatch.setattr(sys, "executable", str(path))
+    return path
 
+
+def test_without_a_weightd(install: Install, weightd: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     weightd.unlink()
     monkeypatch.setattr(sys, "executable", str(weightd.with_name("python")))
-    monkeypatch.setattr("sysconfig.get_path", here)
+    monkeypatch.setattr("sysconfig.get_path", {"scripts": str(weightd.parent)}.get)
     status, out, err = install()
     assert (status, out) == (exits.UNAVAILABLE, "")
-    assert err.startswith(
-        f"UNAVAILABLE: there is no weightd in {weightd.parent}; the daemon needs Python 3.10 or later"
-    )
+    assert err.startswith(f"UNAVAILABLE: there is no weightd in {weightd.parent}; the daemon needs Python 3.10")
 
 
 def test_a_path_that_systemd_would_read_as_something_else(weightd: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -377,20 +367,15 @@ def test_a_path_that_systemd_would_read_as_something_else(weightd: Path, monkeyp
         program.find()
 
 
-def test_a_daemon_that_does_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    broken = tmp_path / "python"
-    broken.write_text("#!/bin/sh\necho Traceback >&2\necho 'ModuleNotFoundError: tomli' >&2\nexit 1\n")
-    broken.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(broken))
+def test_a_daemon_that_does_not_run(tmp_path: Path, python: Path) -> None:
+    python.write_text("#!/bin/sh\necho Traceback >&2\necho 'ModuleNotFoundError: tomli' >&2\nexit 1\n")
     with pytest.raises(program.NoProgram, match=r"does not run on .*/python: ModuleNotFoundError: tomli; the daemon"):
         program.write_manual(str(tmp_path))
 
 
-def test_nothing_is_imported_from_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "python").write_text("#!/bin/sh\npwd > said\n")
-    (tmp_path / "python").chmod(0o755)
+def test_nothing_is_imported_from_the_working_directory(tmp_path: Path, python: Path) -> None:
+    python.write_text("#!/bin/sh\npwd > said\n")
     (tmp_path / "new").mkdir()
-    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     program.write_manual(str(tmp_path / "new"))
     assert (tmp_path / "new" / "said").read_text() == f"{tmp_path}/new\n"
 

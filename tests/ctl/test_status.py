@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from typing import List, Optional
+from typing import Any, List, Optional
 
 import pytest
 
@@ -50,9 +50,14 @@ def response(*models: ModelStatus) -> StatusResponse:
     return StatusResponse("id", "0.1.0", "running", 99, 3725.0, 15 * MB, models)
 
 
-def lines(*models: ModelStatus) -> List[str]:
-    whole = response(*models)
+def lines(*models: ModelStatus, memory: Optional[MemoryLimit] = None) -> List[str]:
+    whole = replace(response(*models), memory=memory)
     return render(whole, pss_total(whole)).splitlines()
+
+
+def of_digits(**changes: Any) -> ModelStatus:
+    """The model, whose generation is another one."""
+    return replace(DIGITS, generations=(replace(DIGITS.generations[0], **changes),))
 
 
 def test_a_serving_model() -> None:
@@ -72,20 +77,18 @@ def test_a_serving_model() -> None:
     ]
 
 
-def test_a_loading_model_shows_how_far_it_is() -> None:
-    assert lines(LOADING)[2:5] == [
+def test_a_loading_model_shows_how_far_it_is_and_a_failed_one_its_cause() -> None:
+    assert lines(LOADING, FAILED)[2:] == [
         "large: ATTACHING, mindspore_lite, /models/large.mindir",
         "  served 0, failed 0, queued 0",
         "  generation 1 on cpu: attaching 3/8, sha256 abababababab",
-    ]
-
-
-def test_a_failed_model_shows_its_cause() -> None:
-    assert lines(FAILED)[2:6] == [
+        "",
         "bad: FAILED, onnxruntime, /models/bad.onnx",
         "  served 0, failed 7, queued 0",
         "  generation 1 on cpu: failed",
         "    cause: bad.1.holder: exited with status 65: no graph",
+        "",
+        "memory of the service: 15.0 MB PSS, of which the daemon 15.0 MB",
     ]
 
 
@@ -95,10 +98,7 @@ def test_what_is_wrong_with_the_configuration_comes_first() -> None:
 
 def test_notes_stand_below_the_table() -> None:
     worker = replace(WORKERS[0], shared_bytes=0, note="private memory: the page store is on tmpfs")
-    generation = replace(
-        DIGITS.generations[0], processes=(HOLDER, worker), saved_bytes=0, copy_bytes=0, note="no canary"
-    )
-    shown = lines(replace(DIGITS, generations=(generation,)))
+    shown = lines(of_digits(processes=(HOLDER, worker), saved_bytes=0, copy_bytes=0, note="no canary"))
     assert shown[8:11] == [
         "    w1: private memory: the page store is on tmpfs",
         "    note: no canary",
@@ -115,13 +115,11 @@ def test_notes_stand_below_the_table() -> None:
     ],
 )
 def test_nothing_is_said_to_be_saved_that_is_not(copy: Optional[int], saved: Optional[int], words: str) -> None:
-    generation = replace(DIGITS.generations[0], copy_bytes=copy, saved_bytes=saved)
-    assert lines(replace(DIGITS, generations=(generation,)))[9] == f"    saves {words}"
+    assert lines(of_digits(copy_bytes=copy, saved_bytes=saved))[9] == f"    saves {words}"
 
 
 def test_memory_that_is_not_known_is_no_number() -> None:
-    generation = replace(DIGITS.generations[0], processes=(replace(HOLDER, pss_bytes=None, shared_bytes=None),))
-    shown = lines(replace(DIGITS, generations=(generation,)))
+    shown = lines(of_digits(processes=(replace(HOLDER, pss_bytes=None, shared_bytes=None),)))
     assert shown[6].split() == ["holder", "holder", "holding", "100", "-", "-", "-", "-", "-", "-"]
     assert shown[-1] == "memory of the service: 15.0 MB PSS, of which the daemon 15.0 MB"
 
@@ -131,8 +129,7 @@ def test_it_fits_into_100_columns_with_large_numbers() -> None:
         WORKERS[0], name="digits.3.w1024", pid=4_194_304, served=9_999_999, p50_us=12345.6, p99_us=99999.9,
         pss_bytes=99_999 * MB, shared_bytes=99_999 * MB, note="word " * 100,
     )  # fmt: skip
-    generation = replace(DIGITS.generations[0], processes=(busy,), cause="and " * 200)
-    assert max(map(len, lines(replace(DIGITS, generations=(generation,))))) <= WIDTH
+    assert max(map(len, lines(of_digits(processes=(busy,), cause="and " * 200)))) <= WIDTH
 
 
 @pytest.mark.parametrize(
@@ -150,15 +147,13 @@ def test_it_fits_into_100_columns_with_large_numbers() -> None:
     ],
 )
 def test_the_last_line_is_what_the_kernel_lets_it_take(memory: MemoryLimit, line: str) -> None:
-    whole = replace(response(DIGITS), memory=memory)
-    assert render(whole, pss_total(whole)).splitlines() == [*lines(DIGITS), f"memory of its control group: {line}"]
-    assert as_json(whole, 0)["memory"]["usage_bytes"] == memory.usage_bytes
+    assert lines(DIGITS, memory=memory) == [*lines(DIGITS), f"memory of its control group: {line}"]
+    assert as_json(replace(response(DIGITS), memory=memory), 0)["memory"]["usage_bytes"] == memory.usage_bytes
 
 
 @pytest.mark.parametrize("memory", [None, MemoryLimit(GIB), MemoryLimit(GIB, None, None, 0, 0.0)])
 def test_without_limit_and_pressure_there_is_no_such_line(memory: Optional[MemoryLimit]) -> None:
-    whole = replace(response(DIGITS), memory=memory)
-    assert render(whole, pss_total(whole)).splitlines() == lines(DIGITS)
+    assert lines(DIGITS, memory=memory) == lines(DIGITS)
 
 
 def test_foreign_text_cannot_play_tricks_on_the_terminal() -> None:
@@ -176,12 +171,18 @@ def test_one_model_of_several() -> None:
         only(whole, "nope")
 
 
-def test_the_exit_status_is_that_of_the_worst_model() -> None:
-    assert exit_status(response()) == exits.OK
-    assert exit_status(response(DIGITS, DIGITS)) == exits.OK
-    assert exit_status(response(DIGITS, LOADING)) == exits.NOT_YET
-    assert exit_status(response(DIGITS, LOADING, FAILED)) == exits.ERROR
-    assert exit_status(response(replace(DIGITS, state="draining"))) == exits.NOT_YET
+@pytest.mark.parametrize(
+    ("models", "status"),
+    [
+        ([], exits.OK),
+        ([DIGITS, DIGITS], exits.OK),
+        ([DIGITS, LOADING], exits.NOT_YET),
+        ([DIGITS, LOADING, FAILED], exits.ERROR),
+        ([replace(DIGITS, state="draining")], exits.NOT_YET),
+    ],
+)
+def test_the_exit_status_is_that_of_the_worst_model(models: List[ModelStatus], status: int) -> None:
+    assert exit_status(response(*models)) == status
 
 
 def test_json_holds_the_whole_answer_and_the_sum() -> None:
@@ -193,20 +194,16 @@ def test_json_holds_the_whole_answer_and_the_sum() -> None:
     assert read["models"][1]["generations"][0]["cause"].endswith("no graph")
 
 
-def test_units() -> None:
-    assert [megabytes(None), megabytes(0), megabytes(1_234_560_000)] == ["-", "0.0", "1,234.6"]
-    assert [milliseconds(None), milliseconds(0.4), milliseconds(1_500_000.0)] == ["-", "0.00", "1,500.00"]
-    assert [binary(1), binary(2**30 - 1), binary(2**30), binary(2**40)] == [
-        "0.0 MiB",
-        "1024.0 MiB",
-        "1.00 GiB",
-        "1024.00 GiB",
-    ]
-    assert [size(1), size(192 * MB), size(5_200 * MB)] == ["0.0 MB", "192.0 MB", "5.20 GB"]
-    assert [duration(0.9), duration(61), duration(3600), duration(90061)] == [
-        "0 s",
-        "1 min 1 s",
-        "1 h 0 min",
-        "1 d 1 h",
-    ]
-    assert [count(1, "worker"), count(1000, "worker")] == ["1 worker", "1,000 workers"]
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ([megabytes(None), megabytes(0), megabytes(1_234_560_000)], ["-", "0.0", "1,234.6"]),
+        ([milliseconds(None), milliseconds(0.4), milliseconds(1_500_000.0)], ["-", "0.00", "1,500.00"]),
+        ([binary(1), binary(2**30 - 1), binary(2**30)], ["0.0 MiB", "1024.0 MiB", "1.00 GiB"]),
+        ([size(1), size(192 * MB), size(5_200 * MB)], ["0.0 MB", "192.0 MB", "5.20 GB"]),
+        ([duration(0.9), duration(61), duration(3600), duration(90061)], ["0 s", "1 min 1 s", "1 h 0 min", "1 d 1 h"]),
+        ([count(1, "worker"), count(1000, "worker")], ["1 worker", "1,000 workers"]),
+    ],
+)
+def test_units(said: List[str], expected: List[str]) -> None:
+    assert said == expected

@@ -299,7 +299,7 @@ OBSERVE = [
 ]  # fmt: skip
 
 DOCTOR = [
-    *mutants("doctor", "daemon/doctor/verdicts daemon/doctor/trial/test_trial.py",
+    *mutants("doctor", "daemon/doctor/verdicts daemon/doctor/test_render.py",
         ("if numbers < OLDEST_LIBRARY:", "if False:"),
         ("if counted >= limit:", "if counted > limit:"),
         ("if device >= count:", "if device > count:"),

@@ -96,48 +96,38 @@ def test_what_goes_together(values: dict[str, Any], devices: list[str], sharing:
     assert list(options(**values).problems(devices, sharing)) == []
 
 
+AFFINITY = {"thread_affinity_mode": 1, "thread_affinity_cores": [0]}
+OFF = 'set sharing = "off"'
 NO_CPU = "it has no effect on the cpu, only on a card"
 NO_CARD = "it has no effect on a card, only on the cpu"
-OFF = 'set sharing = "off"'
+NOT_SHARED = {
+    "provider": ({"provider": "ge"}, 'weights cannot be shared with the provider "ge"'),
+    "dec_key_file": ({"dec_key_file": "/k"}, "the weights of an encrypted model cannot be shared"),
+    "variable_weights": ({"variable_weights": True}, "weights that can be changed cannot be shared"),
+}
 
 
 @pytest.mark.parametrize(
-    ("values", "devices", "text"),
+    ("values", "devices", "key", "text"),
     [
-        ({"provider": "ge"}, ["cpu"], f"provider: {NO_CPU}"),
-        ({"precision_mode": "enforce_fp16"}, ["cpu"], f"precision_mode: {NO_CPU}"),
-        ({"rank_table_file": "/r"}, ["cpu"], f"rank_table_file: {NO_CPU}"),
-        ({"variable_weights": True}, ["cpu"], f"variable_weights: {NO_CPU}"),
-        ({"thread_affinity_mode": 1}, CARDS, f"thread_affinity_mode: {NO_CARD}"),
-        ({"thread_affinity_cores": [0]}, CARDS, f"thread_affinity_cores: {NO_CARD}"),
-        ({"inter_op_parallel": 1}, CARDS, f"inter_op_parallel: {NO_CARD}"),
-        (
-            {"thread_affinity_mode": 1, "thread_affinity_cores": [0]},
-            ["cpu"],
-            "thread_affinity_mode: it has no effect beside thread_affinity_cores",
-        ),
-        ({"rank_table_file": "/r"}, CARDS, 'rank_table_file: only the provider "ge" reads it'),
-        ({"dec_mode": "AES-CBC"}, CARDS, "dec_mode: it has no effect without dec_key_file"),
-        (
-            {"provider": "ge"},
-            CARDS,
-            f'provider: weights cannot be shared with the provider "ge": it exports none; {OFF}',
-        ),
-        (
-            {"dec_key_file": "/k"},
-            CARDS,
-            f"dec_key_file: the weights of an encrypted model cannot be shared: the library exports none; {OFF}",
-        ),
-        (
-            {"variable_weights": True},
-            CARDS,
-            f"variable_weights: weights that can be changed cannot be shared: the library exports none; {OFF}",
+        ({"provider": "ge"}, ["cpu"], "provider", NO_CPU),
+        ({"precision_mode": "enforce_fp16"}, ["cpu"], "precision_mode", NO_CPU),
+        ({"rank_table_file": "/r"}, ["cpu"], "rank_table_file", NO_CPU),
+        ({"variable_weights": True}, ["cpu"], "variable_weights", NO_CPU),
+        ({"thread_affinity_mode": 1}, CARDS, "thread_affinity_mode", NO_CARD),
+        ({"thread_affinity_cores": [0]}, CARDS, "thread_affinity_cores", NO_CARD),
+        ({"inter_op_parallel": 1}, CARDS, "inter_op_parallel", NO_CARD),
+        (AFFINITY, ["cpu"], "thread_affinity_mode", "it has no effect beside thread_affinity_cores"),
+        ({"rank_table_file": "/r"}, CARDS, "rank_table_file", 'only the provider "ge" reads it'),
+        ({"dec_mode": "AES-CBC"}, CARDS, "dec_mode", "it has no effect without dec_key_file"),
+        *(
+            (values, CARDS, key, f"{text}: {'it' if key == 'provider' else 'the library'} exports none; {OFF}")
+            for key, (values, text) in NOT_SHARED.items()
         ),
     ],
 )
-def test_what_would_have_no_effect_is_refused(values: dict[str, Any], devices: list[str], text: str) -> None:
-    told = refusal(options(**values).problems, devices, "on")
-    assert told == text
+def test_what_would_have_no_effect_is_refused(values: dict[str, Any], devices: list[str], key: str, text: str) -> None:
+    assert refusal(options(**values).problems, devices, "on") == f"{key}: {text}"
 
 
 # --- files ----------------------------------------------------------------------------------------------------
@@ -155,19 +145,16 @@ def test_files_as_they_have_to_be(mode: int, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("key", ["config_file", "rank_table_file", "dec_key_file"])
 def test_a_file_that_is_not_there_or_none(key: str, tmp_path: Path) -> None:
-    gone = tmp_path / "gone"
-    assert refusal(options(**{key: str(gone)}).file_problems) == (f"{key}: {gone}: No such file or directory")
-    assert refusal(options(**{key: str(tmp_path)}).file_problems) == (f"{key}: {tmp_path}: expected a regular file")
+    for path, text in ((tmp_path / "gone", "No such file or directory"), (tmp_path, "expected a regular file")):
+        assert refusal(options(**{key: str(path)}).file_problems) == f"{key}: {path}: {text}"
 
 
 @pytest.mark.parametrize("line", ["shareable_weight_pid_list=1", " shareable_weight_mem_handle =7"])
 def test_a_configuration_that_decides_who_shares(line: str, tmp_path: Path) -> None:
     file = tmp_path / "lite.ini"
     file.write_text(f"[ascend_context]\n{line}\n")
-    name = line.partition("=")[0].strip()
-    assert refusal(options(config_file=str(file)).file_problems) == (
-        f"config_file: {file}: {name} is set by weightd; remove it from the file"
-    )
+    text = f"{line.partition('=')[0].strip()} is set by weightd; remove it from the file"
+    assert refusal(options(config_file=str(file)).file_problems) == f"config_file: {file}: {text}"
 
 
 @pytest.mark.parametrize("mode", [0o644, 0o640, 0o700, 0o4600])
@@ -180,15 +167,16 @@ def test_a_key_that_others_may_read(mode: int, tmp_path: Path) -> None:
 
 
 def test_a_key_that_is_empty_a_link_or_a_strangers(tmp_path: Path) -> None:
-    file = tmp_path / "key"
-    file.touch(0o600)
-    assert refusal(options(dec_key_file=str(file)).file_problems).endswith(": the file is empty")
-    file.write_bytes(b"0123456789abcdef")
-    link = tmp_path / "link"
+    file, link = tmp_path / "key", tmp_path / "link"
     link.symlink_to(file)
-    assert refusal(options(dec_key_file=str(link)).file_problems).endswith(": expected a regular file")
+    file.touch(0o600)
+
+    def told(path: Path) -> str:
+        return refusal(options(dec_key_file=str(path)).file_problems)
+
+    assert told(file).endswith(": the file is empty")
+    file.write_bytes(b"0123456789abcdef")
+    assert told(link).endswith(": expected a regular file")
     if os.geteuid() == 0:
         os.chown(file, 12345, -1)
-        assert "expected a file of this user or root, got one of uid 12345" in refusal(
-            options(dec_key_file=str(file)).file_problems
-        )
+        assert "expected a file of this user or root, got one of uid 12345" in told(file)

@@ -36,32 +36,31 @@ def named(name: str, kind: object) -> ValueInfoProto:
 TENSOR = helper.make_tensor_type_proto(TensorProto.FLOAT, None)
 NOT_SENT = "has no datatype on the wire; expected one of BOOL, "
 
+
+def floats(count: int, name: str = "x", *shape: models.Dim) -> list[ValueInfoProto]:
+    return [models.fp32(f"{name}{number}", *(shape or (1,))) for number in range(count)]
+
+
 GOOD: dict[str, tuple[Sequence[ValueInfoProto], Sequence[ValueInfoProto]]] = {
-    "every datatype": (
-        [of_type(f"x{number}", number, 2) for number in (1, 2, 3, 4, 5, 6, 7, 9, 10, 11, 12, 13)],
-        [Y],
-    ),
+    "every datatype": ([of_type(f"x{each}", each, 2) for each in (1, 2, 3, 4, 5, 6, 7, 9, 10, 11, 12, 13)], [Y]),
     "any rank": ([helper.make_tensor_value_info("x", TensorProto.FLOAT, None)], [Y]),
     "a scalar": ([models.fp32("x")], [Y]),
     "a size that is unknown": ([models.fp32("x", -1)], [Y]),
     "an output that says nothing": ([X], [ValueInfoProto(name="y")]),
     "as much as may be": (
-        [models.fp32(f"x{number}", *[1] * limits.MAX_RANK) for number in range(limits.MAX_TENSORS)],
+        floats(limits.MAX_TENSORS, "x", *[1] * limits.MAX_RANK),
         [models.fp32("y" * limits.MAX_NAME_BYTES, limits.MAX_DIM)],
     ),
 }
+STRING = of_type("x", TensorProto.STRING, 1)
 BAD: dict[str, tuple[Sequence[ValueInfoProto], Sequence[ValueInfoProto], list[str]]] = {
-    "string": ([of_type("x", TensorProto.STRING, 1)], [Y], [f"input x: string {NOT_SENT}"]),
+    "string": ([STRING], [Y], [f"input x: string {NOT_SENT}"]),
     "BF16": ([X], [of_type("y", TensorProto.BFLOAT16, 1)], [f"output y: BF16 {NOT_SENT}"]),
     "complex": ([of_type("x", TensorProto.COMPLEX64, 1)], [Y], [f"input x: complex64 {NOT_SENT}"]),
     "a new one": ([of_type("x", 99, 1)], [Y], [f"input x: datatype 99 {NOT_SENT}"]),
     "a sequence": ([named("x", helper.make_sequence_type_proto(TENSOR))], [Y], [f"input x: a sequence {NOT_SENT}"]),
     "optional": ([X], [named("y", helper.make_optional_type_proto(TENSOR))], [f"output y: optional {NOT_SENT}"]),
-    "many": (
-        [models.fp32(f"x{number}", 1) for number in range(70)],
-        [models.fp32(f"y{number}", 1) for number in range(65)],
-        ["70 inputs; expected at most 64", "65 outputs; expected at most 64"],
-    ),
+    "many": (floats(70), floats(65, "y"), ["70 inputs; expected at most 64", "65 outputs; expected at most 64"]),
     "rank": ([models.fp32("x", *[1] * 17)], [Y], ["input x: expected at most 16 dimensions"]),
     "size": ([models.fp32("x", 2**40 + 1)], [Y], [f"input x: a dimension of {2**40 + 1}; expected at most {2**40}"]),
     "no name": ([models.fp32("", 1)], [Y], ["input '': expected a name of 1 to 256 bytes"]),
@@ -75,15 +74,9 @@ BAD: dict[str, tuple[Sequence[ValueInfoProto], Sequence[ValueInfoProto], list[st
 }
 
 
-@pytest.mark.parametrize("case", GOOD)
-def test_what_requests_can_carry(case: str, tmp_path: Path) -> None:
-    inputs, outputs = GOOD[case]
-    assert problems(models.save(tmp_path / "m.onnx", [], inputs, outputs)) == []
-
-
-@pytest.mark.parametrize("case", BAD)
-def test_what_they_cannot(case: str, tmp_path: Path) -> None:
-    inputs, outputs, expected = BAD[case]
+@pytest.mark.parametrize("case", [*GOOD, *BAD])
+def test_what_requests_can_carry_and_what_they_cannot(case: str, tmp_path: Path) -> None:
+    inputs, outputs, expected = BAD[case] if case in BAD else (*GOOD[case], [])
     found = problems(models.save(tmp_path / "m.onnx", [], inputs, outputs))
     assert len(found) == len(expected)
     assert [each for each, text in zip(found, expected, strict=True) if not each.startswith(text)] == []
@@ -91,8 +84,7 @@ def test_what_they_cannot(case: str, tmp_path: Path) -> None:
 
 def test_a_weight_is_no_input(tmp_path: Path) -> None:
     weights = [numpy_helper.from_array(np.zeros(1, np.float32), f"w{number}") for number in range(70)]
-    inputs = [X, *(models.fp32(each.name, 1) for each in weights)]
-    assert problems(models.save(tmp_path / "m.onnx", [], inputs, [Y], weights)) == []
+    assert problems(models.save(tmp_path / "m.onnx", [], [X, *floats(70, "w")], [Y], weights)) == []
 
 
 def test_a_file_that_is_none(tmp_path: Path) -> None:

@@ -113,52 +113,49 @@ def test_each_key_is_there_with_its_meaning() -> None:
             assert " ".join(key.meaning.split()) in re.sub(r"\\f[BR]", "`", part).replace("\\&", "")
 
 
-def test_no_table_is_missing() -> None:
+def test_no_table_is_missing_and_a_meaning_is_that_of_its_own_key() -> None:
     tables = {DaemonConfig, ModelConfig, DeviceConfig}
-    inner = {
-        type(field.default)
-        for cls in tables
-        for field in dataclasses.fields(cls)
-        if dataclasses.is_dataclass(field.default)
-    }
+    defaults = [field.default for cls in tables for field in dataclasses.fields(cls)]
+    inner = {type(each) for each in defaults if dataclasses.is_dataclass(each)}
     assert {*configuration.TABLES.values()} == tables | inner
-
-
-def test_a_meaning_is_that_of_its_own_key() -> None:
     first, *_, last = keys(DaemonConfig)
     assert (first.name, first.meaning[:21]) == ("socket", "Where clients connect")
     assert (last.name, last.meaning[:10]) == ("max_memory_bytes", "Bytes that")
 
 
-def test_a_key_tells_its_kind_and_its_default() -> None:
-    assert "\\fBpath\\fR (\\fItext, 1 to 4096 bytes; required\\fR)" in TOML
-    assert "\\fBworkers\\fR (\\fIinteger, 1 to 1024; default 1\\fR)" in TOML
-    assert '; default ["cpu"]' in TOML
-    assert "\\fBengine\\fR (\\fIone of mindspore_lite, onnxruntime\\fR)" in TOML
-    assert "\\fBspares\\fR (\\fIinteger, 0 to 1024\\fR)" in TOML
+@pytest.mark.parametrize(
+    "text",
+    [
+        "\\fBpath\\fR (\\fItext, 1 to 4096 bytes; required\\fR)",
+        "\\fBworkers\\fR (\\fIinteger, 1 to 1024; default 1\\fR)",
+        '; default ["cpu"]',
+        "\\fBengine\\fR (\\fIone of mindspore_lite, onnxruntime\\fR)",
+        "\\fBspares\\fR (\\fIinteger, 0 to 1024\\fR)",
+    ],
+)
+def test_a_key_tells_its_kind_and_its_default(text: str) -> None:
+    assert text in TOML
 
 
 # --- the file to begin with -----------------------------------------------------------------------------------------
 
 
-def test_the_example_is_good_and_only_names_a_model() -> None:
-    parsed = config.parse(tomllib.loads(configuration.example()), Path("/etc/weightd"))
-    assert {name: model.path for name, model in parsed.models.items()} == {"resnet50": "/srv/models/resnet50.onnx"}
+def parsed(text: str) -> config.Config:
+    return config.parse(tomllib.loads(text), Path("/etc/weightd"))
 
 
 def test_each_key_of_the_example_may_be_uncommented() -> None:
     example = configuration.example()
+    only = parsed(example)
+    assert {name: model.path for name, model in only.models.items()} == {"resnet50": "/srv/models/resnet50.onnx"}
     every = re.sub(r"^# (\[|\w+ = )", r"\1", example, flags=re.MULTILINE)
     tables = tomllib.loads(every)
-    keys_there = {*tables["daemon"], *tables["models"]["resnet50"], *tables["devices"]["ascend:0"]}
-    keys_there |= {*tables["models"]["resnet50"]["mindspore_lite"]}
-    assert keys_there == {field.name for cls in configuration.TABLES.values() for field in dataclasses.fields(cls)}
-    with_all = config.parse(tables, Path("/etc/weightd"))
-    assert with_all == dataclasses.replace(
-        config.parse(tomllib.loads(example), Path("/etc/weightd")), devices=with_all.devices
-    )
+    there = [tables["daemon"], tables["models"]["resnet50"], tables["devices"]["ascend:0"]]
+    names = {name for table in [*there, there[1]["mindspore_lite"]] for name in table}
+    assert names == {field.name for cls in configuration.TABLES.values() for field in dataclasses.fields(cls)}
+    assert dataclasses.replace(parsed(every), devices=only.devices) == only
 
 
 def test_the_example_of_the_page_is_good() -> None:
     lines = TOML.partition('.SH "EXAMPLE"')[2].partition(".EX\n")[2].partition(".EE")[0]
-    assert set(config.parse(tomllib.loads(lines), Path("/")).models) == {"resnet50", "unet"}
+    assert set(parsed(lines).models) == {"resnet50", "unet"}

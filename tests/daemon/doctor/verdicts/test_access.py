@@ -111,6 +111,7 @@ def dev(mode: int = 0o660, *, gid: int = 1100, without: str = "") -> list[Node]:
         (dev(gid=7777), Verdict.FAIL, ["alice may not open /dev/davinci0 (0660, group 7777)", "--groups npus alice"]),
         (dev(0o640), Verdict.FAIL, ["may not open", "SupplementaryGroups=npus", "--group-add 1100"]),
         ([*dev(), Node("davinci1", 0o600, 0, 0)], Verdict.PASS, ["alice may open /dev/davinci0"]),
+        ([*dev(without="hisi_hdc"), Node("hisi_hdc", 0o600, 0, 0)], Verdict.FAIL, ["may not open /dev/hisi_hdc (0600"]),
     ],
 )
 def test_the_nodes_and_who_may_open_them(seen: list[Node], expected: Verdict, texts: list[str]) -> None:
