@@ -272,34 +272,26 @@ def test_everything_below_the_prefix_and_what_to_run_next(install: Install, root
 UNIT = "etc/systemd/system/weightd.service"
 
 
-def test_again_changes_nothing_and_a_configuration_is_not_asked_for_twice(install: Install, root: Path) -> None:
+def test_again_changes_what_is_another_and_keeps_what_is_the_operators(install: Install, root: Path) -> None:
     install()
-    write(root, {"etc/weightd/weightd.toml": "mine"})
-    status, out, _ = install()
-    assert status == exits.OK
-    assert {line.split()[0] for line in out.partition("\n\n")[0].splitlines()} == {"unchanged"}
-    assert [each for each in ("install -D", "try-restart") if each in out] == []
-    assert (root / "etc/weightd/weightd.toml").read_text() == "mine"
-
-
-def test_an_upgrade(install: Install, root: Path) -> None:
-    install()
+    states = install.states()
+    assert {*states.values()} == {"unchanged"}
     content = (root / UNIT).read_text()
-    write(root, {UNIT: content.replace("ExecStart=", "ExecStart=/old"), f"{UNIT}.d/mine.conf": "mine"})
-    _, out, _ = install()
-    assert f"changed    {root}/{UNIT}\n" in out
-    assert "  systemctl try-restart weightd.service\n" in out
-    assert ((root / UNIT).read_text(), (root / f"{UNIT}.d/mine.conf").read_text()) == (content, "mine")
-
-
-def test_a_unit_of_the_operators_own_is_told(install: Install, root: Path) -> None:
-    write(root, {UNIT: "mine"})
-    status, out, err = install()
+    own = {
+        "etc/systemd/system/weightd.slice": "mine",
+        f"{UNIT}.d/mine.conf": "mine",
+        "etc/weightd/weightd.toml": "mine",
+    }
+    write(root, {UNIT: content.replace("ExecStart=", "ExecStart=/old"), **own})
+    status, out, err = install("--dry-run")
     assert status == exits.ERROR
-    assert f"kept       {root}/{UNIT}\n" in out
-    assert f"weightctl: {root}/{UNIT} was kept" in err
-    assert (root / UNIT).read_text() == "mine"
-    assert (root / "etc/systemd/system/weightd.socket").exists()
+    assert "  systemctl try-restart weightd.service\n" in out
+    assert "install -D" not in out, "there is a configuration"
+    assert f"weightctl: {root}/etc/systemd/system/weightd.slice was kept" in err
+    assert install.states() == {**states, UNIT: "changed", "etc/systemd/system/weightd.slice": "kept"}
+    assert (root / UNIT).read_text() == content
+    assert {name: (root / name).read_text() for name in own} == own
+    assert "try-restart" not in install()[1]
 
 
 def test_a_dry_run_tells_the_same_and_writes_nothing(install: Install, root: Path) -> None:

@@ -15,6 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[3]
 
 # Who takes the keys of a table: those of MindSpore Lite travel as JSON to a worker, whose class has the same.
@@ -72,7 +74,7 @@ def missed(copies: dict[Path, Copy], directory: Path) -> Iterator[tuple[str, str
         shadow.write_text(copy.source, "utf-8")
         command += ["--shadow-file", str(path), str(shadow)]
     done = subprocess.run(
-        [*command, "daemon", str(OPTIONS.parent)], cwd=ROOT, capture_output=True, text=True, timeout=100, check=False
+        [*command, "daemon", str(OPTIONS.parent)], cwd=ROOT, capture_output=True, text=True, timeout=500, check=False
     )
     assert done.returncode == 1, done.stdout + done.stderr
     for match in MISSED.finditer(done.stdout):
@@ -81,6 +83,7 @@ def missed(copies: dict[Path, Copy], directory: Path) -> Iterator[tuple[str, str
             yield match["table"], match["key"]
 
 
+@pytest.mark.timeout(600)  # mypy without a cache
 def test_every_key_is_read(tmp_path: Path) -> None:
     copies = {path: hide(path) for path in TABLES}
     keys = {key for copy in copies.values() for key in copy.keys}
