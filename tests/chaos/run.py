@@ -58,12 +58,14 @@ class Run:
         seconds: from the first fault to the last.
         faults: which may strike.
         managed: whether a daemon that is killed or restarted leaves its processes to the next one, as under systemd.
+        recovery_s: how soon after the last fault every model has all of its workers.
     """
 
     seed: int
     seconds: float
     faults: Collection[Fault]
     managed: bool = False
+    recovery_s: float = RECOVERY_LIMIT_S
     _problems: list[str] = field(default_factory=list[str])
 
     def run(self) -> Report:
@@ -155,7 +157,7 @@ class Run:
     def _recover(self, injector: Injector) -> None:
         """After the last fault everything is well again, soon; what clients and faults do goes on a little longer."""
         last = max((strike.begin for strike in injector.strikes), default=0.0)
-        limit = last + RECOVERY_LIMIT_S + max((_patience(each.fault) for each in injector.recovering), default=0.0)
+        limit = last + self.recovery_s + max((_patience(each.fault) for each in injector.recovering), default=0.0)
 
         def healthy() -> bool:
             self._check_alive(injector)

@@ -10,6 +10,8 @@ from .run import Run
 
 # One whose first seconds have each fault.
 SEED, SECONDS = 20_260_646, 18.0
+# The machine may be busy with other tests: that all is well again is asked for here, how soon is not.
+BUSY_S = 60.0
 
 
 @pytest.mark.e2e
@@ -18,7 +20,7 @@ SEED, SECONDS = 20_260_646, 18.0
 def test_every_request_ends_in_one_right_answer_or_one_clear_error(seconds: float, managed: bool) -> None:
     faults = ALL - LACKING.keys()
     try:
-        report = Run(SEED, seconds, faults, managed).run()
+        report = Run(SEED, seconds, faults, managed, BUSY_S).run()
     except NoEngineError as error:
         pytest.fail(str(error))
     print(report.text())
