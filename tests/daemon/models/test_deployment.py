@@ -198,13 +198,6 @@ def test_the_first_one_serves_as_soon_as_one_worker_is_ready() -> None:
         assert life.passed_on() == [f"Enlist {worker}"]
 
 
-def test_without_a_snapshot_the_first_one_is_not_tried_twice() -> None:
-    life = Life()
-    life.deployment.pin_failed(FIRST, "no such file", life.now)
-    assert (life.deployment.failed, life.deployment.cause) == (True, "no such file")
-    assert life.deployment.next_tick == FOREVER
-
-
 def test_it_falls_back_to_private_weights_once() -> None:
     life = Life(fall_back=True).pinned().cannot("m.1", "no sharing")
     assert (life.standing, life.deployment.failed) == (("", "m.2", ["m.1"]), False)
@@ -237,16 +230,6 @@ def test_nothing_is_started_before_it_is_promised() -> None:
     assert (life.did(), life.device.promised) == (["Pin m.1", "Forget m.1"], {})
     assert life.deployment.failed
     assert life.deployment.cause.startswith("ascend:0 has no room: m.1 needs 132 MiB")
-
-
-def test_what_is_started_was_promised_until_nothing_is_left() -> None:
-    life = Life(capacity=ONE).pinned()
-    assert life.device.promised == {"m.1": Need(WEIGHTS, 1, 2, 3, EACH)}
-    life.deployment.drain(life.now)
-    life.exit("m.1.w1", "m.1.w2")
-    assert list(life.device.promised) == ["m.1"]
-    life.exit("m.1.holder")
-    assert (life.device.promised, life.did()[-1]) == ({}, "Forget m.1")
 
 
 def test_what_it_learns_counts_for_the_next_one_too() -> None:
@@ -475,12 +458,3 @@ def test_what_is_lost_can_be_updated_and_is_tried_on_if_that_fails(loads: bool, 
     else:
         life.loads(label, SECOND).deployment.switch(life.now)
         assert (life.standing[:2], life.deployment.busy, life.deployment.is_lost) == ((label, ""), False, False)
-
-
-def test_nothing_is_begun_when_it_is_wound_down() -> None:
-    life = frozen(Policy.OVERLAP, 2 * ONE - 1).pinned()
-    assert life.deployment.busy
-    life.deployment.drain(life.now)
-    life.now += 1000.0
-    life.deployment.tick(life.now)
-    assert (life.standing, life.did()[-2:]) == (("", "", ["m.1"]), ["Kill m.1.w1", "Kill m.1.w2"])

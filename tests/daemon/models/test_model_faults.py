@@ -425,8 +425,11 @@ def test_what_is_taken_back_ends_wherever_it_is() -> None:
     assert (stage.host.refused()[3:], stage.host.aborted) == ([(hangs, "CANCELLED")], [W1])
 
 
-def test_what_a_client_asked_that_is_gone_is_dropped() -> None:
+def test_what_a_client_asked_that_is_shed_or_gone_is_dropped() -> None:
     stage = Stage(workers=1)
+    [shed] = stage.some(1)
+    stage.model.shed(b"client", ResourceExhausted("it reads nothing"), stage.now)
+    assert stage.host.refused() == [(shed, "RESOURCE_EXHAUSTED")]
     stage.some(3)
     stage.model.metadata(b"client", "q")
     stage.model.metadata(b"another", "r")

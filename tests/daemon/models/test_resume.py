@@ -166,16 +166,6 @@ def test_a_page_store_that_was_changed_meanwhile_is_not_trusted(caplog: pytest.L
     assert (following.generation().label, model.complete) == ("m.2", True)
 
 
-def test_numbers_are_never_used_again() -> None:
-    daemon = Daemon().started(m=ONE)
-    for number in (2, 3):
-        daemon = daemon.update().loaded("m").restarted(m=ONE).backs()
-        assert daemon.generation().label == f"m.{number}"
-    [record] = daemon.records()
-    sources = [*(source.number for source in daemon.host.unpinned), record.source, record.previous]
-    assert (len({*sources}), record.made[0], record.made[1] >= max(sources)) == (3, 3, True)
-
-
 def test_a_rollback_needs_no_file_after_a_restart_either() -> None:
     daemon = Daemon().started(m=ONE).update().loaded("m").restarted(m=ONE).backs()
     assert daemon.generation().source == Source("/models/new.onnx", number=2)
@@ -227,6 +217,7 @@ def test_models_go_on_as_the_configuration_says_now() -> None:
     models = daemon.fleet.models
     assert list(models) == ["comes", "changes", "stays"]
     assert sorted(daemon.host.resumed) == ["changes.1", "goes.1", "stays.1"]
+    assert daemon.devices["cpu"].leaving == {"goes.1"}
     assert [source.path for source in daemon.host.pinned] == ["/models/two.onnx"] * 2
     # What has changed loads beside what serves, even before that is back.
     assert not daemon.settled().fleet.models["changes"].serves
