@@ -1,134 +1,86 @@
-"""The snapshots of a model's sources, in any order of events: each is taken once, and none is left behind."""
+"""The snapshots of a model's sources: each is taken once, and none is left behind."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from weightd.daemon.children.owner import Snapshot
 from weightd.daemon.generations.plan import Canary, Source
 from weightd.daemon.models.snapshots import Snapshots
 
-SOURCES = [Source("/m.onnx", number=number) for number in (1, 2, 3)]
+SOURCE, OTHER = Source("/m.onnx", number=1), Source("/m.onnx", number=2)
+THERE = Snapshot("/cache/1", "", "5" * 64, 100)
+CANARY = Canary(cases=({"x": (1,)},))
 FOREVER = float("inf")
 
 
-def snapshot(source: Source) -> Snapshot:
-    return Snapshot(f"/cache/{source.number}", "", "5" * 64, source.number)
-
-
-class World(RuleBasedStateMachine):
-    """Wants, gets and gives up snapshots; `disk` is what there is, or is being made, on the disk."""
+class Shelf(Snapshots):
+    """Snapshots, and the sources of which there is something on the disk, or is being made."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.now = 1000.0
-        self.disk: set[Source] = set()
-        self.due: dict[Source, float] = {}
-        self.there: set[Source] = set()
-        self.canaries: dict[Source, Canary] = {}
-        self.snapshots = Snapshots(self.pin, self.unpin)
-
-    def pin(self, source: Source) -> None:
-        assert source not in self.disk
-        self.disk.add(source)
-
-    def unpin(self, source: Source) -> None:
-        self.disk.remove(source)
-
-    def gone(self, *sources: Source) -> None:
-        for source in sources:
-            self.due.pop(source, None)
-            self.there.discard(source)
-            self.canaries.pop(source, None)
-
-    @rule(source=st.sampled_from(SOURCES), patience=st.sampled_from([1.0, 5.0]))
-    def is_wanted(self, source: Source, patience: float) -> None:
-        if source not in self.due and source not in self.there:
-            self.due[source] = self.now + patience
-        self.snapshots.want(source, self.now + patience)
-
-    @rule(source=st.sampled_from(SOURCES))
-    def is_taken(self, source: Source) -> None:
-        if source in self.due:
-            del self.due[source]
-            self.there.add(source)
-        if source in self.disk:
-            self.snapshots.taken(source, snapshot(source))
-        else:
-            self.snapshots.taken(source, snapshot(source))
-            assert self.snapshots.find(source) is None
-
-    @rule(source=st.sampled_from(SOURCES))
-    def cannot_be_taken(self, source: Source) -> None:
-        if source in self.due:
-            self.snapshots.failed(source)
-            self.disk.discard(source)
-            self.gone(source)
-
-    @rule(source=st.sampled_from(SOURCES))
-    def is_dropped(self, source: Source) -> None:
-        self.snapshots.drop(source)
-        self.gone(source)
-
-    @rule(source=st.sampled_from(SOURCES))
-    def is_learned_of(self, source: Source) -> None:
-        canary = Canary(cases=({"x": (source.number,)},))
-        self.snapshots.learned(source, canary)
-        if source in self.due or source in self.there:
-            self.canaries[source] = canary
-
-    @rule(seconds=st.sampled_from([0.5, 1.0, 5.0]))
-    def time_passes(self, seconds: float) -> None:
-        self.now += seconds
-        late = [source for source, due in self.due.items() if self.now >= due]
-        assert self.snapshots.overdue(self.now) == late
-        self.gone(*late)
-
-    @rule()
-    def nobody_waits_any_more(self) -> None:
-        self.snapshots.abandon()
-        self.gone(*list(self.due))
-
-    @invariant()
-    def what_there_is_is_known(self) -> None:
-        assert self.disk == {*self.due, *self.there}
-        assert dict(self.snapshots.ready()) == {source: snapshot(source) for source in self.there}
-        assert self.snapshots.next_event == min(self.due.values(), default=FOREVER)
-        for source in SOURCES:
-            assert self.snapshots.find(source) == (snapshot(source) if source in self.there else None)
-            assert self.snapshots.canary(source) == self.canaries.get(source)
-
-    def teardown(self) -> None:
-        self.snapshots.drop_all()
-        assert not self.disk
+        self.disk: list[Source] = []
+        super().__init__(self.disk.append, self.disk.remove)
 
 
-TestWorld = World.TestCase
-TestWorld.settings = settings(max_examples=50, stateful_step_count=30, deadline=None)
-
-
-def test_what_an_earlier_daemon_took_is_there_and_goes_when_it_is_dropped() -> None:
-    unpinned: list[Source] = []
-    snapshots = Snapshots(lambda _: None, unpinned.append)
-    snapshots.restore(SOURCES[0], snapshot(SOURCES[0]))
-    assert snapshots[SOURCES[0]] == snapshot(SOURCES[0])
-    snapshots.drop_all()
-    assert unpinned == [SOURCES[0]]
-
-
-def test_nothing_is_started_before_there_is_one() -> None:
-    snapshots = Snapshots(lambda _: None, lambda _: None)
-    snapshots.want(SOURCES[0], FOREVER)
+def test_a_source_is_taken_once_and_is_there_until_it_is_dropped() -> None:
+    shelf = Shelf()
+    shelf.want(SOURCE, 1010.0)
+    shelf.want(SOURCE, 2000.0)
+    assert (shelf.disk, shelf.next_event, shelf.find(SOURCE), list(shelf.ready())) == ([SOURCE], 1010.0, None, [])
     with pytest.raises(RuntimeError, match=r"/m\.onnx: a process was to be started before the snapshot was taken"):
-        _ = snapshots[SOURCES[0]]
+        _ = shelf[SOURCE]
+    shelf.taken(SOURCE, THERE)
+    shelf.want(SOURCE, 2000.0)
+    shelf.abandon()
+    assert (shelf.disk, shelf.next_event, shelf.overdue(3000.0)) == ([SOURCE], FOREVER, [])
+    assert (shelf.find(SOURCE), shelf[SOURCE], list(shelf.ready())) == (THERE, THERE, [(SOURCE, THERE)])
+    for _ in range(2):
+        shelf.drop(SOURCE)
+        assert (shelf.disk, shelf.find(SOURCE)) == ([], None)
 
 
-def test_what_was_learned_of_a_source_goes_with_a_snapshot_that_fails() -> None:
-    snapshots = Snapshots(lambda _: None, lambda _: None)
-    snapshots.want(SOURCES[0], FOREVER)
-    snapshots.learned(SOURCES[0], Canary())
-    snapshots.failed(SOURCES[0])
-    assert snapshots.canary(SOURCES[0]) is None
+def test_what_takes_too_long_is_given_up() -> None:
+    shelf = Shelf()
+    shelf.want(SOURCE, 1010.0)
+    shelf.want(OTHER, 1011.0)
+    assert shelf.overdue(1009.9) == []
+    assert (shelf.overdue(1010.0), shelf.disk, shelf.next_event) == ([SOURCE], [OTHER], 1011.0)
+    # It came too late.
+    shelf.taken(SOURCE, THERE)
+    assert (shelf.find(SOURCE), list(shelf.ready())) == (None, [])
+
+
+def test_nothing_is_left_of_what_is_being_taken_or_of_an_earlier_daemon() -> None:
+    shelf = Shelf()
+    shelf.want(SOURCE, FOREVER)
+    shelf.disk.append(OTHER)
+    shelf.restore(OTHER, THERE)
+    assert shelf[OTHER] == THERE
+    shelf.abandon()
+    assert shelf.disk == [OTHER]
+    shelf.drop_all()
+    assert shelf.disk == []
+
+
+ENDS: dict[str, Callable[[Shelf], object]] = {
+    "failed": lambda shelf: shelf.failed(SOURCE),
+    "dropped": lambda shelf: shelf.drop(SOURCE),
+    "overdue": lambda shelf: shelf.overdue(1010.0),
+}
+
+
+@pytest.mark.parametrize("ends", ENDS.values(), ids=ENDS)
+def test_what_was_learned_of_a_source_goes_with_its_snapshot(ends: Callable[[Shelf], object]) -> None:
+    shelf = Shelf()
+    shelf.learned(SOURCE, CANARY)
+    assert shelf.canary(SOURCE) is None
+    shelf.want(SOURCE, 1010.0)
+    shelf.learned(SOURCE, CANARY)
+    assert shelf.canary(SOURCE) == CANARY
+    ends(shelf)
+    assert (shelf.canary(SOURCE), shelf.find(SOURCE), shelf.next_event) == (None, None, FOREVER)
+    # It can be wanted again.
+    shelf.want(SOURCE, 1020.0)
+    assert shelf.next_event == 1020.0
