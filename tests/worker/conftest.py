@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import os
 import shutil
@@ -26,6 +27,12 @@ from weightd.worker.engines.engine import Engine, Settings
 M = TypeVar("M")
 
 LIMIT_MS = 60_000
+SUFFIX = {"onnxruntime": ".onnx", "mindspore_lite": ".mindir"}
+CONVERTED = (
+    *("relu", "wide", "convolution", "threes", "fives", "single", "positive", "scalar"),
+    *("two_inputs", "two_batches", "integers", "fixed"),
+)
+"""The models of the zoo that are asked of MindSpore Lite."""
 ENGINE = "mindspore_lite" if importlib.util.find_spec("mindspore_lite") else "onnxruntime"
 """What this interpreter has: .venv has one, .venv-mslite the other."""
 
@@ -43,15 +50,9 @@ def onnx(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def model(onnx: Path) -> Callable[[str], Path]:
     """Give the path of a model of the zoo, in the format of this interpreter's engine."""
-
-    def path(name: str) -> Path:
-        source = onnx / f"{name}.onnx"
-        if ENGINE == "onnxruntime":
-            return source
-        converted = source.with_suffix(".mindir")
-        return converted if converted.exists() else mindir.convert(source, converted, Path(sys.executable))
-
-    return path
+    if ENGINE == "mindspore_lite":
+        mindir.convert_all({onnx / f"{name}.onnx": onnx / f"{name}.mindir" for name in CONVERTED}, Path(sys.executable))
+    return lambda name: onnx / f"{name}{SUFFIX[ENGINE]}"
 
 
 @pytest.fixture
@@ -60,9 +61,22 @@ def engine() -> Engine:
     return ENGINES[ENGINE](Settings(1, "cpu"))
 
 
+@pytest.fixture(scope="session")
+def built(model: Callable[[str], Path]) -> Callable[[str], Engine]:
+    """Give this interpreter's engine with a model of the zoo. All tests have the same one: it is not to be spoilt."""
+
+    @functools.lru_cache(maxsize=None)
+    def build(name: str) -> Engine:
+        made = ENGINES[ENGINE](Settings(1, "cpu"))
+        made.build(str(model(name)))
+        return made
+
+    return build
+
+
 @pytest.fixture
-def built(engine: Engine, model: Callable[[str], Path]) -> Callable[[str], Engine]:
-    """Give this interpreter's engine with a model of the zoo."""
+def fresh(engine: Engine, model: Callable[[str], Path]) -> Callable[[str], Engine]:
+    """Give the engine that the test has to itself with a model of the zoo."""
 
     def build(name: str) -> Engine:
         engine.build(str(model(name)))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import subprocess
 from pathlib import Path
+from typing import Mapping
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 HOW_TO_GET_IT = "no working .venv-mslite: `make test` makes it, of the CPython 3.7 that $WEIGHTD_PYTHON37 names"
@@ -21,7 +22,8 @@ import mindspore_lite
 converter = mindspore_lite.Converter()
 converter.optimize = "general"
 converter.save_type = mindspore_lite.ModelType.MINDIR
-converter.convert(fmk_type=mindspore_lite.FmkType.ONNX, model_file=sys.argv[1], output_file=sys.argv[2])
+for source, out in zip(sys.argv[1::2], sys.argv[2::2]):
+    converter.convert(fmk_type=mindspore_lite.FmkType.ONNX, model_file=source, output_file=out)
 """
 
 
@@ -45,14 +47,23 @@ def convert(onnx: Path, out: Path, python: Path) -> Path:
 
     The file is readable for its owner only (mode 0400). Models above 1 GB, which become several files, fail.
     """
-    if out.suffix != ".mindir":
-        raise ValueError(f"MindSpore Lite writes .mindir files only, not {out.name}")
-    if out.exists():
-        out.unlink()
-    # The Converter appends the suffix by itself, always.
-    command = [str(python), "-I", "-c", _CONVERT, str(onnx), str(out.with_suffix(""))]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=CONVERT_LIMIT_S, check=False)
-    if done.returncode != 0 or not out.exists():
-        log = "\n".join((done.stdout + done.stderr).splitlines()[-30:])
-        raise ConvertError(f"{onnx.name} could not be converted (exit status {done.returncode}):\n{log}")
+    convert_all({onnx: out}, python)
     return out
+
+
+def convert_all(outs: Mapping[Path, Path], python: Path) -> None:
+    """Convert several, each to its own path, in one process."""
+    # The Converter appends the suffix by itself, always.
+    command = [str(python), "-I", "-c", _CONVERT]
+    for onnx, out in outs.items():
+        if out.suffix != ".mindir":
+            raise ValueError(f"MindSpore Lite writes .mindir files only, not {out.name}")
+        if out.exists():
+            out.unlink()
+        command += [str(onnx), str(out.with_suffix(""))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=CONVERT_LIMIT_S, check=False)
+    missing = [onnx.name for onnx, out in outs.items() if not out.exists()]
+    if done.returncode != 0 or missing:
+        log = "\n".join((done.stdout + done.stderr).splitlines()[-30:])
+        names = ", ".join(missing) or "what is there"
+        raise ConvertError(f"{names} could not be converted (exit status {done.returncode}):\n{log}")

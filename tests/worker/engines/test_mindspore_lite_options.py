@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import types
 from pathlib import Path
-from typing import Any, Dict, List, Optional
+from typing import Any, ClassVar, Dict, List
 
 import numpy as np
 import pytest
@@ -77,38 +78,50 @@ def told(library: Library, device: str, **options: Any) -> Dict[str, Any]:
 # --- options --------------------------------------------------------------------------------------------------
 
 
-def test_without_options_only_what_the_oldest_library_knows(library: Library) -> None:
-    assert told(library, "cpu") == {"target": ["cpu"], "cpu": {"thread_num": 3}, "ascend": {}}
-    library.calls.clear()
-    assert told(library, "ascend:5") == {"target": ["ascend"], "cpu": {}, "ascend": {"device_id": 5}}
-
-
-def test_the_threads_of_the_cpu(library: Library) -> None:
-    call = told(library, "cpu", thread_affinity_mode=2, thread_affinity_cores=[4, 6], inter_op_parallel=2)
-    assert call["cpu"] == {
-        "thread_num": 3,
-        "thread_affinity_mode": 2,
-        "thread_affinity_core_list": [4, 6],
-        "inter_op_parallel_num": 2,
-    }
-
-
-def test_the_ways_of_a_card(library: Library) -> None:
-    call = told(library, "ascend:1", provider="ge", precision_mode="enforce_fp32", rank_table_file="/r/table.json")
-    assert call["ascend"] == {"device_id": 1, "provider": "ge", "precision_mode": "enforce_fp32"}
-    assert call["config_dict"] == {"ascend_context": {"rank_table_file": "/r/table.json"}}
+@pytest.mark.parametrize(
+    ("device", "options", "expected"),
+    [
+        # Without options only what the oldest library knows.
+        ("cpu", {}, {"target": ["cpu"], "cpu": {"thread_num": 3}, "ascend": {}}),
+        ("ascend:5", {}, {"target": ["ascend"], "cpu": {}, "ascend": {"device_id": 5}}),
+        (
+            "cpu",
+            {"thread_affinity_mode": 2, "thread_affinity_cores": [4, 6], "inter_op_parallel": 2},
+            {
+                "target": ["cpu"],
+                "cpu": {
+                    "thread_num": 3,
+                    "thread_affinity_mode": 2,
+                    "thread_affinity_core_list": [4, 6],
+                    "inter_op_parallel_num": 2,
+                },
+                "ascend": {},
+            },
+        ),
+        (
+            "ascend:1",
+            {"provider": "ge", "precision_mode": "enforce_fp32", "rank_table_file": "/r/table.json"},
+            {
+                "target": ["ascend"],
+                "cpu": {},
+                "ascend": {"device_id": 1, "provider": "ge", "precision_mode": "enforce_fp32"},
+                "config_dict": {"ascend_context": {"rank_table_file": "/r/table.json"}},
+            },
+        ),
+    ],
+)
+def test_what_options_become(device: str, options: Dict[str, Any], expected: Dict[str, Any], library: Library) -> None:
+    assert told(library, device, **options) == expected
 
 
 def test_a_rank_table_stands_beside_what_is_shared(library: Library) -> None:
-    engine = make("ascend:0", rank_table_file="/r")
-    engine.build("/m", pids=("1", "007", "2147483647"))
-    expected = {"rank_table_file": "/r", "shareable_weight_pid_list": "1,7,2147483647"}
-    assert library.calls[0]["config_dict"] == {"ascend_context": expected}
-    engine = make("ascend:0")
-    engine.build("/m", handle="18446744073709551615")
-    assert library.calls[1]["config_dict"] == {
-        "ascend_context": {"shareable_weight_mem_handle": "18446744073709551615"}
-    }
+    most = "18446744073709551615"
+    make("ascend:0", rank_table_file="/r").build("/m", pids=("1", "007", "2147483647"))
+    make("ascend:0").build("/m", handle=most)
+    assert [call["config_dict"]["ascend_context"] for call in library.calls] == [
+        {"rank_table_file": "/r", "shareable_weight_pid_list": "1,7,2147483647"},
+        {"shareable_weight_mem_handle": most},
+    ]
 
 
 @pytest.mark.parametrize("device", ["cpu", "ascend:0"])
@@ -139,45 +152,50 @@ def test_a_file_that_is_not_there_is_named(library: Library, tmp_path: Path) -> 
 # --- the key --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", [0o600, 0o400])
-def test_all_bytes_of_the_file_are_the_key(mode: int, library: Library, tmp_path: Path) -> None:
+@pytest.fixture
+def key(tmp_path: Path) -> Path:
     file = tmp_path / "key"
     file.write_bytes(b"0123\0\n9")
-    file.chmod(mode)
-    call = told(library, "ascend:0", dec_key_file=str(file), dec_mode="SM4-CBC")
+    file.chmod(0o600)
+    return file
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o400])
+def test_all_bytes_of_the_file_are_the_key(mode: int, library: Library, key: Path) -> None:
+    key.chmod(mode)
+    call = told(library, "ascend:0", dec_key_file=str(key), dec_mode="SM4-CBC")
     assert (call["dec_key"], call["dec_mode"]) == (b"0123\0\n9", "SM4-CBC")
 
 
-@pytest.mark.parametrize("mode", [0o644, 0o640, 0o604, 0o700, 0o200, 0o4600])
-def test_a_key_that_others_may_read_is_none(mode: int, library: Library, tmp_path: Path) -> None:
-    file = tmp_path / "key"
-    file.write_bytes(b"0123456789abcdef")
-    file.chmod(mode)
-    with pytest.raises(BuildError, match=r"^options\.dec_key_file: .*(expected mode 0600 or 0400|Permission denied)"):
-        make("cpu", dec_key_file=str(file)).build("/m")
-
-
-@pytest.mark.parametrize("case", ["empty", "long", "directory", "pipe", "link", "stranger"])
-def test_a_key_that_is_no_private_file_is_none(case: str, library: Library, tmp_path: Path) -> None:
-    file = tmp_path / "key"
-    if case == "directory":
-        file.mkdir()
-    elif case == "pipe":
-        os.mkfifo(str(file), 0o600)
-    elif case == "link":
-        (tmp_path / "target").write_bytes(b"0123456789abcdef")
-        (tmp_path / "target").chmod(0o600)
-        file.symlink_to(tmp_path / "target")
-    else:
-        file.write_bytes({"empty": b"", "long": bytes(5000)}.get(case, b"0123456789abcdef"))
-        file.chmod(0o600)
-    if case == "stranger":
-        if os.geteuid():
-            pytest.skip("only root can give a file away")
-        os.chown(str(file), 12345, -1)
-    with pytest.raises(BuildError, match=r"^options\.dec_key_file: "):
-        make("cpu", dec_key_file=str(file)).build("/m")
+def refusal_of(key: Path, library: Library) -> str:
+    with pytest.raises(BuildError, match=r"^options\.dec_key_file: ") as info:
+        make("cpu", dec_key_file=str(key)).build("/m")
     assert library.calls == []
+    return str(info.value)
+
+
+@pytest.mark.parametrize("mode", [0o644, 0o640, 0o604, 0o700, 0o200, 0o4600])
+def test_a_key_that_others_may_read_is_none(mode: int, library: Library, key: Path) -> None:
+    key.chmod(mode)
+    assert re.search("expected mode 0600 or 0400|Permission denied", refusal_of(key, library))
+
+
+def test_a_key_that_is_no_private_file_is_none(library: Library, key: Path, tmp_path: Path) -> None:
+    for content in (b"", bytes(5000)):
+        key.write_bytes(content)
+        assert "expected a key of 1 to " in refusal_of(key, library)
+    assert "Is a directory" in refusal_of(tmp_path, library)
+    os.mkfifo(str(tmp_path / "pipe"), 0o600)
+    assert "expected a regular file" in refusal_of(tmp_path / "pipe", library)
+    key.write_bytes(b"0123456789abcdef")
+    (tmp_path / "link").symlink_to(key)
+    assert "symbolic links" in refusal_of(tmp_path / "link", library)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
+def test_a_strangers_key_is_none(library: Library, key: Path) -> None:
+    os.chown(str(key), 12345, -1)
+    assert "expected a file of this user or root" in refusal_of(key, library)
 
 
 # --- versions and numbers -------------------------------------------------------------------------------------
@@ -214,23 +232,24 @@ def test_a_handle_that_is_none_is_an_error(handle: str, library: Library) -> Non
         engine.sharing.allow(["1"])
 
 
-def test_what_is_shared_is_estimated_as_the_library_rounds_it(library: Library, tmp_path: Path) -> None:
-    def shared(path: Path) -> int:
-        engine = make("ascend:0")
-        engine.build(str(path), pids=("1",))
-        return engine.sharing.export("/s").bytes >> 20
-
-    file = tmp_path / "x.mindir"
-    file.write_bytes(bytes(1))
-    assert shared(file) == 2
-    file.write_bytes(bytes(2 << 20))
-    assert shared(file) == 4  # an exact multiple still gets one more
-    graph = tmp_path / "large_graph.mindir"
-    graph.write_bytes(bytes(100))
-    (tmp_path / "large_variables").mkdir()
-    (tmp_path / "large_variables" / "data_0").write_bytes(bytes(5 << 20))
-    assert shared(graph) == 6
-    assert shared(tmp_path / "gone.mindir") == 2
+@pytest.mark.parametrize(
+    ("files", "mib"),
+    [
+        ({"x.mindir": 1}, 2),
+        ({"x.mindir": 2 << 20}, 4),  # an exact multiple still gets one more
+        ({"x_graph.mindir": 100, "x_variables/data_0": 5 << 20}, 6),
+        ({}, 2),
+    ],
+)
+def test_what_is_shared_is_estimated_as_the_library_rounds_it(
+    files: Dict[str, int], mib: int, library: Library, tmp_path: Path
+) -> None:
+    (tmp_path / "x_variables").mkdir()
+    for name, size in files.items():
+        (tmp_path / name).write_bytes(bytes(size))
+    engine = make("ascend:0")
+    engine.build(str(tmp_path / next(iter(files), "gone.mindir")), pids=("1",))
+    assert engine.sharing.export("/s").bytes == mib << 20
 
 
 # --- the layer beneath ----------------------------------------------------------------------------------------
@@ -247,13 +266,7 @@ def test_there_is_one_build_in_a_process(library: Library) -> None:
 class FakeAcl:
     """libascendcl with one card."""
 
-    done: List[str]
-
-    def __init__(self) -> None:
-        self.done = []
-        FakeAcl.last = self
-
-    last: Optional[FakeAcl] = None
+    done: ClassVar[List[str]]
 
     def device_count(self) -> int:
         return 1
@@ -271,6 +284,7 @@ class FakeAcl:
 def test_a_card_beyond_the_last_is_refused_and_calls_concern_the_right_one(
     library: Library, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(FakeAcl, "done", [], raising=False)
     for module in (ascend, cardsharing):
         monkeypatch.setattr(module, "Acl", FakeAcl)
     with pytest.raises(BuildError, match="device: there is no card 1; this process sees 1, counted from 0"):
@@ -279,8 +293,7 @@ def test_a_card_beyond_the_last_is_refused_and_calls_concern_the_right_one(
     engine.build("/m", pids=("1",))
     handle = engine.sharing.export("/s").handle
     engine.sharing.allow(["2", "3"])
-    assert FakeAcl.last is not None
-    assert FakeAcl.last.done == ["use 0", f"allow {handle} [2, 3]"]
+    assert FakeAcl.done == ["use 0", f"allow {handle} [2, 3]"]
     assert engine.memory() == DeviceMemory(10, 4)
 
 

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any, Callable, ContextManager
+from typing import Any, Callable
 
 import numpy as np
 import pytest
 
 from testkit import cases
 from weightd.protocol.errors import InvalidArgument
-from weightd.protocol.messages.data import TensorSignature
-from weightd.worker import nativelog
 from weightd.worker.canary import canary
 from weightd.worker.engines.engine import Engine, Settings
 from weightd.worker.engines.errors import BuildError, Spoilt
@@ -30,14 +28,6 @@ def never() -> None:
 
 def ones(*shape: int, dtype: Any = np.float32) -> Any:
     return np.ones(shape, dtype)
-
-
-def test_datatypes_are_those_of_the_file(built: Built) -> None:
-    engine = built("integers")
-    assert engine.signature.inputs == (TensorSignature("ids", "INT64", (-1, 3)),)
-    answer = engine.predict({"ids": np.array([[0, 1, 0]])})["vectors"]
-    assert answer.shape == (1, 3, 4)
-    assert np.array_equal(answer[0, 0], answer[0, 2])
 
 
 @pytest.mark.parametrize(
@@ -76,20 +66,6 @@ def test_an_exception_that_nobody_expects_spoils(built: Built) -> None:
         engine.predict({"a": ones(1, 4)})
 
 
-def test_the_daemons_log_does_not_grow_without_a_bound_by_bad_requests(
-    built: Built, native_log: Callable[[], ContextManager[Path]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The library logs each node that fails; `Session` bounds the log with each order."""
-    monkeypatch.setattr(nativelog, "_MAX_LOG_BYTES", 1000)
-    engine = built("integers")
-    with native_log() as log:
-        for _ in range(20):
-            nativelog.bound()
-            with pytest.raises(InvalidArgument):
-                engine.predict({"ids": np.array([[0, 1, 99]])})
-        assert 0 < log.stat().st_size < 3000
-
-
 @pytest.mark.parametrize(
     ("name", "text"),
     [
@@ -100,13 +76,6 @@ def test_the_daemons_log_does_not_grow_without_a_bound_by_bad_requests(
 def test_a_type_that_has_no_name_on_the_wire_is_named(name: str, text: str, engine: Engine, model: Model) -> None:
     with pytest.raises(BuildError, match=text):
         engine.build(str(model(name)))
-
-
-def test_a_build_error_has_the_librarys_reason(engine: Engine, model: Model, tmp_path: Path) -> None:
-    half = tmp_path / "half.onnx"
-    half.write_bytes(model("wide").read_bytes()[:1000])
-    with pytest.raises(BuildError, match=r"onnxruntime: .*half\.onnx failed:Protobuf parsing failed"):
-        engine.build(str(half))
 
 
 def test_weights_in_other_files_are_found_beside_the_model(engine: Engine, onnx: Path, tmp_path: Path) -> None:
@@ -158,23 +127,18 @@ def test_a_scalar_output_stays_one(built: Built) -> None:
 
 def test_an_output_that_is_an_input_or_a_weight_is_not_the_sessions_own(built: Built) -> None:
     engine = built("constant")
-    x = ones(2, 4)
-    first = engine.predict({"x": x})
-    assert first["x"].tolist() == x.tolist()
-    assert first["k"].tolist() == [0, 1, 2, 3]
-    if first["k"].flags.writeable:
-        first["k"][:] = 9
-    assert engine.predict({"x": x})["k"].tolist() == [0, 1, 2, 3]
+    for _ in range(2):
+        answer = engine.predict({"x": ones(2, 4)})
+        assert (answer["x"].tolist(), answer["k"].tolist()) == (ones(2, 4).tolist(), [0, 1, 2, 3])
+        if answer["k"].flags.writeable:
+            answer["k"][:] = 9
 
 
-def test_an_empty_batch_is_an_answer_here(built: Built) -> None:
-    assert built("relu").predict({"x": ones(0, 4)})["y"].shape == (0, 4)
-
-
-def test_why_inputs_have_to_be_native(built: Built) -> None:
-    """The library takes F-order for what it is, but a big-endian array for a native one, without a word."""
+def test_what_the_library_takes(built: Built) -> None:
+    """An empty batch; F-order for what it is; but a big-endian array for a native one, without a word."""
     engine = built("relu")
     x = np.arange(8, dtype=np.float32).reshape(2, 4)
+    assert engine.predict({"x": x[:0]})["y"].shape == (0, 4)
     assert engine.predict({"x": np.asfortranarray(x)})["y"].tolist() == x.tolist()
     assert engine.predict({"x": x.astype(">f4")})["y"].tolist() != x.tolist()
 
