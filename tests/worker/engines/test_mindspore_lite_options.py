@@ -79,48 +79,32 @@ def told(library: Library, device: str, **options: Any) -> Dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("device", "options", "expected"),
+    ("device", "options", "side"),
     [
         # Without options only what the oldest library knows.
-        ("cpu", {}, {"target": ["cpu"], "cpu": {"thread_num": 3}, "ascend": {}}),
-        ("ascend:5", {}, {"target": ["ascend"], "cpu": {}, "ascend": {"device_id": 5}}),
-        (
-            "cpu",
-            {"thread_affinity_mode": 2, "thread_affinity_cores": [4, 6], "inter_op_parallel": 2},
-            {
-                "target": ["cpu"],
-                "cpu": {
-                    "thread_num": 3,
-                    "thread_affinity_mode": 2,
-                    "thread_affinity_core_list": [4, 6],
-                    "inter_op_parallel_num": 2,
-                },
-                "ascend": {},
-            },
-        ),
-        (
-            "ascend:1",
-            {"provider": "ge", "precision_mode": "enforce_fp32", "rank_table_file": "/r/table.json"},
-            {
-                "target": ["ascend"],
-                "cpu": {},
-                "ascend": {"device_id": 1, "provider": "ge", "precision_mode": "enforce_fp32"},
-                "config_dict": {"ascend_context": {"rank_table_file": "/r/table.json"}},
-            },
-        ),
+        ("cpu", {}, {"thread_num": 3}),
+        ("cpu", {"thread_affinity_mode": 2}, {"thread_num": 3, "thread_affinity_mode": 2}),
+        ("cpu", {"thread_affinity_cores": [4, 6]}, {"thread_num": 3, "thread_affinity_core_list": [4, 6]}),
+        ("cpu", {"inter_op_parallel": 2}, {"thread_num": 3, "inter_op_parallel_num": 2}),
+        ("ascend:5", {}, {"device_id": 5}),
+        ("ascend:1", {"provider": "ge"}, {"device_id": 1, "provider": "ge"}),
+        ("ascend:1", {"precision_mode": "enforce_fp32"}, {"device_id": 1, "precision_mode": "enforce_fp32"}),
     ],
 )
-def test_what_options_become(device: str, options: Dict[str, Any], expected: Dict[str, Any], library: Library) -> None:
-    assert told(library, device, **options) == expected
+def test_what_options_become(device: str, options: Dict[str, Any], side: Dict[str, Any], library: Library) -> None:
+    kind = device.partition(":")[0]
+    assert told(library, device, **options) == {"target": [kind], "cpu": {}, "ascend": {}, kind: side}
 
 
 def test_a_rank_table_stands_beside_what_is_shared(library: Library) -> None:
     most = "18446744073709551615"
     make("ascend:0", rank_table_file="/r").build("/m", pids=("1", "007", "2147483647"))
     make("ascend:0").build("/m", handle=most)
+    make("ascend:0", sharing=False, rank_table_file="/r").build("/m")
     assert [call["config_dict"]["ascend_context"] for call in library.calls] == [
         {"rank_table_file": "/r", "shareable_weight_pid_list": "1,7,2147483647"},
         {"shareable_weight_mem_handle": most},
+        {"rank_table_file": "/r"},
     ]
 
 
