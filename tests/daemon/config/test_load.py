@@ -230,38 +230,18 @@ def test_what_is_refused(file: Path, text: str, problem: str) -> None:
 
 
 ALL_WRONG = """
-[deamon]
-[daemon]
-sokcet = "x"
-runtime_dir = 3
-[models.one]
-path = "m.bin"
-workers = 0
-timeout = 9999
-[models.one.mindspore_lite]
-provider = "ge"
-dec_mode = "no"
-[models.two]
-path = "m.mindir"
-devices = 7
-[models.two.mindspore_lite]
-provider = "ge"
-[models.good]
-path = "m.onnx"
-[models.three]
-path = "m.mindir"
-devices = ["ascend:0"]
-[models.three.mindspore_lite]
-provider = "ge"
-inter_op_parallel = 3
-[models.four]
-path = "m.onnx"
-wrokers = 3
-[models.resnet.v1.b]
-path = "m.onnx"
-[devices.gpu]
-[devices."ascend:0"]
-processes = 0
+deamon = {}
+daemon = {sokcet = "x", runtime_dir = 3}
+[models]
+one = {path = "m.bin", workers = 0, timeout = 9999, mindspore_lite = {provider = "ge", dec_mode = "no"}}
+two = {path = "m.mindir", devices = 7, mindspore_lite = {provider = "ge"}}
+good = {path = "m.onnx"}
+three = {path = "m.mindir", devices = ["ascend:0"], mindspore_lite = {provider = "ge", inter_op_parallel = 3}}
+four = {path = "m.onnx", wrokers = 3}
+resnet.v1.b = {path = "m.onnx"}
+[devices]
+gpu = {}
+"ascend:0" = {processes = 0}
 """
 
 
@@ -358,12 +338,13 @@ def test_bad_names(file: Path, name: str) -> None:
 def test_paths_are_relative_to_the_file(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file.parent.joinpath("elsewhere").mkdir()
     monkeypatch.chdir(file.parent / "elsewhere")
-    paths = {"path": "~a.mindir", "python": "venv/bin/python"}
+    paths = {"path": "~a.mindir", "python": "venv/bin/python", "canary": "a/s.npz"}
     text = toml("daemon", {"runtime_dir": "run", "cache_dir": "cache"}) + toml("models.m", paths)
     config = loaded(file, text + toml("models.m.mindspore_lite", {"config_file": "acl.ini"}))
     model, daemon = config.models["m"], config.daemon
-    there = [model.path, model.python, model.mindspore_lite.config_file, daemon.runtime_dir, daemon.cache_dir]
-    relative = ["~a.mindir", "venv/bin/python", "acl.ini", "run", "cache"]
+    there = [model.path, model.python, model.canary, model.mindspore_lite.config_file]
+    there += [daemon.runtime_dir, daemon.cache_dir]
+    relative = ["~a.mindir", "venv/bin/python", "a/s.npz", "acl.ini", "run", "cache"]
     assert there == [str(file.parent / each) for each in relative]
     assert daemon.socket == f"ipc://{file.parent}/run/weightd.sock"
     # The file may be named relatively, too.

@@ -96,7 +96,7 @@ def test_the_last_words_of_one_that_dies_count(play: Play, program: Program) -> 
             "print('the cause', file=sys.stderr); os.abort()",
             LIMIT_S,
             Died,
-            "killed by SIGABRT; its log ends: a cause",
+            "killed by SIGABRT; its log ends: the cause",
         ),
         ("say(hello); time.sleep(99)", LIMIT_S, Confused, "expected Built, got Hello"),
         ("say(b'rubbish'); time.sleep(99)", LIMIT_S, Confused, "it broke the protocol"),
