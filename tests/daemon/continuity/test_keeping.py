@@ -19,6 +19,7 @@ import testkit.manager
 from testkit.keeping import LIMIT_S, ended
 from weightd.daemon.children.launch import Launch
 from weightd.daemon.children.launchers.keeper import link
+from weightd.daemon.children.launchers.keeper.link import KeeperLost
 from weightd.daemon.config.daemon import DaemonConfig
 from weightd.daemon.continuity import handover, keeping
 from weightd.daemon.continuity.claim import make_private
@@ -186,6 +187,20 @@ def test_a_keeper_that_is_lost_is_replaced_when_the_next_child_starts(
     following = service.start(config)
     assert following.pid == daemon.pid
     following.close()
+
+
+def test_a_keeper_whose_children_do_not_end_is_replaced_once_they_have(
+    service: Service, config: DaemonConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    daemon = service.start(config)
+    os.kill(daemon.pid, signal.SIGKILL)
+    with monkeypatch.context() as patch:
+        patch.setattr(link, "wait_until_gone", mock.Mock(return_value=False))
+        with pytest.raises(KeeperLost, match="its children do not end"):
+            started(daemon, "c", tmp_path / "log")
+    started(daemon, "c", tmp_path / "log")
+    service.keepers.add(daemon.pid)
+    daemon.close()
 
 
 def test_a_directory_that_is_not_free_is_refused(
