@@ -1,6 +1,6 @@
-"""Writes the seeds: each message of the wire once, page stores and configurations.
+"""Writes the seeds: each message of the wire once, and page stores. Configurations are written by hand.
 
-They are kept in git; after a change of the wire, the store or the configuration: `python tests/fuzz/seeds.py`.
+They are kept in git; after a change of the wire or the store: `python tests/fuzz/seeds.py`.
 """
 
 from __future__ import annotations
@@ -41,74 +41,10 @@ _REFUSED: dict[str, bytes] = {
     "timestamp": b"\xd6\xff" + bytes(4),
 }
 
-_CONFIGS = {
-    "smallest": '[models.m]\npath = "m.onnx"\n',
-    "cpu": """\
-[daemon]
-socket = "tcp://127.0.0.1:5555"
-runtime_dir = "/run/w"
-cache_dir = "c"
-drain_timeout = 3
-[models."resnet-50.v1"]
-path = "/m/r.mindir"
-engine = "mindspore_lite"
-python = "bin/python"
-workers = 8
-threads = 2
-spares = 3
-timeout = 0.5
-load_timeout = 60
-max_queue = 7
-max_queue_bytes = 8
-[models."resnet-50.v1".mindspore_lite]
-thread_affinity_cores = [0, 0x1]
-inter_op_parallel = 2
-config_file = "acl.ini"
-""",
-    "cards": """\
-[daemon]
-socket = "ipc:///run/w/s"
-[models.m]
-path = "m.mindir"
-devices = ["ascend:0", "ascend:12"]
-sharing = "auto"
-process_mib = 300
-policy = "replace"
-holder_loss = "frozen"
-[models.m.mindspore_lite]
-provider = "ge"
-precision_mode = "enforce_fp32"
-rank_table_file = "r.json"
-dec_key_file = "k"
-dec_mode = "AES-CBC"
-variable_weights = true
-[devices."ascend:0"]
-memory_mib = 1024
-processes = 32
-""",
-    "combinations": """\
-[models.a]
-path = "a.mindir"
-devices = ["cpu", "ascend:0"]
-[models.b]
-path = "a.mindir"
-devices = ["ascend:0", "ascend:0"]
-[models."c\\u0000"]
-path = "\\u0000"
-devices = []
-load_timeout = 0
-[devices.cpu]
-""",
-    "kinds": """\
-[models]
-m = {path = '''m.onnx''', timeout = 1e3, workers = 1979-05-27T07:32:00Z, spares = [[{a.b = inf}]], threads = 0b1}
-""",
-}
-
 
 def seeds() -> dict[str, bytes]:
-    """Return the seeds of all targets by their path in the corpus."""
-    return {**_decoder(), **_repeats(), **_store(), **{f"config/{name}": _CONFIGS[name].encode() for name in _CONFIGS}}
+    """Return the seeds that are made, by their path in the corpus."""
+    return {**_decoder(), **_repeats(), **_store()}
 
 
 def message(cls: type[Any]) -> Any:

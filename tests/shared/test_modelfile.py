@@ -365,8 +365,8 @@ def test_the_variables_of_a_mindir_belong_to_it(tmp_path: Path) -> None:
 
 
 def test_a_small_mindir_is_one_file(tmp_path: Path) -> None:
-    path = mindir(tmp_path, "data_0").rename(tmp_path / "net.mindir")
-    assert names(path) == ["net.mindir"]
+    mindir(tmp_path, "data_0").rename(tmp_path / "net.mindir")
+    assert names(tmp_path / "net.mindir") == ["net.mindir"]
 
 
 def test_a_graph_without_its_variables_is_refused(tmp_path: Path) -> None:

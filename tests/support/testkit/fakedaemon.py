@@ -30,8 +30,6 @@ LIMIT_S = 30.0
 Handler = Callable[[ClientMessage, Sequence[bytes]], Iterable[List[Any]]]
 Seen = Tuple[ClientMessage, Sequence[bytes]]
 
-EMPTY_STATUS = StatusResponse("-", "9.9", "running", 1, 1.0, 1, ())
-
 
 def echo(message: ClientMessage, tensors: Sequence[bytes]) -> Sequence[List[Any]]:
     """Answer at once: a model that returns its inputs, whatever it is called."""
