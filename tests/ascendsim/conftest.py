@@ -1,4 +1,8 @@
-"""A simulated machine, models, and programs that run on it."""
+"""A simulated machine, models, and programs that run on it.
+
+What the tests of the engine (worker/engines/test_ascend.py) notice of the simulator is not told again here: here are
+the traps that the engine has to avoid, which it would not notice the loss of, and what only whole services use.
+"""
 
 from __future__ import annotations
 

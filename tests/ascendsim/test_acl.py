@@ -2,36 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any, Tuple
 
 import pytest
 
-from ascendsim import Host, driver, environment, models
+from ascendsim import Host, driver
 from ascendsim.program import Program
 
-from .support import ATTACH, Start, assert_refused, errors_of, share
-
-PROBE = """
-import ctypes
-acl = ctypes.CDLL("libascendcl.so")
-free, total, cards = ctypes.c_size_t(), ctypes.c_size_t(), ctypes.c_uint32()
-sizes = ctypes.byref(free), ctypes.byref(total)
-assert acl.aclInit(None) == 0
-assert acl.aclInit(None) == 100002
-assert acl.aclrtGetMemInfo(1, *sizes) == 107002
-assert acl.aclrtGetDeviceCount(ctypes.byref(cards)) == 0
-assert acl.aclrtSetDevice(cards.value) != 0
-assert acl.aclrtSetDevice(0) == 0
-assert acl.aclrtGetMemInfo(0, *sizes) == 0
-assert (free.value, total.value) == (0, 0)
-assert acl.aclrtGetMemInfo(1, *sizes) == 0
-acl.aclrtGetSocName.restype = ctypes.c_char_p
-print(cards.value, free.value >> 20, total.value >> 20, acl.aclrtGetSocName().decode())
-"""
+from .support import ATTACH, Start, assert_refused, share
 
 
 @pytest.fixture
@@ -39,15 +17,6 @@ def shared(start: Start) -> Tuple[Program, Program, str]:
     """A holder, a worker that is listed, and the handle."""
     holder, (worker,), handle = share(start, attached=0)
     return holder, worker, handle
-
-
-def test_a_probe_reads_the_memory_without_the_library(program: Program, host: Host, tmp_path: Path) -> None:
-    host.switch(capacity_mib=1000, context_mib=100, workspace_mib=50, soc_name="Ascend310P3")
-    program.do("build(path, pids='1')", path=models.mlp(tmp_path / "m.mindir", size_mib=99))
-    command = [sys.executable, "-c", PROBE]
-    done = subprocess.run(command, env={**os.environ, **environment(host)}, stdout=subprocess.PIPE, check=True)
-    assert done.stdout.decode() == f"2 {1000 - (100 + 100 + 50) - 100} 1000 Ascend310P3\n"
-    assert host.ledger().processes == (program.do("pid()"),)
 
 
 def test_pids_add_up_up_to_a_limit(shared: Any, host: Host) -> None:
@@ -94,17 +63,6 @@ def test_only_the_exporter_sets_pids(shared: Any, host: Host) -> None:
     _, worker, handle = shared
     assert worker.do("set_pids(handle, pid())", handle=handle) == 507899
     assert "EACCES" in host.driver_log()[-1]
-
-
-def test_the_call_may_be_missing_or_unsupported(shared: Any, host: Host, start: Start) -> None:
-    holder, _, handle = shared
-    host.switch(acl_set_pid="unsupported")
-    assert holder.do("set_pids(handle, 1)", handle=handle) == 207000
-    assert errors_of(start(), "build(path, pids='1')")[0] == "Set pid to shareable_handle failed! ret:207000"
-    host.switch(acl_set_pid="missing")
-    error = holder.refusal("set_pids(handle, 1)")
-    assert error.text == "libascendcl.so: undefined symbol: aclrtMemSetPidToShareableHandle"
-    assert start().do("build(path, pids='1')")  # the library links it otherwise
 
 
 def test_everything_else_is_loaded_as_before_and_the_library_may_be_missing(program: Program, host: Host) -> None:

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from ascendsim import Host, Switches, models
+from ascendsim import Host, Switches
 from ascendsim.program import Died, Program
 
-from .support import ATTACH, Start, answers, errors_of, kinds, share
+from .support import ATTACH, Start, errors_of, share
 
 
 @pytest.mark.parametrize("at", ["start", "loaded"])
@@ -34,17 +34,6 @@ def test_only_those_meant_suffer(program: Program, host: Host, who: str, pids: s
     program.do("build(path, pids=others)", others=others)
     host.clear_faults()
     program.do("build(path, pids=pids)")
-
-
-def test_a_predict_fails_or_lies(program: Program, host: Host, path: Path, x: Any) -> None:
-    program.do("build(path)")
-    host.fault("predict", "fail", times=1)
-    assert program.refusal("predict(x)").text == "predict failed!"
-    assert answers(program, path, x)  # not poisoned
-    host.fault("predict", "garbage", skip=1, times=1)
-    assert [answers(program, path, x) for _ in range(3)] == [True, False, True]
-    host.switch(noise=1e-4)
-    assert not answers(program, path, x)
 
 
 def sleeps(pid: int) -> bool:
@@ -72,23 +61,6 @@ def test_a_build_on_a_card_can_take_long(program: Program, host: Host) -> None:
     assert time.monotonic() - begin >= 0.2
     program.do("build(path, target='cpu')")
     assert host.count("build") == 1
-
-
-def test_a_full_card_refuses_weights_and_workspaces(start: Start, host: Host, tmp_path: Path) -> None:
-    host.switch(capacity_mib=400)
-    large = models.mlp(tmp_path / "large.mindir", size_mib=300)
-    private, holder, small = start(), start(), start()
-    assert errors_of(private, path=large) == ["Call aclmdlLoadFromMem failed, ret = 207001"]
-    host.switch(capacity_mib=600)
-    first, *_, last = errors_of(holder, "build(path, pids='1')", path=large)
-    assert (first, last) == ("aclrtMallocPhysical failed! ret:207001", "Pre init model resource failed.")
-    host.switch(capacity_mib=604)
-    expected = ["Call aclrtMalloc failed, err_code = 207001", "Main process failed!"]
-    assert errors_of(small, "build(path, pids='1')") == expected
-    assert kinds(host) == ["weights"]  # leaked
-    for program in (private, holder, small):
-        program.kill()
-    start().do("build(path, pids='1')", path=large)
 
 
 def test_a_card_takes_so_many_processes(start: Start, host: Host) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -41,15 +39,6 @@ def test_a_process_finds_it_by_its_environment(host: Host, monkeypatch: pytest.M
     ]
     done = subprocess.run(command, env={**os.environ, **environment(host)}, stdout=subprocess.PIPE, check=True)
     assert done.stdout.decode() == "2.7.0 True\n"
-
-
-def test_the_log_is_what_the_engine_reads(program: Program) -> None:
-    module: Any = importlib.import_module("weightd.worker.engines.mindspore_lite.model")
-    errors = errors_of(program, "build(path, pids='x')")
-    lines = [line for line in program.log().splitlines() if line.startswith("[ERROR]")]
-    clock = r"\d{4}-\d\d-\d\d-\d\d:\d\d:\d\d\.\d{3}\.\d{3}"
-    assert re.match(rf"\[ERROR\] ME\(\d+,\w+,python\):{clock} \[mindspore-lite/", lines[0])
-    assert [module._GLOG_ERROR.match(line).group("text") for line in lines] == errors
 
 
 def test_a_build_gives_the_root_logger_a_handler(program: Program) -> None:
@@ -211,27 +200,10 @@ def test_a_config_file_says_the_same_and_the_dict_wins(start: Start, host: Host,
 # --- Where there is no handle -----------------------------------------------------------------------------------
 
 
-def test_off_ascend_there_is_no_pid(program: Program, host: Host) -> None:
-    host.switch(ascend=False)
-    assert program.do("ms.Model().get_model_info('current_pid')") == ""
-    errors_of(program)
-    program.do("build(path, target='cpu')")
-
-
 def test_what_a_model_does_not_know_of_itself(program: Program) -> None:
     keys = ("user_info", "input_shape", "dynamic_dims", "shareable_weight_mem_handle", "x")
     assert program.do("m = ms.Model()\n[m.get_model_info(key) for key in keys]", keys=keys) == [""] * 5
     assert program.log().count("[WARNING]") == 1
-
-
-@pytest.mark.parametrize(
-    ("where", "weights"),
-    [({"target": "cpu"}, []), ({"provider": "ge"}, ["private weights"]), ({"multi": "on"}, ["private weights"])],
-)
-def test_elsewhere_the_keys_are_ignored(start: Start, host: Host, where: Any, weights: Any) -> None:
-    program = start(ENABLE_MULTI_BACKEND_RUNTIME=where.pop("multi", ""))
-    assert program.do("build(path, pids='1', **where)", where=where) == ""
-    assert kinds(host) == weights
 
 
 def test_only_the_first_target_decides(program: Program, host: Host) -> None:
@@ -240,11 +212,6 @@ def test_only_the_first_target_decides(program: Program, host: Host) -> None:
     assert host.ledger().used == 0
     errors_of(program, "build(path, target='gpu')")
     errors_of(program, "ms.Model().build_from_file(str(path), ms.ModelType.MINDIR_LITE, context())")
-
-
-def test_a_bundle_model_is_loaded_privately(program: Program, host: Host, tmp_path: Path) -> None:
-    assert program.do("build(path, pids='1')", path=models.mlp(tmp_path / "b.mindir", bundle=True)) == ""
-    assert kinds(host) == ["private weights"]
 
 
 def test_an_encrypted_model_can_attach_but_not_hold(
@@ -258,21 +225,6 @@ def test_an_encrypted_model_can_attach_but_not_hold(
     assert answers(worker, path, x)
     for wrong, kind in (("abc", "ValueError"), ("99999999999999999999", "IndexError")):
         assert start().refusal("build(path, handle=handle, options=key)", **locked, handle=wrong).kind == kind
-
-
-@pytest.mark.parametrize(
-    ("options", "kind"),
-    [
-        ({"dec_key": "text"}, "TypeError"),
-        ({"dec_key": b"wrong"}, "RuntimeError"),
-        ({"dec_key": KEY, "dec_mode": ""}, "ValueError"),
-        ({"dec_key": KEY, "dec_mode": "ROT13"}, "RuntimeError"),
-        ({"dec_key": b""}, "RuntimeError"),  # a plain load of a file that is not plain
-    ],
-)
-def test_decryption_that_fails(program: Program, tmp_path: Path, options: Any, kind: str) -> None:
-    locked = models.mlp(tmp_path / "locked.mindir", key=KEY)
-    assert program.refusal("build(path, options=options)", path=locked, options=options).kind == kind
 
 
 # --- Model files ------------------------------------------------------------------------------------------------
@@ -290,13 +242,3 @@ def test_a_damaged_file_is_refused(program: Program, path: Path) -> None:
     for damaged in (b"", data[:-1], data + b"x", data[: len(data) // 2], b"text"):
         path.write_bytes(damaged)
         assert errors_of(program)[-1].startswith("Load model failed")
-
-
-def test_inputs_and_outputs_are_described(program: Program, tmp_path: Path) -> None:
-    program.do("build(path)")
-    describe = "[(t.name, t.dtype.name, list(t.shape)) for t in lib.model.get_inputs() + lib.model.get_outputs()]"
-    assert program.do(describe) == [("x", "FLOAT32", [-1, 64]), ("y", "FLOAT32", [-1, 64])]
-    program.do("build(path)", path=models.mlp(tmp_path / "fixed.mindir", batch=2))
-    assert program.do(describe) == [("x", "FLOAT32", [2, 64]), ("y", "FLOAT32", [2, 64])]
-    program.do("build(path)", path=models.mlp(tmp_path / "bf16.mindir", dtype="BFLOAT16"))
-    assert program.do("[lib.model.get_inputs()[0].dtype, lib.model.get_outputs()[0].dtype]") == [None, None]

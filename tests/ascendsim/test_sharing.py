@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from ascendsim import Host, models
-from ascendsim.process import pid_of
 from ascendsim.program import Program
 
 from .support import ATTACH, Start, answers, assert_refused, errors_of, kinds, share
@@ -16,19 +15,6 @@ from .support import ATTACH, Start, answers, assert_refused, errors_of, kinds, s
 MIB = 1024 * 1024
 
 # --- Shared memory, and who pays for it ------------------------------------------------------------------------
-
-
-def test_processes_share_one_copy(start: Start, host: Host, path: Path, x: Any) -> None:
-    holder, workers, handle = share(start, workers=2, attached=2)
-    assert int(handle) > 2**53
-    assert all(answers(program, path, x) for program in (holder, *workers))
-    assert (kinds(host), kinds(host, 1)) == (["weights"], [])
-    weights, pids = host.ledger().weights, [worker.do("pid()") for worker in workers]
-    assert pid_of(weights.owner) == holder.do("pid()")
-    assert [pid_of(each) for each in weights.importers] == pids
-    assert weights.whitelist == sorted(pids)
-    assert str(weights.handle) == handle
-    assert set(host.ledger().processes) == {holder.do("pid()"), *pids}
 
 
 @pytest.mark.parametrize(("mib", "granules"), [(0, 1), (1, 1), (2, 2), (3, 2), (64, 33)])
@@ -130,11 +116,6 @@ def test_a_process_sees_the_cards_that_are_listed_in_their_order(
         errors_of(program)
 
 
-def test_a_card_that_cannot_export_says_so_in_the_log_only(program: Program, host: Host) -> None:
-    host.switch(exports=False)
-    assert errors_of(program, "build(path, pids='1')")[0] == "aclrtMemExportToShareableHandle failed! ret:207000"
-
-
 # --- What a failed build leaves behind --------------------------------------------------------------------------
 
 
@@ -166,14 +147,6 @@ def test_a_failed_attach_may_look_like_a_success(start: Start, host: Host, x: An
 
 
 # --- Every attach writes ----------------------------------------------------------------------------------------
-
-
-def test_another_file_of_the_same_size_changes_all_answers(start: Start, path: Path, x: Any, other: Path) -> None:
-    holder, (worker,), handle = share(start, attached=0)
-    assert answers(holder, path, x)
-    worker.do("build(other, handle=handle)", other=other, handle=handle)
-    assert answers(worker, other, x)
-    assert answers(holder, other, x)
 
 
 def test_a_larger_file_is_refused_and_a_smaller_one_is_not(start: Start, tmp_path: Path) -> None:

@@ -115,52 +115,13 @@ def test_a_fixed_shape_is_fixed_on_a_card_only(program: Program, tmp_path: Path,
 # --- Gears ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("told", "info"), [(False, ["", ""]), (True, ["1;4", "x:-1,64"])])
-def test_a_resize_to_a_size_that_is_no_gear_is_refused_and_changes_nothing(
-    program: Program, tmp_path: Path, x: Any, told: bool, info: Any
-) -> None:
-    path = models.mlp(tmp_path / "geared.mindir", gears=(1, 4), told=told)
-    program.do("build(path)", path=path)
-    assert program.do("[lib.model.get_model_info(key) for key in ('dynamic_dims', 'input_shape')]") == info
-    # Outputs are those of the largest gear before the first resize.
-    assert program.do("[lib.model.get_inputs()[0].shape, lib.model.get_outputs()[0].shape]") == [[-1, 64], [4, 64]]
-    program.do("predict(x[:1])")
-    for shapes, reason in (([[3, 64]], "Current batch size 3 is invalid"), ([[4, 65]], "Shape Conflict: ")):
-        error = program.refusal("lib.model.resize(lib.model.get_inputs(), shapes)", shapes=shapes)
-        assert error.text == "resize failed! Error is Common error code."
-        assert program.errors()[-2].startswith(reason)
-        assert program.do("lib.model.get_inputs()[0].shape") == [1, 64]
-        assert answers(program, path, x[:1], "predict(x[:1])")
-
-
 def test_of_gears_for_the_batch_only_the_first_input_is_looked_at(program: Program, tmp_path: Path) -> None:
     path = models.two_inputs(tmp_path / "two.mindir", gears=(1, 2))
     a, b = np.ones((2, 4), np.float32), np.ones((1, 4), np.float32)
     assert program.do("build(path)\npredict(a, b).shape", path=path, a=a, b=b) == (2, 4)
 
 
-# --- update_weights ---------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def bundle(program: Program, tmp_path: Path) -> Program:
-    """A program with a bundle model, and in its `w` new weights for the first layer."""
+def test_an_update_with_no_weights_at_all_is_a_crash(program: Program, tmp_path: Path) -> None:
     program.do("build(path)", path=models.mlp(tmp_path / "bundle.mindir", bundle=True))
-    program.do("w = ms.Tensor(np.zeros((64, 64), np.float32))\nw.name = 'w0'")
-    return program
-
-
-def test_a_bundle_model_takes_new_weights(bundle: Program) -> None:
-    assert bundle.do("predict(x)").any()
-    bundle.do("lib.model.update_weights([[w]])")
-    assert not bundle.do("predict(x)").any()
-    for weights in ("[[w], [w]]", "[[]]", "[[ms.Tensor(np.zeros(3, np.float32))]]"):
-        assert bundle.refusal(f"lib.model.update_weights({weights})").kind == "RuntimeError"
-    for target in ("cpu", "ascend"):
-        bundle.do("build(other, target=target)", other=models.mlp(bundle.do("path")), target=target)
-        assert bundle.refusal("lib.model.update_weights([[w]])").kind == "RuntimeError"
-
-
-def test_no_weights_at_all_is_a_crash(bundle: Program) -> None:
     with pytest.raises(Died, match=f"exit status -{int(signal.SIGSEGV)}"):
-        bundle.do("lib.model.update_weights([])")
+        program.do("lib.model.update_weights([])")
