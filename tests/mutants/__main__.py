@@ -23,8 +23,6 @@ MUTANTS = [*daemon.MUTANTS, *worker.MUTANTS, *protocol.MUTANTS]
 
 _AT_ONCE = 2
 
-_VERDICTS = {PASSED: "SURVIVES", FAILED: "noticed"}
-
 
 def chosen(names: Iterable[str]) -> dict[Mutant, int]:
     """Return the mutants of these rooms and numbers, all if there are no names, with their numbers."""
@@ -45,15 +43,12 @@ def main(argv: Sequence[str]) -> int:
     begin = time.monotonic()
     try:
         numbers = chosen(options.names)
-        lost = [str(number) for mutant, number in numbers.items() if not _is_found(mutant, number, told=options.list)]
+        found = [mutant for mutant, number in numbers.items() if _is_found(mutant, number, told=options.list)]
         if options.list:
-            return int(bool(lost))
-        found = [mutant for mutant, number in numbers.items() if str(number) not in lost]
+            return int(len(found) < len(numbers))
         tried = [mutant for mutant in found if not mutant.on_37 or _has_37()]
         if len(tried) < len(found):
-            print("=" * 79)
             print("SKIPPED: the mutants of MindSpore Lite. There is no .venv-mslite: make .venv-mslite")
-            print("=" * 79)
         survivors = _try(tried, numbers)
     except Mistake as mistake:
         print(mistake, file=sys.stderr)
@@ -61,19 +56,18 @@ def main(argv: Sequence[str]) -> int:
     print(f"{len(tried) - len(survivors)} of {len(tried)} noticed in {time.monotonic() - begin:.0f} s")
     for mutant in survivors:
         print(f"{numbers[mutant]:3} {mutant.room}: {mutant.equivalent or 'SURVIVES'}: {mutant.piece!r}")
-    if lost:
-        print(f"not found, so not tried: {', '.join(lost)}")
-    return int(bool(lost) or any(not mutant.equivalent for mutant in survivors))
+    print(f"not found, so not tried: {len(numbers) - len(found)}")
+    return int(len(found) < len(numbers) or any(not mutant.equivalent for mutant in survivors))
 
 
 def _is_found(mutant: Mutant, number: int, *, told: bool) -> bool:
     try:
-        where = place(mutant)
+        where = f"{place(mutant)}: {mutant.piece!r} -> {mutant.instead!r}"
     except Mistake as mistake:
         print(f"{number:3} {mutant.room:14} {mistake}")
         return False
     if told:
-        print(f"{number:3} {mutant.room:14} {where}: {mutant.piece!r} -> {mutant.instead!r}")
+        print(f"{number:3} {mutant.room:14} {where}")
     return True
 
 
@@ -84,27 +78,25 @@ def _has_37() -> bool:
 
 
 def _try(tried: Sequence[Mutant], numbers: dict[Mutant, int]) -> list[Mutant]:
-    """Try them; return those that nobody has noticed."""
-    survivors: list[Mutant] = []
+    """Try them; return those that nobody has noticed, or whose tests fail without them."""
     with tempfile.TemporaryDirectory(prefix="weightd-mutants-") as scratch:
-        suites = dict.fromkeys(Job(mutant.tests, mutant.on_37) for mutant in tried)
         good: set[str] = set()
+        suites = dict.fromkeys(Job(each.tests, each.on_37) for each in tried)
         for job, status, said in run(suites, Path(scratch, "good"), _AT_ONCE):
             if status == PASSED:
                 good.add(job.tests)
             else:
                 print(f"without any mutant these fail: {job.tests}: {said}", flush=True)
-        jobs = [Job(mutant.tests, mutant.on_37, mutant) for mutant in tried if mutant.tests in good]
-        survivors += [mutant for mutant in tried if mutant.tests not in good]
+        noticed: set[Mutant] = set()
+        jobs = [Job(each.tests, each.on_37, each) for each in tried if each.tests in good]
         for job, status, said in run(jobs, Path(scratch, "bad"), _AT_ONCE):
-            mutant = job.mutant
-            if mutant is not None:
-                verdict = _VERDICTS.get(status, f"is none, pytest says: {said}")
-                piece = mutant.piece.strip().splitlines()[0]
-                print(f"{numbers[mutant]:3} {mutant.room:14} {verdict:8} {piece:.90}", flush=True)
-                if status != FAILED:
-                    survivors.append(mutant)
-    return survivors
+            assert job.mutant
+            verdict = {PASSED: "SURVIVES", FAILED: "noticed"}.get(status, f"is none, pytest says: {said}")
+            piece = job.mutant.piece.strip().splitlines()[0]
+            print(f"{numbers[job.mutant]:3} {job.mutant.room:14} {verdict:8} {piece:.90}", flush=True)
+            if status == FAILED:
+                noticed.add(job.mutant)
+    return [mutant for mutant in tried if mutant not in noticed]
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -60,7 +60,7 @@ class Copy:
             if (REPOSITORY / name).exists():
                 (directory / name).symlink_to(REPOSITORY / name)
         self._ticks = 0
-        self._restore: Callable[[], None] = lambda: None
+        self._mutated: tuple[Path, str] | None = None
         self._output = directory / "build" / "output"
         self._output.parent.mkdir()
 
@@ -68,12 +68,10 @@ class Copy:
         """Run the job's tests; return the pid of the process that does."""
         if job.mutant is not None:
             file = self._directory / place(job.mutant)
-            original = file.read_text("utf-8")
-            self._restore = lambda: self._write(file, original)
-            self._write(file, original.replace(job.mutant.piece, job.mutant.instead))
-        arguments = [
-            f"tests/{each}" if (REPOSITORY / "tests" / each).exists() else each for each in shlex.split(job.tests)
-        ]
+            self._mutated = file, file.read_text("utf-8")
+            self._write(file, self._mutated[1].replace(job.mutant.piece, job.mutant.instead))
+        words = shlex.split(job.tests)
+        arguments = [f"tests/{each}" if (REPOSITORY / "tests" / each).exists() else each for each in words]
         # Of what was imported before it pytest would complain.
         common = ["-x", "-q", "--tb=no", "-p", "no:cacheprovider", "-W", "ignore::pytest.PytestAssertRewriteWarning"]
         arguments = [*common, f"--timeout={_TEST_LIMIT_S}", *arguments]
@@ -81,25 +79,22 @@ class Copy:
 
     def end(self) -> str:
         """The tests have ended: let the mutant go; return what pytest has said."""
-        self._restore()
-        self._restore = lambda: None
+        if self._mutated:
+            self._write(*self._mutated)
+        self._mutated = None
         return self._output.read_text("utf-8", "replace")[-1200:]
+
+    def _begin_37(self, arguments: list[str]) -> int:
+        command = [str(INTERPRETER_37), "-m", "pytest", *arguments]
+        env = {**os.environ, **self._environment()}
+        with self._output.open("wb") as output:
+            return subprocess.Popen(
+                command, cwd=self._directory, env=env, stdout=output, stderr=output, start_new_session=True
+            ).pid
 
     def _environment(self) -> dict[str, str]:
         # What an editable install would find first is the repository.
-        roots = [str(self._directory / each) for each in (*_ROOTS, "tests/support")]
-        return {**os.environ, "PYTHONPATH": os.pathsep.join(roots)}
-
-    def _begin_37(self, arguments: list[str]) -> int:
-        with self._output.open("wb") as output:
-            return subprocess.Popen(
-                [str(INTERPRETER_37), "-m", "pytest", *arguments],
-                cwd=self._directory,
-                env=self._environment(),
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
-            ).pid
+        return {"PYTHONPATH": os.pathsep.join(str(self._directory / each) for each in (*_ROOTS, "tests/support"))}
 
     def _fork(self, arguments: list[str]) -> int:
         pid = os.fork()
@@ -120,11 +115,10 @@ class Copy:
             import pytest
 
             status = int(pytest.main(arguments))
-            sys.stdout.flush()
+        except BaseException:  # noqa: BLE001 - it must not go on as a second runner
+            traceback.print_exc()
         finally:
-            if status == _BROKEN:
-                traceback.print_exc()
-                sys.stderr.flush()
+            sys.stdout.flush()
             os._exit(status)
 
     def _write(self, file: Path, text: str) -> None:
@@ -167,25 +161,18 @@ def run(jobs: Iterable[Job], scratch: Path, at_once: int) -> Iterator[tuple[Job,
             while waiting and free:
                 job, copy = waiting.pop(), free.pop()
                 running[copy.begin(job)] = job, copy, time.monotonic() + _LIMIT_S
+            for pid, (_, _, deadline) in running.items():
+                if time.monotonic() >= deadline:
+                    os.killpg(pid, signal.SIGKILL)
             pid, status = os.waitpid(-1, os.WNOHANG)
-            if not pid:
-                _end_overdue(running)
+            if pid not in running:
                 time.sleep(0.02)
                 continue
-            if pid not in running:
-                continue
             job, copy, _ = running.pop(pid)
-            said = copy.end()
             free.append(copy)
             code = os.waitstatus_to_exitcode(status)
-            yield job, FAILED if code == -signal.SIGKILL else code, said
+            yield job, FAILED if code == -signal.SIGKILL else code, copy.end()
     finally:
         for pid in running:
             os.killpg(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
-
-
-def _end_overdue(running: dict[int, tuple[Job, Copy, float]]) -> None:
-    for pid, (_, _, deadline) in running.items():
-        if time.monotonic() >= deadline:
-            os.killpg(pid, signal.SIGKILL)
