@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any, Dict, List, Mapping, Optional
+from typing import Any, List, Mapping, Optional
 
 from ascendsim.host import Host, environment
 
@@ -41,11 +41,7 @@ class ProgramError(Exception):
 
 
 class Died(Exception):
-    """The program ended without an answer; `status` is negative for a signal."""
-
-    def __init__(self, status: int) -> None:
-        super().__init__(f"exit status {status}")
-        self.status = status
+    """The program ended without an answer; the text has its status, negative for a signal."""
 
 
 class Nursery:
@@ -159,7 +155,7 @@ class Program(Forked):
         try:
             error, value = pickle.load(self._stream)
         except (EOFError, ConnectionResetError):
-            raise Died(self.wait()) from None
+            raise Died(f"exit status {self.wait()}") from None
         if error is not None:
             raise ProgramError(*error)
         return value
@@ -186,8 +182,3 @@ class Program(Forked):
             self._stream.close()
         self._connection.close()
         return super().wait()
-
-
-def config(**items: str) -> Dict[str, Dict[str, str]]:
-    """A config_dict with one section, ascend_context."""
-    return {"ascend_context": dict(items)}
