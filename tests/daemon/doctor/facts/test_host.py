@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -27,15 +27,18 @@ PROCESSES = """
 """
 
 
+Machine = Callable[[Mapping[str, str]], Path]
+
+
 def no_npu_smi(argv: list[str]) -> str:
     raise OSError("npu-smi is not on PATH")
 
 
 @pytest.fixture
-def machine(tmp_path: Path) -> Callable[..., Path]:
+def machine(tmp_path: Path) -> Machine:
     """Write files below the root of a machine; return the root."""
 
-    def write(**files: str) -> Path:
+    def write(files: Mapping[str, str]) -> Path:
         for path, text in files.items():
             (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / path).write_text(text)
@@ -53,9 +56,9 @@ def test_a_host_with_nothing(tmp_path: Path) -> None:
 DRIVER = "usr/local/Ascend/driver/version.info"
 
 
-def test_a_host_with_cards(machine: Callable[..., Path]) -> None:
+def test_a_host_with_cards(machine: Machine) -> None:
     nodes = {f"dev/{name}": "" for name in ("davinci1", "davinci0", "davinci_manager", "null")}
-    root = machine(**nodes, **{DRIVER: "Version=24.1.rc3\nascendhal_version=7.35.23\n"})
+    root = machine({**nodes, DRIVER: "Version=24.1.rc3\nascendhal_version=7.35.23\n"})
     seen = look(root, lambda _: MAPPING)
     assert seen.devices == ("davinci0", "davinci1")
     assert seen.driver == f"24.1.rc3 ({root}/{DRIVER})"
@@ -74,30 +77,30 @@ TOOLKIT = f"{platform.machine()}-linux/ascend_toolkit_install.info"
         ("latest/version.cfg", "# x\nruntime_running_version=[7.5.0.1.129:8.0.0]\n", "7.5.0.1.129:8.0.0"),
     ],
 )
-def test_where_cann_is(machine: Callable[..., Path], file: str, text: str, version: str) -> None:
-    root = machine(**{f"usr/local/Ascend/{file}": text})
+def test_where_cann_is(machine: Machine, file: str, text: str, version: str) -> None:
+    root = machine({f"usr/local/Ascend/{file}": text})
     assert look(root, no_npu_smi).cann == f"{version} ({root}/usr/local/Ascend/{file})"
 
 
-def test_the_environment_tells_first_where_cann_is(machine: Callable[..., Path]) -> None:
+def test_the_environment_tells_first_where_cann_is(machine: Machine) -> None:
     name = f"opt/cann/{TOOLKIT}"
-    root = machine(**{"usr/local/Ascend/latest/version.cfg": "version=8.0.0\n", name: "version=8.3.RC1\n"})
+    root = machine({"usr/local/Ascend/latest/version.cfg": "version=8.0.0\n", name: "version=8.3.RC1\n"})
     seen = look(root, no_npu_smi, "/opt/cann")
     assert (seen.cann, seen.home, seen.is_home_there) == (f"8.3.RC1 ({root}/{name})", "/opt/cann", True)
     seen = look(root, no_npu_smi, "/opt/gone")
     assert (seen.home, seen.is_home_there) == ("/opt/gone", False)
 
 
-def test_the_installer_tells_where_the_driver_is_and_whose(machine: Callable[..., Path]) -> None:
+def test_the_installer_tells_where_the_driver_is_and_whose(machine: Machine) -> None:
     install = "UserName=npu\nUserGroup=npus\nDriver_Install_Path_Param=/opt/driver\n"
     file = "opt/driver/driver/version.info"
-    root = machine(**{"etc/ascend_install.info": install, file: "Version=25.2.0\n"})
+    root = machine({"etc/ascend_install.info": install, file: "Version=25.2.0\n"})
     seen = look(root, no_npu_smi)
     assert (seen.driver, seen.group) == (f"25.2.0 ({root}/{file})", "npus")
 
 
-def test_a_version_file_without_a_version(machine: Callable[..., Path]) -> None:
-    assert look(machine(**{DRIVER: "inversion of control\n"}), no_npu_smi).driver == ""
+def test_a_version_file_without_a_version(machine: Machine) -> None:
+    assert look(machine({DRIVER: "inversion of control\n"}), no_npu_smi).driver == ""
 
 
 @pytest.mark.parametrize(
@@ -113,8 +116,8 @@ def test_virtual_nodes(nodes: tuple[str, ...], virtual: tuple[str, ...]) -> None
 
 
 @pytest.mark.parametrize(("flags", "virtual"), [("fpu hypervisor sse", True), ("fpu sse", False)])
-def test_a_virtual_machine(machine: Callable[..., Path], flags: str, virtual: bool) -> None:
-    root = machine(**{"proc/cpuinfo": f"processor\t: 0\nflags\t\t: {flags}\n"})
+def test_a_virtual_machine(machine: Machine, flags: str, virtual: bool) -> None:
+    root = machine({"proc/cpuinfo": f"processor\t: 0\nflags\t\t: {flags}\n"})
     assert look(root, no_npu_smi).virtual_machine is virtual
 
 
