@@ -192,15 +192,14 @@ def test_a_keeper_that_is_lost_is_replaced_when_the_next_child_starts(
 def test_a_keeper_whose_children_do_not_end_is_replaced_once_they_have(
     service: Service, config: DaemonConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    daemon = service.start(config)
-    os.kill(daemon.pid, signal.SIGKILL)
-    with monkeypatch.context() as patch:
-        patch.setattr(link, "wait_until_gone", mock.Mock(return_value=False))
-        with pytest.raises(KeeperLost, match="its children do not end"):
-            started(daemon, "c", tmp_path / "log")
-    started(daemon, "c", tmp_path / "log")
-    service.keepers.add(daemon.pid)
-    daemon.close()
+    with contextlib.closing(service.start(config)) as daemon:
+        os.kill(daemon.pid, signal.SIGKILL)
+        with monkeypatch.context() as patch:
+            patch.setattr(link, "wait_until_gone", mock.Mock(return_value=False))
+            with pytest.raises(KeeperLost, match="its children do not end"):
+                started(daemon, "c", tmp_path / "log")
+        started(daemon, "c", tmp_path / "log")
+        service.keepers.add(daemon.pid)
 
 
 def test_a_directory_that_is_not_free_is_refused(
