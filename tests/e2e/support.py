@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import select
+import signal
 import subprocess
 import sys
 import threading
@@ -229,6 +230,10 @@ class Place:
         path.write_text("\n".join(lines) + "\n", encoding="utf-8")
         return path
 
+    def serve(self, tables: Mapping[str, Mapping[str, object]], **daemon: object) -> Weightd:
+        """Return a daemon that serves these models."""
+        return Weightd(self.runtime / "weightd.log", "serve", self.config(tables, **daemon))
+
     @property
     def left(self) -> list[str]:
         """What a daemon has left behind."""
@@ -276,6 +281,11 @@ class Weightd:
         """Wait for its end and return its exit status."""
         return self._process.wait(limit)
 
+    def end(self, number: int = signal.SIGTERM) -> int:
+        """Send it a signal, and wait for its exit status."""
+        os.kill(self.pid, number)
+        return self.wait()
+
     def wait_for(self, text: str) -> None:
         """Wait until it has logged the text."""
         until(lambda: text in self.log or self._process.poll() is not None, f"it logs {text!r}")
@@ -306,6 +316,25 @@ def processes(service: Service, name: str, role: str) -> list[ProcessStatus]:
 def ready_workers(service: Service, name: str) -> list[ProcessStatus]:
     """Return the workers of a model that are READY."""
     return [each for each in processes(service, name, "worker") if each.state == "ready"]
+
+
+def kill_a_worker(service: Service, load: Load) -> None:
+    """Kill one of the workers of the model "mlp"; another takes its place, serves, and shares the weights."""
+    before = {each.name: each for each in ready_workers(service, "mlp")}
+    victim = next(iter(before.values()))
+    os.kill(victim.pid, signal.SIGKILL)
+
+    def successor_serves() -> bool:
+        now = {each.name: each for each in ready_workers(service, "mlp")}
+        return len(now) == len(before) and victim.name not in now and all(each.served for each in now.values())
+
+    until(successor_serves, "another one serves in its place")
+    load.wait_for(20)
+    status = model_status(service, "mlp")
+    assert (status.state, status.failed) == ("serving", 0)
+    assert f"{victim.name} lost: killed by SIGKILL" in service.log
+    for each in status.generations[0].processes:
+        assert (each.shared_bytes or 0) >= 0.98 * MLP_WEIGHT_BYTES, each
 
 
 def cause_of_failure(service: Service, name: str) -> str:

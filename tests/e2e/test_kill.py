@@ -1,4 +1,4 @@
-"""Processes that are killed while clients use the service."""
+"""Processes that are killed while clients use the service. That of one worker, on each engine: test_main_path."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from testkit.service import Service
 from testkit.waiting import until
 
 from .support import (
-    MLP_WEIGHT_BYTES,
     ONE_ENGINE,
     Load,
     Question,
@@ -22,13 +21,14 @@ from .support import (
     ask_all,
     assert_same,
     children_of,
+    kill_a_worker,
     left_behind,
     model_status,
     processes,
     ready_workers,
 )
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, ONE_ENGINE]
 
 WORKERS = 2
 
@@ -44,30 +44,6 @@ def names(service: Service) -> set[str]:
     return {each.name for each in ready_workers(service, "mlp")}
 
 
-def kill_a_worker_and_wait_for_its_successor(service: Service, load: Load) -> None:
-    before = names(service)
-    os.kill(ready_workers(service, "mlp")[0].pid, signal.SIGKILL)
-    until(lambda: len(names(service)) == WORKERS and names(service) != before, "the worker is replaced")
-
-    def has_served() -> bool:
-        return all(each.served for each in ready_workers(service, "mlp"))
-
-    until(has_served, "its successor serves")
-    load.wait_for(50)
-    status = model_status(service, "mlp")
-    assert (status.state, status.failed) == ("serving", 0)
-    for each in status.generations[0].processes:
-        assert (each.shared_bytes or 0) >= 0.98 * MLP_WEIGHT_BYTES, each
-
-
-def test_no_request_is_lost_when_a_worker_is_killed(service: Service, questions: list[Question]) -> None:
-    with Load(service.address, "mlp", questions, in_flight=6) as load:
-        load.wait_for(50)
-        kill_a_worker_and_wait_for_its_successor(service, load)
-    assert service.log.count("killed by SIGKILL") == 1
-
-
-@ONE_ENGINE
 def test_no_request_is_lost_when_the_last_workers_are_killed(service: Service, questions: list[Question]) -> None:
     service.ready()
     workers = [each.pid for each in ready_workers(service, "mlp")]
@@ -83,7 +59,6 @@ def test_no_request_is_lost_when_the_last_workers_are_killed(service: Service, q
     service.ready()
 
 
-@ONE_ENGINE
 def test_nobody_notices_when_the_holder_is_killed(service: Service, questions: list[Question]) -> None:
     [holder] = processes(service, "mlp", "holder")
     before = names(service)
@@ -93,10 +68,9 @@ def test_nobody_notices_when_the_holder_is_killed(service: Service, questions: l
         until(lambda: not processes(service, "mlp", "holder"), "the holder is gone")
         load.wait_for(50)
         assert (model_status(service, "mlp").state, names(service)) == ("serving", before)
-        kill_a_worker_and_wait_for_its_successor(service, load)
+        kill_a_worker(service, load)
 
 
-@ONE_ENGINE
 @pytest.mark.parametrize("loads", [False, True], ids=["serves", "loads"])
 def test_no_child_survives_a_killed_daemon_and_the_next_one_cleans_up(
     loads: bool, mlp: Path, questions: list[Question], tmp_path: Path
@@ -123,6 +97,5 @@ def test_no_child_survives_a_killed_daemon_and_the_next_one_cleans_up(
         ):
             ask_all(client, "mlp", questions)
             assert client.status().pid == second.pid
-            os.kill(second.pid, signal.SIGTERM)
-            assert second.wait() == 0
+            assert second.end() == 0
             assert left_behind(runtime, service.cache) == []

@@ -29,6 +29,7 @@ from .support import (
     ask_all,
     assert_same,
     embeddings,
+    kill_a_worker,
     mlp_inputs,
     model_status,
     pairs,
@@ -179,3 +180,9 @@ def test_status_tells_the_truth(
     for each in generation.processes:
         command = Path(f"/proc/{each.pid}/cmdline").read_bytes()
         assert each.name.encode() in command.split(b"\0")
+
+
+def test_no_request_is_lost_when_a_worker_is_killed(service: Service, questions: list[Question]) -> None:
+    with Load(service.address, "mlp", questions, in_flight=6) as load:
+        load.wait_for(50)
+        kill_a_worker(service, load)

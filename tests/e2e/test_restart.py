@@ -31,7 +31,7 @@ from .support import (
     ready_workers,
 )
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, ONE_ENGINE]
 
 WORKERS = 2
 
@@ -88,7 +88,6 @@ class Customers:
                 return
 
 
-@ONE_ENGINE
 def test_it_is_told_what_a_service_manager_wants_to_know(service: ManagedService) -> None:
     first = service.manager.wait_until_told("READY=1")
     loading = [each for each in service.manager.told[:first] if each.startswith("STATUS=")]
@@ -121,7 +120,6 @@ def test_processes_outlive_the_daemon_and_nobody_gets_a_wrong_answer(
     assert who(service) == before
 
 
-@ONE_ENGINE
 def test_a_worker_that_does_not_come_back_is_replaced(service: ManagedService, questions: list[Question]) -> None:
     before = who(service)
     hung = ready_workers(service, "mlp")[0]
@@ -134,7 +132,6 @@ def test_a_worker_that_does_not_come_back_is_replaced(service: ManagedService, q
     assert {name: pid for name, pid in before.items() if name != hung.name}.items() <= after.items()
 
 
-@ONE_ENGINE
 def test_workers_that_speak_another_protocol_are_loaded_anew(
     service: ManagedService, questions: list[Question]
 ) -> None:
@@ -153,7 +150,6 @@ def test_workers_that_speak_another_protocol_are_loaded_anew(
     assert "every model is loaded anew: weightd 9.9 speaks protocol 99 with its workers" in service.log
 
 
-@ONE_ENGINE
 def test_a_lost_keeper_is_replaced_and_everything_loaded_anew(
     service: ManagedService, questions: list[Question]
 ) -> None:
@@ -176,7 +172,6 @@ def test_a_lost_keeper_is_replaced_and_everything_loaded_anew(
     service.ready()
 
 
-@ONE_ENGINE
 def test_an_update_outlives_the_daemon(service: ManagedService, zoo: Zoo, bare: Bare, mlp: Path) -> None:
     other = zoo.path("other_mlp", "onnxruntime")
     questions = bare.questions(other, mlp_inputs((1, 3)))
@@ -193,7 +188,6 @@ def test_an_update_outlives_the_daemon(service: ManagedService, zoo: Zoo, bare: 
         ask_all(client, "mlp", bare.questions(mlp, mlp_inputs((1, 3))))
 
 
-@ONE_ENGINE
 def test_the_end_of_the_service_ends_everything(service: ManagedService) -> None:
     until(lambda: len(model_status(service, "mlp").generations) == 1, "the old one has left")
     service.ready()
@@ -214,7 +208,6 @@ def test_the_end_of_the_service_ends_everything(service: ManagedService) -> None
     assert model_status(service, "mlp").generations[0].number == 1
 
 
-@ONE_ENGINE
 def test_a_required_model_that_cannot_be_loaded_ends_the_start(tmp_path: Path, engine: str) -> None:
     broken = tmp_path / "broken.onnx"
     broken.write_bytes(b"no model")
