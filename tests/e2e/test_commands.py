@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import signal
 import subprocess
@@ -68,6 +67,5 @@ def test_run_serves_one_model_without_a_configuration(
             daemon.wait_for("two_inputs.1: serving")
             [model] = client.status().models
             assert sum(each.role == "worker" for each in model.generations[0].processes) == 2
-        os.kill(daemon.pid, signal.SIGINT)
-        assert daemon.wait() == 0
+        assert daemon.end(signal.SIGINT) == 0
     assert place.left == []

@@ -18,7 +18,7 @@ from testkit.waiting import until
 from weightd.client import Client
 from weightd.protocol.messages.status import ModelStatus
 
-from .support import MLP_WEIGHT_BYTES, ONE_ENGINE, Place, Question, Weightd, ask_all
+from .support import MLP_WEIGHT_BYTES, ONE_ENGINE, Place, Question, ask_all
 
 pytestmark = [
     pytest.mark.e2e,
@@ -44,25 +44,20 @@ def model(client: Client) -> ModelStatus:
     return client.status().models[0]
 
 
-def test_a_disk_without_room_for_the_snapshot_is_the_cause_of_a_failure(
-    mlp: Path, place: Place, tmp_path: Path
-) -> None:
-    config = place.config({"mlp": {"path": mlp}})
-    with disk(place, MODEL_MIB - 2), Weightd(tmp_path / "log", "serve", config) as daemon:
+def test_a_disk_without_room_for_the_snapshot_is_the_cause_of_a_failure(mlp: Path, place: Place) -> None:
+    with disk(place, MODEL_MIB - 2), place.serve({"mlp": {"path": mlp}}) as daemon:
         with daemon.client(place.address) as client:
             until(lambda: model(client).state == "failed", "it fails")
             [generation] = model(client).generations
             assert "No space left on device" in generation.cause
             assert "cannot copy" in generation.cause
-        os.kill(daemon.pid, 15)
-        assert daemon.wait() == 1
+        assert daemon.end() == 1
 
 
 def test_a_disk_without_room_for_the_store_costs_memory_and_says_so(
-    mlp: Path, questions: list[Question], place: Place, tmp_path: Path
+    mlp: Path, questions: list[Question], place: Place
 ) -> None:
-    config = place.config({"mlp": {"path": mlp, "workers": 2}})
-    with disk(place, MODEL_MIB + 1), Weightd(tmp_path / "log", "serve", config) as daemon:
+    with disk(place, MODEL_MIB + 1), place.serve({"mlp": {"path": mlp, "workers": 2}}) as daemon:
         with daemon.client(place.address) as client:
             ask_all(client, "mlp", questions)
             until(lambda: "mlp.1: serving" in daemon.log, "every worker is READY")
@@ -72,17 +67,15 @@ def test_a_disk_without_room_for_the_store_costs_memory_and_says_so(
             # It would hold a copy that nobody uses.
             assert {each.role for each in generation.processes} == {"worker"}
             assert generation.saved_bytes == 0
-        os.kill(daemon.pid, 15)
-        assert daemon.wait() == 0
+        assert daemon.end() == 0
 
 
 def test_a_disk_that_becomes_full_while_it_serves_costs_no_answer(
-    mlp: Path, questions: list[Question], place: Place, tmp_path: Path
+    mlp: Path, questions: list[Question], place: Place
 ) -> None:
-    config = place.config({"mlp": {"path": mlp, "workers": 2}})
     with (
         disk(place, 3 * MODEL_MIB),
-        Weightd(tmp_path / "log", "serve", config) as daemon,
+        place.serve({"mlp": {"path": mlp, "workers": 2}}) as daemon,
         daemon.client(place.address) as client,
     ):
         ask_all(client, "mlp", questions)
@@ -97,19 +90,17 @@ def test_a_disk_that_becomes_full_while_it_serves_costs_no_answer(
         assert model(client).failed == 0
 
 
-def test_a_read_only_disk_is_named_before_anything_is_started(mlp: Path, place: Place, tmp_path: Path) -> None:
-    config = place.config({"mlp": {"path": mlp}})
-    with disk(place, 1, "ro"), Weightd(tmp_path / "log", "serve", config) as daemon:
+def test_a_read_only_disk_is_named_before_anything_is_started(mlp: Path, place: Place) -> None:
+    with disk(place, 1, "ro"), place.serve({"mlp": {"path": mlp}}) as daemon:
         assert daemon.wait() == 73
         assert f"cannot make the directory {place.cache}" in daemon.log
         assert "Read-only file system" in daemon.log
 
 
 def test_clients_that_take_every_descriptor_keep_nobody_else_from_being_served(
-    mlp: Path, questions: list[Question], place: Place, tmp_path: Path
+    mlp: Path, questions: list[Question], place: Place
 ) -> None:
-    config = place.config({"mlp": {"path": mlp, "workers": 1}})
-    with Weightd(tmp_path / "log", "serve", config) as daemon, daemon.client(place.address) as client:
+    with place.serve({"mlp": {"path": mlp}}) as daemon, daemon.client(place.address) as client:
         ask_all(client, "mlp", questions)
         soft, hard = resource.prlimit(daemon.pid, resource.RLIMIT_NOFILE, (1400, 1400))
         assert soft == hard, "it takes as many as the system allows"
@@ -124,8 +115,7 @@ def test_clients_that_take_every_descriptor_keep_nobody_else_from_being_served(
         until(lambda: "others are let in again" in daemon.log, "the door is open")
         with daemon.client(place.address) as another:
             ask_all(another, "mlp", questions)
-        os.kill(daemon.pid, 15)
-        assert daemon.wait() == 0
+        assert daemon.end() == 0
 
 
 def test_it_does_without_dev_shm(mlp: Path, questions: list[Question], place: Place, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import pytest
 from testkit.service import Service
 from weightd.client import Client
 
-from .support import Bare, Place, Question, Weightd, Zoo, ask_all, config_of, left_behind, pairs, runtime_of, weightd
+from .support import Bare, Place, Question, Zoo, ask_all, config_of, left_behind, pairs, runtime_of, weightd
 
 pytestmark = pytest.mark.e2e
 
@@ -70,16 +70,15 @@ def test_a_second_daemon_on_the_same_port_is_refused(table: dict[str, dict[str, 
 
 
 def test_a_socket_path_of_107_bytes_works(
-    table: dict[str, dict[str, object]], place: Place, questions: list[Question], tmp_path: Path
+    table: dict[str, dict[str, object]], place: Place, questions: list[Question]
 ) -> None:
     path = place.runtime / ("x" * (107 - len(str(place.runtime)) - 1))
     assert len(str(path)) == 107
     address = f"ipc://{path}"
-    with Weightd(tmp_path / "log", "serve", place.config(table, socket=address)) as daemon:
+    with place.serve(table, socket=address) as daemon:
         with daemon.client(address) as client:
             ask_all(client, "two_inputs", questions)
-        os.kill(daemon.pid, 15)
-        assert daemon.wait() == 0
+        assert daemon.end() == 0
     assert place.left == []
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import signal
 import socket
 from pathlib import Path
 
@@ -22,7 +20,6 @@ from .support import (
     Load,
     Place,
     Question,
-    Weightd,
     Zoo,
     ask_all,
     model_status,
@@ -57,16 +54,14 @@ def test_the_same_model_takes_over_from_itself_without_a_lost_request(
         assert len(list(service.cache.rglob("pages"))) == 1
 
 
-def test_who_comes_by_tcp_may_ask_but_not_update(zoo: Zoo, bare: Bare, place: Place, tmp_path: Path) -> None:
+def test_who_comes_by_tcp_may_ask_but_not_update(zoo: Zoo, bare: Bare, place: Place) -> None:
     path = zoo.path("fixed", "onnxruntime")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
-    config = place.config({"fixed": {"path": path}}, socket=address)
-    with Weightd(tmp_path / "log", "serve", config) as weightd, weightd.client(address) as client:
+    with place.serve({"fixed": {"path": path}}, socket=address) as weightd, weightd.client(address) as client:
         ask_all(client, "fixed", bare.questions(path, [{"x": np.ones((2, 3), np.float32)}]))
         with pytest.raises(PermissionDenied, match="only the user that weightd runs as, and root, may update a model"):
             client.update("fixed", str(path))
-        os.kill(weightd.pid, signal.SIGTERM)
-        assert weightd.wait() == 0
+        assert weightd.end() == 0
     assert place.left == []
