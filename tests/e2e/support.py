@@ -34,7 +34,6 @@ ENGINES = ("onnxruntime", "mindspore_lite")
 
 # For a file that is about the daemon, to which one engine is as good as another.
 ONE_ENGINE = pytest.mark.engines("onnxruntime")
-EACH_ENGINE = pytest.mark.engines(*ENGINES)
 SUFFIX = {"onnxruntime": ".onnx", "mindspore_lite": ".mindir"}
 
 # For everything that is waited for and must happen; a machine that is busy with other work needs it.
@@ -347,16 +346,6 @@ def cause_of_failure(service: Service, name: str) -> str:
     return until(cause, f"{name} fails")
 
 
-def config_of(service: Service) -> Path:
-    """Return the configuration file with which the daemon was started."""
-    return runtime_of(service) / "weightd.toml"
-
-
-def runtime_of(service: Service) -> Path:
-    """Return the directory of the daemon's sockets."""
-    return Path(service.address.removeprefix("ipc://")).parent
-
-
 def left_behind(runtime: Path, cache: Path) -> list[str]:
     """Return the files that a daemon has in its directories, but for its configuration and its own log."""
     paths = [*runtime.rglob("*"), *cache.rglob("*")]
@@ -401,10 +390,3 @@ def interpreter(engine: str) -> Path:
     python = mindir.interpreter()
     assert python, mindir.HOW_TO_GET_IT
     return python
-
-
-def wrapped_interpreter(path: Path, engine: str, script: str) -> Path:
-    """Write an interpreter that first runs `script` (sh); in it, $* holds the arguments."""
-    path.write_text(f'#!/bin/sh\n{script}\nexec "{interpreter(engine)}" "$@"\n', encoding="utf-8")
-    path.chmod(0o755)
-    return path

@@ -29,7 +29,6 @@ from .support import (
     model_status,
     pairs,
     ready_workers,
-    wrapped_interpreter,
 )
 
 pytestmark = [pytest.mark.e2e, ONE_ENGINE]
@@ -59,7 +58,8 @@ def executable(path: Path, script: bytes) -> Path:
 
 def failing_workers(path: Path, which: str) -> Path:
     """An interpreter that runs the holder, and exits for the workers whose names match."""
-    return wrapped_interpreter(path, "onnxruntime", f'case "$*" in {which}) echo no luck >&2; exit 7;; esac')
+    script = f'#!/bin/sh\ncase "$*" in {which}) echo no luck >&2; exit 7;; esac\nexec "{sys.executable}" "$@"\n'
+    return executable(path, script.encode())
 
 
 CASES = ("without-weightd", "without-engine", "without-mindspore", "missing", "exit-3", "crash", "no-workers")

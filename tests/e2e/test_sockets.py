@@ -14,7 +14,7 @@ import pytest
 from testkit.service import Service
 from weightd.client import Client
 
-from .support import Bare, Place, Question, Zoo, ask_all, config_of, left_behind, pairs, runtime_of, weightd
+from .support import Bare, Place, Question, Zoo, ask_all, left_behind, pairs, weightd
 
 pytestmark = pytest.mark.e2e
 
@@ -50,11 +50,11 @@ def client(service: Service) -> Iterator[Client]:
 def test_a_second_daemon_on_the_same_socket_names_the_first_and_does_it_no_harm(
     service: Service, client: Client, questions: list[Question]
 ) -> None:
-    before = left_behind(runtime_of(service), service.cache)
-    second = weightd("serve", config_of(service))
+    before = left_behind(service.config.parent, service.cache)
+    second = weightd("serve", service.config)
     assert second.returncode == CANNOT_CREATE
     assert f"pid {service.pid} " in second.stderr
-    assert left_behind(runtime_of(service), service.cache) == before
+    assert left_behind(service.config.parent, service.cache) == before
     ask_all(client, "two_inputs", questions)
     with service.client() as newcomer:
         ask_all(newcomer, "two_inputs", questions)
