@@ -160,7 +160,8 @@ def test_a_model_some_of_whose_workers_cannot_build_serves_with_the_others_and_s
         until(lambda: started(service.log, "model") >= 1 + 1 + 3, "the daemon has tried")
         ask_all(client, "model", questions)
         assert [each.name for each in ready_workers(service, "model")] == ["model.1.w1"]
-        assert model_status(service, "model").generations[0].progress == "serving 1/2, backing off"
+        backing_off = "serving 1/2, backing off"
+        until(lambda: model_status(service, "model").generations[0].progress == backing_off, "it waits again")
         # It has served, and is not given up once it has none left; who waits in vain is told why.
         os.kill(ready_workers(service, "model")[0].pid, signal.SIGKILL)
         with pytest.raises(Unavailable, match="no luck"):
