@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import signal
+from collections.abc import Callable
 
 import pytest
 
@@ -129,8 +130,8 @@ class Life:
         return self
 
     def all_leave(self, label: str) -> Life:
-        holder, *workers = self.there[label].children
-        return self.exit(*workers, holder)
+        names = list(self.there[label].children)
+        return self.exit(*names[1:], *names[:1])
 
     def is_lost(self, label: str) -> Life:
         """All processes end, the holder first."""
@@ -223,13 +224,6 @@ def test_a_holder_that_finds_no_room_is_tried_again_for_a_while(fall_back: bool)
 
 
 # --- room -----------------------------------------------------------------------------------------------------------
-
-
-def test_nothing_is_started_before_it_is_promised() -> None:
-    life = Life(capacity=ONE - 1).pinned()
-    assert (life.did(), life.device.promised) == (["Pin m.1", "Forget m.1"], {})
-    assert life.deployment.failed
-    assert life.deployment.cause.startswith("ascend:0 has no room: m.1 needs 132 MiB")
 
 
 def test_what_it_learns_counts_for_the_next_one_too() -> None:
@@ -376,13 +370,6 @@ def test_one_that_is_invalid_is_followed_at_once_and_later_if_it_did_not_live_lo
     assert life.tick_when_due().coming == "m.4"
 
 
-def test_there_are_never_more_than_two() -> None:
-    life = frozen(Policy.OVERLAP).pinned().exit("m.2.holder").tick_when_due().pinned()
-    # What is left of m.2 may still have weights.
-    assert (life.standing, life.there["m.3"].children) == (("m.1", "m.3", ["m.2"]), {})
-    assert life.is_lost("m.2").there["m.3"].children
-
-
 # --- update ---------------------------------------------------------------------------------------------------------
 
 
@@ -458,3 +445,27 @@ def test_what_is_lost_can_be_updated_and_is_tried_on_if_that_fails(loads: bool, 
     else:
         life.loads(label, SECOND).deployment.switch(life.now)
         assert (life.standing[:2], life.deployment.busy, life.deployment.is_lost) == ((label, ""), False, False)
+
+
+@pytest.mark.parametrize("steps", range(8))
+def test_it_can_be_wound_down_at_every_moment(steps: int) -> None:
+    life = Life(frozen=True)
+    moments: list[Callable[[], object]] = [
+        life.pinned,
+        lambda: life.builds("m.1"),
+        lambda: life.attaches("m.1.w1", "m.1.w2"),
+        lambda: life.exit("m.1.holder"),
+        life.pinned,
+        lambda: life.builds("m.2"),
+        lambda: life.attaches("m.2.w1", "m.2.w2"),
+    ]
+    for moment in moments[:steps]:
+        moment()
+    life.did()
+    life.deployment.drain(life.now)
+    assert life.device.leaving == {each.label for each in life.deployment.generations}
+    for label in list(life.there):
+        life.all_leave(label)
+    assert not any(each.startswith(("Spawn", "Pin", "Enlist")) for each in life.did())
+    assert (life.standing, life.device.promised) == (("", "", []), {})
+    assert (life.deployment.next_tick, life.deployment.failed) == (FOREVER, False)
