@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import os
 from typing import List
 
 import numpy as np
@@ -63,6 +64,17 @@ def test_own_memory_is_seen() -> None:
         pagemap.close()
         assert np.flatnonzero(populated).tolist() == [3]
         assert 0 < maps.count_mappings() < maps.mapping_limit()
+
+
+def test_memory_of_which_the_kernel_says_less_than_was_asked_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def one_entry(fd: int, length: int, offset: int) -> bytes:
+        return bytes(8)
+
+    pagemap = Pagemap()
+    monkeypatch.setattr(os, "pread", one_entry)
+    with pytest.raises(Unavailable, match="says nothing about a part of the memory"):
+        pagemap.populated(0, 2 * PAGE)
+    pagemap.close()
 
 
 def test_memory_that_is_gone_is_no_crash() -> None:
