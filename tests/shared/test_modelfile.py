@@ -318,7 +318,7 @@ def test_a_file_is_not_another_one_when_it_is_read(tmp_path: Path, replaced: boo
         path.unlink()
         if replaced:
             (tmp_path / "w.bin").write_bytes(b"y")
-            path.write_bytes(b"another")
+            path.write_bytes(content)
         with opened.open(opened.files[0]) as file:
             assert file.read() == content
         expected = r"model\.onnx: changed while it was copied" if replaced else r"w\.bin: No such file or directory$"
