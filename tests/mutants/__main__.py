@@ -56,7 +56,8 @@ def main(argv: Sequence[str]) -> int:
     print(f"{len(tried) - len(survivors)} of {len(tried)} noticed in {time.monotonic() - begin:.0f} s")
     for mutant in survivors:
         print(f"{numbers[mutant]:3} {mutant.room}: {mutant.equivalent or 'SURVIVES'}: {mutant.piece!r}")
-    print(f"not found, so not tried: {len(numbers) - len(found)}")
+    if len(found) < len(numbers):
+        print(f"not found, so not tried: {len(numbers) - len(found)}")
     return int(len(found) < len(numbers) or any(not mutant.equivalent for mutant in survivors))
 
 
