@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import pytest
 from hypothesis import settings
@@ -226,6 +227,31 @@ WORKERS = ["a", "b", "c"]
 CLIENTS = [b"c", b"d"]
 
 
+class Wish(NamedTuple):
+    """A request before it is made."""
+
+    nbytes: int
+    wait: float
+    client: bytes
+    name: str
+    where: str
+
+
+WISHES = st.lists(
+    st.builds(
+        Wish,
+        nbytes=st.sampled_from([0, 0, 10, 25, 60]),
+        wait=st.sampled_from([1e9, 1e9, 5.0, 1.0, 0.0]),
+        client=st.sampled_from(CLIENTS),
+        name=st.sampled_from(["x", "y"]),
+        where=st.sampled_from(["", "", "", "", "", "alone", "confined", "aside"]),
+    ),
+    min_size=2,
+    max_size=MAX_QUEUE,
+)
+"""In bunches: of requests that come one by one few ever meet."""
+
+
 class Against(RuleBasedStateMachine):
     """A scheduler beside a model of lists: each request ends exactly once, or still waits or runs."""
 
@@ -245,26 +271,33 @@ class Against(RuleBasedStateMachine):
         self.submitted: set[int] = set()
         self.ended: list[int] = []
 
-    @initialize()
-    def begin(self) -> None:
+    @initialize(workers=st.integers(1, 2), several=WISHES)
+    def begin(self, workers: int, several: list[Wish]) -> None:
         self.real = Scheduler(MAX_QUEUE, MAX_BYTES, TIMEOUT_S)
+        for worker in WORKERS[:workers]:
+            self.enlist(worker)
+        self.submit(several)
 
-    @rule(seconds=st.sampled_from([0.1, QUICK_S, 1.0, TIMEOUT_S]))
-    def wait(self, seconds: float) -> None:
+    @rule(several=WISHES)
+    def submit(self, several: list[Wish]) -> None:
+        for each in several:
+            self._submit(each)
+
+    @rule(seconds=st.sampled_from([0.0, 0.1, QUICK_S, TIMEOUT_S]), several=WISHES, data=st.data())
+    def wait(self, seconds: float, several: list[Wish], data: st.DataObject) -> None:
+        """What comes is begun with, and a worker answers or dies. In one rule: of many, a run has most switched off."""
+        self.submit(several)
+        self.assign()
         self.now += seconds
+        if any(self.running.values()):
+            data.draw(st.sampled_from([self.answer, self.die]))(data)
 
-    @rule(
-        nbytes=st.sampled_from([0, 10, 25, 60]),
-        wait=st.sampled_from([0.0, 1.0, 5.0, 1e9]),
-        client=st.sampled_from(CLIENTS),
-        name=st.sampled_from(["x", "y"]),
-        where=st.sampled_from(["", "", "", "alone", "confined", "aside"]),
-    )
-    def submit(self, nbytes: int, wait: float, client: bytes, name: str, where: str) -> None:
+    def _submit(self, wish: Wish) -> None:
         self.count += 1
-        new = Request(self.count, client, name, "m", (), (), self.now, self.now + wait, nbytes)
-        new.company, aside = Company.__members__.get(where.upper(), Company.ANY), where == "aside"
-        over = bool(self.waiting) and sum(each.nbytes for each in self.waiting) + nbytes > MAX_BYTES
+        deadline = self.now + wish.wait
+        new = Request(self.count, wish.client, wish.name, "m", (), (), self.now, deadline, wish.nbytes)
+        new.company, aside = Company.__members__.get(wish.where.upper(), Company.ANY), wish.where == "aside"
+        over = bool(self.waiting) and sum(each.nbytes for each in self.waiting) + wish.nbytes > MAX_BYTES
         if len(self.waiting) >= MAX_QUEUE or over:
             with pytest.raises(ResourceExhausted):
                 self.real.submit(new, self.now, aside=aside)
@@ -273,10 +306,10 @@ class Against(RuleBasedStateMachine):
             (self.aside if aside else self.confined if new.company is Company.CONFINED else self.queue).append(new)
             self.submitted.add(new.number)
 
-    @rule(odd=st.booleans())
-    def set_aside(self, odd: bool) -> None:
-        chosen = [each for each in self.queue + self.confined if each.number % 2 == odd]
-        assert self.real.set_aside(lambda each: each.number % 2 == odd) == chosen
+    @rule(rest=st.integers(0, 3))
+    def set_aside(self, rest: int) -> None:
+        chosen = [each for each in self.queue + self.confined if each.number % 4 == rest]
+        assert self.real.set_aside(lambda each: each.number % 4 == rest) == chosen
         self._forget(chosen)
         self.aside += chosen
 
@@ -359,8 +392,10 @@ class Against(RuleBasedStateMachine):
         if number not in [each.number for each in self.running.get(worker, [])]:
             assert self.real.finish(worker, number, self.now) is None
 
-    @rule(worker=st.sampled_from(WORKERS), ends=st.booleans())
-    def die(self, worker: str, ends: bool) -> None:
+    @rule(data=st.data())
+    def die(self, data: st.DataObject) -> None:
+        worker = data.draw(st.sampled_from([name for name, had in self.running.items() if had] or WORKERS))
+        ends = data.draw(st.booleans())
         had = self._remove(worker)
         assert has(self.real, worker) == had
         but = had[0] if had and ends else None
@@ -394,23 +429,24 @@ class Against(RuleBasedStateMachine):
         self.late = []
         self._end([each for each, _ in found], lambda each: each.deadline <= self.now)
 
-    @rule(odd=st.booleans())
-    def cancel(self, odd: bool) -> None:
-        found = self.real.end(lambda each: each.number % 2 == odd)
-        self._end([each for each, _ in found], lambda each: each.number % 2 == odd)
+    @rule(rest=st.integers(0, 3))
+    def cancel(self, rest: int) -> None:
+        found = self.real.end(lambda each: each.number % 4 == rest)
+        self._end([each for each, _ in found], lambda each: each.number % 4 == rest)
 
     @rule(client=st.sampled_from(CLIENTS), name=st.sampled_from([None, "x", "y"]))
     def cancel_of(self, client: bytes, name: str | None) -> None:
         found = self.real.end_of(client, name)
         self._end(found, lambda each: each.client == client and name in (None, each.id))
 
-    @rule(odd=st.booleans())
-    def withdraw(self, odd: bool) -> None:
-        taken = [each for each in self.waiting if each.number % 2 == odd]
-        assert self.real.withdraw(lambda each: each.number % 2 == odd) == taken
+    @rule(rest=st.integers(0, 3))
+    def withdraw(self, rest: int) -> None:
+        taken = [each for each in self.waiting if each.number % 4 == rest]
+        assert self.real.withdraw(lambda each: each.number % 4 == rest) == taken
         self._forget(taken)
         self.ended += numbers(taken)
 
+    @precondition(lambda self: len(self.waiting) == MAX_QUEUE)
     @rule()
     def give_up(self) -> None:
         assert self.real.give_up() == self.late + self.waiting
@@ -496,4 +532,4 @@ class Against(RuleBasedStateMachine):
 
 
 TestAgainst = Against.TestCase
-TestAgainst.settings = settings(max_examples=examples(150), stateful_step_count=40, deadline=None)
+TestAgainst.settings = settings(max_examples=examples(100), stateful_step_count=40, deadline=None)
