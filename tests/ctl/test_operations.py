@@ -81,6 +81,17 @@ def test_weights_that_are_no_npz_are_not_even_sent(
     assert daemon.seen.empty()
 
 
+@pytest.mark.parametrize("verb", ["update", "update-weights"])
+def test_a_file_that_is_not_there_is_not_even_asked_for(
+    ctl: Ctl, daemon: FakeDaemon, tmp_path: Path, verb: str
+) -> None:
+    daemon.handle = updates("/models/m.onnx")
+    ran = ctl(verb, "m", str(tmp_path))
+    assert (ran.status, ran.out) == (exits.NO_INPUT, "")
+    assert str(tmp_path) in ran.err
+    assert daemon.seen.empty()
+
+
 def test_an_update_that_takes_its_time_is_told_from_a_daemon_that_does_not_answer(ctl: Ctl, daemon: FakeDaemon) -> None:
     daemon.handle = lambda message, tensors: [] if isinstance(message, Update) else echo(message, tensors)
     ran = ctl("--timeout", "0.3", "update", "m", "--rollback")
