@@ -12,7 +12,7 @@ from ascendsim import models
 from testkit.waiting import until
 
 from ..support import Load, ask_all
-from .support import MODEL, Cards, kill, names, questions, serves
+from .support import MODEL, Cards, kill, names, on_card, questions, serves
 
 pytestmark = pytest.mark.e2e
 
@@ -24,7 +24,8 @@ def bundle(cards: Cards) -> Path:
 
 
 def test_auto_falls_back_to_weights_of_their_own_where_they_cannot_be_shared(cards: Cards, bundle: Path) -> None:
-    with cards.ready(path=bundle, sharing="auto", workers=1) as service, service.client() as client:
+    tables = {MODEL: on_card(bundle, sharing="auto", workers=1)}
+    with cards.service(tables) as service, service.client() as client:
         ask_all(client, MODEL, questions(bundle))
         until(lambda: serves(service, 2), "all that is left serves")
         assert "cannot share weights, so each worker gets its own" in service.log
