@@ -1,4 +1,4 @@
-"""What systemd and the kernel do to a service that fails: the watchdog, the limit of memory, a restart."""
+"""What systemd and the kernel do to a service that fails: the watchdog, the limits of memory and of restarts."""
 
 from __future__ import annotations
 
@@ -62,6 +62,17 @@ def test_a_service_of_which_every_process_is_killed_begins_anew(weightd: Weightd
     assert not before & set(weightd.pids())
 
 
+def test_without_its_keeper_it_goes_on_and_can_be_restarted_and_stopped(weightd: Weightd) -> None:
+    weightd.start()
+    weightd.wait_for_workers()
+    [keeper] = set(weightd.pids()) - {weightd.main_pid} - {each.pid for each in weightd.children()}
+    weightd.manager.kill(keeper, signal.SIGKILL)
+    weightd.ask()
+    weightd.restart()
+    weightd.ask()
+    weightd.stop()
+
+
 def test_of_a_service_that_uses_too_much_memory_a_worker_dies(weightd: Weightd) -> None:
     weightd.configure({"mlp": MLP, "greedy": {"path": materials.GREEDY, "required": True}})
     weightd.drop_in(f"MemoryMax={LIMIT}", "MemorySwapMax=0")
@@ -74,3 +85,14 @@ def test_of_a_service_that_uses_too_much_memory_a_worker_dies(weightd: Weightd) 
     assert (weightd.main_pid, weightd.restarts, weightd.wait_for_workers()) == (before, 0, others)
     assert weightd.show("ActiveState") == "active"
     weightd.ask()
+
+
+def test_it_is_not_started_for_ever(weightd: Weightd) -> None:
+    weightd.drop_in("RestartSec=0", "[Unit]", "StartLimitIntervalSec=60", "StartLimitBurst=3")
+    weightd.start()
+    for _ in range(3):
+        pid = until(lambda: weightd.main_pid, "it is started again")
+        weightd.manager.kill(pid, signal.SIGKILL)
+        until(lambda pid=pid: weightd.main_pid != pid, "it is gone")  # type: ignore[misc]
+    until(lambda: weightd.show("ActiveState") == "failed", "systemd gives up")
+    until(lambda: not weightd.pids(), "no process is left")
