@@ -151,7 +151,7 @@ def test_a_model_some_of_whose_workers_cannot_build_serves_with_the_others_and_s
     engine: str, zoo: Zoo, bare: Bare, tmp_path: Path
 ) -> None:
     path = zoo.path("two_inputs", engine)
-    python = failing_workers(tmp_path / "python", "*.w[2-9]*")
+    python = failing_workers(tmp_path / "python", "*.w[2-9]*|*.w1[0-9]*")
     tables = {"model": {"path": path, "python": python, "workers": WORKERS}}
     with Service(tables, verbose=True) as service, service.client() as client:
         questions = bare.questions(path, pairs((2, 1))) * 5
