@@ -12,7 +12,18 @@ from weightd.daemon.generations.records import GenerationRecord, SealRecord
 from weightd.daemon.generations.resume import record, resume
 from weightd.daemon.generations.states import GenerationState
 from weightd.daemon.host.ends import End
-from weightd.protocol.messages.children import Allow, Allowed, Attach, Attached, Broken, Built, Hello, Stop, Traits
+from weightd.protocol.messages.children import (
+    Allow,
+    Allowed,
+    Attach,
+    Attached,
+    Broken,
+    Built,
+    Hello,
+    Settle,
+    Stop,
+    Traits,
+)
 from weightd.protocol.messages.data import TensorSignature
 from weightd.protocol.schema import decode, plain
 from weightd.protocol.version import VERSION
@@ -28,6 +39,7 @@ ATTACHED = Attached("canary", 4000, "another note")
 CPU = Traits(pids_fixed_at_build=False, holder_must_outlive=False, attach_rewrites_weights=False)
 CARD = Traits(pids_fixed_at_build=True, holder_must_outlive=True, attach_rewrites_weights=True)
 HOLDER, HOLDER2, HOLDER3 = "m.7.holder", "m.7.holder2", "m.7.holder3"
+SETTLE = Send(HOLDER, Settle())
 
 
 def worker(number: int) -> str:

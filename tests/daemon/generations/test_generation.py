@@ -27,6 +27,7 @@ from .life import (
     FOREVER,
     HOLDER,
     LOAD_TIMEOUT_S,
+    SETTLE,
     SHA,
     W1,
     W2,
@@ -43,7 +44,6 @@ from .life import (
 )
 
 CRASH = End(-signal.SIGSEGV)
-SETTLE = Send(HOLDER, Settle())
 PRIVATE = replace(BUILT, handle="", shared_bytes=0, note="weights are not shared: no room", is_loss=True)
 
 

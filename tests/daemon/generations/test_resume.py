@@ -8,12 +8,12 @@ from dataclasses import replace
 
 import pytest
 
-from weightd.daemon.generations.actions import Action, Dismiss, Enlist, Kill, Role, Send, Spawn
+from weightd.daemon.generations.actions import Action, Dismiss, Enlist, Kill, Role, Spawn
 from weightd.daemon.generations.generation import ABORT_TIMEOUT_S
 from weightd.daemon.generations.resume import BACK_TIMEOUT_S, record
 from weightd.daemon.generations.states import GenerationState
 from weightd.daemon.host.ends import End
-from weightd.protocol.messages.children import DeviceMemory, Settle, Traits
+from weightd.protocol.messages.children import DeviceMemory, Traits
 
 from .life import (
     ATTACHED,
@@ -24,6 +24,7 @@ from .life import (
     HOLDER,
     PREDICT_TIMEOUT_S,
     SEAL,
+    SETTLE,
     SHA,
     W1,
     W2,
@@ -40,7 +41,6 @@ from .life import (
 
 PATIENCE_S = BACK_TIMEOUT_S + PREDICT_TIMEOUT_S
 KILLED, UNSEEN = End(-signal.SIGKILL), End(None, "it ended while no daemon was there")
-SETTLE = Send(HOLDER, Settle())
 
 
 def spawn(name: str) -> Action:
