@@ -19,6 +19,9 @@ MAX_CHILD_HEADER_BYTES = 1024 * 1024
 # allocates memory for it.
 MAX_FRAME_BYTES = 1024 * 1024 * 1024
 
+# Frames before those of the tensors: the envelope, and a description of the tensors.
+MAX_HEADER_FRAMES = 2
+
 # Inputs or outputs of one request. The largest exported graphs have a few dozen.
 MAX_TENSORS = 64
 

@@ -1,0 +1,254 @@
+"""Messages in a stream of bytes: how many frames, the length of each, then the frames. Without I/O.
+
+A message is a list of frames, as everywhere on the wire. In a stream it is written as ::
+
+    count     unsigned 32-bit integer, little-endian: 1 to MAX_FRAMES
+    lengths   `count` of them
+    frames    one after another, nothing between them
+
+So every bound is checked before a byte of a frame is kept. What breaks the framing itself ends the stream, for nobody
+can tell where the next message begins; what is only too long is read to its end, dropped, and told.
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+from collections import deque
+from typing import Any, Callable, Deque, Dict, List, NamedTuple, Optional, Sequence, Tuple
+
+from weightd.protocol import limits
+from weightd.protocol.errors import RemoteProtocolError
+
+MAX_FRAMES = limits.MAX_HEADER_FRAMES + limits.MAX_TENSORS
+
+# A frame that is at least so long is read to where it stays, instead of being copied there.
+LARGE_BYTES = 64 * 1024
+
+# Memory of a longer frame is the kernel's, which has none to give before bytes are written: an announcement costs
+# nothing. Below, that of the allocator is quicker to have again.
+_MAPPED_BYTES = 4 * 1024 * 1024
+
+# The kernel takes 1,024 pieces at once.
+_MAX_PIECES = 256
+
+_COUNT = struct.Struct("<I")
+_LENGTHS: Dict[int, struct.Struct] = {count: struct.Struct(f"<{count}I") for count in range(1, MAX_FRAMES + 1)}
+_HEADS: Dict[int, struct.Struct] = {count: struct.Struct(f"<{1 + count}I") for count in range(1, MAX_FRAMES + 1)}
+
+# Where bytes go that nobody wants.
+_NOWHERE = memoryview(bytearray(256 * 1024))
+
+
+class Message(NamedTuple):
+    """A message that has come.
+
+    Attributes:
+        frames: all of them, unless the message was too long: then the first ones, as far as they were not.
+        lengths: of all frames, as they were announced.
+    """
+
+    frames: List[Any]
+    lengths: Tuple[int, ...]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether nothing of it was dropped."""
+        return len(self.frames) == len(self.lengths)
+
+
+def head(frames: Sequence[Any]) -> bytes:
+    """Return what goes before the frames of a message."""
+    return _HEADS[len(frames)].pack(len(frames), *map(len, frames))
+
+
+def _admit_anything(nbytes: int) -> bool:
+    return True
+
+
+class Incoming:
+    """Finds the messages in a stream.
+
+    Args:
+        max_header_bytes: of a header frame; a message with a longer one is dropped from there on.
+        max_frame_bytes: whoever announces more has broken the framing.
+        admit: called with the bytes of a message that has begun and does not come at once; where it returns False,
+            nothing but the header is kept.
+
+    Attributes:
+        announced: bytes of the message under way that were admitted; 0 where none is, or it is dropped.
+    """
+
+    def __init__(
+        self,
+        max_header_bytes: int = limits.MAX_HEADER_BYTES,
+        max_frame_bytes: int = limits.MAX_FRAME_BYTES,
+        admit: Callable[[int], bool] = _admit_anything,
+    ) -> None:
+        self.announced = 0
+        self._max_header_bytes = max_header_bytes
+        self._max_frame_bytes = max_frame_bytes
+        self._admit = admit
+        # The beginning of a message whose lengths have not all come.
+        self._rest = b""
+        # Of the message under way: its lengths, () where there is none; its frames so far; how many are to be kept; the
+        # frame under way, None where it is dropped; and how much of that is still to come.
+        self._lengths: Tuple[int, ...] = ()
+        self._frames: List[Any] = []
+        self._kept = 0
+        self._buffer: Any = None
+        self._missing = 0
+        # The one that is under way, counting those that are dropped.
+        self._index = 0
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no message has begun that has not ended."""
+        return not (self._lengths or self._rest)
+
+    def target(self) -> Optional[memoryview]:
+        """Return where the next bytes are best read to; None where it is all the same, and `receive` takes them.
+
+        What was read there is told to `filled`.
+        """
+        if not self._lengths or self._missing < LARGE_BYTES:
+            return None
+        if self._buffer is None:
+            return _NOWHERE[: self._missing]
+        return memoryview(self._buffer)[-self._missing :]
+
+    def filled(self, count: int) -> List[Message]:
+        """So many bytes were read to `target`: return the message that they complete, if they do."""
+        messages: List[Message] = []
+        self._missing -= count
+        if not self._missing:
+            self._fill(b"", 0, messages)
+        return messages
+
+    def receive(self, data: bytes) -> List[Message]:
+        """Take in the bytes that come next; return the messages that they complete.
+
+        Raises:
+            RemoteProtocolError: the framing is broken, and so nothing can be read any more.
+        """
+        messages: List[Message] = []
+        position = 0
+        if self._lengths:
+            position = self._fill(data, 0, messages)
+        elif self._rest:
+            data = self._rest + data
+        size = len(data)
+        while not self._lengths and size - position >= _COUNT.size:
+            (count,) = _COUNT.unpack_from(data, position)
+            layout = _LENGTHS.get(count)
+            if layout is None:
+                raise RemoteProtocolError(f"frames: expected a message of 1 to {MAX_FRAMES} frames, got {count}")
+            begin = position + _COUNT.size + layout.size
+            if begin > size:
+                break
+            lengths: Tuple[int, ...] = layout.unpack_from(data, position + _COUNT.size)
+            end = begin + sum(lengths)
+            if (
+                end <= size
+                and lengths[0] <= self._max_header_bytes
+                and max(lengths[1:2] or (0,)) <= self._max_header_bytes
+            ):
+                frames: List[Any] = []
+                for length in lengths:
+                    frames.append(data[begin : begin + length])
+                    begin += length
+                messages.append(Message(frames, lengths))
+                position = end
+            else:
+                self._begin(lengths)
+                position = self._fill(data, begin, messages)
+        self._rest = data[position:]
+        return messages
+
+    def _begin(self, lengths: Tuple[int, ...]) -> None:
+        longest = max(lengths)
+        if longest > self._max_frame_bytes:
+            raise RemoteProtocolError(
+                f"frames: expected at most {self._max_frame_bytes} bytes in a frame, got {longest}"
+            )
+        headers = lengths[: limits.MAX_HEADER_FRAMES]
+        self._kept = next(
+            (index for index, length in enumerate(headers) if length > self._max_header_bytes), len(lengths)
+        )
+        nbytes = sum(lengths)
+        if self._kept == len(lengths):
+            if self._admit(nbytes):
+                self.announced = nbytes
+            else:
+                self._kept = len(headers)
+        self._lengths, self._frames, self._index = lengths, [], -1
+        self._buffer, self._missing = None, 0
+
+    def _fill(self, data: bytes, position: int, messages: List[Message]) -> int:
+        """Put bytes where they belong, up to the end of the message; return the position after them."""
+        view = memoryview(data)
+        while True:
+            if not self._missing and self._next():
+                messages.append(Message(self._frames, self._lengths))
+                self._lengths, self._frames, self.announced = (), [], 0
+                return position
+            taken = min(self._missing, len(data) - position)
+            if not taken and self._missing:
+                return position
+            if self._buffer is not None:
+                begin = len(self._buffer) - self._missing
+                self._buffer[begin : begin + taken] = view[position : position + taken]
+            self._missing -= taken
+            position += taken
+
+    def _next(self) -> bool:
+        """A frame is complete: begin with the next one, or return True where that was the last."""
+        if self._buffer is not None:
+            small = len(self._buffer) < LARGE_BYTES
+            self._frames.append(bytes(self._buffer) if small else self._buffer)
+            self._buffer = None
+        self._index += 1
+        if self._index == len(self._lengths):
+            return True
+        self._missing = self._lengths[self._index]
+        if self._index < self._kept:
+            self._buffer = _memory(self._missing)
+        return False
+
+
+def _memory(nbytes: int) -> Any:
+    return bytearray(nbytes) if nbytes < _MAPPED_BYTES else mmap.mmap(-1, nbytes)
+
+
+class Outgoing:
+    """What is to be written to a stream.
+
+    Attributes:
+        nbytes: that have not been written.
+    """
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+        self._pieces: Deque[Any] = deque()
+
+    def put(self, pieces: Sequence[Any]) -> None:
+        """Add bytes; they are not copied, and must not change before they are written."""
+        for piece in pieces:
+            if len(piece):
+                self._pieces.append(piece)
+                self.nbytes += len(piece)
+
+    def pieces(self) -> List[Any]:
+        """Return what comes next, as much as can be written at once."""
+        return [piece for piece, _ in zip(self._pieces, range(_MAX_PIECES))]
+
+    def wrote(self, count: int) -> None:
+        """So many bytes have been written."""
+        self.nbytes -= count
+        while count:
+            first = self._pieces[0]
+            if count < len(first):
+                self._pieces[0] = memoryview(first)[count:]
+                return
+            count -= len(first)
+            self._pieces.popleft()

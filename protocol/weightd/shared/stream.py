@@ -1,0 +1,142 @@
+"""Messages over a connected unix stream socket. Never waits: who has to, waits for the socket."""
+
+from __future__ import annotations
+
+import array
+import os
+import socket
+from collections import deque
+from typing import Any, Deque, List, Optional, Sequence, Tuple
+
+from weightd.protocol.framing import Incoming, Message, Outgoing, head
+
+# What is read at once, unless a large frame is under way.
+_CHUNK_BYTES = 64 * 1024
+
+# Below this it costs less to copy a message into one piece than to have the kernel gather its frames.
+_JOINED_BYTES = 16 * 1024
+
+# Descriptors that come with one read; a message may bring one.
+_MAX_DESCRIPTORS = 4
+_ANCILLARY_BYTES = socket.CMSG_SPACE(_MAX_DESCRIPTORS * array.array("i").itemsize)
+
+
+class Stream:
+    """One end of a connection.
+
+    Args:
+        connection: connected; this object owns it.
+        incoming: finds messages in what comes.
+        takes_descriptors: whether the peer may send some; the kernel closes those that nobody takes.
+
+    Attributes:
+        descriptors: that have come and were not taken yet, in their order; whoever takes one owns it.
+    """
+
+    def __init__(
+        self, connection: socket.socket, incoming: Optional[Incoming] = None, *, takes_descriptors: bool = False
+    ) -> None:
+        connection.setblocking(False)
+        self.connection = connection
+        self.incoming = incoming or Incoming()
+        self.descriptors: Deque[int] = deque()
+        self._takes_descriptors = takes_descriptors
+        self._outgoing = Outgoing()
+
+    def fileno(self) -> int:
+        """Return the descriptor to wait on."""
+        return self.connection.fileno()
+
+    @property
+    def unsent(self) -> int:
+        """How many bytes wait until the peer reads: `flush` when the socket can be written to."""
+        return self._outgoing.nbytes
+
+    def send(self, frames: Sequence[Any], descriptors: Sequence[int] = ()) -> bool:
+        """Send a message, or as much of it as goes now; return whether nothing is left.
+
+        Frames are not copied: what is left must not be changed before it is sent.
+
+        Raises:
+            ConnectionError: the peer has gone.
+        """
+        pieces = [head(frames), *frames]
+        if self._outgoing.nbytes and not descriptors:
+            self._outgoing.put(pieces)
+            return self.flush()
+        size = sum(map(len, pieces))
+        try:
+            if descriptors:
+                # They go with the first byte of the message; before it goes what is older.
+                if not self.flush():
+                    raise BlockingIOError
+                rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))]
+                sent = self.connection.sendmsg(pieces, rights)
+            elif size < _JOINED_BYTES:
+                joined = b"".join(pieces)
+                sent = self.connection.send(joined)
+                pieces = [joined]
+            else:
+                sent = self.connection.sendmsg(pieces)
+        except BlockingIOError:
+            if descriptors:
+                raise
+            sent = 0
+        if sent == size:
+            return True
+        self._outgoing.put(pieces)
+        self._outgoing.wrote(sent)
+        return False
+
+    def flush(self) -> bool:
+        """Send what is left; return whether nothing is left now.
+
+        Raises:
+            ConnectionError: the peer has gone.
+        """
+        while self._outgoing.nbytes:
+            try:
+                self._outgoing.wrote(self.connection.sendmsg(self._outgoing.pieces()))
+            except BlockingIOError:
+                return False
+        return True
+
+    def receive(self) -> List[Message]:
+        """Read once; return the messages that have come whole with that: none where nothing can be read.
+
+        Raises:
+            ConnectionError: the peer has gone.
+            RemoteProtocolError: it broke the framing.
+        """
+        target = self.incoming.target()
+        try:
+            if target is not None:
+                count = self.connection.recv_into(target)
+                messages = self.incoming.filled(count) if count else []
+            elif self._takes_descriptors:
+                data, count = self._receive_with_descriptors()
+                messages = self.incoming.receive(data)
+            else:
+                data = self.connection.recv(_CHUNK_BYTES)
+                count = len(data)
+                messages = self.incoming.receive(data)
+        except BlockingIOError:
+            return []
+        if not count:
+            raise ConnectionResetError("the peer has gone")
+        return messages
+
+    def _receive_with_descriptors(self) -> Tuple[bytes, int]:
+        data, ancillary, _, _ = self.connection.recvmsg(_CHUNK_BYTES, _ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC)
+        for level, kind, content in ancillary:
+            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                received = array.array("i")
+                received.frombytes(content[: len(content) - len(content) % received.itemsize])
+                self.descriptors.extend(received)
+        return data, len(data)
+
+    def close(self) -> None:
+        """Close the connection, and the descriptors that nobody has taken."""
+        self.connection.close()
+        while self.descriptors:
+            os.close(self.descriptors.popleft())
