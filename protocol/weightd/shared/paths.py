@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from pathlib import Path
 
@@ -30,3 +31,18 @@ def xdg_dir(variable: str) -> str:
 def socket_address(directory: str) -> str:
     """Return the address for clients of the daemon whose runtime directory is `directory`."""
     return f"ipc://{directory}/{_SOCKET_NAME}"
+
+
+def key(address: str) -> str:
+    """Return a short name for the daemon whose socket is `address`: two daemons never share a file."""
+    return hashlib.sha256(os.fsencode(address)).hexdigest()[:12]
+
+
+def unix_path(address: str, directory: str = "") -> str:
+    """Return the path of the unix socket of the daemon whose socket is `address`.
+
+    It lies beside an ipc:// one; that of a daemon on TCP in `directory`, its runtime directory.
+    """
+    if address.startswith("ipc://"):
+        return f"{address[len('ipc://') :]}.unix"
+    return f"{directory}/{key(address)}.unix"

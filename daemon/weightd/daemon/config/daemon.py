@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -47,7 +46,7 @@ class DaemonConfig:
     @property
     def key(self) -> str:
         """A short name for this daemon, made from its socket: two daemons never share a file."""
-        return hashlib.sha256(os.fsencode(self.socket)).hexdigest()[:12]
+        return paths.key(self.socket)
 
     @property
     def private_dir(self) -> Path:
