@@ -25,6 +25,12 @@ MAX_HEADER_FRAMES = 2
 # Inputs or outputs of one request. The largest exported graphs have a few dozen.
 MAX_TENSORS = 64
 
+# Regions of shared memory of one connection: each costs the daemon a descriptor. An arena that doubles needs few.
+MAX_REGIONS = 16
+
+# 128 random bits in hex: nobody finds another's region.
+MAX_REGION_ID_BYTES = 32
+
 # numpy before 2.0 has at most 32 dimensions; no engine is known to take more than 8.
 MAX_RANK = 16
 

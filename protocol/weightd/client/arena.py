@@ -1,0 +1,211 @@
+"""Memory that the daemon's workers can see, and the arrays that are cut from it.
+
+A region is a memfd that is mapped here. An array that is cut from one keeps it, and its own part of it, until the last
+view of that array is gone: then that part may be given to another one. Whoever has told somebody else where an array
+lies keeps the array as long as that other may still read or write there.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+import weakref
+from collections import deque
+from typing import Any, Deque, Dict, List, Optional, Tuple, cast
+
+import numpy as np
+
+from weightd.client.space import Space
+from weightd.protocol import limits
+from weightd.shared import memfd
+
+# A region takes memory where it was written to, so one that is large costs nothing.
+_LEAST_REGION_BYTES = 16 * 1024 * 1024
+
+# Of all regions of a client: what does not fit goes another way.
+MOST_BYTES = 2 * 1024 * 1024 * 1024
+
+
+class Region:
+    """One memfd, mapped.
+
+    Attributes:
+        descriptor: of it, open as long as this is.
+        nbytes: its size.
+        is_retired: nothing more is cut from it: somebody may still write to a part of it that nobody here has.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self.is_retired = False
+        self.descriptor = memfd.create(nbytes)
+        try:
+            self._bytes = cast(Any, np).frombuffer(mmap.mmap(self.descriptor, nbytes), np.uint8)
+        except BaseException:
+            os.close(self.descriptor)
+            raise
+        weakref.finalize(self, os.close, self.descriptor)
+        self._space = Space(nbytes)
+        # Parts that are not needed any more. They are given back by whoever cuts next, and not where the last view
+        # goes: that may be anywhere, in the middle of a `take` too.
+        self.returned: Deque[int] = deque()
+        self._begin: int = self._bytes.__array_interface__["data"][0]
+        # Up to here there is memory, and it counts as this process's.
+        self._touched = 0
+
+    @property
+    def is_free(self) -> bool:
+        """Whether nothing of it is needed any more."""
+        self._take_back()
+        return self._space.is_free
+
+    def take(self, nbytes: int, *, touched: bool) -> Optional[Block]:
+        """Cut so many bytes from it, or return None; `touched`: whose memory they are counts as this process's."""
+        if self.is_retired:
+            return None
+        self._take_back()
+        offset = self._space.take(nbytes)
+        if offset is None:
+            return None
+        end = offset + nbytes
+        if touched and end > self._touched:
+            self._bytes[self._touched : end] = 0
+            self._touched = end
+        return Block(self, offset, self._begin + offset)
+
+    def offset(self, address: int, nbytes: int) -> Optional[int]:
+        """Return where these bytes of this process are in it; None where they are not."""
+        offset = address - self._begin
+        return offset if offset >= 0 and offset + nbytes <= self.nbytes else None
+
+    def _take_back(self) -> None:
+        while self.returned:
+            self._space.give(self.returned.popleft())
+
+
+class Block:
+    """A part of a region, which is another's as soon as nobody refers to this."""
+
+    __slots__ = ("__weakref__", "_address", "offset", "region")
+
+    def __init__(self, region: Region, offset: int, address: int) -> None:
+        self.region = region
+        self.offset = offset
+        self._address = address
+
+    def array(self, shape: Tuple[int, ...], dtype: Any) -> Any:
+        """Return an array of its bytes; that and every view of it refer to this."""
+        return np.asarray(_View(self, self._address, shape, dtype))
+
+    def __del__(self) -> None:
+        self.region.returned.append(self.offset)
+
+
+class _View:
+    """What numpy asks for the address; an array refers to what it has asked."""
+
+    __slots__ = ("__array_interface__", "_block")
+
+    def __init__(self, block: Block, address: int, shape: Tuple[int, ...], dtype: Any) -> None:
+        self._block = block
+        self.__array_interface__: Dict[str, Any] = {
+            "data": (address, False),
+            "shape": shape,
+            "typestr": dtype.str,
+            "version": 3,
+        }
+
+
+class Arena:
+    """The regions of one client. May be used by several threads.
+
+    Args:
+        most_bytes: of all regions together.
+    """
+
+    def __init__(self, most_bytes: int = MOST_BYTES) -> None:
+        self._most_bytes = most_bytes
+        self._lock = threading.Lock()
+        self._regions: Tuple[Region, ...] = ()
+        # A process that is forked has the same memory, and this one cannot know how long it needs an array.
+        _arenas.add(self)
+
+    @property
+    def regions(self) -> Tuple[Region, ...]:
+        """All that there are."""
+        return self._regions
+
+    def empty(self, shape: Tuple[int, ...], dtype: Any) -> Any:
+        """Return an array of any content; not of a region, where there is none that has room."""
+        kind: Any = np.dtype(dtype)
+        nbytes: int = kind.itemsize
+        for dim in shape:
+            nbytes *= dim
+        # Only bytes that mean the same to everybody: an object is an address.
+        block = self.take(nbytes) if nbytes and kind.kind in "biuf" else None
+        return np.empty(shape, kind) if block is None else block.array(shape, kind)
+
+    def take(self, nbytes: int, *, touched: bool = False) -> Optional[Block]:
+        """Cut so many bytes from a region, a new one if need be.
+
+        Args:
+            nbytes: at least 1.
+            touched: somebody else will write there first, which is not to count as that one's memory.
+
+        Returns:
+            The bytes; None where there is no room.
+        """
+        with self._lock:
+            for region in self._regions:
+                block = region.take(nbytes, touched=touched)
+                if block is not None:
+                    return block
+            self._drop_free()
+            grown = self._grow(nbytes)
+            return None if grown is None else grown.take(nbytes, touched=touched)
+
+    def find(self, array: Any) -> Optional[Tuple[Region, int]]:
+        """Return where the bytes of an array, in C order, lie in a region; None where they do not."""
+        if self._regions:
+            address = array.__array_interface__["data"][0]
+            for region in self._regions:
+                offset = region.offset(address, array.nbytes)
+                if offset is not None:
+                    return region, offset
+        return None
+
+    def retire(self, regions: Tuple[Region, ...]) -> None:
+        """Cut nothing more from these: nobody can tell when others will be done with parts of them."""
+        with self._lock:
+            for region in regions:
+                region.is_retired = not region.is_free
+            self._regions = tuple(region for region in self._regions if not region.is_retired)
+
+    def _drop_free(self) -> None:
+        """Before there is another one: those of which nothing is needed were too small."""
+        self._regions = tuple(region for region in self._regions if not region.is_free)
+
+    def _grow(self, nbytes: int) -> Optional[Region]:
+        has = sum(region.nbytes for region in self._regions)
+        nbytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        if has + nbytes > self._most_bytes or len(self._regions) >= limits.MAX_REGIONS:
+            return None
+        try:
+            region = Region(min(max(nbytes, has, _LEAST_REGION_BYTES), self._most_bytes - has))
+        except OSError:
+            return None
+        self._regions = (*self._regions, region)
+        return region
+
+
+_arenas: weakref.WeakSet[Arena] = weakref.WeakSet()
+
+
+def _retire_all() -> None:
+    arenas: List[Arena] = list(_arenas)
+    for arena in arenas:
+        arena.retire(arena.regions)
+
+
+os.register_at_fork(before=_retire_all)

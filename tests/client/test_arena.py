@@ -1,0 +1,190 @@
+"""Arrays that are cut from memory that others see: whose each part is, and until when."""
+
+from __future__ import annotations
+
+import gc
+import mmap
+import os
+import threading
+from typing import Any, List, Tuple
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from testkit.examples import examples
+from weightd.client import arena as arenas
+from weightd.client.arena import Arena, Block
+from weightd.client.space import ALIGNMENT
+
+_PAGE = mmap.PAGESIZE
+
+
+@pytest.fixture(autouse=True)
+def _small_regions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arenas, "_LEAST_REGION_BYTES", 2 * _PAGE)
+
+
+class World(RuleBasedStateMachine):
+    """Arrays that are used as anybody would: each keeps what was written to it for as long as it is there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.arena = Arena(8 * _PAGE)
+        self.held: List[Tuple[Any, int]] = []
+        self.written = 0
+
+    @rule(count=st.integers(0, 3 * _PAGE), dtype=st.sampled_from(["<f4", "|u1", "<i8"]))
+    def cut(self, count: int, dtype: str) -> None:
+        """One more, from a region or not."""
+        array = self.arena.empty((count // np.dtype(dtype).itemsize,), dtype)
+        self.written = (self.written + 1) % 128
+        array[...] = self.written
+        self.held.append((array, self.written))
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def look(self, data: st.DataObject) -> None:
+        """A view takes the place of the array that it is of."""
+        index = data.draw(st.integers(0, len(self.held) - 1))
+        array, value = self.held[index]
+        self.held[index] = array[len(array) // 2 :], value
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def drop(self, data: st.DataObject) -> None:
+        """One is not needed any more."""
+        del self.held[data.draw(st.integers(0, len(self.held) - 1))]
+
+    @rule()
+    def retire(self) -> None:
+        """As after a connection that was lost."""
+        self.arena.retire(self.arena.regions)
+
+    @invariant()
+    def keeps_what_was_written(self) -> None:
+        """No part is two arrays'."""
+        for array, value in self.held:
+            assert (array == value).all()
+
+    @invariant()
+    def finds_what_lies_in_it(self) -> None:
+        """By address; what it finds is that array's memory, aligned."""
+        for array, _ in self.held:
+            found = self.arena.find(array)
+            if found is not None and array.nbytes:
+                region, offset = found
+                assert os.pread(region.descriptor, array.nbytes, offset) == array.tobytes()
+
+    @invariant()
+    def keeps_its_bound(self) -> None:
+        """All regions together."""
+        assert sum(region.nbytes for region in self.arena.regions) <= 8 * _PAGE
+
+
+TestArena = World.TestCase
+TestArena.settings = settings(max_examples=examples(30), deadline=None)
+
+
+def _block(arena: Arena, nbytes: int, *, touched: bool = False) -> Block:
+    block = arena.take(nbytes, touched=touched)
+    assert block is not None
+    return block
+
+
+def test_a_part_is_used_again_once_its_last_view_is_gone() -> None:
+    arena = Arena()
+    array = arena.empty((4, 4), np.float32)
+    assert array.flags.aligned
+    assert array.__array_interface__["data"][0] % ALIGNMENT == 0
+    view = array[1:].T
+    del array
+    assert _block(arena, 64).offset == ALIGNMENT
+    del view
+    assert _block(arena, 64).offset == 0
+
+
+def test_it_grows_and_lets_go_what_was_too_small() -> None:
+    arena = Arena()
+    small = _block(arena, _PAGE)
+    large = _block(arena, 5 * _PAGE + 1)
+    assert [region.nbytes for region in arena.regions] == [2 * _PAGE, 6 * _PAGE]
+    del small
+    _block(arena, 100 * _PAGE)
+    assert [region.nbytes for region in arena.regions] == [6 * _PAGE, 100 * _PAGE]
+    del large
+
+
+def test_the_descriptor_goes_with_the_last_array() -> None:
+    arena = Arena()
+    array = arena.empty((_PAGE,), np.uint8)
+    descriptor = arena.regions[0].descriptor
+    del arena
+    array[:] = 7
+    assert os.pread(descriptor, 1, 0) == b"\7"
+    del array
+    gc.collect()
+    with pytest.raises(OSError, match="Bad file"):
+        os.fstat(descriptor)
+
+
+def test_what_others_write_first_counts_as_this_processs() -> None:
+    arena = Arena()
+    block = _block(arena, _PAGE + 1, touched=True)
+    assert os.fstat(block.region.descriptor).st_blocks * 512 == 2 * _PAGE
+
+
+@pytest.mark.parametrize("dtype", [object, "S3", "<c8", [("x", "<i4")]])
+def test_what_no_tensor_can_be_is_never_cut(dtype: Any) -> None:
+    arena = Arena()
+    assert arena.empty((3,), dtype).shape == (3,)
+    assert not arena.regions
+
+
+def test_where_no_memory_can_be_had_an_array_is_like_any_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(nbytes: int) -> int:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr("weightd.shared.memfd.create", refuse)
+    arena = Arena()
+    array = arena.empty((4096,), np.int8)
+    assert array.shape == (4096,)
+    assert arena.find(array) is None
+
+
+def test_a_forked_process_keeps_what_it_has_got() -> None:
+    arena = Arena()
+    array = arena.empty((_PAGE,), np.uint8)
+    array[:] = 1
+    told, tells = os.pipe()
+    pid = os.fork()
+    if not pid:
+        os.read(told, 1)
+        os._exit(int(array.sum()) != _PAGE)
+    del array
+    arena.empty((_PAGE,), np.uint8)[:] = 2
+    os.write(tells, b"x")
+    assert os.waitpid(pid, 0)[1] == 0
+    os.close(told)
+    os.close(tells)
+
+
+def test_threads_never_share_a_part() -> None:
+    arena = Arena()
+    wrong: List[int] = []
+
+    def work(value: int) -> None:
+        for _ in range(200):
+            array = arena.empty((100,), np.uint8)
+            array[:] = value
+            if not (array == value).all():
+                wrong.append(value)
+
+    threads = [threading.Thread(target=work, args=(value,)) for value in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
