@@ -65,8 +65,8 @@ check-rest:
 bench: $(VENV)/.made  ## memory, latency, throughput and start-up, each against the bare engine
 	$(BIN)/python -m benchmarks all
 
-fuzz: $(VENV)/.made-fuzz  ## coverage-guided fuzzing of the decoder, the page store's index and the configuration [SECONDS=60]
-	set -ex; for each in decoder repeats store config; do $(BIN)/python tests/fuzz/run.py $$each --seconds $(SECONDS); done
+fuzz: $(VENV)/.made-fuzz  ## coverage-guided fuzzing of framing, decoder, the page store's index and the configuration [SECONDS=60]
+	set -ex; for each in framing decoder repeats store config; do $(BIN)/python tests/fuzz/run.py $$each --seconds $(SECONDS); done
 
 chaos: $(VENV)/.made mslite-if-possible  ## faults of every kind against a real daemon; the books must balance [MINUTES=30] [SEED=a random one] [MANAGED=1]
 	$(BIN)/python -m tests.chaos --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) $(if $(MANAGED),--managed)

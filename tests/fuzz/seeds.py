@@ -11,9 +11,11 @@ import typing
 from pathlib import Path
 from typing import Any
 
-from targets import decoder, repeats, store
+from targets import decoder, framing, repeats, store
 from targets.decoder import TABLES
+from weightd.protocol import limits
 from weightd.protocol.codec import encode
+from weightd.protocol.framing import LARGE_BYTES, head
 from weightd.protocol.messages.children import FROM_CHILD, TO_CHILD, Predict, Result
 from weightd.protocol.messages.data import Infer, InferResponse, Parameters, TensorSpec
 from weightd.protocol.messages.status import Status
@@ -44,7 +46,7 @@ _REFUSED: dict[str, bytes] = {
 
 def seeds() -> dict[str, bytes]:
     """Return the seeds that are made, by their path in the corpus."""
-    return {**_decoder(), **_repeats(), **_store()}
+    return {**_framing(), **_decoder(), **_repeats(), **_store()}
 
 
 def message(cls: type[Any]) -> Any:
@@ -66,6 +68,24 @@ def _value(hint: Any, description: str) -> Any:
         return _value(inner[0], description)
     _, is_choice, names = description.partition("one of ")
     return names.split(", ")[0] if is_choice else _VALUES[hint]
+
+
+def _framing() -> dict[str, bytes]:
+    small = head([b"envelope", b"", b"xyz"]) + b"envelopexyz"
+    large = struct.pack("<4I", 3, 2, 0, 2 * LARGE_BYTES - 1)
+    found = {
+        "small": framing.written(small + small),
+        "cut": framing.written(*(small[at : at + 1] for at in range(len(small)))),
+        "halves": framing.written(small[:-2], small[-2:] + small),
+        "large": framing.written(large, b"ab" + small, 1, 2),
+        "refused": framing.written(large, b"ab", 2, admitted=False),
+        "header": framing.written(head([b"h" * (framing.HEADER_BYTES + 1), b"x"]), b"h" * framing.HEADER_BYTES, b"hx"),
+        "description": framing.written(head([b"e", b"d" * 40, b"x"]) + b"e" + b"d" * 40 + b"x" + small),
+        "broken": framing.written(small, bytes(4)),
+        "too-many": framing.written(small + struct.pack("<I", limits.MAX_HEADER_FRAMES + limits.MAX_TENSORS + 1)),
+        "too-long": framing.written(struct.pack("<2I", 1, framing.FRAME_BYTES + 1)),
+    }
+    return {f"framing/{name}": data for name, data in found.items()}
 
 
 def _decoder() -> dict[str, bytes]:

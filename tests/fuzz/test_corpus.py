@@ -16,6 +16,7 @@ from targets.decoder import TABLES, Refusal
 from weightd.daemon.config import load as product_config
 from weightd.daemon.config.model import ModelConfig
 from weightd.protocol import codec
+from weightd.protocol.framing import Incoming, Message
 from weightd.protocol.repeats import Repeats
 from weightd.worker.pagesharing import store as product_store
 from weightd.worker.pagesharing.store import OpenStore
@@ -85,13 +86,20 @@ def short(self: OpenStore) -> Any:
     return HONEST_HASHES(self)[1:]
 
 
+def skipping(self: Incoming, data: bytes, position: int, messages: list[Message]) -> int:
+    return HONEST_FILL(self, b"?" + data[1:], position, messages)
+
+
 def incomplete(name: str, config: ModelConfig, *_: object) -> ModelConfig:
     return config
 
 
+HONEST_FILL = Incoming._fill  # pyright: ignore[reportPrivateUsage]
 HONEST_HASHES = OpenStore.hashes
 
 DEFECTS = [
+    ("framing", Incoming, "_next", broken, KeyError),
+    ("framing", Incoming, "_fill", skipping, AssertionError),
     ("decoder", codec, "_unpack_header", broken, KeyError),
     ("repeats", codec, "_unpack_header", broken, KeyError),
     ("store", product_store, "decode_header", broken, KeyError),

@@ -69,6 +69,8 @@ def _admit_anything(nbytes: int) -> bool:
 class Incoming:
     """Finds the messages in a stream.
 
+    A header frame is always given as `bytes`, another one as anything that has its bytes.
+
     Args:
         max_header_bytes: of a header frame; a message with a longer one is dropped from there on.
         max_frame_bytes: whoever announces more has broken the framing.
@@ -88,6 +90,8 @@ class Incoming:
         self.announced = 0
         self._max_header_bytes = max_header_bytes
         self._max_frame_bytes = max_frame_bytes
+        # No frame of a message that has no more in all breaks a bound.
+        self._within_bounds = min(max_header_bytes, max_frame_bytes)
         self._admit = admit
         # The beginning of a message whose lengths have not all come.
         self._rest = b""
@@ -138,7 +142,7 @@ class Incoming:
         elif self._rest:
             data = self._rest + data
         size = len(data)
-        while not self._lengths and size - position >= _COUNT.size:
+        while size - position >= _COUNT.size and not self._lengths:
             (count,) = _COUNT.unpack_from(data, position)
             layout = _LENGTHS.get(count)
             if layout is None:
@@ -147,25 +151,21 @@ class Incoming:
             if begin > size:
                 break
             lengths: Tuple[int, ...] = layout.unpack_from(data, position + _COUNT.size)
-            end = begin + sum(lengths)
-            if (
-                end <= size
-                and lengths[0] <= self._max_header_bytes
-                and max(lengths[1:2] or (0,)) <= self._max_header_bytes
-            ):
+            nbytes = sum(lengths)
+            position = begin + nbytes
+            if position <= size and nbytes <= self._within_bounds:
                 frames: List[Any] = []
                 for length in lengths:
                     frames.append(data[begin : begin + length])
                     begin += length
                 messages.append(Message(frames, lengths))
-                position = end
             else:
-                self._begin(lengths)
+                self._begin(lengths, nbytes)
                 position = self._fill(data, begin, messages)
-        self._rest = data[position:]
+        self._rest = data[position:] if position < size else b""
         return messages
 
-    def _begin(self, lengths: Tuple[int, ...]) -> None:
+    def _begin(self, lengths: Tuple[int, ...], nbytes: int) -> None:
         longest = max(lengths)
         if longest > self._max_frame_bytes:
             raise RemoteProtocolError(
@@ -175,7 +175,6 @@ class Incoming:
         self._kept = next(
             (index for index, length in enumerate(headers) if length > self._max_header_bytes), len(lengths)
         )
-        nbytes = sum(lengths)
         if self._kept == len(lengths):
             if self._admit(nbytes):
                 self.announced = nbytes
@@ -204,7 +203,7 @@ class Incoming:
     def _next(self) -> bool:
         """A frame is complete: begin with the next one, or return True where that was the last."""
         if self._buffer is not None:
-            small = len(self._buffer) < LARGE_BYTES
+            small = len(self._buffer) < LARGE_BYTES or self._index < limits.MAX_HEADER_FRAMES
             self._frames.append(bytes(self._buffer) if small else self._buffer)
             self._buffer = None
         self._index += 1
@@ -229,26 +228,38 @@ class Outgoing:
 
     def __init__(self) -> None:
         self.nbytes = 0
-        self._pieces: Deque[Any] = deque()
+        # With the descriptors that go with the first byte.
+        self._pieces: Deque[Tuple[Any, Sequence[int]]] = deque()
 
-    def put(self, pieces: Sequence[Any]) -> None:
+    def put(self, pieces: Sequence[Any], descriptors: Sequence[int] = ()) -> None:
         """Add bytes; they are not copied, and must not change before they are written."""
         for piece in pieces:
             if len(piece):
-                self._pieces.append(piece)
+                self._pieces.append((piece, descriptors))
                 self.nbytes += len(piece)
+                descriptors = ()
 
-    def pieces(self) -> List[Any]:
-        """Return what comes next, as much as can be written at once."""
-        return [piece for piece, _ in zip(self._pieces, range(_MAX_PIECES))]
+    def next(self) -> Tuple[List[Any], Sequence[int]]:
+        """Return what can be written at once, and the descriptors that go with it."""
+        pieces: List[Any] = []
+        for piece, descriptors in self._pieces:
+            if pieces and (descriptors or len(pieces) == _MAX_PIECES):
+                break
+            pieces.append(piece)
+        return pieces, self._pieces[0][1] if pieces else ()
 
     def wrote(self, count: int) -> None:
-        """So many bytes have been written."""
+        """So many bytes have been written, and the descriptors of the first of them are sent."""
         self.nbytes -= count
         while count:
-            first = self._pieces[0]
+            first, _ = self._pieces.popleft()
             if count < len(first):
-                self._pieces[0] = memoryview(first)[count:]
-                return
-            count -= len(first)
-            self._pieces.popleft()
+                self._pieces.appendleft((memoryview(first)[count:], ()))
+            count -= min(count, len(first))
+
+    def clear(self) -> List[int]:
+        """Drop all; return the descriptors that were never sent."""
+        descriptors = [each for _, several in self._pieces for each in several]
+        self.nbytes = 0
+        self._pieces.clear()
+        return descriptors

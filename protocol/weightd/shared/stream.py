@@ -8,6 +8,7 @@ import socket
 from collections import deque
 from typing import Any, Deque, List, Optional, Sequence, Tuple
 
+from weightd.protocol.errors import RemoteProtocolError
 from weightd.protocol.framing import Incoming, Message, Outgoing, head
 
 # What is read at once, unless a large frame is under way.
@@ -16,7 +17,7 @@ _CHUNK_BYTES = 64 * 1024
 # Below this it costs less to copy a message into one piece than to have the kernel gather its frames.
 _JOINED_BYTES = 16 * 1024
 
-# Descriptors that come with one read; a message may bring one.
+# Descriptors that wait to be taken: a message may bring one.
 _MAX_DESCRIPTORS = 4
 _ANCILLARY_BYTES = socket.CMSG_SPACE(_MAX_DESCRIPTORS * array.array("i").itemsize)
 
@@ -55,33 +56,28 @@ class Stream:
     def send(self, frames: Sequence[Any], descriptors: Sequence[int] = ()) -> bool:
         """Send a message, or as much of it as goes now; return whether nothing is left.
 
-        Frames are not copied: what is left must not be changed before it is sent.
+        What is left goes with `flush`, when the socket can be written to. Frames are not copied: what is left must not
+        be changed before it is sent. The descriptors stay the caller's, and may be closed at once.
 
         Raises:
             ConnectionError: the peer has gone.
         """
         pieces = [head(frames), *frames]
-        if self._outgoing.nbytes and not descriptors:
-            self._outgoing.put(pieces)
-            return self.flush()
+        if self._outgoing.nbytes:
+            self._outgoing.put(pieces, [os.dup(each) for each in descriptors])
+            return False
         size = sum(map(len, pieces))
         try:
             if descriptors:
-                # They go with the first byte of the message; before it goes what is older.
-                if not self.flush():
-                    raise BlockingIOError
-                rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))]
-                sent = self.connection.sendmsg(pieces, rights)
+                sent = self.connection.sendmsg(pieces, _rights(descriptors))
             elif size < _JOINED_BYTES:
-                joined = b"".join(pieces)
-                sent = self.connection.send(joined)
-                pieces = [joined]
+                pieces = [b"".join(pieces)]
+                sent = self.connection.send(pieces[0])
             else:
                 sent = self.connection.sendmsg(pieces)
         except BlockingIOError:
-            if descriptors:
-                raise
-            sent = 0
+            self._outgoing.put(pieces, [os.dup(each) for each in descriptors])
+            return False
         if sent == size:
             return True
         self._outgoing.put(pieces)
@@ -95,10 +91,14 @@ class Stream:
             ConnectionError: the peer has gone.
         """
         while self._outgoing.nbytes:
+            pieces, descriptors = self._outgoing.next()
             try:
-                self._outgoing.wrote(self.connection.sendmsg(self._outgoing.pieces()))
+                sent = self.connection.sendmsg(pieces, _rights(descriptors))
             except BlockingIOError:
                 return False
+            self._outgoing.wrote(sent)
+            for each in descriptors:
+                os.close(each)
         return True
 
     def receive(self) -> List[Message]:
@@ -106,7 +106,7 @@ class Stream:
 
         Raises:
             ConnectionError: the peer has gone.
-            RemoteProtocolError: it broke the framing.
+            RemoteProtocolError: it broke the framing, or sends descriptors that nobody takes.
         """
         target = self.incoming.target()
         try:
@@ -133,10 +133,17 @@ class Stream:
                 received = array.array("i")
                 received.frombytes(content[: len(content) - len(content) % received.itemsize])
                 self.descriptors.extend(received)
+        if len(self.descriptors) > _MAX_DESCRIPTORS:
+            raise RemoteProtocolError(f"descriptors: expected at most {_MAX_DESCRIPTORS} that nobody has taken")
         return data, len(data)
 
     def close(self) -> None:
-        """Close the connection, and the descriptors that nobody has taken."""
+        """Close the connection, and the descriptors that nobody has taken or that were not sent."""
         self.connection.close()
-        while self.descriptors:
-            os.close(self.descriptors.popleft())
+        for each in (*self.descriptors, *self._outgoing.clear()):
+            os.close(each)
+        self.descriptors.clear()
+
+
+def _rights(descriptors: Sequence[int]) -> List[Tuple[int, int, Any]]:
+    return [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []

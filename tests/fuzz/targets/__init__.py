@@ -9,7 +9,7 @@ import importlib
 from collections.abc import Callable
 from typing import NamedTuple
 
-NAMES = ("decoder", "repeats", "store", "config")
+NAMES = ("framing", "decoder", "repeats", "store", "config")
 
 
 class Target(NamedTuple):

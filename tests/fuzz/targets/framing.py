@@ -1,0 +1,102 @@
+"""The framing of a stream: whatever comes, and in whichever pieces, the messages are those that stand there.
+
+An input is a byte of flags (which messages are admitted), and pieces of a stream: a byte with the length of a piece,
+and the piece. A length of `FILLER` stands for as many zeros as it takes to read a large frame to where it stays.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Sequence
+
+from targets.reader import Reader
+from weightd.protocol import limits
+from weightd.protocol.errors import RemoteProtocolError
+from weightd.protocol.framing import LARGE_BYTES, MAX_FRAMES, Incoming, Message, head
+
+FILLER = 255
+HEADER_BYTES = 32
+FRAME_BYTES = 4 * LARGE_BYTES
+
+MAX_BYTES = 1024
+WORDS = tuple(
+    struct.pack("<I", number)
+    for number in (1, 2, 3, HEADER_BYTES, HEADER_BYTES + 1, MAX_FRAMES, LARGE_BYTES, FRAME_BYTES, FRAME_BYTES + 1)
+)
+
+
+def one_input(data: bytes) -> None:
+    reader = Reader(data)
+    is_admitted = bool(reader.number() & 1)
+    incoming = Incoming(HEADER_BYTES, FRAME_BYTES, lambda nbytes: is_admitted)
+    stream, messages, error = b"", list[Message](), ""
+    while reader.left() and not error:
+        size = reader.number()
+        piece = bytes(LARGE_BYTES) if size == FILLER else reader.take(size)
+        stream += piece
+        try:
+            messages += _received(incoming, piece)
+        except RemoteProtocolError as caught:
+            error = str(caught)
+        assert incoming.announced <= FRAME_BYTES * MAX_FRAMES
+    expected = list(_standing(stream))
+    assert bool(error) == (expected[-1:] == [None])
+    assert error.isprintable()
+    assert len(error) < 1024
+    # What came in one piece with what breaks the framing is not given.
+    messages += [Message([], ()) for frames in expected[len(messages) :] if frames is not None and error]
+    assert len(messages) + bool(error) == len(expected)
+    for message, frames in zip(messages, expected, strict=False):
+        if message.lengths and frames is not None:
+            _check(message, frames, is_admitted=is_admitted)
+
+
+def written(*pieces: bytes | int, admitted: bool = True) -> bytes:
+    """Return the input for pieces of a stream; a number is so many fillers."""
+    return bytes([admitted]) + b"".join(
+        bytes([FILLER]) * piece if isinstance(piece, int) else bytes([len(piece)]) + piece for piece in pieces
+    )
+
+
+def _received(incoming: Incoming, piece: bytes) -> list[Message]:
+    messages: list[Message] = []
+    while piece:
+        target = incoming.target()
+        if target is None:
+            return messages + incoming.receive(piece)
+        taken = min(len(target), len(piece))
+        target[:taken] = piece[:taken]
+        messages += incoming.filled(taken)
+        piece = piece[taken:]
+    return messages
+
+
+def _standing(stream: bytes) -> Iterator[list[bytes] | None]:
+    """The messages that stand in a stream, and None where the framing is broken."""
+    while len(stream) >= 4:
+        (count,) = struct.unpack_from("<I", stream)
+        if not 1 <= count <= MAX_FRAMES:
+            yield None
+            return
+        if len(stream) < 4 + 4 * count:
+            return
+        lengths = struct.unpack_from(f"<{count}I", stream, 4)
+        if max(lengths) > FRAME_BYTES:
+            yield None
+            return
+        stream = stream[4 + 4 * count :]
+        if len(stream) < sum(lengths):
+            return
+        yield [stream[sum(lengths[:index]) :][:length] for index, length in enumerate(lengths)]
+        stream = stream[sum(lengths) :]
+
+
+def _check(message: Message, frames: Sequence[bytes], *, is_admitted: bool) -> None:
+    assert message.lengths == tuple(map(len, frames))
+    assert head(frames) == struct.pack(f"<{1 + len(frames)}I", len(frames), *message.lengths)
+    arrived = [bytes(frame) for frame in message.frames]
+    assert arrived == frames[: len(arrived)]
+    headers = message.lengths[: limits.MAX_HEADER_FRAMES]
+    fitting = next((index for index, length in enumerate(headers) if length > HEADER_BYTES), len(frames))
+    # A message that comes at once is not asked for.
+    assert len(arrived) in ({fitting} if is_admitted else {fitting, min(fitting, len(headers))})

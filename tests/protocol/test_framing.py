@@ -1,0 +1,169 @@
+"""Messages that are cut anywhere arrive whole and in order, and what breaks a bound is not kept."""
+
+from __future__ import annotations
+
+import struct
+from typing import Any, List, Tuple
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from weightd.protocol import framing, limits
+from weightd.protocol.errors import RemoteProtocolError
+from weightd.protocol.framing import LARGE_BYTES, Incoming, Message, Outgoing, head
+
+HEADER_BYTES, LARGE_HEADER, LIMIT = 40, LARGE_BYTES + 7, 8 * LARGE_BYTES
+
+# Beside small frames those that are read to where they stay; and, with the bound of a test, those that are mapped.
+SIZES = st.integers(0, 30) | st.sampled_from(
+    [HEADER_BYTES, HEADER_BYTES + 1, LARGE_BYTES - 1, LARGE_BYTES, LARGE_HEADER, 3 * LARGE_BYTES]
+)
+SHAPES = st.lists(SIZES, min_size=1, max_size=5) | st.just([1] * framing.MAX_FRAMES)
+CUTS = st.lists(st.integers(1, 60) | st.integers(LARGE_BYTES - 60, 4 * LARGE_BYTES), min_size=1, max_size=10)
+
+
+def written(shapes: List[List[int]]) -> Tuple[List[List[bytes]], bytes]:
+    """Messages with frames of these lengths, no two alike, and the stream of them."""
+    sent = [
+        [bytes([number % 251, index]) * (size // 2) + b"x" * (size % 2) for index, size in enumerate(shape)]
+        for number, shape in enumerate(shapes)
+    ]
+    return sent, b"".join(head(frames) + b"".join(frames) for frames in sent)
+
+
+def read(incoming: Incoming, stream: bytes, cuts: List[int], *, targets: bool = True) -> List[Message]:
+    """The messages of a stream that comes in pieces, the lengths of which come again and again."""
+    messages: List[Message] = []
+    position = turn = 0
+    while position < len(stream):
+        piece = stream[position : position + cuts[turn % len(cuts)]]
+        target = incoming.target() if targets else None
+        if target is None:
+            messages += incoming.receive(piece)
+        else:
+            piece = piece[: len(target)]
+            target[: len(piece)] = piece
+            messages += incoming.filled(len(piece))
+        position += len(piece)
+        turn += 1
+    return messages
+
+
+@given(st.lists(SHAPES, max_size=6), CUTS, st.data())
+def test_any_messages_cut_anywhere_arrive_in_order(
+    shapes: List[List[int]], cuts: List[int], data: st.DataObject
+) -> None:
+    sent, stream = written(shapes)
+    refused = set(data.draw(st.lists(st.sampled_from([sum(each) for each in shapes] or [0]))))
+    asked: List[int] = []
+
+    def admit(nbytes: int) -> bool:
+        asked.append(nbytes)
+        return nbytes not in refused
+
+    bound = data.draw(st.sampled_from([HEADER_BYTES, LARGE_HEADER]))
+    incoming = Incoming(bound, LIMIT, admit)
+    messages = read(incoming, stream, cuts, targets=data.draw(st.booleans()))
+    assert [list(message.lengths) for message in messages] == shapes
+    for message, frames in zip(messages, sent):
+        headers = frames[: limits.MAX_HEADER_FRAMES]
+        fitting = next((index for index, each in enumerate(headers) if len(each) > bound), len(frames))
+        arrived = [bytes(frame) for frame in message.frames]
+        assert all(type(frame) is bytes for frame in message.frames[: limits.MAX_HEADER_FRAMES])
+        if len(arrived) == fitting:
+            assert arrived == frames[:fitting]
+        else:
+            # It did not come at once, and was not admitted.
+            nbytes = sum(message.lengths)
+            assert nbytes in refused & {*asked}
+            assert arrived == headers
+        assert message.is_whole == (arrived == frames)
+    assert (incoming.is_idle, incoming.announced) == (True, 0)
+
+
+@given(st.lists(SHAPES, min_size=1, max_size=3), st.data())
+def test_a_beginning_is_no_message(shapes: List[List[int]], data: st.DataObject) -> None:
+    """And what is announced is counted as long as it is on its way."""
+    sent, stream = written(shapes)
+    size = len(head(sent[-1])) + sum(shapes[-1])
+    came = data.draw(st.integers(1, size - 1))
+    incoming = Incoming(LIMIT, LIMIT)
+    assert len(read(incoming, stream[: len(stream) - size + came], [4 * LARGE_BYTES])) == len(shapes) - 1
+    assert not incoming.is_idle
+    assert incoming.announced == (sum(shapes[-1]) if came >= len(head(sent[-1])) else 0)
+
+
+def test_a_frame_that_the_kernel_gives_memory_for_is_read_like_any_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(framing, "_MAPPED_BYTES", LARGE_BYTES)
+    sent, stream = written([[3, 3, 3 * LARGE_BYTES, 5], [2]])
+    messages = read(Incoming(), stream, [LARGE_BYTES + 1])
+    assert [[bytes(frame) for frame in message.frames] for message in messages] == sent
+    assert type(messages[0].frames[2]) is not bytes
+
+
+def test_what_is_not_kept_needs_no_memory() -> None:
+    incoming = Incoming(admit=lambda nbytes: False)
+    incoming.receive(struct.pack("<4I", 3, 1, 1, limits.MAX_FRAME_BYTES) + b"ab")
+    target = incoming.target()
+    assert target is not None
+    assert len(target) <= 2**20
+    assert incoming.announced == 0
+
+
+BROKEN = {
+    "no frames": (struct.pack("<I", 0), f"1 to {framing.MAX_FRAMES} frames, got 0"),
+    "too many frames": (struct.pack("<I", framing.MAX_FRAMES + 1), f"got {framing.MAX_FRAMES + 1}"),
+    "text": (b"GET / HTTP/1.1\r\n", "frames, got"),
+    "a frame that is too long": (struct.pack("<3I", 2, 1, LIMIT + 1), f"at most {LIMIT} bytes .*got {LIMIT + 1}"),
+    "one that has come": (struct.pack("<2I", 1, LIMIT + 1) + bytes(LIMIT + 1), f"at most {LIMIT} bytes"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+@pytest.mark.parametrize("before", [b"", b"".join(written([[3, 2]])[1:])])
+def test_a_broken_framing_is_told(name: str, before: bytes) -> None:
+    broken, text = BROKEN[name]
+    incoming = Incoming(2 * LIMIT, LIMIT)
+    with pytest.raises(RemoteProtocolError, match=text):
+        incoming.receive(before + broken)
+
+
+@given(st.lists(st.tuples(st.lists(st.integers(0, 9), min_size=1, max_size=30), st.booleans())), st.data())
+def test_what_is_written_in_parts_is_what_was_put(puts: List[Tuple[List[int], bool]], data: st.DataObject) -> None:
+    """And descriptors go with the first byte of what they were put with."""
+    outgoing = Outgoing()
+    stream, expected, descriptors = b"", {}, 0
+    for sizes, wanted in puts:
+        pieces: List[Any] = [bytes([size]) * size for size in sizes]
+        brings = wanted and sum(sizes) > 0
+        if brings:
+            expected[len(stream)] = [descriptors]
+        outgoing.put(pieces, [descriptors] if brings else ())
+        descriptors += brings
+        stream += b"".join(pieces)
+    written, sent = b"", {}
+    while outgoing.nbytes:
+        assert outgoing.nbytes == len(stream) - len(written)
+        ahead, brought = outgoing.next()
+        assert ahead
+        if brought:
+            sent[len(written)] = list(brought)
+        count = data.draw(st.integers(1, sum(map(len, ahead))))
+        outgoing.wrote(count)
+        written += b"".join(ahead)[:count]
+    assert (written, sent, outgoing.next()) == (stream, expected, ([], ()))
+
+
+def test_no_more_pieces_are_written_at_once_than_the_kernel_takes() -> None:
+    outgoing = Outgoing()
+    outgoing.put([b"x"] * 2000)
+    assert len(outgoing.next()[0]) <= 1024
+
+
+def test_descriptors_that_were_not_sent_come_back() -> None:
+    outgoing = Outgoing()
+    outgoing.put([b"ab"], [3])
+    outgoing.put([b"cd"], [4, 5])
+    outgoing.wrote(1)
+    assert (outgoing.clear(), outgoing.nbytes, outgoing.next()) == ([4, 5], 0, ([], ()))

@@ -1,0 +1,167 @@
+"""Messages between two ends of a real socket: none is lost, none waits, and nothing is left open."""
+
+from __future__ import annotations
+
+import array
+import os
+import socket
+import struct
+from pathlib import Path
+from typing import Any, Iterator, List, Tuple
+
+import pytest
+
+from weightd.protocol.errors import RemoteProtocolError
+from weightd.protocol.framing import Incoming, Message, head
+from weightd.shared.stream import Stream
+
+FRAMES = [b"envelope", b"", b"tensor" * 100]
+
+
+@pytest.fixture
+def ends() -> Iterator[Tuple[Stream, Stream]]:
+    """Two ends; the second one takes descriptors."""
+    first, second = socket.socketpair()
+    made = Stream(first), Stream(second, takes_descriptors=True)
+    yield made
+    for each in made:
+        each.close()
+
+
+def arrive(sender: Stream, receiver: Stream, count: int = 1) -> List[Message]:
+    messages: List[Message] = []
+    while len(messages) < count:
+        sender.flush()
+        messages += receiver.receive()
+    return messages
+
+
+def read_on(receiver: Stream) -> None:
+    while True:
+        receiver.receive()
+
+
+def open_descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+# --- bytes ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [0, 600, 20_000, 100_000, 5_000_000])
+def test_a_message_of_any_size_arrives_both_ways(ends: Tuple[Stream, Stream], size: int) -> None:
+    for sender, receiver in (ends, ends[::-1]):
+        frames: List[Any] = [b"envelope", b"", memoryview(bytes(range(256)) * (size // 256)), b"end"]
+        assert sender.send(frames) is (sender.unsent == 0)
+        (message,) = arrive(sender, receiver)
+        assert message.is_whole
+        assert [bytes(each) for each in message.frames] == frames
+
+
+def test_a_small_message_is_written_at_once_and_read_at_once(ends: Tuple[Stream, Stream]) -> None:
+    sender, receiver = ends
+    assert receiver.receive() == []
+    assert sender.send(FRAMES)
+    assert sender.send(FRAMES[:1])
+    assert [message.frames for message in receiver.receive()] == [FRAMES, FRAMES[:1]]
+    assert receiver.receive() == []
+
+
+def test_who_does_not_read_makes_nobody_wait_and_gets_all_in_order(ends: Tuple[Stream, Stream]) -> None:
+    sender, receiver = ends
+    sent = [[b"%d" % number, bytes(300 * number)] for number in range(200)]
+    outcomes = [sender.send(each) for each in sent]
+    assert outcomes[0]
+    assert not outcomes[-1]
+    # What has begun to wait does not go before it is flushed: order is kept.
+    assert outcomes == sorted(outcomes, reverse=True)
+    assert sender.unsent
+    assert [message.frames for message in arrive(sender, receiver, 200)] == sent
+    assert sender.unsent == 0
+
+
+@pytest.mark.parametrize("begun", [b"", head(FRAMES)[:3], head(FRAMES) + b"env", head([bytes(10**6)]) + bytes(9)])
+def test_an_end_that_closes_is_told_wherever_it_was(ends: Tuple[Stream, Stream], begun: bytes) -> None:
+    sender, receiver = ends
+    sender.send([b"last"])
+    sender.connection.send(begun)
+    sender.close()
+    assert [message.frames for message in receiver.receive()] == [[b"last"]]
+    with pytest.raises(ConnectionError):
+        read_on(receiver)
+    with pytest.raises(ConnectionError):
+        receiver.send(FRAMES)
+
+
+def test_a_broken_framing_is_told() -> None:
+    first, second = socket.socketpair()
+    with first, second:
+        first.send(struct.pack("<2I", 1, 65))
+        with pytest.raises(RemoteProtocolError, match="at most 64 bytes"):
+            Stream(second, Incoming(max_frame_bytes=64)).receive()
+
+
+# --- descriptors ----------------------------------------------------------------------------------------------------
+
+
+def same(descriptor: int, other: int) -> bool:
+    return os.path.samestat(os.fstat(descriptor), os.fstat(other))
+
+
+def test_descriptors_come_with_their_messages_even_where_they_had_to_wait(ends: Tuple[Stream, Stream]) -> None:
+    sender, receiver = ends
+    pipes = os.pipe()
+    before = open_descriptors()
+    assert sender.send([b"first"], pipes[:1])
+    while sender.send([b"no descriptor", bytes(50_000)]):
+        pass
+    sender.send([b"second"], pipes[1:])
+    sender.send([b"none"])
+    expected = {b"first": pipes[0], b"second": pipes[1]}
+    seen: List[bytes] = []
+    while seen[-1:] != [b"none"]:
+        for message in receiver.receive():
+            seen.append(message.frames[0])
+            if seen[-1] in expected:
+                received = receiver.descriptors.popleft()
+                assert same(received, expected[seen[-1]])
+                assert not os.get_inheritable(received)
+                os.close(received)
+        sender.flush()
+    assert {*expected} <= {*seen}
+    assert not receiver.descriptors
+    assert open_descriptors() == before
+    for pipe in pipes:
+        os.close(pipe)
+
+
+def test_descriptors_that_nobody_takes_or_gets_are_closed(ends: Tuple[Stream, Stream]) -> None:
+    sender, receiver = ends
+    before = open_descriptors()
+    sender.send([b"taken by nobody"], [0, 1])
+    receiver.receive()
+    assert open_descriptors() == before + 2
+    while sender.send([bytes(50_000)]):
+        pass
+    sender.send([b"never sent"], [0])
+    assert open_descriptors() == before + 3
+    sender.close()
+    receiver.close()
+    assert open_descriptors() == before - 2
+
+
+def test_an_end_that_takes_none_is_sent_none(ends: Tuple[Stream, Stream]) -> None:
+    receiver, sender = ends
+    before = open_descriptors()
+    sender.send(FRAMES, [0])
+    assert [message.frames for message in receiver.receive()] == [FRAMES]
+    assert (len(receiver.descriptors), open_descriptors()) == (0, before)
+
+
+def test_descriptors_without_end_end_the_connection(ends: Tuple[Stream, Stream]) -> None:
+    sender, receiver = ends
+    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [0]))]
+    for position in range(6):
+        sender.connection.sendmsg([head(FRAMES)[position : position + 1]], rights)
+    with pytest.raises(RemoteProtocolError, match="descriptors"):
+        read_on(receiver)
