@@ -46,6 +46,20 @@ def test_a_reload_that_is_refused_changes_no_device(tmp_path: Path) -> None:
     assert device.capacity == 1000 * 2**20
 
 
+def test_where_clients_connect_is_changed_by_a_restart_alone(tmp_path: Path) -> None:
+    path = tmp_path / "weightd.toml"
+    model = '[models.m]\npath = "/models/m.onnx"\npython = "python3"\n'
+    path.write_text('[listeners.one]\naddress = "ipc:///run/one"\n' + model)
+    server = begun(path)
+    path.write_text('[listeners.two]\naddress = "ipc:///run/one"\n' + model)
+    with pytest.raises(RequestError) as caught:
+        server._reload(0.0)
+    assert str(caught.value).splitlines() == [
+        f"{path}: listeners.one.address: expected 'ipc:///run/one' as before, got None: restart",
+        f"{path}: listeners.two.address: expected None as before, got 'ipc:///run/one': restart",
+    ]
+
+
 def test_a_card_has_what_it_has_said_where_the_configuration_says_no_more(tmp_path: Path) -> None:
     path = tmp_path / "weightd.toml"
     model = '[models.m]\npath = "/models/m.mindir"\npython = "python3"\ndevices = ["ascend:0"]\n'

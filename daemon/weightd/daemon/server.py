@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import os
 import signal
@@ -16,7 +15,6 @@ from weightd.daemon.children.backend import Backend
 from weightd.daemon.clients.doorman import allow_descriptors
 from weightd.daemon.clients.frontend import Frontend
 from weightd.daemon.clients.listening import listen
-from weightd.daemon.config.daemon import DaemonConfig
 from weightd.daemon.config.devices import DeviceConfig
 from weightd.daemon.config.load import Config, ConfigError
 from weightd.daemon.config.model import ModelConfig
@@ -27,9 +25,9 @@ from weightd.daemon.continuity.handover import Handover
 from weightd.daemon.continuity.herald import Herald
 from weightd.daemon.continuity.keeping import Keeping
 from weightd.daemon.continuity.service import CLIENTS, KEEPER, Manager
+from weightd.daemon.host.listening import addresses
 from weightd.daemon.host.loop import Loop, signals
 from weightd.daemon.host.memory import MIB, host_bytes
-from weightd.daemon.host.sockets import addresses
 from weightd.daemon.host.timers import Timer
 from weightd.daemon.models.budget import Device
 from weightd.daemon.models.fleet import Change, Fleet
@@ -41,6 +39,7 @@ from weightd.daemon.observe.survey import Measured, Survey, crowding
 from weightd.daemon.shutdown import Event, Shutdown
 from weightd.protocol.errors import InvalidArgument, RequestError, ResourceExhausted, Unavailable
 from weightd.protocol.messages.control import ReloadResponse
+from weightd.protocol.schema import label
 from weightd.protocol.version import VERSION
 from weightd.shared.devices import CPU
 
@@ -307,7 +306,7 @@ class Server:
             raise Unavailable("weightd is stopping")
         try:
             config = file.read()
-            self._check_fixed(file.path, config.daemon)
+            self._check_fixed(file.path, config)
         except ConfigError as error:
             file.note = f"not reloaded: {error}"
             raise InvalidArgument(str(error)) from None
@@ -321,13 +320,12 @@ class Server:
         _log.info("reloaded %s: %s", file.path, change)
         return change
 
-    def _check_fixed(self, path: Path, daemon: DaemonConfig) -> None:
-        fixed = dataclasses.replace(daemon, drain_timeout=self._config.daemon.drain_timeout)
-        before = vars(self._config.daemon)
+    def _check_fixed(self, path: Path, config: Config) -> None:
+        before, now = _fixed(self._config), _fixed(config)
         differ = [
-            f"{path}: daemon.{key}: expected {before[key]!r} as before, got {value!r}: restart"
-            for key, value in vars(fixed).items()
-            if value != before[key]
+            f"{path}: {key}: expected {before.get(key)!r} as before, got {now.get(key)!r}: restart"
+            for key in {**before, **now}
+            if before.get(key) != now.get(key)
         ]
         if differ:
             raise ConfigError(*differ)
@@ -363,6 +361,13 @@ class Server:
             self._note,
         )
         self._frontend.tell_status(survey.client, report(survey, state, uptime, subject))
+
+
+def _fixed(config: Config) -> dict[str, object]:
+    """Return what only a start puts in force, by key."""
+    fixed: dict[str, object] = {f"daemon.{key}": value for key, value in vars(config.daemon).items()}
+    del fixed["daemon.drain_timeout"]
+    return fixed | {f"listeners.{label(name)}.address": each.address for name, each in config.listeners.items()}
 
 
 def _update_devices(devices: dict[str, Device], config: Config) -> None:

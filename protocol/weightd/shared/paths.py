@@ -11,6 +11,9 @@ SYSTEM_RUNTIME_DIR = "/run/weightd"
 
 _SOCKET_NAME = "weightd.sock"
 
+# Of the path of a unix socket, and of no other socket for clients.
+UNIX_SUFFIX = ".unix"
+
 
 def runtime_dir() -> str:
     """Return the directory where a daemon that this user starts has its sockets."""
@@ -44,5 +47,5 @@ def unix_path(address: str, directory: str = "") -> str:
     It lies beside an ipc:// one; that of a daemon on TCP in `directory`, its runtime directory.
     """
     if address.startswith("ipc://"):
-        return f"{address[len('ipc://') :]}.unix"
-    return f"{directory}/{key(address)}.unix"
+        return f"{address[len('ipc://') :]}{UNIX_SUFFIX}"
+    return f"{directory}/{key(address)}{UNIX_SUFFIX}"

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+from typing import Tuple
 
 MAX_PORT = 65535
 
 FORM = f"tcp://HOST:PORT, PORT from 1 to {MAX_PORT}"
 """For people: what `is_address` takes."""
 
-_ADDRESS = re.compile(r"tcp://(?:\[[^\]\s]+\]|[^:\s]+):([0-9]{1,5})")
+_ADDRESS = re.compile(r"tcp://(\[[^\]\s]+\]|[^:\s]+):([0-9]{1,5})")
 
 
 def is_address(address: str) -> bool:
@@ -18,4 +19,16 @@ def is_address(address: str) -> bool:
     It takes ports modulo 65,536, and 0 for any that is free: both sides would be somewhere else in silence.
     """
     match = _ADDRESS.fullmatch(address)
-    return match is not None and 1 <= int(match.group(1)) <= MAX_PORT
+    return match is not None and 1 <= int(match.group(2)) <= MAX_PORT
+
+
+def parts(address: str) -> Tuple[str, int]:
+    """Return host and port of what `is_address` takes; an IPv6 host is in brackets.
+
+    Raises:
+        ValueError: it is none.
+    """
+    match = _ADDRESS.fullmatch(address)
+    if match is None:
+        raise ValueError(address)
+    return match.group(1), int(match.group(2))

@@ -25,6 +25,7 @@ OPTIONS = Path("worker/weightd/worker/engines/mindspore_lite/options.py")
 TABLES = {
     CONFIG / "daemon.py": ("DaemonConfig",),
     CONFIG / "devices.py": ("DeviceConfig",),
+    CONFIG / "listeners.py": ("ListenerConfig",),
     CONFIG / "model.py": ("ModelConfig",),
     OPTIONS: ("Options",),
 }

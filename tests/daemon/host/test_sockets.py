@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import zmq
 
-from weightd.daemon.host.directories import ClaimError
-from weightd.daemon.host.sockets import UnixPeer, addresses, bind, peer_pid, receive, send, unix_peer
+from weightd.daemon.host.listening import addresses
+from weightd.daemon.host.sockets import UnixPeer, bind, peer_pid, receive, send, unix_peer
 
 LIMIT_MS = 20_000
 
@@ -55,41 +55,6 @@ def has_ipv6() -> bool:
     except OSError:
         return False
     return True
-
-
-# --- where they listen ----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("family", "name", "kind"),
-    [
-        (socket.AF_UNIX, "{}/d", socket.SOCK_DGRAM),
-        (socket.AF_UNIX, "{}/p", socket.SOCK_SEQPACKET),
-        (socket.AF_UNIX, "\0weightd-test-{}", socket.SOCK_STREAM),
-        (socket.AF_UNIX, "", socket.SOCK_STREAM),  # the kernel gives it an abstract name
-        (socket.AF_INET, ("127.0.0.1", 0), socket.SOCK_DGRAM),
-    ],
-)
-def test_what_zeromq_has_no_address_for_is_refused(
-    context: zmq.Context[Socket], listen: Listen, tmp_path: Path, family: int, name: Any, kind: int
-) -> None:
-    good = listen(socket.AF_UNIX, str(tmp_path / "s"))
-    bad = listen(family, name.format(tmp_path) if isinstance(name, str) else name, kind)
-    message = f"^descriptor {bad.fileno()}, which was passed: expected a stream socket with a path or a port$"
-    with pytest.raises(ClaimError, match=message):
-        bind(context, f"ipc://{tmp_path}/s", descriptors=[good.fileno(), bad.fileno()])
-    os.fstat(bad.fileno())
-
-
-def test_what_is_no_socket_is_refused() -> None:
-    read, write = os.pipe()
-    message = f"^descriptor {read}, which was passed, is no socket: "
-    with pytest.raises(ClaimError, match=f"{message}Socket operation on non-socket$"):
-        addresses([read])
-    for each in (read, write):
-        os.close(each)
-    with pytest.raises(ClaimError, match=f"{message}Bad file descriptor$"):
-        addresses([read])
 
 
 # --- who connects ---------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from weightd.daemon.__main__ import parser
 from weightd.daemon.config import load as config
 from weightd.daemon.config.daemon import DaemonConfig
 from weightd.daemon.config.devices import DeviceConfig
+from weightd.daemon.config.listeners import ListenerConfig
 from weightd.daemon.config.model import ModelConfig
 from weightd.daemon.manual import configuration, program
 from weightd.daemon.manual.reference import keys
@@ -114,12 +115,12 @@ def test_each_key_is_there_with_its_meaning() -> None:
 
 
 def test_no_table_is_missing_and_a_meaning_is_that_of_its_own_key() -> None:
-    tables = {DaemonConfig, ModelConfig, DeviceConfig}
+    tables = {DaemonConfig, ListenerConfig, ModelConfig, DeviceConfig}
     defaults = [field.default for cls in tables for field in dataclasses.fields(cls)]
     inner = {type(each) for each in defaults if dataclasses.is_dataclass(each)}
     assert {*configuration.TABLES.values()} == tables | inner
     first, *_, last = keys(DaemonConfig)
-    assert (first.name, first.meaning[:21]) == ("socket", "Where clients connect")
+    assert (first.name, first.meaning[:17]) == ("socket", "The daemon's name")
     assert (last.name, last.meaning[:10]) == ("max_memory_bytes", "Bytes that")
 
 
@@ -150,10 +151,10 @@ def test_each_key_of_the_example_may_be_uncommented() -> None:
     assert {name: model.path for name, model in only.models.items()} == {"resnet50": "/srv/models/resnet50.onnx"}
     every = re.sub(r"^# (\[|\w+ = )", r"\1", example, flags=re.MULTILINE)
     tables = tomllib.loads(every)
-    there = [tables["daemon"], tables["models"]["resnet50"], tables["devices"]["ascend:0"]]
-    names = {name for table in [*there, there[1]["mindspore_lite"]] for name in table}
+    there = [tables["models"]["resnet50"], tables["daemon"], tables["listeners"]["NAME"], tables["devices"]["ascend:0"]]
+    names = {name for table in [*there, there[0]["mindspore_lite"]] for name in table}
     assert names == {field.name for cls in configuration.TABLES.values() for field in dataclasses.fields(cls)}
-    assert dataclasses.replace(parsed(every), devices=only.devices) == only
+    assert dataclasses.replace(parsed(every), devices=only.devices, listeners=only.listeners) == only
 
 
 def test_the_example_of_the_page_is_good() -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from weightd.daemon.config import load as config
 from weightd.daemon.config.daemon import DaemonConfig
 from weightd.daemon.config.devices import DeviceConfig
+from weightd.daemon.config.listeners import MAX_LISTENERS, ListenerConfig
 from weightd.daemon.config.load import Config, ConfigError
 from weightd.daemon.config.model import ModelConfig
 from weightd.daemon.engines import ENGINES
@@ -28,6 +29,7 @@ _BASE = Path("/etc/weightd")
 MAX_BYTES = 8192
 WORDS = (
     b"[daemon]\n",
+    b"[listeners.l]\n",
     b"[models.m]\n",
     b'[models.m.mindspore_lite]\nprovider = "ge"\n',
     b'[devices."ascend:0"]\n',
@@ -37,7 +39,7 @@ WORDS = (
     *sorted(
         {
             f"{field.name} = ".encode()
-            for cls in (DaemonConfig, DeviceConfig, ModelConfig, MindSporeLiteOptions)
+            for cls in (DaemonConfig, DeviceConfig, ListenerConfig, ModelConfig, MindSporeLiteOptions)
             for field in dataclasses.fields(cls)
         }
     ),
@@ -71,6 +73,8 @@ def _check_refusal(error: ConfigError) -> None:
 def _check(parsed: Config) -> None:
     assert 0 < len(parsed.models) <= limits.MAX_MODELS
     assert len(bytes(parsed.daemon.children_socket)) <= limits.MAX_IPC_PATH_BYTES
+    assert 0 < len(parsed.listeners) <= MAX_LISTENERS
+    assert all(each.address.startswith(("ipc:///", "tcp://")) for each in parsed.listeners.values())
     assert parsed.daemon.private_dir.is_absolute()
     for name, model in parsed.models.items():
         assert name.isprintable()

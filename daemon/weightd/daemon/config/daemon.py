@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-import os
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from weightd.daemon.config import addresses
 from weightd.daemon.config.defaults import default_cache_dir, default_runtime_dir
 from weightd.daemon.config.tables import MAX_SECONDS, Problems
 from weightd.daemon.host.memory import MIB
 from weightd.daemon.host.paths import user_path
 from weightd.protocol import limits
 from weightd.protocol.schema import FieldError, integer, number
-from weightd.shared import paths, tcp
+from weightd.shared import paths
 
-_SOCKET_PATH = re.compile(r"ipc:///.*[^/]")
+# Of the paths that lie beside that of the children's socket: the lane of their requests.
+_LONGEST_SUFFIX = ".lane"
 
 # With less, a few requests of ordinary size would be too many.
 _LEAST_MEMORY_BYTES = 16 * MIB
@@ -28,7 +28,9 @@ class DaemonConfig:
     """The table [daemon]."""
 
     socket: str = field(default="", metadata=user_path(limits.MAX_PATH_BYTES, empty=True))
-    """Where clients connect: ipc://PATH or tcp://HOST:PORT. Default: weightd.sock in `runtime_dir`."""
+    """The daemon's name, after which its files are called: ipc:///ABSOLUTE/PATH or tcp://HOST:PORT. Clients that speak
+    ZeroMQ connect there, unless tables [listeners.NAME] say where else; those of this host beside it, to PATH.unix, or
+    with tcp:// to a socket in `runtime_dir`. Default: weightd.sock in `runtime_dir`."""
 
     runtime_dir: str = field(default="", metadata=user_path(limits.MAX_PATH_BYTES, empty=True))
     """Directory of the sockets. Default: what systemd gives, /run/weightd for root, XDG_RUNTIME_DIR/weightd."""
@@ -58,42 +60,39 @@ class DaemonConfig:
         """The socket of this daemon's children."""
         return Path(self.runtime_dir, f"{self.key}.sock")
 
+    @property
+    def unix_socket(self) -> Path:
+        """The socket of clients of this host."""
+        return Path(paths.unix_path(self.socket, self.runtime_dir))
+
 
 def complete_daemon(config: DaemonConfig, base: Path, listening: Sequence[str], problems: Problems) -> DaemonConfig:
     """Return `config` with its defaults filled in, its socket checked, and its paths made absolute.
 
-    `listening`: see `load`; the first of them is the socket by default. What is wrong is added to `problems`, where
-    that of single keys is already; what is returned is of use if there is none.
+    `listening`: see `load`; the first of them is, or lies beside, the socket by default. What is wrong is added to
+    `problems`, where that of single keys is already; what is returned is of use if there is none.
     """
     runtime_dir = str((base / (config.runtime_dir or default_runtime_dir())).absolute())
     cache_dir = str((base / (config.cache_dir or default_cache_dir())).absolute())
-    socket = config.socket or (listening[0] if listening else paths.socket_address(runtime_dir))
+    expected = addresses.sockets(listening)
+    socket = config.socket or (expected[0] if expected else paths.socket_address(runtime_dir))
     complete = dataclasses.replace(config, socket=socket, runtime_dir=runtime_dir, cache_dir=cache_dir)
-    problems.note(_too_long(str(complete.children_socket), ".runtime_dir"), "runtime_dir")
-    problems.note(_of_socket(socket, listening), "socket", "runtime_dir")
+    longest = f"{complete.children_socket}{_LONGEST_SUFFIX}"
+    problems.note((each.at(".runtime_dir") for each in addresses.of_path(longest)), "runtime_dir")
+    problems.note(_of_socket(socket, expected), "socket", "runtime_dir")
     problems.note(_too_little(config.max_memory_bytes), "max_memory_bytes")
     return complete
 
 
-def _of_socket(socket: str, listening: Sequence[str]) -> Iterator[FieldError]:
-    if listening and socket not in listening:
-        expected = f"expected {' or '.join(listening)}, where the service manager listens (weightd.socket)"
-        yield FieldError(f"{expected}, got {socket!r}").at(".socket")
-    elif not _SOCKET_PATH.fullmatch(socket) and not tcp.is_address(socket):
-        yield FieldError(f"expected ipc:///ABSOLUTE/PATH or {tcp.FORM}, got {socket!r}").at(".socket")
-    elif socket.startswith("ipc://"):
-        yield from _too_long(socket.removeprefix("ipc://"), ".socket")
+def _of_socket(socket: str, expected: Sequence[str]) -> Iterator[FieldError]:
+    if not expected:
+        yield from (each.at(".socket") for each in addresses.of_address(socket, paths.UNIX_SUFFIX))
+    elif socket not in expected:
+        text = f"expected {' or '.join(expected)}, where the service manager listens (weightd.socket), got {socket!r}"
+        yield FieldError(text).at(".socket")
 
 
 def _too_little(max_memory_bytes: int) -> Iterator[FieldError]:
     if 0 < max_memory_bytes < _LEAST_MEMORY_BYTES:
         expected = f"expected 0 or at least {_LEAST_MEMORY_BYTES}, got {max_memory_bytes}"
         yield FieldError(expected).at(".max_memory_bytes")
-
-
-def _too_long(path: str, key: str) -> Iterator[FieldError]:
-    size = len(os.fsencode(path))
-    if size > limits.MAX_IPC_PATH_BYTES:
-        yield FieldError(
-            f"expected a socket path of at most {limits.MAX_IPC_PATH_BYTES} bytes, got {size}: {path!r}"
-        ).at(key)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, cast
 from weightd.daemon.config import tables
 from weightd.daemon.config.daemon import DaemonConfig, complete_daemon
 from weightd.daemon.config.devices import DeviceConfig, read_devices
+from weightd.daemon.config.listeners import ListenerConfig, read_listeners
 from weightd.daemon.config.model import LOADING, ModelConfig, complete_model
 from weightd.daemon.config.tables import Problems
 from weightd.protocol import limits
@@ -22,7 +23,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-_TABLES = ("daemon", "models", "devices")
+_TABLES = ("daemon", "listeners", "models", "devices")
 
 
 class ConfigError(WeightdError):
@@ -39,11 +40,12 @@ class ConfigError(WeightdError):
 
 @dataclass(frozen=True)
 class Config:
-    """A whole configuration file."""
+    """A whole configuration file. `listeners` are all there are, by name: where clients that speak ZeroMQ connect."""
 
     daemon: DaemonConfig
     models: Mapping[str, ModelConfig]
     devices: Mapping[str, DeviceConfig] = field(default_factory=dict[str, DeviceConfig])
+    listeners: Mapping[str, ListenerConfig] = field(default_factory=dict[str, ListenerConfig])
 
 
 class Examined(NamedTuple):
@@ -65,7 +67,7 @@ def load(path: Path, listening: Sequence[str] = ()) -> Config:
 
     Args:
         path: of the TOML file.
-        listening: addresses for clients that a service manager has opened.
+        listening: addresses for clients that a service manager has opened, see `addresses`.
 
     Raises:
         ConfigError: it is unreadable, not TOML, or says something that it must not.
@@ -131,6 +133,7 @@ def _parse(
 ) -> tuple[Config, dict[str, ModelConfig], Problems]:
     problems = Problems()
     daemon = DaemonConfig()
+    listeners: Mapping[str, ListenerConfig] = {}
     models: dict[str, ModelConfig] = {}
     loadable: dict[str, ModelConfig] = {}
     devices: dict[str, DeviceConfig] = {}
@@ -140,11 +143,13 @@ def _parse(
     with problems.at(".daemon"):
         daemon = tables.read(DaemonConfig, content.get("daemon", {}), problems)
         daemon = complete_daemon(daemon, base, listening, problems)
+    with problems.at(".listeners"):
+        listeners = read_listeners(content.get("listeners", {}), daemon, listening, problems)
     with problems.at(".models"):
         models, loadable = _models(content.get("models"), base, problems)
     with problems.at(".devices"):
         devices = read_devices(content.get("devices", {}), problems)
-    return Config(daemon, models, devices), loadable, problems
+    return Config(daemon, models, devices, listeners), loadable, problems
 
 
 def _models(content: Any, base: Path, problems: Problems) -> tuple[dict[str, ModelConfig], dict[str, ModelConfig]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,6 +10,7 @@ from pathlib import Path
 
 from weightd.daemon.config import canary as canary_config
 from weightd.daemon.config.canary import CanaryKey
+from weightd.daemon.config.names import of_name
 from weightd.daemon.config.policies import Policy
 from weightd.daemon.config.tables import MAX_SECONDS, Problems
 from weightd.daemon.engines import ENGINES, ascend, engine_for
@@ -20,10 +20,6 @@ from weightd.daemon.host.paths import user_path
 from weightd.protocol import limits
 from weightd.protocol.schema import FieldError, boolean, integer, many, number, one_of, record, text
 from weightd.shared.devices import CPU, card_of
-
-# It becomes part of file names and of process names.
-_NAME = re.compile(rf"[A-Za-z0-9_][A-Za-z0-9._-]{{0,{limits.MAX_MODEL_NAME_BYTES - 1}}}")
-_EXPECTED_NAME = "expected a model name of 1 to 64 ASCII letters, digits, '_', '.' and '-', the last two not first"
 
 # What tells which files and which interpreter a model is loaded with.
 LOADING = ("path", "engine", "python", "devices", "sharing", "canary", *ENGINES)
@@ -128,8 +124,7 @@ class ModelConfig:
 
 def complete_model(name: str, config: ModelConfig, base: Path, problems: Problems) -> ModelConfig:
     """Return `config` with its defaults filled in and its paths made absolute; `problems`: see `complete_daemon`."""
-    if not _NAME.fullmatch(name):
-        problems.note([FieldError(_EXPECTED_NAME)])
+    problems.note(of_name("model", name))
     for needed, rule in _RULES:
         problems.note(rule(config), *needed)
     sample = canary_config.sample(config.canary)

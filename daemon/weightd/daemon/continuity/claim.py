@@ -10,14 +10,13 @@ import contextlib
 import fcntl
 import os
 import shutil
-import socket
-import stat
 from collections.abc import Generator
 from pathlib import Path
 
 from weightd.daemon.children.launchers.keeper.link import wait_until_gone
 from weightd.daemon.config.daemon import DaemonConfig
 from weightd.daemon.host.directories import ClaimError, make_directory, refuse_exchange
+from weightd.daemon.host.listening import claimed
 
 # What a keeper takes to end every process; the kernel has their memory to give back.
 _PATIENCE_S = 30.0
@@ -41,16 +40,14 @@ def claim(config: DaemonConfig, *, listening: bool = False, kept: bool = False) 
     paths = [config.children_socket]
     if config.socket.startswith("ipc://") and not listening:
         paths.append(Path(config.socket.removeprefix("ipc://")))
-    with _locked(lock), contextlib.nullcontext() if kept else _private(config.private_dir):
+    with (
+        _locked(lock),
+        contextlib.nullcontext() if kept else _private(config.private_dir),
+        contextlib.ExitStack() as stack,
+    ):
         for path in paths:
-            _refuse_listener(path)
-            _remove_socket(path)
-        try:
-            yield
-        finally:
-            for path in paths:
-                with contextlib.suppress(ClaimError):
-                    _remove_socket(path)
+            stack.enter_context(claimed(path))
+        yield
 
 
 def check_usable(config: DaemonConfig) -> None:
@@ -144,28 +141,3 @@ def make_private(path: Path) -> None:
         )
     shutil.rmtree(path, ignore_errors=True)
     make_directory(path, mode=0o700)
-
-
-def _refuse_listener(path: Path) -> None:
-    """Raise if somebody listens there; the socket that a killed daemon left refuses to be connected to."""
-    with socket.socket(socket.AF_UNIX) as probe:
-        probe.setblocking(False)
-        try:
-            probe.connect(str(path))
-        except (FileNotFoundError, ConnectionRefusedError):
-            return
-        except OSError as error:
-            raise ClaimError(f"{path}: {error.strerror}") from None
-    raise ClaimError(f"{path}: another program listens there")
-
-
-def _remove_socket(path: Path) -> None:
-    """Remove the socket; never anything else."""
-    try:
-        if not stat.S_ISSOCK(path.lstat().st_mode):
-            raise ClaimError(f"{path}: expected a socket or nothing there, and will not remove what is there")
-        path.unlink()
-    except FileNotFoundError:
-        return
-    except OSError as error:
-        raise ClaimError(f"{path}: {error.strerror}") from None

@@ -16,7 +16,7 @@ from weightd.daemon.config.load import Config, ConfigError, load_text, read
 from weightd.daemon.continuity.claim import check_usable
 from weightd.daemon.continuity.service import CLIENTS, CONFIG, Manager
 from weightd.daemon.host.directories import ClaimError
-from weightd.daemon.host.sockets import addresses
+from weightd.daemon.host.listening import addresses
 
 _log = logging.getLogger("weightd")
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import os
 import re
-import socket as sockets
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -13,6 +12,7 @@ from typing import Any, NamedTuple
 import zmq
 
 from weightd.daemon.host.directories import ClaimError
+from weightd.daemon.host.listening import addresses
 from weightd.protocol import limits
 from weightd.shared import multipart
 
@@ -37,34 +37,6 @@ class Received(NamedTuple):
     peer: bytes
     frames: Sequence[Any]
     identity: zmq.Frame
-
-
-def addresses(descriptors: Sequence[int]) -> list[str]:
-    """Return where these listening sockets listen, as ZeroMQ writes it.
-
-    Raises:
-        ClaimError: one is of a kind that ZeroMQ has no address for.
-    """
-    return [_address(descriptor) for descriptor in descriptors]
-
-
-def _address(descriptor: int) -> str:
-    try:
-        listener = sockets.socket(fileno=descriptor)
-    except OSError as error:
-        raise ClaimError(f"descriptor {descriptor}, which was passed, is no socket: {error.strerror}") from None
-    try:
-        name: Any = listener.getsockname()
-        stream = listener.type == sockets.SOCK_STREAM
-        if stream and listener.family == sockets.AF_UNIX and isinstance(name, str) and name:
-            return f"ipc://{name}"
-        if stream and listener.family == sockets.AF_INET:
-            return f"tcp://{name[0]}:{name[1]}"
-        if stream and listener.family == sockets.AF_INET6:
-            return f"tcp://[{name[0]}]:{name[1]}"
-    finally:
-        listener.detach()
-    raise ClaimError(f"descriptor {descriptor}, which was passed: expected a stream socket with a path or a port")
 
 
 def bind(

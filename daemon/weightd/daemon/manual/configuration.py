@@ -8,6 +8,7 @@ from typing import Any
 
 from weightd.daemon.config.daemon import DaemonConfig
 from weightd.daemon.config.devices import DeviceConfig
+from weightd.daemon.config.listeners import ListenerConfig
 from weightd.daemon.config.model import ModelConfig
 from weightd.daemon.engines.mindspore_lite import MindSporeLiteOptions
 from weightd.daemon.manual.reference import Key, keys
@@ -17,6 +18,7 @@ from weightd.shared.manual.roff import Page, bold, italic
 # As they stand in the file, in the order in which one writes them.
 TABLES: Mapping[str, type[Any]] = {
     "daemon": DaemonConfig,
+    "listeners.NAME": ListenerConfig,
     "models.NAME": ModelConfig,
     "models.NAME.mindspore_lite": MindSporeLiteOptions,
     'devices."ascend:N"': DeviceConfig,
@@ -24,6 +26,11 @@ TABLES: Mapping[str, type[Any]] = {
 
 _MEANINGS: Mapping[str, str] = {
     "daemon": "The daemon itself. The table may be left out.",
+    "listeners.NAME": (
+        "Where clients connect that speak ZeroMQ. NAME is chosen as that of a model. The tables may be left out: then "
+        "such clients connect to the daemon's `socket`, or wherever a service manager listens for them. If there are "
+        "tables, they name all such places, those where a service manager listens among them."
+    ),
     "models.NAME": (
         "A model; at least one is needed. Clients ask for it as NAME: 1 to 64 ASCII letters, digits, `_`, `.` and "
         "`-`, the last two not first."
@@ -38,8 +45,8 @@ value that a key does not take, is refused with its name and what was expected, 
 says so without starting anything. Paths are absolute, or relative to the directory of this file; `~` is not expanded. A
 model whose name has a dot is quoted: `[models."resnet.v1"]`.
 
-`weightctl reload`, or SIGHUP, has the file read again: models come, change and go without an interruption. The table
-`[daemon]` takes a restart, `drain_timeout` excepted."""
+`weightctl reload`, or SIGHUP, has the file read again: models come, change and go without an interruption. The tables
+`[daemon]` and `[listeners.NAME]` take a restart, `drain_timeout` excepted."""
 
 _EXAMPLE = """\
 [models.resnet50]
@@ -51,6 +58,9 @@ path = "/srv/models/unet.mindir"
 python = "/opt/mslite/bin/python"
 workers = 8
 """
+
+# What stands in the example for keys without a default.
+_REQUIRED: Mapping[str, str] = {"path": "/srv/models/resnet50.onnx", "address": "ipc:///run/weightd/weightd.sock"}
 
 _FIRST = """\
 # The configuration of weightd, see weightd.toml(5); `weightd check FILE` says what is wrong with it.
@@ -89,16 +99,14 @@ def example() -> str:
     """Return a configuration with one model, and each other key as a comment."""
     lines = [_FIRST]
     for table, cls in TABLES.items():
-        named = table.replace("NAME", "resnet50").replace("ascend:N", "ascend:0")
-        needed = any(key.required for key in keys(cls))
-        lines.append(f"[{named}]" if needed or table == "daemon" else f"# [{named}]")
-        lines += [line for key in keys(cls) for line in _lines(key)]
+        named = table.replace("models.NAME", "models.resnet50").replace("ascend:N", "ascend:0")
+        there = table in ("daemon", "models.NAME")
+        lines.append(f"[{named}]" if there else f"# [{named}]")
+        lines += [line for key in keys(cls) for line in _lines(key, there=there)]
     return "\n".join(lines)
 
 
-def _lines(key: Key) -> Iterator[str]:
+def _lines(key: Key, *, there: bool) -> Iterator[str]:
     yield from textwrap.wrap(" ".join(key.meaning.split()), 116, initial_indent="# ", subsequent_indent="# ")
-    if key.required:
-        yield f'{key.name} = "/srv/models/resnet50.onnx"\n'
-    else:
-        yield f"# {key.name} = {key.default or 0}\n"
+    value = f'"{_REQUIRED[key.name]}"' if key.required else key.default or 0
+    yield f"{'' if there and key.required else '# '}{key.name} = {value}\n"

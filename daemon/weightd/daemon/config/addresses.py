@@ -1,0 +1,61 @@
+"""Where clients connect, as the configuration and a service manager say it.
+
+`ipc://PATH` and `tcp://HOST:PORT` are for clients that speak ZeroMQ. `unix://PATH` is for weightd's own transport: no
+configuration has one, it lies beside `daemon.socket`; of what a service manager has opened it is known by its suffix.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Sequence
+
+from weightd.protocol import limits
+from weightd.protocol.schema import FieldError
+from weightd.shared import paths, tcp
+
+FORM = f"ipc:///ABSOLUTE/PATH or {tcp.FORM}"
+
+_IPC = "ipc://"
+_UNIX = "unix://"
+_SOCKET_PATH = re.compile(r"ipc:///.*[^/]")
+
+
+def of_address(address: str, suffix: str = "") -> Iterator[FieldError]:
+    """Say what is wrong with an address for clients that speak ZeroMQ.
+
+    Args:
+        address: as given.
+        suffix: of the longest path that lies beside that of an ipc:// one.
+    """
+    if not _SOCKET_PATH.fullmatch(address) and not tcp.is_address(address):
+        yield FieldError(f"expected {FORM}, got {address!r}")
+    elif address.startswith(_IPC) and address.endswith(paths.UNIX_SUFFIX):
+        yield FieldError(f"expected a path without {paths.UNIX_SUFFIX}, the end of unix sockets', got {address!r}")
+    elif address.startswith(_IPC):
+        yield from of_path(address.removeprefix(_IPC) + suffix)
+
+
+def of_path(path: str) -> Iterator[FieldError]:
+    """Say so if no socket can have this path."""
+    size = len(os.fsencode(path))
+    if size > limits.MAX_IPC_PATH_BYTES:
+        yield FieldError(f"expected a socket path of at most {limits.MAX_IPC_PATH_BYTES} bytes, got {size}: {path!r}")
+
+
+def same(address: str) -> str:
+    """Return the address in a form that other ways to write its path have, too."""
+    return _IPC + os.path.normpath(address.removeprefix(_IPC)) if address.startswith(_IPC) else address
+
+
+def zeromq(listening: Sequence[str]) -> list[str]:
+    """Return those of the addresses at which ZeroMQ is spoken."""
+    return [each for each in listening if not each.startswith(_UNIX)]
+
+
+def sockets(listening: Sequence[str]) -> list[str]:
+    """Return what `daemon.socket` may be where these are open: a unix socket lies beside it."""
+    beside = [
+        _IPC + each.removeprefix(_UNIX).removesuffix(paths.UNIX_SUFFIX) for each in listening if each.startswith(_UNIX)
+    ]
+    return beside or zeromq(listening)

@@ -1,0 +1,72 @@
+"""Where clients connect: the sockets that a service manager has passed, and those that nobody has opened yet."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+from collections.abc import Generator, Mapping, Sequence
+from typing import NamedTuple
+
+from weightd.daemon.config.load import Config
+from weightd.daemon.host.directories import ClaimError
+from weightd.daemon.host.listening import addresses, listening
+
+_log = logging.getLogger("weightd")
+
+
+class Listening(NamedTuple):
+    """Sockets that listen and do not block.
+
+    Attributes:
+        unix: for clients of this host; none where that could not be had.
+        listeners: for clients that speak ZeroMQ, by the names of their listeners.
+        addresses: of all of them.
+    """
+
+    unix: Sequence[socket.socket]
+    listeners: Mapping[str, socket.socket]
+    addresses: Sequence[str]
+
+
+@contextlib.contextmanager
+def listen(config: Config, passed: Sequence[int]) -> Generator[Listening, None, None]:
+    """Listen within the block wherever the configuration says, and leave no path behind but those of others.
+
+    Args:
+        config: complete, made for what was passed.
+        passed: descriptors that a service manager has passed; they are closed in the end.
+
+    Raises:
+        ClaimError: a socket cannot be had.
+    """
+    with contextlib.ExitStack() as stack:
+        open_already = _adopted(passed, stack)
+        unix = {address: each for address, each in open_already.items() if address.startswith("unix://")}
+        unix = unix or _unix(f"unix://{config.daemon.unix_socket}", stack, needed=not passed)
+        listeners = {
+            name: open_already.get(each.address) or stack.enter_context(listening(each.address))
+            for name, each in config.listeners.items()
+        }
+        where = [*unix, *(each.address for each in config.listeners.values())]
+        yield Listening([*unix.values()], listeners, where)
+
+
+def _adopted(passed: Sequence[int], stack: contextlib.ExitStack) -> dict[str, socket.socket]:
+    found: dict[str, socket.socket] = {}
+    for address, descriptor in zip(addresses(passed), passed, strict=True):
+        found[address] = stack.enter_context(socket.socket(fileno=descriptor))
+        # Whoever else accepts from it, in this process or another one, may have been faster.
+        found[address].setblocking(False)
+    return found
+
+
+def _unix(address: str, stack: contextlib.ExitStack, *, needed: bool) -> dict[str, socket.socket]:
+    """Listen for clients of this host; where a service manager listens for others they can do without it."""
+    try:
+        return {address: stack.enter_context(listening(address))}
+    except ClaimError as error:
+        if needed:
+            raise
+        _log.warning("clients of this host have to speak ZeroMQ, which is slower: %s; see weightd.socket", error)
+        return {}

@@ -1,0 +1,155 @@
+"""Sockets that listen, made by whoever: they are passed to the process that accepts from them, and to the next one."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import stat
+from collections.abc import Generator, Sequence
+from pathlib import Path
+from typing import Any
+
+from weightd.daemon.host.directories import ClaimError, make_directory
+from weightd.shared import paths, tcp
+
+# Owner and group may connect: who is in the group is the operator's decision.
+_MAY_NOT = 0o117
+
+_UNIX_SCHEMES = ("unix://", "ipc://")
+
+
+# --- what somebody else has opened --------------------------------------------------------------------------------
+
+
+def addresses(descriptors: Sequence[int]) -> list[str]:
+    """Return where these listening sockets listen: ipc://PATH, unix://PATH where it has that suffix, tcp://HOST:PORT.
+
+    Raises:
+        ClaimError: one is of a kind that has no such address.
+    """
+    return [_address(descriptor) for descriptor in descriptors]
+
+
+def _address(descriptor: int) -> str:
+    try:
+        listener = socket.socket(fileno=descriptor)
+    except OSError as error:
+        raise ClaimError(f"descriptor {descriptor}, which was passed, is no socket: {error.strerror}") from None
+    try:
+        name: Any = listener.getsockname()
+        stream = listener.type == socket.SOCK_STREAM
+        if stream and listener.family == socket.AF_UNIX and isinstance(name, str) and name:
+            return f"{'unix' if name.endswith(paths.UNIX_SUFFIX) else 'ipc'}://{name}"
+        if stream and listener.family == socket.AF_INET:
+            return f"tcp://{name[0]}:{name[1]}"
+        if stream and listener.family == socket.AF_INET6:
+            return f"tcp://[{name[0]}]:{name[1]}"
+    finally:
+        listener.detach()
+    raise ClaimError(f"descriptor {descriptor}, which was passed: expected a stream socket with a path or a port")
+
+
+# --- what is opened here ------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def listening(address: str) -> Generator[socket.socket, None, None]:
+    """Listen at unix://PATH, ipc://PATH or tcp://HOST:PORT within the block, and leave no path behind.
+
+    Raises:
+        ClaimError: somebody listens there, or something else is there, or it cannot be had.
+    """
+    path = _path(address)
+    with contextlib.ExitStack() as stack:
+        if path is None:
+            made = stack.enter_context(_of_tcp(address))
+        else:
+            make_directory(path.parent.resolve(), mode=0o755)
+            stack.enter_context(claimed(path))
+            made = stack.enter_context(_of_path(address, path))
+        # As many wait to be accepted as the kernel allows, as on a socket of systemd's.
+        made.listen(socket.SOMAXCONN)
+        made.setblocking(False)
+        yield made
+
+
+@contextlib.contextmanager
+def claimed(path: Path) -> Generator[None, None, None]:
+    """Have the path for a socket within the block; what a killed process left there, and what is there then, goes.
+
+    Raises:
+        ClaimError: somebody listens there, or it is no socket.
+    """
+    _refuse_listener(path)
+    _remove_socket(path)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ClaimError):
+            _remove_socket(path)
+
+
+def _path(address: str) -> Path | None:
+    return next((Path(address.removeprefix(each)) for each in _UNIX_SCHEMES if address.startswith(each)), None)
+
+
+def _of_path(address: str, path: Path) -> socket.socket:
+    made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    # The permissions of a unix socket are what the umask leaves: they are right from its first moment.
+    before = os.umask(_MAY_NOT)
+    try:
+        made.bind(str(path))
+    except OSError as error:
+        made.close()
+        raise _refused(address, error) from None
+    finally:
+        os.umask(before)
+    return made
+
+
+def _of_tcp(address: str) -> socket.socket:
+    host, port = tcp.parts(address)
+    family = socket.AF_INET6 if host.startswith("[") else socket.AF_INET
+    made = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        # What the connections of an earlier daemon have left in the kernel is in nobody's way.
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        name = None if host == "*" else host.strip("[]")
+        made.bind(socket.getaddrinfo(name, port, family, socket.SOCK_STREAM, 0, socket.AI_PASSIVE)[0][4])
+    except OSError as error:
+        made.close()
+        raise _refused(address, error) from None
+    return made
+
+
+def _refused(address: str, error: OSError) -> ClaimError:
+    # What Python itself refuses, such as a path that is too long, has no number.
+    return ClaimError(f"cannot listen on {address}: {error.strerror or error}")
+
+
+def _refuse_listener(path: Path) -> None:
+    """Raise if somebody listens there; the socket that a killed daemon left refuses to be connected to."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.setblocking(False)
+        try:
+            probe.connect(str(path))
+        except (FileNotFoundError, ConnectionRefusedError):
+            return
+        except OSError as error:
+            raise ClaimError(f"{path}: {error.strerror or error}") from None
+    raise ClaimError(f"{path}: another program listens there")
+
+
+def _remove_socket(path: Path) -> None:
+    """Remove the socket; never anything else."""
+    try:
+        if not stat.S_ISSOCK(path.lstat().st_mode):
+            raise ClaimError(f"{path}: expected a socket or nothing there, and will not remove what is there")
+        path.unlink()
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise ClaimError(f"{path}: {error.strerror}") from None
