@@ -1,0 +1,161 @@
+"""What is read from a client's memory is a copy, and what is written there stays where it may be."""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import os
+import random
+import threading
+from pathlib import Path
+from typing import Any, Iterator, List
+
+import numpy as np
+import pytest
+
+from weightd.protocol.errors import Internal, InvalidArgument
+from weightd.protocol.messages.data import TensorSpec
+from weightd.protocol.tensors import to_wire
+from weightd.shared import memfd
+from weightd.worker.regions import Buffers, Regions
+
+_BYTES = 1 << 16
+
+
+@pytest.fixture
+def memory() -> Iterator[int]:
+    """The client's descriptor."""
+    descriptor = memfd.create(_BYTES)
+    yield descriptor
+    os.close(descriptor)
+
+
+@pytest.fixture
+def regions(memory: int) -> Regions:
+    """With that region as number 7."""
+    regions = Regions()
+    regions.map(7, os.dup(memory))
+    return regions
+
+
+def _u8(count: int, datatype: str = "UINT8") -> TensorSpec:
+    return TensorSpec("x", datatype, (count,))
+
+
+@pytest.mark.parametrize("offset", [0, 1, 64, _BYTES - 24])
+def test_a_tensor_is_read_from_anywhere(regions: Regions, memory: int, offset: int) -> None:
+    values = np.arange(6, dtype="<f4").reshape(2, 3)
+    os.pwrite(memory, values.tobytes(), offset)
+    array = regions.read(TensorSpec("x", "FP32", (2, 3)), 7, offset)
+    assert (array == values).all()
+    assert array.flags.aligned
+
+
+def test_what_was_read_does_not_change(regions: Regions, memory: int) -> None:
+    os.pwrite(memory, b"\1" * 100, 0)
+    array = regions.read(_u8(100, "BOOL"), 7, 0)
+    os.pwrite(memory, b"\2" * 100, 0)
+    assert (array.view(np.uint8) == 1).all()
+
+
+def test_a_hole_is_read_as_zeros(regions: Regions, memory: int) -> None:
+    os.pwrite(memory, b"\1" * _BYTES, 0)
+    punch = ctypes.CDLL(None).fallocate
+    assert punch(memory, 3, ctypes.c_long(0), ctypes.c_long(_BYTES)) == 0
+    assert not regions.read(_u8(_BYTES), 7, 0).any()
+
+
+def test_a_bool_that_is_none_is_refused_however_it_changes(regions: Regions, memory: int) -> None:
+    stop = threading.Event()
+
+    def scribble() -> None:
+        while not stop.is_set():
+            os.pwrite(memory, bytes([random.choice([0, 1, 2])]), 5000)
+
+    scribbler = threading.Thread(target=scribble)
+    scribbler.start()
+    verdicts: List[bool] = []
+    try:
+        for _ in range(2000):
+            try:
+                assert regions.read(_u8(10_000, "BOOL"), 7, 0).view(np.uint8).max() <= 1
+                verdicts.append(True)
+            except InvalidArgument:
+                verdicts.append(False)
+    finally:
+        stop.set()
+        scribbler.join()
+    assert {*verdicts} == {True, False}
+
+
+def test_tensors_may_overlap(regions: Regions, memory: int) -> None:
+    os.pwrite(memory, bytes(range(100)), 0)
+    one, other = regions.read(_u8(60), 7, 0), regions.read(_u8(60), 7, 30)
+    assert regions.write(one, 7, 20, 60)
+    assert (one[30:] == other[:30]).all()
+    assert os.pread(memory, 60, 20) == bytes(range(60))
+
+
+@pytest.mark.parametrize("shape", [(), (0, 3), (5,), (2, 5)])
+@pytest.mark.parametrize("dtype", ["<f4", "|b1", ">f8"])
+def test_an_output_is_written_where_there_is_room_and_nowhere_else(
+    regions: Regions, memory: int, shape: Any, dtype: str
+) -> None:
+    array = to_wire(np.ones(shape, dtype))
+    assert regions.write(array, 7, 1001, array.nbytes)
+    assert os.pread(memory, array.nbytes + 2, 1000) == b"\0" + array.tobytes() + b"\0"
+    if array.nbytes:
+        assert not regions.write(array, 7, 3000, array.nbytes - 1)
+        assert os.pread(memory, 100, 3000) == bytes(100)
+
+
+def test_what_the_client_has_sealed_later_can_be_read_and_not_written(memory: int) -> None:
+    os.pwrite(memory, b"\5", 0)
+    fcntl.fcntl(memory, 1033, 8)
+    regions = Regions()
+    regions.map(7, os.dup(memory))
+    array = regions.read(_u8(1), 7, 0)
+    assert array[0] == 5
+    assert not regions.write(array, 7, 0, 1)
+
+
+def test_what_cannot_be_mapped_fails_the_request_that_names_it(regions: Regions, memory: int) -> None:
+    regions.map(8, os.open(f"/proc/self/fd/{memory}", os.O_WRONLY))
+    regions.unmap(7)
+    for number in (7, 8, 9):
+        with pytest.raises(Internal, match="cannot be mapped"):
+            regions.read(_u8(1), number, 0)
+
+
+def test_nothing_is_left_of_a_region_that_is_forgotten(regions: Regions, memory: int) -> None:
+    def mapped() -> int:
+        return Path("/proc/self/maps").read_text("ascii").count(f" {os.fstat(memory).st_ino} ")
+
+    regions.map(8, os.dup(memory))
+    assert mapped() == 2
+    regions.unmap(8)
+    regions.clear()
+    assert mapped() == 0
+
+
+def test_a_buffer_is_used_again_once_nobody_has_it() -> None:
+    buffers = Buffers(1000)
+    one = buffers.take(300)
+    address = one.__array_interface__["data"][0]
+    assert address % 64 == 0
+    view = one[:10].view("|b1")
+    del one
+    other = buffers.take(300)
+    assert other.__array_interface__["data"][0] != address
+    del view
+    assert buffers.take(300).__array_interface__["data"][0] == address
+    assert other.__array_interface__["data"][0] != address
+
+
+def test_what_is_kept_has_a_bound() -> None:
+    buffers = Buffers(1000)
+    several = [buffers.take(400) for _ in range(3)]
+    del several
+    assert buffers.kept_bytes > 1000
+    buffers.take(300)
+    assert buffers.kept_bytes <= 1000
