@@ -297,7 +297,10 @@ HOST = [
     *mutants("host", "daemon/host/test_processes.py daemon/host/test_loop.py daemon/host/test_logs.py",
         ("return not is_exiting and not _has_exited(process.pidfd)", "return not _has_exited(process.pidfd)"),
         ("start_new_session=True,", "start_new_session=False,"),
-        ("if handler is not None:", "if True:"),
+        ("if events & _READABLE and descriptor not in self._removed:", "if events & _READABLE:"),
+        ("_READABLE = ~_OUT", "_READABLE = _IN"),
+        ("seconds = 0.0 if ready else", "seconds ="),
+        ("        for handler in ready:\n            handler()", "        pass"),
         ("each if each.isprintable() else repr(each)[1:-1] for each in \" | \".join", 'each for each in " | ".join'),
     ),
 ]  # fmt: skip

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import functools
 import gc
 import os
 import signal
+import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -86,6 +88,115 @@ def test_a_handler_may_remove_who_is_next(pipes: list[Pipe]) -> None:
     loop.wait(0.0)
     assert len(called) == 1
     loop.close()
+
+
+@pytest.mark.parametrize("each", [1, 3, 1000])
+def test_no_message_is_lost_whatever_else_is_done_with_the_socket(loop: Loop, each: int) -> None:
+    """A ZeroMQ socket tells once that something came, and whoever sends over it hears it instead of the loop."""
+    with zmq.Context() as context, context.socket(zmq.PAIR) as ours, context.socket(zmq.PAIR) as theirs:
+        ours.bind("inproc://loop")
+        theirs.connect("inproc://loop")
+        received: list[bytes] = []
+
+        def on_message() -> None:
+            ours.send(b"heard")
+            for _ in range(each):
+                if not ours.poll(0):
+                    break
+                received.append(ours.recv())
+                ours.send(b"answer")
+
+        loop.add(ours, on_message)
+        for number in range(10):
+            theirs.send(b"%d" % number)
+            theirs.send(b"again")
+            ours.send(b"something else")
+            while len(received) < 2 * (number + 1):
+                before = len(received)
+                loop.wait(60.0)
+                assert len(received) > before
+        assert received[::2] == [b"%d" % number for number in range(10)]
+
+
+# --- writing, hangups and numbers that come back --------------------------------------------------------------------
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[socket.socket, socket.socket]]:
+    with contextlib.ExitStack() as stack:
+        made = socket.socketpair()
+        for each in made:
+            each.setblocking(False)
+            stack.enter_context(each)
+        yield made
+
+
+def test_who_can_write_is_called_as_long_as_that_is_wanted(ends: tuple[socket.socket, socket.socket]) -> None:
+    ours, theirs = ends
+    calls: list[str] = []
+    loop = Loop()
+    loop.add(ours.fileno(), lambda: calls.append(f"read {ours.recv(9)!r}"))
+    loop.wait(0.0)
+    assert calls == []
+    with contextlib.suppress(BlockingIOError):
+        while ours.send(bytes(100_000)):
+            pass
+    loop.watch_writes(ours.fileno(), lambda: calls.append("write"))
+    loop.wait(0.0)
+    assert calls == []
+    theirs.recv(10_000_000)
+    theirs.send(b"hello")
+    loop.wait(60.0)
+    loop.wait(60.0)
+    loop.unwatch_writes(ours.fileno())
+    loop.unwatch_writes(ours.fileno())
+    loop.wait(0.0)
+    assert calls == ["read b'hello'", "write", "write"]
+    loop.close()
+
+
+def test_a_hangup_is_told_to_who_reads_even_if_paused(ends: tuple[socket.socket, socket.socket]) -> None:
+    ours, theirs = ends
+    calls: list[bytes] = []
+    loop = Loop()
+    loop.add(ours.fileno(), lambda: calls.append(ours.recv(1)))
+    loop.pause(ours.fileno())
+    theirs.send(b"ab")
+    loop.wait(0.0)
+    assert calls == []
+    loop.resume(ours.fileno())
+    loop.wait(60.0)
+    assert calls == [b"a"]
+    loop.pause(ours.fileno())
+    theirs.close()
+    loop.wait(60.0)
+    loop.wait(60.0)
+    assert calls == [b"a", b"b", b""]
+    loop.close()
+
+
+def test_an_event_is_not_told_to_who_has_the_number_next() -> None:
+    loop = Loop()
+    calls: list[str] = []
+    there = [os.pipe() for _ in range(2)]
+
+    def replace(index: int) -> None:
+        """Close the other one, and have its number for something that has nothing to read and never will."""
+        calls.append("old")
+        other = there[1 - index][0]
+        loop.remove(other)
+        os.dup2(empty[0], other)
+        loop.add(other, lambda: calls.append("new"))
+
+    empty = os.pipe()
+    for index, (reader, writer) in enumerate(there):
+        loop.add(reader, functools.partial(replace, index))
+        os.write(writer, b"x")
+    loop.wait(60.0)
+    assert calls == ["old"]
+    loop.close()
+    for descriptor in (*there[0], *there[1], *empty):
+        os.close(descriptor)
 
 
 @pytest.mark.parametrize("seconds", [-float("inf"), -1.0, 0.0, 0.0009, 0.0019])

@@ -1,14 +1,14 @@
-"""One poll over sockets, pidfds, the signal pipe and the clock. Who is readable, or due, has its handler called."""
+"""One epoll over sockets, pidfds, the signal pipe and the clock. Who is ready, or due, has its handler called."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import select
 import signal
 import time
 from collections.abc import Callable, Generator
-from typing import Any
 
 import zmq
 
@@ -16,57 +16,107 @@ from weightd.daemon.host.timers import Timer, Timers
 
 _LONGEST_WAIT_S = 3600.0
 
+# Plain integers: pyzmq's own are slower.
+_EVENTS, _POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)
+
+_IN, _OUT = select.EPOLLIN, select.EPOLLOUT
+
+# Whatever else is told, a hangup or an error, the one who reads finds out.
+_READABLE = ~_OUT
+
 
 class Loop:
-    """Handlers by what they wait for: a ZeroMQ socket, a file descriptor or a time.
+    """Handlers by what they wait for: a file descriptor, a ZeroMQ socket or a time.
 
-    All descriptors stand behind one epoll descriptor, and all times in one heap: a hundred children, or a thousand
-    models, cost a wake-up no more than one.
+    All descriptors stand in one epoll, and all times in one heap: a hundred children, a thousand connections or a
+    thousand models cost a wake-up no more than one. A descriptor's handler is called again and again until nothing is
+    left to read, or room to write; so it need not do everything at once.
     """
 
     def __init__(self) -> None:
-        self._poller = zmq.Poller()
-        self._descriptors = select.epoll()
+        self._epoll = select.epoll()
         self._timers = Timers()
-        self._handlers: dict[Any, Callable[[], object]] = {self._descriptors.fileno(): self._on_descriptors}
-        self._poller.register(self._descriptors.fileno(), zmq.POLLIN)
+        self._readers: dict[int, Callable[[], object]] = {}
+        self._writers: dict[int, Callable[[], object]] = {}
+        # What is waited for, by descriptor.
+        self._masks: dict[int, int] = {}
+        # Since the present poll: its number may have gone to another file already, to which no event belongs.
+        self._removed: set[int] = set()
+        self._sockets: list[tuple[zmq.Socket[bytes], Callable[[], object]]] = []
 
     def add(self, source: zmq.Socket[bytes] | int, handler: Callable[[], object]) -> None:
-        """Call `handler` whenever `source` is readable."""
+        """Call `handler` whenever `source` is readable, or its peer has gone."""
         if isinstance(source, int):
-            self._descriptors.register(source, select.EPOLLIN)
+            self._epoll.register(source, _IN)
+            self._masks[source] = _IN
+            self._readers[source] = handler
         else:
-            self._poller.register(source, zmq.POLLIN)
-        self._handlers[source] = handler
+            self._sockets.append((source, handler))
+            self.add(int(source.FD), functools.partial(_call_if_readable, source, handler))
 
     def remove(self, descriptor: int) -> None:
-        """Stop waiting for `descriptor`; call it before that is closed."""
-        self._descriptors.unregister(descriptor)
-        del self._handlers[descriptor]
+        """Stop waiting for `descriptor`, in both directions; call it before that is closed."""
+        self._epoll.unregister(descriptor)
+        del self._masks[descriptor], self._readers[descriptor]
+        self._writers.pop(descriptor, None)
+        self._removed.add(descriptor)
+
+    def watch_writes(self, descriptor: int, handler: Callable[[], object]) -> None:
+        """Call `handler` whenever `descriptor`, which was added, can be written to."""
+        self._writers[descriptor] = handler
+        self._want(descriptor, self._masks[descriptor] | _OUT)
+
+    def unwatch_writes(self, descriptor: int) -> None:
+        """Do not call that handler any more; it is no matter whether there was one."""
+        if self._writers.pop(descriptor, None) is not None:
+            self._want(descriptor, self._masks[descriptor] & ~_OUT)
+
+    def pause(self, descriptor: int) -> None:
+        """Do not tell that `descriptor` is readable, only that its peer has gone, until `resume`."""
+        self._want(descriptor, self._masks[descriptor] & ~_IN)
+
+    def resume(self, descriptor: int) -> None:
+        """Tell again that `descriptor` is readable."""
+        self._want(descriptor, self._masks[descriptor] | _IN)
 
     def add_timer(self, timer: Timer) -> None:
         """Call the timer's handler whenever it is due."""
         self._timers.add(timer)
 
     def wait(self, seconds: float = _LONGEST_WAIT_S) -> None:
-        """Wait at most `seconds`, and call the handler of each readable source, then of each timer that is due."""
-        seconds = min(seconds, self._timers.next_due - time.monotonic())
-        # Rounded up: a wait that ends a moment early would spin until its time has come.
-        milliseconds = -int(-1000 * max(0.0, min(seconds, _LONGEST_WAIT_S)) // 1)
-        for source, _ in self._poller.poll(milliseconds):
-            self._handlers[source]()
+        """Wait at most `seconds`, and call the handler of each source that is ready, then of each timer that is due."""
+        # What arrived while something was sent or read shows here alone: the descriptor told it then.
+        ready = [handler for socket, handler in self._sockets if _is_readable(socket)]
+        seconds = 0.0 if ready else min(seconds, _LONGEST_WAIT_S, self._timers.next_due - time.monotonic())
+        self._removed.clear()
+        # The kernel's clock has milliseconds, and Python rounds up: a wait never ends early.
+        for descriptor, events in self._epoll.poll(max(0.0, seconds)):
+            if events & _READABLE and descriptor not in self._removed:
+                self._readers[descriptor]()
+            if events & _OUT and descriptor in self._writers and descriptor not in self._removed:
+                self._writers[descriptor]()
+        for handler in ready:
+            handler()
         self._timers.run(time.monotonic())
-
-    def _on_descriptors(self) -> None:
-        for descriptor, _ in self._descriptors.poll(0):
-            handler = self._handlers.get(descriptor)
-            # A handler may have removed another descriptor of the same poll.
-            if handler is not None:
-                handler()
 
     def close(self) -> None:
         """Give the epoll descriptor back."""
-        self._descriptors.close()
+        self._epoll.close()
+
+    def _want(self, descriptor: int, mask: int) -> None:
+        if mask != self._masks[descriptor]:
+            self._masks[descriptor] = mask
+            self._epoll.modify(descriptor, mask)
+
+
+def _is_readable(socket: zmq.Socket[bytes]) -> bool:
+    return bool(int(socket.getsockopt(_EVENTS)) & _POLLIN)
+
+
+def _call_if_readable(socket: zmq.Socket[bytes], handler: Callable[[], object]) -> None:
+    """The descriptor of a ZeroMQ socket tells that something has happened to it, whatever it is."""
+    if _is_readable(socket):
+        handler()
 
 
 def _only_wake(number: int, frame: object) -> None:
