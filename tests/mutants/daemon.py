@@ -199,7 +199,7 @@ CONTINUITY = [
         ("if status.st_mode & stat.S_IWOTH and not status.st_mode & stat.S_ISVTX:", "if False:"),
         ("shutil.rmtree(path, ignore_errors=True)\n    make_directory(path, mode=0o700)",
          "shutil.rmtree(path, ignore_errors=True)\n    make_directory(path, mode=0o755)"),
-        ("stack.enter_context(claimed(path))\n        yield", "pass\n        yield"),
+        ("        claimed(config.children_socket),\n", ""),
         ("gone = wait_until_gone(path, _PATIENCE_S)", "gone = True"),
     ),
     *mutants("continuity", "daemon/continuity/test_listening.py",

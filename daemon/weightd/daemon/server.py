@@ -12,9 +12,9 @@ import zmq
 
 from weightd.daemon import exits
 from weightd.daemon.children.backend import Backend
+from weightd.daemon.clients import listening
 from weightd.daemon.clients.doorman import allow_descriptors
 from weightd.daemon.clients.frontend import Frontend
-from weightd.daemon.clients.listening import listen
 from weightd.daemon.config.devices import DeviceConfig
 from weightd.daemon.config.load import Config, ConfigError
 from weightd.daemon.config.model import ModelConfig
@@ -24,8 +24,8 @@ from weightd.daemon.continuity.config_file import ConfigFile
 from weightd.daemon.continuity.handover import Handover
 from weightd.daemon.continuity.herald import Herald
 from weightd.daemon.continuity.keeping import Keeping
+from weightd.daemon.continuity.listening import Listening, listen
 from weightd.daemon.continuity.service import CLIENTS, KEEPER, Manager
-from weightd.daemon.host.listening import addresses
 from weightd.daemon.host.loop import Loop, signals
 from weightd.daemon.host.memory import MIB, host_bytes
 from weightd.daemon.host.timers import Timer
@@ -71,8 +71,6 @@ class Server:
         self._config = config
         self._file = file
         self._manager = manager or Manager({})
-        self._listening = self._manager.inherited.get(CLIENTS, [])
-        self._addresses = addresses(self._listening)
         self._herald = Herald(self._manager.watchdog)
         # Without a manager that holds on to it a keeper would be of no use.
         self._keeping: Keeping | None = None
@@ -96,7 +94,9 @@ class Server:
         allow_descriptors()
         kept = self._manager.there
         with (
-            claim(self._config.daemon, listening=bool(self._listening), kept=kept),
+            claim(self._config.daemon, kept=kept),
+            # Nobody accepts from the unix socket yet.
+            listen(self._config, self._manager.inherited.get(CLIENTS, []), unix=False) as sockets,
             signals([signal.SIGTERM, signal.SIGINT, signal.SIGHUP]) as wakeups,
         ):
             if kept:
@@ -107,7 +107,7 @@ class Server:
                     os.close(descriptor)
             context = zmq.Context()
             try:
-                self._open(context, wakeups)
+                self._open(context, wakeups, sockets)
                 self._main_loop()
             finally:
                 context.destroy()
@@ -122,20 +122,20 @@ class Server:
             return exits.PROCESS_DIED
         return exits.OK
 
-    def _open(self, context: zmq.Context[zmq.Socket[bytes]], wakeups: int) -> None:
+    def _open(self, context: zmq.Context[zmq.Socket[bytes]], wakeups: int, sockets: Listening) -> None:
         daemon = self._config.daemon
         _update_devices(self._devices, self._config)
         self._backend = Backend(context, daemon, self._loop, self._devices, self._keeping)
         most = daemon.max_memory_bytes or host_bytes() // _SHARE_OF_MEMORY
-        socket = listen(context, daemon.socket, self._listening, most)
+        descriptors = [os.dup(each.fileno()) for each in sockets.listeners.values()]
+        socket = listening.listen(context, daemon.socket, descriptors, most)
         self._frontend = Frontend(socket, self._loop, self._fleet, most, self)
         self._loop.add(wakeups, lambda: self._on_signals(os.read(wakeups, 64)))
         self._loop.add_timer(self._patience)
         self._loop.add_timer(self._sign)
         if self._manager.there:
             self._sign.set(0.0)
-        where = ", ".join(self._addresses or [daemon.socket])
-        _log.info("weightd %s, pid %d, listens on %s", VERSION, os.getpid(), where)
+        _log.info("weightd %s, pid %d, listens on %s", VERSION, os.getpid(), ", ".join(sockets.addresses))
         if self._keeping is not None and self._file is not None:
             self._file.in_force()
         if self._keeping is not None and self._keeping.inheritance is not None:

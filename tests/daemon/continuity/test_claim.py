@@ -32,11 +32,9 @@ import socket, sys
 from weightd.daemon.continuity.claim import claim
 from weightd.daemon.config.daemon import DaemonConfig
 config = DaemonConfig(*sys.argv[1:])
-with claim(config):
-    listeners = [socket.socket(socket.AF_UNIX) for _ in range(2)]
-    for listener, path in zip(listeners, [str(config.children_socket), config.socket[len("ipc://"):]]):
-        listener.bind(path)
-        listener.listen()
+with claim(config), socket.socket(socket.AF_UNIX) as listener:
+    listener.bind(str(config.children_socket))
+    listener.listen()
     (config.private_dir / "left").mkdir()
     (config.private_dir / "left" / "behind").touch()
     print("ready", flush=True)
@@ -77,9 +75,9 @@ def stale_socket(path: Path) -> None:
         listener.bind(str(path))
 
 
-def refused(config: DaemonConfig, *, listening: bool = False) -> str:
+def refused(config: DaemonConfig) -> str:
     """Return why the daemon's paths cannot be had."""
-    with pytest.raises(ClaimError) as caught, claim(config, listening=listening):
+    with pytest.raises(ClaimError) as caught, claim(config):
         pass
     return str(caught.value)
 
@@ -96,7 +94,6 @@ def test_it_has_its_paths_and_leaves_none_behind(root: Path, config: DaemonConfi
         assert lock.read_text() == f"{os.getpid()}\n"
         assert stat.S_IMODE(config.private_dir.stat().st_mode) == 0o700
         stale_socket(config.children_socket)
-        stale_socket(root / "run/weightd.sock")
         (config.private_dir / "x").touch()
         if fails:
             raise ZeroDivisionError
@@ -114,7 +111,7 @@ def test_two_daemons_on_one_socket(root: Path, config: DaemonConfig, killed: boo
         if killed:
             first.send_signal(signal.SIGKILL)
     # What a killed daemon left is removed.
-    assert len(tree(root)) == (4 if killed else 0)
+    assert len(tree(root)) == (3 if killed else 0)
     with claim(config):
         assert tree(root) == {"run/weightd.sock.lock"}
     assert tree(root) == set()
@@ -141,9 +138,8 @@ def test_two_daemons_on_two_sockets_share_directories(root: Path, config: Daemon
     assert tree(root) == set()
 
 
-@pytest.mark.parametrize("which", ["clients", "children"])
-def test_a_file_that_is_no_socket_is_left_alone(root: Path, config: DaemonConfig, which: str) -> None:
-    path = root / "run/weightd.sock" if which == "clients" else config.children_socket
+def test_a_file_that_is_no_socket_is_left_alone(root: Path, config: DaemonConfig) -> None:
+    path = config.children_socket
     path.parent.mkdir()
     path.write_text("precious")
     assert refused(config) == f"{path}: expected a socket or nothing there, and will not remove what is there"
@@ -155,8 +151,8 @@ def test_a_file_that_is_no_socket_is_left_alone(root: Path, config: DaemonConfig
     assert path.read_text() == "precious"
 
 
-def test_a_socket_on_which_another_program_listens_is_left_alone(root: Path, config: DaemonConfig) -> None:
-    path = root / "run/weightd.sock"
+def test_a_socket_on_which_another_program_listens_is_left_alone(config: DaemonConfig) -> None:
+    path = config.children_socket
     path.parent.mkdir()
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(path))
@@ -214,21 +210,7 @@ def test_another_users_files_are_an_error_of_one_line(
     assert refused(config).endswith(": Permission denied")
 
 
-# --- what is a service manager's, or a keeper's ---------------------------------------------------------------------
-
-
-def test_a_socket_that_is_somebody_elses_is_left_alone(root: Path, config: DaemonConfig) -> None:
-    path = root / "run/weightd.sock"
-    path.parent.mkdir()
-    with socket.socket(socket.AF_UNIX) as listener, socket.socket(socket.AF_UNIX) as client:
-        listener.bind(str(path))
-        listener.listen()
-        with claim(config, listening=True):
-            stale_socket(config.children_socket)
-            assert tree(root) == {"run/weightd.sock", "run/weightd.sock.lock", f"run/{config.key}.sock"}
-            assert "running already on this socket" in refused(config, listening=True)
-        assert tree(root) == {"run/weightd.sock"}
-        client.connect(str(path))
+# --- what is a keeper's ---------------------------------------------------------------------------------------------
 
 
 def test_a_directory_that_is_a_keepers_is_left_alone(root: Path, config: DaemonConfig) -> None:

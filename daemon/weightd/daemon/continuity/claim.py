@@ -1,4 +1,4 @@
-"""What one daemon has to itself: its lock, its sockets' paths, its private directory.
+"""What one daemon has to itself: its lock, its children's socket, its private directory.
 
 Everything is named after the daemon's socket, so two daemons never touch each other's files, and what a killed
 daemon has left behind is removed by the next one on the same socket, and by no other.
@@ -23,12 +23,11 @@ _PATIENCE_S = 30.0
 
 
 @contextlib.contextmanager
-def claim(config: DaemonConfig, *, listening: bool = False, kept: bool = False) -> Generator[None, None, None]:
+def claim(config: DaemonConfig, *, kept: bool = False) -> Generator[None, None, None]:
     """Have the daemon's paths to itself within the block, and leave none of them behind.
 
     Args:
         config: names them.
-        listening: the socket for clients is somebody else's, who listens there already.
         kept: the private directory is a keeper's, who removes it.
 
     Raises:
@@ -37,16 +36,11 @@ def claim(config: DaemonConfig, *, listening: bool = False, kept: bool = False) 
     make_directory(Path(config.runtime_dir), mode=0o755)
     lock = _lock_path(config)
     make_directory(lock.parent.resolve(), mode=0o755)
-    paths = [config.children_socket]
-    if config.socket.startswith("ipc://") and not listening:
-        paths.append(Path(config.socket.removeprefix("ipc://")))
     with (
         _locked(lock),
         contextlib.nullcontext() if kept else _private(config.private_dir),
-        contextlib.ExitStack() as stack,
+        claimed(config.children_socket),
     ):
-        for path in paths:
-            stack.enter_context(claimed(path))
         yield
 
 

@@ -30,26 +30,28 @@ class Listening(NamedTuple):
 
 
 @contextlib.contextmanager
-def listen(config: Config, passed: Sequence[int]) -> Generator[Listening, None, None]:
+def listen(config: Config, passed: Sequence[int], *, unix: bool = True) -> Generator[Listening, None, None]:
     """Listen within the block wherever the configuration says, and leave no path behind but those of others.
 
     Args:
         config: complete, made for what was passed.
         passed: descriptors that a service manager has passed; they are closed in the end.
+        unix: whether clients of this host may connect without ZeroMQ.
 
     Raises:
         ClaimError: a socket cannot be had.
     """
     with contextlib.ExitStack() as stack:
         open_already = _adopted(passed, stack)
-        unix = {address: each for address, each in open_already.items() if address.startswith("unix://")}
-        unix = unix or _unix(f"unix://{config.daemon.unix_socket}", stack, needed=not passed)
+        own = {address: each for address, each in open_already.items() if address.startswith("unix://")}
+        if unix and not own:
+            own = _unix(f"unix://{config.daemon.unix_socket}", stack, needed=not passed)
         listeners = {
             name: open_already.get(each.address) or stack.enter_context(listening(each.address))
             for name, each in config.listeners.items()
         }
-        where = [*unix, *(each.address for each in config.listeners.values())]
-        yield Listening([*unix.values()], listeners, where)
+        where = [*own, *(each.address for each in config.listeners.values())]
+        yield Listening([*own.values()], listeners, where)
 
 
 def _adopted(passed: Sequence[int], stack: contextlib.ExitStack) -> dict[str, socket.socket]:
