@@ -20,7 +20,7 @@ from weightd.protocol.tensors import frame_of, from_frame
 _ALIGNMENT = 64
 
 # Memory for copies that is kept for the next request: fresh pages cost ten times the copy.
-_MOST_KEPT_BYTES = 256 * 1024 * 1024
+_MOST_KEPT_BYTES = 64 * 1024 * 1024
 
 
 class Buffers:

@@ -1,0 +1,42 @@
+"""Which regions of clients' memory a worker has."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from weightd.daemon.requests.regions import Memory
+
+# More than one connection may have, so what a request needs always fits.
+MOST = 64
+
+
+class Mapped:
+    """The regions that one worker has been given, by number. Those that were not used for longest give way.
+
+    Orders are obeyed in the order in which they are given: a region may be taken away behind the last predict that
+    names it, whether or not that has run.
+    """
+
+    def __init__(self, most: int = MOST) -> None:
+        self._most = most
+        # The one that was used last is the last.
+        self._numbers: dict[int, None] = {}
+
+    def use(self, memories: Sequence[Memory]) -> tuple[Sequence[int], Sequence[Memory]]:
+        """A request is given to the worker: return what has to be taken away before, and what has to be given."""
+        missing = [memory for memory in memories if memory.number not in self._numbers]
+        for memory in memories:
+            self._numbers.pop(memory.number, None)
+            self._numbers[memory.number] = None
+        surplus = [*self._numbers][: -self._most]
+        for number in surplus:
+            del self._numbers[number]
+        return surplus, missing
+
+    def forget(self, number: int) -> bool:
+        """A region is gone; return whether the worker had it."""
+        return self._numbers.pop(number, 0) is None
+
+    def clear(self) -> None:
+        """It is another process, or has forgotten all."""
+        self._numbers.clear()

@@ -1,0 +1,52 @@
+"""Descriptors of who knows what are closed where nobody waits for it.
+
+A close is told to the file system of the file, and waits until that has heard it. One that a user has written may never
+hear it.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+
+# So many are waited for. Past it no connection is asked for any.
+_MOST_WAITING = 16
+
+
+class Closing:
+    """Closes descriptors in a thread of its own, which is there while there is something to close.
+
+    Attributes:
+        is_at_it: whether it has something to close.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._waiting: deque[int] = deque()
+        self.is_at_it = False
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether so many wait that there should be no more for now."""
+        return len(self._waiting) >= _MOST_WAITING
+
+    def close(self, descriptor: int) -> None:
+        """Close it, some time."""
+        with self._lock:
+            self._waiting.append(descriptor)
+            if self.is_at_it:
+                return
+            self.is_at_it = True
+        threading.Thread(target=self._close_all, name="closing", daemon=True).start()
+
+    def _close_all(self) -> None:
+        while True:
+            with self._lock:
+                if not self._waiting:
+                    self.is_at_it = False
+                    return
+                descriptor = self._waiting[0]
+            os.close(descriptor)
+            with self._lock:
+                self._waiting.popleft()

@@ -1,0 +1,138 @@
+"""The memory that clients have registered, and what of it their requests may name."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import secrets
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from weightd.daemon.clients.closing import Closing
+from weightd.daemon.requests.regions import Memory, Place, Places
+from weightd.protocol import limits
+from weightd.protocol.errors import InvalidArgument, NotFound, ResourceExhausted
+from weightd.protocol.messages.data import TensorSpec
+from weightd.protocol.messages.regions import InputPlace, OutputPlace, Regions
+from weightd.shared import memfd
+
+# Of one user, on all connections: each costs a descriptor.
+MAX_USERS_REGIONS = 16 * limits.MAX_REGIONS
+
+
+class Registry:
+    """Regions by the client that has registered them: nobody else can name one, whatever it guesses.
+
+    Args:
+        most_bytes: of all regions of one user.
+        user: called with a client; returns on whose account it goes.
+
+    Attributes:
+        closing: takes descriptors that were refused.
+    """
+
+    def __init__(self, most_bytes: int, user: Callable[[bytes], str]) -> None:
+        self.closing = Closing()
+        self._most_bytes = most_bytes
+        self._user = user
+        self._by_client: dict[bytes, dict[str, Memory]] = {}
+        # Of regions that are open: those that were given up, too, while a request names them.
+        self._bytes = Counter[str]()
+        self._count = Counter[str]()
+        # A worker may still have one of the daemon before this one: no number is used twice.
+        self._numbers = itertools.count(time.time_ns() // 1000)
+
+    def register(self, client: bytes, descriptors: Sequence[int]) -> str:
+        """Take the memory that came with a client's message; return the name of the region.
+
+        Raises:
+            InvalidArgument: what came cannot be shared so.
+            ResourceExhausted: the client, or its user, has as much as it may.
+        """
+        try:
+            if len(descriptors) != 1:
+                raise InvalidArgument(f"register: expected one descriptor, got {len(descriptors)}")
+            user, nbytes = self._user(client), _size(descriptors[0])
+            self._check_room(client, user, nbytes)
+        except BaseException:
+            for descriptor in descriptors:
+                self.closing.close(descriptor)
+            raise
+        self._bytes[user] += nbytes
+        self._count[user] += 1
+        closed = functools.partial(self._closed, user, nbytes)
+        region = secrets.token_hex(limits.MAX_REGION_ID_BYTES // 2)
+        memory = Memory(next(self._numbers), descriptors[0], nbytes, closed)
+        self._by_client.setdefault(client, {})[region] = memory
+        return region
+
+    def unregister(self, client: bytes, region: str) -> int | None:
+        """Give up a region; return the number that workers know it by, None where there is no such region.
+
+        Requests that name it already are not concerned.
+        """
+        memory = self._by_client.get(client, {}).pop(region, None)
+        return None if memory is None else memory.number
+
+    def forget(self, client: bytes) -> list[int]:
+        """The client is gone: give up its regions; return their numbers."""
+        return [memory.number for memory in self._by_client.pop(client, {}).values()]
+
+    def places(
+        self, client: bytes, regions: Regions, inputs: Sequence[TensorSpec], outputs: Sequence[str] | None
+    ) -> Places:
+        """Return where a request's tensors are, once it is sure that they lie in regions of that client.
+
+        Raises:
+            InvalidArgument: they do not.
+            NotFound: a region is none of this connection.
+        """
+        known = self._by_client.get(client, {})
+        if regions.outputs and outputs is None:
+            raise InvalidArgument("parameters.regions.outputs: expected none where `outputs` names none")
+        return Places(
+            {
+                each.tensor: _place(known, each, inputs[each.tensor].nbytes, f"inputs[{index}]")
+                for index, each in enumerate(regions.inputs)
+            },
+            {
+                each.tensor: _place(known, each, each.bytes, f"outputs[{index}]")
+                for index, each in enumerate(regions.outputs)
+            },
+        )
+
+    def _check_room(self, client: bytes, user: str, nbytes: int) -> None:
+        if len(self._by_client.get(client, ())) >= limits.MAX_REGIONS:
+            raise ResourceExhausted(f"this connection has {limits.MAX_REGIONS} regions already")
+        if self._count[user] >= MAX_USERS_REGIONS:
+            raise ResourceExhausted(f"this user has {MAX_USERS_REGIONS} regions already")
+        if self._bytes[user] + nbytes > self._most_bytes:
+            bound = f"the bound is {self._most_bytes} (max_shm_bytes)"
+            raise ResourceExhausted(f"this user has {self._bytes[user]} bytes in regions already; {bound}")
+
+    def _closed(self, user: str, nbytes: int) -> None:
+        self._bytes[user] -= nbytes
+        self._count[user] -= 1
+        if not self._count[user]:
+            del self._count[user], self._bytes[user]
+
+
+def _size(descriptor: int) -> int:
+    try:
+        return memfd.size(descriptor)
+    except memfd.NotShareable as error:
+        raise InvalidArgument(f"register: {error}") from None
+
+
+def _place(known: dict[str, Memory], wanted: InputPlace | OutputPlace, nbytes: int, where: str) -> Place:
+    memory = known.get(wanted.region)
+    if memory is None:
+        # Not which: it may be another's.
+        raise NotFound(f"parameters.regions.{where}.region: this connection has no such region")
+    # Numbers here have no end: no sum is too large.
+    end = wanted.offset + nbytes
+    if end > memory.nbytes:
+        expected = f"expected an end within the region, at most {memory.nbytes}, got {end}"
+        raise InvalidArgument(f"parameters.regions.{where}.offset: {expected}")
+    return Place(memory, wanted.offset, nbytes)

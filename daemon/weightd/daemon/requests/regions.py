@@ -1,0 +1,89 @@
+"""Where tensors are that have no frame: in memory that a client has registered. The daemon only passes it on."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from weightd.protocol.messages.data import TensorSpec
+
+
+class Memory:
+    """A region: its descriptor, open for as long as anybody refers to this.
+
+    Args:
+        number: what workers know it by.
+        descriptor: which this owns.
+        nbytes: its size, which nobody can change.
+        closed: called when it is closed.
+    """
+
+    __slots__ = ("_closed", "_descriptor", "nbytes", "number")
+
+    def __init__(self, number: int, descriptor: int, nbytes: int, closed: Callable[[], object]) -> None:
+        self.number = number
+        self.nbytes = nbytes
+        self._descriptor = descriptor
+        self._closed = closed
+
+    def fileno(self) -> int:
+        """Return the descriptor."""
+        return self._descriptor
+
+    def __del__(self) -> None:
+        os.close(self._descriptor)
+        self._closed()
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A part of a region.
+
+    Its length is that of a frame, and so are its slices: only `contents` asks for them. Memory that was never written
+    to reads as zeros, and takes none by that.
+    """
+
+    memory: Memory
+    offset: int
+    nbytes: int
+
+    def __len__(self) -> int:
+        return self.nbytes
+
+    def __getitem__(self, part: slice) -> bytes:
+        begin, end, _ = part.indices(self.nbytes)
+        return os.pread(self.memory.fileno(), end - begin, self.offset + begin)
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Those of one request, by the position of the tensor.
+
+    Attributes:
+        inputs: where they are.
+        outputs: where they may be written, if they have no more bytes.
+    """
+
+    inputs: Mapping[int, Place]
+    outputs: Mapping[int, Place]
+
+    @property
+    def memories(self) -> Sequence[Memory]:
+        """The regions in which they are."""
+        found = {each.memory.number: each.memory for places in (self.inputs, self.outputs) for each in places.values()}
+        return tuple(found.values())
+
+
+NOWHERE = Places({}, {})
+
+
+def tensors(
+    inputs: Sequence[TensorSpec], frames: Sequence[Any], places: Places
+) -> Iterator[tuple[TensorSpec, memoryview | Place]]:
+    """Yield each input with its bytes, wherever these are."""
+    rest = iter(frames)
+    for index, spec in enumerate(inputs):
+        place = places.inputs.get(index)
+        yield spec, memoryview(next(rest)) if place is None else place

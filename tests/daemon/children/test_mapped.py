@@ -1,0 +1,46 @@
+"""What a worker is told of regions before each predict is what it needs."""
+
+from __future__ import annotations
+
+import os
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, rule
+
+from testkit.examples import examples
+from weightd.daemon.children.mapped import Mapped
+from weightd.daemon.requests.regions import Memory
+
+MEMORIES = [Memory(number, os.dup(0), 1, lambda: None) for number in range(8)]
+
+
+class World(RuleBasedStateMachine):
+    """A worker that does what it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mapped = Mapped(4)
+        self.worker: set[int] = set()
+        self.used: list[int] = []
+
+    @rule(memories=st.lists(st.sampled_from(MEMORIES), max_size=4, unique=True))
+    def predict(self, memories: list[Memory]) -> None:
+        surplus, missing = self.mapped.use(memories)
+        self.worker.difference_update(surplus)
+        for memory in missing:
+            assert memory.number not in self.worker
+            self.worker.add(memory.number)
+        numbers = [memory.number for memory in memories]
+        self.used = [*(each for each in self.used if each not in numbers), *numbers][-4:]
+        assert self.worker == {*self.used}
+
+    @rule(number=st.integers(0, 7))
+    def forget(self, number: int) -> None:
+        assert self.mapped.forget(number) == (number in self.worker)
+        self.worker.discard(number)
+        self.used = [each for each in self.used if each != number]
+
+
+TestWorld = World.TestCase
+TestWorld.settings = settings(max_examples=examples(30), stateful_step_count=20)

@@ -1,0 +1,145 @@
+"""Whose memory is whose, how much there may be, and what a request may name of it."""
+
+from __future__ import annotations
+
+import gc
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from weightd.daemon.clients.regions import MAX_USERS_REGIONS, Registry
+from weightd.daemon.requests.regions import Places
+from weightd.protocol import limits
+from weightd.protocol.errors import InvalidArgument, NotFound, RequestError, ResourceExhausted
+from weightd.protocol.messages.data import TensorSpec
+from weightd.protocol.messages.regions import InputPlace, OutputPlace, Regions
+from weightd.shared import memfd
+
+FOUR_FLOATS = (TensorSpec("x", "FP32", (2, 2)),)
+
+
+def user(client: bytes) -> str:
+    return client[:1].decode()
+
+
+@pytest.fixture
+def registry() -> Registry:
+    return Registry(10_000, user)
+
+
+def places(registry: Registry, client: bytes, region: str, offset: int, room: int | None = None) -> Places:
+    outputs = () if room is None else (OutputPlace(0, region, offset, room),)
+    inputs = (InputPlace(0, region, offset),) if room is None else ()
+    return registry.places(client, Regions(inputs, outputs), FOUR_FLOATS, ["y"])
+
+
+def open_descriptors() -> int:
+    gc.collect()
+    return len([*Path("/proc/self/fd").iterdir()])
+
+
+def test_a_region_is_named_at_random_and_known_to_its_connection_alone(registry: Registry) -> None:
+    first = registry.register(b"a1", [memfd.create(100)])
+    second = registry.register(b"a2", [memfd.create(100)])
+    assert re.fullmatch("[0-9a-f]{32}", first)
+    assert first != second
+    assert places(registry, b"a1", first, 0).inputs[0].nbytes == 16
+    for client, region in ((b"a1", second), (b"b1", first), (b"a1", "0" * 32)):
+        with pytest.raises(NotFound) as refusal:
+            places(registry, client, region, 0)
+        assert str(refusal.value) == "parameters.regions.inputs[0].region: this connection has no such region"
+
+
+@given(offset=st.integers(0, 200) | st.integers(0, limits.MAX_COUNT), room=st.integers(0, 200))
+def test_a_tensor_lies_within_its_region(offset: int, room: int) -> None:
+    registry = Registry(10_000, user)
+    region = registry.register(b"a1", [memfd.create(100)])
+    for nbytes, asked in ((16, None), (room, room)):
+        if offset + nbytes <= 100:
+            places(registry, b"a1", region, offset, asked)
+        else:
+            with pytest.raises(InvalidArgument, match=r"offset: expected an end within .* at most 100, got \d+"):
+                places(registry, b"a1", region, offset, asked)
+
+
+def test_outputs_have_room_only_where_they_are_named(registry: Registry) -> None:
+    region = registry.register(b"a1", [memfd.create(100)])
+    with pytest.raises(InvalidArgument, match="expected none where"):
+        registry.places(b"a1", Regions((), (OutputPlace(0, region, 0, 1),)), FOUR_FLOATS, None)
+
+
+@pytest.mark.parametrize("descriptors", [0, 2, 1], ids=["none", "two", "of something else"])
+def test_what_is_refused_is_closed(registry: Registry, descriptors: int) -> None:
+    given = [os.open("/dev/null", os.O_RDWR) for _ in range(descriptors)]
+    with pytest.raises(InvalidArgument, match="register: expected"):
+        registry.register(b"a1", given)
+    while registry.closing.is_at_it:
+        pass
+    for descriptor in given:
+        with pytest.raises(OSError, match="Bad file"):
+            os.fstat(descriptor)
+
+
+def _many(registry: Registry) -> None:
+    for _ in range(limits.MAX_REGIONS + 1):
+        registry.register(b"a1", [memfd.create(1)])
+
+
+def _of_many_connections(registry: Registry) -> None:
+    for index in range(MAX_USERS_REGIONS + 1):
+        registry.register(b"a%d" % (index // limits.MAX_REGIONS), [memfd.create(1)])
+
+
+def _large(registry: Registry) -> None:
+    registry.register(b"a1", [memfd.create(6_000)])
+    registry.register(b"a2", [memfd.create(4_001)])
+
+
+@pytest.mark.parametrize(
+    ("fill", "why"),
+    [
+        (_many, "connection has 16 regions"),
+        (_of_many_connections, "user has 256 regions"),
+        (_large, "user has 6000 bytes in regions already; the bound is 10000"),
+    ],
+)
+def test_a_connection_and_a_user_have_bounds(registry: Registry, fill: Callable[[Registry], None], why: str) -> None:
+    with pytest.raises(ResourceExhausted, match=why):
+        fill(registry)
+    registry.register(b"b1", [memfd.create(10_000)])
+
+
+def test_register_and_unregister_a_thousand_times_leaves_nothing(registry: Registry) -> None:
+    before = open_descriptors()
+    for _ in range(1000):
+        region = registry.register(b"a1", [memfd.create(9_000)])
+        assert registry.unregister(b"a1", region) is not None
+        assert registry.unregister(b"a1", region) is None
+    assert open_descriptors() == before
+
+
+@pytest.mark.parametrize("client_goes", [True, False])
+def test_a_region_lasts_until_the_last_request_that_names_it(registry: Registry, *, client_goes: bool) -> None:
+    before = open_descriptors()
+    region = registry.register(b"a1", [memfd.create(9_000)])
+    named = places(registry, b"a1", region, 0)
+    if client_goes:
+        assert registry.forget(b"a1") == [named.memories[0].number]
+    else:
+        assert registry.unregister(b"a1", region) == named.memories[0].number
+    with pytest.raises(NotFound):
+        places(registry, b"a1", region, 0)
+    with pytest.raises(RequestError, match="9000 bytes"):
+        registry.register(b"a2", [memfd.create(9_000)])
+    [memory] = named.memories
+    assert os.fstat(memory.fileno()).st_size == 9_000
+    del named, memory
+    registry.register(b"a2", [memfd.create(9_000)])
+    while registry.closing.is_at_it:
+        pass
+    assert open_descriptors() == before + 1
