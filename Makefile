@@ -20,13 +20,14 @@ TWO_AT_ONCE := --numprocesses 2 --dist loadfile --no-loadscope-reorder --max-wor
 
 VENV := .venv
 MSLITE := .venv-mslite
+RIVAL := .venv-rival
 BIN := $(VENV)/bin
 INSTALL := bin/python -m pip install --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: demo test test-systemd mutants check check-pyright check-mypy check-oldest check-rest bench fuzz chaos leak clean
-.PHONY: help $(VENV) $(MSLITE) mslite-if-possible
+.PHONY: bench-rival help $(VENV) $(MSLITE) mslite-if-possible
 
 demo: $(VENV)/.made $(if $(filter mindspore_lite,$(ENGINE)),$(MSLITE)/.made)  ## one model, four workers, one copy of the weights [ENGINE=onnxruntime|mindspore_lite]
 	$(BIN)/python -m benchmarks.demo --engine $(ENGINE)
@@ -62,8 +63,11 @@ check-rest:
 	$(BIN)/ruff format --check
 	$(BIN)/lint-imports
 
-bench: $(VENV)/.made  ## memory, latency, throughput and start-up, each against the bare engine
+bench: $(VENV)/.made  ## memory, latency, large tensors, throughput, start-up, each against the bare engine or transport
 	$(BIN)/python -m benchmarks all
+
+bench-rival: $(VENV)/.made $(RIVAL)/.made  ## weightd and mosec side by side: latency, throughput, start, memory, kill -9
+	$(BIN)/python -m benchmarks rival
 
 fuzz: $(VENV)/.made-fuzz  ## coverage-guided fuzzing of framing, decoder, the page store's index and the configuration [SECONDS=60]
 	set -ex; for each in framing decoder repeats store config; do $(BIN)/python tests/fuzz/run.py $$each --seconds $(SECONDS); done
@@ -75,7 +79,7 @@ leak: $(VENV)/.made mslite-if-possible  ## 200,000 requests and 30 loads; daemon
 	$(BIN)/python -m tests.chaos.leak
 
 clean:  ## remove everything that the other targets made
-	rm -rf $(VENV) $(MSLITE) build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(MSLITE) $(RIVAL) build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 help:  ## this list
@@ -97,6 +101,13 @@ $(VENV)/.made-lint: $(VENV)/.made
 
 $(VENV)/.made-fuzz: $(VENV)/.made
 	$(VENV)/$(INSTALL) --group fuzz
+	@touch $@
+
+# The engine and numpy are those of the other environment, to the version.
+$(RIVAL)/.made: benchmarks/requirements-rival.txt $(VENV)/.made
+	$(BIN)/python -m venv $(RIVAL)
+	$(BIN)/python -m pip freeze | grep -E '^(numpy|onnxruntime)==' >$(RIVAL)/requirements.txt
+	$(RIVAL)/$(INSTALL) --requirement $(RIVAL)/requirements.txt --requirement $<
 	@touch $@
 
 # weightd gets in by a .pth file: its build backend does not run on 3.7, so an editable install there is impossible.

@@ -3,31 +3,49 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from benchmarks import latency, memory, overload, recovery, startup, throughput
-from benchmarks.material import ENGINES, DifferenceError, UnavailableError
+from benchmarks import latency, memory, overload, recovery, rival, startup, tensors, throughput
+from benchmarks.material import DEFAULT_TRANSPORT, ENGINES, TRANSPORTS, DifferenceError, Setup, UnavailableError
 from benchmarks.report import Result, as_json, as_table, progress
 
-# Engine and number of workers to figures.
-Run = Callable[[str, int], Result]
+RIVAL = "rival"
 
-BENCHMARKS: Mapping[str, tuple[Run, int, str]] = {
-    "memory": (memory.run, memory.WORKERS, "PSS of the whole service against as many plain processes"),
-    "latency": (latency.run, latency.WORKERS, "one small request in flight, against a bare two-hop ZeroMQ echo"),
-    "throughput": (throughput.run, throughput.WORKERS, "requests per second against bare processes of the engine"),
-    "startup": (startup.run, startup.WORKERS, "first answer and all workers READY against one bare build"),
-    "recovery": (recovery.run, recovery.WORKERS, "from a fault until every worker is READY again, under load"),
-    "overload": (overload.run, overload.WORKERS, "the daemon's memory while ten times too much is sent, for a minute"),
+
+@dataclasses.dataclass(frozen=True)
+class Benchmark:
+    """One measurement, the workers that it has unless told otherwise, and a line about it."""
+
+    run: Callable[[Setup], Result]
+    workers: int
+    help: str
+
+
+BENCHMARKS: Mapping[str, Benchmark] = {
+    "memory": Benchmark(memory.run, memory.WORKERS, "PSS of the whole service against as many plain processes"),
+    "latency": Benchmark(latency.run, latency.WORKERS, "a small request against a bare two-hop ZeroMQ echo *"),
+    "tensors": Benchmark(tensors.run, tensors.WORKERS, "600 KB and 8 MB against an echo that copies nothing *"),
+    "throughput": Benchmark(
+        throughput.run, throughput.WORKERS, "requests/s against bare processes of the engine; tiny ones/s *"
+    ),
+    "startup": Benchmark(startup.run, startup.WORKERS, "first answer and all workers READY against one bare build"),
+    "recovery": Benchmark(recovery.run, recovery.WORKERS, "from a fault until every worker is READY again, under load"),
+    "overload": Benchmark(
+        overload.run, overload.WORKERS, "the daemon's memory while ten times too much is sent, for a minute"
+    ),
+    RIVAL: Benchmark(rival.run, rival.WORKERS, "weightd and mosec side by side; see `make bench-rival` *"),
 }
 
 _EPILOG = """\
 benchmarks, with the workers that each has unless --workers is given:
 {benchmarks}
-  all         each of them
+  all         each of them but rival
+
+* over --transport unix, the unix socket, or zmq, ZeroMQ and the daemon's gate. latency shows the gate beside it.
 
 Each compares within one run, checks every answer bit by bit against the engine called directly, and prints its n.
 Figures of a busy machine are those of a busy machine: missing a target is reported, and is no error.
@@ -37,13 +55,13 @@ Exit status: 0 measured, 1 an answer differs from the bare engine's, 2 it cannot
 def main() -> int:
     """Run what the command line asks for; return the exit status."""
     options = _parser().parse_args()
-    names = list(BENCHMARKS) if options.name == "all" else [options.name]
+    names = [each for each in BENCHMARKS if each != RIVAL] if options.name == "all" else [options.name]
     results: dict[str, Any] = {}
     try:
         for name in names:
-            run, default, _ = BENCHMARKS[name]
+            benchmark = BENCHMARKS[name]
             progress(f"{name}, {options.engine}")
-            result = run(options.engine, options.workers or default)
+            result = benchmark.run(Setup(options.engine, options.workers or benchmark.workers, options.transport))
             results[name] = as_json(result)
             if not options.json:
                 print(as_table(result), end="\n\n", flush=True)
@@ -59,16 +77,19 @@ def main() -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    lines = [f"  {name:<10}  {help} ({default})" for name, (_, default, help) in BENCHMARKS.items()]
+    lines = [f"  {name:<10}  {each.help} ({each.workers})" for name, each in BENCHMARKS.items()]
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",
-        description="Measures weightd against the bare engine.",
+        description="Measures weightd against the bare engine, a bare transport and a rival.",
         epilog=_EPILOG.format(benchmarks="\n".join(lines)),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("name", metavar="NAME", choices=[*BENCHMARKS, "all"], help="which one, see below")
     parser.add_argument("--engine", choices=ENGINES, default=ENGINES[0], help="the library (default: %(default)s)")
     parser.add_argument("--workers", type=_positive, metavar="N", help="worker processes")
+    parser.add_argument(
+        "--transport", choices=list(TRANSPORTS), default=DEFAULT_TRANSPORT, help="of requests (default: %(default)s)"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object, and progress on stderr only")
     return parser
 

@@ -1,10 +1,10 @@
-"""A bare two-hop echo over ZeroMQ: client, ROUTER/ROUTER broker, worker. The least that a brokered request costs.
+"""A bare two-hop echo over ZeroMQ: client, ROUTER/ROUTER broker, worker. The least that a brokered request costs there.
 
-Each is a process, the broker is Python as weightd is, and nothing is decoded, checked, queued or computed. All three
-wait in a zmq.Poller, as a program does that has deadlines or several sockets to look at.
+Each is a process, the broker is Python, and nothing is decoded, checked, queued or computed. All three wait in a
+zmq.Poller, as a program does that has deadlines or several sockets to look at.
 
-    python echo.py broker FRONTEND BACKEND
-    python echo.py worker BACKEND HEADER_BYTES TENSOR_BYTES
+    python echo.py broker MODE FRONTEND BACKEND
+    python echo.py worker MODE BACKEND BYTES...
 """
 
 from __future__ import annotations
@@ -14,25 +14,33 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from types import TracebackType
+from typing import Any
 
 import zmq
 
 _WORKER = b"worker"
 _LIMIT_MS = 30_000
+_COPY, _NO_COPY = "copy", "no-copy"
 
 
 class Echo:
-    """Client of an echo whose worker answers each message with frames of `answer_sizes`."""
+    """Client of an echo whose worker answers each message with frames of `answer_sizes`.
 
-    def __init__(self, answer_sizes: Sequence[int]) -> None:
+    Small frames are copied, which is quicker; with `copy=False` libzmq takes and gives the memory itself, as is
+    quicker for large ones.
+    """
+
+    def __init__(self, answer_sizes: Sequence[int], *, copy: bool = True) -> None:
         self._answer_sizes = answer_sizes
+        self._copy = copy
 
     def __enter__(self) -> Echo:
         self._directory = tempfile.TemporaryDirectory(prefix="echo-", dir="/tmp")
         frontend, backend = (f"ipc://{self._directory.name}/{name}" for name in ("frontend", "backend"))
+        mode = _COPY if self._copy else _NO_COPY
         self._processes = [
-            _start("broker", frontend, backend),
-            _start("worker", backend, *map(str, self._answer_sizes)),
+            _start("broker", mode, frontend, backend),
+            _start("worker", mode, backend, *map(str, self._answer_sizes)),
         ]
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
@@ -50,16 +58,17 @@ class Echo:
             process.wait()
         self._directory.cleanup()
 
-    def ask(self, frames: Sequence[bytes]) -> list[bytes]:
-        """Send `frames` and return the answer's."""
-        self._socket.send_multipart(frames)
+    def ask(self, frames: Sequence[Any]) -> Sequence[Any]:
+        """Send `frames`, which are bytes or arrays, and return the answer's."""
+        self._socket.send_multipart(frames, copy=self._copy)
         if not self._poller.poll(_LIMIT_MS):
             raise TimeoutError(f"the echo gave no answer within {_LIMIT_MS} ms")
-        return self._socket.recv_multipart()
+        return self._socket.recv_multipart(0, self._copy)
 
 
-def broker(frontend_address: str, backend_address: str) -> None:
+def broker(mode: str, frontend_address: str, backend_address: str) -> None:
     """Pass on what clients send to the worker, and its answers to them."""
+    copy = mode == _COPY
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     frontend, backend = context.socket(zmq.ROUTER), context.socket(zmq.ROUTER)
     backend.bind(backend_address)
@@ -71,13 +80,14 @@ def broker(frontend_address: str, backend_address: str) -> None:
     while True:
         for socket, _ in poller.poll():
             if socket is frontend:
-                backend.send_multipart([_WORKER, *frontend.recv_multipart()])
+                backend.send_multipart([_WORKER, *frontend.recv_multipart(0, copy)], copy=copy)
             else:
-                frontend.send_multipart(backend.recv_multipart()[1:])
+                frontend.send_multipart(backend.recv_multipart(0, copy)[1:], copy=copy)
 
 
-def worker(address: str, answer_sizes: Sequence[int]) -> None:
+def worker(mode: str, address: str, answer_sizes: Sequence[int]) -> None:
     """Answer each message with the same frames."""
+    copy = mode == _COPY
     answer = [bytes(size) for size in answer_sizes]
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     socket = context.socket(zmq.DEALER)
@@ -88,8 +98,8 @@ def worker(address: str, answer_sizes: Sequence[int]) -> None:
     poller.register(socket, zmq.POLLIN)
     while True:
         poller.poll()
-        client = socket.recv_multipart()[0]
-        socket.send_multipart([client, *answer])
+        client = socket.recv_multipart(0, copy)[0]
+        socket.send_multipart([client, *answer], copy=copy)
 
 
 def _start(*arguments: str) -> subprocess.Popen[bytes]:
@@ -98,11 +108,11 @@ def _start(*arguments: str) -> subprocess.Popen[bytes]:
 
 def main() -> None:
     """Run one of the two processes until it is killed."""
-    role, *arguments = sys.argv[1:]
+    role, mode, *arguments = sys.argv[1:]
     if role == "broker":
-        broker(*arguments)
+        broker(mode, *arguments)
     else:
-        worker(arguments[0], [int(size) for size in arguments[1:]])
+        worker(mode, arguments[0], [int(size) for size in arguments[1:]])
 
 
 if __name__ == "__main__":

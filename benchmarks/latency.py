@@ -1,131 +1,111 @@
-"""Latency of a small request, against a bare two-hop ZeroMQ echo of frames of the same sizes."""
+"""Latency of a small request, against a bare two-hop ZeroMQ echo of frames of about the same sizes."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import time
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+import functools
+from collections.abc import Sequence
 
 import numpy as np
 
 from benchmarks import material
 from benchmarks.echo import Echo
-from benchmarks.material import TINY, TINY_WIDTH, Arrays, Reference
-from benchmarks.report import Result, Target, median_over_blocks, progress
+from benchmarks.material import TINY, TINY_WIDTH, Reference, Setup
+from benchmarks.report import Result, Target, median_over_blocks, percentile, progress, ratio, spread
+from benchmarks.rounds import Ask, seconds_of
 from testkit.plain import PlainProcess
 from testkit.service import Service
-from weightd.client.core import ClientCore
-from weightd.protocol.codec import encode
-from weightd.protocol.messages.data import InferResponse
-from weightd.protocol.tensors import spec_of
-
-T = TypeVar("T")
 
 WORKERS = 1
-BLOCKS = 10  # of each, in turn
-BLOCK = 500  # requests
-WARM_UP = 200  # requests, not counted
+ROUNDS = 20  # of each, in turn
+REQUESTS = 250  # in a round
+HEADER = bytes(128)  # of the echo's request and answer: one frame, which is less than weightd has
+
+_BOUNDS = {"unix": 0.8, "zmq": 1.6}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Latency(Result):
-    """Figures in microseconds, each the median of the blocks' percentiles.
+    """Figures in microseconds, each the median of the rounds' percentiles; ratios are those of p50, round by round.
 
     Attributes:
-        p50_us: a request to weightd, in the client, from array to array.
-        two_hop_p50_us: the same frames to the worker and back, with nothing done on the way.
-        ratio: the former by the latter.
+        p50_us: a request to weightd over `transport`, in the client, from array to array.
+        gate_p50_us: the same over ZeroMQ, through the gate.
+        two_hop_p50_us: frames of the same sizes over ZeroMQ to a worker and back, with nothing done on the way.
+        ratio: the first by the last.
+        gate_ratio: the second by the last.
         bare_predict_us: what the engine alone takes of p50_us; the echo has no such part.
     """
 
     benchmark = "latency"
+    transport: str
     p50_us: float
     p99_us: float
+    gate_p50_us: float
     two_hop_p50_us: float
     two_hop_p99_us: float
     ratio: float
+    ratio_spread: tuple[float, float]
+    gate_ratio: float
+    gate_ratio_spread: tuple[float, float]
     bare_predict_us: float
 
     def targets(self) -> Sequence[Target]:
-        """Return the bound of the ratio."""
-        return [Target("ratio", 1.5)]
+        """Return the bounds of the ratios."""
+        return [Target("ratio", _BOUNDS[self.transport]), Target("gate_ratio", _BOUNDS["zmq"])]
 
     def rows(self) -> Sequence[tuple[str, str]]:
         """Return the table."""
         return [
-            ("weightd", f"p50 {self.p50_us:5.0f} us   p99 {self.p99_us:5.0f} us"),
+            (f"weightd over {self.transport}", f"p50 {self.p50_us:5.0f} us   p99 {self.p99_us:5.0f} us"),
+            ("weightd through the gate", f"p50 {self.gate_p50_us:5.0f} us"),
             ("two-hop echo", f"p50 {self.two_hop_p50_us:5.0f} us   p99 {self.two_hop_p99_us:5.0f} us"),
             ("the engine's part", f"p50 {self.bare_predict_us:5.0f} us"),
+            ("ratio", spread(self.ratio_spread)),
+            ("gate_ratio", spread(self.gate_ratio_spread)),
         ]
 
 
-def run(engine: str, workers: int = WORKERS) -> Latency:
-    """Measure blocks of requests to weightd and to the echo in turn."""
-    path = material.model(TINY, engine)
+def run(setup: Setup) -> Latency:
+    """Measure rounds of requests to weightd and to the echo in turn."""
+    path = material.model(TINY, setup.engine)
     inputs = material.inputs(TINY_WIDTH)
     with contextlib.ExitStack() as stack:
-        bare = stack.enter_context(PlainProcess(path, engine))
+        bare = stack.enter_context(PlainProcess(path, setup.engine))
         reference = Reference(bare, inputs)
-        predict = bare.times(inputs[0], BLOCK + WARM_UP)[WARM_UP:]
-        frames = _request(inputs[0])
-        echo = stack.enter_context(Echo(_answer_sizes(bare.infer(inputs[0]))))
-        service = stack.enter_context(Service({TINY: {"path": path, "workers": workers}}))
+        predict = bare.times(inputs[0], 2 * REQUESTS)[REQUESTS:]
+        answer = [len(HEADER), *(array.nbytes for array in bare.infer(inputs[0]).values())]
+        echo = stack.enter_context(Echo(answer))
+        service = stack.enter_context(Service({TINY: {"path": path, "workers": setup.workers}}))
         service.ready()
-        client = stack.enter_context(service.client())
+        asks: dict[str, Ask] = {}
+        for transport in {setup.transport: None, "zmq": None}:
+            client = stack.enter_context(material.client(service, transport))
+            asks[transport] = functools.partial(client.infer, TINY)
+        messages = [[HEADER, each["x"].tobytes()] for each in inputs]
 
-        def infer(index: int) -> Arrays:
-            return client.infer(TINY, inputs[index % len(inputs)])
-
-        def ask(_: int) -> list[bytes]:
-            return echo.ask(frames)
-
-        _block(infer, WARM_UP)
-        _block(ask, WARM_UP)
-        ours: list[list[float]] = []
-        theirs: list[list[float]] = []
-        for block in range(BLOCKS):
-            progress(f"block {block + 1} of {BLOCKS}")
-            seconds, answers = _block(infer, BLOCK)
-            ours.append(seconds)
-            for index, answer in enumerate(answers):
-                reference.check(index, answer)
-            theirs.append(_block(ask, BLOCK)[0])
-    p50, two_hop_p50 = median_over_blocks(ours, 50), median_over_blocks(theirs, 50)
+        seconds: dict[str, list[list[float]]] = {name: [] for name in (*asks, "echo")}
+        for number in range(ROUNDS):
+            progress(f"round {number + 1} of {ROUNDS}")
+            for transport, ask in asks.items():
+                seconds[transport].append(seconds_of(ask, inputs, REQUESTS, reference.check))
+            seconds["echo"].append(seconds_of(echo.ask, messages, REQUESTS))
+    medians = {name: [percentile(each, 50) for each in rounds] for name, rounds in seconds.items()}
+    ours, gate = (ratio(medians[transport], medians["echo"]) for transport in (setup.transport, "zmq"))
     return Latency(
-        engine=engine,
-        workers=workers,
-        n=BLOCKS * BLOCK,
-        p50_us=1e6 * p50,
-        p99_us=1e6 * median_over_blocks(ours, 99),
-        two_hop_p50_us=1e6 * two_hop_p50,
-        two_hop_p99_us=1e6 * median_over_blocks(theirs, 99),
-        ratio=p50 / two_hop_p50,
+        engine=setup.engine,
+        workers=setup.workers,
+        n=ROUNDS * REQUESTS,
+        transport=setup.transport,
+        p50_us=1e6 * median_over_blocks(seconds[setup.transport], 50),
+        p99_us=1e6 * median_over_blocks(seconds[setup.transport], 99),
+        gate_p50_us=1e6 * median_over_blocks(seconds["zmq"], 50),
+        two_hop_p50_us=1e6 * median_over_blocks(seconds["echo"], 50),
+        two_hop_p99_us=1e6 * median_over_blocks(seconds["echo"], 99),
+        ratio=ours.median,
+        ratio_spread=ours.spread,
+        gate_ratio=gate.median,
+        gate_ratio_spread=gate.spread,
         bare_predict_us=1e6 * float(np.median(predict)),
     )
-
-
-def _block(request: Callable[[int], T], count: int) -> tuple[list[float], list[T]]:
-    """Return the seconds that each of `count` requests takes, one after another, and their answers."""
-    seconds: list[float] = []
-    answers: list[T] = []
-    for index in range(count):
-        begin = time.perf_counter()
-        answer = request(index)
-        seconds.append(time.perf_counter() - begin)
-        answers.append(answer)
-    return seconds, answers
-
-
-def _request(inputs: Arrays) -> list[bytes]:
-    """Return the frames that a request of weightd's client has."""
-    _, frames = ClientCore().infer(TINY, inputs, 30.0)
-    return [bytes(frame) for frame in frames]
-
-
-def _answer_sizes(outputs: Arrays) -> list[int]:
-    """Return the sizes of the frames that weightd answers with."""
-    specs = tuple(spec_of(name, array) for name, array in outputs.items())
-    header = encode(InferResponse("12345-100", TINY, specs))
-    return [len(header), *(array.nbytes for array in outputs.values())]

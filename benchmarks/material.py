@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -9,21 +10,52 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from onnx import helper
 
 from testkit import mindir, models
 from testkit.plain import PlainProcess
+from testkit.service import Service
+from weightd.client import Client
+from weightd.protocol.errors import InvalidArgument
 
 ENGINES = ("onnxruntime", "mindspore_lite")
 
-# Both have one input x and one output y, FP32 [N, width].
+# How a client reaches the daemon: over the unix socket, or over ZeroMQ and through the gate.
+TRANSPORTS: Mapping[str, str] = {"unix": "unix://", "zmq": "ipc://"}
+DEFAULT_TRANSPORT = "zmq"
+
+# Each has one input x, FP32 [N, width], and one output y: of the same shape, but for LARGEST.
 MLP, MLP_WIDTH = "mlp", 2048  # 12 layers, 192 MiB of weights
 TINY, TINY_WIDTH = "tiny", 64
-_WRITERS: Mapping[str, Callable[[Path], Path]] = {MLP: models.mlp, TINY: models.tiny}
+RELU = "relu"  # of any width: the answer is as long as the input
+LARGEST = "largest"  # of any width: y is the largest element, FP32 [N, 1]
 
 # Different ones, in turn: an answer that reaches the wrong request shows.
 INPUTS = 4
 
 Arrays = Mapping[str, NDArray[Any]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    """What the command line chooses."""
+
+    engine: str
+    workers: int
+    transport: str = DEFAULT_TRANSPORT
+
+    def client(self, service: Service, timeout: float = 60.0) -> Client:
+        """Return a client of `service` over the transport."""
+        return client(service, self.transport, timeout)
+
+
+def client(service: Service, transport: str, timeout: float = 60.0) -> Client:
+    """Return a client of `service` over `transport`."""
+    address = TRANSPORTS[transport] + service.address.partition("://")[2]
+    try:
+        return Client(address, timeout=timeout)
+    except InvalidArgument as error:
+        raise UnavailableError(f"--transport {transport}: {error}") from None
 
 
 class UnavailableError(Exception):
@@ -32,6 +64,24 @@ class UnavailableError(Exception):
 
 class DifferenceError(Exception):
     """An answer is not the bare engine's."""
+
+
+def _relu(path: Path) -> Path:
+    x, y = (models.fp32(name, "N", "M") for name in "xy")
+    return models.save(path, [helper.make_node("Relu", ["x"], ["y"])], [x], [y])
+
+
+def _largest(path: Path) -> Path:
+    node = helper.make_node("ReduceMax", ["x"], ["y"], axes=[1], keepdims=1)
+    return models.save(path, [node], [models.fp32("x", "N", "M")], [models.fp32("y", "N", 1)])
+
+
+_WRITERS: Mapping[str, Callable[[Path], Path]] = {
+    MLP: models.mlp,
+    TINY: models.tiny,
+    RELU: _relu,
+    LARGEST: _largest,
+}
 
 
 def model(name: str, engine: str) -> Path:

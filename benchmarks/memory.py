@@ -9,7 +9,7 @@ from pathlib import Path
 
 from benchmarks import material
 from benchmarks.load import answers
-from benchmarks.material import MLP, MLP_WIDTH, Arrays, Reference, UnavailableError
+from benchmarks.material import MLP, MLP_WIDTH, Arrays, Reference, Setup, UnavailableError
 from benchmarks.report import MB, Result, Target, progress
 from testkit.memory import pss_total
 from testkit.plain import PlainProcess
@@ -71,8 +71,9 @@ class Memory(Result):
         ]
 
 
-def run(engine: str, workers: int = WORKERS) -> Memory:
+def run(setup: Setup) -> Memory:
     """Measure one plain process, then all, then two services of different size."""
+    engine, workers = setup.engine, setup.workers
     path = material.model(MLP, engine)
     inputs = material.inputs(MLP_WIDTH)
     few = 1 if workers > 1 else 2

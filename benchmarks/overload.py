@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from benchmarks import material
 from benchmarks.crowd import Crowd
 from benchmarks.load import answers
-from benchmarks.material import MLP, MLP_WIDTH, Arrays, Reference
+from benchmarks.material import MLP, MLP_WIDTH, Arrays, Reference, Setup
 from benchmarks.report import MB, Result, Target, progress
 from testkit.memory import pss
 from testkit.plain import PlainProcess
@@ -82,8 +82,9 @@ class _Crowd(Crowd):
             self.answered += answered
 
 
-def run(engine: str, workers: int = WORKERS) -> Overload:
+def run(setup: Setup) -> Overload:
     """Measure in calm, then under overload."""
+    engine, workers = setup.engine, setup.workers
     path = material.model(MLP, engine)
     inputs = material.inputs(MLP_WIDTH)
     table = {"path": path, "workers": workers, "max_queue": MAX_QUEUE}

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from benchmarks import material
 from benchmarks.crowd import Crowd
-from benchmarks.material import MLP, MLP_WIDTH, Arrays, Reference
+from benchmarks.material import MLP, MLP_WIDTH, Arrays, Reference, Setup
 from benchmarks.report import Result, Target, progress
 from testkit.plain import PlainProcess
 from testkit.service import Service
@@ -85,8 +85,9 @@ class _Load(Crowd):
             self.answered.append(time.perf_counter())
 
 
-def run(engine: str, workers: int = WORKERS) -> Recovery:
+def run(setup: Setup) -> Recovery:
     """Strike in turn, each time once all is well again."""
+    engine, workers = setup.engine, setup.workers
     path = material.model(MLP, engine)
     inputs = material.inputs(MLP_WIDTH)
     back: dict[str, list[float]] = {fault: [] for fault in _FAULTS}

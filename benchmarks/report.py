@@ -90,6 +90,25 @@ def median_over_blocks(blocks: Sequence[Sequence[float]], percent: float) -> flo
     return statistics.median(percentile(block, percent) for block in blocks)
 
 
+@dataclasses.dataclass(frozen=True)
+class Ratio:
+    """One thing by another, measured in turn: the median over the rounds and the quartiles, which tell the noise."""
+
+    median: float
+    spread: tuple[float, float]
+
+
+def ratio(ours: Sequence[float], theirs: Sequence[float]) -> Ratio:
+    """Compare round by round: what disturbs a whole minute disturbs both alike."""
+    low, median, high = statistics.quantiles((one / other for one, other in zip(ours, theirs, strict=True)), n=4)
+    return Ratio(median, (low, high))
+
+
+def spread(values: tuple[float, float]) -> str:
+    """Return quartiles as text."""
+    return f"half of the rounds within {values[0]:.2f} to {values[1]:.2f}"
+
+
 def _short(number: str | float) -> float:
     """Four digits are more than any of these measurements has."""
     return float(f"{float(number):.4g}")

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from benchmarks import material
-from benchmarks.material import MLP, MLP_WIDTH, Arrays, Reference
+from benchmarks.material import MLP, MLP_WIDTH, Arrays, Reference, Setup
 from benchmarks.report import Result, Target, progress
 from testkit.plain import PlainProcess
 from testkit.service import Service
@@ -48,8 +48,9 @@ class Startup(Result):
         return rows
 
 
-def run(engine: str, workers: int = WORKERS) -> Startup:
+def run(setup: Setup) -> Startup:
     """Start bare, small and large in turn."""
+    engine, workers = setup.engine, setup.workers
     path = material.model(MLP, engine)
     inputs = material.inputs(MLP_WIDTH)
     sizes = sorted({1, workers})

@@ -1,97 +1,127 @@
-"""Requests per second of a large model, against as many bare processes of the engine that run at once."""
+"""Requests per second: of a large model against bare processes of the engine that run at once, and of a tiny one."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Generator, Mapping, Sequence
 
 from benchmarks import material
 from benchmarks.load import answers
-from benchmarks.material import MLP, MLP_WIDTH, Arrays, Reference
+from benchmarks.material import MLP, MLP_WIDTH, TINY, TINY_WIDTH, Arrays, Reference, Setup
 from benchmarks.parallel_runner import ParallelRunner
-from benchmarks.report import Result, Target, progress
+from benchmarks.report import Result, Target, progress, ratio, spread
+from benchmarks.rounds import Ask, Threads
 from testkit.plain import PlainProcess, times_together
 from testkit.service import Service
 from weightd.client import Client
 
 WORKERS = 2
 IN_FLIGHT = 4  # requests for each worker
-BLOCKS = 10  # of each, in turn
-BLOCK = 100  # requests for each worker
+ROUNDS = 10  # of each, in turn
+REQUESTS = 100  # for each worker, in a round
+THREADS = (1, 8)
+SECONDS = 0.5  # of a round of tiny requests
 WARM_UP = 10
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Throughput(Result):
-    """Figures in requests per second, batch 1, medians of the blocks.
+    """Figures in requests per second, batch 1, medians of the rounds.
 
     Attributes:
-        rps: one client of weightd, with `in_flight` requests under way.
+        rps: one client of weightd over `transport`, with `in_flight` requests under way.
         bare_rps: `workers` processes that do nothing but predict, with no client at all.
-        ratio: the former by the latter.
+        ratio: the former by the latter, the median of the rounds.
+        tiny_rps: of a model whose predict is nothing, by the number of threads in one client process that ask for it,
+            each with a client of its own and one request at a time.
         model_parallel_runner_rps: MindSpore Lite's own ModelParallelRunner with `workers` workers in one process
             and twice as many threads that ask it; None for the other engine.
     """
 
     benchmark = "throughput"
+    transport: str
     in_flight: int
     rps: float
     bare_rps: float
     ratio: float
+    ratio_spread: tuple[float, float]
+    tiny_rps: Mapping[str, float]
     model_parallel_runner_rps: float | None
 
     def targets(self) -> Sequence[Target]:
         """Return the bound of the ratio."""
-        return [Target("ratio", 0.95, at_least=True)]
+        return [Target("ratio", 0.97, at_least=True)]
 
     def rows(self) -> Sequence[tuple[str, str]]:
         """Return the table."""
         rows = [
-            (f"weightd, {self.in_flight} in flight", f"{self.rps:7.1f} requests/s"),
+            (f"weightd over {self.transport}, {self.in_flight} in flight", f"{self.rps:7.1f} requests/s"),
             (f"{self.workers} bare processes", f"{self.bare_rps:7.1f} requests/s"),
+            ("ratio", spread(self.ratio_spread)),
         ]
         if self.model_parallel_runner_rps is not None:
             rows.append(("ModelParallelRunner", f"{self.model_parallel_runner_rps:7.1f} requests/s"))
+        for threads, rps in self.tiny_rps.items():
+            rows.append((f"tiny requests, {threads} thread{'s' if threads != '1' else ''}", f"{rps:7.0f} requests/s"))
         return rows
 
 
-def run(engine: str, workers: int = WORKERS) -> Throughput:
-    """Measure blocks of each in turn."""
+def run(setup: Setup) -> Throughput:
+    """Measure rounds of each in turn."""
+    engine, workers = setup.engine, setup.workers
     path = material.model(MLP, engine)
-    inputs = material.inputs(MLP_WIDTH)
+    tiny = material.model(TINY, engine)
+    inputs, tiny_inputs = material.inputs(MLP_WIDTH), material.inputs(TINY_WIDTH)
     in_flight = IN_FLIGHT * workers
-    count = BLOCK * workers
+    count = REQUESTS * workers
+    rps: list[float] = []
+    bare_rps: list[float] = []
+    runner_rps: list[float] = []
+    tiny_rps: dict[int, list[float]] = {threads: [] for threads in THREADS}
     with contextlib.ExitStack() as stack:
         bare = [stack.enter_context(PlainProcess(path, engine)) for _ in range(workers)]
         reference = Reference(bare[0], inputs)
-        service = stack.enter_context(Service({MLP: {"path": path, "workers": workers}}))
+        with PlainProcess(tiny, engine) as bare_tiny:
+            tiny_reference = Reference(bare_tiny, tiny_inputs)
+        tables = {name: {"path": each, "workers": workers} for name, each in ((MLP, path), (TINY, tiny))}
+        service = stack.enter_context(Service(tables))
         service.ready()
-        client = stack.enter_context(service.client())
+        client = stack.enter_context(setup.client(service))
         runner = stack.enter_context(ParallelRunner(path, workers, inputs)) if engine == "mindspore_lite" else None
+
+        @contextlib.contextmanager
+        def connect() -> Generator[Ask, None, None]:
+            with setup.client(service) as client:
+                yield functools.partial(client.infer, TINY)
 
         times_together(bare, inputs[0], WARM_UP)
         _weightd(client, inputs, WARM_UP * workers, in_flight, reference)
-        rps: list[float] = []
-        bare_rps: list[float] = []
-        runner_rps: list[float] = []
-        for block in range(BLOCKS):
-            progress(f"block {block + 1} of {BLOCKS}")
+        for number in range(ROUNDS):
+            progress(f"round {number + 1} of {ROUNDS}")
             rps.append(_weightd(client, inputs, count, in_flight, reference))
-            seconds = times_together(bare, inputs[0], BLOCK)
+            seconds = times_together(bare, inputs[0], REQUESTS)
             bare_rps.append(count / max(float(each.sum()) for each in seconds))
             if runner is not None:
                 runner_rps.append(runner.requests_per_second(count, reference))
+            for threads in THREADS:
+                crowd = Threads(connect, tiny_inputs, threads)
+                tiny_rps[threads].append(crowd.requests_per_second(SECONDS, tiny_reference))
+    compared = ratio(rps, bare_rps)
     return Throughput(
         engine=engine,
         workers=workers,
-        n=BLOCKS * count,
+        n=ROUNDS * count,
+        transport=setup.transport,
         in_flight=in_flight,
         rps=statistics.median(rps),
         bare_rps=statistics.median(bare_rps),
-        ratio=statistics.median(rps) / statistics.median(bare_rps),
+        ratio=compared.median,
+        ratio_spread=compared.spread,
+        tiny_rps={str(threads): statistics.median(each) for threads, each in tiny_rps.items()},
         model_parallel_runner_rps=statistics.median(runner_rps) if runner_rps else None,
     )
 

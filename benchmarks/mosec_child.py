@@ -1,0 +1,48 @@
+"""The rival's server for one ONNX model with an input x and an output y, FP32 [1, any], as its documentation has it.
+
+Raw bytes in and out, no batching, everything else as it is by default. Runs in the rival's environment:
+
+    RIVAL_MODEL=PATH RIVAL_WORKERS=N python -I mosec_child.py --port PORT --address ADDRESS --path DIRECTORY
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import mosec
+import numpy as np
+import onnxruntime
+
+
+class Predict(mosec.Worker):
+    """A session with one thread, as weightd's workers have by default."""
+
+    resp_mime_type = "application/octet-stream"
+
+    def __init__(self) -> None:
+        super().__init__()
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = 1
+        options.inter_op_num_threads = 1
+        self._session = onnxruntime.InferenceSession(
+            os.environ["RIVAL_MODEL"], options, providers=["CPUExecutionProvider"]
+        )
+
+    def deserialize(self, data: bytearray) -> np.ndarray[Any, Any]:
+        """Look at the body as an array."""
+        return np.frombuffer(data, np.float32).reshape(1, -1)
+
+    def forward(self, data: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """Run the model."""
+        return self._session.run(["y"], {"x": data})[0]
+
+    def serialize(self, data: np.ndarray[Any, Any]) -> memoryview:
+        """Look at the answer as bytes."""
+        return data.data.cast("B")
+
+
+if __name__ == "__main__":
+    server = mosec.Server()
+    server.append_worker(Predict, num=int(os.environ["RIVAL_WORKERS"]))
+    server.run()

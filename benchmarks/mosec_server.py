@@ -1,0 +1,171 @@
+"""The rival: a mosec server in processes of its own, and a client of it that does as little as a client can."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import socket
+import struct
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Generator, Iterator
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+
+from benchmarks.material import Arrays, UnavailableError
+from testkit.mindir import REPOSITORY
+
+PYTHON = REPOSITORY / ".venv-rival" / "bin" / "python"
+
+_CHILD = Path(__file__).with_name("mosec_child.py")
+_LIMIT_S = 120
+_LOOK_S = 0.005
+_CONNECTED = re.compile(r"socket connected to")  # a worker says so once it has built its model
+_HEAD = b"POST /inference HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n"
+_LENGTH = re.compile(rb"\r\ncontent-length: (\d+)\r\n", re.IGNORECASE)
+_PIECE = 2**16
+
+
+class MosecServer:
+    """A server of `model` with `workers` workers, for the length of the block.
+
+    Attributes:
+        pid: of the process that starts the others.
+        begin: when it was started (time.perf_counter).
+    """
+
+    def __init__(self, model: Path, workers: int) -> None:
+        self._model = model
+        self._workers = workers
+
+    def __enter__(self) -> MosecServer:
+        if not PYTHON.exists():
+            raise UnavailableError(f"no mosec in {PYTHON.parent.parent}: `make bench-rival` installs it there")
+        self._directory = tempfile.TemporaryDirectory(prefix="mosec-", dir="/tmp")
+        self._log = Path(self._directory.name, "log")
+        self._port = _free_port()
+        arguments = ["--port", str(self._port), "--address", "127.0.0.1", "--path", f"{self._directory.name}/ipc"]
+        env = {**os.environ, "RIVAL_MODEL": str(self._model), "RIVAL_WORKERS": str(self._workers)}
+        self.begin = time.perf_counter()
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(
+                [str(PYTHON), "-I", str(_CHILD), *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=env,
+            )
+        self.pid = self._process.pid
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        pids = self.pids()
+        self._process.terminate()
+        try:
+            self._process.wait(10)
+        except subprocess.TimeoutExpired:
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, 9)
+            self._process.wait()
+        self._directory.cleanup()
+
+    def ready(self) -> None:
+        """Wait until every worker has built its model and is connected."""
+        self.until_connected(self._workers)
+
+    def until_connected(self, count: int) -> None:
+        """Wait until `count` workers have connected since the start, those that are gone included."""
+        self._until(lambda: self.connected() >= count)
+
+    def connected(self) -> int:
+        """How many workers have connected since the start."""
+        return len(_CONNECTED.findall(self._log.read_text("utf-8", "replace")))
+
+    @contextlib.contextmanager
+    def client(self) -> Generator[MosecClient, None, None]:
+        """Connect, as soon as the server listens."""
+        found: list[socket.socket] = []
+
+        def connect() -> bool:
+            with contextlib.suppress(ConnectionRefusedError):
+                found.append(socket.create_connection(("127.0.0.1", self._port)))
+            return bool(found)
+
+        self._until(connect)
+        with found[0] as connection:
+            yield MosecClient(connection)
+
+    def pids(self) -> list[int]:
+        """The process that starts the others, the HTTP server, the workers, and what Python starts for them."""
+        return [self.pid, *(pid for pid in _children(self.pid))]
+
+    def workers(self) -> list[int]:
+        """The processes of the workers."""
+        return [pid for pid in _children(self.pid) if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+    def _until(self, check: Callable[[], bool]) -> None:
+        limit = time.monotonic() + _LIMIT_S
+        while not check():
+            if self._process.poll() is not None or time.monotonic() > limit:
+                raise UnavailableError(f"mosec does not serve:\n{self._log.read_text('utf-8', 'replace')[-2000:]}")
+            time.sleep(_LOOK_S)
+
+
+class MosecClient:
+    """One connection that is kept alive. An answer's head is searched for its length, and for nothing else."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        # A timeout of Python's would cost a poll before each call; the kernel's costs none.
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", _LIMIT_S, 0))
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._connection = connection
+
+    def infer(self, inputs: Arrays) -> Arrays:
+        """Send the bytes of x and return y."""
+        x = inputs["x"]
+        head = _HEAD % x.nbytes
+        body = x.data.cast("B")
+        sent = self._connection.sendmsg([head, body]) - len(head)
+        if sent < len(body):
+            self._connection.sendall(body[sent:])
+        return {"y": np.frombuffer(self._answer(), np.float32).reshape(1, -1)}
+
+    def _answer(self) -> bytes | bytearray:
+        data = self._connection.recv(_PIECE)
+        end = data.find(b"\r\n\r\n") + 4
+        found = _LENGTH.search(data, 0, end)
+        if not data.startswith(b"HTTP/1.1 200 ") or found is None:
+            raise ConnectionError(f"mosec answered {data[:100]!r}")
+        size = int(found[1])
+        if len(data) == end + size:
+            return data[end:]
+        answer = bytearray(size)
+        answer[: len(data) - end] = data[end:]
+        rest = memoryview(answer)[len(data) - end :]
+        while rest:
+            count = self._connection.recv_into(rest)
+            if not count:
+                raise ConnectionError("mosec closed the connection in an answer")
+            rest = rest[count:]
+        return answer
+
+
+def _children(pid: int) -> Iterator[int]:
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            for child in task.read_text("ascii").split():
+                yield int(child)
+                yield from _children(int(child))
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,96 @@
+"""How requests are timed: short rounds of each in turn, so that what disturbs the machine disturbs all alike."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import TypeVar
+
+from benchmarks.material import Arrays, Reference
+
+# One request: from the arrays to the answer's.
+Ask = Callable[[Arrays], Arrays]
+Connect = Callable[[], AbstractContextManager[Ask]]
+
+Input = TypeVar("Input")
+Output = TypeVar("Output")
+
+
+def seconds_of(
+    ask: Callable[[Input], Output],
+    inputs: Sequence[Input],
+    count: int,
+    check: Callable[[int, Output], None] | None = None,
+) -> list[float]:
+    """Return the seconds that each of `count` requests takes, one after another; the checks between do not count.
+
+    Nor does a tenth more at the start of the round, when caches and cores are still another's.
+    """
+    seconds: list[float] = []
+    more = count // 10 + 1
+    for index in range(more + count):
+        asked = inputs[index % len(inputs)]
+        begin = time.perf_counter()
+        answer = ask(asked)
+        seconds.append(time.perf_counter() - begin)
+        if check is not None:
+            check(index, answer)
+    return seconds[more:]
+
+
+class Threads:
+    """Threads of this process, each with a connection of its own and one request at a time, until they are stopped.
+
+    Args:
+        connect: makes a connection; called in its thread.
+        inputs: the requests, in turn.
+        count: how many threads.
+    """
+
+    def __init__(
+        self, connect: Callable[[], AbstractContextManager[Ask]], inputs: Sequence[Arrays], count: int
+    ) -> None:
+        self._connect = connect
+        self._inputs = inputs
+        self._connected = threading.Barrier(count + 1)
+        self._stop = False
+        self._answers: list[list[tuple[int, Arrays]]] = [[] for _ in range(count)]
+        self._failures: list[BaseException] = []
+        self._threads = [threading.Thread(target=self._run, args=(answers,)) for answers in self._answers]
+
+    def requests_per_second(self, seconds: float, reference: Reference) -> float:
+        """Ask for `seconds`; check the answers afterwards."""
+        for thread in self._threads:
+            thread.start()
+        with contextlib.suppress(threading.BrokenBarrierError):
+            self._connected.wait()
+        begin = time.perf_counter()
+        time.sleep(seconds)
+        self._stop = True
+        for thread in self._threads:
+            thread.join()
+        took = time.perf_counter() - begin
+        for failure in self._failures:
+            raise failure
+        for answers in self._answers:
+            for index, answer in answers:
+                reference.check(index, answer)
+        return sum(map(len, self._answers)) / took
+
+    def _run(self, answers: list[tuple[int, Arrays]]) -> None:
+        inputs = self._inputs
+        try:
+            with self._connect() as ask:
+                ask(inputs[0])
+                self._connected.wait()
+                while not self._stop:
+                    index = len(answers)
+                    answers.append((index, ask(inputs[index % len(inputs)])))
+        except threading.BrokenBarrierError:
+            pass  # another's failure is the one to tell
+        except BaseException as error:  # noqa: BLE001 - raised again in the thread that waits
+            self._failures.append(error)
+            self._connected.abort()
