@@ -60,7 +60,8 @@ def test_run_serves_one_model_without_a_configuration(
     engine: str, zoo: Zoo, bare: Bare, place: Place, tmp_path: Path
 ) -> None:
     path = zoo.path("two_inputs", engine)
-    options = ("--python", interpreter(engine), "--socket", place.address, "--cache-dir", place.cache)
+    socket = place.address.removeprefix("ipc://")  # as weightctl takes it, too
+    options = ("--python", interpreter(engine), "--socket", socket, "--cache-dir", place.cache)
     with Weightd(tmp_path / "log", "run", path, "--workers", 2, *options) as daemon:
         with daemon.client(place.address) as client:
             ask_all(client, "two_inputs", bare.questions(path, pairs((2, 1))))

@@ -21,6 +21,7 @@ from weightd.daemon.host.directories import ClaimError
 from weightd.daemon.server import Server
 from weightd.protocol.schema import label
 from weightd.protocol.version import VERSION
+from weightd.shared import paths
 from weightd.shared.commandline import Parser
 from weightd.shared.devices import CPU
 
@@ -55,7 +56,8 @@ def _serve(options: argparse.Namespace) -> int:
 
 def _run(options: argparse.Namespace) -> int:
     name = options.name or Path(options.model).stem
-    socket = options.socket or os.environ.get("WEIGHTD_SOCKET", "")  # where weightctl will look
+    # Where weightctl will look.
+    socket = paths.daemon_socket(options.socket or os.environ.get("WEIGHTD_SOCKET", ""))
     model = {
         "path": options.model,
         "python": options.python,
@@ -107,7 +109,8 @@ def _check(options: argparse.Namespace) -> int:
         return exits.CONFIG if found else exits.MODEL_FAILED
     for name, model in config.models.items():
         print(f"{name}: {model.engine}, {model.workers} workers, {model.path}")
-    print(f"{options.config}: good; clients connect to {config.daemon.socket}")
+    where = [f"unix://{config.daemon.unix_socket}", *(each.address for each in config.listeners.values())]
+    print(f"{options.config}: good; clients connect to {', '.join(where)}")
     return exits.OK
 
 

@@ -49,3 +49,14 @@ def unix_path(address: str, directory: str = "") -> str:
     if address.startswith("ipc://"):
         return f"{address[len('ipc://') :]}{UNIX_SUFFIX}"
     return f"{directory}/{key(address)}{UNIX_SUFFIX}"
+
+
+def daemon_socket(address: str) -> str:
+    """Return the socket, as a configuration names it, of the daemon that a client finds at /PATH or unix:///PATH.
+
+    Any other address is returned as it is.
+    """
+    path = address[len("unix://") :] if address.startswith("unix://") else address
+    if not path.startswith("/"):
+        return address
+    return f"ipc://{path[: -len(UNIX_SUFFIX)] if path.endswith(UNIX_SUFFIX) else path}"
