@@ -70,7 +70,7 @@ bench-rival: $(VENV)/.made $(RIVAL)/.made  ## weightd and mosec side by side: la
 	$(BIN)/python -m benchmarks rival
 
 fuzz: $(VENV)/.made-fuzz  ## coverage-guided fuzzing of framing, decoder, the page store's index and the configuration [SECONDS=60]
-	set -ex; for each in framing decoder repeats store config; do $(BIN)/python tests/fuzz/run.py $$each --seconds $(SECONDS); done
+	set -ex; for each in framing decoder store config; do $(BIN)/python tests/fuzz/run.py $$each --seconds $(SECONDS); done
 
 chaos: $(VENV)/.made mslite-if-possible  ## faults of every kind against a real daemon; the books must balance [MINUTES=30] [SEED=a random one] [MANAGED=1]
 	$(BIN)/python -m tests.chaos --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) $(if $(MANAGED),--managed)

@@ -62,8 +62,10 @@ class _CountingCore(ClientCore):
     ledger: Ledger
     last = ""
 
-    def infer(self, model: str, inputs: Mapping[str, Any], timeout: float) -> Started:
-        started = super().infer(model, inputs, timeout)
+    def infer(
+        self, model: str, inputs: Mapping[str, Any], timeout: float, outputs: Sequence[str] | None = None
+    ) -> Started:
+        started = super().infer(model, inputs, timeout, outputs)
         self.last = started[0].id
         return started
 

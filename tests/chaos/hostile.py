@@ -19,7 +19,7 @@ import zmq
 
 from weightd.client import Client
 from weightd.protocol.codec import encode
-from weightd.protocol.messages.data import Infer, TensorSpec
+from weightd.protocol.messages.data import Infer, RequestDescription, TensorSpec
 
 from .material import load
 
@@ -33,21 +33,23 @@ _READY = b"\4\x1c\5READY\x0bSocket-Type\0\0\0\6DEALER"
 
 def frames(rng: random.Random) -> Sequence[bytes]:
     """Return a message that is garbage: noise, or a good one with damage."""
-    header = encode(Infer("good", "tiny", (TensorSpec("a", "INT32", (6,)),)))
+    envelope, description = encode(Infer("good", RequestDescription("tiny", (TensorSpec("a", "INT32", (6,)),))))
     makers: list[Callable[[], Sequence[bytes]]] = [
         lambda: [rng.randbytes(rng.randrange(64)) for _ in range(rng.randrange(1, 6))],
-        lambda: [_damaged(header, rng), rng.randbytes(24)],
-        lambda: [header[: rng.randrange(len(header))], b"\0" * 24],
-        lambda: [header, rng.randbytes(rng.choice([0, 23, 25, 1 << 20]))],
-        lambda: [header, *[b"\0" * 24] * rng.randrange(2, 80)],
+        lambda: [_damaged(envelope, rng), description, rng.randbytes(24)],
+        lambda: [envelope, _damaged(description, rng), rng.randbytes(24)],
+        lambda: [envelope[: rng.randrange(len(envelope))], description, b"\0" * 24],
+        lambda: [envelope, description, rng.randbytes(rng.choice([0, 23, 25, 1 << 20]))],
+        lambda: [envelope, description, *[b"\0" * 24] * rng.randrange(2, 80)],
+        lambda: [envelope, *[b"\0" * 24] * rng.randrange(2)],
         lambda: [b"\xdd\xff\xff\xff\xff" + rng.randbytes(32)],
-        lambda: [b"", header, b"\0" * 24],
+        lambda: [b"", envelope, description, b"\0" * 24],
     ]
     return rng.choice(makers)()
 
 
-def _damaged(header: bytes, rng: random.Random) -> bytes:
-    damaged = bytearray(header)
+def _damaged(frame: bytes, rng: random.Random) -> bytes:
+    damaged = bytearray(frame)
     for _ in range(rng.randint(1, 4)):
         damaged[rng.randrange(len(damaged))] = rng.randrange(256)
     return bytes(damaged)

@@ -18,7 +18,7 @@ X = np.arange(6, dtype=np.float32).reshape(2, 3)
 
 
 def cancels(message: ClientMessage, _: Sequence[bytes]) -> List[List[Any]]:
-    return [[encode(Error(message.id, "CANCELLED", "taken back"))]] if isinstance(message, Cancel) else []
+    return [encode(Error(message.id, "CANCELLED", "taken back"))] if isinstance(message, Cancel) else []
 
 
 def test_a_request_that_is_taken_back_ends_in_cancelled(client: Client, daemon: FakeDaemon) -> None:

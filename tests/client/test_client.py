@@ -60,7 +60,7 @@ def test_more_under_way_than_any_queue_of_zeromq_holds(client: Client, daemon: F
 
     def answer_all_at_the_end(message: ClientMessage, tensors: Sequence[bytes]) -> Iterator[List[Any]]:
         held.extend(echo(message, tensors))
-        if isinstance(message, Infer) and message.model_name == "last":
+        if isinstance(message, Infer) and message.description.model_name == "last":
             yield from held
             all_sent.set()
 
@@ -176,7 +176,7 @@ def test_a_dying_daemon_ends_all_calls_and_the_next_call_reaches_a_new_one(clien
     # It is not sent the old one's requests.
     message, _ = new.next()
     assert isinstance(message, Infer)
-    assert message.model_name == "new"
+    assert message.description.model_name == "new"
     assert new.seen.empty()
     new.stop()
 
@@ -224,7 +224,7 @@ def test_a_connection_that_broke_the_protocol_is_not_used_again(client: Client, 
         daemon.next()
     daemon.send(b"\xc1")
     for each in pending:
-        with pytest.raises(ProtocolError, match="header"):
+        with pytest.raises(ProtocolError, match="envelope"):
             each.result()
     daemon.handle = echo
     assert client.infer("m", {"x": X})

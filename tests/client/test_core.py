@@ -13,7 +13,7 @@ from weightd.protocol import limits
 from weightd.protocol.codec import decode, encode
 from weightd.protocol.errors import ERRORS, InvalidArgument, RemoteProtocolError, RequestError, Unavailable
 from weightd.protocol.messages.control import ServerMetadataResponse
-from weightd.protocol.messages.data import Error, Infer, InferResponse, TensorSpec
+from weightd.protocol.messages.data import Error, Infer, InferResponse, ResponseDescription, TensorSpec
 from weightd.protocol.messages.status import Status
 from weightd.protocol.messages.types import FROM_CLIENT
 
@@ -30,11 +30,11 @@ def ask(core: ClientCore) -> Call:
 
 def answer(call: Call, *values: float) -> List[Any]:
     spec = TensorSpec("y", "FP32", (len(values),))
-    return [encode(InferResponse(call.id, "m", (spec,))), np.array(values, "<f4").tobytes()]
+    return [*encode(InferResponse(call.id, ResponseDescription("m", (spec,)))), np.array(values, "<f4").tobytes()]
 
 
 def failure(request_id: str, code: str = "INTERNAL") -> List[Any]:
-    return [encode(Error(request_id, code, "why", 500_000))]
+    return encode(Error(request_id, code, "why", 500_000))
 
 
 def test_a_request_is_what_the_wire_wants(core: ClientCore) -> None:
@@ -44,8 +44,8 @@ def test_a_request_is_what_the_wire_wants(core: ClientCore) -> None:
     assert isinstance(message, Infer)
     assert message.id == call.id
     assert message.parameters.timeout == 1_500_000
-    assert message.inputs == (TensorSpec("a", "FP32", (2, 3)), TensorSpec("b", "INT64", ()))
-    assert [bytes(frame) for frame in frames[1:]] == [np.ones(6, "<f4").tobytes(), np.array(7, "<i8").tobytes()]
+    assert message.description.inputs == (TensorSpec("a", "FP32", (2, 3)), TensorSpec("b", "INT64", ()))
+    assert [bytes(frame) for frame in frames[2:]] == [np.ones(6, "<f4").tobytes(), np.array(7, "<i8").tobytes()]
     call, frames = core.status()
     assert decode(frames, FROM_CLIENT) == Status(call.id)
 
@@ -76,7 +76,7 @@ def test_each_code_is_its_own_exception(core: ClientCore, code: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "frames", [failure("no-such-id"), [encode(ServerMetadataResponse("no-such-id", "n", "v", ()))]]
+    "frames", [failure("no-such-id"), encode(ServerMetadataResponse("no-such-id", "n", "v", (), ()))]
 )
 def test_an_answer_to_nobody_is_dropped(core: ClientCore, frames: List[Any]) -> None:
     call = ask(core)
@@ -109,7 +109,7 @@ def test_fail_all_ends_what_is_under_way_and_nothing_else(core: ClientCore) -> N
     assert not ask(core).done
 
 
-@pytest.mark.parametrize(("frames", "said"), [(failure(""), "could not read a request: why"), ([b"\xc1"], "header")])
+@pytest.mark.parametrize(("frames", "said"), [(failure(""), "could not read a request: why"), ([b"\xc1"], "envelope")])
 def test_what_names_no_request_is_everybodys(core: ClientCore, frames: List[Any], said: str) -> None:
     call = ask(core)
     with pytest.raises(RemoteProtocolError, match=said):
@@ -120,12 +120,16 @@ def test_what_names_no_request_is_everybodys(core: ClientCore, frames: List[Any]
 def test_a_broken_answer_ends_the_call_that_it_names(core: ClientCore) -> None:
     other = ask(core)
     for message, tensors, said in (
-        (InferResponse("", "m", (TensorSpec("y", "FP32", (2,)),)), [bytes(7)], "8 bytes, got 7"),
-        (InferResponse("", "m", (TensorSpec("y", "BOOL", (2,)),)), [b"\1\2"], "outputs: y: expected 0 or 1"),
-        (ServerMetadataResponse("", "n", "v", ()), [], "expected a InferResponse, got a ServerMetadataResponse"),
+        (InferResponse("", ResponseDescription("m", (TensorSpec("y", "FP32", (2,)),))), [bytes(7)], "8 bytes, got 7"),
+        (
+            InferResponse("", ResponseDescription("m", (TensorSpec("y", "BOOL", (2,)),))),
+            [b"\1\2"],
+            "outputs: y: expected 0 or 1",
+        ),
+        (ServerMetadataResponse("", "n", "v", (), ()), [], "expected a InferResponse, got a ServerMetadataResponse"),
     ):
         call = ask(core)
-        core.received([encode(dataclasses.replace(message, id=call.id)), *tensors])
+        core.received([*encode(dataclasses.replace(message, id=call.id)), *tensors])
         with pytest.raises(RemoteProtocolError, match=said):
             call.result()
         assert not other.done

@@ -12,7 +12,7 @@ import pytest
 from testkit.fakedaemon import FakeDaemon, Handler, address, client, daemon, directory
 from weightd.ctl.__main__ import main
 from weightd.protocol.codec import encode
-from weightd.protocol.messages.data import Error, InferResponse, TensorSpec
+from weightd.protocol.messages.data import Error, InferResponse, ResponseDescription, TensorSpec
 from weightd.protocol.messages.status import StatusResponse
 from weightd.protocol.messages.types import ClientMessage
 
@@ -66,11 +66,11 @@ def x(tmp_path: Path) -> str:
 
 
 def reports(status: StatusResponse) -> Handler:
-    return lambda message, _: [[encode(replace(status, id=message.id))]]
+    return lambda message, _: [encode(replace(status, id=message.id))]
 
 
 def fails(code: str, text: str, retry_after: Optional[int] = None) -> Handler:
-    return lambda message, _: [[encode(Error(message.id, code, text, retry_after))]]
+    return lambda message, _: [encode(Error(message.id, code, text, retry_after))]
 
 
 def outputs(*named: Any) -> Handler:
@@ -79,6 +79,11 @@ def outputs(*named: Any) -> Handler:
     def handle(message: ClientMessage, tensors: Sequence[bytes]) -> List[List[Any]]:
         datatypes = {"f": "FP32", "i": "INT64", "b": "BOOL"}
         specs = tuple(TensorSpec(name, datatypes[array.dtype.kind], array.shape) for name, array in named)
-        return [[encode(InferResponse(message.id, "m", specs)), *(array.tobytes() for _, array in named)]]
+        return [
+            [
+                *encode(InferResponse(message.id, ResponseDescription("m", specs))),
+                *(array.tobytes() for _, array in named),
+            ]
+        ]
 
     return handle

@@ -30,11 +30,11 @@ from .conftest import Ctl, X, fails
 
 def operates(message: ClientMessage, _: Sequence[bytes]) -> List[List[Any]]:
     if isinstance(message, ServerReady):
-        return [[encode(ReadyResponse(message.id, ready=True))]]
+        return [encode(ReadyResponse(message.id, ready=True))]
     if isinstance(message, ModelReady):
-        return [[encode(ReadyResponse(message.id, ready=False, reason=f"{message.model_name}: attaching"))]]
+        return [encode(ReadyResponse(message.id, ready=False, reason=f"{message.model_name}: attaching"))]
     assert isinstance(message, Reload)
-    return [[encode(ReloadResponse(message.id, ("a", "b"), ("c",), ()))]]
+    return [encode(ReloadResponse(message.id, ("a", "b"), ("c",), ()))]
 
 
 def test_an_error_may_say_when_to_try_again(client: Client, daemon: FakeDaemon) -> None:
@@ -49,7 +49,7 @@ def test_an_error_may_say_when_to_try_again(client: Client, daemon: FakeDaemon) 
 
 
 def updates(path: str, weights: str = "") -> Handler:
-    return lambda message, _: [[encode(UpdateResponse(message.id, "m", (3,), path, weights, "/models/m.onnx"))]]
+    return lambda message, _: [encode(UpdateResponse(message.id, "m", (3,), path, weights, "/models/m.onnx"))]
 
 
 def test_update_says_what_serves_now_and_what_a_start_loads(ctl: Ctl, daemon: FakeDaemon, tmp_path: Path) -> None:
@@ -123,7 +123,7 @@ def test_reload(ctl: Ctl, daemon: FakeDaemon) -> None:
     daemon.handle = operates
     assert ctl("reload") == (exits.OK, "added: a, b\nchanged: c\n", "")
     assert json.loads(ctl("--json", "reload").out) == {"added": ["a", "b"], "changed": ["c"], "removed": []}
-    daemon.handle = lambda message, _: [[encode(ReloadResponse(message.id, (), (), ()))]]
+    daemon.handle = lambda message, _: [encode(ReloadResponse(message.id, (), (), ()))]
     assert ctl("reload").out == "no model changes\n"
     daemon.handle = fails("INVALID_ARGUMENT", "weightd.toml: not TOML")
     assert ctl("reload") == (exits.ERROR, "", "INVALID_ARGUMENT: weightd.toml: not TOML\n")

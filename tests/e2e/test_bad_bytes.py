@@ -32,12 +32,13 @@ pytestmark = pytest.mark.e2e
 FLAT_BYTES = 32 * 1024 * 1024
 A = {"name": "a", "datatype": "FP32", "shape": [2, 4]}
 B = {**A, "name": "b"}
-GOOD = {"v": 1, "type": "infer", "id": "good", "model_name": "two_inputs", "inputs": [A, B]}
+GOOD = {"v": 1, "type": "infer", "id": "good"}
+ASKED = msgpack.packb({"model_name": "two_inputs", "inputs": [A, B]})
 TENSOR = np.ones((2, 4), "<f4").tobytes()
 
 
-def header(**changes: object) -> bytes:
-    """The good header with some fields changed."""
+def envelope(**changes: object) -> bytes:
+    """The good envelope with some fields changed."""
     return msgpack.packb({**GOOD, "id": "bad", **changes})
 
 
@@ -45,16 +46,16 @@ def header(**changes: object) -> bytes:
 # name, is told by its own tests.
 CASES: dict[str, tuple[Sequence[bytes], str, str]] = {
     "frame too short": (
-        [header(), TENSOR[:-1], TENSOR],
+        [envelope(), ASKED, TENSOR[:-1], TENSOR],
         "bad",
-        "frames[1] (a): FP32 of shape [2, 4] is 32 bytes, got 31",
+        "frames[2] (a): FP32 of shape [2, 4] is 32 bytes, got 31",
     ),
-    "unknown field": ([header(color="red"), TENSOR, TENSOR], "bad", "color"),
-    "a worker's message": ([header(type="hello"), TENSOR, TENSOR], "bad", "hello"),
-    "id too long": ([header(id="x" * 200), TENSOR, TENSOR], "", "id"),
-    "empty message": ([b""], "", "header"),
-    "nested maps": ([b"\x81\xa1a" * 20_000], "", "header"),
-    "4 GB of bytes": ([b"\xc6\xff\xff\xff\xff"], "", "header"),
+    "unknown field": ([envelope(color="red"), ASKED, TENSOR, TENSOR], "bad", "color"),
+    "a worker's message": ([envelope(type="hello"), ASKED, TENSOR, TENSOR], "bad", "hello"),
+    "id too long": ([envelope(id="x" * 200), ASKED, TENSOR, TENSOR], "", "id"),
+    "empty message": ([b""], "", "envelope"),
+    "nested maps": ([b"\x81\xa1a" * 20_000], "", "envelope"),
+    "4 GB of bytes": ([b"\xc6\xff\xff\xff\xff"], "", "envelope"),
 }
 
 
@@ -107,12 +108,15 @@ def dealer(service: Service) -> Generator[zmq.Socket[bytes]]:
 
 
 def assert_good_works(peer: zmq.Socket[bytes]) -> None:
-    peer.send_multipart([msgpack.packb(GOOD), TENSOR, TENSOR])
+    peer.send_multipart([msgpack.packb(GOOD), ASKED, TENSOR, TENSOR])
     frames = peer.recv_multipart()
     answer = decode(frames, TO_CLIENT)
     assert isinstance(answer, InferResponse)
     assert answer.id == "good"
-    outputs = {each.name: np.frombuffer(frame, "<f4") for each, frame in zip(answer.outputs, frames[1:], strict=True)}
+    outputs = {
+        each.name: np.frombuffer(frame, "<f4")
+        for each, frame in zip(answer.description.outputs, frames[2:], strict=True)
+    }
     assert outputs["sum"].tolist() == [2.0] * 8
 
 
@@ -297,7 +301,8 @@ def test_what_many_clients_do_not_read_is_bounded_in_all(tight: Service, questio
         for _ in range(8):
             peer = stack.enter_context(dealer(tight))
             peer.setsockopt(zmq.RCVHWM, 1)
-            frames = [header(inputs=shapes), large, large]
+            asked = msgpack.packb({"model_name": "two_inputs", "inputs": shapes})
+            frames = [envelope(), asked, large, large]
             sent += [peer.send_multipart(frames, copy=False, track=True) for _ in range(10)]
         with tight.client() as newcomer:
             # Whoever has most makes room for this one.

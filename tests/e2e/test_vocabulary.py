@@ -36,7 +36,7 @@ from weightd.protocol.messages.control import (
     Update,
     UpdateResponse,
 )
-from weightd.protocol.messages.data import Cancel, Error, Infer, InferResponse, TensorSpec
+from weightd.protocol.messages.data import Cancel, Error, Infer, InferResponse, RequestDescription, TensorSpec
 from weightd.protocol.messages.status import Status, StatusResponse
 from weightd.protocol.messages.types import FROM_CLIENT, TO_CLIENT, ClientMessage, DaemonMessage
 from weightd.shared.manual.commands import read
@@ -54,9 +54,9 @@ ROW = bytes(X.nbytes)
 
 # What is sent, what comes back, and what the answer says.
 MESSAGES: Sequence[tuple[Sequence[ClientMessage], type[DaemonMessage], str]] = (
-    ([Infer("1", MODEL, (X,))], InferResponse, "FP32"),
+    ([Infer("1", RequestDescription(MODEL, (X,)))], InferResponse, "FP32"),
     # The model never serves: its request waits until it is taken back.
-    ([Infer("1", "asleep", (X,)), Cancel("1")], Error, "CANCELLED"),
+    ([Infer("1", RequestDescription("asleep", (X,))), Cancel("1")], Error, "CANCELLED"),
     ([ServerReady("1")], ReadyResponse, "asleep"),
     ([ModelReady("1", MODEL)], ReadyResponse, "ready=True"),
     ([ServerMetadata("1")], ServerMetadataResponse, MODEL),
@@ -128,7 +128,7 @@ def test_every_message_of_a_client_and_every_answer(service: Service, names: dic
         for sent, kind, words in MESSAGES:
             for message in sent:
                 tensors = [ROW] if isinstance(message, Infer) else []
-                peer.send_multipart([encode(filled(message, names)), *tensors])
+                peer.send_multipart([*encode(filled(message, names)), *tensors])
             answer = decode(peer.recv_multipart(), TO_CLIENT, max_bytes=limits.MAX_STATUS_BYTES)
             assert isinstance(answer, kind), answer
             assert words in repr(answer)

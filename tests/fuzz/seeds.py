@@ -11,15 +11,15 @@ import typing
 from pathlib import Path
 from typing import Any
 
-from targets import decoder, framing, repeats, store
+from targets import decoder, framing, store
 from targets.decoder import TABLES
 from weightd.protocol import limits
 from weightd.protocol.codec import encode
 from weightd.protocol.framing import LARGE_BYTES, head
-from weightd.protocol.messages.children import FROM_CHILD, TO_CHILD, Predict, Result
-from weightd.protocol.messages.data import Infer, InferResponse, Parameters, TensorSpec
+from weightd.protocol.messages.children import TO_CHILD, Predict
+from weightd.protocol.messages.data import Infer, Parameters, RequestDescription, TensorSpec
 from weightd.protocol.messages.status import Status
-from weightd.protocol.messages.types import FROM_CLIENT, TO_CLIENT
+from weightd.protocol.messages.types import FROM_CLIENT
 from weightd.worker.pagesharing.store import encode_header, size_of
 
 CORPUS = Path(__file__).parent / "corpus"
@@ -46,14 +46,14 @@ _REFUSED: dict[str, bytes] = {
 
 def seeds() -> dict[str, bytes]:
     """Return the seeds that are made, by their path in the corpus."""
-    return {**_framing(), **_decoder(), **_repeats(), **_store()}
+    return {**_framing(), **_decoder(), **_store()}
 
 
 def message(cls: type[Any]) -> Any:
     """Return a message of this type with a value in each field, also in those that may be left out."""
     hints = typing.get_type_hints(cls)
-    fields = {field.name: field.metadata["kind"].description for field in dataclasses.fields(cls)}
-    return cls(**{name: _value(hints[name], description) for name, description in fields.items()})
+    kinds = {field.name: field.metadata.get("kind") for field in dataclasses.fields(cls)}
+    return cls(**{name: _value(hints[name], kind.description if kind else "") for name, kind in kinds.items()})
 
 
 def _value(hint: Any, description: str) -> Any:
@@ -92,43 +92,21 @@ def _decoder() -> dict[str, bytes]:
     found = {
         f"decoder/{tag}": decoder.written(encode(message(cls)), table) for table in TABLES for tag, cls in table.items()
     }
-    tensors = encode(Infer("7", "m", _SPECS, Parameters(500_000)))
+    tensors = encode(Infer("7", RequestDescription("m", _SPECS), Parameters(500_000)))
     found["decoder/tensors"] = decoder.written(tensors, FROM_CLIENT)
     found["decoder/lengths"] = decoder.written(tensors, FROM_CLIENT, (16, 0, 8))
     for name, value in _REFUSED.items():
         found[f"decoder/refused-{name}"] = decoder.written(_with_id(value), FROM_CLIENT)
-    twice = b"\x84" + encode(message(Status))[1:] + b"\xa2id\xa17"
-    found["decoder/refused-twice"] = decoder.written(twice, FROM_CLIENT)
-    too_large = encode(Predict(1, (TensorSpec("x", "INT8", (2**40, 0, 2**23)),)))
+    [status] = encode(message(Status))
+    found["decoder/refused-twice"] = decoder.written([b"\x84" + status[1:] + b"\xa2id\xa17"], FROM_CLIENT)
+    too_large = encode(Predict(1, RequestDescription("m", (TensorSpec("x", "INT8", (2**40, 0, 2**23)),))))
     found["decoder/refused-empty"] = decoder.written(too_large, TO_CHILD)
     found["decoder/nothing"] = bytes([decoder.NO_FRAMES])
     return found
 
 
-def _with_id(value: bytes) -> bytes:
-    return encode(message(Status)).replace(b"\xa17", value)
-
-
-def _repeats() -> dict[str, bytes]:
-    found: dict[str, bytes] = {}
-    texts, numbers = (b"\xa18", b"\xa3abc"), (b"\x08", b"\xcf" + bytes(7) + b"\x09")
-    for name, sent, table, key, key_size, other in (
-        ("infer", Infer("7", "m", _SPECS[:1], Parameters(5)), FROM_CLIENT, b"\xa2id", 2, texts),
-        ("infer_response", InferResponse("é" * 8, "m", _SPECS[:1]), TO_CLIENT, b"\xa2id", 17, texts),
-        ("predict", Predict(7, _SPECS[:1]), TO_CHILD, b"\xa7request", 1, numbers),
-        ("result", Result(2**40, _SPECS[:1]), FROM_CHILD, b"\xa7request", 9, numbers),
-    ):
-        header = encode(sent)
-        at = header.index(key) + len(key)
-        changes = [
-            (at, 0, key_size, other[0]),
-            (at, 0, len(other[0]), other[1]),
-            (at, repeats.DROPPED, len(other[1]), other[0]),
-        ]
-        found[f"repeats/{name}"] = repeats.written(header, table, changes)
-        shape = header.index(b"\x92\x01\x04")
-        found[f"repeats/{name}-shape"] = repeats.written(header, table, [(shape + 2, repeats.FITTING, 1, b"\x05")])
-    return found
+def _with_id(value: bytes) -> list[bytes]:
+    return [frame.replace(b"\xa17", value) for frame in encode(message(Status))]
 
 
 def _store() -> dict[str, bytes]:

@@ -17,7 +17,7 @@ from weightd.daemon.config import load as product_config
 from weightd.daemon.config.model import ModelConfig
 from weightd.protocol import codec
 from weightd.protocol.framing import Incoming, Message
-from weightd.protocol.repeats import Repeats
+from weightd.protocol.messages.data import RequestDescription
 from weightd.worker.pagesharing import store as product_store
 from weightd.worker.pagesharing.store import OpenStore
 
@@ -78,10 +78,6 @@ def nothing(*_: object) -> None:
     pass
 
 
-def wrong_id(self: Repeats, header: bytes, start: int, end: int) -> Any:
-    return "7" if end - start == 2 else 7
-
-
 def short(self: OpenStore) -> Any:
     return HONEST_HASHES(self)[1:]
 
@@ -100,12 +96,10 @@ HONEST_HASHES = OpenStore.hashes
 DEFECTS = [
     ("framing", Incoming, "_next", broken, KeyError),
     ("framing", Incoming, "_fill", skipping, AssertionError),
-    ("decoder", codec, "_unpack_header", broken, KeyError),
-    ("repeats", codec, "_unpack_header", broken, KeyError),
+    ("decoder", codec, "_unpack", broken, KeyError),
     ("store", product_store, "decode_header", broken, KeyError),
     ("config", product_config, "complete_model", broken, KeyError),
     # A message that is not what was sent, an index that is not the file's, a store that stays open, beyond the bounds.
-    ("repeats", Repeats, "_unpack", wrong_id, AssertionError),
     ("store", OpenStore, "hashes", short, AssertionError),
     ("store", OpenStore, "close", nothing, AssertionError),
     ("config", product_config, "complete_model", incomplete, AssertionError),
@@ -122,7 +116,7 @@ def test_a_defect_is_a_finding(
 
 
 def test_a_decoder_that_does_not_measure_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(codec, "_check_tensor_frames", nothing)
+    monkeypatch.setattr(RequestDescription, "sizes", (16, 0, 7))
     with pytest.raises(AssertionError):
         targets.load("decoder").one_input(seeds.seeds()["decoder/lengths"].replace(b"\x08\0\0\0", b"\x07\0\0\0", 1))
 

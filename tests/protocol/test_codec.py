@@ -19,13 +19,24 @@ from weightd.protocol import codec, limits
 from weightd.protocol.codec import clip, decode, encode
 from weightd.protocol.errors import LocalProtocolError, RemoteProtocolError
 from weightd.protocol.messages.children import TO_CHILD, Predict
-from weightd.protocol.messages.data import Error, Infer, InferResponse, Parameters, TensorSpec
+from weightd.protocol.messages.control import ReadyResponse
+from weightd.protocol.messages.data import (
+    Error,
+    Infer,
+    InferResponse,
+    Parameters,
+    RequestDescription,
+    ResponseDescription,
+    TensorSpec,
+)
 from weightd.protocol.messages.status import Status, StatusResponse
 from weightd.protocol.messages.types import FROM_CLIENT, TO_CLIENT
 
 X = TensorSpec("x", "FP32", (2, 3))
-INFER = encode(Infer("7", "digits", (X,), Parameters(500_000)))
-RESPONSE = encode(InferResponse("7", "m", (X, TensorSpec("s", "FP64", ()), TensorSpec("e", "INT8", (0, 5)))))
+INFER = encode(Infer("7", RequestDescription("digits", (X,)), Parameters(500_000)))
+RESPONSE = encode(
+    InferResponse("7", ResponseDescription("m", (X, TensorSpec("s", "FP64", ()), TensorSpec("e", "INT8", (0, 5)))))
+)
 EXTENSION = msgpack.ExtType(5, b"7")
 
 
@@ -49,7 +60,7 @@ def unpacker(request: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("unpacker")
 @pytest.mark.parametrize("wrap", [bytes, bytearray, memoryview, zmq.Frame])
 def test_any_buffer_is_a_frame(wrap: Any) -> None:
-    assert encode(decode([wrap(INFER), wrap(bytes(24))], FROM_CLIENT)) == INFER
+    assert encode(decode([*map(wrap, INFER), wrap(bytes(24))], FROM_CLIENT)) == INFER
 
 
 # --- hostile headers ---------------------------------------------------------------------------------------------
@@ -84,7 +95,7 @@ MALFORMED: Dict[str, Tuple[bytes, str]] = {
 @pytest.mark.parametrize(("raw", "said"), MALFORMED.values(), ids=MALFORMED)
 def test_what_is_no_map_is_refused(raw: bytes, said: str) -> None:
     error = refusal(raw)
-    assert str(error).startswith("header: ")
+    assert str(error).startswith("envelope: ")
     assert said in str(error)
     assert len(str(error)) < 300
     assert error.request_id == ""
@@ -102,7 +113,7 @@ KEYS = {
 
 @pytest.mark.parametrize("raw", KEYS.values(), ids=KEYS)
 def test_a_key_is_a_text(raw: bytes) -> None:
-    assert str(refusal(raw)).startswith("header: ")
+    assert str(refusal(raw)).startswith("envelope: ")
 
 
 # Just below what the unpacker refuses, a value is deeper than Python's own stack: nothing may recurse into it.
@@ -110,8 +121,8 @@ def test_a_key_is_a_text(raw: bytes) -> None:
 @pytest.mark.parametrize("depth", [1, 10, 100, 400, 500, 505, 510, 900, 990, 1000, 1010, 1016, 1020, 1022, 1024, 2000])
 @pytest.mark.parametrize("nest", [b"\x91", b"\x81\xa1a"])
 def test_no_depth_is_too_deep(depth: int, nest: bytes) -> None:
-    for name in ("v", "type", "id", "inputs", "surplus"):
-        known = {"v": 1, "type": "infer", "id": "7", "model_name": "m"}
+    for name in ("v", "type", "id", "model_name", "surplus"):
+        known = {"v": 1, "type": "model_ready", "id": "7", "model_name": "m"}
         fields = [msgpack.packb(key) + msgpack.packb(value) for key, value in known.items() if key != name]
         raw = bytes([0x81 + len(fields)]) + b"".join(fields) + msgpack.packb(name) + nest * depth + b"\xc0"
         said = str(refusal(raw))
@@ -134,13 +145,13 @@ def test_a_header_may_be_as_long_as_its_bound_but_no_longer() -> None:
     fits = header(surplus="x" * (limits.MAX_HEADER_BYTES - len(header(surplus="")) - 2))
     assert len(fits) == limits.MAX_HEADER_BYTES
     assert "surplus: unknown field" in str(refusal(fits))
-    assert str(refusal(fits + b"x")) == "header: expected at most 65536 bytes, got 65537"
+    assert str(refusal(fits + b"x")) == "envelope: expected at most 65536 bytes, got 65537"
     # Only who asks for it accepts a larger one, or sends it.
     answer = StatusResponse("7", "1", "x" * 256, 1, 1.0, 0, ())
-    size = len(encode(answer))
-    assert decode([encode(answer, max_bytes=size)], TO_CLIENT, max_bytes=size) == answer
-    with pytest.raises(RemoteProtocolError, match=r"^header: expected at most"):
-        decode([encode(answer)], TO_CLIENT, max_bytes=size - 1)
+    size = len(encode(answer)[0])
+    assert decode(encode(answer, max_bytes=size), TO_CLIENT, max_bytes=size) == answer
+    with pytest.raises(RemoteProtocolError, match=r"^envelope: expected at most"):
+        decode(encode(answer), TO_CLIENT, max_bytes=size - 1)
     expected = f"^status_response: expected a header of at most {size - 1} bytes, got {size}$"
     with pytest.raises(LocalProtocolError, match=expected):
         encode(answer, max_bytes=size - 1)
@@ -195,42 +206,66 @@ def test_an_error_carries_no_other_id(request_id: object) -> None:
 
 # --- tensor frames -----------------------------------------------------------------------------------------------
 
-FORGED = encode(Infer("7", "m", (TensorSpec("a\nb", "INT8", (1,)),)))
+FORGED = encode(Infer("7", RequestDescription("m", (TensorSpec("a\nb", "INT8", (1,)),))))
 
 
 @pytest.mark.parametrize(
-    ("raw", "lengths", "problem"),
+    ("header", "lengths", "problem"),
     [
         (INFER, [], "frames: expected 1 tensor frames after the header, got 0"),
         (INFER, [24, 0], "frames: expected 1 tensor frames after the header, got 2"),
         (INFER, [24] * 65, "frames: expected 1 tensor frames after the header, got 65"),
-        (INFER, [23], "frames[1] (x): FP32 of shape [2, 3] is 24 bytes, got 23"),
-        (INFER, [25], "frames[1] (x): FP32 of shape [2, 3] is 24 bytes, got 25"),
-        (INFER, [0], "frames[1] (x): FP32 of shape [2, 3] is 24 bytes, got 0"),
-        (encode(Status("7")), [0], "frames: expected 0 tensor frames after the header, got 1"),
-        (RESPONSE, [8, 24, 0], "frames[1] (x): FP32 of shape [2, 3] is 24 bytes, got 8"),
-        (RESPONSE, [24, 8, 1], "frames[3] (e): INT8 of shape [0, 5] is 0 bytes, got 1"),
-        (FORGED, [0], r"frames[1] ('a\nb'): INT8 of shape [1] is 1 bytes, got 0"),
+        (INFER, [23], "frames[2] (x): FP32 of shape [2, 3] is 24 bytes, got 23"),
+        (INFER, [25], "frames[2] (x): FP32 of shape [2, 3] is 24 bytes, got 25"),
+        (INFER, [0], "frames[2] (x): FP32 of shape [2, 3] is 24 bytes, got 0"),
+        (encode(Status("7")), [0], "frames: expected the envelope alone, got 2"),
+        (RESPONSE, [8, 24, 0], "frames[2] (x): FP32 of shape [2, 3] is 24 bytes, got 8"),
+        (RESPONSE, [24, 8, 1], "frames[4] (e): INT8 of shape [0, 5] is 0 bytes, got 1"),
+        (FORGED, [0], r"frames[2] ('a\nb'): INT8 of shape [1] is 1 bytes, got 0"),
     ],
 )
-def test_frames_that_do_not_fit_the_header(raw: bytes, lengths: List[int], problem: str) -> None:
-    error = refusal(raw, *map(bytes, lengths), table=TO_CLIENT if raw is RESPONSE else FROM_CLIENT)
+def test_frames_that_do_not_fit_the_header(header: List[bytes], lengths: List[int], problem: str) -> None:
+    error = refusal(*header, *map(bytes, lengths), table=TO_CLIENT if header is RESPONSE else FROM_CLIENT)
     assert str(error) == problem
     assert error.request_id == "7"
 
 
+def test_what_describes_the_same_is_the_same_and_is_not_read_again() -> None:
+    known = codec.Descriptions(most=2)
+    first, same = (decode([*INFER, bytes(24)], FROM_CLIENT, known) for _ in range(2))
+    assert first.description is same.description  # type: ignore[union-attr]
+    # Those that came first go first; a long one, and what is no bytes object, is never kept.
+    for name in ("a", "b"):
+        decode([*encode(Infer("7", RequestDescription(name, ()))), *()], FROM_CLIENT, known)
+    assert decode([*INFER, bytes(24)], FROM_CLIENT, known).description is not first.description  # type: ignore[union-attr]
+    long = encode(Infer("7", RequestDescription("m", (), ("o" * 200,) * 20)))
+    for header in (long, [INFER[0], memoryview(INFER[1]), bytes(24)]):
+        assert len({id(decode(header, FROM_CLIENT, known).description) for _ in range(2)}) == 2  # type: ignore[union-attr]
+
+
+def test_of_an_answer_what_is_not_known_is_passed_over() -> None:
+    """In requests it is refused: so a later daemon may tell more to an earlier client."""
+    told = {"id": "7", "ready": True, "color": "red"}
+    assert decode([msgpack.packb({"v": 1, "type": "ready_response", **told})], TO_CLIENT) == ReadyResponse("7", True)
+    tensor = {"name": "x", "datatype": "INT8", "shape": [1], "color": "red"}
+    header = [{"v": 1, "type": "infer_response", "id": "7"}, {"model_name": "m", "outputs": [tensor], "color": "red"}]
+    answer = decode([*map(msgpack.packb, header), b"x"], TO_CLIENT)
+    assert answer == InferResponse("7", ResponseDescription("m", (TensorSpec("x", "INT8", (1,)),)))
+
+
 def test_no_frame_is_no_message() -> None:
-    assert str(refusal()) == "header: expected a frame, got an empty message"
+    assert str(refusal()) == "envelope: expected a frame, got an empty message"
 
 
 @pytest.mark.parametrize(("datatype", "size"), [("INT8", 1), ("BOOL", 1), ("FP16", 2), ("FP32", 4), ("FP64", 8)])
 def test_an_empty_tensor_must_be_one_that_can_be_described(datatype: str, size: int) -> None:
     """The elements are counted in an int64, with the dimensions of 0 left out."""
-    largest = Predict(1, (TensorSpec("x", datatype, (2**40, 0, 2**22 // size)),))
-    assert decode([encode(largest), b""], TO_CHILD) == largest
+    largest = Predict(1, RequestDescription("m", (TensorSpec("x", datatype, (2**40, 0, 2**22 // size)),)))
+    assert decode([*encode(largest), b""], TO_CHILD) == largest
     shape = (2**40, 0, 2**23 // size)
-    expected = f"frames[1] (x): {datatype} of shape {list(shape)} is too large to be described, even if it is empty"
-    assert str(refusal(encode(Predict(1, (TensorSpec("x", datatype, shape),))), b"", table=TO_CHILD)) == expected
+    refused = encode(Predict(1, RequestDescription("m", (TensorSpec("x", datatype, shape),))))
+    what = f"frames[2] (x): {datatype} of shape {list(shape)} is too large to be described, even if it is empty"
+    assert str(refusal(*refused, b"", table=TO_CHILD)) == f"predict: {what}"
 
 
 # --- this side ---------------------------------------------------------------------------------------------------
@@ -277,6 +312,6 @@ def test_the_wire_does_no_io(module: Path) -> None:
             imported += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             imported.append(node.module or "")
-    allowed = {"__future__", "dataclasses", "sys", "typing", "msgpack", "weightd"}
+    allowed = {"__future__", "collections", "dataclasses", "mmap", "struct", "sys", "typing", "msgpack", "weightd"}
     allowed |= {"numpy", "functools"} if module.stem == "tensors" else {"weightd"}
     assert {name.split(".")[0] for name in imported} <= allowed

@@ -44,6 +44,16 @@ RECORDS: Dict[str, Type[Any]] = {
     if dataclasses.is_dataclass(cls)
 }
 
+
+def fields_of(name: str) -> List[Tuple[str, str, Any]]:
+    """Name, kind and default of each field, and the description where it has one, in the place of a field."""
+    described = [each for each in dataclasses.fields(RECORDS[name]) if "description" in each.metadata]
+    return [
+        *describe(RECORDS[name]),
+        *((each.name, each.metadata["description"].__name__, "required") for each in described),
+    ]
+
+
 # So large that only the bounds of fields matter.
 NO_BOUND = 1 << 30
 
@@ -110,7 +120,7 @@ def a_number() -> Domain:
 def a_record(name: str) -> Domain:
     required: Dict[str, SearchStrategy[Any]] = {}
     optional: Dict[str, SearchStrategy[Any]] = {}
-    for field, description, default in describe(RECORDS[name]):
+    for field, description, default in fields_of(name):
         some = SHAPES if (name, field) == ("TensorSpec", "shape") else domain(description).some
         (required if default == "required" else optional)[field] = some
     some = st.tuples(st.fixed_dictionaries(required), st.fixed_dictionaries({}, optional=optional)).map(merged)
@@ -152,27 +162,40 @@ def domain(description: str) -> Domain:
 def smallest(description: str) -> Any:
     """A legal value with each list that may hold a record holding one, so that every field can be reached."""
     if description in RECORDS:
-        return {name: smallest(each) for name, each, _ in describe(RECORDS[description])}
+        return {name: smallest(each) for name, each, _ in fields_of(description)}
     found = LIST.fullmatch(description.replace("nil, or ", ""))
     if found:
         return [smallest(found.group(2))]
     return domain(description).good[0]
 
 
-def pack(tag: str, raw: Raw) -> bytes:
-    return msgpack.packb({"v": 1, "type": tag, **raw})
+def pack(tag: str, raw: Raw) -> List[bytes]:
+    """The header frames."""
+    envelope = {name: value for name, value in raw.items() if name != "description"}
+    frames = [msgpack.packb({"v": 1, "type": tag, **envelope})]
+    return frames if len(envelope) == len(raw) else [*frames, msgpack.packb(raw["description"])]
+
+
+def unpacked(header: Sequence[bytes]) -> Raw:
+    """What `pack` was given, with version and type."""
+    envelope, *description = map(msgpack.unpackb, header)
+    return {**envelope, "description": description[0]} if description else envelope
 
 
 def frames(tag: str, raw: Raw) -> List[Any]:
     """The header, and for each tensor that it describes a frame of the right length."""
-    cls = ALL[tag]
-    specs: List[Raw] = [*raw.get("inputs", ()), *raw.get("outputs", ())] if hasattr(cls, "tensors") else []
-    return [pack(tag, raw), *(range(messages.TensorSpec(**spec).nbytes) for spec in specs)]
+    described: Raw = raw.get("description", {})
+    tensors = "inputs" if "inputs" in described else "outputs"
+    return [*pack(tag, raw), *(range(messages.TensorSpec(**spec).nbytes) for spec in described.get(tensors, ()))]
+
+
+def header_size(raw: Raw) -> int:
+    return 2 if "description" in raw else 1
 
 
 def again(message: Any, tensors: Sequence[Any]) -> Any:
     """The message after a second journey."""
-    return decode([encode(message, max_bytes=NO_BOUND), *tensors], ALL, max_bytes=NO_BOUND)
+    return decode([*encode(message, max_bytes=NO_BOUND), *tensors], ALL, max_bytes=NO_BOUND)
 
 
 VALID = st.one_of([st.tuples(st.just(tag), domain(ALL[tag].__name__).some) for tag in sorted(ALL)])
@@ -187,8 +210,8 @@ def test_what_is_legal_decodes_and_makes_the_journey_back_unchanged(sample: Tupl
     sent = frames(tag, raw)
     message = decode(sent, ALL)
     assert type(message) is ALL[tag]
-    assert again(message, sent[1:]) == message
-    assert msgpack.unpackb(encode(message)) == {"v": 1, "type": tag, **complete(ALL[tag].__name__, raw)}
+    assert again(message, sent[header_size(raw) :]) == message
+    assert unpacked(encode(message)) == {"v": 1, "type": tag, **complete(ALL[tag].__name__, raw)}
 
 
 def complete(description: str, raw: Any) -> Any:
@@ -199,7 +222,7 @@ def complete(description: str, raw: Any) -> Any:
     if description not in RECORDS:
         return raw
     whole: Raw = {}
-    for name, each, default in describe(RECORDS[description]):
+    for name, each, default in fields_of(description):
         if name in raw:
             whole[name] = complete(each, raw[name])
         elif default is not None:
@@ -250,7 +273,7 @@ def sites(tag: str, path: Path, description: str, *, required: bool = False) -> 
     if found:
         yield from sites(tag, (*path, 0), found.group(2))
     elif description in RECORDS:
-        for name, each, default in describe(RECORDS[description]):
+        for name, each, default in fields_of(description):
             yield from sites(tag, (*path, name), each, required=default == "required")
 
 
@@ -277,17 +300,21 @@ def test_at_its_bound_a_value_passes(site: Site) -> None:
     for value in domain(site.description).good:
         sent = frames(site.tag, put(base, site.path, value))
         message = decode(sent, ALL, max_bytes=NO_BOUND)
-        assert again(message, sent[1:]) == message
+        assert again(message, sent[header_size(base) :]) == message
 
 
 @pytest.mark.parametrize("site", SITES, ids=str)
 def test_beyond_its_bound_a_value_is_refused_by_its_path(site: Site) -> None:
     base = smallest(ALL[site.tag].__name__)
-    tensors = frames(site.tag, base)[1:]
+    tensors = frames(site.tag, base)[header_size(base) :]
 
     def refusal(value: Any) -> str:
         with pytest.raises(RemoteProtocolError) as caught:
-            decode([pack(site.tag, put(base, site.path, value)), *tensors], ALL, max_bytes=NO_BOUND)
+            decode(
+                [*pack(site.tag, put(base, site.path, value)), *(() if value is GONE else tensors)],
+                ALL,
+                max_bytes=NO_BOUND,
+            )
         assert caught.value.request_id == ("" if site.path == ("id",) else base.get("id", ""))
         return str(caught.value)
 
@@ -339,12 +366,13 @@ def test_the_largest_messages_fit_in_a_header() -> None:
             bound = limits.MAX_CHILD_HEADER_BYTES if is_a_childs else limits.MAX_HEADER_BYTES
             sent = frames(tag, largest(cls.__name__))
             message = decode(sent, ALL, max_bytes=bound)
-            assert decode([encode(message, max_bytes=bound), *sent[1:]], ALL, max_bytes=bound) == message
+            header = encode(message, max_bytes=bound)
+            assert decode([*header, *sent[len(header) :]], ALL, max_bytes=bound) == message
 
 
 def largest(description: str) -> Any:
     if description in RECORDS:
-        raw = {name: largest(each) for name, each, _ in describe(RECORDS[description])}
+        raw = {name: largest(each) for name, each, _ in fields_of(description)}
         # Sixteen times the largest dimension is no tensor.
         return {**raw, "shape": [0, 2**30, 2**20, *[0] * 13]} if description == "TensorSpec" else raw
     found = LIST.fullmatch(description)
@@ -360,14 +388,14 @@ def largest(description: str) -> Any:
 # --- mutations ---------------------------------------------------------------------------------------------------
 
 
-def decodes_to_an_equal_message_or_is_refused(sent: Sequence[Any]) -> None:
+def decodes_to_an_equal_message_or_is_refused(sent: Sequence[Any], tensors: Sequence[Any]) -> None:
     try:
-        message = decode(sent, ALL)
+        message = decode([*sent, *tensors], ALL)
     except RemoteProtocolError as error:
         # Such an error is answered, and the answer must be one.
         encode(messages.Error(error.request_id, "INVALID_ARGUMENT", clip(str(error))))
     else:
-        assert again(message, sent[1:]) == message
+        assert again(message, tensors) == message
 
 
 # Where bytes go, how many, and those that come instead.
@@ -376,11 +404,14 @@ CHANGE = st.tuples(st.integers(0, 400), st.integers(0, 8), st.binary(max_size=8)
 
 @given(VALID, st.lists(CHANGE, min_size=1, max_size=4))
 def test_changed_bytes(sample: Tuple[str, Raw], changes: List[Tuple[int, int, bytes]]) -> None:
-    header, *tensors = frames(*sample)
+    size = header_size(sample[1])
+    sent = frames(*sample)
+    header, tensors = sent[:size], sent[size:]
     for position, gone, come in changes:
-        at = position % (len(header) + 1)
-        header = header[:at] + come + header[at + gone :]
-    decodes_to_an_equal_message_or_is_refused([header, *tensors])
+        frame = header[position % size]
+        at = position // size % (len(frame) + 1)
+        header[position % size] = frame[:at] + come + frame[at + gone :]
+    decodes_to_an_equal_message_or_is_refused(header, tensors)
 
 
 JUNK = st.recursive(
@@ -393,4 +424,5 @@ JUNK = st.recursive(
 @given(st.sampled_from(SITES), JUNK)
 def test_anything_anywhere(site: Site, junk: Any) -> None:
     base = smallest(ALL[site.tag].__name__)
-    decodes_to_an_equal_message_or_is_refused([pack(site.tag, put(base, site.path, junk)), *frames(site.tag, base)[1:]])
+    tensors = frames(site.tag, base)[header_size(base) :]
+    decodes_to_an_equal_message_or_is_refused(pack(site.tag, put(base, site.path, junk)), tensors)

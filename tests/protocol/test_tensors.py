@@ -15,7 +15,7 @@ from weightd.protocol import limits
 from weightd.protocol.codec import decode, encode
 from weightd.protocol.datatypes import ITEM_BYTES
 from weightd.protocol.errors import InvalidArgument, RemoteProtocolError
-from weightd.protocol.messages.data import Infer, TensorSpec
+from weightd.protocol.messages.data import Infer, RequestDescription, TensorSpec
 from weightd.protocol.messages.types import FROM_CLIENT
 from weightd.protocol.tensors import NUMPY_DTYPE, frame_of, from_frame, spec_of, to_wire
 
@@ -25,11 +25,11 @@ CUBE = np.arange(24).reshape(2, 3, 4)
 def journey(value: Any) -> Any:
     """The array that the other side has, decoded from bytes alone."""
     array = to_wire(value)
-    header = encode(Infer("7", "m", (spec_of("x", array),)))
+    header = encode(Infer("7", RequestDescription("m", (spec_of("x", array),))))
     frame = bytes(frame_of(array))
-    message = decode([header, frame], FROM_CLIENT)
+    message = decode([*header, frame], FROM_CLIENT)
     assert isinstance(message, Infer)
-    return from_frame(message.inputs[0], frame)
+    return from_frame(message.description.inputs[0], frame)
 
 
 @pytest.mark.parametrize("datatype", ITEM_BYTES)
@@ -161,7 +161,7 @@ def test_whatever_decodes_is_an_array(datatype: str, shape: List[int], random: A
         return
     frame = bytes(spec.nbytes)
     try:
-        decode([encode(Infer("7", "m", (spec,))), frame], FROM_CLIENT)
+        decode([*encode(Infer("7", RequestDescription("m", (spec,)))), frame], FROM_CLIENT)
     except RemoteProtocolError:
         assert 0 in shape
         assert functools.reduce(operator.mul, filter(None, shape), ITEM_BYTES[datatype]) >= 2**63

@@ -20,6 +20,7 @@ import zmq
 from testkit import mindir
 from weightd.protocol.codec import decode, encode
 from weightd.protocol.messages.children import FROM_CHILD, Predict, Probe, Probing, Result, Stop
+from weightd.protocol.messages.data import RequestDescription
 from weightd.protocol.tensors import NUMPY_DTYPE, frame_of, spec_of
 from weightd.worker.engines import ENGINES
 from weightd.worker.engines.engine import Engine, Settings
@@ -149,7 +150,7 @@ class Daemon:
 
     def tell(self, name: str, order: object, *frames: Any) -> None:
         """Send an order."""
-        self.socket.send_multipart([name.encode(), encode(order), *frames])
+        self.socket.send_multipart([name.encode(), *encode(order), *frames])
 
     def hear(self, name: str, kind: Type[M]) -> Tuple[M, List[bytes]]:
         """Wait for the next message, which has to be of this kind and from this child."""
@@ -161,18 +162,20 @@ class Daemon:
             return self.hear(name, kind)
         assert (peer.decode(), type(message)) == (name, kind), message
         assert isinstance(message, kind)
-        return message, frames[1:]
+        return message, frames[2:]
 
     def ask(self, name: str, number: int, **inputs: Any) -> None:
         """Send a request."""
         specs = tuple(spec_of(key, array) for key, array in inputs.items())
-        self.tell(name, Predict(number, specs), *(frame_of(array) for array in inputs.values()))
+        self.tell(
+            name, Predict(number, RequestDescription("m", specs)), *(frame_of(array) for array in inputs.values())
+        )
 
     def answer(self, name: str, number: int) -> Any:
         """Wait for the one output of a request."""
         result, frames = self.hear(name, Result)
         assert result.request == number
-        (spec,) = result.outputs
+        (spec,) = result.description.outputs
         return np.frombuffer(frames[0], NUMPY_DTYPE[spec.datatype]).reshape(spec.shape)
 
     def stop(self, name: str) -> int:

@@ -68,7 +68,7 @@ class Ends:
 
     def _wait(self) -> None:
         while self._connection.wait():
-            self.worker.send(encode(Back()))
+            self.worker.send_multipart(encode(Back()))
 
     def silent(self) -> bool:
         """Whether all that the worker has said was heard."""

@@ -39,7 +39,7 @@ from weightd.protocol.messages.children import (
     Skip,
     Stop,
 )
-from weightd.protocol.messages.data import TensorSignature
+from weightd.protocol.messages.data import RequestDescription, TensorSignature
 from weightd.protocol.tensors import NUMPY_DTYPE, frame_of, spec_of, to_wire
 from weightd.protocol.version import VERSION
 from weightd.shared import multipart
@@ -56,9 +56,9 @@ SHA256 = "ab" * 32
 FILES = Files("/m/model", "/s/store")
 SIGNATURE = ModelSignature((TensorSignature("x", "FP32", (-1, 3)),), (TensorSignature("y", "FP32", None),))
 CASES = cases.of(SIGNATURE, 1, 2)
-STOP = [encode(Stop())]
-BUILD = [encode(Build(("11", "12")))]
-ATTACH = [encode(Attach("7", CASES))]
+STOP = encode(Stop())
+BUILD = encode(Build(("11", "12")))
+ATTACH = encode(Attach("7", CASES))
 CARD = DeviceMemory(100, 40)
 ZEROS, ONES = np.zeros((1, 3), np.float32), np.ones((1, 3), np.float32)
 
@@ -97,10 +97,10 @@ class Script:
             if isinstance(sent, Probing):
                 self.probed.append(sent)
                 if sent.trying:
-                    self.orders.insert(0, [encode(Probe())])
+                    self.orders.insert(0, encode(Probe()))
                 return
             self.sent.append(sent)
-            self.frames.append(message[1:])
+            self.frames.append(message[2:])
 
 
 def twice(inputs: Arrays) -> Arrays:
@@ -117,7 +117,10 @@ def fake(answer: Answer = twice, fails: Optional[Dict[str, Exception]] = None) -
 def predict(number: int, inputs: Optional[Dict[str, Any]] = None) -> List[Any]:
     arrays = {name: to_wire(array) for name, array in (inputs or {"x": ONES}).items()}
     specs = tuple(spec_of(name, array) for name, array in arrays.items())
-    return [encode(Predict(number, specs)), *(bytes(frame_of(array)) for array in arrays.values())]
+    return [
+        *encode(Predict(number, RequestDescription("m", specs))),
+        *(bytes(frame_of(array)) for array in arrays.values()),
+    ]
 
 
 def play(
@@ -137,7 +140,7 @@ def only(kind: Type[M], socket: Script) -> M:
 
 
 def array_of(socket: Script, result: Result) -> Any:
-    (spec,) = result.outputs
+    (spec,) = result.description.outputs
     (frame,) = socket.frames[socket.sent.index(result)]
     return np.frombuffer(frame, NUMPY_DTYPE[spec.datatype]).reshape(spec.shape)
 
@@ -189,7 +192,7 @@ def test_a_model_without_a_canary_says_so() -> None:
     assert built.canary_note.startswith("the model runs on none of 9 inputs made from its signature")
     assert built.outputs == SIGNATURE.outputs
     worker = fake(sequence(InvalidArgument("no")))
-    status, socket = play(worker, [encode(Attach("7", ()))], predict(1), STOP)
+    status, socket = play(worker, encode(Attach("7", ())), predict(1), STOP)
     assert (only(Attached, socket).canary, worker.done.count("predict")) == ("", 1)
     # It is not held against a worker that it cannot prove itself.
     assert (status, only(Failed, socket).leaving) == (exits.OK, False)
@@ -219,7 +222,7 @@ def test_a_worker_whose_answers_are_near_the_holders_gives_the_holders(tmp_path:
     def played(order: Sequence[Any], factor: float, tolerance: float) -> Script:
         engine = fake(lambda inputs: {"y": inputs["x"] * np.float32(factor)})
         files = Files("/m/model", str(tmp_path / "store"))
-        return play(engine, order, [encode(Ping(canary=True))], STOP, files=files, tolerance=tolerance)[1]
+        return play(engine, order, encode(Ping(canary=True)), STOP, files=files, tolerance=tolerance)[1]
 
     canary_of_holder = only(Built, played(BUILD, 2.0, 1e-3)).canary
     near, far = played(ATTACH, 2.001, 1e-3), played(ATTACH, 2.01, 1e-3)
@@ -294,14 +297,14 @@ def test_a_signature_that_the_wire_cannot_carry_is_a_cause(signature: ModelSigna
 
 def test_settle_reaches_the_engine_only_where_something_is_shared() -> None:
     engine = fake()
-    play(engine, [encode(Settle())], BUILD, [encode(Settle())], STOP)
+    play(engine, encode(Settle()), BUILD, encode(Settle()), STOP)
     assert [each for each in engine.done if "settle" in each] == ["settle 7"]
 
 
 @pytest.mark.parametrize("refusal", ["", "the list is full" * 1000])
 def test_further_processes_are_let_in_or_the_reason_is_told(refusal: str) -> None:
     engine = fake(fails={"allow": NotAllowed(refusal)} if refusal else None)
-    status, socket = play(engine, BUILD, [encode(Allow(("13", "14")))], [encode(Settle())], STOP)
+    status, socket = play(engine, BUILD, encode(Allow(("13", "14"))), encode(Settle()), STOP)
     assert (status, engine.done[-2:]) == (exits.OK, ["allow 13,14", "settle 7"])
     assert only(Allowed, socket).error == clip(refusal)
 
@@ -347,7 +350,7 @@ def test_an_output_of_any_form_is_little_endian_and_in_c_order_on_the_wire(name:
     status, socket = play(fake(sequence(output)), predict(1), STOP)
     assert status == exits.OK
     result = only(Result, socket)
-    assert result.outputs[0].shape == output.shape
+    assert result.description.outputs[0].shape == output.shape
     assert socket.frames[-1] == [output.astype(output.dtype.newbyteorder("<")).tobytes("C")]
     np.testing.assert_array_equal(array_of(socket, result), output)
 
@@ -370,11 +373,11 @@ def test_an_engine_gets_native_aligned_arrays_in_c_order_wherever_a_frame_lies(
     # As if these were large: small ones are copied, to where it suits.
     monkeypatch.setattr(multipart, "ZERO_COPY_BYTES", 0)
     engine = fake(lambda inputs: {"y": inputs["x"]})
-    header, frame = predict(1, {"x": INPUTS[name]})
+    *header, frame = predict(1, {"x": INPUTS[name]})
     buffer = np.zeros(len(frame) + 16, np.uint8)
     begin = -buffer.ctypes.data % 8 + offset
     buffer[begin : begin + len(frame)] = np.frombuffer(frame, np.uint8)
-    _, socket = play(engine, [header, memoryview(cast("Any", buffer))[begin : begin + len(frame)]], STOP)
+    _, socket = play(engine, [*header, memoryview(cast("Any", buffer))[begin : begin + len(frame)]], STOP)
     array = engine.asked[0]["x"]
     assert array.flags.aligned
     assert array.flags.c_contiguous
@@ -389,7 +392,7 @@ def test_several_inputs_and_outputs_keep_their_names() -> None:
     inputs = {"b": np.ones(2, np.float32), "a": np.array([5, 6], np.float32)}
     _, socket = play(engine, predict(1, inputs), STOP)
     result = only(Result, socket)
-    assert [each.name for each in result.outputs] == ["difference", "a"]
+    assert [each.name for each in result.description.outputs] == ["difference", "a"]
     assert [np.frombuffer(frame, "<f4").tolist() for frame in socket.frames[-1]] == [[4, 5], [5, 6]]
 
 
@@ -416,7 +419,7 @@ def test_after_a_predict_that_may_have_spoilt_the_model_only_stop_is_obeyed(
     error: Exception, text: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine = fake(sequence(error, ZEROS, ZEROS))
-    orders = (predict(2), BUILD, ATTACH, [encode(Settle())], predict(3))
+    orders = (predict(2), BUILD, ATTACH, encode(Settle()), predict(3))
     status, socket = play(engine, predict(1), *orders, STOP)
     assert status == exits.SPOILT
     assert [type(each) for each in socket.sent] == [Hello, Failed]
@@ -473,7 +476,7 @@ def test_an_answer_for_another_batch_is_not_given() -> None:
 
 
 def skip(number: int) -> List[Any]:
-    return [encode(Skip(number))]
+    return encode(Skip(number))
 
 
 @pytest.mark.parametrize(
@@ -495,20 +498,20 @@ def test_a_request_that_nobody_wants_any_more_is_not_begun_with(
 
 def test_orders_that_were_read_ahead_are_obeyed_in_their_order() -> None:
     engine = fake()
-    _, socket = play(engine, ATTACH, predict(1), [encode(Ping(False))], predict(2), STOP, ahead=4)
+    _, socket = play(engine, ATTACH, predict(1), encode(Ping(False)), predict(2), STOP, ahead=4)
     assert [type(each) for each in socket.sent] == [Hello, Attached, Result, Pong, Result]
 
 
 def test_a_ping_is_answered_with_the_canary_where_it_is_asked_for_and_there_is_one() -> None:
-    proving = [encode(Ping(True))]
-    _, socket = play(fake(), proving, ATTACH, [encode(Ping(False))], proving, STOP)
+    proving = encode(Ping(True))
+    _, socket = play(fake(), proving, ATTACH, encode(Ping(False)), proving, STOP)
     pongs = [each for each in socket.sent if isinstance(each, Pong)]
     assert pongs == [Pong(""), Pong(""), Pong(only(Attached, socket).canary)]
 
 
 def test_a_canary_that_fails_is_the_end_of_the_worker() -> None:
     engine = fake(sequence(*[ZEROS] * 4, Spoilt("predict failed!")))
-    status, socket = play(engine, ATTACH, [encode(Ping(True))], predict(1), STOP)
+    status, socket = play(engine, ATTACH, encode(Ping(True)), predict(1), STOP)
     assert status == exits.CANNOT_BUILD
     assert [type(each) for each in socket.sent] == [Hello, Attached, Broken]
     assert only(Broken, socket).cause == "predict failed!"

@@ -10,7 +10,7 @@ from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, Type, Un
 from weakref import ReferenceType, ref
 
 from weightd.protocol import limits
-from weightd.protocol.codec import decode, encode
+from weightd.protocol.codec import Descriptions, decode, encode
 from weightd.protocol.errors import InvalidArgument, RemoteProtocolError, WeightdError, request_error
 from weightd.protocol.messages.control import (
     ModelMetadata,
@@ -28,7 +28,7 @@ from weightd.protocol.messages.control import (
 from weightd.protocol.messages.data import Cancel, Error, Infer, InferResponse, Parameters, TensorSpec
 from weightd.protocol.messages.status import Status, StatusResponse
 from weightd.protocol.messages.types import TO_CLIENT, DaemonMessage
-from weightd.protocol.tensors import frame_of, from_frame, specs_of, to_wire
+from weightd.protocol.tensors import describe_request, frame_of, from_frame, to_wire
 
 # Calls that were given up are forgotten when this many, or twice those under way, are known.
 _LEAST_SWEEP = 256
@@ -101,13 +101,16 @@ class ClientCore:
         # Plain weak references: a WeakValueDictionary costs a small request more than its encoding.
         self._calls: Dict[str, ReferenceType[Call]] = {}
         self._sweep_at = _LEAST_SWEEP
+        self._descriptions = Descriptions()
 
     @property
     def waiting(self) -> int:
         """How many calls are under way."""
         return sum(call() is not None for call in self._calls.values())
 
-    def infer(self, model: str, inputs: Mapping[str, Any], timeout: float) -> Started:
+    def infer(
+        self, model: str, inputs: Mapping[str, Any], timeout: float, outputs: Optional[Sequence[str]] = None
+    ) -> Started:
         """Return an inference request and its frames.
 
         Raises:
@@ -118,32 +121,32 @@ class ClientCore:
             _check_named(inputs)
         arrays = {name: _wire_array(name, value) for name, value in inputs.items()}
         call = Call(self._next_id(), InferResponse)
-        header = encode(Infer(call.id, model, specs_of(arrays), _parameters(timeout)))
-        return self._started(call, [header, *map(frame_of, arrays.values())])
+        header = encode(Infer(call.id, describe_request(model, arrays, outputs), _parameters(timeout)))
+        return self._started(call, [*header, *map(frame_of, arrays.values())])
 
     def cancel(self, call: Call) -> List[Any]:
         """Return the frames that take a request back; it is still answered, if not in `Cancelled` then as if not."""
-        return [encode(Cancel(call.id))]
+        return encode(Cancel(call.id))
 
     def ready(self, model: str) -> Started:
         """Return the question whether a model, or with "" all of them, can answer, and its frames."""
         call = Call(self._next_id(), ReadyResponse)
-        return self._started(call, [encode(ModelReady(call.id, model) if model else ServerReady(call.id))])
+        return self._started(call, encode(ModelReady(call.id, model) if model else ServerReady(call.id)))
 
     def model_metadata(self, model: str) -> Started:
         """Return a question about a model and its frames."""
         call = Call(self._next_id(), ModelMetadataResponse)
-        return self._started(call, [encode(ModelMetadata(call.id, model))])
+        return self._started(call, encode(ModelMetadata(call.id, model)))
 
     def server_metadata(self) -> Started:
         """Return a question about the server and its frames."""
         call = Call(self._next_id(), ServerMetadataResponse)
-        return self._started(call, [encode(ServerMetadata(call.id))])
+        return self._started(call, encode(ServerMetadata(call.id)))
 
     def status(self) -> Started:
         """Return a question about everything and its frames."""
         call = Call(self._next_id(), StatusResponse)
-        return self._started(call, [encode(Status(call.id))])
+        return self._started(call, encode(Status(call.id)))
 
     def update(self, model: str, path: str, weights: str, *, rollback: bool) -> Started:
         """Return a wish for another model or other weights, and its frames.
@@ -152,12 +155,12 @@ class ClientCore:
             LocalProtocolError: a path is too long.
         """
         call = Call(self._next_id(), UpdateResponse)
-        return self._started(call, [encode(Update(call.id, model, path, weights, rollback))])
+        return self._started(call, encode(Update(call.id, model, path, weights, rollback)))
 
     def reload(self) -> Started:
         """Return the wish that the configuration file be read again, and its frames."""
         call = Call(self._next_id(), ReloadResponse)
-        return self._started(call, [encode(Reload(call.id))])
+        return self._started(call, encode(Reload(call.id)))
 
     def received(self, frames: Sequence[Any]) -> None:
         """Take in a message: it ends the call that it names. One that nobody waits for (any more) is dropped.
@@ -167,7 +170,7 @@ class ClientCore:
                 which call is meant: nothing on this connection can be relied on.
         """
         try:
-            message = decode(frames, TO_CLIENT, max_bytes=limits.MAX_STATUS_BYTES)
+            message = decode(frames, TO_CLIENT, self._descriptions, max_bytes=limits.MAX_STATUS_BYTES)
         except RemoteProtocolError as error:
             if not error.request_id:
                 raise
@@ -186,7 +189,7 @@ class ClientCore:
             wrong = f"expected a {call.expects.__name__}, got a {type(message).__name__}"
             call.fail(RemoteProtocolError(wrong, call.id))
         elif isinstance(message, InferResponse):
-            _finish(call, message.outputs, frames)
+            _finish(call, message.description.outputs, frames[limits.MAX_HEADER_FRAMES :])
         else:
             call.succeed(message)
 
@@ -243,6 +246,6 @@ def _wire_array(name: str, value: Any) -> Any:
 
 def _finish(call: Call, specs: Sequence[TensorSpec], frames: Sequence[Any]) -> None:
     try:
-        call.succeed({spec.name: from_frame(spec, frame) for spec, frame in zip(specs, frames[1:])})
+        call.succeed({spec.name: from_frame(spec, frame) for spec, frame in zip(specs, frames)})
     except InvalidArgument as error:
         call.fail(RemoteProtocolError(f"outputs: {error}", call.id))

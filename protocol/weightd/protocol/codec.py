@@ -1,23 +1,24 @@
 """Frames to messages and back: the whole of wire v1, without a socket.
 
-A message is one ZeroMQ multipart message. Frame 0 is a msgpack map: ``v`` (the protocol's version), ``type``
-(the message's tag) and the fields of the message. One frame for each tensor follows, in order.
+The first frame of a message is its envelope: a msgpack map with ``v`` (the protocol's version), ``type`` (the message's
+tag) and its fields. Where tensors follow, the second is their description, a map that is the same for all messages of a
+shape: it is checked once, and found again by its bytes. One frame for each tensor comes after it, in order.
 Decoding trusts nothing: every violation is a `RemoteProtocolError` that names the field.
 """
 
 from __future__ import annotations
 
+from dataclasses import fields as fields_of
 from dataclasses import replace
-from typing import Any, Dict, Iterable, Mapping, Sequence, Sized, Tuple, Type, TypeVar, cast
+from typing import Any, Dict, Iterable, List, Mapping, Optional, Sequence, Tuple, Type, TypeVar, cast
 
 import msgpack
 
 from weightd.protocol import limits
 from weightd.protocol.errors import LocalProtocolError, RemoteProtocolError
-from weightd.protocol.messages.children import FROM_CHILD, TO_CHILD, Predict, Result
-from weightd.protocol.messages.data import Infer, InferResponse, TensorSpec
+from weightd.protocol.messages.children import FROM_CHILD, TO_CHILD
+from weightd.protocol.messages.data import TensorSpec
 from weightd.protocol.messages.types import FROM_CLIENT, TO_CLIENT
-from weightd.protocol.repeats import Repeats
 from weightd.protocol.schema import FieldError, got, label, plain
 from weightd.protocol.schema import decode as decode_fields
 
@@ -27,114 +28,166 @@ _TAGS: Dict[Type[Any], str] = {
     cls: tag for table in (FROM_CLIENT, TO_CLIENT, FROM_CHILD, TO_CHILD) for tag, cls in table.items()
 }
 
-# A request is these four messages: the ones that come often.
-_INFER = Repeats(Infer, "infer", "id", is_text=True)
-_INFER_RESPONSE = Repeats(InferResponse, "infer_response", "id", is_text=True)
-_PREDICT = Repeats(Predict, "predict", "request", is_text=False)
-_RESULT = Repeats(Result, "result", "request", is_text=False)
-_WRITTEN: Dict[Type[Any], Repeats] = {
-    Infer: _INFER,
-    InferResponse: _INFER_RESPONSE,
-    Predict: _PREDICT,
-    Result: _RESULT,
+# What describes the tensors of those messages that have any.
+_DESCRIBED: Dict[Type[Any], Type[Any]] = {
+    cls: field.metadata["description"] for cls in _TAGS for field in fields_of(cls) if "description" in field.metadata
 }
-# By the identity of the table that says what the peer may send: it is one of the four.
-_READ: Dict[int, Repeats] = {
-    id(FROM_CLIENT): _INFER,
-    id(TO_CLIENT): _INFER_RESPONSE,
-    id(TO_CHILD): _PREDICT,
-    id(FROM_CHILD): _RESULT,
-}
+
+# Descriptions that are known by their bytes: shapes that are in use at a time. With what is made of each about 8 MiB at
+# most. A longer one is read anew each time.
+_MAX_KNOWN = 1024
+_MAX_KNOWN_BYTES = 2048
 
 # numpy and the engines count the elements of a tensor in an int64, with a dimension of 0 left out.
 _MAX_EXTENT = 2**63
 
 
-def encode(message: object, *, max_bytes: int = limits.MAX_HEADER_BYTES) -> bytes:
-    """Return the header frame of `message`; the caller adds the tensors' frames.
+class Descriptions:
+    """What descriptions were decoded, by their bytes: the same bytes give the same object, which is immutable.
+
+    Args:
+        most: that are known at a time; those that came first go first.
+    """
+
+    def __init__(self, most: int = _MAX_KNOWN) -> None:
+        self._most = most
+        self._known: Dict[Tuple[Type[Any], bytes], Any] = {}
+
+    def find(self, cls: Type[M], frame: Any) -> Optional[M]:
+        """Return what `frame` was decoded to as a `cls`, or None."""
+        return self._known.get((cls, frame)) if type(frame) is bytes else None
+
+    def add(self, frame: Any, description: object) -> None:
+        """Remember what `frame` was decoded to."""
+        if type(frame) is bytes and len(frame) <= _MAX_KNOWN_BYTES:
+            if len(self._known) >= self._most:
+                del self._known[next(iter(self._known))]
+            self._known[type(description), frame] = description
+
+
+def encode(message: object, *, max_bytes: int = limits.MAX_HEADER_BYTES) -> List[bytes]:
+    """Return the header frames of `message`; the caller adds the tensors' frames.
 
     Raises:
-        LocalProtocolError: it is no message, a field has a value that the peer would refuse, or the header is too long.
+        LocalProtocolError: it is no message, a field has a value that the peer would refuse, or a frame is too long.
     """
-    repeats = _WRITTEN.get(type(message))
-    known = None if repeats is None else repeats.write(message)
-    if known is not None and len(known) <= max_bytes:
-        return known
-    header = _encode_anew(message, max_bytes)
-    if repeats is not None:
-        repeats.wrote(message, header)
-    return header
-
-
-def _encode_anew(message: object, max_bytes: int) -> bytes:
     tag = _TAGS.get(type(message))
     if tag is None:
         raise LocalProtocolError(f"{type(message).__name__} is not a message of the wire")
     try:
-        header: bytes = msgpack.packb({"v": limits.PROTOCOL_VERSION, "type": tag, **plain(message)})
+        envelope: bytes = msgpack.packb({"v": limits.PROTOCOL_VERSION, "type": tag, **plain(message)})
+        frames = [envelope, _description_frame(message)] if type(message) in _DESCRIBED else [envelope]
     except FieldError as error:
         raise LocalProtocolError(f"{tag}: {error}") from None
-    if len(header) > max_bytes:
-        raise LocalProtocolError(f"{tag}: expected a header of at most {max_bytes} bytes, got {len(header)}")
-    return header
+    for frame in frames:
+        if len(frame) > max_bytes:
+            raise LocalProtocolError(f"{tag}: expected a header of at most {max_bytes} bytes, got {len(frame)}")
+    return frames
 
 
-def decode(frames: Sequence[Any], table: Mapping[str, Type[M]], *, max_bytes: int = limits.MAX_HEADER_BYTES) -> M:
+def _description_frame(message: Any) -> bytes:
+    """The bytes of the message's description: those that it came in, or that it was sent in before."""
+    description = message.description
+    if type(description) is not _DESCRIBED[type(message)]:
+        raise FieldError(f"expected a {_DESCRIBED[type(message)].__name__}, got {got(description)}").at("description")
+    frame: Optional[bytes] = description.__dict__.get("_frame")
+    if frame is None:
+        try:
+            packed: bytes = msgpack.packb(plain(description))
+        except FieldError as error:
+            raise error.at(".description") from None
+        frame = description.__dict__["_frame"] = packed
+    return frame
+
+
+def decode(
+    frames: Sequence[Any],
+    table: Mapping[str, Type[M]],
+    known: Optional[Descriptions] = None,
+    *,
+    max_bytes: int = limits.MAX_HEADER_BYTES,
+) -> M:
     """Return the message of `frames`, one of the types in `table`.
 
-    Tensor frames are only measured, never read or copied: they stay ``frames[1:]``.
+    Tensor frames are only measured, never read or copied: they stay after the header frames. In answers of the daemon
+    fields that are not known are passed over: a later one may tell more.
 
     Args:
         frames: header and tensors, without a routing prefix; anything with a length in bytes and a buffer.
         table: tag to type of the messages that the peer may send.
-        max_bytes: the largest header to accept.
+        known: descriptions that were decoded before.
+        max_bytes: the largest header frame to accept.
 
     Raises:
         RemoteProtocolError: the frames are not such a message.
     """
-    repeats = _READ.get(id(table))
-    if repeats is None or not frames or len(frames[0]) > max_bytes:
-        return _decode_anew(frames, table, max_bytes)
-    message: Any = repeats.recognise(frames)
-    if message is None:
-        message = _decode_anew(frames, table, max_bytes)
-        if isinstance(message, repeats.cls):
-            repeats.learn(frames, message)
-    return cast(M, message)
-
-
-def _decode_anew(frames: Sequence[Any], table: Mapping[str, Type[M]], max_bytes: int) -> M:
-    fields = _unpack_header(frames, max_bytes)
+    if not frames:
+        raise RemoteProtocolError("envelope: expected a frame, got an empty message")
     try:
-        message = _message(fields, table)
-        _check_tensor_frames(getattr(message, "tensors", ()), frames)
+        fields = _unpack(frames[0], max_bytes)
     except FieldError as error:
-        raise RemoteProtocolError(str(error), _readable_id(fields)) from None
+        raise RemoteProtocolError(f"envelope: {error}") from None
+    # Whatever happens to the fields: an answer may need it.
+    request_id = fields.get("id")
+    tolerant = table is TO_CLIENT
+    try:
+        message = _message(fields, table, tolerant=tolerant)
+        described = _DESCRIBED.get(type(message))
+        if described is not None:
+            try:
+                description = _description(described, frames, known, max_bytes, tolerant=tolerant)
+            except FieldError as error:
+                raise FieldError(f"{_TAGS[type(message)]}: {error}") from None
+            message.__dict__["description"] = description
+            if [*map(len, frames[2:])] != [*description.sizes]:
+                raise _wrong_frames(description.tensors, frames[2:])
+        elif len(frames) > 1:
+            raise FieldError(f"expected the envelope alone, got {len(frames)}").at("frames")
+    except FieldError as error:
+        raise RemoteProtocolError(str(error), _readable(request_id)) from None
     return message
 
 
-def _unpack_header(frames: Sequence[Any], max_bytes: int) -> Dict[str, Any]:
-    if not frames:
-        raise RemoteProtocolError("header: expected a frame, got an empty message")
-    header = frames[0]
-    if len(header) > max_bytes:
-        raise RemoteProtocolError(f"header: expected at most {max_bytes} bytes, got {len(header)}")
+def _description(
+    cls: Type[M], frames: Sequence[Any], known: Optional[Descriptions], max_bytes: int, *, tolerant: bool
+) -> Any:
+    if len(frames) == 1:
+        raise FieldError("missing").at("description")
+    frame = frames[1]
+    description: Any = None if known is None else known.find(cls, frame)
+    if description is None:
+        try:
+            description = decode_fields(cls, _unpack(frame, max_bytes), tolerant=tolerant)
+        except FieldError as error:
+            raise error.at(".description") from None
+        for index, (tensor, nbytes) in enumerate(zip(description.tensors, description.sizes)):
+            if nbytes == 0 and _extent(tensor) >= _MAX_EXTENT:
+                raise _tensor_error(index, tensor, "is too large to be described, even if it is empty")
+        description.__dict__["_frame"] = bytes(frame)
+        if known is not None:
+            known.add(frame, description)
+    return description
+
+
+def _unpack(frame: Any, max_bytes: int) -> Dict[str, Any]:
+    if len(frame) > max_bytes:
+        raise FieldError(f"expected at most {max_bytes} bytes, got {len(frame)}")
     try:
         # A text is bounded by the bytes that are there. A list or map is allocated at the length that it claims, and
         # again on each level of nesting: hence the bounds. Depth is bounded by unpackb's own stack.
         fields: Any = msgpack.unpackb(
-            header,
+            frame,
             object_pairs_hook=_unique_map,
             max_array_len=limits.MAX_LIST_ITEMS,
             max_map_len=limits.MAX_MAP_ITEMS,
         )
     except (RecursionError, msgpack.StackError):
-        raise RemoteProtocolError("header: nested too deep") from None
+        raise FieldError("nested too deep") from None
     except (ValueError, TypeError, msgpack.UnpackException) as error:
         text = str(error) or type(error).__name__
-        raise RemoteProtocolError(f"header: expected one msgpack map: {text:.200}") from None
+        raise FieldError(f"expected one msgpack map: {text:.200}") from None
     if type(fields) is not dict:
-        raise RemoteProtocolError(f"header: expected one msgpack map, got {type(fields).__name__}")
+        raise FieldError(f"expected one msgpack map, got {type(fields).__name__}")
     return cast(Dict[str, Any], fields)
 
 
@@ -149,7 +202,7 @@ def _unique_map(pairs: Iterable[Tuple[Any, Any]]) -> Dict[Any, Any]:
     return fields
 
 
-def _message(fields: Dict[str, Any], table: Mapping[str, Type[M]]) -> M:
+def _message(fields: Dict[str, Any], table: Mapping[str, Type[M]], *, tolerant: bool) -> M:
     version = fields.pop("v", None)
     if type(version) is not int or version != limits.PROTOCOL_VERSION:
         raise FieldError(
@@ -160,20 +213,17 @@ def _message(fields: Dict[str, Any], table: Mapping[str, Type[M]]) -> M:
     if cls is None:
         raise FieldError(f"expected one of {', '.join(table)}, got {got(tag)}").at("type")
     try:
-        return decode_fields(cls, fields)
+        return decode_fields(cls, fields, tolerant=tolerant)
     except FieldError as error:
         raise FieldError(f"{tag}: {error}") from None
 
 
-def _check_tensor_frames(tensors: Sequence[TensorSpec], frames: Sequence[Sized]) -> None:
-    if len(frames) - 1 != len(tensors):
-        raise FieldError(f"expected {len(tensors)} tensor frames after the header, got {len(frames) - 1}").at("frames")
-    for index, tensor in enumerate(tensors, 1):
-        nbytes = tensor.nbytes
-        if len(frames[index]) != nbytes:
-            raise _tensor_error(index, tensor, f"is {nbytes} bytes, got {len(frames[index])}")
-        if nbytes == 0 and _extent(tensor) >= _MAX_EXTENT:
-            raise _tensor_error(index, tensor, "is too large to be described, even if it is empty")
+def _wrong_frames(tensors: Sequence[TensorSpec], frames: Sequence[Any]) -> FieldError:
+    """What is wrong with frames that are not of the described sizes."""
+    if len(frames) != len(tensors):
+        return FieldError(f"expected {len(tensors)} tensor frames after the header, got {len(frames)}").at("frames")
+    index = next(index for index, tensor in enumerate(tensors) if len(frames[index]) != tensor.nbytes)
+    return _tensor_error(index, tensors[index], f"is {tensors[index].nbytes} bytes, got {len(frames[index])}")
 
 
 def _extent(tensor: TensorSpec) -> int:
@@ -183,12 +233,11 @@ def _extent(tensor: TensorSpec) -> int:
 
 def _tensor_error(index: int, tensor: TensorSpec, problem: str) -> FieldError:
     what = f"{tensor.datatype} of shape {list(tensor.shape)} {problem}"
-    return FieldError(what).at(f"frames[{index}] ({label(tensor.name)})")
+    return FieldError(what).at(f"frames[{limits.MAX_HEADER_FRAMES + index}] ({label(tensor.name)})")
 
 
-def _readable_id(fields: Dict[str, Any]) -> str:
-    """The id that an error answer can carry, if the header has a legal one."""
-    request_id = fields.get("id")
+def _readable(request_id: object) -> str:
+    """The id that an error answer can carry, if the envelope has a legal one."""
     if type(request_id) is not str or len(request_id.encode()) > limits.MAX_ID_BYTES:
         return ""
     return request_id

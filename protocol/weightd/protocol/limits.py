@@ -22,6 +22,9 @@ MAX_FRAME_BYTES = 1024 * 1024 * 1024
 # Frames before those of the tensors: the envelope, and a description of the tensors.
 MAX_HEADER_FRAMES = 2
 
+# What a server understands beyond the first version of the protocol.
+MAX_EXTENSIONS = 64
+
 # Inputs or outputs of one request. The largest exported graphs have a few dozen.
 MAX_TENSORS = 64
 

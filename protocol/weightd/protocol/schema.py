@@ -49,11 +49,13 @@ class FieldError(ValueError):
 class Kind(NamedTuple):
     """What the wire allows for a field.
 
-    `check` takes a value as msgpack unpacked it and returns the typed one; `plain` is the way back. Both raise
-    `FieldError`. `description` is for people. `record` is the dataclass of a map with fixed fields.
+    `check` takes a value as msgpack unpacked it and returns the typed one; `tolerant` does the same and passes over
+    fields that it does not know; `plain` is the way back. All raise `FieldError`. `description` is for people. `record`
+    is the dataclass of a map with fixed fields.
     """
 
     check: Callable[[Any], Any]
+    tolerant: Callable[[Any], Any]
     plain: Callable[[Any], Any]
     description: str
     record: Optional[Type[Any]] = None
@@ -88,9 +90,15 @@ def _wrong(expected: str, value: object) -> FieldError:
     return FieldError(f"expected {expected}, got {got(value)}")
 
 
-def _metadata(check: Callable[[Any], Any], description: str, plain: Optional[Callable[[Any], Any]] = None) -> Metadata:
-    """A value that msgpack packs as it is needs no `plain` of its own: the check alone decides."""
-    return {"kind": Kind(check, check if plain is None else plain, description)}
+def _metadata(check: Callable[[Any], Any], description: str) -> Metadata:
+    """A value that msgpack packs as it is: the check alone decides."""
+    return _composed(check, check, check, description)
+
+
+def _composed(
+    check: Callable[[Any], Any], tolerant: Callable[[Any], Any], plain: Callable[[Any], Any], description: str
+) -> Metadata:
+    return {"kind": Kind(check, tolerant, plain, description)}
 
 
 def text(max_bytes: int, *, empty: bool = False) -> Metadata:
@@ -183,20 +191,22 @@ def many(item: Metadata, max_items: int) -> Metadata:
             raise error.at(f"[{len(converted)}]") from None
         return converted
 
-    return _metadata(
+    return _composed(
         lambda value: tuple(convert(value, list, kind.check)),
-        f"list of at most {max_items}: {kind.description}",
+        lambda value: tuple(convert(value, list, kind.tolerant)),
         lambda value: convert(value, tuple, kind.plain),
+        f"list of at most {max_items}: {kind.description}",
     )
 
 
 def nullable(item: Metadata) -> Metadata:
     """The given kind, or nil, where that says something of its own; None once decoded."""
     kind = item["kind"]
-    return _metadata(
+    return _composed(
         lambda value: None if value is None else kind.check(value),
-        f"nil, or {kind.description}",
+        lambda value: None if value is None else kind.tolerant(value),
         lambda value: None if value is None else kind.plain(value),
+        f"nil, or {kind.description}",
     )
 
 
@@ -219,22 +229,43 @@ def mapping(item: Metadata, max_items: int) -> Metadata:
             raise error.at(f".{label(name)}") from None
         return converted
 
-    return _metadata(
+    return _composed(
         lambda value: convert(value, kind.check),
-        f"map of at most {max_items} names to {kind.description}",
+        lambda value: convert(value, kind.tolerant),
         lambda value: convert(value, kind.plain),
+        f"map of at most {max_items} names to {kind.description}",
     )
+
+
+def described(cls: Type[Any]) -> Mapping[str, Any]:
+    """Not a field of the message's own map: a record `cls` that has a frame of its own."""
+    return {"description": cls}
 
 
 def record(cls: Type[Any]) -> Metadata:
     """A map with exactly the fields of the dataclass `cls`; an instance of it once decoded."""
-    return {"kind": Kind(_record_check(cls), _record_plain(cls), cls.__name__, cls)}
+    return {
+        "kind": Kind(
+            _record_check(cls, tolerant=False),
+            _record_check(cls, tolerant=True),
+            _record_plain(cls),
+            cls.__name__,
+            cls,
+        )
+    }
 
 
-def _record_check(cls: Type[Any]) -> Callable[[Any], Any]:
-    fields = dataclasses.fields(cls)
-    checks: Dict[str, Callable[[Any], Any]] = {field.name: field.metadata["kind"].check for field in fields}
-    defaults = [(field.name, field.default) for field in fields]
+def _fields(cls: Type[Any]) -> List[dataclasses.Field[Any]]:
+    """The fields of its map."""
+    return [field for field in dataclasses.fields(cls) if "kind" in field.metadata]
+
+
+def _record_check(cls: Type[Any], *, tolerant: bool) -> Callable[[Any], Any]:
+    checks: Dict[str, Callable[[Any], Any]] = {}
+    for field in _fields(cls):
+        kind: Kind = field.metadata["kind"]
+        checks[field.name] = kind.tolerant if tolerant else kind.check
+    defaults = [(field.name, field.default) for field in _fields(cls)]
 
     def check(value: Any) -> Any:
         if type(value) is not _MAP:
@@ -245,6 +276,8 @@ def _record_check(cls: Type[Any]) -> Callable[[Any], Any]:
             for name, each in value.items():
                 check_each = checks.get(name)
                 if check_each is None:
+                    if tolerant:
+                        continue
                     raise FieldError(f"unknown field; expected one of {', '.join(checks) or 'none'}")
                 checked[name] = check_each(each)
         except FieldError as error:
@@ -270,7 +303,7 @@ def _complete(checked: Dict[str, Any], defaults: Iterable[Tuple[str, Any]]) -> N
 def _record_plain(cls: Type[Any]) -> Callable[[Any], Dict[str, Any]]:
     # Name, way back, and whether the field is left out when it is None.
     fields: List[Tuple[str, Callable[[Any], Any], bool]] = [
-        (field.name, field.metadata["kind"].plain, field.default is None) for field in dataclasses.fields(cls)
+        (field.name, field.metadata["kind"].plain, field.default is None) for field in _fields(cls)
     ]
 
     def plain(value: Any) -> Dict[str, Any]:
@@ -290,13 +323,14 @@ def _record_plain(cls: Type[Any]) -> Callable[[Any], Dict[str, Any]]:
     return plain
 
 
-def decode(cls: Type[T], value: object) -> T:
-    """Return `value` (a map as msgpack unpacked it) as a `cls`.
+def decode(cls: Type[T], value: object, *, tolerant: bool = False) -> T:
+    """Return `value` (a map as msgpack unpacked it) as a `cls`; `tolerant` passes over unknown fields.
 
     Raises:
         FieldError: the map is not a `cls`; the text names the field.
     """
-    return (_KINDS.get(cls) or _kind(cls)).check(value)  # type: ignore[no-any-return]
+    kind = _KINDS.get(cls) or _kind(cls)
+    return (kind.tolerant if tolerant else kind.check)(value)  # type: ignore[no-any-return]
 
 
 def plain(message: object) -> Dict[str, Any]:
@@ -325,5 +359,5 @@ def describe(cls: Type[Any]) -> List[Tuple[str, str, Optional[object]]]:
             field.metadata["kind"].description,
             "required" if field.default is dataclasses.MISSING else field.default,
         )
-        for field in dataclasses.fields(cls)
+        for field in _fields(cls)
     ]

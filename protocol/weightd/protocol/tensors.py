@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, Dict, Mapping, Tuple
+from typing import Any, Dict, Mapping, Optional, Sequence, Tuple
 
 import numpy as np
 
 from weightd.protocol import limits
 from weightd.protocol.errors import InvalidArgument
-from weightd.protocol.messages.data import TensorSpec
+from weightd.protocol.messages.data import RequestDescription, ResponseDescription, TensorSpec
 from weightd.protocol.schema import label
 
 NUMPY_DTYPE: Dict[str, str] = {
@@ -62,19 +62,43 @@ def _check_size(array: Any) -> None:
         raise InvalidArgument(f"expected at most {limits.MAX_FRAME_BYTES} bytes, got {array.nbytes}")
 
 
-def specs_of(arrays: Mapping[str, Any]) -> Tuple[TensorSpec, ...]:
-    """Return the descriptions of `arrays`, which are what `to_wire` returned: the same object for the same shapes."""
-    return _specs(tuple([(name, array.dtype, array.shape) for name, array in arrays.items()]))
+def describe_request(
+    model: str, arrays: Mapping[str, Any], outputs: Optional[Sequence[str]] = None
+) -> RequestDescription:
+    """Return what is asked of a model with `arrays`, which `to_wire` returned: the same object for the same shapes."""
+    return _request(model, _shapes(arrays), None if outputs is None else tuple(outputs))
+
+
+def describe_response(model: str, arrays: Mapping[str, Any]) -> ResponseDescription:
+    """Return what a model has answered with `arrays`, which `to_wire` returned: the same object for the same shapes."""
+    return _response(model, _shapes(arrays))
 
 
 def spec_of(name: str, array: Any) -> TensorSpec:
     """Return the description of one array, which is what `to_wire` returned."""
-    return specs_of({name: array})[0]
+    return _specs(_shapes({name: array}))[0]
+
+
+# What is known of arrays without their bytes.
+_Shapes = Tuple[Tuple[str, Any, Tuple[int, ...]], ...]
+
+
+def _shapes(arrays: Mapping[str, Any]) -> _Shapes:
+    return tuple([(name, array.dtype, array.shape) for name, array in arrays.items()])
 
 
 @functools.lru_cache(maxsize=256)
-def _specs(described: Tuple[Tuple[str, Any, Tuple[int, ...]], ...]) -> Tuple[TensorSpec, ...]:
-    return tuple(TensorSpec(name, _DATATYPE[dtype.str], tuple(shape)) for name, dtype, shape in described)
+def _request(model: str, shapes: _Shapes, outputs: Optional[Tuple[str, ...]]) -> RequestDescription:
+    return RequestDescription(model, _specs(shapes), outputs)
+
+
+@functools.lru_cache(maxsize=256)
+def _response(model: str, shapes: _Shapes) -> ResponseDescription:
+    return ResponseDescription(model, _specs(shapes))
+
+
+def _specs(shapes: _Shapes) -> Tuple[TensorSpec, ...]:
+    return tuple(TensorSpec(name, _DATATYPE[dtype.str], tuple(shape)) for name, dtype, shape in shapes)
 
 
 def frame_of(array: Any) -> memoryview:

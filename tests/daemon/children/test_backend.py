@@ -27,7 +27,7 @@ from weightd.daemon.models.model import Model
 from weightd.daemon.requests.request import Request
 from weightd.protocol.codec import decode, encode
 from weightd.protocol.messages.children import TO_CHILD, Attached, Back, Built, Hello, Predict, Result, Traits
-from weightd.protocol.messages.data import TensorSignature, TensorSpec
+from weightd.protocol.messages.data import RequestDescription, ResponseDescription, TensorSignature, TensorSpec
 from weightd.protocol.version import VERSION
 
 SHA = "5" * 64
@@ -75,7 +75,7 @@ class Scene:
 
     def serve(self) -> None:
         # An order to who is not connected yet is lost.
-        self.worker.send(encode(Back()))
+        self.worker.send_multipart(encode(Back()))
         self.loop.wait(30)
         self.model.start(0.0)
         self.model.pinned(Source("/m.mindir"), Snapshot("/m.mindir", "", SHA, 100), 0.0)
@@ -86,10 +86,10 @@ class Scene:
 
     def answer(self) -> None:
         """Have the model asked, and the worker answer."""
-        self.model.infer(Request(1, b"c", "1", "m", (SPEC,), (bytes(16),), 0.0, 1e9, 16), 0.0)
+        self.model.infer(Request(1, b"c", "1", RequestDescription("m", (SPEC,)), (bytes(16),), 0.0, 1e9, 16), 0.0)
         orders = iter(lambda: decode(self.worker.recv_multipart(), TO_CHILD), None)
         predict = next(each for each in orders if isinstance(each, Predict))
-        self.worker.send_multipart([encode(Result(predict.request, (SPEC,))), bytes(16)])
+        self.worker.send_multipart([*encode(Result(predict.request, ResponseDescription("m", (SPEC,)))), bytes(16)])
 
     def kill(self, name: str) -> None:
         """Kill a child; nobody tells the backend."""
@@ -144,7 +144,7 @@ def test_nobody_else_can_speak_for_a_child(scene: Scene, caplog: pytest.LogCaptu
     scene.model.start(0.0)
     scene.model.pinned(Source("/m.mindir"), Snapshot("/m.mindir", "", SHA, 100), 0.0)
     expected = scene.backend.processes[WORKER].pid
-    scene.worker.send(encode(Hello("7", SHA, {"weightd": VERSION}, CARD)))
+    scene.worker.send_multipart(encode(Hello("7", SHA, {"weightd": VERSION}, CARD)))
     scene.loop.wait(30)
     assert f"hello: expected from pid {expected}, got it from {os.getpid()}" in caplog.text
 

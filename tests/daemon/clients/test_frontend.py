@@ -22,7 +22,7 @@ from weightd.daemon.requests.request import Request
 from weightd.protocol.codec import decode, encode
 from weightd.protocol.errors import InvalidArgument, RequestError, Unavailable
 from weightd.protocol.messages.control import Update
-from weightd.protocol.messages.data import Error
+from weightd.protocol.messages.data import Error, RequestDescription, ResponseDescription
 from weightd.protocol.messages.types import TO_CLIENT
 
 LIMIT_S = 20.0
@@ -72,7 +72,7 @@ class World:
         self._clients: list[Socket] = []
         fleet = SimpleNamespace(models={"m": self.model}, everyone=lambda: [self.model])
         router = listen(context, address)
-        kept = Request(1, b"", "", "m", (), (), 0.0, 0.0, NBYTES).kept_bytes
+        kept = Request(1, b"", "", RequestDescription("m", ()), (), 0.0, 0.0, NBYTES).kept_bytes
         daemon = SimpleNamespace(stopping=False)
         self.frontend = Frontend(router, self.loop, cast(Fleet, fleet), 3 * kept, cast(Daemon, daemon))
         self.model.frontend = self.frontend
@@ -89,8 +89,11 @@ class World:
 
     def ask(self, client: Socket, request_id: str) -> None:
         specs = [{"name": "x", "datatype": "UINT8", "shape": [NBYTES]}]
-        header = {"v": 1, "type": "infer", "id": request_id, "model_name": "m", "inputs": specs}
-        client.send_multipart([msgpack.packb(header), bytes(NBYTES)])
+        header: list[dict[str, object]] = [
+            {"v": 1, "type": "infer", "id": request_id},
+            {"model_name": "m", "inputs": specs},
+        ]
+        client.send_multipart([*map(msgpack.packb, header), bytes(NBYTES)])
 
     def until(self, check: Callable[[], object]) -> None:
         for _ in range(int(LIMIT_S / 0.05)):
@@ -137,7 +140,7 @@ def test_what_has_ended_is_kept_no_more(world: World) -> None:
     world.ask(client, "answered")
     world.ask(client, "refused")
     world.until(lambda: len(world.model.waiting) == 2)
-    world.frontend.answer(world.model.waiting[0], (), ())
+    world.frontend.answer(world.model.waiting[0], ResponseDescription("m", ()), ())
     world.frontend.refuse(world.model.waiting[1], InvalidArgument("as a test"))
     world.ask(client, "wrong")
     world.until(lambda: client.poll(0))
@@ -166,5 +169,5 @@ def test_who_may_update_a_model_and_to_what(
 
     monkeypatch.setattr(frontend, "peer_uid", peer_uid)
     client = world.client()
-    client.send(encode(Update("u", "m", path)))
+    client.send_multipart(encode(Update("u", "m", path)))
     assert world.refusals(client, 1) == [("u", code)]

@@ -30,7 +30,7 @@ from weightd.protocol.messages.children import (
     Traits,
 )
 from weightd.protocol.messages.control import ModelMetadataResponse, UpdateResponse
-from weightd.protocol.messages.data import TensorSignature, TensorSpec
+from weightd.protocol.messages.data import RequestDescription, ResponseDescription, TensorSignature, TensorSpec
 from weightd.protocol.version import VERSION
 
 SHA = "5" * 64
@@ -57,7 +57,17 @@ def request(
     number = next(_numbers)
     content = content or f"content {number}".encode()
     client = origin.near.encode() or b"client"
-    return Request(number, client, f"id{number}", "digits", (spec,), (content,), 0.0, deadline, len(content), origin)
+    return Request(
+        number,
+        client,
+        f"id{number}",
+        RequestDescription("digits", (spec,)),
+        (content,),
+        0.0,
+        deadline,
+        len(content),
+        origin,
+    )
 
 
 class FakeHost:
@@ -125,9 +135,9 @@ class FakeHost:
     def forget(self, generation: Generation) -> None:
         self.seals.pop(generation.label, None)
 
-    def answer(self, request: Request, outputs: Sequence[TensorSpec], frames: Sequence[Any]) -> None:
+    def answer(self, request: Request, description: ResponseDescription, frames: Sequence[Any]) -> None:
         self.answers.append(request.number)
-        self.answered.append((outputs, frames))
+        self.answered.append((description.outputs, frames))
 
     def refuse(self, request: Request, error: RequestError) -> None:
         self.refusals.append((request.number, error.code, str(error)))
@@ -245,7 +255,7 @@ class Stage:
 
     def answers(self, worker: str, *numbers: int) -> Stage:
         for number in numbers:
-            self.says(worker, Result(number, (OUT,)))
+            self.says(worker, Result(number, ResponseDescription("m", (OUT,))))
         return self
 
     def passes(self, seconds: float) -> Stage:

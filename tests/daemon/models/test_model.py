@@ -14,6 +14,7 @@ from weightd.daemon.host.ends import End
 from weightd.protocol.errors import FailedPrecondition, InvalidArgument, RequestError, ResourceExhausted, Unavailable
 from weightd.protocol.messages.children import Attach, Broken, Build, Built, Failed, Result, Stop
 from weightd.protocol.messages.control import ModelMetadataResponse, UpdateResponse
+from weightd.protocol.messages.data import ResponseDescription
 
 from .fakehost import ATTACHED, BAD, BUILT, CARD, HOLDER, OUT, W1, W2, W3, Stage, X, Y, request
 
@@ -103,7 +104,7 @@ def test_an_answer_goes_to_who_asked_once_and_is_counted(stranger: str) -> None:
     assert (stage.host.predicts(), stage.host.frames) == ([(W1, number)], [*asked.frames])
     stage.now += 0.25
     stage.answers(stranger, number).says(stranger, Failed(number, "INTERNAL", "x", leaving=False))
-    stage.says(W1, Result(number, (OUT,)), (b"answer",)).answers(W1, number)
+    stage.says(W1, Result(number, ResponseDescription("m", (OUT,))), (b"answer",)).answers(W1, number)
     assert (stage.host.answers, stage.host.answered, stage.host.refused()) == ([number], [((OUT,), (b"answer",))], [])
     desk = stage.model.desk
     assert (desk.latencies.count, desk.by_process[W1].count, desk.by_process[W2].count) == (1, 1, 0)

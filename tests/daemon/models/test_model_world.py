@@ -57,7 +57,7 @@ from weightd.protocol.messages.children import (
     Traits,
 )
 from weightd.protocol.messages.control import ModelMetadataResponse, UpdateResponse
-from weightd.protocol.messages.data import TensorSignature, TensorSpec
+from weightd.protocol.messages.data import RequestDescription, ResponseDescription, TensorSignature, TensorSpec
 from weightd.protocol.schema import decode, plain
 from weightd.protocol.version import VERSION
 
@@ -244,7 +244,7 @@ class ModelWorld(RuleBasedStateMachine):
 
     # --- what the model tells clients -----------------------------------------------------------------------------
 
-    def answer(self, request: Request, outputs: Sequence[TensorSpec], frames: Sequence[Any]) -> None:
+    def answer(self, request: Request, description: ResponseDescription, frames: Sequence[Any]) -> None:
         assert self.talking is not None
         assert self.is_sound(self.talking), "an answer that may be anything is passed on"
         self.ended[request.number] += 1
@@ -355,7 +355,7 @@ class ModelWorld(RuleBasedStateMachine):
             case Allow():
                 self.says(process, Allowed())
             case Predict(number, _):
-                self.says(process, Result(number, (SPEC,)))
+                self.says(process, Result(number, ResponseDescription("m", (SPEC,))))
             case Stop():
                 self.exits(process)
             case Ping(canary):
@@ -525,7 +525,17 @@ class ModelWorld(RuleBasedStateMachine):
             number = next(self.numbers)
             frame = content or str(number).encode()
             until, client = self.now + seconds, origin.near.encode()
-            request = Request(number, client, str(number), "m", (SPEC,), (frame,), self.now, until, len(frame), origin)
+            request = Request(
+                number,
+                client,
+                str(number),
+                RequestDescription("m", (SPEC,)),
+                (frame,),
+                self.now,
+                until,
+                len(frame),
+                origin,
+            )
             try:
                 self.model.infer(request, self.now)
             except RequestError as error:

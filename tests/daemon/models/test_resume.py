@@ -22,6 +22,7 @@ from weightd.daemon.models.records import ModelRecord
 from weightd.daemon.models.sources import Numbers
 from weightd.protocol.errors import FailedPrecondition, InvalidArgument, Unavailable
 from weightd.protocol.messages.children import Back, Hello, Predict, Result, Stop
+from weightd.protocol.messages.data import RequestDescription, ResponseDescription
 from weightd.protocol.schema import decode, plain
 from weightd.protocol.version import VERSION
 
@@ -115,8 +116,8 @@ def test_a_model_goes_on_without_loading_anything() -> None:
     model.infer(asked, daemon.now)
     daemon.backs()
     assert (model.serves, model.complete, model.unready(daemon.now)) == (True, True, "")
-    assert host.told(Predict) == [("m.1.w1", Predict(asked.number, (GOOD,)))]
-    model.heard("m.1.w1", Result(asked.number, (OUT,)), [], daemon.now)
+    assert host.told(Predict) == [("m.1.w1", Predict(asked.number, RequestDescription("digits", (GOOD,))))]
+    model.heard("m.1.w1", Result(asked.number, ResponseDescription("m", (OUT,))), [], daemon.now)
     assert host.answers == [asked.number]
 
 

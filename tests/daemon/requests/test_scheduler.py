@@ -14,13 +14,14 @@ from weightd.daemon.requests.request import Company, Request
 from weightd.daemon.requests.scheduler import Scheduler
 from weightd.daemon.requests.seat import CREDIT, QUICK_S
 from weightd.protocol.errors import DeadlineExceeded, RequestError, ResourceExhausted
+from weightd.protocol.messages.data import RequestDescription
 
 _numbers = itertools.count(1)
 
 
 def request(deadline: float = 100.0, nbytes: int = 10) -> Request:
     number = next(_numbers)
-    return Request(number, b"client", f"id{number}", "m", (), (), 0.0, deadline, nbytes)
+    return Request(number, b"client", f"id{number}", RequestDescription("m", ()), (), 0.0, deadline, nbytes)
 
 
 def scheduler(*workers: str, waiting: int = 0, max_queue: int = 100, max_bytes: int = 10_000) -> Scheduler:
@@ -295,7 +296,9 @@ class Against(RuleBasedStateMachine):
     def _submit(self, wish: Wish) -> None:
         self.count += 1
         deadline = self.now + wish.wait
-        new = Request(self.count, wish.client, wish.name, "m", (), (), self.now, deadline, wish.nbytes)
+        new = Request(
+            self.count, wish.client, wish.name, RequestDescription("m", ()), (), self.now, deadline, wish.nbytes
+        )
         new.company, aside = Company.__members__.get(wish.where.upper(), Company.ANY), wish.where == "aside"
         over = bool(self.waiting) and sum(each.nbytes for each in self.waiting) + wish.nbytes > MAX_BYTES
         if len(self.waiting) >= MAX_QUEUE or over:
@@ -315,7 +318,7 @@ class Against(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def admit(self, data: st.DataObject) -> None:
-        stranger = Request(10_000, b"c", "x", "m", (), (), self.now, 1e9, 0)
+        stranger = Request(10_000, b"c", "x", RequestDescription("m", ()), (), self.now, 1e9, 0)
         each = data.draw(st.sampled_from([*self.aside, stranger]))
         self.real.admit(each)
         if each is not stranger:
@@ -526,9 +529,9 @@ class Against(RuleBasedStateMachine):
         """The bytes that wait were counted exactly: once the queue is empty, the whole bound is there again."""
         self.give_up()
         for nbytes in (MAX_BYTES, 0):
-            self.real.submit(Request(nbytes, b"", "", "m", (), (), 0.0, 1e9, nbytes), self.now)
+            self.real.submit(Request(nbytes, b"", "", RequestDescription("m", ()), (), 0.0, 1e9, nbytes), self.now)
         with pytest.raises(ResourceExhausted):
-            self.real.submit(Request(1, b"", "", "m", (), (), 0.0, 1e9, 1), self.now)
+            self.real.submit(Request(1, b"", "", RequestDescription("m", ()), (), 0.0, 1e9, 1), self.now)
 
 
 TestAgainst = Against.TestCase

@@ -9,7 +9,7 @@ import importlib
 from collections.abc import Callable
 from typing import NamedTuple
 
-NAMES = ("framing", "decoder", "repeats", "store", "config")
+NAMES = ("framing", "decoder", "store", "config")
 
 
 class Target(NamedTuple):

@@ -1,6 +1,7 @@
 """The wire decoder: frames are refused as a fault of the peer, or are a message that travels back unchanged.
 
-An input is a byte of flags, the number of tensor frames, four bytes with the length of each, and the header. With
+An input is a byte of flags, the number of tensor frames, four bytes with the length of each, and the header: with
+`DESCRIBED` two bytes with the length of the envelope, the envelope and the description, else the envelope alone. With
 `FITTING` the lengths are what the header says, if it can be read: hardly any other message with tensors is accepted.
 """
 
@@ -16,7 +17,7 @@ from weightd.protocol import codec, limits
 from weightd.protocol.datatypes import ITEM_BYTES
 from weightd.protocol.errors import ERRORS, RemoteProtocolError
 from weightd.protocol.messages.children import FROM_CHILD, TO_CHILD
-from weightd.protocol.messages.data import Error
+from weightd.protocol.messages.data import Error, RequestDescription, ResponseDescription
 from weightd.protocol.messages.types import FROM_CLIENT, TO_CLIENT
 from weightd.protocol.schema import FieldError, describe
 
@@ -25,6 +26,7 @@ TABLES: tuple[dict[str, Any], ...] = (FROM_CLIENT, TO_CLIENT, FROM_CHILD, TO_CHI
 # Of the flags, beside two bits for the table.
 FITTING = 4
 NO_FRAMES = 8
+DESCRIBED = 16
 
 MAX_BYTES = 4096
 WORDS: tuple[bytes, ...] = tuple(
@@ -32,6 +34,7 @@ WORDS: tuple[bytes, ...] = tuple(
     for word in sorted(
         {"v", "type", "name", "datatype", "shape", *ITEM_BYTES, *ERRORS, *(tag for table in TABLES for tag in table)}
         | {name for table in TABLES for cls in table.values() for name, _, _ in describe(cls)}
+        | {name for cls in (RequestDescription, ResponseDescription) for name, _, _ in describe(cls)}
     )
 )
 
@@ -55,10 +58,10 @@ class Frame:
 
 def one_input(data: bytes) -> None:
     frames, table = read(data)
-    forget()
-    outcome = decoded(frames, table)
-    # The second time a header may be recognised.
-    assert decoded(frames, table) == outcome
+    known = codec.Descriptions()
+    outcome = decoded(frames, table, known)
+    # The second time a description may be known.
+    assert decoded(frames, table, known) == outcome
     if isinstance(outcome, Refusal):
         _check_refusal(outcome)
     else:
@@ -70,45 +73,43 @@ def read(data: bytes) -> tuple[list[Any], dict[str, Any]]:
     reader = Reader(data)
     flags = reader.number()
     sizes = [reader.number(4) for _ in range(reader.number())]
+    length = reader.number(2) if flags & DESCRIBED else MAX_BYTES
     header, table = reader.rest(), TABLES[flags & 3]
     if flags & NO_FRAMES:
         return [], table
-    fitting = fitting_frames(header, table) if flags & FITTING else None
-    return [header, *(map(Frame, sizes) if fitting is None else fitting)], table
+    frames = [header[:length], header[length:]] if flags & DESCRIBED else [header]
+    fitting = fitting_frames(frames[-1], table) if flags & FITTING and flags & DESCRIBED else None
+    return [*frames, *(map(Frame, sizes) if fitting is None else fitting)], table
 
 
-def written(header: bytes, table: dict[str, Any], sizes: Sequence[int] | None = None) -> bytes:
-    """Return the input for a header and the lengths of its tensor frames, or with frames that fit the header."""
-    number = next(number for number, each in enumerate(TABLES) if each is table)
-    if sizes is None:
-        return bytes([number | FITTING, 0]) + header
-    return bytes([number, len(sizes)]) + b"".join(size.to_bytes(4, "little") for size in sizes) + header
+def written(header: Sequence[bytes], table: dict[str, Any], sizes: Sequence[int] | None = None) -> bytes:
+    """Return the input for header frames and the lengths of the tensor frames, or with frames that fit the header."""
+    flags = next(number for number, each in enumerate(TABLES) if each is table)
+    flags |= (FITTING if sizes is None else 0) | (DESCRIBED if len(header) > 1 else 0)
+    lengths = [len(sizes or ()).to_bytes(1, "little"), *(size.to_bytes(4, "little") for size in sizes or ())]
+    split = [len(header[0]).to_bytes(2, "little")] if len(header) > 1 else []
+    return b"".join([bytes([flags]), *lengths, *split, *header])
 
 
-def fitting_frames(header: bytes, table: dict[str, Any]) -> list[Frame] | None:
-    """Return tensor frames as long as the header says, or None if it cannot be read."""
+def fitting_frames(frame: bytes, table: dict[str, Any]) -> list[Frame] | None:
+    """Return tensor frames as long as the description says, or None if it cannot be read."""
+    cls: Any = ResponseDescription if table in (TO_CLIENT, FROM_CHILD) else RequestDescription
     try:
-        fields = codec._unpack_header([header], limits.MAX_STATUS_BYTES)  # pyright: ignore[reportPrivateUsage]
-        message: Any = codec._message(fields, table)  # pyright: ignore[reportPrivateUsage]
+        description: Any = codec._description(  # pyright: ignore[reportPrivateUsage]
+            cls, [b"", frame], None, limits.MAX_STATUS_BYTES, tolerant=table is TO_CLIENT
+        )
     except (RemoteProtocolError, FieldError):
         return None
     # Longer than this no frame can be; the decoder has to see that it does not fit.
-    return [Frame(min(tensor.nbytes, 2**62)) for tensor in getattr(message, "tensors", ())]
+    return [Frame(min(size, 2**62)) for size in description.sizes]
 
 
-def decoded(frames: Sequence[Any], table: dict[str, Any]) -> Any:
+def decoded(frames: Sequence[Any], table: dict[str, Any], known: codec.Descriptions | None = None) -> Any:
     """Return the message of the frames, or the Refusal; every other error comes out."""
     try:
-        return codec.decode(frames, table, max_bytes=limits.MAX_STATUS_BYTES)
+        return codec.decode(frames, table, known, max_bytes=limits.MAX_STATUS_BYTES)
     except RemoteProtocolError as error:
         return Refusal(str(error), error.request_id)
-
-
-def forget() -> None:
-    """Drop what earlier inputs have left."""
-    for repeats in {*codec._READ.values(), *codec._WRITTEN.values()}:  # pyright: ignore[reportPrivateUsage]
-        repeats._read.clear()  # pyright: ignore[reportPrivateUsage]
-        repeats._written.clear()  # pyright: ignore[reportPrivateUsage]
 
 
 def _check_refusal(refusal: Refusal) -> None:
@@ -120,9 +121,12 @@ def _check_refusal(refusal: Refusal) -> None:
 
 def _check_message(message: Any, frames: Sequence[Any], table: dict[str, Any]) -> None:
     assert type(message) in table.values()
-    assert [each.nbytes for each in getattr(message, "tensors", ())] == [len(frame) for frame in frames[1:]]
+    description = getattr(message, "description", None)
+    tensors = frames[limits.MAX_HEADER_FRAMES :]
+    described = () if description is None else description.tensors
+    assert [each.nbytes for each in described] == [*map(len, tensors)]
     # The peer may have left out what has a default, and have written an integer for a number: what is encoded here may
     # be longer than what came.
     header = codec.encode(message, max_bytes=2 * limits.MAX_STATUS_BYTES)
-    assert decoded([header, *frames[1:]], table) == message
+    assert decoded([*header, *tensors], table) == message
     assert codec.encode(message, max_bytes=2 * limits.MAX_STATUS_BYTES) == header

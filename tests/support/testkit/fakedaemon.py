@@ -19,7 +19,7 @@ from weightd.protocol.messages.control import (
     ServerMetadata,
     ServerMetadataResponse,
 )
-from weightd.protocol.messages.data import Infer, InferResponse
+from weightd.protocol.messages.data import Infer, InferResponse, ResponseDescription
 from weightd.protocol.messages.status import Status, StatusResponse
 from weightd.protocol.messages.types import FROM_CLIENT, ClientMessage
 
@@ -34,13 +34,22 @@ Seen = Tuple[ClientMessage, Sequence[bytes]]
 def echo(message: ClientMessage, tensors: Sequence[bytes]) -> Sequence[List[Any]]:
     """Answer at once: a model that returns its inputs, whatever it is called."""
     if isinstance(message, Infer):
-        return [[encode(InferResponse(message.id, message.model_name, message.inputs)), *tensors]]
+        return [
+            [
+                *encode(
+                    InferResponse(
+                        message.id, ResponseDescription(message.description.model_name, message.description.inputs)
+                    )
+                ),
+                *tensors,
+            ]
+        ]
     if isinstance(message, ModelMetadata):
-        return [[encode(ModelMetadataResponse(message.id, message.model_name, "echo", (), ()))]]
+        return [encode(ModelMetadataResponse(message.id, message.model_name, "echo", (), ()))]
     if isinstance(message, ServerMetadata):
-        return [[encode(ServerMetadataResponse(message.id, "fake", "9.9", ("echo",)))]]
+        return [encode(ServerMetadataResponse(message.id, "fake", "9.9", ("echo",), ()))]
     assert isinstance(message, Status)
-    return [[encode(StatusResponse(message.id, "9.9", "running", 1, 1.0, 1, ()))]]
+    return [encode(StatusResponse(message.id, "9.9", "running", 1, 1.0, 1, ()))]
 
 
 def silent(message: ClientMessage, tensors: Sequence[bytes]) -> Sequence[List[Any]]:
@@ -104,8 +113,8 @@ class FakeDaemon:
             if self._socket in ready:
                 self._peer, *frames = self._socket.recv_multipart()
                 message = decode(frames, FROM_CLIENT)
-                self.seen.put((message, frames[1:]))
-                for answer in self.handle(message, frames[1:]):
+                self.seen.put((message, frames[2:]))
+                for answer in self.handle(message, frames[2:]):
                     self._answer(answer)
         self._socket.close(linger=0)
         self._inside.close(linger=0)

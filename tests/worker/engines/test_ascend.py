@@ -455,7 +455,7 @@ def test_batches_that_differ_are_refused_where_a_card_would_take_the_first_for_a
     card.daemon.ask("w", 2, a=a, b=a)
     result, frames = card.daemon.hear("w", Result)
     right = {name: array.tobytes() for name, array in models.answers(path, {"a": a, "b": a}).items()}
-    assert {each.name: bytes(frame) for each, frame in zip(result.outputs, frames)} == right
+    assert {each.name: bytes(frame) for each, frame in zip(result.description.outputs, frames)} == right
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from weightd.protocol import limits
 from weightd.protocol.codec import clip, encode
 from weightd.protocol.errors import WeightdError
 from weightd.protocol.messages.children import Broken
+from weightd.shared import multipart
 from weightd.shared.modelfile import ModelFileError, digest
 from weightd.shared.oom import ABOVE_DAEMON, go_before_the_daemon
 from weightd.shared.parent import die_with, ignore_interrupts
@@ -95,7 +96,7 @@ def _options(text: str) -> Dict[str, Any]:
 
 
 def _broken(socket: zmq.Socket[bytes], cause: str, status: int) -> int:
-    socket.send(encode(Broken(clip(cause))))
+    multipart.send(socket, encode(Broken(clip(cause))))
     socket.recv()  # whatever it is: the daemon has read the cause
     return status
 

@@ -17,7 +17,7 @@ import numpy as np
 import zmq
 
 from weightd.protocol import limits
-from weightd.protocol.codec import clip, decode, encode
+from weightd.protocol.codec import Descriptions, clip, decode, encode
 from weightd.protocol.errors import Internal, InvalidArgument, RequestError, WeightdError
 from weightd.protocol.messages.children import (
     TO_CHILD,
@@ -44,7 +44,7 @@ from weightd.protocol.messages.children import (
     Stop,
 )
 from weightd.protocol.messages.data import TensorSpec
-from weightd.protocol.tensors import frame_of, from_frame, specs_of, to_wire
+from weightd.protocol.tensors import describe_response, frame_of, from_frame, to_wire
 from weightd.protocol.version import VERSION
 from weightd.shared import multipart
 from weightd.worker import exits, nativelog, weights
@@ -108,6 +108,7 @@ class Session:
         self._handle = ""
         self._proof: Optional[Proof] = None
         self._status = exits.OK
+        self._descriptions = Descriptions()
         # What has been read and not been done yet: the daemon sends at most a few orders ahead.
         self._inbox: Deque[Tuple[OrderMessage, Sequence[bytes]]] = collections.deque()
 
@@ -132,11 +133,11 @@ class Session:
             self._send(Back())
         while not self._inbox or int(self._socket.getsockopt(_EVENTS)) & _POLLIN:
             frames = list(map(multipart.content, multipart.receive(self._socket)))
-            order = decode(frames, TO_CHILD, max_bytes=limits.MAX_CHILD_HEADER_BYTES)
+            order = decode(frames, TO_CHILD, self._descriptions, max_bytes=limits.MAX_CHILD_HEADER_BYTES)
             if isinstance(order, Skip):
                 self._skip(order)
             else:
-                self._inbox.append((order, frames[1:]))
+                self._inbox.append((order, frames[limits.MAX_HEADER_FRAMES :]))
         return self._inbox.popleft()
 
     def _skip(self, skip: Skip) -> None:
@@ -265,13 +266,15 @@ class Session:
 
     def _predict(self, order: Predict, frames: Sequence[bytes]) -> int:
         try:
-            inputs = _arrays(order.inputs, frames)
+            asked = order.description
+            inputs = _arrays(asked.inputs, frames)
             outputs = self._engine.predict(inputs)
             if self._proof is not None:
                 outputs = self._proof.checked(inputs, outputs)
-            arrays = {name: _sendable(name, array) for name, array in outputs.items()}
-            specs = specs_of(arrays)
-            self._send(Result(order.request, specs), [frame_of(array) for array in arrays.values()])
+            wanted = outputs if asked.outputs is None else asked.outputs
+            arrays = {name: _sendable(name, outputs[name]) for name in wanted}
+            description = describe_response(asked.model_name, arrays)
+            self._send(Result(order.request, description), [frame_of(array) for array in arrays.values()])
         except RequestError as error:
             return self._fail(order, error, leaving=isinstance(error, Spoilt) or not self._proves())
         except Exception as error:  # noqa: BLE001 - the request must be answered, whatever a library raises
@@ -288,7 +291,7 @@ class Session:
         return exits.SPOILT if leaving else exits.OK
 
     def _send(self, message: object, tensors: Sequence[Any] = ()) -> None:
-        multipart.send(self._socket, [encode(message, max_bytes=limits.MAX_CHILD_HEADER_BYTES), *tensors])
+        multipart.send(self._socket, [*encode(message, max_bytes=limits.MAX_CHILD_HEADER_BYTES), *tensors])
 
 
 def _arrays(specs: Sequence[TensorSpec], frames: Sequence[bytes]) -> Arrays:

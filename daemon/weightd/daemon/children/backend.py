@@ -37,7 +37,7 @@ from weightd.daemon.host.loop import Loop
 from weightd.daemon.host.processes import Process
 from weightd.daemon.host.sockets import BATCH, Received, bind, peer_pid, receive, send
 from weightd.protocol import limits
-from weightd.protocol.codec import clip, decode, encode
+from weightd.protocol.codec import Descriptions, clip, decode, encode
 from weightd.protocol.errors import RemoteProtocolError
 from weightd.protocol.messages.children import FROM_CHILD, Broken, ChildMessage, Hello, OrderMessage
 
@@ -75,6 +75,7 @@ class Backend:
         self._directory = config.private_dir
         self._launcher = launcher or Direct()
         self._pinning = Pinning(self._directory, self._running, Probing(self._running, devices), self._do_later)
+        self._descriptions = Descriptions()
         self._has_changed = False
         # By routing id, which is the name in bytes; with the interpreter, "" for those of the daemon before this one.
         self._owners: dict[bytes, tuple[str, str, Owner]] = {}
@@ -207,7 +208,7 @@ class Backend:
         if name in self._held:
             self._held[name].append((order, frames))
         else:
-            send(self._socket, name.encode(), [encode(order, max_bytes=limits.MAX_CHILD_HEADER_BYTES), *frames])
+            send(self._socket, name.encode(), [*encode(order, max_bytes=limits.MAX_CHILD_HEADER_BYTES), *frames])
 
     def lives(self, name: str) -> bool:
         """Return whether a child has not begun to exit: asked of the kernel, before its death is told."""
@@ -244,12 +245,14 @@ class Backend:
                 name, _, owner = owned
                 for order, frames in self._held.pop(name, ()):
                     self.order(name, order, frames)
-                owner.heard(name, self._decode(name, received), received.frames[1:], now)
+                owner.heard(name, self._decode(name, received), received.frames[limits.MAX_HEADER_FRAMES :], now)
         return count
 
     def _decode(self, name: str, received: Received) -> ChildMessage:
         try:
-            message: ChildMessage = decode(received.frames, FROM_CHILD, max_bytes=limits.MAX_CHILD_HEADER_BYTES)
+            message: ChildMessage = decode(
+                received.frames, FROM_CHILD, self._descriptions, max_bytes=limits.MAX_CHILD_HEADER_BYTES
+            )
             if isinstance(message, Hello):
                 self._check_pid(name, received)
         except RemoteProtocolError as error:

@@ -105,7 +105,8 @@ class Doorman:
                 break
             if not each.leaving:
                 _log.debug("nothing was heard of a connection of %s for %g s: hung up", each.user, PATIENCE_S)
-                connections.write(each.descriptor, encode(Error("", InvalidArgument.code, _UNHEARD)))
+                [frame] = encode(Error("", InvalidArgument.code, _UNHEARD))
+                connections.write(each.descriptor, frame)
                 each.hang_up()
             del silent[each.descriptor]
 

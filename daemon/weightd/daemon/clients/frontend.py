@@ -25,7 +25,7 @@ from weightd.daemon.models.fleet import Fleet
 from weightd.daemon.models.model import Model
 from weightd.daemon.requests.request import Request
 from weightd.protocol import limits
-from weightd.protocol.codec import clip, decode, encode
+from weightd.protocol.codec import Descriptions, clip, decode, encode
 from weightd.protocol.errors import (
     Internal,
     InvalidArgument,
@@ -50,10 +50,10 @@ from weightd.protocol.messages.control import (
     Update,
     UpdateResponse,
 )
-from weightd.protocol.messages.data import Cancel, Error, Infer, InferResponse, TensorSpec
+from weightd.protocol.messages.data import Cancel, Error, Infer, InferResponse, ResponseDescription
 from weightd.protocol.messages.status import Status, StatusResponse
 from weightd.protocol.messages.types import FROM_CLIENT, ClientMessage, DaemonMessage
-from weightd.protocol.version import VERSION
+from weightd.protocol.version import EXTENSIONS, VERSION
 
 _log = logging.getLogger("weightd.frontend")
 
@@ -115,6 +115,7 @@ class Frontend:
         self._numbers = itertools.count(time.time_ns() // 1000)
         self._socket = socket
         self._reader = Reader(socket)
+        self._descriptions = Descriptions()
         self._peers = Peers(socket)
         self.room = Room(max_memory_bytes, self._user)
         self._outbox = Outbox(socket, self.room, self._make_room)
@@ -131,10 +132,10 @@ class Frontend:
         """Answers that could not be sent: their client was gone, or did not read."""
         return self._outbox.dropped
 
-    def answer(self, request: Request, outputs: Sequence[TensorSpec], frames: Sequence[Any]) -> None:
+    def answer(self, request: Request, description: ResponseDescription, frames: Sequence[Any]) -> None:
         """Send the model's answer."""
         self.room.give(request.client, request.kept_bytes)
-        self._tell(request.client, InferResponse(request.id, request.model_name, tuple(outputs)), frames)
+        self._tell(request.client, InferResponse(request.id, description), frames)
 
     def refuse(self, request: Request, error: RequestError) -> None:
         """Send an error in the place of an answer."""
@@ -175,7 +176,7 @@ class Frontend:
                 continue
             request_id = ""
             try:
-                message = decode(received.frames, FROM_CLIENT)
+                message = decode(received.frames, FROM_CLIENT, self._descriptions)
                 request_id = message.id
                 self._serve(received, message, now)
             except RemoteProtocolError as error:
@@ -193,7 +194,10 @@ class Frontend:
             case ModelMetadata():
                 self._model(message.model_name).metadata(client, message.id)
             case ServerMetadata():
-                self._tell(client, ServerMetadataResponse(message.id, "weightd", VERSION, tuple(self._fleet.models)))
+                self._tell(
+                    client,
+                    ServerMetadataResponse(message.id, "weightd", VERSION, tuple(self._fleet.models), EXTENSIONS),
+                )
             case Cancel():
                 for each in self._fleet.everyone():
                     each.cancel(client, message.id, now)
@@ -231,8 +235,8 @@ class Frontend:
         )
 
     def _infer(self, received: Received, message: Infer, now: float) -> None:
-        client, tensors = received.peer, received.frames[1:]
-        model = self._model(message.model_name)
+        client, tensors = received.peer, received.frames[limits.MAX_HEADER_FRAMES :]
+        model = self._model(message.description.model_name)
         if self._daemon.stopping:
             raise Unavailable("weightd is stopping")
         timeout = message.parameters.timeout
@@ -241,8 +245,7 @@ class Frontend:
             number=next(self._numbers),
             client=client,
             id=message.id,
-            model_name=model.name,
-            inputs=message.inputs,
+            description=message.description,
             frames=tensors,
             arrived=now,
             deadline=now + seconds,
@@ -318,7 +321,7 @@ class Frontend:
         except LocalProtocolError as error:
             # What an engine or a path says may not fit into a header: that is an answer too.
             header, frames = encode(Error(message.id, Internal.code, clip(f"the answer cannot be sent: {error}"))), ()
-        if not self._outbox.send(client, header, frames):
+        if not self._outbox.send(client, [*header, *frames]):
             refusal = ResourceExhausted("the answer is dropped: earlier ones wait to be read by this client")
             header = encode(Error(message.id, refusal.code, str(refusal)))
             self._outbox.send(client, header)

@@ -64,9 +64,9 @@ class Outbox:
         self._unread: dict[bytes, _Unread] = {}
         self._orphans: list[tuple[zmq.MessageTracker, int]] = []
 
-    def send(self, client: bytes, header: bytes, frames: Sequence[Any] = ()) -> bool:
+    def send(self, client: bytes, frames: Sequence[Any]) -> bool:
         """Send a message, or drop it; return False if that is because the client has not read earlier ones."""
-        nbytes = len(header)
+        nbytes = 0
         is_large = False
         for frame in frames:
             nbytes += len(frame)
@@ -78,9 +78,9 @@ class Outbox:
             if self._is_full(client, unread, nbytes):
                 self.dropped += 1
                 return False
-            sent = self._send_counted(client, unread, header, frames)
+            sent = self._send_counted(client, unread, frames)
         else:
-            sent = send(self._socket, client, [header, *frames])
+            sent = send(self._socket, client, frames)
             unread.unmarked += nbytes
         if not sent:
             self.dropped += 1
@@ -110,12 +110,12 @@ class Outbox:
             self._forget_written(client, unread)
             self._forget_stranger(client, unread)
 
-    def _send_counted(self, client: bytes, unread: _Unread, header: bytes, frames: Sequence[Any]) -> bool:
+    def _send_counted(self, client: bytes, unread: _Unread, frames: Sequence[Any]) -> bool:
         if any(len(frame) >= multipart.ZERO_COPY_BYTES for frame in frames):
-            tracked = send_tracked(self._socket, client, [header, *frames])
+            tracked = send_tracked(self._socket, client, frames)
         else:
-            tracker = send_marked(self._socket, client, [header, *frames])
-            tracked = None if tracker is None else [(tracker, unread.unmarked + len(header) + sum(map(len, frames)))]
+            tracker = send_marked(self._socket, client, frames)
+            tracked = None if tracker is None else [(tracker, unread.unmarked + sum(map(len, frames)))]
             unread.unmarked = 0
         for each in tracked or ():
             unread.frames.append(each)

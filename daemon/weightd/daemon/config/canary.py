@@ -29,7 +29,7 @@ _PATH = text(limits.MAX_PATH_BYTES)["kind"]
 
 def metadata() -> dict[str, Kind]:
     """Return the metadata of the field."""
-    return {"kind": Kind(_check, _plain, _EXPECTED)}
+    return {"kind": Kind(_check, _check, _plain, _EXPECTED)}
 
 
 def from_text(text: str) -> CanaryKey:

@@ -19,4 +19,4 @@ def user_path(max_bytes: int, *, empty: bool = False) -> Metadata:
             raise FieldError(f"expected a path without ~, which is not expanded, got {shown(checked)}")
         return checked
 
-    return {"kind": Kind(check, check, kind.description)}
+    return {"kind": Kind(check, check, check, kind.description)}

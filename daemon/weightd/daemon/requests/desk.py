@@ -15,7 +15,7 @@ from weightd.daemon.requests.signature import Signature
 from weightd.protocol.errors import Cancelled, RequestError, Unavailable, request_error
 from weightd.protocol.messages.children import Built, Failed, OrderMessage, Predict, Result, Skip
 from weightd.protocol.messages.control import ModelMetadataResponse
-from weightd.protocol.messages.data import TensorSpec
+from weightd.protocol.messages.data import ResponseDescription
 
 Order = Callable[[str, OrderMessage, Sequence[Any]], None]
 
@@ -23,7 +23,7 @@ Order = Callable[[str, OrderMessage, Sequence[Any]], None]
 class Askers(Protocol):
     """What those have to be told who have asked something of a model."""
 
-    def answer(self, request: Request, outputs: Sequence[TensorSpec], frames: Sequence[Any]) -> None:
+    def answer(self, request: Request, description: ResponseDescription, frames: Sequence[Any]) -> None:
         """Send the model's answer to the client."""
 
     def refuse(self, request: Request, error: RequestError) -> None:
@@ -71,7 +71,7 @@ class Desk:
         Raises:
             RequestError: it is refused.
         """
-        self.signature.check(request.inputs)
+        self.signature.check(request.description)
         self.guard.submit(request, now)
         self.dispatch(now)
 
@@ -115,7 +115,7 @@ class Desk:
         job = self.scheduler.finish(process, result.request, now)
         if job is not None:
             [request] = job.parts
-            self._askers.answer(request, result.outputs, frames)
+            self._askers.answer(request, result.description, frames)
             latency = now - request.arrived
             self.latencies.add(latency)
             self.by_process[process].add(latency)
@@ -166,7 +166,7 @@ class Desk:
                 self._order(process, Skip(number), ())
         for seat, job in self.scheduler.assign(now):
             [request] = job.parts
-            order = Predict(job.number, tuple(request.inputs))
+            order = Predict(job.number, request.description)
             for process in seat.processes:
                 self._order(process, order, request.frames)
 

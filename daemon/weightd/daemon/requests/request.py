@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from weightd.protocol.messages.data import TensorSpec
+from weightd.protocol.messages.data import RequestDescription
 
 # What a request takes beside its tensors, about: the header's objects.
 _OBJECTS_BYTES = 2048
@@ -41,6 +41,7 @@ class Request:
     """A request under way. Times are monotonic seconds.
 
     Attributes:
+        description: what is asked: the model, its inputs, the outputs that are wanted.
         frames: the tensors' bytes; only `contents` looks at them.
         origin: who has sent it, as far as the kernel tells.
         company: what else may run while it does.
@@ -53,8 +54,7 @@ class Request:
     number: int
     client: bytes
     id: str
-    model_name: str
-    inputs: Sequence[TensorSpec]
+    description: RequestDescription
     frames: Sequence[Any]
     arrived: float
     deadline: float

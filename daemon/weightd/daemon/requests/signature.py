@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from weightd.daemon.requests.request import Request
-from weightd.daemon.requests.validation import check_gears, check_inputs, check_same
+from weightd.daemon.requests.validation import check_gears, check_inputs, check_outputs, check_same
 from weightd.protocol.errors import InvalidArgument, ResourceExhausted
 from weightd.protocol.messages.children import Built
-from weightd.protocol.messages.data import TensorSignature, TensorSpec
+from weightd.protocol.messages.data import RequestDescription, TensorSignature
+
+# As many as the decoder knows by their bytes.
+_MAX_FITTING = 1024
 
 # A client, and the id of its question.
 Waiter = tuple[bytes, str]
@@ -24,37 +27,45 @@ class Signature:
     def __init__(self) -> None:
         self.built: Built | None = None
         self._inputs: dict[str, TensorSignature] = {}
-        self._fitting: Sequence[TensorSpec] | None = None
+        self._outputs: Sequence[str] = ()
+        # By their identity, with themselves so that it stays theirs: those that have been checked.
+        self._fitting: dict[int, RequestDescription] = {}
         self._waiters: list[Waiter] = []
 
     def learn(self, built: Built) -> None:
         """A holder has built the model."""
         self.built = built
         self._inputs = {each.name: each for each in built.inputs}
-        self._fitting = None
+        self._outputs = [each.name for each in built.outputs]
+        self._fitting.clear()
 
     def differs(self, built: Built) -> str:
         """Return how what another holder has built differs so that a client would notice, or ""."""
         return check_same(self.built, built) if self.built is not None else ""
 
-    def check(self, inputs: Sequence[TensorSpec]) -> None:
-        """Check a request's inputs, if it is known what they have to be; else that is done once it is.
+    def check(self, description: RequestDescription) -> None:
+        """Check what is asked for, if it is known what that has to be; else it is done once it is.
 
         Raises:
-            InvalidArgument: they are not what the model takes.
+            InvalidArgument: it is not what the model takes or gives.
         """
-        # The decoder gives equal headers the same tuple: what fitted last time is not looked at again.
-        if self.built is not None and inputs is not self._fitting:
-            check_inputs(self._inputs, inputs)
-            check_gears(self.built, inputs)
-            self._fitting = inputs
+        # The decoder gives equal bytes the same object: one that fits is not looked at again.
+        if self.built is None or id(description) in self._fitting:
+            return
+        check_inputs(self._inputs, description.inputs)
+        check_gears(self.built, description.inputs)
+        if description.outputs is not None:
+            check_outputs(self._outputs, description.outputs)
+        if len(self._fitting) >= _MAX_FITTING:
+            self._fitting.clear()
+        self._fitting[id(description)] = description
 
     def refusals(self, requests: Sequence[Request]) -> dict[int, InvalidArgument]:
         """Return the errors of those requests that do not fit, by their numbers."""
         refusals: dict[int, InvalidArgument] = {}
         for request in requests:
             try:
-                self.check(request.inputs)
+                self.check(request.description)
             except InvalidArgument as error:
                 refusals[request.number] = error
         return refusals

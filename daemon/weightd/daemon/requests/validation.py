@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from weightd.protocol.errors import InvalidArgument
 from weightd.protocol.messages.children import Built
@@ -25,6 +25,22 @@ def check_inputs(signature: Mapping[str, TensorSignature], inputs: Sequence[Tens
             raise InvalidArgument(
                 f"input {tensor.name}: expected shape {expected.form}{_hint(expected.shape)}, got {list(tensor.shape)}"
             )
+
+
+def check_outputs(outputs: Collection[str], wanted: Sequence[str]) -> None:
+    """Check the names of the outputs that are wanted.
+
+    Raises:
+        InvalidArgument: the text names the output.
+    """
+    expected = f"expected some of {', '.join(outputs) or 'none'}"
+    if not wanted:
+        raise InvalidArgument(f"outputs: none is named; {expected}, or no such field for all")
+    for name in wanted:
+        if name not in outputs:
+            raise InvalidArgument(f"outputs: {name} is not an output of the model; {expected}")
+    if len({*wanted}) < len(wanted):
+        raise InvalidArgument(f"outputs: one is named twice in {', '.join(wanted)}")
 
 
 def check_gears(built: Built, inputs: Sequence[TensorSpec]) -> None:

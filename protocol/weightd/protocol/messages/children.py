@@ -11,8 +11,8 @@ from typing import Dict, Optional, Tuple, Type, Union
 
 from weightd.protocol import limits
 from weightd.protocol.errors import ERRORS
-from weightd.protocol.messages.data import TensorSignature, TensorSpec
-from weightd.protocol.schema import boolean, integer, many, mapping, one_of, record, text
+from weightd.protocol.messages.data import RequestDescription, ResponseDescription, TensorSignature
+from weightd.protocol.schema import boolean, described, integer, many, mapping, one_of, record, text
 
 PROTOCOL = 1
 """The number of this protocol. A daemon takes over the children of an earlier one only if both speak the same."""
@@ -180,12 +180,7 @@ class Predict:
     """daemon → worker: run the model on the tensors that follow."""
 
     request: int = field(metadata=_REQUEST)
-    inputs: Tuple[TensorSpec, ...] = field(metadata=many(record(TensorSpec), limits.MAX_TENSORS))
-
-    @property
-    def tensors(self) -> Tuple[TensorSpec, ...]:
-        """The tensors whose bytes follow the header."""
-        return self.inputs
+    description: RequestDescription = field(metadata=described(RequestDescription))
 
 
 @dataclass(frozen=True)
@@ -193,12 +188,7 @@ class Result:
     """worker → daemon: the answer to a `Predict`."""
 
     request: int = field(metadata=_REQUEST)
-    outputs: Tuple[TensorSpec, ...] = field(metadata=many(record(TensorSpec), limits.MAX_TENSORS))
-
-    @property
-    def tensors(self) -> Tuple[TensorSpec, ...]:
-        """The tensors whose bytes follow the header."""
-        return self.outputs
+    description: ResponseDescription = field(metadata=described(ResponseDescription))
 
 
 @dataclass(frozen=True)

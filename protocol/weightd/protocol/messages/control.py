@@ -48,12 +48,16 @@ class ServerMetadata:
 
 @dataclass(frozen=True)
 class ServerMetadataResponse:
-    """daemon → client: name and version of the server, and the names of its models."""
+    """daemon → client: name and version of the server, its models, and what it understands beyond version 1 as it was.
+
+    Nothing is sent to a server that it does not name in `extensions`, for it refuses what it does not know.
+    """
 
     id: str = field(metadata=text(limits.MAX_ID_BYTES))
     name: str = field(metadata=text(limits.MAX_NAME_BYTES))
     version: str = field(metadata=text(limits.MAX_NAME_BYTES))
     models: Tuple[str, ...] = field(metadata=many(text(limits.MAX_NAME_BYTES), limits.MAX_MODELS))
+    extensions: Tuple[str, ...] = field(metadata=many(text(limits.MAX_NAME_BYTES), limits.MAX_EXTENSIONS))
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Optional, Tuple
 from weightd.protocol import limits
 from weightd.protocol.datatypes import ITEM_BYTES
 from weightd.protocol.errors import ERRORS
-from weightd.protocol.schema import integer, many, nullable, one_of, record, text
+from weightd.protocol.schema import described, integer, many, nullable, one_of, record, text
 
 _COUNT = integer(0, limits.MAX_COUNT)
 
@@ -62,14 +62,33 @@ class Parameters:
 NO_PARAMETERS = Parameters()
 
 
-@dataclass(frozen=True)
-class Infer:
-    """client → daemon: run the model on the tensors of `inputs`."""
+class _Description:
+    """What is the same for all messages of a shape, and has a frame of its own: found again by its bytes."""
 
-    id: str = field(metadata=text(limits.MAX_ID_BYTES))
+    @property
+    def tensors(self) -> Tuple[TensorSpec, ...]:
+        """The tensors whose bytes follow the header."""
+        raise NotImplementedError
+
+    @property
+    def sizes(self) -> Tuple[int, ...]:
+        """The length of each tensor's frame in bytes."""
+        sizes: Optional[Tuple[int, ...]] = self.__dict__.get("_sizes")
+        if sizes is None:
+            sizes = self.__dict__["_sizes"] = tuple(each.nbytes for each in self.tensors)
+        return sizes
+
+
+@dataclass(frozen=True)
+class RequestDescription(_Description):
+    """What is asked of a model: by all requests with the same shapes."""
+
     model_name: str = field(metadata=text(limits.MAX_NAME_BYTES))
     inputs: Tuple[TensorSpec, ...] = field(metadata=many(record(TensorSpec), limits.MAX_TENSORS))
-    parameters: Parameters = field(default=NO_PARAMETERS, metadata=record(Parameters))
+    outputs: Optional[Tuple[str, ...]] = field(
+        default=None, metadata=many(text(limits.MAX_NAME_BYTES), limits.MAX_TENSORS)
+    )
+    """The names of the outputs that are wanted, in the order in which they are; all of them where it is absent."""
 
     @property
     def tensors(self) -> Tuple[TensorSpec, ...]:
@@ -78,10 +97,9 @@ class Infer:
 
 
 @dataclass(frozen=True)
-class InferResponse:
-    """daemon → client: what the model answered."""
+class ResponseDescription(_Description):
+    """What a model has answered."""
 
-    id: str = field(metadata=text(limits.MAX_ID_BYTES))
     model_name: str = field(metadata=text(limits.MAX_NAME_BYTES))
     outputs: Tuple[TensorSpec, ...] = field(metadata=many(record(TensorSpec), limits.MAX_TENSORS))
 
@@ -89,6 +107,23 @@ class InferResponse:
     def tensors(self) -> Tuple[TensorSpec, ...]:
         """The tensors whose bytes follow the header."""
         return self.outputs
+
+
+@dataclass(frozen=True)
+class Infer:
+    """client → daemon: run the model on the tensors that follow."""
+
+    id: str = field(metadata=text(limits.MAX_ID_BYTES))
+    description: RequestDescription = field(metadata=described(RequestDescription))
+    parameters: Parameters = field(default=NO_PARAMETERS, metadata=record(Parameters))
+
+
+@dataclass(frozen=True)
+class InferResponse:
+    """daemon → client: what the model answered."""
+
+    id: str = field(metadata=text(limits.MAX_ID_BYTES))
+    description: ResponseDescription = field(metadata=described(ResponseDescription))
 
 
 @dataclass(frozen=True)

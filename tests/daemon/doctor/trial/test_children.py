@@ -28,7 +28,7 @@ def argument(name): return sys.argv[sys.argv.index(name) + 1]
 socket = zmq.Context.instance().socket(zmq.DEALER)
 socket.setsockopt(zmq.ROUTING_ID, argument("--name").encode())
 socket.connect(argument("--address"))
-say = socket.send
+say = socket.send_multipart
 hello, broken = {encode(HELLO)!r}, {encode(Broken("that is why"))!r}
 """
 
@@ -99,7 +99,7 @@ def test_the_last_words_of_one_that_dies_count(play: Play, program: Program) -> 
             "killed by SIGABRT; its log ends: the cause",
         ),
         ("say(hello); time.sleep(99)", LIMIT_S, Confused, "expected Built, got Hello"),
-        ("say(b'rubbish'); time.sleep(99)", LIMIT_S, Confused, "it broke the protocol"),
+        ("say([b'rubbish']); time.sleep(99)", LIMIT_S, Confused, "it broke the protocol"),
         ("time.sleep(99)", 1.0, Hung, "no answer within 1 s; its log is empty"),
     ],
 )
@@ -122,7 +122,7 @@ def test_nobody_speaks_for_another(play: Play, name: str) -> None:
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.ROUTING_ID, name.encode())
         socket.connect(children.address)
-        socket.send(encode(Broken("a lie")))
+        socket.send_multipart(encode(Broken("a lie")))
         with pytest.raises(Hung):
             children.hear("holder", Hello, "start")
 

@@ -31,7 +31,7 @@ from weightd.protocol.messages.children import (
     Result,
     Traits,
 )
-from weightd.protocol.messages.data import TensorSignature
+from weightd.protocol.messages.data import ResponseDescription, TensorSignature
 
 M = TypeVar("M", bound=ChildMessage)
 
@@ -59,7 +59,7 @@ class Scripted(Children):
             "Attached": ATTACHED,
             "Allowed": Allowed(),
             "Pong": Pong("c"),
-            "Result": Result(0, ()),
+            "Result": Result(0, ResponseDescription("m", ())),
             "stranger Attached": Refused("no"),
             **answers,
         }

@@ -6,16 +6,16 @@ import pytest
 
 from weightd.daemon.requests.blame.contents import SLICE_BYTES, SMALL_BYTES, Reading, content, is_small, mark
 from weightd.daemon.requests.request import Request
-from weightd.protocol.messages.data import TensorSpec
+from weightd.protocol.messages.data import RequestDescription, TensorSpec
 
 _numbers = itertools.count(1)
 SIZES = [0, 1, 255, 256, 257, SMALL_BYTES, SMALL_BYTES + 1, SLICE_BYTES, 3 * SLICE_BYTES + 5]
 
 
 def request(*frames: bytes, names: str = "ab") -> Request:
-    specs = [TensorSpec(name, "UINT8", (len(frame),)) for name, frame in zip(names, frames, strict=False)]
+    specs = tuple(TensorSpec(name, "UINT8", (len(frame),)) for name, frame in zip(names, frames, strict=False))
     number = next(_numbers)
-    return Request(number, b"c", f"id{number}", "m", specs, frames, 0.0, 1e9, sum(map(len, frames)))
+    return Request(number, b"c", f"id{number}", RequestDescription("m", specs), frames, 0.0, 1e9, sum(map(len, frames)))
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -36,7 +36,7 @@ def test_equal_requests_have_equal_marks_and_contents_whatever_their_order(size:
 )
 def test_the_same_bytes_of_other_tensors_are_another_content(others: list[TensorSpec]) -> None:
     one, other = request(b"123", b"456"), request(b"123", b"456")
-    other.inputs = others
+    other.description = RequestDescription("m", tuple(others))
     assert content(one) != content(other)
 
 

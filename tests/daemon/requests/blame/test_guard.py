@@ -13,6 +13,7 @@ from weightd.daemon.requests.job import Job
 from weightd.daemon.requests.request import Company, Origin, Request
 from weightd.daemon.requests.scheduler import Scheduler
 from weightd.protocol.errors import RequestError
+from weightd.protocol.messages.data import RequestDescription
 
 ANN, BOB = Origin("ann 1", "ann"), Origin("bob 2", "bob")
 CRASH, KILL = End(-signal.SIGSEGV), End(-signal.SIGKILL)
@@ -37,7 +38,7 @@ class Bench:
     def requests(self, *origins: Origin) -> list[Request]:
         """Requests of different contents."""
         return [
-            Request(number, b"", "", "m", (), (), 0.0, 1e9, number, origin, digest=b"%d" % number)
+            Request(number, b"", "", RequestDescription("m", ()), (), 0.0, 1e9, number, origin, digest=b"%d" % number)
             for number, origin in enumerate(origins)
         ]
 

@@ -8,15 +8,15 @@ from weightd.daemon.requests.blame import quarantine as quarantine_module
 from weightd.daemon.requests.blame.quarantine import MAX_HANGS, QUARANTINE_S, Quarantine
 from weightd.daemon.requests.request import Request
 from weightd.protocol.errors import Internal
-from weightd.protocol.messages.data import TensorSpec
+from weightd.protocol.messages.data import RequestDescription, TensorSpec
 
 _numbers = itertools.count(1)
 
 
 def request(frame: bytes = b"abc") -> Request:
     number = next(_numbers)
-    specs = [TensorSpec("a", "UINT8", (3,))]
-    return Request(number, b"c", f"id{number}", "m", specs, [frame], 0.0, 1e9, len(frame))
+    specs = (TensorSpec("a", "UINT8", (3,)),)
+    return Request(number, b"c", f"id{number}", RequestDescription("m", specs), [frame], 0.0, 1e9, len(frame))
 
 
 def without_content() -> Request:

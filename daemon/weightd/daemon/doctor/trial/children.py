@@ -145,7 +145,7 @@ class Children:
 
     def order(self, name: str, order: OrderMessage, frames: Sequence[Any] = ()) -> None:
         """Send an order; a child that cannot be reached is dying, and `hear` will tell."""
-        send(self._socket, name.encode(), [encode(order, max_bytes=limits.MAX_CHILD_HEADER_BYTES), *frames])
+        send(self._socket, name.encode(), [*encode(order, max_bytes=limits.MAX_CHILD_HEADER_BYTES), *frames])
 
     def hear(
         self, name: str, kind: type[M], step: str, told: Callable[[Probing], None] | None = None
@@ -212,7 +212,7 @@ class Children:
                 message: ChildMessage = decode(received.frames, FROM_CHILD, max_bytes=limits.MAX_CHILD_HEADER_BYTES)
             except RemoteProtocolError as error:
                 raise Confused(f"{name}: {step}: it broke the protocol: {error}") from None
-            self._heard[name].append(Heard(message, received.frames[1:]))
+            self._heard[name].append(Heard(message, received.frames[limits.MAX_HEADER_FRAMES :]))
 
     def _reap(self, name: str) -> int | None:
         process = self._processes.pop(name)

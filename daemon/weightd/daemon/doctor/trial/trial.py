@@ -33,7 +33,7 @@ from weightd.protocol.messages.children import (
     Predict,
     Result,
 )
-from weightd.protocol.messages.data import TensorSignature, TensorSpec
+from weightd.protocol.messages.data import RequestDescription, TensorSignature, TensorSpec
 
 T = TypeVar("T")
 
@@ -204,7 +204,7 @@ def _answer(children: Children, built: Built) -> Answer:
         children.order(WORKER, Ping(canary=True))
         return (children.hear(WORKER, Pong, "run the canary")[0].canary.encode(),)
     specs, frames = inputs(built)
-    children.order(WORKER, Predict(0, specs), frames)
+    children.order(WORKER, Predict(0, RequestDescription("trial", specs)), frames)
     return tuple(bytes(memoryview(frame)) for frame in children.hear(WORKER, Result, "predict")[1])
 
 

@@ -79,5 +79,7 @@ def _pieces(request: Request) -> Iterator[Any]:
 
 
 def _tensors(request: Request) -> Iterator[tuple[bytes, memoryview]]:
-    for spec, frame in sorted(zip(request.inputs, request.frames, strict=True), key=lambda pair: pair[0].name):
+    for spec, frame in sorted(
+        zip(request.description.inputs, request.frames, strict=True), key=lambda pair: pair[0].name
+    ):
         yield f"{spec.name}\0{spec.datatype}\0{spec.shape}\0".encode(), memoryview(frame)
