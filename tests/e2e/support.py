@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -219,19 +219,31 @@ class Place:
         self.cache = cache
         self.address = f"ipc://{runtime}/weightd.sock"
 
-    def config(self, tables: Mapping[str, Mapping[str, object]], **daemon: object) -> Path:
-        """Write a configuration of these models; return its path."""
+    def config(
+        self,
+        tables: Mapping[str, Mapping[str, object]],
+        listeners: Mapping[str, str] = MappingProxyType({}),
+        **daemon: object,
+    ) -> Path:
+        """Write a configuration of these models, and of listeners at these addresses; return its path."""
         directories = {"socket": self.address, "runtime_dir": self.runtime, "cache_dir": self.cache}
         lines = ["[daemon]", *_toml({**directories, **daemon})]
+        for name, address in listeners.items():
+            lines += [f"[listeners.{name}]", *_toml({"address": address})]
         for name, table in tables.items():
             lines += [f"[models.{name}]", *_toml(with_interpreter(table))]
         path = self.runtime / "weightd.toml"
         path.write_text("\n".join(lines) + "\n", encoding="utf-8")
         return path
 
-    def serve(self, tables: Mapping[str, Mapping[str, object]], **daemon: object) -> Weightd:
-        """Return a daemon that serves these models."""
-        return Weightd(self.runtime / "weightd.log", "serve", self.config(tables, **daemon))
+    def serve(
+        self,
+        tables: Mapping[str, Mapping[str, object]],
+        listeners: Mapping[str, str] = MappingProxyType({}),
+        **daemon: object,
+    ) -> Weightd:
+        """Return a daemon that serves these models; see `config`."""
+        return Weightd(self.runtime / "weightd.log", "serve", self.config(tables, listeners, **daemon))
 
     @property
     def left(self) -> list[str]:

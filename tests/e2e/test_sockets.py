@@ -82,6 +82,21 @@ def test_a_socket_path_that_leaves_room_for_the_suffix_of_the_unix_socket_works(
     assert place.left == []
 
 
+def test_clients_connect_wherever_a_listener_is_and_not_at_the_daemons_socket(
+    table: dict[str, dict[str, object]], place: Place, questions: list[Question]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    listeners = {"one": f"ipc://{place.runtime}/one.sock", "two": f"tcp://127.0.0.1:{port}"}
+    with place.serve(table, listeners) as daemon:
+        for address in listeners.values():
+            with daemon.client(address) as client:
+                ask_all(client, "two_inputs", questions)
+        assert not Path(place.address.removeprefix("ipc://")).exists()
+        assert daemon.end() == 0
+    assert place.left == []
+
+
 _AS_NOBODY = f"""
 import os, sys
 from weightd.client import (Client, PermissionDenied)
