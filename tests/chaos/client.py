@@ -25,9 +25,10 @@ from unittest import mock
 import msgpack
 
 from weightd.client import Client, RequestError, WeightdError
-from weightd.client import client as client_module
+from weightd.client import session as client_session
 from weightd.client.client import Pending
-from weightd.client.core import ClientCore, Started
+from weightd.client.core import ClientCore
+from weightd.client.core import Question as Asking
 
 from .ledger import OK, WRONG, Asked, Incident, Ledger
 from .material import POISONED, Question, load, poison
@@ -64,10 +65,10 @@ class _CountingCore(ClientCore):
 
     def infer(
         self, model: str, inputs: Mapping[str, Any], timeout: float, outputs: Sequence[str] | None = None
-    ) -> Started:
-        started = super().infer(model, inputs, timeout, outputs)
-        self.last = started[0].id
-        return started
+    ) -> Asking:
+        asking = super().infer(model, inputs, timeout, outputs)
+        self.last = asking.call.id
+        return asking
 
     def received(self, frames: Sequence[Any]) -> None:
         header = msgpack.unpackb(frames[0])
@@ -134,7 +135,7 @@ class Asker:
             time.sleep(_PAUSE_S)
 
     def _connected(self) -> Client | None:
-        with mock.patch.object(client_module, "ClientCore", return_value=self._core):
+        with mock.patch.object(client_session, "ClientCore", return_value=self._core):
             while not self._stopping.is_set():
                 try:
                     return Client(self._orders.address, timeout=CONNECT_LIMIT_S)

@@ -6,14 +6,15 @@ import socket
 import subprocess
 import sys
 import threading
+from contextlib import suppress
 from pathlib import Path
-from typing import List, Type
+from typing import Any, List, Type
 
 import pytest
 
 from testkit.fakedaemon import LIMIT_S, FakeDaemon
-from weightd.client import Client, InvalidArgument, Unavailable
-from weightd.client.address import check, default_address
+from weightd.client import Client, InvalidArgument, PermissionDenied, Unavailable
+from weightd.client.address import Address, check, default_address, parse
 from weightd.shared import paths
 
 # Connects as nobody, after all imports: what is installed need not be readable for nobody.
@@ -38,10 +39,11 @@ needs_root = pytest.mark.skipif(os.getuid() != 0, reason="needs root, to become 
 def test_permission_on_the_socket_and_on_its_directory(directory: Path) -> None:
     directory.chmod(0o755)
     (directory / "closed").mkdir(mode=0o700)
-    paths = [directory / "group", directory / "all", directory / "closed" / "all"]
-    daemons = [FakeDaemon(f"ipc://{path}") for path in paths]
-    for path, mode in zip(paths, (0o660, 0o666, 0o666)):
-        path.chmod(mode)
+    names = ["group", "all", "closed/all"]
+    daemons = [FakeDaemon(f"{scheme}://{directory}/{name}") for scheme in ("ipc", "unix") for name in names]
+    for name, mode in zip(names, (0o660, 0o666, 0o666)):
+        for suffix in ("", ".unix"):
+            (directory / (name + suffix)).chmod(mode)
     done = subprocess.run(
         [sys.executable, "-c", _AS_NOBODY, *(each.address for each in daemons)],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
@@ -51,11 +53,11 @@ def test_permission_on_the_socket_and_on_its_directory(directory: Path) -> None:
     )
     for each in daemons:
         each.stop()
-    group, everybody, closed = done.stdout.decode().splitlines()
-    assert group.startswith("PERMISSION_DENIED this user may not connect to")
-    assert "membership" in group
-    assert everybody == "connected"
-    assert closed.startswith("PERMISSION_DENIED")
+    for group, everybody, closed in zip(*[iter(done.stdout.decode().splitlines())] * 3):
+        assert group.startswith("PERMISSION_DENIED this user may not connect to")
+        assert "membership" in group
+        assert everybody == "connected"
+        assert closed.startswith("PERMISSION_DENIED")
 
 
 @pytest.mark.parametrize(
@@ -108,7 +110,8 @@ def test_a_full_backlog_is_somebody(directory: Path) -> None:
 
 @pytest.mark.parametrize(
     "address",
-    ["", "/run/weightd.sock", "ipc://", "ipc://relative", "ipc://@abstract", "ipc:///a\0b", "inproc://x", "tcp://",
+    ["", "run/weightd.sock", "/a\0b", "unix://", "unix://relative", "unix://@abstract",
+     "ipc://", "ipc://relative", "ipc://@abstract", "ipc:///a\0b", "inproc://x", "tcp://",
      "tcp://host", "tcp://host:", "tcp://host:port", "tcp://:1", "http://host:80",
      "tcp://127.0.0.1:0", "tcp://127.0.0.1:65536", "tcp://127.0.0.1:99999", "tcp://[::1]:99999", "tcp://host:\u0661"],
 )  # fmt: skip
@@ -142,6 +145,57 @@ def test_what_listens_on_tcp_and_is_no_weightd() -> None:
         thread.join()
 
 
+# --- which way ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "unix", "zeromq"),
+    [
+        ("/run/d.sock", "/run/d.sock.unix", "ipc:///run/d.sock"),
+        ("/run/d.sock.unix", "/run/d.sock.unix", "ipc:///run/d.sock"),
+        ("unix:///run/d.sock", "/run/d.sock.unix", ""),
+        ("unix:///run/d.sock.unix", "/run/d.sock.unix", ""),
+        ("ipc:///run/d.sock", "", "ipc:///run/d.sock"),
+        ("tcp://[::1]:5", "", "tcp://[::1]:5"),
+    ],
+)
+def test_an_address_says_which_ways_may_be_gone(given: str, unix: str, zeromq: str) -> None:
+    assert parse(given) == Address(given, unix, zeromq)
+
+
+def test_without_a_scheme_it_is_the_unix_socket_or_without_a_word_zeromq(directory: Path) -> None:
+    given = f"{directory}/d.sock"
+    with pytest.raises(Unavailable, match=rf"no daemon at {given}: there is no socket; start it with"):
+        Client(given)
+    zeromq = FakeDaemon(f"ipc://{given}")
+    with Client(given, timeout=LIMIT_S) as client:
+        assert (client.address, client.transport) == (given, "zmq")
+        unix = FakeDaemon(f"unix://{given}")
+        zeromq.stop()
+        # Lost, and found again in another way.
+        while client.transport == "zmq":
+            with suppress(Unavailable):
+                client.server()
+    unix.stop()
+    stale = f"{directory}/other.sock"
+    (directory / "other.sock.unix").write_text("")
+    zeromq = FakeDaemon(f"ipc://{stale}")
+    with Client(stale, timeout=LIMIT_S) as client:
+        assert client.transport == "zmq"
+    zeromq.stop()
+    with pytest.raises(InvalidArgument, match="is not a socket of weightd"):
+        Client(f"unix://{stale}")
+
+
+def test_a_permission_that_is_missing_is_told_although_there_is_no_other_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(path: str) -> Any:
+        raise PermissionDenied("may not")
+
+    monkeypatch.setattr("weightd.client.unix.connecting", refused)
+    with pytest.raises(PermissionDenied, match="may not"):
+        Client("/nowhere/d.sock")
+
+
 # --- where it is by default -----------------------------------------------------------------------------------------
 
 
@@ -156,13 +210,15 @@ def nowhere(monkeypatch: pytest.MonkeyPatch, directory: Path) -> Path:
 
 def test_ones_own_daemon_comes_before_the_systems(nowhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     own, system = nowhere / "own", nowhere / "system"
-    assert default_address() == f"ipc://{own}/weightd.sock"
+    assert default_address() == f"{own}/weightd.sock"
     system.mkdir()
-    assert default_address() == f"ipc://{system}/weightd.sock"
+    assert default_address() == f"{system}/weightd.sock"
     own.mkdir()
-    assert default_address() == f"ipc://{system}/weightd.sock"
-    (own / "weightd.sock").write_text("")
-    assert default_address() == f"ipc://{own}/weightd.sock"
+    assert default_address() == f"{system}/weightd.sock"
+    (own / "weightd.sock.unix").write_text("")
+    assert default_address() == f"{own}/weightd.sock"
+    (own / "weightd.sock.unix").rename(own / "weightd.sock")
+    assert default_address() == f"{own}/weightd.sock"
     monkeypatch.setenv("WEIGHTD_SOCKET", "tcp://there:1")
     assert default_address() == "tcp://there:1"
 
@@ -172,7 +228,7 @@ def test_another_users_directory_is_not_trusted(nowhere: Path) -> None:
     (nowhere / "own").mkdir()
     (nowhere / "own" / "weightd.sock").write_text("")
     shutil.chown(nowhere / "own", 12345)
-    assert default_address() == f"ipc://{nowhere}/system/weightd.sock"
+    assert default_address() == f"{nowhere}/system/weightd.sock"
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ def core() -> ClientCore:
 
 def ask(core: ClientCore) -> Call:
     call, _ = core.infer("m", {"x": np.zeros(2, np.float32)}, 1.0)
+    core.begin(call)
     return call
 
 

@@ -193,7 +193,7 @@ def test_a_file_that_is_no_input(ctl: Ctl, daemon: FakeDaemon, tmp_path: Path) -
         ("status --timeout nan", "got 'nan'"),
         ("status --timeout soon", "got 'soon'"),
         ("status a b", "unrecognized arguments: b"),
-        ("status --socket /not/an/address", "INVALID_ARGUMENT: expected an address"),
+        ("status --socket not/an/address", "INVALID_ARGUMENT: expected an address"),
         ("update m", "--rollback"),
         ("update m x.onnx --rollback", "--rollback"),
     ],

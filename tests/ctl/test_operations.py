@@ -127,3 +127,11 @@ def test_reload(ctl: Ctl, daemon: FakeDaemon) -> None:
     assert ctl("reload").out == "no model changes\n"
     daemon.handle = fails("INVALID_ARGUMENT", "weightd.toml: not TOML")
     assert ctl("reload") == (exits.ERROR, "", "INVALID_ARGUMENT: weightd.toml: not TOML\n")
+
+
+@pytest.mark.parametrize("verb", ["reload", "update m --rollback"])
+def test_a_refusal_to_be_operated_over_zeromq_says_what_to_do(ctl: Ctl, daemon: FakeDaemon, verb: str) -> None:
+    daemon.handle = fails("PERMISSION_DENIED", "may not")
+    hint = "weightctl is connected over ZeroMQ, and the daemon takes this over its unix socket only"
+    text = f"PERMISSION_DENIED: may not; {hint}: --socket unix:///PATH\n"
+    assert ctl(*verb.split()) == (exits.ERROR, "", text)

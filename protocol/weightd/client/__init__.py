@@ -13,7 +13,8 @@ pyzmq and msgpack, and runs on Python 3.7. What is not exported here is not for 
 
 from __future__ import annotations
 
-from weightd.client.client import Client, ClientClosed, Pending, WrongThread
+from weightd.client.client import Client, Pending
+from weightd.client.session import ClientClosed, WrongProcess
 from weightd.protocol.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -47,5 +48,5 @@ __all__ = [
     "Unauthenticated",
     "Unavailable",
     "WeightdError",
-    "WrongThread",
+    "WrongProcess",
 ]

@@ -1,4 +1,4 @@
-"""Where the daemon listens, and whether anyone could be there at all."""
+"""Where the daemon listens, in which ways it can be reached, and whether anyone could be there at all."""
 
 from __future__ import annotations
 
@@ -6,12 +6,52 @@ import errno
 import os
 import socket
 from pathlib import Path
+from typing import NamedTuple
 
 from weightd.protocol import limits
 from weightd.protocol.errors import InvalidArgument, PermissionDenied, RequestError, Unavailable
 from weightd.shared import paths, tcp
 
 _HINT = "start it with `weightd serve CONFIG` or `weightd run MODEL`"
+
+
+_UNIX, _IPC = "unix://", "ipc://"
+_UNIX_SUFFIX = paths.unix_path(_IPC)
+
+FORMS = f"/PATH, unix:///PATH, ipc:///PATH or {tcp.FORM}"
+"""For people: what `parse` takes."""
+
+
+class Address(NamedTuple):
+    """Where a daemon is looked for.
+
+    Attributes:
+        given: the address, as it was given.
+        unix: the path of its unix socket, "" where it is not to be used.
+        zeromq: the address of its ZeroMQ socket, "" where it is not to be used.
+    """
+
+    given: str
+    unix: str
+    zeromq: str
+
+
+def parse(address: str) -> Address:
+    """Return the ways to a daemon: without a scheme, all that there are.
+
+    Raises:
+        InvalidArgument: it is no address.
+    """
+    path = address[len(_UNIX) :] if address.startswith(_UNIX) else ipc_path(address) or address
+    if path.startswith("/") and "\0" not in path:
+        if address.startswith(_IPC):
+            return Address(address, "", address)
+        plain = path[: -len(_UNIX_SUFFIX)] if path.endswith(_UNIX_SUFFIX) else path
+        zeromq = f"{_IPC}{plain}"
+        return Address(address, paths.unix_path(zeromq), "" if address.startswith(_UNIX) else zeromq)
+    if not tcp.is_address(address):
+        raise InvalidArgument(f"expected an address {FORMS}, got {address!r}")
+    return Address(address, "", address)
 
 
 def default_address() -> str:
@@ -23,11 +63,9 @@ def default_address() -> str:
     if given:
         return given
     own, system = paths.runtime_dir(), paths.SYSTEM_RUNTIME_DIR
-    address = paths.socket_address(own)
-    if _is_foreign(own):
-        return paths.socket_address(system)
-    if not os.path.exists(ipc_path(address)) and os.path.isdir(system):  # noqa: PTH110, PTH112 - these never raise
-        return paths.socket_address(system)
+    address, system_address = (ipc_path(paths.socket_address(each)) for each in (own, system))
+    if _is_foreign(own) or (not _is_there(address) and os.path.isdir(system)):  # noqa: PTH112 - it never raises
+        return system_address
     return address
 
 
@@ -39,43 +77,64 @@ def _is_foreign(directory: str) -> bool:
         return False
 
 
+def _is_there(address: str) -> bool:
+    return any(os.path.exists(each) for each in (address, address + _UNIX_SUFFIX))  # noqa: PTH110 - it never raises
+
+
 def ipc_path(address: str) -> str:
     """Return the path of an ipc:// address, "" for any other."""
-    return address[len("ipc://") :] if address.startswith("ipc://") else ""
+    return address[len(_IPC) :] if address.startswith(_IPC) else ""
 
 
 def check(address: str) -> None:
-    """Raise what a connection to `address` would meet, where that can be known at once.
+    """Raise what a connection of ZeroMQ to `address` would meet, where that can be known at once.
 
     libzmq connects in the background and tries again for ever: without this, a wrong path or a missing permission
     would look like a slow daemon.
 
     Raises:
-        InvalidArgument: it is no address.
+        RequestError: as `knock`.
+    """
+    path = ipc_path(address)
+    if path:
+        with new_socket() as probe:
+            knock(probe, path)
+
+
+def new_socket() -> socket.socket:
+    """Return a unix socket that does not block.
+
+    Raises:
+        Unavailable: there is no descriptor left.
+    """
+    try:
+        made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    except OSError as error:
+        raise Unavailable(f"cannot make a socket: {error.strerror}") from None
+    made.setblocking(False)
+    return made
+
+
+def knock(connection: socket.socket, path: str) -> bool:
+    """Connect a unix socket that does not block; return False where the daemon's backlog is full: it is there.
+
+    Raises:
+        InvalidArgument: it is no path of a socket of weightd.
         PermissionDenied: this user may not connect.
         Unavailable: nobody listens there.
     """
-    path = ipc_path(address)
-    if path.startswith("/") and "\0" not in path:
-        _check_path(path)
-    elif not tcp.is_address(address):
-        raise InvalidArgument(f"expected an address ipc:///PATH or {tcp.FORM}, got {address!r}")
-
-
-def _check_path(path: str) -> None:
     size = len(os.fsencode(path))
     if size > limits.MAX_IPC_PATH_BYTES:
         raise InvalidArgument(
             f"expected a socket path of at most {limits.MAX_IPC_PATH_BYTES} bytes, got {size}: {path}"
         )
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        probe.setblocking(False)
-        try:
-            probe.connect(path)
-        except BlockingIOError:
-            pass  # Its backlog is full, so someone listens.
-        except OSError as error:
-            raise _explain(error, path) from None
+    try:
+        connection.connect(path)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        raise _explain(error, path) from None
+    return True
 
 
 def _explain(error: OSError, path: str) -> RequestError:

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import os
+import contextlib
+import math
 import threading
 import time
 from functools import partial
 from types import TracebackType
-from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple, Type, cast
+from typing import Any, Callable, Dict, Generator, List, Mapping, Optional, Tuple, Type, cast
 
-import zmq
-
-from weightd.client.address import default_address
-from weightd.client.connection import connect
-from weightd.client.core import Answer, Call, ClientCore, Started
-from weightd.protocol import limits
-from weightd.protocol.errors import DeadlineExceeded, InvalidArgument, RemoteProtocolError, Unavailable, WeightdError
+from weightd.client.connection import Connection, Gone
+from weightd.client.core import Answer, Call, Question
+from weightd.client.session import BUSY_S, DEFAULT_TIMEOUT_S, LOST, Session, grace
+from weightd.client.turns import Turn, Turns
+from weightd.client.waker import Waker
+from weightd.protocol.errors import Unavailable
 from weightd.protocol.messages.control import (
     ModelMetadataResponse,
     ReadyResponse,
@@ -24,19 +24,6 @@ from weightd.protocol.messages.control import (
     UpdateResponse,
 )
 from weightd.protocol.messages.status import StatusResponse
-
-DEFAULT_TIMEOUT_S = 30.0
-
-_MAX_TIMEOUT_S = limits.MAX_TIMEOUT_US / 1e6
-_MAX_GRACE_S = 0.5
-
-
-class WrongThread(WeightdError):
-    """A Client is used by another thread or process than the one that made it. Make one for each: they are cheap."""
-
-
-class ClientClosed(WeightdError):
-    """A Client is used after `close`, or after the end of its `with` block."""
 
 
 class Pending:
@@ -78,13 +65,14 @@ class Pending:
 class Client:
     """Asks a weightd daemon for inference.
 
-    For one thread: use by another, or by a forked process, is a `WrongThread` error. Use it as a context manager, or
-    `close` it. If the connection is lost, whatever is under way ends at once in `Unavailable`, and the next call
-    connects again.
+    It may be used by several threads, which wait beside one another; not by a forked process, where it is a
+    `WrongProcess` error. Use it as a context manager, or `close` it. If the connection is lost, whatever is under way
+    ends at once in `Unavailable`, and the next call connects again.
 
     Args:
-        address: where the daemon listens, ipc:///PATH or tcp://HOST:PORT. Default: $WEIGHTD_SOCKET, or where the
-            daemon of this user or of the system listens by default.
+        address: where the daemon listens: /PATH, for its unix socket or, where that cannot be used, ZeroMQ;
+            unix:///PATH for its unix socket only; ipc:///PATH or tcp://HOST:PORT for ZeroMQ only.
+            Default: $WEIGHTD_SOCKET, or where the daemon of this user or of the system listens by default.
         timeout: seconds that a call waits unless it says otherwise; at most one hour.
 
     Raises:
@@ -95,17 +83,35 @@ class Client:
     """
 
     def __init__(self, address: Optional[str] = None, *, timeout: float = DEFAULT_TIMEOUT_S) -> None:
-        self.address = default_address() if address is None else address
-        self.timeout = _checked(timeout)
-        self._owner = (os.getpid(), threading.get_ident())
-        self._closed = False
-        self._core = ClientCore()
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._session = Session(address, timeout)
+        self._core = self._session.core
+        self._changed = threading.Condition(threading.Lock())
+        self._turns = Turns()
         try:
-            self._connection = connect(self._context, self.address, time.monotonic() + timeout)
-        except BaseException:
-            self._context.destroy(linger=0)
-            raise
+            self._waker = Waker()
+        except OSError as error:
+            raise Unavailable(f"cannot make a pipe: {error.strerror}") from None
+        self._poller = self._waker.poller(())
+        self._connects = False
+        self._stuck = 0
+        deadline = time.monotonic() + timeout
+        with self._changed:
+            self._connect(deadline)
+
+    @property
+    def address(self) -> str:
+        """Where the daemon is looked for, as it was asked for."""
+        return self._session.address.given
+
+    @property
+    def transport(self) -> str:
+        """How it is, or was last, connected: "unix" or "zmq"."""
+        return self._session.connection.transport
+
+    @property
+    def timeout(self) -> float:
+        """Seconds that a call waits unless it says otherwise."""
+        return self._session.timeout
 
     def infer(self, model: str, inputs: Mapping[str, Any], *, timeout: Optional[float] = None) -> Dict[str, Any]:
         """Run `model` on `inputs` and return its outputs.
@@ -124,7 +130,7 @@ class Client:
             RequestError: one subclass for each code of the wire, `DeadlineExceeded` among them. `Unavailable` also
                 where the connection is lost; the request may have been run then, and nothing is sent again.
             ProtocolError: one side broke the protocol: versions that do not fit.
-            WrongThread, ClientClosed: the client must not be used here, or no longer.
+            WrongProcess, ClientClosed: the client must not be used here, or no longer.
         """
         seconds, deadline = self._begin(timeout)
         return cast(Dict[str, Any], self._ask(self._core.infer(model, inputs, seconds), seconds, deadline))
@@ -137,9 +143,9 @@ class Client:
         """
         seconds, deadline = self._begin(timeout)
         call, frames = self._core.infer(model, inputs, seconds)
-        self._send(frames, deadline)
+        self._send(frames, deadline, call)
         return Pending(
-            partial(self._wait, call, deadline + _grace(seconds)),
+            partial(self._wait, call, deadline + grace(seconds)),
             partial(self._poll, call),
             partial(self._cancel, call),
         )
@@ -209,8 +215,8 @@ class Client:
                 whether the same update may succeed later.
         """
         seconds, deadline = self._begin(timeout)
-        started = self._core.update(model, path, weights, rollback=rollback)
-        return cast(UpdateResponse, self._ask(started, seconds, deadline))
+        question = self._core.update(model, path, weights, rollback=rollback)
+        return cast(UpdateResponse, self._ask(question, seconds, deadline))
 
     def reload(self, *, timeout: Optional[float] = None) -> ReloadResponse:
         """Have the daemon read its configuration file again; models that are new or changed load after the answer.
@@ -224,17 +230,17 @@ class Client:
         return cast(ReloadResponse, self._ask(self._core.reload(), seconds, deadline))
 
     def close(self) -> None:
-        """Close the connection. Requests under way are given up. In a forked process it does nothing.
-
-        Raises:
-            WrongThread: another thread made the client.
-        """
-        if self._owner[0] != os.getpid() or self._closed:
+        """Close the connection. What is under way ends in `ClientClosed`. In a forked process it does nothing."""
+        session = self._session
+        if session.is_foreign or session.closed:
             return
-        self._check_owner()
-        self._closed = True
-        self._connection.close()
-        self._context.destroy(linger=0)
+        with self._changed:
+            session.end()
+            self._changed.notify_all()
+        if self._turns.take():
+            self._leave()
+        else:
+            self._waker.set()
 
     def __enter__(self) -> Client:
         return self
@@ -246,81 +252,220 @@ class Client:
 
     # --- within -------------------------------------------------------------------------------------------------
     #
-    # Every call that is under way belongs to the connection there is: with a connection, all its calls end.
+    # Each message is sent by the thread that has it, under the lock of `_changed`, and never waits there. Whose turn it
+    # is to read waits in the kernel, without that lock, for all: for what comes and, while something is unsent, until
+    # it can be sent. Only who reads closes a connection. The others wait for what it tells: for an answer each in a
+    # `Turn`, for all else at `_changed`; a reader that leaves no other behind wakes up those who are `_stuck` there.
 
     def _begin(self, timeout: Optional[float]) -> Tuple[float, float]:
-        """Make sure that there is a connection; return the call's timeout and its deadline."""
-        self._check_owner()
-        seconds = self.timeout if timeout is None else _checked(timeout)
-        deadline = time.monotonic() + seconds
+        """Return the call's timeout and its deadline."""
+        self._session.check()
+        seconds = self._session.seconds(timeout)
+        return seconds, time.monotonic() + seconds
+
+    def _ask(self, question: Question, seconds: float, deadline: float) -> Answer:
+        call, frames = question
+        self._send(frames, deadline, call)
+        return self._wait(call, deadline + grace(seconds))
+
+    def _send(self, frames: List[Any], deadline: float, call: Call) -> None:
+        """Begin a call, over a new connection where there is none; wait until all of it has gone."""
+        session = self._session
         # What has come since the last call is not left to pile up, and a loss shows before a request is lost to it.
-        while not (self._connection.closed or self._connection.quiet) and self._take_in(0.0):
-            pass
-        if self._connection.closed:
-            self._hang_up(Unavailable, f"the connection to {self.address} was lost")
-            self._connection = connect(self._context, self.address, deadline)
-        return seconds, deadline
+        if not session.connection.is_quiet():
+            self._catch_up()
+        with self._changed:
+            try:
+                connection = self._ready_to_send(deadline)
+                sent_at = session.send(frames, call)
+            except Gone:
+                connection = self._ready_to_send(deadline)
+                sent_at = session.send(frames, call)
+            self._see_off(connection, sent_at, deadline)
 
-    def _ask(self, started: Started, seconds: float, deadline: float) -> Answer:
-        call, frames = started
-        self._send(frames, deadline)
-        return self._wait(call, deadline + _grace(seconds))
+    def _see_off(self, connection: Connection, sent_at: float, deadline: float) -> None:
+        if sent_at:
+            self._until_sent(connection, sent_at, deadline)
+        elif self._turns.is_taken and not connection.is_idle():
+            self._waker.set()
 
-    def _send(self, frames: List[Any], deadline: float) -> None:
+    def _ready_to_send(self, deadline: float) -> Connection:
+        """Return a connection that takes a message now. The lock is ours; meanwhile it is free."""
+        while True:
+            self._session.check()
+            connection = self._session.connection
+            if connection.closed:
+                self._connect(deadline)
+            elif connection.is_spoilt:
+                self._until_sent(connection, math.inf, deadline)
+            elif connection.unsent:
+                self._until_sent(connection, connection.sent + connection.unsent, deadline)
+            else:
+                return connection
+
+    def _until_sent(self, connection: Connection, sent_at: float, deadline: float) -> None:
+        """Wait until so much is sent, or the connection is closed. The lock is ours; meanwhile it is free."""
+        self._stuck += 1
         try:
-            self._connection.send(frames, deadline)
-        except Unavailable as error:
-            self._hang_up(Unavailable, str(error))
-            raise
+            self._waker.set()
+            while connection.sent < sent_at and not connection.closed:
+                self._session.check()
+                if self._turns.take():
+                    with self._unlocked():
+                        in_time = self._read_once(connection, deadline)
+                else:
+                    in_time = self._changed.wait(deadline - time.monotonic())
+                if not in_time:
+                    raise self._session.not_read()
+        finally:
+            self._stuck -= 1
+
+    def _connect(self, deadline: float) -> None:
+        """Connect, or wait until another thread has tried. The lock is ours; meanwhile it is free."""
+        if self._connects:
+            if not self._changed.wait(deadline - time.monotonic()):
+                raise self._session.no_connection()
+            return
+        self._connects = True
+        try:
+            with self._unlocked():
+                connection = self._new_connection(deadline)
+        finally:
+            self._connects = False
+            self._changed.notify_all()
+        if self._session.closed:
+            connection.close()
+        else:
+            self._poller = self._waker.poller(connection.descriptors)
+            self._session.connection = connection
+
+    def _new_connection(self, deadline: float) -> Connection:
+        making = self._session.connecting()
+        try:
+            while True:
+                descriptor = next(making)
+                self._session.check()
+                if descriptor is None:
+                    self._waker.sleep(self._waker.poller(()), min(deadline, time.monotonic() + BUSY_S))
+                    if time.monotonic() > deadline:
+                        raise self._session.no_connection()
+                elif not self._waker.sleep(self._waker.poller((descriptor,)), deadline):
+                    raise self._session.no_connection()
+        except StopIteration as made:
+            return cast(Connection, made.value)
+        finally:
+            making.close()
 
     def _wait(self, call: Call, deadline: float) -> Answer:
-        self._check_owner()
-        while not call.done:
-            if not self._take_in(deadline):
-                raise DeadlineExceeded(f"no answer from {self.address} in time: the daemon does not answer")
+        self._session.check()
+        if not call.done:
+            turn = self._turns.enter(call)
+            if turn is None:
+                self._read(call, deadline)
+            else:
+                self._follow(turn, deadline)
         return call.result()
 
-    def _cancel(self, call: Call) -> None:
-        if not self._poll(call):
+    def _follow(self, turn: Turn, deadline: float) -> None:
+        try:
+            turn.sleep(deadline - time.monotonic())
+        except BaseException:
+            if self._turns.give_up(turn):
+                self._leave()
+            raise
+        if self._turns.give_up(turn):
+            self._read(turn.call, deadline)
+        elif not turn.call.done:
+            raise self._session.no_answer()
+
+    def _read(self, call: Call, deadline: float) -> None:
+        """Read until the call is done. It is our turn."""
+        try:
+            while not call.done:
+                connection = self._session.connection
+                if connection.is_idle() and not self._sleep(connection, deadline):
+                    raise self._session.no_answer()
+                self._take_in()
+        finally:
+            self._leave()
+
+    def _read_once(self, connection: Connection, deadline: float) -> bool:
+        """Wait until something has happened, and take it in; return whether it has by the deadline. It is our turn."""
+        try:
+            if connection.is_idle() and not self._sleep(connection, deadline):
+                return False
+            self._take_in()
+            return True
+        finally:
+            self._leave()
+
+    def _catch_up(self) -> None:
+        """Take in what has come, unless another thread does anyway."""
+        if self._turns.take():
             try:
-                self._connection.tell(self._core.cancel(call), time.monotonic() + self.timeout)
-            except Unavailable as error:
-                self._hang_up(Unavailable, str(error))  # which ends the call, too
+                while not self._session.connection.closed and self._take_in():
+                    pass
+            finally:
+                self._leave()
 
     def _poll(self, call: Call) -> bool:
-        self._check_owner()
-        while not call.done and self._take_in(0.0):
-            pass
+        self._session.check()
+        if not call.done:
+            self._catch_up()
         return call.done
 
-    def _take_in(self, deadline: float) -> bool:
-        """Take in the next message, or the loss of the connection; return whether either came by the deadline."""
+    def _cancel(self, call: Call) -> None:
+        if self._poll(call):
+            return
+        deadline = time.monotonic() + self.timeout
+        with self._changed:
+            connection = self._session.connection
+            try:
+                sent_at: float = self._session.send(self._core.cancel(call))
+            except Gone:
+                sent_at = math.inf  # The loss ends the call, too.
+            self._see_off(connection, sent_at, deadline)
+
+    def _sleep(self, connection: Connection, deadline: float) -> bool:
+        poller = self._poller
+        if connection.waits_to_write and connection.unsent:
+            poller = self._waker.poller(connection.descriptors, to_write=True)
+        return self._waker.sleep(poller, deadline)
+
+    def _take_in(self) -> bool:
+        """Take in what has come, or the loss of the connection; return whether that was anything. It is our turn."""
+        session = self._session
         try:
-            frames = self._connection.receive(deadline)
-            if frames is None:
-                return False
-            self._core.received(frames)
-        except (Unavailable, RemoteProtocolError) as error:
-            self._hang_up(type(error), str(error))
-        return True
+            anything = session.take_in()
+        except BaseException as error:
+            with self._changed:
+                session.hang_up(error)
+                self._changed.notify_all()
+            if not isinstance(error, LOST):
+                raise
+            return True
+        if session.connection.unsent:
+            with self._changed:
+                session.connection.flush()
+                self._changed.notify_all()
+        return anything
 
-    def _hang_up(self, kind: Type[WeightdError], text: str) -> None:
-        self._connection.close()
-        self._core.fail_all(kind, text)
+    def _leave(self) -> None:
+        """Read no more."""
+        if self._session.closed:
+            with self._changed:
+                self._session.connection.close()
+                if not self._connects:
+                    self._waker.close()
+        self._turns.leave()
+        if self._stuck:
+            with self._changed:
+                self._changed.notify_all()
 
-    def _check_owner(self) -> None:
-        if self._owner != (os.getpid(), threading.get_ident()):
-            raise WrongThread("this Client belongs to the thread that made it; make one Client for each thread")
-        if self._closed:
-            raise ClientClosed("this Client is closed")
-
-
-def _checked(timeout: float) -> float:
-    if not 0 < timeout <= _MAX_TIMEOUT_S:
-        raise InvalidArgument(f"timeout: expected more than 0 and at most {_MAX_TIMEOUT_S:.0f} seconds, got {timeout}")
-    return timeout
-
-
-def _grace(timeout: float) -> float:
-    """How much longer to wait for the daemon's own error at the deadline, which says more than the client could."""
-    return min(0.1 * timeout, _MAX_GRACE_S)
+    @contextlib.contextmanager
+    def _unlocked(self) -> Generator[None, None, None]:
+        self._changed.release()
+        try:
+            yield
+        finally:
+            self._changed.acquire()

@@ -1,4 +1,8 @@
-"""What a client knows of its calls, without a socket and without a clock: bytes out, bytes in, answers by id."""
+"""What a client knows of its calls, without a socket and without a clock: bytes out, bytes in, answers by id.
+
+Several threads may use it: one at a time gives it what comes, any may begin a call or end them all. So what they share
+is changed in steps of which each is whole.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ import functools
 import itertools
 import os
 from collections import abc
-from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, Type, Union, cast
+from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Sequence, Type, Union, cast
 from weakref import ReferenceType, ref
 
 from weightd.protocol import limits
@@ -53,7 +57,7 @@ class Call:
         done: whether it has ended, in an answer or in an error.
     """
 
-    __slots__ = ("__weakref__", "_answer", "_error", "done", "expects", "id")
+    __slots__ = ("__weakref__", "_answer", "_error", "_hooks", "done", "expects", "id")
 
     def __init__(self, request_id: str, expects: Type[DaemonMessage]) -> None:
         self.id = request_id
@@ -61,6 +65,13 @@ class Call:
         self.done = False
         self._answer: Optional[Answer] = None
         self._error: Optional[WeightdError] = None
+        self._hooks: List[Callable[[], None]] = []
+
+    def when_done(self, hook: Callable[[], None]) -> None:
+        """Have `hook` called once the call has ended: at once if it has."""
+        self._hooks.append(hook)
+        if self.done:
+            self._call_hooks()
 
     def result(self) -> Answer:
         """Return the answer of a call that is done.
@@ -77,14 +88,29 @@ class Call:
         """End the call in an answer."""
         self._answer = answer
         self.done = True
+        self._call_hooks()
 
     def fail(self, error: WeightdError) -> None:
         """End the call in an error."""
         self._error = error
         self.done = True
+        self._call_hooks()
+
+    def _call_hooks(self) -> None:
+        # Another thread may do the same: each hook is taken by one of them.
+        while self._hooks:
+            try:
+                hook = self._hooks.pop()
+            except IndexError:
+                return
+            hook()
 
 
-Started = Tuple[Call, List[Any]]
+class Question(NamedTuple):
+    """A call that may be begun, and the frames that do it."""
+
+    call: Call
+    frames: List[Any]
 
 
 class ClientCore:
@@ -106,11 +132,11 @@ class ClientCore:
     @property
     def waiting(self) -> int:
         """How many calls are under way."""
-        return sum(call() is not None for call in self._calls.values())
+        return sum(call() is not None for call in list(self._calls.values()))
 
     def infer(
         self, model: str, inputs: Mapping[str, Any], timeout: float, outputs: Optional[Sequence[str]] = None
-    ) -> Started:
+    ) -> Question:
         """Return an inference request and its frames.
 
         Raises:
@@ -122,45 +148,59 @@ class ClientCore:
         arrays = {name: _wire_array(name, value) for name, value in inputs.items()}
         call = Call(self._next_id(), InferResponse)
         header = encode(Infer(call.id, describe_request(model, arrays, outputs), _parameters(timeout)))
-        return self._started(call, [*header, *map(frame_of, arrays.values())])
+        return Question(call, [*header, *map(frame_of, arrays.values())])
+
+    def begin(self, call: Call) -> None:
+        """Its frames are being sent: from now on it can be answered, and end with the others."""
+        if len(self._calls) >= self._sweep_at:
+            for each in list(self._calls):
+                known = self._calls.get(each)
+                if known is not None and known() is None:
+                    self._calls.pop(each, None)
+            self._sweep_at = max(_LEAST_SWEEP, 2 * len(self._calls))
+        self._calls[call.id] = ref(call)
+
+    def forget(self, call: Call) -> None:
+        """It was not begun after all."""
+        self._calls.pop(call.id, None)
 
     def cancel(self, call: Call) -> List[Any]:
         """Return the frames that take a request back; it is still answered, if not in `Cancelled` then as if not."""
         return encode(Cancel(call.id))
 
-    def ready(self, model: str) -> Started:
+    def ready(self, model: str) -> Question:
         """Return the question whether a model, or with "" all of them, can answer, and its frames."""
         call = Call(self._next_id(), ReadyResponse)
-        return self._started(call, encode(ModelReady(call.id, model) if model else ServerReady(call.id)))
+        return Question(call, encode(ModelReady(call.id, model) if model else ServerReady(call.id)))
 
-    def model_metadata(self, model: str) -> Started:
+    def model_metadata(self, model: str) -> Question:
         """Return a question about a model and its frames."""
         call = Call(self._next_id(), ModelMetadataResponse)
-        return self._started(call, encode(ModelMetadata(call.id, model)))
+        return Question(call, encode(ModelMetadata(call.id, model)))
 
-    def server_metadata(self) -> Started:
+    def server_metadata(self) -> Question:
         """Return a question about the server and its frames."""
         call = Call(self._next_id(), ServerMetadataResponse)
-        return self._started(call, encode(ServerMetadata(call.id)))
+        return Question(call, encode(ServerMetadata(call.id)))
 
-    def status(self) -> Started:
+    def status(self) -> Question:
         """Return a question about everything and its frames."""
         call = Call(self._next_id(), StatusResponse)
-        return self._started(call, encode(Status(call.id)))
+        return Question(call, encode(Status(call.id)))
 
-    def update(self, model: str, path: str, weights: str, *, rollback: bool) -> Started:
+    def update(self, model: str, path: str, weights: str, *, rollback: bool) -> Question:
         """Return a wish for another model or other weights, and its frames.
 
         Raises:
             LocalProtocolError: a path is too long.
         """
         call = Call(self._next_id(), UpdateResponse)
-        return self._started(call, encode(Update(call.id, model, path, weights, rollback)))
+        return Question(call, encode(Update(call.id, model, path, weights, rollback)))
 
-    def reload(self) -> Started:
+    def reload(self) -> Question:
         """Return the wish that the configuration file be read again, and its frames."""
         call = Call(self._next_id(), ReloadResponse)
-        return self._started(call, encode(Reload(call.id)))
+        return Question(call, encode(Reload(call.id)))
 
     def received(self, frames: Sequence[Any]) -> None:
         """Take in a message: it ends the call that it names. One that nobody waits for (any more) is dropped.
@@ -195,23 +235,19 @@ class ClientCore:
 
     def fail_all(self, kind: Type[WeightdError], text: str) -> None:
         """End every call that is under way in an error."""
-        for reference in self._calls.values():
+        while self._calls:
+            try:
+                _, reference = self._calls.popitem()
+            except KeyError:
+                return
             call = reference()
             if call is not None:
                 call.fail(kind(text))
-        self._calls.clear()
 
     # --- within -------------------------------------------------------------------------------------------------
 
     def _next_id(self) -> str:
         return f"{self._prefix}{next(self._ids)}"
-
-    def _started(self, call: Call, frames: List[Any]) -> Started:
-        if len(self._calls) >= self._sweep_at:
-            self._calls = {each: known for each, known in self._calls.items() if known() is not None}
-            self._sweep_at = max(_LEAST_SWEEP, 2 * len(self._calls))
-        self._calls[call.id] = ref(call)
-        return call, frames
 
     def _ended(self, request_id: str) -> Optional[Call]:
         """Return the call that ends now, None if nobody waits for it (any more)."""

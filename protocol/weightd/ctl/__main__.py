@@ -10,7 +10,8 @@ import sys
 from typing import Dict, List, Optional
 
 from weightd.client.address import default_address
-from weightd.client.client import DEFAULT_TIMEOUT_S, Client
+from weightd.client.client import Client
+from weightd.client.session import DEFAULT_TIMEOUT_S
 from weightd.ctl import exits, health, predict, reload, status, update
 from weightd.ctl.install import verb as install
 from weightd.ctl.text import clean
@@ -123,8 +124,9 @@ def _add_common(parser: argparse.ArgumentParser, *, socket: object, timeout: obj
         "--socket",
         default=socket,
         metavar="ADDRESS",
-        help="where the daemon listens, ipc:///PATH or tcp://HOST:PORT (default: $WEIGHTD_SOCKET, or the running "
-        "daemon of this user or of the system)",
+        help="where the daemon listens: /PATH, or unix:///PATH for its unix socket only, ipc:///PATH or "
+        "tcp://HOST:PORT for ZeroMQ only (default: $WEIGHTD_SOCKET, or the running daemon of this user or of the "
+        "system)",
     )
     parser.add_argument(
         "--timeout",

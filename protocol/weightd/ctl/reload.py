@@ -7,7 +7,7 @@ import json
 
 from weightd.ctl import exits
 from weightd.ctl.text import clean
-from weightd.ctl.verb import Connect, Verb
+from weightd.ctl.verb import Connect, Verb, operating
 
 _DESCRIPTION = """\
 Has the daemon read its configuration file again, as SIGHUP does, and no request is lost: new models
@@ -18,6 +18,8 @@ the error says why.
 This returns once the file is in force. weightctl status shows how the loading goes: a change that
 fails leaves the model as it was, with the cause beside it.
 
+Only the daemon's own user and root may do this, over its unix socket: not over ipc:// or tcp://.
+
 Exit status: 0 the file is in force, 1 nothing has changed."""
 
 
@@ -26,7 +28,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(options: argparse.Namespace, connect: Connect) -> int:
-    with connect() as client:
+    with connect() as client, operating(client):
         answer = client.reload()
     changes = {"added": answer.added, "changed": answer.changed, "removed": answer.removed}
     if options.json:

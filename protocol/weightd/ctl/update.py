@@ -10,7 +10,7 @@ from pathlib import Path
 from weightd.client.client import Client
 from weightd.ctl import exits
 from weightd.ctl.text import clean
-from weightd.ctl.verb import BadInput, Connect, Ended, NotReached, Verb
+from weightd.ctl.verb import BadInput, Connect, Ended, NotReached, Verb, operating
 from weightd.protocol.errors import DeadlineExceeded, RequestError
 from weightd.protocol.messages.control import UpdateResponse
 
@@ -34,6 +34,8 @@ goes on after them; weightctl status shows how it stands.
 The configuration is not changed: a start that has to load the model anew, as after a reboot, loads
 the file that it names. To keep the new one for good, write its path there.
 
+Only the daemon's own user and root may do this, over its unix socket: not over ipc:// or tcp://.
+
 Exit status: 0 the new model serves, 1 it does not and the old one does, 75 it still loads."""
 
 _UPDATE_WEIGHTS = """\
@@ -44,6 +46,8 @@ weightctl update does.
   weightctl update-weights resnet50 /models/finetuned.npz
 
 A start that has to load the model anew loads it without them.
+
+Only the daemon's own user and root may do this, over its unix socket: not over ipc:// or tcp://.
 
 Exit status: 0 the new weights serve, 1 they do not and the old ones do, 75 they still load."""
 
@@ -89,7 +93,8 @@ def _run_update_weights(options: argparse.Namespace, connect: Connect) -> int:
 def _wait(client: Client, model: str, *, path: str = "", weights: str = "", rollback: bool = False) -> UpdateResponse:
     """Update, and tell an update that takes its time from a daemon that does not answer."""
     try:
-        return client.update(model, path, weights=weights, rollback=rollback)
+        with operating(client):
+            return client.update(model, path, weights=weights, rollback=rollback)
     except DeadlineExceeded as late:
         try:
             client.server()

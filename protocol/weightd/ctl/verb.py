@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from typing import Callable, NamedTuple
+import contextlib
+from typing import Callable, Generator, NamedTuple
 
 from weightd.client.client import Client
 from weightd.ctl import exits
@@ -61,6 +62,18 @@ class NotReached(Ended):
         super().__init__(str(reason))
         self.code = reason.code
         self.status = _UNREACHED.get(reason.code, exits.UNAVAILABLE)
+
+
+@contextlib.contextmanager
+def operating(client: Client) -> Generator[None, None, None]:
+    """Say of a refusal what may be its reason: nobody operates a daemon over ZeroMQ."""
+    try:
+        yield
+    except PermissionDenied as error:
+        if client.transport == "unix":
+            raise
+        hint = "weightctl is connected over ZeroMQ, and the daemon takes this over its unix socket only"
+        raise PermissionDenied(f"{error}; {hint}: --socket unix:///PATH") from None
 
 
 _UNREACHED = {InvalidArgument.code: exits.USAGE, PermissionDenied.code: exits.NO_PERMISSION}

@@ -1,12 +1,16 @@
-"""A daemon of a few lines: a ROUTER socket in a thread, whose answers the test decides."""
+"""A daemon of a few lines: a thread with a ROUTER socket, or with unix sockets, whose answers the test decides."""
 
 from __future__ import annotations
 
+import contextlib
 import queue
+import select
+import socket
 import tempfile
 import threading
+from collections import deque
 from pathlib import Path
-from typing import Any, Callable, Iterable, Iterator, List, Optional, Sequence, Tuple, cast
+from typing import Any, Callable, Deque, Dict, Iterable, Iterator, List, Optional, Sequence, Tuple, cast
 
 import pytest
 import zmq
@@ -22,6 +26,8 @@ from weightd.protocol.messages.control import (
 from weightd.protocol.messages.data import Infer, InferResponse, ResponseDescription
 from weightd.protocol.messages.status import Status, StatusResponse
 from weightd.protocol.messages.types import FROM_CLIENT, ClientMessage
+from weightd.shared.paths import unix_path
+from weightd.shared.stream import Stream
 
 # For everything that must happen: a machine that is busy with other work needs it.
 LIMIT_S = 30.0
@@ -57,17 +63,10 @@ def silent(message: ClientMessage, tensors: Sequence[bytes]) -> Sequence[List[An
     return []
 
 
-class FakeDaemon:
-    """Listens from its construction on; `stop` ends it as a killed process ends: all connections close.
+class _RouterEnd:
+    """Listens with ZeroMQ."""
 
-    Attributes:
-        seen: what has come, in order.
-        handle: what to answer; may be exchanged at any time.
-    """
-
-    def __init__(self, address: str, handle: Handler = echo) -> None:
-        self.handle: Handler = handle
-        self.seen: queue.Queue[Seen] = queue.Queue()
+    def __init__(self, address: str) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
@@ -75,11 +74,97 @@ class FakeDaemon:
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.bind(address)
         self.address = cast(bytes, self._socket.getsockopt(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode()
-        self._orders = self._context.socket(zmq.PAIR)
-        self._orders.bind("inproc://orders")
-        self._inside = self._context.socket(zmq.PAIR)
-        self._inside.connect("inproc://orders")
         self._peer = b""
+
+    def receive(self, wake: int) -> Optional[List[bytes]]:
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(wake, zmq.POLLIN)
+        if self._socket not in dict(poller.poll()):
+            return None
+        self._peer, *frames = self._socket.recv_multipart()
+        return frames
+
+    def send(self, frames: Sequence[Any]) -> None:
+        try:
+            self._socket.send_multipart([self._peer, *frames])
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:  # who asked is gone
+                raise
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
+
+
+class _UnixEnd:
+    """Listens on a unix socket."""
+
+    def __init__(self, address: str) -> None:
+        path = unix_path(f"ipc://{address[len('unix://') :]}")
+        self.address = address
+        with contextlib.suppress(FileNotFoundError):
+            Path(path).unlink()
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(path)
+        self._listener.listen(16)
+        self._streams: Dict[int, Stream] = {}
+        self._received: Deque[Tuple[Stream, List[Any]]] = deque()
+        self._peer: Optional[Stream] = None
+
+    def receive(self, wake: int) -> Optional[List[bytes]]:
+        while not self._received:
+            watched = [wake, self._listener.fileno(), *self._streams]
+            writing = [number for number, stream in self._streams.items() if stream.unsent]
+            readable, writable, _ = select.select(watched, writing, [])
+            for number in writable:
+                with contextlib.suppress(ConnectionError):
+                    self._streams[number].flush()
+            for number in readable:
+                if number == wake:
+                    return None
+                if number == self._listener.fileno():
+                    stream = Stream(self._listener.accept()[0])
+                    self._streams[stream.fileno()] = stream
+                else:
+                    self._read(number)
+        self._peer, frames = self._received.popleft()
+        return frames
+
+    def _read(self, number: int) -> None:
+        stream = self._streams[number]
+        try:
+            self._received += [(stream, message.frames) for message in stream.receive()]
+        except ConnectionError:
+            self._streams.pop(number).close()
+
+    def send(self, frames: Sequence[Any]) -> None:
+        assert self._peer is not None
+        with contextlib.suppress(OSError):  # who asked is gone
+            self._peer.send(frames)
+
+    def close(self) -> None:
+        self._listener.close()
+        for stream in self._streams.values():
+            stream.close()
+
+
+class FakeDaemon:
+    """Listens from its construction on; `stop` ends it as a killed process ends: all connections close.
+
+    Attributes:
+        address: where it listens: ipc:// and tcp:// with ZeroMQ, unix:// on a unix socket.
+        seen: what has come, in order.
+        handle: what to answer; may be exchanged at any time.
+    """
+
+    def __init__(self, address: str, handle: Handler = echo) -> None:
+        self.handle: Handler = handle
+        self.seen: queue.Queue[Seen] = queue.Queue()
+        self._end = _UnixEnd(address) if address.startswith("unix://") else _RouterEnd(address)
+        self.address = self._end.address
+        # None: stop.
+        self._orders: Deque[Optional[Sequence[bytes]]] = deque()
+        self._inside, self._outside = socket.socketpair()
         self._thread: Optional[threading.Thread] = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
@@ -89,42 +174,36 @@ class FakeDaemon:
 
     def send(self, *frames: bytes) -> None:
         """Send a message to the peer that was heard last."""
-        self._orders.send_multipart(frames)
+        self._order(frames)
 
     def stop(self) -> None:
         """End; the second time does nothing."""
         if self._thread is not None:
-            self._orders.send(b"")
+            self._order(None)
             self._thread.join(LIMIT_S)
             self._thread = None
-            self._context.destroy(linger=0)
+            self._end.close()
+            self._inside.close()
+            self._outside.close()
+
+    def _order(self, order: Optional[Sequence[bytes]]) -> None:
+        self._orders.append(order)
+        self._outside.send(b"!")
 
     def _run(self) -> None:
-        poller = zmq.Poller()
-        poller.register(self._socket, zmq.POLLIN)
-        poller.register(self._inside, zmq.POLLIN)
         while True:
-            ready = dict(poller.poll())
-            if self._inside in ready:
-                order = self._inside.recv_multipart()
-                if order == [b""]:
-                    break
-                self._answer(order)
-            if self._socket in ready:
-                self._peer, *frames = self._socket.recv_multipart()
+            frames = self._end.receive(self._inside.fileno())
+            if frames is None:
+                self._inside.recv(1)
+                order = self._orders.popleft()
+                if order is None:
+                    return
+                self._end.send(order)
+            else:
                 message = decode(frames, FROM_CLIENT)
                 self.seen.put((message, frames[2:]))
                 for answer in self.handle(message, frames[2:]):
-                    self._answer(answer)
-        self._socket.close(linger=0)
-        self._inside.close(linger=0)
-
-    def _answer(self, frames: Sequence[Any]) -> None:
-        try:
-            self._socket.send_multipart([self._peer, *frames])
-        except zmq.ZMQError as error:
-            if error.errno != zmq.EHOSTUNREACH:  # who asked is gone
-                raise
+                    self._end.send(answer)
 
 
 @pytest.fixture

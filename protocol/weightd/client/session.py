@@ -1,0 +1,182 @@
+"""What a client does that neither waits nor knows how its user does: by threads, or by a loop."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, List, Optional
+
+from weightd.client import unix, zeromq
+from weightd.client.address import Address, default_address, parse
+from weightd.client.connection import Connection, Gone, Making, Nowhere
+from weightd.client.core import Call, ClientCore
+from weightd.protocol import limits
+from weightd.protocol.errors import (
+    DeadlineExceeded,
+    InvalidArgument,
+    PermissionDenied,
+    RemoteProtocolError,
+    RequestError,
+    Unavailable,
+    WeightdError,
+)
+
+DEFAULT_TIMEOUT_S = 30.0
+
+# Where somebody listens who is too busy to accept, after which time one looks again.
+BUSY_S = 0.01
+
+# What `Session.take_in` raises where the connection is of no use any more.
+LOST = (Unavailable, RemoteProtocolError)
+
+_MAX_TIMEOUT_S = limits.MAX_TIMEOUT_US / 1e6
+_MAX_GRACE_S = 0.5
+
+
+class WrongProcess(WeightdError):
+    """A client is used by a process that was forked from the one that made it. Make one there: they are cheap."""
+
+
+class ClientClosed(WeightdError):
+    """A client is used after `close`, or was closed while it was used."""
+
+
+class Session:
+    """A client's calls and the connection that they are made over: with that, all of them end.
+
+    Attributes:
+        address: where the daemon is looked for.
+        timeout: seconds that a call waits unless it says otherwise.
+        core: knows the calls.
+        connection: the one there is, or the last one: then it is closed.
+        closed: whether the user has closed it.
+    """
+
+    def __init__(self, address: Optional[str], timeout: float) -> None:
+        self.address: Address = parse(default_address() if address is None else address)
+        self.timeout = timeout
+        self.timeout = self.seconds(timeout)
+        self.core = ClientCore()
+        self.connection: Connection = Nowhere()
+        self.closed = False
+        self._owner = os.getpid()
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether this process was forked from the one that made it."""
+        return self._owner != os.getpid()
+
+    def check(self) -> None:
+        """Raise if it must not be used.
+
+        Raises:
+            WrongProcess, ClientClosed: that is so.
+        """
+        if self._owner != os.getpid():
+            raise WrongProcess("this client belongs to the process that made it; make one in each process")
+        if self.closed:
+            raise self.ended()
+
+    def seconds(self, timeout: Optional[float]) -> float:
+        """Return how long a call may take that is given this timeout.
+
+        Raises:
+            InvalidArgument: it is out of bounds.
+        """
+        if timeout is None:
+            return self.timeout
+        if not 0 < timeout <= _MAX_TIMEOUT_S:
+            raise InvalidArgument(
+                f"timeout: expected more than 0 and at most {_MAX_TIMEOUT_S:.0f} seconds, got {timeout}"
+            )
+        return timeout
+
+    def connecting(self) -> Making[Connection]:
+        """Connect, in the first way that is possible.
+
+        Raises:
+            RequestError: there is none; the text says why.
+        """
+        _, path, zeromq_address = self.address
+        if not path:
+            return (yield from zeromq.connecting(zeromq_address))
+        try:
+            return (yield from unix.connecting(path))
+        except RequestError as error:
+            if not zeromq_address:
+                raise
+            refusal = error
+        try:
+            return (yield from zeromq.connecting(zeromq_address))
+        except Unavailable:
+            if isinstance(refusal, PermissionDenied):
+                raise refusal from None
+            raise
+
+    def send(self, frames: List[Any], call: Optional[Call] = None) -> int:
+        """Send a message, if it is not a `call`'s, then one that is not answered.
+
+        Returns:
+            0 if it has gone; else what `has_sent` takes.
+
+        Raises:
+            Gone: it was not sent, and the connection is lost.
+        """
+        connection = self.connection
+        if call is not None:
+            self.core.begin(call)
+            connection.unanswered += 1
+        try:
+            return 0 if connection.send(frames) else connection.sent + connection.unsent
+        except Gone:
+            if call is not None:
+                self.core.forget(call)
+            raise
+        except BaseException:
+            connection.spoil()
+            raise
+
+    def take_in(self) -> bool:
+        """Take in what has come; return whether that was anything.
+
+        Raises:
+            Unavailable, RemoteProtocolError: the connection is of no use any more: `hang_up`.
+        """
+        messages = self.connection.receive()
+        for frames in messages:
+            self.core.received(frames)
+        return bool(messages)
+
+    def hang_up(self, error: BaseException) -> None:
+        """Close the connection, for this reason; what is under way ends in it."""
+        kind = type(error) if isinstance(error, LOST) else Unavailable
+        text = str(error) or f"the connection to {self.connection.address} was given up in the middle of a message"
+        self.connection.close()
+        self.core.fail_all(kind, text)
+
+    def end(self) -> None:
+        """The user closes it: what is under way ends in `ClientClosed`. The connection is still to be closed."""
+        self.closed = True
+        self.core.fail_all(ClientClosed, str(self.ended()))
+
+    # --- errors, the same for all -------------------------------------------------------------------------------
+
+    def ended(self) -> ClientClosed:
+        """Return the error of what cannot go on, as the client is closed."""
+        return ClientClosed("this client is closed")
+
+    def no_connection(self) -> DeadlineExceeded:
+        """Return the error of who has waited in vain to be connected."""
+        return DeadlineExceeded(f"no handshake with {self.address.given} in time: the daemon hangs")
+
+    def not_read(self) -> DeadlineExceeded:
+        """Return the error of who has waited in vain until a message had gone."""
+        return DeadlineExceeded(f"could not send to {self.address.given} in time: the daemon does not read")
+
+    def no_answer(self) -> DeadlineExceeded:
+        """Return the error of who has waited in vain for an answer."""
+        return DeadlineExceeded(f"no answer from {self.address.given} in time: the daemon does not answer")
+
+
+def grace(seconds: float) -> float:
+    """How much longer to wait for the daemon's own error at the deadline, which says more than the client could."""
+    return min(0.1 * seconds, _MAX_GRACE_S)

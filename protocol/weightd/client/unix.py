@@ -1,0 +1,91 @@
+"""A connection over the daemon's unix socket. No thread, and one call of the kernel for a small message."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from typing import Any, List
+
+from weightd.client.address import knock, new_socket
+from weightd.client.connection import Connection, Making
+from weightd.protocol import limits
+from weightd.protocol.errors import RemoteProtocolError
+from weightd.protocol.framing import Incoming
+from weightd.shared.stream import Stream
+
+
+class UnixConnection(Connection):
+    """A connected socket. Made by `connecting`."""
+
+    transport = "unix"
+    waits_to_write = True
+
+    def __init__(self, connection: socket.socket, path: str) -> None:
+        super().__init__(path)
+        self._stream = Stream(connection, Incoming(max_header_bytes=limits.MAX_STATUS_BYTES))
+        self.descriptors = (connection.fileno(),)
+
+    @property
+    def unsent(self) -> int:
+        """Bytes."""
+        return self._stream.unsent
+
+    def send(self, frames: List[Any]) -> bool:
+        """As `Connection.send`."""
+        try:
+            return self._stream.send(frames)
+        except OSError:
+            self.spoil()
+            raise self.gone() from None
+
+    def flush(self) -> None:
+        """As `Connection.flush`. That it is lost is told by `receive`, after what has come."""
+        before = self._stream.unsent
+        with contextlib.suppress(OSError):
+            self._stream.flush()
+        self.sent += before - self._stream.unsent
+
+    def receive(self) -> List[List[Any]]:
+        """As `Connection.receive`."""
+        try:
+            messages = self._stream.receive()
+        except OSError:
+            raise self.loss() from None
+        except RemoteProtocolError as error:
+            raise RemoteProtocolError(
+                f"what answers at {self.address} does not speak as weightd does: {error}"
+            ) from None
+        self.unanswered -= len(messages)
+        for message in messages:
+            if not message.is_whole:
+                raise RemoteProtocolError(f"an answer of {self.address} is longer than any may be: {message.lengths}")
+        return [message.frames for message in messages]
+
+    def spoil(self) -> None:
+        """As `Connection.spoil`. Who waits for it wakes up."""
+        super().spoil()
+        with contextlib.suppress(OSError):
+            self._stream.connection.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """As `Connection.close`: also for the copies that forked processes have."""
+        if not self.closed:
+            self.closed = True
+            self.spoil()
+            self._stream.close()
+
+
+def connecting(path: str) -> Making[Connection]:
+    """Connect to the unix socket at `path`.
+
+    Raises:
+        RequestError: as `address.knock`.
+    """
+    connection = new_socket()
+    try:
+        while not knock(connection, path):
+            yield None
+    except BaseException:
+        connection.close()
+        raise
+    return UnixConnection(connection, path)

@@ -1,0 +1,64 @@
+"""Waits for descriptors, and ends the wait of another thread."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import threading
+import time
+from typing import Sequence
+
+
+class Waker:
+    """Ends one wait for each time that it is set, or spares it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._closed = True
+        self._read, self._write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._closed = False
+
+    def set(self) -> None:
+        """End the wait that there is, or the next one."""
+        # The number of a closed descriptor may be anybody's soon.
+        with self._lock:
+            if not self._closed:
+                with contextlib.suppress(BlockingIOError):
+                    os.write(self._write, b"\0")
+
+    def poller(self, descriptors: Sequence[int], *, to_write: bool = False) -> select.poll:
+        """Return what `sleep` takes: waits until one can be read from or, if so, the first one be written to."""
+        poller = select.poll()
+        for descriptor in descriptors:
+            poller.register(descriptor, select.POLLIN)
+        if to_write:
+            poller.modify(descriptors[0], select.POLLIN | select.POLLOUT)
+        poller.register(self._read, select.POLLIN)
+        return poller
+
+    def sleep(self, poller: select.poll, deadline: float) -> bool:
+        """Wait; return whether that had an end by the deadline."""
+        ready = poller.poll(max(0, int((deadline - time.monotonic()) * 1000) + 1))
+        if not ready:
+            return False
+        if ready[-1][0] == self._read:
+            self._clear()
+        return True
+
+    def close(self) -> None:
+        """Give the descriptors back. The second time does nothing."""
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                os.close(self._read)
+                os.close(self._write)
+
+    def _clear(self) -> None:
+        with self._lock:
+            if not self._closed:
+                with contextlib.suppress(BlockingIOError):
+                    os.read(self._read, 4096)
+
+    def __del__(self) -> None:
+        self.close()

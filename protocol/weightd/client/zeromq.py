@@ -1,0 +1,215 @@
+"""A connection over ZeroMQ, from the handshake to its loss.
+
+libzmq hides a lost connection: it would connect again for ever and send what is queued to whoever comes next, while
+answers that will never come are waited for. Here a socket monitor makes both ends of a connection's life events.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+from collections import deque
+from typing import Any, Deque, List, cast
+
+import zmq
+
+from weightd.client import address as addresses
+from weightd.client.connection import Connection, Making
+from weightd.protocol import limits
+from weightd.protocol.errors import InvalidArgument, Unavailable
+from weightd.shared import monitor, multipart
+
+# A host that vanishes does not close its TCP connections; a unix socket's peer cannot vanish unseen.
+_TCP_HEARTBEAT_MS = 5_000
+_TCP_SILENCE_MS = 15_000
+
+# Plain integers: `&` of pyzmq's own flags takes a microsecond.
+_EVENTS, _POLLIN, _POLLOUT = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.POLLOUT)
+
+_REFUSED = zmq.EVENT_CONNECT_RETRIED
+_HANDSHAKE_FAILED = (
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
+_MONITORED = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | _REFUSED | _HANDSHAKE_FAILED
+
+
+class _Contexts:
+    """One context for all connections of this process: it is two threads."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        self._lock = threading.Lock()
+        self._users = 0
+
+    def take(self) -> zmq.Context[zmq.Socket[bytes]]:
+        with self._lock:
+            if not self._users:
+                self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+            self._users += 1
+            return self._context
+
+    def give_back(self) -> None:
+        with self._lock:
+            self._users -= 1
+            if not self._users:
+                self._context.term()
+
+
+_contexts = _Contexts()
+# The threads of the one there is do not live on in a forked process.
+os.register_at_fork(after_in_child=_contexts.reset)
+
+
+class ZeroMqConnection(Connection):
+    """A DEALER socket. Made by `connecting`; before, it is not connected."""
+
+    transport = "zmq"
+    waits_to_write = False
+
+    def __init__(self, address: str) -> None:
+        super().__init__(address)
+        # A socket is for one thread at a time.
+        self._lock = threading.Lock()
+        self._unsent: Deque[List[Any]] = deque()
+        context = _contexts.take()
+        try:
+            self._socket = context.socket(zmq.DEALER)
+        except BaseException:
+            _contexts.give_back()
+            raise
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, limits.MAX_FRAME_BYTES)
+        # Answers wait here until they are asked for; a bound would make the daemon drop them. They are at most as
+        # many as the requests that their owner has under way.
+        self._socket.setsockopt(zmq.RCVHWM, 0)
+        if address.startswith("tcp://"):
+            self._socket.setsockopt(zmq.HEARTBEAT_IVL, _TCP_HEARTBEAT_MS)
+            self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _TCP_SILENCE_MS)
+        self._monitor = self._socket.get_monitor_socket(_MONITORED)
+        # To poll the monitor as a ZeroMQ socket would cost a few microseconds in every call. Its file descriptor is
+        # readable from the moment that libzmq has something to say on it, until `_has_ended` has looked.
+        alarm = self._monitor.FD
+        self._alarm = select.poll()
+        self._alarm.register(alarm, select.POLLIN)
+        self.descriptors = (self._socket.FD, alarm)
+
+    def opening(self) -> Making[None]:
+        """Connect, and wait for the end of the handshake.
+
+        Raises:
+            InvalidArgument, PermissionDenied, Unavailable: as `address.check`.
+        """
+        try:
+            self._socket.connect(self.address)
+        except zmq.ZMQError as error:
+            raise InvalidArgument(f"{self.address}: {error.strerror}") from None
+        while True:
+            while not self._has_ended():
+                yield self.descriptors[1]
+            event = monitor.receive(self._monitor).number
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED and not self._has_ended():
+                return
+            if event != _REFUSED:
+                raise Unavailable(f"who listens at {self.address} hung up: it is stopping, overloaded, or no weightd")
+            if self.address.startswith("tcp://"):
+                raise Unavailable(f"no daemon at {self.address}: nobody answers there")
+            # libzmq tries again by itself: that is right where only the socket's backlog is full.
+            addresses.check(self.address)
+
+    @property
+    def unsent(self) -> int:
+        """Messages."""
+        return len(self._unsent)
+
+    def send(self, frames: List[Any]) -> bool:
+        """As `Connection.send`. That the daemon has hung up is told by `receive` alone."""
+        with self._lock:
+            if self.closed:
+                raise self.gone()
+            if self._unsent or not self._sends(frames):
+                self._unsent.append(frames)
+                return False
+            return True
+
+    def flush(self) -> None:
+        """As `Connection.flush`."""
+        with self._lock:
+            while self._unsent and not self.closed and self._sends(self._unsent[0]):
+                self._unsent.popleft()
+                self.sent += 1
+
+    def receive(self) -> List[List[Any]]:
+        """As `Connection.receive`: all that have come."""
+        with self._lock:
+            if self.closed:
+                raise self.loss()
+            messages = self._messages()
+            if not messages and (self.is_spoilt or (self._alarm.poll(0) and self._has_ended())):
+                # What came while we looked.
+                messages = self._messages()
+                if not messages:
+                    raise self.loss()
+            self.unanswered -= len(messages)
+            return messages
+
+    def is_idle(self) -> bool:
+        """As `Connection.is_idle`. To ask is what has the descriptor tell of the next message."""
+        with self._lock:
+            wanted = _POLLIN | _POLLOUT if self._unsent else _POLLIN
+            return self.closed or not (self.is_spoilt or cast(int, self._socket.getsockopt(_EVENTS)) & wanted)
+
+    def is_quiet(self) -> bool:
+        """As `Connection.is_quiet`. libzmq takes what is sent for a daemon that has ended, so that is looked for."""
+        with self._lock:
+            return self.closed or not (self.is_spoilt or self.unanswered or self._alarm.poll(0))
+
+    def close(self) -> None:
+        """As `Connection.close`."""
+        with self._lock:
+            if not self.closed:
+                self.closed = True
+                self._socket.disable_monitor()
+                self._monitor.close(linger=0)
+                self._socket.close(linger=0)
+                _contexts.give_back()
+
+    def _sends(self, frames: List[Any]) -> bool:
+        try:
+            multipart.send(self._socket, frames, multipart.NOBLOCK)
+        except zmq.Again:
+            return False
+        return True
+
+    def _messages(self) -> List[List[Any]]:
+        messages: List[List[Any]] = []
+        try:
+            while True:
+                messages.append([frame.bytes for frame in multipart.receive(self._socket, multipart.NOBLOCK)])
+        except zmq.Again:
+            return messages
+
+    def _has_ended(self) -> bool:
+        # After the handshake, whatever the monitor has to say is bad. True means: do not look again, close it.
+        return bool(cast(int, self._monitor.getsockopt(_EVENTS)) & _POLLIN)
+
+
+def connecting(address: str) -> Making[Connection]:
+    """Connect to the ZeroMQ socket at `address`.
+
+    Raises:
+        RequestError: as `ZeroMqConnection.opening`.
+    """
+    addresses.check(address)
+    try:
+        connection = ZeroMqConnection(address)
+    except zmq.ZMQError as error:
+        raise Unavailable(f"cannot make a socket: {error.strerror}") from None
+    try:
+        yield from connection.opening()
+    except BaseException:
+        connection.close()
+        raise
+    return connection

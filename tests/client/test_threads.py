@@ -1,0 +1,145 @@
+"""One client in several threads."""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Iterator, List, Sequence
+
+import numpy as np
+import pytest
+
+from testkit.fakedaemon import LIMIT_S, FakeDaemon, echo, silent
+from weightd.client import Client, ClientClosed, DeadlineExceeded, Unavailable
+from weightd.client.session import Session
+from weightd.protocol.messages.data import Infer
+from weightd.protocol.messages.types import ClientMessage
+
+X = np.arange(6, dtype=np.float32)
+
+
+@pytest.fixture
+def pool() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(8) as threads:
+        yield threads
+
+
+def until_all_wait(client: Client, count: int) -> None:
+    """Return once so many calls are waited for, by one thread that reads and others that do not."""
+    deadline = time.monotonic() + LIMIT_S
+    while len(client._turns._waiting) < count - 1 or not client._turns.is_taken:  # pyright: ignore[reportPrivateUsage]
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def asks(client: Client, model: str = "m", timeout: float = LIMIT_S) -> Any:
+    return client.infer(model, {"x": X}, timeout=timeout)
+
+
+def test_each_thread_gets_its_own_answers(client: Client, pool: ThreadPoolExecutor) -> None:
+    def ask(number: int) -> None:
+        rng = np.random.default_rng(number)
+        for _ in range(100):
+            # Some are larger than what is sent or received at once.
+            x = rng.standard_normal(int(rng.choice([1, 100, 100_000, 300_000])))
+            assert np.array_equal(client.infer("echo", {"x": x})["x"], x)
+
+    assert [*pool.map(ask, range(8))] == [None] * 8
+
+
+def test_who_has_less_time_or_an_answer_is_not_held_up_by_others(
+    client: Client, daemon: FakeDaemon, pool: ThreadPoolExecutor
+) -> None:
+    daemon.handle = lambda message, tensors: echo(message, tensors) if "quick" in model_of(message) else []
+    slow = [pool.submit(asks, client) for _ in range(3)]
+    until_all_wait(client, 3)
+    with pytest.raises(DeadlineExceeded):
+        asks(client, timeout=0.05)
+    assert asks(client, "quick")
+    seen = [daemon.next() for _ in range(3)]
+    for message, tensors in seen:
+        daemon.send(*echo(message, tensors)[0])
+    assert all(each.result(LIMIT_S) for each in slow)
+
+
+def model_of(message: ClientMessage) -> str:
+    return message.description.model_name if isinstance(message, Infer) else ""
+
+
+def test_who_reads_hands_over_when_its_time_is_up(client: Client, daemon: FakeDaemon, pool: ThreadPoolExecutor) -> None:
+    daemon.handle = silent
+    hasty = pool.submit(asks, client, timeout=1.0)
+    until_all_wait(client, 1)
+    patient = pool.submit(asks, client)
+    until_all_wait(client, 2)
+    assert isinstance(hasty.exception(LIMIT_S), DeadlineExceeded)
+    daemon.next()
+    message, tensors = daemon.next()
+    daemon.send(*echo(message, tensors)[0])
+    assert patient.result(LIMIT_S)
+
+
+def test_one_request_may_be_waited_for_by_many(client: Client, daemon: FakeDaemon, pool: ThreadPoolExecutor) -> None:
+    daemon.handle = silent
+    pending = client.submit("m", {"x": X})
+    waiting = [pool.submit(pending.result) for _ in range(4)]
+    until_all_wait(client, 4)
+    assert not pending.done()
+    message, tensors = daemon.next()
+    daemon.send(*echo(message, tensors)[0])
+    results = [each.result(LIMIT_S) for each in waiting]
+    assert all(each is results[0] for each in results)
+
+
+def test_close_ends_the_calls_of_others(client: Client, daemon: FakeDaemon, pool: ThreadPoolExecutor) -> None:
+    daemon.handle = silent
+    waiting = [pool.submit(asks, client) for _ in range(4)]
+    until_all_wait(client, 4)
+    client.close()
+    assert all(isinstance(each.exception(LIMIT_S), ClientClosed) for each in waiting)
+
+
+def test_a_loss_ends_the_calls_of_all_and_one_of_them_connects_again(
+    client: Client, daemon: FakeDaemon, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    daemon.handle = silent
+    waiting = [pool.submit(asks, client) for _ in range(4)]
+    until_all_wait(client, 4)
+    daemon.stop()
+    assert all(isinstance(each.exception(LIMIT_S), Unavailable) for each in waiting)
+    made: List[None] = []
+    connecting = Session.connecting
+
+    def counted(session: Session) -> Any:
+        made.append(None)
+        return connecting(session)
+
+    monkeypatch.setattr(Session, "connecting", counted)
+    again = FakeDaemon(daemon.address)
+    assert all(pool.map(asks, [client] * 8))
+    assert len(made) == 1
+    again.stop()
+
+
+def test_who_cannot_send_neither_holds_up_nor_is_left_by_who_reads(
+    client: Client, daemon: FakeDaemon, pool: ThreadPoolExecutor
+) -> None:
+    goes_on = threading.Event()
+
+    def reads_no_more(message: ClientMessage, tensors: Sequence[bytes]) -> Sequence[List[Any]]:
+        if model_of(message) == "stop":
+            goes_on.wait(LIMIT_S)
+        return echo(message, tensors)
+
+    daemon.handle = reads_no_more
+    stopped: Future[Any] = pool.submit(asks, client, "stop")
+    until_all_wait(client, 1)
+    # More than fits between the two, and each answer as large: who only sent would wait for ever.
+    large = np.zeros(4 * 1024 * 1024, np.uint8)
+    sending = [pool.submit(client.infer, "m", {"x": large}, timeout=LIMIT_S) for _ in range(6)]
+    with pytest.raises(DeadlineExceeded):
+        asks(client, timeout=0.05)
+    goes_on.set()
+    assert stopped.result(LIMIT_S)
+    assert all(len(each.result(LIMIT_S)["x"]) == len(large) for each in sending)

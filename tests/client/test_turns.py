@@ -1,0 +1,74 @@
+"""Somebody reads as long as somebody waits, and only one does: whatever they do, in whatever order."""
+
+from __future__ import annotations
+
+from typing import List, Tuple
+
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from weightd.client.core import Call
+from weightd.client.turns import Turn, Turns
+from weightd.protocol.errors import Unavailable
+from weightd.protocol.messages.control import ReadyResponse
+
+
+class World(RuleBasedStateMachine):
+    """Threads that do not run: each is where its last step has left it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turns = Turns()
+        self.readers: List[Call] = []
+        self.waiting: List[Turn] = []
+
+    @rule()
+    def wait(self) -> None:
+        call = Call("1", ReadyResponse)
+        turn = self.turns.enter(call)
+        if turn is None:
+            self.readers.append(call)
+        else:
+            self.waiting.append(turn)
+
+    @rule(data=st.data())
+    def end(self, data: st.DataObject) -> None:
+        calls = [*self.readers, *(turn.call for turn in self.waiting)]
+        if calls:
+            data.draw(st.sampled_from(calls)).fail(Unavailable())
+
+    @rule()
+    def read_no_more(self) -> None:
+        if self.readers:
+            self.readers.pop()
+            self.turns.leave()
+
+    @rule(data=st.data())
+    def wake_up_or_give_up(self, data: st.DataObject) -> None:
+        if self.waiting:
+            turn = self.waiting.pop(data.draw(st.integers(0, len(self.waiting) - 1)))
+            if self.turns.give_up(turn):
+                self.readers.append(turn.call)
+
+    @rule()
+    def look(self) -> None:
+        if self.turns.take():
+            assert not self._reading()
+            self.turns.leave()
+
+    def _reading(self) -> Tuple[object, ...]:
+        return (*self.readers, *(turn for turn in self.waiting if turn.reads))
+
+    @invariant()
+    def one_reads_if_one_waits(self) -> None:
+        assert len(self._reading()) <= 1
+        assert self.turns.is_taken == bool(self._reading())
+        assert self._reading() or all(turn.call.done for turn in self.waiting)
+
+    @invariant()
+    def who_has_a_reason_is_awake(self) -> None:
+        for turn in self.waiting:
+            assert (turn.reads or turn.call.done) == turn.is_awake
+
+
+TestTurns = World.TestCase
