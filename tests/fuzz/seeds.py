@@ -53,7 +53,10 @@ def message(cls: type[Any]) -> Any:
     """Return a message of this type with a value in each field, also in those that may be left out."""
     hints = typing.get_type_hints(cls)
     kinds = {field.name: field.metadata.get("kind") for field in dataclasses.fields(cls)}
-    return cls(**{name: _value(hints[name], kind.description if kind else "") for name, kind in kinds.items()})
+    made = {name: _value(hints[name], kind.description if kind else "") for name, kind in kinds.items()}
+    # The first of the tensors: there is no seventh.
+    made.update({name: value for name, value in (("tensor", 0), ("placed", (0,))) if name in made})
+    return cls(**made)
 
 
 def _value(hint: Any, description: str) -> Any:
@@ -89,9 +92,12 @@ def _framing() -> dict[str, bytes]:
 
 
 def _decoder() -> dict[str, bytes]:
-    found = {
-        f"decoder/{tag}": decoder.written(encode(message(cls)), table) for table in TABLES for tag, cls in table.items()
-    }
+    found: dict[str, bytes] = {}
+    for table in TABLES:
+        for tag, cls in table.items():
+            made = message(cls)
+            # Its only tensor may be elsewhere.
+            found[f"decoder/{tag}"] = decoder.written(encode(made), table, () if hasattr(made, "elsewhere") else None)
     tensors = encode(Infer("7", RequestDescription("m", _SPECS), Parameters(500_000)))
     found["decoder/tensors"] = decoder.written(tensors, FROM_CLIENT)
     found["decoder/lengths"] = decoder.written(tensors, FROM_CLIENT, (16, 0, 8))

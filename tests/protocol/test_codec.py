@@ -230,6 +230,21 @@ def test_frames_that_do_not_fit_the_header(header: List[bytes], lengths: List[in
     assert error.request_id == "7"
 
 
+PLACED = ResponseDescription("m", (X, TensorSpec("s", "FP64", ())))
+
+
+def test_a_tensor_that_is_elsewhere_has_no_frame() -> None:
+    frames = [*encode(InferResponse("7", PLACED, (0,))), bytes(8)]
+    assert decode(frames, TO_CLIENT) == InferResponse("7", PLACED, (0,))
+    assert "frames[2] (s): FP64 of shape [] is 8 bytes, got 24" in str(refusal(*frames[:2], bytes(24), table=TO_CLIENT))
+
+
+@pytest.mark.parametrize("positions", [(2,), (0, 0)])
+def test_only_what_there_is_can_be_elsewhere_and_once(positions: Tuple[int, ...]) -> None:
+    expected = f"regions: expected positions of 2 tensors, each once, got {', '.join(map(str, positions))}"
+    assert str(refusal(*encode(InferResponse("7", PLACED, positions)), table=TO_CLIENT)) == expected
+
+
 def test_what_describes_the_same_is_the_same_and_is_not_read_again() -> None:
     known = codec.Descriptions(most=2)
     first, same = (decode([*INFER, bytes(24)], FROM_CLIENT, known) for _ in range(2))

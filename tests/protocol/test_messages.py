@@ -22,7 +22,7 @@ from weightd.protocol import limits
 from weightd.protocol.codec import clip, decode, encode
 from weightd.protocol.errors import LocalProtocolError, RemoteProtocolError
 from weightd.protocol.messages import children as worker_messages
-from weightd.protocol.messages import control, status
+from weightd.protocol.messages import control, regions, status
 from weightd.protocol.messages import data as messages
 from weightd.protocol.messages.types import FROM_CLIENT, TO_CLIENT
 from weightd.protocol.schema import describe
@@ -39,7 +39,7 @@ TABLES: Sequence[Mapping[str, Type[Any]]] = (
 ALL: Dict[str, Type[Any]] = {tag: cls for table in TABLES for tag, cls in table.items()}
 RECORDS: Dict[str, Type[Any]] = {
     name: cls
-    for module in (messages, control, status, worker_messages)
+    for module in (messages, regions, control, status, worker_messages)
     for name, cls in inspect.getmembers(module, inspect.isclass)
     if dataclasses.is_dataclass(cls)
 }
@@ -185,8 +185,39 @@ def unpacked(header: Sequence[bytes]) -> Raw:
 def frames(tag: str, raw: Raw) -> List[Any]:
     """The header, and for each tensor that it describes a frame of the right length."""
     described: Raw = raw.get("description", {})
-    tensors = "inputs" if "inputs" in described else "outputs"
-    return [*pack(tag, raw), *(range(messages.TensorSpec(**spec).nbytes) for spec in described.get(tensors, ()))]
+    tensors = described.get("inputs" if "inputs" in described else "outputs", ())
+    sizes = [messages.TensorSpec(**spec).nbytes for spec in tensors]
+    return [*pack(tag, raw), *(range(size) for index, size in enumerate(sizes) if index not in elsewhere(raw))]
+
+
+def places(raw: Raw) -> Raw:
+    """What it says of shared memory, if anything."""
+    holder: Raw = raw if "regions" in raw else raw.get("parameters", {})
+    found: Raw = holder.get("regions", {})
+    return found
+
+
+def elsewhere(raw: Raw) -> List[int]:
+    """The positions of tensors that have no frame."""
+    positions: List[int] = raw.get("placed") or [each["tensor"] for each in places(raw).get("inputs", ())]
+    return positions
+
+
+def coherent(raw: Raw) -> Raw:
+    """The same with positions as they may be: each of a tensor that there is, and once."""
+    raw, positions = copy.deepcopy(raw), elsewhere(raw)
+    if len({*positions}) < len(positions):
+        positions = [*range(len(positions))]
+        if "placed" in raw:
+            raw["placed"] = positions
+        else:
+            places(raw)["inputs"] = [{**each, "tensor": index} for index, each in enumerate(places(raw)["inputs"])]
+    if positions:
+        described: Raw = raw["description"]
+        tensors = "inputs" if "inputs" in described else "outputs"
+        more = max(positions) + 1 - len(described[tensors])
+        described[tensors] = [*described[tensors], *[{"name": "t", "datatype": "BOOL", "shape": []}] * more]
+    return raw
 
 
 def header_size(raw: Raw) -> int:
@@ -198,7 +229,7 @@ def again(message: Any, tensors: Sequence[Any]) -> Any:
     return decode([*encode(message, max_bytes=NO_BOUND), *tensors], ALL, max_bytes=NO_BOUND)
 
 
-VALID = st.one_of([st.tuples(st.just(tag), domain(ALL[tag].__name__).some) for tag in sorted(ALL)])
+VALID = st.one_of([st.tuples(st.just(tag), domain(ALL[tag].__name__).some.map(coherent)) for tag in sorted(ALL)])
 
 
 # --- round trips -------------------------------------------------------------------------------------------------
@@ -242,7 +273,7 @@ def test_each_tag_is_of_one_table_and_one_class() -> None:
 @pytest.mark.parametrize("table", TABLES)
 def test_a_message_of_another_direction_is_refused(table: Mapping[str, Type[Any]]) -> None:
     for tag, cls in ALL.items():
-        sent = frames(tag, smallest(cls.__name__))
+        sent = frames(tag, coherent(smallest(cls.__name__)))
         if tag in table:
             assert type(decode(sent, table)) is cls
         else:
@@ -298,7 +329,7 @@ GONE = object()
 def test_at_its_bound_a_value_passes(site: Site) -> None:
     base = smallest(ALL[site.tag].__name__)
     for value in domain(site.description).good:
-        sent = frames(site.tag, put(base, site.path, value))
+        sent = frames(site.tag, coherent(put(base, site.path, value)))
         message = decode(sent, ALL, max_bytes=NO_BOUND)
         assert again(message, sent[header_size(base) :]) == message
 
@@ -306,7 +337,7 @@ def test_at_its_bound_a_value_passes(site: Site) -> None:
 @pytest.mark.parametrize("site", SITES, ids=str)
 def test_beyond_its_bound_a_value_is_refused_by_its_path(site: Site) -> None:
     base = smallest(ALL[site.tag].__name__)
-    tensors = frames(site.tag, base)[header_size(base) :]
+    tensors = frames(site.tag, coherent(base))[header_size(base) :]
 
     def refusal(value: Any) -> str:
         with pytest.raises(RemoteProtocolError) as caught:
@@ -330,7 +361,7 @@ def test_beyond_its_bound_a_value_is_refused_by_its_path(site: Site) -> None:
 @pytest.mark.parametrize("site", SITES, ids=str)
 def test_beyond_its_bound_a_value_is_not_sent(site: Site) -> None:
     """The bad values are the same, but for None, which in a message means absent, and what no peer could have sent."""
-    message = decode(frames(site.tag, smallest(ALL[site.tag].__name__)), ALL)
+    message = decode(frames(site.tag, coherent(smallest(ALL[site.tag].__name__))), ALL)
     more = ["a\ud800"] if TEXT.fullmatch(site.description) else []
     for value in [*domain(site.description).bad, *more]:
         if value is not None:
@@ -364,7 +395,7 @@ def test_the_largest_messages_fit_in_a_header() -> None:
         if tag != "status_response":
             is_a_childs = tag in worker_messages.FROM_CHILD or tag in worker_messages.TO_CHILD
             bound = limits.MAX_CHILD_HEADER_BYTES if is_a_childs else limits.MAX_HEADER_BYTES
-            sent = frames(tag, largest(cls.__name__))
+            sent = frames(tag, coherent(largest(cls.__name__)))
             message = decode(sent, ALL, max_bytes=bound)
             header = encode(message, max_bytes=bound)
             assert decode([*header, *sent[len(header) :]], ALL, max_bytes=bound) == message

@@ -139,8 +139,13 @@ def decode(
             except FieldError as error:
                 raise FieldError(f"{_TAGS[type(message)]}: {error}") from None
             message.__dict__["description"] = description
-            if [*map(len, frames[2:])] != [*description.sizes]:
-                raise _wrong_frames(description.tensors, frames[2:])
+            elsewhere: Sequence[int] = cast(Any, message).elsewhere
+            tensors, sizes = description.tensors, description.sizes
+            if elsewhere:
+                tensors = _in_frames(tensors, elsewhere)
+                sizes = [each.nbytes for each in tensors]
+            if [*map(len, frames[2:])] != [*sizes]:
+                raise _wrong_frames(tensors, frames[2:])
         elif len(frames) > 1:
             raise FieldError(f"expected the envelope alone, got {len(frames)}").at("frames")
     except FieldError as error:
@@ -216,6 +221,14 @@ def _message(fields: Dict[str, Any], table: Mapping[str, Type[M]], *, tolerant: 
         return decode_fields(cls, fields, tolerant=tolerant)
     except FieldError as error:
         raise FieldError(f"{tag}: {error}") from None
+
+
+def _in_frames(tensors: Sequence[TensorSpec], elsewhere: Sequence[int]) -> Sequence[TensorSpec]:
+    """Those that have a frame."""
+    if max(elsewhere) >= len(tensors) or len({*elsewhere}) < len(elsewhere):
+        listed = ", ".join(map(str, elsewhere))
+        raise FieldError(f"expected positions of {len(tensors)} tensors, each once, got {listed}").at("regions")
+    return [each for index, each in enumerate(tensors) if index not in elsewhere]
 
 
 def _wrong_frames(tensors: Sequence[TensorSpec], frames: Sequence[Any]) -> FieldError:

@@ -22,7 +22,8 @@ from weightd.daemon.requests.request import Request
 from weightd.protocol.codec import decode, encode
 from weightd.protocol.errors import InvalidArgument, RequestError, Unavailable
 from weightd.protocol.messages.control import Update
-from weightd.protocol.messages.data import Error, RequestDescription, ResponseDescription
+from weightd.protocol.messages.data import Error, Infer, Parameters, RequestDescription, ResponseDescription, TensorSpec
+from weightd.protocol.messages.regions import InputPlace, Regions, Register, Unregister
 from weightd.protocol.messages.types import TO_CLIENT
 
 LIMIT_S = 20.0
@@ -150,6 +151,24 @@ def test_what_has_ended_is_kept_no_more(world: World) -> None:
     assert world.frontend.room.held > 0
     client.close(linger=0)
     world.until(lambda: not world.frontend.room.held)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Register("1"),
+        Unregister("1", "0" * 32),
+        Infer(
+            "1",
+            RequestDescription("m", (TensorSpec("x", "UINT8", (8,)),)),
+            Parameters(regions=Regions((InputPlace(0, "0" * 32, 0),))),
+        ),
+    ],
+)
+def test_memory_is_not_shared_over_zeromq(world: World, message: object) -> None:
+    client = world.client()
+    client.send_multipart(encode(message))
+    assert world.refusals(client, 1) == [("1", "INVALID_ARGUMENT")]
 
 
 @pytest.mark.parametrize(

@@ -123,8 +123,8 @@ def _check_message(message: Any, frames: Sequence[Any], table: dict[str, Any]) -
     assert type(message) in table.values()
     description = getattr(message, "description", None)
     tensors = frames[limits.MAX_HEADER_FRAMES :]
-    described = () if description is None else description.tensors
-    assert [each.nbytes for each in described] == [*map(len, tensors)]
+    described = enumerate(() if description is None else description.tensors)
+    assert [each.nbytes for index, each in described if index not in message.elsewhere] == [*map(len, tensors)]
     # The peer may have left out what has a default, and have written an integer for a number: what is encoded here may
     # be longer than what came.
     header = codec.encode(message, max_bytes=2 * limits.MAX_STATUS_BYTES)

@@ -51,6 +51,7 @@ from weightd.protocol.messages.control import (
     UpdateResponse,
 )
 from weightd.protocol.messages.data import Cancel, Error, Infer, InferResponse, ResponseDescription
+from weightd.protocol.messages.regions import Register, Unregister
 from weightd.protocol.messages.status import Status, StatusResponse
 from weightd.protocol.messages.types import FROM_CLIENT, ClientMessage, DaemonMessage
 from weightd.protocol.version import EXTENSIONS, VERSION
@@ -61,6 +62,9 @@ _log = logging.getLogger("weightd.frontend")
 _RETRY_S = 0.1
 
 _FULL = "the daemon's memory for clients is full (max_memory_bytes), and this one, or its user, has most of it"
+
+
+_ELSEWHERE = "memory can be shared on the unix socket alone"
 
 
 class Daemon(Protocol):
@@ -201,15 +205,14 @@ class Frontend:
             case Cancel():
                 for each in self._fleet.everyone():
                     each.cancel(client, message.id, now)
+            case Register() | Unregister():
+                raise InvalidArgument(_ELSEWHERE)
             case ServerReady() | ModelReady():
                 self._tell_ready(client, message, now)
             case Status():
                 self._daemon.ask_status(client, message.id)
-            case Update():
-                self._update(received, message, now)
-            case Reload():
-                _check_operator(received, "reload the configuration")
-                self._tell(client, self._daemon.reload(message.id))
+            case Update() | Reload():
+                self._operate(received, message, now)
 
     def _tell_ready(self, client: bytes, message: ServerReady | ModelReady, now: float) -> None:
         models = list(self._fleet.models.values())
@@ -219,6 +222,13 @@ class Frontend:
             ["weightd is stopping"] if self._daemon.stopping else [why for each in models if (why := each.unready(now))]
         )
         self._tell(client, ReadyResponse(message.id, not reasons, clip("; ".join(reasons))))
+
+    def _operate(self, received: Received, message: Update | Reload, now: float) -> None:
+        if isinstance(message, Update):
+            self._update(received, message, now)
+        else:
+            _check_operator(received, "reload the configuration")
+            self._tell(received.peer, self._daemon.reload(message.id))
 
     def _update(self, received: Received, message: Update, now: float) -> None:
         _check_operator(received, "update a model")
@@ -236,6 +246,8 @@ class Frontend:
 
     def _infer(self, received: Received, message: Infer, now: float) -> None:
         client, tensors = received.peer, received.frames[limits.MAX_HEADER_FRAMES :]
+        if message.parameters.regions is not None:
+            raise InvalidArgument(f"parameters.regions: {_ELSEWHERE}")
         model = self._model(message.description.model_name)
         if self._daemon.stopping:
             raise Unavailable("weightd is stopping")

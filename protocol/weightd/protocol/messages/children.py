@@ -12,6 +12,7 @@ from typing import Dict, Optional, Tuple, Type, Union
 from weightd.protocol import limits
 from weightd.protocol.errors import ERRORS
 from weightd.protocol.messages.data import RequestDescription, ResponseDescription, TensorSignature
+from weightd.protocol.messages.regions import POSITIONS, MappedRegions
 from weightd.protocol.schema import boolean, described, integer, many, mapping, one_of, record, text
 
 PROTOCOL = 1
@@ -181,6 +182,13 @@ class Predict:
 
     request: int = field(metadata=_REQUEST)
     description: RequestDescription = field(metadata=described(RequestDescription))
+    regions: Optional[MappedRegions] = field(default=None, metadata=record(MappedRegions))
+    """Which tensors are in regions that were mapped; none where it is absent."""
+
+    @property
+    def elsewhere(self) -> Tuple[int, ...]:
+        """The positions of the tensors that have no frame."""
+        return () if self.regions is None else tuple([each.tensor for each in self.regions.inputs])
 
 
 @dataclass(frozen=True)
@@ -189,6 +197,13 @@ class Result:
 
     request: int = field(metadata=_REQUEST)
     description: ResponseDescription = field(metadata=described(ResponseDescription))
+    placed: Optional[Tuple[int, ...]] = field(default=None, metadata=POSITIONS)
+    """The positions of the outputs that were written where there was room, and have no frame."""
+
+    @property
+    def elsewhere(self) -> Tuple[int, ...]:
+        """The positions of the tensors that have no frame."""
+        return self.placed or ()
 
 
 @dataclass(frozen=True)
@@ -209,6 +224,20 @@ class Skip:
     """daemon → worker: nobody waits for this `Predict` any more; if it has not begun, do not run it."""
 
     request: int = field(metadata=_REQUEST)
+
+
+@dataclass(frozen=True)
+class Map:
+    """daemon → worker: from now on this number is the memory whose descriptor comes with the message."""
+
+    region: int = field(metadata=_REQUEST)
+
+
+@dataclass(frozen=True)
+class Unmap:
+    """daemon → worker: no further predict names the region."""
+
+    region: int = field(metadata=_REQUEST)
 
 
 @dataclass(frozen=True)
@@ -236,7 +265,7 @@ class Stop:
 
 
 ChildMessage = Union[Hello, Back, Probing, Built, Allowed, Attached, Broken, Result, Failed, Pong]
-OrderMessage = Union[Build, Probe, Allow, Attach, Predict, Skip, Ping, Settle, Stop]
+OrderMessage = Union[Build, Probe, Allow, Attach, Predict, Skip, Map, Unmap, Ping, Settle, Stop]
 
 FROM_CHILD: Dict[str, Type[ChildMessage]] = {
     "hello": Hello,
@@ -257,6 +286,8 @@ TO_CHILD: Dict[str, Type[OrderMessage]] = {
     "attach": Attach,
     "predict": Predict,
     "skip": Skip,
+    "map": Map,
+    "unmap": Unmap,
     "ping": Ping,
     "settle": Settle,
     "stop": Stop,

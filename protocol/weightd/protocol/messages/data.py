@@ -8,7 +8,8 @@ from typing import Optional, Tuple
 from weightd.protocol import limits
 from weightd.protocol.datatypes import ITEM_BYTES
 from weightd.protocol.errors import ERRORS
-from weightd.protocol.schema import described, integer, many, nullable, one_of, record, text
+from weightd.protocol.messages.regions import POSITIONS, Regions
+from weightd.protocol.schema import boolean, described, integer, many, nullable, one_of, record, text
 
 _COUNT = integer(0, limits.MAX_COUNT)
 
@@ -57,6 +58,8 @@ class Parameters:
 
     timeout: Optional[int] = field(default=None, metadata=integer(1, limits.MAX_TIMEOUT_US))
     """Microseconds until the caller stops waiting; the daemon's default where it is absent."""
+    regions: Optional[Regions] = field(default=None, metadata=record(Regions))
+    """Which tensors are in shared memory, and where; none where it is absent."""
 
 
 NO_PARAMETERS = Parameters()
@@ -117,6 +120,12 @@ class Infer:
     description: RequestDescription = field(metadata=described(RequestDescription))
     parameters: Parameters = field(default=NO_PARAMETERS, metadata=record(Parameters))
 
+    @property
+    def elsewhere(self) -> Tuple[int, ...]:
+        """The positions of the tensors that have no frame."""
+        regions = self.parameters.regions
+        return () if regions is None else tuple([each.tensor for each in regions.inputs])
+
 
 @dataclass(frozen=True)
 class InferResponse:
@@ -124,6 +133,15 @@ class InferResponse:
 
     id: str = field(metadata=text(limits.MAX_ID_BYTES))
     description: ResponseDescription = field(metadata=described(ResponseDescription))
+    placed: Optional[Tuple[int, ...]] = field(default=None, metadata=POSITIONS)
+    """The positions of the outputs that are where the request has offered room, and have no frame."""
+    running: Optional[bool] = field(default=None, metadata=boolean())
+    """Whether a worker may still write there; `released` follows."""
+
+    @property
+    def elsewhere(self) -> Tuple[int, ...]:
+        """The positions of the tensors that have no frame."""
+        return self.placed or ()
 
 
 @dataclass(frozen=True)
@@ -138,6 +156,8 @@ class Error:
     error: str = field(metadata=text(limits.MAX_TEXT_BYTES, empty=True))
     retry_after: Optional[int] = field(default=None, metadata=integer(0, limits.MAX_TIMEOUT_US))
     """Microseconds after which the same request may succeed; absent where nothing is known of that."""
+    running: Optional[bool] = field(default=None, metadata=boolean())
+    """Whether a worker may still write to where the request has offered room; `released` follows."""
 
 
 @dataclass(frozen=True)

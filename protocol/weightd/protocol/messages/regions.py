@@ -13,10 +13,13 @@ _BYTES = integer(0, limits.MAX_COUNT)
 _NUMBER = integer(0, limits.MAX_COUNT)
 REGION = text(limits.MAX_REGION_ID_BYTES)
 
+# Of tensors in a description.
+POSITIONS = many(_TENSOR, limits.MAX_TENSORS)
+
 
 @dataclass(frozen=True)
 class InputPlace:
-    """An input that has no frame: it is in a region, from `offset` on. `tensor` is its index in the description."""
+    """An input that has no frame: it is in a region, from `offset` on. `tensor` is its position in the description."""
 
     tensor: int = field(metadata=_TENSOR)
     region: str = field(metadata=REGION)
@@ -25,7 +28,7 @@ class InputPlace:
 
 @dataclass(frozen=True)
 class OutputPlace:
-    """Where an output may be written, if it has no more than `bytes`. `tensor` is its index in wanted outputs."""
+    """Where an output may be written, if it has no more than `bytes`. `tensor` is its position in the answer."""
 
     tensor: int = field(metadata=_TENSOR)
     region: str = field(metadata=REGION)
@@ -99,17 +102,3 @@ class Released:
     """
 
     id: str = field(metadata=text(limits.MAX_ID_BYTES))
-
-
-@dataclass(frozen=True)
-class Map:
-    """daemon → worker: from now on this number is the memory whose descriptor comes with the message."""
-
-    region: int = field(metadata=_NUMBER)
-
-
-@dataclass(frozen=True)
-class Unmap:
-    """daemon → worker: no further predict names the region."""
-
-    region: int = field(metadata=_NUMBER)

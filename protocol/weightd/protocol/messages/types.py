@@ -16,12 +16,27 @@ from weightd.protocol.messages.control import (
     UpdateResponse,
 )
 from weightd.protocol.messages.data import Cancel, Error, Infer, InferResponse
+from weightd.protocol.messages.regions import Register, Registered, Released, Unregister
 from weightd.protocol.messages.status import Status, StatusResponse
 
-ClientMessage = Union[Infer, Cancel, ServerReady, ModelReady, ServerMetadata, ModelMetadata, Status, Update, Reload]
+ClientMessage = Union[
+    Infer,
+    Cancel,
+    Register,
+    Unregister,
+    ServerReady,
+    ModelReady,
+    ServerMetadata,
+    ModelMetadata,
+    Status,
+    Update,
+    Reload,
+]
 DaemonMessage = Union[
     InferResponse,
     Error,
+    Registered,
+    Released,
     ReadyResponse,
     ServerMetadataResponse,
     ModelMetadataResponse,
@@ -33,6 +48,8 @@ DaemonMessage = Union[
 FROM_CLIENT: Dict[str, Type[ClientMessage]] = {
     "infer": Infer,
     "cancel": Cancel,
+    "register": Register,
+    "unregister": Unregister,
     "server_ready": ServerReady,
     "model_ready": ModelReady,
     "server_metadata": ServerMetadata,
@@ -44,6 +61,8 @@ FROM_CLIENT: Dict[str, Type[ClientMessage]] = {
 TO_CLIENT: Dict[str, Type[DaemonMessage]] = {
     "infer_response": InferResponse,
     "error": Error,
+    "registered": Registered,
+    "released": Released,
     "ready_response": ReadyResponse,
     "server_metadata_response": ServerMetadataResponse,
     "model_metadata_response": ModelMetadataResponse,
