@@ -118,6 +118,24 @@ def test_no_message_is_lost_whatever_else_is_done_with_the_socket(loop: Loop, ea
         assert received[::2] == [b"%d" % number for number in range(10)]
 
 
+def test_a_socket_that_pauses_is_not_heard_and_keeps_nobody_awake(loop: Loop) -> None:
+    with zmq.Context() as context, context.socket(zmq.PAIR) as ours, context.socket(zmq.PAIR) as theirs:
+        ours.bind("inproc://loop")
+        theirs.connect("inproc://loop")
+        received: list[bytes] = []
+        loop.add(ours, lambda: received.append(ours.recv()))
+        theirs.send(b"one")
+        loop.pause(ours)
+        theirs.send(b"two")
+        begin = time.monotonic()
+        loop.wait(0.05)
+        assert (received, time.monotonic() - begin >= 0.05) == ([], True)
+        loop.resume(ours)
+        while len(received) < 2:
+            loop.wait(60.0)
+        assert received == [b"one", b"two"]
+
+
 # --- writing, hangups and numbers that come back --------------------------------------------------------------------
 
 

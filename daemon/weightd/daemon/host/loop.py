@@ -42,7 +42,8 @@ class Loop:
         self._masks: dict[int, int] = {}
         # Since the present poll: its number may have gone to another file already, to which no event belongs.
         self._removed: set[int] = set()
-        self._sockets: list[tuple[zmq.Socket[bytes], Callable[[], object]]] = []
+        self._sockets: dict[zmq.Socket[bytes], Callable[[], object]] = {}
+        self._paused: dict[zmq.Socket[bytes], Callable[[], object]] = {}
 
     def add(self, source: zmq.Socket[bytes] | int, handler: Callable[[], object]) -> None:
         """Call `handler` whenever `source` is readable, or its peer has gone."""
@@ -51,7 +52,7 @@ class Loop:
             self._masks[source] = _IN
             self._readers[source] = handler
         else:
-            self._sockets.append((source, handler))
+            self._sockets[source] = handler
             self.add(int(source.FD), functools.partial(_call_if_readable, source, handler))
 
     def remove(self, descriptor: int) -> None:
@@ -71,13 +72,19 @@ class Loop:
         if self._writers.pop(descriptor, None) is not None:
             self._want(descriptor, self._masks[descriptor] & ~_OUT)
 
-    def pause(self, descriptor: int) -> None:
-        """Do not tell that `descriptor` is readable, only that its peer has gone, until `resume`."""
-        self._want(descriptor, self._masks[descriptor] & ~_IN)
+    def pause(self, source: zmq.Socket[bytes] | int) -> None:
+        """Do not tell that `source` is readable, only that its peer has gone, until `resume`."""
+        if not isinstance(source, int):
+            self._paused[source] = self._sockets.pop(source)
+            source = int(source.FD)
+        self._want(source, self._masks[source] & ~_IN)
 
-    def resume(self, descriptor: int) -> None:
-        """Tell again that `descriptor` is readable."""
-        self._want(descriptor, self._masks[descriptor] | _IN)
+    def resume(self, source: zmq.Socket[bytes] | int) -> None:
+        """Tell again that `source` is readable."""
+        if not isinstance(source, int):
+            self._sockets[source] = self._paused.pop(source)
+            source = int(source.FD)
+        self._want(source, self._masks[source] | _IN)
 
     def add_timer(self, timer: Timer) -> None:
         """Call the timer's handler whenever it is due."""
@@ -86,7 +93,7 @@ class Loop:
     def wait(self, seconds: float = _LONGEST_WAIT_S) -> None:
         """Wait at most `seconds`, and call the handler of each source that is ready, then of each timer that is due."""
         # What arrived while something was sent or read shows here alone: the descriptor told it then.
-        ready = [handler for socket, handler in self._sockets if _is_readable(socket)]
+        ready = [handler for socket, handler in self._sockets.items() if _is_readable(socket)]
         seconds = 0.0 if ready else min(seconds, _LONGEST_WAIT_S, self._timers.next_due - time.monotonic())
         self._removed.clear()
         # The kernel's clock has milliseconds, and Python rounds up: a wait never ends early.

@@ -1,0 +1,243 @@
+"""The daemon's side of its gates: has them made, hears whom they let in, and has a dead one replaced."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from weightd.daemon.gate import link
+from weightd.daemon.gate.doorman import PATIENCE_S
+from weightd.daemon.gate.link import PeerIdentity, Said, Terms
+from weightd.daemon.gate.zygote import Zygote, launch
+from weightd.daemon.host.ends import explain
+from weightd.daemon.host.listening import addresses
+from weightd.daemon.host.loop import Loop
+from weightd.daemon.host.timers import Timer
+from weightd.protocol import limits
+from weightd.protocol.codec import encode
+from weightd.protocol.errors import InvalidArgument
+from weightd.protocol.framing import MAX_FRAMES
+from weightd.protocol.messages.data import Error
+from weightd.shared.stream import Stream
+
+_log = logging.getLogger("weightd.frontend")
+
+# A gate that has lived so long has not died of what the one before it has died of.
+_HEALTHY_S = 10.0
+
+# The first one that dies is replaced at once, the next ones after so long, twice as long each time, at most the second.
+_FIRST_DELAY_S = 0.05
+_LONGEST_DELAY_S = 5.0
+
+_NEVER = float("inf")
+
+_TWIN = (
+    f"nothing was heard over this connection for {PATIENCE_S:g} s, so it ends; what was sent is lost: another client "
+    "has the same routing id. Choose none, or one that nobody else has"
+)
+_TOO_LONG = f"frames: expected a message of at most {MAX_FRAMES} frames, got more: the connection ends"
+_TOO_OLD = "expected a client that speaks ZMTP 3, got one of an older version"
+
+
+@dataclass
+class Gate:
+    """One gate.
+
+    Attributes:
+        name: of its listener.
+        address: where its clients connect.
+        pid: of its process; 0 while there is none.
+        peers: how many clients are connected and have spoken.
+        restarts: how many of its processes have died.
+    """
+
+    name: str
+    address: str
+    pid: int = 0
+    peers: int = 0
+    restarts: int = 0
+
+
+@dataclass
+class _Post:
+    """A listener, and the process that is to be there.
+
+    Attributes:
+        stream: the process's link; None while there is none.
+        since: when it was started.
+        failures: how many have died early, one after another.
+        due: when another is to be started.
+    """
+
+    gate: Gate
+    listener: socket.socket
+    terms: Terms
+    stream: Stream | None = field(default=None)
+    since: float = 0.0
+    failures: int = 0
+    due: float = _NEVER
+
+
+class Gates:
+    """The gates of all listeners.
+
+    Args:
+        listeners: sockets that listen, by the names of the listeners; they stay the caller's.
+        loop: calls when a gate has something to say.
+        adopt: called with the socket on which a gate speaks for a client that has come, and who that is.
+        max_memory_bytes: that each gate may take for its clients.
+        zygote: makes the gates; None to start one. It is this object's.
+
+    """
+
+    def __init__(
+        self,
+        listeners: Mapping[str, socket.socket],
+        loop: Loop,
+        adopt: Callable[[socket.socket, PeerIdentity], object],
+        max_memory_bytes: int,
+        zygote: Zygote | None = None,
+    ) -> None:
+        self._loop = loop
+        self._adopt = adopt
+        self._zygote = zygote or launch()
+        self._loop.add(self._zygote.stream.fileno(), self._on_news)
+        self._numbers = itertools.count()
+        self._by_number: dict[int, Gate] = {}
+        self._posts = [
+            _Post(Gate(name, address), listener, _terms(name, address, max_memory_bytes))
+            for (name, listener), address in zip(
+                listeners.items(), addresses([each.fileno() for each in listeners.values()]), strict=True
+            )
+        ]
+        self._timer = Timer(self._start_due)
+        loop.add_timer(self._timer)
+        for post in self._posts:
+            self._start(post, time.monotonic())
+
+    @property
+    def gates(self) -> Sequence[Gate]:
+        """How the gate of each listener stands."""
+        return [post.gate for post in self._posts]
+
+    @property
+    def pids(self) -> Sequence[int]:
+        """Of all processes that this object has."""
+        return [self._zygote.pid, *(each.pid for each in self.gates if each.pid)]
+
+    def close(self) -> None:
+        """Have all end, once they have passed on what was said to them; wait for that some seconds."""
+        for post in self._posts:
+            if post.stream is not None:
+                self._loop.remove(post.stream.fileno())
+                post.stream.close()
+        self._loop.remove(self._zygote.stream.fileno())
+        self._zygote.end()
+
+    # --- within -------------------------------------------------------------------------------------------------
+
+    def _start(self, post: _Post, now: float) -> None:
+        post.due, post.since = _NEVER, now
+        number = next(self._numbers)
+        ours, its = socket.socketpair()
+        post.stream = Stream(ours, takes_descriptors=True)
+        self._loop.add(ours.fileno(), lambda: self._hear(post))
+        self._by_number[number] = post.gate
+        with its:
+            try:
+                self._zygote.ask(post.terms.frames(number), [its.fileno(), post.listener.fileno()])
+            except OSError as error:
+                # There is no zygote just now, or it has much to do: the end of the link is heard in a moment.
+                _log.debug("the gate of listener %s cannot be asked for: %s", post.gate.name, error.strerror)
+                del self._by_number[number]
+
+    def _start_due(self, now: float) -> None:
+        for post in self._posts:
+            if post.due <= now:
+                self._start(post, now)
+        self._timer.set(min(post.due for post in self._posts))
+
+    def _hear(self, post: _Post) -> None:
+        """A gate says something."""
+        stream = post.stream
+        if stream is None:
+            return
+        try:
+            messages = stream.receive()
+        except ConnectionError:
+            self._replace(post, time.monotonic())
+            return
+        for message in messages:
+            said = link.of_gate(message.frames[0])
+            if isinstance(said, Said):
+                _log.log(said.level, "listener %s: %s", post.gate.name, said.text)
+                continue
+            if isinstance(said, int):
+                post.gate.peers = said
+                continue
+            post.gate.peers = said.peers
+            if stream.descriptors:
+                self._adopt(socket.socket(fileno=stream.descriptors.popleft()), said.identity)
+            else:
+                # The kernel has closed it: the gate hangs the client up.
+                _log.error("no descriptor is left for a client of listener %s", post.gate.name)
+
+    def _replace(self, post: _Post, now: float) -> None:
+        """A gate has died."""
+        if post.stream is not None:
+            self._loop.remove(post.stream.fileno())
+            post.stream.close()
+        post.stream, post.gate.pid, post.gate.peers = None, 0, 0
+        post.gate.restarts += 1
+        if now - post.since >= _HEALTHY_S:
+            post.failures = 0
+        post.failures += 1
+        post.due = now + delay(post.failures)
+        self._start_due(now)
+
+    def _on_news(self) -> None:
+        """The zygote says something."""
+        try:
+            messages = self._zygote.stream.receive()
+        except ConnectionError:
+            _log.error("the zygote, process %d, has died, and with it all gates: another is started", self._zygote.pid)
+            self._loop.remove(self._zygote.stream.fileno())
+            self._zygote.end()
+            self._by_number.clear()
+            self._zygote = launch()
+            self._loop.add(self._zygote.stream.fileno(), self._on_news)
+            return
+        for message in messages:
+            news = link.of_zygote(message.frames[0])
+            gate = self._by_number[news.number]
+            if news.status is None:
+                gate.pid = news.pid
+                _log.info("listener %s: %s, gate %d", gate.name, gate.address, news.pid)
+                continue
+            del self._by_number[news.number]
+            how = explain(news.status) if news.pid else f"cannot be started: {os.strerror(news.status)}"
+            _log.error("listener %s: gate %d %s: the connections of its clients end", gate.name, news.pid, how)
+
+
+def delay(failures: int) -> float:
+    """Return after how many seconds a gate is replaced, the last of so many in a row that have died early."""
+    return min(_FIRST_DELAY_S * 2 ** min(failures - 2, 16), _LONGEST_DELAY_S) if failures > 1 else 0.0
+
+
+def _terms(name: str, address: str, max_memory_bytes: int) -> Terms:
+    texts = (_TWIN, _TOO_LONG, _TOO_OLD)
+    [twin], [too_long], [too_old] = (encode(Error("", InvalidArgument.code, text)) for text in texts)
+    return Terms(
+        name=name,
+        address=address,
+        max_frame_bytes=min(max_memory_bytes, limits.MAX_FRAME_BYTES),
+        max_memory_bytes=max_memory_bytes,
+        twin=twin,
+        too_long=too_long,
+        too_old=too_old,
+    )

@@ -1,0 +1,125 @@
+"""What daemon, zygote and gates say to each other: small messages of JSON, over `Stream`.
+
+daemon to zygote   Terms.frames, with the gate's end of its link and its listening socket: make a gate
+zygote to daemon   News: a gate's pid, and once it has ended how
+gate to daemon     Met, with the end of a pair of sockets: somebody new, who speaks over that;
+how many are left, once somebody has gone; Said, for the log
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+# As in `logging`, which a gate does not import.
+DEBUG, WARNING, ERROR = 10, 30, 40
+
+Log = Callable[[int, str], object]
+"""Writes a line, with its level."""
+
+
+class Terms(NamedTuple):
+    """What a gate has to know.
+
+    Attributes:
+        name: of its listener.
+        address: of the listening socket that it is given, as ZeroMQ writes it.
+        max_frame_bytes: who announces a larger frame is hung up.
+        max_memory_bytes: that it may take for what its peers send and do not read.
+        twin: the message for who is not heard, because another has the same routing id.
+        too_long: for who has sent more frames than there may be.
+        too_old: for who speaks a ZMTP before 3.
+    """
+
+    name: str
+    address: str
+    max_frame_bytes: int
+    max_memory_bytes: int
+    twin: bytes
+    too_long: bytes
+    too_old: bytes
+
+    def frames(self, number: int) -> list[bytes]:
+        """Return the message by which the zygote is asked for the gate of this number."""
+        return [json.dumps([number, *self[:4]]).encode(), *self[4:]]
+
+
+class PeerIdentity(NamedTuple):
+    """Who a peer is, as the kernel knows it: over a unix socket user and process, over TCP the host.
+
+    Attributes:
+        uid: None over TCP.
+        pid: None there, too; 0 in another pid namespace.
+        host: "" over a unix socket.
+    """
+
+    uid: int | None
+    pid: int | None
+    host: str
+
+
+class Met(NamedTuple):
+    """Somebody has spoken for the first time; so many peers are there now."""
+
+    peers: int
+    identity: PeerIdentity
+
+
+class Said(NamedTuple):
+    """A line for the log."""
+
+    level: int
+    text: str
+
+
+class News(NamedTuple):
+    """What the zygote says of a gate.
+
+    Attributes:
+        number: as it was asked for.
+        pid: of the process; 0 where there is none, since it could not be made.
+        status: None while it lives, then its exit status, negative for a signal; without a process the error number.
+    """
+
+    number: int
+    pid: int
+    status: int | None
+
+    def frame(self) -> bytes:
+        """Return it as it is sent."""
+        return json.dumps(self).encode()
+
+
+def of_daemon(frames: Sequence[Any]) -> tuple[int, Terms]:
+    """Return what `Terms.frames` has written."""
+    number, name, address, max_frame_bytes, max_memory_bytes = json.loads(frames[0])
+    return number, Terms(name, address, max_frame_bytes, max_memory_bytes, *map(bytes, frames[1:]))
+
+
+def of_zygote(frame: Any) -> News:
+    """Return what `News.frame` has written."""
+    return News(*json.loads(bytes(frame)))
+
+
+def met(peers: int, identity: PeerIdentity) -> bytes:
+    """Return a `Met`, to be read by `of_gate`."""
+    return json.dumps([peers, *identity]).encode()
+
+
+def left(peers: int) -> bytes:
+    """Return how many peers are left, to be read by `of_gate`."""
+    return json.dumps([peers]).encode()
+
+
+def said(level: int, text: str) -> bytes:
+    """Return a `Said`, to be read by `of_gate`."""
+    return json.dumps([level, text]).encode()
+
+
+def of_gate(frame: Any) -> Met | Said | int:
+    """Return what a gate has said: somebody new, a line for the log, or how many are left."""
+    first, *rest = json.loads(bytes(frame))
+    if not rest:
+        return int(first)
+    return Said(first, *rest) if len(rest) == 1 else Met(first, PeerIdentity(*rest))

@@ -1,0 +1,405 @@
+"""Gates as processes, clients that speak ZeroMQ, and a daemon that says to each what it has said."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+import resource
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import zmq
+
+from testkit.waiting import until
+from weightd.daemon.clients.gates import Gates, delay
+from weightd.daemon.gate.lane import MAX_UNREAD_BYTES
+from weightd.daemon.gate.link import PeerIdentity
+from weightd.daemon.host.listening import listening
+from weightd.daemon.host.loop import Loop
+from weightd.protocol.framing import MAX_FRAMES
+from weightd.shared.stream import Stream
+
+LIMIT_MS = 20_000
+MIB = 2**20
+
+Socket = zmq.Socket[bytes]
+
+
+class Daemon:
+    """A daemon that says to each client what it has said, but "leave" ends a connection.
+
+    Args:
+        listeners: that have gates.
+        max_memory_bytes: of a gate.
+    """
+
+    def __init__(self, listeners: dict[str, socket.socket], max_memory_bytes: int = 256 * MIB) -> None:
+        self.loop = Loop()
+        self.lanes: dict[Stream, PeerIdentity] = {}
+        self.gates = Gates(listeners, self.loop, self._adopt, max_memory_bytes)
+        self.answered = 0
+        self._ends = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+        until(lambda: all(each.pid for each in self.gates.gates), "the gates are there")
+
+    @property
+    def unsent(self) -> int:
+        return sum(each.unsent for each in list(self.lanes))
+
+    def close(self, *, flush: bool = False) -> None:
+        if self._ends.is_set():
+            return
+        self._ends.set()
+        self._thread.join()
+        for each in list(self.lanes):
+            if flush:
+                each.connection.setblocking(True)
+                each.flush()
+            each.close()
+        self.gates.close()
+        self.loop.close()
+
+    def _run(self) -> None:
+        while not self._ends.is_set():
+            self.loop.wait(0.05)
+
+    def _adopt(self, connection: socket.socket, identity: PeerIdentity) -> None:
+        lane = Stream(connection)
+        self.lanes[lane] = identity
+        self.loop.add(lane.fileno(), functools.partial(self._answer, lane))
+
+    def _answer(self, lane: Stream) -> None:
+        try:
+            for message in lane.receive():
+                self.answered += 1
+                if not lane.send(message.frames):
+                    self.loop.watch_writes(lane.fileno(), functools.partial(self._flush, lane))
+                if message.frames[0] == b"leave":
+                    raise ConnectionResetError
+        except ConnectionError:
+            self.loop.remove(lane.fileno())
+            lane.close()
+            del self.lanes[lane]
+
+    def _flush(self, lane: Stream) -> None:
+        if lane.flush():
+            self.loop.unwatch_writes(lane.fileno())
+
+
+@pytest.fixture
+def address(tmp_path: Path) -> str:
+    return f"ipc://{tmp_path}/s"
+
+
+@pytest.fixture
+def serve(address: str) -> Iterator[Callable[..., Daemon]]:
+    made: list[Daemon] = []
+    with listening(address) as listener:
+
+        def started(max_memory_bytes: int = 256 * MIB, **others: socket.socket) -> Daemon:
+            made.append(Daemon({"default": listener, **others}, max_memory_bytes))
+            return made[-1]
+
+        yield started
+        for each in made:
+            each.close()
+
+
+@pytest.fixture
+def connect(address: str) -> Iterator[Callable[..., Socket]]:
+    made: list[Socket] = []
+    with zmq.Context() as context:
+
+        def connected(to: str = address, **options: object) -> Socket:
+            client = context.socket(zmq.DEALER)
+            client.setsockopt(zmq.LINGER, 0)
+            for name, value in options.items():
+                client.setsockopt(getattr(zmq, name), value)  # type: ignore[arg-type]
+            client.connect(to)
+            made.append(client)
+            return client
+
+        yield connected
+        context.destroy(linger=0)
+
+
+def answer(client: Socket) -> list[bytes]:
+    assert client.poll(LIMIT_MS)
+    return client.recv_multipart()
+
+
+def ask(client: Socket, *frames: bytes) -> list[bytes]:
+    client.send_multipart(frames)
+    return answer(client)
+
+
+@pytest.mark.parametrize("kind", ["ipc", "tcp"])
+def test_messages_pass_as_they_are_and_who_says_them_is_told(
+    serve: Callable[..., Daemon], connect: Callable[..., Socket], kind: str
+) -> None:
+    with listening("tcp://127.0.0.1:0") as tcp:
+        daemon = serve(other=tcp)
+        port = tcp.getsockname()[1]
+        client = connect(*[f"tcp://127.0.0.1:{port}"] if kind == "tcp" else [])
+        large = os.urandom(5 * MIB)
+        for frames in ([b"one"], [b"", b"", b""], [b"a", b"", large, b"", large[: 2 * MIB]], [b"x"] * MAX_FRAMES):
+            assert ask(client, *frames) == frames
+        expected = (
+            PeerIdentity(os.getuid(), os.getpid(), "") if kind == "ipc" else PeerIdentity(None, None, "127.0.0.1")
+        )
+        assert list(daemon.lanes.values()) == [expected]
+
+
+def test_who_goes_is_gone_for_the_daemon_and_whom_it_ends_is_hung_up_after_its_last_words(
+    serve: Callable[..., Daemon], connect: Callable[..., Socket]
+) -> None:
+    daemon = serve()
+    [gate] = daemon.gates.gates
+    one, two = connect(), connect()
+    for client in (one, two):
+        assert ask(client, b"hello") == [b"hello"]
+    until(lambda: gate.peers == 2, "both are counted")
+    one.close()
+    until(lambda: len(daemon.lanes) == 1 and gate.peers == 1, "it is gone")
+    monitor = two.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+    assert ask(two, b"leave") == [b"leave"]
+    assert monitor.poll(LIMIT_MS)
+    # The library comes back by itself.
+    assert ask(two, b"again") == [b"again"]
+
+
+def test_who_is_back_with_its_own_routing_id_is_another(
+    serve: Callable[..., Daemon], connect: Callable[..., Socket]
+) -> None:
+    daemon = serve()
+    for _ in range(3):
+        client = connect(ROUTING_ID=b"me")
+        assert ask(client, b"hello") == [b"hello"]
+        assert len(daemon.lanes) == 1
+        client.close()
+        until(lambda: not daemon.lanes, "it is gone")
+
+
+# --- what dies ------------------------------------------------------------------------------------------------------
+
+
+def test_a_gate_that_dies_takes_nothing_with_it_but_its_connections(
+    serve: Callable[..., Daemon], connect: Callable[..., Socket], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    other = f"ipc://{tmp_path}/other"
+    with caplog.at_level(logging.INFO), listening(other) as listener:
+        daemon = serve(other=listener)
+        gate, neighbour = daemon.gates.gates
+        one, two = connect(), connect(other)
+        for client in (one, two):
+            assert ask(client, b"hello") == [b"hello"]
+        pids = {gate.pid}
+        for deaths in (1, 2):
+            os.kill(gate.pid, signal.SIGKILL)
+            begin = time.monotonic()
+            until(lambda: gate.pid not in {0, *pids}, "it is back")
+            pids.add(gate.pid)
+            until(lambda: any(ask(one, b"again") for _ in range(2)), "it serves")
+            assert time.monotonic() - begin < 10
+            assert (gate.restarts, neighbour.restarts) == (deaths, 0)
+        assert ask(two, b"still here") == [b"still here"]
+        until(lambda: "killed by SIGKILL" in caplog.text, "its end is told")
+
+
+def test_one_that_keeps_dying_is_replaced_at_once_and_then_ever_more_seldom() -> None:
+    assert [delay(count) for count in (1, 2, 3, 4, 8, 9, 10_000)] == [0.0, 0.05, 0.1, 0.2, 3.2, 5.0, 5.0]
+
+
+def test_without_zygote_all_gates_are_back(serve: Callable[..., Daemon], connect: Callable[..., Socket]) -> None:
+    daemon = serve()
+    before = daemon.gates.pids
+    os.kill(before[0], signal.SIGKILL)
+    until(lambda: len(daemon.gates.pids) == 2 and not set(daemon.gates.pids) & set(before), "both are others")
+    assert ask(connect(), b"hello") == [b"hello"]
+
+
+def test_when_the_daemon_ends_its_last_answers_arrive_and_no_process_is_left(
+    serve: Callable[..., Daemon], connect: Callable[..., Socket], address: str
+) -> None:
+    daemon = serve()
+    client = connect()
+    assert ask(client, b"hello") == [b"hello"]
+    client.send_multipart([b"last", b"", bytes(20 * MIB)])
+    until(lambda: daemon.answered == 2, "it is answered")
+    pids = daemon.gates.pids
+    daemon.close(flush=True)
+    assert [len(each) for each in answer(client)] == [4, 0, 20 * MIB]
+    assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+
+
+_DAEMON = """
+import sys
+from weightd.daemon.clients.gates import Gates
+from weightd.daemon.gate import zygote
+from weightd.daemon.host.listening import listening
+from weightd.daemon.host.loop import Loop
+forked = zygote.fork()
+loop = Loop()
+with listening(sys.argv[1]) as listener:
+    gates = Gates({"default": listener}, loop, lambda *_: None, 1 << 28, forked)
+    while len(gates.pids) < 2:
+        loop.wait()
+    print(*gates.pids, flush=True)
+    while True:
+        loop.wait()
+"""
+
+
+def test_what_a_daemon_has_forked_dies_with_it(address: str) -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen([sys.executable, "-c", _DAEMON, address], stdout=subprocess.PIPE, env=environment) as daemon:
+        assert daemon.stdout is not None
+        pids = [int(each) for each in daemon.stdout.readline().split()]
+        for pid, name in zip(pids, ["weightd-zygote\n", "gate default\n"], strict=True):
+            until(lambda: Path(f"/proc/{pid}/comm").read_text("ascii") == name, name)  # noqa: B023
+        daemon.kill()
+    until(lambda: not any(_lives(pid) for pid in pids), "they have died")
+
+
+def _lives(pid: int) -> bool:
+    try:
+        return ") Z " not in Path(f"/proc/{pid}/stat").read_text("ascii")
+    except FileNotFoundError:
+        return False
+
+
+# --- who is hostile -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def raw(address: str) -> Iterator[Callable[..., socket.socket]]:
+    made: list[socket.socket] = []
+
+    def connected(name: bytes | None = None) -> socket.socket:
+        """A connection; with a name, of a DEALER socket whose handshake is done."""
+        made.append(socket.socket(socket.AF_UNIX))
+        made[-1].settimeout(LIMIT_MS / 1000)
+        made[-1].connect(address.removeprefix("ipc://"))
+        if name is not None:
+            identity = b"\x08Identity" + struct.pack(">I", len(name)) + name
+            ready = b"\x05READY\x0bSocket-Type\0\0\0\x06DEALER" + identity
+            made[-1].sendall(b"\xff" + bytes(8) + b"\x7f\x03\0NULL" + bytes(48) + bytes([4, len(ready)]) + ready)
+            # The library may overlook what is sent before it has said the same.
+            said = b""
+            while b"ROUTER" not in said:
+                said += made[-1].recv(4096)
+        return made[-1]
+
+    yield connected
+    for each in made:
+        each.close()
+
+
+def descriptors(pid: int) -> int:
+    return sum(1 for _ in Path(f"/proc/{pid}/fd").iterdir())
+
+
+def is_hung_up(connection: socket.socket) -> bool:
+    try:
+        while connection.recv(65536):
+            pass
+    except ConnectionError:
+        pass
+    return True
+
+
+def test_garbage_and_who_stops_in_the_middle_concern_nobody_else(
+    serve: Callable[..., Daemon], connect: Callable[..., Socket], raw: Callable[..., socket.socket]
+) -> None:
+    daemon = serve()
+    client = connect()
+    pid = daemon.gates.gates[0].pid
+    for data in (b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 100, b"\0" * 100, os.urandom(10_000), b"\xff"):
+        raw().sendall(data)
+        assert ask(client, b"hello") == [b"hello"]
+    named = raw(b"x")
+    named.sendall(b"\x02" + struct.pack(">Q", 2**62))
+    assert is_hung_up(named)  # more than a frame may have
+    raw(b"y").sendall(b"\x01\x04half")
+    assert ask(client, b"hello") == [b"hello"]
+    assert (daemon.gates.gates[0].pid, len(daemon.lanes)) == (pid, 1)
+
+
+def test_a_message_of_too_many_frames_ends_its_connection(
+    serve: Callable[..., Daemon], connect: Callable[..., Socket], raw: Callable[..., socket.socket]
+) -> None:
+    daemon = serve()
+    client, guilty = connect(), connect()
+    assert ask(client, b"hello") == [b"hello"]
+    [refusal] = ask(guilty, *[b"x"] * (MAX_FRAMES + 1))
+    assert b"expected a message of at most 66 frames, got more" in refusal
+    many = raw(b"many")
+    with contextlib.suppress(ConnectionError):
+        many.sendall(b"\x01\x01x" * 200_000 + b"\0\x01x")
+    assert is_hung_up(many)
+    assert ask(client, b"hello") == [b"hello"]
+    until(lambda: len(daemon.lanes) == 1, "the others are gone")
+
+
+def test_a_message_that_does_not_end_is_ended(
+    serve: Callable[..., Daemon], connect: Callable[..., Socket], raw: Callable[..., socket.socket]
+) -> None:
+    daemon = serve(max_memory_bytes=64 * MIB)
+    pid = daemon.gates.gates[0].pid
+    client, endless = connect(), raw(b"endless")
+    frames = (b"\x03" + struct.pack(">Q", 65536) + bytes(65536)) * 16
+    with contextlib.suppress(ConnectionError):
+        for _ in range(1000):
+            endless.sendall(frames)
+            assert ask(client, b"hello") == [b"hello"]
+        pytest.fail("a gigabyte was taken")
+    assert ask(client, b"hello") == [b"hello"]
+    assert daemon.gates.gates[0].pid == pid
+
+
+def test_many_connections_are_served_and_forgotten(
+    serve: Callable[..., Daemon], connect: Callable[..., Socket], raw: Callable[..., socket.socket]
+) -> None:
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < 16_384:
+        pytest.skip("too few descriptors are allowed")
+    daemon = serve()
+    [gate] = daemon.gates.gates
+    client = connect()
+    assert ask(client, b"hello") == [b"hello"]
+    before = descriptors(gate.pid)
+    crowd = [raw(b"%d" % number) for number in range(300)]
+    for each in crowd:
+        each.sendall(b"\0\x05hello")
+    until(lambda: gate.peers == 301, "all are counted")
+    assert ask(client, b"hello") == [b"hello"]
+    for each in crowd:
+        each.close()
+    until(lambda: len(daemon.lanes) == 1, "all are gone")
+    until(lambda: descriptors(gate.pid) == before, "nothing is left of them")
+
+
+def test_who_does_not_read_waits_alone_and_the_daemon_sees_it(
+    serve: Callable[..., Daemon], connect: Callable[..., Socket]
+) -> None:
+    daemon = serve()
+    slow, client = connect(RCVHWM=1, SNDHWM=0), connect()
+    for number in range(40):
+        slow.send_multipart([b"%d" % number, b"", bytes(MIB)])
+    until(lambda: daemon.answered == 40, "all is answered")
+    assert ask(client, b"hello") == [b"hello"]
+    # What the gate, the library and the kernel keep of it, is little.
+    assert daemon.unsent > 40 * MIB - MAX_UNREAD_BYTES - 8 * MIB
+    assert [answer(slow)[0] for _ in range(40)] == [b"%d" % number for number in range(40)]
+    until(lambda: not daemon.unsent, "all is said")
