@@ -67,7 +67,7 @@ class _CountingCore(ClientCore):
         self, model: str, inputs: Mapping[str, Any], timeout: float, outputs: Sequence[str] | None = None
     ) -> Asking:
         asking = super().infer(model, inputs, timeout, outputs)
-        self.last = asking.call.id
+        self.last = asking[0].id
         return asking
 
     def received(self, frames: Sequence[Any]) -> None:

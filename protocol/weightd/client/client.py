@@ -85,7 +85,8 @@ class Client:
     def __init__(self, address: Optional[str] = None, *, timeout: float = DEFAULT_TIMEOUT_S) -> None:
         self._session = Session(address, timeout)
         self._core = self._session.core
-        self._changed = threading.Condition(threading.Lock())
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
         self._turns = Turns()
         try:
             self._waker = Waker()
@@ -95,7 +96,7 @@ class Client:
         self._connects = False
         self._stuck = 0
         deadline = time.monotonic() + timeout
-        with self._changed:
+        with self._lock:
             self._connect(deadline)
 
     @property
@@ -145,7 +146,7 @@ class Client:
         call, frames = self._core.infer(model, inputs, seconds)
         self._send(frames, deadline, call)
         return Pending(
-            partial(self._wait, call, deadline + grace(seconds)),
+            partial(self._result, call, deadline + grace(seconds)),
             partial(self._poll, call),
             partial(self._cancel, call),
         )
@@ -234,7 +235,7 @@ class Client:
         session = self._session
         if session.is_foreign or session.closed:
             return
-        with self._changed:
+        with self._lock:
             session.end()
             self._changed.notify_all()
         if self._turns.take():
@@ -266,7 +267,8 @@ class Client:
     def _ask(self, question: Question, seconds: float, deadline: float) -> Answer:
         call, frames = question
         self._send(frames, deadline, call)
-        return self._wait(call, deadline + grace(seconds))
+        self._wait(call, deadline + grace(seconds))
+        return call.result()
 
     def _send(self, frames: List[Any], deadline: float, call: Call) -> None:
         """Begin a call, over a new connection where there is none; wait until all of it has gone."""
@@ -274,16 +276,18 @@ class Client:
         # What has come since the last call is not left to pile up, and a loss shows before a request is lost to it.
         if not session.connection.is_quiet():
             self._catch_up()
-        with self._changed:
+        with self._lock:
             try:
                 connection = self._ready_to_send(deadline)
                 sent_at = session.send(frames, call)
             except Gone:
                 connection = self._ready_to_send(deadline)
                 sent_at = session.send(frames, call)
-            self._see_off(connection, sent_at, deadline)
+            if sent_at or self._turns.is_taken:
+                self._see_off(connection, sent_at, deadline)
 
     def _see_off(self, connection: Connection, sent_at: float, deadline: float) -> None:
+        """Wait until so much has gone, and tell who reads what they could not know. The lock is ours."""
         if sent_at:
             self._until_sent(connection, sent_at, deadline)
         elif self._turns.is_taken and not connection.is_idle():
@@ -291,9 +295,11 @@ class Client:
 
     def _ready_to_send(self, deadline: float) -> Connection:
         """Return a connection that takes a message now. The lock is ours; meanwhile it is free."""
+        session = self._session
         while True:
-            self._session.check()
-            connection = self._session.connection
+            if session.closed:
+                raise session.ended()
+            connection = session.connection
             if connection.closed:
                 self._connect(deadline)
             elif connection.is_spoilt:
@@ -356,14 +362,17 @@ class Client:
         finally:
             making.close()
 
-    def _wait(self, call: Call, deadline: float) -> Answer:
-        self._session.check()
+    def _wait(self, call: Call, deadline: float) -> None:
         if not call.done:
             turn = self._turns.enter(call)
             if turn is None:
                 self._read(call, deadline)
             else:
                 self._follow(turn, deadline)
+
+    def _result(self, call: Call, deadline: float) -> Answer:
+        self._session.check()
+        self._wait(call, deadline)
         return call.result()
 
     def _follow(self, turn: Turn, deadline: float) -> None:
@@ -380,11 +389,12 @@ class Client:
 
     def _read(self, call: Call, deadline: float) -> None:
         """Read until the call is done. It is our turn."""
+        session = self._session
         try:
             while not call.done:
-                connection = self._session.connection
+                connection = session.connection
                 if connection.is_idle() and not self._sleep(connection, deadline):
-                    raise self._session.no_answer()
+                    raise session.no_answer()
                 self._take_in()
         finally:
             self._leave()
@@ -418,7 +428,7 @@ class Client:
         if self._poll(call):
             return
         deadline = time.monotonic() + self.timeout
-        with self._changed:
+        with self._lock:
             connection = self._session.connection
             try:
                 sent_at: float = self._session.send(self._core.cancel(call))
@@ -428,7 +438,7 @@ class Client:
 
     def _sleep(self, connection: Connection, deadline: float) -> bool:
         poller = self._poller
-        if connection.waits_to_write and connection.unsent:
+        if connection.unsent and connection.waits_to_write:
             poller = self._waker.poller(connection.descriptors, to_write=True)
         return self._waker.sleep(poller, deadline)
 
@@ -438,14 +448,14 @@ class Client:
         try:
             anything = session.take_in()
         except BaseException as error:
-            with self._changed:
+            with self._lock:
                 session.hang_up(error)
                 self._changed.notify_all()
             if not isinstance(error, LOST):
                 raise
             return True
         if session.connection.unsent:
-            with self._changed:
+            with self._lock:
                 session.connection.flush()
                 self._changed.notify_all()
         return anything
@@ -453,13 +463,13 @@ class Client:
     def _leave(self) -> None:
         """Read no more."""
         if self._session.closed:
-            with self._changed:
+            with self._lock:
                 self._session.connection.close()
                 if not self._connects:
                     self._waker.close()
         self._turns.leave()
         if self._stuck:
-            with self._changed:
+            with self._lock:
                 self._changed.notify_all()
 
     @contextlib.contextmanager

@@ -35,7 +35,8 @@ class Connection(abc.ABC):
         closed: whether it is of no use any more.
         is_spoilt: whether it will be found lost.
         unanswered: requests that were sent, less the messages that have come.
-        sent: how much of what did not go at once is sent by now.
+        unsent: how much waits until the daemon reads.
+        sent: how much of what did not go at once is sent by now, in what `unsent` counts.
     """
 
     transport: ClassVar[str]
@@ -47,12 +48,8 @@ class Connection(abc.ABC):
         self.closed = False
         self.is_spoilt = False
         self.unanswered = 0
+        self.unsent = 0
         self.sent = 0
-
-    @property
-    @abc.abstractmethod
-    def unsent(self) -> int:
-        """How much waits until the daemon reads: in what `sent` counts."""
 
     @abc.abstractmethod
     def send(self, frames: List[Any]) -> bool:
@@ -114,11 +111,6 @@ class Nowhere(Connection):
     def __init__(self) -> None:
         super().__init__("")
         self.closed = True
-
-    @property
-    def unsent(self) -> int:
-        """Nothing."""
-        return 0
 
     def send(self, frames: List[Any]) -> bool:
         """It is lost."""

@@ -10,7 +10,7 @@ import functools
 import itertools
 import os
 from collections import abc
-from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Sequence, Type, Union, cast
+from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple, Type, Union, cast
 from weakref import ReferenceType, ref
 
 from weightd.protocol import limits
@@ -30,6 +30,7 @@ from weightd.protocol.messages.control import (
     UpdateResponse,
 )
 from weightd.protocol.messages.data import Cancel, Error, Infer, InferResponse, Parameters, TensorSpec
+from weightd.protocol.messages.regions import Registered, Released
 from weightd.protocol.messages.status import Status, StatusResponse
 from weightd.protocol.messages.types import TO_CLIENT, DaemonMessage
 from weightd.protocol.tensors import describe_request, frame_of, from_frame, to_wire
@@ -45,6 +46,8 @@ Answer = Union[
     StatusResponse,
     UpdateResponse,
     ReloadResponse,
+    Registered,
+    Released,
 ]
 
 
@@ -106,11 +109,8 @@ class Call:
             hook()
 
 
-class Question(NamedTuple):
-    """A call that may be begun, and the frames that do it."""
-
-    call: Call
-    frames: List[Any]
+# A call that may be begun, and the frames that do it.
+Question = Tuple[Call, List[Any]]
 
 
 class ClientCore:
@@ -148,7 +148,7 @@ class ClientCore:
         arrays = {name: _wire_array(name, value) for name, value in inputs.items()}
         call = Call(self._next_id(), InferResponse)
         header = encode(Infer(call.id, describe_request(model, arrays, outputs), _parameters(timeout)))
-        return Question(call, [*header, *map(frame_of, arrays.values())])
+        return call, [*header, *map(frame_of, arrays.values())]
 
     def begin(self, call: Call) -> None:
         """Its frames are being sent: from now on it can be answered, and end with the others."""
@@ -171,22 +171,22 @@ class ClientCore:
     def ready(self, model: str) -> Question:
         """Return the question whether a model, or with "" all of them, can answer, and its frames."""
         call = Call(self._next_id(), ReadyResponse)
-        return Question(call, encode(ModelReady(call.id, model) if model else ServerReady(call.id)))
+        return call, encode(ModelReady(call.id, model) if model else ServerReady(call.id))
 
     def model_metadata(self, model: str) -> Question:
         """Return a question about a model and its frames."""
         call = Call(self._next_id(), ModelMetadataResponse)
-        return Question(call, encode(ModelMetadata(call.id, model)))
+        return call, encode(ModelMetadata(call.id, model))
 
     def server_metadata(self) -> Question:
         """Return a question about the server and its frames."""
         call = Call(self._next_id(), ServerMetadataResponse)
-        return Question(call, encode(ServerMetadata(call.id)))
+        return call, encode(ServerMetadata(call.id))
 
     def status(self) -> Question:
         """Return a question about everything and its frames."""
         call = Call(self._next_id(), StatusResponse)
-        return Question(call, encode(Status(call.id)))
+        return call, encode(Status(call.id))
 
     def update(self, model: str, path: str, weights: str, *, rollback: bool) -> Question:
         """Return a wish for another model or other weights, and its frames.
@@ -195,12 +195,12 @@ class ClientCore:
             LocalProtocolError: a path is too long.
         """
         call = Call(self._next_id(), UpdateResponse)
-        return Question(call, encode(Update(call.id, model, path, weights, rollback)))
+        return call, encode(Update(call.id, model, path, weights, rollback))
 
     def reload(self) -> Question:
         """Return the wish that the configuration file be read again, and its frames."""
         call = Call(self._next_id(), ReloadResponse)
-        return Question(call, encode(Reload(call.id)))
+        return call, encode(Reload(call.id))
 
     def received(self, frames: Sequence[Any]) -> None:
         """Take in a message: it ends the call that it names. One that nobody waits for (any more) is dropped.

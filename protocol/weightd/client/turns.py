@@ -79,9 +79,9 @@ class Turns:
     def leave(self) -> None:
         """Read no more: somebody who waits does from now on."""
         with self._lock:
-            for index, turn in enumerate(self._waiting):
+            for turn in self._waiting:
                 if not turn.call.done:
-                    del self._waiting[index]
+                    self._waiting.remove(turn)
                     turn.reads = True
                     turn.wake()
                     return

@@ -25,25 +25,23 @@ class UnixConnection(Connection):
         self._stream = Stream(connection, Incoming(max_header_bytes=limits.MAX_STATUS_BYTES))
         self.descriptors = (connection.fileno(),)
 
-    @property
-    def unsent(self) -> int:
-        """Bytes."""
-        return self._stream.unsent
-
     def send(self, frames: List[Any]) -> bool:
         """As `Connection.send`."""
         try:
-            return self._stream.send(frames)
+            if self._stream.send(frames):
+                return True
         except OSError:
             self.spoil()
             raise self.gone() from None
+        self.unsent = self._stream.unsent
+        return False
 
     def flush(self) -> None:
         """As `Connection.flush`. That it is lost is told by `receive`, after what has come."""
-        before = self._stream.unsent
         with contextlib.suppress(OSError):
             self._stream.flush()
-        self.sent += before - self._stream.unsent
+        before, self.unsent = self.unsent, self._stream.unsent
+        self.sent += before - self.unsent
 
     def receive(self) -> List[List[Any]]:
         """As `Connection.receive`."""

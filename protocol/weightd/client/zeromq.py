@@ -73,7 +73,7 @@ class ZeroMqConnection(Connection):
         super().__init__(address)
         # A socket is for one thread at a time.
         self._lock = threading.Lock()
-        self._unsent: Deque[List[Any]] = deque()
+        self._queue: Deque[List[Any]] = deque()
         context = _contexts.take()
         try:
             self._socket = context.socket(zmq.DEALER)
@@ -119,26 +119,23 @@ class ZeroMqConnection(Connection):
             # libzmq tries again by itself: that is right where only the socket's backlog is full.
             addresses.check(self.address)
 
-    @property
-    def unsent(self) -> int:
-        """Messages."""
-        return len(self._unsent)
-
     def send(self, frames: List[Any]) -> bool:
         """As `Connection.send`. That the daemon has hung up is told by `receive` alone."""
         with self._lock:
             if self.closed:
                 raise self.gone()
-            if self._unsent or not self._sends(frames):
-                self._unsent.append(frames)
+            if self._queue or not self._sends(frames):
+                self._queue.append(frames)
+                self.unsent += 1
                 return False
             return True
 
     def flush(self) -> None:
         """As `Connection.flush`."""
         with self._lock:
-            while self._unsent and not self.closed and self._sends(self._unsent[0]):
-                self._unsent.popleft()
+            while self._queue and not self.closed and self._sends(self._queue[0]):
+                self._queue.popleft()
+                self.unsent -= 1
                 self.sent += 1
 
     def receive(self) -> List[List[Any]]:
@@ -158,7 +155,7 @@ class ZeroMqConnection(Connection):
     def is_idle(self) -> bool:
         """As `Connection.is_idle`. To ask is what has the descriptor tell of the next message."""
         with self._lock:
-            wanted = _POLLIN | _POLLOUT if self._unsent else _POLLIN
+            wanted = _POLLIN | _POLLOUT if self._queue else _POLLIN
             return self.closed or not (self.is_spoilt or cast(int, self._socket.getsockopt(_EVENTS)) & wanted)
 
     def is_quiet(self) -> bool:
