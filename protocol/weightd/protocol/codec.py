@@ -14,7 +14,7 @@ from typing import Any, Dict, Iterable, List, Mapping, Optional, Sequence, Tuple
 
 import msgpack
 
-from weightd.protocol import limits
+from weightd.protocol import envelopes, limits
 from weightd.protocol.errors import LocalProtocolError, RemoteProtocolError
 from weightd.protocol.messages.children import FROM_CHILD, TO_CHILD
 from weightd.protocol.messages.data import TensorSpec
@@ -47,11 +47,15 @@ class Descriptions:
 
     Args:
         most: that are known at a time; those that came first go first.
+
+    Attributes:
+        tails: what envelopes of requests end with.
     """
 
     def __init__(self, most: int = _MAX_KNOWN) -> None:
         self._most = most
         self._known: Dict[Tuple[Type[Any], bytes], Any] = {}
+        self.tails: envelopes.Tails = {}
 
     def find(self, cls: Type[M], frame: Any) -> Optional[M]:
         """Return what `frame` was decoded to as a `cls`, or None."""
@@ -75,7 +79,10 @@ def encode(message: object, *, max_bytes: int = limits.MAX_HEADER_BYTES) -> List
     if tag is None:
         raise LocalProtocolError(f"{type(message).__name__} is not a message of the wire")
     try:
-        envelope: bytes = msgpack.packb({"v": limits.PROTOCOL_VERSION, "type": tag, **plain(message)})
+        envelope = envelopes.write(message)
+        if envelope is None:
+            envelope = msgpack.packb({"v": limits.PROTOCOL_VERSION, "type": tag, **plain(message)})
+            envelopes.learn(envelope, message)
         frames = [envelope, _description_frame(message)] if type(message) in _DESCRIBED else [envelope]
     except FieldError as error:
         raise LocalProtocolError(f"{tag}: {error}") from None
@@ -121,6 +128,12 @@ def decode(
     Raises:
         RemoteProtocolError: the frames are not such a message.
     """
+    found = None if known is None else _found(frames, table, known)
+    return _read(frames, table, known, max_bytes) if found is None else found
+
+
+def _read(frames: Sequence[Any], table: Mapping[str, Type[M]], known: Optional[Descriptions], max_bytes: int) -> M:
+    """The message, whatever its form."""
     if not frames:
         raise RemoteProtocolError("envelope: expected a frame, got an empty message")
     try:
@@ -146,11 +159,28 @@ def decode(
                 sizes = [each.nbytes for each in tensors]
             if [*map(len, frames[2:])] != [*sizes]:
                 raise _wrong_frames(tensors, frames[2:])
+            if known is not None:
+                envelopes.learn(frames[0], message, known.tails)
         elif len(frames) > 1:
             raise FieldError(f"expected the envelope alone, got {len(frames)}").at("frames")
     except FieldError as error:
         raise RemoteProtocolError(str(error), _readable(request_id)) from None
     return message
+
+
+def _found(frames: Sequence[Any], table: Mapping[str, Type[M]], known: Descriptions) -> Optional[M]:
+    """The message, if its envelope has a form that is read by its bytes and nothing is wrong with its other frames."""
+    message = envelopes.read(frames[0], known.tails) if len(frames) > 1 else None
+    if message is None:
+        return None
+    cls: Type[Any] = message.__class__
+    if table.get(_TAGS[cls]) is not cls:
+        return None
+    description: Any = known.find(_DESCRIBED[cls], frames[1])
+    if description is None or (*map(len, frames[2:]),) != description.sizes:
+        return None
+    message.__dict__["description"] = description
+    return cast(M, message)
 
 
 def _description(

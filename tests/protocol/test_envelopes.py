@@ -1,0 +1,105 @@
+"""What is read and written by its bytes is what msgpack and the schema make of it."""
+
+from __future__ import annotations
+
+from typing import Any, Mapping, Optional, Tuple
+
+import msgpack
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from weightd.protocol import envelopes, limits
+from weightd.protocol.codec import Descriptions, decode, encode
+from weightd.protocol.errors import LocalProtocolError, RemoteProtocolError
+from weightd.protocol.messages.children import FROM_CHILD, TO_CHILD, Predict, Result
+from weightd.protocol.messages.data import Infer, InferResponse, Parameters, RequestDescription, ResponseDescription
+from weightd.protocol.messages.regions import MappedRegions, Regions
+from weightd.protocol.messages.types import FROM_CLIENT, TO_CLIENT
+from weightd.protocol.schema import FieldError, plain
+
+REQUEST, RESPONSE = RequestDescription("m", ()), ResponseDescription("m", ())
+TAGS = {Infer: "infer", InferResponse: "infer_response", Predict: "predict", Result: "result"}
+TABLES: Tuple[Mapping[str, Any], ...] = (FROM_CLIENT, TO_CLIENT, FROM_CHILD, TO_CHILD)
+
+texts = st.text(max_size=130) | st.integers(0, 40).map("i".__mul__)
+numbers = st.integers(-1, 2**64 - 1) | st.sampled_from([2**32 - 1, 2**32, 2**63 - 1, 2**63])
+timeouts = st.none() | st.integers(0, limits.MAX_TIMEOUT_US + 1)
+placed = st.none() | st.just((0,))
+messages = (
+    st.builds(Infer, texts, st.just(REQUEST), st.builds(Parameters, timeouts, st.none() | st.just(Regions())))
+    | st.builds(InferResponse, texts, st.just(RESPONSE), placed, st.none() | st.booleans())
+    | st.builds(Predict, numbers, st.just(REQUEST), st.none() | st.just(MappedRegions()))
+    | st.builds(Result, numbers, st.just(RESPONSE), placed)
+)
+
+
+@st.composite
+def frames(draw: Any) -> bytes:
+    """Envelopes whose fields need not be right, some of them cut, or with other bytes somewhere near their end."""
+    named = {"id": draw(texts)}
+    numbered = {"request": draw(st.integers(0, 2**64 - 1) | st.sampled_from([2**32, 2**63 - 1, 2**63]))}
+    asked = {**named, "parameters": {"timeout": draw(st.integers(0, 9))}}
+    tag, fields = draw(
+        st.sampled_from(
+            [("infer", asked), ("infer", named), ("infer_response", named), ("predict", numbered), ("result", numbered)]
+        )
+    )
+    frame: bytes = msgpack.packb({"v": limits.PROTOCOL_VERSION, "type": tag, **fields})
+    if draw(st.booleans()):
+        begin = len(frame) - draw(st.sampled_from([0, 1, 2, 8, 12]))
+        frame = frame[:begin] + draw(st.binary(max_size=4)) + frame[begin + draw(st.integers(0, 4)) :]
+    return frame
+
+
+def packed(message: Any) -> Optional[bytes]:
+    """The envelope as msgpack and the schema make it, None where they refuse to."""
+    try:
+        return msgpack.packb({"v": limits.PROTOCOL_VERSION, "type": TAGS[type(message)], **plain(message)})
+    except FieldError:
+        return None
+
+
+@given(messages)
+def test_an_envelope_is_written_as_msgpack_does(message: Any) -> None:
+    expected = packed(message)
+    for _ in range(2):  # the second time more is known of its parameters
+        if expected is None:
+            with pytest.raises(LocalProtocolError):
+                encode(message)
+        else:
+            assert encode(message)[0] == expected
+
+
+@given(st.builds(Infer, st.just("i"), st.just(REQUEST), st.builds(Parameters, st.integers(1, 9))), frames())
+@example(Infer("i", REQUEST, Parameters(1)), b"\x83\xa1v\x01\xa4type\xaeinfer_response\xa2id\xa1\xff")
+def test_whatever_comes_is_read_as_by_the_schema(before: Infer, frame: bytes) -> None:
+    known = Descriptions()
+    decode(encode(before), FROM_CLIENT, known)
+    decode(encode(Result(0, RESPONSE)), FROM_CHILD, known)
+    for table in TABLES:
+        for described in (REQUEST, RESPONSE):
+            header = [frame, plain_frame(described)]
+            # Found by its bytes the second time, if at all.
+            assert {outcome(header, table, known) for _ in range(2)} == {outcome(header, table, None)}
+
+
+def plain_frame(description: Any) -> bytes:
+    return msgpack.packb(plain(description))
+
+
+def outcome(frames: Any, table: Any, known: Optional[Descriptions]) -> Any:
+    try:
+        return decode(frames, table, known)
+    except RemoteProtocolError as error:
+        return str(error), error.request_id
+
+
+def test_what_is_known_of_requests_is_bounded() -> None:
+    tails: envelopes.Tails = {}
+    for timeout in range(1, 600):
+        message = Infer("7", REQUEST, Parameters(timeout))
+        envelopes.learn(packed(message), message, tails)
+    assert len(tails) == 256
+    assert envelopes.read(packed(Infer("8", REQUEST, Parameters(599))), tails) is not None
+    assert envelopes.read(packed(Infer("8", REQUEST, Parameters(1))), tails) is None
