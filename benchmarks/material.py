@@ -16,7 +16,7 @@ from testkit import mindir, models
 from testkit.plain import PlainProcess
 from testkit.service import Service
 from weightd.client import Client
-from weightd.protocol.errors import InvalidArgument
+from weightd.protocol.errors import InvalidArgument, Unavailable
 
 ENGINES = ("onnxruntime", "mindspore_lite")
 
@@ -54,7 +54,7 @@ def client(service: Service, transport: str, timeout: float = 60.0) -> Client:
     address = TRANSPORTS[transport] + service.address.partition("://")[2]
     try:
         return Client(address, timeout=timeout)
-    except InvalidArgument as error:
+    except (InvalidArgument, Unavailable) as error:
         raise UnavailableError(f"--transport {transport}: {error}") from None
 
 
