@@ -21,6 +21,7 @@ from weightd.daemon.models.fleet import Fleet
 from weightd.daemon.requests.request import Request
 from weightd.protocol.codec import decode, encode
 from weightd.protocol.errors import InvalidArgument, RequestError, Unavailable
+from weightd.protocol.messages.children import Result
 from weightd.protocol.messages.control import Update
 from weightd.protocol.messages.data import Error, Infer, Parameters, RequestDescription, ResponseDescription, TensorSpec
 from weightd.protocol.messages.regions import InputPlace, Regions, Register, Unregister
@@ -141,7 +142,7 @@ def test_what_has_ended_is_kept_no_more(world: World) -> None:
     world.ask(client, "answered")
     world.ask(client, "refused")
     world.until(lambda: len(world.model.waiting) == 2)
-    world.frontend.answer(world.model.waiting[0], ResponseDescription("m", ()), ())
+    world.frontend.answer(world.model.waiting[0], Result(1, ResponseDescription("m", ())), ())
     world.frontend.refuse(world.model.waiting[1], InvalidArgument("as a test"))
     world.ask(client, "wrong")
     world.until(lambda: client.poll(0))

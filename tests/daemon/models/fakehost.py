@@ -17,6 +17,7 @@ from weightd.daemon.generations.records import SealRecord
 from weightd.daemon.host.ends import By, End
 from weightd.daemon.models.budget import Device
 from weightd.daemon.models.model import Model
+from weightd.daemon.requests.regions import Memory
 from weightd.daemon.requests.request import NOBODY, Origin, Request
 from weightd.protocol.errors import RequestError
 from weightd.protocol.messages.children import (
@@ -89,6 +90,8 @@ class FakeHost:
         self.answers: list[int] = []
         self.answered: list[tuple[Sequence[TensorSpec], Sequence[Any]]] = []
         self.refusals: list[tuple[int, str, str]] = []
+        self.releases: list[int] = []
+        self.memories: list[Memory] = []
         self.metadata: list[tuple[bytes, ModelMetadataResponse]] = []
         self.updated: list[UpdateResponse] = []
         self.errors: list[tuple[str, str, str]] = []
@@ -128,19 +131,25 @@ class FakeHost:
     def kill(self, name: str, *, abort: bool = False) -> None:
         (self.aborted if abort else self.killed).append(name)
 
-    def order(self, name: str, order: OrderMessage, frames: Sequence[Any] = ()) -> None:
+    def order(
+        self, name: str, order: OrderMessage, frames: Sequence[Any] = (), memories: Sequence[Memory] = ()
+    ) -> None:
         self.orders.append((name, order))
         self.frames += frames
+        self.memories += memories
 
     def forget(self, generation: Generation) -> None:
         self.seals.pop(generation.label, None)
 
-    def answer(self, request: Request, description: ResponseDescription, frames: Sequence[Any]) -> None:
+    def answer(self, request: Request, result: Result, frames: Sequence[Any]) -> None:
         self.answers.append(request.number)
-        self.answered.append((description.outputs, frames))
+        self.answered.append((result.description.outputs, frames))
 
     def refuse(self, request: Request, error: RequestError) -> None:
         self.refusals.append((request.number, error.code, str(error)))
+
+    def released(self, request: Request) -> None:
+        self.releases.append(request.number)
 
     def tell_metadata(self, client: bytes, metadata: ModelMetadataResponse) -> None:
         self.metadata.append((client, metadata))

@@ -33,6 +33,7 @@ from weightd.daemon.models.records import ModelRecord
 from weightd.daemon.models.sources import Numbers
 from weightd.daemon.requests.blame.guard import MAX_LOSSES
 from weightd.daemon.requests.blame.suspects import NEAR_DEATHS
+from weightd.daemon.requests.regions import Memory
 from weightd.daemon.requests.request import Origin, Request
 from weightd.protocol.errors import RequestError
 from weightd.protocol.messages.children import (
@@ -220,7 +221,9 @@ class ModelWorld(RuleBasedStateMachine):
         if not abort:  # which may be in vain
             self.processes[name].killed = True
 
-    def order(self, name: str, order: OrderMessage, frames: Sequence[Any] = ()) -> None:
+    def order(
+        self, name: str, order: OrderMessage, frames: Sequence[Any] = (), memories: Sequence[Memory] = ()
+    ) -> None:
         process = self.processes[name]
         assert process.hello_taken
         match order:
@@ -244,7 +247,7 @@ class ModelWorld(RuleBasedStateMachine):
 
     # --- what the model tells clients -----------------------------------------------------------------------------
 
-    def answer(self, request: Request, description: ResponseDescription, frames: Sequence[Any]) -> None:
+    def answer(self, request: Request, result: Result, frames: Sequence[Any]) -> None:
         assert self.talking is not None
         assert self.is_sound(self.talking), "an answer that may be anything is passed on"
         self.ended[request.number] += 1
@@ -252,6 +255,9 @@ class ModelWorld(RuleBasedStateMachine):
     def refuse(self, request: Request, error: RequestError) -> None:
         self.ended[request.number] += 1
         self.is_deserved(request, str(error))
+
+    def released(self, request: Request) -> None:
+        raise AssertionError("nobody has offered room")
 
     def is_deserved(self, request: Request, error: str) -> None:
         if "workers when they died" in error:

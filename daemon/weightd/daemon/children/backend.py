@@ -36,6 +36,7 @@ from weightd.daemon.host.ends import End
 from weightd.daemon.host.loop import Loop
 from weightd.daemon.host.processes import Process
 from weightd.daemon.host.sockets import BATCH, Received, bind, peer_pid, receive, send
+from weightd.daemon.requests.regions import Memory
 from weightd.protocol import limits
 from weightd.protocol.codec import Descriptions, clip, decode, encode
 from weightd.protocol.errors import RemoteProtocolError
@@ -203,7 +204,9 @@ class Backend:
         else:
             self._own(owner, name, program.python, process)
 
-    def order(self, name: str, order: OrderMessage, frames: Sequence[Any] = ()) -> None:
+    def order(
+        self, name: str, order: OrderMessage, frames: Sequence[Any] = (), memories: Sequence[Memory] = ()
+    ) -> None:
         """Send an order to a child; one that cannot be reached is dying, and its pidfd will tell."""
         if name in self._held:
             self._held[name].append((order, frames))

@@ -37,6 +37,7 @@ from weightd.protocol.errors import (
     ResourceExhausted,
     Unavailable,
 )
+from weightd.protocol.messages.children import Result
 from weightd.protocol.messages.control import (
     ModelMetadata,
     ModelMetadataResponse,
@@ -50,8 +51,8 @@ from weightd.protocol.messages.control import (
     Update,
     UpdateResponse,
 )
-from weightd.protocol.messages.data import Cancel, Error, Infer, InferResponse, ResponseDescription
-from weightd.protocol.messages.regions import Register, Unregister
+from weightd.protocol.messages.data import Cancel, Error, Infer, InferResponse
+from weightd.protocol.messages.regions import Register, Released, Unregister
 from weightd.protocol.messages.status import Status, StatusResponse
 from weightd.protocol.messages.types import FROM_CLIENT, ClientMessage, DaemonMessage
 from weightd.protocol.version import EXTENSIONS, VERSION
@@ -136,15 +137,23 @@ class Frontend:
         """Answers that could not be sent: their client was gone, or did not read."""
         return self._outbox.dropped
 
-    def answer(self, request: Request, description: ResponseDescription, frames: Sequence[Any]) -> None:
+    def answer(self, request: Request, result: Result, frames: Sequence[Any]) -> None:
         """Send the model's answer."""
         self.room.give(request.client, request.kept_bytes)
-        self._tell(request.client, InferResponse(request.id, description), frames)
+        self._tell(
+            request.client,
+            InferResponse(request.id, result.description, result.placed, request.running or None),
+            frames,
+        )
 
     def refuse(self, request: Request, error: RequestError) -> None:
         """Send an error in the place of an answer."""
         self.room.give(request.client, request.kept_bytes)
-        self.tell_error(request.client, request.id, error)
+        self.tell_error(request.client, request.id, error, running=request.running)
+
+    def released(self, request: Request) -> None:
+        """Tell a client that nobody writes any more where the outputs of its request were to be."""
+        self._tell(request.client, Released(request.id))
 
     def tell_metadata(self, client: bytes, metadata: ModelMetadataResponse) -> None:
         """Send a model's metadata."""
@@ -163,10 +172,10 @@ class Frontend:
         while self._unrecorded:
             self._tell(*self._unrecorded.pop(0))
 
-    def tell_error(self, client: bytes, request_id: str, error: RequestError) -> None:
+    def tell_error(self, client: bytes, request_id: str, error: RequestError, *, running: bool = False) -> None:
         """Send an error."""
         after = None if error.retry_after is None else int(min(1e6 * error.retry_after, limits.MAX_TIMEOUT_US))
-        self._tell(client, Error(request_id, error.code, clip(str(error)), after))
+        self._tell(client, Error(request_id, error.code, clip(str(error)), after, running or None))
 
     # --- within -------------------------------------------------------------------------------------------------
 

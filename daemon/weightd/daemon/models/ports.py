@@ -14,6 +14,7 @@ from weightd.daemon.generations.plan import Source
 from weightd.daemon.generations.records import SealRecord
 from weightd.daemon.models.update import Operators
 from weightd.daemon.requests.desk import Askers
+from weightd.daemon.requests.regions import Memory
 from weightd.protocol.messages.children import OrderMessage
 
 
@@ -57,7 +58,9 @@ class Children(Protocol):
     def kill(self, name: str, *, abort: bool = False) -> None:
         """Kill a child; `abort`: in a way that leaves its stacks in its log, and that it may survive."""
 
-    def order(self, name: str, order: OrderMessage, frames: Sequence[Any] = ()) -> None:
+    def order(
+        self, name: str, order: OrderMessage, frames: Sequence[Any] = (), memories: Sequence[Memory] = ()
+    ) -> None:
         """Send an order to a child."""
 
     def forget(self, generation: Generation) -> None:

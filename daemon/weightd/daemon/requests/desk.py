@@ -9,25 +9,29 @@ from weightd.daemon.config.model import ModelConfig
 from weightd.daemon.host.ends import End
 from weightd.daemon.requests.blame.guard import Guard
 from weightd.daemon.requests.latency import Latencies
+from weightd.daemon.requests.regions import Memory, mapped
 from weightd.daemon.requests.request import Request
 from weightd.daemon.requests.scheduler import Scheduler
 from weightd.daemon.requests.signature import Signature
+from weightd.daemon.requests.writers import Writers
 from weightd.protocol.errors import Cancelled, RequestError, Unavailable, request_error
 from weightd.protocol.messages.children import Built, Failed, OrderMessage, Predict, Result, Skip
 from weightd.protocol.messages.control import ModelMetadataResponse
-from weightd.protocol.messages.data import ResponseDescription
 
-Order = Callable[[str, OrderMessage, Sequence[Any]], None]
+Order = Callable[[str, OrderMessage, Sequence[Any], Sequence[Memory]], None]
 
 
 class Askers(Protocol):
     """What those have to be told who have asked something of a model."""
 
-    def answer(self, request: Request, description: ResponseDescription, frames: Sequence[Any]) -> None:
+    def answer(self, request: Request, result: Result, frames: Sequence[Any]) -> None:
         """Send the model's answer to the client."""
 
     def refuse(self, request: Request, error: RequestError) -> None:
         """Send an error to the client."""
+
+    def released(self, request: Request) -> None:
+        """Tell the client of a request that was still running at its end that nobody writes for it any more."""
 
     def tell_metadata(self, client: bytes, metadata: ModelMetadataResponse) -> None:
         """Send a model's metadata to the client."""
@@ -43,7 +47,7 @@ class Desk:
         name: of the model.
         config: of the model.
         askers: are told.
-        order: sends an order, and the frames that follow it, to a process.
+        order: sends an order, with the frames that follow it and the memory that it names, to a process.
 
     Attributes:
         latencies: from a request's arrival to its answer, in the daemon.
@@ -55,6 +59,7 @@ class Desk:
         self.scheduler = Scheduler(config.max_queue, config.max_queue_bytes, config.predict_timeout)
         self.guard = Guard(config, self.scheduler, self.refuse)
         self.signature = Signature()
+        self.writers = Writers()
         self.latencies = Latencies()
         self.by_process: dict[str, Latencies] = {}
         self.failed = 0
@@ -112,10 +117,12 @@ class Desk:
     def result(self, process: str, result: Result, frames: Sequence[Any], now: float) -> None:
         """A job has been answered."""
         self.guard.watchdog.heard(process, now)
+        self._release(self.writers.end(process, result.request))
         job = self.scheduler.finish(process, result.request, now)
         if job is not None:
             [request] = job.parts
-            self._askers.answer(request, result.description, frames)
+            request.running = self.writers.is_running(request)
+            self._askers.answer(request, result, frames)
             latency = now - request.arrived
             self.latencies.add(latency)
             self.by_process[process].add(latency)
@@ -125,6 +132,7 @@ class Desk:
     def job_failed(self, process: str, failed: Failed, now: float) -> None:
         """A job has ended in an error; of several parts, each runs again alone. Who leaves has lost what it had."""
         self.guard.watchdog.heard(process, now)
+        self._release(self.writers.end(process, failed.request))
         if failed.leaving:
             self.guard.leaves(process, failed.request, now)
         job = self.scheduler.finish(process, failed.request, now)
@@ -139,6 +147,7 @@ class Desk:
 
     def died(self, process: str, end: End, now: float) -> None:
         """A process has ended, and with it its seat."""
+        self._release(self.writers.died(process))
         self.guard.died(process, end, now)
         self.guard.watchdog.forget(process)
         self.by_process.pop(process, None)
@@ -163,12 +172,13 @@ class Desk:
         """Have everything run that can."""
         for seat, number in self.scheduler.take_recalled():
             for process in seat.processes:
-                self._order(process, Skip(number), ())
+                self._order(process, Skip(number), (), ())
         for seat, job in self.scheduler.assign(now):
             [request] = job.parts
-            order = Predict(job.number, request.description)
+            order = Predict(job.number, request.description, mapped(request.places))
             for process in seat.processes:
-                self._order(process, order, request.frames)
+                self.writers.begin(process, request)
+                self._order(process, order, request.frames, request.places.memories)
 
     def expire(self, now: float, explained: Callable[[RequestError], RequestError]) -> None:
         """End each request whose deadline has passed, with the error that `explained` makes of it."""
@@ -184,7 +194,7 @@ class Desk:
         """Ping who has been idle; yield who has not answered the last one."""
         for process, ping in list(self.guard.pings(now)):
             if ping is not None:
-                self._order(process, ping, ())
+                self._order(process, ping, (), ())
             else:
                 yield process
 
@@ -211,6 +221,7 @@ class Desk:
     def refuse(self, request: Request, error: RequestError) -> None:
         """End a request in an error."""
         self.failed += 1
+        request.running = self.writers.is_running(request)
         self._askers.refuse(request, error)
 
     def give_up(self, error: RequestError) -> None:
@@ -245,6 +256,10 @@ class Desk:
         for request in requests:
             self.refuse(request, error)
         self.dispatch(now)
+
+    def _release(self, requests: Iterable[Request]) -> None:
+        for request in requests:
+            self._askers.released(request)
 
     def _tell_metadata(self) -> None:
         built = self.signature.built

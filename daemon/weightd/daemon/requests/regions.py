@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from weightd.protocol.messages.data import TensorSpec
+from weightd.protocol.messages.regions import MappedInput, MappedOutput, MappedRegions
 
 
 class Memory:
@@ -72,11 +73,24 @@ class Places:
     @property
     def memories(self) -> Sequence[Memory]:
         """The regions in which they are."""
+        if self is NOWHERE:
+            return ()
         found = {each.memory.number: each.memory for places in (self.inputs, self.outputs) for each in places.values()}
         return tuple(found.values())
 
 
 NOWHERE = Places({}, {})
+
+
+def mapped(places: Places) -> MappedRegions | None:
+    """Return what a worker is told of them, which knows the regions by their numbers."""
+    if places is NOWHERE:
+        return None
+    inputs = [MappedInput(index, each.memory.number, each.offset) for index, each in places.inputs.items()]
+    outputs = [
+        MappedOutput(index, each.memory.number, each.offset, each.nbytes) for index, each in places.outputs.items()
+    ]
+    return MappedRegions(tuple(inputs), tuple(outputs))
 
 
 def tensors(

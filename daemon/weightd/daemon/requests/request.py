@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from weightd.daemon.requests.regions import NOWHERE, Places
 from weightd.protocol.messages.data import RequestDescription
 
 # What a request takes beside its tensors, about: the header's objects.
@@ -43,12 +44,14 @@ class Request:
     Attributes:
         description: what is asked: the model, its inputs, the outputs that are wanted.
         frames: the tensors' bytes; only `contents` looks at them.
+        places: of the tensors that have no frame.
         origin: who has sent it, as far as the kernel tells.
         company: what else may run while it does.
         deaths: seats that died of it, or so it seems.
         losses: seats that ended while they ran it, for whatever reason.
         digest: of its content, once that has been computed.
         ended: while a seat ran it: what that gives later is dropped.
+        running: it has ended, and a process may still write its outputs to memory of the client.
     """
 
     number: int
@@ -60,15 +63,22 @@ class Request:
     deadline: float
     nbytes: int
     origin: Origin = NOBODY
+    places: Places = NOWHERE
     company: Company = Company.ANY
     deaths: int = 0
     losses: int = 0
     digest: bytes = b""
     ended: bool = False
+    running: bool = False
 
     def narrow(self, company: Company) -> None:
         """From now on it bears no other company than this, or less."""
         self.company = max(self.company, company)
+
+    @property
+    def content_bytes(self) -> int:
+        """The bytes of its tensors, wherever they are."""
+        return self.nbytes + sum(place.nbytes for place in self.places.inputs.values())
 
     @property
     def kept_bytes(self) -> int:

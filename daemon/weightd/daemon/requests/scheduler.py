@@ -282,9 +282,11 @@ class Scheduler:
     def _freest(self, request: Request, now: float) -> Seat | None:
         """The seat with the least to do that has credit, the first of them; None if none has any."""
         freest, least = None, CREDIT
+        # What waits at a seat may be taken back while the seat begins with it: then two would write to the same place.
+        waits = not request.places.outputs
         for seat in self._enlisted.values():
             load = len(seat.jobs)
-            if load < least and (not load or seat.takes_behind(request.company, now)):
+            if load < least and (not load or (waits and seat.takes_behind(request.company, now))):
                 freest, least = seat, load
                 if not least:
                     break

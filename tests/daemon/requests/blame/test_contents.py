@@ -1,12 +1,15 @@
 from __future__ import annotations
 
 import itertools
+import os
 
 import pytest
 
 from weightd.daemon.requests.blame.contents import SLICE_BYTES, SMALL_BYTES, Reading, content, is_small, mark
+from weightd.daemon.requests.regions import Memory, Place, Places
 from weightd.daemon.requests.request import Request
 from weightd.protocol.messages.data import RequestDescription, TensorSpec
+from weightd.shared import memfd
 
 _numbers = itertools.count(1)
 SIZES = [0, 1, 255, 256, 257, SMALL_BYTES, SMALL_BYTES + 1, SLICE_BYTES, 3 * SLICE_BYTES + 5]
@@ -69,3 +72,18 @@ def test_a_digest_is_computed_in_slices_and_once(size: int, steps: int) -> None:
     one.frames = ()  # nothing is read again
     assert content(one) == one.digest
     assert Reading(one).step()
+
+
+@pytest.mark.parametrize("size", SIZES[1:])
+def test_the_same_bytes_in_memory_of_the_client_are_the_same_content(size: int) -> None:
+    descriptor = memfd.create(size + 7)
+    os.pwrite(descriptor, b"1", 7)
+    framed = request(b"1" + bytes(size - 1), b"456")
+    placed = request(b"", b"456")
+    placed.description, placed.frames = framed.description, framed.frames[1:]
+    placed.nbytes, placed.places = 3, Places({0: Place(Memory(1, descriptor, size + 7, lambda: None), 7, size)}, {})
+    assert (placed.content_bytes, is_small(placed)) == (framed.nbytes, is_small(framed))
+    before = os.fstat(descriptor).st_blocks
+    assert (mark(placed), content(placed)) == (mark(framed), content(framed))
+    # Memory that was never written to takes none by being looked at.
+    assert os.fstat(descriptor).st_blocks == before

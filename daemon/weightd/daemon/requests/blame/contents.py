@@ -10,6 +10,7 @@ import hashlib
 from collections.abc import Iterator
 from typing import Any
 
+from weightd.daemon.requests.regions import Place, tensors
 from weightd.daemon.requests.request import Request
 
 # Up to so many bytes are read at once, which takes 5 microseconds.
@@ -39,7 +40,7 @@ def mark(request: Request) -> bytes:
 
 def is_small(request: Request) -> bool:
     """Return whether the digest is a matter of microseconds."""
-    return request.nbytes <= SMALL_BYTES
+    return request.content_bytes <= SMALL_BYTES
 
 
 def content(request: Request) -> bytes:
@@ -78,8 +79,7 @@ def _pieces(request: Request) -> Iterator[Any]:
             yield frame[begin : begin + SLICE_BYTES]
 
 
-def _tensors(request: Request) -> Iterator[tuple[bytes, memoryview]]:
-    for spec, frame in sorted(
-        zip(request.description.inputs, request.frames, strict=True), key=lambda pair: pair[0].name
-    ):
-        yield f"{spec.name}\0{spec.datatype}\0{spec.shape}\0".encode(), memoryview(frame)
+def _tensors(request: Request) -> Iterator[tuple[bytes, memoryview | Place]]:
+    each = tensors(request.description.inputs, request.frames, request.places)
+    for spec, content in sorted(each, key=lambda pair: pair[0].name):
+        yield f"{spec.name}\0{spec.datatype}\0{spec.shape}\0".encode(), content

@@ -52,13 +52,13 @@ class _Contents:
         if not self._known:
             return False
         self.forget_expired(now)
-        marks = self._marks.get(request.nbytes)
+        marks = self._marks.get(request.content_bytes)
         return marks is not None and mark(request) in marks
 
     def put(self, request: Request, now: float, hangs: int = 0) -> None:
         digest = content(request)
         self._known.pop(digest, None)
-        self._known[digest] = _Content(now + QUARANTINE_S, hangs, request.nbytes, mark(request))
+        self._known[digest] = _Content(now + QUARANTINE_S, hangs, request.content_bytes, mark(request))
         if len(self._known) > _MAX_KNOWN:
             del self._known[next(iter(self._known))]
         self._index()

@@ -1,0 +1,50 @@
+"""Who may still write to the memory of clients, so that these know when it is theirs again.
+
+A worker that has begun with a request cannot be stopped: it writes the outputs where there was room for them even if
+the request has ended long before. Only its answer, or its death, tells that it does so no more.
+"""
+
+from __future__ import annotations
+
+from weightd.daemon.requests.request import Request
+
+
+class Writers:
+    """The requests for which processes may still write."""
+
+    def __init__(self) -> None:
+        # By process and number.
+        self._begun: dict[str, dict[int, Request]] = {}
+        # Those that have ended while they were: their clients wait to be told.
+        self._owed: set[int] = set()
+
+    def begin(self, process: str, request: Request) -> None:
+        """The process is given the request."""
+        if request.places.outputs:
+            self._begun.setdefault(process, {})[request.number] = request
+
+    def is_running(self, request: Request) -> bool:
+        """The request ends: return whether its client has to be told later that nobody writes any more."""
+        if not request.places.outputs or not self._has_writer(request):
+            return False
+        self._owed.add(request.number)
+        return True
+
+    def end(self, process: str, number: int) -> list[Request]:
+        """The process has done with a request; return it if its client has to be told."""
+        request = self._begun.get(process, {}).pop(number, None)
+        return [] if request is None else self._released(request)
+
+    def died(self, process: str) -> list[Request]:
+        """The process has ended; return the requests whose clients have to be told."""
+        requests = self._begun.pop(process, {}).values()
+        return [released for request in requests for released in self._released(request)]
+
+    def _released(self, request: Request) -> list[Request]:
+        if request.number not in self._owed or self._has_writer(request):
+            return []
+        self._owed.remove(request.number)
+        return [request]
+
+    def _has_writer(self, request: Request) -> bool:
+        return any(request.number in begun for begun in self._begun.values())

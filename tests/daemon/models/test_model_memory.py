@@ -1,0 +1,94 @@
+"""A model whose clients offer room for outputs in their own memory: when that is theirs again."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import pytest
+
+from weightd.daemon.requests.regions import Memory, Place, Places
+from weightd.daemon.requests.request import Request
+from weightd.protocol.messages.children import Failed, Predict
+from weightd.protocol.messages.regions import MappedInput, MappedOutput, MappedRegions
+
+from .fakehost import W1, W2, Stage, request
+
+
+def offering() -> Request:
+    """A request whose input is in a region, which has room for its output, too."""
+    asked = request()
+    memory = Memory(7, os.dup(0), 100, lambda: None)
+    asked.places = Places({0: Place(memory, 8, len(asked.frames[0]))}, {0: Place(memory, 64, 32)})
+    asked.frames = ()
+    return asked
+
+
+def test_a_worker_is_told_where_and_given_the_memory() -> None:
+    stage = Stage().serving()
+    asked = offering()
+    stage.submit(asked)
+    [(_, order)] = stage.host.told(Predict)
+    assert isinstance(order, Predict)
+    assert order.regions == MappedRegions((MappedInput(0, 7, 8),), (MappedOutput(0, 7, 64, 32),))
+    assert (stage.host.frames, stage.host.memories) == ([], [*asked.places.memories])
+
+
+ENDS: dict[str, Callable[[Stage, int], object]] = {
+    "answers": lambda stage, number: stage.answers(W1, number),
+    "fails": lambda stage, number: stage.says(W1, Failed(number, "INTERNAL", "x", leaving=False)),
+    "fails and leaves": lambda stage, number: stage.says(W1, Failed(number, "INTERNAL", "x", leaving=True)),
+    "dies": lambda stage, number: stage.dies(W1),
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_who_gives_up_is_told_when_nobody_writes_any_more(end: str) -> None:
+    stage = Stage().serving()
+    asked, other = offering(), offering()
+    number, _ = stage.submit(asked, other)
+    stage.model.cancel(asked.client, asked.id, stage.now)
+    assert (asked.running, stage.host.refused(), stage.host.releases) == (True, [(number, "CANCELLED")], [])
+    ENDS[end](stage, number)
+    assert stage.host.releases == [number]
+    stage.answers(W2, other.number)
+    assert (other.running, stage.host.releases) == (False, [number])
+
+
+def test_what_never_ran_is_nobodys_to_write() -> None:
+    stage = Stage().serving()
+    stage.submit(offering(), offering())
+    waits = offering()
+    stage.submit(waits)
+    # Nothing waits at a worker: from there it might have to be taken back, and be run nevertheless.
+    assert len(stage.host.predicts()) == 2
+    stage.model.cancel(waits.client, waits.id, stage.now)
+    assert not waits.running
+
+
+def test_what_hangs_may_write_until_it_is_dead() -> None:
+    stage = Stage(predict_timeout=10.0).serving()
+    asked = offering()
+    [number] = stage.submit(asked)
+    stage.passes(10.0)
+    assert (stage.host.refused(), asked.running) == ([(number, "DEADLINE_EXCEEDED")], True)
+    # Its own answer may cross the signal.
+    assert stage.host.releases == []
+    stage.dies(W1)
+    assert stage.host.releases == [number]
+
+
+def test_who_is_answered_by_another_than_the_one_that_is_ended_is_told_of_that(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stage = Stage().serving()
+    asked = offering()
+    [number] = stage.submit(asked)
+    # As a worker that says that it is broken: what it had waits again while it still lives.
+    stage.model.desk.release(W1)
+    stage.model.tick(stage.now)
+    stage.model.desk.dispatch(stage.now)
+    stage.answers(W2, number)
+    assert (stage.host.answers, asked.running, stage.host.releases) == ([number], True, [])
+    stage.dies(W1)
+    assert stage.host.releases == [number]
