@@ -170,6 +170,8 @@ class Desk:
 
     def dispatch(self, now: float) -> None:
         """Have everything run that can."""
+        if self.scheduler.is_still:
+            return
         for seat, number in self.scheduler.take_recalled():
             for process in seat.processes:
                 self._order(process, Skip(number), (), ())

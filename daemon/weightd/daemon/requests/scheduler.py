@@ -68,12 +68,9 @@ class Scheduler:
         Raises:
             ResourceExhausted: the queue is full.
         """
-        queued, nbytes = self.queued, self._queue.nbytes + self._confined.nbytes + self._aside.nbytes
-        if queued >= self._max_queue:
-            raise self._full(f"{queued} requests wait already, the bound is {self._max_queue}", now)
-        if nbytes + request.nbytes > self._max_queue_bytes and queued:
-            bound = f"the bound of {self._max_queue_bytes}"
-            raise self._full(f"{nbytes} bytes wait already, {request.nbytes} more are over {bound}", now)
+        queued = self.queued
+        if queued:
+            self._check_room(request, queued, now)
         (self._aside if aside else self._queue_of(request)).append(request)
         self._earliest = min(self._earliest, request.deadline)
 
@@ -243,6 +240,11 @@ class Scheduler:
         return self._queue.count + self._confined.count + self._aside.count
 
     @property
+    def is_still(self) -> bool:
+        """Whether there is nothing to assign, and nothing is recalled. Cheap: this is asked with every answer."""
+        return not (self._queue.count or self._confined.count or self._recalled)
+
+    @property
     def idle(self) -> bool:
         """Whether nothing waits and nothing runs."""
         return not self.queued and not self._late and not any(seat.jobs for seat in self._seats.values())
@@ -291,6 +293,14 @@ class Scheduler:
                 if not least:
                     break
         return freest
+
+    def _check_room(self, request: Request, queued: int, now: float) -> None:
+        nbytes = self._queue.nbytes + self._confined.nbytes + self._aside.nbytes
+        if queued >= self._max_queue:
+            raise self._full(f"{queued} requests wait already, the bound is {self._max_queue}", now)
+        if nbytes + request.nbytes > self._max_queue_bytes:
+            bound = f"the bound of {self._max_queue_bytes}"
+            raise self._full(f"{nbytes} bytes wait already, {request.nbytes} more are over {bound}", now)
 
     def _full(self, text: str, now: float) -> ResourceExhausted:
         """The queue has moved on by one place for each seat after the time that a request takes.
