@@ -7,11 +7,14 @@
     with Client() as client:
         outputs = client.infer("digits", {"image": images})
 
-The library for other people's programs, and nothing else: it imports `weightd.shared` and `weightd.protocol`, numpy,
-pyzmq and msgpack, and runs on Python 3.7. What is not exported here is not for them.
+`AsyncClient` is the same for asyncio. The library for other people's programs, and nothing else: it imports
+`weightd.shared` and `weightd.protocol`, numpy, pyzmq and msgpack, and runs on Python 3.7. What is not exported here is
+not for them.
 """
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
 
 from weightd.client.client import Client, Pending
 from weightd.client.session import ClientClosed, WrongProcess
@@ -31,7 +34,11 @@ from weightd.protocol.errors import (
     WeightdError,
 )
 
+if TYPE_CHECKING:
+    from weightd.client.aio import AsyncClient, WrongLoop
+
 __all__ = [
+    "AsyncClient",
     "Cancelled",
     "Client",
     "ClientClosed",
@@ -48,5 +55,15 @@ __all__ = [
     "Unauthenticated",
     "Unavailable",
     "WeightdError",
+    "WrongLoop",
     "WrongProcess",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Import asyncio, which takes time and memory, for those who use it."""
+    if name in ("AsyncClient", "WrongLoop"):
+        from weightd.client import aio  # noqa: PLC0415
+
+        return getattr(aio, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

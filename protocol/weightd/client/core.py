@@ -160,6 +160,10 @@ class ClientCore:
             self._sweep_at = max(_LEAST_SWEEP, 2 * len(self._calls))
         self._calls[call.id] = ref(call)
 
+    def is_under_way(self, call: Call) -> bool:
+        """Whether it was begun, and has not ended."""
+        return call.id in self._calls
+
     def forget(self, call: Call) -> None:
         """It was not begun after all."""
         self._calls.pop(call.id, None)

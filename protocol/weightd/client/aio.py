@@ -1,0 +1,327 @@
+"""The client for asyncio. What it knows and sends is `Session`'s, as for `Client`; here is only how it waits."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from functools import partial
+from types import TracebackType
+from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple, Type, cast
+
+from weightd.client.connection import Connection, Gone
+from weightd.client.core import Answer, Call, Question
+from weightd.client.session import BUSY_S, DEFAULT_TIMEOUT_S, LOST, Session, grace
+from weightd.protocol.errors import WeightdError
+from weightd.protocol.messages.control import (
+    ModelMetadataResponse,
+    ReadyResponse,
+    ReloadResponse,
+    ServerMetadataResponse,
+    UpdateResponse,
+)
+from weightd.protocol.messages.data import InferResponse
+from weightd.protocol.messages.status import StatusResponse
+
+
+class WrongLoop(WeightdError):
+    """An AsyncClient is connected in one event loop, and used in another one. Make one for each: they are cheap."""
+
+
+class AsyncClient:
+    """Asks a weightd daemon for inference, for asyncio.
+
+    ::
+
+        async with AsyncClient() as client:
+            outputs = await client.infer("digits", {"image": images})
+
+    As `Client`, with two differences: many tasks may await answers at once, so there is no `submit`; and it connects
+    when `async with` begins or the first call is made, with the errors that `Client` raises when it is made. A task
+    that is cancelled while it awaits `infer` takes the request back. An object is for one event loop.
+
+    Args:
+        address: as `Client`.
+        timeout: as `Client`.
+
+    Raises:
+        InvalidArgument: `address` is none, or `timeout` is out of bounds.
+    """
+
+    def __init__(self, address: Optional[str] = None, *, timeout: float = DEFAULT_TIMEOUT_S) -> None:
+        self._session = Session(address, timeout)
+        self._core = self._session.core
+        self._loop: Optional[asyncio.AbstractEventLoop] = None
+        self._connects = False
+        self._awaits_room = False
+        self._waiting: List[asyncio.Future[bool]] = []
+
+    @property
+    def address(self) -> str:
+        """Where the daemon is looked for, as it was asked for."""
+        return self._session.address.given
+
+    @property
+    def transport(self) -> str:
+        """How it is, or was last, connected: "unix" or "zmq"; "" before it was."""
+        return self._session.connection.transport
+
+    @property
+    def timeout(self) -> float:
+        """Seconds that a call waits unless it says otherwise."""
+        return self._session.timeout
+
+    async def infer(self, model: str, inputs: Mapping[str, Any], *, timeout: Optional[float] = None) -> Dict[str, Any]:
+        """Run `model` on `inputs` and return its outputs: as `Client.infer`.
+
+        The arrays must not be changed before the answer has come: large ones are not copied.
+        """
+        seconds, deadline = self._begin(timeout)
+        return cast(Dict[str, Any], await self._ask(self._core.infer(model, inputs, seconds), seconds, deadline))
+
+    async def ready(self, model: str = "", *, timeout: Optional[float] = None) -> ReadyResponse:
+        """Return whether a model can answer: as `Client.ready`."""
+        seconds, deadline = self._begin(timeout)
+        return cast(ReadyResponse, await self._ask(self._core.ready(model), seconds, deadline))
+
+    async def metadata(self, model: str, *, timeout: Optional[float] = None) -> ModelMetadataResponse:
+        """Return what the model takes and gives: as `Client.metadata`."""
+        seconds, deadline = self._begin(timeout)
+        return cast(ModelMetadataResponse, await self._ask(self._core.model_metadata(model), seconds, deadline))
+
+    async def server(self, *, timeout: Optional[float] = None) -> ServerMetadataResponse:
+        """Return the daemon's version and the names of its models: as `Client.server`."""
+        seconds, deadline = self._begin(timeout)
+        return cast(ServerMetadataResponse, await self._ask(self._core.server_metadata(), seconds, deadline))
+
+    async def status(self, *, timeout: Optional[float] = None) -> StatusResponse:
+        """Return what the daemon is doing: as `Client.status`."""
+        seconds, deadline = self._begin(timeout)
+        return cast(StatusResponse, await self._ask(self._core.status(), seconds, deadline))
+
+    async def update(
+        self,
+        model: str,
+        path: str = "",
+        *,
+        weights: str = "",
+        rollback: bool = False,
+        timeout: Optional[float] = None,
+    ) -> UpdateResponse:
+        """Have another model, or other weights, loaded beside what serves: as `Client.update`."""
+        seconds, deadline = self._begin(timeout)
+        question = self._core.update(model, path, weights, rollback=rollback)
+        return cast(UpdateResponse, await self._ask(question, seconds, deadline))
+
+    async def reload(self, *, timeout: Optional[float] = None) -> ReloadResponse:
+        """Have the daemon read its configuration file again: as `Client.reload`."""
+        seconds, deadline = self._begin(timeout)
+        return cast(ReloadResponse, await self._ask(self._core.reload(), seconds, deadline))
+
+    async def close(self) -> None:
+        """Close the connection. What is under way ends in `ClientClosed`. In a forked process it does nothing."""
+        session = self._session
+        if session.is_foreign or session.closed:
+            return
+        self._running_loop()
+        session.end()
+        self._forget_descriptors()
+        session.connection.close()
+        self._notify()
+
+    async def __aenter__(self) -> AsyncClient:
+        _, deadline = self._begin(None)
+        await self._ready_to_send(deadline)
+        return self
+
+    async def __aexit__(
+        self, kind: Optional[Type[BaseException]], error: Optional[BaseException], trace: Optional[TracebackType]
+    ) -> None:
+        await self.close()
+
+    # --- within -------------------------------------------------------------------------------------------------
+    #
+    # The loop reads, all the time; tasks send, and wait in futures: for a call, or in `_waiting` for all other changes.
+
+    def _running_loop(self) -> asyncio.AbstractEventLoop:
+        running = asyncio.get_running_loop()
+        if self._loop is not running:
+            if self._loop is not None and not self._session.connection.closed:
+                raise WrongLoop("this client belongs to the event loop that it is connected in; make one for each loop")
+            self._loop = running
+        return running
+
+    def _begin(self, timeout: Optional[float]) -> Tuple[float, float]:
+        """Return the call's timeout and its deadline."""
+        self._session.check()
+        self._running_loop()
+        seconds = self._session.seconds(timeout)
+        return seconds, time.monotonic() + seconds
+
+    async def _ask(self, question: Question, seconds: float, deadline: float) -> Answer:
+        call, frames = question
+        try:
+            await self._send(frames, deadline, call)
+            if not call.done:
+                ended = self._running_loop().create_future()
+                call.when_done(partial(_end, ended, in_time=True))
+                await self._until(ended, deadline + grace(seconds), self._session.no_answer)
+        except asyncio.CancelledError:
+            self._take_back(call)
+            raise
+        return call.result()
+
+    async def _send(self, frames: List[Any], deadline: float, call: Call) -> None:
+        """Begin a call, over a new connection where there is none; wait until all of it has gone."""
+        session = self._session
+        if not (session.connection.closed or session.connection.is_quiet()):
+            self._read()
+        try:
+            connection = await self._ready_to_send(deadline)
+            sent_at = session.send(frames, call)
+        except Gone:
+            connection = await self._ready_to_send(deadline)
+            sent_at = session.send(frames, call)
+        self._has_sent(connection)
+        while connection.sent < sent_at and not connection.closed:
+            await self._until_changed(deadline, session.not_read)
+
+    async def _ready_to_send(self, deadline: float) -> Connection:
+        """Return a connection that takes a message now."""
+        session = self._session
+        while True:
+            session.check()
+            connection = session.connection
+            if connection.closed:
+                await self._connect(deadline)
+            elif connection.is_spoilt:
+                while not connection.closed:
+                    self._read()
+            elif connection.unsent:
+                await self._until_changed(deadline, session.not_read)
+            else:
+                return connection
+
+    async def _connect(self, deadline: float) -> None:
+        """Connect, or wait until another task has tried."""
+        if self._connects:
+            await self._until_changed(deadline, self._session.no_connection)
+            return
+        self._connects = True
+        try:
+            connection = await self._new_connection(deadline)
+        finally:
+            self._connects = False
+            self._notify()
+        self._session.connection = connection
+        for descriptor in connection.descriptors:
+            self._running_loop().add_reader(descriptor, self._read)
+
+    async def _new_connection(self, deadline: float) -> Connection:
+        making = self._session.connecting()
+        loop = self._running_loop()
+        try:
+            while True:
+                descriptor = next(making)
+                if descriptor is None:
+                    if time.monotonic() > deadline:
+                        raise self._session.no_connection()
+                    await asyncio.sleep(BUSY_S)
+                else:
+                    loop.add_reader(descriptor, self._notify)
+                    try:
+                        await self._until_changed(deadline, self._session.no_connection)
+                    finally:
+                        loop.remove_reader(descriptor)
+                self._session.check()
+        except StopIteration as made:
+            return cast(Connection, made.value)
+        finally:
+            making.close()
+
+    def _take_back(self, call: Call) -> None:
+        """Nobody waits for it any more: no worker shall begin with it."""
+        if call.expects is InferResponse and self._core.is_under_way(call):
+            with contextlib.suppress(Gone):
+                self._session.send(self._core.cancel(call))
+            self._has_sent(self._session.connection)
+
+    def _has_sent(self, connection: Connection) -> None:
+        if not connection.is_idle():
+            self._read()
+        self._await_room()
+
+    def _read(self) -> None:
+        """Take in what has come, or the loss of the connection."""
+        session = self._session
+        connection = session.connection
+        try:
+            session.take_in()
+            self._flush()
+            while not connection.is_idle():
+                session.take_in()
+                self._flush()
+        except BaseException as error:
+            self._forget_descriptors()
+            session.hang_up(error)
+            self._notify()
+            if not isinstance(error, LOST):
+                raise
+
+    def _flush(self) -> None:
+        connection = self._session.connection
+        if connection.unsent:
+            connection.flush()
+            self._notify()
+            self._await_room()
+
+    def _await_room(self) -> None:
+        """Have the loop tell when there is room to send, as long as something is unsent."""
+        connection = self._session.connection
+        wanted = connection.waits_to_write and connection.unsent > 0 and not connection.closed
+        if wanted != self._awaits_room:
+            self._awaits_room = wanted
+            loop = self._running_loop()
+            if wanted:
+                loop.add_writer(connection.descriptors[0], self._flush)
+            else:
+                loop.remove_writer(connection.descriptors[0])
+
+    def _forget_descriptors(self) -> None:
+        """Before they are closed: their numbers are others' then."""
+        connection = self._session.connection
+        if not connection.closed:
+            loop = self._running_loop()
+            for descriptor in connection.descriptors:
+                loop.remove_reader(descriptor)
+            if self._awaits_room:
+                self._awaits_room = False
+                loop.remove_writer(connection.descriptors[0])
+
+    async def _until_changed(self, deadline: float, late: Callable[[], WeightdError]) -> None:
+        changed = self._running_loop().create_future()
+        self._waiting.append(changed)
+        try:
+            await self._until(changed, deadline, late)
+        finally:
+            if changed in self._waiting:
+                self._waiting.remove(changed)
+
+    async def _until(self, happens: asyncio.Future[bool], deadline: float, late: Callable[[], WeightdError]) -> None:
+        wait = max(0.0, deadline - time.monotonic())
+        timer = self._running_loop().call_later(wait, partial(_end, happens, in_time=False))
+        try:
+            if not await happens:
+                raise late()
+        finally:
+            timer.cancel()
+
+    def _notify(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for each in waiting:
+            _end(each, in_time=True)
+
+
+def _end(future: asyncio.Future[bool], *, in_time: bool) -> None:
+    if not future.done():
+        future.set_result(in_time)
