@@ -25,7 +25,10 @@ ENVIRONMENT: Mapping[str, str] = {
     "XDG_RUNTIME_DIR": "Where this user's own daemon has its socket, in weightd; without one the system's is asked.",
 }
 
-FILES: Mapping[str, str] = {"/run/weightd/weightd.sock": "Where the system's daemon listens."}
+FILES: Mapping[str, str] = {
+    "/run/weightd/weightd.sock.unix": "Where the system's daemon listens.",
+    "/run/weightd/weightd.sock": "The same for ZeroMQ.",
+}
 
 
 def page(parser: argparse.ArgumentParser) -> str:
