@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+import socket
 import tempfile
 import threading
 from pathlib import Path
-from typing import Generator, Optional
+from typing import Any, Generator, List, Optional
 
 import pytest
 import zmq
@@ -15,33 +16,62 @@ import zmq
 from weightd.protocol.codec import decode, encode
 from weightd.protocol.messages.children import FROM_CHILD, Back, ChildMessage
 from weightd.shared import monitor
+from weightd.shared.stream import Stream
 from weightd.worker.connection import Connection
 
 LIMIT_MS = 20_000
 
 
 class Ends:
-    """A worker, its connection, and the daemons that follow one another."""
+    """A worker, its connection, and the daemons that follow one another; the first one has no lane."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], directory: Path) -> None:
         self._context = context
         self._address = f"ipc://{directory}/children"
         self._daemon: Optional[zmq.Socket[bytes]] = None
         self._connected: Optional[zmq.Socket[bytes]] = None
+        self._listener: Optional[socket.socket] = None
+        self._lane_path = directory / "children.lane"
+        self.lane: Optional[Stream] = None
         self.worker = context.socket(zmq.DEALER)
         self.worker.setsockopt(zmq.ROUTING_ID, b"w1")
-        self._connection = Connection(self.worker)
-        self.worker.connect(self._address)
+        self.connection = Connection(self.worker, self._address)
 
-    def replace(self) -> None:
+    def replace(self, *, has_lane: bool = False) -> None:
         """Put another daemon in the place of the one before; wait until the worker is connected to it."""
         self.end()
+        if has_lane:
+            self._listener = socket.socket(socket.AF_UNIX)
+            self._listener.setblocking(False)
+            self._listener.bind(str(self._lane_path))
+            self._listener.listen()
         self._daemon = self._context.socket(zmq.ROUTER)
         self._daemon.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._connected = self._daemon.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
         self._daemon.bind(self._address)
         assert self._connected.poll(LIMIT_MS)
         monitor.receive(self._connected)
+
+    def accept(self) -> Stream:
+        """Hear that the worker is back; return the lane that it has connected before: the last one."""
+        assert self.hear() == Back()
+        assert self._listener is not None
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                connection, _ = self._listener.accept()
+                if self.lane is not None:
+                    self.lane.close()
+                self.lane = Stream(connection)
+        assert self.lane is not None
+        return self.lane
+
+    def asked(self) -> Stream:
+        """Put a daemon with a lane there, which sends a request; return the lane."""
+        with self.waiting(b"request"):
+            self.replace(has_lane=True)
+            lane = self.accept()
+            lane.send([b"request"])
+        return lane
 
     def hear(self) -> ChildMessage:
         """Return the worker's next message."""
@@ -57,22 +87,27 @@ class Ends:
         self._daemon.send_multipart([b"w1", order])
 
     @contextlib.contextmanager
-    def waiting(self, order: bytes) -> Generator[None, None, None]:
-        """The worker waits while the block runs, and has this message in the end."""
-        thread = threading.Thread(target=self._wait, daemon=True)
+    def waiting(self, *orders: bytes) -> Generator[None, None, None]:
+        """The worker waits while the block runs, and has these messages in the end."""
+        self._received: List[bytes] = []
+        thread = threading.Thread(target=self._wait, args=(len(orders),), daemon=True)
         thread.start()
         yield
         thread.join(LIMIT_MS / 1000)
         assert not thread.is_alive()
-        assert self.worker.recv(zmq.NOBLOCK) == order
+        assert self._received == list(orders)
 
-    def _wait(self) -> None:
-        while self._connection.wait():
-            self.worker.send_multipart(encode(Back()))
+    def _wait(self, count: int) -> None:
+        while len(self._received) < count:
+            messages = self.connection.receive()
+            if messages is None:
+                self.connection.send(encode(Back()))
+            else:
+                self._received += [bytes(frames[0]) for frames in messages]
 
     def silent(self) -> bool:
         """Whether all that the worker has said was heard."""
-        self.worker.send(b"end")
+        self.connection.send([b"end"])
         assert self._daemon is not None
         return self._daemon.recv_multipart() == [b"w1", b"end"]
 
@@ -81,6 +116,12 @@ class Ends:
             self._daemon.disable_monitor()
             self._connected.close(linger=0)
             self._daemon.close(linger=0)
+        for each in (self.lane, self._listener):
+            if each is not None:
+                each.close()
+        self.lane = self._listener = None
+        with contextlib.suppress(FileNotFoundError):
+            self._lane_path.unlink()
 
 
 @pytest.fixture
@@ -95,8 +136,14 @@ def ends() -> Generator[Ends, None, None]:
         made.tell(b"one")
     yield made
     made.end()
+    lane: Optional[Stream] = vars(made.connection)["_lane"]
+    if lane is not None:
+        lane.close()
     context.destroy(linger=0)
     shutil.rmtree(str(directory))
+
+
+# --- another daemon ---------------------------------------------------------------------------------------------------
 
 
 def test_the_first_connection_is_no_return(ends: Ends) -> None:
@@ -120,7 +167,6 @@ def test_what_is_there_is_read_first(ends: Ends) -> None:
     # While it computes another daemon comes.
     ends.replace()
     ends.tell(b"two")
-    assert ends.worker.poll(LIMIT_MS)
     with ends.waiting(b"two"):
         pass
     with ends.waiting(b"three"):
@@ -134,4 +180,73 @@ def test_daemons_that_came_and_went_while_it_computed_are_of_no_consequence(ends
     with ends.waiting(b"two"):
         assert [ends.hear(), ends.hear()] == [Back(), Back()]
         ends.tell(b"two")
+    assert ends.silent()
+
+
+# --- the lane ---------------------------------------------------------------------------------------------------------
+
+
+def test_requests_come_by_the_lane_and_are_answered_there(ends: Ends) -> None:
+    with ends.waiting(b"predict", b"ping"):
+        ends.replace(has_lane=True)
+        lane = ends.accept()
+        lane.send([b"predict"])
+        ends.tell(b"ping")
+    ends.connection.answer([b"result"])
+    assert [message.frames for message in lane.receive()] == [[b"result"]]
+    assert ends.silent()
+
+
+def test_what_has_come_by_the_lane_comes_first(ends: Ends) -> None:
+    lane = ends.asked()
+    lane.send([b"predict"])
+    ends.tell(b"stop")
+    assert ends.worker.poll(LIMIT_MS)
+    # Whoever sends hears what has come, instead of who waits.
+    ends.connection.send(encode(Back()))
+    with ends.waiting(b"predict", b"stop"):
+        pass
+    assert ends.connection.receive(waits=False) == []
+
+
+def test_who_has_no_lane_is_answered_over_the_socket(ends: Ends) -> None:
+    with ends.waiting(b"predict"):
+        ends.tell(b"predict")
+    ends.connection.answer(encode(Back()))
+    assert ends.hear() == Back()
+
+
+def test_a_large_answer_waits_until_it_is_read(ends: Ends) -> None:
+    lane = ends.asked()
+    frames = [b"result", b"", bytes(range(256)) * 20_000]
+    thread = threading.Thread(target=ends.connection.answer, args=(frames,), daemon=True)
+    thread.start()
+    # A daemon that has more to ask does not wait for it.
+    lane.send([b"predict", b"", bytes(5_000_000)])
+    messages: List[Any] = []
+    while not messages:
+        messages = lane.receive()
+    assert [bytes(frame) for frame in messages[0].frames] == frames
+    thread.join(LIMIT_MS / 1000)
+    assert not thread.is_alive()
+
+
+def test_an_answer_for_a_daemon_that_has_gone_reaches_nobody(ends: Ends) -> None:
+    ends.asked()
+    ends.replace(has_lane=True)
+    ends.connection.answer([b"result"])
+    with ends.waiting(b"next"):
+        lane = ends.accept()
+        lane.send([b"next"])
+    assert lane.receive() == []
+    assert ends.silent()
+
+
+def test_a_lane_that_ends_leaves_the_socket(ends: Ends) -> None:
+    with ends.waiting(b"stop"):
+        ends.replace(has_lane=True)
+        lane = ends.accept()
+        lane.close()
+        ends.tell(b"stop")
+    ends.connection.answer([b"result"])
     assert ends.silent()

@@ -8,7 +8,6 @@ from typing import Any, Dict, List, Optional, Sequence, Tuple, Type, TypeVar, ca
 
 import numpy as np
 import pytest
-import zmq
 
 from testkit import cases
 from testkit.fakeengine import Answer, FakeEngine, sequence
@@ -42,7 +41,6 @@ from weightd.protocol.messages.children import (
 from weightd.protocol.messages.data import RequestDescription, TensorSignature
 from weightd.protocol.tensors import NUMPY_DTYPE, frame_of, spec_of, to_wire
 from weightd.protocol.version import VERSION
-from weightd.shared import multipart
 from weightd.worker import exits, nativelog
 from weightd.worker.canary import canary
 from weightd.worker.engines.engine import Arrays, Engine, ModelSignature
@@ -64,43 +62,48 @@ ZEROS, ONES = np.zeros((1, 3), np.float32), np.ones((1, 3), np.float32)
 
 
 class Script:
-    """A socket: gives the orders one after another, keeps what is sent. More is not to be asked for than there is."""
+    """A connection: gives the orders one after another, keeps what is sent. More is not to be asked for than there is.
 
-    def __init__(self, *orders: Sequence[Any]) -> None:
-        self.orders = [list(frames) for frames in orders]
+    Where it says None another daemon is there.
+    """
+
+    def __init__(self, *orders: Optional[Sequence[Any]]) -> None:
+        self.orders = list(orders)
         self.sent: List[ChildMessage] = []
         self.frames: List[List[bytes]] = []
         self.probed: List[Probing] = []
-        self._message: List[bytes] = []
         # How many orders have come already when the first one is read.
         self.ahead = 0
 
-    def getsockopt(self, option: int) -> int:
-        assert option == zmq.EVENTS
-        self.ahead -= 1
-        return zmq.POLLIN if self.ahead >= 0 else 0
+    def receive(self, *, waits: bool = True) -> Optional[List[Sequence[Any]]]:
+        if not waits:
+            self.ahead -= 1
+            if self.ahead < 0:
+                return []
+        order = self.orders.pop(0)
+        return None if order is None else [order]
 
-    def recv(self, flags: int = 0, copy: bool = True) -> zmq.Frame:
-        assert not copy
-        # A copy would lie where it suits.
-        frame = zmq.Frame(self.orders[0].pop(0), copy=False)
-        frame.more = bool(self.orders[0])
-        if not frame.more:
-            del self.orders[0]
-        return frame
+    def send(self, frames: Sequence[Any]) -> None:
+        sent = decode(list(map(bytes, frames)), FROM_CHILD)
+        assert not isinstance(sent, (Result, Failed)), "not to who has asked"
+        if isinstance(sent, Probing):
+            self.probed.append(sent)
+            if sent.trying:
+                self.orders.insert(0, encode(Probe()))
+            return
+        self.sent.append(sent)
+        self.frames.append([])
 
-    def send(self, frame: Any, flags: int = 0, copy: bool = True) -> None:
-        self._message.append(bytes(frame))
-        if not flags & zmq.SNDMORE:
-            message, self._message = self._message, []
-            sent = decode(message, FROM_CHILD)  # this checks the lengths, too
-            if isinstance(sent, Probing):
-                self.probed.append(sent)
-                if sent.trying:
-                    self.orders.insert(0, encode(Probe()))
-                return
-            self.sent.append(sent)
-            self.frames.append(message[2:])
+    def answer(self, frames: Sequence[Any]) -> None:
+        kept = list(map(bytes, frames))
+        answer = decode(kept, FROM_CHILD)  # this checks the lengths, too
+        assert isinstance(answer, (Result, Failed))
+        self.sent.append(answer)
+        self.frames.append(kept[2:])
+
+
+def session(connection: Any, engine: Engine, files: Files = FILES, **settings: Any) -> Session:
+    return Session(connection, engine, files, **settings)
 
 
 def twice(inputs: Arrays) -> Arrays:
@@ -124,12 +127,12 @@ def predict(number: int, inputs: Optional[Dict[str, Any]] = None) -> List[Any]:
 
 
 def play(
-    engine: Engine, *orders: Sequence[Any], ahead: int = 0, files: Files = FILES, **settings: Any
+    engine: Engine, *orders: Optional[Sequence[Any]], ahead: int = 0, files: Files = FILES, **settings: Any
 ) -> Tuple[int, Script]:
     """Run a session over the orders, to its end; find `ahead` further orders when one is read."""
     socket = Script(*orders)
     socket.ahead = ahead
-    status = Session(socket, engine, files, **settings).run(SHA256)
+    status = session(socket, engine, files, **settings).run(SHA256)
     assert not socket.orders, "it ended before its last order"
     return status, socket
 
@@ -209,11 +212,11 @@ def test_a_canary_that_spoils_the_engine_is_followed_by_a_build_for_the_same_pro
 
 def test_a_holder_that_is_told_to_stop_while_it_searches_stops() -> None:
     class Deaf(Script):
-        def send(self, frame: Any, flags: int = 0, copy: bool = True) -> None:
-            self.sent.append(decode([bytes(frame)], FROM_CHILD))
+        def send(self, frames: Sequence[Any]) -> None:
+            self.sent.append(decode(frames, FROM_CHILD))
 
     engine, socket = fake(), Deaf(BUILD, STOP)
-    assert Session(socket, engine, FILES).run(SHA256) == exits.CANNOT_BUILD
+    assert session(socket, engine).run(SHA256) == exits.CANNOT_BUILD
     assert [type(each) for each in socket.sent] == [Hello, Probing, Broken]
     assert "predict" not in engine.done
 
@@ -367,11 +370,7 @@ INPUTS: Dict[str, Any] = {
 
 @pytest.mark.parametrize("name", INPUTS)
 @pytest.mark.parametrize("offset", [0, 1, 3])
-def test_an_engine_gets_native_aligned_arrays_in_c_order_wherever_a_frame_lies(
-    name: str, offset: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # As if these were large: small ones are copied, to where it suits.
-    monkeypatch.setattr(multipart, "ZERO_COPY_BYTES", 0)
+def test_an_engine_gets_native_aligned_arrays_in_c_order_wherever_a_frame_lies(name: str, offset: int) -> None:
     engine = fake(lambda inputs: {"y": inputs["x"]})
     *header, frame = predict(1, {"x": INPUTS[name]})
     buffer = np.zeros(len(frame) + 16, np.uint8)
@@ -448,15 +447,13 @@ def test_after_a_refused_predict_a_worker_proves_itself_or_leaves(
 
 
 def test_a_daemon_that_follows_is_told_that_it_is_back() -> None:
-    there = iter([False, True, True, False, False])
-    status, socket = play(fake(), ATTACH, predict(1), STOP, wait=there.__next__)
+    status, socket = play(fake(), ATTACH, None, None, predict(1), STOP)
     assert status == exits.OK
     assert [type(each) for each in socket.sent] == [Hello, Attached, Back, Back, Result]
 
 
 def test_a_daemon_that_follows_gets_nobody_back_who_is_of_no_use() -> None:
-    there = iter([False, True])
-    status, socket = play(fake(sequence(RuntimeError("broken"))), predict(1), wait=there.__next__)
+    status, socket = play(fake(sequence(RuntimeError("broken"))), predict(1), None)
     assert status == exits.SPOILT
     assert [type(each) for each in socket.sent] == [Hello, Failed]
 
@@ -551,13 +548,11 @@ def test_the_log_is_bounded_with_each_order_and_also_with_one_that_fails(monkeyp
 
 def test_large_frames_are_not_copied() -> None:
     answer = np.zeros((512, 512), np.float32)
-    seen: List[Tuple[Any, bool]] = []
+    seen: List[Any] = []
 
-    class Socket(Script):
-        def send(self, frame: Any, flags: int = 0, copy: bool = True) -> None:
-            seen.append((frame, copy))
+    class Uncopied(Script):
+        def answer(self, frames: Sequence[Any]) -> None:
+            seen.extend(frames)
 
-    Session(Socket(predict(1), STOP), fake(sequence(answer)), Files("", "")).run(SHA256)
-    frame, copy = seen[-1]
-    assert np.shares_memory(np.frombuffer(frame, np.uint8), answer)
-    assert not copy
+    session(Uncopied(predict(1), STOP), fake(sequence(answer))).run(SHA256)
+    assert np.shares_memory(np.frombuffer(seen[-1], np.uint8), answer)

@@ -174,6 +174,7 @@ class Server:
         finally:
             if self._keeping is None:
                 self._backend.kill_all()
+            self._backend.close()
 
     def _finished(self) -> bool:
         return self._shutdown.ending and (self._keeping is not None or not self._backend.processes)

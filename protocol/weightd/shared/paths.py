@@ -14,6 +14,8 @@ _SOCKET_NAME = "weightd.sock"
 # Of the path of a unix socket, and of no other socket for clients.
 UNIX_SUFFIX = ".unix"
 
+_LANE_SUFFIX = ".lane"
+
 
 def runtime_dir() -> str:
     """Return the directory where a daemon that this user starts has its sockets."""
@@ -60,3 +62,8 @@ def daemon_socket(address: str) -> str:
     if not path.startswith("/"):
         return address
     return f"ipc://{path[: -len(UNIX_SUFFIX)] if path.endswith(UNIX_SUFFIX) else path}"
+
+
+def lane_path(address: str) -> str:
+    """Return where a daemon whose socket for children is `address` takes the lanes of their requests."""
+    return f"{address[len('ipc://') :]}{_LANE_SUFFIX}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import select
+import socket
 import stat
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -26,9 +27,23 @@ from weightd.daemon.models.budget import Device
 from weightd.daemon.models.model import Model
 from weightd.daemon.requests.request import Request
 from weightd.protocol.codec import decode, encode
-from weightd.protocol.messages.children import TO_CHILD, Attached, Back, Built, Hello, Predict, Result, Traits
+from weightd.protocol.framing import head
+from weightd.protocol.messages.children import (
+    TO_CHILD,
+    Attach,
+    Attached,
+    Back,
+    Built,
+    Hello,
+    Pong,
+    Predict,
+    Result,
+    Stop,
+    Traits,
+)
 from weightd.protocol.messages.data import RequestDescription, ResponseDescription, TensorSignature, TensorSpec
 from weightd.protocol.version import VERSION
+from weightd.shared.stream import Stream
 
 SHA = "5" * 64
 CARD = Traits(pids_fixed_at_build=True, holder_must_outlive=True, attach_rewrites_weights=True)
@@ -38,9 +53,12 @@ HOLDER, WORKER = "m.1.holder", "m.1.w1"
 
 
 class Pinned(Backend):
-    """One that takes no snapshot unless it is told to: the test has it."""
+    """One that takes no snapshot unless it is told to: the test has it. And its worker's lane is the test's."""
 
     pins = False
+
+    def _name_of(self, pid: int) -> str | None:
+        return WORKER if pid == os.getpid() else super()._name_of(pid)
 
     def pin(self, owner: Owner, model: str, config: ModelConfig, source: Source) -> None:
         if self.pins:
@@ -64,7 +82,9 @@ class Scene:
         self.worker = context.socket(zmq.DEALER)
         self.worker.setsockopt(zmq.ROUTING_ID, WORKER.encode())
         self.worker.setsockopt(zmq.RCVTIMEO, 30_000)
-        self.worker.connect(f"ipc://{daemon.children_socket}")
+        self.worker.connect(daemon.children_address)
+        self.lane = Stream(socket.socket(socket.AF_UNIX))
+        self.path = str(daemon.lane_socket)
 
     def model_of(self, table: ModelConfig) -> Model:
         clients: Any = SimpleNamespace(answer=self._answer)
@@ -84,12 +104,30 @@ class Scene:
         self.model.heard(HOLDER, Built("7", (X,), (X,), ({"x": (1,)},), "canary", 100), (), 0.0)
         self.model.heard(WORKER, Attached("canary", 100), (), 0.0)
 
-    def answer(self) -> None:
+    def answer(self, *, by_lane: bool = True) -> None:
         """Have the model asked, and the worker answer."""
         self.model.infer(Request(1, b"c", "1", RequestDescription("m", (SPEC,)), (bytes(16),), 0.0, 1e9, 16), 0.0)
-        orders = iter(lambda: decode(self.worker.recv_multipart(), TO_CHILD), None)
-        predict = next(each for each in orders if isinstance(each, Predict))
-        self.worker.send_multipart([*encode(Result(predict.request, ResponseDescription("m", (SPEC,)))), bytes(16)])
+        (predict,) = self.asked(1)
+        assert isinstance(predict, Predict)
+        message = [*encode(Result(predict.request, ResponseDescription("m", (SPEC,)))), bytes(16)]
+        if by_lane:
+            # More than is read at once.
+            pong = encode(Pong())
+            self.lane.connection.send((head(pong) + pong[0]) * 4000)
+            self.lane.send(message)
+        else:
+            self.worker.send_multipart(message)
+            socket: zmq.Socket[bytes] = vars(self.backend)["_socket"]
+            assert socket.poll(30_000)
+
+    def asked(self, count: int) -> list[Any]:
+        """Connect the worker's lane; return as many orders that come by it."""
+        self.lane.connection.connect(self.path)
+        orders: list[Any] = []
+        while len(orders) < count:
+            self.loop.wait(1)
+            orders += [decode(message.frames, TO_CHILD) for message in self.lane.receive()]
+        return orders
 
     def kill(self, name: str) -> None:
         """Kill a child; nobody tells the backend."""
@@ -102,6 +140,8 @@ class Scene:
         for process in self.backend.processes.values():
             processes.reap(process)
         self.worker.close(linger=0)
+        self.lane.close()
+        self.backend.close()
         self.loop.close()
 
 
@@ -126,16 +166,42 @@ def test_an_answer_that_is_read_after_the_holders_death_is_dropped_before_that_i
     assert scene.answers == []
 
 
-def test_what_a_child_said_before_it_died_is_heard_first(scene: Scene) -> None:
+@pytest.mark.parametrize("by_lane", [True, False])
+def test_what_a_child_said_before_it_died_is_heard_first(scene: Scene, by_lane: bool) -> None:
     scene.serve()
-    scene.answer()
-    socket: zmq.Socket[bytes] = vars(scene.backend)["_socket"]
-    assert socket.poll(30_000)
+    scene.answer(by_lane=by_lane)
     worker = scene.backend.processes[WORKER]
     scene.kill(WORKER)
     while worker in scene.backend.processes.values():
         scene.loop.wait(30)
     assert scene.answers == [1]
+
+
+def test_a_worker_stops_when_it_has_done_what_waits_for_its_lane(scene: Scene) -> None:
+    scene.serve()
+    predict = Predict(1, RequestDescription("m", ()))
+    scene.backend.order(WORKER, predict)
+    scene.backend.order(WORKER, Stop())
+    assert scene.asked(2) == [predict, Stop()]
+    scene.lane.connection.shutdown(socket.SHUT_RDWR)
+    scene.loop.wait(30)
+    # It has said by another way that it is broken.
+    scene.backend.order(WORKER, Stop())
+    orders = iter(lambda: decode(scene.worker.recv_multipart(), TO_CHILD), Stop())
+    assert [type(order) for order in orders] == [Attach]
+
+
+@pytest.mark.parametrize("said", [[bytes(10)], [b"\0" * 2_000_000]])
+def test_a_child_that_breaks_the_protocol_on_its_lane_is_broken(
+    scene: Scene, said: Sequence[Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    scene.serve()
+    scene.answer()
+    scene.lane.send(said)
+    while not scene.lane.flush():
+        scene.loop.wait(1)
+    while "it broke the protocol" not in caplog.text:
+        scene.loop.wait(1)
 
 
 def test_nobody_else_can_speak_for_a_child(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:

@@ -72,7 +72,7 @@ def _check_refusal(error: ConfigError) -> None:
 
 def _check(parsed: Config) -> None:
     assert 0 < len(parsed.models) <= limits.MAX_MODELS
-    assert len(bytes(parsed.daemon.children_socket)) <= limits.MAX_IPC_PATH_BYTES
+    assert len(bytes(parsed.daemon.lane_socket)) <= limits.MAX_IPC_PATH_BYTES
     assert 0 < len(parsed.listeners) <= MAX_LISTENERS
     assert all(each.address.startswith(("ipc:///", "tcp://")) for each in parsed.listeners.values())
     assert parsed.daemon.private_dir.is_absolute()

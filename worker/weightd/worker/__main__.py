@@ -56,8 +56,7 @@ def _connected(context: zmq.Context[zmq.Socket[bytes]], arguments: argparse.Name
     socket.setsockopt(zmq.ROUTING_ID, arguments.name.encode())
     socket.setsockopt(zmq.MAXMSGSIZE, limits.MAX_FRAME_BYTES)
     socket.setsockopt(zmq.LINGER, _LINGER_MS)
-    connection = Connection(socket)
-    socket.connect(arguments.address)
+    connection = Connection(socket, arguments.address)
     try:
         options = _options(arguments.options)
         sharing = arguments.sharing == "on"
@@ -72,7 +71,7 @@ def _connected(context: zmq.Context[zmq.Socket[bytes]], arguments: argparse.Name
     except ModelFileError as error:
         return _broken(socket, str(error), exits.CANNOT_BUILD)
     files = Files(arguments.model, arguments.store, arguments.weights, arguments.sample)
-    return Session(socket, engine, files, connection.wait, arguments.tolerance).run(sha256)
+    return Session(connection, engine, files, arguments.tolerance).run(sha256)
 
 
 def _options(text: str) -> Dict[str, Any]:

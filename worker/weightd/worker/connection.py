@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import select
+import socket
+from typing import Any, List, Optional, Sequence
 
 import zmq
 
-from weightd.shared import monitor
+from weightd.protocol import limits
+from weightd.protocol.framing import Incoming
+from weightd.shared import monitor, multipart, paths
+from weightd.shared.stream import Stream
+
+Frames = Sequence[Any]
 
 # How soon after its start the next daemon hears of its children. In between they ask the kernel this often.
 _RECONNECT_MS = 20
@@ -16,31 +23,109 @@ _EVENTS, _POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)
 
 
 class Connection:
-    """Waits for messages, and notices when the connection has been made anew.
+    """Two ways to one daemon: a ZeroMQ socket for the life of this process, and a lane for requests and answers.
+
+    The lane is connected anew whenever the socket is, so that nothing of an earlier daemon's reaches the next one. A
+    daemon that has none asks over the socket, and is answered there.
 
     Args:
         socket: a DEALER, not connected yet.
+        address: to connect it to; the lane lies beside.
     """
 
-    def __init__(self, socket: zmq.Socket[bytes]) -> None:
+    def __init__(self, socket: zmq.Socket[bytes], address: str) -> None:
         socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
         self._socket = socket
+        self._path = paths.lane_path(address)
         self._monitor: zmq.Socket[bytes] = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
         self._connections = 0
-        # Cheaper than the library's own poll: this is done before each request of an idle worker.
+        self._lane: Optional[Stream] = None
+        # Of the two sockets of the library the descriptors only tell that there is something to look at, and not again
+        # before it was looked at; asking for the events is looking. It takes longer than to read from the lane.
+        self._is_told, self._is_monitor_told = True, True
+        self._descriptor, monitored = (int(each.getsockopt(zmq.FD)) for each in (socket, self._monitor))
         self._readable = select.epoll()
-        for each in (socket, self._monitor):
-            self._readable.register(int(each.getsockopt(zmq.FD)), select.EPOLLIN)
+        for each in (self._descriptor, monitored):
+            self._readable.register(each, select.EPOLLIN)
+        socket.connect(address)
 
-    def wait(self) -> bool:
-        """Return False when a message can be read, True when another daemon is there."""
-        # The descriptors only tell that the library has something to look at; asking for the events is looking.
-        while not int(self._socket.getsockopt(_EVENTS)) & _POLLIN:
-            if int(self._monitor.getsockopt(_EVENTS)) & _POLLIN:
-                monitor.receive(self._monitor)
-                self._connections += 1
-                if self._connections > 1:
-                    return True
+    def receive(self, *, waits: bool = True) -> Optional[List[Frames]]:
+        """Return the messages that have come, those of the lane first; None when another daemon is there.
+
+        Args:
+            waits: until there is one of the two.
+        """
+        while True:
+            messages = self._ready(0) if self._is_told or self._is_monitor_told or not waits else self._ready(-1)
+            if messages or not waits:
+                return messages
+            if self._is_monitor_told and self._has_followed():
+                return None
+
+    def send(self, frames: Frames) -> None:
+        """Send a message."""
+        # What comes meanwhile is told to who sends.
+        self._is_told = True
+        multipart.send(self._socket, frames)
+
+    def answer(self, frames: Frames) -> None:
+        """Send the answer to a request: to who has asked, or to nobody if that one is gone. Waits until it is read."""
+        if self._lane is None:
+            self.send(frames)
+            return
+        try:
+            if not self._lane.send(frames):
+                writable = select.poll()
+                writable.register(self._lane, select.POLLOUT)
+                while not self._lane.flush():
+                    writable.poll()
+        except ConnectionError:
+            return
+
+    def _ready(self, timeout: int) -> List[Frames]:
+        messages: List[Frames] = []
+        for descriptor, _ in self._readable.poll(timeout):
+            if self._lane is not None and descriptor == self._lane.fileno():
+                messages += self._of_lane(self._lane)
+            elif descriptor == self._descriptor:
+                self._is_told = True
             else:
-                self._readable.poll()
-        return False
+                self._is_monitor_told = True
+        while self._is_told:
+            self._is_told = bool(int(self._socket.getsockopt(_EVENTS)) & _POLLIN)
+            if self._is_told:
+                messages.append(list(map(multipart.content, multipart.receive(self._socket))))
+        return messages
+
+    def _of_lane(self, lane: Stream) -> List[Frames]:
+        try:
+            return [message.frames for message in lane.receive()]
+        except ConnectionError:
+            # The daemon has gone, or has done with this process: the next one, or a last order, comes another way.
+            self._readable.unregister(lane.fileno())
+            return []
+
+    def _has_followed(self) -> bool:
+        """Look at the monitor; return whether another daemon has followed the one before."""
+        self._is_monitor_told = bool(int(self._monitor.getsockopt(_EVENTS)) & _POLLIN)
+        if not self._is_monitor_told:
+            return False
+        monitor.receive(self._monitor)
+        self._connections += 1
+        self._connect()
+        return self._connections > 1
+
+    def _connect(self) -> None:
+        if self._lane is not None:
+            # It leaves the epoll as it is closed.
+            self._lane.close()
+            self._lane = None
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            connection.connect(self._path)
+        except OSError:
+            # The daemon has none, or has gone already.
+            connection.close()
+            return
+        self._lane = Stream(connection, Incoming(limits.MAX_CHILD_HEADER_BYTES))
+        self._readable.register(self._lane.fileno(), select.EPOLLIN)

@@ -1,7 +1,7 @@
 """The life of a child: HELLO, one build, then requests until it is told to stop.
 
-One thread, one blocking socket: while the engine works, messages wait in the socket. That the process is alive is
-watched from outside, by its pidfd, and that it answers by pings.
+One thread: while the engine works, messages wait in their sockets. That the process is alive is watched from outside,
+by its pidfd, and that it answers by pings.
 """
 
 from __future__ import annotations
@@ -11,10 +11,9 @@ import functools
 import logging
 import platform
 from pathlib import Path
-from typing import Any, Callable, Deque, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Deque, NamedTuple, Optional, Sequence, Tuple
 
 import numpy as np
-import zmq
 
 from weightd.protocol import limits
 from weightd.protocol.codec import Descriptions, clip, decode, encode
@@ -46,17 +45,14 @@ from weightd.protocol.messages.children import (
 from weightd.protocol.messages.data import TensorSpec
 from weightd.protocol.tensors import describe_response, frame_of, from_frame, to_wire
 from weightd.protocol.version import VERSION
-from weightd.shared import multipart
 from weightd.worker import exits, nativelog, weights
 from weightd.worker.canary import canary, sample, search
 from weightd.worker.canary.proof import Proof
+from weightd.worker.connection import Connection
 from weightd.worker.engines.engine import Arrays, Engine, ModelSignature
 from weightd.worker.engines.errors import BuildError, NoRoom, NotAllowed, Spoilt
 
 _log = logging.getLogger("weightd.worker")
-
-# Plain integers: the library's own constants cost a microsecond each time.
-_EVENTS, _POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)
 
 
 class Files(NamedTuple):
@@ -81,26 +77,23 @@ class Files(NamedTuple):
 
 
 class Session:
-    """Serves one engine over one DEALER socket.
+    """Serves one engine over one connection.
 
     Args:
-        socket: connected to the daemon.
+        connection: to the daemon.
         engine: not built yet.
         files: its files.
-        wait: returns False when a message can be read, True when another daemon is there.
         tolerance: how far the canary's answers may be apart (`canary.difference`).
     """
 
     def __init__(
         self,
-        socket: Any,
+        connection: Connection,
         engine: Engine,
         files: Files,
-        wait: Callable[[], bool] = lambda: False,
         tolerance: float = 0.0,
     ) -> None:
-        self._socket = socket
-        self._wait = wait
+        self._connection = connection
         self._engine = engine
         self._files = files
         self._sample: Optional[Arrays] = None
@@ -126,19 +119,25 @@ class Session:
 
     def _next(self) -> Tuple[OrderMessage, Sequence[bytes]]:
         """Wait for an order. All that have come are read first: a Skip overtakes what it is about."""
-        while not self._inbox and self._wait():
-            if self._status != exits.OK:
+        while True:
+            messages = self._connection.receive(waits=not self._inbox)
+            if messages:
+                self._take(messages)
+            elif self._inbox:
+                return self._inbox.popleft()
+            elif self._status == exits.OK:
+                self._send(Back())
+            else:
                 # This daemon may not have heard the bad news: that the process ends tells it.
                 return Stop(), ()
-            self._send(Back())
-        while not self._inbox or int(self._socket.getsockopt(_EVENTS)) & _POLLIN:
-            frames = list(map(multipart.content, multipart.receive(self._socket)))
+
+    def _take(self, messages: Sequence[Sequence[Any]]) -> None:
+        for frames in messages:
             order = decode(frames, TO_CHILD, self._descriptions, max_bytes=limits.MAX_CHILD_HEADER_BYTES)
             if isinstance(order, Skip):
                 self._skip(order)
             else:
                 self._inbox.append((order, frames[limits.MAX_HEADER_FRAMES :]))
-        return self._inbox.popleft()
 
     def _skip(self, skip: Skip) -> None:
         for entry in self._inbox:
@@ -274,7 +273,7 @@ class Session:
             wanted = outputs if asked.outputs is None else asked.outputs
             arrays = {name: _sendable(name, outputs[name]) for name in wanted}
             description = describe_response(asked.model_name, arrays)
-            self._send(Result(order.request, description), [frame_of(array) for array in arrays.values()])
+            self._answer(Result(order.request, description), [frame_of(array) for array in arrays.values()])
         except RequestError as error:
             return self._fail(order, error, leaving=isinstance(error, Spoilt) or not self._proves())
         except Exception as error:  # noqa: BLE001 - the request must be answered, whatever a library raises
@@ -287,11 +286,14 @@ class Session:
         return self._proof is None or not self._proof.refuted()
 
     def _fail(self, order: Predict, error: RequestError, *, leaving: bool) -> int:
-        self._send(Failed(order.request, error.code, clip(str(error)), leaving))
+        self._answer(Failed(order.request, error.code, clip(str(error)), leaving))
         return exits.SPOILT if leaving else exits.OK
 
-    def _send(self, message: object, tensors: Sequence[Any] = ()) -> None:
-        multipart.send(self._socket, [*encode(message, max_bytes=limits.MAX_CHILD_HEADER_BYTES), *tensors])
+    def _send(self, message: object) -> None:
+        self._connection.send(encode(message, max_bytes=limits.MAX_CHILD_HEADER_BYTES))
+
+    def _answer(self, message: object, tensors: Sequence[Any] = ()) -> None:
+        self._connection.answer([*encode(message, max_bytes=limits.MAX_CHILD_HEADER_BYTES), *tensors])
 
 
 def _arrays(specs: Sequence[TensorSpec], frames: Sequence[bytes]) -> Arrays:

@@ -16,6 +16,7 @@ import zmq
 
 from weightd.daemon.children import launch
 from weightd.daemon.children.files import GenerationFiles
+from weightd.daemon.children.lanes import Lanes
 from weightd.daemon.children.launch import Program
 from weightd.daemon.children.launchers.direct import Direct
 from weightd.daemon.children.launchers.launcher import Kept, Launcher
@@ -40,7 +41,17 @@ from weightd.daemon.requests.regions import Memory
 from weightd.protocol import limits
 from weightd.protocol.codec import Descriptions, clip, decode, encode
 from weightd.protocol.errors import RemoteProtocolError
-from weightd.protocol.messages.children import FROM_CHILD, Broken, ChildMessage, Hello, OrderMessage
+from weightd.protocol.messages.children import (
+    FROM_CHILD,
+    Back,
+    Broken,
+    ChildMessage,
+    Hello,
+    OrderMessage,
+    Predict,
+    Skip,
+    Stop,
+)
 
 # weightd, or what it brings along: Python says so on stderr alone. What follows from it is a word for people.
 _MISSING_MODULE = re.compile(r"No module named '(weightd|zmq|msgpack|numpy)")
@@ -84,7 +95,9 @@ class Backend:
         self._later: list[Callable[[float], None]] = []
         # For children of the daemon before this one, which are not connected yet: they get them when they are heard.
         self._held: dict[str, list[tuple[OrderMessage, Sequence[Any]]]] = {}
-        self._address = f"ipc://{config.children_socket}"
+        # A child that finds the socket finds the lane.
+        self._lanes = Lanes(config.lane_socket, loop, self._name_of, self._on_lane)
+        self._address = config.children_address
         self._socket = bind(context, self._address)
         loop.add(self._socket, self._on_messages)
 
@@ -211,7 +224,12 @@ class Backend:
         if name in self._held:
             self._held[name].append((order, frames))
         else:
-            send(self._socket, name.encode(), [*encode(order, max_bytes=limits.MAX_CHILD_HEADER_BYTES), *frames])
+            message = [*encode(order, max_bytes=limits.MAX_CHILD_HEADER_BYTES), *frames]
+            # It stops when it has done what it was asked before.
+            if isinstance(order, Predict | Skip) or (isinstance(order, Stop) and self._lanes.leads_to(name)):
+                self._lanes.send(name, message)
+            else:
+                send(self._socket, name.encode(), message)
 
     def lives(self, name: str) -> bool:
         """Return whether a child has not begun to exit: asked of the kernel, before its death is told."""
@@ -224,6 +242,10 @@ class Backend:
     def kill_all(self) -> None:
         """Kill every child."""
         self._running.kill_all()
+
+    def close(self) -> None:
+        """Close the lanes."""
+        self._lanes.close()
 
     # --- within -------------------------------------------------------------------------------------------------
 
@@ -246,32 +268,50 @@ class Backend:
             owned = self._owners.get(received.peer)
             if owned is not None:
                 name, _, owner = owned
+                message = self._message(name, received)
+                if isinstance(message, Back):
+                    # It has connected its lane before it said so.
+                    self._lanes.accept()
                 for order, frames in self._held.pop(name, ()):
                     self.order(name, order, frames)
-                owner.heard(name, self._decode(name, received), received.frames[limits.MAX_HEADER_FRAMES :], now)
+                owner.heard(name, message, received.frames[limits.MAX_HEADER_FRAMES :], now)
         return count
 
-    def _decode(self, name: str, received: Received) -> ChildMessage:
-        try:
-            message: ChildMessage = decode(
-                received.frames, FROM_CHILD, self._descriptions, max_bytes=limits.MAX_CHILD_HEADER_BYTES
-            )
-            if isinstance(message, Hello):
-                self._check_pid(name, received)
-        except RemoteProtocolError as error:
-            return Broken(clip(f"it broke the protocol: {error}"))
+    def _message(self, name: str, received: Received) -> ChildMessage:
+        message = self._decode(received.frames)
+        if isinstance(message, Hello):
+            # The kernel knows who says HELLO: it must be the process that was started under that name.
+            pid, expected = peer_pid(received.identity), self.processes[name].pid
+            if pid not in (None, expected):
+                return _broken(RemoteProtocolError(f"hello: expected from pid {expected}, got it from {pid}"))
         return message
 
-    def _check_pid(self, name: str, received: Received) -> None:
-        """The kernel knows who says HELLO: it must be the process that was started under that name."""
-        pid, expected = peer_pid(received.identity), self.processes[name].pid
-        if pid not in (None, expected):
-            raise RemoteProtocolError(f"hello: expected from pid {expected}, got it from {pid}")
+    def _decode(self, frames: Sequence[Any]) -> ChildMessage:
+        try:
+            message: ChildMessage = decode(
+                frames, FROM_CHILD, self._descriptions, max_bytes=limits.MAX_CHILD_HEADER_BYTES
+            )
+        except RemoteProtocolError as error:
+            return _broken(error)
+        return message
+
+    def _name_of(self, pid: int) -> str | None:
+        names = (name for name, _, _ in self._owners.values())
+        return next((name for name in names if self.processes[name].pid == pid), None)
+
+    def _on_lane(self, name: str, frames: Sequence[Any] | RemoteProtocolError) -> None:
+        _, _, owner = self._owners[name.encode()]
+        if isinstance(frames, RemoteProtocolError):
+            owner.heard(name, _broken(frames), (), time.monotonic())
+        else:
+            owner.heard(name, self._decode(frames), frames[limits.MAX_HEADER_FRAMES :], time.monotonic())
 
     def _on_exit(self, name: str) -> None:
         # What it said before it died counts: read it first, all of it.
+        self._lanes.read_out(name)
         while self._on_messages() == BATCH:
             pass
+        self._lanes.forget(name)
         end = self._running.reap(name)
         self._held.pop(name, None)
         _, python, owner = self._owners.pop(name.encode())
@@ -286,3 +326,7 @@ class Backend:
             processes.kill(process)
             name = f"{kept.name} ({kept.pid})"
             self._running.add(name, process, functools.partial(self._running.reap, name))
+
+
+def _broken(error: RemoteProtocolError) -> Broken:
+    return Broken(clip(f"it broke the protocol: {error}"))

@@ -16,9 +16,6 @@ from weightd.protocol import limits
 from weightd.protocol.schema import FieldError, integer, number
 from weightd.shared import paths
 
-# Of the paths that lie beside that of the children's socket: the lane of their requests.
-_LONGEST_SUFFIX = ".lane"
-
 # With less, a few requests of ordinary size would be too many.
 _LEAST_MEMORY_BYTES = 16 * MIB
 
@@ -61,6 +58,16 @@ class DaemonConfig:
         return Path(self.runtime_dir, f"{self.key}.sock")
 
     @property
+    def children_address(self) -> str:
+        """The address of that socket."""
+        return f"ipc://{self.children_socket}"
+
+    @property
+    def lane_socket(self) -> Path:
+        """The socket beside it, for their requests."""
+        return Path(paths.lane_path(self.children_address))
+
+    @property
     def unix_socket(self) -> Path:
         """The socket of clients of this host."""
         return Path(paths.unix_path(self.socket, self.runtime_dir))
@@ -77,8 +84,8 @@ def complete_daemon(config: DaemonConfig, base: Path, listening: Sequence[str], 
     expected = addresses.sockets(listening)
     socket = config.socket or (expected[0] if expected else paths.socket_address(runtime_dir))
     complete = dataclasses.replace(config, socket=socket, runtime_dir=runtime_dir, cache_dir=cache_dir)
-    longest = f"{complete.children_socket}{_LONGEST_SUFFIX}"
-    problems.note((each.at(".runtime_dir") for each in addresses.of_path(longest)), "runtime_dir")
+    longest = addresses.of_path(str(complete.lane_socket))
+    problems.note((each.at(".runtime_dir") for each in longest), "runtime_dir")
     problems.note(_of_socket(socket, expected), "socket", "runtime_dir")
     problems.note(_too_little(config.max_memory_bytes), "max_memory_bytes")
     return complete

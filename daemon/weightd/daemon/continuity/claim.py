@@ -40,6 +40,7 @@ def claim(config: DaemonConfig, *, kept: bool = False) -> Generator[None, None, 
         _locked(lock),
         contextlib.nullcontext() if kept else _private(config.private_dir),
         claimed(config.children_socket),
+        claimed(config.lane_socket),
     ):
         yield
 

@@ -67,7 +67,7 @@ def listening(address: str) -> Generator[socket.socket, None, None]:
         else:
             make_directory(path.parent.resolve(), mode=0o755)
             stack.enter_context(claimed(path))
-            made = stack.enter_context(_of_path(address, path))
+            made = stack.enter_context(bound(path, address))
         # As many wait to be accepted as the kernel allows, as on a socket of systemd's.
         made.listen(socket.SOMAXCONN)
         made.setblocking(False)
@@ -94,10 +94,15 @@ def _path(address: str) -> Path | None:
     return next((Path(address.removeprefix(each)) for each in _UNIX_SCHEMES if address.startswith(each)), None)
 
 
-def _of_path(address: str, path: Path) -> socket.socket:
+def bound(path: Path, address: str, umask: int = _MAY_NOT) -> socket.socket:
+    """Return a socket that is bound to the path, which the address says to people.
+
+    Raises:
+        ClaimError: it cannot be had.
+    """
     made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     # The permissions of a unix socket are what the umask leaves: they are right from its first moment.
-    before = os.umask(_MAY_NOT)
+    before = os.umask(umask)
     try:
         made.bind(str(path))
     except OSError as error:

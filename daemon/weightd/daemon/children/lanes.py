@@ -1,0 +1,140 @@
+"""The lanes: a stream to each child, by which requests go there and answers come back, without libzmq."""
+
+from __future__ import annotations
+
+import functools
+import select
+import socket
+import struct
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from weightd.daemon.host.listening import bound
+from weightd.daemon.host.loop import Loop
+from weightd.daemon.host.sockets import PRIVATE
+from weightd.protocol import limits
+from weightd.protocol.errors import RemoteProtocolError
+from weightd.protocol.framing import Incoming
+from weightd.shared.stream import Stream
+
+# struct ucred: pid, uid and gid of who has connected, as they were then.
+_CREDENTIALS = struct.Struct("=3i")
+
+
+class Lanes:
+    """Accepts the children's connections and reads from them; nothing here ever waits for a child.
+
+    Args:
+        path: where they connect: nobody else's user may.
+        loop: calls when something can be read or written.
+        name_of: gives the name of the child with a pid, None if there is none; who is no child is hung up.
+        heard: is given the name of a child and the frames of its next message, or the error with which it has broken
+            the protocol: then its lane is closed.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        loop: Loop,
+        name_of: Callable[[int], str | None],
+        heard: Callable[[str, Sequence[Any] | RemoteProtocolError], object],
+    ) -> None:
+        self._loop = loop
+        self._name_of = name_of
+        self._heard = heard
+        # None: it had one, which is closed. That it has ended, its pidfd will tell.
+        self._lanes: dict[str, Stream | None] = {}
+        # What children are to have once they have connected.
+        self._held: dict[str, list[Sequence[Any]]] = {}
+        self._listener = bound(path, str(path), PRIVATE)
+        self._listener.listen(socket.SOMAXCONN)
+        self._listener.setblocking(False)
+        loop.add(self._listener.fileno(), self.accept)
+
+    def leads_to(self, name: str) -> bool:
+        """Whether the child has a lane, or will have one for what waits: what is to come after that has to go there."""
+        return self._lanes.get(name) is not None or name in self._held
+
+    def send(self, name: str, frames: Sequence[Any]) -> None:
+        """Send a message to a child, now or when it reads; frames are not copied."""
+        if name not in self._lanes:
+            self._held.setdefault(name, []).append(frames)
+            return
+        lane = self._lanes[name]
+        try:
+            if lane is not None and not lane.send(frames):
+                self._loop.watch_writes(lane.fileno(), functools.partial(self._flush, lane))
+        except ConnectionError:
+            # What it has said before is still read.
+            return
+
+    def accept(self) -> None:
+        """Take whoever has connected. A child that does so again has done with what came before."""
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                # Nobody is there, or no descriptor is left for who is: it is asked for again.
+                return
+            pid, _, _ = _CREDENTIALS.unpack(
+                connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+            )
+            name = self._name_of(pid)
+            if name is None:
+                connection.close()
+                continue
+            self.read_out(name)
+            self._close(name)
+            lane = self._lanes[name] = Stream(connection, Incoming(limits.MAX_CHILD_HEADER_BYTES))
+            self._loop.add(lane.fileno(), functools.partial(self._read, name, lane))
+            for frames in self._held.pop(name, ()):
+                self.send(name, frames)
+
+    def read_out(self, name: str) -> None:
+        """Read all that the child has said until now."""
+        lane = self._lanes.get(name)
+        if lane is not None:
+            readable = select.poll()
+            readable.register(lane, select.POLLIN)
+            while self._lanes.get(name) is lane and readable.poll(0):
+                self._read(name, lane)
+
+    def forget(self, name: str) -> None:
+        """The child has exited."""
+        self._close(name)
+        self._lanes.pop(name, None)
+        self._held.pop(name, None)
+
+    def close(self) -> None:
+        """Close them all; the path stays."""
+        for name in self._lanes:
+            self._close(name)
+        self._listener.close()
+
+    def _close(self, name: str) -> None:
+        lane = self._lanes.get(name)
+        if lane is not None:
+            self._lanes[name] = None
+            self._loop.remove(lane.fileno())
+            lane.close()
+
+    def _read(self, name: str, lane: Stream) -> None:
+        try:
+            for frames, lengths in lane.receive():
+                if len(frames) < len(lengths):
+                    raise RemoteProtocolError(f"header: longer than {limits.MAX_CHILD_HEADER_BYTES} bytes")
+                self._heard(name, frames)
+        except ConnectionError:
+            self._close(name)
+        except RemoteProtocolError as error:
+            self._close(name)
+            self._heard(name, error)
+
+    def _flush(self, lane: Stream) -> None:
+        try:
+            is_done = lane.flush()
+        except ConnectionError:
+            is_done = True
+        if is_done:
+            self._loop.unwatch_writes(lane.fileno())

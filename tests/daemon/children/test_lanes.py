@@ -1,0 +1,168 @@
+"""The lanes of children that are this process: who is heard, what waits, and what is not lost."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from weightd.daemon.children.lanes import Lanes
+from weightd.daemon.host.loop import Loop
+from weightd.protocol.errors import RemoteProtocolError
+from weightd.shared.stream import Stream
+
+LARGE = bytes(3_000_000)
+
+
+class Scene:
+    """Lanes, and what was heard by them. Whoever connects is the child `name`."""
+
+    def __init__(self, directory: Path) -> None:
+        self.name: str | None = "w1"
+        self.heard: list[tuple[str, Any]] = []
+        self.path = directory / "lane"
+        self.loop = Loop()
+        self.lanes = Lanes(self.path, self.loop, self._name_of, self._hear)
+        self.children: list[Stream] = []
+
+    def _name_of(self, pid: int) -> str | None:
+        assert pid == os.getpid()
+        return self.name
+
+    def _hear(self, name: str, said: Sequence[Any] | RemoteProtocolError) -> None:
+        self.heard.append(
+            (name, str(said) if isinstance(said, RemoteProtocolError) else [bytes(each) for each in said])
+        )
+
+    def connect(self) -> Stream:
+        connection = socket.socket(socket.AF_UNIX)
+        connection.connect(str(self.path))
+        self.children.append(Stream(connection))
+        return self.children[-1]
+
+    def until(self, done: Callable[[], object]) -> None:
+        while not done():
+            self.loop.wait(30)
+
+    def received(self, child: Stream, count: int) -> list[list[bytes]]:
+        """The next messages that the child has."""
+        messages: list[list[bytes]] = []
+        while len(messages) < count:
+            self.loop.wait(0)
+            messages += [list(map(bytes, message.frames)) for message in child.receive()]
+        return messages
+
+    def close(self) -> None:
+        self.lanes.close()
+        for child in self.children:
+            child.close()
+        self.loop.close()
+
+
+@pytest.fixture
+def scene() -> Iterator[Scene]:
+    with tempfile.TemporaryDirectory(prefix="wd-", dir="/tmp") as directory:
+        made = Scene(Path(directory))
+        yield made
+        made.close()
+
+
+def test_only_this_user_and_only_children_are_let_in(scene: Scene) -> None:
+    assert stat.S_IMODE(scene.path.stat().st_mode) == 0o600
+    scene.name = None
+    stranger = scene.connect()
+    scene.loop.wait(30)
+    with pytest.raises(ConnectionError):
+        stranger.receive()
+
+
+def test_what_is_sent_before_a_child_connects_waits_for_it(scene: Scene) -> None:
+    assert not scene.lanes.leads_to("w1")
+    scene.lanes.send("w1", [b"first"])
+    scene.lanes.send("w2", [b"for another"])
+    assert scene.lanes.leads_to("w1")
+    child = scene.connect()
+    scene.loop.wait(30)
+    scene.lanes.send("w1", [b"second"])
+    assert scene.received(child, 2) == [[b"first"], [b"second"]]
+    scene.lanes.forget("w1")
+    scene.lanes.forget("w2")
+    assert not scene.lanes.leads_to("w1")
+    assert not scene.lanes.leads_to("w2")
+
+
+def test_a_child_that_does_not_read_makes_nobody_wait_and_is_heard(scene: Scene) -> None:
+    child = scene.connect()
+    scene.loop.wait(30)
+    for number in b"012":
+        scene.lanes.send("w1", [b"%d" % number, b"", LARGE])
+    assert not child.send([b"answer", b"", LARGE])
+    scene.until(child.flush)
+    scene.until(lambda: scene.heard)
+    assert scene.heard == [("w1", [b"answer", b"", LARGE])]
+    assert [frames[0] for frames in scene.received(child, 3)] == [b"48", b"49", b"50"]
+    # Nothing is left that would wake the loop.
+    descriptors: list[Any] = list(vars(scene.loop)["_writers"])
+    assert descriptors == []
+
+
+def test_what_a_child_has_said_is_read_to_its_end(scene: Scene) -> None:
+    child = scene.connect()
+    scene.loop.wait(30)
+    for _ in range(3):
+        child.send([b"answer", b"", bytes(50_000)])
+    child.close()
+    scene.lanes.send("w1", [b"to nobody"])
+    scene.lanes.read_out("w1")
+    assert len(scene.heard) == 3
+    assert not scene.lanes.leads_to("w1")
+    scene.lanes.send("w1", [b"to nobody"])
+    assert not scene.lanes.leads_to("w1")
+    scene.lanes.read_out("w1")
+
+
+def test_somebody_who_keeps_a_lane_open_does_not_hold_up_its_end(scene: Scene) -> None:
+    child = scene.connect()
+    scene.loop.wait(30)
+    child.send([b"answer"])
+    child.connection.send(b"\1\0")
+    scene.lanes.read_out("w1")
+    assert scene.heard == [("w1", [b"answer"])]
+
+
+def test_a_child_that_connects_again_has_the_new_lane_and_nothing_of_the_old_one(scene: Scene) -> None:
+    child = scene.connect()
+    scene.loop.wait(30)
+    scene.lanes.send("w1", [b"old", b"", LARGE])
+    child.send([b"said before"])
+    again = scene.connect()
+    scene.lanes.accept()
+    assert scene.heard == [("w1", [b"said before"])]
+    scene.lanes.send("w1", [b"new"])
+    assert scene.received(again, 1) == [[b"new"]]
+    with pytest.raises(ConnectionError):
+        scene.received(child, 1)
+
+
+@pytest.mark.parametrize(("sent", "error"), [(b"\0\0\0\0", "frames: expected"), (b"", "header: longer than")])
+def test_a_lane_that_breaks_the_protocol_is_closed(scene: Scene, sent: bytes, error: str) -> None:
+    child = scene.connect()
+    scene.loop.wait(30)
+    if sent:
+        child.connection.send(sent)
+    else:
+        child.send([LARGE])
+        scene.until(child.flush)
+    scene.until(lambda: scene.heard)
+    ((name, told),) = scene.heard
+    assert name == "w1"
+    assert told.startswith(error)
+    with pytest.raises(ConnectionError):
+        child.receive()
+    assert not scene.lanes.leads_to("w1")
