@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Any, Callable, Dict, Generator, Iterator, List, Sequence
 
+import msgpack
 import numpy as np
 import pytest
 import zmq
@@ -26,6 +27,7 @@ from weightd.client import (
 )
 from weightd.client.address import check, parse
 from weightd.client.core import ClientCore
+from weightd.protocol import limits
 from weightd.protocol.messages.data import Infer
 from weightd.protocol.messages.types import ClientMessage
 
@@ -53,6 +55,15 @@ def test_infer_returns_the_outputs(client: Client) -> None:
 def test_metadata_server_and_status(client: Client) -> None:
     assert client.metadata("m").platform == "echo"
     assert client.server().version == "9.9"
+    assert client.status().state == "running"
+
+
+def test_an_answer_may_be_longer_than_a_request(client: Client, daemon: FakeDaemon) -> None:
+    def long(message: ClientMessage, tensors: Sequence[bytes]) -> List[List[Any]]:
+        ((answer,),) = echo(message, tensors)
+        return [[msgpack.packb({**msgpack.unpackb(answer), "more": "x" * limits.MAX_HEADER_BYTES})]]
+
+    daemon.handle = long
     assert client.status().state == "running"
 
 
