@@ -44,6 +44,14 @@ class World(RuleBasedStateMachine):
         array[...] = self.written
         self.held.append((array, self.written))
 
+    @rule(nbytes=st.integers(1, 3 * _PAGE))
+    def take(self, nbytes: int) -> None:
+        """One more that somebody else will write to."""
+        block = self.arena.take(nbytes, touched=True)
+        if block is not None:
+            self.held.append((block.array((nbytes,), np.dtype(np.uint8)), 0))
+            self.held[-1][0][...] = 0
+
     @precondition(lambda self: self.held)
     @rule(data=st.data())
     def look(self, data: st.DataObject) -> None:

@@ -7,7 +7,7 @@ import contextlib
 import time
 from functools import partial
 from types import TracebackType
-from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple, Type, cast
+from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple, Type, cast
 
 from weightd.client.connection import Connection, Gone
 from weightd.client.core import Answer, Call, Question
@@ -71,13 +71,26 @@ class AsyncClient:
         """Seconds that a call waits unless it says otherwise."""
         return self._session.timeout
 
-    async def infer(self, model: str, inputs: Mapping[str, Any], *, timeout: Optional[float] = None) -> Dict[str, Any]:
+    def empty(self, shape: Sequence[int], dtype: Any) -> Any:
+        """Return a new numpy array of any content, in memory that the daemon's workers see: as `Client.empty`."""
+        return self._core.sharing.arena.empty(tuple(shape), dtype)
+
+    async def infer(
+        self,
+        model: str,
+        inputs: Mapping[str, Any],
+        *,
+        out: Optional[Mapping[str, Any]] = None,
+        timeout: Optional[float] = None,
+    ) -> Dict[str, Any]:
         """Run `model` on `inputs` and return its outputs: as `Client.infer`.
 
         The arrays must not be changed before the answer has come: large ones are not copied.
         """
         seconds, deadline = self._begin(timeout)
-        return cast(Dict[str, Any], await self._ask(self._core.infer(model, inputs, seconds), seconds, deadline))
+        return cast(
+            Dict[str, Any], await self._ask(self._core.infer(model, inputs, seconds, out=out), seconds, deadline)
+        )
 
     async def ready(self, model: str = "", *, timeout: Optional[float] = None) -> ReadyResponse:
         """Return whether a model can answer: as `Client.ready`."""

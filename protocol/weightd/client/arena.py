@@ -70,7 +70,7 @@ class Region:
             return None
         end = offset + nbytes
         if touched and end > self._touched:
-            self._bytes[self._touched : end] = 0
+            self._bytes[max(self._touched, offset) : end] = 0
             self._touched = end
         return Block(self, offset, self._begin + offset)
 

@@ -8,7 +8,7 @@ import threading
 import time
 from functools import partial
 from types import TracebackType
-from typing import Any, Callable, Dict, Generator, List, Mapping, Optional, Tuple, Type, cast
+from typing import Any, Callable, Dict, Generator, List, Mapping, Optional, Sequence, Tuple, Type, cast
 
 from weightd.client.connection import Connection, Gone
 from weightd.client.core import Answer, Call, Question
@@ -114,18 +114,35 @@ class Client:
         """Seconds that a call waits unless it says otherwise."""
         return self._session.timeout
 
-    def infer(self, model: str, inputs: Mapping[str, Any], *, timeout: Optional[float] = None) -> Dict[str, Any]:
+    def empty(self, shape: Sequence[int], dtype: Any) -> Any:
+        """Return a new numpy array of any content, in memory that the daemon's workers see.
+
+        An input or an `out` there is not copied on its way. It is an array like any other, and stays one when the
+        client is closed; a process that is forked sees what is written to it later.
+        """
+        return self._core.sharing.arena.empty(tuple(shape), dtype)
+
+    def infer(
+        self,
+        model: str,
+        inputs: Mapping[str, Any],
+        *,
+        out: Optional[Mapping[str, Any]] = None,
+        timeout: Optional[float] = None,
+    ) -> Dict[str, Any]:
         """Run `model` on `inputs` and return its outputs.
 
         Args:
             model: the model's name in the daemon's configuration.
             inputs: an array for each input, by name; anything that `numpy.asarray` takes. Datatype, rank and fixed
                 dimensions must be the model's (see `metadata`): nothing is converted in silence.
+            out: numpy arrays to be filled with outputs, by name, of their dtype and shape. If the call does not end in
+                an answer, a worker may write there some time later.
             timeout: seconds to wait; the client's where it is None. The daemon gives up then and says why; a client
                 that does not hear from it gives up a tenth of that time later, at most half a second.
 
         Returns:
-            The outputs by name: numpy arrays, read-only.
+            The outputs by name: those of `out`, and new numpy arrays, read-only.
 
         Raises:
             RequestError: one subclass for each code of the wire, `DeadlineExceeded` among them. `Unavailable` also
@@ -134,16 +151,23 @@ class Client:
             WrongProcess, ClientClosed: the client must not be used here, or no longer.
         """
         seconds, deadline = self._begin(timeout)
-        return cast(Dict[str, Any], self._ask(self._core.infer(model, inputs, seconds), seconds, deadline))
+        return cast(Dict[str, Any], self._ask(self._core.infer(model, inputs, seconds, out=out), seconds, deadline))
 
-    def submit(self, model: str, inputs: Mapping[str, Any], *, timeout: Optional[float] = None) -> Pending:
+    def submit(
+        self,
+        model: str,
+        inputs: Mapping[str, Any],
+        *,
+        out: Optional[Mapping[str, Any]] = None,
+        timeout: Optional[float] = None,
+    ) -> Pending:
         """Send a request without waiting; many may be under way at once.
 
         The arrays must not be changed before the answer has come: large ones are not copied.
         Arguments and errors as for `infer`.
         """
         seconds, deadline = self._begin(timeout)
-        call, frames = self._core.infer(model, inputs, seconds)
+        call, frames = self._core.infer(model, inputs, seconds, out=out)
         self._send(frames, deadline, call)
         return Pending(
             partial(self._result, call, deadline + grace(seconds)),

@@ -31,6 +31,7 @@ class Connection(abc.ABC):
         transport: what it is made of.
         address: who is at the other end, for people.
         descriptors: readable when something may be received, has been sent or is lost.
+        takes_descriptors: whether a message may have some.
         waits_to_write: whether what is unsent needs the first of them to be waited for until it is writable.
         closed: whether it is of no use any more.
         is_spoilt: whether it will be found lost.
@@ -41,6 +42,7 @@ class Connection(abc.ABC):
 
     transport: ClassVar[str]
     waits_to_write: ClassVar[bool]
+    takes_descriptors: ClassVar[bool] = False
 
     def __init__(self, address: str) -> None:
         self.address = address
@@ -52,7 +54,7 @@ class Connection(abc.ABC):
         self.sent = 0
 
     @abc.abstractmethod
-    def send(self, frames: List[Any]) -> bool:
+    def send(self, frames: List[Any], descriptors: Sequence[int] = ()) -> bool:
         """Send a message; return whether all of it has gone. What has not, and what comes after it, goes with `flush`.
 
         Large frames are not copied.
@@ -112,7 +114,7 @@ class Nowhere(Connection):
         super().__init__("")
         self.closed = True
 
-    def send(self, frames: List[Any]) -> bool:
+    def send(self, frames: List[Any], descriptors: Sequence[int] = ()) -> bool:
         """It is lost."""
         raise self.gone()
 

@@ -10,9 +10,12 @@ import functools
 import itertools
 import os
 from collections import abc
-from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple, Type, Union, cast
+from typing import Any, Callable, Dict, Iterable, List, Mapping, Optional, Sequence, Tuple, Type, Union, cast
 from weakref import ReferenceType, ref
 
+import numpy as np
+
+from weightd.client.sharing import Lease, Sharing, WrongOut
 from weightd.protocol import limits
 from weightd.protocol.codec import Descriptions, decode, encode
 from weightd.protocol.errors import InvalidArgument, RemoteProtocolError, WeightdError, request_error
@@ -29,11 +32,11 @@ from weightd.protocol.messages.control import (
     Update,
     UpdateResponse,
 )
-from weightd.protocol.messages.data import Cancel, Error, Infer, InferResponse, Parameters, TensorSpec
+from weightd.protocol.messages.data import Cancel, Error, Infer, InferResponse, Parameters
 from weightd.protocol.messages.regions import Registered, Released
 from weightd.protocol.messages.status import Status, StatusResponse
 from weightd.protocol.messages.types import TO_CLIENT, DaemonMessage
-from weightd.protocol.tensors import describe_request, frame_of, from_frame, to_wire
+from weightd.protocol.tensors import describe_request, frame_of, to_wire
 
 # Calls that were given up are forgotten when this many, or twice those under way, are known.
 _LEAST_SWEEP = 256
@@ -58,14 +61,18 @@ class Call:
         id: the request's id on the wire.
         expects: the type of the message that answers it.
         done: whether it has ended, in an answer or in an error.
+        request: what an inference request asks, as its `infer` message has it; None for any other.
+        lease: what is in shared memory of it.
     """
 
-    __slots__ = ("__weakref__", "_answer", "_error", "_hooks", "done", "expects", "id")
+    __slots__ = ("__weakref__", "_answer", "_error", "_hooks", "done", "expects", "id", "lease", "request")
 
     def __init__(self, request_id: str, expects: Type[DaemonMessage]) -> None:
         self.id = request_id
         self.expects = expects
         self.done = False
+        self.request: Optional[Infer] = None
+        self.lease: Optional[Lease] = None
         self._answer: Optional[Answer] = None
         self._error: Optional[WeightdError] = None
         self._hooks: List[Callable[[], None]] = []
@@ -90,12 +97,16 @@ class Call:
     def succeed(self, answer: Answer) -> None:
         """End the call in an answer."""
         self._answer = answer
-        self.done = True
-        self._call_hooks()
+        self._end()
 
     def fail(self, error: WeightdError) -> None:
         """End the call in an error."""
         self._error = error
+        self._end()
+
+    def _end(self) -> None:
+        # Whoever keeps the error keeps the call: not its arrays, too.
+        self.lease = self.request = None
         self.done = True
         self._call_hooks()
 
@@ -128,6 +139,7 @@ class ClientCore:
         self._calls: Dict[str, ReferenceType[Call]] = {}
         self._sweep_at = _LEAST_SWEEP
         self._descriptions = Descriptions()
+        self.sharing = Sharing(self._next_id)
 
     @property
     def waiting(self) -> int:
@@ -135,23 +147,52 @@ class ClientCore:
         return sum(call() is not None for call in list(self._calls.values()))
 
     def infer(
-        self, model: str, inputs: Mapping[str, Any], timeout: float, outputs: Optional[Sequence[str]] = None
+        self,
+        model: str,
+        inputs: Mapping[str, Any],
+        timeout: float,
+        outputs: Optional[Sequence[str]] = None,
+        out: Optional[Mapping[str, Any]] = None,
     ) -> Question:
         """Return an inference request and its frames.
 
         Raises:
-            InvalidArgument: `inputs` is no mapping; an array has no datatype on the wire, or is too large for it.
+            InvalidArgument: `inputs` is no mapping; an array has no datatype on the wire, or is too large for it;
+                `out` has something else than arrays that can be written to.
             LocalProtocolError: names or shapes do not fit into a header.
         """
         if not isinstance(inputs, dict):
             _check_named(inputs)
         arrays = {name: _wire_array(name, value) for name, value in inputs.items()}
         call = Call(self._next_id(), InferResponse)
-        header = encode(Infer(call.id, describe_request(model, arrays, outputs), _parameters(timeout)))
-        return call, [*header, *map(frame_of, arrays.values())]
+        description = describe_request(model, arrays, outputs)
+        parameters = _parameters(timeout)
+        in_frames: Iterable[Any] = arrays.values()
+        if out or self.sharing.concerns(description):
+            lease = call.lease = self.sharing.lease(description, [*in_frames], _checked_out(out))
+            in_frames, regions = lease.in_frames, lease.regions
+            if regions is not None:
+                parameters = Parameters(parameters.timeout, regions)
+        request = call.request = Infer(call.id, description, parameters)
+        return call, [*encode(request), *map(frame_of, in_frames)]
+
+    def again(self, call: Call) -> Optional[List[Any]]:
+        """Return other frames for a request whose memory was shared over a connection that is lost; None if it is not.
+
+        By then nothing is known of another one: all of it is in frames.
+        """
+        lease, request = call.lease, call.request
+        if lease is None or request is None or not self.sharing.is_void(lease):
+            return None
+        lease.inputs.clear()
+        lease.rooms.clear()
+        parameters = Parameters(request.parameters.timeout)
+        return [*encode(Infer(call.id, request.description, parameters)), *map(frame_of, lease.arrays)]
 
     def begin(self, call: Call) -> None:
         """Its frames are being sent: from now on it can be answered, and end with the others."""
+        if call.lease is not None:
+            self.sharing.begin(call.id, call.lease)
         if len(self._calls) >= self._sweep_at:
             for each in list(self._calls):
                 known = self._calls.get(each)
@@ -166,6 +207,7 @@ class ClientCore:
 
     def forget(self, call: Call) -> None:
         """It was not begun after all."""
+        self.sharing.end(call.id)
         self._calls.pop(call.id, None)
 
     def cancel(self, call: Call) -> List[Any]:
@@ -206,8 +248,11 @@ class ClientCore:
         call = Call(self._next_id(), ReloadResponse)
         return call, encode(Reload(call.id))
 
-    def received(self, frames: Sequence[Any]) -> None:
+    def received(self, frames: Sequence[Any]) -> bool:
         """Take in a message: it ends the call that it names. One that nobody waits for (any more) is dropped.
+
+        Returns:
+            Whether it is an answer.
 
         Raises:
             RemoteProtocolError: the daemon broke the protocol, or refuses what it could not read, and no telling
@@ -219,22 +264,34 @@ class ClientCore:
             if not error.request_id:
                 raise
             self._fail(error.request_id, error)
-            return
+        else:
+            if isinstance(message, Released):
+                self.sharing.end(message.id)
+                return False
+            self._answered(message, frames)
+        return True
+
+    def _answered(self, message: DaemonMessage, frames: Sequence[Any]) -> None:
         if isinstance(message, Error):
             if not message.id:
                 raise RemoteProtocolError(f"the daemon could not read a request: {message.error}")
             after = None if message.retry_after is None else message.retry_after / 1e6
-            self._fail(message.id, request_error(message.code, message.error, retry_after=after))
+            if not self.sharing.refused(message.id):
+                self._fail(message.id, request_error(message.code, message.error, retry_after=after))
+            self.sharing.end(message.id, running=message.running or False)
+            return
+        if isinstance(message, Registered):
+            self.sharing.registered(message.id, message.region)
             return
         call = self._ended(message.id)
-        if call is None:
-            return
-        if type(message) is not call.expects:
+        if call is not None and type(message) is not call.expects:
             wrong = f"expected a {call.expects.__name__}, got a {type(message).__name__}"
             call.fail(RemoteProtocolError(wrong, call.id))
         elif isinstance(message, InferResponse):
-            _finish(call, message.description.outputs, frames[limits.MAX_HEADER_FRAMES :])
-        else:
+            if call is not None:
+                self._finish(call, message, frames[limits.MAX_HEADER_FRAMES :])
+            self.sharing.end(message.id, running=message.running or False)
+        elif call is not None:
             call.succeed(message)
 
     def fail_all(self, kind: Type[WeightdError], text: str) -> None:
@@ -257,6 +314,17 @@ class ClientCore:
         """Return the call that ends now, None if nobody waits for it (any more)."""
         reference = self._calls.pop(request_id, None)
         return None if reference is None else reference()
+
+    def _finish(self, call: Call, response: InferResponse, frames: Sequence[Any]) -> None:
+        description = None if call.request is None else call.request.description
+        try:
+            outputs = self.sharing.outputs(description, call.lease, response, frames)
+        except WrongOut as error:
+            call.fail(error)
+        except InvalidArgument as error:
+            call.fail(RemoteProtocolError(f"outputs: {error}", call.id))
+        else:
+            call.succeed(outputs)
 
     def _fail(self, request_id: str, error: WeightdError) -> None:
         call = self._ended(request_id)
@@ -284,8 +352,8 @@ def _wire_array(name: str, value: Any) -> Any:
         raise InvalidArgument(f"input {name}: {error}") from None
 
 
-def _finish(call: Call, specs: Sequence[TensorSpec], frames: Sequence[Any]) -> None:
-    try:
-        call.succeed({spec.name: from_frame(spec, frame) for spec, frame in zip(specs, frames)})
-    except InvalidArgument as error:
-        call.fail(RemoteProtocolError(f"outputs: {error}", call.id))
+def _checked_out(out: Optional[Mapping[str, Any]]) -> Mapping[str, Any]:
+    for name, array in {**(out or {})}.items():
+        if not isinstance(array, np.ndarray) or not array.flags.writeable:
+            raise InvalidArgument(f"out: {name}: expected a numpy array that can be written to")
+    return out or {}

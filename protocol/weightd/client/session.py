@@ -10,6 +10,7 @@ from weightd.client.address import Address, default_address, parse
 from weightd.client.connection import Connection, Gone, Making, Nowhere
 from weightd.client.core import Call, ClientCore
 from weightd.protocol import limits
+from weightd.protocol.codec import encode
 from weightd.protocol.errors import (
     DeadlineExceeded,
     InvalidArgument,
@@ -58,6 +59,7 @@ class Session:
         self.core = ClientCore()
         self.connection: Connection = Nowhere()
         self.closed = False
+        self._shared_over: Connection = self.connection
         self._owner = os.getpid()
 
     @property
@@ -122,10 +124,18 @@ class Session:
             Gone: it was not sent, and the connection is lost.
         """
         connection = self.connection
+        sharing = self.core.sharing
+        if connection is not self._shared_over:
+            self._shared_over = connection
+            sharing.connected(is_possible=connection.takes_descriptors)
         if call is not None:
+            frames = self.core.again(call) or frames
             self.core.begin(call)
             connection.unanswered += 1
         try:
+            for message, region in sharing.due():
+                connection.send(encode(message), () if region is None else (region.descriptor,))
+                connection.unanswered += region is not None
             return 0 if connection.send(frames) else connection.sent + connection.unsent
         except Gone:
             if call is not None:
@@ -143,7 +153,8 @@ class Session:
         """
         messages = self.connection.receive()
         for frames in messages:
-            self.core.received(frames)
+            if not self.core.received(frames):
+                self.connection.unanswered += 1
         return bool(messages)
 
     def hang_up(self, error: BaseException) -> None:
@@ -151,6 +162,7 @@ class Session:
         kind = type(error) if isinstance(error, LOST) else Unavailable
         text = str(error) or f"the connection to {self.connection.address} was given up in the middle of a message"
         self.connection.close()
+        self.core.sharing.disconnected()
         self.core.fail_all(kind, text)
 
     def end(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
-from typing import Any, List
+from typing import Any, List, Sequence
 
 from weightd.client.address import knock, new_socket
 from weightd.client.connection import Connection, Making
@@ -19,16 +19,17 @@ class UnixConnection(Connection):
 
     transport = "unix"
     waits_to_write = True
+    takes_descriptors = True
 
     def __init__(self, connection: socket.socket, path: str) -> None:
         super().__init__(path)
         self._stream = Stream(connection, Incoming(max_header_bytes=limits.MAX_STATUS_BYTES))
         self.descriptors = (connection.fileno(),)
 
-    def send(self, frames: List[Any]) -> bool:
+    def send(self, frames: List[Any], descriptors: Sequence[int] = ()) -> bool:
         """As `Connection.send`."""
         try:
-            if self._stream.send(frames):
+            if self._stream.send(frames, descriptors):
                 return True
         except OSError:
             self.spoil()

@@ -10,7 +10,7 @@ import os
 import select
 import threading
 from collections import deque
-from typing import Any, Deque, List, cast
+from typing import Any, Deque, List, Sequence, cast
 
 import zmq
 
@@ -119,7 +119,7 @@ class ZeroMqConnection(Connection):
             # libzmq tries again by itself: that is right where only the socket's backlog is full.
             addresses.check(self.address)
 
-    def send(self, frames: List[Any]) -> bool:
+    def send(self, frames: List[Any], descriptors: Sequence[int] = ()) -> bool:
         """As `Connection.send`. That the daemon has hung up is told by `receive` alone."""
         with self._lock:
             if self.closed:

@@ -23,7 +23,8 @@ from weightd.protocol.messages.control import (
     ServerMetadata,
     ServerMetadataResponse,
 )
-from weightd.protocol.messages.data import Infer, InferResponse, ResponseDescription
+from weightd.protocol.messages.data import Error, Infer, InferResponse, ResponseDescription
+from weightd.protocol.messages.regions import Register
 from weightd.protocol.messages.status import Status, StatusResponse
 from weightd.protocol.messages.types import FROM_CLIENT, ClientMessage
 from weightd.shared.paths import unix_path
@@ -54,6 +55,8 @@ def echo(message: ClientMessage, tensors: Sequence[bytes]) -> Sequence[List[Any]
         return [encode(ModelMetadataResponse(message.id, message.model_name, "echo", (), ()))]
     if isinstance(message, ServerMetadata):
         return [encode(ServerMetadataResponse(message.id, "fake", "9.9", ("echo",), ()))]
+    if isinstance(message, Register):
+        return [encode(Error(message.id, "INVALID_ARGUMENT", "all tensors come in frames"))]
     assert isinstance(message, Status)
     return [encode(StatusResponse(message.id, "9.9", "running", 1, 1.0, 1, ()))]
 
@@ -123,7 +126,7 @@ class _UnixEnd:
                 if number == wake:
                     return None
                 if number == self._listener.fileno():
-                    stream = Stream(self._listener.accept()[0])
+                    stream = Stream(self._listener.accept()[0], takes_descriptors=True)
                     self._streams[stream.fileno()] = stream
                 else:
                     self._read(number)
@@ -136,6 +139,10 @@ class _UnixEnd:
             self._received += [(stream, message.frames) for message in stream.receive()]
         except ConnectionError:
             self._streams.pop(number).close()
+
+    def descriptor(self) -> int:
+        assert self._peer is not None
+        return self._peer.descriptors.popleft()
 
     def send(self, frames: Sequence[Any]) -> None:
         assert self._peer is not None
@@ -171,6 +178,11 @@ class FakeDaemon:
     def next(self) -> Seen:
         """Wait for the next message."""
         return self.seen.get(timeout=LIMIT_S)
+
+    def descriptor(self) -> int:
+        """Return what came with the last message, for a handler to keep."""
+        assert isinstance(self._end, _UnixEnd)
+        return self._end.descriptor()
 
     def send(self, *frames: bytes) -> None:
         """Send a message to the peer that was heard last."""
