@@ -284,7 +284,7 @@ class Injector:
         return True
 
     def _garbage(self, event: Event, rng: random.Random) -> bool:
-        thread = self._spawn(lambda: _GARBAGE[event.fault](self.service.address, rng))
+        thread = self._spawn(lambda: _GARBAGE[event.fault](self.service.zmq_address, rng))
         self._begin(event, lambda status: not thread.is_alive())
         return True
 

@@ -60,8 +60,9 @@ class Service:
         self.workspace = workspace
         self.cache = workspace / "cache"
         self.cache.mkdir()
-        self.address = f"ipc://{self._runtime}/weightd.sock"
-        places = {"socket": self.address, "runtime_dir": self._runtime, "cache_dir": self.cache}
+        self.address = f"{self._runtime}/weightd.sock"
+        self.zmq_address = f"ipc://{self.address}"
+        places = {"socket": self.zmq_address, "runtime_dir": self._runtime, "cache_dir": self.cache}
         self._daemon = {**places, **daemon}
         self._models = dict(models)
         self._config = self._runtime / "weightd.toml"

@@ -217,7 +217,8 @@ class Place:
     def __init__(self, runtime: Path, cache: Path) -> None:
         self.runtime = runtime
         self.cache = cache
-        self.address = f"ipc://{runtime}/weightd.sock"
+        self.address = f"{runtime}/weightd.sock"
+        self.zmq_address = f"ipc://{self.address}"
 
     def config(
         self,
@@ -226,7 +227,7 @@ class Place:
         **daemon: object,
     ) -> Path:
         """Write a configuration of these models, and of listeners at these addresses; return its path."""
-        directories = {"socket": self.address, "runtime_dir": self.runtime, "cache_dir": self.cache}
+        directories = {"socket": self.zmq_address, "runtime_dir": self.runtime, "cache_dir": self.cache}
         lines = ["[daemon]", *_toml({**directories, **daemon})]
         for name, address in listeners.items():
             lines += [f"[listeners.{name}]", *_toml({"address": address})]

@@ -103,7 +103,7 @@ def dealer(service: Service) -> Generator[zmq.Socket[bytes]]:
     with zmq.Context() as context, context.socket(zmq.DEALER) as peer:
         peer.setsockopt(zmq.LINGER, 0)
         peer.setsockopt(zmq.RCVTIMEO, 10_000)
-        peer.connect(service.address)
+        peer.connect(service.zmq_address)
         yield peer
 
 
@@ -148,7 +148,7 @@ READY = bytes([4, len(READY_BODY)]) + READY_BODY
 def stream(service: Service) -> Generator[socket.socket]:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(10)
-        connection.connect(service.address.removeprefix("ipc://"))
+        connection.connect(service.address)
         yield connection
 
 

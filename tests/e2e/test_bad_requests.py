@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -14,7 +15,7 @@ from numpy.typing import NDArray
 from testkit.service import Service
 from weightd.client import Client, DeadlineExceeded, InvalidArgument, NotFound
 
-from .support import ONE_ENGINE, Arrays, Bare, Zoo, ask_all, embeddings, model_status, pairs, ready_workers
+from .support import ONE_ENGINE, Arrays, Bare, Zoo, ask_all, embeddings, interpreter, model_status, pairs, ready_workers
 
 pytestmark = [pytest.mark.e2e, ONE_ENGINE]
 
@@ -105,14 +106,18 @@ def test_no_bad_request_reached_a_worker(service: Service) -> None:
 
 
 def test_what_comes_while_a_model_loads_is_checked_when_it_is_known_what_it_takes(
-    engine: str, zoo: Zoo, bare: Bare
+    engine: str, zoo: Zoo, bare: Bare, tmp_path: Path
 ) -> None:
     path = zoo.path("two_inputs", engine)
-    with Service({"two_inputs": {"path": path}}) as service, service.client() as client:
+    go, python = tmp_path / "go", tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nwhile [ ! -e {go} ]; do sleep 0.05; done\nexec {interpreter(engine)} "$@"\n')
+    python.chmod(0o700)
+    with Service({"two_inputs": {"path": path, "python": python}}) as service, service.client() as client:
         bad = client.submit("two_inputs", {"a": A})
         [question] = bare.questions(path, pairs((2,)))
         good = client.submit("two_inputs", question.inputs)
         assert model_status(service, "two_inputs").state != "serving"
+        go.touch()
         with pytest.raises(InvalidArgument, match="b is missing"):
             bad.result()
         assert good.result()["sum"].tobytes() == question.answer["sum"].tobytes()

@@ -60,7 +60,7 @@ def test_run_serves_one_model_without_a_configuration(
     engine: str, zoo: Zoo, bare: Bare, place: Place, tmp_path: Path
 ) -> None:
     path = zoo.path("two_inputs", engine)
-    socket = place.address.removeprefix("ipc://")  # as weightctl takes it, too
+    socket = place.address
     options = ("--python", interpreter(engine), "--socket", socket, "--cache-dir", place.cache)
     with Weightd(tmp_path / "log", "run", path, "--workers", 2, *options) as daemon:
         with daemon.client(place.address) as client:

@@ -17,6 +17,7 @@ import pytest
 from testkit.waiting import until
 from weightd.client import Client
 from weightd.protocol.messages.status import ModelStatus
+from weightd.shared.paths import unix_path
 
 from .support import MLP_WEIGHT_BYTES, ONE_ENGINE, Place, Question, ask_all
 
@@ -108,7 +109,7 @@ def test_clients_that_take_every_descriptor_keep_nobody_else_from_being_served(
             with contextlib.suppress(OSError):
                 for _ in range(900):
                     greedy = stack.enter_context(socket.socket(socket.AF_UNIX))
-                    greedy.connect(place.address.removeprefix("ipc://"))
+                    greedy.connect(unix_path(place.zmq_address))
             daemon.wait_for("are turned away")
             ask_all(client, "mlp", questions * 5)
         # They are gone, and all is as before.
@@ -127,7 +128,7 @@ def test_it_does_without_dev_shm(mlp: Path, questions: list[Question], place: Pl
     with (tmp_path / "log").open("wb") as log:
         daemon = subprocess.Popen([unshare, "-m", "sh", str(script)], stdout=log, stderr=log)
     try:
-        until(lambda: Path(place.address.removeprefix("ipc://")).exists(), "it listens")
+        until(lambda: Path(place.address).exists(), "it listens")
         with Client(place.address, timeout=60.0) as client:
             ask_all(client, "mlp", questions)
             until(lambda: model(client).generations[0].progress == "serving", "every worker is READY")

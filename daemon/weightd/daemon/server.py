@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import socket
 import time
 from pathlib import Path
 
@@ -12,9 +13,10 @@ import zmq
 
 from weightd.daemon import exits
 from weightd.daemon.children.backend import Backend
-from weightd.daemon.clients import listening
-from weightd.daemon.clients.doorman import allow_descriptors
+from weightd.daemon.clients.connection import foreign_identity
+from weightd.daemon.clients.crowd import allow_descriptors
 from weightd.daemon.clients.frontend import Frontend
+from weightd.daemon.clients.gates import Gates
 from weightd.daemon.config.devices import DeviceConfig
 from weightd.daemon.config.load import Config, ConfigError
 from weightd.daemon.config.model import ModelConfig
@@ -26,6 +28,7 @@ from weightd.daemon.continuity.herald import Herald
 from weightd.daemon.continuity.keeping import Keeping
 from weightd.daemon.continuity.listening import Listening, listen
 from weightd.daemon.continuity.service import CLIENTS, KEEPER, Manager
+from weightd.daemon.gate.link import PeerIdentity
 from weightd.daemon.host.loop import Loop, signals
 from weightd.daemon.host.memory import MIB, host_bytes
 from weightd.daemon.host.timers import Timer
@@ -95,8 +98,7 @@ class Server:
         kept = self._manager.there
         with (
             claim(self._config.daemon, kept=kept),
-            # Nobody accepts from the unix socket yet.
-            listen(self._config, self._manager.inherited.get(CLIENTS, []), unix=False) as sockets,
+            listen(self._config, self._manager.inherited.get(CLIENTS, [])) as sockets,
             signals([signal.SIGTERM, signal.SIGINT, signal.SIGHUP]) as wakeups,
         ):
             if kept:
@@ -110,6 +112,7 @@ class Server:
                 self._open(context, wakeups, sockets)
                 self._main_loop()
             finally:
+                self._close()
                 context.destroy()
                 self._loop.close()
                 if self._keeping is not None:
@@ -127,9 +130,10 @@ class Server:
         _update_devices(self._devices, self._config)
         self._backend = Backend(context, daemon, self._loop, self._devices, self._keeping)
         most = daemon.max_memory_bytes or host_bytes() // _SHARE_OF_MEMORY
-        descriptors = [os.dup(each.fileno()) for each in sockets.listeners.values()]
-        socket = listening.listen(context, daemon.socket, descriptors, most)
-        self._frontend = Frontend(socket, self._loop, self._fleet, most, self)
+        self._frontend = Frontend(self._loop, self._fleet, most, self)
+        for listener in sockets.unix:
+            self._frontend.listen(listener)
+        self._gates = Gates(sockets.listeners, self._loop, self._adopt, most)
         self._loop.add(wakeups, lambda: self._on_signals(os.read(wakeups, 64)))
         self._loop.add_timer(self._patience)
         self._loop.add_timer(self._sign)
@@ -142,6 +146,9 @@ class Server:
             self._resume(self._keeping, self._keeping.inheritance)
         else:
             self._fleet.start(self._config.models, time.monotonic())
+
+    def _adopt(self, connection: socket.socket, peer: PeerIdentity) -> None:
+        self._frontend.adopt(connection, foreign_identity(connection, *peer))
 
     def _resume(self, keeping: Keeping, handover: Handover) -> None:
         """Go on with what the daemon before this one has loaded."""
@@ -162,6 +169,11 @@ class Server:
         model = Model(name, config, self._devices, self._backend, self._frontend, numbers)
         self._loop.add_timer(model.timer)
         return model
+
+    def _close(self) -> None:
+        """Let clients go, those of the gates first: they still have to be passed on what was said to them."""
+        self._frontend.close()
+        self._gates.close()
 
     # --- the loop -----------------------------------------------------------------------------------------------
 

@@ -183,6 +183,14 @@ def _found(frames: Sequence[Any], table: Mapping[str, Type[M]], known: Descripti
     return cast(M, message)
 
 
+def id_of(frames: Sequence[Any]) -> str:
+    """Return the id in the envelope of a message that cannot be decoded, "" if that has none that can be read."""
+    try:
+        return _readable(_unpack(frames[0], limits.MAX_HEADER_BYTES).get("id")) if frames else ""
+    except FieldError:
+        return ""
+
+
 def _description(
     cls: Type[M], frames: Sequence[Any], known: Optional[Descriptions], max_bytes: int, *, tolerant: bool
 ) -> Any:

@@ -1,34 +1,276 @@
-"""What the kernel knows of a connection, whatever its other end says of itself."""
+"""Clients over real sockets, and a loop that the test drives."""
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import socket
-from types import SimpleNamespace
-from typing import Any
+import struct
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, cast
 
-import zmq
+import pytest
 
-from weightd.daemon.clients.connections import credentials, peer_uid, user
+from weightd.daemon.clients import connections
+from weightd.daemon.clients.connection import Connection, Identity, foreign_identity, unix_identity
+from weightd.daemon.clients.connections import Connections
+from weightd.daemon.clients.room import Room
+from weightd.daemon.host.loop import Loop
+from weightd.daemon.requests.request import Origin
+from weightd.protocol.framing import Message, head
+from weightd.shared.stream import Stream
 
-
-def frame(uid: int, descriptor: int) -> Any:
-    """The first frame of a message, of which the library says this."""
-    return SimpleNamespace(get={"Peer-Address": f"localhost:{uid}:0:7", zmq.SRCFD: descriptor}.__getitem__)
-
-
-def test_the_user_is_whom_the_kernel_knows_too() -> None:
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        mine = frame(os.getuid(), ours.fileno())
-        assert (peer_uid(mine), peer_uid(frame(os.getuid() + 1, ours.fileno()))) == (os.getuid(), None)
-        assert user(ours.fileno()) == f"uid {os.getuid()}"
-    assert peer_uid(mine) is None  # it is closed
+LIMIT_S = 20.0
+ROOM = 2**20
+SOMEBODY = Identity(Origin("process 1 of uid 7", "uid 7"))
 
 
-def test_over_tcp_the_kernel_knows_the_host_only() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()):
-        ours, _ = server.accept()
-        with ours:
-            assert (credentials(ours.fileno()), peer_uid(frame(os.getuid(), ours.fileno()))) == (None, None)
-            assert user(ours.fileno()) == "host 127.0.0.1"
+class Hall:
+    """Connections that answer nothing by themselves."""
+
+    def __init__(self) -> None:
+        self.loop = Loop()
+        self.room = Room(ROOM, lambda key: found.user if (found := self.connections.get(key)) else "")
+        self.messages: list[tuple[Connection, Message]] = []
+        self.broken: list[str] = []
+        self.gone: list[Connection] = []
+        self.connections = Connections(
+            self.loop,
+            self.room,
+            make_room=lambda key, nbytes: False,
+            handle=lambda connection, message: self.messages.append((connection, message)),
+            broken=lambda connection, how: self.broken.append(how),
+            gone=self.gone.append,
+        )
+        self.stack = contextlib.ExitStack()
+
+    def come(self) -> socket.socket:
+        """Return the other end of a new client's connection."""
+        ours, theirs = socket.socketpair()
+        theirs.setblocking(False)
+        self.connections.adopt(ours, SOMEBODY)
+        return self.stack.enter_context(theirs)
+
+    def until(self, check: Callable[[], object]) -> None:
+        for _ in range(int(LIMIT_S / 0.05)):
+            if check():
+                return
+            self.loop.wait(0.05)
+        raise TimeoutError
+
+    @property
+    def frames(self) -> list[list[bytes]]:
+        return [[bytes(frame) for frame in message.frames] for _, message in self.messages]
+
+    @property
+    def keys(self) -> list[bytes]:
+        return [each.key for each in self.connections]
+
+
+@pytest.fixture
+def hall() -> Iterator[Hall]:
+    made = Hall()
+    yield made
+    made.stack.close()
+    made.connections.close()
+    made.loop.close()
+
+
+def message(*frames: bytes) -> bytes:
+    return b"".join([head(frames), *frames])
+
+
+def test_who_sends_a_byte_at_a_time_makes_nobody_wait(hall: Hall) -> None:
+    slow, quick = hall.come(), hall.come()
+    for byte in message(b"slow"):
+        slow.send(bytes([byte]))
+        quick.send(message(b"quick"))
+        count = len(hall.messages)
+        hall.until(lambda: len(hall.messages) > count)  # noqa: B023
+    hall.until(lambda: [b"slow"] in hall.frames)
+    assert hall.frames.count([b"quick"]) == len(message(b"slow"))
+
+
+def test_a_message_that_has_begun_takes_room_until_it_is_there(hall: Hall) -> None:
+    client = hall.come()
+    body = bytes(ROOM // 2)
+    sent = message(b"e", b"d", body)
+    client.setblocking(True)
+    client.sendall(sent[:100_000])
+    hall.until(lambda: hall.room.held == len(body) + 2)
+    # What does not fit beside it is read and dropped, all but its header.
+    other = Stream(hall.come())
+    other.send([b"other", b"d", bytes(ROOM)])
+    hall.until(lambda: other.flush() and hall.messages)
+    assert (hall.frames, hall.messages[0][1].is_whole) == ([[b"other", b"d"]], False)
+    rest = Stream(client)
+    rest.connection.setblocking(False)
+    left = memoryview(sent)[100_000:]
+    while left:
+        with contextlib.suppress(BlockingIOError):
+            left = left[client.send(left) :]
+        hall.loop.wait(0.0)
+    hall.until(lambda: len(hall.messages) == 2)
+    assert (hall.frames[1], hall.room.held) == ([b"e", b"d", body], 0)
+
+
+def test_who_goes_in_the_middle_of_a_message_leaves_nothing_behind(hall: Hall) -> None:
+    client = hall.come()
+    client.send(message(b"e", b"d", bytes(ROOM // 2))[:1000])
+    hall.until(lambda: hall.room.held)
+    client.close()
+    hall.until(lambda: hall.gone)
+    assert (hall.room.held, hall.keys, hall.messages) == (0, [], [])
+
+
+def test_who_breaks_the_framing_is_told_and_hung_up_and_nobody_else(hall: Hall) -> None:
+    bad, good = hall.come(), hall.come()
+    bad.send(message(b"before") + b"GET / HTTP/1.1\r\n")
+    hall.until(lambda: hall.gone)
+    assert hall.frames == []  # what came with it is of no use any more
+    assert "expected a message of 1 to 66 frames" in hall.broken[0]
+    assert bad.recv(100) == b""
+    good.send(message(b"good"))
+    hall.until(lambda: hall.frames == [[b"good"]])
+
+
+def test_what_a_client_does_not_read_is_counted_and_bounded_and_sent_when_it_reads(
+    hall: Hall, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(connections, "MAX_UNREAD_BYTES", ROOM // 2)
+    client = Stream(hall.come())
+    [key] = hall.keys
+    answer = [b"e", b"d", bytes(100_000)]
+    sent = 0
+    while hall.connections.send(key, answer):
+        sent += 1
+    assert hall.connections.dropped == 1
+    assert 0 < hall.room.of(key) <= ROOM // 2
+    assert not hall.connections.send(key, answer)
+    assert caplog.text.count("does not read") == 1
+    read: list[Message] = []
+
+    def has_read() -> bool:
+        read.extend(client.receive())
+        return len(read) == sent
+
+    hall.until(has_read)
+    assert [[*map(bytes, each.frames)] for each in read] == [answer] * sent
+    assert hall.room.held == 0
+    assert hall.connections.send(key, answer)
+
+
+def test_the_room_of_all_bounds_what_one_does_not_read(hall: Hall) -> None:
+    hall.come()
+    [key] = hall.keys
+    while hall.connections.send(key, [b"e", b"d", bytes(100_000)]):
+        pass
+    assert ROOM - 200_000 < hall.room.held <= ROOM
+
+
+def test_an_answer_to_who_has_gone_is_dropped(hall: Hall) -> None:
+    hall.come().close()
+    [key] = hall.keys
+    for _ in range(2):
+        assert hall.connections.send(key, [b"late"])
+        hall.until(lambda: hall.gone)
+    assert hall.connections.dropped == 2
+
+
+def test_who_is_hung_up_reads_what_it_was_told_and_is_not_heard_any_more(hall: Hall) -> None:
+    client = hall.come()
+    [connection] = hall.connections
+    assert hall.connections.send(connection.key, [b"last words"])
+    client.send(message(b"late"))
+    hall.connections.hang_up(connection, "as a test")
+    hall.until(lambda: hall.gone == [connection])
+    assert (client.recv(100), hall.messages) == (message(b"last words"), [])
+    with pytest.raises(ConnectionResetError):  # it had said more than was read
+        client.recv(100)
+
+
+def test_the_last_answers_are_read_before_all_are_let_go(hall: Hall, monkeypatch: pytest.MonkeyPatch) -> None:
+    client = Stream(hall.come())
+    [key] = hall.keys
+    for _ in range(4):
+        hall.connections.send(key, [b"e", b"d", bytes(100_000)])
+    read: list[Any] = []
+
+    wait = hall.loop.wait
+
+    def reading(seconds: float) -> None:
+        read.extend(client.receive())
+        wait(0.0)
+
+    monkeypatch.setattr(hall.loop, "wait", reading)
+    hall.connections.close()
+    with contextlib.suppress(ConnectionError):
+        while True:
+            read.extend(client.receive())
+    assert len(read) == 4
+
+
+# --- who it is -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def listener(hall: Hall, tmp_path: Path) -> socket.socket:
+    listener = hall.stack.enter_context(socket.socket(socket.AF_UNIX))
+    listener.setblocking(False)
+    listener.bind(str(tmp_path / "s"))
+    listener.listen()
+    hall.connections.listen(listener)
+    return listener
+
+
+def test_whoever_connects_is_known_by_the_kernels_word(hall: Hall, listener: socket.socket) -> None:
+    with socket.socket(socket.AF_UNIX) as client:
+        client.connect(listener.getsockname())
+        hall.until(lambda: hall.keys)
+        [connection] = hall.connections
+        user = f"uid {os.getuid()}"
+        assert connection.identity == Identity(Origin(f"process {os.getpid()} of {user}", user), may_operate=True)
+
+
+def test_a_gates_word_is_no_reason_to_obey() -> None:
+    with socket.socket() as connection:
+        number = connection.fileno()
+        assert foreign_identity(connection, 0, 12, "") == Identity(Origin("process 12 of uid 0", "uid 0"))
+        far = foreign_identity(connection, None, None, "10.0.0.1")
+        assert far == Identity(Origin(f"connection {number} of host 10.0.0.1", "host 10.0.0.1"))
+
+
+@pytest.mark.parametrize("uid", [os.getuid() + 1, 12345])
+def test_another_user_may_not_operate(uid: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Connected:
+        def getsockopt(self, *_: object) -> bytes:
+            return struct.pack("=iII", 12, uid, 0)
+
+    identity = unix_identity(cast(socket.socket, Connected()))
+    assert identity == Identity(Origin(f"process 12 of uid {uid}", f"uid {uid}"))
+
+
+def test_where_no_descriptor_is_left_the_next_client_waits_until_there_is(
+    hall: Hall, listener: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tries: list[None] = []
+
+    class Exhausted:
+        def __init__(self, real: socket.socket) -> None:
+            self.fileno = real.fileno
+
+        def accept(self) -> Any:
+            tries.append(None)
+            if len(tries) == 1:
+                raise OSError(errno.EMFILE, "Too many open files")
+            return listener.accept()
+
+    hall.loop.remove(listener.fileno())
+    hall.connections.listen(cast(socket.socket, Exhausted(listener)))
+    with socket.socket(socket.AF_UNIX) as client:
+        client.connect(listener.getsockname())
+        hall.until(lambda: hall.keys)
+    # It was not asked again and again meanwhile; the last time it has nobody.
+    assert len(tries) == 3

@@ -2,35 +2,31 @@
 
 from __future__ import annotations
 
-import functools
-import os
+import socket
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 
-import msgpack
 import pytest
-import zmq
 
-from weightd.daemon.clients import frontend
+from weightd.daemon.clients.connection import Identity
 from weightd.daemon.clients.frontend import Daemon, Frontend
-from weightd.daemon.clients.listening import listen
 from weightd.daemon.host.loop import Loop
 from weightd.daemon.models.fleet import Fleet
-from weightd.daemon.requests.request import Request
+from weightd.daemon.requests.request import Origin, Request
+from weightd.protocol import limits
 from weightd.protocol.codec import decode, encode
 from weightd.protocol.errors import InvalidArgument, RequestError, Unavailable
+from weightd.protocol.framing import Message
 from weightd.protocol.messages.children import Result
 from weightd.protocol.messages.control import Update
 from weightd.protocol.messages.data import Error, Infer, Parameters, RequestDescription, ResponseDescription, TensorSpec
 from weightd.protocol.messages.regions import InputPlace, Regions, Register, Unregister
 from weightd.protocol.messages.types import TO_CLIENT
+from weightd.shared.stream import Stream
 
 LIMIT_S = 20.0
 NBYTES = 1000
-
-Socket = zmq.Socket[bytes]
 
 
 class FakeModel:
@@ -64,38 +60,52 @@ class FakeModel:
         return [request.id for request in self.waiting]
 
 
+class Peer:
+    """A client's end of a connection."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self.stream = Stream(end)
+        self._messages: list[Message] = []
+
+    def waits(self) -> bool:
+        self._messages += self.stream.receive()
+        return bool(self._messages)
+
+    def error(self) -> Error:
+        answer = decode(self._messages.pop(0).frames, TO_CLIENT)
+        assert isinstance(answer, Error)
+        return answer
+
+
 class World:
     """A frontend with one model and room for three requests, and its clients."""
 
-    def __init__(self, context: zmq.Context[Socket], address: str) -> None:
+    def __init__(self) -> None:
         self.model = FakeModel()
         self.loop = Loop()
-        self._context, self._address = context, address
-        self._clients: list[Socket] = []
+        self._peers: list[Peer] = []
         fleet = SimpleNamespace(models={"m": self.model}, everyone=lambda: [self.model])
-        router = listen(context, address)
         kept = Request(1, b"", "", RequestDescription("m", ()), (), 0.0, 0.0, NBYTES).kept_bytes
         daemon = SimpleNamespace(stopping=False)
-        self.frontend = Frontend(router, self.loop, cast(Fleet, fleet), 3 * kept, cast(Daemon, daemon))
+        self.frontend = Frontend(self.loop, cast(Fleet, fleet), 3 * kept, cast(Daemon, daemon))
         self.model.frontend = self.frontend
 
-    def client(self) -> Socket:
-        self._clients.append(self._context.socket(zmq.DEALER))
-        self._clients[-1].connect(self._address)
-        return self._clients[-1]
+    def client(self, *, may_operate: bool = False) -> Peer:
+        ours, theirs = socket.socketpair()
+        near = f"process {len(self._peers)}"
+        self.frontend.adopt(ours, Identity(Origin(near, near), may_operate))
+        self._peers.append(Peer(theirs))
+        return self._peers[-1]
 
     def close(self) -> None:
-        for client in self._clients:
-            client.close(linger=0)
+        for each in self._peers:
+            each.stream.close()
+        self.frontend.close()
         self.loop.close()
 
-    def ask(self, client: Socket, request_id: str) -> None:
-        specs = [{"name": "x", "datatype": "UINT8", "shape": [NBYTES]}]
-        header: list[dict[str, object]] = [
-            {"v": 1, "type": "infer", "id": request_id},
-            {"model_name": "m", "inputs": specs},
-        ]
-        client.send_multipart([*map(msgpack.packb, header), bytes(NBYTES)])
+    def ask(self, client: Peer, request_id: str) -> None:
+        asked = RequestDescription("m", (TensorSpec("x", "UINT8", (NBYTES,)),))
+        client.stream.send([*encode(Infer(request_id, asked)), bytes(NBYTES)])
 
     def until(self, check: Callable[[], object]) -> None:
         for _ in range(int(LIMIT_S / 0.05)):
@@ -104,24 +114,21 @@ class World:
             self.loop.wait(0.05)
         raise TimeoutError
 
-    def refusals(self, client: Socket, count: int) -> list[tuple[str, str]]:
+    def refusals(self, client: Peer, count: int) -> list[tuple[str, str]]:
         """Return id and code of so many errors that the client gets."""
         errors: list[tuple[str, str]] = []
         for _ in range(count):
-            self.until(functools.partial(client.poll, 0))
-            error = decode(client.recv_multipart(), TO_CLIENT)
-            assert isinstance(error, Error)
+            self.until(client.waits)
+            error = client.error()
             errors.append((error.id, error.code))
         return errors
 
 
 @pytest.fixture
-def world(tmp_path: Path) -> Iterator[World]:
-    with zmq.Context() as context:
-        made = World(context, f"ipc://{tmp_path}/s")
-        yield made
-        made.close()
-        context.destroy(linger=0)
+def world() -> Iterator[World]:
+    made = World()
+    yield made
+    made.close()
 
 
 def test_who_has_most_of_the_memory_makes_room_for_others(world: World) -> None:
@@ -145,12 +152,12 @@ def test_what_has_ended_is_kept_no_more(world: World) -> None:
     world.frontend.answer(world.model.waiting[0], Result(1, ResponseDescription("m", ())), ())
     world.frontend.refuse(world.model.waiting[1], InvalidArgument("as a test"))
     world.ask(client, "wrong")
-    world.until(lambda: client.poll(0))
+    world.until(client.waits)
     assert world.frontend.room.held == 0
     world.ask(client, "kept")
     world.until(lambda: "kept" in world.model.ids)
     assert world.frontend.room.held > 0
-    client.close(linger=0)
+    client.stream.close()
     world.until(lambda: not world.frontend.room.held)
 
 
@@ -168,26 +175,53 @@ def test_what_has_ended_is_kept_no_more(world: World) -> None:
 )
 def test_memory_is_not_shared_over_zeromq(world: World, message: object) -> None:
     client = world.client()
-    client.send_multipart(encode(message))
+    client.stream.send(encode(message))
     assert world.refusals(client, 1) == [("1", "INVALID_ARGUMENT")]
 
 
 @pytest.mark.parametrize(
-    ("uid", "path", "code"),
+    ("may_operate", "path", "code"),
     [
-        (os.getuid() + 1, "/m.onnx", "PERMISSION_DENIED"),
-        (os.getuid(), "m.onnx", "INVALID_ARGUMENT"),
-        (os.getuid(), "/m.onnx\0", "INVALID_ARGUMENT"),
-        (os.getuid(), "/m.onnx", "UNAVAILABLE"),
+        (False, "/m.onnx", "PERMISSION_DENIED"),
+        (True, "m.onnx", "INVALID_ARGUMENT"),
+        (True, "/m.onnx\0", "INVALID_ARGUMENT"),
+        (True, "/m.onnx", "UNAVAILABLE"),
     ],
 )
-def test_who_may_update_a_model_and_to_what(
-    world: World, monkeypatch: pytest.MonkeyPatch, uid: int, path: str, code: str
-) -> None:
-    def peer_uid(identity: zmq.Frame) -> int:
-        return uid
-
-    monkeypatch.setattr(frontend, "peer_uid", peer_uid)
-    client = world.client()
-    client.send_multipart(encode(Update("u", "m", path)))
+def test_who_may_update_a_model_and_to_what(world: World, may_operate: bool, path: str, code: str) -> None:
+    client = world.client(may_operate=may_operate)
+    client.stream.send(encode(Update("u", "m", path)))
     assert world.refusals(client, 1) == [("u", code)]
+
+
+def test_what_is_too_long_is_refused_by_its_id_and_the_next_is_heard(world: World) -> None:
+    client = world.client()
+    asked = encode(Infer("long", RequestDescription("m", ())))
+    too_long = bytes(limits.MAX_HEADER_BYTES + 1)
+    for frames, request_id, place in (
+        ([too_long], "", "envelope: "),
+        ([asked[0], too_long, b"x"], "long", "description: "),
+        ([b"\xc1", too_long], "", "description: "),
+    ):
+        client.stream.send(frames)
+        world.until(lambda: client.stream.flush() and client.waits())
+        error = client.error()
+        assert (error.id, error.code) == (request_id, "INVALID_ARGUMENT")
+        assert error.error.startswith(f"{place}expected at most 65536 bytes, got 65537")
+    # There is room for the header, not for the rest beside what is kept already.
+    world.ask(client, "good")
+    world.until(lambda: world.model.ids == ["good"])
+    client.stream.send([*encode(Infer("large", RequestDescription("m", ()))), bytes(2**20)])
+    world.until(lambda: client.stream.flush() and client.waits())
+    assert world.refusals(client, 1) == [("large", "RESOURCE_EXHAUSTED")]
+    world.ask(client, "next")
+    world.until(lambda: world.model.ids == ["good", "next"])
+
+
+def test_what_breaks_the_framing_is_told_without_an_id(world: World) -> None:
+    client = world.client()
+    client.stream.connection.send(b"GET / HTTP/1.1")
+    world.until(client.waits)
+    error = client.error()
+    assert (error.id, error.code) == ("", "INVALID_ARGUMENT")
+    assert error.error.startswith("frames: expected a message of 1 to 66 frames, got ")

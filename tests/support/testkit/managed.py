@@ -31,7 +31,7 @@ class ManagedService(Service):
     def manager(self) -> Manager:
         """What has started the daemon."""
         if self._manager is None:
-            self._manager = Manager(Path(self.address[len("ipc://") :]), self._runtime / "notify")
+            self._manager = Manager(Path(self.address), self._runtime / "notify")
         return self._manager
 
     def restart(self, number: int) -> int:

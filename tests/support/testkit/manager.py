@@ -1,4 +1,4 @@
-"""What a service manager does for a daemon, as systemd does it: a socket, a store for descriptors, an open ear."""
+"""What a service manager does for a daemon, as systemd does it: sockets, a store for descriptors, an open ear."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ os.execv(sys.argv[2 + count], sys.argv[2 + count :])
 
 
 class Manager:
-    """Starts one daemon after the other with the same socket, and with what the one before wanted kept.
+    """Starts one daemon after the other with the same sockets, and with what the one before wanted kept.
 
     Args:
-        listening: path of the socket for clients.
+        listening: path of the socket for clients that speak ZeroMQ; that for others lies beside it.
         notified: path of the socket on which daemons tell how it goes.
         watchdog_s: how often they have to.
 
@@ -46,8 +46,9 @@ class Manager:
         self._watchdog_s = watchdog_s
         self._news = threading.Condition()
         self._ended = False
-        self._listener = _bound(socket.SOCK_STREAM, listening)
-        self._listener.listen(128)
+        self._listeners = [_bound(socket.SOCK_STREAM, each) for each in (listening, Path(f"{listening}.unix"))]
+        for each in self._listeners:
+            each.listen(128)
         self._path = notified
         self._notified = _bound(socket.SOCK_DGRAM, notified)
         self._hearing = threading.Thread(target=self._hear, daemon=True)
@@ -55,16 +56,17 @@ class Manager:
 
     def popen(self, command: Sequence[str], environment: Mapping[str, str], **options: Any) -> subprocess.Popen[Any]:
         """Start a daemon; `options` are those of Popen."""
-        passed = {"clients": self._listener.fileno(), **self.kept}
+        passed = [*(("clients", each.fileno()) for each in self._listeners), *self.kept.items()]
+        names, descriptors = zip(*passed)
         variables = {
             "NOTIFY_SOCKET": str(self._path),
             "WATCHDOG_USEC": str(int(1e6 * self._watchdog_s)),
             "LISTEN_FDS": str(len(passed)),
-            "LISTEN_FDNAMES": ":".join(passed),
+            "LISTEN_FDNAMES": ":".join(names),
         }
-        argv = [sys.executable, "-S", "-c", _EXEC, str(len(passed)), *map(str, passed.values()), *command]
+        argv = [sys.executable, "-S", "-c", _EXEC, str(len(passed)), *map(str, descriptors), *command]
         return subprocess.Popen(
-            argv, stdin=subprocess.DEVNULL, env={**environment, **variables}, pass_fds=tuple(passed.values()), **options
+            argv, stdin=subprocess.DEVNULL, env={**environment, **variables}, pass_fds=descriptors, **options
         )
 
     def hear_out(self) -> None:
@@ -98,7 +100,8 @@ class Manager:
         self._notified.shutdown(socket.SHUT_RDWR)  # which the thread that reads it hears
         self._hearing.join()
         self._notified.close()
-        self._listener.close()
+        for each in self._listeners:
+            each.close()
 
     def _hear(self) -> None:
         while True:

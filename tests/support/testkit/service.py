@@ -45,7 +45,8 @@ class Service:
     the models load: requests wait for them, `ready` waits for every worker.
 
     Attributes:
-        address: where clients connect.
+        address: where clients connect, by whatever transport they choose.
+        zmq_address: where those do who speak ZeroMQ.
         pid: the daemon's.
         begin: when it was started (time.perf_counter).
         cache: the directory of its snapshots, page stores and children's logs.
@@ -73,7 +74,8 @@ class Service:
         build = mindir.REPOSITORY / "build"
         build.mkdir(exist_ok=True)
         self.cache = Path(tempfile.mkdtemp(prefix="service-", dir=build))
-        self.address = f"ipc://{self._runtime}/weightd.sock"
+        self.address = f"{self._runtime}/weightd.sock"
+        self.zmq_address = f"ipc://{self.address}"
         try:
             self._start()
         except BaseException:
@@ -164,7 +166,7 @@ class Service:
         return subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=self._env)
 
     def _directories(self) -> dict[str, object]:
-        return {"socket": self.address, "runtime_dir": self._runtime, "cache_dir": self.cache}
+        return {"socket": self.zmq_address, "runtime_dir": self._runtime, "cache_dir": self.cache}
 
     def _remove_directories(self) -> None:
         # The children of a killed daemon may still be writing to their logs.

@@ -1,103 +1,247 @@
-"""What the kernel knows of a connection that the library has accepted, by its file descriptor.
-
-The descriptor is the library's, which may close it at any moment: it is only asked, or shut down.
-"""
+"""All clients: who is let in, what comes from them and what goes to them, without ever waiting for one."""
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
+import errno
+import functools
+import itertools
+import logging
 import socket
-import struct
-import termios
-from collections.abc import Generator
-from typing import NamedTuple
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
-import zmq
+from weightd.daemon.clients.connection import Connection, Identity, unix_identity
+from weightd.daemon.clients.crowd import Crowd
+from weightd.daemon.clients.room import Room
+from weightd.daemon.host.loop import Loop
+from weightd.daemon.host.timers import Timer
+from weightd.protocol.errors import RemoteProtocolError
+from weightd.protocol.framing import Incoming, Message
+from weightd.shared.stream import Stream
 
-from weightd.daemon.host.sockets import unix_peer
-from weightd.daemon.requests.request import Origin
+# What may wait for one client: an answer of whatever size is let through if nothing else waits.
+MAX_UNREAD_BYTES = 256 * 1024 * 1024
 
-# struct ucred of unix(7).
-_UCRED = struct.Struct("=iII")
+# With one wake-up: more wait for the next one.
+_MOST_ACCEPTED = 64
 
+# Where there is no descriptor for the next one, until some have gone.
+_PAUSE_S = 0.1
 
-class Credentials(NamedTuple):
-    """The process at the other end of a unix socket when it connected (SO_PEERCRED)."""
+# The last answers of a daemon that stops get this long to be read.
+_LINGER_S = 1.0
 
-    pid: int
-    uid: int
-    gid: int
+_log = logging.getLogger("weightd.frontend")
 
-
-def credentials(descriptor: int) -> Credentials | None:
-    """Return who is at the other end; None where the kernel does not know: over TCP, or once it is closed."""
-    with contextlib.suppress(OSError), _borrowed(descriptor) as connection:
-        if connection.family == socket.AF_UNIX:
-            return Credentials(*_UCRED.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)))
-    return None
-
-
-def user(descriptor: int) -> str:
-    """Return on whose account a connection goes: "uid 1000", over TCP the host; "" once it is closed."""
-    known = credentials(descriptor)
-    if known is not None:
-        return f"uid {known.uid}"
-    with contextlib.suppress(OSError), _borrowed(descriptor) as connection:
-        name = connection.getpeername()
-        return f"host {name[0]}" if isinstance(name, tuple) else ""
-    return ""
+Handle = Callable[[Connection, Message], object]
 
 
-def peer_uid(identity: zmq.Frame) -> int | None:
-    """Return the user of the process that has sent a message, by its first frame, as the kernel knows it.
+class Connections:
+    """The connections of clients.
 
-    None for TCP, and once the connection has ended: then nobody vouches for what the library says of it.
+    Args:
+        loop: calls when something can be read, or written.
+        room: counts what is kept for them.
+        make_room: called with a client and the bytes that it wants kept; returns whether there is room.
+        handle: called with each message, also with those of which not everything was kept.
+        broken: called with who has broken the framing, and how, before it is hung up.
+        gone: called with who has gone.
+
+    Attributes:
+        dropped: messages that could not be sent: their client was gone, or did not read.
     """
-    peer = unix_peer(identity)
-    if peer is None:
-        return None
-    known = credentials(int(identity.get(zmq.SRCFD)))
-    return known.uid if known is not None and known.uid == peer.uid else None
 
+    def __init__(
+        self,
+        loop: Loop,
+        room: Room,
+        *,
+        make_room: Callable[[bytes, int], bool],
+        handle: Handle,
+        broken: Callable[[Connection, str], object],
+        gone: Callable[[Connection], object],
+    ) -> None:
+        self.dropped = 0
+        self._loop = loop
+        self._room = room
+        self._make_room = make_room
+        self._handle = handle
+        self._broken = broken
+        self._tell_gone = gone
+        self._by_key: dict[bytes, Connection] = {}
+        self._keys = itertools.count(1)
+        self._crowd = Crowd()
+        self._pause = Timer(self._resume)
+        self._paused: list[socket.socket] = []
+        loop.add_timer(self._pause)
 
-def waiting_bytes(descriptor: int) -> int:
-    """Return how much has been sent over a connection that the library has not read yet (FIONREAD)."""
-    count = struct.pack("=i", 0)
-    with contextlib.suppress(OSError):
-        count = fcntl.ioctl(descriptor, termios.FIONREAD, count)
-    return int(struct.unpack("=i", count)[0])
+    def __iter__(self) -> Iterator[Connection]:
+        return iter(self._by_key.values())
 
+    def get(self, key: bytes) -> Connection | None:
+        """Return a client by its key; None where it has gone."""
+        return self._by_key.get(key)
 
-def write(descriptor: int, data: bytes) -> None:
-    """Send a small message (ZMTP 2.0 and later) past the library, over a connection to which it sends nothing.
+    @property
+    def by_key(self) -> Mapping[bytes, Connection]:
+        """All of them, the oldest first."""
+        return self._by_key
 
-    The handshake must be over. What does not leave at once is dropped.
-    """
-    header = struct.pack(">BB", 0, len(data)) if len(data) < 256 else struct.pack(">BQ", 2, len(data))
-    with contextlib.suppress(OSError), _borrowed(descriptor) as connection:
-        connection.send(header + data, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+    # --- who comes and goes ---------------------------------------------------------------------------------------
 
+    def listen(self, listener: socket.socket) -> None:
+        """Let in whoever connects to a unix socket that listens and does not block."""
+        self._loop.add(listener.fileno(), functools.partial(self._accept, listener))
 
-def origin(descriptor: int, peer: bytes) -> Origin:
-    """Return who is at the other end, of a connection on which messages come with this routing id."""
-    far = user(descriptor) or "a user who has gone"
-    known = credentials(descriptor)
-    # A process of another pid namespace has no number here.
-    near = f"process {known.pid}" if known is not None and known.pid else f"connection {peer.hex()}"
-    return Origin(f"{near} of {far}", far)
+    def adopt(self, connection: socket.socket, identity: Identity, *, takes_descriptors: bool = False) -> None:
+        """Let somebody in; the socket is this object's from now on."""
+        key = next(self._keys).to_bytes(8, "big")
+        incoming = Incoming(admit=functools.partial(self._admit, key))
+        stream = Stream(connection, incoming, takes_descriptors=takes_descriptors)
+        found = self._by_key[key] = Connection(key, stream, identity, time.monotonic())
+        self._loop.add(stream.fileno(), functools.partial(self._receive, found))
+        for each in self._crowd.came(self._by_key.values()):
+            self.hang_up(each, "too many are connected, and most of them are this user's")
 
+    def hang_up(self, connection: Connection, why: str) -> None:
+        """End a connection; what its client has asked ends with it, in a moment."""
+        if not connection.leaving:
+            _log.warning("a connection of %s is hung up: %s", connection.identity.origin.near, why)
+            connection.hang_up()
 
-def shut_down(descriptor: int) -> None:
-    """End a connection: the library closes it, as if the other end had gone."""
-    with contextlib.suppress(OSError), _borrowed(descriptor) as connection:  # it has gone meanwhile
-        connection.shutdown(socket.SHUT_RDWR)
+    def close(self) -> None:
+        """Let all go; those who are reading what was said to them last get a moment for that."""
+        deadline = time.monotonic() + _LINGER_S
+        while any(each.unread for each in self) and time.monotonic() < deadline:
+            self._loop.wait(deadline - time.monotonic())
+        for each in self:
+            self._loop.remove(each.stream.fileno())
+            each.stream.close()
+        self._by_key.clear()
 
+    def _accept(self, listener: socket.socket) -> None:
+        for _ in range(_MOST_ACCEPTED):
+            try:
+                connection, _ = listener.accept()
+            except BlockingIOError:
+                return
+            except OSError as error:
+                # It has gone again, or nothing is left to have it with: then others have to go first.
+                if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
+                    _log.error("nobody can be let in: %s", error.strerror)
+                    self._wait_for_room(listener)
+                    return
+            else:
+                self.adopt(connection, unix_identity(connection), takes_descriptors=True)
 
-@contextlib.contextmanager
-def _borrowed(descriptor: int) -> Generator[socket.socket, None, None]:
-    connection = socket.socket(fileno=descriptor)
-    try:
-        yield connection
-    finally:
-        connection.detach()
+    def _wait_for_room(self, listener: socket.socket) -> None:
+        """Else the loop would be told at once that somebody waits there."""
+        self._loop.pause(listener.fileno())
+        self._paused.append(listener)
+        self._pause.set(time.monotonic() + _PAUSE_S)
+
+    def _resume(self, _: float) -> None:
+        listeners, self._paused = self._paused, []
+        for each in listeners:
+            self._loop.resume(each.fileno())
+        self._pause.set(float("inf"))
+
+    def _leave(self, connection: Connection) -> None:
+        del self._by_key[connection.key]
+        self._loop.remove(connection.stream.fileno())
+        connection.stream.close()
+        self._room.forget(connection.key)
+        self._crowd.went(self._by_key.values())
+        self._tell_gone(connection)
+
+    # --- from a client --------------------------------------------------------------------------------------------
+
+    def _receive(self, connection: Connection) -> None:
+        """Something has come, or the client has gone: read once, so that others have their turn."""
+        if connection.leaving:
+            self._leave(connection)
+            return
+        try:
+            messages = connection.stream.receive()
+        except ConnectionError:
+            self._leave(connection)
+            return
+        except RemoteProtocolError as error:
+            # Nobody can tell where its next message would begin.
+            self._broken(connection, str(error))
+            self.hang_up(connection, str(error))
+            return
+        if connection.arriving and not connection.stream.incoming.announced:
+            self._room.give(connection.key, connection.arriving)
+            connection.arriving = 0
+        for message in messages:
+            self._take(connection, message)
+
+    def _take(self, connection: Connection, message: Message) -> None:
+        # One before it may have been its last.
+        if not connection.leaving:
+            connection.has_spoken = True
+            self._handle(connection, message)
+
+    def _admit(self, key: bytes, nbytes: int) -> bool:
+        """A message begins that does not come at once: it takes room from now on."""
+        connection = self._by_key[key]
+        self._room.give(key, connection.arriving)
+        connection.arriving = 0
+        if not self._room.fits(nbytes) and not self._make_room(key, nbytes):
+            return False
+        self._room.take(key, nbytes)
+        connection.arriving = nbytes
+        return True
+
+    # --- to a client ----------------------------------------------------------------------------------------------
+
+    def send(self, key: bytes, frames: Sequence[Any]) -> bool:
+        """Send a message, or drop it; return False if that is because the client has not read earlier ones."""
+        connection = self._by_key.get(key)
+        if connection is None or connection.leaving:
+            self.dropped += 1
+            return True
+        if connection.unread and not self._may_wait(connection, sum(map(len, frames))):
+            self.dropped += 1
+            return False
+        try:
+            if connection.stream.send(frames):
+                return True
+        except ConnectionError:
+            # It is told of its end as of any other's.
+            self.dropped += 1
+            return True
+        if not connection.unread:
+            self._loop.watch_writes(connection.stream.fileno(), functools.partial(self._flush, connection))
+        self._count_unread(connection)
+        return True
+
+    def _may_wait(self, connection: Connection, nbytes: int) -> bool:
+        if connection.unread + nbytes <= MAX_UNREAD_BYTES:
+            return self._room.fits(nbytes) or self._make_room(connection.key, nbytes)
+        if not connection.drops:
+            connection.drops = True
+            text = "%s does not read: %d MiB wait for it, further answers are dropped"
+            _log.warning(text, connection.identity.origin.near, connection.unread // 2**20)
+        return False
+
+    def _flush(self, connection: Connection) -> None:
+        try:
+            if connection.stream.flush():
+                self._loop.unwatch_writes(connection.stream.fileno())
+        except ConnectionError:
+            # Its end is told to who reads.
+            self._loop.unwatch_writes(connection.stream.fileno())
+            return
+        self._count_unread(connection)
+
+    def _count_unread(self, connection: Connection) -> None:
+        unread = connection.stream.unsent
+        more = unread - connection.unread
+        connection.unread = unread
+        if more > 0:
+            self._room.take(connection.key, more)
+        else:
+            self._room.give(connection.key, -more)

@@ -3,29 +3,22 @@
 from __future__ import annotations
 
 import itertools
-import logging
-import os
+import socket
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-import zmq
-
-from weightd.daemon.clients.connections import peer_uid
-from weightd.daemon.clients.doorman import Doorman
-from weightd.daemon.clients.outbox import Outbox
-from weightd.daemon.clients.peers import Peers
-from weightd.daemon.clients.reader import Reader
+from weightd.daemon.clients.connection import Connection, Identity
+from weightd.daemon.clients.connections import Connections
 from weightd.daemon.clients.room import Room
 from weightd.daemon.clients.upkeep import Upkeep
 from weightd.daemon.host.loop import Loop
-from weightd.daemon.host.sockets import Received
 from weightd.daemon.models.fleet import Fleet
 from weightd.daemon.models.model import Model
 from weightd.daemon.requests.request import Request
 from weightd.protocol import limits
-from weightd.protocol.codec import Descriptions, clip, decode, encode
+from weightd.protocol.codec import Descriptions, clip, decode, encode, id_of
 from weightd.protocol.errors import (
     Internal,
     InvalidArgument,
@@ -37,6 +30,7 @@ from weightd.protocol.errors import (
     ResourceExhausted,
     Unavailable,
 )
+from weightd.protocol.framing import Message
 from weightd.protocol.messages.children import Result
 from weightd.protocol.messages.control import (
     ModelMetadata,
@@ -56,8 +50,6 @@ from weightd.protocol.messages.regions import Register, Released, Unregister
 from weightd.protocol.messages.status import Status, StatusResponse
 from weightd.protocol.messages.types import FROM_CLIENT, ClientMessage, DaemonMessage
 from weightd.protocol.version import EXTENSIONS, VERSION
-
-_log = logging.getLogger("weightd.frontend")
 
 # A guess: how long it takes until some of what is kept has been computed, or read.
 _RETRY_S = 0.1
@@ -96,8 +88,7 @@ class Frontend:
     """Reads what clients send, gives it to the models, and sends what comes of it.
 
     Args:
-        socket: on which clients connect.
-        loop: calls when the socket is readable.
+        loop: calls when there is something to do.
         fleet: the models.
         max_memory_bytes: that are kept for clients, see `Room`.
         daemon: is asked what no model knows.
@@ -106,40 +97,46 @@ class Frontend:
         room: what is kept for clients.
     """
 
-    def __init__(
-        self,
-        socket: zmq.Socket[bytes],
-        loop: Loop,
-        fleet: Fleet,
-        max_memory_bytes: int,
-        daemon: Daemon,
-    ) -> None:
+    def __init__(self, loop: Loop, fleet: Fleet, max_memory_bytes: int, daemon: Daemon) -> None:
         self._fleet = fleet
         self._daemon = daemon
         # A worker may still give an answer that the daemon before this one has asked for: no number is used twice.
         self._numbers = itertools.count(time.time_ns() // 1000)
-        self._socket = socket
-        self._reader = Reader(socket)
         self._descriptions = Descriptions()
-        self._peers = Peers(socket)
         self.room = Room(max_memory_bytes, self._user)
-        self._outbox = Outbox(socket, self.room, self._make_room)
-        self._doorman = Doorman(self._peers)
-        self._upkeep = Upkeep(self.room, self._outbox, self._peers)
+        self._upkeep = Upkeep(self.room)
+        self._connections = Connections(
+            loop,
+            self.room,
+            make_room=self._make_room,
+            handle=self._on_message,
+            broken=self._on_broken,
+            gone=self._on_gone,
+        )
         self._unrecorded: list[tuple[bytes, UpdateResponse]] = []
-        loop.add(self._peers.monitor, self._on_connections)
-        loop.add(self._socket, self._on_messages)
-        loop.add_timer(self._doorman.timer)
         loop.add_timer(self._upkeep.timer)
 
     @property
     def dropped(self) -> int:
         """Answers that could not be sent: their client was gone, or did not read."""
-        return self._outbox.dropped
+        return self._connections.dropped
+
+    def listen(self, listener: socket.socket) -> None:
+        """Let clients connect to a unix socket, which listens and does not block."""
+        self._connections.listen(listener)
+
+    def adopt(self, connection: socket.socket, identity: Identity) -> None:
+        """Serve a client that has come by another way; the socket is this object's from now on."""
+        self._connections.adopt(connection, identity)
+
+    def close(self) -> None:
+        """Let all clients go."""
+        self._connections.close()
 
     def answer(self, request: Request, result: Result, frames: Sequence[Any]) -> None:
         """Send the model's answer."""
         self.room.give(request.client, request.kept_bytes)
+        self._upkeep.seen(result.description.nbytes, time.monotonic())
         self._tell(
             request.client,
             InferResponse(request.id, result.description, result.placed, request.running or None),
@@ -179,38 +176,31 @@ class Frontend:
 
     # --- within -------------------------------------------------------------------------------------------------
 
-    def _on_messages(self) -> None:
-        for received in self._reader.read():
-            now = time.monotonic()
-            self._peers.seen(received, now)
-            self._upkeep.seen(now)
-            if self._reader.has_rest:
-                self._hang_up(received.peer, "a message of more frames than there may be")
-                continue
-            request_id = ""
-            try:
-                message = decode(received.frames, FROM_CLIENT, self._descriptions)
-                request_id = message.id
-                self._serve(received, message, now)
-            except RemoteProtocolError as error:
-                self.tell_error(received.peer, error.request_id, InvalidArgument(str(error)))
-            except RequestError as error:
-                self.tell_error(received.peer, request_id, error)
-        if self._peers.pending:
-            self._on_connections()
+    def _on_message(self, connection: Connection, received: Message) -> None:
+        now = time.monotonic()
+        request_id = ""
+        try:
+            if not received.is_whole:
+                request_id = id_of(received.frames)
+                raise _too_long(received)
+            message = decode(received.frames, FROM_CLIENT, self._descriptions)
+            request_id = message.id
+            self._serve(connection, message, received.frames[limits.MAX_HEADER_FRAMES :], now)
+        except RemoteProtocolError as error:
+            self.tell_error(connection.key, error.request_id, InvalidArgument(str(error)))
+        except RequestError as error:
+            self.tell_error(connection.key, request_id, error)
 
-    def _serve(self, received: Received, message: ClientMessage, now: float) -> None:
-        client = received.peer
+    def _serve(self, connection: Connection, message: ClientMessage, tensors: Sequence[Any], now: float) -> None:
+        client = connection.key
         match message:
             case Infer():
-                self._infer(received, message, now)
+                self._infer(connection, message, tensors, now)
             case ModelMetadata():
                 self._model(message.model_name).metadata(client, message.id)
             case ServerMetadata():
-                self._tell(
-                    client,
-                    ServerMetadataResponse(message.id, "weightd", VERSION, tuple(self._fleet.models), EXTENSIONS),
-                )
+                models = tuple(self._fleet.models)
+                self._tell(client, ServerMetadataResponse(message.id, "weightd", VERSION, models, EXTENSIONS))
             case Cancel():
                 for each in self._fleet.everyone():
                     each.cancel(client, message.id, now)
@@ -221,7 +211,7 @@ class Frontend:
             case Status():
                 self._daemon.ask_status(client, message.id)
             case Update() | Reload():
-                self._operate(received, message, now)
+                self._operate(connection, message, now)
 
     def _tell_ready(self, client: bytes, message: ServerReady | ModelReady, now: float) -> None:
         models = list(self._fleet.models.values())
@@ -232,15 +222,15 @@ class Frontend:
         )
         self._tell(client, ReadyResponse(message.id, not reasons, clip("; ".join(reasons))))
 
-    def _operate(self, received: Received, message: Update | Reload, now: float) -> None:
+    def _operate(self, connection: Connection, message: Update | Reload, now: float) -> None:
         if isinstance(message, Update):
-            self._update(received, message, now)
+            self._update(connection, message, now)
         else:
-            _check_operator(received, "reload the configuration")
-            self._tell(received.peer, self._daemon.reload(message.id))
+            _check_operator(connection, "reload the configuration")
+            self._tell(connection.key, self._daemon.reload(message.id))
 
-    def _update(self, received: Received, message: Update, now: float) -> None:
-        _check_operator(received, "update a model")
+    def _update(self, connection: Connection, message: Update, now: float) -> None:
+        _check_operator(connection, "update a model")
         if message.rollback == bool(message.path or message.weights):
             raise InvalidArgument("expected a path, weights, or rollback alone")
         for path in (message.path, message.weights):
@@ -250,11 +240,11 @@ class Frontend:
         if self._daemon.stopping:
             raise Unavailable("weightd is stopping")
         model.update(
-            received.peer, message.id, now, path=message.path, weights=message.weights, rollback=message.rollback
+            connection.key, message.id, now, path=message.path, weights=message.weights, rollback=message.rollback
         )
 
-    def _infer(self, received: Received, message: Infer, now: float) -> None:
-        client, tensors = received.peer, received.frames[limits.MAX_HEADER_FRAMES :]
+    def _infer(self, connection: Connection, message: Infer, tensors: Sequence[Any], now: float) -> None:
+        client = connection.key
         if message.parameters.regions is not None:
             raise InvalidArgument(f"parameters.regions: {_ELSEWHERE}")
         model = self._model(message.description.model_name)
@@ -271,8 +261,9 @@ class Frontend:
             arrived=now,
             deadline=now + seconds,
             nbytes=sum(map(len, tensors)),
-            origin=self._peers.origin(client),
+            origin=connection.identity.origin,
         )
+        self._upkeep.seen(request.nbytes, now)
         kept_bytes = request.kept_bytes
         if not self.room.fits(kept_bytes) and not self._make_room(client, kept_bytes):
             raise ResourceExhausted(_FULL, retry_after=_RETRY_S)
@@ -283,46 +274,37 @@ class Frontend:
             self.room.give(client, kept_bytes)
             raise
 
+    def _on_broken(self, connection: Connection, how: str) -> None:
+        self.tell_error(connection.key, "", InvalidArgument(how))
+
+    def _on_gone(self, connection: Connection) -> None:
+        for model in self._fleet.everyone():
+            model.vanished(connection.key, time.monotonic())
+
     # --- memory -------------------------------------------------------------------------------------------------
 
     def _user(self, client: bytes) -> str:
-        connection = self._peers.connection(client)
+        connection = self._connections.get(client)
         return "" if connection is None else connection.user
 
     def _make_room(self, client: bytes, nbytes: int) -> bool:
         """Return whether there is room for so much more of a client, after those that have more have given theirs."""
-        self._outbox.forget_written()
         while not self.room.fits(nbytes):
             largest = self.room.largest(client, nbytes)
             if largest == client:
                 return False
             held = self.room.of(largest)
-            unread = self._outbox.unread(largest)
+            connection = self._connections.get(largest)
+            unread = 0 if connection is None else connection.unread
             if 2 * unread < held:
                 for model in self._fleet.everyone():
                     model.shed(largest, ResourceExhausted(_FULL, retry_after=_RETRY_S), time.monotonic())
             if self.room.of(largest) == held:
-                self._hang_up(largest, f"{held // 2**20} MiB are kept for it, {unread // 2**20} of them not read")
-                self._forget(largest)
+                if connection is not None:
+                    why = f"{held // 2**20} MiB are kept for it, {unread // 2**20} of them not read"
+                    self._connections.hang_up(connection, why)
+                self.room.forget(largest)
         return True
-
-    def _hang_up(self, client: bytes, why: str) -> None:
-        connection = self._peers.connection(client)
-        if connection is not None and not connection.leaving:
-            _log.warning("client %s (%s) is hung up: %s", client.hex(), connection.user, why)
-            connection.hang_up()
-
-    def _forget(self, client: bytes) -> None:
-        self._outbox.forget(client)
-        self.room.forget(client)
-
-    def _on_connections(self) -> None:
-        for client in self._peers.disconnected():
-            for model in self._fleet.everyone():
-                model.vanished(client, time.monotonic())
-            self._forget(client)
-        self._upkeep.seen(time.monotonic())
-        self._doorman.look()
 
     def _model(self, name: str) -> Model:
         try:
@@ -342,12 +324,21 @@ class Frontend:
         except LocalProtocolError as error:
             # What an engine or a path says may not fit into a header: that is an answer too.
             header, frames = encode(Error(message.id, Internal.code, clip(f"the answer cannot be sent: {error}"))), ()
-        if not self._outbox.send(client, [*header, *frames]):
+        if not self._connections.send(client, [*header, *frames]):
             refusal = ResourceExhausted("the answer is dropped: earlier ones wait to be read by this client")
-            header = encode(Error(message.id, refusal.code, str(refusal)))
-            self._outbox.send(client, header)
+            self._connections.send(client, encode(Error(message.id, refusal.code, str(refusal))))
 
 
-def _check_operator(received: Received, what: str) -> None:
-    if peer_uid(received.identity) not in (os.getuid(), 0):
-        raise PermissionDenied(f"only the user that weightd runs as, and root, may {what}")
+def _too_long(received: Message) -> RequestError:
+    """What is to be said of a message of which not everything was kept."""
+    for name, length in zip(("envelope", "description"), received.lengths, strict=False):
+        if length > limits.MAX_HEADER_BYTES:
+            return InvalidArgument(f"{name}: expected at most {limits.MAX_HEADER_BYTES} bytes, got {length}")
+    return ResourceExhausted(_FULL, retry_after=_RETRY_S)
+
+
+def _check_operator(connection: Connection, what: str) -> None:
+    if not connection.identity.may_operate:
+        raise PermissionDenied(
+            f"only the user that weightd runs as, and root, may {what}, and only on the daemon's unix socket"
+        )

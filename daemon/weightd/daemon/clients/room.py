@@ -16,13 +16,11 @@ class Room:
 
     Attributes:
         held: bytes now.
-        peak: the most that it was since this was set.
     """
 
     def __init__(self, most: int, user: Callable[[bytes], str]) -> None:
         self.most = most
         self.held = 0
-        self.peak = 0
         self.user = user
         self._by_client: dict[bytes, int] = {}
 
@@ -38,7 +36,6 @@ class Room:
         """So much more is kept for a client."""
         self._by_client[client] = self._by_client.get(client, 0) + nbytes
         self.held += nbytes
-        self.peak = max(self.peak, self.held)
 
     def give(self, client: bytes, nbytes: int) -> None:
         """So much is kept no more; of a client that was forgotten it no longer counts."""

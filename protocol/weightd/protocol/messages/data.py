@@ -81,6 +81,11 @@ class _Description:
             sizes = self.__dict__["_sizes"] = tuple(each.nbytes for each in self.tensors)
         return sizes
 
+    @property
+    def nbytes(self) -> int:
+        """The length of all these frames together."""
+        return sum(self.sizes)
+
 
 @dataclass(frozen=True)
 class RequestDescription(_Description):

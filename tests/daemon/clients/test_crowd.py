@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+import logging
+import resource
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+from weightd.daemon.clients import crowd
+from weightd.daemon.clients.connection import Connection, Identity
+from weightd.daemon.clients.crowd import Crowd, allow_descriptors, max_connections
+from weightd.daemon.requests.request import Origin
+from weightd.shared.stream import Stream
+
+
+class Hall:
+    """Clients in the order in which they came, and a crowd of at most ten."""
+
+    def __init__(self) -> None:
+        self.there: list[Connection] = []
+        self.sockets: list[socket.socket] = []
+        self.crowd = Crowd()
+
+    def come(self, count: int = 1, user: str = "a", *, speak: bool = True) -> None:
+        for _ in range(count):
+            ours, theirs = socket.socketpair()
+            self.sockets += [ours, theirs]
+            number = len(self.there)
+            came = Connection(number.to_bytes(8, "big"), Stream(ours), Identity(Origin("near", user)), float(number))
+            came.has_spoken = speak
+            self.there.append(came)
+
+    def turn_away(self) -> list[int]:
+        """Return who has to go, by number."""
+        out = self.crowd.came(self.there)
+        for each in out:
+            each.hang_up()
+        return sorted(self.there.index(each) for each in out)
+
+
+@pytest.fixture
+def hall(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hall]:
+    monkeypatch.setattr(crowd, "max_connections", lambda: 10)
+    made = Hall()
+    yield made
+    for each in made.sockets:
+        each.close()
+
+
+def test_who_comes_beyond_the_bound_is_turned_away_and_who_was_there_stays(hall: Hall) -> None:
+    hall.come(10)
+    assert hall.turn_away() == []
+    hall.come(2)
+    assert hall.turn_away() == [10, 11]
+    # Their end is told later.
+    assert hall.turn_away() == []
+
+
+def test_who_has_the_most_makes_room_for_others(hall: Hall) -> None:
+    hall.come(9, "greedy")
+    hall.come(1, "other")
+    gone: list[int] = []
+    for user in ("third", "other", "other"):
+        hall.come(1, user)
+        gone += hall.turn_away()
+    assert gone == [8, 7, 6]
+
+
+def test_who_has_never_spoken_makes_room_first_the_oldest_before_all(hall: Hall) -> None:
+    hall.come(4)
+    hall.come(4, speak=False)
+    hall.come(4)
+    assert hall.turn_away() == [4, 5]
+
+
+def test_the_log_tells_once_when_it_is_full_and_when_there_is_room_again(
+    hall: Hall, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING)
+    hall.come(10)
+    for _ in range(3):
+        hall.come()
+        hall.turn_away()
+    hall.crowd.went(hall.there[:9])
+    for _ in range(2):
+        hall.crowd.went(hall.there[:8])
+    assert [each.levelname for each in caplog.records] == ["ERROR", "WARNING"]
+
+
+def test_as_many_descriptors_as_the_system_allows_and_some_are_left_for_others() -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(1024, before[1]), before[1]))
+        allow_descriptors()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == before[1]
+        for limit, most in ((300, 44), (1024, 512), (8000, 4000)):
+            if limit <= before[1]:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (limit, before[1]))
+                assert max_connections() == most
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
