@@ -35,7 +35,8 @@ class Connection(abc.ABC):
         waits_to_write: whether what is unsent needs the first of them to be waited for until it is writable.
         closed: whether it is of no use any more.
         is_spoilt: whether it will be found lost.
-        unanswered: requests that were sent, less the messages that have come.
+        asked: requests that were sent. Who sends counts them.
+        heard: messages that have come. Who receives counts them.
         unsent: how much waits until the daemon reads.
         sent: how much of what did not go at once is sent by now, in what `unsent` counts.
     """
@@ -49,7 +50,8 @@ class Connection(abc.ABC):
         self.descriptors: Sequence[int] = ()
         self.closed = False
         self.is_spoilt = False
-        self.unanswered = 0
+        self.asked = 0
+        self.heard = 0
         self.unsent = 0
         self.sent = 0
 
@@ -82,7 +84,7 @@ class Connection(abc.ABC):
 
     def is_quiet(self) -> bool:
         """Whether there is nothing to receive that should be received before something is sent. Cheap."""
-        return not (self.unanswered or self.is_spoilt)
+        return self.asked == self.heard and not self.is_spoilt
 
     def spoil(self) -> None:
         """Have it found lost, by `receive`, once what has come is received: nothing can be sent any more."""

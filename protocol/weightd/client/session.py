@@ -131,11 +131,11 @@ class Session:
         if call is not None:
             frames = self.core.again(call) or frames
             self.core.begin(call)
-            connection.unanswered += 1
+            connection.asked += 1
         try:
             for message, region in sharing.due():
                 connection.send(encode(message), () if region is None else (region.descriptor,))
-                connection.unanswered += region is not None
+                connection.asked += region is not None
             return 0 if connection.send(frames) else connection.sent + connection.unsent
         except Gone:
             if call is not None:
@@ -154,7 +154,7 @@ class Session:
         messages = self.connection.receive()
         for frames in messages:
             if not self.core.received(frames):
-                self.connection.unanswered += 1
+                self.connection.heard -= 1
         return bool(messages)
 
     def hang_up(self, error: BaseException) -> None:

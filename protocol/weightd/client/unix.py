@@ -54,7 +54,7 @@ class UnixConnection(Connection):
             raise RemoteProtocolError(
                 f"what answers at {self.address} does not speak as weightd does: {error}"
             ) from None
-        self.unanswered -= len(messages)
+        self.heard += len(messages)
         # One that was too long to be kept lacks frames, so it is refused as what it is then.
         return [message.frames for message in messages]
 

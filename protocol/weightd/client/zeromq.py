@@ -149,7 +149,7 @@ class ZeroMqConnection(Connection):
                 messages = self._messages()
                 if not messages:
                     raise self.loss()
-            self.unanswered -= len(messages)
+            self.heard += len(messages)
             return messages
 
     def is_idle(self) -> bool:
@@ -161,7 +161,7 @@ class ZeroMqConnection(Connection):
     def is_quiet(self) -> bool:
         """As `Connection.is_quiet`. libzmq takes what is sent for a daemon that has ended, so that is looked for."""
         with self._lock:
-            return self.closed or not (self.is_spoilt or self.unanswered or self._alarm.poll(0))
+            return self.closed or (super().is_quiet() and not self._alarm.poll(0))
 
     def close(self) -> None:
         """As `Connection.close`."""
