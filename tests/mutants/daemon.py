@@ -309,6 +309,7 @@ HOST = [
         ("if events & _READABLE and descriptor not in self._removed:", "if events & _READABLE:"),
         ("_READABLE = ~_OUT", "_READABLE = _IN"),
         ("seconds = 0.0 if ready else", "seconds ="),
+        ("            ready += self._used.values()", "            pass"),
         ("        for handler in ready:\n            handler()", "        pass"),
         ("each if each.isprintable() else repr(each)[1:-1] for each in \" | \".join", 'each for each in " | ".join'),
     ),

@@ -8,7 +8,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -91,7 +91,8 @@ def test_a_handler_may_remove_who_is_next(pipes: list[Pipe]) -> None:
 
 
 @pytest.mark.parametrize("each", [1, 3, 1000])
-def test_no_message_is_lost_whatever_else_is_done_with_the_socket(loop: Loop, each: int) -> None:
+@pytest.mark.parametrize("seldom", [False, True])
+def test_no_message_is_lost_whatever_else_is_done_with_the_socket(loop: Loop, each: int, seldom: bool) -> None:
     """A ZeroMQ socket tells once that something came, and whoever sends over it hears it instead of the loop."""
     with zmq.Context() as context, context.socket(zmq.PAIR) as ours, context.socket(zmq.PAIR) as theirs:
         ours.bind("inproc://loop")
@@ -106,11 +107,17 @@ def test_no_message_is_lost_whatever_else_is_done_with_the_socket(loop: Loop, ea
                 received.append(ours.recv())
                 ours.send(b"answer")
 
-        loop.add(ours, on_message)
+        use: Callable[[], None] | None = None
+        if seldom:
+            use = loop.add_seldom(ours, on_message)
+        else:
+            loop.add(ours, on_message)
         for number in range(10):
             theirs.send(b"%d" % number)
             theirs.send(b"again")
             ours.send(b"something else")
+            if use is not None:
+                use()
             while len(received) < 2 * (number + 1):
                 before = len(received)
                 loop.wait(60.0)

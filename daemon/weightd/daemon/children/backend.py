@@ -99,7 +99,7 @@ class Backend:
         self._lanes = Lanes(config.lane_socket, loop, self._name_of, self._on_lane)
         self._address = config.children_address
         self._socket = bind(context, self._address)
-        loop.add(self._socket, self._on_messages)
+        self._use = loop.add_seldom(self._socket, self._on_messages)
 
     @property
     def processes(self) -> Mapping[str, Process]:
@@ -230,6 +230,7 @@ class Backend:
                 self._lanes.send(name, message)
             else:
                 send(self._socket, name.encode(), message)
+                self._use()
 
     def lives(self, name: str) -> bool:
         """Return whether a child has not begun to exit: asked of the kernel, before its death is told."""
@@ -311,6 +312,7 @@ class Backend:
         self._lanes.read_out(name)
         while self._on_messages() == BATCH:
             pass
+        self._use()
         self._lanes.forget(name)
         end = self._running.reap(name)
         self._held.pop(name, None)

@@ -42,7 +42,10 @@ class Loop:
         self._masks: dict[int, int] = {}
         # Since the present poll: its number may have gone to another file already, to which no event belongs.
         self._removed: set[int] = set()
+        # The descriptor of a ZeroMQ socket tells once that something came, to whoever uses the socket next: that may
+        # not be this loop. So these are asked before it waits, and of those that are seldom used the ones that were.
         self._sockets: dict[zmq.Socket[bytes], Callable[[], object]] = {}
+        self._used: dict[zmq.Socket[bytes], Callable[[], object]] = {}
         self._paused: dict[zmq.Socket[bytes], Callable[[], object]] = {}
 
     def add(self, source: zmq.Socket[bytes] | int, handler: Callable[[], object]) -> None:
@@ -54,6 +57,24 @@ class Loop:
         else:
             self._sockets[source] = handler
             self.add(int(source.FD), functools.partial(_call_if_readable, source, handler))
+
+    def add_seldom(self, source: zmq.Socket[bytes], handler: Callable[[], object]) -> Callable[[], None]:
+        """Call `handler` whenever a socket is readable that is seldom used, and that costs nothing meanwhile.
+
+        To ask a socket takes longer than to wait for all others. Whoever has used it outside of the handler calls what
+        is returned.
+        """
+
+        def use() -> None:
+            self._used[source] = handler
+
+        def look() -> None:
+            use()
+            _call_if_readable(source, handler)
+
+        self.add(int(source.FD), look)
+        use()
+        return use
 
     def remove(self, descriptor: int) -> None:
         """Stop waiting for `descriptor`, in both directions; call it before that is closed."""
@@ -92,8 +113,10 @@ class Loop:
 
     def wait(self, seconds: float = _LONGEST_WAIT_S) -> None:
         """Wait at most `seconds`, and call the handler of each source that is ready, then of each timer that is due."""
-        # What arrived while something was sent or read shows here alone: the descriptor told it then.
         ready = [handler for socket, handler in self._sockets.items() if _is_readable(socket)]
+        if self._used:
+            self._used = {socket: handler for socket, handler in self._used.items() if _is_readable(socket)}
+            ready += self._used.values()
         seconds = 0.0 if ready else min(seconds, _LONGEST_WAIT_S, self._timers.next_due - time.monotonic())
         self._removed.clear()
         # The kernel's clock has milliseconds, and Python rounds up: a wait never ends early.
