@@ -64,17 +64,22 @@ class _CountingCore(ClientCore):
     last = ""
 
     def infer(
-        self, model: str, inputs: Mapping[str, Any], timeout: float, outputs: Sequence[str] | None = None
+        self,
+        model: str,
+        inputs: Mapping[str, Any],
+        timeout: float,
+        outputs: Sequence[str] | None = None,
+        out: Mapping[str, Any] | None = None,
     ) -> Asking:
-        asking = super().infer(model, inputs, timeout, outputs)
+        asking = super().infer(model, inputs, timeout, outputs, out)
         self.last = asking[0].id
         return asking
 
-    def received(self, frames: Sequence[Any]) -> None:
+    def received(self, frames: Sequence[Any]) -> bool:
         header = msgpack.unpackb(frames[0])
         if header["type"] in ("infer_response", "error"):
             self.ledger.heard(header["id"], time.monotonic())
-        super().received(frames)
+        return super().received(frames)
 
     def fail_all(self, kind: type[WeightdError], text: str) -> None:
         super().fail_all(kind, text)
