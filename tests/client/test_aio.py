@@ -63,6 +63,7 @@ def test_many_tasks_ask_at_once(daemon: FakeDaemon) -> None:
         async with AsyncClient(daemon.address) as client:
             assert client.address == daemon.address
             assert client.transport == ("unix" if daemon.address.startswith("unix") else "zmq")
+            await ask(client, 3)
             await asyncio.gather(*(ask(client, number) for number in range(100)))
             assert (await client.server()).version == "9.9"
             assert (await client.status()).state == "running"
@@ -162,7 +163,7 @@ def test_a_loss_ends_all_calls_and_one_task_connects_again(daemon: FakeDaemon, m
     run(test())
 
 
-def test_a_daemon_that_reads_nothing_ends_in_the_deadline(directory: Path) -> None:
+def test_a_daemon_that_reads_nothing_ends_in_the_deadline_and_its_death_the_wait(directory: Path) -> None:
     async def test() -> None:
         address = f"unix://{directory}/d.sock"
         with socket.socket(socket.AF_UNIX) as deaf:
@@ -173,6 +174,11 @@ def test_a_daemon_that_reads_nothing_ends_in_the_deadline(directory: Path) -> No
                 for _ in range(3):
                     with pytest.raises(DeadlineExceeded, match="does not read"):
                         await client.infer("m", {"x": large}, timeout=0.05)
+                waiting = asyncio.ensure_future(client.infer("m", {"x": large}, timeout=LIMIT_S))
+                await asyncio.sleep(0.05)
+                deaf.close()
+                with pytest.raises(Unavailable):
+                    await waiting
 
     run(test())
 
@@ -217,7 +223,7 @@ def test_another_loop_is_refused_while_it_is_connected(daemon: FakeDaemon) -> No
 
     async def test() -> None:
         await client.server()
-        refused = asyncio.get_running_loop().run_in_executor(None, run, client.server())
+        refused = asyncio.get_running_loop().run_in_executor(None, run, client.server(timeout=0.5))
         with pytest.raises(WrongLoop):
             await refused
         await client.close()

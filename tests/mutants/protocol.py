@@ -82,7 +82,7 @@ SHARED = [
 
 CLIENT = [
     *mutants("client", "client/test_core.py",
-        ("if type(message) is not call.expects:", "if False:"),
+        ("if call is not None and type(message) is not call.expects:", "if False:"),
         ("            if not error.request_id:\n", "            if False:\n"),
         ("            if not message.id:\n", "            if False:\n"),
         ("if known is not None and known() is None:", "if False:"),
@@ -117,7 +117,7 @@ CLIENT = [
     *mutants("client", "client/test_address.py",
         ("st_uid not in (os.getuid(), 0)\n    except", "st_uid is None\n    except"),
         ("    if size > limits.MAX_IPC_PATH_BYTES:\n        raise", "    if False:\n        raise"),
-        ("1 <= int(match.group(1)) <= MAX_PORT", "1 <= int(match.group(1))"),
+        ("1 <= int(match.group(2)) <= MAX_PORT", "1 <= int(match.group(2))"),
     ),
 ]  # fmt: skip
 
