@@ -51,7 +51,7 @@ class Setup:
 
 def client(service: Service, transport: str, timeout: float = 60.0) -> Client:
     """Return a client of `service` over `transport`."""
-    address = TRANSPORTS[transport] + service.address.partition("://")[2]
+    address = TRANSPORTS[transport] + service.address
     try:
         return Client(address, timeout=timeout)
     except (InvalidArgument, Unavailable) as error:
