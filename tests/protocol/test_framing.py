@@ -102,6 +102,20 @@ def test_a_frame_that_the_kernel_gives_memory_for_is_read_like_any_other(monkeyp
     assert type(messages[0].frames[2]) is not bytes
 
 
+def test_what_one_stream_takes_another_with_other_bounds_drops() -> None:
+    """How a message is taken apart is remembered for all of them."""
+    data = head([bytes(100)]) + bytes(100)
+    for _ in range(2):
+        assert Incoming().receive(data)[0].is_whole
+    assert not Incoming(max_header_bytes=99).receive(data)[0].is_whole
+
+
+def test_what_is_remembered_of_messages_is_bounded() -> None:
+    for size in range(1, 1200):
+        Incoming().receive(head([bytes(size)]) + bytes(size))
+    assert len(framing._LAYOUTS) <= 1024  # pyright: ignore[reportPrivateUsage]
+
+
 def test_what_is_not_kept_needs_no_memory() -> None:
     incoming = Incoming(admit=lambda nbytes: False)
     incoming.receive(struct.pack("<4I", 3, 1, 1, limits.MAX_FRAME_BYTES) + b"ab")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import struct
 from dataclasses import fields
-from typing import Any, Callable, Dict, Optional, Tuple, Type
+from typing import Any, Callable, Dict, Optional, Type
 
 import msgpack
 
@@ -31,7 +31,6 @@ _NUMBER = struct.Struct(">Q")
 # The first byte of a text of n bytes is this plus n, if there are less than 32.
 _SHORT_TEXT = 0xA0
 _SHORT_BYTES = 32
-_SHORT = [bytes([_SHORT_TEXT + size]) for size in range(_SHORT_BYTES)]
 
 # All heads differ in these.
 _KEY_BYTES = 16
@@ -39,38 +38,28 @@ _KEY_BYTES = 16
 
 def write(message: Any) -> Optional[bytes]:
     """Return the envelope of `message`; None where it has no such form, or a field may not be what it has to be."""
-    cls: Type[Any] = message.__class__
-    writer = _WRITERS.get(cls)
+    writer = _WRITERS.get(message.__class__)
     return None if writer is None else writer(message)
 
 
 def read(frame: Any, tails: Tails) -> Optional[Any]:
     """Return the message whose envelope this is, without its description; None where it has no form that is known."""
-    if type(frame) is not bytes:
-        return None
-    reader = _READERS.get(frame[:_KEY_BYTES])
+    reader = _READERS.get(frame[:_KEY_BYTES]) if type(frame) is bytes else None
     return None if reader is None else reader(frame, tails)
 
 
 def learn(frame: Any, message: Any, tails: Optional[Tails] = None) -> None:
     """The frame is the envelope of this message: remember what others may have in common with it."""
-    if type(message) is not Infer or type(frame) is not bytes or not frame.startswith(_INFER):
+    if type(message) is not Infer or type(frame) is not bytes or message.parameters.regions is not None:
         return
-    _, end = _text(frame, len(_INFER))
-    if not end or len(frame) - end > _MAX_TAIL_BYTES or message.parameters.regions is not None:
+    tail = frame[_end(frame) :]
+    if not 0 < len(tail) <= _MAX_TAIL_BYTES:
         return
-    message.parameters.__dict__["_tail"] = frame[end:]
+    message.parameters.__dict__["_tail"] = tail
     if tails is not None:
         if len(tails) >= _MAX_TAILS:
             del tails[next(iter(tails))]
-        tails[frame[end:]] = message.parameters
-
-
-def _more(cls: Type[Any], *written: str) -> Dict[str, None]:
-    """The fields that are absent from the form, None in a message that has it."""
-    more = [field for field in fields(cls) if field.name not in (*written, "description")]
-    assert all(field.default is None for field in more)  # noqa: S101 - else the form would have to change
-    return dict.fromkeys(field.name for field in more)
+        tails[tail] = message.parameters
 
 
 def _head(tag: str, **last: object) -> bytes:
@@ -85,16 +74,32 @@ _RESPONSE = _head("infer_response", id="")[:-1]
 # That of a map with one field more.
 _INFER = bytes([_RESPONSE[0] + 1]) + _head("infer", id="")[1:-1]
 
+# With what msgpack writes before a text of so many bytes, by their number: nothing is, and has, none.
+_RESPONSES = [_RESPONSE + bytes([_SHORT_TEXT + size]) for size in range(_SHORT_BYTES)]
+_INFERS = [_INFER + bytes([_SHORT_TEXT + size]) for size in range(_SHORT_BYTES)]
+# Where the text begins.
+_RESPONSE_ID = len(_RESPONSE) + 1
+_INFER_ID = len(_INFER) + 1
+
+
+def _absent(cls: Type[Any], *written: str) -> Dict[str, None]:
+    """The fields that a form does not have: None in each message of that form."""
+    absent = [field for field in fields(cls) if field.name not in (*written, "description")]
+    assert all(field.default is None for field in absent)  # noqa: S101 - else there would be no such form
+    return dict.fromkeys(field.name for field in absent)
+
+
+_RESPONSE_ABSENT = _absent(InferResponse, "id")
+assert (*_RESPONSE_ABSENT,) == ("placed", "running")  # noqa: S101 - as they are written
+assert not _absent(Infer, "id", "parameters")  # noqa: S101
+
 
 def _number_writer(cls: Type[Any], head: bytes) -> Callable[[Any], Optional[bytes]]:
-    more = (*_more(cls, "request"),)
+    [absent] = _absent(cls, "request")
 
     def write(message: Any) -> Optional[bytes]:
         number = message.request
-        for name in more:
-            if getattr(message, name) is not None:
-                return None
-        if type(number) is int and _LEAST_NUMBER <= number <= limits.MAX_COUNT:
+        if type(number) is int and _LEAST_NUMBER <= number <= limits.MAX_COUNT and getattr(message, absent) is None:
             return head + _NUMBER.pack(number)
         return None
 
@@ -102,84 +107,68 @@ def _number_writer(cls: Type[Any], head: bytes) -> Callable[[Any], Optional[byte
 
 
 def _number_reader(cls: Type[Any], head: bytes) -> Callable[[bytes, Tails], Optional[Any]]:
-    nbytes = len(head) + _NUMBER.size
-    more = _more(cls, "request")
+    begin, nbytes = len(head), len(head) + _NUMBER.size
+    absent = _absent(cls, "request")
 
     def read(frame: bytes, tails: Tails) -> Optional[Any]:
         if len(frame) != nbytes or not frame.startswith(head):
             return None
-        (number,) = _NUMBER.unpack_from(frame, len(head))
+        (number,) = _NUMBER.unpack_from(frame, begin)
         if number > limits.MAX_COUNT:
             return None
         message: Any = object.__new__(cls)
-        message.__dict__.update(more, request=number)
+        message.__dict__.update(absent, request=number)
         return message
 
     return read
 
 
-_RESPONSE_MORE = _more(InferResponse, "id")
-_INFER_MORE = _more(Infer, "id", "parameters")
-
-
 def _write_response(message: InferResponse) -> Optional[bytes]:
-    text = _short(message.id)
-    for name in _RESPONSE_MORE:
-        if getattr(message, name) is not None:
-            return None
-    return None if text is None else _RESPONSE + text
+    text = message.id
+    if message.placed is not None or message.running is not None or type(text) is not str:
+        return None
+    return _RESPONSES[len(text)] + text.encode() if text.isascii() and 0 < len(text) < _SHORT_BYTES else None
 
 
 def _read_response(frame: bytes, tails: Tails) -> Optional[InferResponse]:
-    if not frame.startswith(_RESPONSE):
+    size = len(frame) - _RESPONSE_ID
+    if not 0 < size < _SHORT_BYTES or not frame.startswith(_RESPONSES[size]):
         return None
-    request_id, end = _text(frame, len(_RESPONSE))
-    if not end or end != len(frame):
+    text = frame[_RESPONSE_ID:]
+    if not text.isascii():
         return None
     message = object.__new__(InferResponse)
-    message.__dict__.update(_RESPONSE_MORE, id=request_id)
+    message.__dict__.update(_RESPONSE_ABSENT, id=text.decode())
     return message
 
 
 def _write_infer(message: Infer) -> Optional[bytes]:
-    text = _short(message.id)
-    parameters = message.parameters
-    if text is None or type(parameters) is not Parameters:
+    text = message.id
+    tail: Optional[bytes] = getattr(message.parameters, "_tail", None)
+    if tail is None or type(text) is not str or not text.isascii() or not 0 < len(text) < _SHORT_BYTES:
         return None
-    for name in _INFER_MORE:
-        if getattr(message, name) is not None:
-            return None
-    tail: Optional[bytes] = parameters.__dict__.get("_tail")
-    return None if tail is None else b"".join((_INFER, text, tail))
+    return b"".join((_INFERS[len(text)], text.encode(), tail))
 
 
 def _read_infer(frame: bytes, tails: Tails) -> Optional[Infer]:
-    if not frame.startswith(_INFER):
-        return None
-    request_id, end = _text(frame, len(_INFER))
-    parameters = tails.get(frame[end:]) if end else None
+    end = _end(frame)
+    parameters = tails.get(frame[end:])
     if parameters is None:
         return None
+    text = frame[_INFER_ID:end]
+    if not text.isascii():
+        return None
     message = object.__new__(Infer)
-    message.__dict__.update(_INFER_MORE, id=request_id, parameters=parameters)
+    message.__dict__.update(id=text.decode(), parameters=parameters)
     return message
 
 
-def _short(text: Any) -> Optional[bytes]:
-    """A short text as msgpack has it, None if it is not that simple."""
-    if type(text) is str and text.isascii() and 0 < len(text) < _SHORT_BYTES:
-        return _SHORT[len(text)] + text.encode()
-    return None
-
-
-def _text(frame: bytes, begin: int) -> Tuple[str, int]:
-    """A short text that begins here, and where it should end; 0 if it is not that simple."""
-    size = frame[begin] - _SHORT_TEXT if len(frame) > begin else 0
-    end = begin + 1 + size
-    text = frame[begin + 1 : end]
-    if 0 < size < _SHORT_BYTES and text.isascii():
-        return text.decode(), end
-    return "", 0
+def _end(frame: bytes) -> int:
+    """Where the id of a request ends that has this form; where the frame does, if it has not."""
+    size = frame[_INFER_ID - 1] - _SHORT_TEXT if len(frame) > _INFER_ID else 0
+    if 0 < size < _SHORT_BYTES and frame.startswith(_INFER):
+        return _INFER_ID + size
+    return len(frame)
 
 
 _WRITERS: Dict[Type[Any], Callable[[Any], Optional[bytes]]] = {

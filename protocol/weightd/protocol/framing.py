@@ -15,7 +15,7 @@ from __future__ import annotations
 import mmap
 import struct
 from collections import deque
-from typing import Any, Callable, Deque, Dict, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Callable, Deque, Dict, List, NamedTuple, Optional, Sequence, Tuple, Type, cast
 
 from weightd.protocol import limits
 from weightd.protocol.errors import RemoteProtocolError
@@ -36,6 +36,11 @@ _COUNT = struct.Struct("<I")
 _LENGTHS: Dict[int, struct.Struct] = {count: struct.Struct(f"<{count}I") for count in range(1, MAX_FRAMES + 1)}
 _HEADS: Dict[int, struct.Struct] = {count: struct.Struct(f"<{1 + count}I") for count in range(1, MAX_FRAMES + 1)}
 
+# How small messages are taken apart at once, by the count and lengths that they begin with; those that came first go
+# first.
+_LAYOUTS: Dict[bytes, Tuple[struct.Struct, Tuple[int, ...]]] = {}
+_MAX_LAYOUTS = 1024
+
 # Where bytes go that nobody wants.
 _NOWHERE = memoryview(bytearray(256 * 1024))
 
@@ -55,6 +60,10 @@ class Message(NamedTuple):
     def is_whole(self) -> bool:
         """Whether nothing of it was dropped."""
         return len(self.frames) == len(self.lengths)
+
+
+# What a named tuple's own constructor does, without a call of Python.
+_new: Callable[[Type[Message], Tuple[List[Any], Tuple[int, ...]]], Message] = cast(Any, tuple).__new__
 
 
 def head(frames: Sequence[Any]) -> bytes:
@@ -135,12 +144,20 @@ class Incoming:
         Raises:
             RemoteProtocolError: the framing is broken, and so nothing can be read any more.
         """
-        messages: List[Message] = []
-        position = 0
+        size = len(data)
         if self._lengths:
-            position = self._fill(data, 0, messages)
-        elif self._rest:
+            messages: List[Message] = []
+            return self._receive(data, self._fill(data, 0, messages), messages)
+        if self._rest:
             data = self._rest + data
+        elif size and size <= self._within_bounds:
+            # Most often a message comes alone and whole, and another one was like it.
+            known = _LAYOUTS.get(data[: _COUNT.size * (1 + data[0])])
+            if known is not None and known[0].size == size:
+                return [_new(Message, (list(known[0].unpack(data)), known[1]))]
+        return self._receive(data, 0, [])
+
+    def _receive(self, data: bytes, position: int, messages: List[Message]) -> List[Message]:
         size = len(data)
         while size - position >= _COUNT.size and not self._lengths:
             (count,) = _COUNT.unpack_from(data, position)
@@ -159,6 +176,8 @@ class Incoming:
                     frames.append(data[begin : begin + length])
                     begin += length
                 messages.append(Message(frames, lengths))
+                if position == size and len(messages) == 1:
+                    _learn(data[: size - nbytes], lengths)
             else:
                 self._begin(lengths, nbytes)
                 position = self._fill(data, begin, messages)
@@ -213,6 +232,12 @@ class Incoming:
         if self._index < self._kept:
             self._buffer = _memory(self._missing)
         return False
+
+
+def _learn(beginning: bytes, lengths: Tuple[int, ...]) -> None:
+    if len(_LAYOUTS) >= _MAX_LAYOUTS:
+        _LAYOUTS.pop(next(iter(_LAYOUTS)), None)  # another thread may have been quicker
+    _LAYOUTS[beginning] = struct.Struct(f"{len(beginning)}x{''.join([f'{length}s' for length in lengths])}"), lengths
 
 
 def _memory(nbytes: int) -> Any:
