@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from pathlib import Path
 from typing import Any, Dict, List, Optional, Sequence, Tuple, Type, TypeVar, cast
@@ -28,6 +29,7 @@ from weightd.protocol.messages.children import (
     DeviceMemory,
     Failed,
     Hello,
+    Map,
     Ping,
     Pong,
     Predict,
@@ -37,10 +39,13 @@ from weightd.protocol.messages.children import (
     Settle,
     Skip,
     Stop,
+    Unmap,
 )
 from weightd.protocol.messages.data import RequestDescription, TensorSignature
-from weightd.protocol.tensors import NUMPY_DTYPE, frame_of, spec_of, to_wire
+from weightd.protocol.messages.regions import MappedInput, MappedOutput, MappedRegions
+from weightd.protocol.tensors import NUMPY_DTYPE, describe_response, frame_of, spec_of, to_wire
 from weightd.protocol.version import VERSION
+from weightd.shared import memfd
 from weightd.worker import exits, nativelog
 from weightd.worker.canary import canary
 from weightd.worker.engines.engine import Arrays, Engine, ModelSignature
@@ -556,3 +561,42 @@ def test_large_frames_are_not_copied() -> None:
 
     session(Uncopied(predict(1), STOP), fake(sequence(answer))).run(SHA256)
     assert np.shares_memory(np.frombuffer(seen[-1], np.uint8), answer)
+
+
+# --- memory of clients ------------------------------------------------------------------------------------------------
+
+
+class Mapping(Script):
+    """With a region that has descriptors coming."""
+
+    def __init__(self, *orders: Optional[Sequence[Any]]) -> None:
+        super().__init__(*orders)
+        self.memory = memfd.create(4096)
+
+    def take_descriptor(self) -> int:
+        return os.dup(self.memory)
+
+
+def placed(number: int, offset: int = 0, room: int = 4096, region: int = 7) -> List[Any]:
+    regions = MappedRegions((MappedInput(0, region, offset),), (MappedOutput(0, region, 64, room),))
+    return encode(Predict(number, RequestDescription("m", (spec_of("x", ONES),)), regions))
+
+
+def test_tensors_in_memory_of_a_client_are_read_and_written_there() -> None:
+    connection = Mapping(encode(Map(7)), placed(1, 16), placed(2, 16, 11), predict(3), STOP)
+    os.pwrite(connection.memory, ONES.tobytes(), 16)
+    session(connection, fake()).run(SHA256)
+    description = describe_response("m", {"y": ONES})
+    assert connection.sent[1:] == [Result(1, description, (0,)), Result(2, description), Result(3, description)]
+    answer = (2 * ONES).tobytes()
+    assert connection.frames[1:] == [[], [answer], [answer]]
+    assert os.pread(connection.memory, len(answer), 64) == answer
+
+
+@pytest.mark.parametrize("gone", [[encode(Unmap(7))], [None]], ids=["taken away", "another daemon"])
+def test_a_region_that_is_gone_fails_the_request_alone(gone: List[Any]) -> None:
+    connection = Mapping(encode(Map(7)), placed(1), *gone, placed(2), predict(3), STOP)
+    assert session(connection, fake()).run(SHA256) == exits.OK
+    assert [type(each) for each in connection.sent if not isinstance(each, Back)] == [Hello, Result, Failed, Result]
+    failed = next(each for each in connection.sent if isinstance(each, Failed))
+    assert (failed.request, failed.code, failed.leaving) == (2, "INTERNAL", False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import stat
@@ -14,7 +15,11 @@ import pytest
 
 from weightd.daemon.children.lanes import Lanes
 from weightd.daemon.host.loop import Loop
+from weightd.daemon.requests.regions import Memory
+from weightd.protocol.codec import encode
 from weightd.protocol.errors import RemoteProtocolError
+from weightd.protocol.messages.children import Map, Unmap
+from weightd.shared import memfd
 from weightd.shared.stream import Stream
 
 LARGE = bytes(3_000_000)
@@ -43,7 +48,7 @@ class Scene:
     def connect(self) -> Stream:
         connection = socket.socket(socket.AF_UNIX)
         connection.connect(str(self.path))
-        self.children.append(Stream(connection))
+        self.children.append(Stream(connection, takes_descriptors=True))
         return self.children[-1]
 
     def until(self, done: Callable[[], object]) -> None:
@@ -166,3 +171,56 @@ def test_a_lane_that_breaks_the_protocol_is_closed(scene: Scene, sent: bytes, er
     with pytest.raises(ConnectionError):
         child.receive()
     assert not scene.lanes.leads_to("w1")
+
+
+def test_memory_is_given_once_before_what_names_it_and_taken_away_when_it_is_gone(scene: Scene) -> None:
+    one, other = (Memory(number, memfd.create(100), 100, lambda: None) for number in (1, 2))
+    os.pwrite(one.fileno(), b"one", 0)
+    os.pwrite(other.fileno(), b"other", 0)
+    # Before it has connected: what waits keeps what it names.
+    scene.lanes.send("w1", [b"a"], [one])
+    child = scene.connect()
+    scene.lanes.accept()
+    scene.lanes.send("w1", [b"b"], [other, one])
+    scene.lanes.unmap(1)
+    scene.lanes.unmap(3)
+    scene.lanes.send("w1", [b"c"], [one])
+    map_one = encode(Map(1))
+    expected = [map_one, [b"a"], encode(Map(2)), [b"b"], encode(Unmap(1)), map_one, [b"c"]]
+    assert scene.received(child, len(expected)) == expected
+    assert [os.pread(child.descriptors.popleft(), 5, 0).rstrip(b"\0") for _ in range(3)] == [b"one", b"other", b"one"]
+    # Whoever connects again has forgotten all.
+    again = scene.connect()
+    scene.lanes.accept()
+    scene.lanes.send("w1", [b"d"], [one])
+    assert scene.received(again, 2) == [map_one, [b"d"]]
+
+
+def test_memory_waits_its_turn_behind_what_is_not_read(scene: Scene) -> None:
+    child = scene.connect()
+    scene.lanes.accept()
+    memory = Memory(1, memfd.create(100), 100, lambda: None)
+    scene.lanes.send("w1", [LARGE])
+    scene.lanes.send("w1", [b"a"], [memory])
+    assert scene.received(child, 3)[1:] == [encode(Map(1)), [b"a"]]
+    assert os.fstat(child.descriptors[0]).st_size == 100
+
+
+def test_where_no_descriptor_is_left_the_next_request_tries_again(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    child = scene.connect()
+    scene.lanes.accept()
+    memory = Memory(1, memfd.create(100), 100, lambda: None)
+
+    def refuse(self: Stream, frames: Sequence[Any], descriptors: Sequence[int] = ()) -> bool:
+        if descriptors:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return send(self, frames)
+
+    send = Stream.send
+    with monkeypatch.context() as few:
+        few.setattr(Stream, "send", refuse)
+        scene.lanes.send("w1", [b"a"], [memory])
+    scene.lanes.send("w1", [b"b"], [memory])
+    assert scene.received(child, 3) == [[b"a"], encode(Map(1)), [b"b"]]

@@ -9,6 +9,7 @@ from typing import Any, List, Optional, Sequence
 import zmq
 
 from weightd.protocol import limits
+from weightd.protocol.errors import RemoteProtocolError
 from weightd.protocol.framing import Incoming
 from weightd.shared import monitor, multipart, paths
 from weightd.shared.stream import Stream
@@ -67,6 +68,12 @@ class Connection:
         # What comes meanwhile is told to who sends.
         self._is_told = True
         multipart.send(self._socket, frames)
+
+    def take_descriptor(self) -> int:
+        """Return what came with the last message that has one; whoever takes it owns it."""
+        if self._lane is None or not self._lane.descriptors:
+            raise RemoteProtocolError("descriptors: expected one, got none")
+        return self._lane.descriptors.popleft()
 
     def answer(self, frames: Frames) -> None:
         """Send the answer to a request: to who has asked, or to nobody if that one is gone. Waits until it is read."""
@@ -127,5 +134,5 @@ class Connection:
             # The daemon has none, or has gone already.
             connection.close()
             return
-        self._lane = Stream(connection, Incoming(limits.MAX_CHILD_HEADER_BYTES))
+        self._lane = Stream(connection, Incoming(limits.MAX_CHILD_HEADER_BYTES), takes_descriptors=True)
         self._readable.register(self._lane.fileno(), select.EPOLLIN)

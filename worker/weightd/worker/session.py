@@ -11,7 +11,7 @@ import functools
 import logging
 import platform
 from pathlib import Path
-from typing import Any, Deque, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Deque, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 import numpy as np
 
@@ -31,6 +31,7 @@ from weightd.protocol.messages.children import (
     Cases,
     Failed,
     Hello,
+    Map,
     OrderMessage,
     Ping,
     Pong,
@@ -41,6 +42,7 @@ from weightd.protocol.messages.children import (
     Settle,
     Skip,
     Stop,
+    Unmap,
 )
 from weightd.protocol.messages.data import TensorSpec
 from weightd.protocol.tensors import describe_response, frame_of, from_frame, to_wire
@@ -51,6 +53,7 @@ from weightd.worker.canary.proof import Proof
 from weightd.worker.connection import Connection
 from weightd.worker.engines.engine import Arrays, Engine, ModelSignature
 from weightd.worker.engines.errors import BuildError, NoRoom, NotAllowed, Spoilt
+from weightd.worker.regions import Regions
 
 _log = logging.getLogger("weightd.worker")
 
@@ -102,6 +105,7 @@ class Session:
         self._proof: Optional[Proof] = None
         self._status = exits.OK
         self._descriptions = Descriptions()
+        self._regions = Regions()
         # What has been read and not been done yet: the daemon sends at most a few orders ahead.
         self._inbox: Deque[Tuple[OrderMessage, Sequence[bytes]]] = collections.deque()
 
@@ -126,6 +130,7 @@ class Session:
             elif self._inbox:
                 return self._inbox.popleft()
             elif self._status == exits.OK:
+                self._regions.clear()
                 self._send(Back())
             else:
                 # This daemon may not have heard the bad news: that the process ends tells it.
@@ -136,6 +141,9 @@ class Session:
             order = decode(frames, TO_CHILD, self._descriptions, max_bytes=limits.MAX_CHILD_HEADER_BYTES)
             if isinstance(order, Skip):
                 self._skip(order)
+            elif isinstance(order, Map):
+                # Its number is new: no predict before it can mean another one.
+                self._regions.map(order.region, self._connection.take_descriptor())
             else:
                 self._inbox.append((order, frames[limits.MAX_HEADER_FRAMES :]))
 
@@ -153,6 +161,9 @@ class Session:
     def _obey(self, order: OrderMessage, frames: Sequence[bytes]) -> int:
         if isinstance(order, Predict):
             return self._predict(order, frames)
+        if isinstance(order, Unmap):
+            self._regions.unmap(order.region)
+            return exits.OK
         try:
             if isinstance(order, Build):
                 self._build(order)
@@ -266,20 +277,49 @@ class Session:
     def _predict(self, order: Predict, frames: Sequence[bytes]) -> int:
         try:
             asked = order.description
-            inputs = _arrays(asked.inputs, frames)
+            inputs = self._inputs(order, frames)
             outputs = self._engine.predict(inputs)
             if self._proof is not None:
                 outputs = self._proof.checked(inputs, outputs)
             wanted = outputs if asked.outputs is None else asked.outputs
             arrays = {name: _sendable(name, outputs[name]) for name in wanted}
             description = describe_response(asked.model_name, arrays)
-            self._answer(Result(order.request, description), [frame_of(array) for array in arrays.values()])
+            placed, rest = self._placed(order, arrays)
+            self._answer(Result(order.request, description, placed or None), rest)
         except RequestError as error:
             return self._fail(order, error, leaving=isinstance(error, Spoilt) or not self._proves())
         except Exception as error:  # noqa: BLE001 - the request must be answered, whatever a library raises
             _log.exception("request %d", order.request)
             return self._fail(order, Internal(f"{type(error).__name__}: {error}"), leaving=True)
         return exits.OK
+
+    def _inputs(self, order: Predict, frames: Sequence[bytes]) -> Arrays:
+        places = {} if order.regions is None else {place.tensor: place for place in order.regions.inputs}
+        if not places:
+            return _arrays(order.description.inputs, frames)
+        rest = iter(frames)
+        inputs: Dict[str, Any] = {}
+        for index, spec in enumerate(order.description.inputs):
+            place = places.get(index)
+            inputs[spec.name] = (
+                _aligned(from_frame(spec, next(rest)))
+                if place is None
+                else self._regions.read(spec, place.region, place.offset)
+            )
+        return inputs
+
+    def _placed(self, order: Predict, arrays: Arrays) -> Tuple[Tuple[int, ...], Sequence[Any]]:
+        """Write outputs where there is room for them; return their positions, and the frames of the others."""
+        rooms = {} if order.regions is None else {room.tensor: room for room in order.regions.outputs}
+        placed: List[int] = []
+        frames: List[Any] = []
+        for index, array in enumerate(arrays.values()):
+            room = rooms.get(index)
+            if room is not None and self._regions.write(array, room.region, room.offset, room.bytes):
+                placed.append(index)
+            else:
+                frames.append(frame_of(array))
+        return tuple(placed), frames
 
     def _proves(self) -> bool:
         """After a refused predict: whether the model answers as before, as far as can be seen."""

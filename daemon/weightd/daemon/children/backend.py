@@ -9,7 +9,7 @@ import logging
 import re
 import shutil
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import zmq
@@ -94,7 +94,7 @@ class Backend:
         # What could not be done at once is told to its owner after the actions that ordered it.
         self._later: list[Callable[[float], None]] = []
         # For children of the daemon before this one, which are not connected yet: they get them when they are heard.
-        self._held: dict[str, list[tuple[OrderMessage, Sequence[Any]]]] = {}
+        self._held: dict[str, list[tuple[OrderMessage, Sequence[Any], Sequence[Memory]]]] = {}
         # A child that finds the socket finds the lane.
         self._lanes = Lanes(config.lane_socket, loop, self._name_of, self._on_lane)
         self._address = config.children_address
@@ -222,15 +222,20 @@ class Backend:
     ) -> None:
         """Send an order to a child; one that cannot be reached is dying, and its pidfd will tell."""
         if name in self._held:
-            self._held[name].append((order, frames))
+            self._held[name].append((order, frames, memories))
         else:
             message = [*encode(order, max_bytes=limits.MAX_CHILD_HEADER_BYTES), *frames]
             # It stops when it has done what it was asked before.
             if isinstance(order, Predict | Skip) or (isinstance(order, Stop) and self._lanes.leads_to(name)):
-                self._lanes.send(name, message)
+                self._lanes.send(name, message, memories)
             else:
                 send(self._socket, name.encode(), message)
                 self._use()
+
+    def unmap(self, numbers: Iterable[int]) -> None:
+        """Take memory of clients away from the workers that were given it: nothing will name it again."""
+        for number in numbers:
+            self._lanes.unmap(number)
 
     def lives(self, name: str) -> bool:
         """Return whether a child has not begun to exit: asked of the kernel, before its death is told."""
@@ -273,8 +278,8 @@ class Backend:
                 if isinstance(message, Back):
                     # It has connected its lane before it said so.
                     self._lanes.accept()
-                for order, frames in self._held.pop(name, ()):
-                    self.order(name, order, frames)
+                for order, frames, memories in self._held.pop(name, ()):
+                    self.order(name, order, frames, memories)
                 owner.heard(name, message, received.frames[limits.MAX_HEADER_FRAMES :], now)
         return count
 

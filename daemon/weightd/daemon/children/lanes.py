@@ -10,12 +10,16 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from weightd.daemon.children.mapped import Mapped
 from weightd.daemon.host.listening import bound
 from weightd.daemon.host.loop import Loop
 from weightd.daemon.host.sockets import PRIVATE
+from weightd.daemon.requests.regions import Memory
 from weightd.protocol import limits
+from weightd.protocol.codec import encode
 from weightd.protocol.errors import RemoteProtocolError
 from weightd.protocol.framing import Incoming
+from weightd.protocol.messages.children import Map, Unmap
 from weightd.shared.stream import Stream
 
 # struct ucred: pid, uid and gid of who has connected, as they were then.
@@ -46,7 +50,9 @@ class Lanes:
         # None: it had one, which is closed. That it has ended, its pidfd will tell.
         self._lanes: dict[str, Stream | None] = {}
         # What children are to have once they have connected.
-        self._held: dict[str, list[Sequence[Any]]] = {}
+        self._held: dict[str, list[tuple[Sequence[Any], Sequence[Memory]]]] = {}
+        # What each has been given of the memory of clients.
+        self._mapped: dict[str, Mapped] = {}
         self._listener = bound(path, str(path), PRIVATE)
         self._listener.listen(socket.SOMAXCONN)
         self._listener.setblocking(False)
@@ -56,18 +62,23 @@ class Lanes:
         """Whether the child has a lane, or will have one for what waits: what is to come after that has to go there."""
         return self._lanes.get(name) is not None or name in self._held
 
-    def send(self, name: str, frames: Sequence[Any]) -> None:
-        """Send a message to a child, now or when it reads; frames are not copied."""
+    def send(self, name: str, frames: Sequence[Any], memories: Sequence[Memory] = ()) -> None:
+        """Send a message to a child, now or when it reads, after the memory that it names; frames are not copied."""
         if name not in self._lanes:
-            self._held.setdefault(name, []).append(frames)
+            self._held.setdefault(name, []).append((frames, memories))
             return
         lane = self._lanes[name]
-        try:
-            if lane is not None and not lane.send(frames):
-                self._loop.watch_writes(lane.fileno(), functools.partial(self._flush, lane))
-        except ConnectionError:
-            # What it has said before is still read.
-            return
+        if lane is not None:
+            if memories:
+                self._give(lane, self._mapped[name], memories)
+            self._send(lane, frames)
+
+    def unmap(self, number: int) -> None:
+        """Take memory away from whoever was given it: nothing will name it again."""
+        for name, mapped in self._mapped.items():
+            lane = self._lanes[name]
+            if mapped.forget(number) and lane is not None:
+                self._send(lane, encode(Unmap(number)))
 
     def accept(self) -> None:
         """Take whoever has connected. A child that does so again has done with what came before."""
@@ -87,9 +98,10 @@ class Lanes:
             self.read_out(name)
             self._close(name)
             lane = self._lanes[name] = Stream(connection, Incoming(limits.MAX_CHILD_HEADER_BYTES))
+            self._mapped[name] = Mapped()
             self._loop.add(lane.fileno(), functools.partial(self._read, name, lane))
-            for frames in self._held.pop(name, ()):
-                self.send(name, frames)
+            for frames, memories in self._held.pop(name, ()):
+                self.send(name, frames, memories)
 
     def read_out(self, name: str) -> None:
         """Read all that the child has said until now."""
@@ -103,14 +115,33 @@ class Lanes:
     def forget(self, name: str) -> None:
         """The child has exited."""
         self._close(name)
-        self._lanes.pop(name, None)
-        self._held.pop(name, None)
+        for known in (self._lanes, self._held, self._mapped):
+            known.pop(name, None)
 
     def close(self) -> None:
         """Close them all; the path stays."""
         for name in self._lanes:
             self._close(name)
         self._listener.close()
+
+    def _give(self, lane: Stream, mapped: Mapped, memories: Sequence[Memory]) -> None:
+        surplus, missing = mapped.use(memories)
+        for number in surplus:
+            self._send(lane, encode(Unmap(number)))
+        for memory in missing:
+            try:
+                self._send(lane, encode(Map(memory.number)), (memory.fileno(),))
+            except OSError:
+                # No descriptor is left: the worker says that it has none, and the next request tries again.
+                mapped.forget(memory.number)
+
+    def _send(self, lane: Stream, frames: Sequence[Any], descriptors: Sequence[int] = ()) -> None:
+        try:
+            if not lane.send(frames, descriptors):
+                self._loop.watch_writes(lane.fileno(), functools.partial(self._flush, lane))
+        except ConnectionError:
+            # What it has said before is still read.
+            return
 
     def _close(self, name: str) -> None:
         lane = self._lanes.get(name)
