@@ -132,6 +132,5 @@ def test_reload(ctl: Ctl, daemon: FakeDaemon) -> None:
 @pytest.mark.parametrize("verb", ["reload", "update m --rollback"])
 def test_a_refusal_to_be_operated_over_zeromq_says_what_to_do(ctl: Ctl, daemon: FakeDaemon, verb: str) -> None:
     daemon.handle = fails("PERMISSION_DENIED", "may not")
-    hint = "weightctl is connected over ZeroMQ, and the daemon takes this over its unix socket only"
-    text = f"PERMISSION_DENIED: may not; {hint}: --socket unix:///PATH\n"
-    assert ctl(*verb.split()) == (exits.ERROR, "", text)
+    hint = "weightctl has come over ZeroMQ; --socket unix:///PATH takes the unix socket"
+    assert ctl(*verb.split()) == (exits.ERROR, "", f"PERMISSION_DENIED: may not; {hint}\n")

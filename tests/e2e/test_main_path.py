@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,7 @@ import pytest
 from testkit import memory
 from testkit.service import Service
 from testkit.waiting import until
-from weightd.client import Client
+from weightd.client import AsyncClient, Client
 from weightd.daemon.host import cgroup
 from weightd.protocol.messages.status import MemoryLimit
 from weightd.protocol.version import VERSION
@@ -83,6 +85,23 @@ def test_every_worker_answers_as_the_engine_does_bit_for_bit(
 def test_clients_in_threads_get_their_own_answers(service: Service, questions: list[Question]) -> None:
     with Load(service.address, "mlp", questions, clients=4) as load:
         load.wait_for(100)
+
+
+@pytest.mark.parametrize("over", ["unix", "ipc"])
+def test_one_client_is_used_by_many_threads_and_one_by_many_tasks(
+    over: str, service: Service, questions: list[Question]
+) -> None:
+    address = f"{over}://{service.address}"
+
+    async def ask_in_tasks() -> list[Arrays]:
+        async with AsyncClient(address, timeout=60) as client:
+            return [*await asyncio.gather(*(client.infer("mlp", each.inputs) for each in questions * 8))]
+
+    with Client(address, timeout=60) as client, ThreadPoolExecutor(4) as pool:
+        for done in [pool.submit(ask_all, client, "mlp", questions) for _ in range(8)]:
+            done.result()
+    for got, question in zip(asyncio.run(ask_in_tasks()), questions * 8, strict=True):
+        assert_same(got, question.answer)
 
 
 def test_an_answer_is_not_overwritten_by_later_ones(client: Client, questions: list[Question]) -> None:

@@ -111,7 +111,6 @@ CLIENT = [
         ("            self._take_back(call)\n            raise", "            raise"),
         ("        if not connection.is_idle():\n            self._read()\n", ""),
         ("loop.add_writer(connection.descriptors[0], self._flush)", "pass"),
-        ("if self._loop is not None and not self._session.connection.closed:", "if False:"),
         ("        session.hang_up(error)\n            self._notify()\n", "        session.hang_up(error)\n"),
     ),
     *mutants("client", "client/test_address.py",

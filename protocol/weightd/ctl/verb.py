@@ -72,8 +72,8 @@ def operating(client: Client) -> Generator[None, None, None]:
     except PermissionDenied as error:
         if client.transport == "unix":
             raise
-        hint = "weightctl is connected over ZeroMQ, and the daemon takes this over its unix socket only"
-        raise PermissionDenied(f"{error}; {hint}: --socket unix:///PATH") from None
+        hint = "weightctl has come over ZeroMQ; --socket unix:///PATH takes the unix socket"
+        raise PermissionDenied(f"{error}; {hint}") from None
 
 
 _UNREACHED = {InvalidArgument.code: exits.USAGE, PermissionDenied.code: exits.NO_PERMISSION}
