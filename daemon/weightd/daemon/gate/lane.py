@@ -41,7 +41,7 @@ class Lane:
     @property
     def nbytes(self) -> int:
         """What is kept here of what the client has not read."""
-        return self.unread.nbytes + self.stream.incoming.announced + sum(sum(map(len, each)) for each in self._held)
+        return self.unread.nbytes + sum(sum(map(len, each)) for each in self._held)
 
     @property
     def unsent(self) -> int:

@@ -18,11 +18,10 @@ _SCORE = "/proc/self/oom_score_adj"
 
 def go_before_the_daemon() -> None:
     """When memory runs out, have the kernel choose this process rather than the daemon."""
-    with contextlib.suppress(OSError, ValueError):
-        with open(_SCORE, encoding="ascii") as file:
-            score = min(int(file.read()) + _ABOVE_DAEMON, 1000)
-        with open(_SCORE, "w", encoding="ascii") as file:
-            file.write(f"{score}\n")
+    with contextlib.suppress(OSError, ValueError), open(_SCORE, "rb+", 0) as file:
+        score = min(int(file.read()) + _ABOVE_DAEMON, 1000)
+        file.seek(0)
+        file.write(b"%d\n" % score)
 
 
 class Memory:

@@ -136,6 +136,9 @@ def _become(body: Callable[[], None], *kept: int) -> NoReturn:
 def _serve_for(parent: int, connection: socket.socket) -> None:
     die_with(parent)
     name_process("weightd-zygote")
+    # A terminal's keys reach the daemon alone, and no directory is in use.
+    os.setsid()
+    os.chdir("/")
     for number in _IGNORED:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _IGNORED)
