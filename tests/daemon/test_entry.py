@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 from testkit import interrupting, mindir
-from weightd.daemon import exits
+from weightd.daemon import entry, exits
 
 PROGRAM = interrupting.PROGRAM.format(module="weightd.daemon.entry")
 
@@ -32,6 +34,28 @@ def test_an_interpreter_that_is_too_old_is_told_what_is_needed() -> None:
     assert done.stderr.startswith("weightd: the daemon needs Python 3.10 or later, and ")
     assert f"{python} is 3.7: " in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "forks"),
+    [
+        (["serve"], True),
+        (["-v", "run", "model.onnx"], True),
+        (["serve", "--help"], False),
+        (["check", "weightd.toml"], False),
+        (["doctor"], False),
+        (["--version"], False),
+        ([], False),
+    ],
+)
+def test_only_a_daemon_has_a_process_that_makes_gates(
+    monkeypatch: pytest.MonkeyPatch, arguments: list[str], forks: bool
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["weightd", *arguments])
+    with mock.patch("weightd.daemon.gate.zygote.fork") as fork, mock.patch("weightd.daemon.__main__.main") as main:
+        entry.main()
+    assert fork.called == forks
+    main.assert_called_once_with(zygote=fork.return_value if forks else None)
 
 
 @pytest.mark.parametrize(

@@ -138,7 +138,7 @@ def test_who_asks_for_the_status_too_often_is_refused(tmp_path: Path) -> None:
     def tell_error(client: bytes, request_id: str, error: RequestError) -> None:
         refused.append((client, request_id, error.code))
 
-    server._backend = SimpleNamespace(processes={})
+    server._backend, server._gates = SimpleNamespace(processes={}), SimpleNamespace(pids=[])
     server._frontend = SimpleNamespace(room=SimpleNamespace(user=bytes.decode), tell_error=tell_error)
     server.ask_status(b"modest", "0")
     for number in range(16):

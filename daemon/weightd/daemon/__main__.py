@@ -16,6 +16,7 @@ from weightd.daemon.config.load import ConfigError, examine, parse
 from weightd.daemon.continuity.config_file import ConfigFile
 from weightd.daemon.continuity.service import Manager
 from weightd.daemon.doctor import arguments as doctor
+from weightd.daemon.gate.zygote import Zygote
 from weightd.daemon.host import logs
 from weightd.daemon.host.directories import ClaimError
 from weightd.daemon.server import Server
@@ -30,9 +31,15 @@ Serves models from many processes that hold one copy of the weights.
 Talk to a running daemon with weightctl."""
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run the command; return its exit status."""
+def main(arguments: list[str] | None = None, zygote: Zygote | None = None) -> int:
+    """Run the command; return its exit status.
+
+    Args:
+        arguments: of the command line; None for those of this process.
+        zygote: makes the gates of a daemon; it starts one itself where there is none.
+    """
     options = parser().parse_args(arguments)
+    options.zygote = zygote
     logs.set_up(logging.DEBUG if options.verbose else logging.INFO)
     try:
         status: int = options.run(options)
@@ -51,7 +58,7 @@ def main(arguments: list[str] | None = None) -> int:
 def _serve(options: argparse.Namespace) -> int:
     manager = Manager(os.environ)
     file = ConfigFile((options.config or default_path()).absolute(), manager)
-    return Server(file.begin(), file, manager).run()
+    return Server(file.begin(), file, manager, zygote=options.zygote).run()
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -74,7 +81,7 @@ def _run(options: argparse.Namespace) -> int:
         for problem in error.problems:
             logs.complain(_of_argument(problem, name))
         return exits.USAGE
-    return Server(config, one_shot=True).run()
+    return Server(config, one_shot=True, zygote=options.zygote).run()
 
 
 def _of_argument(problem: str, name: str) -> str:

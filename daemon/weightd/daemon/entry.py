@@ -6,6 +6,7 @@ An engine's own interpreter gets this script, too, and may be too old for the da
 from __future__ import annotations
 
 import sys
+from typing import Sequence
 
 from weightd.daemon import exits
 from weightd.shared.interrupts import silent_while_importing
@@ -22,5 +23,16 @@ def main() -> int:
         )
         return exits.CONFIG
     with silent_while_importing():
+        forked = None
+        if _serves(sys.argv[1:]):
+            from weightd.daemon.gate import zygote  # noqa: PLC0415 - only these modules are there when it is forked
+
+            forked = zygote.fork()
         from weightd.daemon import __main__ as program  # noqa: PLC0415 - it takes a few tenths of a second
-    return program.main()
+    return program.main(zygote=forked)
+
+
+def _serves(arguments: Sequence[str]) -> bool:
+    """Whether this is to be a daemon, which has gates."""
+    command = next((each for each in arguments if not each.startswith("-")), "")
+    return command in ("serve", "run") and not {"-h", "--help"}.intersection(arguments)

@@ -29,6 +29,7 @@ from weightd.daemon.continuity.keeping import Keeping
 from weightd.daemon.continuity.listening import Listening, listen
 from weightd.daemon.continuity.service import CLIENTS, KEEPER, Manager
 from weightd.daemon.gate.link import PeerIdentity
+from weightd.daemon.gate.zygote import Zygote
 from weightd.daemon.host.loop import Loop, signals
 from weightd.daemon.host.memory import MIB, host_bytes
 from weightd.daemon.host.timers import Timer
@@ -66,10 +67,17 @@ class Server:
         file: that it comes from, to be read again on SIGHUP.
         manager: who is told how it goes, and passes sockets and the keeper on from one daemon to the next.
         one_shot: end when a model fails instead of serving the others (`weightd run`).
+        zygote: makes its gates; None to start one then.
     """
 
     def __init__(
-        self, config: Config, file: ConfigFile | None = None, manager: Manager | None = None, *, one_shot: bool = False
+        self,
+        config: Config,
+        file: ConfigFile | None = None,
+        manager: Manager | None = None,
+        *,
+        one_shot: bool = False,
+        zygote: Zygote | None = None,
     ) -> None:
         self._config = config
         self._file = file
@@ -79,6 +87,7 @@ class Server:
         self._keeping: Keeping | None = None
         self._devices: dict[str, Device] = {}
         self._one_shot = one_shot
+        self._zygote = zygote
         self._loop = Loop()
         self._fleet = Fleet(self._make)
         self._surveys: list[Survey] = []
@@ -133,7 +142,7 @@ class Server:
         self._frontend = Frontend(self._loop, self._fleet, most, self)
         for listener in sockets.unix:
             self._frontend.listen(listener)
-        self._gates = Gates(sockets.listeners, self._loop, self._adopt, most)
+        self._gates = Gates(sockets.listeners, self._loop, self._adopt, most, self._zygote)
         self._loop.add(wakeups, lambda: self._on_signals(os.read(wakeups, 64)))
         self._loop.add_timer(self._patience)
         self._loop.add_timer(self._sign)
@@ -356,7 +365,8 @@ class Server:
             self._frontend.tell_error(each.client, each.request_id, ResourceExhausted(text))
 
     def _own_pids(self) -> list[int]:
-        return [os.getpid()] if self._keeping is None else [os.getpid(), self._keeping.pid]
+        keeper = [] if self._keeping is None else [self._keeping.pid]
+        return [os.getpid(), *keeper, *self._gates.pids]
 
     def _answer_status(self, survey: Survey) -> None:
         state = "stopping" if self._shutdown.begun else "running"

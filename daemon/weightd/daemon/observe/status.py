@@ -38,7 +38,7 @@ class Subject(NamedTuple):
         dropped: answers that could not be sent.
         held_bytes: that are kept for clients.
         max_memory_bytes: that may be.
-        own_pids: the daemon, and its keeper if it has one.
+        own_pids: the daemon, what makes its gates, these, and its keeper if it has one.
         note: what is wrong with the configuration file.
     """
 
