@@ -22,7 +22,7 @@ ENGINES = ("onnxruntime", "mindspore_lite")
 
 # How a client reaches the daemon: over the unix socket, or over ZeroMQ and through the gate.
 TRANSPORTS: Mapping[str, str] = {"unix": "unix://", "zmq": "ipc://"}
-DEFAULT_TRANSPORT = "zmq"
+DEFAULT_TRANSPORT = "unix"
 
 # Each has one input x, FP32 [N, width], and one output y: of the same shape, but for LARGEST.
 MLP, MLP_WIDTH = "mlp", 2048  # 12 layers, 192 MiB of weights
