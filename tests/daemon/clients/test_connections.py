@@ -32,7 +32,7 @@ class Hall:
 
     def __init__(self) -> None:
         self.loop = Loop()
-        self.room = Room(ROOM, lambda key: found.user if (found := self.connections.get(key)) else "")
+        self.room = Room(ROOM, lambda _: SOMEBODY.origin.far)
         self.messages: list[tuple[Connection, Message]] = []
         self.broken: list[str] = []
         self.gone: list[Connection] = []
