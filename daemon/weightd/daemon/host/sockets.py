@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import zmq
 
 from weightd.daemon.host.directories import ClaimError
-from weightd.daemon.host.listening import addresses
+from weightd.daemon.host.routing import seed
 from weightd.protocol import limits
 from weightd.shared import multipart
 
@@ -28,8 +26,6 @@ LINGER_MS = 1000
 # How the library writes what the kernel says of a unix peer. A TCP peer's address has other parts between its colons.
 _UNIX_PEER = re.compile(r"localhost:(?P<uid>[0-9]{1,10}):(?P<gid>[0-9]{1,10}):(?P<pid>[0-9]{1,10})")
 
-_libc = ctypes.CDLL(None)
-
 
 class Received(NamedTuple):
     """A message: who sent it, the header and the tensor frames, and the peer's pid where the kernel told it."""
@@ -39,80 +35,28 @@ class Received(NamedTuple):
     identity: zmq.Frame
 
 
-def bind(
-    context: zmq.Context[zmq.Socket[bytes]],
-    address: str,
-    *,
-    umask: int = PRIVATE,
-    options: Mapping[int, int] = MappingProxyType({}),
-    descriptors: Sequence[int] = (),
-    max_frame_bytes: int = limits.MAX_FRAME_BYTES,
-) -> zmq.Socket[bytes]:
-    """Return a ROUTER socket bound to `address`.
-
-    Args:
-        context: makes it.
-        address: where to listen.
-        umask: of a unix socket that is made, which says who may connect.
-        options: of the socket, beside those that all have.
-        descriptors: sockets that listen already, one of them at `address`: the socket accepts from all of them, and
-            closes them in the end. They no longer block, in any process that holds them.
-        max_frame_bytes: a peer that announces a larger frame is hung up before there is memory for it.
+def bind(context: zmq.Context[zmq.Socket[bytes]], address: str) -> zmq.Socket[bytes]:
+    """Return a ROUTER socket bound to `address`, to which processes of this user can connect.
 
     Raises:
         ClaimError: the address cannot be bound.
     """
-    _seed()
+    seed()
     socket = context.socket(zmq.ROUTER)
     socket.setsockopt(zmq.LINGER, LINGER_MS)
-    socket.setsockopt(zmq.MAXMSGSIZE, min(max_frame_bytes, limits.MAX_FRAME_BYTES))
+    socket.setsockopt(zmq.MAXMSGSIZE, limits.MAX_FRAME_BYTES)
     # A peer that is gone is an error here, not a silent drop.
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-    for option, value in options.items():
-        socket.setsockopt(option, value)
-    try:
-        if descriptors:
-            _accept(socket, descriptors)
-        else:
-            _listen(socket, address, umask)
-    except ClaimError:
-        socket.close(linger=0)
-        raise
-    return socket
-
-
-def _seed() -> None:
-    """Let nobody know which routing ids the next ROUTER socket will give.
-
-    libzmq 4.3.5 counts them up from a number of rand(), which it never seeds, and aborts the process when one that it
-    gives is taken: by a peer that has announced it as its own.
-    """
-    _libc.srand(int.from_bytes(os.urandom(4), "little"))
-
-
-def _accept(socket: zmq.Socket[bytes], descriptors: Sequence[int]) -> None:
-    for address, descriptor in zip(addresses(descriptors), descriptors, strict=True):
-        if address.startswith("tcp://["):
-            socket.setsockopt(zmq.IPV6, 1)
-        # libzmq's I/O thread accepts when the kernel says that somebody is there. Where another process, or a socket
-        # that is being closed, was faster, an accept that blocks would hold up the thread until the next one comes.
-        os.set_blocking(descriptor, False)
-        socket.setsockopt(zmq.USE_FD, descriptor)
-        try:
-            socket.bind(address)
-        except zmq.ZMQError as error:
-            raise ClaimError(f"cannot accept connections to {address}: {error.strerror}") from None
-
-
-def _listen(socket: zmq.Socket[bytes], address: str, umask: int) -> None:
     # The permissions of a unix socket are what the umask leaves: they are right from its first moment.
-    before = os.umask(umask)
+    before = os.umask(PRIVATE)
     try:
         socket.bind(address)
     except zmq.ZMQError as error:
+        socket.close(linger=0)
         raise ClaimError(f"cannot listen on {address}: {error.strerror}") from None
     finally:
         os.umask(before)
+    return socket
 
 
 def receive(socket: zmq.Socket[bytes]) -> Iterator[Received]:
@@ -133,58 +77,21 @@ def send(socket: zmq.Socket[bytes], peer: bytes, frames: Sequence[Any]) -> bool:
     try:
         multipart.send(socket, [peer, *frames], multipart.NOBLOCK)
     except zmq.ZMQError as error:
-        _check_unreachable(error)
+        # There is no such peer, or a thousand messages wait for it.
+        if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
+            raise
         return False
     return True
 
 
-def send_tracked(
-    socket: zmq.Socket[bytes], peer: bytes, frames: Sequence[Any]
-) -> list[tuple[zmq.MessageTracker, int]] | None:
-    """Send as `send` does; return a tracker for each large frame with its bytes, or None if the peer is unreachable."""
-    try:
-        return multipart.send_tracked(socket, [peer, *frames], multipart.NOBLOCK)
-    except zmq.ZMQError as error:
-        _check_unreachable(error)
-        return None
+def peer_pid(identity: zmq.Frame) -> int | None:
+    """Return the pid of the process behind a unix socket, by the first frame of its message; None over TCP.
 
-
-def send_marked(socket: zmq.Socket[bytes], peer: bytes, frames: Sequence[Any]) -> zmq.MessageTracker | None:
-    """Send small frames as `send` does; return a tracker that is done once the first is written, or None."""
-    try:
-        return multipart.send_marked(socket, [peer, *frames], multipart.NOBLOCK)
-    except zmq.ZMQError as error:
-        _check_unreachable(error)
-        return None
-
-
-def _check_unreachable(error: zmq.ZMQError) -> None:
-    """Raise the error again unless it says that there is no such peer, or that a thousand messages wait for it."""
-    if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
-        raise error
-
-
-class UnixPeer(NamedTuple):
-    """The process behind a unix socket, as the library was told by the kernel (SO_PEERCRED) when it connected."""
-
-    uid: int
-    pid: int
-
-
-def unix_peer(identity: zmq.Frame) -> UnixPeer | None:
-    """Return who has sent a message, by its first frame; None over TCP.
-
-    The library asks the kernel some moments after it has accepted the connection: where that has ended by then, this
-    may be what the peer says of itself.
+    The library was told by the kernel (SO_PEERCRED), some moments after it has accepted the connection: where that had
+    ended by then, this may be what the peer says of itself.
     """
     try:
         peer = _UNIX_PEER.fullmatch(str(identity.get("Peer-Address")))
     except zmq.ZMQError:
         return None
-    return UnixPeer(int(peer["uid"]), int(peer["pid"])) if peer is not None else None
-
-
-def peer_pid(identity: zmq.Frame) -> int | None:
-    """Return the pid of the process behind a unix socket; None over TCP."""
-    peer = unix_peer(identity)
-    return peer.pid if peer is not None else None
+    return int(peer["pid"]) if peer is not None else None
