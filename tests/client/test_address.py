@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import socket
@@ -9,12 +10,13 @@ import threading
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, List, Type
+from unittest.mock import Mock
 
 import pytest
 
 from testkit.fakedaemon import LIMIT_S, FakeDaemon
 from weightd.client import Client, InvalidArgument, PermissionDenied, Unavailable
-from weightd.client.address import Address, check, default_address, parse
+from weightd.client.address import Address, check, default_address, knock, parse
 from weightd.shared import paths
 
 # Connects as nobody, after all imports: what is installed need not be readable for nobody.
@@ -80,6 +82,12 @@ def test_what_is_there_instead_of_a_daemon(directory: Path, name: str, error: Ty
         datagrams.bind(str(directory / "datagrams"))
         with pytest.raises(error, match=said):
             check(f"ipc://{directory}/{name}")
+
+
+def test_a_socket_that_is_taken_away_while_one_looks_is_not_something_else(directory: Path) -> None:
+    refused = ConnectionRefusedError(errno.ECONNREFUSED, "refused")
+    with pytest.raises(Unavailable, match="nobody listens on the socket"):
+        knock(Mock(**{"connect.side_effect": refused}), f"{directory}/d.sock")
 
 
 def test_a_path_of_more_bytes_than_a_socket_can_have() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import socket
-from pathlib import Path
+import stat
 from typing import NamedTuple
 
 from weightd.protocol import limits
@@ -144,15 +144,18 @@ def _explain(error: OSError, path: str) -> RequestError:
         )
     if error.errno == errno.ENOENT:
         return Unavailable(f"no daemon at {path}: there is no socket; {_HINT}")
-    if error.errno == errno.EPROTOTYPE or not _is_socket(path):
+    if error.errno == errno.EPROTOTYPE or _is_other(path):
         return InvalidArgument(f"{path} is not a socket of weightd")
     if error.errno == errno.ECONNREFUSED:
         return Unavailable(f"no daemon at {path}: nobody listens on the socket; {_HINT}")
     return Unavailable(f"cannot connect to {path}: {error.strerror}")
 
 
-def _is_socket(path: str) -> bool:
+def _is_other(path: str) -> bool:
+    """Whether something is there that is no socket."""
     try:
-        return Path(path).is_socket()
+        return not stat.S_ISSOCK(os.stat(path).st_mode)  # noqa: PTH116 - Path's own ask in a way that hides why not
+    except FileNotFoundError:
+        return False  # It was a moment ago: a daemon that starts takes the socket of the one before away.
     except OSError:
-        return False
+        return True
