@@ -6,6 +6,7 @@ import errno
 import os
 import socket
 import stat
+from pathlib import Path
 from typing import NamedTuple
 
 from weightd.protocol import limits
@@ -154,7 +155,7 @@ def _explain(error: OSError, path: str) -> RequestError:
 def _is_other(path: str) -> bool:
     """Whether something is there that is no socket."""
     try:
-        return not stat.S_ISSOCK(os.stat(path).st_mode)  # noqa: PTH116 - Path's own ask in a way that hides why not
+        return not stat.S_ISSOCK(Path(path).stat().st_mode)
     except FileNotFoundError:
         return False  # It was a moment ago: a daemon that starts takes the socket of the one before away.
     except OSError:
