@@ -47,6 +47,11 @@ def test_a_request_is_what_the_wire_wants(core: ClientCore) -> None:
     assert message.parameters.timeout == 1_500_000
     assert message.description.inputs == (TensorSpec("a", "FP32", (2, 3)), TensorSpec("b", "INT64", ()))
     assert [bytes(frame) for frame in frames[2:]] == [np.ones(6, "<f4").tobytes(), np.array(7, "<i8").tobytes()]
+    message = decode(core.infer("m", inputs, 1.5, ["y", "x"])[1], FROM_CLIENT)
+    assert isinstance(message, Infer)
+    assert message.description.outputs == ("y", "x")
+    with pytest.raises(InvalidArgument, match=r"^outputs: expected names, as in \['y'\], got one text$"):
+        core.infer("m", inputs, 1.5, "y")
     call, frames = core.status()
     assert decode(frames, FROM_CLIENT) == Status(call.id)
 

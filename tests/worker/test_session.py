@@ -122,11 +122,13 @@ def fake(answer: Answer = twice, fails: Optional[Dict[str, Exception]] = None) -
     return engine
 
 
-def predict(number: int, inputs: Optional[Dict[str, Any]] = None) -> List[Any]:
+def predict(
+    number: int, inputs: Optional[Dict[str, Any]] = None, outputs: Optional[Tuple[str, ...]] = None
+) -> List[Any]:
     arrays = {name: to_wire(array) for name, array in (inputs or {"x": ONES}).items()}
     specs = tuple(spec_of(name, array) for name, array in arrays.items())
     return [
-        *encode(Predict(number, RequestDescription("m", specs))),
+        *encode(Predict(number, RequestDescription("m", specs, outputs))),
         *(bytes(frame_of(array)) for array in arrays.values()),
     ]
 
@@ -398,6 +400,11 @@ def test_several_inputs_and_outputs_keep_their_names() -> None:
     result = only(Result, socket)
     assert [each.name for each in result.description.outputs] == ["difference", "a"]
     assert [np.frombuffer(frame, "<f4").tolist() for frame in socket.frames[-1]] == [[4, 5], [5, 6]]
+    # Those that are wanted come, in the order in which they are.
+    for outputs, values in ((("a", "difference"), [[5, 6], [4, 5]]), (("difference",), [[4, 5]])):
+        _, socket = play(engine, predict(1, inputs, outputs), STOP)
+        assert [each.name for each in only(Result, socket).description.outputs] == [*outputs]
+        assert [np.frombuffer(frame, "<f4").tolist() for frame in socket.frames[-1]] == values
 
 
 def test_what_the_engine_refuses_is_answered_and_the_next_request_served() -> None:

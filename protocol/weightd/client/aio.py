@@ -80,6 +80,7 @@ class AsyncClient:
         model: str,
         inputs: Mapping[str, Any],
         *,
+        outputs: Optional[Sequence[str]] = None,
         out: Optional[Mapping[str, Any]] = None,
         timeout: Optional[float] = None,
     ) -> Dict[str, Any]:
@@ -89,7 +90,7 @@ class AsyncClient:
         """
         seconds, deadline = self._begin(timeout)
         return cast(
-            Dict[str, Any], await self._ask(self._core.infer(model, inputs, seconds, out=out), seconds, deadline)
+            Dict[str, Any], await self._ask(self._core.infer(model, inputs, seconds, outputs, out), seconds, deadline)
         )
 
     async def ready(self, model: str = "", *, timeout: Optional[float] = None) -> ReadyResponse:

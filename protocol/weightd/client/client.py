@@ -127,6 +127,7 @@ class Client:
         model: str,
         inputs: Mapping[str, Any],
         *,
+        outputs: Optional[Sequence[str]] = None,
         out: Optional[Mapping[str, Any]] = None,
         timeout: Optional[float] = None,
     ) -> Dict[str, Any]:
@@ -136,6 +137,7 @@ class Client:
             model: the model's name in the daemon's configuration.
             inputs: an array for each input, by name; anything that `numpy.asarray` takes. Datatype, rank and fixed
                 dimensions must be the model's (see `metadata`): nothing is converted in silence.
+            outputs: the names of those that are wanted; all where it is None.
             out: numpy arrays to be filled with outputs, by name, of their dtype and shape. If the call does not end in
                 an answer, a worker may write there some time later.
             timeout: seconds to wait; the client's where it is None. The daemon gives up then and says why; a client
@@ -151,13 +153,16 @@ class Client:
             WrongProcess, ClientClosed: the client must not be used here, or no longer.
         """
         seconds, deadline = self._begin(timeout)
-        return cast(Dict[str, Any], self._ask(self._core.infer(model, inputs, seconds, out=out), seconds, deadline))
+        return cast(
+            Dict[str, Any], self._ask(self._core.infer(model, inputs, seconds, outputs, out), seconds, deadline)
+        )
 
     def submit(
         self,
         model: str,
         inputs: Mapping[str, Any],
         *,
+        outputs: Optional[Sequence[str]] = None,
         out: Optional[Mapping[str, Any]] = None,
         timeout: Optional[float] = None,
     ) -> Pending:
@@ -167,7 +172,7 @@ class Client:
         Arguments and errors as for `infer`.
         """
         seconds, deadline = self._begin(timeout)
-        call, frames = self._core.infer(model, inputs, seconds, out=out)
+        call, frames = self._core.infer(model, inputs, seconds, outputs, out)
         self._send(frames, deadline, call)
         return Pending(
             partial(self._result, call, deadline + grace(seconds)),

@@ -158,11 +158,13 @@ class ClientCore:
 
         Raises:
             InvalidArgument: `inputs` is no mapping; an array has no datatype on the wire, or is too large for it;
-                `out` has something else than arrays that can be written to.
+                `outputs` is one text; `out` has something else than arrays that can be written to.
             LocalProtocolError: names or shapes do not fit into a header.
         """
         if not isinstance(inputs, dict):
             _check_named(inputs)
+        if isinstance(outputs, str):
+            raise InvalidArgument(f"outputs: expected names, as in [{outputs!r}], got one text")
         arrays = {name: _wire_array(name, value) for name, value in inputs.items()}
         call = Call(self._next_id(), InferResponse)
         description = describe_request(model, arrays, outputs)

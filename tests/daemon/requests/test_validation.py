@@ -5,10 +5,12 @@ from dataclasses import replace
 
 import pytest
 
-from weightd.daemon.requests.validation import check_gears, check_inputs, check_same
+from weightd.daemon.requests import signature
+from weightd.daemon.requests.signature import Signature
+from weightd.daemon.requests.validation import check_gears, check_inputs, check_outputs, check_same
 from weightd.protocol.errors import InvalidArgument
 from weightd.protocol.messages.children import Built
-from weightd.protocol.messages.data import TensorSignature, TensorSpec
+from weightd.protocol.messages.data import RequestDescription, TensorSignature, TensorSpec
 
 IMAGE, SCALE = TensorSpec("image", "FP32", (2, 8, 8)), TensorSpec("scale", "FP64", ())
 IMAGES, SCALES = TensorSignature("image", "FP32", (-1, 8, 8)), TensorSignature("scale", "FP64", ())
@@ -18,7 +20,7 @@ SHAPE = "input image: expected shape [-1, 8, 8] (-1: any size from 1), got"
 
 
 @pytest.mark.parametrize(
-    ("signature", "inputs"),
+    ("takes", "inputs"),
     [
         (TAKES, [IMAGE, SCALE]),
         (TAKES, [SCALE, replace(IMAGE, shape=(1, 8, 8))]),
@@ -26,14 +28,12 @@ SHAPE = "input image: expected shape [-1, 8, 8] (-1: any size from 1), got"
         *((ANY_RANK, [TensorSpec("x", "FP32", shape)]) for shape in ((), (3,), (2, 4), (1,) * 16)),
     ],
 )
-def test_what_the_model_takes_passes_in_any_order(
-    signature: dict[str, TensorSignature], inputs: list[TensorSpec]
-) -> None:
-    check_inputs(signature, inputs)
+def test_what_the_model_takes_passes_in_any_order(takes: dict[str, TensorSignature], inputs: list[TensorSpec]) -> None:
+    check_inputs(takes, inputs)
 
 
 @pytest.mark.parametrize(
-    ("signature", "inputs", "text"),
+    ("takes", "inputs", "text"),
     [
         (TAKES, [IMAGE], "inputs: scale is missing; expected image, scale"),
         (TAKES, [], "inputs: image is missing, scale is missing; expected image, scale"),
@@ -55,10 +55,41 @@ def test_what_the_model_takes_passes_in_any_order(
     ],
 )  # fmt: skip
 def test_a_refusal_names_the_input_what_was_expected_and_what_came(
-    signature: dict[str, TensorSignature], inputs: list[TensorSpec], text: str
+    takes: dict[str, TensorSignature], inputs: list[TensorSpec], text: str
 ) -> None:
     with pytest.raises(InvalidArgument, match=f"^{re.escape(text)}$"):
-        check_inputs(signature, inputs)
+        check_inputs(takes, inputs)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "text"),
+    [
+        (("mask", "depth"), "outputs: depth is not an output of the model; expected some of box, mask"),
+        ((), "outputs: none is named; expected some of box, mask, or no such field for all"),
+        (("box", "mask", "box"), "outputs: one is named twice in box, mask, box"),
+    ],
+)
+def test_a_refusal_names_the_output_that_cannot_be_wanted(wanted: tuple[str, ...], text: str) -> None:
+    check_outputs(("box", "mask"), ("mask", "box"))
+    with pytest.raises(InvalidArgument, match=f"^{re.escape(text)}$"):
+        check_outputs(("box", "mask"), wanted)
+
+
+def test_what_fits_is_looked_at_once_for_each_generation(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[object] = []
+    monkeypatch.setattr(signature, "check_inputs", lambda _, inputs: looked.append(inputs))
+    known, image = Signature(), RequestDescription("m", (IMAGE,))
+    known.check(image)
+    assert not looked
+    for _ in range(2):
+        known.learn(Built("", (), (), (), "", 0))
+        for _ in range(3):
+            known.check(image)
+    assert len(looked) == 2
+    # However many there are, no more than a bound are remembered.
+    for number in range(3000):
+        known.check(RequestDescription(f"m{number}", (IMAGE,)))
+    assert len(known._fitting) <= 1024  # pyright: ignore[reportPrivateUsage]
 
 
 # --- what the model was converted for, and what may follow it -------------------------------------------------------
