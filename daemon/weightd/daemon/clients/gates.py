@@ -205,7 +205,7 @@ class Gates:
         try:
             messages = self._zygote.stream.receive()
         except ConnectionError:
-            _log.error("the zygote, process %d, has died, and with it all gates: another is started", self._zygote.pid)
+            _log.warning("the zygote, process %d, has died, and with it all gates: it is replaced", self._zygote.pid)
             self._loop.remove(self._zygote.stream.fileno())
             self._zygote.end()
             self._by_number.clear()
@@ -221,7 +221,7 @@ class Gates:
                 continue
             del self._by_number[news.number]
             how = explain(news.status) if news.pid else f"cannot be started: {os.strerror(news.status)}"
-            _log.error("listener %s: gate %d %s: the connections of its clients end", gate.name, news.pid, how)
+            _log.warning("listener %s: gate %d %s: the connections of its clients end", gate.name, news.pid, how)
 
 
 def delay(failures: int) -> float:
