@@ -54,32 +54,41 @@ class Descriptions:
 
     def __init__(self, most: int = _MAX_KNOWN) -> None:
         self._most = most
-        self._known: Dict[Tuple[Type[Any], bytes], Any] = {}
+        # With the lengths of the tensors' frames.
+        self._known: Dict[Tuple[Type[Any], bytes], Tuple[Any, List[int]]] = {}
         self.tails: envelopes.Tails = {}
 
-    def find(self, cls: Type[M], frame: Any) -> Optional[M]:
-        """Return what `frame` was decoded to as a `cls`, or None."""
+    def find(self, cls: Type[M], frame: Any) -> Optional[Tuple[M, List[int]]]:
+        """Return what `frame` was decoded to as a `cls`, with the lengths of its tensors' frames, or None."""
         return self._known.get((cls, frame)) if type(frame) is bytes else None
 
-    def add(self, frame: Any, description: object) -> None:
+    def add(self, frame: Any, description: Any) -> None:
         """Remember what `frame` was decoded to."""
         if type(frame) is bytes and len(frame) <= _MAX_KNOWN_BYTES:
             if len(self._known) >= self._most:
                 del self._known[next(iter(self._known))]
-            self._known[type(description), frame] = description
+            self._known[type(description), frame] = description, [*description.sizes]
 
 
-def encode(message: object, *, max_bytes: int = limits.MAX_HEADER_BYTES) -> List[bytes]:
+def encode(message: Any, *, max_bytes: int = limits.MAX_HEADER_BYTES) -> List[bytes]:
     """Return the header frames of `message`; the caller adds the tensors' frames.
 
     Raises:
         LocalProtocolError: it is no message, a field has a value that the peer would refuse, or a frame is too long.
     """
-    tag = _TAGS.get(type(message))
+    cls = message.__class__
+    envelope = envelopes.write(message)
+    if envelope is not None:
+        description = message.description
+        if description.__class__ is _DESCRIBED[cls]:
+            # That it came in, or that it was sent in before.
+            known: Optional[bytes] = description.__dict__.get("_frame")
+            if known is not None and len(envelope) <= max_bytes and len(known) <= max_bytes:
+                return [envelope, known]
+    tag = _TAGS.get(cls)
     if tag is None:
         raise LocalProtocolError(f"{type(message).__name__} is not a message of the wire")
     try:
-        envelope = envelopes.write(message)
         if envelope is None:
             envelope = msgpack.packb({"v": limits.PROTOCOL_VERSION, "type": tag, **plain(message)})
             envelopes.learn(envelope, message)
@@ -128,8 +137,11 @@ def decode(
     Raises:
         RemoteProtocolError: the frames are not such a message.
     """
-    found = None if known is None else _found(frames, table, known)
-    return _read(frames, table, known, max_bytes) if found is None else found
+    if known is not None:
+        message = _found(frames, table, known)
+        if message is not None:
+            return message
+    return _read(frames, table, known, max_bytes)
 
 
 def _read(frames: Sequence[Any], table: Mapping[str, Type[M]], known: Optional[Descriptions], max_bytes: int) -> M:
@@ -170,17 +182,17 @@ def _read(frames: Sequence[Any], table: Mapping[str, Type[M]], known: Optional[D
 
 def _found(frames: Sequence[Any], table: Mapping[str, Type[M]], known: Descriptions) -> Optional[M]:
     """The message, if its envelope has a form that is read by its bytes and nothing is wrong with its other frames."""
-    message = envelopes.read(frames[0], known.tails) if len(frames) > 1 else None
+    if len(frames) < limits.MAX_HEADER_FRAMES:
+        return None
+    message = envelopes.read(frames[0], known.tails)
     if message is None:
         return None
     cls: Type[Any] = message.__class__
-    if table.get(_TAGS[cls]) is not cls:
+    found = known.find(_DESCRIBED[cls], frames[1])
+    if found is None or found[1] != [*map(len, frames[2:])] or table.get(_TAGS[cls]) is not cls:
         return None
-    description: Any = known.find(_DESCRIBED[cls], frames[1])
-    if description is None or (*map(len, frames[2:]),) != description.sizes:
-        return None
-    message.__dict__["description"] = description
-    return cast(M, message)
+    message.__dict__["description"] = found[0]
+    return message  # type: ignore[no-any-return]
 
 
 def id_of(frames: Sequence[Any]) -> str:
@@ -197,7 +209,8 @@ def _description(
     if len(frames) == 1:
         raise FieldError("missing").at("description")
     frame = frames[1]
-    description: Any = None if known is None else known.find(cls, frame)
+    found = None if known is None else known.find(cls, frame)
+    description: Any = None if found is None else found[0]
     if description is None:
         try:
             description = decode_fields(cls, _unpack(frame, max_bytes), tolerant=tolerant)
