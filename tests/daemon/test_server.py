@@ -112,7 +112,7 @@ def test_an_update_is_told_once_the_next_daemon_would_know_of_it(managed: Any, m
         done.append("recorded")
 
     managed._backend = SimpleNamespace(tick=nothing, take_changed=lambda: True)
-    managed._frontend = SimpleNamespace(tell_recorded=lambda: done.append("told"))
+    managed._frontend = SimpleNamespace(tell_recorded=lambda: done.append("told"), regions=SimpleNamespace(closed=[]))
     managed._keeping = SimpleNamespace(handover=None)
     monkeypatch.setattr(handover, "write", write)
     managed._tick(time.monotonic())

@@ -139,7 +139,8 @@ class Server:
         _update_devices(self._devices, self._config)
         self._backend = Backend(context, daemon, self._loop, self._devices, self._keeping)
         most = daemon.max_memory_bytes or host_bytes() // _SHARE_OF_MEMORY
-        self._frontend = Frontend(self._loop, self._fleet, most, self)
+        shared = daemon.max_shm_bytes or host_bytes() // _SHARE_OF_MEMORY
+        self._frontend = Frontend(self._loop, self._fleet, most, self, max_shm_bytes=shared)
         for listener in sockets.unix:
             self._frontend.listen(listener)
         self._gates = Gates(sockets.listeners, self._loop, self._adopt, most, self._zygote)
@@ -210,6 +211,9 @@ class Server:
             self._announce(now)
         # The next daemon knows of it now, too.
         self._frontend.tell_recorded()
+        if self._frontend.regions.closed:
+            self._backend.unmap(self._frontend.regions.closed)
+            self._frontend.regions.closed.clear()
         if self._surveys and self._surveys[0].step():
             self._answer_status(self._surveys.pop(0))
         if self._one_shot and self._any_failed():

@@ -24,7 +24,7 @@ def test_what_hangs_holds_up_only_those_behind_it(monkeypatch: pytest.MonkeyPatc
     def is_behind() -> bool:
         return closing.is_behind
 
-    descriptors = [os.dup(0) for _ in range(16)]
+    descriptors = [os.dup(0) for _ in range(64)]
     for descriptor in descriptors[1:]:
         closing.close(descriptor)
     assert not is_behind()

@@ -231,7 +231,9 @@ def test_whoever_connects_is_known_by_the_kernels_word(hall: Hall, listener: soc
         hall.until(lambda: hall.keys)
         [connection] = hall.connections
         user = f"uid {os.getuid()}"
-        assert connection.identity == Identity(Origin(f"process {os.getpid()} of {user}", user), may_operate=True)
+        assert connection.identity == Identity(
+            Origin(f"process {os.getpid()} of {user}", user), may_operate=True, is_near=True
+        )
 
 
 def test_a_gates_word_is_no_reason_to_obey() -> None:
@@ -249,7 +251,7 @@ def test_another_user_may_not_operate(uid: int, monkeypatch: pytest.MonkeyPatch)
             return struct.pack("=iII", 12, uid, 0)
 
     identity = unix_identity(cast(socket.socket, Connected()))
-    assert identity == Identity(Origin(f"process 12 of uid {uid}", f"uid {uid}"))
+    assert identity == Identity(Origin(f"process 12 of uid {uid}", f"uid {uid}"), is_near=True)
 
 
 def test_where_no_descriptor_is_left_the_next_client_waits_until_there_is(

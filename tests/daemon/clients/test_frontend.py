@@ -20,8 +20,7 @@ from weightd.protocol.errors import InvalidArgument, RequestError, Unavailable
 from weightd.protocol.framing import Message
 from weightd.protocol.messages.children import Result
 from weightd.protocol.messages.control import Update
-from weightd.protocol.messages.data import Error, Infer, Parameters, RequestDescription, ResponseDescription, TensorSpec
-from weightd.protocol.messages.regions import InputPlace, Regions, Register, Unregister
+from weightd.protocol.messages.data import Error, Infer, RequestDescription, ResponseDescription, TensorSpec
 from weightd.protocol.messages.types import TO_CLIENT
 from weightd.shared.stream import Stream
 
@@ -87,7 +86,7 @@ class World:
         fleet = SimpleNamespace(models={"m": self.model}, everyone=lambda: [self.model])
         kept = Request(1, b"", "", RequestDescription("m", ()), (), 0.0, 0.0, NBYTES).kept_bytes
         daemon = SimpleNamespace(stopping=False)
-        self.frontend = Frontend(self.loop, cast(Fleet, fleet), 3 * kept, cast(Daemon, daemon))
+        self.frontend = Frontend(self.loop, cast(Fleet, fleet), 3 * kept, cast(Daemon, daemon), max_shm_bytes=0)
         self.model.frontend = self.frontend
 
     def client(self, *, may_operate: bool = False) -> Peer:
@@ -159,24 +158,6 @@ def test_what_has_ended_is_kept_no_more(world: World) -> None:
     assert world.frontend.room.held > 0
     client.stream.close()
     world.until(lambda: not world.frontend.room.held)
-
-
-@pytest.mark.parametrize(
-    "message",
-    [
-        Register("1"),
-        Unregister("1", "0" * 32),
-        Infer(
-            "1",
-            RequestDescription("m", (TensorSpec("x", "UINT8", (8,)),)),
-            Parameters(regions=Regions((InputPlace(0, "0" * 32, 0),))),
-        ),
-    ],
-)
-def test_memory_is_not_shared_over_zeromq(world: World, message: object) -> None:
-    client = world.client()
-    client.stream.send(encode(message))
-    assert world.refusals(client, 1) == [("1", "INVALID_ARGUMENT")]
 
 
 @pytest.mark.parametrize(

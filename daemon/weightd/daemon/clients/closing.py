@@ -11,7 +11,7 @@ import threading
 from collections import deque
 
 # So many are waited for. Past it no connection is asked for any.
-_MOST_WAITING = 16
+_MOST_WAITING = 64
 
 
 class Closing:

@@ -21,16 +21,18 @@ class Identity(NamedTuple):
     Attributes:
         origin: on whose account its requests go.
         may_operate: whether it may change what the daemon does.
+        is_near: whether it has connected itself, so that it can share memory.
     """
 
     origin: Origin
     may_operate: bool = False
+    is_near: bool = False
 
 
 def unix_identity(connection: socket.socket) -> Identity:
     """Return who has connected to a unix socket (SO_PEERCRED)."""
     pid, uid, _ = _UCRED.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
-    return Identity(_origin(f"uid {uid}", pid, connection), may_operate=uid in (os.getuid(), 0))
+    return Identity(_origin(f"uid {uid}", pid, connection), uid in (os.getuid(), 0), is_near=True)
 
 
 def foreign_identity(connection: socket.socket, uid: int | None, pid: int | None, host: str) -> Identity:

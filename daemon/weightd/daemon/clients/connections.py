@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from weightd.daemon.clients.closing import Closing
 from weightd.daemon.clients.connection import Connection, Identity, unix_identity
 from weightd.daemon.clients.crowd import Crowd
 from weightd.daemon.clients.room import Room
@@ -49,6 +50,7 @@ class Connections:
         gone: called with who has gone.
 
     Attributes:
+        closing: takes descriptors that nobody wants.
         dropped: messages that could not be sent: their client was gone, or did not read.
     """
 
@@ -62,6 +64,7 @@ class Connections:
         broken: Callable[[Connection, str], object],
         gone: Callable[[Connection], object],
     ) -> None:
+        self.closing = Closing()
         self.dropped = 0
         self._loop = loop
         self._room = room
@@ -94,10 +97,11 @@ class Connections:
         """Let in whoever connects to a unix socket that listens and does not block."""
         self._loop.add(listener.fileno(), functools.partial(self._accept, listener))
 
-    def adopt(self, connection: socket.socket, identity: Identity, *, takes_descriptors: bool = False) -> None:
+    def adopt(self, connection: socket.socket, identity: Identity) -> None:
         """Let somebody in; the socket is this object's from now on."""
         key = next(self._keys).to_bytes(8, "big")
         incoming = Incoming(admit=functools.partial(self._admit, key))
+        takes_descriptors = identity.is_near and not self.closing.is_behind
         stream = Stream(connection, incoming, takes_descriptors=takes_descriptors)
         found = self._by_key[key] = Connection(key, stream, identity, time.monotonic())
         self._loop.add(stream.fileno(), functools.partial(self._receive, found))
@@ -110,6 +114,13 @@ class Connections:
             _log.warning("a connection of %s is hung up: %s", connection.identity.origin.near, why)
             connection.hang_up()
 
+    def refuse_descriptors(self, connection: Connection) -> None:
+        """Have those closed that a client has sent, and nobody wants."""
+        while connection.stream.descriptors:
+            self.closing.close(connection.stream.descriptors.popleft())
+        if self.closing.is_behind:
+            self.hang_up(connection, "descriptors come that cannot be closed")
+
     def close(self) -> None:
         """Let all go; those who are reading what was said to them last get a moment for that."""
         deadline = time.monotonic() + _LINGER_S
@@ -117,7 +128,7 @@ class Connections:
             self._loop.wait(deadline - time.monotonic())
         for each in self:
             self._loop.remove(each.stream.fileno())
-            each.stream.close()
+            self._close(each.stream)
         self._by_key.clear()
 
     def _accept(self, listener: socket.socket) -> None:
@@ -133,7 +144,7 @@ class Connections:
                     self._wait_for_room(listener)
                     return
             else:
-                self.adopt(connection, unix_identity(connection), takes_descriptors=True)
+                self.adopt(connection, unix_identity(connection))
 
     def _wait_for_room(self, listener: socket.socket) -> None:
         """Else the loop would be told at once that somebody waits there."""
@@ -150,10 +161,15 @@ class Connections:
     def _leave(self, connection: Connection) -> None:
         del self._by_key[connection.key]
         self._loop.remove(connection.stream.fileno())
-        connection.stream.close()
+        self._close(connection.stream)
         self._room.forget(connection.key)
         self._crowd.went(self._by_key.values())
         self._tell_gone(connection)
+
+    def _close(self, stream: Stream) -> None:
+        while stream.descriptors:
+            self.closing.close(stream.descriptors.popleft())
+        stream.close()
 
     # --- from a client --------------------------------------------------------------------------------------------
 
@@ -177,6 +193,8 @@ class Connections:
             connection.arriving = 0
         for message in messages:
             self._take(connection, message)
+        if connection.stream.descriptors and connection.stream.incoming.is_idle:
+            self.refuse_descriptors(connection)
 
     def _take(self, connection: Connection, message: Message) -> None:
         # One before it may have been its last.

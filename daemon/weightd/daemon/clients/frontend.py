@@ -11,11 +11,13 @@ from typing import Any, Protocol
 
 from weightd.daemon.clients.connection import Connection, Identity
 from weightd.daemon.clients.connections import Connections
+from weightd.daemon.clients.regions import Registry
 from weightd.daemon.clients.room import Room
 from weightd.daemon.clients.upkeep import Upkeep
 from weightd.daemon.host.loop import Loop
 from weightd.daemon.models.fleet import Fleet
 from weightd.daemon.models.model import Model
+from weightd.daemon.requests.regions import NOWHERE, Places
 from weightd.daemon.requests.request import Request
 from weightd.protocol import limits
 from weightd.protocol.codec import Descriptions, clip, decode, encode, id_of
@@ -46,7 +48,7 @@ from weightd.protocol.messages.control import (
     UpdateResponse,
 )
 from weightd.protocol.messages.data import Cancel, Error, Infer, InferResponse
-from weightd.protocol.messages.regions import Register, Released, Unregister
+from weightd.protocol.messages.regions import Register, Registered, Released, Unregister
 from weightd.protocol.messages.status import Status, StatusResponse
 from weightd.protocol.messages.types import FROM_CLIENT, ClientMessage, DaemonMessage
 from weightd.protocol.version import EXTENSIONS, VERSION
@@ -91,19 +93,22 @@ class Frontend:
         loop: calls when there is something to do.
         fleet: the models.
         max_memory_bytes: that are kept for clients, see `Room`.
+        max_shm_bytes: of the regions of one user.
         daemon: is asked what no model knows.
 
     Attributes:
         room: what is kept for clients.
+        regions: the memory that they have registered.
     """
 
-    def __init__(self, loop: Loop, fleet: Fleet, max_memory_bytes: int, daemon: Daemon) -> None:
+    def __init__(self, loop: Loop, fleet: Fleet, max_memory_bytes: int, daemon: Daemon, *, max_shm_bytes: int) -> None:
         self._fleet = fleet
         self._daemon = daemon
         # A worker may still give an answer that the daemon before this one has asked for: no number is used twice.
         self._numbers = itertools.count(time.time_ns() // 1000)
         self._descriptions = Descriptions()
         self.room = Room(max_memory_bytes, self._user)
+        self.regions = Registry(max_shm_bytes, self._user)
         self._upkeep = Upkeep(self.room)
         self._connections = Connections(
             loop,
@@ -205,13 +210,35 @@ class Frontend:
                 for each in self._fleet.everyone():
                     each.cancel(client, message.id, now)
             case Register() | Unregister():
-                raise InvalidArgument(_ELSEWHERE)
+                self._share(connection, message)
             case ServerReady() | ModelReady():
                 self._tell_ready(client, message, now)
             case Status():
                 self._daemon.ask_status(client, message.id)
             case Update() | Reload():
                 self._operate(connection, message, now)
+
+    def _share(self, connection: Connection, message: Register | Unregister) -> None:
+        client = connection.key
+        if not connection.identity.is_near:
+            raise InvalidArgument(_ELSEWHERE)
+        if isinstance(message, Unregister):
+            self.regions.unregister(client, message.region)
+            return
+        try:
+            region = self.regions.register(client, connection.stream.descriptors)
+        except RequestError:
+            self._connections.refuse_descriptors(connection)
+            raise
+        self._tell(client, Registered(message.id, region))
+
+    def _places(self, connection: Connection, message: Infer) -> Places:
+        regions = message.parameters.regions
+        if regions is None:
+            return NOWHERE
+        if not connection.identity.is_near:
+            raise InvalidArgument(f"parameters.regions: {_ELSEWHERE}")
+        return self.regions.places(connection.key, regions, message.description.inputs)
 
     def _tell_ready(self, client: bytes, message: ServerReady | ModelReady, now: float) -> None:
         models = list(self._fleet.models.values())
@@ -245,8 +272,6 @@ class Frontend:
 
     def _infer(self, connection: Connection, message: Infer, tensors: Sequence[Any], now: float) -> None:
         client = connection.key
-        if message.parameters.regions is not None:
-            raise InvalidArgument(f"parameters.regions: {_ELSEWHERE}")
         model = self._model(message.description.model_name)
         if self._daemon.stopping:
             raise Unavailable("weightd is stopping")
@@ -262,6 +287,7 @@ class Frontend:
             deadline=now + seconds,
             nbytes=sum(map(len, tensors)),
             origin=connection.identity.origin,
+            places=self._places(connection, message),
         )
         self._upkeep.seen(request.nbytes, now)
         kept_bytes = request.kept_bytes
@@ -280,6 +306,7 @@ class Frontend:
     def _on_gone(self, connection: Connection) -> None:
         for model in self._fleet.everyone():
             model.vanished(connection.key, time.monotonic())
+        self.regions.forget(connection.key)
 
     # --- memory -------------------------------------------------------------------------------------------------
 

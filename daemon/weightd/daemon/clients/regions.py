@@ -6,10 +6,9 @@ import functools
 import itertools
 import secrets
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 
-from weightd.daemon.clients.closing import Closing
 from weightd.daemon.requests.regions import Memory, Place, Places
 from weightd.protocol import limits
 from weightd.protocol.errors import InvalidArgument, NotFound, ResourceExhausted
@@ -29,11 +28,11 @@ class Registry:
         user: called with a client; returns on whose account it goes.
 
     Attributes:
-        closing: takes descriptors that were refused.
+        closed: numbers of regions that nothing names any more, for whoever takes them.
     """
 
     def __init__(self, most_bytes: int, user: Callable[[bytes], str]) -> None:
-        self.closing = Closing()
+        self.closed: list[int] = []
         self._most_bytes = most_bytes
         self._user = user
         self._by_client: dict[bytes, dict[str, Memory]] = {}
@@ -43,45 +42,34 @@ class Registry:
         # A worker may still have one of the daemon before this one: no number is used twice.
         self._numbers = itertools.count(time.time_ns() // 1000)
 
-    def register(self, client: bytes, descriptors: Sequence[int]) -> str:
+    def register(self, client: bytes, descriptors: deque[int]) -> str:
         """Take the memory that came with a client's message; return the name of the region.
 
         Raises:
-            InvalidArgument: what came cannot be shared so.
+            InvalidArgument: what came cannot be shared so; it is left where it is.
             ResourceExhausted: the client, or its user, has as much as it may.
         """
-        try:
-            if len(descriptors) != 1:
-                raise InvalidArgument(f"register: expected one descriptor, got {len(descriptors)}")
-            user, nbytes = self._user(client), _size(descriptors[0])
-            self._check_room(client, user, nbytes)
-        except BaseException:
-            for descriptor in descriptors:
-                self.closing.close(descriptor)
-            raise
+        if len(descriptors) != 1:
+            raise InvalidArgument(f"register: expected one descriptor, got {len(descriptors)}")
+        user, nbytes = self._user(client), _size(descriptors[0])
+        self._check_room(client, user, nbytes)
         self._bytes[user] += nbytes
         self._count[user] += 1
-        closed = functools.partial(self._closed, user, nbytes)
+        number = next(self._numbers)
         region = secrets.token_hex(limits.MAX_REGION_ID_BYTES // 2)
-        memory = Memory(next(self._numbers), descriptors[0], nbytes, closed)
+        memory = Memory(number, descriptors.popleft(), nbytes, functools.partial(self._on_closed, user, nbytes, number))
         self._by_client.setdefault(client, {})[region] = memory
         return region
 
-    def unregister(self, client: bytes, region: str) -> int | None:
-        """Give up a region; return the number that workers know it by, None where there is no such region.
+    def unregister(self, client: bytes, region: str) -> None:
+        """Give up a region, if there is such a one; requests that name it already are not concerned."""
+        self._by_client.get(client, {}).pop(region, None)
 
-        Requests that name it already are not concerned.
-        """
-        memory = self._by_client.get(client, {}).pop(region, None)
-        return None if memory is None else memory.number
+    def forget(self, client: bytes) -> None:
+        """The client is gone: give up its regions."""
+        self._by_client.pop(client, None)
 
-    def forget(self, client: bytes) -> list[int]:
-        """The client is gone: give up its regions; return their numbers."""
-        return [memory.number for memory in self._by_client.pop(client, {}).values()]
-
-    def places(
-        self, client: bytes, regions: Regions, inputs: Sequence[TensorSpec], outputs: Sequence[str] | None
-    ) -> Places:
+    def places(self, client: bytes, regions: Regions, inputs: Sequence[TensorSpec]) -> Places:
         """Return where a request's tensors are, once it is sure that they lie in regions of that client.
 
         Raises:
@@ -89,8 +77,6 @@ class Registry:
             NotFound: a region is none of this connection.
         """
         known = self._by_client.get(client, {})
-        if regions.outputs and outputs is None:
-            raise InvalidArgument("parameters.regions.outputs: expected none where `outputs` names none")
         return Places(
             {
                 each.tensor: _place(known, each, inputs[each.tensor].nbytes, f"inputs[{index}]")
@@ -111,7 +97,8 @@ class Registry:
             bound = f"the bound is {self._most_bytes} (max_shm_bytes)"
             raise ResourceExhausted(f"this user has {self._bytes[user]} bytes in regions already; {bound}")
 
-    def _closed(self, user: str, nbytes: int) -> None:
+    def _on_closed(self, user: str, nbytes: int, number: int) -> None:
+        self.closed.append(number)
         self._bytes[user] -= nbytes
         self._count[user] -= 1
         if not self._count[user]:

@@ -42,6 +42,10 @@ class DaemonConfig:
     """Bytes that the daemon keeps for its clients: requests under way and answers that they have not read. Past it who
     has most is refused or hung up first. At least 16 MiB. Default: a quarter of the memory of host or control group."""
 
+    max_shm_bytes: int = field(default=0, metadata=integer(0, 2**62))
+    """Bytes of memory that one user may share with the workers, for tensors that are not sent. It takes memory where it
+    is written to, and is the user's own but for outputs. Default: a quarter of the memory of host or control group."""
+
     @property
     def key(self) -> str:
         """A short name for this daemon, made from its socket: two daemons never share a file."""

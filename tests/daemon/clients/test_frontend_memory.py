@@ -1,0 +1,242 @@
+"""Clients that share memory: what each may name, and what becomes of what they send."""
+
+from __future__ import annotations
+
+import gc
+import os
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from weightd.daemon.clients.connection import Identity
+from weightd.daemon.clients.frontend import Daemon, Frontend
+from weightd.daemon.host.loop import Loop
+from weightd.daemon.models.fleet import Fleet
+from weightd.daemon.requests.request import Origin, Request
+from weightd.protocol.codec import decode, encode
+from weightd.protocol.errors import Cancelled, InvalidArgument
+from weightd.protocol.messages.children import Result
+from weightd.protocol.messages.data import (
+    Error,
+    Infer,
+    InferResponse,
+    Parameters,
+    RequestDescription,
+    ResponseDescription,
+    TensorSpec,
+)
+from weightd.protocol.messages.regions import (
+    InputPlace,
+    OutputPlace,
+    Regions,
+    Register,
+    Registered,
+    Released,
+    Unregister,
+)
+from weightd.protocol.messages.types import TO_CLIENT
+from weightd.shared import memfd
+from weightd.shared.stream import Stream
+
+X = TensorSpec("x", "UINT8", (1000,))
+
+
+class World:
+    """A frontend with a model that only keeps what it is asked."""
+
+    name = "m"
+    config = SimpleNamespace(timeout=30.0)
+
+    def __init__(self) -> None:
+        self.loop = Loop()
+        self.waiting: list[Request] = []
+        fleet = SimpleNamespace(models={"m": self}, everyone=lambda: [self])
+        daemon = SimpleNamespace(stopping=False)
+        self.frontend = Frontend(self.loop, cast(Fleet, fleet), 10**9, cast(Daemon, daemon), max_shm_bytes=10_000)
+        self._clients: list[Stream] = []
+
+    def infer(self, request: Request, now: float) -> None:
+        self.waiting.append(request)
+
+    def vanished(self, client: bytes, now: float) -> None:
+        for request in [each for each in self.waiting if each.client == client]:
+            self.waiting.remove(request)
+            self.frontend.refuse(request, Cancelled("gone"))
+
+    def client(self, user: str = "uid 1", *, is_near: bool = True) -> Stream:
+        ours, theirs = socket.socketpair()
+        self.frontend.adopt(ours, Identity(Origin(f"process {len(self._clients)}", user), is_near=is_near))
+        self._clients.append(Stream(theirs))
+        return self._clients[-1]
+
+    def until(self, check: Callable[[], object]) -> None:
+        for _ in range(400):
+            if check():
+                return
+            self.loop.wait(0.05)
+        raise TimeoutError
+
+    def hear(self, client: Stream) -> Any:
+        messages: list[Any] = []
+
+        def come() -> bool:
+            messages.extend(client.receive())
+            return bool(messages)
+
+        self.until(come)
+        [message] = messages
+        return decode(message.frames, TO_CLIENT)
+
+    def register(self, client: Stream, nbytes: int = 5_000) -> str:
+        descriptor = memfd.create(nbytes)
+        client.send(encode(Register("r")), [descriptor])
+        os.close(descriptor)
+        answer = self.hear(client)
+        assert isinstance(answer, Registered)
+        return answer.region
+
+    def ask(self, client: Stream, *places: InputPlace | OutputPlace, request_id: str = "1") -> None:
+        inputs = tuple(place for place in places if isinstance(place, InputPlace))
+        outputs = tuple(place for place in places if isinstance(place, OutputPlace))
+        asked = Infer(request_id, RequestDescription("m", (X,)), Parameters(regions=Regions(inputs, outputs)))
+        client.send([*encode(asked), *([] if inputs else [bytes(1000)])])
+
+    def refusal(self, client: Stream) -> str:
+        error = self.hear(client)
+        assert isinstance(error, Error)
+        return f"{error.code}: {error.error}"
+
+    def descriptors(self) -> int:
+        gc.collect()
+        return len([*Path("/proc/self/fd").iterdir()])
+
+    def close(self) -> None:
+        for each in self._clients:
+            each.close()
+        self.frontend.close()
+        self.loop.close()
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    made = World()
+    yield made
+    made.close()
+
+
+def test_a_request_names_places_and_its_answer_what_was_written(world: World) -> None:
+    client = world.client()
+    region = world.register(client)
+    world.ask(client, InputPlace(0, region, 3000), OutputPlace(0, region, 100, 50))
+    world.until(lambda: world.waiting)
+    [request] = world.waiting
+    found = [(each.offset, each.nbytes) for each in (request.places.inputs[0], request.places.outputs[0])]
+    assert (found, request.frames, request.nbytes) == ([(3000, 1000), (100, 50)], [], 0)
+    request.running = True
+    described = ResponseDescription("m", (X,))
+    world.frontend.answer(request, Result(1, described, (0,)), ())
+    assert world.hear(client) == InferResponse("1", described, (0,), running=True)
+    world.frontend.released(request)
+    assert world.hear(client) == Released("1")
+
+
+def test_an_error_says_whether_somebody_may_still_write(world: World) -> None:
+    client = world.client()
+    world.ask(client, OutputPlace(0, world.register(client), 100, 50))
+    world.until(lambda: world.waiting)
+    [request] = world.waiting
+    for running in (True, None):
+        request.running = bool(running)
+        world.frontend.refuse(request, InvalidArgument("x"))
+        assert world.hear(client) == Error("1", "INVALID_ARGUMENT", "x", running=running)
+
+
+@pytest.mark.parametrize("user", ["uid 1", "uid 2"])
+def test_a_region_is_nobody_elses(world: World, user: str) -> None:
+    region = world.register(world.client())
+    other = world.client(user)
+    world.register(other, 100)
+    for place in (InputPlace(0, region, 0), OutputPlace(0, region, 0, 10)):
+        world.ask(other, place)
+        refusal = world.refusal(other)
+        assert refusal.startswith("NOT_FOUND: parameters.regions.")
+        assert region not in refusal
+    other.send(encode(Unregister("u", region)))
+    world.ask(other, InputPlace(0, region, 0))
+    assert world.refusal(other).startswith("NOT_FOUND")
+    assert not world.frontend.regions.closed
+    assert not world.waiting
+
+
+def test_behind_a_gate_nothing_is_shared(world: World) -> None:
+    client = world.client(is_near=False)
+    messages = [Register("1"), Unregister("1", "0" * 32)]
+    for message in messages:
+        client.send(encode(message))
+        assert world.refusal(client) == "INVALID_ARGUMENT: memory can be shared on the unix socket alone"
+    world.ask(client, InputPlace(0, "0" * 32, 0))
+    assert "on the unix socket alone" in world.refusal(client)
+
+
+def test_a_region_goes_with_its_connection_and_with_the_last_that_names_it(world: World) -> None:
+    before = world.descriptors()
+    client = world.client()
+    region = world.register(client)
+    world.ask(client, InputPlace(0, region, 0))
+    world.until(lambda: world.waiting)
+    client.send(encode(Unregister("u", region)))
+    world.ask(client, InputPlace(0, region, 0))
+    assert world.refusal(client).startswith("NOT_FOUND")
+    [number] = [memory.number for memory in world.waiting[0].places.memories]
+    assert not world.frontend.regions.closed
+    world.register(client, 5_000)
+    client.connection.close()
+    world.until(lambda: not world.waiting)
+    gc.collect()
+    assert number in world.frontend.regions.closed
+    assert len(world.frontend.regions.closed) == 2
+    assert world.descriptors() == before
+
+
+@pytest.mark.parametrize(
+    "message", [encode(Register("1")), encode(Unregister("1", "x")), [b"junk"]], ids=["register", "unregister", "junk"]
+)
+def test_what_is_no_memory_is_closed_and_holds_nobody_up(world: World, message: Sequence[bytes]) -> None:
+    client, other = world.client(), world.client()
+    reader, writer = os.pipe()
+    before = world.descriptors()
+    for _ in range(30):
+        client.send(message, [writer])
+        world.loop.wait(0.05)
+    region = world.register(other)
+    world.ask(other, InputPlace(0, region, 0))
+    world.until(lambda: world.waiting)
+    # But for the region, all that came is closed.
+    world.until(lambda: world.descriptors() == before + 1)
+    os.close(reader)
+    os.close(writer)
+
+
+@pytest.mark.parametrize("count", [2, 4, 9])
+def test_a_message_brings_one_descriptor(world: World, count: int) -> None:
+    client = world.client()
+    memories = [memfd.create(10) for _ in range(count)]
+    before = world.descriptors()
+    client.send(encode(Register("1")), memories)
+    assert world.refusal(client).startswith("INVALID_ARGUMENT")
+    client.connection.close()
+    world.until(lambda: world.descriptors() <= before - 1)
+    for each in memories:
+        os.close(each)
+
+
+def test_who_sends_what_cannot_be_closed_is_hung_up(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weightd.daemon.clients.closing.Closing.is_behind", True)
+    client = world.client()
+    client.send(encode(Register("1")), [0])
+    with pytest.raises(ConnectionError):
+        world.until(client.receive)
