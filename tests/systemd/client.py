@@ -1,10 +1,10 @@
-"""A client process inside: does what the first argument says at the socket of the second, and prints one JSON object.
+"""A client process inside: does what the first argument says at the address of the second, and prints one JSON object.
 
-    ask SOCKET QUESTIONS [MODEL]    ask each question once
-    load SOCKET QUESTIONS           ask without end, until standard input ends
-    probe SOCKET                    connect without end, until standard input ends
-    reload SOCKET                   have the configuration read again
-    greedy SOCKET COUNT             make a worker of the model "greedy" fill in so many numbers
+    ask ADDRESS QUESTIONS [MODEL]   ask each question once
+    load ADDRESS QUESTIONS          ask without end, until standard input ends
+    probe PATH                      connect to it and PATH.unix without end, until standard input ends
+    reload ADDRESS                  have the configuration read again
+    greedy ADDRESS COUNT            make a worker of the model "greedy" fill in so many numbers
 
 "begun" is written before, once the second and third have been served.
 """
@@ -38,7 +38,7 @@ Questions = Sequence[tuple[Any, Any]]
 def ask(address: str, file: str, model: str = "mlp") -> Report:
     """Ask each question once."""
     questions = _questions(file)
-    with Client(f"ipc://{address}", timeout=TIMEOUT_S) as client:
+    with Client(address, timeout=TIMEOUT_S) as client:
         wrong = sum(client.infer(model, {"x": x})["y"].tobytes() != y.tobytes() for x, y in questions)
     return {"answered": len(questions), "wrong": wrong}
 
@@ -50,7 +50,7 @@ def load(address: str, file: str) -> Report:
     tally = _Tally()
     while not ended.is_set():
         try:
-            with Client(f"ipc://{address}", timeout=TIMEOUT_S) as client:
+            with Client(address, timeout=TIMEOUT_S) as client:
                 while not ended.is_set():
                     _round(client, questions, tally)
                     ended.wait(PAUSE_S)
@@ -97,27 +97,28 @@ class _Tally:
         return {**counts, "errors": self._errors, "texts": texts, "gap": self._gap}
 
 
-def probe(address: str) -> Report:
-    """Connect again and again, as a plain unix socket."""
+def probe(path: str) -> Report:
+    """Connect again and again, as a plain unix socket, to both that there are."""
     ended = _end_of_input()
     outcomes: Counter[str] = Counter()
     print("begun", flush=True)
     while not ended.wait(PAUSE_S):
-        with socket.socket(socket.AF_UNIX) as connection:
-            outcomes[errno.errorcode.get(connection.connect_ex(address), "connected")] += 1
+        for each in (path, f"{path}.unix"):
+            with socket.socket(socket.AF_UNIX) as connection:
+                outcomes[errno.errorcode.get(connection.connect_ex(each), "connected")] += 1
     return outcomes
 
 
 def reload(address: str) -> Report:
     """Have the configuration read again, which not everybody may."""
-    with Client(f"ipc://{address}", timeout=TIMEOUT_S) as client:
+    with Client(address, timeout=TIMEOUT_S) as client:
         client.reload()
     return {}
 
 
 def greedy(address: str, count: str) -> Report:
     """Make a worker fill in many numbers."""
-    with Client(f"ipc://{address}", timeout=TIMEOUT_S) as client:
+    with Client(address, timeout=TIMEOUT_S) as client:
         answer = client.infer("greedy", {"n": np.array([int(count)], np.int64)})
     return {"y": float(answer["y"][0])}
 

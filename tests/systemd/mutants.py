@@ -53,13 +53,14 @@ _START = "test_start.py::test_it_has_started_when_its_required_models_serve_howe
 _CLEAN = "test_units.py::test_systemd_has_nothing_to_say_about_a_unit"
 _EXPOSED = "test_units.py::test_nothing_is_exposed_without_a_reason"
 _CONFIG = "test_start.py::test_a_wrong_configuration_is_not_tried_again"
-_STOP = "test_restart.py::test_a_stop_leaves_nothing_but_the_socket"
+_STOP = "test_restart.py::test_a_stop_leaves_nothing_but_the_sockets"
+_GROUP = "test_serving.py::test_a_socket_is_for_the_group_alone"
 _DIR = "/run/weightd"
 _INSTANCES = "test_instances.py"
 _SERVING = "test_serving.py"
 _RELOAD = "test_serving.py::test_a_broken_configuration_changes_nothing_and_who_reloads_is_told_why"
 _SHARED = "test_serving.py::test_the_weights_are_shared"
-_WEIGHTCTL = "ExecReload=/usr/bin/weightctl --socket ipc:///run/weightd/weightd.sock"
+_WEIGHTCTL = "ExecReload=/usr/bin/weightctl --socket /run/weightd/weightd.sock"
 _CALLS = "sched_setscheduler sched_setaffinity prlimit64 setrlimit"
 _STRANGER = "test_serving.py::test_a_stranger_may_not_connect_and_is_told_so"
 
@@ -87,7 +88,8 @@ MUTANTS = [
     _service("zmq-killed", f"SystemCallFilter={_CALLS} mincore", "SystemCallFilter=mincore", _SERVING),
     _service("no-mincore", f"SystemCallFilter={_CALLS} mincore", f"SystemCallFilter={_CALLS}", _SHARED),
     _socket("open-socket", "SocketMode=0660", "SocketMode=0666", _STRANGER),
-    _socket("no-group", "SocketGroup=weightd-clients", "", "test_serving.py::test_the_socket_is_for_the_group_alone"),
+    _socket("no-group", "SocketGroup=weightd-clients", "", _GROUP),
+    _socket("no-unix", f"ListenStream={_DIR}/weightd.sock.unix", "", _GROUP),
     _socket("elsewhere", "ListenStream=/run/weightd/weightd.sock", "ListenStream=/run/weightd.sock", _SERVING),
     Mutant("one-socket", "weightd@.socket", f"ListenStream={_DIR}/%i.sock", f"ListenStream={_DIR}/i.sock", _INSTANCES),
     Mutant("no-user", "sysusers.d/weightd.conf", "g weightd-clients -", "", "test_units.py::test_user_and_group"),

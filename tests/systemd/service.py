@@ -40,7 +40,8 @@ class Weightd:
 
     Attributes:
         service, socket: names of the units.
-        address: path of the socket for clients.
+        address: where its clients connect; the path of its socket for those that speak ZeroMQ.
+        sockets: paths of its sockets for clients.
     """
 
     def __init__(self, manager: Manager, instance: str = "") -> None:
@@ -49,13 +50,14 @@ class Weightd:
         self.socket = self.service.replace(".service", ".socket")
         self._name = instance or "weightd"
         self.address = f"/run/weightd/{self._name}.sock"
+        self.sockets = (self.address, f"{self.address}.unix")
 
     # --- what the operator does
 
     def configure(self, models: Mapping[str, Model], daemon: Model | None = None) -> None:
         """Write the configuration file."""
         tables = {"daemon": daemon or {}, **{f"models.{name}": model for name, model in models.items()}}
-        self.write_config("".join(_table(name, table) for name, table in tables.items()))
+        self.write_config("".join(table(name, keys) for name, keys in tables.items()))
 
     def write_config(self, text: str) -> None:
         """Write the configuration file as it is given."""
@@ -127,7 +129,7 @@ class Weightd:
 
     def weightctl(self, *arguments: str, uid: int = 0) -> subprocess.CompletedProcess[str]:
         """Run weightctl."""
-        return self.manager.try_run(["weightctl", "--socket", f"ipc://{self.address}", *arguments], uid, uid)
+        return self.manager.try_run(["weightctl", "--socket", self.address, *arguments], uid, uid)
 
     def status(self) -> Mapping[str, Any]:
         """Return what weightctl says; its exit status is for models that do not serve."""
@@ -160,10 +162,12 @@ class Weightd:
 
     # --- what its clients see
 
-    def client(self, verb: str, *arguments: str, uid: int = CLIENT_UID, member: bool = True) -> subprocess.Popen[str]:
-        """Start a client process, of a user who is a member of the socket's group or not."""
+    def client(
+        self, verb: str, *arguments: str, uid: int = CLIENT_UID, member: bool = True, scheme: str = ""
+    ) -> subprocess.Popen[str]:
+        """Start a client process, of a user who is a member of the sockets' group or not; "ipc://" is for ZeroMQ."""
         groups = [self.clients_gid] if member else []
-        command = [self.manager.python, CLIENT, verb, self.address, *arguments]
+        command = [self.manager.python, CLIENT, verb, scheme + self.address, *arguments]
         return self.manager.popen(command, uid, uid, groups)
 
     @property
@@ -171,9 +175,11 @@ class Weightd:
         """The group of those who may connect."""
         return int(self.manager.run(["getent", "group", "weightd-clients"]).split(":")[2])
 
-    def report(self, verb: str, *arguments: str, uid: int = CLIENT_UID, member: bool = True) -> Mapping[str, Any]:
+    def report(
+        self, verb: str, *arguments: str, uid: int = CLIENT_UID, member: bool = True, scheme: str = ""
+    ) -> Mapping[str, Any]:
         """Run a client to its end and return its report."""
-        return ended(self.client(verb, *arguments, uid=uid, member=member))
+        return ended(self.client(verb, *arguments, uid=uid, member=member, scheme=scheme))
 
     def ask(self, file: str = materials.QUESTIONS, model: str = "mlp") -> None:
         """Ask each question; every answer must be right."""
@@ -201,9 +207,9 @@ def begun(process: subprocess.Popen[str]) -> subprocess.Popen[str]:
     return process
 
 
-def _table(name: str, table: Model) -> str:
-    """Text, numbers and booleans are written in TOML as in JSON."""
-    return "\n".join(_lines(name, table)) + "\n"
+def table(name: str, keys: Model) -> str:
+    """Return a table; text, numbers and booleans are written in TOML as in JSON."""
+    return "\n".join(_lines(name, keys)) + "\n"
 
 
 def _lines(name: str, table: Model) -> Iterator[str]:

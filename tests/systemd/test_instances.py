@@ -43,4 +43,4 @@ def test_each_serves_its_own_models_and_neither_harms_the_other(two: tuple[Weigh
     assert first.wait_for_workers() == workers
     first.stop()
     for each in (first, second):
-        assert each.manager.path(each.address).is_socket()
+        assert all(each.manager.path(path).is_socket() for path in each.sockets)

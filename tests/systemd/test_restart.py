@@ -17,7 +17,8 @@ from .service import MLP, Child, Weightd, begun, ended
 
 pytestmark = pytest.mark.e2e
 
-CLIENTS = 2
+# Of each transport a client.
+SCHEMES = ("unix://", "ipc://")
 
 # The only errors that a client may see while its daemon is replaced.
 ALLOWED = {"UNAVAILABLE"}
@@ -37,7 +38,7 @@ class Load:
 @contextmanager
 def under_load(weightd: Weightd) -> Generator[Load, None, None]:
     """Have several processes ask during the block; every answer must be right, and no connection refused."""
-    clients = [weightd.client("load", materials.QUESTIONS) for _ in range(CLIENTS)]
+    clients = [weightd.client("load", materials.QUESTIONS, scheme=each) for each in SCHEMES]
     probe = weightd.client("probe")
     load = Load()
     for each in (*clients, probe):
@@ -97,15 +98,16 @@ def test_a_client_that_comes_during_a_restart_is_served_by_the_next_daemon(weigh
     assert weightd.main_pid not in (0, before)
 
 
-def test_a_stop_leaves_nothing_but_the_socket(weightd: Weightd) -> None:
+def test_a_stop_leaves_nothing_but_the_sockets(weightd: Weightd) -> None:
     weightd.start()
     weightd.wait_for_workers()
     weightd.restart()
     weightd.stop()
-    assert weightd.manager.run(["find", "/run/weightd", "-not", "-type", "d"]).split() == [weightd.address]
+    found = weightd.manager.run(["find", "/run/weightd", "-not", "-type", "d"])
+    assert {*found.split()} == {*weightd.sockets}
     assert weightd.manager.run(["find", "/var/cache/weightd", "-mindepth", "1"]) == ""
     assert weightd.show("Result") == "success"
-    # The socket is still there for whoever comes next.
+    # They are still there for whoever comes next.
     weightd.ask()
 
 

@@ -39,8 +39,9 @@ def unchanged(serving: Weightd) -> Iterator[None]:
     assert (serving.main_pid, serving.restarts) == (before, 0), serving.journal()
 
 
-def test_a_member_of_the_group_is_answered(serving: Weightd) -> None:
-    serving.ask()
+@pytest.mark.parametrize("scheme", ["", "unix://", "ipc://"])
+def test_a_member_of_the_group_is_answered(serving: Weightd, scheme: str) -> None:
+    assert serving.report("ask", materials.QUESTIONS, scheme=scheme).get("wrong") == 0
 
 
 def test_systemd_knows_that_it_serves(serving: Weightd) -> None:
@@ -49,11 +50,12 @@ def test_systemd_knows_that_it_serves(serving: Weightd) -> None:
     assert shown["StatusText"]
 
 
-def test_the_socket_is_for_the_group_alone(serving: Weightd) -> None:
-    status = serving.manager.path(serving.address).stat()
-    assert stat.S_IMODE(status.st_mode) == 0o660
-    assert status.st_gid == serving.clients_gid
-    assert status.st_uid == user_id(serving)
+def test_a_socket_is_for_the_group_alone(serving: Weightd) -> None:
+    for path in serving.sockets:
+        status = serving.manager.path(path).stat()
+        assert stat.S_IMODE(status.st_mode) == 0o660
+        assert status.st_gid == serving.clients_gid
+        assert status.st_uid == user_id(serving)
 
 
 def user_id(weightd: Weightd) -> int:
@@ -73,7 +75,8 @@ def test_a_stranger_may_not_connect_and_is_told_so(serving: Weightd) -> None:
     assert serving.report("ask", materials.QUESTIONS, uid=STRANGER_UID, member=False)["error"] == "PERMISSION_DENIED"
 
 
-def test_only_its_own_user_and_root_may_have_it_reload(serving: Weightd) -> None:
+def test_only_its_own_user_and_root_may_have_it_reload_and_not_by_zeromq(serving: Weightd) -> None:
+    assert serving.report("reload", uid=0, scheme="ipc://")["error"] == "PERMISSION_DENIED"
     assert serving.report("reload")["error"] == "PERMISSION_DENIED"
     assert serving.report("reload", uid=0) == {}
     assert serving.report("reload", uid=user_id(serving)) == {}

@@ -11,7 +11,7 @@ import pytest
 from testkit.waiting import until
 
 from . import materials
-from .service import MLP, STRANGER_UID, Weightd, ended
+from .service import MLP, STRANGER_UID, Weightd, ended, table
 from .units import DIRECTORY, INSTALLED
 
 pytestmark = pytest.mark.e2e
@@ -105,6 +105,28 @@ def test_it_listens_on_tcp_too_if_the_socket_unit_does(weightd: Weightd) -> None
     finally:
         manager.run(["rm", "-r", f"{INSTALLED}/weightd.socket.d"])
         manager.run(["systemctl", "stop", weightd.service, weightd.socket])
+        manager.systemctl("daemon-reload")
+
+
+def test_users_can_have_a_socket_of_their_own(weightd: Weightd) -> None:
+    manager, path, unit = weightd.manager, "/run/weightd/lab.sock", "weightd-lab.socket"
+    lines = (DIRECTORY / weightd.socket).read_text("utf-8").splitlines()
+    kept = [each for each in lines if not each.startswith(("ListenStream=", "SocketGroup="))]
+    more = ["[Socket]", f"ListenStream={path}", "SocketGroup=users", f"Service={weightd.service}"]
+    manager.write(f"{INSTALLED}/{unit}", "\n".join([*kept, *more, ""]))
+    tables = {"listeners.local": {"address": f"ipc://{weightd.address}"}, "listeners.lab": {"address": f"ipc://{path}"}}
+    models = {"models.mlp": MLP}
+    weightd.write_config("".join(table(name, keys) for name, keys in {**tables, **models}.items()))
+    manager.systemctl("daemon-reload")
+    try:
+        manager.systemctl("start", unit)
+        weightd.start()
+        for address in (weightd.address, f"ipc://{weightd.address}", f"ipc://{path}"):
+            manager.run(["weightctl", "--socket", address, "health"])
+        assert manager.path(path).stat().st_gid == int(manager.run(["getent", "group", "users"]).split(":")[2])
+    finally:
+        manager.run(["systemctl", "stop", weightd.service, unit])
+        manager.run(["rm", f"{INSTALLED}/{unit}"])
         manager.systemctl("daemon-reload")
 
 

@@ -41,7 +41,8 @@ ENVIRONMENT: Mapping[str, str] = {
     ),
     "LISTEN_FDS": (
         "From systemd: how many descriptors it passes, with LISTEN_PID and LISTEN_FDNAMES: the sockets on which "
-        "clients connect (socket activation), and what leads to the processes of the daemon before this one."
+        "clients connect (socket activation), one whose path ends in .unix for those of this host and others for those "
+        "that speak ZeroMQ, and what leads to the processes of the daemon before this one."
     ),
     "JOURNAL_STREAM": "From systemd: stderr is the journal, so each line of the log begins with its priority.",
     "XDG_RUNTIME_DIR": "Without systemd and not as root: `runtime_dir` is weightd in it by default.",
@@ -52,7 +53,8 @@ ENVIRONMENT: Mapping[str, str] = {
 
 FILES: Mapping[str, str] = {
     "/etc/weightd/weightd.toml": "The configuration, see weightd.toml(5).",
-    "/run/weightd/weightd.sock": "Where clients connect; the group that may is the service's to set.",
+    "/run/weightd/weightd.sock.unix": "Where clients of this host connect; the group that may is the service's to set.",
+    "/run/weightd/weightd.sock": "Where clients connect that speak ZeroMQ; likewise.",
     "/run/weightd/weightd.sock.lock": "The lock of the daemon on that socket; it holds the daemon's pid.",
     "/var/cache/weightd": (
         "Snapshots of the models, page stores and logs of the processes, below a directory named after the socket. "
