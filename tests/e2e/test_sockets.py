@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from testkit.service import Service
-from weightd.client import Client
+from weightd.client import Client, PermissionDenied, Unavailable
 
 from .support import Bare, Place, Question, Zoo, ask_all, left_behind, pairs, weightd
 
@@ -76,8 +76,9 @@ def test_a_socket_path_that_leaves_room_for_the_suffix_of_the_unix_socket_works(
     assert len(f"{path}.unix") == 107
     address = f"ipc://{path}"
     with place.serve(table, socket=address) as daemon:
-        with daemon.client(address) as client:
-            ask_all(client, "two_inputs", questions)
+        for each in (address, f"unix://{path}"):
+            with daemon.client(each) as client:
+                ask_all(client, "two_inputs", questions)
         assert daemon.end() == 0
     assert place.left == []
 
@@ -89,7 +90,7 @@ def test_clients_connect_wherever_a_listener_is_and_not_at_the_daemons_socket(
         port = probe.getsockname()[1]
     listeners = {"one": f"ipc://{place.runtime}/one.sock", "two": f"tcp://127.0.0.1:{port}"}
     with place.serve(table, listeners) as daemon:
-        for address in listeners.values():
+        for address in (*listeners.values(), f"unix://{place.address}"):
             with daemon.client(address) as client:
                 ask_all(client, "two_inputs", questions)
         assert not Path(place.address).exists()
@@ -115,20 +116,63 @@ def as_nobody(address: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
 
 
+@pytest.mark.parametrize("scheme", ["ipc://", "unix://", ""])
 @pytest.mark.parametrize("barrier", ["socket", "directory"])
 def test_a_client_without_permission_says_so_at_once(
-    barrier: str, service: Service, client: Client, questions: list[Question]
+    barrier: str, scheme: str, service: Service, client: Client, questions: list[Question]
 ) -> None:
     path = Path(service.address)
-    assert path.stat().st_mode & 0o777 == 0o660
+    sockets = (path, Path(f"{path}.unix"))
+    assert [each.stat().st_mode & 0o777 for each in sockets] == [0o660, 0o660]
     path.parent.chmod(0o755 if barrier == "socket" else 0o700)
     if os.getuid() != 0:
-        (path if barrier == "socket" else path.parent).chmod(0)
+        for each in sockets if barrier == "socket" else [path.parent]:
+            each.chmod(0)
     try:
-        said = as_nobody(service.address)
+        said = as_nobody(f"{scheme}{path}")
     finally:
         path.parent.chmod(0o700)
-        path.chmod(0o660)
+        for each in sockets:
+            each.chmod(0o660)
     assert said.startswith("PERMISSION_DENIED ")
     assert str(path) in said
     ask_all(client, "two_inputs", questions)
+
+
+def test_a_client_goes_by_zeromq_where_the_unix_socket_cannot_be_used(
+    service: Service, questions: list[Question]
+) -> None:
+    path = Path(service.address)
+    unix = Path(f"{path}.unix")
+    unix.rename(path.with_name("away"))
+    try:
+        with pytest.raises(Unavailable), Client(f"unix://{path}"):
+            pass
+        with Client(str(path)) as client:
+            ask_all(client, "two_inputs", questions)
+    finally:
+        path.with_name("away").rename(unix)
+    with Client(f"unix://{path}") as client:
+        ask_all(client, "two_inputs", questions)
+
+
+def test_operating_goes_by_the_unix_socket_alone(service: Service, zoo: Zoo) -> None:
+    path = service.address
+    with Client(f"ipc://{path}") as client:
+        for operate in (client.reload, lambda: client.update("two_inputs", str(zoo.path("two_inputs", ENGINE)))):
+            with pytest.raises(PermissionDenied):
+                operate()
+    with Client(path) as client:
+        client.reload()
+
+
+def test_a_unix_socket_that_another_program_has_ends_the_start(
+    table: dict[str, dict[str, object]], place: Place
+) -> None:
+    path = f"{place.address}.unix"
+    with socket.create_server(path, family=socket.AF_UNIX):
+        done = weightd("serve", place.config(table))
+    assert done.returncode == CANNOT_CREATE
+    assert f"{path}: another program listens there" in done.stderr
+    Path(path).unlink()
+    assert place.left == []
