@@ -334,6 +334,17 @@ def test_a_closed_client_says_so(client: Client) -> None:
 # --- leaks ----------------------------------------------------------------------------------------------------------
 
 
+def test_another_client_costs_no_thread(client: Client, daemon: FakeDaemon) -> None:
+    def threads() -> int:
+        return len(os.listdir("/proc/self/task"))  # noqa: PTH208 - Python 3.7
+
+    client.server()
+    before = threads()
+    with Client(daemon.address, timeout=LIMIT_S) as another:
+        another.server()
+        assert threads() == before
+
+
 def test_nothing_leaks_descriptors(address: str) -> None:
     def round_trip() -> None:
         fake = FakeDaemon(address)
