@@ -27,7 +27,7 @@ import msgpack
 from weightd.client import Client, RequestError, WeightdError
 from weightd.client import session as client_session
 from weightd.client.client import Pending
-from weightd.client.core import ClientCore
+from weightd.client.core import Call, ClientCore
 from weightd.client.core import Question as Asking
 
 from .ledger import OK, WRONG, Asked, Incident, Ledger
@@ -61,7 +61,13 @@ class _CountingCore(ClientCore):
     """Knows each answer that the wire brings, also those that a Client drops in silence."""
 
     ledger: Ledger
+    asked: Asked
     last = ""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # The ids of what is no inference request.
+        self._others: set[str] = set()
 
     def infer(
         self,
@@ -73,13 +79,28 @@ class _CountingCore(ClientCore):
     ) -> Asking:
         asking = super().infer(model, inputs, timeout, outputs, out)
         self.last = asking[0].id
+        self._others.discard(self.last)
         return asking
 
     def received(self, frames: Sequence[Any]) -> bool:
         header = msgpack.unpackb(frames[0])
-        if header["type"] in ("infer_response", "error"):
+        if header["type"] == "infer_response" or (header["type"] == "error" and header["id"] not in self._others):
             self.ledger.heard(header["id"], time.monotonic())
         return super().received(frames)
+
+    def begin(self, call: Call) -> None:
+        super().begin(call)
+        if call.request is not None:
+            self.ledger.begin(call.id, self.asked)
+
+    def forget(self, call: Call) -> None:
+        super().forget(call)
+        self.ledger.forget(call.id)
+
+    def _next_id(self) -> str:
+        given = super()._next_id()
+        self._others.add(given)
+        return given
 
     def fail_all(self, kind: type[WeightdError], text: str) -> None:
         super().fail_all(kind, text)
@@ -102,7 +123,7 @@ class Asker:
     """
 
     def __init__(self, orders: Orders, stopping: threading.Event) -> None:
-        self.ledger = Ledger()
+        self.ledger = Ledger(by_gate=orders.address.startswith("ipc://"))
         self._orders = orders
         self._stopping = stopping
         self._rng = random.Random(orders.seed)
@@ -160,14 +181,16 @@ class Asker:
         question = self._questions[model][number]
         if self._orders.poisons:
             number, timeout, question = POISONED, _PATIENCE_S, Question(poison(self.ledger.sent), {})
-        asked = Asked(model, number, time.monotonic(), timeout)
+        asked = self._core.asked = Asked(model, number, time.monotonic(), timeout)
         try:
             pending = client.submit(model, question.inputs, timeout=timeout)
         except RequestError as error:
-            _tell_incident(self.ledger.refused(asked, error.code, str(error), time.monotonic()))
+            told = error.code, str(error), time.monotonic()
+            # A part of it may have gone, and the rest will.
+            has_begun = self.ledger.knows(self._core.last)
+            _tell_incident(self.ledger.end(self._core.last, *told) if has_begun else self.ledger.refused(asked, *told))
             time.sleep(_PAUSE_S)
             return
-        self.ledger.begin(self._core.last, asked)
         self._flights.append(_Flight(self._core.last, pending, question))
         if self._orders.cancels and rng.random() < _CANCELLED:
             taken_back = rng.choice(self._flights)

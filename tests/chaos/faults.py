@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import os
 import random
 import signal
@@ -20,10 +21,10 @@ from testkit.mindir import REPOSITORY
 from weightd.client import Client, RequestError
 from weightd.protocol.messages.status import ProcessStatus, StatusResponse
 
-from . import hostile
+from . import hostile, hostile_unix
 from .client import Orders
 from .fleet import Fleet, Member
-from .kinds import LETHAL, Fault
+from .kinds import GATES, LETHAL, Fault
 from .material import Model
 from .schedule import Event
 from .service import Service, Watched, generations, processes, ready_workers
@@ -36,6 +37,10 @@ DEAF_S = 5.0
 UPDATE_LIMIT_S = 30.0
 # The kernel kills the children with the daemon; on a machine that is busy they need a moment to be gone.
 ORPHAN_LIMIT_S = 5.0
+# Less than a gate waits for a handshake.
+STOP_S = 2.0
+# A gate is back at once if the one before it had lived, and no gate waits longer.
+GATE_LIMIT_S = 8.0
 
 _DEAF_REQUESTS = 16
 DEAF_CROWD = 8
@@ -45,10 +50,12 @@ _SIGNALS = {
     Fault.SEGV_WORKER: signal.SIGSEGV,
     Fault.HANG_WORKER: signal.SIGSTOP,
 }
-_GARBAGE = {
-    Fault.GARBAGE_FRAMES: hostile.send_frames,
-    Fault.GARBAGE_BYTES: hostile.send_bytes,
-    Fault.UNFINISHED: hostile.send_unfinished,
+_GARBAGE: Mapping[Fault, Mapping[str, Callable[[str, random.Random], object]]] = {
+    Fault.GARBAGE_FRAMES: {"ipc": hostile.send_frames, "unix": hostile_unix.send_frames},
+    Fault.GARBAGE_BYTES: {"ipc": hostile.send_bytes, "unix": hostile_unix.send_bytes},
+    Fault.UNFINISHED: {"ipc": hostile.send_unfinished, "unix": hostile_unix.send_unfinished},
+    Fault.TRICKLE: {"unix": hostile_unix.trickle},
+    Fault.DESCRIPTORS: {"unix": hostile_unix.send_descriptors},
 }
 
 # Whether the daemon's status shows that the effect of a fault is over.
@@ -95,6 +102,9 @@ class Injector:
         act: Mapping[Fault, Callable[[Event, random.Random], bool]] = {
             **dict.fromkeys(_SIGNALS, self._signal_worker),
             Fault.KILL_HOLDER: self._kill_holder,
+            Fault.KILL_GATE: self._kill_gate,
+            Fault.STOP_GATE: self._stop_gate,
+            Fault.KILL_ZYGOTE: self._kill_gate,
             Fault.TRUNCATE_STORE: self._damage_store,
             Fault.OVERWRITE_STORE: self._damage_store,
             Fault.REPLACE_STORE: self._replace_store,
@@ -130,7 +140,7 @@ class Injector:
     @property
     def recovering(self) -> list[Strike]:
         """The lethal strikes and restarts from which the service has not recovered."""
-        watched = LETHAL | {Fault.KILL_DAEMON, Fault.POISON}
+        watched = LETHAL | GATES | {Fault.KILL_DAEMON, Fault.POISON}
         return [each.strike for each in self._open if each.strike.fault in watched]
 
     def close(self) -> None:
@@ -163,6 +173,48 @@ class Injector:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(holder.pid, signal.SIGKILL)
         return bool(holders)
+
+    def _kill_gate(self, event: Event, _: random.Random) -> bool:
+        before = self.service.front()
+        victim = before.get("zygote" if event.fault is Fault.KILL_ZYGOTE else "gate")
+        if victim is None or "gate" not in before:
+            return False
+
+        def is_back(_: StatusResponse | None = None) -> bool:
+            now = self.service.front()
+            return now.get("gate", before["gate"]) != before["gate"]
+
+        def check() -> None:
+            if self.service.pid == before["daemon"] and not is_back():
+                self.problems.append(f"gate: not back {GATE_LIMIT_S:g} s after {event.fault.value}")
+
+        self._begin(event, is_back, f"pid {victim}")
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(victim, signal.SIGKILL)
+        self._at(GATE_LIMIT_S, check)
+        return True
+
+    def _stop_gate(self, event: Event, _: random.Random) -> bool:
+        gate = self.service.front().get("gate")
+        if gate is None:
+            return False
+        try:
+            pidfd = os.pidfd_open(gate)
+        except ProcessLookupError:
+            return False
+        strike = self._begin(event, lambda status: False, f"pid {gate}")
+
+        def go_on() -> None:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(pidfd, signal.SIGCONT)
+            os.close(pidfd)
+            strike.end = time.monotonic()
+            self._open = [each for each in self._open if each.strike is not strike]
+
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(pidfd, signal.SIGSTOP)
+        self._at(STOP_S, go_on)
+        return True
 
     def _kill_daemon(self, event: Event, rng: random.Random) -> bool:
         strike = self._begin(event, lambda status: not self.service.unhealthy(status), f"pid {self.service.pid}")
@@ -244,7 +296,7 @@ class Injector:
 
     def _flood(self, event: Event, rng: random.Random) -> bool:
         count = FLOOD_FACTOR * self.max_queue
-        orders = Orders(self.service.address, {}, f"flood {rng.random()}", in_flight=count, count=count)
+        orders = Orders(self._way(rng), {}, f"flood {rng.random()}", in_flight=count, count=count)
         member = self._ask("flood", event.model, orders)
         self._begin(event, lambda status: not member.running and _queued(status, event.model) < self.max_queue)
         return True
@@ -256,10 +308,10 @@ class Injector:
         self.members[number] = self.crew(number)
         return True
 
-    def _deaf_clients(self, event: Event, _: random.Random) -> bool:
+    def _deaf_clients(self, event: Event, rng: random.Random) -> bool:
         count = DEAF_CROWD if event.fault is Fault.DEAF_CROWD else 1
         model = max(self.models.values(), key=lambda each: not each.dense)  # the one with the large tensors
-        command = [sys.executable, "-m", "tests.chaos.hostile", self.service.address, model.name, str(model.path)]
+        command = [sys.executable, "-m", "tests.chaos.hostile", self._way(rng), model.name, str(model.path)]
         command += [str(_DEAF_REQUESTS), str(count)]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, cwd=REPOSITORY)
         self._deaf.append(process)
@@ -277,15 +329,20 @@ class Injector:
 
     def _poison(self, event: Event, rng: random.Random) -> bool:
         event = dataclasses.replace(event, model="tiny")
-        orders = Orders(self.service.address, {}, f"poison {rng.random()}", IN_FLIGHT, POISONS, poisons=True)
+        orders = Orders(self._way(rng), {}, f"poison {rng.random()}", IN_FLIGHT, POISONS, poisons=True)
         member = self._ask("poison", event.model, orders)
         healthy = self._replaced(event.model, [])
         self._begin(event, lambda status: not member.running and healthy(status))
         return True
 
     def _garbage(self, event: Event, rng: random.Random) -> bool:
-        thread = self._spawn(lambda: _GARBAGE[event.fault](self.service.zmq_address, rng))
-        self._begin(event, lambda status: not thread.is_alive())
+        address = self.service.address
+        acts = [
+            functools.partial(act, f"{scheme}://{address}", random.Random(rng.random()))
+            for scheme, act in _GARBAGE[event.fault].items()
+        ]
+        threads = [self._spawn(act) for act in acts]
+        self._begin(event, lambda status: not any(thread.is_alive() for thread in threads))
         return True
 
     # --- the operator -------------------------------------------------------------------------------------------
@@ -311,6 +368,9 @@ class Injector:
         return True
 
     # --- within -------------------------------------------------------------------------------------------------
+
+    def _way(self, rng: random.Random) -> str:
+        return rng.choice((self.service.unix_address, self.service.zmq_address))
 
     def _begin(self, event: Event, over: _Over, note: str = "") -> Strike:
         strike = Strike(event.fault, event.model, time.monotonic(), note=note)

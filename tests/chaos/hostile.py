@@ -24,10 +24,10 @@ from weightd.protocol.messages.data import Infer, RequestDescription, TensorSpec
 from .material import load
 
 _SEND_LIMIT_MS = 1000
-_SIGNATURE = b"\xff\0\0\0\0\0\0\0\1\x7f"
+SIGNATURE = b"\xff\0\0\0\0\0\0\0\1\x7f"
 # Whole messages of the two older protocols: the library takes them, but knows less about where they come from.
-_OLD = (b"\1\0\6\0hello", _SIGNATURE + b"\1\5\0\0\0\5hello")
-_GREETING = _SIGNATURE + b"\3\0NULL" + b"\0" * 16 + b"\0" + b"\0" * 31
+_OLD = (b"\1\0\6\0hello", SIGNATURE + b"\1\5\0\0\0\5hello")
+_GREETING = SIGNATURE + b"\3\0NULL" + b"\0" * 16 + b"\0" + b"\0" * 31
 _READY = b"\4\x1c\5READY\x0bSocket-Type\0\0\0\6DEALER"
 
 
@@ -69,7 +69,7 @@ def send_frames(address: str, rng: random.Random, count: int = 200) -> None:
 def send_bytes(address: str, rng: random.Random, count: int = 20) -> None:
     """Send garbage that is not even ZeroMQ, each from a connection of its own."""
     for _ in range(count):
-        begin = rng.choice([b"", _SIGNATURE, _GREETING, _GREETING[: rng.randrange(64)], *_OLD])
+        begin = rng.choice([b"", SIGNATURE, _GREETING, _GREETING[: rng.randrange(64)], *_OLD])
         with socket.socket(socket.AF_UNIX) as peer:
             peer.settimeout(_SEND_LIMIT_MS / 1000)
             # The daemon may hang up whenever it has seen enough, or may just not be there.

@@ -14,6 +14,9 @@ class Fault(enum.Enum):
     SEGV_WORKER = "segv-worker"
     HANG_WORKER = "hang-worker"
     KILL_HOLDER = "kill-holder"
+    KILL_GATE = "kill-gate"
+    STOP_GATE = "stop-gate"
+    KILL_ZYGOTE = "kill-zygote"
     TRUNCATE_STORE = "truncate-store"
     REPLACE_STORE = "replace-store"
     OVERWRITE_STORE = "overwrite-store"
@@ -25,6 +28,8 @@ class Fault(enum.Enum):
     GARBAGE_FRAMES = "garbage-frames"
     GARBAGE_BYTES = "garbage-bytes"
     UNFINISHED = "unfinished"
+    TRICKLE = "trickle"
+    DESCRIPTORS = "descriptors"
     CANCEL = "cancel"
     UPDATE = "update"
     RELOAD = "reload"
@@ -38,6 +43,8 @@ LETHAL = frozenset(
 )
 # What a worker that ends by it was running is blamed for that: by each of these once.
 BLAMING = frozenset({Fault.SEGV_WORKER, Fault.HANG_WORKER})
+# Each ends the connections of ZeroMQ's clients, and of nobody else.
+GATES = frozenset({Fault.KILL_GATE, Fault.KILL_ZYGOTE})
 # What the clients do by themselves, at any time.
 BEHAVIOUR = frozenset({Fault.CANCEL})
 

@@ -1,4 +1,4 @@
-"""`python -m tests.chaos.leak`: many requests, many loads, and what daemon and workers hold before and after."""
+"""`python -m tests.chaos.leak`: many requests, many loads, and what daemon, gate and workers hold before and after."""
 
 from __future__ import annotations
 
@@ -33,20 +33,24 @@ TOLERANCE = Usage(fds=2, threads=0, maps=24, rss=4 * MIB, pss=4 * MIB)
 
 
 def run(service: Service, steady: Model, guest: Model, requests: int, cycles: int) -> list[str]:
-    """Ask the steady model, load and unload the guest; print what is held at each tenth, and return what has grown."""
+    """Ask the steady model over both transports, load and unload the guest; return what has grown.
+
+    What is held is printed at each tenth.
+    """
     service.start()
     service.await_health(_LIMIT_S)
     questions = itertools.cycle(material.load(steady.path))
 
     def work(count: int, loads: int) -> None:
-        with Client(service.address, timeout=_LIMIT_S) as client:
-            _ask(client, steady.name, itertools.islice(questions, count))
+        for share, address in enumerate((service.unix_address, service.zmq_address)):
+            with Client(address, timeout=_LIMIT_S) as client:
+                _ask(client, steady.name, itertools.islice(questions, _share(count, share, of=2)))
         for _ in range(loads):
             _load_and_unload(service, guest)
 
     def show(when: str) -> Mapping[str, Usage]:
-        """Measure the daemon and the steady model's workers; they are the same processes all the time."""
-        held = {"daemon": service.in_quiet(_LIMIT_S)}
+        """Measure daemon, zygote, gate and the steady model's workers; they are the same processes all the time."""
+        held = service.in_quiet(_LIMIT_S)
         held |= {each.name: usage(each.pid) for each in processes(service.status(), steady.name)}
         print(f"{time.strftime('%H:%M:%S')} {when}", *(f"  {n:<18}{u}" for n, u in held.items()), sep="\n", flush=True)
         return held
@@ -111,8 +115,8 @@ def _ask(client: Client, model: str, questions: Iterable[Question]) -> None:
         check()
 
 
-def _share(total: int, step: int) -> int:
-    return total * (step + 1) // STEPS - total * step // STEPS
+def _share(total: int, step: int, of: int = STEPS) -> int:
+    return total * (step + 1) // of - total * step // of
 
 
 if __name__ == "__main__":

@@ -24,7 +24,10 @@ class Asked:
 
 @dataclass(frozen=True)
 class Incident:
-    """A request that did not end in the right answer. Times are monotonic seconds, of the whole machine."""
+    """A request that did not end in the right answer. Times are monotonic seconds, of the whole machine.
+
+    `by_gate`: its client speaks ZeroMQ.
+    """
 
     model: str
     question: int
@@ -34,6 +37,7 @@ class Incident:
     ended_at: float
     timeout: float
     cancelled: bool = False
+    by_gate: bool = False
 
 
 @dataclass
@@ -48,14 +52,18 @@ class _Entry:
 class Ledger:
     """Counts; what does not add up is a problem.
 
+    Args:
+        by_gate: whether its client speaks ZeroMQ.
+
     Attributes:
         sent: requests that were sent, or could not be.
         outcomes: how many ended how.
         problems: what must not be: an answer too many, too few, or that nobody has asked for.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, by_gate: bool = False) -> None:
         self.sent = 0
+        self._by_gate = by_gate
         self.outcomes: Counter[str] = Counter()
         self.problems: list[str] = []
         self._open: dict[str, _Entry] = {}
@@ -70,6 +78,15 @@ class Ledger:
         """A request goes out."""
         self.sent += 1
         self._open[request] = _Entry(asked)
+
+    def forget(self, request: str) -> None:
+        """It did not go out after all."""
+        if self._open.pop(request, None) is not None:
+            self.sent -= 1
+
+    def knows(self, request: str) -> bool:
+        """Whether it went out, and has not ended."""
+        return request in self._open
 
     def cancel(self, request: str) -> None:
         """The client has taken it back."""
@@ -112,15 +129,13 @@ class Ledger:
             self._close(request, entry)
         if code == OK:
             return None
-        asked = entry.asked
-        ended = now if entry.heard_at is None else entry.heard_at
-        return Incident(asked.model, asked.question, code, text, asked.at, ended, asked.timeout, entry.cancelled)
+        return self._incident(entry.asked, code, text, entry.heard_at or now, cancelled=entry.cancelled)
 
     def refused(self, asked: Asked, code: str, text: str, now: float) -> Incident:
         """A request could not even be sent."""
         self.sent += 1
         self.outcomes[code] += 1
-        return Incident(asked.model, asked.question, code, text, asked.at, now, asked.timeout)
+        return self._incident(asked, code, text, now)
 
     def close(self) -> None:
         """No answer can come any more."""
@@ -129,6 +144,11 @@ class Ledger:
         ended = sum(self.outcomes.values())
         if self.sent != ended:
             self.problems.append(f"missing: {self.sent} requests were sent, {ended} ended")
+
+    def _incident(self, asked: Asked, code: str, text: str, ended: float, *, cancelled: bool = False) -> Incident:
+        return Incident(
+            asked.model, asked.question, code, text, asked.at, ended, asked.timeout, cancelled, self._by_gate
+        )
 
     def _close(self, request: str, entry: _Entry) -> None:
         del self._open[request]

@@ -98,13 +98,16 @@ class Run:
     def _go(self) -> None:
         self._service.await_health(START_LIMIT_S)
         self._warm_up()
-        before = self._service.in_quiet(SETTLE_LIMIT_S)
-        print(f"the daemon after its warm-up: {before}", flush=True)
+        before = self._held("after the warm-up")
+        processes = len(self._service.children())
         self._storm()
         self._problems += self._fleet.end()
-        after = self._service.in_quiet(SETTLE_LIMIT_S)
-        print(f"the daemon at the end:        {after}", flush=True)
-        self._problems += [f"leak: {each}" for each in growth(before, after, TOLERANCE)]
+        after = self._held("at the end")
+        self._problems += [
+            f"leak: {name}: {each}" for name in after for each in growth(before[name], after[name], TOLERANCE)
+        ]
+        if len(self._service.children()) > processes:
+            self._problems.append(f"leak: {len(self._service.children())} processes, {processes} before")
         self._service.keep_logs()
         self._stop()
 
@@ -114,11 +117,10 @@ class Run:
         """What any daemon has held once is no growth."""
         crew = [self._member(number, "warm-up") for number in range(CLIENTS)]
         deadline = time.monotonic() + WARM_UP_S
-        for name, model in self._models.items():
-            orders = Orders(
-                self._service.address, {name: str(model.path)}, f"{self.seed}", MAX_QUEUE // 2, 2 * MAX_QUEUE
-            )
-            self._problems += self._fleet.launch("warm-up", orders).wait()
+        for address in (self._service.unix_address, self._service.zmq_address):
+            for name, model in self._models.items():
+                orders = Orders(address, {name: str(model.path)}, f"{self.seed}", MAX_QUEUE // 2, 2 * MAX_QUEUE)
+                self._problems += self._fleet.launch("warm-up", orders).wait()
         while time.monotonic() < deadline and all(member.running for member in crew):
             time.sleep(_LOOK_SOON_S)
         self._problems += self._fleet.end()
@@ -200,10 +202,16 @@ class Run:
 
     # --- within -------------------------------------------------------------------------------------------------
 
+    def _held(self, when: str) -> dict[str, Usage]:
+        held = self._service.in_quiet(SETTLE_LIMIT_S)
+        print(*(f"{name:<7} {when}: {each}" for name, each in held.items()), sep="\n", flush=True)
+        return held
+
     def _member(self, number: int, name: str = "") -> Member:
         generation = len(self._fleet.members)
         orders = Orders(
-            self._service.address,
+            # In each crew there are both.
+            (self._service.unix_address, self._service.zmq_address)[(self.seed + number) % 2],
             {name: str(model.path) for name, model in self._models.items()},
             f"{self.seed} {number} {generation}",
             IN_FLIGHT,

@@ -74,7 +74,7 @@ def _others(rng: random.Random, end: float, faults: Sequence[Fault], models: Seq
             deck = rng.sample(faults, len(faults))
         fault = deck.pop()
         yield Event(at, fault, rng.choice(models) if fault in _ANY_MODEL else "", rng.random())
-        at += rng.uniform(0.7, 2.5)
+        at += rng.uniform(0.4, 1.6)
 
 
 def _restarts(rng: random.Random, end: float) -> Iterator[Event]:

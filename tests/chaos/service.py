@@ -49,7 +49,9 @@ class Service:
 
     Attributes:
         workspace: where everything but the sockets is: its log, its cache, and what others put there.
-        address: where clients connect.
+        address: where clients connect, in whichever way they like.
+        unix_address: where they connect to the daemon's unix socket.
+        zmq_address: where they connect to its gate.
         pid: the daemon's.
         managed: whether it is.
     """
@@ -61,6 +63,7 @@ class Service:
         self.cache = workspace / "cache"
         self.cache.mkdir()
         self.address = f"{self._runtime}/weightd.sock"
+        self.unix_address = f"unix://{self.address}"
         self.zmq_address = f"ipc://{self.address}"
         places = {"socket": self.zmq_address, "runtime_dir": self._runtime, "cache_dir": self.cache}
         self._daemon = {**places, **daemon}
@@ -212,15 +215,15 @@ class Service:
 
         until(check, "every model has all of its workers", limit)
 
-    def in_quiet(self, limit: float) -> Usage:
-        """Wait until nobody asks and nothing moves; return what the daemon holds then."""
+    def in_quiet(self, limit: float) -> dict[str, Usage]:
+        """Wait until nobody asks and nothing moves; return what the daemon, its zygote and its gate hold then."""
         self.await_health(limit)
-        moved_at, last = time.monotonic(), (0, 0)
+        moved_at, last = time.monotonic(), [(0, 0)]
 
-        def steady() -> Usage | None:
+        def steady() -> dict[str, Usage] | None:
             nonlocal moved_at, last
-            now = usage(self.pid)
-            holds = (now.fds, now.threads)
+            now = {name: usage(pid) for name, pid in self.front().items()}
+            holds = [(each.fds, each.threads) for each in now.values()]
             if holds != last or any(model.queued for model in self.status().models):
                 moved_at, last = time.monotonic(), holds
             return now if time.monotonic() - moved_at > _QUIET_S else None
@@ -228,25 +231,34 @@ class Service:
         return until(steady, "the daemon is quiet", limit)
 
     def unhealthy(self, status: StatusResponse) -> list[str]:
-        """Return the models that do not serve with all of their workers."""
+        """Return the models that do not serve with all of their workers, and "gate" where there is none."""
         serving = {model.name for model in status.models if model.state == "serving"}
-        return sorted(
+        models = [
             name
             for name, table in self._models.items()
             if name not in serving or len(ready_workers(status, name)) != table["workers"]
-        )
+        ]
+        return sorted(models) + ["gate"] * ("gate" not in self.front())
 
     # --- from outside -------------------------------------------------------------------------------------------
 
     def children(self) -> set[int]:
-        """Return the processes whose command line shows that this daemon, or one before it, has started them."""
-        found: set[int] = set()
+        """Return the processes of this daemon, and those of one before it, as far as their command line shows it."""
+        found = {pid for name, pid in self.front().items() if name != "daemon"}
         for entry in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
                 line = (entry / "cmdline").read_bytes()
                 ours = os.fsencode(self._runtime) in line or os.fsencode(self.cache) in line
                 if ours and any(program in line for program in _PROGRAMS):
                     found.add(int(entry.name))
+        return found
+
+    def front(self) -> dict[str, int]:
+        """Return the processes that clients meet: the daemon, its zygote and its gate, as far as there are any."""
+        found = {"daemon": self.pid}
+        for name, parent, comm in (("zygote", "daemon", "weightd-zygote"), ("gate", "zygote", "gate ")):
+            for pid in _children(found[parent], comm) if parent in found else ():
+                found[name] = pid
         return found
 
     def left_behind(self) -> list[str]:
@@ -257,6 +269,17 @@ class Service:
     def store(self, generation: str) -> Path | None:
         """Return the page store of a generation."""
         return next(self.cache.glob(f"*/{generation}/pages"), None)
+
+
+def _children(parent: int, name: str) -> list[int]:
+    """Return the children of a process whose names begin so."""
+    found: list[int] = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError, ValueError):
+            head, _, rest = (entry / "stat").read_text("utf-8", "replace").rpartition(")")
+            if int(rest.split()[1]) == parent and head.partition("(")[2].startswith(name):
+                found.append(int(entry.name))
+    return found
 
 
 class Watched:

@@ -22,6 +22,8 @@ def told(ledger: Ledger, story: str) -> list[Incident]:
             ledger.heard("1", now)
         elif word == "cancel":
             ledger.cancel("1")
+        elif word == "forget":
+            ledger.forget("1")
         elif word == "lost":
             ledger.lost()
         elif word == "refused":
@@ -49,6 +51,8 @@ def told(ledger: Ledger, story: str) -> list[Incident]:
         ("begin DEADLINE_EXCEEDED heard", ["DEADLINE_EXCEEDED"], []),
         ("begin DEADLINE_EXCEEDED lost", ["DEADLINE_EXCEEDED"], []),
         ("refused", ["UNAVAILABLE"], []),
+        ("begin forget", [], []),
+        ("begin forget begin heard OK", [], []),
         ("begin cancel heard CANCELLED", ["CANCELLED"], []),
     ],
 )

@@ -30,6 +30,7 @@ EVERYTHING = [strike(fault) for fault in Fault]
 OUTSIDE = [Fault.KILL_WORKER, Fault.KILL_HOLDER, Fault.TRUNCATE_STORE, Fault.OVERWRITE_STORE]
 CRASH, KILL, POISON = map(strike, (Fault.SEGV_WORKER, Fault.KILL_WORKER, Fault.POISON))
 OLD_CRASH = strike(Fault.SEGV_WORKER, begin=-50.0, end=-45.0)
+GATES_LOST = [strike(Fault.KILL_GATE, model="")]
 NOT_DAMAGED = [each for each in EVERYTHING if each.fault is not Fault.OVERWRITE_STORE]
 
 
@@ -102,6 +103,11 @@ def test_a_fault_explains_its_error_while_it_lasts_and_on_its_model(code: str, s
         (UNAVAILABLE, {"timeout": 1.0}, [KILL], True),
         (UNAVAILABLE, {"timeout": 1.1}, [KILL], False),
         (UNAVAILABLE, {"timeout": 1.0}, [], False),
+        # A gate that is lost explains what its own clients lose, and nothing else.
+        (UNAVAILABLE, {"by_gate": True}, GATES_LOST, True),
+        (UNAVAILABLE, {}, GATES_LOST, False),
+        (UNAVAILABLE, {"by_gate": True}, [strike(Fault.STOP_GATE, model="")], False),
+        (INTERNAL, {"by_gate": True}, GATES_LOST, False),
         # A deadline must have passed, and the patient are served.
         (LATE, {"timeout": 1.0}, [], True),
         (LATE, {"timeout": 1.1}, [], False),

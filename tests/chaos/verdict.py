@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from weightd.daemon.requests.blame.guard import MAX_LOSSES
 from weightd.daemon.requests.blame.suspects import FAR_DEATHS, LONGEST_REFUSAL_S, MEMORY_S, NEAR_DEATHS
 
-from .kinds import BLAMING, LETHAL, Fault
+from .kinds import BLAMING, GATES, LETHAL, Fault
 from .ledger import WRONG, Incident
 from .material import POISONED
 
@@ -101,12 +101,17 @@ def _killed_again_and_again(incident: Incident, strikes: Sequence[Strike]) -> bo
     return _count(incident, strikes, 0.0, LETHAL) >= MAX_LOSSES
 
 
+def _gate_lost(incident: Incident, strikes: Sequence[Strike]) -> bool:
+    """The gate that its client had is gone, and with it the connection."""
+    return incident.by_gate and _during(*GATES, everywhere=True)(incident, strikes)
+
+
 def _cancelled(incident: Incident, _: Sequence[Strike]) -> bool:
     return incident.cancelled
 
 
 LEGAL: Mapping[str, Sequence[Rule]] = {
-    "UNAVAILABLE": (_during(Fault.KILL_DAEMON, everywhere=True), _no_worker, _killed_again_and_again),
+    "UNAVAILABLE": (_during(Fault.KILL_DAEMON, everywhere=True), _gate_lost, _no_worker, _killed_again_and_again),
     "DEADLINE_EXCEEDED": (
         _own_deadline,
         _during(Fault.HANG_WORKER),
@@ -139,5 +144,6 @@ def _words(incident: Incident) -> str:
     took = incident.ended_at - incident.sent_at
     return (
         f"illegal: {incident.code} for question {incident.question} of {incident.model}, {took:.3f} s after it was "
-        f"sent at {incident.sent_at:.3f} with a timeout of {incident.timeout:g} s: {incident.text}"
+        f"sent at {incident.sent_at:.3f}{' by ZeroMQ' if incident.by_gate else ''} "
+        f"with a timeout of {incident.timeout:g} s: {incident.text}"
     )

@@ -1,0 +1,117 @@
+"""Those who do not speak as they should on the daemon's unix socket. Each takes its address, and gives up by itself."""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import os
+import random
+import socket
+import struct
+import time
+from collections.abc import Sequence
+
+from weightd.protocol import limits
+from weightd.protocol.codec import encode
+from weightd.protocol.framing import MAX_FRAMES
+from weightd.protocol.messages.control import ServerReady
+from weightd.protocol.messages.data import Infer, RequestDescription, TensorSpec
+from weightd.shared import paths
+
+from . import hostile
+
+_LIMIT_S = 1.0
+_TRICKLE_S = 6
+_TRICKLES = 8
+# The kernel takes no more with one message.
+_MAX_RIGHTS = 253
+_POURED = 64
+_MIB = bytes(1 << 20)
+
+
+def _connected(address: str) -> socket.socket:
+    """Return a connection, which the daemon may end whenever it has seen enough; it may just not be there."""
+    peer = socket.socket(socket.AF_UNIX)
+    peer.settimeout(_LIMIT_S)
+    try:
+        peer.connect(paths.unix_path(f"ipc://{address.removeprefix('unix://')}"))
+    except OSError:
+        peer.close()
+        raise
+    return peer
+
+
+def _framed(frames: Sequence[bytes]) -> bytes:
+    return _head([*map(len, frames)]) + b"".join(frames)
+
+
+def _head(lengths: Sequence[int]) -> bytes:
+    """As `framing.head`, also for more frames than a message may have."""
+    return struct.pack(f"<{1 + len(lengths)}I", len(lengths), *lengths)
+
+
+def _good(rng: random.Random) -> bytes:
+    description = RequestDescription("tiny", (TensorSpec("a", "INT32", (6,)),))
+    return _framed([*encode(Infer(f"good {rng.random()}", description)), b"\0" * 24])
+
+
+def send_frames(address: str, rng: random.Random, count: int = 200) -> None:
+    """Send garbage in good framing; who has too many frames breaks it, and comes again."""
+    while count > 0:
+        with contextlib.suppress(OSError), _connected(address) as peer:
+            while count > 0:
+                count -= 1
+                peer.sendall(_framed(hostile.frames(rng)))
+            return
+        count -= 10  # in case nobody is there
+
+
+def send_bytes(address: str, rng: random.Random, count: int = 20) -> None:
+    """Send what is not even framing, each from a connection of its own."""
+    begins = (b"", struct.pack("<I", 0), struct.pack("<I", MAX_FRAMES + 1), b"\xff" * 8, hostile.SIGNATURE, _good(rng))
+    for _ in range(count):
+        with contextlib.suppress(OSError), _connected(address) as peer:
+            peer.sendall(rng.choice(begins) + rng.randbytes(rng.randrange(4096)))
+
+
+def send_unfinished(address: str, rng: random.Random) -> None:
+    """Send half a message and wait, or announce one that has gigabytes, and send of it what goes."""
+    with contextlib.suppress(OSError), _connected(address) as peer:
+        if rng.random() < 0.5:
+            good = _good(rng)
+            peer.sendall(good[: rng.randrange(1, len(good))])
+            time.sleep(_LIMIT_S)
+            return
+        header = encode(Infer("giant", RequestDescription("elastic", (TensorSpec("ids", "INT64", (1 << 24, 2)),))))
+        size = rng.choice([1 << 28, limits.MAX_FRAME_BYTES])
+        peer.sendall(_head([*map(len, header), *[size] * rng.randrange(1, limits.MAX_TENSORS)]) + b"".join(header))
+        for _ in range(_POURED):
+            peer.sendall(_MIB)
+        # Between two pieces of it nobody else is held up.
+        time.sleep(_LIMIT_S)
+
+
+def trickle(address: str, rng: random.Random) -> None:
+    """Send good messages, a byte a second."""
+    with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
+        peers = [stack.enter_context(_connected(address)) for _ in range(_TRICKLES)]
+        messages = [_good(rng) for _ in peers]
+        for second in range(_TRICKLE_S):
+            for peer, message in zip(peers, messages, strict=True):
+                peer.sendall(message[second : second + 1])
+            time.sleep(1.0)
+
+
+def send_descriptors(address: str, rng: random.Random, count: int = 100) -> None:
+    """Send descriptors with what needs none: some with each message, or as many as go."""
+    descriptor = os.open(os.devnull, os.O_RDONLY)
+    message = _framed(encode(ServerReady("flood")))
+    try:
+        for _ in range(10):
+            most = rng.choice([1, 4, _MAX_RIGHTS])
+            with contextlib.suppress(OSError), _connected(address) as peer:
+                for _ in range(count):
+                    rights = array.array("i", [descriptor] * rng.randint(1, most))
+                    peer.sendmsg([message], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)])
+    finally:
+        os.close(descriptor)
