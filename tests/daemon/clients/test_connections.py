@@ -191,6 +191,21 @@ def test_who_is_hung_up_reads_what_it_was_told_and_is_not_heard_any_more(hall: H
         client.recv(100)
 
 
+def test_behind_the_message_for_which_it_is_hung_up_nothing_is_heard(
+    hall: Hall, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = hall.come()
+
+    def refuse(connection: Connection, message: Message) -> None:
+        hall.messages.append((connection, message))
+        hall.connections.hang_up(connection, "as a test")
+
+    monkeypatch.setattr(hall.connections, "_handle", refuse)
+    client.send(message(b"bad") + message(b"worse"))
+    hall.until(lambda: hall.gone)
+    assert hall.frames == [[b"bad"]]
+
+
 def test_the_last_answers_are_read_before_all_are_let_go(hall: Hall, monkeypatch: pytest.MonkeyPatch) -> None:
     client = Stream(hall.come())
     [key] = hall.keys
@@ -245,19 +260,27 @@ def test_a_gates_word_is_no_reason_to_obey() -> None:
 
 
 @pytest.mark.parametrize("uid", [os.getuid() + 1, 12345])
-def test_another_user_may_not_operate(uid: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("pid", "near"), [(12, "process 12"), (0, "connection 5")])
+def test_another_user_may_not_operate_and_a_process_without_a_number_here_is_its_connection(
+    uid: int, pid: int, near: str
+) -> None:
     class Connected:
         def getsockopt(self, *_: object) -> bytes:
-            return struct.pack("=iII", 12, uid, 0)
+            return struct.pack("=iII", pid, uid, 0)
+
+        def fileno(self) -> int:
+            return 5
 
     identity = unix_identity(cast(socket.socket, Connected()))
-    assert identity == Identity(Origin(f"process 12 of uid {uid}", f"uid {uid}"), is_near=True)
+    assert identity == Identity(Origin(f"{near} of uid {uid}", f"uid {uid}"), is_near=True)
 
 
 def test_where_no_descriptor_is_left_the_next_client_waits_until_there_is(
     hall: Hall, listener: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(connections, "_PAUSE_S", 0.5)
     tries: list[None] = []
+    is_full = True
 
     class Exhausted:
         def __init__(self, real: socket.socket) -> None:
@@ -265,7 +288,7 @@ def test_where_no_descriptor_is_left_the_next_client_waits_until_there_is(
 
         def accept(self) -> Any:
             tries.append(None)
-            if len(tries) == 1:
+            if is_full:
                 raise OSError(errno.EMFILE, "Too many open files")
             return listener.accept()
 
@@ -273,6 +296,10 @@ def test_where_no_descriptor_is_left_the_next_client_waits_until_there_is(
     hall.connections.listen(cast(socket.socket, Exhausted(listener)))
     with socket.socket(socket.AF_UNIX) as client:
         client.connect(listener.getsockname())
+        hall.until(lambda: tries)
+        # It is not asked again and again meanwhile.
+        for _ in range(3):
+            hall.loop.wait(0.0)
+        assert len(tries) == 1
+        is_full = False
         hall.until(lambda: hall.keys)
-    # It was not asked again and again meanwhile; the last time it has nobody.
-    assert len(tries) == 3
