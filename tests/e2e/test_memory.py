@@ -1,0 +1,195 @@
+"""Tensors that are in memory of clients while everything around them ends, and while they change."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from testkit.managed import ManagedService
+from testkit.waiting import until
+from weightd.client import Client, DeadlineExceeded, Unavailable
+
+from .support import MLP_WIDTH, ONE_ENGINE, Bare, Question, assert_same, mlp_inputs, ready_workers
+
+pytestmark = [pytest.mark.e2e, ONE_ENGINE]
+
+WORKERS = 2
+
+
+@pytest.fixture(scope="module")
+def service(mlp: Path) -> Iterator[ManagedService]:
+    with ManagedService({"mlp": {"path": mlp, "workers": WORKERS, "required": True}}) as service:
+        service.ready()
+        yield service
+
+
+@pytest.fixture(scope="module")
+def question(mlp: Path, bare: Bare) -> Question:
+    """One whose tensors are large."""
+    return bare.questions(mlp, mlp_inputs((64,)))[0]
+
+
+def regions_of(pid: int) -> set[str]:
+    """The memory of clients that a process has mapped."""
+    lines = Path(f"/proc/{pid}/maps").read_text("ascii").splitlines()
+    return {line.split()[4] for line in lines if "/memfd:weightd" in line}
+
+
+def mapped(service: ManagedService) -> int:
+    return sum(len(regions_of(each.pid)) for each in ready_workers(service, "mlp"))
+
+
+def ask(client: Client, question: Question, count: int = 4) -> None:
+    for _ in range(count):
+        assert_same(client.infer("mlp", question.inputs), question.answer)
+
+
+def in_arena(client: Client, arrays: Any) -> dict[str, Any]:
+    """The same arrays, in the client's arena."""
+    made = {name: client.empty(array.shape, array.dtype) for name, array in arrays.items()}
+    for name, array in arrays.items():
+        made[name][...] = array
+    return made
+
+
+def test_memory_is_shared_by_itself_and_gone_with_its_client(service: ManagedService, question: Question) -> None:
+    until(lambda: mapped(service) == 0, "nobody shares memory")
+    with service.client() as client:
+        ask(client, question, 20)
+        assert mapped(service)
+        inputs, out = in_arena(client, question.inputs), in_arena(client, question.answer)
+        for _ in range(3):
+            for array in out.values():
+                array[...] = -1
+            outputs = client.infer("mlp", inputs, out=out)
+            assert all(outputs[name] is array for name, array in out.items())
+            assert_same(out, question.answer)
+    with service.client() as client:
+        until(lambda: mapped(service) == 0, "the workers forget it")
+        ask(client, question)
+    with Client(service.zmq_address) as client:
+        ask(client, question)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_the_next_daemon_is_told_of_it_by_itself(
+    service: ManagedService, question: Question, number: signal.Signals
+) -> None:
+    with service.client() as client:
+        inputs, out = in_arena(client, question.inputs), in_arena(client, question.answer)
+        ask(client, question)
+        pending = [client.submit("mlp", inputs, out=out) for _ in range(20)]
+        service.restart(number)
+        for each in pending:
+            try:
+                each.result()
+            except Unavailable:
+                continue
+        kept: list[Any] = []
+        for _ in range(6):
+            kept.append(client.infer("mlp", question.inputs))
+            assert_same(client.infer("mlp", inputs, out=out), question.answer)
+        # A worker that had begun for the daemon before has long ended by now.
+        for each in kept:
+            assert_same(each, question.answer)
+        assert mapped(service)
+
+
+def test_another_worker_reads_it_again_when_one_is_killed(service: ManagedService, question: Question) -> None:
+    service.ready()
+    with service.client() as client:
+        inputs, out = in_arena(client, question.inputs), in_arena(client, question.answer)
+        ask(client, question)
+        pending = [client.submit("mlp", question.inputs) for _ in range(20)]
+        os.kill(ready_workers(service, "mlp")[0].pid, signal.SIGKILL)
+        assert_same(client.infer("mlp", inputs, out=out), question.answer)
+        for each in pending:
+            assert_same(each.result(), question.answer)
+    service.ready()
+
+
+def test_what_is_written_late_lands_nowhere_else(service: ManagedService, question: Question) -> None:
+    service.ready()
+    workers = [each.pid for each in ready_workers(service, "mlp")]
+    with service.client() as client:
+        ask(client, question)
+        for pid in workers:
+            os.kill(pid, signal.SIGSTOP)
+        pending = [client.submit("mlp", question.inputs, timeout=0.2) for _ in range(4)]
+        for each in pending:
+            with pytest.raises(DeadlineExceeded):
+                each.result()
+        # Cut after these have ended, from what is free: the workers still have two of them.
+        arrays = [client.empty((64, MLP_WIDTH), np.float32) for _ in range(20)]
+        for array in arrays:
+            array[...] = 7
+        for pid in workers:
+            os.kill(pid, signal.SIGCONT)
+        ask(client, question, 10)
+        assert all((array == 7).all() for array in arrays)
+
+
+def test_who_scribbles_spoils_its_own_answers_only(service: ManagedService, question: Question) -> None:
+    workers = {each.pid for each in ready_workers(service, "mlp")}
+    stop = threading.Event()
+    with service.client() as client, service.client() as other:
+        inputs, out = in_arena(client, question.inputs), in_arena(client, question.answer)
+        ask(client, question)
+
+        def scribble() -> None:
+            random = np.random.default_rng(0)
+            while not stop.is_set():
+                for array in (*inputs.values(), *out.values()):
+                    array.view(np.uint8)[...] = random.integers(0, 256, 1, np.uint8)
+
+        scribbler = threading.Thread(target=scribble)
+        scribbler.start()
+        try:
+            for _ in range(10):
+                client.infer("mlp", inputs, out=out)
+                ask(other, question, 1)
+        finally:
+            stop.set()
+            scribbler.join()
+    assert {each.pid for each in ready_workers(service, "mlp")} == workers
+
+
+KILLED = """
+import sys, numpy as np
+from weightd.client import Client
+client = Client(sys.argv[1])
+x = client.empty((64, 512), np.float32)
+x[...] = 0
+for _ in range(4):
+    client.infer("mlp", {"x": x})
+pending = [client.submit("mlp", {"x": x}) for _ in range(100)]
+print("asked", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_nothing_is_left_of_a_client_that_is_killed_with_a_hundred_requests(
+    service: ManagedService, question: Question
+) -> None:
+    with service.client() as client:
+        ask(client, question)
+        before = len(list(Path(f"/proc/{service.pid}/fd").iterdir()))
+        regions = mapped(service)
+        command = [sys.executable, "-c", KILLED, service.address]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as killed:
+            assert killed.stdout is not None
+            assert killed.stdout.readline() == "asked\n"
+            killed.kill()
+        ask(client, question)
+        until(lambda: len(list(Path(f"/proc/{service.pid}/fd").iterdir())) <= before, "the daemon closes it")
+        until(lambda: mapped(service) <= regions + WORKERS - 1, "the workers forget it")
+        ask(client, question)
