@@ -68,18 +68,21 @@ class Guard:
         Raises:
             RequestError: it is refused.
         """
-        self.suspects.check(request.origin, now)
-        aside = self.quarantine.may_hold(request, now)
-        if aside and is_small(request):
-            self.quarantine.check(request, now)
-            aside = False
-        if self.suspects.confines(request.origin, now):
-            request.narrow(Company.CONFINED)
+        if self.suspects:
+            self.suspects.check(request.origin, now)
+            if self.suspects.confines(request.origin, now):
+                request.narrow(Company.CONFINED)
+        aside = False
+        if self.quarantine:
+            aside = self.quarantine.may_hold(request, now)
+            if aside and is_small(request):
+                self.quarantine.check(request, now)
+                aside = False
         self._scheduler.submit(request, now, aside=aside)
 
     def answered(self, request: Request, now: float) -> None:
         """A seat has answered the request."""
-        if not self.quarantine.may_suspect(request, now):
+        if not self.quarantine or not self.quarantine.may_suspect(request, now):
             return
         # One at a time: if that is another content, there will be further answers.
         if not any(then == self.quarantine.answered for _, then in self._evidence):

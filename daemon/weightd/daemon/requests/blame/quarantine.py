@@ -98,6 +98,10 @@ class Quarantine:
         self._held = _Contents()
         self._suspects = _Contents()
 
+    def __bool__(self) -> bool:
+        """Whether anything is refused, or under suspicion."""
+        return bool(self._held) or bool(self._suspects)
+
     def may_hold(self, request: Request, now: float) -> bool:
         """Return whether the request may be in quarantine: then it is worth its digest to `check` it."""
         return self._held.may_have(request, now)

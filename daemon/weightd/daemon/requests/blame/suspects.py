@@ -52,6 +52,10 @@ class Suspects:
     def __init__(self) -> None:
         self._known: dict[str, _Party] = {}
 
+    def __bool__(self) -> bool:
+        """Whether there are any: else nobody is refused, or confined."""
+        return bool(self._known)
+
     def died(self, origin: Origin, ran: float, now: float) -> None:
         """A seat has died, left or had to be ended of what this client asked, which it had run for `ran` seconds."""
         self._forget_expired(now)
@@ -74,7 +78,7 @@ class Suspects:
 
     def confines(self, origin: Origin, now: float) -> bool:
         """Return whether what the client asks runs apart."""
-        return bool(self._known) and any(party.is_confined for _, party in self._parties(origin, now))
+        return any(party.is_confined for _, party in self._parties(origin, now))
 
     def clear(self) -> None:
         """Forget everything: another model is served."""
@@ -86,7 +90,7 @@ class Suspects:
         return [name for name, party in self._known.items() if party.is_confined]
 
     def _parties(self, origin: Origin, now: float) -> Iterator[tuple[str, _Party]]:
-        for name in origin if self._known else ():
+        for name in origin:
             party = self._known.get(name)
             if party is not None and now < party.forgotten_at:
                 yield name, party
