@@ -78,7 +78,7 @@ class Gate:
         self._paused = False
         self._loop = Loop()
         self._loop.add(router, self._on_clients)
-        self._loop.add(self._peers.monitor, self._on_monitor)
+        self._used_monitor = self._loop.add_seldom(self._peers.monitor, self._on_monitor)
         self._loop.add(link.fileno(), self._on_link)
         self._retry = Timer(self._try_again)
         self._retry_in = _RETRY_S
@@ -104,7 +104,7 @@ class Gate:
     def _on_clients(self) -> None:
         now = time.monotonic()
         for identity, frames, is_whole in self._reader.read():
-            connection = self._peers.sender(identity)
+            connection = self._peers.known(identity.bytes) or self._look_up(identity)
             if connection is None:
                 self._refuse(identity.bytes, self._terms.too_old)
                 continue
@@ -215,6 +215,10 @@ class Gate:
                 self._forget(lane)
         self._upkeep.seen(time.monotonic())
         self._doorman.look()
+
+    def _look_up(self, identity: zmq.Frame) -> Connection | None:
+        self._used_monitor()
+        return self._peers.sender(identity)
 
     def _meet(self, connection: Connection) -> Lane | None:
         """Somebody speaks for the first time: the daemon gets one end of a pair of sockets for him."""

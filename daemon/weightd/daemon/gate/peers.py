@@ -87,15 +87,19 @@ class Peers:
         """Return whether the connection has not ended, as far as was told."""
         return self.connections.get(connection.descriptor) is connection
 
+    def known(self, route: bytes) -> Connection | None:
+        """Return the connection over which messages with this routing id come, where that needs no look at the monitor.
+
+        An id that the library has given belongs to one connection; who has a name of its own may be back with it.
+        """
+        return self._by_route.get(route) if route.startswith(b"\0") else None
+
     def sender(self, identity: zmq.Frame) -> Connection | None:
         """Return the connection over which a message came, by its first frame.
 
         None where it has ended by now, and where nothing is known of it: who speaks a ZMTP before 3.
         """
         route = identity.bytes
-        # An id that the library has given belongs to one connection; who has a name of its own may be back with it.
-        if route.startswith(b"\0") and route in self._by_route:
-            return self._by_route[route]
         try:
             descriptor = int(identity.get(zmq.SRCFD))
         except zmq.ZMQError:

@@ -29,7 +29,7 @@ from weightd.shared.stream import Stream
 _PATIENCE_S = 2 * LINGER_S + 1.0
 
 # A terminal, and who ends the processes of a service one by one, mean the daemon, which ends this one.
-_IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_IGNORES = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 _STDIN, _STDOUT, _STDERR = range(3)
 
@@ -139,9 +139,9 @@ def _serve_for(parent: int, connection: socket.socket) -> None:
     # A terminal's keys reach the daemon alone, and no directory is in use.
     os.setsid()
     os.chdir("/")
-    for number in _IGNORED:
+    for number in _IGNORES:
         signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _IGNORED)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _IGNORES)
     _Nursery(Stream(connection, takes_descriptors=True)).run()
 
 
