@@ -21,7 +21,7 @@ from testkit.mindir import REPOSITORY
 from weightd.client import Client, RequestError
 from weightd.protocol.messages.status import ProcessStatus, StatusResponse
 
-from . import hostile, hostile_unix
+from . import hostile, hostile_regions, hostile_unix
 from .client import Orders
 from .fleet import Fleet, Member
 from .kinds import GATES, LETHAL, Fault
@@ -56,6 +56,7 @@ _GARBAGE: Mapping[Fault, Mapping[str, Callable[[str, random.Random], object]]] =
     Fault.UNFINISHED: {"ipc": hostile.send_unfinished, "unix": hostile_unix.send_unfinished},
     Fault.TRICKLE: {"unix": hostile_unix.trickle},
     Fault.DESCRIPTORS: {"unix": hostile_unix.send_descriptors},
+    Fault.SCRIBBLE: {"unix": hostile_regions.scribble},
 }
 
 # Whether the daemon's status shows that the effect of a fault is over.

@@ -29,7 +29,7 @@ _POURED = 64
 _MIB = bytes(1 << 20)
 
 
-def _connected(address: str) -> socket.socket:
+def connected(address: str) -> socket.socket:
     """Return a connection, which the daemon may end whenever it has seen enough; it may just not be there."""
     peer = socket.socket(socket.AF_UNIX)
     peer.settimeout(_LIMIT_S)
@@ -41,7 +41,8 @@ def _connected(address: str) -> socket.socket:
     return peer
 
 
-def _framed(frames: Sequence[bytes]) -> bytes:
+def framed(frames: Sequence[bytes]) -> bytes:
+    """Return a message as it is sent."""
     return _head([*map(len, frames)]) + b"".join(frames)
 
 
@@ -50,18 +51,23 @@ def _head(lengths: Sequence[int]) -> bytes:
     return struct.pack(f"<{1 + len(lengths)}I", len(lengths), *lengths)
 
 
+def rights(descriptors: Sequence[int]) -> list[tuple[int, int, array.array[int]]]:
+    """Return what sends them along."""
+    return [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))]
+
+
 def _good(rng: random.Random) -> bytes:
     description = RequestDescription("tiny", (TensorSpec("a", "INT32", (6,)),))
-    return _framed([*encode(Infer(f"good {rng.random()}", description)), b"\0" * 24])
+    return framed([*encode(Infer(f"good {rng.random()}", description)), b"\0" * 24])
 
 
 def send_frames(address: str, rng: random.Random, count: int = 200) -> None:
     """Send garbage in good framing; who has too many frames breaks it, and comes again."""
     while count > 0:
-        with contextlib.suppress(OSError), _connected(address) as peer:
+        with contextlib.suppress(OSError), connected(address) as peer:
             while count > 0:
                 count -= 1
-                peer.sendall(_framed(hostile.frames(rng)))
+                peer.sendall(framed(hostile.frames(rng)))
             return
         count -= 10  # in case nobody is there
 
@@ -70,13 +76,13 @@ def send_bytes(address: str, rng: random.Random, count: int = 20) -> None:
     """Send what is not even framing, each from a connection of its own."""
     begins = (b"", struct.pack("<I", 0), struct.pack("<I", MAX_FRAMES + 1), b"\xff" * 8, hostile.SIGNATURE, _good(rng))
     for _ in range(count):
-        with contextlib.suppress(OSError), _connected(address) as peer:
+        with contextlib.suppress(OSError), connected(address) as peer:
             peer.sendall(rng.choice(begins) + rng.randbytes(rng.randrange(4096)))
 
 
 def send_unfinished(address: str, rng: random.Random) -> None:
     """Send half a message and wait, or announce one that has gigabytes, and send of it what goes."""
-    with contextlib.suppress(OSError), _connected(address) as peer:
+    with contextlib.suppress(OSError), connected(address) as peer:
         if rng.random() < 0.5:
             good = _good(rng)
             peer.sendall(good[: rng.randrange(1, len(good))])
@@ -94,7 +100,7 @@ def send_unfinished(address: str, rng: random.Random) -> None:
 def trickle(address: str, rng: random.Random) -> None:
     """Send good messages, a byte a second."""
     with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
-        peers = [stack.enter_context(_connected(address)) for _ in range(_TRICKLES)]
+        peers = [stack.enter_context(connected(address)) for _ in range(_TRICKLES)]
         messages = [_good(rng) for _ in peers]
         for second in range(_TRICKLE_S):
             for peer, message in zip(peers, messages, strict=True):
@@ -105,13 +111,12 @@ def trickle(address: str, rng: random.Random) -> None:
 def send_descriptors(address: str, rng: random.Random, count: int = 100) -> None:
     """Send descriptors with what needs none: some with each message, or as many as go."""
     descriptor = os.open(os.devnull, os.O_RDONLY)
-    message = _framed(encode(ServerReady("flood")))
+    message = framed(encode(ServerReady("flood")))
     try:
         for _ in range(10):
             most = rng.choice([1, 4, _MAX_RIGHTS])
-            with contextlib.suppress(OSError), _connected(address) as peer:
+            with contextlib.suppress(OSError), connected(address) as peer:
                 for _ in range(count):
-                    rights = array.array("i", [descriptor] * rng.randint(1, most))
-                    peer.sendmsg([message], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)])
+                    peer.sendmsg([message], rights([descriptor] * rng.randint(1, most)))
     finally:
         os.close(descriptor)

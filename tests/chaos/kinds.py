@@ -30,6 +30,7 @@ class Fault(enum.Enum):
     UNFINISHED = "unfinished"
     TRICKLE = "trickle"
     DESCRIPTORS = "descriptors"
+    SCRIBBLE = "scribble"
     CANCEL = "cancel"
     UPDATE = "update"
     RELOAD = "reload"
