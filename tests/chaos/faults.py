@@ -181,15 +181,14 @@ class Injector:
         if victim is None or "gate" not in before:
             return False
 
-        def is_back(_: StatusResponse | None = None) -> bool:
-            now = self.service.front()
-            return now.get("gate", before["gate"]) != before["gate"]
+        def is_back(_: StatusResponse) -> bool:
+            return self.service.front().get("gate", before["gate"]) != before["gate"]
 
         def check() -> None:
-            if self.service.pid == before["daemon"] and not is_back():
+            if strike.end == float("inf") and self.service.pid == before["daemon"]:
                 self.problems.append(f"gate: not back {GATE_LIMIT_S:g} s after {event.fault.value}")
 
-        self._begin(event, is_back, f"pid {victim}")
+        strike = self._begin(event, is_back, f"pid {victim}")
         with contextlib.suppress(ProcessLookupError):
             os.kill(victim, signal.SIGKILL)
         self._at(GATE_LIMIT_S, check)

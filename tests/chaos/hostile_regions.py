@@ -41,7 +41,8 @@ def scribble(address: str, rng: random.Random) -> None:
 
 
 def _live(peer: socket.socket, descriptor: int, content: mmap.mmap, rng: random.Random) -> None:
-    region = _registered(peer, descriptor)
+    incoming = Incoming()
+    region = _registered(peer, incoming, descriptor)
     for number in range(_REQUESTS):
         peer.sendall(_request(number, region, rng))
         # Good indices, and what is none.
@@ -53,14 +54,13 @@ def _live(peer: socket.socket, descriptor: int, content: mmap.mmap, rng: random.
             raise AssertionError("the size of sealed memory was changed")
         if rng.random() < 0.1:
             peer.sendall(framed(encode(Unregister("early", region))))
-            region = _registered(peer, descriptor)
+            region = _registered(peer, incoming, descriptor)
         time.sleep(0.01)
 
 
-def _registered(peer: socket.socket, descriptor: int) -> str:
+def _registered(peer: socket.socket, incoming: Incoming, descriptor: int) -> str:
     """Return the name of the region, once the daemon has said it; answers of requests before that are nobody's."""
     peer.sendmsg([framed(encode(Register("region")))], rights([descriptor]))
-    incoming = Incoming()
     while True:
         data = peer.recv(1 << 16)
         if not data:

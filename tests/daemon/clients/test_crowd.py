@@ -58,13 +58,13 @@ def test_who_comes_beyond_the_bound_is_turned_away_and_who_was_there_stays(hall:
 
 
 def test_who_has_the_most_makes_room_for_others(hall: Hall) -> None:
-    hall.come(9, "greedy")
     hall.come(1, "other")
+    hall.come(9, "greedy")
     gone: list[int] = []
     for user in ("third", "other", "other"):
         hall.come(1, user)
         gone += hall.turn_away()
-    assert gone == [8, 7, 6]
+    assert gone == [9, 8, 7]
 
 
 def test_who_has_never_spoken_makes_room_first_the_oldest_before_all(hall: Hall) -> None:

@@ -68,10 +68,12 @@ def test_a_tensor_lies_within_its_region(offset: int, room: int) -> None:
                 places(registry, b"a1", region, offset, asked)
 
 
-@pytest.mark.parametrize("descriptors", [0, 2, 1], ids=["none", "two", "of something else"])
-def test_what_is_refused_is_left_where_it_is(registry: Registry, descriptors: int) -> None:
+@pytest.mark.parametrize(
+    ("descriptors", "why"), [(0, "one descriptor, got 0"), (2, "one descriptor, got 2"), (1, "a memfd, got")]
+)
+def test_what_is_refused_is_left_where_it_is(registry: Registry, descriptors: int, why: str) -> None:
     given = deque([0] * descriptors)
-    with pytest.raises(InvalidArgument, match="register: expected"):
+    with pytest.raises(InvalidArgument, match=f"register: expected {why}"):
         registry.register(b"a1", given)
     assert len(given) == descriptors
 
@@ -106,6 +108,7 @@ def test_a_connection_and_a_user_have_bounds(registry: Registry, fill: Callable[
 
 
 def test_register_and_unregister_a_thousand_times_leaves_nothing(registry: Registry) -> None:
+    registry.register(b"a1", deque([memfd.create(1_000)]))
     before = open_descriptors()
     for _ in range(1000):
         region = registry.register(b"a1", deque([memfd.create(9_000)]))

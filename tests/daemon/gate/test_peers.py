@@ -69,6 +69,7 @@ def test_who_comes_after_it_on_the_same_descriptor_is_another(
         # The news and the next client's message may come in the same moment; a name has to be free first.
         if name:
             assert gone(peers) == before[-1:]
+            assert not peers.any_named
             assert not router.poll(20)
     assert len(set(before)) == 20
 
