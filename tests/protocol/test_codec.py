@@ -246,7 +246,7 @@ def test_only_what_there_is_can_be_elsewhere_and_once(positions: Tuple[int, ...]
 
 
 def test_what_describes_the_same_is_the_same_and_is_not_read_again() -> None:
-    known = codec.Descriptions(most=2)
+    known = codec.Descriptions(FROM_CLIENT, most=2)
     first, same = (decode([*INFER, bytes(24)], FROM_CLIENT, known) for _ in range(2))
     assert first.description is same.description  # type: ignore[union-attr]
     # Those that came first go first; a long one, and what is no bytes object, is never kept.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Mapping, Optional, Tuple
+from typing import Any, List, Optional, Tuple
 
 import msgpack
 import pytest
@@ -20,7 +20,6 @@ from weightd.protocol.schema import FieldError, plain
 
 REQUEST, RESPONSE = RequestDescription("m", ()), ResponseDescription("m", ())
 TAGS = {Infer: "infer", InferResponse: "infer_response", Predict: "predict", Result: "result"}
-TABLES: Tuple[Mapping[str, Any], ...] = (FROM_CLIENT, TO_CLIENT, FROM_CHILD, TO_CHILD)
 
 texts = st.text(max_size=130) | st.integers(0, 40).map("i".__mul__)
 numbers = st.integers(-1, 2**64 - 1) | st.sampled_from([2**32 - 1, 2**32, 2**63 - 1, 2**63])
@@ -74,14 +73,25 @@ def test_an_envelope_is_written_as_msgpack_does(message: Any) -> None:
 @given(st.builds(Infer, st.just("i"), st.just(REQUEST), st.builds(Parameters, st.integers(1, 9))), frames())
 @example(Infer("i", REQUEST, Parameters(1)), b"\x83\xa1v\x01\xa4type\xaeinfer_response\xa2id\xa1\xff")
 def test_whatever_comes_is_read_as_by_the_schema(before: Infer, frame: bytes) -> None:
-    known = Descriptions()
-    decode(encode(before), FROM_CLIENT, known)
-    decode(encode(Result(0, RESPONSE)), FROM_CHILD, known)
-    for table in TABLES:
+    valid: List[Tuple[Any, Any]] = [
+        (FROM_CLIENT, before),
+        (TO_CLIENT, InferResponse("i", RESPONSE)),
+        (FROM_CHILD, Result(0, RESPONSE)),
+    ]
+    for table, first in [*valid, (TO_CHILD, Predict(0, REQUEST))]:
+        known = Descriptions(table)
+        decode(encode(first), table, known)
         for described in (REQUEST, RESPONSE):
             header = [frame, plain_frame(described)]
             # Found by its bytes the second time, if at all.
             assert {outcome(header, table, known) for _ in range(2)} == {outcome(header, table, None)}
+
+
+def test_what_one_table_knows_another_does_not_take() -> None:
+    known = Descriptions(TO_CHILD)
+    assert decode(encode(Predict(0, REQUEST)), TO_CHILD, known) == Predict(0, REQUEST)
+    with pytest.raises(RemoteProtocolError):
+        decode(encode(Predict(0, REQUEST)), FROM_CHILD, known)
 
 
 def plain_frame(description: Any) -> bytes:
@@ -101,5 +111,4 @@ def test_what_is_known_of_requests_is_bounded() -> None:
         message = Infer("7", REQUEST, Parameters(timeout))
         envelopes.learn(packed(message), message, tails)
     assert len(tails) == 256
-    assert envelopes.read(packed(Infer("8", REQUEST, Parameters(599))), tails) is not None
-    assert envelopes.read(packed(Infer("8", REQUEST, Parameters(1))), tails) is None
+    assert {each.timeout for each in tails.values()} == {*range(344, 600)}

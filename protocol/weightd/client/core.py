@@ -138,7 +138,7 @@ class ClientCore:
         # Plain weak references: a WeakValueDictionary costs a small request more than its encoding.
         self._calls: Dict[str, ReferenceType[Call]] = {}
         self._sweep_at = _LEAST_SWEEP
-        self._descriptions = Descriptions()
+        self._descriptions = Descriptions(TO_CLIENT)
         self.sharing = Sharing(self._next_id)
 
     @property

@@ -46,28 +46,49 @@ class Descriptions:
     """What descriptions were decoded, by their bytes: the same bytes give the same object, which is immutable.
 
     Args:
+        table: of the messages whose descriptions they are; one type of them has any.
         most: that are known at a time; those that came first go first.
 
     Attributes:
+        table: the same.
         tails: what envelopes of requests end with.
     """
 
-    def __init__(self, most: int = _MAX_KNOWN) -> None:
+    def __init__(self, table: Mapping[str, Type[Any]], most: int = _MAX_KNOWN) -> None:
+        self.table = table
+        self.tails: envelopes.Tails = {}
         self._most = most
         # With the lengths of the tensors' frames.
-        self._known: Dict[Tuple[Type[Any], bytes], Tuple[Any, List[int]]] = {}
-        self.tails: envelopes.Tails = {}
+        self._known: Dict[bytes, Tuple[Any, List[int]]] = {}
+        [described] = [cls for cls in table.values() if cls in _DESCRIBED]
+        self._read = envelopes.READERS[described]
 
-    def find(self, cls: Type[M], frame: Any) -> Optional[Tuple[M, List[int]]]:
-        """Return what `frame` was decoded to as a `cls`, with the lengths of its tensors' frames, or None."""
-        return self._known.get((cls, frame)) if type(frame) is bytes else None
+    def message(self, frames: Sequence[Any]) -> Any:
+        """Return the message, if its description is known, its envelope is read by its bytes and nothing is wrong."""
+        if len(frames) < limits.MAX_HEADER_FRAMES:
+            return None
+        envelope, frame = frames[0], frames[1]
+        if type(frame) is not bytes or type(envelope) is not bytes:
+            return None
+        found = self._known.get(frame)
+        if found is None or found[1] != [*map(len, frames[2:])]:
+            return None
+        message = self._read(envelope, self.tails)
+        if message is not None:
+            message.__dict__["description"] = found[0]
+        return message
+
+    def find(self, frame: Any) -> Any:
+        """Return what `frame` was decoded to, or None."""
+        found = self._known.get(frame) if type(frame) is bytes else None
+        return None if found is None else found[0]
 
     def add(self, frame: Any, description: Any) -> None:
         """Remember what `frame` was decoded to."""
         if type(frame) is bytes and len(frame) <= _MAX_KNOWN_BYTES:
             if len(self._known) >= self._most:
                 del self._known[next(iter(self._known))]
-            self._known[type(description), frame] = description, [*description.sizes]
+            self._known[frame] = description, [*description.sizes]
 
 
 def encode(message: Any, *, max_bytes: int = limits.MAX_HEADER_BYTES) -> List[bytes]:
@@ -77,7 +98,8 @@ def encode(message: Any, *, max_bytes: int = limits.MAX_HEADER_BYTES) -> List[by
         LocalProtocolError: it is no message, a field has a value that the peer would refuse, or a frame is too long.
     """
     cls = message.__class__
-    envelope = envelopes.write(message)
+    writer = envelopes.WRITERS.get(cls)
+    envelope = None if writer is None else writer(message)
     if envelope is not None:
         description = message.description
         if description.__class__ is _DESCRIBED[cls]:
@@ -131,17 +153,16 @@ def decode(
     Args:
         frames: header and tensors, without a routing prefix; anything with a length in bytes and a buffer.
         table: tag to type of the messages that the peer may send.
-        known: descriptions that were decoded before.
+        known: descriptions that were decoded before by the same table.
         max_bytes: the largest header frame to accept.
 
     Raises:
         RemoteProtocolError: the frames are not such a message.
     """
-    if known is not None:
-        message = _found(frames, table, known)
-        if message is not None:
-            return message
-    return _read(frames, table, known, max_bytes)
+    if known is None or known.table is not table:
+        return _read(frames, table, None, max_bytes)
+    message = known.message(frames)
+    return _read(frames, table, known, max_bytes) if message is None else message
 
 
 def _read(frames: Sequence[Any], table: Mapping[str, Type[M]], known: Optional[Descriptions], max_bytes: int) -> M:
@@ -180,21 +201,6 @@ def _read(frames: Sequence[Any], table: Mapping[str, Type[M]], known: Optional[D
     return message
 
 
-def _found(frames: Sequence[Any], table: Mapping[str, Type[M]], known: Descriptions) -> Optional[M]:
-    """The message, if its envelope has a form that is read by its bytes and nothing is wrong with its other frames."""
-    if len(frames) < limits.MAX_HEADER_FRAMES:
-        return None
-    message = envelopes.read(frames[0], known.tails)
-    if message is None:
-        return None
-    cls: Type[Any] = message.__class__
-    found = known.find(_DESCRIBED[cls], frames[1])
-    if found is None or found[1] != [*map(len, frames[2:])] or table.get(_TAGS[cls]) is not cls:
-        return None
-    message.__dict__["description"] = found[0]
-    return message  # type: ignore[no-any-return]
-
-
 def id_of(frames: Sequence[Any]) -> str:
     """Return the id in the envelope of a message that cannot be decoded, "" if that has none that can be read."""
     try:
@@ -209,8 +215,7 @@ def _description(
     if len(frames) == 1:
         raise FieldError("missing").at("description")
     frame = frames[1]
-    found = None if known is None else known.find(cls, frame)
-    description: Any = None if found is None else found[0]
+    description: Any = None if known is None else known.find(frame)
     if description is None:
         try:
             description = decode_fields(cls, _unpack(frame, max_bytes), tolerant=tolerant)

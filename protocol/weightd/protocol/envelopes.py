@@ -32,21 +32,6 @@ _NUMBER = struct.Struct(">Q")
 _SHORT_TEXT = 0xA0
 _SHORT_BYTES = 32
 
-# All heads differ in these.
-_KEY_BYTES = 16
-
-
-def write(message: Any) -> Optional[bytes]:
-    """Return the envelope of `message`; None where it has no such form, or a field may not be what it has to be."""
-    writer = _WRITERS.get(message.__class__)
-    return None if writer is None else writer(message)
-
-
-def read(frame: Any, tails: Tails) -> Optional[Any]:
-    """Return the message whose envelope this is, without its description; None where it has no form that is known."""
-    reader = _READERS.get(frame[:_KEY_BYTES]) if type(frame) is bytes else None
-    return None if reader is None else reader(frame, tails)
-
 
 def learn(frame: Any, message: Any, tails: Optional[Tails] = None) -> None:
     """The frame is the envelope of this message: remember what others may have in common with it."""
@@ -171,16 +156,18 @@ def _end(frame: bytes) -> int:
     return len(frame)
 
 
-_WRITERS: Dict[Type[Any], Callable[[Any], Optional[bytes]]] = {
+# What returns the envelope of a message; None where that has no such form, or a field may not be what it has to be.
+WRITERS: Dict[Type[Any], Callable[[Any], Optional[bytes]]] = {
     Predict: _number_writer(Predict, _PREDICT),
     Result: _number_writer(Result, _RESULT),
     InferResponse: _write_response,
     Infer: _write_infer,
 }
 
-_READERS: Dict[bytes, Callable[[bytes, Tails], Optional[Any]]] = {
-    _PREDICT[:_KEY_BYTES]: _number_reader(Predict, _PREDICT),
-    _RESULT[:_KEY_BYTES]: _number_reader(Result, _RESULT),
-    _RESPONSE[:_KEY_BYTES]: _read_response,
-    _INFER[:_KEY_BYTES]: _read_infer,
+# What returns the message of an envelope, without its description; None where that has no form that is known.
+READERS: Dict[Type[Any], Callable[[bytes, Tails], Optional[Any]]] = {
+    Predict: _number_reader(Predict, _PREDICT),
+    Result: _number_reader(Result, _RESULT),
+    InferResponse: _read_response,
+    Infer: _read_infer,
 }

@@ -38,7 +38,8 @@ _HEADS: Dict[int, struct.Struct] = {count: struct.Struct(f"<{1 + count}I") for c
 
 # How small messages are taken apart at once, by the count and lengths that they begin with; those that came first go
 # first.
-_LAYOUTS: Dict[bytes, Tuple[struct.Struct, Tuple[int, ...]]] = {}
+# With how many bytes they have.
+_LAYOUTS: Dict[bytes, Tuple[int, Callable[[bytes], Tuple[bytes, ...]], Tuple[int, ...]]] = {}
 _MAX_LAYOUTS = 1024
 
 # Where bytes go that nobody wants.
@@ -152,9 +153,9 @@ class Incoming:
             data = self._rest + data
         elif size and size <= self._within_bounds:
             # Most often a message comes alone and whole, and another one was like it.
-            known = _LAYOUTS.get(data[: _COUNT.size * (1 + data[0])])
-            if known is not None and known[0].size == size:
-                return [_new(Message, (list(known[0].unpack(data)), known[1]))]
+            known = _LAYOUTS.get(data[: 4 * (1 + data[0])])
+            if known is not None and known[0] == size:
+                return [_new(Message, ([*known[1](data)], known[2]))]
         return self._receive(data, 0, [])
 
     def _receive(self, data: bytes, position: int, messages: List[Message]) -> List[Message]:
@@ -237,7 +238,8 @@ class Incoming:
 def _learn(beginning: bytes, lengths: Tuple[int, ...]) -> None:
     if len(_LAYOUTS) >= _MAX_LAYOUTS:
         _LAYOUTS.pop(next(iter(_LAYOUTS)), None)  # another thread may have been quicker
-    _LAYOUTS[beginning] = struct.Struct(f"{len(beginning)}x{''.join([f'{length}s' for length in lengths])}"), lengths
+    layout = struct.Struct(f"{len(beginning)}x{''.join([f'{length}s' for length in lengths])}")
+    _LAYOUTS[beginning] = layout.size, layout.unpack, lengths
 
 
 def _memory(nbytes: int) -> Any:

@@ -68,13 +68,11 @@ class Stream:
             return False
         size = sum(map(len, pieces))
         try:
-            if descriptors:
-                sent = self.connection.sendmsg(pieces, _rights(descriptors))
-            elif size < _JOINED_BYTES:
+            if size < _JOINED_BYTES and not descriptors:
                 pieces = [b"".join(pieces)]
                 sent = self.connection.send(pieces[0])
             else:
-                sent = self.connection.sendmsg(pieces)
+                sent = self.connection.sendmsg(pieces, _rights(descriptors))
         except BlockingIOError:
             self._outgoing.put(pieces, [os.dup(each) for each in descriptors])
             return False
@@ -108,18 +106,19 @@ class Stream:
             ConnectionError: the peer has gone.
             RemoteProtocolError: it broke the framing, or sends descriptors that nobody takes.
         """
-        target = self.incoming.target()
+        incoming = self.incoming
+        target = incoming.target()
         try:
             if target is not None:
                 count = self.connection.recv_into(target)
-                messages = self.incoming.filled(count) if count else []
+                messages = incoming.filled(count) if count else []
             elif self._takes_descriptors:
                 data, count = self._receive_with_descriptors()
-                messages = self.incoming.receive(data)
+                messages = incoming.receive(data)
             else:
                 data = self.connection.recv(_CHUNK_BYTES)
                 count = len(data)
-                messages = self.incoming.receive(data)
+                messages = incoming.receive(data)
         except BlockingIOError:
             return []
         if not count:

@@ -58,7 +58,7 @@ class Frame:
 
 def one_input(data: bytes) -> None:
     frames, table = read(data)
-    known = codec.Descriptions()
+    known = codec.Descriptions(table)
     outcome = decoded(frames, table, known)
     # The second time a description may be known.
     assert decoded(frames, table, known) == outcome

@@ -104,7 +104,7 @@ class Session:
         self._handle = ""
         self._proof: Optional[Proof] = None
         self._status = exits.OK
-        self._descriptions = Descriptions()
+        self._descriptions = Descriptions(TO_CHILD)
         self._regions = Regions()
         # What has been read and not been done yet: the daemon sends at most a few orders ahead.
         self._inbox: Deque[Tuple[OrderMessage, Sequence[bytes]]] = collections.deque()

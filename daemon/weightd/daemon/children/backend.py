@@ -87,7 +87,7 @@ class Backend:
         self._directory = config.private_dir
         self._launcher = launcher or Direct()
         self._pinning = Pinning(self._directory, self._running, Probing(self._running, devices), self._do_later)
-        self._descriptions = Descriptions()
+        self._descriptions = Descriptions(FROM_CHILD)
         self._has_changed = False
         # By routing id, which is the name in bytes; with the interpreter, "" for those of the daemon before this one.
         self._owners: dict[bytes, tuple[str, str, Owner]] = {}

@@ -106,7 +106,7 @@ class Frontend:
         self._daemon = daemon
         # A worker may still give an answer that the daemon before this one has asked for: no number is used twice.
         self._numbers = itertools.count(time.time_ns() // 1000)
-        self._descriptions = Descriptions()
+        self._descriptions = Descriptions(FROM_CLIENT)
         self.room = Room(max_memory_bytes, self._user)
         self.regions = Registry(max_shm_bytes, self._user)
         self._upkeep = Upkeep(self.room)
