@@ -10,7 +10,14 @@ from weightd.client import NotFound
 from weightd.ctl import exits
 from weightd.ctl.status import as_json, exit_status, only, pss_total, render
 from weightd.ctl.text import WIDTH, binary, count, duration, megabytes, milliseconds, size
-from weightd.protocol.messages.status import GenerationStatus, MemoryLimit, ModelStatus, ProcessStatus, StatusResponse
+from weightd.protocol.messages.status import (
+    GateStatus,
+    GenerationStatus,
+    MemoryLimit,
+    ModelStatus,
+    ProcessStatus,
+    StatusResponse,
+)
 
 MB = 1_000_000
 GIB = 2**30
@@ -48,6 +55,17 @@ FAILED = ModelStatus(
 
 def response(*models: ModelStatus) -> StatusResponse:
     return StatusResponse("id", "0.1.0", "running", 99, 3725.0, 15 * MB, models)
+
+
+def test_each_listener_has_a_line() -> None:
+    gates = (
+        GateStatus("default", "ipc:///run/weightd/weightd.sock", 100, 1, 0),
+        GateStatus("lan", "tcp://*:5555", 0, 0, 3),
+    )
+    assert render(replace(response(), gates=gates), 15 * MB).splitlines()[2:4] == [
+        "listener default: ipc:///run/weightd/weightd.sock, gate 100, 1 client",
+        "listener lan: tcp://*:5555, its gate is starting, 0 clients, restarted 3 times",
+    ]
 
 
 def lines(*models: ModelStatus, memory: Optional[MemoryLimit] = None) -> List[str]:

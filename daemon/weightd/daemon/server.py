@@ -386,6 +386,7 @@ class Server:
             self._frontend.room.most,
             self._own_pids(),
             self._note,
+            self._gates.gates,
         )
         self._frontend.tell_status(survey.client, report(survey, state, uptime, subject))
 

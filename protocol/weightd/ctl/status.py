@@ -13,6 +13,7 @@ from weightd.ctl.verb import Connect, NotReached, Verb
 from weightd.protocol.errors import DeadlineExceeded, NotFound, Unavailable
 from weightd.protocol.messages.status import (
     DeviceStatus,
+    GateStatus,
     GenerationStatus,
     MemoryLimit,
     ModelStatus,
@@ -115,6 +116,7 @@ def render(response: StatusResponse, total: int) -> str:
     for model in response.models:
         lines += [*_model(model), ""]
     lines += [line for device in response.devices for line in _device(device)]
+    lines += map(_gate, response.gates)
     if response.dropped:
         lines.append(f"{response.dropped:,} answers dropped: their clients were gone, or did not read")
     lines.append(f"memory of the service: {size(total)} PSS, of which the daemon {size(response.pss_bytes)}")
@@ -169,6 +171,13 @@ def _device(device: DeviceStatus) -> Iterator[str]:
     if device.free_bytes is not None:
         yield f"  {size(device.free_bytes)} were free when the last process had loaded"
     yield ""
+
+
+def _gate(gate: GateStatus) -> str:
+    process = f"gate {gate.pid}" if gate.pid else "its gate is starting"
+    restarts = f", restarted {gate.restarts:,} times" if gate.restarts else ""
+    clients = count(gate.peers, "client")
+    return f"listener {clean(gate.name)}: {clean(gate.address)}, {process}, {clients}{restarts}"
 
 
 def _limit(memory: MemoryLimit) -> Iterator[str]:

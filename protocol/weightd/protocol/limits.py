@@ -64,6 +64,9 @@ MAX_MODELS = 128
 # Cards of one host, and as many again.
 MAX_DEVICES = 64
 
+# Places where clients connect that speak ZeroMQ: each is a process.
+MAX_LISTENERS = 64
+
 # Generations of one model that a status answer lists: the present one and those that wind down.
 MAX_GENERATIONS = 64
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from weightd.daemon.config.listeners import MAX_LISTENERS
 from weightd.daemon.config.load import Config, ConfigError, parse
+from weightd.protocol import limits
 from weightd.shared import tcp
 
 DEFAULT = "ipc:///run/w/weightd.sock"
@@ -67,8 +67,8 @@ def test_with_tables_the_daemons_socket_is_none() -> None:
         (at("tcp://*:1", "tcp://*:1"), "listeners.l1.address: listener l0 has the address 'tcp://*:1' already"),
         (at("ipc:///a/b", "ipc:///a/c/../b"), "listeners.l1.address: listener l0 has the address 'ipc:///a/c/../b' *"),
         (
-            at(*(f"tcp://*:{port}" for port in range(1, MAX_LISTENERS + 2))),
-            f"listeners: expected at most {MAX_LISTENERS} listeners, got {MAX_LISTENERS + 1}",
+            at(*(f"tcp://*:{port}" for port in range(1, limits.MAX_LISTENERS + 2))),
+            f"listeners: expected at most {limits.MAX_LISTENERS} listeners, got {limits.MAX_LISTENERS + 1}",
         ),
     ],
 )

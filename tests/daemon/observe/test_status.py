@@ -5,6 +5,7 @@ from typing import Any
 from unittest import mock
 
 from weightd.daemon.children.owner import Snapshot
+from weightd.daemon.clients.gates import Gate
 from weightd.daemon.config.model import ModelConfig
 from weightd.daemon.engines.ascend import on_card
 from weightd.daemon.generations.plan import Source
@@ -15,6 +16,7 @@ from weightd.daemon.observe.status import Subject, report
 from weightd.daemon.observe.survey import Measured, Survey
 from weightd.protocol.messages.children import Attached, Built, Hello, Traits
 from weightd.protocol.messages.data import TensorSignature
+from weightd.protocol.messages.status import GateStatus
 from weightd.protocol.version import VERSION
 
 SHA = "5" * 64
@@ -38,9 +40,12 @@ def test_what_a_model_on_a_card_is_and_takes() -> None:
     processes: dict[str, Any] = {name: SimpleNamespace(pid=pid) for pid, name in enumerate((HOLDER, WORKER, SPARE), 10)}
     survey = Survey(b"c", "s", (), Measured())
     survey.pss = {1: 7, 2: None, 10: 1000, 11: 100}
-    subject = Subject([model], [card, Device("cpu")], processes, {}, 3, 4, 5, [1, 2], "a note")
+    subject = Subject(
+        [model], [card, Device("cpu")], processes, {}, 3, 4, 5, [1, 2], "a note", [Gate("lan", "tcp://*:1", 2, 3, 4)]
+    )
     told = report(survey, "running", 1.0, subject)
     assert (told.pss_bytes, told.dropped, told.held_bytes, told.max_memory_bytes, told.note) == (7, 3, 4, 5, "a note")
+    assert told.gates == (GateStatus("lan", "tcp://*:1", 2, 3, 4, None),)
     [generation] = told.models[0].generations
     assert [(each.name, each.role, each.pss_bytes) for each in generation.processes] == [
         (HOLDER, "holder", 1000),

@@ -12,7 +12,7 @@ from pathlib import Path
 from weightd.daemon.config import load as config
 from weightd.daemon.config.daemon import DaemonConfig
 from weightd.daemon.config.devices import DeviceConfig
-from weightd.daemon.config.listeners import MAX_LISTENERS, ListenerConfig
+from weightd.daemon.config.listeners import ListenerConfig
 from weightd.daemon.config.load import Config, ConfigError
 from weightd.daemon.config.model import ModelConfig
 from weightd.daemon.engines import ENGINES
@@ -73,7 +73,7 @@ def _check_refusal(error: ConfigError) -> None:
 def _check(parsed: Config) -> None:
     assert 0 < len(parsed.models) <= limits.MAX_MODELS
     assert len(bytes(parsed.daemon.lane_socket)) <= limits.MAX_IPC_PATH_BYTES
-    assert 0 < len(parsed.listeners) <= MAX_LISTENERS
+    assert 0 < len(parsed.listeners) <= limits.MAX_LISTENERS
     assert all(each.address.startswith(("ipc:///", "tcp://")) for each in parsed.listeners.values())
     assert parsed.daemon.private_dir.is_absolute()
     for name, model in parsed.models.items():

@@ -15,9 +15,6 @@ from weightd.daemon.host.paths import user_path
 from weightd.protocol import limits
 from weightd.protocol.schema import FieldError, label
 
-# Each is a process.
-MAX_LISTENERS = 64
-
 # The listener where no table names one, or the first of those that a service manager has opened.
 _DEFAULT = "default"
 
@@ -47,8 +44,8 @@ def read_listeners(
     if type(content) is not dict:
         raise FieldError("expected tables [listeners.NAME]")
     given = cast("dict[str, Any]", content)
-    if len(given) > MAX_LISTENERS:
-        raise FieldError(f"expected at most {MAX_LISTENERS} listeners, got {len(given)}")
+    if len(given) > limits.MAX_LISTENERS:
+        raise FieldError(f"expected at most {limits.MAX_LISTENERS} listeners, got {len(given)}")
     listeners: dict[str, ListenerConfig] = {}
     before = len(problems.errors)
     for name, table in given.items():

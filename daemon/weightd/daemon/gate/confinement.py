@@ -10,7 +10,6 @@ import stat
 _libc = ctypes.CDLL(None, use_errno=True)
 
 # Of <linux/prctl.h> and <linux/capability.h>.
-_PR_SET_DUMPABLE = 4
 _PR_CAPBSET_DROP = 24
 _PR_SET_NO_NEW_PRIVS = 38
 _PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL = 47, 4
@@ -42,7 +41,6 @@ def give_up_rights() -> None:
     header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
     _libc.capset(header, (ctypes.c_uint32 * 6)())
     _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-    _libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
     _reach_nothing()
     _limit(resource.RLIMIT_CORE, 0)
     if not stat.S_ISREG(os.fstat(_STDERR).st_mode):

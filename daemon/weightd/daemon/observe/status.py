@@ -6,7 +6,7 @@ import functools
 import os
 import time
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from weightd.daemon.children.files import GenerationFiles
 from weightd.daemon.engines.ascend import on_card
@@ -22,9 +22,26 @@ from weightd.daemon.models.model import Model
 from weightd.daemon.observe.survey import Survey
 from weightd.protocol import limits
 from weightd.protocol.codec import clip
-from weightd.protocol.messages.status import DeviceStatus, GenerationStatus, ModelStatus, ProcessStatus, StatusResponse
+from weightd.protocol.messages.status import (
+    DeviceStatus,
+    GateStatus,
+    GenerationStatus,
+    ModelStatus,
+    ProcessStatus,
+    StatusResponse,
+)
 from weightd.protocol.version import VERSION
 from weightd.shared.devices import CPU
+
+
+class Gate(Protocol):
+    """A gate, as who keeps it knows it: its listener's name and address, its process, and who has come and gone."""
+
+    name: str
+    address: str
+    pid: int
+    peers: int
+    restarts: int
 
 
 class Subject(NamedTuple):
@@ -40,6 +57,7 @@ class Subject(NamedTuple):
         max_memory_bytes: that may be.
         own_pids: the daemon, what makes its gates, these, and its keeper if it has one.
         note: what is wrong with the configuration file.
+        gates: how they stand.
     """
 
     models: Iterable[Model]
@@ -51,6 +69,7 @@ class Subject(NamedTuple):
     max_memory_bytes: int
     own_pids: Iterable[int]
     note: str
+    gates: Iterable[Gate] = ()
 
 
 def report(survey: Survey, state: str, uptime: float, subject: Subject) -> StatusResponse:
@@ -69,6 +88,10 @@ def report(survey: Survey, state: str, uptime: float, subject: Subject) -> Statu
         note=clip(subject.note),
         held_bytes=subject.held_bytes,
         max_memory_bytes=subject.max_memory_bytes,
+        gates=tuple(
+            GateStatus(each.name, clip(each.address), each.pid, each.peers, each.restarts, survey.pss.get(each.pid))
+            for each in subject.gates
+        ),
     )
 
 

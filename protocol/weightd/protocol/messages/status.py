@@ -120,6 +120,21 @@ class MemoryLimit:
 
 
 @dataclass(frozen=True)
+class GateStatus:
+    """A listener, and the process that speaks ZeroMQ with its clients; `pid` is 0 while there is none.
+
+    `peers` are the clients that are connected and have spoken, `restarts` the processes that have died there.
+    """
+
+    name: str = field(metadata=text(limits.MAX_NAME_BYTES))
+    address: str = field(metadata=text(limits.MAX_PATH_BYTES))
+    pid: int = field(metadata=_COUNT)
+    peers: int = field(metadata=_COUNT)
+    restarts: int = field(metadata=_COUNT)
+    pss_bytes: Optional[int] = field(default=None, metadata=_COUNT)
+
+
+@dataclass(frozen=True)
 class StatusResponse:
     """daemon → client: the daemon, its models, their processes and their cards. Memory in bytes (PSS).
 
@@ -142,3 +157,4 @@ class StatusResponse:
     note: str = field(default="", metadata=text(limits.MAX_TEXT_BYTES, empty=True))
     held_bytes: int = field(default=0, metadata=_COUNT)
     max_memory_bytes: int = field(default=0, metadata=_COUNT)
+    gates: Tuple[GateStatus, ...] = field(default=(), metadata=many(record(GateStatus), limits.MAX_LISTENERS))
