@@ -11,7 +11,7 @@ import time
 
 import numpy as np
 
-from weightd.protocol.codec import Descriptions, decode, encode
+from weightd.protocol.codec import decode, encode
 from weightd.protocol.framing import Incoming
 from weightd.protocol.messages.data import Infer, Parameters, RequestDescription, TensorSpec
 from weightd.protocol.messages.regions import InputPlace, OutputPlace, Regions, Register, Registered, Unregister
@@ -66,7 +66,7 @@ def _registered(peer: socket.socket, incoming: Incoming, descriptor: int) -> str
         if not data:
             raise ConnectionResetError
         for received in incoming.receive(data):
-            message = decode(received.frames, TO_CLIENT, Descriptions())
+            message = decode(received.frames, TO_CLIENT)
             if isinstance(message, Registered):
                 return message.region
 
