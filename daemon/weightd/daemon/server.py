@@ -212,8 +212,7 @@ class Server:
         # The next daemon knows of it now, too.
         self._frontend.tell_recorded()
         if self._frontend.regions.closed:
-            self._backend.unmap(self._frontend.regions.closed)
-            self._frontend.regions.closed.clear()
+            self._backend.unmap(self._frontend.regions.take_closed())
         if self._surveys and self._surveys[0].step():
             self._answer_status(self._surveys.pop(0))
         if self._one_shot and self._any_failed():

@@ -174,7 +174,7 @@ def test_a_lane_that_breaks_the_protocol_is_closed(scene: Scene, sent: bytes, er
 
 
 def test_memory_is_given_once_before_what_names_it_and_taken_away_when_it_is_gone(scene: Scene) -> None:
-    one, other = (Memory(number, memfd.create(100), 100, lambda: None) for number in (1, 2))
+    one, other = (Memory(number, memfd.create(100), 100, os.close) for number in (1, 2))
     os.pwrite(one.fileno(), b"one", 0)
     os.pwrite(other.fileno(), b"other", 0)
     # Before it has connected: what waits keeps what it names.
@@ -199,7 +199,7 @@ def test_memory_is_given_once_before_what_names_it_and_taken_away_when_it_is_gon
 def test_memory_waits_its_turn_behind_what_is_not_read(scene: Scene) -> None:
     child = scene.connect()
     scene.lanes.accept()
-    memory = Memory(1, memfd.create(100), 100, lambda: None)
+    memory = Memory(1, memfd.create(100), 100, os.close)
     scene.lanes.send("w1", [LARGE])
     scene.lanes.send("w1", [b"a"], [memory])
     assert scene.received(child, 3)[1:] == [encode(Map(1)), [b"a"]]
@@ -211,7 +211,7 @@ def test_where_no_descriptor_is_left_the_next_request_tries_again(
 ) -> None:
     child = scene.connect()
     scene.lanes.accept()
-    memory = Memory(1, memfd.create(100), 100, lambda: None)
+    memory = Memory(1, memfd.create(100), 100, os.close)
 
     def refuse(self: Stream, frames: Sequence[Any], descriptors: Sequence[int] = ()) -> bool:
         if descriptors:

@@ -12,7 +12,7 @@ from testkit.examples import examples
 from weightd.daemon.children.mapped import Mapped
 from weightd.daemon.requests.regions import Memory
 
-MEMORIES = [Memory(number, os.dup(0), 1, lambda: None) for number in range(8)]
+MEMORIES = [Memory(number, os.dup(0), 1, os.close) for number in range(8)]
 
 
 class World(RuleBasedStateMachine):

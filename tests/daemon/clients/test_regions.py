@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import os
+import queue
 import re
+import threading
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -39,8 +41,10 @@ def places(registry: Registry, client: bytes, region: str, offset: int, room: in
     return registry.places(client, Regions(inputs, outputs), FOUR_FLOATS)
 
 
-def open_descriptors() -> int:
+def open_descriptors(registry: Registry) -> int:
     gc.collect()
+    while registry.closed:
+        os.close(registry.closed.pop()[1])
     return len([*Path("/proc/self/fd").iterdir()])
 
 
@@ -109,17 +113,17 @@ def test_a_connection_and_a_user_have_bounds(registry: Registry, fill: Callable[
 
 def test_register_and_unregister_a_thousand_times_leaves_nothing(registry: Registry) -> None:
     registry.register(b"a1", deque([memfd.create(1_000)]))
-    before = open_descriptors()
+    before = open_descriptors(registry)
     for _ in range(1000):
         region = registry.register(b"a1", deque([memfd.create(9_000)]))
         registry.unregister(b"a1", region)
         registry.unregister(b"a1", region)
-    assert open_descriptors() == before
+    assert open_descriptors(registry) == before
 
 
 @pytest.mark.parametrize("client_goes", [True, False])
 def test_a_region_lasts_until_the_last_request_that_names_it(registry: Registry, *, client_goes: bool) -> None:
-    before = open_descriptors()
+    before = open_descriptors(registry)
     region = registry.register(b"a1", deque([memfd.create(9_000)]))
     named = places(registry, b"a1", region, 0)
     if client_goes:
@@ -136,6 +140,25 @@ def test_a_region_lasts_until_the_last_request_that_names_it(registry: Registry,
     number = memory.number
     assert registry.closed == []
     del named, memory
-    assert registry.closed == [number]
+    assert [each for each, _ in registry.closed] == [number]
     registry.register(b"a2", other)
-    assert open_descriptors() == before + 1
+    assert open_descriptors(registry) == before + 1
+
+
+def test_nobody_waits_until_memory_is_freed(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
+    hangs, closed = threading.Event(), queue.SimpleQueue[int]()
+
+    def close(descriptor: int) -> None:
+        hangs.wait(10)
+        closed.put(descriptor)
+
+    monkeypatch.setattr("weightd.daemon.clients.closing.os.close", close)
+    descriptor = memfd.create(9_000)
+    registry.unregister(b"a1", registry.register(b"a1", deque([descriptor])))
+    assert len(registry.take_closed()) == 1
+    assert registry.take_closed() == []
+    assert closed.empty()
+    hangs.set()
+    assert closed.get(timeout=10) == descriptor
+    monkeypatch.undo()
+    os.close(descriptor)

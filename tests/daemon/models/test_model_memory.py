@@ -18,7 +18,7 @@ from .fakehost import W1, W2, Stage, request
 def offering() -> Request:
     """A request whose input is in a region, which has room for its output, too."""
     asked = request()
-    memory = Memory(7, os.dup(0), 100, lambda: None)
+    memory = Memory(7, os.dup(0), 100, os.close)
     asked.places = Places({0: Place(memory, 8, len(asked.frames[0]))}, {0: Place(memory, 64, 32)})
     asked.frames = ()
     return asked

@@ -1,7 +1,7 @@
 """Descriptors of who knows what are closed where nobody waits for it.
 
 A close is told to the file system of the file, and waits until that has heard it. One that a user has written may never
-hear it.
+hear it; and the last one of memory waits until the kernel has freed all of it, which takes half a second for a GiB.
 """
 
 from __future__ import annotations

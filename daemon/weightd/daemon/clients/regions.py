@@ -9,6 +9,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 
+from weightd.daemon.clients.closing import Closing
 from weightd.daemon.requests.regions import Memory, Place, Places
 from weightd.protocol import limits
 from weightd.protocol.errors import InvalidArgument, NotFound, ResourceExhausted
@@ -28,11 +29,12 @@ class Registry:
         user: called with a client; returns on whose account it goes.
 
     Attributes:
-        closed: numbers of regions that nothing names any more, for whoever takes them.
+        closed: numbers and descriptors of regions that nothing names any more, until `take_closed`.
     """
 
     def __init__(self, most_bytes: int, user: Callable[[bytes], str]) -> None:
-        self.closed: list[int] = []
+        self.closed: list[tuple[int, int]] = []
+        self._closing = Closing()
         self._most_bytes = most_bytes
         self._user = user
         self._by_client: dict[bytes, dict[str, Memory]] = {}
@@ -57,7 +59,7 @@ class Registry:
         self._count[user] += 1
         number = next(self._numbers)
         region = secrets.token_hex(limits.MAX_REGION_ID_BYTES // 2)
-        memory = Memory(number, descriptors.popleft(), nbytes, functools.partial(self._on_closed, user, nbytes, number))
+        memory = Memory(number, descriptors.popleft(), nbytes, functools.partial(self._on_gone, user, nbytes, number))
         self._by_client.setdefault(client, {})[region] = memory
         return region
 
@@ -88,6 +90,13 @@ class Registry:
             },
         )
 
+    def take_closed(self) -> Sequence[int]:
+        """Return the numbers of those that are closed, once, and free their memory: seconds of work if it was large."""
+        closed, self.closed = self.closed, []
+        for _, descriptor in closed:
+            self._closing.close(descriptor)
+        return [number for number, _ in closed]
+
     def _check_room(self, client: bytes, user: str, nbytes: int) -> None:
         if len(self._by_client.get(client, ())) >= limits.MAX_REGIONS:
             raise ResourceExhausted(f"this connection has {limits.MAX_REGIONS} regions already")
@@ -97,8 +106,9 @@ class Registry:
             bound = f"the bound is {self._most_bytes} (max_shm_bytes)"
             raise ResourceExhausted(f"this user has {self._bytes[user]} bytes in regions already; {bound}")
 
-    def _on_closed(self, user: str, nbytes: int, number: int) -> None:
-        self.closed.append(number)
+    def _on_gone(self, user: str, nbytes: int, number: int, descriptor: int) -> None:
+        # That may be anywhere. Nothing here waits, or takes a lock.
+        self.closed.append((number, descriptor))
         self._bytes[user] -= nbytes
         self._count[user] -= 1
         if not self._count[user]:

@@ -16,26 +16,26 @@ class Memory:
 
     Args:
         number: what workers know it by.
-        descriptor: which this owns.
+        descriptor: of it.
         nbytes: its size, which nobody can change.
-        closed: called when it is closed.
+        gone: is given the descriptor when nobody refers to this any more: it may be closed, which takes as long as the
+            kernel needs to free all of the memory.
     """
 
-    __slots__ = ("_closed", "_descriptor", "nbytes", "number")
+    __slots__ = ("_descriptor", "_gone", "nbytes", "number")
 
-    def __init__(self, number: int, descriptor: int, nbytes: int, closed: Callable[[], object]) -> None:
+    def __init__(self, number: int, descriptor: int, nbytes: int, gone: Callable[[int], object]) -> None:
         self.number = number
         self.nbytes = nbytes
         self._descriptor = descriptor
-        self._closed = closed
+        self._gone = gone
 
     def fileno(self) -> int:
         """Return the descriptor."""
         return self._descriptor
 
     def __del__(self) -> None:
-        os.close(self._descriptor)
-        self._closed()
+        self._gone(self._descriptor)
 
 
 @dataclass(frozen=True, slots=True)

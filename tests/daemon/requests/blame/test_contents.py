@@ -81,7 +81,7 @@ def test_the_same_bytes_in_memory_of_the_client_are_the_same_content(size: int) 
     framed = request(b"1" + bytes(size - 1), b"456")
     placed = request(b"", b"456")
     placed.description, placed.frames = framed.description, framed.frames[1:]
-    placed.nbytes, placed.places = 3, Places({0: Place(Memory(1, descriptor, size + 7, lambda: None), 7, size)}, {})
+    placed.nbytes, placed.places = 3, Places({0: Place(Memory(1, descriptor, size + 7, os.close), 7, size)}, {})
     assert (placed.content_bytes, is_small(placed)) == (framed.nbytes, is_small(framed))
     before = os.fstat(descriptor).st_blocks
     assert (mark(placed), content(placed)) == (mark(framed), content(framed))
