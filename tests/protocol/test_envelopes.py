@@ -87,11 +87,14 @@ def test_whatever_comes_is_read_as_by_the_schema(before: Infer, frame: bytes) ->
             assert {outcome(header, table, known) for _ in range(2)} == {outcome(header, table, None)}
 
 
-def test_what_one_table_knows_another_does_not_take() -> None:
+def test_what_is_known_is_of_one_table_and_has_its_frames() -> None:
     known = Descriptions(TO_CHILD)
-    assert decode(encode(Predict(0, REQUEST)), TO_CHILD, known) == Predict(0, REQUEST)
-    with pytest.raises(RemoteProtocolError):
-        decode(encode(Predict(0, REQUEST)), FROM_CHILD, known)
+    frames = encode(Predict(2**40, REQUEST))
+    for _ in range(2):
+        assert decode(frames, TO_CHILD, known) == Predict(2**40, REQUEST)
+    for others, table in ((frames, FROM_CHILD), ([*frames, b""], TO_CHILD), (frames[:1], TO_CHILD)):
+        with pytest.raises(RemoteProtocolError):
+            decode(others, table, known)
 
 
 def plain_frame(description: Any) -> bytes:
