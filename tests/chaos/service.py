@@ -181,8 +181,8 @@ class Service:
         self._manager.close()
         self._manager = None
         until(lambda: not self.children(), "the processes end with the service", KEEPER_LIMIT_S)
-        for path in (self._runtime / "weightd.sock", self._runtime / "notify"):
-            path.unlink()
+        for name in ("weightd.sock", "weightd.sock.unix", "notify"):
+            (self._runtime / name).unlink()
 
     # --- what it tells ------------------------------------------------------------------------------------------
 
