@@ -179,6 +179,30 @@ def test_a_forked_process_keeps_what_it_has_got() -> None:
     os.close(tells)
 
 
+def test_what_two_processes_cut_after_a_fork_is_never_the_same() -> None:
+    arena = Arena()
+    arena.empty((_PAGE,), np.uint8)[:] = 0
+    assert arena.regions[0].is_free
+    pid = os.fork()
+    if not pid:
+        arena.empty((_PAGE,), np.uint8)[:] = 1
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert not arena.empty((_PAGE,), np.uint8).any()
+
+
+def test_nothing_is_cut_by_another_thread_while_one_forks() -> None:
+    arena = Arena()
+    arena.before_fork()
+    thread = threading.Thread(target=arena.empty, args=((_PAGE,), np.uint8))
+    thread.start()
+    thread.join(0.05)
+    assert not arena.regions
+    arena.after_fork(in_child=False)
+    thread.join()
+    assert arena.regions
+
+
 def test_threads_never_share_a_part() -> None:
     arena = Arena()
     wrong: List[int] = []

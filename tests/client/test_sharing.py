@@ -275,6 +275,20 @@ def test_with_another_connection_all_is_registered_anew_and_what_was_offered_is_
     assert not {*before} & {*world.core.sharing.arena.regions}
 
 
+def test_a_region_is_given_up_when_no_request_can_name_it_any_more(world: World) -> None:
+    world.warm(bytes_of(N))
+    question = world.core.infer("m", {"x": bytes_of(N)}, 1.0)
+    arena = world.core.sharing.arena
+    arena.before_fork()
+    arena.after_fork(in_child=False)
+    world.infer(bytes_of(N))
+    assert Unregister not in map(type, world.said)
+    del question
+    gc.collect()
+    world.infer(bytes_of(N))
+    assert [each.region for each in world.said if isinstance(each, Unregister)] == ["r0"]
+
+
 def test_regions_that_were_let_go_are_given_up(world: World) -> None:
     world.warm(bytes_of(N))
     gc.collect()

@@ -7,6 +7,7 @@ lies keeps the array as long as that other may still read or write there.
 
 from __future__ import annotations
 
+import functools
 import mmap
 import os
 import threading
@@ -129,7 +130,8 @@ class Arena:
         self._lock = threading.Lock()
         self._regions: Tuple[Region, ...] = ()
         # A process that is forked has the same memory, and this one cannot know how long it needs an array.
-        _arenas.add(self)
+        with _forks:
+            _arenas.add(self)
 
     @property
     def regions(self) -> Tuple[Region, ...]:
@@ -178,9 +180,23 @@ class Arena:
     def retire(self, regions: Tuple[Region, ...]) -> None:
         """Cut nothing more from these: nobody can tell when others will be done with parts of them."""
         with self._lock:
-            for region in regions:
-                region.is_retired = not region.is_free
-            self._regions = tuple(region for region in self._regions if not region.is_retired)
+            self._retire(regions)
+
+    def before_fork(self) -> None:
+        """Retire all regions, and let no other thread cut from any until `after_fork`."""
+        self._lock.acquire()
+        self._retire(self._regions)
+
+    def after_fork(self, *, in_child: bool) -> None:
+        """Go on: what is free is the parent's, and nothing is cut for both."""
+        if in_child:
+            self._regions = ()
+        self._lock.release()
+
+    def _retire(self, regions: Tuple[Region, ...]) -> None:
+        for region in regions:
+            region.is_retired = not region.is_free
+        self._regions = tuple(region for region in self._regions if not region.is_retired)
 
     def _drop_free(self) -> None:
         """Before there is another one: those of which nothing is needed were too small."""
@@ -201,11 +217,26 @@ class Arena:
 
 _arenas: weakref.WeakSet[Arena] = weakref.WeakSet()
 
-
-def _retire_all() -> None:
-    arenas: List[Arena] = list(_arenas)
-    for arena in arenas:
-        arena.retire(arena.regions)
+# Held by a thread that forks, and whoever changes that set.
+_forks = threading.Lock()
+_stopped: List[Arena] = []
 
 
-os.register_at_fork(before=_retire_all)
+def _before_fork() -> None:
+    _forks.acquire()
+    _stopped.extend(_arenas)
+    for arena in _stopped:
+        arena.before_fork()
+
+
+def _after_fork(*, in_child: bool) -> None:
+    while _stopped:
+        _stopped.pop().after_fork(in_child=in_child)
+    _forks.release()
+
+
+os.register_at_fork(
+    before=_before_fork,
+    after_in_parent=functools.partial(_after_fork, in_child=False),
+    after_in_child=functools.partial(_after_fork, in_child=True),
+)

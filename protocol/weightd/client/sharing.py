@@ -98,6 +98,8 @@ class Sharing:
         self._refused: Set[Region] = set()
         # What has been told of these regions.
         self._told: Tuple[Region, ...] = ()
+        # Whether a name is still known of a region that was let go: a request may be about to name it.
+        self._lingers = False
         self._leases: Dict[str, Lease] = {}
         # By the identity of a description, with itself so that it stays its own: name and bytes of each output. Only
         # of those that have a large one.
@@ -124,12 +126,14 @@ class Sharing:
     def due(self) -> Sequence[Tuple[Message, Optional[Region]]]:
         """Return what is to be said before the next request, each with the region whose descriptor goes with it."""
         regions = self.arena.regions
-        if not self._is_possible or regions is self._told:
+        if not self._is_possible or (regions is self._told and not self._lingers):
             return ()
         due: List[Tuple[Message, Optional[Region]]] = []
         with self._lock:
             gone = [region for region in self._names if region not in regions]
-            due += [(Unregister(self._next_id(), self._names.pop(region)), None) for region in gone]
+            free = [region for region in gone if region.is_free]
+            self._lingers = len(free) < len(gone)
+            due += [(Unregister(self._next_id(), self._names.pop(region)), None) for region in free]
             for region in regions:
                 if region not in self._told:
                     register = Register(self._next_id())
