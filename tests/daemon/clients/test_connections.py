@@ -46,11 +46,11 @@ class Hall:
         )
         self.stack = contextlib.ExitStack()
 
-    def come(self) -> socket.socket:
+    def come(self, identity: Identity = SOMEBODY) -> socket.socket:
         """Return the other end of a new client's connection."""
         ours, theirs = socket.socketpair()
         theirs.setblocking(False)
-        self.connections.adopt(ours, SOMEBODY)
+        self.connections.adopt(ours, identity)
         return self.stack.enter_context(theirs)
 
     def until(self, check: Callable[[], object]) -> None:
@@ -273,6 +273,25 @@ def test_another_user_may_not_operate_and_a_process_without_a_number_here_is_its
 
     identity = unix_identity(cast(socket.socket, Connected()))
     assert identity == Identity(Origin(f"{near} of uid {uid}", f"uid {uid}"), is_near=True)
+
+
+def test_few_keep_descriptors_open_by_a_message_that_does_not_end(hall: Hall, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "_MOST_EXPECTANT", 2)
+    slow = [hall.come(SOMEBODY._replace(is_near=True)) for _ in range(3)]
+    for each in slow[:2]:
+        socket.send_fds(each, [b"\1"], [0])
+        hall.until(lambda: any(one.stream.descriptors for one in [*hall.connections]))
+    hall.loop.wait(0)
+    slow[0].send(bytes(3) + b"\1\0\0\0a")
+    hall.until(lambda: hall.messages)
+    socket.send_fds(slow[2], [b"\1"], [0])
+    hall.until(lambda: [*hall.connections][2].stream.descriptors)
+    hall.loop.wait(0)
+    assert not hall.gone
+    late = hall.come(SOMEBODY._replace(is_near=True))
+    socket.send_fds(late, [b"\1"], [0])
+    hall.until(lambda: hall.gone)
+    assert len(hall.keys) == 3
 
 
 def test_where_no_descriptor_is_left_the_next_client_waits_until_there_is(

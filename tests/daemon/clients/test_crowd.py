@@ -9,7 +9,7 @@ import pytest
 
 from weightd.daemon.clients import crowd
 from weightd.daemon.clients.connection import Connection, Identity
-from weightd.daemon.clients.crowd import Crowd, allow_descriptors, max_connections
+from weightd.daemon.clients.crowd import Crowd, allow_descriptors, max_connections, max_regions
 from weightd.daemon.requests.request import Origin
 from weightd.shared.stream import Stream
 
@@ -100,3 +100,13 @@ def test_as_many_descriptors_as_the_system_allows_and_some_are_left_for_others()
                 assert max_connections() == most
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+@pytest.mark.parametrize("limit", [64, 300, 1024, 524_288])
+def test_regions_and_connections_leave_a_part_of_the_descriptors(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def getrlimit(_: int) -> tuple[int, int]:
+        return limit, limit
+
+    monkeypatch.setattr(resource, "getrlimit", getrlimit)
+    assert max_regions() >= 31
+    assert limit - max_connections() - max_regions() >= 31

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import logging
 import os
@@ -219,6 +220,24 @@ def test_a_gate_that_dies_takes_nothing_with_it_but_its_connections(
 
 def test_one_that_keeps_dying_is_replaced_at_once_and_then_ever_more_seldom() -> None:
     assert [delay(count) for count in (1, 2, 3, 4, 8, 9, 10_000)] == [0.0, 0.05, 0.1, 0.2, 3.2, 5.0, 5.0]
+
+
+def test_a_gate_for_which_there_is_no_descriptor_is_started_later(
+    serve: Callable[..., Daemon], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("weightd.daemon.clients.gates._LONGEST_DELAY_S", 0.1)
+    [gate] = serve().gates.gates
+    tried: list[None] = []
+
+    def refuse() -> None:
+        tried.append(None)
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as few:
+        few.setattr(socket, "socketpair", refuse)
+        os.kill(gate.pid, signal.SIGKILL)
+        until(lambda: len(tried) > 1, "it is tried again")
+    until(lambda: gate.pid, "the next gate is there")
 
 
 def test_without_zygote_all_gates_are_back(serve: Callable[..., Daemon], connect: Callable[..., Socket]) -> None:

@@ -111,6 +111,16 @@ def test_a_connection_and_a_user_have_bounds(registry: Registry, fill: Callable[
     registry.register(b"b1", deque([memfd.create(10_000)]))
 
 
+def test_all_clients_together_leave_descriptors_to_others(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weightd.daemon.clients.regions.max_regions", lambda: 2)
+    registry.register(b"a1", deque([memfd.create(1)]))
+    second = registry.register(b"b1", deque([memfd.create(1)]))
+    with pytest.raises(ResourceExhausted, match="together have 2 regions"):
+        registry.register(b"c1", deque([memfd.create(1)]))
+    registry.unregister(b"b1", second)
+    registry.register(b"c1", deque([memfd.create(1)]))
+
+
 def test_register_and_unregister_a_thousand_times_leaves_nothing(registry: Registry) -> None:
     registry.register(b"a1", deque([memfd.create(1_000)]))
     before = open_descriptors(registry)

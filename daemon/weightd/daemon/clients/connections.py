@@ -30,6 +30,9 @@ _MOST_ACCEPTED = 64
 # Where there is no descriptor for the next one, until some have gone.
 _PAUSE_S = 0.1
 
+# So many clients may have sent a descriptor and not yet all of the message with which it goes.
+_MOST_EXPECTANT = 64
+
 # The last answers of a daemon that stops get this long to be read.
 _LINGER_S = 1.0
 
@@ -77,6 +80,7 @@ class Connections:
         self._crowd = Crowd()
         self._pause = Timer(self._resume)
         self._paused: list[socket.socket] = []
+        self._expectant: set[Connection] = set()
         loop.add_timer(self._pause)
 
     def __iter__(self) -> Iterator[Connection]:
@@ -193,8 +197,17 @@ class Connections:
             connection.arriving = 0
         for message in messages:
             self._take(connection, message)
-        if connection.stream.descriptors and connection.stream.incoming.is_idle:
+        if connection.stream.descriptors:
+            self._wait_for_message(connection)
+
+    def _wait_for_message(self, connection: Connection) -> None:
+        """A client's descriptors are there: they are refused where no message is that they may go with."""
+        if connection.stream.incoming.is_idle:
             self.refuse_descriptors(connection)
+            return
+        self._expectant = {each for each in self._expectant if each.stream.descriptors} | {connection}
+        if len(self._expectant) > _MOST_EXPECTANT:
+            self.hang_up(connection, "too many have sent descriptors and not the messages that these go with")
 
     def _take(self, connection: Connection, message: Message) -> None:
         # One before it may have been its last.

@@ -34,6 +34,12 @@ def max_connections() -> int:
     return max(1, limit - min(max(limit // 2, _LEAST_RESERVE), _MOST_RESERVE))
 
 
+def max_regions() -> int:
+    """Return how many regions of memory all clients together may have: half of the descriptors that no client is."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return (limit - max_connections()) // 2
+
+
 class Crowd:
     """Says who has to go, and tells the log when it begins and ends."""
 

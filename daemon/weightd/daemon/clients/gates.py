@@ -118,7 +118,8 @@ class Gates:
         self._timer = Timer(self._start_due)
         loop.add_timer(self._timer)
         for post in self._posts:
-            self._start(post, time.monotonic())
+            post.due = 0.0
+        self._start_due(time.monotonic())
 
     @property
     def gates(self) -> Sequence[Gate]:
@@ -143,8 +144,13 @@ class Gates:
 
     def _start(self, post: _Post, now: float) -> None:
         post.due, post.since = _NEVER, now
+        try:
+            ours, its = socket.socketpair()
+        except OSError as error:
+            _log.error("listener %s: no gate can be started: %s", post.gate.name, error.strerror)
+            post.due = now + _LONGEST_DELAY_S
+            return
         number = next(self._numbers)
-        ours, its = socket.socketpair()
         post.stream = Stream(ours, takes_descriptors=True)
         self._loop.add(ours.fileno(), lambda: self._hear(post))
         self._by_number[number] = post.gate
@@ -160,7 +166,7 @@ class Gates:
         for post in self._posts:
             if post.due <= now:
                 self._start(post, now)
-        self._timer.set(min(post.due for post in self._posts))
+        self._timer.set(min((post.due for post in self._posts), default=_NEVER))
 
     def _hear(self, post: _Post) -> None:
         """A gate says something."""

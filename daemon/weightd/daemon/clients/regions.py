@@ -10,6 +10,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 
 from weightd.daemon.clients.closing import Closing
+from weightd.daemon.clients.crowd import max_regions
 from weightd.daemon.requests.regions import Memory, Place, Places
 from weightd.protocol import limits
 from weightd.protocol.errors import InvalidArgument, NotFound, ResourceExhausted
@@ -102,6 +103,8 @@ class Registry:
             raise ResourceExhausted(f"this connection has {limits.MAX_REGIONS} regions already")
         if self._count[user] >= MAX_USERS_REGIONS:
             raise ResourceExhausted(f"this user has {MAX_USERS_REGIONS} regions already")
+        if sum(self._count.values()) >= max_regions():
+            raise ResourceExhausted(f"all clients together have {max_regions()} regions already (LimitNOFILE=)")
         if self._bytes[user] + nbytes > self._most_bytes:
             bound = f"the bound is {self._most_bytes} (max_shm_bytes)"
             raise ResourceExhausted(f"this user has {self._bytes[user]} bytes in regions already; {bound}")
