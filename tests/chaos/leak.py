@@ -64,10 +64,15 @@ def run(service: Service, steady: Model, guest: Model, requests: int, cycles: in
 
 
 def _load_and_unload(service: Service, guest: Model) -> None:
-    """As an operator does: another table in the file and SIGHUP; without the table, and SIGHUP."""
+    """As an operator does: another table in the file and SIGHUP; without the table, and SIGHUP.
+
+    Meanwhile it is asked by a client that shares memory with it.
+    """
     service.configure("guest", {"path": guest.path, "python": guest.python, "workers": WORKERS})
     service.reload()
     service.await_health(_LIMIT_S)
+    with Client(service.unix_address, timeout=_LIMIT_S) as client:
+        _ask(client, "guest", material.load(guest.path))
     service.drop("guest")
     service.reload()
     until(lambda: all(each.name != "guest" for each in service.status().models), "the model is unloaded", _LIMIT_S)
