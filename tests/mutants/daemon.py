@@ -149,7 +149,6 @@ CHILDREN = [
         ("if len(frames) < len(lengths):", "if False:"),
         ("self._lanes.get(name) is lane and readable.poll(0):", "self._lanes.get(name) is lane:"),
         ("            self._loop.unwatch_writes(lane.fileno())", "            pass"),
-        ("            self._send(lane, encode(Unmap(number)))\n        for", "            pass\n        for"),
         ("                mapped.forget(memory.number)\n", "                pass\n"),
     ),
     *mutants("children", "daemon/children/test_mapped.py",

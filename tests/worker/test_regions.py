@@ -131,11 +131,18 @@ def test_nothing_is_left_of_a_region_that_is_forgotten(regions: Regions, memory:
     def mapped() -> int:
         return Path("/proc/self/maps").read_text("ascii").count(f" {os.fstat(memory).st_ino} ")
 
+    def descriptors() -> int:
+        return len([*Path("/proc/self/fd").iterdir()])
+
+    before = descriptors()
     regions.map(8, os.dup(memory))
     assert mapped() == 2
+    # The mapping has one of its own.
+    assert descriptors() == before + 1
     regions.unmap(8)
     regions.clear()
     assert mapped() == 0
+    assert descriptors() <= before
 
 
 def test_a_buffer_is_used_again_once_nobody_has_it() -> None:
