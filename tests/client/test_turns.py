@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import threading
 from typing import List, Tuple
 
 from hypothesis import strategies as st
@@ -18,7 +20,7 @@ class World(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.turns = Turns()
+        self.turns = Turns(itertools.count().__next__)
         self.readers: List[Call] = []
         self.waiting: List[Turn] = []
 
@@ -72,3 +74,24 @@ class World(RuleBasedStateMachine):
 
 
 TestTurns = World.TestCase
+
+
+def test_who_could_not_leave_reads_when_it_is_back() -> None:
+    turns, call = Turns(), Call("1", ReadyResponse)
+    others: List[object] = []
+
+    def other() -> None:
+        turn = turns.enter(call)
+        others.append(turn is not None and turns.give_up(turn))
+
+    assert turns.enter(call) is None
+    for _ in range(2):
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+        assert not turns.take(again=False)
+        assert turns.take()
+        assert turns.enter(call) is None
+    assert others == [False, False]
+    turns.leave()
+    assert not turns.is_taken

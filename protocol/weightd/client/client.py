@@ -267,7 +267,8 @@ class Client:
         with self._lock:
             session.end()
             self._changed.notify_all()
-        if self._turns.take():
+        # A signal's handler may call this in the middle of a read.
+        if self._turns.take(again=False):
             self._leave()
         else:
             self._waker.set()

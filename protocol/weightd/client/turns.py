@@ -1,5 +1,8 @@
 """Which of the threads that wait for answers reads them, for all: the first one, until it has its own; then another.
 
+An exception from outside, as of Ctrl-C, may hit a thread before it can say that it reads no more. It still has the
+right to read then, and uses it when it is back.
+
 Nobody looks on in vain: who reads may wait in the kernel, the others wait for it alone, each as long as it likes.
 """
 
@@ -7,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from typing import List, Optional
+from typing import Callable, List, Optional
 
 from weightd.client.core import Call
 
@@ -17,12 +20,14 @@ class Turn:
 
     Attributes:
         reads: whether it is its turn to read now.
+        thread: which it is.
     """
 
-    __slots__ = ("_lock", "call", "reads")
+    __slots__ = ("_lock", "call", "reads", "thread")
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: Call, thread: int) -> None:
         self.call = call
+        self.thread = thread
         self.reads = False
         self._lock = threading.Lock()
         self._lock.acquire()
@@ -43,28 +48,31 @@ class Turn:
 
 
 class Turns:
-    """Gives the right to read to one thread at a time. Whoever has it calls `leave` in the end."""
+    """Gives the right to read to one thread at a time. Whoever has it calls `leave` in the end.
 
-    def __init__(self) -> None:
+    Args:
+        thread: tells which one calls.
+    """
+
+    def __init__(self, thread: Callable[[], int] = threading.get_ident) -> None:
+        self._thread = thread
+        self._reader = 0
         self._lock = threading.Lock()
         self._waiting: List[Turn] = []
         self.is_taken = False
 
-    def take(self) -> bool:
-        """Return whether it is the caller who reads, from now on."""
+    def take(self, *, again: bool = True) -> bool:
+        """Return whether it is the caller who reads, from now on; not `again`: and has not done so before."""
         with self._lock:
-            if self.is_taken:
-                return False
-            self.is_taken = True
-            return True
+            return self._take(self._thread(), again=again)
 
     def enter(self, call: Call) -> Optional[Turn]:
         """Return the turn in which to wait for `call`, None where it is the caller who reads, from now on."""
+        thread = self._thread()
         with self._lock:
-            if not self.is_taken:
-                self.is_taken = True
+            if self._take(thread, again=True):
                 return None
-            turn = Turn(call)
+            turn = Turn(call, thread)
             self._waiting.append(turn)
         call.when_done(turn.wake)
         return turn
@@ -82,7 +90,15 @@ class Turns:
             for turn in self._waiting:
                 if not turn.call.done:
                     self._waiting.remove(turn)
+                    self._reader = turn.thread
                     turn.reads = True
                     turn.wake()
                     return
             self.is_taken = False
+
+    def _take(self, thread: int, *, again: bool) -> bool:
+        if self.is_taken and not (again and self._reader == thread):
+            return False
+        self._reader = thread
+        self.is_taken = True
+        return True
