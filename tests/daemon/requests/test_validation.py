@@ -77,7 +77,11 @@ def test_a_refusal_names_the_output_that_cannot_be_wanted(wanted: tuple[str, ...
 
 def test_what_fits_is_looked_at_once_for_each_generation(monkeypatch: pytest.MonkeyPatch) -> None:
     looked: list[object] = []
-    monkeypatch.setattr(signature, "check_inputs", lambda _, inputs: looked.append(inputs))
+
+    def look(takes: object, inputs: object) -> None:
+        looked.append(inputs)
+
+    monkeypatch.setattr(signature, "check_inputs", look)
     known, image = Signature(), RequestDescription("m", (IMAGE,))
     known.check(image)
     assert not looked
