@@ -9,26 +9,45 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from weightd.protocol import envelopes, limits
+from weightd.protocol import envelopes, limits, places
 from weightd.protocol.codec import Descriptions, decode, encode
 from weightd.protocol.errors import LocalProtocolError, RemoteProtocolError
 from weightd.protocol.messages.children import FROM_CHILD, TO_CHILD, Predict, Result
-from weightd.protocol.messages.data import Infer, InferResponse, Parameters, RequestDescription, ResponseDescription
-from weightd.protocol.messages.regions import MappedRegions, Regions
+from weightd.protocol.messages.data import (
+    Infer,
+    InferResponse,
+    Parameters,
+    RequestDescription,
+    ResponseDescription,
+    TensorSpec,
+)
+from weightd.protocol.messages.regions import (
+    InputPlace,
+    MappedInput,
+    MappedOutput,
+    MappedRegions,
+    OutputPlace,
+    Regions,
+)
 from weightd.protocol.messages.types import FROM_CLIENT, TO_CLIENT
 from weightd.protocol.schema import FieldError, plain
 
 REQUEST, RESPONSE = RequestDescription("m", ()), ResponseDescription("m", ())
+X = TensorSpec("x", "UINT8", (0,))
+TWO, THREE = RequestDescription("m", (X, X)), ResponseDescription("m", (X, X, X))
+PLACES = Regions((InputPlace(1, "r", 7),), (OutputPlace(0, "r", 7, 8),))
+MAPPED = MappedRegions((MappedInput(1, 2**40, 7),), (MappedOutput(0, 2**40, 7, 8),))
 TAGS = {Infer: "infer", InferResponse: "infer_response", Predict: "predict", Result: "result"}
 
 texts = st.text(max_size=130) | st.integers(0, 40).map("i".__mul__)
 numbers = st.integers(-1, 2**64 - 1) | st.sampled_from([2**32 - 1, 2**32, 2**63 - 1, 2**63])
 timeouts = st.none() | st.integers(0, limits.MAX_TIMEOUT_US + 1)
-placed = st.none() | st.just((0,))
+offered = st.none() | st.sampled_from([Regions(), PLACES])
+placed = st.none() | st.lists(st.integers(-1, 64) | st.just(True), max_size=20).map(tuple)
 messages = (
-    st.builds(Infer, texts, st.just(REQUEST), st.builds(Parameters, timeouts, st.none() | st.just(Regions())))
+    st.builds(Infer, texts, st.just(REQUEST), st.builds(Parameters, timeouts, offered))
     | st.builds(InferResponse, texts, st.just(RESPONSE), placed, st.none() | st.booleans())
-    | st.builds(Predict, numbers, st.just(REQUEST), st.none() | st.just(MappedRegions()))
+    | st.builds(Predict, numbers, st.just(REQUEST), st.none() | st.sampled_from([MappedRegions(), MAPPED]))
     | st.builds(Result, numbers, st.just(RESPONSE), placed)
 )
 
@@ -41,7 +60,18 @@ def frames(draw: Any) -> bytes:
     asked = {**named, "parameters": {"timeout": draw(st.integers(0, 9))}}
     tag, fields = draw(
         st.sampled_from(
-            [("infer", asked), ("infer", named), ("infer_response", named), ("predict", numbered), ("result", numbered)]
+            [
+                ("infer", asked),
+                ("infer", named),
+                ("infer", {**named, "parameters": plain(Parameters(1, PLACES))}),
+                ("infer_response", named),
+                ("infer_response", {**named, "placed": [2, 0]}),
+                ("infer_response", {**named, "running": True, "placed": [0]}),
+                ("predict", numbered),
+                ("predict", {**numbered, "regions": plain(MAPPED)}),
+                ("result", numbered),
+                ("result", {**numbered, "placed": [2, 0]}),
+            ]
         )
     )
     frame: bytes = msgpack.packb({"v": limits.PROTOCOL_VERSION, "type": tag, **fields})
@@ -81,10 +111,11 @@ def test_whatever_comes_is_read_as_by_the_schema(before: Infer, frame: bytes) ->
     for table, first in [*valid, (TO_CHILD, Predict(0, REQUEST))]:
         known = Descriptions(table)
         decode(encode(first), table, known)
-        for described in (REQUEST, RESPONSE):
-            header = [frame, plain_frame(described)]
-            # Found by its bytes the second time, if at all.
-            assert {outcome(header, table, known) for _ in range(2)} == {outcome(header, table, None)}
+        for described in (REQUEST, RESPONSE, TWO, THREE):
+            for tensors in range(4):
+                header = [frame, plain_frame(described), *[b""] * tensors]
+                # Found by its bytes the second time, if at all.
+                assert {outcome(header, table, known) for _ in range(2)} == {outcome(header, table, None)}
 
 
 def test_what_is_known_is_of_one_table_and_has_its_frames() -> None:
@@ -115,3 +146,15 @@ def test_what_is_known_of_requests_is_bounded() -> None:
         envelopes.learn(packed(message), message, tails)
     assert len(tails) == 256
     assert {each.timeout for each in tails.values()} == {*range(344, 600)}
+
+
+def test_what_is_known_of_places_is_bounded_and_found() -> None:
+    tails: places.Tails = {}
+    for offset in range(600):
+        message = Predict(2**40, TWO, MappedRegions((MappedInput(0, 1, offset),)))
+        places.learn(packed(message), message, tails)
+    assert len(tails) == 256
+    last = Predict(2**41, TWO, MappedRegions((MappedInput(0, 1, 599),)))
+    found: Any = places.read(Predict, packed(last) or b"", tails)
+    assert (found.request, found.regions) == (last.request, last.regions)
+    assert places.write(Predict(2**41, TWO, found.regions)) == packed(last)

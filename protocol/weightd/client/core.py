@@ -15,7 +15,7 @@ from weakref import ReferenceType, ref
 
 import numpy as np
 
-from weightd.client.sharing import Lease, Sharing, WrongOut
+from weightd.client.sharing import Lease, NamedInput, NamedRoom, Sharing, WrongOut
 from weightd.protocol import limits
 from weightd.protocol.codec import Descriptions, decode, encode
 from weightd.protocol.errors import InvalidArgument, RemoteProtocolError, WeightdError, request_error
@@ -33,7 +33,7 @@ from weightd.protocol.messages.control import (
     UpdateResponse,
 )
 from weightd.protocol.messages.data import Cancel, Error, Infer, InferResponse, Parameters
-from weightd.protocol.messages.regions import Registered, Released
+from weightd.protocol.messages.regions import InputPlace, OutputPlace, Regions, Registered, Released
 from weightd.protocol.messages.status import Status, StatusResponse
 from weightd.protocol.messages.types import TO_CLIENT, DaemonMessage
 from weightd.protocol.tensors import describe_request, frame_of, to_wire
@@ -172,9 +172,10 @@ class ClientCore:
         in_frames: Iterable[Any] = arrays.values()
         if out or self.sharing.concerns(description):
             lease = call.lease = self.sharing.lease(description, [*in_frames], _checked_out(out))
-            in_frames, regions = lease.in_frames, lease.regions
-            if regions is not None:
-                parameters = Parameters(parameters.timeout, regions)
+            in_frames = lease.in_frames
+            if lease.inputs or lease.rooms:
+                rooms = tuple([room.named for room in lease.rooms.values()])
+                parameters = _shared_parameters(parameters.timeout, tuple(lease.inputs), rooms)
         request = call.request = Infer(call.id, description, parameters)
         return call, [*encode(request), *map(frame_of, in_frames)]
 
@@ -337,6 +338,14 @@ class ClientCore:
 @functools.lru_cache(maxsize=64)
 def _parameters(timeout: float) -> Parameters:
     return Parameters(max(1, int(timeout * 1e6)))
+
+
+@functools.lru_cache(maxsize=64)
+def _shared_parameters(
+    timeout: Optional[int], inputs: Tuple[NamedInput, ...], rooms: Tuple[NamedRoom, ...]
+) -> Parameters:
+    regions = Regions(tuple(InputPlace(*each) for each in inputs), tuple(OutputPlace(*each) for each in rooms))
+    return Parameters(timeout, regions)
 
 
 def _check_named(inputs: object) -> None:

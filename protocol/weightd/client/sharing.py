@@ -14,7 +14,7 @@ import numpy as np
 from weightd.client.arena import Arena, Block, Region
 from weightd.protocol.errors import InvalidArgument
 from weightd.protocol.messages.data import InferResponse, RequestDescription
-from weightd.protocol.messages.regions import InputPlace, OutputPlace, Regions, Register, Unregister
+from weightd.protocol.messages.regions import Register, Unregister
 from weightd.protocol.tensors import from_frame
 
 # A smaller tensor costs less in a frame.
@@ -32,13 +32,18 @@ class WrongOut(InvalidArgument):
     """An array that was given for an output is not what the output is."""
 
 
+# Of an input: position, region and offset, as a request names them; of room for an output its bytes, too.
+NamedInput = Tuple[int, str, int]
+NamedRoom = Tuple[int, str, int, int]
+
+
 class Room:
-    """Where an output may be written: the place as the request names it, its region, and its bytes."""
+    """Where an output may be written: as the request names it, its region, and its bytes."""
 
-    __slots__ = ("content", "place", "region")
+    __slots__ = ("content", "named", "region")
 
-    def __init__(self, place: OutputPlace, region: Region, content: Any) -> None:
-        self.place = place
+    def __init__(self, named: NamedRoom, region: Region, content: Any) -> None:
+        self.named = named
         self.region = region
         self.content = content
 
@@ -50,6 +55,8 @@ class Lease:
         epoch: of the connection that it is for.
         arrays: the inputs, as the caller has them.
         in_frames: those of them that are nowhere else.
+        inputs: those that are.
+        rooms: for outputs, by their position.
         out: arrays for outputs, by name.
     """
 
@@ -60,16 +67,9 @@ class Lease:
         self.arrays = arrays
         self.out = out
         self.in_frames: List[Any] = []
-        self.inputs: List[InputPlace] = []
+        self.inputs: List[NamedInput] = []
         self.rooms: Dict[int, Room] = {}
         self._kept: List[Any] = []
-
-    @property
-    def regions(self) -> Optional[Regions]:
-        """What the request says of shared memory."""
-        if not (self.inputs or self.rooms):
-            return None
-        return Regions(tuple(self.inputs), tuple([room.place for room in self.rooms.values()]))
 
     def keep(self, array: Any) -> None:
         """Keep an array for as long as the request is under way."""
@@ -172,7 +172,7 @@ class Sharing:
             if place is None:
                 lease.in_frames.append(array)
             else:
-                lease.inputs.append(InputPlace(index, *place))
+                lease.inputs.append((index, *place))
         _, outputs = self._remembered.get(id(description), (None, ()))
         for index, (name, nbytes) in enumerate(outputs if self._is_possible else ()):
             room = self._room(index, nbytes, out.get(name)) if nbytes >= LEAST_BYTES else None
@@ -242,12 +242,12 @@ class Sharing:
             region, offset = found
             name = self._names.get(region)
             content = given.reshape(-1).view(_BYTE)
-            return None if name is None else Room(OutputPlace(index, name, offset, given.nbytes), region, content)
+            return None if name is None else Room((index, name, offset, given.nbytes), region, content)
         taken = self._take(nbytes, touched=True)
         if taken is None:
             return None
         name, block = taken
-        return Room(OutputPlace(index, name, block.offset, nbytes), block.region, block.array((nbytes,), _BYTE))
+        return Room((index, name, block.offset, nbytes), block.region, block.array((nbytes,), _BYTE))
 
     def _take(self, nbytes: int, *, touched: bool) -> Optional[Tuple[str, Block]]:
         block = self.arena.take(nbytes, touched=touched)
@@ -272,7 +272,7 @@ def is_large(description: Any) -> bool:
 
 def _written(lease: Optional[Lease], index: int, nbytes: int) -> Any:
     room = None if lease is None else lease.rooms.get(index)
-    if room is None or room.place.bytes < nbytes:
+    if room is None or room.content.nbytes < nbytes:
         raise InvalidArgument("an output is said to be where no room was offered")
     return room.content[:nbytes]
 

@@ -14,7 +14,7 @@ from typing import Any, Dict, Iterable, List, Mapping, Optional, Sequence, Tuple
 
 import msgpack
 
-from weightd.protocol import envelopes, limits
+from weightd.protocol import envelopes, limits, places
 from weightd.protocol.errors import LocalProtocolError, RemoteProtocolError
 from weightd.protocol.messages.children import FROM_CHILD, TO_CHILD
 from weightd.protocol.messages.data import TensorSpec
@@ -52,16 +52,18 @@ class Descriptions:
     Attributes:
         table: the same.
         tails: what envelopes of requests end with.
+        places: what envelopes end with that say where tensors are.
     """
 
     def __init__(self, table: Mapping[str, Type[Any]], most: int = _MAX_KNOWN) -> None:
         self.table = table
         self.tails: envelopes.Tails = {}
+        self.places: places.Tails = {}
         self._most = most
         # With the lengths of the tensors' frames.
         self._known: Dict[bytes, Tuple[Any, List[int]]] = {}
-        [described] = [cls for cls in table.values() if cls in _DESCRIBED]
-        self._read = envelopes.READERS[described]
+        [self._described] = [cls for cls in table.values() if cls in _DESCRIBED]
+        self._read = envelopes.READERS[self._described]
 
     def message(self, frames: Sequence[Any]) -> Any:
         """Return the message, if its description is known, its envelope is read by its bytes and nothing is wrong."""
@@ -71,12 +73,26 @@ class Descriptions:
         if type(frame) is not bytes or type(envelope) is not bytes:
             return None
         found = self._known.get(frame)
-        if found is None or found[1] != [*map(len, frames[2:])]:
+        if found is None:
             return None
-        message = self._read(envelope, self.tails)
+        sizes = [*map(len, frames[2:])]
+        message = self._read(envelope, self.tails) if found[1] == sizes else None
+        if message is None:
+            message = self._placed(envelope, found[1], sizes)
         if message is not None:
             message.__dict__["description"] = found[0]
         return message
+
+    def _placed(self, envelope: bytes, described: List[int], sizes: List[int]) -> Any:
+        """The same, where not all tensors need have a frame."""
+        message = places.read(self._described, envelope, self.places)
+        if message is None:
+            return None
+        elsewhere: Sequence[int] = message.elsewhere
+        if len({*elsewhere}) < len(elsewhere) or max(elsewhere, default=-1) >= len(described):
+            return None
+        in_frames = [size for index, size in enumerate(described) if index not in elsewhere]
+        return message if in_frames == sizes else None
 
     def find(self, frame: Any) -> Any:
         """Return what `frame` was decoded to, or None."""
@@ -99,7 +115,7 @@ def encode(message: Any, *, max_bytes: int = limits.MAX_HEADER_BYTES) -> List[by
     """
     cls = message.__class__
     writer = envelopes.WRITERS.get(cls)
-    envelope = None if writer is None else writer(message)
+    envelope = None if writer is None else writer(message) or places.write(message)
     if envelope is not None:
         description = message.description
         if description.__class__ is _DESCRIBED[cls]:
@@ -114,6 +130,7 @@ def encode(message: Any, *, max_bytes: int = limits.MAX_HEADER_BYTES) -> List[by
         if envelope is None:
             envelope = msgpack.packb({"v": limits.PROTOCOL_VERSION, "type": tag, **plain(message)})
             envelopes.learn(envelope, message)
+            places.learn(envelope, message)
         frames = [envelope, _description_frame(message)] if type(message) in _DESCRIBED else [envelope]
     except FieldError as error:
         raise LocalProtocolError(f"{tag}: {error}") from None
@@ -194,6 +211,7 @@ def _read(frames: Sequence[Any], table: Mapping[str, Type[M]], known: Optional[D
                 raise _wrong_frames(tensors, frames[2:])
             if known is not None:
                 envelopes.learn(frames[0], message, known.tails)
+                places.learn(frames[0], message, known.places)
         elif len(frames) > 1:
             raise FieldError(f"expected the envelope alone, got {len(frames)}").at("frames")
     except FieldError as error:

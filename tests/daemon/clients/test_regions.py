@@ -172,3 +172,15 @@ def test_nobody_waits_until_memory_is_freed(registry: Registry, monkeypatch: pyt
     assert closed.get(timeout=10) == descriptor
     monkeypatch.undo()
     os.close(descriptor)
+
+
+def test_what_was_found_before_is_found_at_once_and_not_when_it_is_gone(registry: Registry) -> None:
+    region = registry.register(b"a1", deque([memfd.create(100)]))
+    said = Regions((InputPlace(0, region, 0),))
+    assert registry.places(b"a1", said, FOUR_FLOATS) is registry.places(b"a1", said, FOUR_FLOATS)
+    with pytest.raises(NotFound):
+        registry.places(b"a2", said, FOUR_FLOATS)
+    registry.unregister(b"a1", region)
+    assert len(registry.take_closed()) == 1
+    with pytest.raises(NotFound):
+        registry.places(b"a1", said, FOUR_FLOATS)

@@ -18,6 +18,9 @@ from weightd.protocol.messages.data import TensorSpec
 from weightd.protocol.messages.regions import InputPlace, OutputPlace, Regions
 from weightd.shared import memfd
 
+# Of one client: places that are in use at a time.
+_MAX_FOUND = 64
+
 # Of one user, on all connections: each costs a descriptor.
 MAX_USERS_REGIONS = 16 * limits.MAX_REGIONS
 
@@ -39,6 +42,8 @@ class Registry:
         self._most_bytes = most_bytes
         self._user = user
         self._by_client: dict[bytes, dict[str, Memory]] = {}
+        # What was found for requests of a client: by the identity of what they say, with that so that it stays its own.
+        self._found: dict[bytes, dict[tuple[int, int], tuple[object, object, Places]]] = {}
         # Of regions that are open: those that were given up, too, while a request names them.
         self._bytes = Counter[str]()
         self._count = Counter[str]()
@@ -66,10 +71,12 @@ class Registry:
 
     def unregister(self, client: bytes, region: str) -> None:
         """Give up a region, if there is such a one; requests that name it already are not concerned."""
+        self._found.pop(client, None)
         self._by_client.get(client, {}).pop(region, None)
 
     def forget(self, client: bytes) -> None:
         """The client is gone: give up its regions."""
+        self._found.pop(client, None)
         self._by_client.pop(client, None)
 
     def places(self, client: bytes, regions: Regions, inputs: Sequence[TensorSpec]) -> Places:
@@ -79,8 +86,13 @@ class Registry:
             InvalidArgument: they do not.
             NotFound: a region is none of this connection.
         """
+        # The decoder gives equal bytes the same objects.
+        found = self._found.setdefault(client, {})
+        key = id(regions), id(inputs)
+        if key in found:
+            return found[key][2]
         known = self._by_client.get(client, {})
-        return Places(
+        places = Places(
             {
                 each.tensor: _place(known, each, inputs[each.tensor].nbytes, f"inputs[{index}]")
                 for index, each in enumerate(regions.inputs)
@@ -90,6 +102,10 @@ class Registry:
                 for index, each in enumerate(regions.outputs)
             },
         )
+        if len(found) >= _MAX_FOUND:
+            found.clear()
+        found[key] = regions, inputs, places
+        return places
 
     def take_closed(self) -> Sequence[int]:
         """Return the numbers of those that are closed, once, and free their memory: seconds of work if it was large."""

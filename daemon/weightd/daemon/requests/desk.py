@@ -9,7 +9,7 @@ from weightd.daemon.config.model import ModelConfig
 from weightd.daemon.host.ends import End
 from weightd.daemon.requests.blame.guard import Guard
 from weightd.daemon.requests.latency import Latencies
-from weightd.daemon.requests.regions import Memory, mapped
+from weightd.daemon.requests.regions import Memory
 from weightd.daemon.requests.request import Request
 from weightd.daemon.requests.scheduler import Scheduler
 from weightd.daemon.requests.signature import Signature
@@ -177,7 +177,7 @@ class Desk:
                 self._order(process, Skip(number), (), ())
         for seat, job in self.scheduler.assign(now):
             [request] = job.parts
-            order = Predict(job.number, request.description, mapped(request.places))
+            order = Predict(job.number, request.description, request.places.mapped)
             for process in seat.processes:
                 self.writers.begin(process, request)
                 self._order(process, order, request.frames, request.places.memories)

@@ -58,39 +58,35 @@ class Place:
         return os.pread(self.memory.fileno(), end - begin, self.offset + begin)
 
 
-@dataclass(frozen=True, slots=True)
 class Places:
-    """Those of one request, by the position of the tensor.
+    """Those of one request, by the position of the tensor. Many requests may have the same.
 
     Attributes:
         inputs: where they are.
         outputs: where they may be written, if they have no more bytes.
+        memories: the regions in which they are.
+        mapped: what a worker is told of them, which knows the regions by their numbers; None where there are none.
     """
 
-    inputs: Mapping[int, Place]
-    outputs: Mapping[int, Place]
+    __slots__ = ("inputs", "mapped", "memories", "outputs")
 
-    @property
-    def memories(self) -> Sequence[Memory]:
-        """The regions in which they are."""
-        if self is NOWHERE:
-            return ()
-        found = {each.memory.number: each.memory for places in (self.inputs, self.outputs) for each in places.values()}
-        return tuple(found.values())
+    def __init__(self, inputs: Mapping[int, Place], outputs: Mapping[int, Place]) -> None:
+        self.inputs = inputs
+        self.outputs = outputs
+        self.memories: Sequence[Memory] = tuple(
+            {each.memory.number: each.memory for each in (*inputs.values(), *outputs.values())}.values()
+        )
+        self.mapped = _mapped(inputs, outputs) if self.memories else None
+
+
+def _mapped(inputs: Mapping[int, Place], outputs: Mapping[int, Place]) -> MappedRegions:
+    return MappedRegions(
+        tuple(MappedInput(index, each.memory.number, each.offset) for index, each in inputs.items()),
+        tuple(MappedOutput(index, each.memory.number, each.offset, each.nbytes) for index, each in outputs.items()),
+    )
 
 
 NOWHERE = Places({}, {})
-
-
-def mapped(places: Places) -> MappedRegions | None:
-    """Return what a worker is told of them, which knows the regions by their numbers."""
-    if places is NOWHERE:
-        return None
-    inputs = [MappedInput(index, each.memory.number, each.offset) for index, each in places.inputs.items()]
-    outputs = [
-        MappedOutput(index, each.memory.number, each.offset, each.nbytes) for index, each in places.outputs.items()
-    ]
-    return MappedRegions(tuple(inputs), tuple(outputs))
 
 
 def tensors(
