@@ -55,6 +55,14 @@ def test_further_seals_do_no_harm() -> None:
     os.close(descriptor)
 
 
+def _write_only() -> int:
+    descriptor = memfd.create(4096)
+    try:
+        return os.open(f"/proc/self/fd/{descriptor}", os.O_WRONLY)
+    finally:
+        os.close(descriptor)
+
+
 REFUSED: Dict[str, Callable[[], int]] = {
     "got a descriptor of something else": _pipe,
     "a descriptor of something": lambda: os.open("/dev/zero", os.O_RDWR),
@@ -62,6 +70,7 @@ REFUSED: Dict[str, Callable[[], int]] = {
     "of something else": lambda: _file(str(Path.home())),
     "F_SEAL_SHRINK is missing": lambda: _file("/dev/shm"),
     "sealed with F_SEAL_SHRINK and F_SEAL_GROW, F_SEAL_SHRINK is missing": lambda: _plain(seals=_GROW),
+    "open for writing only": _write_only,
     "F_SEAL_GROW is missing": lambda: _plain(seals=_SHRINK),
     "at least 1 byte": lambda: _plain(0, seals=_SHRINK | _GROW),
     f"of {mmap.PAGESIZE} bytes, got pages of 2097152": lambda: _plain(2**21, _SHRINK | _GROW, _HUGETLB | 21 << 26),

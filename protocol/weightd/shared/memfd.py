@@ -69,6 +69,8 @@ def size(descriptor: int) -> int:
     missing = [name for seal, name in _SEALS.items() if not seals & seal]
     if missing:
         raise NotShareable(f"expected a memfd sealed with {' and '.join(_SEALS.values())}, {missing[0]} is missing")
+    if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE == os.O_WRONLY:
+        raise NotShareable("expected a memfd that can be read, got one that is open for writing only")
     page = os.fstatvfs(descriptor).f_bsize
     if page != mmap.PAGESIZE:
         # Its pages come from a pool that may be empty when they are touched, which is a SIGBUS, too.

@@ -17,6 +17,7 @@ from weightd.daemon.clients.crowd import Crowd
 from weightd.daemon.clients.room import Room
 from weightd.daemon.host.loop import Loop
 from weightd.daemon.host.timers import Timer
+from weightd.protocol import limits
 from weightd.protocol.errors import RemoteProtocolError
 from weightd.protocol.framing import Incoming, Message
 from weightd.shared.stream import Stream
@@ -104,7 +105,8 @@ class Connections:
     def adopt(self, connection: socket.socket, identity: Identity) -> None:
         """Let somebody in; the socket is this object's from now on."""
         key = next(self._keys).to_bytes(8, "big")
-        incoming = Incoming(admit=functools.partial(self._admit, key))
+        longest = min(self._room.most, limits.MAX_FRAME_BYTES)
+        incoming = Incoming(max_frame_bytes=longest, admit=functools.partial(self._admit, key))
         takes_descriptors = identity.is_near and not self.closing.is_behind
         stream = Stream(connection, incoming, takes_descriptors=takes_descriptors)
         found = self._by_key[key] = Connection(key, stream, identity, time.monotonic())
@@ -220,7 +222,7 @@ class Connections:
         connection = self._by_key[key]
         self._room.give(key, connection.arriving)
         connection.arriving = 0
-        if not self._room.fits(nbytes) and not self._make_room(key, nbytes):
+        if nbytes > self._room.most or (not self._room.fits(nbytes) and not self._make_room(key, nbytes)):
             return False
         self._room.take(key, nbytes)
         connection.arriving = nbytes

@@ -187,7 +187,7 @@ class Frontend:
         try:
             if not received.is_whole:
                 request_id = id_of(received.frames)
-                raise _too_long(received)
+                raise _too_long(received, self.room.most)
             message = decode(received.frames, FROM_CLIENT, self._descriptions)
             request_id = message.id
             self._serve(connection, message, received.frames[limits.MAX_HEADER_FRAMES :], now)
@@ -220,11 +220,11 @@ class Frontend:
 
     def _share(self, connection: Connection, message: Register | Unregister) -> None:
         client = connection.key
-        if not connection.identity.is_near:
-            raise InvalidArgument(_ELSEWHERE)
         if isinstance(message, Unregister):
             self.regions.unregister(client, message.region)
             return
+        if not connection.identity.is_near:
+            raise InvalidArgument(_ELSEWHERE)
         try:
             region = self.regions.register(client, connection.stream.descriptors)
         except RequestError:
@@ -234,7 +234,7 @@ class Frontend:
 
     def _places(self, connection: Connection, message: Infer) -> Places:
         regions = message.parameters.regions
-        if regions is None:
+        if regions is None or not (regions.inputs or regions.outputs):
             return NOWHERE
         if not connection.identity.is_near:
             raise InvalidArgument(f"parameters.regions: {_ELSEWHERE}")
@@ -356,11 +356,14 @@ class Frontend:
             self._connections.send(client, encode(Error(message.id, refusal.code, str(refusal))))
 
 
-def _too_long(received: Message) -> RequestError:
+def _too_long(received: Message, most: int) -> RequestError:
     """What is to be said of a message of which not everything was kept."""
     for name, length in zip(("envelope", "description"), received.lengths, strict=False):
         if length > limits.MAX_HEADER_BYTES:
             return InvalidArgument(f"{name}: expected at most {limits.MAX_HEADER_BYTES} bytes, got {length}")
+    nbytes = sum(received.lengths)
+    if nbytes > most:
+        return InvalidArgument(f"frames: expected at most {most} bytes in all (max_memory_bytes), got {nbytes}")
     return ResourceExhausted(_FULL, retry_after=_RETRY_S)
 
 

@@ -92,6 +92,9 @@ class Registry:
         if key in found:
             return found[key][2]
         known = self._by_client.get(client, {})
+        rooms = [each.tensor for each in regions.outputs]
+        if len({*rooms}) < len(rooms):
+            raise InvalidArgument(f"parameters.regions.outputs: a tensor is given twice in {rooms}")
         places = Places(
             {
                 each.tensor: _place(known, each, inputs[each.tensor].nbytes, f"inputs[{index}]")
