@@ -189,7 +189,7 @@ CLIENTS = [
     *mutants("clients", "daemon/clients",
         ("if connection.unread + nbytes <= MAX_UNREAD_BYTES:", "if True:"),
         ("if connection.unread and not self._may_wait(", "if not self._may_wait("),
-        ("if not self._room.fits(nbytes) and not self._make_room(key, nbytes):", "if False:"),
+        ("if nbytes > self._room.most or (not self._room.fits(nbytes) and not self._make_room(key, nbytes)):", "if False:"),
         ("            self._room.give(connection.key, connection.arriving)\n", ""),
         ("        self._room.forget(connection.key)\n", ""),
         ("if not connection.leaving:\n            connection.has", "if True:\n            connection.has"),
