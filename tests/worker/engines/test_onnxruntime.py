@@ -143,9 +143,9 @@ def test_what_the_library_takes(built: Built) -> None:
     assert engine.predict({"x": x.astype(">f4")})["y"].tolist() != x.tolist()
 
 
-def test_threads_are_set_and_weights_are_allocated_apart_from_what_a_run_needs(model: Model) -> None:
+def test_the_threads_of_one_predict_are_set(model: Model) -> None:
     engine: Any = OnnxRuntime(Settings(3, "cpu"))
     engine.build(str(model("relu")))
     options = engine._session.get_session_options()
     assert (options.intra_op_num_threads, options.inter_op_num_threads) == (3, 1)
-    assert options.get_session_config_entry("session.use_device_allocator_for_initializers") == "1"
+    assert options.enable_cpu_mem_arena is False

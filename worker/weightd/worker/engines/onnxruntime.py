@@ -55,9 +55,8 @@ class OnnxRuntime(CpuEngine):
         options = self._library.SessionOptions()
         options.intra_op_num_threads = self._settings.threads
         options.inter_op_num_threads = 1
-        # Weights are allocated one by one, so that they can be shared. What a run needs is kept for the next one: it
-        # takes longer to get megabytes from the kernel anew than to compute with them.
-        options.add_session_config_entry("session.use_device_allocator_for_initializers", "1")
+        # With the arena, weights and activations share blocks, and their pages differ between processes.
+        options.enable_cpu_mem_arena = False
         self._begin()
         try:
             self._session = self._library.InferenceSession(model, options, providers=["CPUExecutionProvider"])
