@@ -198,11 +198,7 @@ CLIENTS = [
         ("            self.hang_up(connection, str(error))\n", ""),
         ("                    self._wait_for_room(listener)\n", ""),
         ("connection), uid in (os.getuid(), 0), is_near=True)", "connection), True, is_near=True)"),
-        ("not each.has_spoken, each.since if each.has_spoken else -each.since)", "each.since,)"),
         ("return not self.held or self.held + nbytes <= self.most", "return self.held + nbytes <= self.most"),
-        ("return max(1, limit - min(max(limit // 2, _LEAST_RESERVE), _MOST_RESERVE))", "return limit"),
-        ("-each.since))\n    return [max(users.values(), key=len).pop() for",
-         "-each.since))\n    return [max(users.values(), key=lambda own: bool(own)).pop() for"),
         ("most = max(users.values(), key=lambda clients: sum(clients.values()))",
          "most = max(users.values(), key=lambda clients: max(clients.values()))"),
         ("left = max(0, has - nbytes)", "left = has - nbytes"),
@@ -229,8 +225,6 @@ CLIENTS = [
 GATE = [
     *mutants("gate", "daemon/gate/test_doorman.py",
         ("if each.since + PATIENCE_S > now:", "if each.since > now:"),
-        ("else each.since))\n    return [max(users.values(), key=len).pop() for",
-         "else each.since))\n    return [max(users.values(), key=lambda own: bool(own)).pop() for"),
         ("_MOST_RESERVE)) // _DESCRIPTORS)", "_MOST_RESERVE)))"),
         ("if self._peers.any_named:", "if True:"),
     ),
@@ -330,6 +324,12 @@ CONFIG = [
 ]  # fmt: skip
 
 HOST = [
+    *mutants("host", "daemon/clients/test_crowd.py",
+        ("not each.has_spoken, each.since if each.has_spoken else -each.since)", "each.since,)"),
+        ("return max(1, limit - min(max(limit // 2, _LEAST_RESERVE), _MOST_RESERVE))", "return limit"),
+        ("-each.since))\n    return [max(users.values(), key=len).pop() for",
+         "-each.since))\n    return [max(users.values(), key=lambda own: bool(own)).pop() for"),
+    ),
     *mutants("host", "daemon/host/test_ends.py",
         ("if self.status is None or self.by is not By.UNKNOWN:", "if self.status is None:"),
         ("status == -signal.SIGKILL and self._oom_kills() > self._told:", "status == -signal.SIGKILL:"),

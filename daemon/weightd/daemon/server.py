@@ -14,7 +14,6 @@ import zmq
 from weightd.daemon import exits
 from weightd.daemon.children.backend import Backend
 from weightd.daemon.clients.connection import foreign_identity
-from weightd.daemon.clients.crowd import allow_descriptors
 from weightd.daemon.clients.frontend import Frontend
 from weightd.daemon.clients.gates import Gates
 from weightd.daemon.config.devices import DeviceConfig
@@ -30,6 +29,7 @@ from weightd.daemon.continuity.listening import Listening, listen
 from weightd.daemon.continuity.service import CLIENTS, KEEPER, Manager
 from weightd.daemon.gate.link import PeerIdentity
 from weightd.daemon.gate.zygote import Zygote
+from weightd.daemon.host.crowding import allow_descriptors
 from weightd.daemon.host.loop import Loop, signals
 from weightd.daemon.host.memory import MIB, host_bytes
 from weightd.daemon.host.timers import Timer

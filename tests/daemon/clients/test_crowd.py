@@ -9,7 +9,8 @@ import pytest
 
 from weightd.daemon.clients import crowd
 from weightd.daemon.clients.connection import Connection, Identity
-from weightd.daemon.clients.crowd import Crowd, allow_descriptors, max_connections, max_regions
+from weightd.daemon.clients.crowd import Crowd, max_regions
+from weightd.daemon.host.crowding import allow_descriptors, for_clients
 from weightd.daemon.requests.request import Origin
 from weightd.shared.stream import Stream
 
@@ -41,7 +42,7 @@ class Hall:
 
 @pytest.fixture
 def hall(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hall]:
-    monkeypatch.setattr(crowd, "max_connections", lambda: 10)
+    monkeypatch.setattr(crowd, "for_clients", lambda: 10)
     made = Hall()
     yield made
     for each in made.sockets:
@@ -97,7 +98,7 @@ def test_as_many_descriptors_as_the_system_allows_and_some_are_left_for_others()
         for limit, most in ((300, 44), (1024, 512), (8000, 4000)):
             if limit <= before[1]:
                 resource.setrlimit(resource.RLIMIT_NOFILE, (limit, before[1]))
-                assert max_connections() == most
+                assert for_clients() == most
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
@@ -109,4 +110,4 @@ def test_regions_and_connections_leave_a_part_of_the_descriptors(limit: int, mon
 
     monkeypatch.setattr(resource, "getrlimit", getrlimit)
     assert max_regions() >= 31
-    assert limit - max_connections() - max_regions() >= 31
+    assert limit - for_clients() - max_regions() >= 31

@@ -10,9 +10,10 @@ from typing import cast
 import pytest
 
 from weightd.daemon.gate import doorman
-from weightd.daemon.gate.doorman import PATIENCE_S, Doorman, allow_descriptors, max_connections
+from weightd.daemon.gate.doorman import PATIENCE_S, Doorman, max_connections
 from weightd.daemon.gate.link import PeerIdentity
 from weightd.daemon.gate.peers import Connection, Peers
+from weightd.daemon.host.crowding import allow_descriptors
 
 
 class FakePeers:

@@ -8,7 +8,7 @@ import itertools
 import logging
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from weightd.daemon.clients.closing import Closing
@@ -90,11 +90,6 @@ class Connections:
     def get(self, key: bytes) -> Connection | None:
         """Return a client by its key; None where it has gone."""
         return self._by_key.get(key)
-
-    @property
-    def by_key(self) -> Mapping[bytes, Connection]:
-        """All of them, the oldest first."""
-        return self._by_key
 
     # --- who comes and goes ---------------------------------------------------------------------------------------
 

@@ -6,13 +6,10 @@ hung up: those of the user who has the most.
 
 from __future__ import annotations
 
-import resource
-from collections import defaultdict
-from collections.abc import Sequence
-
 from weightd.daemon.gate import kernel
 from weightd.daemon.gate.link import DEBUG, ERROR, WARNING, Log
-from weightd.daemon.gate.peers import Connection, Peers
+from weightd.daemon.gate.peers import Peers
+from weightd.daemon.host.crowding import REOPEN, for_clients, surplus
 from weightd.daemon.host.timers import Timer
 
 # Who has not said by then what it speaks is hung up by the library.
@@ -21,27 +18,13 @@ HANDSHAKE_MS = 5000
 # Twice what a handshake may take: who says nothing for so long has nothing to say, or cannot be heard.
 PATIENCE_S = 2 * HANDSHAKE_MS / 1000
 
-# Connections are accepted beside the loop: while that is busy, hundreds may come.
-_LEAST_RESERVE = 256
-_MOST_RESERVE = 4096
-
 # Of a connection: the library's, and this end of its pair.
 _DESCRIPTORS = 2
-
-# After some were hung up, so many of the connections have to end before it is said that there is room again.
-_REOPEN = 0.9
-
-
-def allow_descriptors() -> None:
-    """Take as many descriptors as the system allows: the usual limit of 1,024 is for programs that call select()."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def max_connections() -> int:
     """Return how many clients may be connected under the process's present limit."""
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return max(1, (limit - min(max(limit // 2, _LEAST_RESERVE), _MOST_RESERVE)) // _DESCRIPTORS)
+    return max(1, for_clients() // _DESCRIPTORS)
 
 
 class Doorman:
@@ -77,7 +60,7 @@ class Doorman:
         if not self._full and count > most:
             self._full = True
             self._log(ERROR, f"{most} clients are connected: some of the user who has the most are turned away")
-        elif self._full and count < _REOPEN * most:
+        elif self._full and count < REOPEN * most:
             self._full = False
             self._log(WARNING, f"{count} clients are connected: others are let in again")
         first = next(iter(peers.silent.values()), None)
@@ -107,18 +90,3 @@ class Doorman:
                 kernel.write(each.descriptor, self._twin)
                 each.hang_up()
             del silent[each.descriptor]
-
-
-def surplus(there: Sequence[Connection], count: int) -> list[Connection]:
-    """Return so many connections to be hung up, one after another of the user who then has the most.
-
-    Of a user's: first those that have never said a word, the oldest first, for they have had the most time; then those
-    that came last.
-    """
-    users: defaultdict[str, list[Connection]] = defaultdict(list)
-    for each in there:
-        users[each.user].append(each)
-    for own in users.values():
-        # Taken from the end.
-        own.sort(key=lambda each: (each.heard is None, -each.since if each.heard is None else each.since))
-    return [max(users.values(), key=len).pop() for _ in range(count)]

@@ -41,6 +41,11 @@ class Connection:
         """On whose account it goes: a user, over TCP a host."""
         return self.identity.host if self.identity.uid is None else f"uid {self.identity.uid}"
 
+    @property
+    def has_spoken(self) -> bool:
+        """Whether a whole message of it was read."""
+        return self.heard is not None
+
     def hang_up(self) -> None:
         """Shut it down: its end is told later."""
         self.leaving = True

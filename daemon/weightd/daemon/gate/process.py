@@ -8,11 +8,11 @@ import zmq
 from zmq.utils.garbage import gc as library_frames
 
 from weightd.daemon.gate import confinement
-from weightd.daemon.gate.doorman import allow_descriptors
 from weightd.daemon.gate.gate import Gate
 from weightd.daemon.gate.link import Terms
 from weightd.daemon.gate.listening import accept, make_router
 from weightd.daemon.gate.memory import Memory, go_before_the_daemon
+from weightd.daemon.host.crowding import allow_descriptors
 from weightd.shared.stream import Stream
 
 # Beside what it may take for clients: what the allocator sets aside for each thread, and what only looks like memory.

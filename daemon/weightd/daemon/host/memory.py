@@ -26,12 +26,6 @@ def pss_bytes(pid: int) -> int | None:
     return None
 
 
-def private_bytes() -> int:
-    """Return what this process has in memory that is no file's."""
-    _, resident, shared, *_ = Path("/proc/self/statm").read_text("ascii").split()
-    return (int(resident) - int(shared)) * mmap.PAGESIZE
-
-
 def host_bytes() -> int:
     """Return how much memory this process may hope for: the host's, or what its control group has of it."""
     host = os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE
