@@ -225,7 +225,7 @@ CLIENTS = [
 GATE = [
     *mutants("gate", "daemon/gate/test_doorman.py",
         ("if each.since + PATIENCE_S > now:", "if each.since > now:"),
-        ("_MOST_RESERVE)) // _DESCRIPTORS)", "_MOST_RESERVE)))"),
+        ("for_clients() // _DESCRIPTORS)", "for_clients())"),
         ("if self._peers.any_named:", "if True:"),
     ),
     *mutants("gate", "daemon/gate/test_reader.py",
