@@ -9,7 +9,7 @@ PROTOCOL = [
         ("if len(frame) > max_bytes:\n        raise Fie", "if False:\n        raise Fie"),
         ("if len(fields) != len(listed):", "if False:"),
         ("if type(version) is not int or version !=", "if version !="),
-        ("if len(self._known) >= self._most:", "if False:"),
+        ("if len(table) >= self._most:", "if False:"),
         ("        elif len(frames) > 1:", "        elif False:"),
         ("if [*map(len, frames[2:])] != [*sizes]:", "if len(frames) - 2 != len(sizes):"),
         ("tolerant = table is TO_CLIENT", "tolerant = False"),

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from weightd.protocol import envelopes, limits, places
-from weightd.protocol.codec import Descriptions, decode, encode
+from weightd.protocol import limits
+from weightd.protocol.codec import Decoder, decode, encode
 from weightd.protocol.errors import LocalProtocolError, RemoteProtocolError
 from weightd.protocol.messages.children import FROM_CHILD, TO_CHILD, Predict, Result
 from weightd.protocol.messages.data import (
@@ -109,8 +109,8 @@ def test_whatever_comes_is_read_as_by_the_schema(before: Infer, frame: bytes) ->
         (FROM_CHILD, Result(0, RESPONSE)),
     ]
     for table, first in [*valid, (TO_CHILD, Predict(0, REQUEST))]:
-        known = Descriptions(table)
-        decode(encode(first), table, known)
+        known = Decoder(table)
+        known.decode(encode(first))
         for described in (REQUEST, RESPONSE, TWO, THREE):
             for tensors in range(4):
                 header = [frame, plain_frame(described), *[b""] * tensors]
@@ -118,43 +118,33 @@ def test_whatever_comes_is_read_as_by_the_schema(before: Infer, frame: bytes) ->
                 assert {outcome(header, table, known) for _ in range(2)} == {outcome(header, table, None)}
 
 
-def test_what_is_known_is_of_one_table_and_has_its_frames() -> None:
-    known = Descriptions(TO_CHILD)
+def test_what_is_known_has_its_frames() -> None:
+    known = Decoder(TO_CHILD)
     frames = encode(Predict(2**40, REQUEST))
     for _ in range(2):
-        assert decode(frames, TO_CHILD, known) == Predict(2**40, REQUEST)
-    for others, table in ((frames, FROM_CHILD), ([*frames, b""], TO_CHILD), (frames[:1], TO_CHILD)):
+        assert known.decode(frames) == Predict(2**40, REQUEST)
+    for others in ([*frames, b""], frames[:1]):
         with pytest.raises(RemoteProtocolError):
-            decode(others, table, known)
+            known.decode(others)
 
 
 def plain_frame(description: Any) -> bytes:
     return msgpack.packb(plain(description))
 
 
-def outcome(frames: Any, table: Any, known: Optional[Descriptions]) -> Any:
+def outcome(frames: Any, table: Any, known: Optional[Decoder[Any]]) -> Any:
     try:
-        return decode(frames, table, known)
+        return decode(frames, table) if known is None else known.decode(frames)
     except RemoteProtocolError as error:
         return str(error), error.request_id
 
 
-def test_what_is_known_of_requests_is_bounded() -> None:
-    tails: envelopes.Tails = {}
-    for timeout in range(1, 600):
-        message = Infer("7", REQUEST, Parameters(timeout))
-        envelopes.learn(packed(message), message, tails)
-    assert len(tails) == 256
-    assert {each.timeout for each in tails.values()} == {*range(344, 600)}
-
-
 def test_what_is_known_of_places_is_bounded_and_found() -> None:
-    tails: places.Tails = {}
-    for offset in range(600):
-        message = Predict(2**40, TWO, MappedRegions((MappedInput(0, 1, offset),)))
-        places.learn(packed(message), message, tails)
-    assert len(tails) == 256
-    last = Predict(2**41, TWO, MappedRegions((MappedInput(0, 1, 599),)))
-    found: Any = places.read(Predict, packed(last) or b"", tails)
-    assert (found.request, found.regions) == (last.request, last.regions)
-    assert places.write(Predict(2**41, TWO, found.regions)) == packed(last)
+    known: Decoder[Any] = Decoder(TO_CHILD, most=2)
+    frames = [
+        [*encode(Predict(2**40 + index, TWO, MappedRegions((MappedInput(0, 1, index),)))), b""] for index in range(3)
+    ]
+    first, *others = (known.decode(each).regions for each in frames)
+    assert [known.decode(each).regions for each in frames[1:]] == others
+    assert all(known.decode(each).regions is other for each, other in zip(frames[1:], others))
+    assert known.decode(frames[0]).regions is not first

@@ -17,7 +17,7 @@ import numpy as np
 
 from weightd.client.sharing import Lease, NamedInput, NamedRoom, Sharing, WrongOut
 from weightd.protocol import limits
-from weightd.protocol.codec import Descriptions, decode, encode
+from weightd.protocol.codec import Decoder, encode
 from weightd.protocol.errors import InvalidArgument, RemoteProtocolError, WeightdError, request_error
 from weightd.protocol.messages.control import (
     ModelMetadata,
@@ -138,7 +138,7 @@ class ClientCore:
         # Plain weak references: a WeakValueDictionary costs a small request more than its encoding.
         self._calls: Dict[str, ReferenceType[Call]] = {}
         self._sweep_at = _LEAST_SWEEP
-        self._descriptions = Descriptions(TO_CLIENT)
+        self._decoder = Decoder(TO_CLIENT, max_bytes=limits.MAX_STATUS_BYTES)
         self.sharing = Sharing(self._next_id)
 
     @property
@@ -262,7 +262,7 @@ class ClientCore:
                 which call is meant: nothing on this connection can be relied on.
         """
         try:
-            message = decode(frames, TO_CLIENT, self._descriptions, max_bytes=limits.MAX_STATUS_BYTES)
+            message = self._decoder.decode(frames)
         except RemoteProtocolError as error:
             if not error.request_id:
                 raise

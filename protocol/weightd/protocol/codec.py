@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from dataclasses import fields as fields_of
 from dataclasses import replace
-from typing import Any, Dict, Iterable, List, Mapping, Optional, Sequence, Tuple, Type, TypeVar, cast
+from typing import Any, Dict, Generic, Iterable, List, Mapping, Optional, Sequence, Tuple, Type, TypeVar, cast
 
 import msgpack
 
-from weightd.protocol import envelopes, limits, places
+from weightd.protocol import envelopes, limits
 from weightd.protocol.errors import LocalProtocolError, RemoteProtocolError
 from weightd.protocol.messages.children import FROM_CHILD, TO_CHILD
 from weightd.protocol.messages.data import TensorSpec
@@ -42,69 +42,74 @@ _MAX_KNOWN_BYTES = 2048
 _MAX_EXTENT = 2**63
 
 
-class Descriptions:
-    """What descriptions were decoded, by their bytes: the same bytes give the same object, which is immutable.
+class Decoder(Generic[M]):
+    """Reads the messages of a peer, and remembers what they have in common: most differ in an id and in their tensors.
+
+    The same bytes of a description give the same object, which is immutable. What is known is bounded: what came first
+    goes first.
 
     Args:
-        table: of the messages whose descriptions they are; one type of them has any.
-        most: that are known at a time; those that came first go first.
-
-    Attributes:
-        table: the same.
-        tails: what envelopes of requests end with.
-        places: what envelopes end with that say where tensors are.
+        table: tag to type of the messages that the peer may send; one of these has a description.
+        max_bytes: the largest header frame to accept.
+        most: descriptions, and rests of envelopes, that are known at a time.
     """
 
-    def __init__(self, table: Mapping[str, Type[Any]], most: int = _MAX_KNOWN) -> None:
-        self.table = table
-        self.tails: envelopes.Tails = {}
-        self.places: places.Tails = {}
+    def __init__(
+        self, table: Mapping[str, Type[M]], *, max_bytes: int = limits.MAX_HEADER_BYTES, most: int = _MAX_KNOWN
+    ) -> None:
+        self._table = table
+        self._max_bytes = max_bytes
         self._most = most
-        # With the lengths of the tensors' frames.
-        self._known: Dict[bytes, Tuple[Any, List[int]]] = {}
         [self._described] = [cls for cls in table.values() if cls in _DESCRIBED]
-        self._read = envelopes.READERS[self._described]
+        self._split = envelopes.SPLITS[self._described]
+        self._field, self._apart, _ = self._split
+        # Descriptions by their bytes, with the lengths of their tensors' frames.
+        self._descriptions: Dict[bytes, Tuple[Any, List[int]]] = {}
+        # What envelopes say beside the number or the id, by their rests, and which tensors have no frame for that.
+        self._rests: Dict[bytes, Tuple[Dict[str, Any], Sequence[int]]] = {}
 
-    def message(self, frames: Sequence[Any]) -> Any:
-        """Return the message, if its description is known, its envelope is read by its bytes and nothing is wrong."""
-        if len(frames) < limits.MAX_HEADER_FRAMES:
-            return None
-        envelope, frame = frames[0], frames[1]
-        if type(frame) is not bytes or type(envelope) is not bytes:
-            return None
-        found = self._known.get(frame)
-        if found is None:
-            return None
-        sizes = [*map(len, frames[2:])]
-        message = self._read(envelope, self.tails) if found[1] == sizes else None
-        if message is None:
-            message = self._placed(envelope, found[1], sizes)
-        if message is not None:
-            message.__dict__["description"] = found[0]
+    def decode(self, frames: Sequence[Any]) -> M:
+        """Return the message of `frames`, as the function `decode` does. Those of the header are `bytes`.
+
+        Raises:
+            RemoteProtocolError: the frames are not such a message.
+        """
+        try:
+            description, sizes = self._descriptions[frames[1]]
+            first, rest = self._apart(frames[0])
+            said, elsewhere = self._rests[rest]
+        except LookupError:
+            return self._read(frames)
+        if elsewhere:
+            sizes = _without(sizes, elsewhere)
+        if [*map(len, frames[2:])] != sizes:
+            return self._read(frames)
+        message: M = object.__new__(self._described)
+        fields = message.__dict__
+        fields.update(said)
+        fields["description"] = description
+        fields[self._field] = first
         return message
 
-    def _placed(self, envelope: bytes, described: List[int], sizes: List[int]) -> Any:
-        """The same, where not all tensors need have a frame."""
-        message = places.read(self._described, envelope, self.places)
-        if message is None:
-            return None
-        elsewhere: Sequence[int] = message.elsewhere
-        if len({*elsewhere}) < len(elsewhere) or max(elsewhere, default=-1) >= len(described):
-            return None
-        in_frames = [size for index, size in enumerate(described) if index not in elsewhere]
-        return message if in_frames == sizes else None
+    def _read(self, frames: Sequence[Any]) -> M:
+        """The message, whatever its form."""
+        known = self._descriptions.get(frames[1]) if len(frames) > 1 else None
+        message = _read(frames, self._table, None if known is None else known[0], self._max_bytes)
+        if type(message) is self._described:
+            description: Any = cast(Any, message).description
+            if known is None and len(frames[1]) <= _MAX_KNOWN_BYTES:
+                self._keep(self._descriptions, frames[1], (description, [*description.sizes]))
+            rest = envelopes.rest_of(self._split, frames[0])
+            if rest is not None and rest not in self._rests:
+                fields = {**message.__dict__}
+                del fields[self._field], fields["description"]
+                self._keep(self._rests, rest, (fields, cast(Any, message).elsewhere))
+        return message
 
-    def find(self, frame: Any) -> Any:
-        """Return what `frame` was decoded to, or None."""
-        found = self._known.get(frame) if type(frame) is bytes else None
-        return None if found is None else found[0]
-
-    def add(self, frame: Any, description: Any) -> None:
-        """Remember what `frame` was decoded to."""
-        if type(frame) is bytes and len(frame) <= _MAX_KNOWN_BYTES:
-            if len(self._known) >= self._most:
-                del self._known[next(iter(self._known))]
-            self._known[frame] = description, [*description.sizes]
+    def _keep(self, table: Dict[bytes, Any], key: bytes, value: object) -> None:
+        if len(table) >= self._most:
+            del table[next(iter(table))]
+        table[key] = value
 
 
 def encode(message: Any, *, max_bytes: int = limits.MAX_HEADER_BYTES) -> List[bytes]:
@@ -115,23 +120,21 @@ def encode(message: Any, *, max_bytes: int = limits.MAX_HEADER_BYTES) -> List[by
     """
     cls = message.__class__
     writer = envelopes.WRITERS.get(cls)
-    envelope = None if writer is None else writer(message) or places.write(message)
+    envelope = None if writer is None else writer(message)
     if envelope is not None:
         description = message.description
-        if description.__class__ is _DESCRIBED[cls]:
-            # That it came in, or that it was sent in before.
-            known: Optional[bytes] = description.__dict__.get("_frame")
-            if known is not None and len(envelope) <= max_bytes and len(known) <= max_bytes:
-                return [envelope, known]
+        # That it came in, or that it was sent in before. An envelope of this form is shorter than any bound.
+        known: Optional[bytes] = getattr(description, "_frame", None)
+        if known is not None and len(known) <= max_bytes and type(description) is _DESCRIBED[cls]:
+            return [envelope, known]
     tag = _TAGS.get(cls)
     if tag is None:
         raise LocalProtocolError(f"{type(message).__name__} is not a message of the wire")
     try:
         if envelope is None:
             envelope = msgpack.packb({"v": limits.PROTOCOL_VERSION, "type": tag, **plain(message)})
-            envelopes.learn(envelope, message)
-            places.learn(envelope, message)
-        frames = [envelope, _description_frame(message)] if type(message) in _DESCRIBED else [envelope]
+            envelopes.remember(envelope, message)
+        frames = [envelope, _description_frame(message)] if cls in _DESCRIBED else [envelope]
     except FieldError as error:
         raise LocalProtocolError(f"{tag}: {error}") from None
     for frame in frames:
@@ -155,13 +158,7 @@ def _description_frame(message: Any) -> bytes:
     return frame
 
 
-def decode(
-    frames: Sequence[Any],
-    table: Mapping[str, Type[M]],
-    known: Optional[Descriptions] = None,
-    *,
-    max_bytes: int = limits.MAX_HEADER_BYTES,
-) -> M:
+def decode(frames: Sequence[Any], table: Mapping[str, Type[M]], *, max_bytes: int = limits.MAX_HEADER_BYTES) -> M:
     """Return the message of `frames`, one of the types in `table`.
 
     Tensor frames are only measured, never read or copied: they stay after the header frames. In answers of the daemon
@@ -170,20 +167,16 @@ def decode(
     Args:
         frames: header and tensors, without a routing prefix; anything with a length in bytes and a buffer.
         table: tag to type of the messages that the peer may send.
-        known: descriptions that were decoded before by the same table.
         max_bytes: the largest header frame to accept.
 
     Raises:
         RemoteProtocolError: the frames are not such a message.
     """
-    if known is None or known.table is not table:
-        return _read(frames, table, None, max_bytes)
-    message = known.message(frames)
-    return _read(frames, table, known, max_bytes) if message is None else message
+    return _read(frames, table, None, max_bytes)
 
 
-def _read(frames: Sequence[Any], table: Mapping[str, Type[M]], known: Optional[Descriptions], max_bytes: int) -> M:
-    """The message, whatever its form."""
+def _read(frames: Sequence[Any], table: Mapping[str, Type[M]], known: Any, max_bytes: int) -> M:
+    """The message, whatever its form; `known` is its description, if that is known."""
     if not frames:
         raise RemoteProtocolError("envelope: expected a frame, got an empty message")
     try:
@@ -198,7 +191,7 @@ def _read(frames: Sequence[Any], table: Mapping[str, Type[M]], known: Optional[D
         described = _DESCRIBED.get(type(message))
         if described is not None:
             try:
-                description = _description(described, frames, known, max_bytes, tolerant=tolerant)
+                description = known or _description(described, frames, max_bytes, tolerant=tolerant)
             except FieldError as error:
                 raise FieldError(f"{_TAGS[type(message)]}: {error}") from None
             message.__dict__["description"] = description
@@ -209,9 +202,6 @@ def _read(frames: Sequence[Any], table: Mapping[str, Type[M]], known: Optional[D
                 sizes = [each.nbytes for each in tensors]
             if [*map(len, frames[2:])] != [*sizes]:
                 raise _wrong_frames(tensors, frames[2:])
-            if known is not None:
-                envelopes.learn(frames[0], message, known.tails)
-                places.learn(frames[0], message, known.places)
         elif len(frames) > 1:
             raise FieldError(f"expected the envelope alone, got {len(frames)}").at("frames")
     except FieldError as error:
@@ -227,24 +217,17 @@ def id_of(frames: Sequence[Any]) -> str:
         return ""
 
 
-def _description(
-    cls: Type[M], frames: Sequence[Any], known: Optional[Descriptions], max_bytes: int, *, tolerant: bool
-) -> Any:
+def _description(cls: Type[M], frames: Sequence[Any], max_bytes: int, *, tolerant: bool) -> Any:
     if len(frames) == 1:
         raise FieldError("missing").at("description")
-    frame = frames[1]
-    description: Any = None if known is None else known.find(frame)
-    if description is None:
-        try:
-            description = decode_fields(cls, _unpack(frame, max_bytes), tolerant=tolerant)
-        except FieldError as error:
-            raise error.at(".description") from None
-        for index, (tensor, nbytes) in enumerate(zip(description.tensors, description.sizes)):
-            if nbytes == 0 and _extent(tensor) >= _MAX_EXTENT:
-                raise _tensor_error(index, tensor, "is too large to be described, even if it is empty")
-        description.__dict__["_frame"] = bytes(frame)
-        if known is not None:
-            known.add(frame, description)
+    try:
+        description: Any = decode_fields(cls, _unpack(frames[1], max_bytes), tolerant=tolerant)
+    except FieldError as error:
+        raise error.at(".description") from None
+    for index, (tensor, nbytes) in enumerate(zip(description.tensors, description.sizes)):
+        if nbytes == 0 and _extent(tensor) >= _MAX_EXTENT:
+            raise _tensor_error(index, tensor, "is too large to be described, even if it is empty")
+    description.__dict__["_frame"] = bytes(frames[1])
     return description
 
 
@@ -303,6 +286,13 @@ def _in_frames(tensors: Sequence[TensorSpec], elsewhere: Sequence[int]) -> Seque
         listed = ", ".join(map(str, elsewhere))
         raise FieldError(f"expected positions of {len(tensors)} tensors, each once, got {listed}").at("regions")
     return [each for index, each in enumerate(tensors) if index not in elsewhere]
+
+
+def _without(sizes: List[int], positions: Sequence[int]) -> List[int]:
+    """Those that are at other positions; no sizes at all where one of these is not there, or twice."""
+    if max(positions) >= len(sizes) or len({*positions}) < len(positions):
+        return [-1]
+    return [size for index, size in enumerate(sizes) if index not in positions]
 
 
 def _wrong_frames(tensors: Sequence[TensorSpec], frames: Sequence[Any]) -> FieldError:

@@ -1,173 +1,187 @@
-"""The envelopes of requests and answers, read and written by their bytes: of these there are thousands a second.
+"""The envelopes of requests and answers, taken apart by their bytes: of these there are thousands a second.
 
-This side writes each in one form: a head that is the same for all messages of the type, then the number or the id, then
-for a client's request a tail that is the same for all with the same parameters. Whatever has another form is left to
-msgpack and the schema, which would say the same of what is read here, in four times the time.
+Such an envelope is the number or the id of its message, which is another one each time, and the rest, which many have
+in common: the type, the parameters, where tensors are. A rest is read by msgpack and the schema once, and then found by
+its bytes; an envelope that is not of this form is left to them, who would say the same in four times the time.
 """
 
 from __future__ import annotations
 
 import struct
 from dataclasses import fields
-from typing import Any, Callable, Dict, Optional, Type
+from typing import Any, Callable, Dict, NamedTuple, Optional, Tuple, Type
 
 import msgpack
 
 from weightd.protocol import limits
 from weightd.protocol.messages.children import Predict, Result
-from weightd.protocol.messages.data import Infer, InferResponse, Parameters
+from weightd.protocol.messages.data import Infer, InferResponse
 
-# Parameters by their tails.
-Tails = Dict[bytes, Parameters]
-
-# Tails that are known; those that came first go first. A longer one is read anew each time.
-_MAX_TAILS = 256
-_MAX_TAIL_BYTES = 256
+# A longer rest is read, and written, anew each time.
+_MAX_REST_BYTES = 512
 
 # The least number that msgpack writes in eight bytes: the daemon's are larger.
 _LEAST_NUMBER = 2**32
 _NUMBER = struct.Struct(">Q")
 
-# The first byte of a text of n bytes is this plus n, if there are less than 32.
-_SHORT_TEXT = 0xA0
-_SHORT_BYTES = 32
+# The first byte of a text of n bytes is the first of these plus n, if there are less than 32; that of a list of n items
+# the other one plus n, if there are less than 16. A position is a byte.
+_SHORT_TEXT, _SHORT_BYTES = 0xA0, 32
+_SHORT_LIST, _SHORT_ITEMS = 0x90, 16
+
+_NOTHING = None, b""
+
+# Where what was written after the number or the id is kept, with the value that it says.
+_TAIL = "_tail"
 
 
-def learn(frame: Any, message: Any, tails: Optional[Tails] = None) -> None:
-    """The frame is the envelope of this message: remember what others may have in common with it."""
-    if type(message) is not Infer or type(frame) is not bytes or message.parameters.regions is not None:
-        return
-    tail = frame[_end(frame) :]
-    if not 0 < len(tail) <= _MAX_TAIL_BYTES:
-        return
-    message.parameters.__dict__["_tail"] = tail
-    if tails is not None:
-        if len(tails) >= _MAX_TAILS:
-            del tails[next(iter(tails))]
-        tails[tail] = message.parameters
+class Split(NamedTuple):
+    """Takes the envelopes of a type apart.
+
+    Attributes:
+        field: the name of the number or the id.
+        apart: what returns that and the rest of an envelope, which is empty where it has no such form.
+        head: what the rest begins with: the type, up to the number or the id, without the number of fields.
+    """
+
+    field: str
+    apart: Callable[[bytes], Tuple[Any, bytes]]
+    head: bytes
 
 
-def _head(tag: str, **last: object) -> bytes:
-    """An envelope that ends with the field `last`."""
-    packed: bytes = msgpack.packb({"v": limits.PROTOCOL_VERSION, "type": tag, **last})
+def rest_of(split: Split, envelope: bytes) -> Optional[bytes]:
+    """Return the rest of an envelope by which another one may be found; None where it has none."""
+    _, rest = split.apart(envelope)
+    return rest if len(rest) <= _MAX_REST_BYTES and rest.startswith(split.head, 1) else None
+
+
+def remember(envelope: bytes, message: Any) -> None:
+    """The envelope was written of this message: others with the same parameters or regions end with the same bytes."""
+    cls = message.__class__
+    shared = message.parameters if cls is Infer else getattr(message, "regions", None)
+    split = SPLITS.get(cls)
+    rest = None if split is None or shared is None else rest_of(split, envelope)
+    if split is not None and rest is not None:
+        shared.__dict__[_TAIL] = rest[1 + len(split.head) :]
+
+
+def _head(tag: str, **first: object) -> bytes:
+    """An envelope that has this field alone."""
+    packed: bytes = msgpack.packb({"v": limits.PROTOCOL_VERSION, "type": tag, **first})
     return packed
 
 
-_PREDICT = _head("predict", request=_LEAST_NUMBER)[: -_NUMBER.size]
-_RESULT = _head("result", request=_LEAST_NUMBER)[: -_NUMBER.size]
-_RESPONSE = _head("infer_response", id="")[:-1]
-# That of a map with one field more.
-_INFER = bytes([_RESPONSE[0] + 1]) + _head("infer", id="")[1:-1]
+def _numbered(cls: Type[Any], tag: str) -> Split:
+    field = fields(cls)[0].name
+    head = _head(tag, **{field: _LEAST_NUMBER})[1 : -_NUMBER.size]
+    begin = 1 + len(head)
+    end = begin + _NUMBER.size
+    unpack = struct.Struct(f">{begin}xQ").unpack_from
 
-# With what msgpack writes before a text of so many bytes, by their number: nothing is, and has, none.
-_RESPONSES = [_RESPONSE + bytes([_SHORT_TEXT + size]) for size in range(_SHORT_BYTES)]
-_INFERS = [_INFER + bytes([_SHORT_TEXT + size]) for size in range(_SHORT_BYTES)]
-# Where the text begins.
-_RESPONSE_ID = len(_RESPONSE) + 1
-_INFER_ID = len(_INFER) + 1
+    def apart(envelope: bytes) -> Tuple[Any, bytes]:
+        try:
+            (number,) = unpack(envelope)
+        except struct.error:
+            return _NOTHING
+        return _NOTHING if number > limits.MAX_COUNT else (number, envelope[:begin] + envelope[end:])
 
-
-def _absent(cls: Type[Any], *written: str) -> Dict[str, None]:
-    """The fields that a form does not have: None in each message of that form."""
-    absent = [field for field in fields(cls) if field.name not in (*written, "description")]
-    assert all(field.default is None for field in absent)  # noqa: S101 - else there would be no such form
-    return dict.fromkeys(field.name for field in absent)
+    return Split(field, apart, head)
 
 
-_RESPONSE_ABSENT = _absent(InferResponse, "id")
-assert (*_RESPONSE_ABSENT,) == ("placed", "running")  # noqa: S101 - as they are written
-assert not _absent(Infer, "id", "parameters")  # noqa: S101
+def _named(cls: Type[Any], tag: str) -> Split:
+    field = fields(cls)[0].name
+    head = _head(tag, **{field: ""})[1:-1]
+    begin = 1 + len(head)
+
+    def apart(envelope: bytes) -> Tuple[Any, bytes]:
+        try:
+            first = envelope[begin]
+        except IndexError:
+            return _NOTHING
+        end = begin + 1 + first % _SHORT_BYTES
+        text = envelope[begin + 1 : end]
+        # It is not longer, nor cut, nor empty, nor anything else than a text.
+        if not text or first != _SHORT_TEXT + len(text) or not text.isascii():
+            return _NOTHING
+        return text.decode(), envelope[:begin] + envelope[end:]
+
+    return Split(field, apart, head)
 
 
-def _number_writer(cls: Type[Any], head: bytes) -> Callable[[Any], Optional[bytes]]:
-    [absent] = _absent(cls, "request")
+SPLITS: Dict[Type[Any], Split] = {
+    Infer: _named(Infer, "infer"),
+    InferResponse: _named(InferResponse, "infer_response"),
+    Predict: _numbered(Predict, "predict"),
+    Result: _numbered(Result, "result"),
+}
 
-    def write(message: Any) -> Optional[bytes]:
-        number = message.request
-        if type(number) is int and _LEAST_NUMBER <= number <= limits.MAX_COUNT and getattr(message, absent) is None:
-            return head + _NUMBER.pack(number)
+
+def _heads(cls: Type[Any]) -> Tuple[bytes, bytes]:
+    """The beginnings of an envelope that ends with the number or the id, and of one that has a field more."""
+    head = SPLITS[cls].head
+    return bytes([0x83]) + head, bytes([0x84]) + head
+
+
+_PREDICT, _PREDICT_WITH = _heads(Predict)
+_RESULT, _RESULT_WITH = _heads(Result)
+_RESPONSE, _RESPONSE_WITH = _heads(InferResponse)
+_, _INFER = _heads(Infer)
+_PLACED: bytes = msgpack.packb("placed")
+_TEXTS = [bytes([_SHORT_TEXT + size]) for size in range(_SHORT_BYTES)]
+
+
+def _write_predict(message: Predict) -> Optional[bytes]:
+    number, regions = message.request, message.regions
+    if type(number) is not int or not _LEAST_NUMBER <= number <= limits.MAX_COUNT:
         return None
+    if regions is None:
+        return _PREDICT + _NUMBER.pack(number)
+    tail = regions.__dict__.get(_TAIL)
+    return None if tail is None else _PREDICT_WITH + _NUMBER.pack(number) + tail
 
-    return write
 
-
-def _number_reader(cls: Type[Any], head: bytes) -> Callable[[bytes, Tails], Optional[Any]]:
-    begin, nbytes = len(head), len(head) + _NUMBER.size
-    absent = _absent(cls, "request")
-
-    def read(frame: bytes, tails: Tails) -> Optional[Any]:
-        if len(frame) != nbytes or not frame.startswith(head):
-            return None
-        (number,) = _NUMBER.unpack_from(frame, begin)
-        if number > limits.MAX_COUNT:
-            return None
-        message: Any = object.__new__(cls)
-        message.__dict__.update(absent, request=number)
-        return message
-
-    return read
+def _write_result(message: Result) -> Optional[bytes]:
+    number, placed = message.request, message.placed
+    if type(number) is not int or not _LEAST_NUMBER <= number <= limits.MAX_COUNT:
+        return None
+    if placed is None:
+        return _RESULT + _NUMBER.pack(number)
+    tail = _positions(placed)
+    return None if tail is None else _RESULT_WITH + _NUMBER.pack(number) + tail
 
 
 def _write_response(message: InferResponse) -> Optional[bytes]:
-    text = message.id
-    if message.placed is not None or message.running is not None or type(text) is not str:
+    text, placed = message.id, message.placed
+    if type(text) is not str or not text.isascii() or not 0 < len(text) < _SHORT_BYTES or message.running is not None:
         return None
-    return _RESPONSES[len(text)] + text.encode() if text.isascii() and 0 < len(text) < _SHORT_BYTES else None
-
-
-def _read_response(frame: bytes, tails: Tails) -> Optional[InferResponse]:
-    size = len(frame) - _RESPONSE_ID
-    if not 0 < size < _SHORT_BYTES or not frame.startswith(_RESPONSES[size]):
-        return None
-    text = frame[_RESPONSE_ID:]
-    if not text.isascii():
-        return None
-    message = object.__new__(InferResponse)
-    message.__dict__.update(_RESPONSE_ABSENT, id=text.decode())
-    return message
+    if placed is None:
+        return _RESPONSE + _TEXTS[len(text)] + text.encode()
+    tail = _positions(placed)
+    return None if tail is None else _RESPONSE_WITH + _TEXTS[len(text)] + text.encode() + tail
 
 
 def _write_infer(message: Infer) -> Optional[bytes]:
     text = message.id
-    tail: Optional[bytes] = getattr(message.parameters, "_tail", None)
+    tail: Optional[bytes] = getattr(message.parameters, _TAIL, None)
     if tail is None or type(text) is not str or not text.isascii() or not 0 < len(text) < _SHORT_BYTES:
         return None
-    return b"".join((_INFERS[len(text)], text.encode(), tail))
+    return _INFER + _TEXTS[len(text)] + text.encode() + tail
 
 
-def _read_infer(frame: bytes, tails: Tails) -> Optional[Infer]:
-    end = _end(frame)
-    parameters = tails.get(frame[end:])
-    if parameters is None:
+def _positions(positions: Tuple[int, ...]) -> Optional[bytes]:
+    """A few positions as msgpack has the field, None if they are not that simple."""
+    if positions.__class__ is not tuple or len(positions) >= _SHORT_ITEMS:
         return None
-    text = frame[_INFER_ID:end]
-    if not text.isascii():
-        return None
-    message = object.__new__(Infer)
-    message.__dict__.update(id=text.decode(), parameters=parameters)
-    return message
-
-
-def _end(frame: bytes) -> int:
-    """Where the id of a request ends that has this form; where the frame does, if it has not."""
-    size = frame[_INFER_ID - 1] - _SHORT_TEXT if len(frame) > _INFER_ID else 0
-    if 0 < size < _SHORT_BYTES and frame.startswith(_INFER):
-        return _INFER_ID + size
-    return len(frame)
+    for each in positions:
+        if type(each) is not int or not 0 <= each < limits.MAX_TENSORS:
+            return None
+    return _PLACED + bytes((_SHORT_LIST + len(positions), *positions))
 
 
 # What returns the envelope of a message; None where that has no such form, or a field may not be what it has to be.
 WRITERS: Dict[Type[Any], Callable[[Any], Optional[bytes]]] = {
-    Predict: _number_writer(Predict, _PREDICT),
-    Result: _number_writer(Result, _RESULT),
-    InferResponse: _write_response,
     Infer: _write_infer,
-}
-
-# What returns the message of an envelope, without its description; None where that has no form that is known.
-READERS: Dict[Type[Any], Callable[[bytes, Tails], Optional[Any]]] = {
-    Predict: _number_reader(Predict, _PREDICT),
-    Result: _number_reader(Result, _RESULT),
-    InferResponse: _read_response,
-    Infer: _read_infer,
+    InferResponse: _write_response,
+    Predict: _write_predict,
+    Result: _write_result,
 }

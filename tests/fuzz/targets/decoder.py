@@ -58,7 +58,7 @@ class Frame:
 
 def one_input(data: bytes) -> None:
     frames, table = read(data)
-    known = codec.Descriptions(table)
+    known: codec.Decoder[Any] = codec.Decoder(table, max_bytes=limits.MAX_STATUS_BYTES)
     outcome = decoded(frames, table, known)
     # The second time a description may be known.
     assert decoded(frames, table, known) == outcome
@@ -96,7 +96,7 @@ def fitting_frames(frame: bytes, table: dict[str, Any]) -> list[Frame] | None:
     cls: Any = ResponseDescription if table in (TO_CLIENT, FROM_CHILD) else RequestDescription
     try:
         description: Any = codec._description(  # pyright: ignore[reportPrivateUsage]
-            cls, [b"", frame], None, limits.MAX_STATUS_BYTES, tolerant=table is TO_CLIENT
+            cls, [b"", frame], limits.MAX_STATUS_BYTES, tolerant=table is TO_CLIENT
         )
     except (RemoteProtocolError, FieldError):
         return None
@@ -104,10 +104,10 @@ def fitting_frames(frame: bytes, table: dict[str, Any]) -> list[Frame] | None:
     return [Frame(min(size, 2**62)) for size in description.sizes]
 
 
-def decoded(frames: Sequence[Any], table: dict[str, Any], known: codec.Descriptions | None = None) -> Any:
+def decoded(frames: Sequence[Any], table: dict[str, Any], known: codec.Decoder[Any] | None = None) -> Any:
     """Return the message of the frames, or the Refusal; every other error comes out."""
     try:
-        return codec.decode(frames, table, known, max_bytes=limits.MAX_STATUS_BYTES)
+        return known.decode(frames) if known else codec.decode(frames, table, max_bytes=limits.MAX_STATUS_BYTES)
     except RemoteProtocolError as error:
         return Refusal(str(error), error.request_id)
 

@@ -16,7 +16,7 @@ from typing import Any, Deque, Dict, List, NamedTuple, Optional, Sequence, Tuple
 import numpy as np
 
 from weightd.protocol import limits
-from weightd.protocol.codec import Descriptions, clip, decode, encode
+from weightd.protocol.codec import Decoder, clip, encode
 from weightd.protocol.errors import Internal, InvalidArgument, RequestError, WeightdError
 from weightd.protocol.messages.children import (
     TO_CHILD,
@@ -104,7 +104,7 @@ class Session:
         self._handle = ""
         self._proof: Optional[Proof] = None
         self._status = exits.OK
-        self._descriptions = Descriptions(TO_CHILD)
+        self._decoder = Decoder(TO_CHILD, max_bytes=limits.MAX_CHILD_HEADER_BYTES)
         self._regions = Regions()
         # What has been read and not been done yet: the daemon sends at most a few orders ahead.
         self._inbox: Deque[Tuple[OrderMessage, Sequence[bytes]]] = collections.deque()
@@ -138,7 +138,7 @@ class Session:
 
     def _take(self, messages: Sequence[Sequence[Any]]) -> None:
         for frames in messages:
-            order = decode(frames, TO_CHILD, self._descriptions, max_bytes=limits.MAX_CHILD_HEADER_BYTES)
+            order = self._decoder.decode(frames)
             if isinstance(order, Skip):
                 self._skip(order)
             elif isinstance(order, Map):

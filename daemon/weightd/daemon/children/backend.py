@@ -39,7 +39,7 @@ from weightd.daemon.host.processes import Process
 from weightd.daemon.host.sockets import BATCH, Received, bind, peer_pid, receive, send
 from weightd.daemon.requests.regions import Memory
 from weightd.protocol import limits
-from weightd.protocol.codec import Descriptions, clip, decode, encode
+from weightd.protocol.codec import Decoder, clip, encode
 from weightd.protocol.errors import RemoteProtocolError
 from weightd.protocol.messages.children import (
     FROM_CHILD,
@@ -87,7 +87,7 @@ class Backend:
         self._directory = config.private_dir
         self._launcher = launcher or Direct()
         self._pinning = Pinning(self._directory, self._running, Probing(self._running, devices), self._do_later)
-        self._descriptions = Descriptions(FROM_CHILD)
+        self._decoder = Decoder(FROM_CHILD, max_bytes=limits.MAX_CHILD_HEADER_BYTES)
         self._has_changed = False
         # By routing id, which is the name in bytes; with the interpreter, "" for those of the daemon before this one.
         self._owners: dict[bytes, tuple[str, str, Owner]] = {}
@@ -294,9 +294,7 @@ class Backend:
 
     def _decode(self, frames: Sequence[Any]) -> ChildMessage:
         try:
-            message: ChildMessage = decode(
-                frames, FROM_CHILD, self._descriptions, max_bytes=limits.MAX_CHILD_HEADER_BYTES
-            )
+            message: ChildMessage = self._decoder.decode(frames)
         except RemoteProtocolError as error:
             return _broken(error)
         return message

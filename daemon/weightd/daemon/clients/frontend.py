@@ -20,7 +20,7 @@ from weightd.daemon.models.model import Model
 from weightd.daemon.requests.regions import NOWHERE, Places
 from weightd.daemon.requests.request import Request
 from weightd.protocol import limits
-from weightd.protocol.codec import Descriptions, clip, decode, encode, id_of
+from weightd.protocol.codec import Decoder, clip, encode, id_of
 from weightd.protocol.errors import (
     Internal,
     InvalidArgument,
@@ -106,7 +106,7 @@ class Frontend:
         self._daemon = daemon
         # A worker may still give an answer that the daemon before this one has asked for: no number is used twice.
         self._numbers = itertools.count(time.time_ns() // 1000)
-        self._descriptions = Descriptions(FROM_CLIENT)
+        self._decoder = Decoder(FROM_CLIENT)
         self.room = Room(max_memory_bytes, self._user)
         self.regions = Registry(max_shm_bytes, self._user)
         self._upkeep = Upkeep(self.room)
@@ -188,7 +188,7 @@ class Frontend:
             if not received.is_whole:
                 request_id = id_of(received.frames)
                 raise _too_long(received, self.room.most)
-            message = decode(received.frames, FROM_CLIENT, self._descriptions)
+            message = self._decoder.decode(received.frames)
             request_id = message.id
             self._serve(connection, message, received.frames[limits.MAX_HEADER_FRAMES :], now)
         except RemoteProtocolError as error:
