@@ -70,7 +70,7 @@ class Connection(abc.ABC):
         """Send what is left, as far as it goes now."""
 
     @abc.abstractmethod
-    def receive(self) -> List[List[Any]]:
+    def receive(self) -> List[Sequence[Any]]:
         """Return messages that have come, none where there is none now.
 
         Raises:
@@ -123,7 +123,7 @@ class Nowhere(Connection):
     def flush(self) -> None:
         """There is nothing."""
 
-    def receive(self) -> List[List[Any]]:
+    def receive(self) -> List[Sequence[Any]]:
         """It is lost."""
         raise self.loss()
 

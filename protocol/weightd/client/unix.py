@@ -44,7 +44,7 @@ class UnixConnection(Connection):
         before, self.unsent = self.unsent, self._stream.unsent
         self.sent += before - self.unsent
 
-    def receive(self) -> List[List[Any]]:
+    def receive(self) -> List[Sequence[Any]]:
         """As `Connection.receive`."""
         try:
             messages = self._stream.receive()

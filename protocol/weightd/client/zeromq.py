@@ -138,7 +138,7 @@ class ZeroMqConnection(Connection):
                 self.unsent -= 1
                 self.sent += 1
 
-    def receive(self) -> List[List[Any]]:
+    def receive(self) -> List[Sequence[Any]]:
         """As `Connection.receive`: all that have come."""
         with self._lock:
             if self.closed:
@@ -180,8 +180,8 @@ class ZeroMqConnection(Connection):
             return False
         return True
 
-    def _messages(self) -> List[List[Any]]:
-        messages: List[List[Any]] = []
+    def _messages(self) -> List[Sequence[Any]]:
+        messages: List[Sequence[Any]] = []
         try:
             while True:
                 messages.append([frame.bytes for frame in multipart.receive(self._socket, multipart.NOBLOCK)])

@@ -34,12 +34,15 @@ _MAX_PIECES = 256
 
 _COUNT = struct.Struct("<I")
 _LENGTHS: Dict[int, struct.Struct] = {count: struct.Struct(f"<{count}I") for count in range(1, MAX_FRAMES + 1)}
-_HEADS: Dict[int, struct.Struct] = {count: struct.Struct(f"<{1 + count}I") for count in range(1, MAX_FRAMES + 1)}
 
-# How small messages are taken apart at once, by the count and lengths that they begin with; those that came first go
-# first.
-# With how many bytes they have.
-_LAYOUTS: Dict[bytes, Tuple[int, Callable[[bytes], Tuple[bytes, ...]], Tuple[int, ...]]] = {}
+# What writes the head of a message from the number of its frames and their lengths, by that number.
+HEADS: Dict[int, Callable[..., bytes]] = {
+    count: struct.Struct(f"<{1 + count}I").pack for count in range(1, MAX_FRAMES + 1)
+}
+
+# How small messages are taken apart at once, and the lengths of their frames, by the count and lengths that they begin
+# with; those that came first go first.
+_LAYOUTS: Dict[bytes, Tuple[Callable[[bytes], Tuple[bytes, ...]], Tuple[int, ...]]] = {}
 _MAX_LAYOUTS = 1024
 
 # Where bytes go that nobody wants.
@@ -54,7 +57,7 @@ class Message(NamedTuple):
         lengths: of all frames, as they were announced.
     """
 
-    frames: List[Any]
+    frames: Sequence[Any]
     lengths: Tuple[int, ...]
 
     @property
@@ -64,12 +67,12 @@ class Message(NamedTuple):
 
 
 # What a named tuple's own constructor does, without a call of Python.
-_new: Callable[[Type[Message], Tuple[List[Any], Tuple[int, ...]]], Message] = cast(Any, tuple).__new__
+_new: Callable[[Type[Message], Tuple[Sequence[Any], Tuple[int, ...]]], Message] = cast(Any, tuple).__new__
 
 
 def head(frames: Sequence[Any]) -> bytes:
     """Return what goes before the frames of a message."""
-    return _HEADS[len(frames)].pack(len(frames), *map(len, frames))
+    return HEADS[len(frames)](len(frames), *map(len, frames))
 
 
 def _admit_anything(nbytes: int) -> bool:
@@ -89,6 +92,7 @@ class Incoming:
 
     Attributes:
         announced: bytes of the message under way that were admitted; 0 where none is, or it is dropped.
+        missing: bytes of the frame under way that are still to come; 0 where none is.
     """
 
     def __init__(
@@ -97,7 +101,7 @@ class Incoming:
         max_frame_bytes: int = limits.MAX_FRAME_BYTES,
         admit: Callable[[int], bool] = _admit_anything,
     ) -> None:
-        self.announced = 0
+        self.announced = self.missing = 0
         self._max_header_bytes = max_header_bytes
         self._max_frame_bytes = max_frame_bytes
         # No frame of a message that has no more in all breaks a bound.
@@ -105,13 +109,12 @@ class Incoming:
         self._admit = admit
         # The beginning of a message whose lengths have not all come.
         self._rest = b""
-        # Of the message under way: its lengths, () where there is none; its frames so far; how many are to be kept; the
-        # frame under way, None where it is dropped; and how much of that is still to come.
+        # Of the message under way: its lengths, () where there is none; its frames so far; how many are to be kept; and
+        # the frame under way, None where it is dropped.
         self._lengths: Tuple[int, ...] = ()
         self._frames: List[Any] = []
         self._kept = 0
         self._buffer: Any = None
-        self._missing = 0
         # The one that is under way, counting those that are dropped.
         self._index = 0
 
@@ -125,17 +128,17 @@ class Incoming:
 
         What was read there is told to `filled`.
         """
-        if not self._lengths or self._missing < LARGE_BYTES:
+        if not self._lengths or self.missing < LARGE_BYTES:
             return None
         if self._buffer is None:
-            return _NOWHERE[: self._missing]
-        return memoryview(self._buffer)[-self._missing :]
+            return _NOWHERE[: self.missing]
+        return memoryview(self._buffer)[-self.missing :]
 
     def filled(self, count: int) -> List[Message]:
         """So many bytes were read to `target`: return the message that they complete, if they do."""
         messages: List[Message] = []
-        self._missing -= count
-        if not self._missing:
+        self.missing -= count
+        if not self.missing:
             self._fill(b"", 0, messages)
         return messages
 
@@ -145,17 +148,18 @@ class Incoming:
         Raises:
             RemoteProtocolError: the framing is broken, and so nothing can be read any more.
         """
-        size = len(data)
         if self._lengths:
             messages: List[Message] = []
             return self._receive(data, self._fill(data, 0, messages), messages)
         if self._rest:
             data = self._rest + data
-        elif size and size <= self._within_bounds:
+        elif len(data) <= self._within_bounds:
             # Most often a message comes alone and whole, and another one was like it.
-            known = _LAYOUTS.get(data[: 4 * (1 + data[0])])
-            if known is not None and known[0] == size:
-                return [_new(Message, ([*known[1](data)], known[2]))]
+            try:
+                unpack, lengths = _LAYOUTS[data[: 4 * (1 + data[0])]]
+                return [_new(Message, (unpack(data), lengths))]
+            except (LookupError, struct.error):
+                pass
         return self._receive(data, 0, [])
 
     def _receive(self, data: bytes, position: int, messages: List[Message]) -> List[Message]:
@@ -201,23 +205,23 @@ class Incoming:
             else:
                 self._kept = len(headers)
         self._lengths, self._frames, self._index = lengths, [], -1
-        self._buffer, self._missing = None, 0
+        self._buffer, self.missing = None, 0
 
     def _fill(self, data: bytes, position: int, messages: List[Message]) -> int:
         """Put bytes where they belong, up to the end of the message; return the position after them."""
         view = memoryview(data)
         while True:
-            if not self._missing and self._next():
+            if not self.missing and self._next():
                 messages.append(Message(self._frames, self._lengths))
                 self._lengths, self._frames, self.announced = (), [], 0
                 return position
-            taken = min(self._missing, len(data) - position)
-            if not taken and self._missing:
+            taken = min(self.missing, len(data) - position)
+            if not taken and self.missing:
                 return position
             if self._buffer is not None:
-                begin = len(self._buffer) - self._missing
+                begin = len(self._buffer) - self.missing
                 self._buffer[begin : begin + taken] = view[position : position + taken]
-            self._missing -= taken
+            self.missing -= taken
             position += taken
 
     def _next(self) -> bool:
@@ -229,9 +233,9 @@ class Incoming:
         self._index += 1
         if self._index == len(self._lengths):
             return True
-        self._missing = self._lengths[self._index]
+        self.missing = self._lengths[self._index]
         if self._index < self._kept:
-            self._buffer = _memory(self._missing)
+            self._buffer = _memory(self.missing)
         return False
 
 
@@ -239,7 +243,7 @@ def _learn(beginning: bytes, lengths: Tuple[int, ...]) -> None:
     if len(_LAYOUTS) >= _MAX_LAYOUTS:
         _LAYOUTS.pop(next(iter(_LAYOUTS)), None)  # another thread may have been quicker
     layout = struct.Struct(f"{len(beginning)}x{''.join([f'{length}s' for length in lengths])}")
-    _LAYOUTS[beginning] = layout.size, layout.unpack, lengths
+    _LAYOUTS[beginning] = layout.unpack, lengths
 
 
 def _memory(nbytes: int) -> Any:

@@ -39,8 +39,14 @@ def to_wire(array: Any) -> Any:
         InvalidArgument: it is no array, its dtype has no name on the wire (object, string, complex, structured ...),
             it has too many dimensions, or it is too large for a frame.
     """
-    if type(array) is np.ndarray and array.dtype in _WIRE_DTYPES and array.flags.c_contiguous:
-        _check_size(array)
+    # Most are so: this is looked at in one go.
+    if (
+        type(array) is np.ndarray
+        and array.dtype in _WIRE_DTYPES
+        and array.flags.c_contiguous
+        and array.nbytes <= limits.MAX_FRAME_BYTES
+        and array.ndim <= limits.MAX_RANK
+    ):
         return array
     try:
         array = np.asarray(array)

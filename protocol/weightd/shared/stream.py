@@ -9,7 +9,7 @@ from collections import deque
 from typing import Any, Deque, List, Optional, Sequence, Tuple
 
 from weightd.protocol.errors import RemoteProtocolError
-from weightd.protocol.framing import Incoming, Message, Outgoing, head
+from weightd.protocol.framing import HEADS, Incoming, Message, Outgoing
 
 # What is read at once, unless a large frame is under way.
 _CHUNK_BYTES = 64 * 1024
@@ -43,6 +43,8 @@ class Stream:
         self.descriptors: Deque[int] = deque()
         self._takes_descriptors = takes_descriptors
         self._outgoing = Outgoing()
+        # Bound once: they are called for each message.
+        self._send, self._recv = connection.send, connection.recv
 
     def fileno(self) -> int:
         """Return the descriptor to wait on."""
@@ -62,24 +64,33 @@ class Stream:
         Raises:
             ConnectionError: the peer has gone.
         """
-        pieces = [head(frames), *frames]
-        if self._outgoing.nbytes:
-            self._outgoing.put(pieces, [os.dup(each) for each in descriptors])
-            return False
-        size = sum(map(len, pieces))
+        lengths = [*map(len, frames)]
+        size = sum(lengths)
+        beginning = HEADS[len(lengths)](len(lengths), *lengths)
+        if size > _JOINED_BYTES or descriptors or self._outgoing.nbytes:
+            return self._send_pieces([beginning, *frames], descriptors)
+        message = beginning + b"".join(frames)
         try:
-            if size < _JOINED_BYTES and not descriptors:
-                pieces = [b"".join(pieces)]
-                sent = self.connection.send(pieces[0])
-            else:
-                sent = self.connection.sendmsg(pieces, _rights(descriptors))
+            sent = self._send(message)
         except BlockingIOError:
-            self._outgoing.put(pieces, [os.dup(each) for each in descriptors])
-            return False
-        if sent == size:
+            sent = 0
+        if sent == len(message):
             return True
-        self._outgoing.put(pieces)
-        self._outgoing.wrote(sent)
+        self._outgoing.put([memoryview(message)[sent:]])
+        return False
+
+    def _send_pieces(self, pieces: List[Any], descriptors: Sequence[int]) -> bool:
+        """Send what is too large to be copied into one piece, or brings descriptors, or has to wait its turn."""
+        if not self._outgoing.nbytes:
+            try:
+                sent = self.connection.sendmsg(pieces, _rights(descriptors))
+            except BlockingIOError:
+                pass
+            else:
+                self._outgoing.put(pieces)
+                self._outgoing.wrote(sent)
+                return not self._outgoing.nbytes
+        self._outgoing.put(pieces, [os.dup(each) for each in descriptors])
         return False
 
     def flush(self) -> bool:
@@ -107,16 +118,19 @@ class Stream:
             RemoteProtocolError: it broke the framing, or sends descriptors that nobody takes.
         """
         incoming = self.incoming
-        target = incoming.target()
         try:
+            target = incoming.target() if incoming.missing else None
             if target is not None:
                 count = self.connection.recv_into(target)
-                messages = incoming.filled(count) if count else []
+                messages = incoming.filled(count)
             elif self._takes_descriptors:
-                data, count = self._receive_with_descriptors()
+                data, ancillary, _, _ = self.connection.recvmsg(_CHUNK_BYTES, _ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC)
+                if ancillary:
+                    self._take(ancillary)
+                count = len(data)
                 messages = incoming.receive(data)
             else:
-                data = self.connection.recv(_CHUNK_BYTES)
+                data = self._recv(_CHUNK_BYTES)
                 count = len(data)
                 messages = incoming.receive(data)
         except BlockingIOError:
@@ -125,8 +139,7 @@ class Stream:
             raise ConnectionResetError("the peer has gone")
         return messages
 
-    def _receive_with_descriptors(self) -> Tuple[bytes, int]:
-        data, ancillary, _, _ = self.connection.recvmsg(_CHUNK_BYTES, _ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC)
+    def _take(self, ancillary: List[Tuple[int, int, bytes]]) -> None:
         for level, kind, content in ancillary:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
                 received = array.array("i")
@@ -134,7 +147,6 @@ class Stream:
                 self.descriptors.extend(received)
         if len(self.descriptors) > _MAX_DESCRIPTORS:
             raise RemoteProtocolError(f"descriptors: expected at most {_MAX_DESCRIPTORS} that nobody has taken")
-        return data, len(data)
 
     def close(self) -> None:
         """Close the connection, and the descriptors that nobody has taken or that were not sent."""

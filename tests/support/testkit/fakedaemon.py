@@ -136,7 +136,7 @@ class _UnixEnd:
     def _read(self, number: int) -> None:
         stream = self._streams[number]
         try:
-            self._received += [(stream, message.frames) for message in stream.receive()]
+            self._received += [(stream, [*message.frames]) for message in stream.receive()]
         except ConnectionError:
             self._streams.pop(number).close()
 
