@@ -236,6 +236,7 @@ class Wish(NamedTuple):
     client: bytes
     name: str
     where: str
+    starts: bool
 
 
 WISHES = st.lists(
@@ -246,6 +247,7 @@ WISHES = st.lists(
         client=st.sampled_from(CLIENTS),
         name=st.sampled_from(["x", "y"]),
         where=st.sampled_from(["", "", "", "", "", "alone", "confined", "aside"]),
+        starts=st.booleans(),
     ),
     min_size=2,
     max_size=MAX_QUEUE,
@@ -259,6 +261,7 @@ class Against(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.now = 0.0
+        self.due = float("inf")
         self.count = 0
         self.queue: list[Request] = []
         self.confined: list[Request] = []
@@ -274,10 +277,13 @@ class Against(RuleBasedStateMachine):
 
     @initialize(workers=st.integers(1, 2), several=WISHES)
     def begin(self, workers: int, several: list[Wish]) -> None:
-        self.real = Scheduler(MAX_QUEUE, MAX_BYTES, TIMEOUT_S)
+        self.real = Scheduler(MAX_QUEUE, MAX_BYTES, TIMEOUT_S, self.due_by)
         for worker in WORKERS[:workers]:
             self.enlist(worker)
         self.submit(several)
+
+    def due_by(self, latest: float) -> None:
+        self.due = min(self.due, latest)
 
     @rule(several=WISHES)
     def submit(self, several: list[Wish]) -> None:
@@ -300,6 +306,8 @@ class Against(RuleBasedStateMachine):
             self.count, wish.client, wish.name, RequestDescription("m", ()), (), self.now, deadline, wish.nbytes
         )
         new.company, aside = Company.__members__.get(wish.where.upper(), Company.ANY), wish.where == "aside"
+        if wish.starts and not aside and self._starts(new):
+            return
         over = bool(self.waiting) and sum(each.nbytes for each in self.waiting) + wish.nbytes > MAX_BYTES
         if len(self.waiting) >= MAX_QUEUE or over:
             with pytest.raises(ResourceExhausted):
@@ -308,6 +316,19 @@ class Against(RuleBasedStateMachine):
             self.real.submit(new, self.now, aside=aside)
             (self.aside if aside else self.confined if new.company is Company.CONFINED else self.queue).append(new)
             self.submitted.add(new.number)
+
+    def _starts(self, new: Request) -> bool:
+        """It is given to a seat just as if it had been submitted."""
+        waits = self.waiting or new.company is Company.CONFINED or new.deadline <= self.now or not self._free(new)
+        started = self.real.start(new, self.now)
+        assert (started is None) == bool(waits)
+        if started is None:
+            return False
+        seat, job = started
+        assert job.sole is new
+        self._begins(seat.name, new)
+        self.submitted.add(new.number)
+        return True
 
     @rule(rest=st.integers(0, 3))
     def set_aside(self, rest: int) -> None:
@@ -352,16 +373,19 @@ class Against(RuleBasedStateMachine):
             worker, [each] = seat.name, job.parts
             while (queue := self._turn())[0].deadline <= self.now:
                 self.late.append(queue.pop(0))
-            free = self._free(queue[0])
-            assert worker in free
             assert each is queue.pop(0)
-            assert len(self.running[worker]) == min(len(self.running[name]) for name in free)
-            if not self.running[worker]:
-                self.since[worker] = self.now
-            self.running[worker].append(each)
+            self._begins(worker, each)
         while (queue := self._turn()) and self._free(queue[0]) and queue[0].deadline <= self.now:
             self.late.append(queue.pop(0))
         assert not queue or not self._free(queue[0])
+
+    def _begins(self, worker: str, each: Request) -> None:
+        free = self._free(each)
+        assert worker in free
+        assert len(self.running[worker]) == min(len(self.running[name]) for name in free)
+        if not self.running[worker]:
+            self.since[worker] = self.now
+        self.running[worker].append(each)
 
     def _free(self, each: Request) -> list[str]:
         """Who may be given it: if it is to be alone, who has nothing."""
@@ -421,6 +445,7 @@ class Against(RuleBasedStateMachine):
         assert [(seat.name, job.sole) for seat, job in self.real.overdue(self.now)] == hung
         self.ended += numbers(self._unanswered([each for _, each in hung]))
         self.expired |= {each.number for _, each in hung}
+        self.due = self.real.next_event
 
     @rule(seconds=st.sampled_from([0.0, 0.5, 2.0, 10.0]))
     def expire(self, seconds: float) -> None:
@@ -431,6 +456,7 @@ class Against(RuleBasedStateMachine):
         found = [each for each in found if each[0] not in self.late]
         self.late = []
         self._end([each for each, _ in found], lambda each: each.deadline <= self.now)
+        self.due = self.real.next_event
 
     @rule(rest=st.integers(0, 3))
     def cancel(self, rest: int) -> None:
@@ -512,6 +538,7 @@ class Against(RuleBasedStateMachine):
 
     @invariant()
     def nothing_that_is_due_is_overlooked(self) -> None:
+        assert self.due <= self.real.next_event
         running = [each for had in self.running.values() for each in self._unanswered(had)]
         for each in self.waiting + running + self.late:
             assert self.real.next_event <= each.deadline

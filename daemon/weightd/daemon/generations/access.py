@@ -95,7 +95,7 @@ class Access:
 
     def trusts(self, holder_lives: Callable[[str], bool]) -> bool:
         """Return whether an answer can be passed on: not if the memory it came from may be invalid by now."""
-        return self.is_valid and (not self.guard or holder_lives(self.guard))
+        return self._machine.state is not AccessState.INVALID and (not self.guard or holder_lives(self.guard))
 
     # --- what happens -------------------------------------------------------------------------------------------
 

@@ -229,18 +229,16 @@ class Machine(Generic[S, E]):
         state: where it begins.
         name: whose state it is, for the log.
         extra: of each of its records.
+
+    Attributes:
+        state: the present one; only `advance` changes it.
     """
 
     def __init__(self, table: Mapping[tuple[S, E], S], state: S, name: str, extra: Mapping[str, Any]) -> None:
         self._table = table
-        self._state = state
+        self.state = state
         self._name = name
         self._extra = extra
-
-    @property
-    def state(self) -> S:
-        """The present one."""
-        return self._state
 
     def advance(self, event: E) -> None:
         """Change it.
@@ -248,8 +246,8 @@ class Machine(Generic[S, E]):
         Raises:
             IllegalTransition: the table does not list the event in the present state.
         """
-        before, self._state = self._state, advance(self._table, self._state, event)
-        _log.debug("%s: %s -> %s", self._name, before.value, self._state.value, extra=self._extra)
+        before, self.state = self.state, advance(self._table, self.state, event)
+        _log.debug("%s: %s -> %s", self._name, before.value, self.state.value, extra=self._extra)
 
 
 def diagram(table: Mapping[tuple[S, E], S]) -> Iterator[str]:

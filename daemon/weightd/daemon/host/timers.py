@@ -46,6 +46,11 @@ class Timer:
             self._entries.append(due)
             heapq.heappush(self._heap, (due, self._serial, self))
 
+    def due_by(self, latest: float) -> None:
+        """Be due then at the latest."""
+        if latest < self.due:
+            self.set(latest)
+
     def enter(self, heap: Heap) -> None:
         """Belong to this heap from now on."""
         self._heap = heap

@@ -100,16 +100,12 @@ class Crew:
             return
         deployment, generation = owner
         match message:
-            case Result():
-                if self._is_sound(generation):
-                    self._desk.result(child, message, frames, now)
-                else:
-                    self.examine(deployment, generation, now)
-            case Failed():
-                if self._is_sound(generation):
-                    self._job_failed(child, deployment, generation, message, now)
-                else:
-                    self.examine(deployment, generation, now)
+            case Result() if self._is_sound(generation):
+                self._desk.result(child, message, frames, now)
+            case Failed() if self._is_sound(generation):
+                self._job_failed(child, deployment, generation, message, now)
+            case Result() | Failed():
+                self.examine(deployment, generation, now)
             case Pong():
                 self._pong(child, generation, message, now)
             case _:

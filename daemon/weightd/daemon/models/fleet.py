@@ -42,14 +42,14 @@ class Fleet:
 
     Attributes:
         models: those that take requests, by name.
+        changing: those that are to be replaced by their successor once it has loaded, and those that leave: while
+            there are none, `settle` has nothing to see.
     """
 
     def __init__(self, make: Make) -> None:
         self.models: dict[str, Model] = {}
+        self.changing: list[Model] = []
         self._make = make
-        self._leaving: list[Model] = []
-        # Those whose successor loads, by name.
-        self._replaced: dict[str, Model] = {}
         self._numbers: dict[str, Numbers] = {}
         self._past_deaths = 0
 
@@ -102,11 +102,12 @@ class Fleet:
 
     def settle(self, now: float) -> None:
         """Something has happened: see what takes over by now, and what is gone."""
-        for name, model in list(self._replaced.items()):
+        for model in list(self.changing):
             if model.successor is not None:
-                self._settle(name, model, model.successor, now)
-        for model in list(self._leaving):
-            self._leave(model, now)
+                self._settle(model, model.successor, now)
+        for model in list(self.changing):
+            if model.successor is None:
+                self._leave(model, now)
 
     def drain(self, now: float) -> None:
         """Wind everything down."""
@@ -120,13 +121,7 @@ class Fleet:
 
     def everyone(self) -> list[Model]:
         """Return every model of which something is left."""
-        successors = [model.successor for model in self._replaced.values() if model.successor is not None]
-        return [*self.models.values(), *successors, *self._leaving]
-
-    @property
-    def changing(self) -> bool:
-        """Whether a model loads to replace another one, or leaves: then `settle` has something to see."""
-        return bool(self._leaving or self._replaced)
+        return [*self.models.values(), *(each.successor or each for each in self.changing)]
 
     @property
     def deaths(self) -> int:
@@ -151,33 +146,33 @@ class Fleet:
         model = self.models.pop(name)
         self._discard_successor(model, now)
         model.will_leave()
-        self._leaving.append(model)
+        self.changing.append(model)
 
     def _replace(self, name: str, config: ModelConfig, now: float) -> None:
         model = self.models[name]
         self._discard_successor(model, now)
         model.note = ""
         if model.config != config:
-            self._replaced[name] = model
+            self.changing.append(model)
             model.successor = self._new(name, config)
             model.successor.start(now)
 
     def _discard_successor(self, model: Model, now: float) -> None:
         if model.successor is not None:
             model.successor.drain(now)
-            self._leaving.append(model.successor)
+            self.changing.remove(model)
+            self.changing.append(model.successor)
             model.successor = None
-            del self._replaced[model.name]
 
-    def _settle(self, name: str, old: Model, new: Model, now: float) -> None:
+    def _settle(self, old: Model, new: Model, now: float) -> None:
         """Let the new model take over once it serves, or at once where the old one does not."""
+        name = old.name
         if new.complete or not old.will_serve:
+            # It leaves from now on.
             old.successor = None
-            del self._replaced[name]
             self.models[name] = new
             new.adopt(old, now)
             old.drain(now, patience=old.config.predict_timeout, replaced=True)
-            self._leaving.append(old)
             _log.info("%s: the changed configuration is in force", name, extra=about(name))
         elif new.has_failed:
             old.note = f"the changed configuration is not in force: {new.unready(now)}"
@@ -194,6 +189,6 @@ class Fleet:
             model.drain(now)
         if model.gone:
             model.dispose()
-            self._leaving.remove(model)
+            self.changing.remove(model)
             self._past_deaths += model.deaths
             _log.info("%s: a model that is served no more has left", model.name, extra=about(model.name))

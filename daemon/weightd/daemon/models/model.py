@@ -60,8 +60,8 @@ class Model:
         self.note = ""
         self.successor: Model | None = None
         self.config = config
-        self.desk = Desk(name, config, clients, children.order)
         self.timer = Timer(self.tick)
+        self.desk = Desk(name, config, clients, children.order, self.timer.due_by)
         self.deployments = [
             Deployment(
                 devices[device],
@@ -100,24 +100,21 @@ class Model:
         Raises:
             RequestError: it is refused.
         """
-        self._check_alive()
+        if self._refusal is not None:
+            raise self._refusal.error()
         self.desk.infer(request, now)
-        self._set_timer()
 
     def cancel(self, client: bytes, request_id: str, now: float) -> None:
         """The client takes its request back."""
         self.desk.cancel(client, request_id, now)
-        self._set_timer()
 
     def vanished(self, client: bytes, now: float) -> None:
         """The client is gone: nobody waits for what it asked."""
         self.desk.vanished(client, now)
-        self._set_timer()
 
     def shed(self, client: bytes, error: RequestError, now: float) -> None:
         """Refuse what the client has waiting; what runs goes on."""
         self.desk.shed(client, error, now)
-        self._set_timer()
 
     def metadata(self, client: bytes, request_id: str) -> None:
         """Tell the client what the model takes and gives, at once or when it is known.
@@ -125,7 +122,8 @@ class Model:
         Raises:
             RequestError: it is refused.
         """
-        self._check_alive()
+        if self._refusal is not None:
+            raise self._refusal.error()
         self.desk.metadata(client, request_id)
 
     def update(self, client: bytes, request_id: str, now: float, *, path: str, weights: str, rollback: bool) -> None:
@@ -142,7 +140,8 @@ class Model:
         Raises:
             RequestError: it is refused; nothing has changed.
         """
-        self._check_alive()
+        if self._refusal is not None:
+            raise self._refusal.error()
         self._updates.begin(client, request_id, now, path=path, weights=weights, rollback=rollback)
         self._settle(now)
 
@@ -151,12 +150,10 @@ class Model:
     def heard(self, child: str, message: ChildMessage, frames: Sequence[Any], now: float) -> None:
         """A child has sent `message`."""
         self._crew.heard(child, message, frames, now)
-        self._set_timer()
 
     def exited(self, child: str, end: End, now: float) -> None:
         """A child has exited."""
         self._crew.exited(child, end, now)
-        self._set_timer()
 
     # --- from the server ----------------------------------------------------------------------------------------
 
@@ -248,7 +245,6 @@ class Model:
     def leave(self, now: float) -> None:
         """The daemon ends before its workers: answer what has not been answered."""
         self.desk.leave(now)
-        self._set_timer()
 
     def dispose(self) -> None:
         """Remove what is left on the disk of a model that is gone."""
@@ -354,11 +350,7 @@ class Model:
     def _wake(self) -> None:
         """A device has room again that one of the deployments waits for."""
         self._next_tick = 0.0
-        self._set_timer()
-
-    def _check_alive(self) -> None:
-        if self._refusal is not None:
-            raise self._refusal.error()
+        self.timer.due_by(0.0)
 
     def _settle(self, now: float) -> None:
         """After each event of a generation: do what it wants, and serve what it now allows."""
@@ -393,8 +385,5 @@ class Model:
     def _update_next_tick(self) -> None:
         due = self._sources.snapshots.next_event
         self._next_tick = min(due, *(each.next_tick for each in self.deployments))
-        self._set_timer()
-
-    def _set_timer(self) -> None:
-        """Whatever has happened ends here: the loop looks at the timer alone."""
+        # Whatever is due sooner after this tells the timer: the loop looks at that alone.
         self.timer.set(self.next_event)

@@ -7,11 +7,13 @@ from typing import Any, Protocol
 
 from weightd.daemon.config.model import ModelConfig
 from weightd.daemon.host.ends import End
-from weightd.daemon.requests.blame.guard import Guard
+from weightd.daemon.requests.blame.guard import AT_ONCE, Guard
+from weightd.daemon.requests.job import Job
 from weightd.daemon.requests.latency import Latencies
 from weightd.daemon.requests.regions import Memory
 from weightd.daemon.requests.request import Request
 from weightd.daemon.requests.scheduler import Scheduler
+from weightd.daemon.requests.seat import Seat
 from weightd.daemon.requests.signature import Signature
 from weightd.daemon.requests.writers import Writers
 from weightd.protocol.errors import Cancelled, RequestError, Unavailable, request_error
@@ -48,6 +50,7 @@ class Desk:
         config: of the model.
         askers: are told.
         order: sends an order, with the frames that follow it and the memory that it names, to a process.
+        due_by: called with a time that may be sooner than what `next_event` was.
 
     Attributes:
         latencies: from a request's arrival to its answer, in the daemon.
@@ -55,9 +58,11 @@ class Desk:
         failed: requests that ended in an error after they were accepted.
     """
 
-    def __init__(self, name: str, config: ModelConfig, askers: Askers, order: Order) -> None:
-        self.scheduler = Scheduler(config.max_queue, config.max_queue_bytes, config.predict_timeout)
-        self.guard = Guard(config, self.scheduler, self.refuse)
+    def __init__(
+        self, name: str, config: ModelConfig, askers: Askers, order: Order, due_by: Callable[[float], object]
+    ) -> None:
+        self.scheduler = Scheduler(config.max_queue, config.max_queue_bytes, config.predict_timeout, due_by)
+        self.guard = Guard(config, self.scheduler, self.refuse, due_by)
         self.signature = Signature()
         self.writers = Writers()
         self.latencies = Latencies()
@@ -77,8 +82,13 @@ class Desk:
             RequestError: it is refused.
         """
         self.signature.check(request.description)
-        self.guard.submit(request, now)
-        self.dispatch(now)
+        aside = self.guard.check(request, now)
+        started = None if aside else self.scheduler.start(request, now)
+        if started is not None:
+            self._predict(*started)
+        else:
+            self.scheduler.submit(request, now, aside=aside)
+            self.dispatch(now)
 
     def metadata(self, client: bytes, request_id: str) -> None:
         """Tell the client what the model takes and gives, at once or when it is known.
@@ -116,17 +126,19 @@ class Desk:
 
     def result(self, process: str, result: Result, frames: Sequence[Any], now: float) -> None:
         """A job has been answered."""
-        self.guard.watchdog.heard(process, now)
-        self._release(self.writers.end(process, result.request))
+        if self.writers.begun:
+            self._release(self.writers.end(process, result.request))
         job = self.scheduler.finish(process, result.request, now)
         if job is not None:
             [request] = job.parts
-            request.running = self.writers.is_running(request)
+            if self.writers.begun:
+                request.running = self.writers.is_running(request)
             self._askers.answer(request, result, frames)
             latency = now - request.arrived
             self.latencies.add(latency)
             self.by_process[process].add(latency)
             self.guard.answered(request, now)
+        self.guard.watchdog.heard(process, now)
         self.dispatch(now)
 
     def job_failed(self, process: str, failed: Failed, now: float) -> None:
@@ -176,11 +188,7 @@ class Desk:
             for process in seat.processes:
                 self._order(process, Skip(number), (), ())
         for seat, job in self.scheduler.assign(now):
-            [request] = job.parts
-            order = Predict(job.number, request.description, request.places.mapped)
-            for process in seat.processes:
-                self.writers.begin(process, request)
-                self._order(process, order, request.frames, request.places.memories)
+            self._predict(seat, job)
 
     def expire(self, now: float, explained: Callable[[RequestError], RequestError]) -> None:
         """End each request whose deadline has passed, with the error that `explained` makes of it."""
@@ -248,7 +256,7 @@ class Desk:
     def next_event(self) -> float:
         """Nothing is due before this, in monotonic seconds."""
         if self.guard.looks:
-            return 0.0
+            return AT_ONCE
         ping, event = self.guard.watchdog.next_event, self.scheduler.next_event
         return ping if ping < event else event
 
@@ -258,6 +266,15 @@ class Desk:
         for request in requests:
             self.refuse(request, error)
         self.dispatch(now)
+
+    def _predict(self, seat: Seat, job: Job) -> None:
+        [request] = job.parts
+        places = request.places
+        order = Predict(job.number, request.description, places.mapped)
+        for process in seat.processes:
+            if places.outputs:
+                self.writers.begin(process, request)
+            self._order(process, order, request.frames, places.memories)
 
     def _release(self, requests: Iterable[Request]) -> None:
         for request in requests:

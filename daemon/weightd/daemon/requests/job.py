@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 
 from weightd.daemon.requests.request import Company, Origin, Request
+
+_ENDED = operator.attrgetter("ended")
 
 
 @dataclass(eq=False, slots=True)
@@ -40,7 +43,7 @@ class Job:
     @property
     def is_awaited(self) -> bool:
         """Whether anybody waits for what comes of it."""
-        return bool(self.awaited)
+        return not all(map(_ENDED, self.parts))
 
     @property
     def company(self) -> Company:

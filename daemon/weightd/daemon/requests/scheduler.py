@@ -34,12 +34,20 @@ class Scheduler:
         max_queue: requests that may wait.
         max_queue_bytes: tensor bytes that may wait.
         predict_timeout: seconds after which a seat that computes is held to hang.
+        due_by: called with a time that is sooner than what `next_event` was.
     """
 
-    def __init__(self, max_queue: int, max_queue_bytes: int, predict_timeout: float = float("inf")) -> None:
+    def __init__(
+        self,
+        max_queue: int,
+        max_queue_bytes: int,
+        predict_timeout: float = float("inf"),
+        due_by: Callable[[float], object] = lambda _: None,
+    ) -> None:
         self._max_queue = max_queue
         self._max_queue_bytes = max_queue_bytes
         self._predict_timeout = predict_timeout
+        self._due_by = due_by
         self._queue = Queue()
         self._confined = Queue()
         # What is looked at before it may run.
@@ -62,6 +70,19 @@ class Scheduler:
 
     # --- events -------------------------------------------------------------------------------------------------
 
+    def start(self, request: Request, now: float) -> tuple[Seat, Job] | None:
+        """Have a request run that has just come, if it does not have to wait for its turn: else `submit` it.
+
+        What then is yielded by `assign` is the same, only that it costs more.
+        """
+        if self.queued or request.company is Company.CONFINED or request.deadline <= now:
+            return None
+        seat = self._freest(request, now)
+        if seat is None:
+            return None
+        self._ends_by(request)
+        return seat, self._give(seat, request, now)
+
     def submit(self, request: Request, now: float, *, aside: bool = False) -> None:
         """Put a request into the queue; `aside`: it does not run before it is admitted.
 
@@ -72,7 +93,7 @@ class Scheduler:
         if queued:
             self._check_room(request, queued, now)
         (self._aside if aside else self._queue_of(request)).append(request)
-        self._earliest = min(self._earliest, request.deadline)
+        self._ends_by(request)
 
     def set_aside(self, chosen: Callable[[Request], bool]) -> list[Request]:
         """Have what waits and is `chosen` not run before it is admitted; return it."""
@@ -109,8 +130,10 @@ class Scheduler:
     def finish(self, process: str, number: int, now: float) -> Job | None:
         """A process has answered for its seat; return the job, or None if nobody waits for this answer any more."""
         seat = self._seat_of.get(process)
-        job = seat.jobs.pop(number, None) if seat is not None else None
-        if seat is None or job is None:
+        if seat is None:
+            return None
+        job = seat.jobs.pop(number, None)
+        if job is None:
             return None
         took = seat.finished(now)
         self._mean_s = took if self._mean_s is None else self._mean_s + _LATEST * (took - self._mean_s)
@@ -141,14 +164,7 @@ class Scheduler:
             if request.deadline <= now:
                 self._late.append(request)
                 continue
-            if seat.jobs:
-                self._look = min(self._look, seat.since + QUICK_S)
-            else:
-                seat.since = now
-                self._look = min(self._look, now + self._predict_timeout)
-            number = request.number
-            job = seat.jobs[number] = Job(number, (request,))
-            yield seat, job
+            yield seat, self._give(seat, request, now)
 
     def expire(self, now: float) -> list[tuple[Request, RequestError]]:
         """Give up each request whose deadline has passed; a late answer to it will find nobody."""
@@ -284,15 +300,34 @@ class Scheduler:
     def _freest(self, request: Request, now: float) -> Seat | None:
         """The seat with the least to do that has credit, the first of them; None if none has any."""
         freest, least = None, CREDIT
-        # What waits at a seat may be taken back while the seat begins with it: then two would write to the same place.
-        waits = not request.places.outputs
         for seat in self._enlisted.values():
             load = len(seat.jobs)
-            if load < least and (not load or (waits and seat.takes_behind(request.company, now))):
+            if not load:
+                return seat
+            # What waits at a seat may be taken back while the seat begins with it: then two would write to one place.
+            if load < least and not request.places.outputs and seat.takes_behind(request.company, now):
                 freest, least = seat, load
-                if not least:
-                    break
         return freest
+
+    def _give(self, seat: Seat, request: Request, now: float) -> Job:
+        """Have the seat run a request, as soon as it has nothing before it."""
+        if seat.jobs:
+            look = seat.since + QUICK_S
+        else:
+            seat.since = now
+            look = now + self._predict_timeout
+        if look < self._look:
+            self._look = look
+            self._due_by(look)
+        number = request.number
+        job = seat.jobs[number] = Job(number, (request,))
+        return job
+
+    def _ends_by(self, request: Request) -> None:
+        """A request is outstanding from now on."""
+        if request.deadline < self._earliest:
+            self._earliest = request.deadline
+            self._due_by(self._earliest)
 
     def _check_room(self, request: Request, queued: int, now: float) -> None:
         nbytes = self._queue.nbytes + self._confined.nbytes + self._aside.nbytes

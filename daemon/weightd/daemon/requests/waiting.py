@@ -52,13 +52,16 @@ class Queue:
 
     def take(self) -> Request:
         """Take out the first."""
-        request = self.first
-        self.remove(request)
+        _, request = self._requests.popitem(last=False)
+        self._forget(request)
         return request
 
     def remove(self, request: Request) -> None:
         """Take one out."""
         del self._requests[request.number]
+        self._forget(request)
+
+    def _forget(self, request: Request) -> None:
         self.count -= 1
         self.nbytes -= request.nbytes
         of_client = self._index[request.client]

@@ -10,34 +10,41 @@ from weightd.daemon.requests.request import Request
 
 
 class Writers:
-    """The requests for which processes may still write."""
+    """The requests for which processes may still write.
+
+    Attributes:
+        begun: by process and number; while there are none nothing has to be asked.
+    """
 
     def __init__(self) -> None:
-        # By process and number.
-        self._begun: dict[str, dict[int, Request]] = {}
+        self.begun: dict[str, dict[int, Request]] = {}
         # Those that have ended while they were: their clients wait to be told.
         self._owed: set[int] = set()
 
     def begin(self, process: str, request: Request) -> None:
-        """The process is given the request."""
-        if request.places.outputs:
-            self._begun.setdefault(process, {})[request.number] = request
+        """The process is given a request that has room for outputs."""
+        self.begun.setdefault(process, {})[request.number] = request
 
     def is_running(self, request: Request) -> bool:
         """The request ends: return whether its client has to be told later that nobody writes any more."""
-        if not request.places.outputs or not self._has_writer(request):
+        if not self._has_writer(request):
             return False
         self._owed.add(request.number)
         return True
 
     def end(self, process: str, number: int) -> list[Request]:
         """The process has done with a request; return it if its client has to be told."""
-        request = self._begun.get(process, {}).pop(number, None)
-        return [] if request is None else self._released(request)
+        begun = self.begun.get(process, {})
+        request = begun.pop(number, None)
+        if request is None:
+            return []
+        if not begun:
+            del self.begun[process]
+        return self._released(request)
 
     def died(self, process: str) -> list[Request]:
         """The process has ended; return the requests whose clients have to be told."""
-        requests = self._begun.pop(process, {}).values()
+        requests = self.begun.pop(process, {}).values()
         return [released for request in requests for released in self._released(request)]
 
     def _released(self, request: Request) -> list[Request]:
@@ -47,4 +54,4 @@ class Writers:
         return [request]
 
     def _has_writer(self, request: Request) -> bool:
-        return any(request.number in begun for begun in self._begun.values())
+        return any(request.number in begun for begun in self.begun.values())

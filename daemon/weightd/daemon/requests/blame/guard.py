@@ -34,6 +34,9 @@ MAX_LOSSES = 5
 # What a process may have to finish before it comes to the canary: two predicts. The canary is the third.
 _CANARY_PATIENCE = 3
 
+# When it is due to look at something.
+AT_ONCE = 0.0
+
 Refuse = Callable[[Request, RequestError], None]
 Then = Callable[[Request, float], None]
 
@@ -45,44 +48,52 @@ class Guard:
         config: of the model.
         scheduler: of the model.
         refuse: called with each request that ends here, and the error in which it ends.
+        due_by: called with the time when `look` or `pings` will have something to do.
     """
 
-    def __init__(self, config: ModelConfig, scheduler: Scheduler, refuse: Refuse) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        scheduler: Scheduler,
+        refuse: Refuse,
+        due_by: Callable[[float], object] = lambda _: None,
+    ) -> None:
         self.quarantine = Quarantine()
         self.suspects = Suspects()
         self.watchdog = Watchdog(
-            config.watchdog, config.canary_interval, canary_patience=_CANARY_PATIENCE * config.predict_timeout
+            config.watchdog, config.canary_interval, _CANARY_PATIENCE * config.predict_timeout, due_by
         )
         self._predict_timeout = config.predict_timeout
         self._scheduler = scheduler
         self._refuse = refuse
+        self._due_by = due_by
         # Requests that something was learned of, and what follows from that once their digests are known.
         self._evidence: deque[tuple[Request, Then]] = deque()
         self._reading: Reading | None = None
 
     # --- requests -----------------------------------------------------------------------------------------------
 
-    def submit(self, request: Request, now: float) -> None:
-        """Put a request into the queue.
+    def check(self, request: Request, now: float) -> bool:
+        """A request has come: return whether it may be one that has killed, so that it is put `aside` for a look.
 
         Raises:
             RequestError: it is refused.
         """
-        if self.suspects:
+        if self.suspects.known:
             self.suspects.check(request.origin, now)
             if self.suspects.confines(request.origin, now):
                 request.narrow(Company.CONFINED)
-        aside = False
-        if self.quarantine:
-            aside = self.quarantine.may_hold(request, now)
-            if aside and is_small(request):
-                self.quarantine.check(request, now)
-                aside = False
-        self._scheduler.submit(request, now, aside=aside)
+        if not self.quarantine.held or not self.quarantine.may_hold(request, now):
+            return False
+        if is_small(request):
+            self.quarantine.check(request, now)
+            return False
+        self._due_by(AT_ONCE)
+        return True
 
     def answered(self, request: Request, now: float) -> None:
         """A seat has answered the request."""
-        if not self.quarantine or not self.quarantine.may_suspect(request, now):
+        if not self.quarantine.suspects or not self.quarantine.may_suspect(request, now):
             return
         # One at a time: if that is another content, there will be further answers.
         if not any(then == self.quarantine.answered for _, then in self._evidence):
@@ -233,6 +244,7 @@ class Guard:
             then(request, now)
         else:
             self._evidence.append((request, then))
+            self._due_by(AT_ONCE)
 
     def _hold(self, request: Request, now: float) -> None:
         _log.warning("request %s is in quarantine: workers died of it", request.id)
@@ -249,6 +261,8 @@ class Guard:
         for request in self._scheduler.set_aside(lambda each: self.quarantine.may_hold(each, now)):
             if is_small(request):
                 self._decide(request, now)
+            else:
+                self._due_by(AT_ONCE)
 
     def _decide(self, request: Request, now: float) -> None:
         """A request that was put aside ends, or may run."""

@@ -34,22 +34,16 @@ class _Content:
     mark: bytes
 
 
-class _Contents:
+class _Contents(dict[bytes, _Content]):
     """Contents by their digests, the oldest first; each is known for the same time."""
 
     def __init__(self) -> None:
-        self._known: dict[bytes, _Content] = {}
+        super().__init__()
         self._marks: Mapping[int, frozenset[bytes]] = {}
-
-    def __len__(self) -> int:
-        return len(self._known)
-
-    def get(self, digest: bytes) -> _Content | None:
-        return self._known.get(digest)
 
     def may_have(self, request: Request, now: float) -> bool:
         """Whether the content may be among them; for sure if it is small."""
-        if not self._known:
+        if not self:
             return False
         self.forget_expired(now)
         marks = self._marks.get(request.content_bytes)
@@ -57,33 +51,33 @@ class _Contents:
 
     def put(self, request: Request, now: float, hangs: int = 0) -> None:
         digest = content(request)
-        self._known.pop(digest, None)
-        self._known[digest] = _Content(now + QUARANTINE_S, hangs, request.content_bytes, mark(request))
-        if len(self._known) > _MAX_KNOWN:
-            del self._known[next(iter(self._known))]
+        self.remove(digest)
+        self[digest] = _Content(now + QUARANTINE_S, hangs, request.content_bytes, mark(request))
+        if len(self) > _MAX_KNOWN:
+            del self[next(iter(self))]
         self._index()
 
-    def pop(self, digest: bytes) -> _Content | None:
-        found = self._known.pop(digest, None)
+    def remove(self, digest: bytes) -> _Content | None:
+        found = self.pop(digest, None)
         if found is not None:
             self._index()
         return found
 
     def clear(self) -> None:
-        self._known.clear()
+        super().clear()
         self._index()
 
     def forget_expired(self, now: float) -> None:
         expired = False
-        while self._known and (oldest := next(iter(self._known.items())))[1].until <= now:
-            del self._known[oldest[0]]
+        while self and (oldest := next(iter(self.items())))[1].until <= now:
+            del self[oldest[0]]
             expired = True
         if expired:
             self._index()
 
     def _index(self) -> None:
         marks: dict[int, set[bytes]] = {}
-        for each in self._known.values():
+        for each in self.values():
             marks.setdefault(each.nbytes, set()).add(each.mark)
         self._marks = {nbytes: frozenset(those) for nbytes, those in marks.items()}
 
@@ -92,23 +86,23 @@ class Quarantine:
     """Contents that are refused, and contents that are under suspicion. Times are monotonic seconds.
 
     What is said of the digest: it is computed where it is asked for, unless that has been done before.
+
+    Attributes:
+        held: those that are refused.
+        suspects: those that are under suspicion.
     """
 
     def __init__(self) -> None:
-        self._held = _Contents()
-        self._suspects = _Contents()
-
-    def __bool__(self) -> bool:
-        """Whether anything is refused, or under suspicion."""
-        return bool(self._held) or bool(self._suspects)
+        self.held = _Contents()
+        self.suspects = _Contents()
 
     def may_hold(self, request: Request, now: float) -> bool:
         """Return whether the request may be in quarantine: then it is worth its digest to `check` it."""
-        return self._held.may_have(request, now)
+        return self.held.may_have(request, now)
 
     def may_suspect(self, request: Request, now: float) -> bool:
         """Return whether the request's content may be under suspicion: then `answered` is worth its digest."""
-        return self._suspects.may_have(request, now)
+        return self.suspects.may_have(request, now)
 
     def check(self, request: Request, now: float) -> None:
         """Raise if the request is in quarantine.
@@ -116,38 +110,38 @@ class Quarantine:
         Raises:
             Internal: the text says for how long.
         """
-        held = self._held.get(content(request)) if self.may_hold(request, now) else None
+        held = self.held.get(content(request)) if self.may_hold(request, now) else None
         if held is not None:
             left = held.until - now
             raise Internal(f"workers died of this content or hung in it: it is refused for {left:.0f} s more")
 
     def hold(self, request: Request, now: float) -> None:
         """Refuse the request's content from now on."""
-        self._suspects.pop(content(request))
-        self._held.put(request, now)
+        self.suspects.remove(content(request))
+        self.held.put(request, now)
 
     def hung(self, request: Request, now: float) -> bool:
         """A seat hung in the request; return whether its content is refused from now on."""
-        self._suspects.forget_expired(now)
-        suspect = self._suspects.pop(content(request))
+        self.suspects.forget_expired(now)
+        suspect = self.suspects.remove(content(request))
         hangs = 1 + (suspect.hangs if suspect is not None else 0)
         if hangs >= MAX_HANGS:
             self.hold(request, now)
             return True
-        self._suspects.put(request, now, hangs)
+        self.suspects.put(request, now, hangs)
         return False
 
     def answered(self, request: Request, now: float) -> None:
         """A seat has answered the request: its content is beyond suspicion."""
         if self.may_suspect(request, now):
-            self._suspects.pop(content(request))
+            self.suspects.remove(content(request))
 
     def clear(self) -> None:
         """Forget everything: another model is served."""
-        self._held.clear()
-        self._suspects.clear()
+        self.held.clear()
+        self.suspects.clear()
 
     def count(self, now: float) -> int:
         """Return how many contents are refused."""
-        self._held.forget_expired(now)
-        return len(self._held)
+        self.held.forget_expired(now)
+        return len(self.held)

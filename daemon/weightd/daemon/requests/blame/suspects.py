@@ -47,14 +47,14 @@ class _Party:
 
 
 class Suspects:
-    """The clients of one model that seats were lost to. Times are monotonic seconds."""
+    """The clients of one model that seats were lost to. Times are monotonic seconds.
+
+    Attributes:
+        known: by their names; while there are none nobody is refused, or confined.
+    """
 
     def __init__(self) -> None:
-        self._known: dict[str, _Party] = {}
-
-    def __bool__(self) -> bool:
-        """Whether there are any: else nobody is refused, or confined."""
-        return bool(self._known)
+        self.known: dict[str, _Party] = {}
 
     def died(self, origin: Origin, ran: float, now: float) -> None:
         """A seat has died, left or had to be ended of what this client asked, which it had run for `ran` seconds."""
@@ -82,24 +82,24 @@ class Suspects:
 
     def clear(self) -> None:
         """Forget everything: another model is served."""
-        self._known.clear()
+        self.known.clear()
 
     def names(self, now: float) -> list[str]:
         """Return who is confined."""
         self._forget_expired(now)
-        return [name for name, party in self._known.items() if party.is_confined]
+        return [name for name, party in self.known.items() if party.is_confined]
 
     def _parties(self, origin: Origin, now: float) -> Iterator[tuple[str, _Party]]:
         for name in origin:
-            party = self._known.get(name)
+            party = self.known.get(name)
             if party is not None and now < party.forgotten_at:
                 yield name, party
 
     def _count(self, name: str, most: int, ran: float, now: float) -> _Party:
-        party = self._known.pop(name, None) or _Party(most)  # the oldest comes first
-        self._known[name] = party
-        if len(self._known) > _MAX_KNOWN:
-            del self._known[next(iter(self._known))]
+        party = self.known.pop(name, None) or _Party(most)  # the oldest comes first
+        self.known[name] = party
+        if len(self.known) > _MAX_KNOWN:
+            del self.known[next(iter(self.known))]
         party.deaths += 1
         if party.deaths > most:
             doublings = min(party.deaths - most - 1, _MAX_DOUBLINGS)
@@ -109,4 +109,4 @@ class Suspects:
         return party
 
     def _forget_expired(self, now: float) -> None:
-        self._known = {name: party for name, party in self._known.items() if now < party.forgotten_at}
+        self.known = {name: party for name, party in self.known.items() if now < party.forgotten_at}

@@ -38,12 +38,20 @@ class Watchdog:
         period: seconds within which a process has to be heard of.
         canary_interval: seconds after which each process, idle or not, runs the canary again; 0 for never.
         canary_patience: seconds that it may take for that, what it has to finish first included.
+        due_by: called with a time that may be sooner than what `next_event` was.
     """
 
-    def __init__(self, period: float, canary_interval: float, canary_patience: float) -> None:
+    def __init__(
+        self,
+        period: float,
+        canary_interval: float,
+        canary_patience: float,
+        due_by: Callable[[float], object] = lambda _: None,
+    ) -> None:
         self.period = period
         self._canary_interval = canary_interval or float("inf")
         self._canary_patience = canary_patience
+        self._due_by = due_by
         self._watched: dict[str, _Watched] = {}
         # Nothing is due before this.
         self.next_event = float("inf")
@@ -110,6 +118,7 @@ class Watchdog:
 
     def _look_ahead(self) -> None:
         self.next_event = min(map(self._next, self._watched.values()), default=float("inf"))
+        self._due_by(self.next_event)
 
     def _next(self, each: _Watched) -> float:
         if each.pinged:
