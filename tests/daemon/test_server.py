@@ -105,17 +105,14 @@ def test_a_daemon_that_drains_gives_no_more_signs_of_life(managed: Any) -> None:
 def test_an_update_is_told_once_the_next_daemon_would_know_of_it(managed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[str] = []
 
-    def nothing(now: float) -> None:
-        """Nothing is due."""
-
     def write(*_: object) -> None:
         done.append("recorded")
 
-    managed._backend = SimpleNamespace(tick=nothing, take_changed=lambda: True)
-    managed._frontend = SimpleNamespace(tell_recorded=lambda: done.append("told"), regions=SimpleNamespace(closed=[]))
+    managed._backend = SimpleNamespace(take_changed=lambda: True)
+    managed._frontend = SimpleNamespace(tell_recorded=lambda: done.append("told"))
     managed._keeping = SimpleNamespace(handover=None)
     monkeypatch.setattr(handover, "write", write)
-    managed._tick(time.monotonic())
+    managed._look()
     assert done == ["recorded", "told"]
 
 

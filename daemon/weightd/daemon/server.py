@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import zmq
@@ -137,7 +138,7 @@ class Server:
     def _open(self, context: zmq.Context[zmq.Socket[bytes]], wakeups: int, sockets: Listening) -> None:
         daemon = self._config.daemon
         _update_devices(self._devices, self._config)
-        self._backend = Backend(context, daemon, self._loop, self._devices, self._keeping)
+        self._backend = Backend(context, daemon, self._loop, self._devices, self._keeping, self._look_soon)
         most = daemon.max_memory_bytes or host_bytes() // _SHARE_OF_MEMORY
         shared = daemon.max_shm_bytes or host_bytes() // _SHARE_OF_MEMORY
         self._frontend = Frontend(self._loop, self._fleet, most, self, max_shm_bytes=shared)
@@ -189,11 +190,10 @@ class Server:
 
     def _main_loop(self) -> None:
         try:
-            while not self._finished():
-                busy = self._surveys or self._backend.due
-                self._loop.wait(*[0.0] if busy else [])
-                self._tick(time.monotonic())
+            self._look()
+            self._loop.run()
         finally:
+            self._loop.each_turn(None)
             if self._keeping is None:
                 self._backend.kill_all()
             self._backend.close()
@@ -201,9 +201,13 @@ class Server:
     def _finished(self) -> bool:
         return self._shutdown.ending and (self._keeping is not None or not self._backend.processes)
 
-    def _tick(self, now: float) -> None:
-        """What is left to do after whatever has happened: done for every message, so it looks at no model."""
-        self._backend.tick(now)
+    def _look_soon(self) -> None:
+        """Something has changed, and that is more than a request."""
+        self._loop.soon(self._look)
+
+    def _look(self) -> None:
+        """What is left to do after that; and after anything at all while a model or the daemon is about to leave."""
+        now = time.monotonic()
         if self._fleet.changing:
             self._fleet.settle(now)
         if self._manager.there and self._backend.take_changed():
@@ -211,14 +215,13 @@ class Server:
             self._announce(now)
         # The next daemon knows of it now, too.
         self._frontend.tell_recorded()
-        if self._frontend.regions.closed:
-            self._backend.unmap(self._frontend.regions.take_closed())
-        if self._surveys and self._surveys[0].step():
-            self._answer_status(self._surveys.pop(0))
         if self._one_shot and self._any_failed():
             self._stop(now)
         if self._shutdown.finishing and self._idle():
             self._end(now)
+        if self._finished():
+            self._loop.stop()
+        self._loop.each_turn(self._look if self._fleet.changing or self._shutdown.begun else None)
 
     def _tell_manager(self, now: float) -> None:
         """It is time for a sign of life; the next daemon comes first."""
@@ -239,6 +242,10 @@ class Server:
         if self._herald.failed(self._fleet.models.values()):
             _log.error("a required model has failed")
             self._stop(now)
+
+    def unmap(self, numbers: Sequence[int]) -> None:
+        """No client names these regions any more."""
+        self._backend.unmap(numbers)
 
     @property
     def stopping(self) -> bool:
@@ -279,6 +286,7 @@ class Server:
             patience = self._config.daemon.drain_timeout
             _log.info("stopping: finishing what was accepted, for at most %g s", patience)
             self._shutdown.on(Event.STOP)
+            self._look_soon()
             self._patience.set(now + patience)
             self._manager.notify("STOPPING=1", f"EXTEND_TIMEOUT_USEC={int(1e6 * (patience + _STOP_MARGIN_S))}")
 
@@ -338,6 +346,7 @@ class Server:
         change = self._fleet.compare(config.models)
         _update_devices(self._devices, config)
         self._fleet.apply(change, config.models, now)
+        self._look_soon()
         self._config = config
         file.note = ""
         if self._keeping is not None:
@@ -361,11 +370,19 @@ class Server:
         """A client wants to know how it stands: it is told once that has been measured."""
         pids = [*self._own_pids(), *(process.pid for process in self._backend.processes.values())]
         self._surveys.append(Survey(client, request_id, pids, self._measured))
+        self._loop.soon(self._measure)
         if len(self._surveys) > _MAX_SURVEYS:
             each = crowding(self._surveys, self._frontend.room.user)
             self._surveys.remove(each)
             text = f"{_MAX_SURVEYS} status requests wait already, most of them of this client, or of its user"
             self._frontend.tell_error(each.client, each.request_id, ResourceExhausted(text))
+
+    def _measure(self) -> None:
+        """Look at one process more."""
+        if self._surveys[0].step():
+            self._answer_status(self._surveys.pop(0))
+        if self._surveys:
+            self._loop.soon(self._measure)
 
     def _own_pids(self) -> list[int]:
         keeper = [] if self._keeping is None else [self._keeping.pid]

@@ -56,9 +56,15 @@ class Pinned(Backend):
     """One that takes no snapshot unless it is told to: the test has it. And its worker's lane is the test's."""
 
     pins = False
+    heard = 0
 
     def _name_of(self, pid: int) -> str | None:
         return WORKER if pid == os.getpid() else super()._name_of(pid)
+
+    def _on_messages(self) -> int:
+        count = super()._on_messages()
+        self.heard += count
+        return count
 
     def pin(self, owner: Owner, model: str, config: ModelConfig, source: Source) -> None:
         if self.pins:
@@ -96,7 +102,8 @@ class Scene:
     def serve(self) -> None:
         # An order to who is not connected yet is lost.
         self.worker.send_multipart(encode(Back()))
-        self.loop.wait(30)
+        while not self.backend.heard:
+            self.loop.wait(30)
         self.model.start(0.0)
         self.model.pinned(Source("/m.mindir"), Snapshot("/m.mindir", "", SHA, 100), 0.0)
         for name in (HOLDER, WORKER):
@@ -184,7 +191,8 @@ def test_a_worker_stops_when_it_has_done_what_waits_for_its_lane(scene: Scene) -
     scene.backend.order(WORKER, Stop())
     assert scene.asked(2) == [predict, Stop()]
     scene.lane.connection.shutdown(socket.SHUT_RDWR)
-    scene.loop.wait(30)
+    for _ in range(2):
+        scene.loop.wait(0.1)
     # It has said by another way that it is broken.
     scene.backend.order(WORKER, Stop())
     orders = iter(lambda: decode(scene.worker.recv_multipart(), TO_CHILD), Stop())
@@ -211,7 +219,8 @@ def test_nobody_else_can_speak_for_a_child(scene: Scene, caplog: pytest.LogCaptu
     scene.model.pinned(Source("/m.mindir"), Snapshot("/m.mindir", "", SHA, 100), 0.0)
     expected = scene.backend.processes[WORKER].pid
     scene.worker.send_multipart(encode(Hello("7", SHA, {"weightd": VERSION}, CARD)))
-    scene.loop.wait(30)
+    while not scene.backend.heard:
+        scene.loop.wait(30)
     assert f"hello: expected from pid {expected}, got it from {os.getpid()}" in caplog.text
 
 

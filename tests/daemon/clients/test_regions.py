@@ -30,9 +30,13 @@ def user(client: bytes) -> str:
     return client[:1].decode()
 
 
+def nothing() -> None:
+    """Nobody wants to know."""
+
+
 @pytest.fixture
 def registry() -> Registry:
-    return Registry(10_000, user)
+    return Registry(10_000, user, nothing)
 
 
 def places(registry: Registry, client: bytes, region: str, offset: int, room: int | None = None) -> Places:
@@ -62,7 +66,7 @@ def test_a_region_is_named_at_random_and_known_to_its_connection_alone(registry:
 
 @given(offset=st.integers(0, 200) | st.integers(0, limits.MAX_COUNT), room=st.integers(0, 200))
 def test_a_tensor_lies_within_its_region(offset: int, room: int) -> None:
-    registry = Registry(10_000, user)
+    registry = Registry(10_000, user, nothing)
     region = registry.register(b"a1", deque([memfd.create(100)]))
     for nbytes, asked in ((16, None), (room, room)):
         if offset + nbytes <= 100:

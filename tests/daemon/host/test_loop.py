@@ -231,6 +231,47 @@ def test_a_wait_is_as_long_as_it_may_be_and_never_ends_early(loop: Loop, seconds
     assert seconds <= time.monotonic() - begin < 5.0
 
 
+# --- turns ----------------------------------------------------------------------------------------------------------
+
+
+def test_who_is_to_be_called_soon_is_once_behind_whoever_is_ready_and_keeps_nobody_waiting(
+    loop: Loop, pipes: list[Pipe]
+) -> None:
+    calls: list[bytes] = []
+
+    def again() -> None:
+        calls.append(pipes[0].read)
+        os.write(pipes[0].writer, b"x")
+        if len(calls) < 3:
+            loop.soon(again)
+
+    for _ in range(2):
+        loop.soon(again)
+    for _ in range(3):
+        loop.wait(60.0)
+    assert calls == [b"", b"x", b"xx"]
+    loop.wait(60.0)
+    loop.wait(0.0)
+    assert (len(calls), pipes[0].read) == (3, b"xxx")
+
+
+def test_a_run_ends_with_the_turn_in_which_it_is_stopped(loop: Loop, pipes: list[Pipe]) -> None:
+    turns: list[int] = []
+
+    def turn() -> None:
+        turns.append(len(pipes[0].read))
+        os.write(pipes[0].writer, b"x")
+        if len(turns) == 2:
+            loop.stop()
+            loop.each_turn(None)
+
+    loop.each_turn(turn)
+    os.write(pipes[0].writer, b"x")
+    loop.run()
+    loop.wait(60.0)
+    assert (turns, pipes[0].read) == ([1, 2], b"xxx")
+
+
 # --- signals --------------------------------------------------------------------------------------------------------
 
 USED = [signal.SIGUSR1, signal.SIGUSR2]

@@ -68,6 +68,7 @@ class Backend:
         loop: calls when something is readable.
         devices: by name; what a card has is learned before the first model is loaded there.
         launcher: starts holders and workers; what helps to start them are this process's children always.
+        on_change: called when something has changed that the next daemon would have to know.
 
     Attributes:
         files: the files of each generation, by its label.
@@ -80,6 +81,7 @@ class Backend:
         loop: Loop,
         devices: Mapping[str, Card],
         launcher: Launcher | None = None,
+        on_change: Callable[[], object] = lambda: None,
     ) -> None:
         self.files: dict[str, GenerationFiles] = {}
         self._running = Running(loop)
@@ -88,6 +90,8 @@ class Backend:
         self._launcher = launcher or Direct()
         self._pinning = Pinning(self._directory, self._running, Probing(self._running, devices), self._do_later)
         self._decoder = Decoder(FROM_CHILD, max_bytes=limits.MAX_CHILD_HEADER_BYTES)
+        self._loop = loop
+        self._on_change = on_change
         self._has_changed = False
         # By routing id, which is the name in bytes; with the interpreter, "" for those of the daemon before this one.
         self._owners: dict[bytes, tuple[str, str, Owner]] = {}
@@ -106,20 +110,10 @@ class Backend:
         """Every child that runs, by name."""
         return self._running.processes
 
-    @property
-    def due(self) -> bool:
-        """Whether `tick` has something to tell."""
-        return bool(self._later)
-
-    def tick(self, now: float) -> None:
-        """Tell what could not be told at once."""
-        later, self._later = self._later, []
-        for tell in later:
-            tell(now)
-
     def changed(self) -> None:
         """Something has changed that the next daemon would have to know."""
         self._has_changed = True
+        self._on_change()
 
     def take_changed(self) -> bool:
         """Return whether something has, since this was asked last."""
@@ -257,6 +251,13 @@ class Backend:
 
     def _do_later(self, tell: Callable[[float], None]) -> None:
         self._later.append(tell)
+        self._loop.soon(self._tell_later)
+
+    def _tell_later(self) -> None:
+        later, self._later = self._later, []
+        now = time.monotonic()
+        for tell in later:
+            tell(now)
 
     def _files_of(self, generation: Generation) -> GenerationFiles:
         return GenerationFiles(self._directory / generation.label)

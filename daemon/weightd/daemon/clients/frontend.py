@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import socket
 import time
@@ -77,6 +78,9 @@ class Daemon(Protocol):
             RequestError: it will not be told.
         """
 
+    def unmap(self, numbers: Sequence[int]) -> None:
+        """Take regions away from the workers that were given them: no client names them any more."""
+
     def reload(self, request_id: str) -> ReloadResponse:
         """Read the configuration again, and return the answer.
 
@@ -108,7 +112,7 @@ class Frontend:
         self._numbers = itertools.count(time.time_ns() // 1000)
         self._decoder = Decoder(FROM_CLIENT)
         self.room = Room(max_memory_bytes, self._user)
-        self.regions = Registry(max_shm_bytes, self._user)
+        self.regions = Registry(max_shm_bytes, self._user, functools.partial(loop.soon, self._unmap_closed))
         self._upkeep = Upkeep(self.room)
         self._connections = Connections(
             loop,
@@ -307,6 +311,9 @@ class Frontend:
         for model in self._fleet.everyone():
             model.vanished(connection.key, time.monotonic())
         self.regions.forget(connection.key)
+
+    def _unmap_closed(self) -> None:
+        self._daemon.unmap(self.regions.take_closed())
 
     # --- memory -------------------------------------------------------------------------------------------------
 

@@ -31,16 +31,18 @@ class Registry:
     Args:
         most_bytes: of all regions of one user.
         user: called with a client; returns on whose account it goes.
+        on_closed: called when there is something to `take_closed`: from anywhere, so it must not wait or take a lock.
 
     Attributes:
         closed: numbers and descriptors of regions that nothing names any more, until `take_closed`.
     """
 
-    def __init__(self, most_bytes: int, user: Callable[[bytes], str]) -> None:
+    def __init__(self, most_bytes: int, user: Callable[[bytes], str], on_closed: Callable[[], object]) -> None:
         self.closed: list[tuple[int, int]] = []
         self._closing = Closing()
         self._most_bytes = most_bytes
         self._user = user
+        self._on_closed = on_closed
         self._by_client: dict[bytes, dict[str, Memory]] = {}
         # What was found for requests of a client: by the identity of what they say, with that so that it stays its own.
         self._found: dict[bytes, dict[tuple[int, int], tuple[object, object, Places]]] = {}
@@ -131,6 +133,7 @@ class Registry:
     def _on_gone(self, user: str, nbytes: int, number: int, descriptor: int) -> None:
         # That may be anywhere. Nothing here waits, or takes a lock.
         self.closed.append((number, descriptor))
+        self._on_closed()
         self._bytes[user] -= nbytes
         self._count[user] -= 1
         if not self._count[user]:

@@ -7,8 +7,8 @@ import functools
 import os
 import select
 import signal
-import time
 from collections.abc import Callable, Generator
+from time import monotonic
 
 import zmq
 
@@ -36,17 +36,25 @@ class Loop:
     def __init__(self) -> None:
         self._epoll = select.epoll()
         self._timers = Timers()
+        # The soonest is the first. There always is one: nothing is waited for longer than the kernel can count.
+        self._due = self._timers.heap
+        self._rest = Timer(self._rest_again)
+        self._timers.add(self._rest)
+        self._rest_again(monotonic())
         self._readers: dict[int, Callable[[], object]] = {}
         self._writers: dict[int, Callable[[], object]] = {}
         # What is waited for, by descriptor.
         self._masks: dict[int, int] = {}
-        # Since the present poll: its number may have gone to another file already, to which no event belongs.
-        self._removed: set[int] = set()
+        # What the present poll has told, by descriptor. Nothing of who was removed since: its number may have gone to
+        # another file already, to which no event belongs.
+        self._ready: dict[int, int] = {}
+        self._soon: dict[Callable[[], object], None] = {}
         # The descriptor of a ZeroMQ socket tells once that something came, to whoever uses the socket next: that may
-        # not be this loop. So these are asked before it waits, and of those that are seldom used the ones that were.
+        # not be this loop. So these are asked before it waits.
         self._sockets: dict[zmq.Socket[bytes], Callable[[], object]] = {}
-        self._used: dict[zmq.Socket[bytes], Callable[[], object]] = {}
         self._paused: dict[zmq.Socket[bytes], Callable[[], object]] = {}
+        self._each_turn: Callable[[], object] | None = None
+        self._runs = False
 
     def add(self, source: zmq.Socket[bytes] | int, handler: Callable[[], object]) -> None:
         """Call `handler` whenever `source` is readable, or its peer has gone."""
@@ -65,14 +73,13 @@ class Loop:
         is returned.
         """
 
-        def use() -> None:
-            self._used[source] = handler
-
         def look() -> None:
-            use()
-            _call_if_readable(source, handler)
+            if _is_readable(source):
+                use()
+                handler()
 
-        self.add(int(source.FD), look)
+        use = functools.partial(self.soon, look)
+        self.add(int(source.FD), use)
         use()
         return use
 
@@ -81,7 +88,8 @@ class Loop:
         self._epoll.unregister(descriptor)
         del self._masks[descriptor], self._readers[descriptor]
         self._writers.pop(descriptor, None)
-        self._removed.add(descriptor)
+        if descriptor in self._ready:
+            self._ready[descriptor] = 0
 
     def watch_writes(self, descriptor: int, handler: Callable[[], object]) -> None:
         """Call `handler` whenever `descriptor`, which was added, can be written to."""
@@ -111,27 +119,70 @@ class Loop:
         """Call the timer's handler whenever it is due."""
         self._timers.add(timer)
 
+    def soon(self, handler: Callable[[], object]) -> None:
+        """Call `handler` once, after whoever is ready now, before anything is waited for.
+
+        Who is called so and asks for it again has to let others have their turn first. This may be called at any
+        moment, even from `__del__`.
+        """
+        self._soon[handler] = None
+
+    def each_turn(self, handler: Callable[[], object] | None) -> None:
+        """Call `handler` at the end of each turn from now on, whatever has happened in it, until there is another."""
+        self._each_turn = handler
+
+    def run(self) -> None:
+        """Wait, and call handlers, until one of them has called `stop`."""
+        self._runs = True
+        while self._runs:
+            self.wait()
+
+    def stop(self) -> None:
+        """Let this turn be the last one of `run`."""
+        self._runs = False
+
     def wait(self, seconds: float = _LONGEST_WAIT_S) -> None:
         """Wait at most `seconds`, and call the handler of each source that is ready, then of each timer that is due."""
-        ready = [handler for socket, handler in self._sockets.items() if _is_readable(socket)]
-        if self._used:
-            self._used = {socket: handler for socket, handler in self._used.items() if _is_readable(socket)}
-            ready += self._used.values()
-        seconds = 0.0 if ready else min(seconds, _LONGEST_WAIT_S, self._timers.next_due - time.monotonic())
-        self._removed.clear()
+        due = self._due
+        asked = self._asked() if self._sockets else ()
+        seconds = 0.0 if asked or self._soon else min(seconds, due[0][0] - monotonic())
         # The kernel's clock has milliseconds, and Python rounds up: a wait never ends early.
-        for descriptor, events in self._epoll.poll(max(0.0, seconds)):
-            if events & _READABLE and descriptor not in self._removed:
+        ready = self._ready = dict(self._epoll.poll(seconds if seconds > 0.0 else 0.0))
+        for descriptor, events in ready.items():
+            if events & _OUT:
+                self._writable(descriptor)
+            elif events:
                 self._readers[descriptor]()
-            if events & _OUT and descriptor in self._writers and descriptor not in self._removed:
-                self._writers[descriptor]()
-        for handler in ready:
+        for handler in asked:
             handler()
-        self._timers.run(time.monotonic())
+        if self._soon:
+            self._call_soon()
+        if due[0][0] <= monotonic():
+            self._timers.run(monotonic())
+        if self._each_turn is not None:
+            self._each_turn()
 
     def close(self) -> None:
         """Give the epoll descriptor back."""
         self._epoll.close()
+
+    def _rest_again(self, now: float) -> None:
+        self._rest.set(now + _LONGEST_WAIT_S)
+
+    def _asked(self) -> list[Callable[[], object]]:
+        return [handler for socket, handler in self._sockets.items() if _is_readable(socket)]
+
+    def _writable(self, descriptor: int) -> None:
+        """It can be written to, and perhaps it can be read, too."""
+        if self._ready[descriptor] & _READABLE:
+            self._readers[descriptor]()
+        if self._ready[descriptor] and descriptor in self._writers:
+            self._writers[descriptor]()
+
+    def _call_soon(self) -> None:
+        soon, self._soon = self._soon, {}
+        for handler in soon:
+            handler()
 
     def _want(self, descriptor: int, mask: int) -> None:
         if mask != self._masks[descriptor]:

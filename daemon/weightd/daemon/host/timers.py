@@ -76,25 +76,24 @@ Heap = list[tuple[float, int, Timer]]
 
 
 class Timers:
-    """All timers of one loop."""
+    """All timers of one loop.
+
+    Attributes:
+        heap: their times: nothing is due before the first; one that was put off is not due then either.
+    """
 
     def __init__(self) -> None:
-        self._heap: Heap = []
+        self.heap: Heap = []
 
     def add(self, timer: Timer) -> None:
         """Have it called when it is due, as was set before or will be."""
-        timer.enter(self._heap)
-
-    @property
-    def next_due(self) -> float:
-        """Nothing is due before this, in monotonic seconds; one that was put off is not due then either."""
-        return self._heap[0][0] if self._heap else _FOREVER
+        timer.enter(self.heap)
 
     def run(self, now: float) -> None:
         """Call each that is due; one that a handler sets to a time that has passed waits for the next call."""
         due: dict[Timer, None] = {}
-        while self._heap and self._heap[0][0] <= now:
-            timer = heapq.heappop(self._heap)[2]
+        while self.heap and self.heap[0][0] <= now:
+            timer = heapq.heappop(self.heap)[2]
             if timer.reached(now):
                 due[timer] = None
         for timer in due:
