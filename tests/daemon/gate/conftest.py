@@ -26,16 +26,17 @@ def address(tmp_path: Path) -> str:
 
 
 @pytest.fixture
-def router(context: zmq.Context[Socket], address: str) -> Socket:
+def router(context: zmq.Context[Socket]) -> Socket:
+    """Not bound yet."""
     made = context.socket(zmq.ROUTER)
     made.setsockopt(zmq.ROUTER_MANDATORY, 1)
-    made.bind(address)
     return made
 
 
 @pytest.fixture
-def peers(router: Socket) -> Iterator[Peers]:
+def peers(router: Socket, address: str) -> Iterator[Peers]:
     made = Peers(router)
+    router.bind(address)
     yield made
     made.close()
 

@@ -11,6 +11,7 @@ import pytest
 
 from weightd.daemon.gate import doorman
 from weightd.daemon.gate.doorman import PATIENCE_S, Doorman, max_connections
+from weightd.daemon.gate.kernel import handle
 from weightd.daemon.gate.link import PeerIdentity
 from weightd.daemon.gate.peers import Connection, Peers
 from weightd.daemon.host.crowding import allow_descriptors
@@ -35,7 +36,7 @@ class FakePeers:
             self.pairs.append(socket.socketpair())
             self.now += 1.0
             descriptor = self.pairs[-1][0].fileno()
-            connection = Connection(descriptor, PeerIdentity(None, None, user), self.now)
+            connection = Connection(len(self.pairs), handle(descriptor), PeerIdentity(None, None, user), self.now)
             connection.heard = self.now if heard else None
             self.connections[descriptor] = connection
             if not heard:

@@ -20,7 +20,7 @@ from weightd.shared.stream import Stream
 
 LIMIT_MS = 20_000
 MIB = 2**20
-TERMS = Terms("default", "", 2**30, 64 * MIB, b"twin", b"too long", b"too old")
+TERMS = Terms("default", "", 2**30, 64 * MIB, b"twin", b"too long")
 
 Socket = zmq.Socket[bytes]
 
@@ -59,7 +59,7 @@ class Daemon:
 
 
 @pytest.fixture
-def daemon(router: Socket, monkeypatch: pytest.MonkeyPatch) -> Iterator[Daemon]:
+def daemon(router: Socket, address: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Daemon]:
     monkeypatch.setattr(module, "MAX_UNSENT_BYTES", 4 * MIB)
     monkeypatch.setattr(module, "STUCK_S", 0.2)
     monkeypatch.setattr(upkeep, "OWN_BYTES", 2**30)  # the tests' own memory is none of a gate's
@@ -67,6 +67,7 @@ def daemon(router: Socket, monkeypatch: pytest.MonkeyPatch) -> Iterator[Daemon]:
     memory = Memory()
     made = Daemon(ours)
     gate = Gate(router, Stream(its), TERMS, memory)
+    router.bind(address)
     thread = threading.Thread(target=gate.run)
     thread.start()
     yield made

@@ -7,6 +7,7 @@ from typing import Any, cast
 import pytest
 
 from weightd.daemon.gate import kernel
+from weightd.daemon.gate.kernel import Handle
 from weightd.daemon.gate.link import PeerIdentity
 from weightd.daemon.gate.peers import Connection
 from weightd.daemon.gate.upkeep import INTERVAL_S, OWN_BYTES, Upkeep
@@ -28,9 +29,12 @@ class Host:
         self.connections: dict[int, Connection] = {}
         self.shut: list[int] = []
         monkeypatch.setattr(kernel, "waiting_bytes", self.sending.__contains__)
-        monkeypatch.setattr(kernel, "shut_down", self.shut.append)
+        monkeypatch.setattr(kernel, "shut_down", self.shut_down)
         this = cast(Any, self)
         self.upkeep = Upkeep(this, this, lambda: self.counted, MOST, lambda level, text: None)
+
+    def shut_down(self, connection: Handle) -> None:
+        self.shut.append(connection.descriptor)
 
     def private_bytes(self) -> int:
         return self.used + self.freed
@@ -40,7 +44,7 @@ class Host:
         self.freed = 0
 
     def connect(self, descriptor: int, heard: float | None) -> None:
-        made = self.connections[descriptor] = Connection(descriptor, PeerIdentity(0, 1, ""), 0.0)
+        made = self.connections[descriptor] = Connection(1, Handle(descriptor, (0, 0)), PeerIdentity(0, 1, ""), 0.0)
         made.heard = heard
 
 

@@ -41,7 +41,6 @@ _TWIN = (
     "has the same routing id. Choose none, or one that nobody else has"
 )
 _TOO_LONG = f"frames: expected a message of at most {MAX_FRAMES} frames, got more: the connection ends"
-_TOO_OLD = "expected a client that speaks ZMTP 3, got one of an older version"
 
 
 @dataclass
@@ -236,8 +235,8 @@ def delay(failures: int) -> float:
 
 
 def _terms(name: str, address: str, max_memory_bytes: int) -> Terms:
-    texts = (_TWIN, _TOO_LONG, _TOO_OLD)
-    [twin], [too_long], [too_old] = (encode(Error("", InvalidArgument.code, text)) for text in texts)
+    texts = (_TWIN, _TOO_LONG)
+    [twin], [too_long] = (encode(Error("", InvalidArgument.code, text)) for text in texts)
     return Terms(
         name=name,
         address=address,
@@ -245,5 +244,4 @@ def _terms(name: str, address: str, max_memory_bytes: int) -> Terms:
         max_memory_bytes=max_memory_bytes,
         twin=twin,
         too_long=too_long,
-        too_old=too_old,
     )

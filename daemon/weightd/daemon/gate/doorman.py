@@ -87,6 +87,6 @@ class Doorman:
                 break
             if not each.leaving:
                 self._log(DEBUG, f"nothing was heard of a connection of {each.user} for {PATIENCE_S:g} s: hung up")
-                kernel.write(each.descriptor, self._twin)
+                kernel.write(each.handle, self._twin)
                 each.hang_up()
             del silent[each.descriptor]

@@ -78,7 +78,7 @@ class Gate:
         self._paused = False
         self._loop = Loop()
         self._loop.add(router, self._on_clients)
-        self._used_monitor = self._loop.add_seldom(self._peers.monitor, self._on_monitor)
+        self._used = [self._loop.add_seldom(each, self._on_peers) for each in self._peers.sources]
         self._loop.add(link.fileno(), self._on_link)
         self._retry = Timer(self._try_again)
         self._retry_in = _RETRY_S
@@ -104,9 +104,8 @@ class Gate:
     def _on_clients(self) -> None:
         now = time.monotonic()
         for identity, frames, is_whole in self._reader.read():
-            connection = self._peers.known(identity.bytes) or self._look_up(identity)
+            connection = self._peers.known(identity.bytes) or self._peers.sender(identity)
             if connection is None:
-                self._refuse(identity.bytes, self._terms.too_old)
                 continue
             connection.heard = now
             lane = self._lanes.get(connection) or self._meet(connection)
@@ -118,8 +117,6 @@ class Gate:
             else:
                 self._send(lane, frames, now)
         self._upkeep.seen(now)
-        if self._peers.pending:
-            self._on_monitor()
 
     def _send(self, lane: Lane, frames: list[bytes], now: float) -> None:
         try:
@@ -208,17 +205,15 @@ class Gate:
 
     # --- who is there -------------------------------------------------------------------------------------------
 
-    def _on_monitor(self) -> None:
+    def _on_peers(self) -> None:
+        for use in self._used:
+            use()
         for connection in self._peers.ended():
             lane = self._lanes.get(connection)
             if lane is not None:
                 self._forget(lane)
         self._upkeep.seen(time.monotonic())
         self._doorman.look()
-
-    def _look_up(self, identity: zmq.Frame) -> Connection | None:
-        self._used_monitor()
-        return self._peers.sender(identity)
 
     def _meet(self, connection: Connection) -> Lane | None:
         """Somebody speaks for the first time: the daemon gets one end of a pair of sockets for him."""

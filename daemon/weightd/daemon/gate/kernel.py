@@ -1,16 +1,19 @@
 """What the kernel knows of a connection that the library has accepted, by its file descriptor.
 
-The descriptor is the library's, which may close it at any moment: it is only asked, or shut down.
+The descriptor is the library's, which may close it at any moment, and its number may then be another file's.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
+import os
 import socket
 import struct
 import termios
 from collections.abc import Generator
+from typing import NamedTuple
 
 from weightd.daemon.gate.link import PeerIdentity
 
@@ -18,13 +21,28 @@ from weightd.daemon.gate.link import PeerIdentity
 _UCRED = struct.Struct("=iII")
 
 
-def identity(descriptor: int) -> PeerIdentity:
+class Handle(NamedTuple):
+    """A descriptor, and the device and inode that it stood for: no two sockets have the same for a long time."""
+
+    descriptor: int
+    file: tuple[int, int]
+
+
+def handle(descriptor: int) -> Handle:
+    """Return what is there now."""
+    file = (0, 0)
+    with contextlib.suppress(OSError):
+        file = _file(descriptor)
+    return Handle(descriptor, file)
+
+
+def identity(connection: Handle) -> PeerIdentity:
     """Return who is at the other end; nobody where that is closed by now."""
-    with contextlib.suppress(OSError), _borrowed(descriptor) as connection:
-        if connection.family == socket.AF_UNIX:
-            pid, uid, _ = _UCRED.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
+    with contextlib.suppress(OSError), _own(connection) as own:
+        if own.family == socket.AF_UNIX:
+            pid, uid, _ = _UCRED.unpack(own.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
             return PeerIdentity(uid, pid, "")
-        name = connection.getpeername()
+        name = own.getpeername()
         # A socket that takes both writes addresses of version 4 so.
         return PeerIdentity(None, None, str(name[0]).removeprefix("::ffff:"))
     return PeerIdentity(None, None, "")
@@ -38,26 +56,37 @@ def waiting_bytes(descriptor: int) -> int:
     return int(struct.unpack("=i", count)[0])
 
 
-def write(descriptor: int, data: bytes) -> None:
+def write(connection: Handle, data: bytes) -> None:
     """Send a small message (ZMTP 2.0 and later) past the library, over a connection to which it sends nothing.
 
     The handshake must be over. What does not leave at once is dropped.
     """
     header = struct.pack(">BB", 0, len(data)) if len(data) < 256 else struct.pack(">BQ", 2, len(data))
-    with contextlib.suppress(OSError), _borrowed(descriptor) as connection:
-        connection.send(header + data, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+    with contextlib.suppress(OSError), _own(connection) as own:
+        own.send(header + data, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
 
 
-def shut_down(descriptor: int) -> None:
+def shut_down(connection: Handle) -> None:
     """End a connection: the library closes it, as if the other end had gone."""
-    with contextlib.suppress(OSError), _borrowed(descriptor) as connection:  # it has gone meanwhile
-        connection.shutdown(socket.SHUT_RDWR)
+    with contextlib.suppress(OSError), _own(connection) as own:  # it has gone meanwhile
+        own.shutdown(socket.SHUT_RDWR)
 
 
 @contextlib.contextmanager
-def _borrowed(descriptor: int) -> Generator[socket.socket, None, None]:
-    connection = socket.socket(fileno=descriptor)
+def _own(connection: Handle) -> Generator[socket.socket, None, None]:
+    """Give the same socket under another descriptor, where nobody can put another one in its place."""
+    descriptor = os.dup(connection.descriptor)
     try:
-        yield connection
-    finally:
-        connection.detach()
+        if _file(descriptor) != connection.file:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        own = socket.socket(fileno=descriptor)
+    except OSError:
+        os.close(descriptor)
+        raise
+    with own:
+        yield own
+
+
+def _file(descriptor: int) -> tuple[int, int]:
+    status = os.fstat(descriptor)
+    return status.st_dev, status.st_ino

@@ -29,7 +29,6 @@ class Terms(NamedTuple):
         max_memory_bytes: that it may take for what its peers send and do not read.
         twin: the message for who is not heard, because another has the same routing id.
         too_long: for who has sent more frames than there may be.
-        too_old: for who speaks a ZMTP before 3.
     """
 
     name: str
@@ -38,7 +37,6 @@ class Terms(NamedTuple):
     max_memory_bytes: int
     twin: bytes
     too_long: bytes
-    too_old: bytes
 
     def frames(self, number: int) -> list[bytes]:
         """Return the message by which the zygote is asked for the gate of this number."""

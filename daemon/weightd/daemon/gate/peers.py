@@ -8,6 +8,8 @@ from collections.abc import Callable
 import zmq
 
 from weightd.daemon.gate import kernel
+from weightd.daemon.gate.handshakes import Handshakes, mark
+from weightd.daemon.gate.kernel import Handle
 from weightd.daemon.gate.link import PeerIdentity
 from weightd.shared import monitor
 
@@ -16,20 +18,24 @@ class Connection:
     """One that was accepted and has not ended.
 
     Args:
-        descriptor: the library's.
+        number: of how many were accepted up to it.
+        handle: of the library's socket.
         identity: of the other end.
         since: when it was accepted.
 
     Attributes:
+        descriptor: the library's.
         route: the routing id of its messages; empty before the first.
         heard: when its last whole message was read; None before the first.
         leaving: it was shut down, and its end has not been told yet.
     """
 
-    __slots__ = ("descriptor", "heard", "identity", "leaving", "route", "since")
+    __slots__ = ("descriptor", "handle", "heard", "identity", "leaving", "number", "route", "since")
 
-    def __init__(self, descriptor: int, identity: PeerIdentity, since: float) -> None:
-        self.descriptor = descriptor
+    def __init__(self, number: int, handle: Handle, identity: PeerIdentity, since: float) -> None:
+        self.number = number
+        self.handle = handle
+        self.descriptor = handle.descriptor
         self.identity = identity
         self.since = since
         self.route = b""
@@ -49,34 +55,38 @@ class Connection:
     def hang_up(self) -> None:
         """Shut it down: its end is told later."""
         self.leaving = True
-        kernel.shut_down(self.descriptor)
+        kernel.shut_down(self.handle)
 
 
 class Peers:
     """Knows the connections of a ROUTER socket.
 
-    The monitor knows a connection by its file descriptor, and so does each message that came over it. The library
-    reports what happens in order: when a message can be read, the end of an earlier connection that had the same
-    descriptor has been reported.
+    The library's monitor knows a connection by its file descriptor, and so does each message that came over it. But a
+    message may be read after its connection has ended, and the next one has the same number then. So a connection that
+    shakes hands is marked with how many were accepted by then, the monitor having been read: what it has on its
+    descriptor at that moment is this connection, or it has ended and can send nothing. A message belongs to what is now
+    on its descriptor if that was accepted up to its mark, else its connection has ended.
 
     Args:
-        socket: bound or not yet; its monitor is this object's.
+        socket: not bound yet; its monitor is this object's.
         clock: monotonic seconds.
 
     Attributes:
-        monitor: readable when `ended` may have something to tell.
+        sources: sockets; one of them is readable when `ended` may have something to do.
         connections: by descriptor, the oldest first.
         silent: those of them that have not been heard, likewise.
     """
 
     def __init__(self, socket: zmq.Socket[bytes], clock: Callable[[], float] = time.monotonic) -> None:
-        self.monitor: zmq.Socket[bytes] = socket.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
+        self._monitor: zmq.Socket[bytes] = socket.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
+        self._handshakes = Handshakes(socket)
+        self.sources = (self._monitor, self._handshakes.socket)
         self._socket = socket
         self._clock = clock
+        self._accepted = 0
         self.connections: dict[int, Connection] = {}
         self.silent: dict[int, Connection] = {}
         self._by_route: dict[bytes, Connection] = {}
-        self._ended: list[Connection] = []
 
     @property
     def any_named(self) -> bool:
@@ -84,61 +94,56 @@ class Peers:
         return any(not route.startswith(b"\0") for route in self._by_route)
 
     def close(self) -> None:
-        """Close the monitor."""
+        """Learn nothing any more."""
         self._socket.disable_monitor()
-        self.monitor.close()
+        self._monitor.close()
+        self._handshakes.close()
 
     def is_there(self, connection: Connection) -> bool:
         """Return whether the connection has not ended, as far as was told."""
         return self.connections.get(connection.descriptor) is connection
 
     def known(self, route: bytes) -> Connection | None:
-        """Return the connection over which messages with this routing id come, where that needs no look at the monitor.
+        """Return the connection over which messages with this routing id come, where the id alone tells.
 
-        An id that the library has given belongs to one connection; who has a name of its own may be back with it.
+        One that the library has given belongs to one connection; who has a name of its own may be back with it.
         """
         return self._by_route.get(route) if route.startswith(b"\0") else None
 
     def sender(self, identity: zmq.Frame) -> Connection | None:
-        """Return the connection over which a message came, by its first frame.
-
-        None where it has ended by now, and where nothing is known of it: who speaks a ZMTP before 3.
-        """
-        route = identity.bytes
-        try:
-            descriptor = int(identity.get(zmq.SRCFD))
-        except zmq.ZMQError:
-            return None
-        self._take_events()
+        """Return the connection over which a message came, by its first frame; None where that has ended."""
+        descriptor = int(identity.get(zmq.SRCFD))
         connection = self.connections.get(descriptor)
-        if connection is None or connection.route not in (b"", route):
+        if connection is None or connection.number > mark(identity):
             return None
         if not connection.route:
-            connection.route = route
+            connection.route = identity.bytes
             self.silent.pop(descriptor, None)
-        self._by_route[route] = connection
+        self._by_route[connection.route] = connection
         return connection
 
     def ended(self) -> list[Connection]:
-        """Return those that have ended since this was asked last."""
-        self._take_events()
-        ended, self._ended = self._ended, []
+        """Let in who has come; return those that have ended since this was asked last."""
+        # What the monitor tells is read after the request, and before it is answered: see above.
+        waiting = self._handshakes.read()
+        ended = self._read_monitor()
+        self._handshakes.admit(waiting, self._accepted)
         return ended
 
-    @property
-    def pending(self) -> bool:
-        """Whether `ended` has something to tell that the monitor does not show any more."""
-        return bool(self._ended)
-
-    def _take_events(self) -> None:
+    def _read_monitor(self) -> list[Connection]:
+        ended: list[Connection] = []
         while True:
             try:
-                event = monitor.receive(self.monitor, zmq.NOBLOCK)
+                event = monitor.receive(self._monitor, zmq.NOBLOCK)
             except zmq.Again:
-                return
+                return ended
             descriptor = event.value
             if event.number == zmq.EVENT_ACCEPTED:
-                came = Connection(descriptor, kernel.identity(descriptor), self._clock())
+                self._accepted += 1
+                # If this is another one by now, then the end of the one that was accepted is told already, and read
+                # below.
+                handle = kernel.handle(descriptor)
+                came = Connection(self._accepted, handle, kernel.identity(handle), self._clock())
                 self.connections[descriptor] = self.silent[descriptor] = came
                 continue
             self.silent.pop(descriptor, None)
@@ -146,4 +151,4 @@ class Peers:
             if gone is not None:
                 if self._by_route.get(gone.route) is gone:
                     del self._by_route[gone.route]
-                self._ended.append(gone)
+                ended.append(gone)
