@@ -89,12 +89,12 @@ def test_of_whom_the_daemon_reads_nothing_he_is_hung_up_and_others_go_on(
     client = connect()
     lane = daemon.meet()
     [hello] = lane.receive()
-    assert hello.frames == [b"hello"]
+    assert [*hello.frames] == [b"hello"]
     until(daemon.told, "it is hung up")
     assert "the daemon has read none of " in daemon.lines[0]
     client.send(b"again")
     [again] = lane.receive()
-    assert again.frames == [b"again"]
+    assert [*again.frames] == [b"again"]
 
 
 def test_of_those_who_do_not_read_he_goes_for_whom_most_is_kept(daemon: Daemon, connect: Callable[..., Socket]) -> None:
