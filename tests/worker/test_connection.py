@@ -206,7 +206,14 @@ def test_what_has_come_by_the_lane_comes_first(ends: Ends) -> None:
     ends.connection.send(encode(Back()))
     with ends.waiting(b"predict", b"stop"):
         pass
-    assert ends.connection.receive(waits=False) == []
+    assert ends.connection.receive(0) == ends.connection.receive(0.01) == []
+
+
+def test_what_lies_behind_a_large_request_is_read_with_it(ends: Ends) -> None:
+    lane = ends.asked()
+    assert lane.send([b"predict", b"", bytes(150_000)])
+    assert lane.send([b"skip"])
+    assert [bytes(frames[0]) for frames in ends.connection.receive() or ()] == [b"predict", b"skip"]
 
 
 def test_who_has_no_lane_is_answered_over_the_socket(ends: Ends) -> None:

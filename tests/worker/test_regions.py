@@ -17,7 +17,7 @@ from weightd.protocol.errors import Internal, InvalidArgument
 from weightd.protocol.messages.data import TensorSpec
 from weightd.protocol.tensors import to_wire
 from weightd.shared import memfd
-from weightd.worker.regions import Buffers, Regions
+from weightd.worker.regions import Regions
 
 _BYTES = 1 << 16
 
@@ -143,26 +143,3 @@ def test_nothing_is_left_of_a_region_that_is_forgotten(regions: Regions, memory:
     regions.clear()
     assert mapped() == 0
     assert descriptors() <= before
-
-
-def test_a_buffer_is_used_again_once_nobody_has_it() -> None:
-    buffers = Buffers(1000)
-    one = buffers.take(300)
-    address = one.__array_interface__["data"][0]
-    assert address % 64 == 0
-    view = one[:10].view("|b1")
-    del one
-    other = buffers.take(300)
-    assert other.__array_interface__["data"][0] != address
-    del view
-    assert buffers.take(300).__array_interface__["data"][0] == address
-    assert other.__array_interface__["data"][0] != address
-
-
-def test_what_is_kept_has_a_bound() -> None:
-    buffers = Buffers(1000)
-    several = [buffers.take(400) for _ in range(3)]
-    del several
-    assert buffers.kept_bytes > 1000
-    buffers.take(300)
-    assert buffers.kept_bytes <= 1000

@@ -47,6 +47,7 @@ from weightd.protocol.tensors import NUMPY_DTYPE, describe_response, frame_of, s
 from weightd.protocol.version import VERSION
 from weightd.shared import memfd
 from weightd.worker import exits, nativelog
+from weightd.worker import session as session_module
 from weightd.worker.canary import canary
 from weightd.worker.engines.engine import Arrays, Engine, ModelSignature
 from weightd.worker.engines.errors import BuildError, NoRoom, NotAllowed, Spoilt
@@ -63,13 +64,14 @@ STOP = encode(Stop())
 BUILD = encode(Build(("11", "12")))
 ATTACH = encode(Attach("7", CASES))
 CARD = DeviceMemory(100, 40)
+PAUSE: Sequence[Any] = ()
 ZEROS, ONES = np.zeros((1, 3), np.float32), np.ones((1, 3), np.float32)
 
 
 class Script:
     """A connection: gives the orders one after another, keeps what is sent. More is not to be asked for than there is.
 
-    Where it says None another daemon is there.
+    Where it says None another daemon is there, and where PAUSE, nothing comes for as long as is waited.
     """
 
     def __init__(self, *orders: Optional[Sequence[Any]]) -> None:
@@ -77,16 +79,20 @@ class Script:
         self.sent: List[ChildMessage] = []
         self.frames: List[List[bytes]] = []
         self.probed: List[Probing] = []
-        # How many orders have come already when the first one is read.
+        # How many orders have come already when the first one is read, and when the one after that is begun with.
         self.ahead = 0
+        self.late = 0
 
-    def receive(self, *, waits: bool = True) -> Optional[List[Sequence[Any]]]:
-        if not waits:
-            self.ahead -= 1
-            if self.ahead < 0:
-                return []
-        order = self.orders.pop(0)
-        return None if order is None else [order]
+    def receive(self, timeout: float = -1) -> Optional[List[Sequence[Any]]]:
+        if timeout:
+            count, self.ahead = 1 + self.ahead, 0
+        else:
+            count, self.late = self.late, 0
+        orders = [self.orders.pop(0) for _ in range(count)]
+        if orders == [PAUSE]:
+            assert timeout > 0
+            return []
+        return None if orders == [None] else [order for order in orders if order is not None]
 
     def send(self, frames: Sequence[Any]) -> None:
         sent = decode(list(map(bytes, frames)), FROM_CHILD)
@@ -105,6 +111,25 @@ class Script:
         assert isinstance(answer, (Result, Failed))
         self.sent.append(answer)
         self.frames.append(kept[2:])
+
+
+@pytest.fixture(autouse=True)
+def heap(monkeypatch: pytest.MonkeyPatch) -> List[str]:
+    """What is done with that of the session."""
+    done: List[str] = []
+
+    class Told:
+        def keep(self) -> None:
+            done.append("keep")
+
+        def bound(self) -> None:
+            done.append("bound")
+
+        def give_back(self) -> None:
+            done.append("give back")
+
+    monkeypatch.setattr(session_module, "Heap", Told)
+    return done
 
 
 def session(connection: Any, engine: Engine, files: Files = FILES, **settings: Any) -> Session:
@@ -134,11 +159,16 @@ def predict(
 
 
 def play(
-    engine: Engine, *orders: Optional[Sequence[Any]], ahead: int = 0, files: Files = FILES, **settings: Any
+    engine: Engine,
+    *orders: Optional[Sequence[Any]],
+    ahead: int = 0,
+    late: int = 0,
+    files: Files = FILES,
+    **settings: Any,
 ) -> Tuple[int, Script]:
-    """Run a session over the orders, to its end; find `ahead` further orders when one is read."""
+    """Run a session over the orders, to its end: `ahead` come with the first one, `late` while that is obeyed."""
     socket = Script(*orders)
-    socket.ahead = ahead
+    socket.ahead, socket.late = ahead, late
     status = session(socket, engine, files, **settings).run(SHA256)
     assert not socket.orders, "it ended before its last order"
     return status, socket
@@ -489,18 +519,19 @@ def skip(number: int) -> List[Any]:
 
 
 @pytest.mark.parametrize(
-    ("orders", "ahead", "answered"),
+    ("orders", "ahead", "late", "answered"),
     [
-        ([predict(1), predict(2), skip(2), predict(3)], 4, [1, 3]),
-        ([predict(1), skip(1), skip(7), predict(2)], 0, [1, 2]),  # it comes too late, or for nothing
-        ([skip(1), skip(2), predict(3)], 1, [3]),  # alone it does not end the waiting
+        ([predict(1), predict(2), skip(2), predict(3)], 3, 0, [1, 3]),
+        ([predict(1), predict(2), skip(2), predict(3)], 1, 2, [1, 3]),
+        ([predict(1), skip(1), skip(7), predict(2)], 0, 0, [1, 2]),  # it comes too late, or for nothing
+        ([skip(1), skip(2), predict(3)], 1, 0, [3]),  # alone it does not end the waiting
     ],
 )
 def test_a_request_that_nobody_wants_any_more_is_not_begun_with(
-    orders: Sequence[Sequence[Any]], ahead: int, answered: List[int]
+    orders: Sequence[Sequence[Any]], ahead: int, late: int, answered: List[int]
 ) -> None:
     engine = fake()
-    _, socket = play(engine, *orders, STOP, ahead=ahead)
+    _, socket = play(engine, *orders, STOP, ahead=ahead, late=late)
     assert [each.request for each in socket.sent if isinstance(each, Result)] == answered
     assert len(engine.asked) == len(answered)
 
@@ -533,9 +564,9 @@ def test_a_canary_that_fails_is_the_end_of_the_worker() -> None:
         (
             "y",
             np.broadcast_to(np.float32(0), (2**18 + 1, 1024)),
-            "output y of shape [262145, 1024] is 1073745920 bytes; the wire carries at most 1073741824 bytes",
+            "output y of shape [262145, 1024] cannot be sent: expected at most 1073741824 bytes, got 1073745920",
         ),
-        ("y", np.zeros((1,) * (limits.MAX_RANK + 1)), "in 16 dimensions"),
+        ("y", np.zeros((1,) * (limits.MAX_RANK + 1)), "expected at most 16 dimensions, got 17"),
         ("y", np.array(["text"]), "no datatype on the wire"),
         ("", np.zeros(1), "name: expected"),
     ],
@@ -550,12 +581,22 @@ def test_an_output_that_the_wire_does_not_take_is_an_error_and_not_a_lost_connec
     assert status == (exits.OK if name else exits.SPOILT)
 
 
-def test_the_log_is_bounded_with_each_order_and_also_with_one_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    bounded: List[int] = []
-    engine = fake(sequence(InvalidArgument("1"), np.zeros(1), Spoilt("3")))
-    monkeypatch.setattr(nativelog, "bound", lambda: bounded.append(1))
-    play(engine, predict(1), predict(2), predict(3), predict(4), STOP)
-    assert len(bounded) == 3
+def test_log_and_heap_are_bounded_while_requests_come_and_nothing_is_kept_when_none_do(
+    heap: List[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = fake()
+    monkeypatch.setattr(nativelog, "bound", lambda: heap.append("log"))
+    at_once = ["log", "bound"]
+    rest = ["log", "give back"]
+    play(engine, ATTACH, predict(1), predict(2), PAUSE, predict(3), PAUSE, STOP)
+    assert heap == ["keep", *at_once, *rest, *at_once, *rest]
+    heap.clear()
+    monkeypatch.setattr(session_module, "_TIDY_S", 0)
+    play(engine, ATTACH, predict(1), encode(Ping(False)), STOP)
+    assert heap == ["keep", *at_once, *at_once, *at_once]
+    heap.clear()
+    play(engine, BUILD, STOP)
+    assert "keep" not in heap
 
 
 def test_large_frames_are_not_copied() -> None:

@@ -10,7 +10,7 @@ import zmq
 
 from weightd.protocol import limits
 from weightd.protocol.errors import RemoteProtocolError
-from weightd.protocol.framing import Incoming
+from weightd.protocol.framing import LARGE_BYTES, Incoming
 from weightd.shared import monitor, multipart, paths
 from weightd.shared.stream import Stream
 
@@ -44,21 +44,32 @@ class Connection:
         # Of the two sockets of the library the descriptors only tell that there is something to look at, and not again
         # before it was looked at; asking for the events is looking. It takes longer than to read from the lane.
         self._is_told, self._is_monitor_told = True, True
-        self._descriptor, monitored = (int(each.getsockopt(zmq.FD)) for each in (socket, self._monitor))
+        self._descriptor, self._monitored = (int(each.getsockopt(zmq.FD)) for each in (socket, self._monitor))
         self._readable = select.epoll()
-        for each in (self._descriptor, monitored):
+        for each in (self._descriptor, self._monitored):
             self._readable.register(each, select.EPOLLIN)
         socket.connect(address)
 
-    def receive(self, *, waits: bool = True) -> Optional[List[Frames]]:
+    def receive(self, timeout: float = -1) -> Optional[List[Frames]]:
         """Return the messages that have come, those of the lane first; None when another daemon is there.
 
         Args:
-            waits: until there is one of the two.
+            timeout: seconds to wait for one of the two, -1 for any time; if nothing comes, no message is returned.
         """
         while True:
-            messages = self._ready(0) if self._is_told or self._is_monitor_told or not waits else self._ready(-1)
-            if messages or not waits:
+            messages: List[Frames] = []
+            is_told = self._is_told or self._is_monitor_told
+            ready = self._readable.poll(0 if is_told else timeout)
+            for descriptor, _ in ready:
+                if descriptor == self._descriptor:
+                    self._is_told = True
+                elif descriptor == self._monitored:
+                    self._is_monitor_told = True
+                elif self._lane is not None:
+                    self._read(self._lane, messages)
+            if self._is_told:
+                self._read_socket(messages)
+            if messages or not (timeout and (ready or is_told)):
                 return messages
             if self._is_monitor_told and self._has_followed():
                 return None
@@ -89,28 +100,25 @@ class Connection:
         except ConnectionError:
             return
 
-    def _ready(self, timeout: int) -> List[Frames]:
-        messages: List[Frames] = []
-        for descriptor, _ in self._readable.poll(timeout):
-            if self._lane is not None and descriptor == self._lane.fileno():
-                messages += self._of_lane(self._lane)
-            elif descriptor == self._descriptor:
-                self._is_told = True
-            else:
-                self._is_monitor_told = True
-        while self._is_told:
-            self._is_told = bool(int(self._socket.getsockopt(_EVENTS)) & _POLLIN)
-            if self._is_told:
-                messages.append(list(map(multipart.content, multipart.receive(self._socket))))
-        return messages
-
-    def _of_lane(self, lane: Stream) -> List[Frames]:
+    def _read(self, lane: Stream, messages: List[Frames]) -> None:
+        """Read the lane once, and again where that was not all: a large frame is read up to its end."""
+        is_all = False
         try:
-            return [message.frames for message in lane.receive()]
+            while not is_all:
+                is_all = True
+                for frames, lengths in lane.receive():
+                    messages.append(frames)
+                    is_all = lengths[-1] < LARGE_BYTES
         except ConnectionError:
             # The daemon has gone, or has done with this process: the next one, or a last order, comes another way.
             self._readable.unregister(lane.fileno())
-            return []
+
+    def _read_socket(self, messages: List[Frames]) -> None:
+        while True:
+            self._is_told = bool(int(self._socket.getsockopt(_EVENTS)) & _POLLIN)
+            if not self._is_told:
+                return
+            messages.append(list(map(multipart.content, multipart.receive(self._socket))))
 
     def _has_followed(self) -> bool:
         """Look at the monitor; return whether another daemon has followed the one before."""

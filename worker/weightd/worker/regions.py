@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import mmap
 import os
-from typing import Any, Dict, List, cast
+from typing import Any, Dict, cast
 
 import numpy as np
 
@@ -18,57 +18,6 @@ from weightd.protocol.tensors import frame_of, from_frame
 
 # What the widest instruction of an engine wants.
 _ALIGNMENT = 64
-
-# Memory for copies that is kept for the next request: fresh pages cost ten times the copy.
-_MOST_KEPT_BYTES = 64 * 1024 * 1024
-
-
-class Buffers:
-    """Memory of this process, used again once nobody has a view of it.
-
-    Args:
-        most_bytes: that are kept.
-    """
-
-    def __init__(self, most_bytes: int = _MOST_KEPT_BYTES) -> None:
-        self._most_bytes = most_bytes
-        # Of which nobody has a view. The one that was used last is the last.
-        self._free: List[Any] = []
-
-    @property
-    def kept_bytes(self) -> int:
-        """What is there that nobody has."""
-        return sum(each.nbytes for each in self._free)
-
-    def take(self, nbytes: int) -> Any:
-        """Return so many bytes, aligned, of any content."""
-        needed = nbytes + _ALIGNMENT
-        # Not one that is much too large: it will be wanted for what fills it.
-        fitting = [index for index, buffer in enumerate(self._free) if needed <= buffer.nbytes <= 2 * needed]
-        buffer = self._free.pop(fitting[-1]) if fitting else np.empty(needed, np.uint8)
-        while self._free and self.kept_bytes + buffer.nbytes > self._most_bytes:
-            del self._free[0]
-        return np.asarray(_Lent(self._free, buffer, nbytes))
-
-
-class _Lent:
-    """What numpy asks for the address of a buffer; every view refers to this, which gives it back."""
-
-    __slots__ = ("__array_interface__", "_buffer", "_free")
-
-    def __init__(self, free: List[Any], buffer: Any, nbytes: int) -> None:
-        self._free = free
-        self._buffer = buffer
-        address: int = buffer.__array_interface__["data"][0]
-        self.__array_interface__: Dict[str, Any] = {
-            "data": (address + -address % _ALIGNMENT, False),
-            "shape": (nbytes,),
-            "typestr": "|u1",
-            "version": 3,
-        }
-
-    def __del__(self) -> None:
-        self._free.append(self._buffer)
 
 
 class Regions:
@@ -80,7 +29,6 @@ class Regions:
     def __init__(self) -> None:
         # None: it could not be mapped.
         self._regions: Dict[int, Any] = {}
-        self._buffers = Buffers()
 
     def map(self, number: int, descriptor: int) -> None:
         """Map a region; what fails shows when a request names it. The descriptor is closed."""
@@ -105,7 +53,7 @@ class Regions:
             Internal: the region is not mapped.
         """
         nbytes = spec.nbytes
-        copy = self._buffers.take(nbytes)
+        copy = _memory(nbytes)
         np.copyto(copy, self._region(number)[offset : offset + nbytes])
         return from_frame(spec, copy)
 
@@ -127,6 +75,13 @@ class Regions:
         if region is None:
             raise Internal("a region of shared memory cannot be mapped by this worker")
         return region
+
+
+def _memory(nbytes: int) -> Any:
+    """So many bytes, aligned, of any content."""
+    memory: Any = np.empty(nbytes + _ALIGNMENT, np.uint8)
+    begin: int = -memory.__array_interface__["data"][0] % _ALIGNMENT
+    return memory[begin : begin + nbytes]
 
 
 def _mapped(descriptor: int) -> Any:

@@ -10,8 +10,9 @@ import collections
 import functools
 import logging
 import platform
+import time
 from pathlib import Path
-from typing import Any, Deque, Dict, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Deque, List, NamedTuple, Optional, Sequence, Tuple
 
 import numpy as np
 
@@ -45,6 +46,7 @@ from weightd.protocol.messages.children import (
     Unmap,
 )
 from weightd.protocol.messages.data import TensorSpec
+from weightd.protocol.messages.regions import MappedRegions
 from weightd.protocol.tensors import describe_response, frame_of, from_frame, to_wire
 from weightd.protocol.version import VERSION
 from weightd.worker import exits, nativelog, weights
@@ -53,9 +55,14 @@ from weightd.worker.canary.proof import Proof
 from weightd.worker.connection import Connection
 from weightd.worker.engines.engine import Arrays, Engine, ModelSignature
 from weightd.worker.engines.errors import BuildError, NoRoom, NotAllowed, Spoilt
+from weightd.worker.heap import Heap
 from weightd.worker.regions import Regions
 
 _log = logging.getLogger("weightd.worker")
+
+# How often what a predict leaves behind is looked at while they come, and when nothing is kept for the next one.
+_TIDY_S = 1.0
+_IDLE_S = 10.0
 
 
 class Files(NamedTuple):
@@ -106,6 +113,9 @@ class Session:
         self._status = exits.OK
         self._decoder = Decoder(TO_CHILD, max_bytes=limits.MAX_CHILD_HEADER_BYTES)
         self._regions = Regions()
+        self._heap = Heap()
+        self._tidy_at = 0.0
+        self._patience_s = -1.0
         # What has been read and not been done yet: the daemon sends at most a few orders ahead.
         self._inbox: Deque[Tuple[OrderMessage, Sequence[bytes]]] = collections.deque()
 
@@ -117,18 +127,25 @@ class Session:
             if isinstance(order, Stop):
                 return self._status
             if self._status == exits.OK:
-                self._status = self._obey(order, tensors)
-                nativelog.bound()
+                if isinstance(order, Predict):
+                    self._status = self._predict(order, tensors)
+                else:
+                    self._status = self._obey(order)
+                if time.monotonic() >= self._tidy_at:
+                    self._tidy()
             # Else the daemon has the bad news and will say Stop: leaving before it does could lose them.
 
     def _next(self) -> Tuple[OrderMessage, Sequence[bytes]]:
-        """Wait for an order. All that have come are read first: a Skip overtakes what it is about."""
+        """Wait for an order. What has come meanwhile is read first: a Skip overtakes what it is about."""
         while True:
-            messages = self._connection.receive(waits=not self._inbox)
+            messages = self._connection.receive(0 if self._inbox else self._patience_s)
             if messages:
                 self._take(messages)
-            elif self._inbox:
+            if self._inbox:
                 return self._inbox.popleft()
+            if messages is not None:
+                if not messages:
+                    self._rest()
             elif self._status == exits.OK:
                 self._regions.clear()
                 self._send(Back())
@@ -139,13 +156,29 @@ class Session:
     def _take(self, messages: Sequence[Sequence[Any]]) -> None:
         for frames in messages:
             order = self._decoder.decode(frames)
-            if isinstance(order, Skip):
+            if isinstance(order, Predict):
+                self._inbox.append((order, frames[limits.MAX_HEADER_FRAMES :]))
+            elif isinstance(order, Skip):
                 self._skip(order)
             elif isinstance(order, Map):
                 # Its number is new: no predict before it can mean another one.
                 self._regions.map(order.region, self._connection.take_descriptor())
             else:
-                self._inbox.append((order, frames[limits.MAX_HEADER_FRAMES :]))
+                self._inbox.append((order, ()))
+
+    def _tidy(self) -> None:
+        """Bound what libraries leave behind with each predict."""
+        nativelog.bound()
+        self._heap.bound()
+        self._tidy_at = time.monotonic() + _TIDY_S
+        self._patience_s = _IDLE_S
+
+    def _rest(self) -> None:
+        """Nothing has been asked for a while: keep nothing for what may come."""
+        nativelog.bound()
+        self._heap.give_back()
+        self._tidy_at = 0.0
+        self._patience_s = -1.0
 
     def _skip(self, skip: Skip) -> None:
         for entry in self._inbox:
@@ -158,9 +191,7 @@ class Session:
         versions.update(self._engine.versions())
         return Hello(self._engine.sharing.current_pid(), sha256, versions, self._engine.sharing.traits)
 
-    def _obey(self, order: OrderMessage, frames: Sequence[bytes]) -> int:
-        if isinstance(order, Predict):
-            return self._predict(order, frames)
+    def _obey(self, order: OrderMessage) -> int:
         if isinstance(order, Unmap):
             self._regions.unmap(order.region)
             return exits.OK
@@ -241,6 +272,7 @@ class Session:
         known = self._holders_if_near(answer)
         repeats = canary.difference(before, answer) <= self._tolerance
         self._proof = Proof(engine, known if repeats else known._replace(digest=""), self._sample, self._tolerance)
+        self._heap.keep()
         self._send(Attached(known.digest, shared.bytes, shared.note, engine.memory()))
 
     def _probing(self, trying: Cases, unfit: Cases) -> None:
@@ -277,15 +309,20 @@ class Session:
     def _predict(self, order: Predict, frames: Sequence[bytes]) -> int:
         try:
             asked = order.description
-            inputs = self._inputs(order, frames)
+            if order.regions is None:
+                inputs = _inputs(asked.inputs, frames)
+            else:
+                inputs = self._mapped_inputs(order.regions, asked.inputs, frames)
             outputs = self._engine.predict(inputs)
             if self._proof is not None:
                 outputs = self._proof.checked(inputs, outputs)
-            wanted = outputs if asked.outputs is None else asked.outputs
-            arrays = {name: _sendable(name, outputs[name]) for name in wanted}
+            arrays = _sendable(outputs if asked.outputs is None else {name: outputs[name] for name in asked.outputs})
             description = describe_response(asked.model_name, arrays)
-            placed, rest = self._placed(order, arrays)
-            self._answer(Result(order.request, description, placed or None), rest)
+            if order.regions is None:
+                self._answer(Result(order.request, description), [*map(frame_of, arrays.values())])
+            else:
+                placed, rest = self._placed(order.regions, arrays)
+                self._answer(Result(order.request, description, placed), rest)
         except RequestError as error:
             return self._fail(order, error, leaving=isinstance(error, Spoilt) or not self._proves())
         except Exception as error:  # noqa: BLE001 - the request must be answered, whatever a library raises
@@ -293,24 +330,17 @@ class Session:
             return self._fail(order, Internal(f"{type(error).__name__}: {error}"), leaving=True)
         return exits.OK
 
-    def _inputs(self, order: Predict, frames: Sequence[bytes]) -> Arrays:
-        places = {} if order.regions is None else {place.tensor: place for place in order.regions.inputs}
-        if not places:
-            return _arrays(order.description.inputs, frames)
-        rest = iter(frames)
-        inputs: Dict[str, Any] = {}
-        for index, spec in enumerate(order.description.inputs):
-            place = places.get(index)
-            inputs[spec.name] = (
-                _aligned(from_frame(spec, next(rest)))
-                if place is None
-                else self._regions.read(spec, place.region, place.offset)
-            )
+    def _mapped_inputs(self, regions: MappedRegions, specs: Sequence[TensorSpec], frames: Sequence[bytes]) -> Arrays:
+        """The inputs of a request of which some are in regions."""
+        places = {place.tensor: place for place in regions.inputs}
+        inputs = _inputs([spec for index, spec in enumerate(specs) if index not in places], frames)
+        for index, place in places.items():
+            inputs[specs[index].name] = self._regions.read(specs[index], place.region, place.offset)
         return inputs
 
-    def _placed(self, order: Predict, arrays: Arrays) -> Tuple[Tuple[int, ...], Sequence[Any]]:
+    def _placed(self, regions: MappedRegions, arrays: Arrays) -> Tuple[Optional[Tuple[int, ...]], Sequence[Any]]:
         """Write outputs where there is room for them; return their positions, and the frames of the others."""
-        rooms = {} if order.regions is None else {room.tensor: room for room in order.regions.outputs}
+        rooms = {room.tensor: room for room in regions.outputs}
         placed: List[int] = []
         frames: List[Any] = []
         for index, array in enumerate(arrays.values()):
@@ -319,7 +349,7 @@ class Session:
                 placed.append(index)
             else:
                 frames.append(frame_of(array))
-        return tuple(placed), frames
+        return tuple(placed) or None, frames
 
     def _proves(self) -> bool:
         """After a refused predict: whether the model answers as before, as far as can be seen."""
@@ -336,23 +366,24 @@ class Session:
         self._connection.answer([*encode(message, max_bytes=limits.MAX_CHILD_HEADER_BYTES), *tensors])
 
 
-def _arrays(specs: Sequence[TensorSpec], frames: Sequence[bytes]) -> Arrays:
+def _inputs(specs: Sequence[TensorSpec], frames: Sequence[bytes]) -> Arrays:
     """The received tensors as an engine wants them: the frames are native and in C order already."""
-    return {spec.name: _aligned(from_frame(spec, frame)) for spec, frame in zip(specs, frames)}
+    inputs: Arrays = {}
+    for spec, frame in zip(specs, frames):
+        array = from_frame(spec, frame)
+        inputs[spec.name] = array if array.flags.aligned else array.copy()
+    return inputs
 
 
-def _aligned(array: Any) -> Any:
-    return array if array.flags.aligned else array.copy()
-
-
-def _sendable(name: str, array: Any) -> Any:
+def _sendable(outputs: Arrays) -> Arrays:
     """What the wire cannot carry is this request's error: it chose the sizes. A frame too long costs the connection."""
-    if array.nbytes > limits.MAX_FRAME_BYTES or array.ndim > limits.MAX_RANK:
-        raise InvalidArgument(
-            f"output {name} of shape {list(array.shape)} is {array.nbytes} bytes; the wire carries at most "
-            f"{limits.MAX_FRAME_BYTES} bytes in {limits.MAX_RANK} dimensions"
-        )
-    return to_wire(array)
+    arrays: Arrays = {}
+    for name, array in outputs.items():
+        try:
+            arrays[name] = to_wire(array)
+        except InvalidArgument as error:
+            raise InvalidArgument(f"output {name} of shape {list(array.shape)} cannot be sent: {error}") from None
+    return arrays
 
 
 def _check(signature: ModelSignature) -> None:

@@ -7,7 +7,8 @@ output of another size than the request's, or the canary's answer.
 from __future__ import annotations
 
 import logging
-from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
+import operator
+from typing import Any, Dict, Mapping, Optional, Sequence, Tuple
 
 from weightd.protocol.errors import RequestError
 from weightd.protocol.messages.data import TensorSignature
@@ -17,6 +18,8 @@ from weightd.worker.engines.engine import Arrays, Engine
 from weightd.worker.engines.errors import Spoilt
 
 _log = logging.getLogger("weightd.worker")
+
+_form = operator.attrgetter("shape", "dtype")
 
 
 class Proof:
@@ -42,8 +45,8 @@ class Proof:
             each.shape is not None and all(dim >= 0 for dim in each.shape[1:]) for each in signature.inputs
         )
         self._batched = {each.name for each in signature.inputs if (each.shape or ())[:1] == (-1,)}
-        # The last request and its answer that fit: the names of the outputs, then shape and dtype of each tensor.
-        self._good: Optional[Tuple[Tuple[str, ...], List[Tuple[Any, Any]]]] = None
+        # The last answer and its request that fit: the names of their tensors, then shape and dtype of each.
+        self._good: Optional[Tuple[Any, ...]] = None
         self._shapes = known.shapes
         self._follow_batch = {name for name in self._outputs if self._follows(name)}
         # Without a canary the first request is the first predict: nothing can have spoilt the model before it.
@@ -82,7 +85,7 @@ class Proof:
             Spoilt: they contradict the signature, and nothing shows that it is not the model that is wrong.
         """
         # Most requests are like the one before.
-        form = tuple(outputs), [(array.shape, array.dtype) for array in (*inputs.values(), *outputs.values())]
+        form = (*outputs, *inputs, *map(_form, outputs.values()), *map(_form, inputs.values()))
         if form == self._good:
             return outputs
         contradiction = self._contradiction(inputs, outputs)

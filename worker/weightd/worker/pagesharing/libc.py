@@ -33,6 +33,7 @@ _MAP_ANONYMOUS = 0x20
 _MAP_FIXED_NOREPLACE = 0x100000  # Linux 4.17; older kernels take the address as a wish
 _MAP_FAILED = ctypes.c_void_p(-1).value
 _MADV_DONTNEED = 4
+_M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
 _MEMORY_FILE_SYSTEMS = (0x01021994, 0x858458F6)  # tmpfs, ramfs
 _STATFS_BYTES = 256  # struct statfs is 120 bytes on both machines; f_type is its first word
@@ -189,6 +190,10 @@ class Libc:
     def give_own_mappings_from(self, length: int) -> None:
         """Have malloc give each block of at least ``length`` bytes a mapping of its own, from now on."""
         self._mallopt(_M_MMAP_THRESHOLD, length)
+
+    def keep_free_memory(self, length: int) -> None:
+        """Have malloc keep up to ``length`` bytes that are free at the end of its heap, from now on."""
+        self._mallopt(_M_TRIM_THRESHOLD, length)
 
     def mapped_blocks(self) -> MappedBlocks:
         """Ask glibc's malloc how many blocks with a mapping of their own it has."""

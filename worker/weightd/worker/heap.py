@@ -1,0 +1,50 @@
+"""Memory that a predict has freed is kept for the next one: its pages cost more than most engines take to fill them.
+
+Of itself the C library does so, too; not where it was told to give large blocks mappings of their own, which is how
+weights can be shared. It counts only what is free at the end of its heap, and holes may be many times that. So
+what is kept has a bound here, by what the kernel says, and it is given back when nothing is asked.
+"""
+
+from __future__ import annotations
+
+from weightd.worker.pagesharing.libc import PAGE, libc, unsupported
+
+# Larger blocks are mapped, and cost their pages each time. Before 2.35 glibc takes no larger number.
+_LARGEST_BYTES = 32 * 1024 * 1024
+
+# Beyond what the process had when it began to keep.
+MOST_KEPT_BYTES = 64 * 1024 * 1024
+
+
+class Heap:
+    """The freed memory of this process, of which nothing is kept before `keep`."""
+
+    def __init__(self) -> None:
+        self._keeps = False
+        self._used_bytes = 0
+
+    def keep(self) -> None:
+        """Keep what is freed from now on: all that is shared is shared."""
+        if not unsupported():
+            libc().give_own_mappings_from(_LARGEST_BYTES)
+            libc().keep_free_memory(MOST_KEPT_BYTES)
+            self._keeps = True
+            self._used_bytes = _own_bytes()
+
+    def bound(self) -> None:
+        """Give back what is kept if that is too much, as far as this can be told: what is left then is needed."""
+        if self._keeps and _own_bytes() > self._used_bytes + MOST_KEPT_BYTES:
+            self.give_back()
+            self._used_bytes = max(self._used_bytes, _own_bytes())
+
+    def give_back(self) -> None:
+        """Give back what is kept."""
+        if self._keeps:
+            libc().give_back_free_memory()
+
+
+def _own_bytes() -> int:
+    """The memory of this process that is in no file."""
+    with open("/proc/self/statm", "rb") as file:  # noqa: PTH123 - a path object costs as much as the reading
+        resident, shared = file.read().split()[1:3]
+    return (int(resident) - int(shared)) * PAGE
