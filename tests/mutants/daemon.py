@@ -31,7 +31,7 @@ REQUESTS = [
         ("if request.losses >= MAX_LOSSES:", "if False:"),
         ("accused = jobs if end.blames else []", "accused = jobs"),
         ("proven = accused[0].sole if len(accused) == 1 else None", "proven = accused[0].sole if accused else None"),
-        ("if not self.quarantine.suspects or not self.quarantine.may_suspect(request, now):", "if True:"),
+        ("if not self.quarantine.may_suspect(request, now):", "if True:"),
         ("if proven and self.suspects.confines(request.origin, now):", "if False:"),
     ),
     *mutants("requests", "daemon/requests/blame",

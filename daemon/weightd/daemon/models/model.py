@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
 
 from weightd.daemon.children.owner import Snapshot
 from weightd.daemon.config.model import ModelConfig
@@ -14,7 +13,6 @@ from weightd.daemon.generations.generation import Generation
 from weightd.daemon.generations.plan import Source, Terms
 from weightd.daemon.generations.resume import record as record_generation
 from weightd.daemon.generations.states import GenerationState, advance
-from weightd.daemon.host.ends import End
 from weightd.daemon.host.memory import MIB
 from weightd.daemon.host.timers import Timer
 from weightd.daemon.models import standing
@@ -30,7 +28,6 @@ from weightd.daemon.models.update import Updates
 from weightd.daemon.requests.desk import Desk
 from weightd.daemon.requests.request import Request
 from weightd.protocol.errors import RequestError, Unavailable
-from weightd.protocol.messages.children import ChildMessage
 from weightd.shared.devices import CPU
 
 _log = logging.getLogger("weightd")
@@ -86,6 +83,9 @@ class Model:
             functools.partial(children.unpin, name),
         )
         self._crew = Crew(self, config, children, self._sources.snapshots, self.desk, self._settle)
+        # What its children say, and their ends, are the crew's business.
+        self.heard = self._crew.heard
+        self.exited = self._crew.exited
         self._updates = Updates(name, config, self.deployments, self._sources, self.desk, clients)
         self._phase = Phase.OPEN
         self._refusal: Refusal | None = None
@@ -144,16 +144,6 @@ class Model:
             raise self._refusal.error()
         self._updates.begin(client, request_id, now, path=path, weights=weights, rollback=rollback)
         self._settle(now)
-
-    # --- from children ------------------------------------------------------------------------------------------
-
-    def heard(self, child: str, message: ChildMessage, frames: Sequence[Any], now: float) -> None:
-        """A child has sent `message`."""
-        self._crew.heard(child, message, frames, now)
-
-    def exited(self, child: str, end: End, now: float) -> None:
-        """A child has exited."""
-        self._crew.exited(child, end, now)
 
     # --- from the server ----------------------------------------------------------------------------------------
 

@@ -82,7 +82,9 @@ class Desk:
             RequestError: it is refused.
         """
         self.signature.check(request.description)
-        aside = self.guard.check(request, now)
+        aside = False
+        if self.guard.suspects.known or self.guard.quarantine.held:
+            aside = self.guard.check(request, now)
         started = None if aside else self.scheduler.start(request, now)
         if started is not None:
             self._predict(*started)
@@ -137,9 +139,11 @@ class Desk:
             latency = now - request.arrived
             self.latencies.add(latency)
             self.by_process[process].add(latency)
-            self.guard.answered(request, now)
+            if self.guard.quarantine.suspects:
+                self.guard.answered(request, now)
         self.guard.watchdog.heard(process, now)
-        self.dispatch(now)
+        if not self.scheduler.is_still:
+            self.dispatch(now)
 
     def job_failed(self, process: str, failed: Failed, now: float) -> None:
         """A job has ended in an error; of several parts, each runs again alone. Who leaves has lost what it had."""
@@ -182,8 +186,6 @@ class Desk:
 
     def dispatch(self, now: float) -> None:
         """Have everything run that can."""
-        if self.scheduler.is_still:
-            return
         for seat, number in self.scheduler.take_recalled():
             for process in seat.processes:
                 self._order(process, Skip(number), (), ())

@@ -12,6 +12,7 @@ A seat is spoken of by its name, or by that of any of its processes where it is 
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
 from weightd.daemon.requests.job import Job
@@ -23,8 +24,8 @@ from weightd.protocol.errors import DeadlineExceeded, RequestError, ResourceExha
 # A hint to try again sooner would only bring the next refusal.
 _LEAST_RETRY_S = 0.01
 
-# How much of the mean of durations the latest one makes.
-_LATEST = 0.1
+# Of so many of the last answers the mean duration is taken.
+_LATEST = 16
 
 
 class Scheduler:
@@ -65,8 +66,8 @@ class Scheduler:
         self._recalled: list[tuple[Seat, int]] = []
         # Their deadline had passed when it was their turn: `expire` tells.
         self._late: list[Request] = []
-        # Of an answer; None before the first.
-        self._mean_s: float | None = None
+        # For how long the jobs of the last answers ran.
+        self._ran: deque[float] = deque(maxlen=_LATEST)
 
     # --- events -------------------------------------------------------------------------------------------------
 
@@ -135,8 +136,7 @@ class Scheduler:
         job = seat.jobs.pop(number, None)
         if job is None:
             return None
-        took = seat.finished(now)
-        self._mean_s = took if self._mean_s is None else self._mean_s + _LATEST * (took - self._mean_s)
+        self._ran.append(seat.finished(now))
         return job if job.is_awaited else None
 
     def release(self, process: str, *, but: Sequence[Request] = ()) -> None:
@@ -301,9 +301,9 @@ class Scheduler:
         """The seat with the least to do that has credit, the first of them; None if none has any."""
         freest, least = None, CREDIT
         for seat in self._enlisted.values():
-            load = len(seat.jobs)
-            if not load:
+            if not seat.jobs:
                 return seat
+            load = len(seat.jobs)
             # What waits at a seat may be taken back while the seat begins with it: then two would write to one place.
             if load < least and not request.places.outputs and seat.takes_behind(request.company, now):
                 freest, least = seat, load
@@ -342,10 +342,10 @@ class Scheduler:
 
         Before anything was answered nobody knows how long that is.
         """
-        if self._mean_s is None or not self._enlisted:
+        if not self._ran or not self._enlisted:
             return ResourceExhausted(text)
         running = max((now - seat.since for seat in self._seats.values() if seat.jobs), default=0.0)
-        seconds = max(self._mean_s, running) * self.queued / len(self._enlisted)
+        seconds = max(sum(self._ran) / len(self._ran), running) * self.queued / len(self._enlisted)
         return ResourceExhausted(text, retry_after=max(seconds, _LEAST_RETRY_S))
 
     def _due(self, seat: Seat) -> float:

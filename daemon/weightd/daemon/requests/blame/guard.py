@@ -76,14 +76,15 @@ class Guard:
     def check(self, request: Request, now: float) -> bool:
         """A request has come: return whether it may be one that has killed, so that it is put `aside` for a look.
 
+        While nobody is a suspect, and nothing is held, there is nothing to check.
+
         Raises:
             RequestError: it is refused.
         """
-        if self.suspects.known:
-            self.suspects.check(request.origin, now)
-            if self.suspects.confines(request.origin, now):
-                request.narrow(Company.CONFINED)
-        if not self.quarantine.held or not self.quarantine.may_hold(request, now):
+        self.suspects.check(request.origin, now)
+        if self.suspects.confines(request.origin, now):
+            request.narrow(Company.CONFINED)
+        if not self.quarantine.may_hold(request, now):
             return False
         if is_small(request):
             self.quarantine.check(request, now)
@@ -92,8 +93,8 @@ class Guard:
         return True
 
     def answered(self, request: Request, now: float) -> None:
-        """A seat has answered the request."""
-        if not self.quarantine.suspects or not self.quarantine.may_suspect(request, now):
+        """A seat has answered the request: of no matter while no content is under suspicion."""
+        if not self.quarantine.may_suspect(request, now):
             return
         # One at a time: if that is another content, there will be further answers.
         if not any(then == self.quarantine.answered for _, then in self._evidence):
