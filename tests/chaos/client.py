@@ -79,14 +79,13 @@ class _CountingCore(ClientCore):
     ) -> Asking:
         asking = super().infer(model, inputs, timeout, outputs, out)
         self.last = asking[0].id
-        self._others.discard(self.last)
         return asking
 
-    def received(self, frames: Sequence[Any]) -> bool:
+    def received(self, frames: Sequence[Any]) -> None:
         header = msgpack.unpackb(frames[0])
         if header["type"] == "infer_response" or (header["type"] == "error" and header["id"] not in self._others):
             self.ledger.heard(header["id"], time.monotonic())
-        return super().received(frames)
+        super().received(frames)
 
     def begin(self, call: Call) -> None:
         super().begin(call)

@@ -97,12 +97,20 @@ def test_done_does_not_wait(client: Client, daemon: FakeDaemon) -> None:
     assert pending.result() is result
 
 
-def test_answers_that_nobody_waits_for_do_not_pile_up(client: Client, daemon: FakeDaemon) -> None:
+def test_answers_that_nobody_waits_for_do_not_pile_up(
+    client: Client, daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard: List[object] = []
+
+    def received(_: ClientCore, frames: Sequence[bytes]) -> None:
+        heard.append(frames)
+
+    monkeypatch.setattr(ClientCore, "received", received)
     client.submit("echo", {"x": X})
     daemon.next()
     daemon.handle = silent
     deadline = time.monotonic() + LIMIT_S
-    while not client._session.connection.heard:  # pyright: ignore[reportPrivateUsage]
+    while not heard:
         assert time.monotonic() < deadline
         client.submit("m", {"x": X})
 

@@ -99,7 +99,7 @@ def test_what_was_given_up_leaves_nothing_behind(core: ClientCore) -> None:
         ask(core)
     gc.collect()
     assert core.waiting == 0
-    assert len(core._calls) < 1000  # pyright: ignore[reportPrivateUsage]
+    assert len(core.calls) < 1000
     core.received(late)
 
 

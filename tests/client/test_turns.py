@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 from typing import List, Tuple
 
@@ -20,43 +19,51 @@ class World(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.turns = Turns(itertools.count().__next__)
-        self.readers: List[Call] = []
+        self.turns = Turns(lambda: self.thread)
+        self.thread = 0
+        self.threads = 0
+        self.readers: List[Tuple[int, Call]] = []
         self.waiting: List[Turn] = []
 
     @rule()
     def wait(self) -> None:
         call = Call("1", ReadyResponse)
+        self._new_thread()
         turn = self.turns.enter(call)
         if turn is None:
-            self.readers.append(call)
+            self.readers.append((self.thread, call))
         else:
             self.waiting.append(turn)
 
     @rule(data=st.data())
     def end(self, data: st.DataObject) -> None:
-        calls = [*self.readers, *(turn.call for turn in self.waiting)]
+        calls = [*(call for _, call in self.readers), *(turn.call for turn in self.waiting)]
         if calls:
             data.draw(st.sampled_from(calls)).fail(Unavailable())
 
     @rule()
     def read_no_more(self) -> None:
         if self.readers:
-            self.readers.pop()
+            self.thread, _ = self.readers.pop()
             self.turns.leave()
 
     @rule(data=st.data())
     def wake_up_or_give_up(self, data: st.DataObject) -> None:
         if self.waiting:
             turn = self.waiting.pop(data.draw(st.integers(0, len(self.waiting) - 1)))
+            self.thread = turn.thread
             if self.turns.give_up(turn):
-                self.readers.append(turn.call)
+                self.readers.append((turn.thread, turn.call))
 
     @rule()
     def look(self) -> None:
+        self._new_thread()
         if self.turns.take():
             assert not self._reading()
             self.turns.leave()
+
+    def _new_thread(self) -> None:
+        self.thread = self.threads = self.threads + 1
 
     def _reading(self) -> Tuple[object, ...]:
         return (*self.readers, *(turn for turn in self.waiting if turn.reads))
@@ -64,7 +71,10 @@ class World(RuleBasedStateMachine):
     @invariant()
     def one_reads_if_one_waits(self) -> None:
         assert len(self._reading()) <= 1
-        assert self.turns.is_taken == bool(self._reading())
+        assert [*self.turns.reader.values()] == [
+            *(thread for thread, _ in self.readers),
+            *(turn.thread for turn in self.waiting if turn.reads),
+        ]
         assert self._reading() or all(turn.call.done for turn in self.waiting)
 
     @invariant()
@@ -94,4 +104,4 @@ def test_who_could_not_leave_reads_when_it_is_back() -> None:
         assert turns.enter(call) is None
     assert others == [False, False]
     turns.leave()
-    assert not turns.is_taken
+    assert not turns.reader

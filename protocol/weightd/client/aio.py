@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple, Type, cast
 
 from weightd.client.connection import Connection, Gone
-from weightd.client.core import Answer, Call, Question
+from weightd.client.core import Call, Question
 from weightd.client.session import BUSY_S, DEFAULT_TIMEOUT_S, LOST, Session, grace
 from weightd.protocol.errors import WeightdError
 from weightd.protocol.messages.control import (
@@ -89,29 +89,34 @@ class AsyncClient:
         The arrays must not be changed before the answer has come: large ones are not copied.
         """
         seconds, deadline = self._begin(timeout)
-        return cast(
-            Dict[str, Any], await self._ask(self._core.infer(model, inputs, seconds, outputs, out), seconds, deadline)
+        answer: Dict[str, Any] = await self._ask(
+            self._core.infer(model, inputs, seconds, outputs, out), seconds, deadline
         )
+        return answer
 
     async def ready(self, model: str = "", *, timeout: Optional[float] = None) -> ReadyResponse:
         """Return whether a model can answer: as `Client.ready`."""
         seconds, deadline = self._begin(timeout)
-        return cast(ReadyResponse, await self._ask(self._core.ready(model), seconds, deadline))
+        answer: ReadyResponse = await self._ask(self._core.ready(model), seconds, deadline)
+        return answer
 
     async def metadata(self, model: str, *, timeout: Optional[float] = None) -> ModelMetadataResponse:
         """Return what the model takes and gives: as `Client.metadata`."""
         seconds, deadline = self._begin(timeout)
-        return cast(ModelMetadataResponse, await self._ask(self._core.model_metadata(model), seconds, deadline))
+        answer: ModelMetadataResponse = await self._ask(self._core.model_metadata(model), seconds, deadline)
+        return answer
 
     async def server(self, *, timeout: Optional[float] = None) -> ServerMetadataResponse:
         """Return the daemon's version and the names of its models: as `Client.server`."""
         seconds, deadline = self._begin(timeout)
-        return cast(ServerMetadataResponse, await self._ask(self._core.server_metadata(), seconds, deadline))
+        answer: ServerMetadataResponse = await self._ask(self._core.server_metadata(), seconds, deadline)
+        return answer
 
     async def status(self, *, timeout: Optional[float] = None) -> StatusResponse:
         """Return what the daemon is doing: as `Client.status`."""
         seconds, deadline = self._begin(timeout)
-        return cast(StatusResponse, await self._ask(self._core.status(), seconds, deadline))
+        answer: StatusResponse = await self._ask(self._core.status(), seconds, deadline)
+        return answer
 
     async def update(
         self,
@@ -125,12 +130,14 @@ class AsyncClient:
         """Have another model, or other weights, loaded beside what serves: as `Client.update`."""
         seconds, deadline = self._begin(timeout)
         question = self._core.update(model, path, weights, rollback=rollback)
-        return cast(UpdateResponse, await self._ask(question, seconds, deadline))
+        answer: UpdateResponse = await self._ask(question, seconds, deadline)
+        return answer
 
     async def reload(self, *, timeout: Optional[float] = None) -> ReloadResponse:
         """Have the daemon read its configuration file again: as `Client.reload`."""
         seconds, deadline = self._begin(timeout)
-        return cast(ReloadResponse, await self._ask(self._core.reload(), seconds, deadline))
+        answer: ReloadResponse = await self._ask(self._core.reload(), seconds, deadline)
+        return answer
 
     async def close(self) -> None:
         """Close the connection. What is under way ends in `ClientClosed`. In a forked process it does nothing."""
@@ -172,7 +179,7 @@ class AsyncClient:
         seconds = self._session.seconds(timeout)
         return seconds, time.monotonic() + seconds
 
-    async def _ask(self, question: Question, seconds: float, deadline: float) -> Answer:
+    async def _ask(self, question: Question, seconds: float, deadline: float) -> Any:
         call, frames = question
         try:
             await self._send(frames, deadline, call)
@@ -188,8 +195,6 @@ class AsyncClient:
     async def _send(self, frames: List[Any], deadline: float, call: Call) -> None:
         """Begin a call, over a new connection where there is none; wait until all of it has gone."""
         session = self._session
-        if not (session.connection.closed or session.connection.is_quiet()):
-            self._read()
         try:
             connection = await self._ready_to_send(deadline)
             sent_at = session.send(frames, call)
@@ -227,7 +232,7 @@ class AsyncClient:
         finally:
             self._connects = False
             self._notify()
-        self._session.connection = connection
+        self._session.connected(connection)
         for descriptor in connection.descriptors:
             self._running_loop().add_reader(descriptor, self._read)
 

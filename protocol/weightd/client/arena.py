@@ -123,20 +123,18 @@ class Arena:
 
     Args:
         most_bytes: of all regions together.
+
+    Attributes:
+        regions: all that there are; another tuple where those are others.
     """
 
     def __init__(self, most_bytes: int = MOST_BYTES) -> None:
         self._most_bytes = most_bytes
         self._lock = threading.Lock()
-        self._regions: Tuple[Region, ...] = ()
+        self.regions: Tuple[Region, ...] = ()
         # A process that is forked has the same memory, and this one cannot know how long it needs an array.
         with _forks:
             _arenas.add(self)
-
-    @property
-    def regions(self) -> Tuple[Region, ...]:
-        """All that there are."""
-        return self._regions
 
     def empty(self, shape: Tuple[int, ...], dtype: Any) -> Any:
         """Return an array of any content; not of a region, where there is none that has room."""
@@ -159,7 +157,7 @@ class Arena:
             The bytes; None where there is no room.
         """
         with self._lock:
-            for region in self._regions:
+            for region in self.regions:
                 block = region.take(nbytes, touched=touched)
                 if block is not None:
                     return block
@@ -169,9 +167,9 @@ class Arena:
 
     def find(self, array: Any) -> Optional[Tuple[Region, int]]:
         """Return where the bytes of an array, in C order, lie in a region; None where they do not."""
-        if self._regions:
+        if self.regions:
             address = array.__array_interface__["data"][0]
-            for region in self._regions:
+            for region in self.regions:
                 offset = region.offset(address, array.nbytes)
                 if offset is not None:
                     return region, offset
@@ -185,33 +183,33 @@ class Arena:
     def before_fork(self) -> None:
         """Retire all regions, and let no other thread cut from any until `after_fork`."""
         self._lock.acquire()
-        self._retire(self._regions)
+        self._retire(self.regions)
 
     def after_fork(self, *, in_child: bool) -> None:
         """Go on: what is free is the parent's, and nothing is cut for both."""
         if in_child:
-            self._regions = ()
+            self.regions = ()
         self._lock.release()
 
     def _retire(self, regions: Tuple[Region, ...]) -> None:
         for region in regions:
             region.is_retired = not region.is_free
-        self._regions = tuple(region for region in self._regions if not region.is_retired)
+        self.regions = tuple(region for region in self.regions if not region.is_retired)
 
     def _drop_free(self) -> None:
         """Before there is another one: those of which nothing is needed were too small."""
-        self._regions = tuple(region for region in self._regions if not region.is_free)
+        self.regions = tuple(region for region in self.regions if not region.is_free)
 
     def _grow(self, nbytes: int) -> Optional[Region]:
-        has = sum(region.nbytes for region in self._regions)
+        has = sum(region.nbytes for region in self.regions)
         nbytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        if has + nbytes > self._most_bytes or len(self._regions) >= limits.MAX_REGIONS:
+        if has + nbytes > self._most_bytes or len(self.regions) >= limits.MAX_REGIONS:
             return None
         try:
             region = Region(min(max(nbytes, has, _LEAST_REGION_BYTES), self._most_bytes - has))
         except OSError:
             return None
-        self._regions = (*self._regions, region)
+        self.regions = (*self.regions, region)
         return region
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
-import time
 from functools import partial
+from time import monotonic
 from types import TracebackType
 from typing import Any, Callable, Dict, Generator, List, Mapping, Optional, Sequence, Tuple, Type, cast
 
 from weightd.client.connection import Connection, Gone
-from weightd.client.core import Answer, Call, Question
+from weightd.client.core import Call, Question
 from weightd.client.session import BUSY_S, DEFAULT_TIMEOUT_S, LOST, Session, grace
 from weightd.client.turns import Turn, Turns
 from weightd.client.waker import Waker
@@ -31,7 +31,9 @@ class Pending:
 
     __slots__ = ("_cancel", "_poll", "_wait")
 
-    def __init__(self, wait: Callable[[], Answer], poll: Callable[[], bool], cancel: Callable[[], None]) -> None:
+    def __init__(
+        self, wait: Callable[[], Dict[str, Any]], poll: Callable[[], bool], cancel: Callable[[], None]
+    ) -> None:
         self._wait = wait
         self._poll = poll
         self._cancel = cancel
@@ -59,7 +61,7 @@ class Pending:
         Raises:
             RequestError: the request ended in an error; one subclass for each code of the wire.
         """
-        return cast(Dict[str, Any], self._wait())
+        return self._wait()
 
 
 class Client:
@@ -95,7 +97,7 @@ class Client:
         self._poller = self._waker.poller(())
         self._connects = False
         self._stuck = 0
-        deadline = time.monotonic() + timeout
+        deadline = monotonic() + timeout
         with self._lock:
             self._connect(deadline)
 
@@ -153,9 +155,9 @@ class Client:
             WrongProcess, ClientClosed: the client must not be used here, or no longer.
         """
         seconds, deadline = self._begin(timeout)
-        return cast(
-            Dict[str, Any], self._ask(self._core.infer(model, inputs, seconds, outputs, out), seconds, deadline)
-        )
+        question = self._core.infer(model, inputs, seconds, outputs, out)
+        answer: Dict[str, Any] = self._ask(question, seconds, deadline)
+        return answer
 
     def submit(
         self,
@@ -191,7 +193,8 @@ class Client:
             RequestError: as `infer`.
         """
         seconds, deadline = self._begin(timeout)
-        return cast(ReadyResponse, self._ask(self._core.ready(model), seconds, deadline))
+        answer: ReadyResponse = self._ask(self._core.ready(model), seconds, deadline)
+        return answer
 
     def metadata(self, model: str, *, timeout: Optional[float] = None) -> ModelMetadataResponse:
         """Return what the model takes and gives. Waits while it loads.
@@ -200,7 +203,8 @@ class Client:
             RequestError: as `infer`.
         """
         seconds, deadline = self._begin(timeout)
-        return cast(ModelMetadataResponse, self._ask(self._core.model_metadata(model), seconds, deadline))
+        answer: ModelMetadataResponse = self._ask(self._core.model_metadata(model), seconds, deadline)
+        return answer
 
     def server(self, *, timeout: Optional[float] = None) -> ServerMetadataResponse:
         """Return the daemon's version and the names of its models.
@@ -209,7 +213,8 @@ class Client:
             RequestError: as `infer`.
         """
         seconds, deadline = self._begin(timeout)
-        return cast(ServerMetadataResponse, self._ask(self._core.server_metadata(), seconds, deadline))
+        answer: ServerMetadataResponse = self._ask(self._core.server_metadata(), seconds, deadline)
+        return answer
 
     def status(self, *, timeout: Optional[float] = None) -> StatusResponse:
         """Return what the daemon is doing: models, generations, processes and their memory.
@@ -218,7 +223,8 @@ class Client:
             RequestError: as `infer`.
         """
         seconds, deadline = self._begin(timeout)
-        return cast(StatusResponse, self._ask(self._core.status(), seconds, deadline))
+        answer: StatusResponse = self._ask(self._core.status(), seconds, deadline)
+        return answer
 
     def update(
         self,
@@ -246,7 +252,8 @@ class Client:
         """
         seconds, deadline = self._begin(timeout)
         question = self._core.update(model, path, weights, rollback=rollback)
-        return cast(UpdateResponse, self._ask(question, seconds, deadline))
+        answer: UpdateResponse = self._ask(question, seconds, deadline)
+        return answer
 
     def reload(self, *, timeout: Optional[float] = None) -> ReloadResponse:
         """Have the daemon read its configuration file again; models that are new or changed load after the answer.
@@ -257,7 +264,8 @@ class Client:
             RequestError: as `infer`; `InvalidArgument` says what is wrong with the file, and nothing has changed.
         """
         seconds, deadline = self._begin(timeout)
-        return cast(ReloadResponse, self._ask(self._core.reload(), seconds, deadline))
+        answer: ReloadResponse = self._ask(self._core.reload(), seconds, deadline)
+        return answer
 
     def close(self) -> None:
         """Close the connection. What is under way ends in `ClientClosed`. In a forked process it does nothing."""
@@ -290,11 +298,13 @@ class Client:
 
     def _begin(self, timeout: Optional[float]) -> Tuple[float, float]:
         """Return the call's timeout and its deadline."""
-        self._session.check()
-        seconds = self._session.seconds(timeout)
-        return seconds, time.monotonic() + seconds
+        session = self._session
+        if session.closed or session.is_foreign:
+            raise session.ended()
+        seconds = session.timeout if timeout is None else session.seconds(timeout)
+        return seconds, monotonic() + seconds
 
-    def _ask(self, question: Question, seconds: float, deadline: float) -> Answer:
+    def _ask(self, question: Question, seconds: float, deadline: float) -> Any:
         call, frames = question
         self._send(frames, deadline, call)
         self._wait(call, deadline + grace(seconds))
@@ -302,42 +312,42 @@ class Client:
 
     def _send(self, frames: List[Any], deadline: float, call: Call) -> None:
         """Begin a call, over a new connection where there is none; wait until all of it has gone."""
-        session = self._session
-        # What has come since the last call is not left to pile up, and a loss shows before a request is lost to it.
-        if not session.connection.is_quiet():
+        # What has come since the last call is not left to pile up.
+        if self._core.calls and not self._turns.reader:
             self._catch_up()
+        send = self._session.send
         with self._lock:
+            connection = self._ready_to_send(deadline)
             try:
-                connection = self._ready_to_send(deadline)
-                sent_at = session.send(frames, call)
+                sent_at = send(frames, call)
             except Gone:
                 connection = self._ready_to_send(deadline)
-                sent_at = session.send(frames, call)
-            if sent_at or self._turns.is_taken:
+                sent_at = send(frames, call)
+            if sent_at or self._turns.reader:
                 self._see_off(connection, sent_at, deadline)
 
     def _see_off(self, connection: Connection, sent_at: float, deadline: float) -> None:
         """Wait until so much has gone, and tell who reads what they could not know. The lock is ours."""
         if sent_at:
             self._until_sent(connection, sent_at, deadline)
-        elif self._turns.is_taken and not connection.is_idle():
+        elif self._turns.reader and not connection.is_idle():
             self._waker.set()
 
     def _ready_to_send(self, deadline: float) -> Connection:
         """Return a connection that takes a message now. The lock is ours; meanwhile it is free."""
         session = self._session
         while True:
+            connection = session.connection
             if session.closed:
                 raise session.ended()
-            connection = session.connection
+            if not (connection.unsent or connection.is_spoilt):
+                return connection
             if connection.closed:
                 self._connect(deadline)
             elif connection.is_spoilt:
                 self._until_sent(connection, math.inf, deadline)
-            elif connection.unsent:
-                self._until_sent(connection, connection.sent + connection.unsent, deadline)
             else:
-                return connection
+                self._until_sent(connection, connection.sent + connection.unsent, deadline)
 
     def _until_sent(self, connection: Connection, sent_at: float, deadline: float) -> None:
         """Wait until so much is sent, or the connection is closed. The lock is ours; meanwhile it is free."""
@@ -348,9 +358,9 @@ class Client:
                 self._session.check()
                 if self._turns.take():
                     with self._unlocked():
-                        in_time = self._read_once(connection, deadline)
+                        in_time = self._read_once(deadline)
                 else:
-                    in_time = self._changed.wait(deadline - time.monotonic())
+                    in_time = self._changed.wait(deadline - monotonic())
                 if not in_time:
                     raise self._session.not_read()
         finally:
@@ -359,7 +369,7 @@ class Client:
     def _connect(self, deadline: float) -> None:
         """Connect, or wait until another thread has tried. The lock is ours; meanwhile it is free."""
         if self._connects:
-            if not self._changed.wait(deadline - time.monotonic()):
+            if not self._changed.wait(deadline - monotonic()):
                 raise self._session.no_connection()
             return
         self._connects = True
@@ -373,7 +383,7 @@ class Client:
             connection.close()
         else:
             self._poller = self._waker.poller(connection.descriptors)
-            self._session.connection = connection
+            self._session.connected(connection)
 
     def _new_connection(self, deadline: float) -> Connection:
         making = self._session.connecting()
@@ -382,8 +392,8 @@ class Client:
                 descriptor = next(making)
                 self._session.check()
                 if descriptor is None:
-                    self._waker.sleep(self._waker.poller(()), min(deadline, time.monotonic() + BUSY_S))
-                    if time.monotonic() > deadline:
+                    self._waker.sleep(self._waker.poller(()), min(deadline, monotonic() + BUSY_S))
+                    if monotonic() > deadline:
                         raise self._session.no_connection()
                 elif not self._waker.sleep(self._waker.poller((descriptor,)), deadline):
                     raise self._session.no_connection()
@@ -393,51 +403,56 @@ class Client:
             making.close()
 
     def _wait(self, call: Call, deadline: float) -> None:
-        if not call.done:
-            turn = self._turns.enter(call)
-            if turn is None:
-                self._read(call, deadline)
-            else:
-                self._follow(turn, deadline)
+        """Wait until the call is done; read where it is our turn."""
+        if call.done:
+            return
+        turn = self._turns.enter(call)
+        if turn is not None and not self._follow(turn, deadline):
+            return
+        try:
+            while not call.done:
+                if not self._step(deadline):
+                    raise self._session.no_answer()
+        finally:
+            self._leave()
 
-    def _result(self, call: Call, deadline: float) -> Answer:
+    def _result(self, call: Call, deadline: float) -> Any:
         self._session.check()
         self._wait(call, deadline)
         return call.result()
 
-    def _follow(self, turn: Turn, deadline: float) -> None:
+    def _follow(self, turn: Turn, deadline: float) -> bool:
+        """Wait until the call is done, or it is our turn; return whether that is so."""
         try:
-            turn.sleep(deadline - time.monotonic())
+            turn.sleep(deadline - monotonic())
         except BaseException:
             if self._turns.give_up(turn):
                 self._leave()
             raise
         if self._turns.give_up(turn):
-            self._read(turn.call, deadline)
-        elif not turn.call.done:
-            raise self._session.no_answer()
-
-    def _read(self, call: Call, deadline: float) -> None:
-        """Read until the call is done. It is our turn."""
-        session = self._session
-        try:
-            while not call.done:
-                connection = session.connection
-                if connection.is_idle() and not self._sleep(connection, deadline):
-                    raise session.no_answer()
-                self._take_in()
-        finally:
-            self._leave()
-
-    def _read_once(self, connection: Connection, deadline: float) -> bool:
-        """Wait until something has happened, and take it in; return whether it has by the deadline. It is our turn."""
-        try:
-            if connection.is_idle() and not self._sleep(connection, deadline):
-                return False
-            self._take_in()
             return True
+        if not turn.call.done:
+            raise self._session.no_answer()
+        return False
+
+    def _read_once(self, deadline: float) -> bool:
+        """Take a step, and read no more."""
+        try:
+            return self._step(deadline)
         finally:
             self._leave()
+
+    def _step(self, deadline: float) -> bool:
+        """Wait until something has happened, and take it in; return whether it has by the deadline. It is our turn."""
+        connection = self._session.connection
+        if connection.is_idle():
+            poller = self._poller
+            if connection.unsent and connection.waits_to_write:
+                poller = self._waker.poller(connection.descriptors, to_write=True)
+            if not self._waker.sleep(poller, deadline):
+                return False
+        self._take_in()
+        return True
 
     def _catch_up(self) -> None:
         """Take in what has come, unless another thread does anyway."""
@@ -457,7 +472,7 @@ class Client:
     def _cancel(self, call: Call) -> None:
         if self._poll(call):
             return
-        deadline = time.monotonic() + self.timeout
+        deadline = monotonic() + self.timeout
         with self._lock:
             connection = self._session.connection
             try:
@@ -465,12 +480,6 @@ class Client:
             except Gone:
                 sent_at = math.inf  # The loss ends the call, too.
             self._see_off(connection, sent_at, deadline)
-
-    def _sleep(self, connection: Connection, deadline: float) -> bool:
-        poller = self._poller
-        if connection.unsent and connection.waits_to_write:
-            poller = self._waker.poller(connection.descriptors, to_write=True)
-        return self._waker.sleep(poller, deadline)
 
     def _take_in(self) -> bool:
         """Take in what has come, or the loss of the connection; return whether that was anything. It is our turn."""

@@ -10,6 +10,7 @@ import abc
 from typing import Any, ClassVar, Generator, List, Optional, Sequence, TypeVar
 
 from weightd.protocol.errors import Unavailable
+from weightd.protocol.framing import Message
 
 C = TypeVar("C")
 
@@ -34,9 +35,7 @@ class Connection(abc.ABC):
         takes_descriptors: whether a message may have some.
         waits_to_write: whether what is unsent needs the first of them to be waited for until it is writable.
         closed: whether it is of no use any more.
-        is_spoilt: whether it will be found lost.
-        asked: requests that were sent. Who sends counts them.
-        heard: messages that have come. Who receives counts them.
+        is_spoilt: whether it will be found lost, or was.
         unsent: how much waits until the daemon reads.
         sent: how much of what did not go at once is sent by now, in what `unsent` counts.
     """
@@ -50,8 +49,6 @@ class Connection(abc.ABC):
         self.descriptors: Sequence[int] = ()
         self.closed = False
         self.is_spoilt = False
-        self.asked = 0
-        self.heard = 0
         self.unsent = 0
         self.sent = 0
 
@@ -70,7 +67,7 @@ class Connection(abc.ABC):
         """Send what is left, as far as it goes now."""
 
     @abc.abstractmethod
-    def receive(self) -> List[Sequence[Any]]:
+    def receive(self) -> List[Message]:
         """Return messages that have come, none where there is none now.
 
         Raises:
@@ -81,10 +78,6 @@ class Connection(abc.ABC):
     def is_idle(self) -> bool:
         """Whether a descriptor will be readable before there is more to receive, or to send."""
         return True
-
-    def is_quiet(self) -> bool:
-        """Whether there is nothing to receive that should be received before something is sent. Cheap."""
-        return self.asked == self.heard and not self.is_spoilt
 
     def spoil(self) -> None:
         """Have it found lost, by `receive`, once what has come is received: nothing can be sent any more."""
@@ -114,7 +107,7 @@ class Nowhere(Connection):
 
     def __init__(self) -> None:
         super().__init__("")
-        self.closed = True
+        self.closed = self.is_spoilt = True
 
     def send(self, frames: List[Any], descriptors: Sequence[int] = ()) -> bool:
         """It is lost."""
@@ -123,7 +116,7 @@ class Nowhere(Connection):
     def flush(self) -> None:
         """There is nothing."""
 
-    def receive(self) -> List[Sequence[Any]]:
+    def receive(self) -> List[Message]:
         """It is lost."""
         raise self.loss()
 

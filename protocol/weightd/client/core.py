@@ -10,7 +10,7 @@ import functools
 import itertools
 import os
 from collections import abc
-from typing import Any, Callable, Dict, Iterable, List, Mapping, Optional, Sequence, Tuple, Type, Union, cast
+from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, Optional, Sequence, Tuple, Type
 from weakref import ReferenceType, ref
 
 import numpy as np
@@ -41,18 +41,6 @@ from weightd.protocol.tensors import describe_request, frame_of, to_wire
 # Calls that were given up are forgotten when this many, or twice those under way, are known.
 _LEAST_SWEEP = 256
 
-Answer = Union[
-    Dict[str, Any],
-    ReadyResponse,
-    ModelMetadataResponse,
-    ServerMetadataResponse,
-    StatusResponse,
-    UpdateResponse,
-    ReloadResponse,
-    Registered,
-    Released,
-]
-
 
 class Call:
     """A question under way and, in the end, its answer.
@@ -67,13 +55,13 @@ class Call:
 
     __slots__ = ("__weakref__", "_answer", "_error", "_hooks", "done", "expects", "id", "lease", "request")
 
-    def __init__(self, request_id: str, expects: Type[DaemonMessage]) -> None:
+    def __init__(self, request_id: str, expects: Type[DaemonMessage], request: Optional[Infer] = None) -> None:
         self.id = request_id
         self.expects = expects
+        self.request = request
         self.done = False
-        self.request: Optional[Infer] = None
         self.lease: Optional[Lease] = None
-        self._answer: Optional[Answer] = None
+        self._answer: Any = None
         self._error: Optional[WeightdError] = None
         self._hooks: List[Callable[[], None]] = []
 
@@ -83,8 +71,8 @@ class Call:
         if self.done:
             self._call_hooks()
 
-    def result(self) -> Answer:
-        """Return the answer of a call that is done.
+    def result(self) -> Any:
+        """Return the answer of a call that is done: what it expects, or the outputs of an inference request by name.
 
         Raises:
             RequestError: the request ended in an error.
@@ -92,9 +80,9 @@ class Call:
         """
         if self._error is not None:
             raise self._error
-        return cast(Answer, self._answer)
+        return self._answer
 
-    def succeed(self, answer: Answer) -> None:
+    def succeed(self, answer: Any) -> None:
         """End the call in an answer."""
         self._answer = answer
         self._end()
@@ -106,9 +94,10 @@ class Call:
 
     def _end(self) -> None:
         # Whoever keeps the error keeps the call: not its arrays, too.
-        self.lease = self.request = None
+        self.lease = None
         self.done = True
-        self._call_hooks()
+        if self._hooks:
+            self._call_hooks()
 
     def _call_hooks(self) -> None:
         # Another thread may do the same: each hook is taken by one of them.
@@ -129,14 +118,17 @@ class ClientCore:
 
     It knows a call for as long as its maker holds it, and no longer: what was given up, for whatever reason, leaves
     nothing behind, and its late answer is dropped.
+
+    Attributes:
+        calls: those that are under way, by id, and some of those that were given up: none where nothing can come.
+        sharing: where their tensors are.
     """
 
     def __init__(self) -> None:
-        self._ids = itertools.count(1)
-        # Not a secret, only a help to tell clients apart in logs.
-        self._prefix = f"{os.getpid()}-"
+        # The process is not a secret, only a help to tell clients apart in logs.
+        self._ids: Iterator[str] = map(f"{os.getpid()}-{{}}".format, itertools.count(1))
         # Plain weak references: a WeakValueDictionary costs a small request more than its encoding.
-        self._calls: Dict[str, ReferenceType[Call]] = {}
+        self.calls: Dict[str, ReferenceType[Call]] = {}
         self._sweep_at = _LEAST_SWEEP
         self._decoder = Decoder(TO_CLIENT, max_bytes=limits.MAX_STATUS_BYTES)
         self.sharing = Sharing(self._next_id)
@@ -144,7 +136,7 @@ class ClientCore:
     @property
     def waiting(self) -> int:
         """How many calls are under way."""
-        return sum(call() is not None for call in list(self._calls.values()))
+        return sum(call() is not None for call in list(self.calls.values()))
 
     def infer(
         self,
@@ -163,20 +155,27 @@ class ClientCore:
         """
         if not isinstance(inputs, dict):
             _check_named(inputs)
-        if isinstance(outputs, str):
+        if outputs is not None and isinstance(outputs, str):
             raise InvalidArgument(f"outputs: expected names, as in [{outputs!r}], got one text")
-        arrays = {name: _wire_array(name, value) for name, value in inputs.items()}
-        call = Call(self._next_id(), InferResponse)
+        arrays: Dict[str, Any] = {}
+        for name, value in inputs.items():
+            try:
+                arrays[name] = to_wire(value)
+            except InvalidArgument as error:
+                raise InvalidArgument(f"input {name}: {error}") from None
         description = describe_request(model, arrays, outputs)
-        parameters = _parameters(timeout)
         in_frames: Iterable[Any] = arrays.values()
+        parameters = _parameters(timeout)
+        lease: Optional[Lease] = None
         if out or self.sharing.concerns(description):
-            lease = call.lease = self.sharing.lease(description, [*in_frames], _checked_out(out))
+            lease = self.sharing.lease(description, [*in_frames], _checked_out(out))
             in_frames = lease.in_frames
             if lease.inputs or lease.rooms:
                 rooms = tuple([room.named for room in lease.rooms.values()])
                 parameters = _shared_parameters(parameters.timeout, tuple(lease.inputs), rooms)
-        request = call.request = Infer(call.id, description, parameters)
+        request = Infer(next(self._ids), description, parameters)
+        call = Call(request.id, InferResponse, request)
+        call.lease = lease
         return call, [*encode(request), *map(frame_of, in_frames)]
 
     def again(self, call: Call) -> Optional[List[Any]]:
@@ -196,22 +195,23 @@ class ClientCore:
         """Its frames are being sent: from now on it can be answered, and end with the others."""
         if call.lease is not None:
             self.sharing.begin(call.id, call.lease)
-        if len(self._calls) >= self._sweep_at:
-            for each in list(self._calls):
-                known = self._calls.get(each)
+        calls = self.calls
+        if calls and len(calls) >= self._sweep_at:
+            for each in list(calls):
+                known = calls.get(each)
                 if known is not None and known() is None:
-                    self._calls.pop(each, None)
-            self._sweep_at = max(_LEAST_SWEEP, 2 * len(self._calls))
-        self._calls[call.id] = ref(call)
+                    calls.pop(each, None)
+            self._sweep_at = max(_LEAST_SWEEP, 2 * len(calls))
+        calls[call.id] = ref(call)
 
     def is_under_way(self, call: Call) -> bool:
         """Whether it was begun, and has not ended."""
-        return call.id in self._calls
+        return call.id in self.calls
 
     def forget(self, call: Call) -> None:
         """It was not begun after all."""
         self.sharing.end(call.id)
-        self._calls.pop(call.id, None)
+        self.calls.pop(call.id, None)
 
     def cancel(self, call: Call) -> List[Any]:
         """Return the frames that take a request back; it is still answered, if not in `Cancelled` then as if not."""
@@ -251,11 +251,8 @@ class ClientCore:
         call = Call(self._next_id(), ReloadResponse)
         return call, encode(Reload(call.id))
 
-    def received(self, frames: Sequence[Any]) -> bool:
+    def received(self, frames: Sequence[Any]) -> None:
         """Take in a message: it ends the call that it names. One that nobody waits for (any more) is dropped.
-
-        Returns:
-            Whether it is an answer.
 
         Raises:
             RemoteProtocolError: the daemon broke the protocol, or refuses what it could not read, and no telling
@@ -267,14 +264,35 @@ class ClientCore:
             if not error.request_id:
                 raise
             self._fail(error.request_id, error)
+            return
+        if isinstance(message, InferResponse):
+            self._inferred(message, frames)
         else:
-            if isinstance(message, Released):
-                self.sharing.end(message.id)
-                return False
-            self._answered(message, frames)
-        return True
+            self._told(message)
 
-    def _answered(self, message: DaemonMessage, frames: Sequence[Any]) -> None:
+    def _inferred(self, response: InferResponse, frames: Sequence[Any]) -> None:
+        sharing = self.sharing
+        reference = self.calls.pop(response.id, None)
+        call = None if reference is None else reference()
+        if call is not None:
+            if call.request is None:
+                call.fail(_unexpected(call, response))
+            else:
+                try:
+                    outputs = sharing.outputs(
+                        call.request.description, call.lease, response, frames[limits.MAX_HEADER_FRAMES :]
+                    )
+                except WrongOut as error:
+                    call.fail(error)
+                except InvalidArgument as error:
+                    call.fail(RemoteProtocolError(f"outputs: {error}", call.id))
+                else:
+                    call.succeed(outputs)
+        if sharing.leases:
+            sharing.end(response.id, running=response.running or False)
+
+    def _told(self, message: DaemonMessage) -> None:
+        """Take in what is no answer to an inference request, or an error."""
         if isinstance(message, Error):
             if not message.id:
                 raise RemoteProtocolError(f"the daemon could not read a request: {message.error}")
@@ -283,25 +301,23 @@ class ClientCore:
                 self._fail(message.id, request_error(message.code, message.error, retry_after=after))
             self.sharing.end(message.id, running=message.running or False)
             return
+        if isinstance(message, Released):
+            self.sharing.end(message.id)
+            return
         if isinstance(message, Registered):
             self.sharing.registered(message.id, message.region)
             return
         call = self._ended(message.id)
         if call is not None and type(message) is not call.expects:
-            wrong = f"expected a {call.expects.__name__}, got a {type(message).__name__}"
-            call.fail(RemoteProtocolError(wrong, call.id))
-        elif isinstance(message, InferResponse):
-            if call is not None:
-                self._finish(call, message, frames[limits.MAX_HEADER_FRAMES :])
-            self.sharing.end(message.id, running=message.running or False)
+            call.fail(_unexpected(call, message))
         elif call is not None:
             call.succeed(message)
 
     def fail_all(self, kind: Type[WeightdError], text: str) -> None:
         """End every call that is under way in an error."""
-        while self._calls:
+        while self.calls:
             try:
-                _, reference = self._calls.popitem()
+                _, reference = self.calls.popitem()
             except KeyError:
                 return
             call = reference()
@@ -311,23 +327,12 @@ class ClientCore:
     # --- within -------------------------------------------------------------------------------------------------
 
     def _next_id(self) -> str:
-        return f"{self._prefix}{next(self._ids)}"
+        return next(self._ids)
 
     def _ended(self, request_id: str) -> Optional[Call]:
         """Return the call that ends now, None if nobody waits for it (any more)."""
-        reference = self._calls.pop(request_id, None)
+        reference = self.calls.pop(request_id, None)
         return None if reference is None else reference()
-
-    def _finish(self, call: Call, response: InferResponse, frames: Sequence[Any]) -> None:
-        description = None if call.request is None else call.request.description
-        try:
-            outputs = self.sharing.outputs(description, call.lease, response, frames)
-        except WrongOut as error:
-            call.fail(error)
-        except InvalidArgument as error:
-            call.fail(RemoteProtocolError(f"outputs: {error}", call.id))
-        else:
-            call.succeed(outputs)
 
     def _fail(self, request_id: str, error: WeightdError) -> None:
         call = self._ended(request_id)
@@ -356,11 +361,9 @@ def _check_named(inputs: object) -> None:
         )
 
 
-def _wire_array(name: str, value: Any) -> Any:
-    try:
-        return to_wire(value)
-    except InvalidArgument as error:
-        raise InvalidArgument(f"input {name}: {error}") from None
+def _unexpected(call: Call, message: DaemonMessage) -> RemoteProtocolError:
+    wrong = f"expected a {call.expects.__name__}, got a {type(message).__name__}"
+    return RemoteProtocolError(wrong, call.id)
 
 
 def _checked_out(out: Optional[Mapping[str, Any]]) -> Mapping[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from typing import Any, List, Optional
+from weakref import WeakSet
 
 from weightd.client import unix, zeromq
 from weightd.client.address import Address, default_address, parse
@@ -41,6 +42,10 @@ class ClientClosed(WeightdError):
     """A client is used after `close`, or was closed while it was used."""
 
 
+# Those of this process.
+_sessions: WeakSet[Session] = WeakSet()
+
+
 class Session:
     """A client's calls and the connection that they are made over: with that, all of them end.
 
@@ -50,6 +55,7 @@ class Session:
         core: knows the calls.
         connection: the one there is, or the last one: then it is closed.
         closed: whether the user has closed it.
+        is_foreign: whether this process was forked from the one that made it.
     """
 
     def __init__(self, address: Optional[str], timeout: float) -> None:
@@ -59,13 +65,8 @@ class Session:
         self.core = ClientCore()
         self.connection: Connection = Nowhere()
         self.closed = False
-        self._shared_over: Connection = self.connection
-        self._owner = os.getpid()
-
-    @property
-    def is_foreign(self) -> bool:
-        """Whether this process was forked from the one that made it."""
-        return self._owner != os.getpid()
+        self.is_foreign = False
+        _sessions.add(self)
 
     def check(self) -> None:
         """Raise if it must not be used.
@@ -73,9 +74,7 @@ class Session:
         Raises:
             WrongProcess, ClientClosed: that is so.
         """
-        if self._owner != os.getpid():
-            raise WrongProcess("this client belongs to the process that made it; make one in each process")
-        if self.closed:
+        if self.closed or self.is_foreign:
             raise self.ended()
 
     def seconds(self, timeout: Optional[float]) -> float:
@@ -114,6 +113,11 @@ class Session:
                 raise refusal from None
             raise
 
+    def connected(self, connection: Connection) -> None:
+        """From now on, this is the connection."""
+        self.core.sharing.connected(is_possible=connection.takes_descriptors)
+        self.connection = connection
+
     def send(self, frames: List[Any], call: Optional[Call] = None) -> int:
         """Send a message, if it is not a `call`'s, then one that is not answered.
 
@@ -123,23 +127,21 @@ class Session:
         Raises:
             Gone: it was not sent, and the connection is lost.
         """
+        core = self.core
         connection = self.connection
-        sharing = self.core.sharing
-        if connection is not self._shared_over:
-            self._shared_over = connection
-            sharing.connected(is_possible=connection.takes_descriptors)
+        sharing = core.sharing
         if call is not None:
-            frames = self.core.again(call) or frames
-            self.core.begin(call)
-            connection.asked += 1
+            if call.lease is not None:
+                frames = core.again(call) or frames
+            core.begin(call)
         try:
-            for message, region in sharing.due():
-                connection.send(encode(message), () if region is None else (region.descriptor,))
-                connection.asked += region is not None
+            if sharing.settled is not sharing.arena.regions:
+                for message, region in sharing.due():
+                    connection.send(encode(message), () if region is None else (region.descriptor,))
             return 0 if connection.send(frames) else connection.sent + connection.unsent
         except Gone:
             if call is not None:
-                self.core.forget(call)
+                core.forget(call)
             raise
         except BaseException:
             connection.spoil()
@@ -152,9 +154,8 @@ class Session:
             Unavailable, RemoteProtocolError: the connection is of no use any more: `hang_up`.
         """
         messages = self.connection.receive()
-        for frames in messages:
-            if not self.core.received(frames):
-                self.connection.heard -= 1
+        for message in messages:
+            self.core.received(message.frames)
         return bool(messages)
 
     def hang_up(self, error: BaseException) -> None:
@@ -172,8 +173,10 @@ class Session:
 
     # --- errors, the same for all -------------------------------------------------------------------------------
 
-    def ended(self) -> ClientClosed:
-        """Return the error of what cannot go on, as the client is closed."""
+    def ended(self) -> WeightdError:
+        """Return the error of what cannot go on, as the client is closed, or another process's."""
+        if self.is_foreign:
+            return WrongProcess("this client belongs to the process that made it; make one in each process")
         return ClientClosed("this client is closed")
 
     def no_connection(self) -> DeadlineExceeded:
@@ -192,3 +195,11 @@ class Session:
 def grace(seconds: float) -> float:
     """How much longer to wait for the daemon's own error at the deadline, which says more than the client could."""
     return min(0.1 * seconds, _MAX_GRACE_S)
+
+
+def _disown() -> None:
+    for session in list(_sessions):
+        session.is_foreign = True
+
+
+os.register_at_fork(after_in_child=_disown)

@@ -83,10 +83,17 @@ class Sharing:
 
     Args:
         next_id: gives the ids of messages.
+
+    Attributes:
+        arena: where the memory is from.
+        settled: the regions of which there is nothing to say; None where that may change at any time.
+        leases: of requests that have not ended, or whose memory a worker may still write to, by id.
     """
 
     def __init__(self, next_id: Callable[[], str]) -> None:
         self.arena = Arena()
+        self.settled: Optional[Tuple[Region, ...]] = ()
+        self.leases: Dict[str, Lease] = {}
         self._next_id = next_id
         self._lock = threading.Lock()
         # Another one with each connection.
@@ -96,11 +103,6 @@ class Sharing:
         self._names: Dict[Region, str] = {}
         self._asked: Dict[str, Region] = {}
         self._refused: Set[Region] = set()
-        # What has been told of these regions.
-        self._told: Tuple[Region, ...] = ()
-        # Whether a name is still known of a region that was let go: a request may be about to name it.
-        self._lingers = False
-        self._leases: Dict[str, Lease] = {}
         # By the identity of a description, with itself so that it stays its own: name and bytes of each output. Only
         # of those that have a large one.
         self._remembered: Dict[int, Tuple[RequestDescription, Sequence[Tuple[str, int]]]] = {}
@@ -119,28 +121,31 @@ class Sharing:
         with self._lock:
             for known in (self._names, self._asked, self._refused):
                 known.clear()
-            self._told = ()
-            leases, self._leases = self._leases, {}
+            self.settled = ()
+            leases, self.leases = self.leases, {}
         self.arena.retire(tuple({room.region for lease in leases.values() for room in lease.rooms.values()}))
 
     def due(self) -> Sequence[Tuple[Message, Optional[Region]]]:
-        """Return what is to be said before the next request, each with the region whose descriptor goes with it."""
+        """Return what is to be said before the next request, each with the region whose descriptor goes with it.
+
+        Nothing, where the arena's regions are those that are `settled`.
+        """
         regions = self.arena.regions
-        if not self._is_possible or (regions is self._told and not self._lingers):
+        if not self._is_possible or regions is self.settled:
             return ()
         due: List[Tuple[Message, Optional[Region]]] = []
         with self._lock:
             gone = [region for region in self._names if region not in regions]
             free = [region for region in gone if region.is_free]
-            self._lingers = len(free) < len(gone)
             due += [(Unregister(self._next_id(), self._names.pop(region)), None) for region in free]
             for region in regions:
-                if region not in self._told:
+                if not (region in self._names or region in self._refused or region in self._asked.values()):
                     register = Register(self._next_id())
                     self._asked[register.id] = region
                     due.append((register, region))
             self._refused.intersection_update(regions)
-            self._told = regions
+            # The name of one that was let go is still known: a request may be about to name it.
+            self.settled = None if len(free) < len(gone) else regions
         return due
 
     def registered(self, request_id: str, name: str) -> None:
@@ -162,7 +167,7 @@ class Sharing:
 
     def concerns(self, description: RequestDescription) -> bool:
         """Whether any tensor of such requests is large enough for this, as far as it is known."""
-        return self._is_possible and (is_large(description) or id(description) in self._remembered)
+        return self._is_possible and (description.largest >= LEAST_BYTES or id(description) in self._remembered)
 
     def lease(self, description: RequestDescription, arrays: Sequence[Any], out: Mapping[str, Any]) -> Lease:
         """Return where the tensors of a request are to be, of which `arrays` are the inputs."""
@@ -187,24 +192,28 @@ class Sharing:
     def begin(self, request_id: str, lease: Lease) -> None:
         """The request is being sent: what it names is nobody else's until it has ended."""
         if lease.inputs or lease.rooms:
-            self._leases[request_id] = lease
+            self.leases[request_id] = lease
 
     def end(self, request_id: str, *, running: bool = False) -> None:
         """The request has ended, or nobody writes for it any more; `running`: only the former."""
         if not running:
-            self._leases.pop(request_id, None)
+            self.leases.pop(request_id, None)
 
     def outputs(
-        self, description: Optional[RequestDescription], lease: Optional[Lease], response: InferResponse, frames: Any
+        self, request: RequestDescription, lease: Optional[Lease], response: InferResponse, frames: Sequence[Any]
     ) -> Dict[str, Any]:
         """Return the outputs of a request by name, whose `frames` are those that have one.
 
         Raises:
             InvalidArgument: one is not what it says, or not what `out` was made for.
         """
-        specs = response.description.outputs
-        if description is not None and is_large(response.description):
-            self._remember(description, [(spec.name, spec.nbytes) for spec in specs])
+        description = response.description
+        specs = description.outputs
+        if description.largest >= LEAST_BYTES:
+            self._remember(request, [(spec.name, spec.nbytes) for spec in specs])
+        if lease is None and response.placed is None:
+            # Most often all is as it would be without any of this.
+            return {spec.name: from_frame(spec, frame) for spec, frame in zip(specs, frames)}
         outputs: Dict[str, Any] = {}
         rest = iter(frames)
         for index, spec in enumerate(specs):
@@ -259,15 +268,6 @@ class Sharing:
             if id(description) not in self._remembered and len(self._remembered) >= _MAX_REMEMBERED:
                 del self._remembered[next(iter(self._remembered))]
             self._remembered[id(description)] = description, outputs
-
-
-def is_large(description: Any) -> bool:
-    """Whether one of the tensors is large enough for shared memory: found out once for each description."""
-    known: Dict[str, Any] = description.__dict__
-    if "_is_large" not in known:
-        known["_is_large"] = max(description.sizes, default=0) >= LEAST_BYTES
-    found: bool = known["_is_large"]
-    return found
 
 
 def _written(lease: Optional[Lease], index: int, nbytes: int) -> Any:

@@ -8,9 +8,8 @@ Nobody looks on in vain: who reads may wait in the kernel, the others wait for i
 
 from __future__ import annotations
 
-import contextlib
 import threading
-from typing import Callable, List, Optional
+from typing import Callable, Dict, List, Optional
 
 from weightd.client.core import Call
 
@@ -43,37 +42,48 @@ class Turn:
 
     def wake(self) -> None:
         """End the sleep, or have it not begin. There may be two reasons: the second changes nothing."""
-        with contextlib.suppress(RuntimeError):
+        try:
             self._lock.release()
+        except RuntimeError:
+            return
 
 
 class Turns:
     """Gives the right to read to one thread at a time. Whoever has it calls `leave` in the end.
 
+    Who is alone needs no lock for that: the right is taken in one step, with the name of who has it.
+
     Args:
         thread: tells which one calls.
+
+    Attributes:
+        reader: the thread that has the right, under the one key that there is; empty where none has.
     """
 
     def __init__(self, thread: Callable[[], int] = threading.get_ident) -> None:
+        self.reader: Dict[None, int] = {}
         self._thread = thread
-        self._reader = 0
+        # Held by those who change what follows.
         self._lock = threading.Lock()
         self._waiting: List[Turn] = []
-        self.is_taken = False
 
     def take(self, *, again: bool = True) -> bool:
         """Return whether it is the caller who reads, from now on; not `again`: and has not done so before."""
-        with self._lock:
-            return self._take(self._thread(), again=again)
+        thread = self._thread()
+        return (again or self.reader.get(None) != thread) and self.reader.setdefault(None, thread) == thread
 
     def enter(self, call: Call) -> Optional[Turn]:
         """Return the turn in which to wait for `call`, None where it is the caller who reads, from now on."""
         thread = self._thread()
+        if self.reader.setdefault(None, thread) == thread:
+            return None
+        turn = Turn(call, thread)
         with self._lock:
-            if self._take(thread, again=True):
-                return None
-            turn = Turn(call, thread)
+            # In this order, as who leaves looks in the other one.
             self._waiting.append(turn)
+            if self.reader.setdefault(None, thread) == thread:
+                self._waiting.remove(turn)
+                return None
         call.when_done(turn.wake)
         return turn
 
@@ -86,19 +96,22 @@ class Turns:
 
     def leave(self) -> None:
         """Read no more: somebody who waits does from now on."""
+        if not self._waiting:
+            self.reader.clear()
+            if not self._waiting:
+                return
+        self._hand_over()
+
+    def _hand_over(self) -> None:
+        thread = self._thread()
         with self._lock:
+            if self.reader.setdefault(None, thread) != thread:
+                return
             for turn in self._waiting:
                 if not turn.call.done:
                     self._waiting.remove(turn)
-                    self._reader = turn.thread
+                    self.reader[None] = turn.thread
                     turn.reads = True
                     turn.wake()
                     return
-            self.is_taken = False
-
-    def _take(self, thread: int, *, again: bool) -> bool:
-        if self.is_taken and not (again and self._reader == thread):
-            return False
-        self._reader = thread
-        self.is_taken = True
-        return True
+            self.reader.clear()

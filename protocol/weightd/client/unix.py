@@ -10,7 +10,7 @@ from weightd.client.address import knock, new_socket
 from weightd.client.connection import Connection, Making
 from weightd.protocol import limits
 from weightd.protocol.errors import RemoteProtocolError
-from weightd.protocol.framing import Incoming
+from weightd.protocol.framing import Incoming, Message
 from weightd.shared.stream import Stream
 
 
@@ -44,19 +44,16 @@ class UnixConnection(Connection):
         before, self.unsent = self.unsent, self._stream.unsent
         self.sent += before - self.unsent
 
-    def receive(self) -> List[Sequence[Any]]:
-        """As `Connection.receive`."""
+    def receive(self) -> List[Message]:
+        """As `Connection.receive`. One that was too long to be kept lacks frames, and is refused for that."""
         try:
-            messages = self._stream.receive()
+            return self._stream.receive()
         except OSError:
             raise self.loss() from None
         except RemoteProtocolError as error:
             raise RemoteProtocolError(
                 f"what answers at {self.address} does not speak as weightd does: {error}"
             ) from None
-        self.heard += len(messages)
-        # One that was too long to be kept lacks frames, so it is refused as what it is then.
-        return [message.frames for message in messages]
 
     def spoil(self) -> None:
         """As `Connection.spoil`. Who waits for it wakes up."""

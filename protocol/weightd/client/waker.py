@@ -6,7 +6,7 @@ import contextlib
 import os
 import select
 import threading
-import time
+from time import monotonic
 from typing import Sequence
 
 
@@ -39,7 +39,9 @@ class Waker:
 
     def sleep(self, poller: select.poll, deadline: float) -> bool:
         """Wait; return whether that had an end by the deadline."""
-        ready = poller.poll(max(0, int((deadline - time.monotonic()) * 1000) + 1))
+        wait = (deadline - monotonic()) * 1000
+        # It waits for milliseconds, and not less than it is told. A negative number would be for ever.
+        ready = poller.poll(wait if wait > 0 else 0)
         if not ready:
             return False
         if ready[-1][0] == self._read:

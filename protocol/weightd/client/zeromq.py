@@ -18,6 +18,7 @@ from weightd.client import address as addresses
 from weightd.client.connection import Connection, Making
 from weightd.protocol import limits
 from weightd.protocol.errors import InvalidArgument, Unavailable
+from weightd.protocol.framing import Message
 from weightd.shared import monitor, multipart
 
 # A host that vanishes does not close its TCP connections; a unix socket's peer cannot vanish unseen.
@@ -120,9 +121,11 @@ class ZeroMqConnection(Connection):
             addresses.check(self.address)
 
     def send(self, frames: List[Any], descriptors: Sequence[int] = ()) -> bool:
-        """As `Connection.send`. That the daemon has hung up is told by `receive` alone."""
+        """As `Connection.send`. libzmq takes what is sent for a daemon that has ended, so that is looked for."""
         with self._lock:
-            if self.closed:
+            if not self.is_spoilt and self._alarm.poll(0) and self._has_ended():
+                self.spoil()
+            if self.is_spoilt:
                 raise self.gone()
             if self._queue or not self._sends(frames):
                 self._queue.append(frames)
@@ -138,7 +141,7 @@ class ZeroMqConnection(Connection):
                 self.unsent -= 1
                 self.sent += 1
 
-    def receive(self) -> List[Sequence[Any]]:
+    def receive(self) -> List[Message]:
         """As `Connection.receive`: all that have come."""
         with self._lock:
             if self.closed:
@@ -149,7 +152,6 @@ class ZeroMqConnection(Connection):
                 messages = self._messages()
                 if not messages:
                     raise self.loss()
-            self.heard += len(messages)
             return messages
 
     def is_idle(self) -> bool:
@@ -158,16 +160,11 @@ class ZeroMqConnection(Connection):
             wanted = _POLLIN | _POLLOUT if self._queue else _POLLIN
             return self.closed or not (self.is_spoilt or cast(int, self._socket.getsockopt(_EVENTS)) & wanted)
 
-    def is_quiet(self) -> bool:
-        """As `Connection.is_quiet`. libzmq takes what is sent for a daemon that has ended, so that is looked for."""
-        with self._lock:
-            return self.closed or (super().is_quiet() and not self._alarm.poll(0))
-
     def close(self) -> None:
         """As `Connection.close`."""
         with self._lock:
             if not self.closed:
-                self.closed = True
+                self.closed = self.is_spoilt = True
                 self._socket.disable_monitor()
                 self._monitor.close(linger=0)
                 self._socket.close(linger=0)
@@ -180,11 +177,12 @@ class ZeroMqConnection(Connection):
             return False
         return True
 
-    def _messages(self) -> List[Sequence[Any]]:
-        messages: List[Sequence[Any]] = []
+    def _messages(self) -> List[Message]:
+        messages: List[Message] = []
         try:
             while True:
-                messages.append([frame.bytes for frame in multipart.receive(self._socket, multipart.NOBLOCK)])
+                frames = [frame.bytes for frame in multipart.receive(self._socket, multipart.NOBLOCK)]
+                messages.append(Message(frames, (*map(len, frames),)))
         except zmq.Again:
             return messages
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Optional, Tuple
+from typing import Any, Callable, Generic, Optional, Tuple, TypeVar
 
 from weightd.protocol import limits
 from weightd.protocol.datatypes import ITEM_BYTES
@@ -12,6 +12,8 @@ from weightd.protocol.messages.regions import POSITIONS, Regions
 from weightd.protocol.schema import boolean, described, integer, many, nullable, one_of, record, text
 
 _COUNT = integer(0, limits.MAX_COUNT)
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,20 @@ class Parameters:
 NO_PARAMETERS = Parameters()
 
 
+class _Once(Generic[T]):
+    """A property that is computed when it is read first, and from then on is an attribute like any other."""
+
+    def __init__(self, compute: Callable[[Any], T]) -> None:
+        self._compute = compute
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, instance: Any, owner: type) -> T:
+        value = instance.__dict__[self._name] = self._compute(instance)
+        return value
+
+
 class _Description:
     """What is the same for all messages of a shape, and has a frame of its own: found again by its bytes."""
 
@@ -73,13 +89,15 @@ class _Description:
         """The tensors whose bytes follow the header."""
         raise NotImplementedError
 
-    @property
+    @_Once
     def sizes(self) -> Tuple[int, ...]:
         """The length of each tensor's frame in bytes."""
-        sizes: Optional[Tuple[int, ...]] = self.__dict__.get("_sizes")
-        if sizes is None:
-            sizes = self.__dict__["_sizes"] = tuple(each.nbytes for each in self.tensors)
-        return sizes
+        return tuple(each.nbytes for each in self.tensors)
+
+    @_Once
+    def largest(self) -> int:
+        """The length of the longest of them; 0 where there is none."""
+        return max(self.sizes, default=0)
 
     @property
     def nbytes(self) -> int:
