@@ -33,17 +33,18 @@ class Scene:
         self.heard: list[tuple[str, Any]] = []
         self.path = directory / "lane"
         self.loop = Loop()
-        self.lanes = Lanes(self.path, self.loop, self._name_of, self._hear)
+        self.lanes = Lanes(self.path, self.loop, self._name_of, self._hear, self._break)
         self.children: list[Stream] = []
 
     def _name_of(self, pid: int) -> str | None:
         assert pid == os.getpid()
         return self.name
 
-    def _hear(self, name: str, said: Sequence[Any] | RemoteProtocolError) -> None:
-        self.heard.append(
-            (name, str(said) if isinstance(said, RemoteProtocolError) else [bytes(each) for each in said])
-        )
+    def _hear(self, name: str, said: Sequence[Any]) -> None:
+        self.heard.append((name, [bytes(each) for each in said]))
+
+    def _break(self, name: str, how: RemoteProtocolError) -> None:
+        self.heard.append((name, str(how)))
 
     def connect(self) -> Stream:
         connection = socket.socket(socket.AF_UNIX)

@@ -21,7 +21,7 @@ from weightd.protocol.framing import Message
 from weightd.protocol.messages.children import Result
 from weightd.protocol.messages.control import Update
 from weightd.protocol.messages.data import Error, Infer, RequestDescription, ResponseDescription, TensorSpec
-from weightd.protocol.messages.types import TO_CLIENT
+from weightd.protocol.messages.types import FROM_CLIENT, TO_CLIENT
 from weightd.shared.stream import Stream
 
 LIMIT_S = 20.0
@@ -121,6 +121,10 @@ class World:
             error = client.error()
             errors.append((error.id, error.code))
         return errors
+
+
+def test_every_message_of_a_client_is_answered_somewhere(world: World) -> None:
+    assert {*vars(world.frontend)["_verbs"]} == {*FROM_CLIENT.values()}
 
 
 @pytest.fixture

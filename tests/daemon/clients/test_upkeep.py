@@ -12,10 +12,8 @@ def test_memory_is_given_back_once_after_large_messages_when_none_is_under_way(m
     monkeypatch.setattr(memory, "trim", lambda: trims.append(None))
     room = Room(2**40, lambda _: "somebody")
     upkeep = Upkeep(room)
-    upkeep.seen(LARGE_BYTES - 1, 1.0)
-    assert upkeep.timer.due == float("inf")
-    upkeep.seen(LARGE_BYTES, 2.0)
-    upkeep.seen(LARGE_BYTES, 3.0)
+    upkeep.seen(2.0)
+    upkeep.seen(3.0)
     assert upkeep.timer.due == 3.0 + QUIET_S
     room.take(b"c", LARGE_BYTES)
     upkeep.tick(4.0)

@@ -8,8 +8,8 @@ import functools
 import logging
 import re
 import shutil
-import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from time import monotonic
 from typing import Any
 
 import zmq
@@ -56,6 +56,9 @@ from weightd.protocol.messages.children import (
 # weightd, or what it brings along: Python says so on stderr alone. What follows from it is a word for people.
 _MISSING_MODULE = re.compile(r"No module named '(weightd|zmq|msgpack|numpy)")
 
+# What a child hears in the order in which it is said, and answers in that.
+_BY_LANE = frozenset((Predict, Skip))
+
 _log = logging.getLogger("weightd")
 
 
@@ -72,6 +75,8 @@ class Backend:
 
     Attributes:
         files: the files of each generation, by its label.
+        intact: called with a generation; returns whether its page store, if it has one, is still what it was when it
+            was exported.
     """
 
     def __init__(
@@ -86,6 +91,7 @@ class Backend:
         self.files: dict[str, GenerationFiles] = {}
         self._running = Running(loop)
         self._seals = Seals()
+        self.intact = self._seals.intact
         self._directory = config.private_dir
         self._launcher = launcher or Direct()
         self._pinning = Pinning(self._directory, self._running, Probing(self._running, devices), self._do_later)
@@ -93,14 +99,16 @@ class Backend:
         self._loop = loop
         self._on_change = on_change
         self._has_changed = False
-        # By routing id, which is the name in bytes; with the interpreter, "" for those of the daemon before this one.
-        self._owners: dict[bytes, tuple[str, str, Owner]] = {}
+        # Whose each child is, by its name.
+        self._owners: dict[str, Owner] = {}
+        # With what each was started, unless that was by the daemon before this one.
+        self._interpreters: dict[str, str] = {}
         # What could not be done at once is told to its owner after the actions that ordered it.
         self._later: list[Callable[[float], None]] = []
         # For children of the daemon before this one, which are not connected yet: they get them when they are heard.
         self._held: dict[str, list[tuple[OrderMessage, Sequence[Any], Sequence[Memory]]]] = {}
         # A child that finds the socket finds the lane.
-        self._lanes = Lanes(config.lane_socket, loop, self._name_of, self._on_lane)
+        self._lanes = Lanes(config.lane_socket, loop, self._name_of, self._on_lane, self._on_broken_lane)
         self._address = config.children_address
         self._socket = bind(context, self._address)
         self._use = loop.add_seldom(self._socket, self._on_messages)
@@ -139,7 +147,7 @@ class Backend:
                 end = End(None, "it ended while no daemon was there")
                 self._do_later(functools.partial(owner.exited, name, end))
             else:
-                self._own(owner, name, "", process)
+                self._own(owner, name, process)
                 self._held[name] = []
         count = len(generation.children)
         text = "%s: taken over from the daemon before, %d processes, %s"
@@ -183,10 +191,6 @@ class Backend:
         if files is not None:
             self._seals.add(generation.label, files.store)
 
-    def intact(self, generation: Generation) -> bool:
-        """Return whether the page store of the generation, if it has one, is still what it was then."""
-        return self._seals.intact(generation.label)
-
     def seal(self, generation: Generation) -> SealRecord | None:
         """Return what the page store of the generation was when it was exported, if it has one."""
         return self._seals.find(generation.label)
@@ -209,7 +213,8 @@ class Backend:
             cause = f"cannot start {program.python}: {error.strerror or error}{where}"
             self._do_later(functools.partial(owner.exited, name, End(None, cause)))
         else:
-            self._own(owner, name, program.python, process)
+            self._own(owner, name, process)
+            self._interpreters[name] = program.python
 
     def order(
         self, name: str, order: OrderMessage, frames: Sequence[Any] = (), memories: Sequence[Memory] = ()
@@ -217,14 +222,15 @@ class Backend:
         """Send an order to a child; one that cannot be reached is dying, and its pidfd will tell."""
         if name in self._held:
             self._held[name].append((order, frames, memories))
+            return
+        message = [*encode(order, max_bytes=limits.MAX_CHILD_HEADER_BYTES), *frames]
+        kind = order.__class__
+        # It stops when it has done what it was asked before.
+        if kind in _BY_LANE or (kind is Stop and self._lanes.leads_to(name)):
+            self._lanes.send(name, message, memories)
         else:
-            message = [*encode(order, max_bytes=limits.MAX_CHILD_HEADER_BYTES), *frames]
-            # It stops when it has done what it was asked before.
-            if isinstance(order, Predict | Skip) or (isinstance(order, Stop) and self._lanes.leads_to(name)):
-                self._lanes.send(name, message, memories)
-            else:
-                send(self._socket, name.encode(), message)
-                self._use()
+            send(self._socket, name.encode(), message)
+            self._use()
 
     def unmap(self, numbers: Iterable[int]) -> None:
         """Take memory of clients away from the workers that were given it: nothing will name it again."""
@@ -255,26 +261,27 @@ class Backend:
 
     def _tell_later(self) -> None:
         later, self._later = self._later, []
-        now = time.monotonic()
+        now = monotonic()
         for tell in later:
             tell(now)
 
     def _files_of(self, generation: Generation) -> GenerationFiles:
         return GenerationFiles(self._directory / generation.label)
 
-    def _own(self, owner: Owner, name: str, python: str, process: Process) -> None:
+    def _own(self, owner: Owner, name: str, process: Process) -> None:
         self._running.add(name, process, functools.partial(self._on_exit, name))
-        self._owners[name.encode()] = name, python, owner
+        self._owners[name] = owner
 
     def _on_messages(self) -> int:
         """Read a batch of messages; return how many there were."""
-        now = time.monotonic()
+        now = monotonic()
         count = 0
         for received in receive(self._socket):
             count += 1
-            owned = self._owners.get(received.peer)
-            if owned is not None:
-                name, _, owner = owned
+            # No name of ours has what stands for bytes that are no text.
+            name = received.peer.decode(errors="replace")
+            owner = self._owners.get(name)
+            if owner is not None:
                 message = self._message(name, received)
                 if isinstance(message, Back):
                     # It has connected its lane before it said so.
@@ -295,21 +302,19 @@ class Backend:
 
     def _decode(self, frames: Sequence[Any]) -> ChildMessage:
         try:
-            message: ChildMessage = self._decoder.decode(frames)
+            return self._decoder.decode(frames)
         except RemoteProtocolError as error:
             return _broken(error)
-        return message
 
     def _name_of(self, pid: int) -> str | None:
-        names = (name for name, _, _ in self._owners.values())
-        return next((name for name in names if self.processes[name].pid == pid), None)
+        return next((name for name in self._owners if self.processes[name].pid == pid), None)
 
-    def _on_lane(self, name: str, frames: Sequence[Any] | RemoteProtocolError) -> None:
-        _, _, owner = self._owners[name.encode()]
-        if isinstance(frames, RemoteProtocolError):
-            owner.heard(name, _broken(frames), (), time.monotonic())
-        else:
-            owner.heard(name, self._decode(frames), frames[limits.MAX_HEADER_FRAMES :], time.monotonic())
+    def _on_lane(self, name: str, frames: Sequence[Any]) -> None:
+        message = self._decode(frames)
+        self._owners[name].heard(name, message, frames[limits.MAX_HEADER_FRAMES :], monotonic())
+
+    def _on_broken_lane(self, name: str, error: RemoteProtocolError) -> None:
+        self._owners[name].heard(name, _broken(error), (), monotonic())
 
     def _on_exit(self, name: str) -> None:
         # What it said before it died counts: read it first, all of it.
@@ -320,11 +325,11 @@ class Backend:
         self._lanes.forget(name)
         end = self._running.reap(name)
         self._held.pop(name, None)
-        _, python, owner = self._owners.pop(name.encode())
+        owner, python = self._owners.pop(name), self._interpreters.pop(name, "")
         if python and _MISSING_MODULE.search(end.words):
             hint = f"install weightd there: {python} -m pip install weightd"
             end = dataclasses.replace(end, words=f"{end.words}; {hint}")
-        owner.exited(name, end, time.monotonic())
+        owner.exited(name, end, monotonic())
 
     def _end_stray(self, kept: Kept) -> None:
         with contextlib.suppress(OSError):

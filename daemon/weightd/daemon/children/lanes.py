@@ -33,8 +33,8 @@ class Lanes:
         path: where they connect: nobody else's user may.
         loop: calls when something can be read or written.
         name_of: gives the name of the child with a pid, None if there is none; who is no child is hung up.
-        heard: is given the name of a child and the frames of its next message, or the error with which it has broken
-            the protocol: then its lane is closed.
+        heard: is given the name of a child and the frames of its next message.
+        broken: is given the name of a child and how it has broken the protocol: then its lane is closed.
     """
 
     def __init__(
@@ -42,11 +42,13 @@ class Lanes:
         path: Path,
         loop: Loop,
         name_of: Callable[[int], str | None],
-        heard: Callable[[str, Sequence[Any] | RemoteProtocolError], object],
+        heard: Callable[[str, Sequence[Any]], object],
+        broken: Callable[[str, RemoteProtocolError], object],
     ) -> None:
         self._loop = loop
         self._name_of = name_of
         self._heard = heard
+        self._broken = broken
         # None: it had one, which is closed. That it has ended, its pidfd will tell.
         self._lanes: dict[str, Stream | None] = {}
         # What children are to have once they have connected.
@@ -64,14 +66,13 @@ class Lanes:
 
     def send(self, name: str, frames: Sequence[Any], memories: Sequence[Memory] = ()) -> None:
         """Send a message to a child, now or when it reads, after the memory that it names; frames are not copied."""
-        if name not in self._lanes:
-            self._held.setdefault(name, []).append((frames, memories))
-            return
-        lane = self._lanes[name]
+        lane = self._lanes.get(name)
         if lane is not None:
             if memories:
                 self._give(lane, self._mapped[name], memories)
             self._send(lane, frames)
+        elif name not in self._lanes:
+            self._held.setdefault(name, []).append((frames, memories))
 
     def unmap(self, number: int) -> None:
         """Take memory away from whoever was given it: nothing will name it again."""
@@ -160,7 +161,7 @@ class Lanes:
             self._close(name)
         except RemoteProtocolError as error:
             self._close(name)
-            self._heard(name, error)
+            self._broken(name, error)
 
     def _flush(self, lane: Stream) -> None:
         try:

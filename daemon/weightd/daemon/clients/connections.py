@@ -192,8 +192,7 @@ class Connections:
         if connection.arriving and not connection.stream.incoming.announced:
             self._room.give(connection.key, connection.arriving)
             connection.arriving = 0
-        for message in messages:
-            self._take(connection, message)
+        self._take(connection, messages)
         if connection.stream.descriptors:
             self._wait_for_message(connection)
 
@@ -206,11 +205,13 @@ class Connections:
         if len(self._expectant) > _MOST_EXPECTANT:
             self.hang_up(connection, "too many have sent descriptors and not the messages that these go with")
 
-    def _take(self, connection: Connection, message: Message) -> None:
-        # One before it may have been its last.
-        if not connection.leaving:
+    def _take(self, connection: Connection, messages: Sequence[Message]) -> None:
+        for message in messages:
             connection.has_spoken = True
             self._handle(connection, message)
+            if connection.leaving:
+                # That was its last.
+                return
 
     def _admit(self, key: bytes, nbytes: int) -> bool:
         """A message begins that does not come at once: it takes room from now on."""

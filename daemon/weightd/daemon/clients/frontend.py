@@ -6,15 +6,16 @@ import functools
 import itertools
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from time import monotonic
 from typing import Any, Protocol
 
 from weightd.daemon.clients.connection import Connection, Identity
 from weightd.daemon.clients.connections import Connections
 from weightd.daemon.clients.regions import Registry
 from weightd.daemon.clients.room import Room
-from weightd.daemon.clients.upkeep import Upkeep
+from weightd.daemon.clients.upkeep import LARGE_BYTES, Upkeep
 from weightd.daemon.host.loop import Loop
 from weightd.daemon.models.fleet import Fleet
 from weightd.daemon.models.model import Model
@@ -49,9 +50,9 @@ from weightd.protocol.messages.control import (
     UpdateResponse,
 )
 from weightd.protocol.messages.data import Cancel, Error, Infer, InferResponse
-from weightd.protocol.messages.regions import Register, Registered, Released, Unregister
+from weightd.protocol.messages.regions import Regions, Register, Registered, Released, Unregister
 from weightd.protocol.messages.status import Status, StatusResponse
-from weightd.protocol.messages.types import FROM_CLIENT, ClientMessage, DaemonMessage
+from weightd.protocol.messages.types import FROM_CLIENT, DaemonMessage
 from weightd.protocol.version import EXTENSIONS, VERSION
 
 # A guess: how long it takes until some of what is kept has been computed, or read.
@@ -59,8 +60,10 @@ _RETRY_S = 0.1
 
 _FULL = "the daemon's memory for clients is full (max_memory_bytes), and this one, or its user, has most of it"
 
-
 _ELSEWHERE = "memory can be shared on the unix socket alone"
+
+# Who has sent it, the message, all its frames, and when that was.
+Verb = Callable[[Connection, Any, Sequence[Any], float], None]
 
 
 class Daemon(Protocol):
@@ -123,6 +126,19 @@ class Frontend:
             gone=self._on_gone,
         )
         self._unrecorded: list[tuple[bytes, UpdateResponse]] = []
+        self._verbs: dict[type[Any], Verb] = {
+            Infer: self._infer,
+            ModelMetadata: self._tell_metadata,
+            ServerMetadata: self._tell_server_metadata,
+            Cancel: self._cancel,
+            Register: self._register,
+            Unregister: self._unregister,
+            ServerReady: self._tell_ready,
+            ModelReady: self._tell_ready,
+            Status: self._ask_status,
+            Update: self._update,
+            Reload: self._reload,
+        }
         loop.add_timer(self._upkeep.timer)
 
     @property
@@ -145,12 +161,13 @@ class Frontend:
     def answer(self, request: Request, result: Result, frames: Sequence[Any]) -> None:
         """Send the model's answer."""
         self.room.give(request.client, request.kept_bytes)
-        self._upkeep.seen(result.description.nbytes, time.monotonic())
         self._tell(
             request.client,
             InferResponse(request.id, result.description, result.placed, request.running or None),
             frames,
         )
+        if result.description.nbytes >= LARGE_BYTES:
+            self._upkeep.seen(monotonic())
 
     def refuse(self, request: Request, error: RequestError) -> None:
         """Send an error in the place of an answer."""
@@ -183,84 +200,110 @@ class Frontend:
         after = None if error.retry_after is None else int(min(1e6 * error.retry_after, limits.MAX_TIMEOUT_US))
         self._tell(client, Error(request_id, error.code, clip(str(error)), after, running or None))
 
-    # --- within -------------------------------------------------------------------------------------------------
+    # --- from clients -------------------------------------------------------------------------------------------
 
     def _on_message(self, connection: Connection, received: Message) -> None:
-        now = time.monotonic()
-        request_id = ""
+        frames, lengths = received
+        now = monotonic()
         try:
-            if not received.is_whole:
-                request_id = id_of(received.frames)
-                raise _too_long(received, self.room.most)
-            message = self._decoder.decode(received.frames)
-            request_id = message.id
-            self._serve(connection, message, received.frames[limits.MAX_HEADER_FRAMES :], now)
+            if len(frames) < len(lengths):
+                self.tell_error(connection.key, id_of(frames), _too_long(received, self.room.most))
+                return
+            message = self._decoder.decode(frames)
         except RemoteProtocolError as error:
             self.tell_error(connection.key, error.request_id, InvalidArgument(str(error)))
-        except RequestError as error:
-            self.tell_error(connection.key, request_id, error)
-
-    def _serve(self, connection: Connection, message: ClientMessage, tensors: Sequence[Any], now: float) -> None:
-        client = connection.key
-        match message:
-            case Infer():
-                self._infer(connection, message, tensors, now)
-            case ModelMetadata():
-                self._model(message.model_name).metadata(client, message.id)
-            case ServerMetadata():
-                models = tuple(self._fleet.models)
-                self._tell(client, ServerMetadataResponse(message.id, "weightd", VERSION, models, EXTENSIONS))
-            case Cancel():
-                for each in self._fleet.everyone():
-                    each.cancel(client, message.id, now)
-            case Register() | Unregister():
-                self._share(connection, message)
-            case ServerReady() | ModelReady():
-                self._tell_ready(client, message, now)
-            case Status():
-                self._daemon.ask_status(client, message.id)
-            case Update() | Reload():
-                self._operate(connection, message, now)
-
-    def _share(self, connection: Connection, message: Register | Unregister) -> None:
-        client = connection.key
-        if isinstance(message, Unregister):
-            self.regions.unregister(client, message.region)
             return
-        if not connection.identity.is_near:
-            raise InvalidArgument(_ELSEWHERE)
         try:
-            region = self.regions.register(client, connection.stream.descriptors)
-        except RequestError:
-            self._connections.refuse_descriptors(connection)
-            raise
-        self._tell(client, Registered(message.id, region))
+            self._verbs[message.__class__](connection, message, frames, now)
+        except RequestError as error:
+            self.tell_error(connection.key, message.id, error)
 
-    def _places(self, connection: Connection, message: Infer) -> Places:
-        regions = message.parameters.regions
-        if regions is None or not (regions.inputs or regions.outputs):
+    # --- what a client may ask: each raises a RequestError where it is refused --------------------------------------
+
+    def _infer(self, connection: Connection, message: Infer, frames: Sequence[Any], now: float) -> None:
+        client, description, parameters = connection.key, message.description, message.parameters
+        model = self._model(description.model_name)
+        if self._daemon.stopping:
+            raise Unavailable("weightd is stopping")
+        timeout = parameters.timeout
+        seconds = model.config.timeout if timeout is None else timeout / 1e6
+        tensors = frames[limits.MAX_HEADER_FRAMES :]
+        request = Request(
+            next(self._numbers),
+            client,
+            message.id,
+            description,
+            tensors,
+            now,
+            now + seconds,
+            sum(map(len, tensors)),
+            connection.identity.origin,
+            NOWHERE if parameters.regions is None else self._places(connection, message, parameters.regions),
+        )
+        if request.nbytes >= LARGE_BYTES:
+            self._upkeep.seen(now)
+        kept_bytes = request.kept_bytes
+        if not self.room.fits(kept_bytes) and not self._make_room(client, kept_bytes):
+            raise ResourceExhausted(_FULL, retry_after=_RETRY_S)
+        self.room.take(client, kept_bytes)
+        try:
+            model.infer(request, now)
+        except RequestError:
+            self.room.give(client, kept_bytes)
+            raise
+
+    def _places(self, connection: Connection, message: Infer, regions: Regions) -> Places:
+        if not (regions.inputs or regions.outputs):
             return NOWHERE
         if not connection.identity.is_near:
             raise InvalidArgument(f"parameters.regions: {_ELSEWHERE}")
         return self.regions.places(connection.key, regions, message.description.inputs)
 
-    def _tell_ready(self, client: bytes, message: ServerReady | ModelReady, now: float) -> None:
+    def _cancel(self, connection: Connection, message: Cancel, frames: Sequence[Any], now: float) -> None:
+        for each in self._fleet.everyone():
+            each.cancel(connection.key, message.id, now)
+
+    def _register(self, connection: Connection, message: Register, frames: Sequence[Any], now: float) -> None:
+        if not connection.identity.is_near:
+            raise InvalidArgument(_ELSEWHERE)
+        try:
+            region = self.regions.register(connection.key, connection.stream.descriptors)
+        except RequestError:
+            self._connections.refuse_descriptors(connection)
+            raise
+        self._tell(connection.key, Registered(message.id, region))
+
+    def _unregister(self, connection: Connection, message: Unregister, frames: Sequence[Any], now: float) -> None:
+        self.regions.unregister(connection.key, message.region)
+
+    def _tell_metadata(self, connection: Connection, message: ModelMetadata, frames: Sequence[Any], now: float) -> None:
+        self._model(message.model_name).metadata(connection.key, message.id)
+
+    def _tell_server_metadata(
+        self, connection: Connection, message: ServerMetadata, frames: Sequence[Any], now: float
+    ) -> None:
+        models = tuple(self._fleet.models)
+        self._tell(connection.key, ServerMetadataResponse(message.id, "weightd", VERSION, models, EXTENSIONS))
+
+    def _tell_ready(
+        self, connection: Connection, message: ServerReady | ModelReady, frames: Sequence[Any], now: float
+    ) -> None:
         models = list(self._fleet.models.values())
         if isinstance(message, ModelReady):
             models = [self._model(message.model_name)]
         reasons = (
             ["weightd is stopping"] if self._daemon.stopping else [why for each in models if (why := each.unready(now))]
         )
-        self._tell(client, ReadyResponse(message.id, not reasons, clip("; ".join(reasons))))
+        self._tell(connection.key, ReadyResponse(message.id, not reasons, clip("; ".join(reasons))))
 
-    def _operate(self, connection: Connection, message: Update | Reload, now: float) -> None:
-        if isinstance(message, Update):
-            self._update(connection, message, now)
-        else:
-            _check_operator(connection, "reload the configuration")
-            self._tell(connection.key, self._daemon.reload(message.id))
+    def _ask_status(self, connection: Connection, message: Status, frames: Sequence[Any], now: float) -> None:
+        self._daemon.ask_status(connection.key, message.id)
 
-    def _update(self, connection: Connection, message: Update, now: float) -> None:
+    def _reload(self, connection: Connection, message: Reload, frames: Sequence[Any], now: float) -> None:
+        _check_operator(connection, "reload the configuration")
+        self._tell(connection.key, self._daemon.reload(message.id))
+
+    def _update(self, connection: Connection, message: Update, frames: Sequence[Any], now: float) -> None:
         _check_operator(connection, "update a model")
         if message.rollback == bool(message.path or message.weights):
             raise InvalidArgument("expected a path, weights, or rollback alone")
@@ -274,42 +317,20 @@ class Frontend:
             connection.key, message.id, now, path=message.path, weights=message.weights, rollback=message.rollback
         )
 
-    def _infer(self, connection: Connection, message: Infer, tensors: Sequence[Any], now: float) -> None:
-        client = connection.key
-        model = self._model(message.description.model_name)
-        if self._daemon.stopping:
-            raise Unavailable("weightd is stopping")
-        timeout = message.parameters.timeout
-        seconds = model.config.timeout if timeout is None else timeout / 1e6
-        request = Request(
-            number=next(self._numbers),
-            client=client,
-            id=message.id,
-            description=message.description,
-            frames=tensors,
-            arrived=now,
-            deadline=now + seconds,
-            nbytes=sum(map(len, tensors)),
-            origin=connection.identity.origin,
-            places=self._places(connection, message),
-        )
-        self._upkeep.seen(request.nbytes, now)
-        kept_bytes = request.kept_bytes
-        if not self.room.fits(kept_bytes) and not self._make_room(client, kept_bytes):
-            raise ResourceExhausted(_FULL, retry_after=_RETRY_S)
-        self.room.take(client, kept_bytes)
-        try:
-            model.infer(request, now)
-        except RequestError:
-            self.room.give(client, kept_bytes)
-            raise
+    def _model(self, name: str) -> Model:
+        model = self._fleet.models.get(name)
+        if model is None:
+            raise NotFound(f"no model {name!r}; there are: {', '.join(self._fleet.models)}")
+        return model
+
+    # --- within -------------------------------------------------------------------------------------------------
 
     def _on_broken(self, connection: Connection, how: str) -> None:
         self.tell_error(connection.key, "", InvalidArgument(how))
 
     def _on_gone(self, connection: Connection) -> None:
         for model in self._fleet.everyone():
-            model.vanished(connection.key, time.monotonic())
+            model.vanished(connection.key, monotonic())
         self.regions.forget(connection.key)
 
     def _unmap_closed(self) -> None:
@@ -332,19 +353,13 @@ class Frontend:
             unread = 0 if connection is None else connection.unread
             if 2 * unread < held:
                 for model in self._fleet.everyone():
-                    model.shed(largest, ResourceExhausted(_FULL, retry_after=_RETRY_S), time.monotonic())
+                    model.shed(largest, ResourceExhausted(_FULL, retry_after=_RETRY_S), monotonic())
             if self.room.of(largest) == held:
                 if connection is not None:
                     why = f"{held // 2**20} MiB are kept for it, {unread // 2**20} of them not read"
                     self._connections.hang_up(connection, why)
                 self.room.forget(largest)
         return True
-
-    def _model(self, name: str) -> Model:
-        try:
-            return self._fleet.models[name]
-        except KeyError:
-            raise NotFound(f"no model {name!r}; there are: {', '.join(self._fleet.models)}") from None
 
     def _tell(
         self,

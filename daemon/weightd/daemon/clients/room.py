@@ -40,16 +40,15 @@ class Room:
     def give(self, client: bytes, nbytes: int) -> None:
         """So much is kept no more; of a client that was forgotten it no longer counts."""
         has = self._by_client.get(client, 0)
-        left = max(0, has - nbytes)
-        self.held -= has - left
-        if left:
-            self._by_client[client] = left
+        if has and nbytes <= has:
+            self._by_client[client] = has - nbytes
+            self.held -= nbytes
         else:
-            self._by_client.pop(client, None)
+            self.forget(client)
 
     def forget(self, client: bytes) -> None:
         """The client has gone, or is made to go: what is kept for it goes, too."""
-        self.give(client, self.of(client))
+        self.held -= self._by_client.pop(client, 0)
 
     def largest(self, client: bytes, nbytes: int) -> bytes:
         """Return whose turn it is if a client wants so much more: who has most of the user that has most."""

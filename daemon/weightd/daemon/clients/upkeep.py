@@ -27,10 +27,9 @@ class Upkeep:
         self.timer = Timer(self.tick)
         self._room = room
 
-    def seen(self, nbytes: int, now: float) -> None:
-        """A message of so many bytes has come or gone."""
-        if nbytes >= LARGE_BYTES:
-            self.timer.set(now + QUIET_S)
+    def seen(self, now: float) -> None:
+        """A message of `LARGE_BYTES` or more has come or gone."""
+        self.timer.set(now + QUIET_S)
 
     def tick(self, now: float) -> None:
         """Give back what can be, unless something large is under way still."""
