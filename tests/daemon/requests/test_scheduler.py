@@ -306,22 +306,32 @@ class Against(RuleBasedStateMachine):
             self.count, wish.client, wish.name, RequestDescription("m", ()), (), self.now, deadline, wish.nbytes
         )
         new.company, aside = Company.__members__.get(wish.where.upper(), Company.ANY), wish.where == "aside"
-        if wish.starts and not aside and self._starts(new):
-            return
+        if wish.starts:
+            self.assign()
+            if not aside and self._starts(new):
+                return
         over = bool(self.waiting) and sum(each.nbytes for each in self.waiting) + wish.nbytes > MAX_BYTES
         if len(self.waiting) >= MAX_QUEUE or over:
             with pytest.raises(ResourceExhausted):
                 self.real.submit(new, self.now, aside=aside)
         else:
             self.real.submit(new, self.now, aside=aside)
-            (self.aside if aside else self.confined if new.company is Company.CONFINED else self.queue).append(new)
+            (self.aside if aside else self._queue_of(new)).append(new)
             self.submitted.add(new.number)
+        if wish.starts:
+            running = [*map(numbers, self.running.values())]
+            self.assign()
+            assert [*map(numbers, self.running.values())] == running
 
     def _starts(self, new: Request) -> bool:
-        """It is given to a seat just as if it had been submitted."""
-        waits = self.waiting or new.company is Company.CONFINED or new.deadline <= self.now or not self._free(new)
+        """It is given to a seat just as if it had been submitted: then nothing is left to assign."""
+        queue = self._queue_of(new)
+        queue.append(new)
+        turn = self._turn()
+        is_next = bool(turn) and turn[0] is new
+        queue.remove(new)
         started = self.real.start(new, self.now)
-        assert (started is None) == bool(waits)
+        assert (started is not None) == (is_next and new.deadline > self.now and bool(self._free(new)))
         if started is None:
             return False
         seat, job = started
@@ -344,7 +354,7 @@ class Against(RuleBasedStateMachine):
         self.real.admit(each)
         if each is not stranger:
             self.aside.remove(each)
-            (self.confined if each.company is Company.CONFINED else self.queue).append(each)
+            self._queue_of(each).append(each)
 
     @rule(client=st.sampled_from(CLIENTS))
     def confine(self, client: bytes) -> None:
@@ -386,6 +396,9 @@ class Against(RuleBasedStateMachine):
         if not self.running[worker]:
             self.since[worker] = self.now
         self.running[worker].append(each)
+
+    def _queue_of(self, each: Request) -> list[Request]:
+        return self.confined if each.company is Company.CONFINED else self.queue
 
     def _free(self, each: Request) -> list[str]:
         """Who may be given it: if it is to be alone, who has nothing."""

@@ -90,7 +90,6 @@ class Desk:
             self._predict(*started)
         else:
             self.scheduler.submit(request, now, aside=aside)
-            self.dispatch(now)
 
     def metadata(self, client: bytes, request_id: str) -> None:
         """Tell the client what the model takes and gives, at once or when it is known.

@@ -72,11 +72,14 @@ class Scheduler:
     # --- events -------------------------------------------------------------------------------------------------
 
     def start(self, request: Request, now: float) -> tuple[Seat, Job] | None:
-        """Have a request run that has just come, if it does not have to wait for its turn: else `submit` it.
+        """Have a request run that has just come, if it is its turn and a seat is free; return None if it has to wait.
 
-        What then is yielded by `assign` is the same, only that it costs more.
+        If everything was assigned before that could be, then `submit` alone is left to do: it comes to nothing to
+        `assign` after it.
         """
-        if self.queued or request.company is Company.CONFINED or request.deadline <= now:
+        if self._next() is not None or request.deadline <= now:
+            return None
+        if request.company is Company.CONFINED and self._runs_confined():
             return None
         seat = self._freest(request, now)
         if seat is None:
@@ -290,9 +293,12 @@ class Scheduler:
     def _next(self) -> Queue | None:
         """The queue whose turn it is: the one whose first request has come first."""
         queue, confined = self._queue, self._confined
-        if not confined.count or any(seat.has_confined for seat in self._seats.values()):
+        if not confined.count or self._runs_confined():
             return queue if queue.count else None
         return queue if queue.count and queue.first.number < confined.first.number else confined
+
+    def _runs_confined(self) -> bool:
+        return any(seat.has_confined for seat in self._seats.values())
 
     def _queue_of(self, request: Request) -> Queue:
         return self._confined if request.company is Company.CONFINED else self._queue

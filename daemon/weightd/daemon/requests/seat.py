@@ -39,9 +39,9 @@ class Seat:
 
     def takes_behind(self, company: Company, now: float) -> bool:
         """Return whether it takes a job that bears this company behind what it has."""
-        if company is not Company.ANY or any(job.company is not Company.ANY for job in self.jobs.values()):
+        if len(self.jobs) >= self.credit or now >= self.since + QUICK_S:
             return False
-        return len(self.jobs) < self.credit and now < self.since + QUICK_S
+        return company is Company.ANY and all(job.company is Company.ANY for job in self.jobs.values())
 
     def finished(self, now: float) -> float:
         """It has answered a job: return for how many seconds that ran."""
