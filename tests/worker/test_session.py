@@ -9,6 +9,8 @@ from typing import Any, Dict, List, Optional, Sequence, Tuple, Type, TypeVar, ca
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from testkit import cases
 from testkit.fakeengine import Answer, FakeEngine, sequence
@@ -395,6 +397,32 @@ def test_an_output_of_any_form_is_little_endian_and_in_c_order_on_the_wire(name:
     np.testing.assert_array_equal(array_of(socket, result), output)
 
 
+@given(
+    st.lists(
+        st.tuples(
+            st.dictionaries(st.sampled_from("ab"), st.sampled_from([*OUTPUTS.values(), ZEROS, ONES]), min_size=1),
+            st.sampled_from([None, ("a",), ("b", "a")]),
+            st.sampled_from([ONES, np.ones((2, 3), np.float32)]),
+        ),
+        max_size=8,
+    )
+)
+def test_an_answer_does_not_depend_on_those_before(
+    requests: List[Tuple[Arrays, Optional[Tuple[str, ...]], Any]],
+) -> None:
+    def answers(some: Sequence[Tuple[Arrays, Optional[Tuple[str, ...]], Any]]) -> List[Any]:
+        answering = iter([each for each, _, _ in some])
+        orders = [predict(1, {"x": x}, outputs) for _, outputs, x in some]
+        _, script = play(fake(lambda _: next(answering)), *orders, STOP)
+        return list(zip(script.sent, script.frames))[1:]
+
+    together = answers(requests)
+    alone = [answer for each in requests for answer in answers([each])]
+    # What is missing of the wanted ends the session.
+    assert together == alone[: len(together)]
+    assert len(together) == len(requests) or together[-1][0].leaving
+
+
 INPUTS: Dict[str, Any] = {
     "float": np.arange(6, dtype=np.float32).reshape(2, 3),
     "F-order": np.asfortranarray(np.arange(6, dtype=np.float64).reshape(2, 3)),
@@ -503,11 +531,12 @@ def test_a_daemon_that_follows_gets_nobody_back_who_is_of_no_use() -> None:
 def test_an_answer_for_another_batch_is_not_given() -> None:
     two = np.zeros((2, 3), np.float32)
     # The canary's answers are right, but the same request has another answer now.
-    engine = fake(sequence(ZEROS, two, ZEROS, two, ZEROS, ZEROS, two, ONES))
-    status, socket = play(engine, ATTACH, predict(1, {"x": np.ones((3, 3), np.float32)}), STOP)
+    three = np.ones((3, 3), np.float32)
+    engine = fake(sequence(ZEROS, two, ZEROS, two, three, three, ZEROS, ZEROS, two, ONES))
+    status, socket = play(engine, ATTACH, *(predict(number, {"x": three}) for number in range(3)), STOP)
     assert status == exits.SPOILT
     failed = only(Failed, socket)
-    assert (failed.code, failed.leaving) == ("INTERNAL", True)
+    assert (failed.request, failed.code, failed.leaving) == (2, "INTERNAL", True)
     assert "for a batch of 3" in failed.error
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import select
 import socket
 from typing import Any, List, Optional, Sequence
@@ -21,6 +22,8 @@ _RECONNECT_MS = 20
 
 # Plain integers: the library's own constants cost a microsecond each time.
 _EVENTS, _POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)
+
+_frames = operator.attrgetter("frames")
 
 
 class Connection:
@@ -43,10 +46,10 @@ class Connection:
         self._lane: Optional[Stream] = None
         # Of the two sockets of the library the descriptors only tell that there is something to look at, and not again
         # before it was looked at; asking for the events is looking. It takes longer than to read from the lane.
-        self._is_told, self._is_monitor_told = True, True
-        self._descriptor, self._monitored = (int(each.getsockopt(zmq.FD)) for each in (socket, self._monitor))
+        self._is_told = True
+        self._told_by = [int(each.getsockopt(zmq.FD)) for each in (socket, self._monitor)]
         self._readable = select.epoll()
-        for each in (self._descriptor, self._monitored):
+        for each in self._told_by:
             self._readable.register(each, select.EPOLLIN)
         socket.connect(address)
 
@@ -56,23 +59,24 @@ class Connection:
         Args:
             timeout: seconds to wait for one of the two, -1 for any time; if nothing comes, no message is returned.
         """
-        while True:
-            messages: List[Frames] = []
-            is_told = self._is_told or self._is_monitor_told
+        messages: List[Frames] = []
+        while not messages:
+            is_told = self._is_told
             ready = self._readable.poll(0 if is_told else timeout)
             for descriptor, _ in ready:
-                if descriptor == self._descriptor:
+                if descriptor in self._told_by:
                     self._is_told = True
-                elif descriptor == self._monitored:
-                    self._is_monitor_told = True
-                elif self._lane is not None:
-                    self._read(self._lane, messages)
+                else:
+                    self._read_lane(messages)
             if self._is_told:
                 self._read_socket(messages)
-            if messages or not (timeout and (ready or is_told)):
-                return messages
-            if self._is_monitor_told and self._has_followed():
-                return None
+                if timeout and not messages and self._has_followed():
+                    return None
+            elif not ready:
+                break
+            if not timeout:
+                break
+        return messages
 
     def send(self, frames: Frames) -> None:
         """Send a message."""
@@ -100,35 +104,34 @@ class Connection:
         except ConnectionError:
             return
 
-    def _read(self, lane: Stream, messages: List[Frames]) -> None:
-        """Read the lane once, and again where that was not all: a large frame is read up to its end."""
-        is_all = False
+    def _read_lane(self, messages: List[Frames]) -> None:
+        lane = self._lane
+        assert lane is not None  # noqa: S101 - it is in the epoll
         try:
-            while not is_all:
-                is_all = True
-                for frames, lengths in lane.receive():
-                    messages.append(frames)
-                    is_all = lengths[-1] < LARGE_BYTES
+            received = lane.receive()
+            messages += map(_frames, received)
+            # A large frame is read up to its end, and no further.
+            while received and received[-1].lengths[-1] >= LARGE_BYTES:
+                received = lane.receive()
+                messages += map(_frames, received)
         except ConnectionError:
             # The daemon has gone, or has done with this process: the next one, or a last order, comes another way.
             self._readable.unregister(lane.fileno())
 
     def _read_socket(self, messages: List[Frames]) -> None:
-        while True:
-            self._is_told = bool(int(self._socket.getsockopt(_EVENTS)) & _POLLIN)
-            if not self._is_told:
-                return
+        while int(self._socket.getsockopt(_EVENTS)) & _POLLIN:
             messages.append(list(map(multipart.content, multipart.receive(self._socket))))
 
     def _has_followed(self) -> bool:
-        """Look at the monitor; return whether another daemon has followed the one before."""
-        self._is_monitor_told = bool(int(self._monitor.getsockopt(_EVENTS)) & _POLLIN)
-        if not self._is_monitor_told:
-            return False
-        monitor.receive(self._monitor)
-        self._connections += 1
-        self._connect()
-        return self._connections > 1
+        """Look at the monitor; return whether another daemon has followed the one before. Else all was looked at."""
+        while int(self._monitor.getsockopt(_EVENTS)) & _POLLIN:
+            monitor.receive(self._monitor)
+            self._connections += 1
+            self._connect()
+            if self._connections > 1:
+                return True
+        self._is_told = False
+        return False
 
     def _connect(self) -> None:
         if self._lane is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import functools
 import logging
+import operator
 import platform
 import time
 from pathlib import Path
@@ -45,7 +46,7 @@ from weightd.protocol.messages.children import (
     Stop,
     Unmap,
 )
-from weightd.protocol.messages.data import TensorSpec
+from weightd.protocol.messages.data import RequestDescription, ResponseDescription, TensorSpec
 from weightd.protocol.messages.regions import MappedRegions
 from weightd.protocol.tensors import describe_response, frame_of, from_frame, to_wire
 from weightd.protocol.version import VERSION
@@ -63,6 +64,8 @@ _log = logging.getLogger("weightd.worker")
 # How often what a predict leaves behind is looked at while they come, and when nothing is kept for the next one.
 _TIDY_S = 1.0
 _IDLE_S = 10.0
+
+_form = operator.attrgetter("shape", "dtype", "flags.c_contiguous")
 
 
 class Files(NamedTuple):
@@ -114,6 +117,9 @@ class Session:
         self._decoder = Decoder(TO_CHILD, max_bytes=limits.MAX_CHILD_HEADER_BYTES)
         self._regions = Regions()
         self._heap = Heap()
+        # The last answer that was sent as the engine gave it, and what it was an answer to.
+        self._usual: Tuple[Any, ...] = ()
+        self._usual_description: Any = None
         self._tidy_at = 0.0
         self._patience_s = -1.0
         # What has been read and not been done yet: the daemon sends at most a few orders ahead.
@@ -122,18 +128,20 @@ class Session:
     def run(self, sha256: str) -> int:
         """Say HELLO and obey until told to stop; return the exit status."""
         self._send(self._hello(sha256))
-        while True:
+        while self._status == exits.OK:
             order, tensors = self._next()
-            if isinstance(order, Stop):
-                return self._status
-            if self._status == exits.OK:
-                if isinstance(order, Predict):
-                    self._status = self._predict(order, tensors)
-                else:
-                    self._status = self._obey(order)
-                if time.monotonic() >= self._tidy_at:
-                    self._tidy()
-            # Else the daemon has the bad news and will say Stop: leaving before it does could lose them.
+            if isinstance(order, Predict):
+                self._status = self._predict(order, tensors)
+            elif isinstance(order, Stop):
+                return exits.OK
+            else:
+                self._status = self._obey(order)
+            if time.monotonic() >= self._tidy_at:
+                self._tidy()
+        # The daemon has the bad news and will say Stop: leaving before it does could lose them.
+        while not isinstance(self._next()[0], Stop):
+            pass
+        return self._status
 
     def _next(self) -> Tuple[OrderMessage, Sequence[bytes]]:
         """Wait for an order. What has come meanwhile is read first: a Skip overtakes what it is about."""
@@ -308,21 +316,18 @@ class Session:
 
     def _predict(self, order: Predict, frames: Sequence[bytes]) -> int:
         try:
-            asked = order.description
-            if order.regions is None:
-                inputs = _inputs(asked.inputs, frames)
-            else:
-                inputs = self._mapped_inputs(order.regions, asked.inputs, frames)
+            asked, regions, placed = order.description, order.regions, None
+            inputs = _inputs(asked.inputs, frames) if regions is None else self._mapped_inputs(order, regions, frames)
             outputs = self._engine.predict(inputs)
-            if self._proof is not None:
-                outputs = self._proof.checked(inputs, outputs)
-            arrays = _sendable(outputs if asked.outputs is None else {name: outputs[name] for name in asked.outputs})
-            description = describe_response(asked.model_name, arrays)
-            if order.regions is None:
-                self._answer(Result(order.request, description), [*map(frame_of, arrays.values())])
+            if (asked, *outputs, *map(_form, outputs.values())) == self._usual:
+                description = self._usual_description
             else:
-                placed, rest = self._placed(order.regions, arrays)
-                self._answer(Result(order.request, description, placed), rest)
+                outputs, description = self._checked(asked, inputs, outputs)
+            if regions is None:
+                rest = [*map(frame_of, outputs.values())]
+            else:
+                placed, rest = self._placed(regions, outputs)
+            self._answer(Result(order.request, description, placed), rest)
         except RequestError as error:
             return self._fail(order, error, leaving=isinstance(error, Spoilt) or not self._proves())
         except Exception as error:  # noqa: BLE001 - the request must be answered, whatever a library raises
@@ -330,15 +335,33 @@ class Session:
             return self._fail(order, Internal(f"{type(error).__name__}: {error}"), leaving=True)
         return exits.OK
 
-    def _mapped_inputs(self, regions: MappedRegions, specs: Sequence[TensorSpec], frames: Sequence[bytes]) -> Arrays:
+    def _checked(
+        self, asked: RequestDescription, inputs: Arrays, outputs: Arrays
+    ) -> Tuple[Arrays, ResponseDescription]:
+        """What is sent of the engine's answer, and its description.
+
+        All that it takes to find out is known of the request's description, and the names and forms of the outputs.
+        Most requests are like the one before: what need not be changed is remembered.
+        """
+        form = (asked, *outputs, *map(_form, outputs.values()))
+        if self._proof is not None:
+            outputs = self._proof.checked(inputs, outputs)
+        arrays = _sendable(outputs if asked.outputs is None else {name: outputs[name] for name in asked.outputs})
+        description = describe_response(asked.model_name, arrays)
+        if asked.outputs is None and all(arrays[name] is outputs[name] for name in outputs):
+            self._usual, self._usual_description = form, description
+        return arrays, description
+
+    def _mapped_inputs(self, order: Predict, regions: MappedRegions, frames: Sequence[bytes]) -> Arrays:
         """The inputs of a request of which some are in regions."""
+        specs = order.description.inputs
         places = {place.tensor: place for place in regions.inputs}
         inputs = _inputs([spec for index, spec in enumerate(specs) if index not in places], frames)
         for index, place in places.items():
             inputs[specs[index].name] = self._regions.read(specs[index], place.region, place.offset)
         return inputs
 
-    def _placed(self, regions: MappedRegions, arrays: Arrays) -> Tuple[Optional[Tuple[int, ...]], Sequence[Any]]:
+    def _placed(self, regions: MappedRegions, arrays: Arrays) -> Tuple[Optional[Tuple[int, ...]], List[Any]]:
         """Write outputs where there is room for them; return their positions, and the frames of the others."""
         rooms = {room.tensor: room for room in regions.outputs}
         placed: List[int] = []
