@@ -11,6 +11,7 @@ import pytest
 from weightd.daemon.generations.plan import Source
 from weightd.daemon.generations.states import GenerationState
 from weightd.daemon.host.ends import End
+from weightd.daemon.models.budget import Need
 from weightd.protocol.errors import FailedPrecondition, InvalidArgument, RequestError, ResourceExhausted, Unavailable
 from weightd.protocol.messages.children import Attach, Broken, Build, Built, Failed, Result, Stop
 from weightd.protocol.messages.control import ModelMetadataResponse, UpdateResponse
@@ -45,6 +46,19 @@ def test_only_auto_on_a_card_falls_back_to_copies_in_each_process(sharing: str, 
     stage.says(HOLDER, Broken("it cannot share"))
     assert [each.terms.sharing for each in stage.model.generations if each.label != "digits.1"] == [False] * falls_back
     assert stage.model.has_failed != falls_back
+
+
+def test_who_waits_for_the_room_of_another_model_is_due_once_that_has_left() -> None:
+    stage = Stage(CARD, devices=("ascend:0",))
+    device = stage.model.deployments[0].device
+    device.max_processes, device.leaving = 3, {"other.1"}
+    device.promised["other.1"] = Need(weights=100, copies=1, users=2, processes=3, process_bytes=10)
+    stage.pinned()
+    assert stage.host.spawned == []
+    device.release("other.1")
+    assert stage.model.timer.due <= stage.now
+    stage.passes(0.0)
+    assert stage.host.spawned == [HOLDER, W1, W2]
 
 
 def test_what_takes_too_long_is_given_up_at_the_moment_that_it_has_told() -> None:

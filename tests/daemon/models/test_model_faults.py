@@ -47,7 +47,7 @@ def returns(stage: Stage) -> None:
 def looks(stage: Stage) -> int:
     """Ticks as long as there is something to look at; return how often."""
     ticks = 0
-    while stage.model.next_event == 0.0:
+    while stage.model.timer.due == 0.0:
         stage.model.tick(stage.now)
         ticks += 1
     return ticks
@@ -369,7 +369,7 @@ def test_a_large_content_is_looked_at_in_slices_while_it_waits() -> None:
     stage.model.desk.guard.quarantine.hold(equals(1, MEGABYTE)[0], stage.now)
     same_mark = bytes(600) + b"1" + bytes(MEGABYTE - 601)
     gone, poisoned, good = stage.submit(*equals(2, MEGABYTE), request(content=same_mark))
-    assert (stage.host.predicts(), stage.model.next_event) == ([], 0.0)
+    assert (stage.host.predicts(), stage.model.timer.due) == ([], 0.0)
     [unlike] = stage.submit(request(content=b"2" * MEGABYTE))  # it is not even looked at
     assert [number for _, number in stage.host.predicts()] == [unlike]
     # Of what is taken back no more is looked at.
@@ -398,7 +398,7 @@ def test_a_content_that_was_answered_after_a_hang_is_beyond_suspicion(size: int)
     quarantine = stage.model.desk.guard.quarantine
     quarantine.hung(equals(1, size)[0], stage.now)
     stage.answers(W1, *stage.submit(*equals(2, size)))
-    assert (stage.model.next_event == 0.0) == (size == MEGABYTE)
+    assert (stage.model.timer.due == 0.0) == (size == MEGABYTE)
     looks(stage)
     assert not quarantine.hung(equals(1, size)[0], stage.now)
 

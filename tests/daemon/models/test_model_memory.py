@@ -52,7 +52,7 @@ def test_who_gives_up_is_told_when_nobody_writes_any_more(end: str) -> None:
     ENDS[end](stage, number)
     assert stage.host.releases == [number]
     stage.answers(W2, other.number)
-    assert (other.running, stage.host.releases) == (False, [number])
+    assert (other.running, stage.host.releases, stage.model.desk.writers.begun) == (False, [number], {})
 
 
 def test_what_never_ran_is_nobodys_to_write() -> None:

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from testkit.examples import examples
 from weightd.daemon.requests.request import Company, Request
-from weightd.daemon.requests.scheduler import Scheduler
+from weightd.daemon.requests.scheduler import AT_ONCE, Scheduler
 from weightd.daemon.requests.seat import CREDIT, QUICK_S
 from weightd.protocol.errors import DeadlineExceeded, RequestError, ResourceExhausted
 from weightd.protocol.messages.data import RequestDescription
@@ -458,7 +458,7 @@ class Against(RuleBasedStateMachine):
         assert [(seat.name, job.sole) for seat, job in self.real.overdue(self.now)] == hung
         self.ended += numbers(self._unanswered([each for _, each in hung]))
         self.expired |= {each.number for _, each in hung}
-        self.due = self.real.next_event
+        self.due = self._next_event
 
     @rule(seconds=st.sampled_from([0.0, 0.5, 2.0, 10.0]))
     def expire(self, seconds: float) -> None:
@@ -469,7 +469,7 @@ class Against(RuleBasedStateMachine):
         found = [each for each in found if each[0] not in self.late]
         self.late = []
         self._end([each for each, _ in found], lambda each: each.deadline <= self.now)
-        self.due = self.real.next_event
+        self.due = self._next_event
 
     @rule(rest=st.integers(0, 3))
     def cancel(self, rest: int) -> None:
@@ -494,6 +494,10 @@ class Against(RuleBasedStateMachine):
         assert self.real.give_up() == self.late + self.waiting
         self.ended += numbers(self.late + self.waiting)
         self.late, self.queue, self.confined, self.aside = [], [], [], []
+
+    @property
+    def _next_event(self) -> float:
+        return AT_ONCE if self.aside else self.real.next_event
 
     @property
     def waiting(self) -> list[Request]:
@@ -551,7 +555,7 @@ class Against(RuleBasedStateMachine):
 
     @invariant()
     def nothing_that_is_due_is_overlooked(self) -> None:
-        assert self.due <= self.real.next_event
+        assert self.due <= self._next_event
         running = [each for had in self.running.values() for each in self._unanswered(had)]
         for each in self.waiting + running + self.late:
             assert self.real.next_event <= each.deadline

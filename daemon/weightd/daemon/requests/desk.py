@@ -7,12 +7,12 @@ from typing import Any, Protocol
 
 from weightd.daemon.config.model import ModelConfig
 from weightd.daemon.host.ends import End
-from weightd.daemon.requests.blame.guard import AT_ONCE, Guard
+from weightd.daemon.requests.blame.guard import Guard
 from weightd.daemon.requests.job import Job
 from weightd.daemon.requests.latency import Latencies
 from weightd.daemon.requests.regions import Memory
 from weightd.daemon.requests.request import Request
-from weightd.daemon.requests.scheduler import Scheduler
+from weightd.daemon.requests.scheduler import AT_ONCE, Scheduler
 from weightd.daemon.requests.seat import Seat
 from weightd.daemon.requests.signature import Signature
 from weightd.daemon.requests.writers import Writers

@@ -24,6 +24,9 @@ from weightd.protocol.errors import DeadlineExceeded, RequestError, ResourceExha
 # A hint to try again sooner would only bring the next refusal.
 _LEAST_RETRY_S = 0.01
 
+# When it is due to look at what is aside.
+AT_ONCE = 0.0
+
 # Of so many of the last answers the mean duration is taken.
 _LATEST = 16
 
@@ -35,7 +38,7 @@ class Scheduler:
         max_queue: requests that may wait.
         max_queue_bytes: tensor bytes that may wait.
         predict_timeout: seconds after which a seat that computes is held to hang.
-        due_by: called with a time that is sooner than what `next_event` was.
+        due_by: called with a time that is sooner than what `next_event` was, and AT_ONCE for what is put `aside`.
     """
 
     def __init__(
@@ -96,7 +99,11 @@ class Scheduler:
         queued = self.queued
         if queued:
             self._check_room(request, queued, now)
-        (self._aside if aside else self._queue_of(request)).append(request)
+        if aside:
+            self._aside.append(request)
+            self._due_by(AT_ONCE)
+        else:
+            self._queue_of(request).append(request)
         self._ends_by(request)
 
     def set_aside(self, chosen: Callable[[Request], bool]) -> list[Request]:
@@ -104,6 +111,7 @@ class Scheduler:
         chosen_ones = [request for queue in (self._queue, self._confined) for request in queue.withdraw(chosen)]
         for request in chosen_ones:
             self._aside.append(request)
+            self._due_by(AT_ONCE)
         return chosen_ones
 
     def admit(self, request: Request) -> None:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -19,8 +21,8 @@ def busy(_: str) -> bool:
     return True
 
 
-def watched(canary_interval: float = 0.0) -> Watchdog:
-    watchdog = Watchdog(PERIOD_S, canary_interval, 50.0)
+def watched(canary_interval: float = 0.0, due_by: Callable[[float], object] = float) -> Watchdog:
+    watchdog = Watchdog(PERIOD_S, canary_interval, 50.0, due_by)
     watchdog.watch("a", 100.0)
     return watchdog
 
@@ -63,12 +65,13 @@ def test_who_does_not_answer_a_ping_is_silent_once_and_not_pinged_again_because_
 
 
 def test_the_canary_runs_as_often_as_it_should_busy_or_not() -> None:
-    watchdog = watched(canary_interval=8.0)
+    told: list[float] = []
+    watchdog = watched(canary_interval=8.0, due_by=told.append)
     assert watchdog.next_event == 108.0
     assert (watchdog.due(108.0, busy), watchdog.next_event) == (Due([], ["a"], []), 158.0)
     watchdog.heard("a", 110.0)  # what it had before
     watchdog.pong("a", 112.0)  # which may tell no digest: it is not asked for it without a pause
-    assert watchdog.next_event == 120.0
+    assert told[-1] == watchdog.next_event == 120.0
     assert watchdog.due(120.0, busy) == Due([], ["a"], [])
     assert [watchdog.due(169.9, idle), watchdog.due(170.0, idle)] == [NOTHING, Due([], [], ["a"])]
 

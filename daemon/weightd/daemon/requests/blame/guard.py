@@ -18,7 +18,7 @@ from weightd.daemon.requests.blame.suspects import Suspects
 from weightd.daemon.requests.blame.watchdog import Watchdog
 from weightd.daemon.requests.job import Job
 from weightd.daemon.requests.request import Company, Origin, Request
-from weightd.daemon.requests.scheduler import Scheduler
+from weightd.daemon.requests.scheduler import AT_ONCE, Scheduler
 from weightd.daemon.requests.seat import Seat
 from weightd.protocol.errors import DeadlineExceeded, Internal, RequestError, ResourceExhausted, Unavailable
 from weightd.protocol.messages.children import Ping
@@ -33,9 +33,6 @@ MAX_LOSSES = 5
 
 # What a process may have to finish before it comes to the canary: two predicts. The canary is the third.
 _CANARY_PATIENCE = 3
-
-# When it is due to look at something.
-AT_ONCE = 0.0
 
 Refuse = Callable[[Request, RequestError], None]
 Then = Callable[[Request, float], None]
@@ -89,7 +86,6 @@ class Guard:
         if is_small(request):
             self.quarantine.check(request, now)
             return False
-        self._due_by(AT_ONCE)
         return True
 
     def answered(self, request: Request, now: float) -> None:
@@ -262,8 +258,6 @@ class Guard:
         for request in self._scheduler.set_aside(lambda each: self.quarantine.may_hold(each, now)):
             if is_small(request):
                 self._decide(request, now)
-            else:
-                self._due_by(AT_ONCE)
 
     def _decide(self, request: Request, now: float) -> None:
         """A request that was put aside ends, or may run."""
