@@ -50,7 +50,7 @@ class Signature:
             InvalidArgument: it is not what the model takes or gives.
         """
         # The decoder gives equal bytes the same object: one that fits is not looked at again.
-        if self.built is None or id(description) in self._fitting:
+        if id(description) in self._fitting or self.built is None:
             return
         check_inputs(self._inputs, description.inputs)
         check_gears(self.built, description.inputs)
