@@ -6,9 +6,10 @@ another, which a received frame knows by itself. For small messages both take ab
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, List, Sequence, Tuple
+from typing import TYPE_CHECKING, Any, Callable, List, Sequence, Tuple
 
 import zmq
+import zmq.backend
 
 from weightd.protocol import limits
 
@@ -25,6 +26,9 @@ _MAX_FRAMES = limits.MAX_TENSORS + 3
 NOBLOCK = int(zmq.NOBLOCK)
 _SNDMORE = int(zmq.SNDMORE)
 
+# What a socket's own `send` does in the end, without two more calls for each frame.
+_send: Callable[..., object] = zmq.backend.Socket.send
+
 
 def send(socket: Socket, frames: Sequence[Any], flags: int = 0) -> None:
     """Send a message: all of it or, where it raises `zmq.ZMQError`, nothing.
@@ -32,9 +36,10 @@ def send(socket: Socket, frames: Sequence[Any], flags: int = 0) -> None:
     Large frames are not copied: they are kept alive until they are written, and must not be changed before. Received
     frames are never copied.
     """
-    last = len(frames) - 1
-    for index, frame in enumerate(frames):
-        socket.send(frame, flags if index == last else flags | _SNDMORE, len(frame) < ZERO_COPY_BYTES)
+    more = flags | _SNDMORE
+    for frame in frames[:-1]:
+        _send(socket, frame, more, len(frame) < ZERO_COPY_BYTES)
+    _send(socket, frames[-1], flags, len(frames[-1]) < ZERO_COPY_BYTES)
 
 
 def send_tracked(socket: Socket, frames: Sequence[Any], flags: int = 0) -> List[Tuple[zmq.MessageTracker, int]]:

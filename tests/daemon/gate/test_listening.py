@@ -44,7 +44,11 @@ def serve(context: zmq.Context[Socket], listener: socket.socket, max_frame_bytes
 
 def heard(router: Socket) -> list[list[bytes]]:
     assert router.poll(LIMIT_MS)
-    return [received.frames for received in Reader(router).read()]
+    reader = Reader(router)
+    messages: list[list[bytes]] = []
+    while (message := reader.read()) is not None:
+        messages.append([frame.bytes for frame in message[1]])
+    return messages
 
 
 def has_ipv6() -> bool:

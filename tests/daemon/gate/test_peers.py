@@ -42,7 +42,14 @@ class Door:
     def heard(self) -> list[tuple[bytes, Connection | None]]:
         """Return what has come, and from whom."""
         self.wait(lambda: self.router.poll(0))
-        return [(each.frames[0], self.peers.sender(each.identity)) for each in Reader(self.router).read()]
+        reader = Reader(self.router)
+        heard: list[tuple[bytes, Connection | None]] = []
+        while reader.is_ready:
+            message = reader.read()
+            assert message is not None
+            route, [frame] = message
+            heard.append((frame.bytes, self.peers.sender(route, frame)))
+        return heard
 
     def known(self) -> Connection:
         [(_, connection)] = self.heard()

@@ -46,6 +46,9 @@ _FAREWELL_S = 0.1
 # When the daemon ends: its last answers get so long to come here, and as long again to leave.
 LINGER_S = 1.0
 
+# A wake-up reads at most so many messages: there is more to do.
+_BATCH = 64
+
 _NEVER = float("inf")
 
 
@@ -64,11 +67,11 @@ class Gate:
         self._link = link
         self._terms = terms
         self._peers = Peers(router)
+        self._given = self._peers.given
         self._reader = Reader(router)
         self._doorman = Doorman(self._peers, terms.twin, self._log)
         self._upkeep = Upkeep(memory, self._peers, self._counted, terms.max_memory_bytes, self._log)
         self._lanes: dict[Connection, Lane] = {}
-        self._by_descriptor: dict[int, Lane] = {}
         # Those that the daemon has to read, and since when it has not; those whose client has to read.
         self._unsent: dict[Lane, float] = {}
         self._waiting: dict[Lane, None] = {}
@@ -77,7 +80,10 @@ class Gate:
         self._ends_at = _NEVER
         self._paused = False
         self._loop = Loop()
-        self._loop.add(router, self._on_clients)
+        # The router's tells once that something has come, to whoever uses the router next: `_look` follows each use.
+        self._descriptor = int(router.FD)
+        self._loop.add(self._descriptor, self._on_clients)
+        self._loop.soon(self._look)
         self._used = [self._loop.add_seldom(each, self._on_peers) for each in self._peers.sources]
         self._loop.add(link.fileno(), self._on_link)
         self._retry = Timer(self._try_again)
@@ -102,35 +108,52 @@ class Gate:
     # --- clients to daemon --------------------------------------------------------------------------------------
 
     def _on_clients(self) -> None:
+        """Clients have sent something, or the library has other news."""
         now = time.monotonic()
-        for identity, frames, is_whole in self._reader.read():
-            connection = self._peers.known(identity.bytes) or self._peers.sender(identity)
-            if connection is None:
-                continue
-            connection.heard = now
-            lane = self._lanes.get(connection) or self._meet(connection)
-            if lane is None:
-                continue
-            if not is_whole:
-                self._refuse(connection.route, self._terms.too_long)
-                self._close(lane, "a message of more frames than there may be")
-            else:
-                self._send(lane, frames, now)
-        self._upkeep.seen(now)
-
-    def _send(self, lane: Lane, frames: list[bytes], now: float) -> None:
-        try:
-            if lane.stream.send(frames):
+        for _ in range(_BATCH):
+            received = self._reader.read()
+            if received is None:
+                break
+            self._pass_on(*received, now)
+            # To ask is cheaper than the exception of a read that finds nothing.
+            if self._paused or not self._reader.is_ready:
                 return
+        self._loop.soon(self._look)
+
+    def _look(self) -> None:
+        """Whoever else has used the socket may have taken the news that there is something to read."""
+        if not self._paused and self._reader.is_ready:
+            self._on_clients()
+
+    def _pass_on(self, route: bytes, frames: list[zmq.Frame], now: float) -> None:
+        connection = self._given.get(route) or self._peers.sender(route, frames[0])
+        if connection is None:
+            return
+        connection.heard = now
+        lane = self._lanes.get(connection) or self._meet(connection)
+        if lane is None:
+            return
+        if self._reader.has_rest:
+            self._refuse(route, self._terms.too_long)
+            self._close(lane, "a message of more frames than there may be")
+            return
+        try:
+            if not lane.stream.send(frames):
+                self._wait_for_daemon(lane, now)
         except ConnectionError:
-            return  # what the daemon has said before is read first
+            pass  # what the daemon has said before is read first
+
+    def _wait_for_daemon(self, lane: Lane, now: float) -> None:
         if lane not in self._unsent:
             self._unsent[lane] = now
             self._loop.watch_writes(lane.stream.fileno(), functools.partial(self._flush, lane))
         if not self._paused and sum(each.unsent for each in self._unsent) > MAX_UNSENT_BYTES:
-            self._paused = True
-            self._loop.pause(self._router)
+            self._pause()
             self._stuck.set(now + STUCK_S)
+
+    def _pause(self) -> None:
+        self._paused = True
+        self._loop.pause(self._descriptor)
 
     def _flush(self, lane: Lane) -> None:
         """The daemon has read some of what a client has sent."""
@@ -153,7 +176,8 @@ class Gate:
             and 2 * sum(each.unsent for each in self._unsent) <= MAX_UNSENT_BYTES
         ):
             self._paused = False
-            self._loop.resume(self._router)
+            self._loop.resume(self._descriptor)
+            self._loop.soon(self._look)
 
     def _end_stuck(self, now: float) -> None:
         if not self._paused:
@@ -167,6 +191,7 @@ class Gate:
 
     def _fetch(self, lane: Lane) -> None:
         """The daemon has something for a client."""
+        self._loop.soon(self._look)
         if lane in self._waiting:
             # Not asked for: it has closed its end, and the client does not read.
             self._let_go(lane)
@@ -192,9 +217,9 @@ class Gate:
             self._close(largest, f"it has not read {largest.nbytes} bytes")
 
     def _try_again(self, now: float) -> None:
+        self._loop.soon(self._look)
         before = self._kept()
         for lane in list(self._waiting):
-            lane.unread.forget_written()
             if lane.go_on():
                 del self._waiting[lane]
                 self._loop.resume(lane.stream.fileno())
@@ -233,6 +258,7 @@ class Gate:
         return lane
 
     def _refuse(self, route: bytes, message: bytes) -> None:
+        self._loop.soon(self._look)
         try:
             multipart.send(self._router, [route, message], multipart.NOBLOCK)
         except zmq.ZMQError as error:
@@ -292,8 +318,7 @@ class Gate:
             # What it has said last is still passed on; nothing new is taken.
             self._loop.remove(self._link.fileno())
             if not self._paused:
-                self._loop.pause(self._router)
-            self._paused = True
+                self._pause()
             self._ends_at = time.monotonic() + LINGER_S
 
     def _kept(self) -> int:

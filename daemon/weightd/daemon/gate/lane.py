@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import errno
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
-
-import zmq
 
 from weightd.daemon.gate.peers import Connection
 from weightd.daemon.gate.unread import Unread
@@ -54,24 +51,21 @@ class Lane:
         Raises:
             ConnectionError: the daemon has closed its end; all that it had sent before was passed on.
         """
+        held, unread = self._held, self.unread
         for message in self.stream.receive():
-            self._held.append(message.frames)
-        return self.go_on()
+            if held or not unread.send(message.frames):
+                held.append(message.frames)
+        return not held and (unread.nbytes <= MAX_UNREAD_BYTES or self._has_read())
 
     def go_on(self) -> bool:
         """Give the client what was kept for it; return False where it has to read first."""
-        while self._held:
-            try:
-                self.unread.send(self._held[0])
-            except zmq.ZMQError as error:
-                if error.errno == errno.EAGAIN:
-                    return False
-                if error.errno != errno.EHOSTUNREACH:
-                    raise
-                # It has gone: its connection's end is told in a moment.
-            self._held.popleft()
-        if self.unread.nbytes > MAX_UNREAD_BYTES:
-            self.unread.forget_written()
+        held = self._held
+        while held and self.unread.send(held[0]):
+            held.popleft()
+        return not held and self._has_read()
+
+    def _has_read(self) -> bool:
+        self.unread.forget_written()
         return self.unread.nbytes <= MAX_UNREAD_BYTES
 
 

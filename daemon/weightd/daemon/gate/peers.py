@@ -75,6 +75,8 @@ class Peers:
         sources: sockets; one of them is readable when `ended` may have something to do.
         connections: by descriptor, the oldest first.
         silent: those of them that have not been heard, likewise.
+        given: those who have no routing id of their own, by the one that the library has given them: no other can have
+            that. Who has chosen one may have gone, and be back with it.
     """
 
     def __init__(self, socket: zmq.Socket[bytes], clock: Callable[[], float] = time.monotonic) -> None:
@@ -86,12 +88,13 @@ class Peers:
         self._accepted = 0
         self.connections: dict[int, Connection] = {}
         self.silent: dict[int, Connection] = {}
-        self._by_route: dict[bytes, Connection] = {}
+        self.given: dict[bytes, Connection] = {}
+        self._named: dict[bytes, Connection] = {}
 
     @property
     def any_named(self) -> bool:
-        """Whether a client that is connected has chosen its own routing id: the library's begin with a zero byte."""
-        return any(not route.startswith(b"\0") for route in self._by_route)
+        """Whether a client that is connected has chosen its own routing id."""
+        return bool(self._named)
 
     def close(self) -> None:
         """Learn nothing any more."""
@@ -103,23 +106,16 @@ class Peers:
         """Return whether the connection has not ended, as far as was told."""
         return self.connections.get(connection.descriptor) is connection
 
-    def known(self, route: bytes) -> Connection | None:
-        """Return the connection over which messages with this routing id come, where the id alone tells.
-
-        One that the library has given belongs to one connection; who has a name of its own may be back with it.
-        """
-        return self._by_route.get(route) if route.startswith(b"\0") else None
-
-    def sender(self, identity: zmq.Frame) -> Connection | None:
-        """Return the connection over which a message came, by its first frame; None where that has ended."""
-        descriptor = int(identity.get(zmq.SRCFD))
+    def sender(self, route: bytes, frame: zmq.Frame) -> Connection | None:
+        """Return the connection over which a message came, by its routing id and a frame; None where it has ended."""
+        descriptor = int(frame.get(zmq.SRCFD))
         connection = self.connections.get(descriptor)
-        if connection is None or connection.number > mark(identity):
+        if connection is None or connection.number > mark(frame):
             return None
         if not connection.route:
-            connection.route = identity.bytes
+            connection.route = route
             self.silent.pop(descriptor, None)
-        self._by_route[connection.route] = connection
+        self._with(route)[route] = connection
         return connection
 
     def ended(self) -> list[Connection]:
@@ -149,6 +145,11 @@ class Peers:
             self.silent.pop(descriptor, None)
             gone = self.connections.pop(descriptor, None)
             if gone is not None:
-                if self._by_route.get(gone.route) is gone:
-                    del self._by_route[gone.route]
+                known = self._with(gone.route)
+                if known.get(gone.route) is gone:
+                    del known[gone.route]
                 ended.append(gone)
+
+    def _with(self, route: bytes) -> dict[bytes, Connection]:
+        """Return those who have such routing ids: the library's begin with a zero byte."""
+        return self.given if route.startswith(b"\0") else self._named

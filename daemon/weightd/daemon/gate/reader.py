@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import cast
 
 import zmq
 
@@ -13,19 +13,8 @@ from weightd.shared import multipart
 # Plain integers: pyzmq's own are slower.
 _EVENTS, _POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)
 
-# A wake-up reads at most so many messages: there is more to do.
-_BATCH = 64
-
 # Frames that nobody wants are read for a few milliseconds at a time.
 _PORTION = 4096
-
-
-class Received(NamedTuple):
-    """A message: who sent it, as its first frame tells, and its own frames; too many where it is not whole."""
-
-    identity: zmq.Frame
-    frames: list[Any]
-    is_whole: bool
 
 
 class Reader:
@@ -35,31 +24,37 @@ class Reader:
     returned, to be refused, and the rest is dropped by and by.
 
     Args:
-        socket: bound.
+        socket: bound, or about to be.
+
+    Attributes:
+        has_rest: the message that was read last has more frames than there may be.
     """
 
     def __init__(self, socket: zmq.Socket[bytes]) -> None:
+        self.has_rest = False
         self._socket = socket
-        self._has_rest = False
+        self._receive = socket.recv
+        self._ask = cast(Callable[[int], int], socket.getsockopt)
 
     @property
     def is_ready(self) -> bool:
         """Whether there is something to read: where the library has told that once, it does not again."""
-        return bool(int(self._socket.getsockopt(_EVENTS)) & _POLLIN)
+        return self._ask(_EVENTS) & _POLLIN != 0
 
-    def read(self) -> Iterator[Received]:
-        """Yield the messages that wait, at most a batch. Large frames are not copied."""
-        if self._has_rest:
-            self._has_rest = multipart.skip(self._socket, _PORTION)
-            return
-        for _ in range(_BATCH):
-            try:
-                identity, *frames = whole = multipart.begin(self._socket, multipart.NOBLOCK)
-            except zmq.Again:
-                return
-            self._has_rest = whole[-1].more
-            contents = [multipart.content(frame) for frame in frames]
-            yield Received(identity, contents, not self._has_rest and len(frames) <= MAX_FRAMES)
-            # The second is cheaper than the exception of a read that finds nothing.
-            if self._has_rest or not self.is_ready:
-                return
+    def read(self) -> tuple[bytes, list[zmq.Frame]] | None:
+        """Return the routing id and the frames of the next message; None where there is none now."""
+        if self.has_rest:
+            self.has_rest = multipart.skip(self._socket, _PORTION)
+            return None
+        receive = self._receive
+        try:
+            route = receive(multipart.NOBLOCK)
+        except zmq.Again:
+            return None
+        frames = [receive(0, False)]
+        while frames[-1].more:
+            if len(frames) == MAX_FRAMES:
+                self.has_rest = True
+                break
+            frames.append(receive(0, False))
+        return route, frames

@@ -6,6 +6,7 @@ counted: of large frames each, of small messages many together.
 
 from __future__ import annotations
 
+import errno
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -38,24 +39,30 @@ class Unread:
         self._tracked: deque[tuple[zmq.MessageTracker, int]] = deque()
         self._unmarked = 0
 
-    def send(self, frames: Sequence[Any]) -> None:
-        """Send a message.
+    def send(self, frames: Sequence[Any]) -> bool:
+        """Send a message; return False where the client has to read first: a thousand wait.
 
-        Raises:
-            zmq.ZMQError: not now (EAGAIN: a thousand wait), or never (EHOSTUNREACH: it has gone).
+        If it has gone, that is told in a moment, and this returns True.
         """
-        message = [self._route, *frames]
-        lengths = [len(frame) for frame in frames]
-        nbytes = sum(lengths)
-        if max(lengths) >= multipart.ZERO_COPY_BYTES:
+        nbytes = sum(map(len, frames))
+        unmarked = self._unmarked + nbytes
+        try:
+            if nbytes < multipart.ZERO_COPY_BYTES and unmarked <= MARK_BYTES:
+                multipart.send(self._socket, (self._route, *frames), multipart.NOBLOCK)
+                self._unmarked = unmarked
+            else:
+                self._send_counted((self._route, *frames), unmarked)
+        except zmq.ZMQError as error:
+            if error.errno not in (errno.EAGAIN, errno.EHOSTUNREACH):
+                raise
+            return error.errno == errno.EHOSTUNREACH
+        return True
+
+    def _send_counted(self, message: Sequence[Any], unmarked: int) -> None:
+        if max(map(len, message)) >= multipart.ZERO_COPY_BYTES:
             tracked = multipart.send_tracked(self._socket, message, multipart.NOBLOCK)
-        elif self._unmarked + nbytes <= MARK_BYTES:
-            multipart.send(self._socket, message, multipart.NOBLOCK)
-            self._unmarked += nbytes
-            return
         else:
-            tracker = multipart.send_marked(self._socket, message, multipart.NOBLOCK)
-            tracked = [(tracker, self._unmarked + nbytes)]
+            tracked = [(multipart.send_marked(self._socket, message, multipart.NOBLOCK), unmarked)]
             self._unmarked = 0
         self._tracked += tracked
         self.nbytes += sum(count for _, count in tracked)
