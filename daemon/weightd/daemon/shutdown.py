@@ -36,10 +36,15 @@ SHUTDOWN: Mapping[tuple[State, Event], State] = {
 
 
 class Shutdown:
-    """Where one daemon is in `SHUTDOWN`."""
+    """Where one daemon is in `SHUTDOWN`.
+
+    Attributes:
+        begun: whether no new request is taken.
+    """
 
     def __init__(self) -> None:
         self._state = State.SERVING
+        self.begun = False
 
     def on(self, event: Event) -> None:
         """Go on to the next state.
@@ -48,11 +53,8 @@ class Shutdown:
             IllegalTransition: the table does not list the event in this state.
         """
         self._state = advance(SHUTDOWN, self._state, event)
-
-    @property
-    def begun(self) -> bool:
-        """Whether no new request is taken."""
-        return self._state is not State.SERVING
+        # For this every request asks.
+        self.begun = self._state is not State.SERVING
 
     @property
     def finishing(self) -> bool:

@@ -56,6 +56,9 @@ from weightd.protocol.messages.children import (
 # weightd, or what it brings along: Python says so on stderr alone. What follows from it is a word for people.
 _MISSING_MODULE = re.compile(r"No module named '(weightd|zmq|msgpack|numpy)")
 
+# Of the frames of a message.
+_TENSORS = slice(limits.MAX_HEADER_FRAMES, None)
+
 # What a child hears in the order in which it is said, and answers in that.
 _BY_LANE = frozenset((Predict, Skip))
 
@@ -288,11 +291,14 @@ class Backend:
                     self._lanes.accept()
                 for order, frames, memories in self._held.pop(name, ()):
                     self.order(name, order, frames, memories)
-                owner.heard(name, message, received.frames[limits.MAX_HEADER_FRAMES :], now)
+                owner.heard(name, message, received.frames[_TENSORS], now)
         return count
 
     def _message(self, name: str, received: Received) -> ChildMessage:
-        message = self._decode(received.frames)
+        try:
+            message: ChildMessage = self._decoder.decode(received.frames)
+        except RemoteProtocolError as error:
+            return _broken(error)
         if isinstance(message, Hello):
             # The kernel knows who says HELLO: it must be the process that was started under that name.
             pid, expected = peer_pid(received.identity), self.processes[name].pid
@@ -300,18 +306,15 @@ class Backend:
                 return _broken(RemoteProtocolError(f"hello: expected from pid {expected}, got it from {pid}"))
         return message
 
-    def _decode(self, frames: Sequence[Any]) -> ChildMessage:
-        try:
-            return self._decoder.decode(frames)
-        except RemoteProtocolError as error:
-            return _broken(error)
-
     def _name_of(self, pid: int) -> str | None:
         return next((name for name in self._owners if self.processes[name].pid == pid), None)
 
     def _on_lane(self, name: str, frames: Sequence[Any]) -> None:
-        message = self._decode(frames)
-        self._owners[name].heard(name, message, frames[limits.MAX_HEADER_FRAMES :], monotonic())
+        try:
+            message: ChildMessage = self._decoder.decode(frames)
+        except RemoteProtocolError as error:
+            message = _broken(error)
+        self._owners[name].heard(name, message, frames[_TENSORS], monotonic())
 
     def _on_broken_lane(self, name: str, error: RemoteProtocolError) -> None:
         self._owners[name].heard(name, _broken(error), (), monotonic())

@@ -114,6 +114,9 @@ class Connections:
         if not connection.leaving:
             _log.warning("a connection of %s is hung up: %s", connection.identity.origin.near, why)
             connection.hang_up()
+            # It is told of its end, and of nothing that it has said.
+            self._loop.remove(connection.stream.fileno())
+            self._loop.add(connection.stream.fileno(), functools.partial(self._leave, connection))
 
     def refuse_descriptors(self, connection: Connection) -> None:
         """Have those closed that a client has sent, and nobody wants."""
@@ -176,9 +179,6 @@ class Connections:
 
     def _receive(self, connection: Connection) -> None:
         """Something has come, or the client has gone: read once, so that others have their turn."""
-        if connection.leaving:
-            self._leave(connection)
-            return
         try:
             messages = connection.stream.receive()
         except ConnectionError:
@@ -192,7 +192,12 @@ class Connections:
         if connection.arriving and not connection.stream.incoming.announced:
             self._room.give(connection.key, connection.arriving)
             connection.arriving = 0
-        self._take(connection, messages)
+        for message in messages:
+            connection.has_spoken = True
+            self._handle(connection, message)
+            if connection.leaving:
+                # That was its last.
+                break
         if connection.stream.descriptors:
             self._wait_for_message(connection)
 
@@ -204,14 +209,6 @@ class Connections:
         self._expectant = {each for each in self._expectant if each.stream.descriptors} | {connection}
         if len(self._expectant) > _MOST_EXPECTANT:
             self.hang_up(connection, "too many have sent descriptors and not the messages that these go with")
-
-    def _take(self, connection: Connection, messages: Sequence[Message]) -> None:
-        for message in messages:
-            connection.has_spoken = True
-            self._handle(connection, message)
-            if connection.leaving:
-                # That was its last.
-                return
 
     def _admit(self, key: bytes, nbytes: int) -> bool:
         """A message begins that does not come at once: it takes room from now on."""

@@ -9,13 +9,13 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from time import monotonic
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 from weightd.daemon.clients.connection import Connection, Identity
 from weightd.daemon.clients.connections import Connections
 from weightd.daemon.clients.regions import Registry
 from weightd.daemon.clients.room import Room
-from weightd.daemon.clients.upkeep import LARGE_BYTES, Upkeep
+from weightd.daemon.clients.upkeep import Upkeep
 from weightd.daemon.host.loop import Loop
 from weightd.daemon.models.fleet import Fleet
 from weightd.daemon.models.model import Model
@@ -54,6 +54,9 @@ from weightd.protocol.messages.regions import Regions, Register, Registered, Rel
 from weightd.protocol.messages.status import Status, StatusResponse
 from weightd.protocol.messages.types import FROM_CLIENT, DaemonMessage
 from weightd.protocol.version import EXTENSIONS, VERSION
+
+# Of the frames of a message.
+_TENSORS = slice(limits.MAX_HEADER_FRAMES, None)
 
 # A guess: how long it takes until some of what is kept has been computed, or read.
 _RETRY_S = 0.1
@@ -114,7 +117,7 @@ class Frontend:
         # A worker may still give an answer that the daemon before this one has asked for: no number is used twice.
         self._numbers = itertools.count(time.time_ns() // 1000)
         self._decoder = Decoder(FROM_CLIENT)
-        self.room = Room(max_memory_bytes, self._user)
+        self.room = Room(max_memory_bytes, self._user, lambda: self._upkeep.seen(monotonic()))
         self.regions = Registry(max_shm_bytes, self._user, functools.partial(loop.soon, self._unmap_closed))
         self._upkeep = Upkeep(self.room)
         self._connections = Connections(
@@ -166,8 +169,6 @@ class Frontend:
             InferResponse(request.id, result.description, result.placed, request.running or None),
             frames,
         )
-        if result.description.nbytes >= LARGE_BYTES:
-            self._upkeep.seen(monotonic())
 
     def refuse(self, request: Request, error: RequestError) -> None:
         """Send an error in the place of an answer."""
@@ -222,12 +223,12 @@ class Frontend:
 
     def _infer(self, connection: Connection, message: Infer, frames: Sequence[Any], now: float) -> None:
         client, description, parameters = connection.key, message.description, message.parameters
-        model = self._model(description.model_name)
+        model = self._fleet.models.get(description.model_name) or self._unknown(description.model_name)
         if self._daemon.stopping:
             raise Unavailable("weightd is stopping")
         timeout = parameters.timeout
         seconds = model.config.timeout if timeout is None else timeout / 1e6
-        tensors = frames[limits.MAX_HEADER_FRAMES :]
+        tensors = frames[_TENSORS]
         request = Request(
             next(self._numbers),
             client,
@@ -240,8 +241,6 @@ class Frontend:
             connection.identity.origin,
             NOWHERE if parameters.regions is None else self._places(connection, message, parameters.regions),
         )
-        if request.nbytes >= LARGE_BYTES:
-            self._upkeep.seen(now)
         kept_bytes = request.kept_bytes
         if not self.room.fits(kept_bytes) and not self._make_room(client, kept_bytes):
             raise ResourceExhausted(_FULL, retry_after=_RETRY_S)
@@ -318,10 +317,10 @@ class Frontend:
         )
 
     def _model(self, name: str) -> Model:
-        model = self._fleet.models.get(name)
-        if model is None:
-            raise NotFound(f"no model {name!r}; there are: {', '.join(self._fleet.models)}")
-        return model
+        return self._fleet.models.get(name) or self._unknown(name)
+
+    def _unknown(self, name: str) -> NoReturn:
+        raise NotFound(f"no model {name!r}; there are: {', '.join(self._fleet.models)}")
 
     # --- within -------------------------------------------------------------------------------------------------
 

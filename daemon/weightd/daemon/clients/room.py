@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable
 
+# What an allocator does not give back by itself.
+LARGE_BYTES = 1024 * 1024
+
 
 class Room:
     """One bound for all clients together: of bytes that are kept for them.
@@ -13,15 +16,17 @@ class Room:
         most: bytes; what is alone may be more.
         user: called with a client; returns on whose account it goes, "" where that is not known. Clients of one user
             share what it gets.
+        on_large: called whenever `LARGE_BYTES` or more are taken at once.
 
     Attributes:
         held: bytes now.
     """
 
-    def __init__(self, most: int, user: Callable[[bytes], str]) -> None:
+    def __init__(self, most: int, user: Callable[[bytes], str], on_large: Callable[[], object] = lambda: None) -> None:
         self.most = most
         self.held = 0
         self.user = user
+        self._on_large = on_large
         self._by_client: dict[bytes, int] = {}
 
     def fits(self, nbytes: int) -> bool:
@@ -36,6 +41,8 @@ class Room:
         """So much more is kept for a client."""
         self._by_client[client] = self._by_client.get(client, 0) + nbytes
         self.held += nbytes
+        if nbytes >= LARGE_BYTES:
+            self._on_large()
 
     def give(self, client: bytes, nbytes: int) -> None:
         """So much is kept no more; of a client that was forgotten it no longer counts."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from weightd.daemon.clients.room import Room
+from weightd.daemon.clients.room import LARGE_BYTES, Room
 from weightd.daemon.host import memory
 from weightd.daemon.host.timers import Timer
 
@@ -10,7 +10,6 @@ _NEVER = float("inf")
 
 # Large traffic that has paused for so long may begin again, and would only have to get its memory again.
 QUIET_S = 1.0
-LARGE_BYTES = 1024 * 1024
 
 
 class Upkeep:
@@ -28,7 +27,7 @@ class Upkeep:
         self._room = room
 
     def seen(self, now: float) -> None:
-        """A message of `LARGE_BYTES` or more has come or gone."""
+        """A message of `LARGE_BYTES` or more has come, or is not read at once."""
         self.timer.set(now + QUIET_S)
 
     def tick(self, now: float) -> None:

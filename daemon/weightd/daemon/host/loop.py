@@ -21,6 +21,9 @@ _EVENTS, _POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)
 
 _IN, _OUT = select.EPOLLIN, select.EPOLLOUT
 
+# What no event is: with this the one who was to be told is removed.
+_GONE = _OUT | 1 << 40
+
 # Whatever else is told, a hangup or an error, the one who reads finds out.
 _READABLE = ~_OUT
 
@@ -89,7 +92,7 @@ class Loop:
         del self._masks[descriptor], self._readers[descriptor]
         self._writers.pop(descriptor, None)
         if descriptor in self._ready:
-            self._ready[descriptor] = 0
+            self._ready[descriptor] = _GONE
 
     def watch_writes(self, descriptor: int, handler: Callable[[], object]) -> None:
         """Call `handler` whenever `descriptor`, which was added, can be written to."""
@@ -134,8 +137,9 @@ class Loop:
     def run(self) -> None:
         """Wait, and call handlers, until one of them has called `stop`."""
         self._runs = True
+        due = self._due
         while self._runs:
-            self.wait()
+            self._turn(due[0][0] - monotonic())
 
     def stop(self) -> None:
         """Let this turn be the last one of `run`."""
@@ -143,40 +147,46 @@ class Loop:
 
     def wait(self, seconds: float = _LONGEST_WAIT_S) -> None:
         """Wait at most `seconds`, and call the handler of each source that is ready, then of each timer that is due."""
-        due = self._due
-        asked = self._asked() if self._sockets else ()
-        seconds = 0.0 if asked or self._soon else min(seconds, due[0][0] - monotonic())
-        # The kernel's clock has milliseconds, and Python rounds up: a wait never ends early.
-        ready = self._ready = dict(self._epoll.poll(seconds if seconds > 0.0 else 0.0))
-        for descriptor, events in ready.items():
-            if events & _OUT:
-                self._writable(descriptor)
-            elif events:
-                self._readers[descriptor]()
-        for handler in asked:
-            handler()
-        if self._soon:
-            self._call_soon()
-        if due[0][0] <= monotonic():
-            self._timers.run(monotonic())
-        if self._each_turn is not None:
-            self._each_turn()
+        self._turn(min(seconds, self._due[0][0] - monotonic()))
 
     def close(self) -> None:
         """Give the epoll descriptor back."""
         self._epoll.close()
 
+    def _turn(self, seconds: float) -> None:
+        if self._sockets:
+            self._ask()
+        if self._soon or seconds < 0.0:
+            seconds = 0.0
+        # The kernel's clock has milliseconds, and Python rounds up: a wait never ends early.
+        ready = self._ready = dict(self._epoll.poll(seconds))
+        for descriptor, events in ready.items():
+            if events & _OUT:
+                self._writable(descriptor)
+            else:
+                self._readers[descriptor]()
+        if self._soon:
+            self._call_soon()
+        now = monotonic()
+        if self._due[0][0] <= now:
+            self._timers.run(now)
+        if self._each_turn is not None:
+            self._each_turn()
+
+    def _ask(self) -> None:
+        for socket, handler in self._sockets.items():
+            if _is_readable(socket):
+                self._soon[handler] = None
+
     def _rest_again(self, now: float) -> None:
         self._rest.set(now + _LONGEST_WAIT_S)
 
-    def _asked(self) -> list[Callable[[], object]]:
-        return [handler for socket, handler in self._sockets.items() if _is_readable(socket)]
-
     def _writable(self, descriptor: int) -> None:
-        """It can be written to, and perhaps it can be read, too."""
-        if self._ready[descriptor] & _READABLE:
+        """It can be written to, and perhaps it can be read, too; unless it was removed."""
+        events = self._ready[descriptor]
+        if events != _GONE and events & _READABLE:
             self._readers[descriptor]()
-        if self._ready[descriptor] and descriptor in self._writers:
+        if self._ready[descriptor] != _GONE and descriptor in self._writers:
             self._writers[descriptor]()
 
     def _call_soon(self) -> None:
