@@ -15,6 +15,8 @@ from weightd.protocol.framing import LARGE_BYTES, Incoming, Message, Outgoing, h
 
 HEADER_BYTES, LARGE_HEADER, LIMIT = 40, LARGE_BYTES + 7, 8 * LARGE_BYTES
 
+MOST = 3
+
 # Beside small frames those that are read to where they stay; and, with the bound of a test, those that are mapped.
 SIZES = st.integers(0, 30) | st.sampled_from(
     [HEADER_BYTES, HEADER_BYTES + 1, LARGE_BYTES - 1, LARGE_BYTES, LARGE_HEADER, 3 * LARGE_BYTES]
@@ -45,6 +47,10 @@ def read(incoming: Incoming, stream: bytes, cuts: List[int], *, targets: bool = 
             piece = piece[: len(target)]
             target[: len(piece)] = piece
             messages += incoming.filled(len(piece))
+        while incoming.is_behind:
+            more = incoming.receive(b"")
+            assert len(more) <= MOST
+            messages += more
         position += len(piece)
         turn += 1
     return messages
@@ -63,7 +69,7 @@ def test_any_messages_cut_anywhere_arrive_in_order(
         return nbytes not in refused
 
     bound = data.draw(st.sampled_from([HEADER_BYTES, LARGE_HEADER]))
-    incoming = Incoming(bound, LIMIT, admit)
+    incoming = Incoming(bound, LIMIT, admit, data.draw(st.sampled_from([1, MOST])))
     messages = read(incoming, stream, cuts, targets=data.draw(st.booleans()))
     assert [list(message.lengths) for message in messages] == shapes
     for message, frames in zip(messages, sent):

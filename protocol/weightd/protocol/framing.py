@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import mmap
 import struct
+import sys
 from collections import deque
 from typing import Any, Callable, Deque, Dict, List, NamedTuple, Optional, Sequence, Tuple, Type, cast
 
@@ -89,8 +90,10 @@ class Incoming:
         max_frame_bytes: whoever announces more has broken the framing.
         admit: called with the bytes of a message that has begun and does not come at once; where it returns False,
             nothing but the header is kept.
+        most: messages that are given at once. Others that have come wait as the bytes that they are.
 
     Attributes:
+        is_behind: whether some do, perhaps: `receive` gives them, of no more bytes too.
         announced: bytes of the message under way that were admitted; 0 where none is, or it is dropped.
         missing: bytes of the frame under way that are still to come; 0 where none is.
     """
@@ -100,14 +103,17 @@ class Incoming:
         max_header_bytes: int = limits.MAX_HEADER_BYTES,
         max_frame_bytes: int = limits.MAX_FRAME_BYTES,
         admit: Callable[[int], bool] = _admit_anything,
+        most: int = sys.maxsize,
     ) -> None:
+        self.is_behind = False
         self.announced = self.missing = 0
         self._max_header_bytes = max_header_bytes
         self._max_frame_bytes = max_frame_bytes
         # No frame of a message that has no more in all breaks a bound.
         self._within_bounds = min(max_header_bytes, max_frame_bytes)
         self._admit = admit
-        # The beginning of a message whose lengths have not all come.
+        self._most = most
+        # The beginning of a message whose lengths have not all come, or more where it is behind.
         self._rest = b""
         # Of the message under way: its lengths, () where there is none; its frames so far; how many are to be kept; and
         # the frame under way, None where it is dropped.
@@ -164,7 +170,7 @@ class Incoming:
 
     def _receive(self, data: bytes, position: int, messages: List[Message]) -> List[Message]:
         size = len(data)
-        while size - position >= _COUNT.size and not self._lengths:
+        while size - position >= _COUNT.size and not self._lengths and len(messages) < self._most:
             (count,) = _COUNT.unpack_from(data, position)
             layout = _LENGTHS.get(count)
             if layout is None:
@@ -187,6 +193,7 @@ class Incoming:
                 self._begin(lengths, nbytes)
                 position = self._fill(data, begin, messages)
         self._rest = data[position:] if position < size else b""
+        self.is_behind = position < size and len(messages) >= self._most
         return messages
 
     def _begin(self, lengths: Tuple[int, ...], nbytes: int) -> None:

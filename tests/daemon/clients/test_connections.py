@@ -93,6 +93,34 @@ def test_who_sends_a_byte_at_a_time_makes_nobody_wait(hall: Hall) -> None:
     assert hall.frames.count([b"quick"]) == len(message(b"slow"))
 
 
+def test_who_sends_many_at_once_has_them_heard_in_turns_and_then_its_end(hall: Hall) -> None:
+    greedy, modest = hall.come(), hall.come()
+    many = [[b"%d" % number] for number in range(1000)]
+    greedy.send(b"".join(message(*frames) for frames in many))
+    greedy.close()
+    modest.send(message(b"modest"))
+    hall.loop.wait(0.0)
+    assert [b"modest"] in hall.frames
+    assert 0 < len(hall.frames) < 50
+    # No event is waited for.
+    while not hall.gone:
+        before = len(hall.frames)
+        hall.loop.wait(LIMIT_S)
+        assert before < len(hall.frames) < before + 50 or hall.gone
+    assert [each for each in hall.frames if each != [b"modest"]] == many
+
+
+def test_who_is_hung_up_has_nothing_more_heard(hall: Hall) -> None:
+    client = hall.come()
+    client.send(message(b"x") * 1000)
+    hall.loop.wait(0.0)
+    count = len(hall.frames)
+    [connection] = hall.connections
+    hall.connections.hang_up(connection, "for a test")
+    hall.until(lambda: hall.gone)
+    assert len(hall.frames) == count
+
+
 def test_a_message_that_has_begun_takes_room_until_it_is_there(hall: Hall) -> None:
     client = hall.come()
     body = bytes(ROOM // 2)

@@ -28,6 +28,9 @@ MAX_UNREAD_BYTES = 256 * 1024 * 1024
 # With one wake-up: more wait for the next one.
 _MOST_ACCEPTED = 64
 
+# Of one client, before others have their turn.
+_MOST_HANDLED = 16
+
 # Where there is no descriptor for the next one, until some have gone.
 _PAUSE_S = 0.1
 
@@ -82,6 +85,7 @@ class Connections:
         self._pause = Timer(self._resume)
         self._paused: list[socket.socket] = []
         self._expectant: set[Connection] = set()
+        self._behind: dict[Connection, None] = {}
         loop.add_timer(self._pause)
 
     def __iter__(self) -> Iterator[Connection]:
@@ -101,7 +105,7 @@ class Connections:
         """Let somebody in; the socket is this object's from now on."""
         key = next(self._keys).to_bytes(8, "big")
         longest = min(self._room.most, limits.MAX_FRAME_BYTES)
-        incoming = Incoming(max_frame_bytes=longest, admit=functools.partial(self._admit, key))
+        incoming = Incoming(max_frame_bytes=longest, admit=functools.partial(self._admit, key), most=_MOST_HANDLED)
         takes_descriptors = identity.is_near and not self.closing.is_behind
         stream = Stream(connection, incoming, takes_descriptors=takes_descriptors)
         found = self._by_key[key] = Connection(key, stream, identity, time.monotonic())
@@ -179,8 +183,10 @@ class Connections:
 
     def _receive(self, connection: Connection) -> None:
         """Something has come, or the client has gone: read once, so that others have their turn."""
+        stream = connection.stream
+        incoming = stream.incoming
         try:
-            messages = connection.stream.receive()
+            messages = incoming.receive(b"") if incoming.is_behind else stream.receive()
         except ConnectionError:
             self._leave(connection)
             return
@@ -189,7 +195,7 @@ class Connections:
             self._broken(connection, str(error))
             self.hang_up(connection, str(error))
             return
-        if connection.arriving and not connection.stream.incoming.announced:
+        if connection.arriving and not incoming.announced:
             self._room.give(connection.key, connection.arriving)
             connection.arriving = 0
         for message in messages:
@@ -198,8 +204,18 @@ class Connections:
             if connection.leaving:
                 # That was its last.
                 break
-        if connection.stream.descriptors:
+        if stream.descriptors:
             self._wait_for_message(connection)
+        if incoming.is_behind:
+            self._behind[connection] = None
+            self._loop.soon(self._catch_up)
+
+    def _catch_up(self) -> None:
+        """Go on with those who have sent more at once than was handled, after all others had their turn."""
+        behind, self._behind = self._behind, {}
+        for connection in behind:
+            if connection.key in self._by_key and not connection.leaving:
+                self._receive(connection)
 
     def _wait_for_message(self, connection: Connection) -> None:
         """A client's descriptors are there: they are refused where no message is that they may go with."""
