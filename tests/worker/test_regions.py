@@ -15,7 +15,7 @@ import pytest
 
 from weightd.protocol.errors import Internal, InvalidArgument
 from weightd.protocol.messages.data import TensorSpec
-from weightd.protocol.tensors import to_wire
+from weightd.protocol.tensors import frame_of, to_wire
 from weightd.shared import memfd
 from weightd.worker.regions import Regions
 
@@ -91,7 +91,7 @@ def test_a_bool_that_is_none_is_refused_however_it_changes(regions: Regions, mem
 def test_tensors_may_overlap(regions: Regions, memory: int) -> None:
     os.pwrite(memory, bytes(range(100)), 0)
     one, other = regions.read(_u8(60), 7, 0), regions.read(_u8(60), 7, 30)
-    assert regions.write(one, 7, 20, 60)
+    assert regions.write(frame_of(one), 7, 20, 60)
     assert (one[30:] == other[:30]).all()
     assert os.pread(memory, 60, 20) == bytes(range(60))
 
@@ -102,10 +102,11 @@ def test_an_output_is_written_where_there_is_room_and_nowhere_else(
     regions: Regions, memory: int, shape: Any, dtype: str
 ) -> None:
     array = to_wire(np.ones(shape, dtype))
-    assert regions.write(array, 7, 1001, array.nbytes)
+    frame = frame_of(array)
+    assert regions.write(frame, 7, 1001, array.nbytes)
     assert os.pread(memory, array.nbytes + 2, 1000) == b"\0" + array.tobytes() + b"\0"
     if array.nbytes:
-        assert not regions.write(array, 7, 3000, array.nbytes - 1)
+        assert not regions.write(frame, 7, 3000, array.nbytes - 1)
         assert os.pread(memory, 100, 3000) == bytes(100)
 
 
@@ -116,7 +117,7 @@ def test_what_the_client_has_sealed_later_can_be_read_and_not_written(memory: in
     regions.map(7, os.dup(memory))
     array = regions.read(_u8(1), 7, 0)
     assert array[0] == 5
-    assert not regions.write(array, 7, 0, 1)
+    assert not regions.write(frame_of(array), 7, 0, 1)
 
 
 def test_what_cannot_be_mapped_fails_the_request_that_names_it(regions: Regions, memory: int) -> None:

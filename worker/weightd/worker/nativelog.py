@@ -6,11 +6,10 @@ there, without redirecting anything.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import stat
 from pathlib import Path
-from typing import Generator, List, Pattern, Type
+from typing import List, Optional, Pattern, Type
 
 _STDERR = 2
 _MAX_READ = 64 * 1024
@@ -30,30 +29,47 @@ class NativeLog:
     def __init__(self, error_line: Pattern[str]) -> None:
         self._error_line = error_line
 
-    @contextlib.contextmanager
-    def cause_of(self, error: Type[Exception]) -> Generator[None, None, None]:
+    def cause_of(self, error: Type[Exception]) -> _CauseOf:
         """Turn a RuntimeError of the block into an `error` whose text has the cause that the log tells."""
-        start = _size()
-        try:
-            yield
-        except RuntimeError as failure:
-            causes = self._errors_since(start)
-            text = " ".join(str(failure).split())
-            raise error(f"{text}: {' | '.join(causes)}" if causes else text) from None
+        return _CauseOf(self, error)
 
-    def _errors_since(self, start: int) -> List[str]:
-        if start < 0:
+    def errors_since(self, start: int) -> List[str]:
+        """Return the first errors that the log tells beyond its first `start` bytes, without repetitions."""
+        size = _size()
+        if size < 0:
             return []
         # Reading through /proc opens the file anew: stderr itself is open for writing only.
         try:
             with Path(f"/proc/self/fd/{_STDERR}").open("rb") as log:
-                log.seek(max(start, _size() - _MAX_READ))
+                log.seek(max(start, size - _MAX_READ))
                 lines = log.read(_MAX_READ).decode("utf-8", "replace").splitlines()
         except OSError:
             return []
         found = [match.group("text").strip() for match in map(self._error_line.match, lines) if match]
         # The first line is the root, the others are its callers.
         return list(dict.fromkeys(found))[:_MAX_LINES]
+
+
+class _CauseOf:
+    """What `NativeLog.cause_of` returns: around each predict a generator would cost more than all else here."""
+
+    __slots__ = ("_error", "_log", "_start")
+
+    def __init__(self, log: NativeLog, error: Type[Exception]) -> None:
+        self._log = log
+        self._error = error
+
+    def __enter__(self) -> None:
+        try:
+            self._start = os.fstat(_STDERR).st_size
+        except OSError:
+            self._start = 0
+
+    def __exit__(self, kind: object, failure: Optional[BaseException], traceback: object) -> None:
+        if isinstance(failure, RuntimeError):
+            causes = self._log.errors_since(self._start)
+            text = " ".join(str(failure).split())
+            raise self._error(f"{text}: {' | '.join(causes)}" if causes else text) from None
 
 
 def _size() -> int:

@@ -14,7 +14,7 @@ import numpy as np
 
 from weightd.protocol.errors import Internal
 from weightd.protocol.messages.data import TensorSpec
-from weightd.protocol.tensors import frame_of, from_frame
+from weightd.protocol.tensors import from_frame
 
 # What the widest instruction of an engine wants.
 _ALIGNMENT = 64
@@ -54,20 +54,21 @@ class Regions:
         """
         nbytes = spec.nbytes
         copy = _memory(nbytes)
-        np.copyto(copy, self._region(number)[offset : offset + nbytes])
+        copy[:] = self._region(number)[offset : offset + nbytes]
         return from_frame(spec, copy)
 
-    def write(self, array: Any, number: int, offset: int, room: int) -> bool:
-        """Write an array, which is what `to_wire` returned, to a region; return False where it does not fit there.
+    def write(self, frame: Any, number: int, offset: int, room: int) -> bool:
+        """Write bytes, which are what `frame_of` returned, to a region; return False where they do not fit there.
 
         Raises:
             Internal: the region is not mapped.
         """
         region = self._region(number)
-        if array.nbytes > room or not region.flags.writeable:
+        nbytes = len(frame)
+        if nbytes > room or not region.flags.writeable:
             return False
-        if array.size:
-            region[offset : offset + array.nbytes] = np.frombuffer(frame_of(array), np.uint8)
+        if nbytes:
+            region[offset : offset + nbytes] = np.frombuffer(frame, np.uint8)
         return True
 
     def _region(self, number: int) -> Any:

@@ -355,24 +355,26 @@ class Session:
     def _mapped_inputs(self, order: Predict, regions: MappedRegions, frames: Sequence[bytes]) -> Arrays:
         """The inputs of a request of which some are in regions."""
         specs = order.description.inputs
-        places = {place.tensor: place for place in regions.inputs}
-        inputs = _inputs([spec for index, spec in enumerate(specs) if index not in places], frames)
-        for index, place in places.items():
-            inputs[specs[index].name] = self._regions.read(specs[index], place.region, place.offset)
+        inputs: Arrays = {}
+        for place in regions.inputs:
+            spec = specs[place.tensor]
+            inputs[spec.name] = self._regions.read(spec, place.region, place.offset)
+        if frames:
+            inputs.update(_inputs([spec for spec in specs if spec.name not in inputs], frames))
         return inputs
 
     def _placed(self, regions: MappedRegions, arrays: Arrays) -> Tuple[Optional[Tuple[int, ...]], List[Any]]:
         """Write outputs where there is room for them; return their positions, and the frames of the others."""
-        rooms = {room.tensor: room for room in regions.outputs}
-        placed: List[int] = []
-        frames: List[Any] = []
-        for index, array in enumerate(arrays.values()):
-            room = rooms.get(index)
-            if room is not None and self._regions.write(array, room.region, room.offset, room.bytes):
-                placed.append(index)
-            else:
-                frames.append(frame_of(array))
-        return tuple(placed) or None, frames
+        frames = [*map(frame_of, arrays.values())]
+        placed = [
+            room.tensor
+            for room in regions.outputs
+            if room.tensor < len(frames)
+            and self._regions.write(frames[room.tensor], room.region, room.offset, room.bytes)
+        ]
+        if not placed:
+            return None, frames
+        return tuple(placed), [frame for index, frame in enumerate(frames) if index not in placed]
 
     def _proves(self) -> bool:
         """After a refused predict: whether the model answers as before, as far as can be seen."""
