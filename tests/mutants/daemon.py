@@ -333,10 +333,10 @@ CONFIG = [
 
 HOST = [
     *mutants("host", "daemon/clients/test_crowd.py",
-        ("not each.has_spoken, each.since if each.has_spoken else -each.since)", "each.since,)"),
+        ("if not oldest.has_spoken:", "if False:"),
+        ("if own is None or (guest not in own.spoken and guest not in own.others):", "if own is None:"),
         ("return max(1, limit - min(max(limit // 2, _LEAST_RESERVE), _MOST_RESERVE))", "return limit"),
-        ("-each.since))\n    return [max(users.values(), key=len).pop() for",
-         "-each.since))\n    return [max(users.values(), key=lambda own: bool(own)).pop() for"),
+        ("max(self._users.values(), key=len)", "next(iter(self._users.values()))"),
     ),
     *mutants("host", "daemon/host/test_ends.py",
         ("if self.status is None or self.by is not By.UNKNOWN:", "if self.status is None:"),

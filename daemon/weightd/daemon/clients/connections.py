@@ -13,7 +13,7 @@ from typing import Any
 
 from weightd.daemon.clients.closing import Closing
 from weightd.daemon.clients.connection import Connection, Identity, unix_identity
-from weightd.daemon.clients.crowd import Crowd
+from weightd.daemon.clients.crowd import Doorkeeper
 from weightd.daemon.clients.room import Room
 from weightd.daemon.host.loop import Loop
 from weightd.daemon.host.timers import Timer
@@ -81,7 +81,7 @@ class Connections:
         self._tell_gone = gone
         self._by_key: dict[bytes, Connection] = {}
         self._keys = itertools.count(1)
-        self._crowd = Crowd()
+        self._doorkeeper = Doorkeeper()
         self._pause = Timer(self._resume)
         self._paused: list[socket.socket] = []
         self._expectant: set[Connection] = set()
@@ -110,7 +110,7 @@ class Connections:
         stream = Stream(connection, incoming, takes_descriptors=takes_descriptors)
         found = self._by_key[key] = Connection(key, stream, identity, time.monotonic())
         self._loop.add(stream.fileno(), functools.partial(self._receive, found))
-        for each in self._crowd.came(self._by_key.values()):
+        for each in self._doorkeeper.came(found, len(self._by_key)):
             self.hang_up(each, "too many are connected, and most of them are this user's")
 
     def hang_up(self, connection: Connection, why: str) -> None:
@@ -118,6 +118,7 @@ class Connections:
         if not connection.leaving:
             _log.warning("a connection of %s is hung up: %s", connection.identity.origin.near, why)
             connection.hang_up()
+            self._doorkeeper.leaves(connection)
             # It is told of its end, and of nothing that it has said.
             self._loop.remove(connection.stream.fileno())
             self._loop.add(connection.stream.fileno(), functools.partial(self._leave, connection))
@@ -171,7 +172,8 @@ class Connections:
         self._loop.remove(connection.stream.fileno())
         self._close(connection.stream)
         self._room.forget(connection.key)
-        self._crowd.went(self._by_key.values())
+        self._doorkeeper.leaves(connection)
+        self._doorkeeper.went(len(self._by_key))
         self._tell_gone(connection)
 
     def _close(self, stream: Stream) -> None:

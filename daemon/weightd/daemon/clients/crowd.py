@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import logging
 import resource
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 from weightd.daemon.clients.connection import Connection
-from weightd.daemon.host.crowding import REOPEN, for_clients, surplus
+from weightd.daemon.host.crowding import REOPEN, Crowd, for_clients
 
 _log = logging.getLogger("weightd.frontend")
 
@@ -22,25 +22,30 @@ def max_regions() -> int:
     return (limit - for_clients()) // 2
 
 
-class Crowd:
+class Doorkeeper:
     """Says who has to go, and tells the log when it begins and ends."""
 
     def __init__(self) -> None:
+        self._staying: Crowd[Connection] = Crowd()
         self._is_full = False
 
-    def came(self, there: Collection[Connection]) -> Sequence[Connection]:
-        """Somebody has come: return who has to go."""
+    def came(self, connection: Connection, count: int) -> Sequence[Connection]:
+        """Somebody has come, and so many are there, with those that leave: return who has to go."""
+        self._staying.add(connection)
         most = for_clients()
-        if len(there) <= most:
+        if count <= most:
             return ()
-        staying = [each for each in there if not each.leaving]
         if not self._is_full:
             self._is_full = True
             _log.error("%d clients are connected: some of the user who has the most are turned away", most)
-        return surplus(staying, len(staying) - most)
+        return self._staying.reduce(most)
 
-    def went(self, there: Collection[Connection]) -> None:
-        """Somebody has gone."""
-        if self._is_full and len(there) < REOPEN * for_clients():
+    def leaves(self, connection: Connection) -> None:
+        """Somebody is hung up, or has gone."""
+        self._staying.remove(connection)
+
+    def went(self, count: int) -> None:
+        """Somebody has gone, and so many are there still."""
+        if self._is_full and count < REOPEN * for_clients():
             self._is_full = False
-            _log.warning("%d clients are connected: others are let in again", len(there))
+            _log.warning("%d clients are connected: others are let in again", count)

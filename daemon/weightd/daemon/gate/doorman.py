@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from weightd.daemon.gate import kernel
 from weightd.daemon.gate.link import DEBUG, ERROR, WARNING, Log
-from weightd.daemon.gate.peers import Peers
-from weightd.daemon.host.crowding import REOPEN, for_clients, surplus
+from weightd.daemon.gate.peers import Connection, Peers
+from weightd.daemon.host.crowding import REOPEN, Crowd, for_clients
 from weightd.daemon.host.timers import Timer
 
 # Who has not said by then what it speaks is hung up by the library.
@@ -54,8 +54,11 @@ class Doorman:
         most = max_connections()
         count = len(peers.connections)
         if count > most:
-            there = [each for each in peers.connections.values() if not each.leaving]
-            for each in surplus(there, len(there) - most):
+            crowd: Crowd[Connection] = Crowd()
+            for each in sorted(peers.connections.values(), key=lambda each: each.since):
+                if not each.leaving:
+                    crowd.add(each)
+            for each in crowd.reduce(most):
                 each.hang_up()
         if not self._full and count > most:
             self._full = True

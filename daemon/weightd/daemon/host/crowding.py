@@ -6,9 +6,8 @@ The daemon and its gates each have their own clients, and the same rule for them
 from __future__ import annotations
 
 import resource
-from collections import defaultdict
-from collections.abc import Sequence
-from typing import Protocol, TypeVar
+from collections import OrderedDict
+from typing import Generic, Protocol, TypeVar
 
 # Children, logs and stores need some, too; and a library may accept hundreds while nobody looks.
 _LEAST_RESERVE = 256
@@ -49,16 +48,59 @@ def for_clients() -> int:
     return max(1, limit - min(max(limit // 2, _LEAST_RESERVE), _MOST_RESERVE))
 
 
-def surplus(there: Sequence[G], count: int) -> list[G]:
-    """Return so many connections to be hung up, one after another of the user who then has the most.
+class _Own(Generic[G]):
+    """The connections of one user, each in one of two tables, in the order in which they came."""
 
-    Of a user's: first those that have never said a word, the oldest first, for they have had the most time; then those
-    that came last.
+    def __init__(self) -> None:
+        # That they have spoken is seen when it matters. All of the others came after all of these.
+        self.spoken: OrderedDict[G, None] = OrderedDict()
+        self.others: OrderedDict[G, None] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self.spoken) + len(self.others)
+
+    def first_to_go(self) -> G:
+        """Return the oldest that has never said a word; else the one that came last."""
+        while self.others:
+            oldest = next(iter(self.others))
+            if not oldest.has_spoken:
+                return oldest
+            del self.others[oldest]
+            self.spoken[oldest] = None
+        return next(reversed(self.spoken))
+
+
+class Crowd(Generic[G]):
+    """Connections, and who of them is to be hung up when they are too many; to ask that takes no longer for many.
+
+    It is one after another of the user who then has the most. Of a user's: first those that have never said a word, the
+    oldest first, for they have had the most time; then those that came last.
     """
-    users: defaultdict[str, list[G]] = defaultdict(list)
-    for each in there:
-        users[each.user].append(each)
-    for own in users.values():
-        # Taken from the end.
-        own.sort(key=lambda each: (not each.has_spoken, each.since if each.has_spoken else -each.since))
-    return [max(users.values(), key=len).pop() for _ in range(count)]
+
+    def __init__(self) -> None:
+        self._users: dict[str, _Own[G]] = {}
+        self._count = 0
+
+    def add(self, guest: G) -> None:
+        """Somebody has come, after all that are there."""
+        self._users.setdefault(guest.user, _Own()).others[guest] = None
+        self._count += 1
+
+    def remove(self, guest: G) -> None:
+        """Somebody goes; it is no matter whether that was known already."""
+        own = self._users.get(guest.user)
+        if own is None or (guest not in own.spoken and guest not in own.others):
+            return
+        own.spoken.pop(guest, None)
+        own.others.pop(guest, None)
+        self._count -= 1
+        if not own:
+            del self._users[guest.user]
+
+    def reduce(self, most: int) -> list[G]:
+        """Return who has to go so that no more are left than that: they are removed."""
+        gone: list[G] = []
+        while self._count > most:
+            gone.append(max(self._users.values(), key=len).first_to_go())
+            self.remove(gone[-1])
+        return gone
