@@ -86,6 +86,8 @@ class Signature:
 
     def take_waiters(self, chosen: Callable[[Waiter], bool] = lambda _: True) -> list[Waiter]:
         """Return those who wait and are chosen, and forget them."""
+        if not self._waiters:
+            return []
         taken = [waiter for waiter in self._waiters if chosen(waiter)]
         self._waiters = [waiter for waiter in self._waiters if not chosen(waiter)]
         return taken

@@ -78,7 +78,9 @@ class Queue:
 
     def withdraw_of(self, client: bytes, request_id: str | None = None) -> list[Request]:
         """Take out a client's requests, or those of its requests that have this id."""
-        of_client = self._index.get(client, {})
+        of_client = self._index.get(client)
+        if of_client is None:
+            return []
         found = of_client.values() if request_id is None else [of_client.get(request_id, {})]
         return self._withdrawn([request for each in found for request in each.values()])
 
