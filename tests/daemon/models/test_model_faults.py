@@ -331,6 +331,17 @@ def test_who_is_confined_and_kills_again_is_refused_for_a_while_and_others_are_n
     assert len(stage.submit(*poisons(1))) == 1
 
 
+def test_who_is_confined_runs_as_soon_as_the_one_before_it_is_answered() -> None:
+    stage = Stage(workers=3).serving()
+    for _ in range(NEAR_DEATHS):
+        stage.model.desk.guard.suspects.died(HOSTILE, 0.0, stage.now)
+    first, second = stage.submit(*poisons(2))
+    [(worker, given)] = stage.host.predicts()
+    assert given == first
+    stage.answers(worker, first)
+    assert [number for _, number in stage.host.predicts()] == [second]
+
+
 LOSSES: dict[str, Loss] = {
     "spoilt": lambda stage, worker, number: stage.says(worker, Failed(number, "INTERNAL", "x", leaving=True)),
     "dead": lambda stage, worker, number: stage.dies(worker),

@@ -628,6 +628,10 @@ class ModelWorld(RuleBasedStateMachine):
         assert self.model.timer.due <= self.model.next_event
 
     @invariant()
+    def nobody_waits_who_could_run(self) -> None:
+        assert not list(self.model.desk.scheduler.assign(self.now))
+
+    @invariant()
     def children_are_the_processes(self) -> None:
         known = [name for each in self.model.deployments for one in each.generations for name in one.children]
         assert sorted(known) == sorted(self.processes)

@@ -268,8 +268,8 @@ class Scheduler:
 
     @property
     def is_still(self) -> bool:
-        """Whether there is nothing to assign, and nothing is recalled. Cheap: this is asked with every answer."""
-        return not (self._queue.count or self._confined.count or self._recalled)
+        """Whether nothing waits that may run. Cheap: this is asked with every answer."""
+        return not (self._queue.count or self._confined.count)
 
     @property
     def idle(self) -> bool:
