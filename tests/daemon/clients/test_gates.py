@@ -248,6 +248,39 @@ def test_without_zygote_all_gates_are_back(serve: Callable[..., Daemon], connect
     assert ask(connect(), b"hello") == [b"hello"]
 
 
+def test_a_zygote_that_hangs_is_replaced_once_a_gate_is_needed(
+    serve: Callable[..., Daemon], connect: Callable[..., Socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("weightd.daemon.clients.gates._FORK_LIMIT_S", 1.0)
+    daemon = serve()
+    before = daemon.gates.pids
+    os.kill(before[0], signal.SIGSTOP)
+    assert ask(connect(), b"hello") == [b"hello"]
+    os.kill(before[1], signal.SIGKILL)
+    until(lambda: len(daemon.gates.pids) == 2 and not set(daemon.gates.pids) & set(before), "both are others")
+    assert ask(connect(), b"again") == [b"again"]
+    assert not _lives(before[0])
+
+
+def test_where_no_zygote_can_be_started_it_is_tried_again(
+    serve: Callable[..., Daemon], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("weightd.daemon.clients.gates._LONGEST_DELAY_S", 0.1)
+    daemon = serve()
+    tried: list[None] = []
+
+    def refuse() -> None:
+        tried.append(None)
+        raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    with monkeypatch.context() as few:
+        few.setattr("weightd.daemon.clients.gates.launch", refuse)
+        os.kill(daemon.gates.pids[0], signal.SIGKILL)
+        until(lambda: len(tried) > 1, "it is tried again")
+        assert daemon.gates.pids == []
+    until(lambda: len(daemon.gates.pids) == 2, "zygote and gate are there")
+
+
 def test_when_the_daemon_ends_its_last_answers_arrive_and_no_process_is_left(
     serve: Callable[..., Daemon], connect: Callable[..., Socket], address: str
 ) -> None:

@@ -34,6 +34,9 @@ _HEALTHY_S = 10.0
 _FIRST_DELAY_S = 0.05
 _LONGEST_DELAY_S = 5.0
 
+# A zygote forks within milliseconds, and has started within a few hundred: past this it hangs.
+_FORK_LIMIT_S = 5.0
+
 _NEVER = float("inf")
 
 _TWIN = (
@@ -104,10 +107,12 @@ class Gates:
     ) -> None:
         self._loop = loop
         self._adopt = adopt
-        self._zygote = zygote or launch()
-        self._loop.add(self._zygote.stream.fileno(), self._on_news)
+        self._zygote: Zygote | None = None
+        self._have(zygote or launch())
         self._numbers = itertools.count()
         self._by_number: dict[int, Gate] = {}
+        # Those that were asked for and have not been made yet, and until when they have to be: the first one first.
+        self._asked: dict[int, float] = {}
         self._posts = [
             _Post(Gate(name, address), listener, _terms(name, address, max_memory_bytes))
             for (name, listener), address in zip(
@@ -115,7 +120,10 @@ class Gates:
             )
         ]
         self._timer = Timer(self._start_due)
-        loop.add_timer(self._timer)
+        self._hang_timer = Timer(self._end_hung)
+        self._launch_timer = Timer(self._launch)
+        for timer in (self._timer, self._hang_timer, self._launch_timer):
+            loop.add_timer(timer)
         for post in self._posts:
             post.due = 0.0
         self._start_due(time.monotonic())
@@ -128,7 +136,8 @@ class Gates:
     @property
     def pids(self) -> Sequence[int]:
         """Of all processes that this object has."""
-        return [self._zygote.pid, *(each.pid for each in self.gates if each.pid)]
+        zygote = [] if self._zygote is None else [self._zygote.pid]
+        return [*zygote, *(each.pid for each in self.gates if each.pid)]
 
     def close(self) -> None:
         """Have all end, once they have passed on what was said to them; wait for that some seconds."""
@@ -136,13 +145,18 @@ class Gates:
             if post.stream is not None:
                 self._loop.remove(post.stream.fileno())
                 post.stream.close()
-        self._loop.remove(self._zygote.stream.fileno())
-        self._zygote.end()
+        if self._zygote is not None:
+            self._loop.remove(self._zygote.stream.fileno())
+            self._zygote.end()
 
     # --- within -------------------------------------------------------------------------------------------------
 
     def _start(self, post: _Post, now: float) -> None:
         post.due, post.since = _NEVER, now
+        zygote = self._zygote
+        if zygote is None:
+            post.due = now + _LONGEST_DELAY_S
+            return
         try:
             ours, its = socket.socketpair()
         except OSError as error:
@@ -155,11 +169,14 @@ class Gates:
         self._by_number[number] = post.gate
         with its:
             try:
-                self._zygote.ask(post.terms.frames(number), [its.fileno(), post.listener.fileno()])
+                zygote.ask(post.terms.frames(number), [its.fileno(), post.listener.fileno()])
             except OSError as error:
-                # There is no zygote just now, or it has much to do: the end of the link is heard in a moment.
+                # It has just died: the end of the link is heard in a moment.
                 _log.debug("the gate of listener %s cannot be asked for: %s", post.gate.name, error.strerror)
                 del self._by_number[number]
+            else:
+                self._asked[number] = now + _FORK_LIMIT_S
+                self._hang_timer.due_by(self._asked[number])
 
     def _start_due(self, now: float) -> None:
         for post in self._posts:
@@ -205,20 +222,34 @@ class Gates:
         post.due = now + delay(post.failures)
         self._start_due(now)
 
-    def _on_news(self) -> None:
+    def _have(self, zygote: Zygote) -> None:
+        self._zygote = zygote
+        self._loop.add(zygote.stream.fileno(), lambda: self._on_news(zygote))
+
+    def _launch(self, now: float) -> None:
+        """Have another zygote: there is none."""
+        try:
+            self._have(launch())
+        except OSError as error:
+            _log.error("no zygote can be started, so no gate: %s", error.strerror)
+            self._launch_timer.set(now + _LONGEST_DELAY_S)
+
+    def _on_news(self, zygote: Zygote) -> None:
         """The zygote says something."""
         try:
-            messages = self._zygote.stream.receive()
+            messages = zygote.stream.receive()
         except ConnectionError:
-            _log.warning("the zygote, process %d, has died, and with it all gates: it is replaced", self._zygote.pid)
-            self._loop.remove(self._zygote.stream.fileno())
-            self._zygote.end()
+            _log.warning("the zygote, process %d, has died, and with it all gates: it is replaced", zygote.pid)
+            self._loop.remove(zygote.stream.fileno())
+            zygote.end()
+            self._zygote = None
             self._by_number.clear()
-            self._zygote = launch()
-            self._loop.add(self._zygote.stream.fileno(), self._on_news)
+            self._asked.clear()
+            self._launch(time.monotonic())
             return
         for message in messages:
             news = link.of_zygote(message.frames[0])
+            self._asked.pop(news.number, None)
             gate = self._by_number[news.number]
             if news.status is None:
                 gate.pid = news.pid
@@ -227,6 +258,18 @@ class Gates:
             del self._by_number[news.number]
             how = explain(news.status) if news.pid else f"cannot be started: {os.strerror(news.status)}"
             _log.warning("listener %s: gate %d %s: the connections of its clients end", gate.name, news.pid, how)
+
+    def _end_hung(self, now: float) -> None:
+        """The zygote should have made a gate by now, unless it has since, or died."""
+        until = next(iter(self._asked.values()), _NEVER)
+        if until > now:
+            self._hang_timer.set(until)
+        elif self._zygote is not None:
+            _log.error(
+                "the zygote, process %d, has not made a gate in %g s: it is killed", self._zygote.pid, _FORK_LIMIT_S
+            )
+            self._asked.clear()
+            self._zygote.kill()
 
 
 def delay(failures: int) -> float:

@@ -67,13 +67,17 @@ class Zygote:
         """
         self.stream.send(frames, descriptors)
 
+    def kill(self) -> None:
+        """Have the kernel end it, and with it its gates, whatever state it is in: its stream tells."""
+        signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+
     def end(self) -> None:
         """Let it end, once its gates have: those whose links are closed do; after some seconds, kill it."""
         self.stream.close()
         ended = select.poll()
         ended.register(self._pidfd, select.POLLIN)
         if not ended.poll(1000 * (_PATIENCE_S + 1.0)):
-            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+            self.kill()
         os.close(self._pidfd)
         with contextlib.suppress(ChildProcessError):
             os.waitpid(self.pid, 0)
