@@ -87,10 +87,11 @@ class _CountingCore(ClientCore):
             self.ledger.heard(header["id"], time.monotonic())
         super().received(frames)
 
-    def begin(self, call: Call) -> None:
-        super().begin(call)
+    def begin(self, call: Call, frames: list[Any]) -> list[Any]:
+        frames = super().begin(call, frames)
         if call.request is not None:
             self.ledger.begin(call.id, self.asked)
+        return frames
 
     def forget(self, call: Call) -> None:
         super().forget(call)

@@ -24,8 +24,8 @@ def core() -> ClientCore:
 
 
 def ask(core: ClientCore) -> Call:
-    call, _ = core.infer("m", {"x": np.zeros(2, np.float32)}, 1.0)
-    core.begin(call)
+    call, frames = core.infer("m", {"x": np.zeros(2, np.float32)}, 1.0)
+    core.begin(call, frames)
     return call
 
 

@@ -33,8 +33,7 @@ class World:
 
     def ask(self, x: Any, out: Optional[Dict[str, Any]] = None) -> Tuple[Call, Infer, Sequence[Any]]:
         call, frames = self.core.infer("m", {"x": x}, 1.0, out=out)
-        frames = self.core.again(call) or frames
-        self.core.begin(call)
+        frames = self.core.begin(call, frames)
         for message, region in self.core.sharing.due():
             self.said.append(message)
             if isinstance(message, Register) and region is not None:

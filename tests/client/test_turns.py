@@ -45,7 +45,7 @@ class World(RuleBasedStateMachine):
     def read_no_more(self) -> None:
         if self.readers:
             self.thread, _ = self.readers.pop()
-            self.turns.leave()
+            self._leave()
 
     @rule(data=st.data())
     def wake_up_or_give_up(self, data: st.DataObject) -> None:
@@ -60,7 +60,15 @@ class World(RuleBasedStateMachine):
         self._new_thread()
         if self.turns.take():
             assert not self._reading()
-            self.turns.leave()
+            self._leave()
+
+    @rule(stuck=st.integers(0, 2))
+    def others_are_stuck(self, stuck: int) -> None:
+        self.turns.stuck = stuck
+
+    def _leave(self) -> None:
+        assert self.turns.leave() == self.turns.stuck
+        assert self.thread not in self.turns.reader.values()
 
     def _new_thread(self) -> None:
         self.thread = self.threads = self.threads + 1

@@ -11,7 +11,7 @@ from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
 
 from weightd.client.connection import Connection, Gone
 from weightd.client.core import Call, Question
-from weightd.client.session import BUSY_S, DEFAULT_TIMEOUT_S, LOST, Session, grace
+from weightd.client.session import BUSY_S, DEFAULT_TIMEOUT_S, LOST, Session
 from weightd.protocol.errors import WeightdError
 from weightd.protocol.messages.control import (
     ModelMetadataResponse,
@@ -88,34 +88,30 @@ class AsyncClient:
 
         The arrays must not be changed before the answer has come: large ones are not copied.
         """
-        seconds, deadline = self._begin(timeout)
-        answer: Dict[str, Any] = await self._ask(
-            self._core.infer(model, inputs, seconds, outputs, out), seconds, deadline
-        )
+        seconds, more = self._begin(timeout)
+        deadline = time.monotonic() + seconds
+        question = self._core.infer(model, inputs, seconds, outputs, out)
+        answer: Dict[str, Any] = await self._answer(question, deadline, deadline + more)
         return answer
 
     async def ready(self, model: str = "", *, timeout: Optional[float] = None) -> ReadyResponse:
         """Return whether a model can answer: as `Client.ready`."""
-        seconds, deadline = self._begin(timeout)
-        answer: ReadyResponse = await self._ask(self._core.ready(model), seconds, deadline)
+        answer: ReadyResponse = await self._ask(self._core.ready(model), timeout)
         return answer
 
     async def metadata(self, model: str, *, timeout: Optional[float] = None) -> ModelMetadataResponse:
         """Return what the model takes and gives: as `Client.metadata`."""
-        seconds, deadline = self._begin(timeout)
-        answer: ModelMetadataResponse = await self._ask(self._core.model_metadata(model), seconds, deadline)
+        answer: ModelMetadataResponse = await self._ask(self._core.model_metadata(model), timeout)
         return answer
 
     async def server(self, *, timeout: Optional[float] = None) -> ServerMetadataResponse:
         """Return the daemon's version and the names of its models: as `Client.server`."""
-        seconds, deadline = self._begin(timeout)
-        answer: ServerMetadataResponse = await self._ask(self._core.server_metadata(), seconds, deadline)
+        answer: ServerMetadataResponse = await self._ask(self._core.server_metadata(), timeout)
         return answer
 
     async def status(self, *, timeout: Optional[float] = None) -> StatusResponse:
         """Return what the daemon is doing: as `Client.status`."""
-        seconds, deadline = self._begin(timeout)
-        answer: StatusResponse = await self._ask(self._core.status(), seconds, deadline)
+        answer: StatusResponse = await self._ask(self._core.status(), timeout)
         return answer
 
     async def update(
@@ -128,15 +124,13 @@ class AsyncClient:
         timeout: Optional[float] = None,
     ) -> UpdateResponse:
         """Have another model, or other weights, loaded beside what serves: as `Client.update`."""
-        seconds, deadline = self._begin(timeout)
         question = self._core.update(model, path, weights, rollback=rollback)
-        answer: UpdateResponse = await self._ask(question, seconds, deadline)
+        answer: UpdateResponse = await self._ask(question, timeout)
         return answer
 
     async def reload(self, *, timeout: Optional[float] = None) -> ReloadResponse:
         """Have the daemon read its configuration file again: as `Client.reload`."""
-        seconds, deadline = self._begin(timeout)
-        answer: ReloadResponse = await self._ask(self._core.reload(), seconds, deadline)
+        answer: ReloadResponse = await self._ask(self._core.reload(), timeout)
         return answer
 
     async def close(self) -> None:
@@ -151,8 +145,8 @@ class AsyncClient:
         self._notify()
 
     async def __aenter__(self) -> AsyncClient:
-        _, deadline = self._begin(None)
-        await self._ready_to_send(deadline)
+        seconds, _ = self._begin(None)
+        await self._make_ready(time.monotonic() + seconds)
         return self
 
     async def __aexit__(
@@ -173,20 +167,25 @@ class AsyncClient:
         return running
 
     def _begin(self, timeout: Optional[float]) -> Tuple[float, float]:
-        """Return the call's timeout and its deadline."""
+        """Return what `Session.patience_of` does, if the client may be used."""
         self._session.check()
         self._running_loop()
-        seconds = self._session.seconds(timeout)
-        return seconds, time.monotonic() + seconds
+        return self._session.patience_of(timeout)
 
-    async def _ask(self, question: Question, seconds: float, deadline: float) -> Any:
+    async def _ask(self, question: Question, timeout: Optional[float]) -> Any:
+        seconds, more = self._begin(timeout)
+        deadline = time.monotonic() + seconds
+        return await self._answer(question, deadline, deadline + more)
+
+    async def _answer(self, question: Question, deadline: float, last: float) -> Any:
+        """Send until the deadline, and wait for the answer until the last moment."""
         call, frames = question
         try:
             await self._send(frames, deadline, call)
             if not call.done:
                 ended = self._running_loop().create_future()
                 call.when_done(partial(_end, ended, in_time=True))
-                await self._until(ended, deadline + grace(seconds), self._session.no_answer)
+                await self._until(ended, last, self._session.no_answer)
         except asyncio.CancelledError:
             self._take_back(call)
             raise
@@ -196,17 +195,17 @@ class AsyncClient:
         """Begin a call, over a new connection where there is none; wait until all of it has gone."""
         session = self._session
         try:
-            connection = await self._ready_to_send(deadline)
             sent_at = session.send(frames, call)
         except Gone:
-            connection = await self._ready_to_send(deadline)
+            await self._make_ready(deadline)
             sent_at = session.send(frames, call)
+        connection = session.connection
         self._has_sent(connection)
         while connection.sent < sent_at and not connection.closed:
             await self._until_changed(deadline, session.not_read)
 
-    async def _ready_to_send(self, deadline: float) -> Connection:
-        """Return a connection that takes a message now."""
+    async def _make_ready(self, deadline: float) -> None:
+        """Have a connection that takes a message now."""
         session = self._session
         while True:
             session.check()
@@ -219,7 +218,7 @@ class AsyncClient:
             elif connection.unsent:
                 await self._until_changed(deadline, session.not_read)
             else:
-                return connection
+                return
 
     async def _connect(self, deadline: float) -> None:
         """Connect, or wait until another task has tried."""

@@ -8,11 +8,11 @@ import threading
 from functools import partial
 from time import monotonic
 from types import TracebackType
-from typing import Any, Callable, Dict, Generator, List, Mapping, Optional, Sequence, Tuple, Type, cast
+from typing import Any, Callable, Dict, Generator, Mapping, Optional, Sequence, Tuple, Type, cast
 
 from weightd.client.connection import Connection, Gone
 from weightd.client.core import Call, Question
-from weightd.client.session import BUSY_S, DEFAULT_TIMEOUT_S, LOST, Session, grace
+from weightd.client.session import BUSY_S, DEFAULT_TIMEOUT_S, LOST, Session
 from weightd.client.turns import Turn, Turns
 from weightd.client.waker import Waker
 from weightd.protocol.errors import Unavailable
@@ -96,7 +96,6 @@ class Client:
             raise Unavailable(f"cannot make a pipe: {error.strerror}") from None
         self._poller = self._waker.poller(())
         self._connects = False
-        self._stuck = 0
         deadline = monotonic() + timeout
         with self._lock:
             self._connect(deadline)
@@ -154,9 +153,10 @@ class Client:
             ProtocolError: one side broke the protocol: versions that do not fit.
             WrongProcess, ClientClosed: the client must not be used here, or no longer.
         """
-        seconds, deadline = self._begin(timeout)
-        question = self._core.infer(model, inputs, seconds, outputs, out)
-        answer: Dict[str, Any] = self._ask(question, seconds, deadline)
+        seconds, more = self._begin(timeout)
+        deadline = monotonic() + seconds
+        call = self._send(self._core.infer(model, inputs, seconds, outputs, out), deadline)
+        answer: Dict[str, Any] = self._wait(call, deadline + more)
         return answer
 
     def submit(
@@ -173,11 +173,11 @@ class Client:
         The arrays must not be changed before the answer has come: large ones are not copied.
         Arguments and errors as for `infer`.
         """
-        seconds, deadline = self._begin(timeout)
-        call, frames = self._core.infer(model, inputs, seconds, outputs, out)
-        self._send(frames, deadline, call)
+        seconds, more = self._begin(timeout)
+        deadline = monotonic() + seconds
+        call = self._send(self._core.infer(model, inputs, seconds, outputs, out), deadline)
         return Pending(
-            partial(self._result, call, deadline + grace(seconds)),
+            partial(self._result, call, deadline + more),
             partial(self._poll, call),
             partial(self._cancel, call),
         )
@@ -192,8 +192,7 @@ class Client:
         Raises:
             RequestError: as `infer`.
         """
-        seconds, deadline = self._begin(timeout)
-        answer: ReadyResponse = self._ask(self._core.ready(model), seconds, deadline)
+        answer: ReadyResponse = self._ask(self._core.ready(model), timeout)
         return answer
 
     def metadata(self, model: str, *, timeout: Optional[float] = None) -> ModelMetadataResponse:
@@ -202,8 +201,7 @@ class Client:
         Raises:
             RequestError: as `infer`.
         """
-        seconds, deadline = self._begin(timeout)
-        answer: ModelMetadataResponse = self._ask(self._core.model_metadata(model), seconds, deadline)
+        answer: ModelMetadataResponse = self._ask(self._core.model_metadata(model), timeout)
         return answer
 
     def server(self, *, timeout: Optional[float] = None) -> ServerMetadataResponse:
@@ -212,8 +210,7 @@ class Client:
         Raises:
             RequestError: as `infer`.
         """
-        seconds, deadline = self._begin(timeout)
-        answer: ServerMetadataResponse = self._ask(self._core.server_metadata(), seconds, deadline)
+        answer: ServerMetadataResponse = self._ask(self._core.server_metadata(), timeout)
         return answer
 
     def status(self, *, timeout: Optional[float] = None) -> StatusResponse:
@@ -222,8 +219,7 @@ class Client:
         Raises:
             RequestError: as `infer`.
         """
-        seconds, deadline = self._begin(timeout)
-        answer: StatusResponse = self._ask(self._core.status(), seconds, deadline)
+        answer: StatusResponse = self._ask(self._core.status(), timeout)
         return answer
 
     def update(
@@ -250,9 +246,7 @@ class Client:
             RequestError: as `infer`; `Unavailable` and `FailedPrecondition` tell why the old model still serves, and
                 whether the same update may succeed later.
         """
-        seconds, deadline = self._begin(timeout)
-        question = self._core.update(model, path, weights, rollback=rollback)
-        answer: UpdateResponse = self._ask(question, seconds, deadline)
+        answer: UpdateResponse = self._ask(self._core.update(model, path, weights, rollback=rollback), timeout)
         return answer
 
     def reload(self, *, timeout: Optional[float] = None) -> ReloadResponse:
@@ -263,8 +257,7 @@ class Client:
         Raises:
             RequestError: as `infer`; `InvalidArgument` says what is wrong with the file, and nothing has changed.
         """
-        seconds, deadline = self._begin(timeout)
-        answer: ReloadResponse = self._ask(self._core.reload(), seconds, deadline)
+        answer: ReloadResponse = self._ask(self._core.reload(), timeout)
         return answer
 
     def close(self) -> None:
@@ -274,10 +267,13 @@ class Client:
             return
         with self._lock:
             session.end()
+            # Whoever leaves from now on sees to it that the connection is closed.
+            self._turns.stuck += 1
             self._changed.notify_all()
         # A signal's handler may call this in the middle of a read.
         if self._turns.take(again=False):
-            self._leave()
+            if self._turns.leave():
+                self._tell_the_stuck()
         else:
             self._waker.set()
 
@@ -294,64 +290,63 @@ class Client:
     # Each message is sent by the thread that has it, under the lock of `_changed`, and never waits there. Whose turn it
     # is to read waits in the kernel, without that lock, for all: for what comes and, while something is unsent, until
     # it can be sent. Only who reads closes a connection. The others wait for what it tells: for an answer each in a
-    # `Turn`, for all else at `_changed`; a reader that leaves no other behind wakes up those who are `_stuck` there.
+    # `Turn`, for all else at `_changed`. Who cannot send is stuck there until the reader leaves, who might be the last.
 
     def _begin(self, timeout: Optional[float]) -> Tuple[float, float]:
-        """Return the call's timeout and its deadline."""
+        """Return how many seconds a call may take, and how many more are left to the daemon to say that it has."""
         session = self._session
         if session.closed or session.is_foreign:
             raise session.ended()
-        seconds = session.timeout if timeout is None else session.seconds(timeout)
-        return seconds, monotonic() + seconds
+        return session.patience if timeout is None else session.patience_of(timeout)
 
-    def _ask(self, question: Question, seconds: float, deadline: float) -> Any:
-        call, frames = question
-        self._send(frames, deadline, call)
-        self._wait(call, deadline + grace(seconds))
-        return call.result()
+    def _ask(self, question: Question, timeout: Optional[float]) -> Any:
+        seconds, more = self._begin(timeout)
+        deadline = monotonic() + seconds
+        return self._wait(self._send(question, deadline), deadline + more)
 
-    def _send(self, frames: List[Any], deadline: float, call: Call) -> None:
+    def _send(self, question: Question, deadline: float) -> Call:
         """Begin a call, over a new connection where there is none; wait until all of it has gone."""
+        call, frames = question
         # What has come since the last call is not left to pile up.
         if self._core.calls and not self._turns.reader:
             self._catch_up()
-        send = self._session.send
         with self._lock:
-            connection = self._ready_to_send(deadline)
             try:
-                sent_at = send(frames, call)
+                sent_at = self._session.send(frames, call)
             except Gone:
-                connection = self._ready_to_send(deadline)
-                sent_at = send(frames, call)
+                self._make_ready(deadline)
+                sent_at = self._session.send(frames, call)
             if sent_at or self._turns.reader:
-                self._see_off(connection, sent_at, deadline)
+                self._see_off(sent_at, deadline)
+        return call
 
-    def _see_off(self, connection: Connection, sent_at: float, deadline: float) -> None:
+    def _see_off(self, sent_at: float, deadline: float) -> None:
         """Wait until so much has gone, and tell who reads what they could not know. The lock is ours."""
+        connection = self._session.connection
         if sent_at:
             self._until_sent(connection, sent_at, deadline)
         elif self._turns.reader and not connection.is_idle():
             self._waker.set()
 
-    def _ready_to_send(self, deadline: float) -> Connection:
-        """Return a connection that takes a message now. The lock is ours; meanwhile it is free."""
+    def _make_ready(self, deadline: float) -> None:
+        """Have a connection that takes a message now. The lock is ours; meanwhile it is free."""
         session = self._session
         while True:
-            connection = session.connection
             if session.closed:
                 raise session.ended()
-            if not (connection.unsent or connection.is_spoilt):
-                return connection
+            connection = session.connection
             if connection.closed:
                 self._connect(deadline)
             elif connection.is_spoilt:
                 self._until_sent(connection, math.inf, deadline)
-            else:
+            elif connection.unsent:
                 self._until_sent(connection, connection.sent + connection.unsent, deadline)
+            else:
+                return
 
     def _until_sent(self, connection: Connection, sent_at: float, deadline: float) -> None:
         """Wait until so much is sent, or the connection is closed. The lock is ours; meanwhile it is free."""
-        self._stuck += 1
+        self._turns.stuck += 1
         try:
             self._waker.set()
             while connection.sent < sent_at and not connection.closed:
@@ -364,7 +359,7 @@ class Client:
                 if not in_time:
                     raise self._session.not_read()
         finally:
-            self._stuck -= 1
+            self._turns.stuck -= 1
 
     def _connect(self, deadline: float) -> None:
         """Connect, or wait until another thread has tried. The lock is ours; meanwhile it is free."""
@@ -402,32 +397,30 @@ class Client:
         finally:
             making.close()
 
-    def _wait(self, call: Call, deadline: float) -> None:
-        """Wait until the call is done; read where it is our turn."""
-        if call.done:
-            return
+    def _wait(self, call: Call, deadline: float) -> Any:
+        """Return the call's answer; where it is our turn, read until it is there."""
         turn = self._turns.enter(call)
-        if turn is not None and not self._follow(turn, deadline):
-            return
-        try:
-            while not call.done:
-                if not self._step(deadline):
-                    raise self._session.no_answer()
-        finally:
-            self._leave()
+        if turn is None or self._follow(turn, deadline):
+            try:
+                while not call.done:
+                    if not self._step(deadline):
+                        raise self._session.no_answer()
+            finally:
+                if self._turns.leave():
+                    self._tell_the_stuck()
+        return call.result()
 
     def _result(self, call: Call, deadline: float) -> Any:
         self._session.check()
-        self._wait(call, deadline)
-        return call.result()
+        return call.result() if call.done else self._wait(call, deadline)
 
     def _follow(self, turn: Turn, deadline: float) -> bool:
         """Wait until the call is done, or it is our turn; return whether that is so."""
         try:
             turn.sleep(deadline - monotonic())
         except BaseException:
-            if self._turns.give_up(turn):
-                self._leave()
+            if self._turns.give_up(turn) and self._turns.leave():
+                self._tell_the_stuck()
             raise
         if self._turns.give_up(turn):
             return True
@@ -440,28 +433,43 @@ class Client:
         try:
             return self._step(deadline)
         finally:
-            self._leave()
+            if self._turns.leave():
+                self._tell_the_stuck()
 
     def _step(self, deadline: float) -> bool:
         """Wait until something has happened, and take it in; return whether it has by the deadline. It is our turn."""
-        connection = self._session.connection
+        session = self._session
+        connection = session.connection
         if connection.is_idle():
             poller = self._poller
             if connection.unsent and connection.waits_to_write:
                 poller = self._waker.poller(connection.descriptors, to_write=True)
             if not self._waker.sleep(poller, deadline):
                 return False
-        self._take_in()
+        try:
+            session.take_in()
+        except BaseException as error:
+            with self._lock:
+                session.hang_up(error)
+                self._changed.notify_all()
+            if not isinstance(error, LOST):
+                raise
+            return True
+        if connection.unsent:
+            with self._lock:
+                connection.flush()
+                self._changed.notify_all()
         return True
 
     def _catch_up(self) -> None:
         """Take in what has come, unless another thread does anyway."""
         if self._turns.take():
             try:
-                while not self._session.connection.closed and self._take_in():
+                while not self._session.connection.closed and self._step(0.0):
                     pass
             finally:
-                self._leave()
+                if self._turns.leave():
+                    self._tell_the_stuck()
 
     def _poll(self, call: Call) -> bool:
         self._session.check()
@@ -474,42 +482,22 @@ class Client:
             return
         deadline = monotonic() + self.timeout
         with self._lock:
-            connection = self._session.connection
             try:
                 sent_at: float = self._session.send(self._core.cancel(call))
             except Gone:
                 sent_at = math.inf  # The loss ends the call, too.
-            self._see_off(connection, sent_at, deadline)
+            self._see_off(sent_at, deadline)
 
-    def _take_in(self) -> bool:
-        """Take in what has come, or the loss of the connection; return whether that was anything. It is our turn."""
-        session = self._session
-        try:
-            anything = session.take_in()
-        except BaseException as error:
-            with self._lock:
-                session.hang_up(error)
-                self._changed.notify_all()
-            if not isinstance(error, LOST):
-                raise
-            return True
-        if session.connection.unsent:
-            with self._lock:
-                session.connection.flush()
-                self._changed.notify_all()
-        return anything
-
-    def _leave(self) -> None:
-        """Read no more."""
-        if self._session.closed:
+    def _tell_the_stuck(self) -> None:
+        """Have what a user has closed closed, and those look who wait at `_changed`. We read no more."""
+        if self._session.closed and self._turns.take():
             with self._lock:
                 self._session.connection.close()
                 if not self._connects:
                     self._waker.close()
-        self._turns.leave()
-        if self._stuck:
-            with self._lock:
-                self._changed.notify_all()
+            self._turns.leave()
+        with self._lock:
+            self._changed.notify_all()
 
     @contextlib.contextmanager
     def _unlocked(self) -> Generator[None, None, None]:

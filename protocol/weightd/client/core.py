@@ -10,12 +10,12 @@ import functools
 import itertools
 import os
 from collections import abc
-from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, Optional, Sequence, Tuple, Type
+from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple, Type
 from weakref import ReferenceType, ref
 
 import numpy as np
 
-from weightd.client.sharing import Lease, NamedInput, NamedRoom, Sharing, WrongOut
+from weightd.client.sharing import LEAST_BYTES, Lease, NamedInput, NamedRoom, Sharing, WrongOut
 from weightd.protocol import limits
 from weightd.protocol.codec import Decoder, encode
 from weightd.protocol.errors import InvalidArgument, RemoteProtocolError, WeightdError, request_error
@@ -32,14 +32,17 @@ from weightd.protocol.messages.control import (
     Update,
     UpdateResponse,
 )
-from weightd.protocol.messages.data import Cancel, Error, Infer, InferResponse, Parameters
+from weightd.protocol.messages.data import Cancel, Error, Infer, InferResponse, Parameters, RequestDescription
 from weightd.protocol.messages.regions import InputPlace, OutputPlace, Regions, Registered, Released
 from weightd.protocol.messages.status import Status, StatusResponse
 from weightd.protocol.messages.types import TO_CLIENT, DaemonMessage
-from weightd.protocol.tensors import describe_request, frame_of, to_wire
+from weightd.protocol.tensors import describe_request, frame_of, from_frame, to_wire
 
 # Calls that were given up are forgotten when this many, or twice those under way, are known.
 _LEAST_SWEEP = 256
+
+# Where the tensors of a message are.
+_TENSORS = slice(limits.MAX_HEADER_FRAMES, None)
 
 
 class Call:
@@ -85,19 +88,16 @@ class Call:
     def succeed(self, answer: Any) -> None:
         """End the call in an answer."""
         self._answer = answer
-        self._end()
-
-    def fail(self, error: WeightdError) -> None:
-        """End the call in an error."""
-        self._error = error
-        self._end()
-
-    def _end(self) -> None:
         # Whoever keeps the error keeps the call: not its arrays, too.
         self.lease = None
         self.done = True
         if self._hooks:
             self._call_hooks()
+
+    def fail(self, error: WeightdError) -> None:
+        """End the call in an error."""
+        self._error = error
+        self.succeed(None)
 
     def _call_hooks(self) -> None:
         # Another thread may do the same: each hook is taken by one of them.
@@ -130,7 +130,7 @@ class ClientCore:
         # Plain weak references: a WeakValueDictionary costs a small request more than its encoding.
         self.calls: Dict[str, ReferenceType[Call]] = {}
         self._sweep_at = _LEAST_SWEEP
-        self._decoder = Decoder(TO_CLIENT, max_bytes=limits.MAX_STATUS_BYTES)
+        self._decode = Decoder(TO_CLIENT, max_bytes=limits.MAX_STATUS_BYTES).decode
         self.sharing = Sharing(self._next_id)
 
     @property
@@ -164,19 +164,24 @@ class ClientCore:
             except InvalidArgument as error:
                 raise InvalidArgument(f"input {name}: {error}") from None
         description = describe_request(model, arrays, outputs)
-        in_frames: Iterable[Any] = arrays.values()
+        if out or description.largest >= LEAST_BYTES or id(description) in self.sharing.large:
+            return self._lending(description, timeout, [*arrays.values()], _checked_out(out))
+        request = Infer(next(self._ids), description, _parameters(timeout))
+        return Call(request.id, InferResponse, request), [*encode(request), *map(frame_of, arrays.values())]
+
+    def _lending(
+        self, description: RequestDescription, timeout: float, arrays: List[Any], out: Mapping[str, Any]
+    ) -> Question:
+        """Return a request some of whose tensors may be in shared memory, and its frames."""
+        lease = self.sharing.lease(description, arrays, out)
         parameters = _parameters(timeout)
-        lease: Optional[Lease] = None
-        if out or self.sharing.concerns(description):
-            lease = self.sharing.lease(description, [*in_frames], _checked_out(out))
-            in_frames = lease.in_frames
-            if lease.inputs or lease.rooms:
-                rooms = tuple([room.named for room in lease.rooms.values()])
-                parameters = _shared_parameters(parameters.timeout, tuple(lease.inputs), rooms)
+        if lease.inputs or lease.rooms:
+            rooms = tuple([room.named for room in lease.rooms.values()])
+            parameters = _shared_parameters(parameters.timeout, tuple(lease.inputs), rooms)
         request = Infer(next(self._ids), description, parameters)
         call = Call(request.id, InferResponse, request)
         call.lease = lease
-        return call, [*encode(request), *map(frame_of, in_frames)]
+        return call, [*encode(request), *map(frame_of, lease.in_frames)]
 
     def again(self, call: Call) -> Optional[List[Any]]:
         """Return other frames for a request whose memory was shared over a connection that is lost; None if it is not.
@@ -191,9 +196,14 @@ class ClientCore:
         parameters = Parameters(request.parameters.timeout)
         return [*encode(Infer(call.id, request.description, parameters)), *map(frame_of, lease.arrays)]
 
-    def begin(self, call: Call) -> None:
-        """Its frames are being sent: from now on it can be answered, and end with the others."""
+    def begin(self, call: Call, frames: List[Any]) -> List[Any]:
+        """Its frames are being sent: from now on it can be answered, and end with the others.
+
+        Returns:
+            The same frames; others, where its memory was shared over a connection that is lost.
+        """
         if call.lease is not None:
+            frames = self.again(call) or frames
             self.sharing.begin(call.id, call.lease)
         calls = self.calls
         if calls and len(calls) >= self._sweep_at:
@@ -203,6 +213,7 @@ class ClientCore:
                     calls.pop(each, None)
             self._sweep_at = max(_LEAST_SWEEP, 2 * len(calls))
         calls[call.id] = ref(call)
+        return frames
 
     def is_under_way(self, call: Call) -> bool:
         """Whether it was begun, and has not ended."""
@@ -259,37 +270,38 @@ class ClientCore:
                 which call is meant: nothing on this connection can be relied on.
         """
         try:
-            message = self._decoder.decode(frames)
+            message = self._decode(frames)
         except RemoteProtocolError as error:
             if not error.request_id:
                 raise
             self._fail(error.request_id, error)
             return
         if isinstance(message, InferResponse):
-            self._inferred(message, frames)
+            call = self.calls.pop(message.id, _nobody)()
+            if call is not None:
+                self._finish(call, message, frames)
+            if self.sharing.leases:
+                self.sharing.end(message.id, running=message.running or False)
         else:
             self._told(message)
 
-    def _inferred(self, response: InferResponse, frames: Sequence[Any]) -> None:
-        sharing = self.sharing
-        reference = self.calls.pop(response.id, None)
-        call = None if reference is None else reference()
-        if call is not None:
-            if call.request is None:
-                call.fail(_unexpected(call, response))
+    def _finish(self, call: Call, response: InferResponse, frames: Sequence[Any]) -> None:
+        if call.request is None:
+            call.fail(_unexpected(call, response))
+            return
+        description = response.description
+        try:
+            if call.lease is None and response.placed is None and description.largest < LEAST_BYTES:
+                pairs = zip(description.outputs, frames[_TENSORS])
+                answer = {spec.name: from_frame(spec, frame) for spec, frame in pairs}
             else:
-                try:
-                    outputs = sharing.outputs(
-                        call.request.description, call.lease, response, frames[limits.MAX_HEADER_FRAMES :]
-                    )
-                except WrongOut as error:
-                    call.fail(error)
-                except InvalidArgument as error:
-                    call.fail(RemoteProtocolError(f"outputs: {error}", call.id))
-                else:
-                    call.succeed(outputs)
-        if sharing.leases:
-            sharing.end(response.id, running=response.running or False)
+                answer = self.sharing.outputs(call.request.description, call.lease, response, frames[_TENSORS])
+        except WrongOut as error:
+            call.fail(error)
+        except InvalidArgument as error:
+            call.fail(RemoteProtocolError(f"outputs: {error}", call.id))
+        else:
+            call.succeed(answer)
 
     def _told(self, message: DaemonMessage) -> None:
         """Take in what is no answer to an inference request, or an error."""
@@ -307,7 +319,7 @@ class ClientCore:
         if isinstance(message, Registered):
             self.sharing.registered(message.id, message.region)
             return
-        call = self._ended(message.id)
+        call = self.calls.pop(message.id, _nobody)()
         if call is not None and type(message) is not call.expects:
             call.fail(_unexpected(call, message))
         elif call is not None:
@@ -329,13 +341,8 @@ class ClientCore:
     def _next_id(self) -> str:
         return next(self._ids)
 
-    def _ended(self, request_id: str) -> Optional[Call]:
-        """Return the call that ends now, None if nobody waits for it (any more)."""
-        reference = self.calls.pop(request_id, None)
-        return None if reference is None else reference()
-
     def _fail(self, request_id: str, error: WeightdError) -> None:
-        call = self._ended(request_id)
+        call = self.calls.pop(request_id, _nobody)()
         if call is not None:
             call.fail(error)
 
@@ -359,6 +366,11 @@ def _check_named(inputs: object) -> None:
             f'inputs: expected an array for each input by its name, as in {{"x": array}}, got {type(inputs).__name__}; '
             "metadata tells the names"
         )
+
+
+def _nobody() -> Optional[Call]:
+    """What refers to a call that is not known."""
+    return None
 
 
 def _unexpected(call: Call, message: DaemonMessage) -> RemoteProtocolError:

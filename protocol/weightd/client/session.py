@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Any, List, Optional
+from typing import Any, List, Optional, Tuple
 from weakref import WeakSet
 
 from weightd.client import unix, zeromq
@@ -52,6 +52,7 @@ class Session:
     Attributes:
         address: where the daemon is looked for.
         timeout: seconds that a call waits unless it says otherwise.
+        patience: what `patience_of` returns of them.
         core: knows the calls.
         connection: the one there is, or the last one: then it is closed.
         closed: whether the user has closed it.
@@ -61,7 +62,7 @@ class Session:
     def __init__(self, address: Optional[str], timeout: float) -> None:
         self.address: Address = parse(default_address() if address is None else address)
         self.timeout = timeout
-        self.timeout = self.seconds(timeout)
+        self.patience = self.patience_of(timeout)
         self.core = ClientCore()
         self.connection: Connection = Nowhere()
         self.closed = False
@@ -77,19 +78,21 @@ class Session:
         if self.closed or self.is_foreign:
             raise self.ended()
 
-    def seconds(self, timeout: Optional[float]) -> float:
-        """Return how long a call may take that is given this timeout.
+    def patience_of(self, timeout: Optional[float]) -> Tuple[float, float]:
+        """Return how many seconds a call may take that is given this timeout, and how much longer to wait.
+
+        In that time the daemon tells of the deadline itself, and says more than the client could.
 
         Raises:
             InvalidArgument: it is out of bounds.
         """
         if timeout is None:
-            return self.timeout
+            return self.patience
         if not 0 < timeout <= _MAX_TIMEOUT_S:
             raise InvalidArgument(
                 f"timeout: expected more than 0 and at most {_MAX_TIMEOUT_S:.0f} seconds, got {timeout}"
             )
-        return timeout
+        return timeout, min(0.1 * timeout, _MAX_GRACE_S)
 
     def connecting(self) -> Making[Connection]:
         """Connect, in the first way that is possible.
@@ -125,16 +128,16 @@ class Session:
             0 if it has gone; else what `has_sent` takes.
 
         Raises:
-            Gone: it was not sent, and the connection is lost.
+            Gone: nothing of it was sent: the connection is lost or, if it is a call's, something else has to go first.
         """
         core = self.core
         connection = self.connection
-        sharing = core.sharing
         if call is not None:
-            if call.lease is not None:
-                frames = core.again(call) or frames
-            core.begin(call)
+            if connection.unsent:
+                raise connection.gone()
+            frames = core.begin(call, frames)
         try:
+            sharing = core.sharing
             if sharing.settled is not sharing.arena.regions:
                 for message, region in sharing.due():
                     connection.send(encode(message), () if region is None else (region.descriptor,))
@@ -147,16 +150,14 @@ class Session:
             connection.spoil()
             raise
 
-    def take_in(self) -> bool:
-        """Take in what has come; return whether that was anything.
+    def take_in(self) -> None:
+        """Take in what has come.
 
         Raises:
             Unavailable, RemoteProtocolError: the connection is of no use any more: `hang_up`.
         """
-        messages = self.connection.receive()
-        for message in messages:
+        for message in self.connection.receive():
             self.core.received(message.frames)
-        return bool(messages)
 
     def hang_up(self, error: BaseException) -> None:
         """Close the connection, for this reason; what is under way ends in it."""
@@ -169,6 +170,7 @@ class Session:
     def end(self) -> None:
         """The user closes it: what is under way ends in `ClientClosed`. The connection is still to be closed."""
         self.closed = True
+        self.connection.spoil()
         self.core.fail_all(ClientClosed, str(self.ended()))
 
     # --- errors, the same for all -------------------------------------------------------------------------------
@@ -190,11 +192,6 @@ class Session:
     def no_answer(self) -> DeadlineExceeded:
         """Return the error of who has waited in vain for an answer."""
         return DeadlineExceeded(f"no answer from {self.address.given} in time: the daemon does not answer")
-
-
-def grace(seconds: float) -> float:
-    """How much longer to wait for the daemon's own error at the deadline, which says more than the client could."""
-    return min(0.1 * seconds, _MAX_GRACE_S)
 
 
 def _disown() -> None:

@@ -13,7 +13,7 @@ import numpy as np
 
 from weightd.client.arena import Arena, Block, Region
 from weightd.protocol.errors import InvalidArgument
-from weightd.protocol.messages.data import InferResponse, RequestDescription
+from weightd.protocol.messages.data import InferResponse, RequestDescription, ResponseDescription
 from weightd.protocol.messages.regions import Register, Unregister
 from weightd.protocol.tensors import from_frame
 
@@ -21,7 +21,7 @@ from weightd.protocol.tensors import from_frame
 LEAST_BYTES = 64 * 1024
 
 # Shapes whose outputs are remembered; those that came first go first.
-_MAX_REMEMBERED = 256
+_MAX_LARGE = 256
 
 _BYTE = np.dtype(np.uint8)
 
@@ -88,12 +88,15 @@ class Sharing:
         arena: where the memory is from.
         settled: the regions of which there is nothing to say; None where that may change at any time.
         leases: of requests that have not ended, or whose memory a worker may still write to, by id.
+        large: of requests that are answered with large outputs, by the identity of their description: with itself, so
+            that it stays its own, name and bytes of each output.
     """
 
     def __init__(self, next_id: Callable[[], str]) -> None:
         self.arena = Arena()
         self.settled: Optional[Tuple[Region, ...]] = ()
         self.leases: Dict[str, Lease] = {}
+        self.large: Dict[int, Tuple[RequestDescription, Sequence[Tuple[str, int]]]] = {}
         self._next_id = next_id
         self._lock = threading.Lock()
         # Another one with each connection.
@@ -103,9 +106,6 @@ class Sharing:
         self._names: Dict[Region, str] = {}
         self._asked: Dict[str, Region] = {}
         self._refused: Set[Region] = set()
-        # By the identity of a description, with itself so that it stays its own: name and bytes of each output. Only
-        # of those that have a large one.
-        self._remembered: Dict[int, Tuple[RequestDescription, Sequence[Tuple[str, int]]]] = {}
 
     # --- the connection -----------------------------------------------------------------------------------------
 
@@ -165,10 +165,6 @@ class Sharing:
 
     # --- requests -----------------------------------------------------------------------------------------------
 
-    def concerns(self, description: RequestDescription) -> bool:
-        """Whether any tensor of such requests is large enough for this, as far as it is known."""
-        return self._is_possible and (description.largest >= LEAST_BYTES or id(description) in self._remembered)
-
     def lease(self, description: RequestDescription, arrays: Sequence[Any], out: Mapping[str, Any]) -> Lease:
         """Return where the tensors of a request are to be, of which `arrays` are the inputs."""
         lease = Lease(self._epoch, arrays, out)
@@ -178,7 +174,7 @@ class Sharing:
                 lease.in_frames.append(array)
             else:
                 lease.inputs.append((index, *place))
-        _, outputs = self._remembered.get(id(description), (None, ()))
+        _, outputs = self.large.get(id(description), (None, ()))
         for index, (name, nbytes) in enumerate(outputs if self._is_possible else ()):
             room = self._room(index, nbytes, out.get(name)) if nbytes >= LEAST_BYTES else None
             if room is not None:
@@ -207,16 +203,11 @@ class Sharing:
         Raises:
             InvalidArgument: one is not what it says, or not what `out` was made for.
         """
-        description = response.description
-        specs = description.outputs
-        if description.largest >= LEAST_BYTES:
-            self._remember(request, [(spec.name, spec.nbytes) for spec in specs])
-        if lease is None and response.placed is None:
-            # Most often all is as it would be without any of this.
-            return {spec.name: from_frame(spec, frame) for spec, frame in zip(specs, frames)}
+        if response.description.largest >= LEAST_BYTES:
+            self._remember(request, response.description)
         outputs: Dict[str, Any] = {}
         rest = iter(frames)
-        for index, spec in enumerate(specs):
+        for index, spec in enumerate(response.description.outputs):
             if index in response.elsewhere:
                 array = from_frame(spec, _written(lease, index, spec.nbytes))
                 if response.running:
@@ -258,16 +249,17 @@ class Sharing:
         name, block = taken
         return Room((index, name, block.offset, nbytes), block.region, block.array((nbytes,), _BYTE))
 
+    def _remember(self, request: RequestDescription, response: ResponseDescription) -> None:
+        outputs = [(spec.name, spec.nbytes) for spec in response.outputs]
+        with self._lock:
+            if id(request) not in self.large and len(self.large) >= _MAX_LARGE:
+                del self.large[next(iter(self.large))]
+            self.large[id(request)] = request, outputs
+
     def _take(self, nbytes: int, *, touched: bool) -> Optional[Tuple[str, Block]]:
         block = self.arena.take(nbytes, touched=touched)
         name = None if block is None else self._names.get(block.region)
         return None if block is None or name is None else (name, block)
-
-    def _remember(self, description: RequestDescription, outputs: Sequence[Tuple[str, int]]) -> None:
-        with self._lock:
-            if id(description) not in self._remembered and len(self._remembered) >= _MAX_REMEMBERED:
-                del self._remembered[next(iter(self._remembered))]
-            self._remembered[id(description)] = description, outputs
 
 
 def _written(lease: Optional[Lease], index: int, nbytes: int) -> Any:

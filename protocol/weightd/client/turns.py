@@ -58,10 +58,12 @@ class Turns:
 
     Attributes:
         reader: the thread that has the right, under the one key that there is; empty where none has.
+        stuck: how many wait for something else than an answer, and have to know when somebody leaves.
     """
 
     def __init__(self, thread: Callable[[], int] = threading.get_ident) -> None:
         self.reader: Dict[None, int] = {}
+        self.stuck = 0
         self._thread = thread
         # Held by those who change what follows.
         self._lock = threading.Lock()
@@ -94,13 +96,14 @@ class Turns:
                 self._waiting.remove(turn)
             return turn.reads
 
-    def leave(self) -> None:
-        """Read no more: somebody who waits does from now on."""
+    def leave(self) -> int:
+        """Read no more: somebody who waits does from now on. Return how many are stuck: the caller tells them."""
         if not self._waiting:
             self.reader.clear()
-            if not self._waiting:
-                return
-        self._hand_over()
+        # Who has begun to wait meanwhile was refused the right, maybe.
+        if self._waiting:
+            self._hand_over()
+        return self.stuck
 
     def _hand_over(self) -> None:
         thread = self._thread()

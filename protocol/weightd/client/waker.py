@@ -17,6 +17,7 @@ class Waker:
         self._lock = threading.Lock()
         self._closed = True
         self._read, self._write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._alarm = (self._read, int(select.POLLIN))
         self._closed = False
 
     def set(self) -> None:
@@ -44,7 +45,7 @@ class Waker:
         ready = poller.poll(wait if wait > 0 else 0)
         if not ready:
             return False
-        if ready[-1][0] == self._read:
+        if self._alarm in ready:
             self._clear()
         return True
 
