@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import socket
 import struct
@@ -93,32 +92,43 @@ def test_who_sends_a_byte_at_a_time_makes_nobody_wait(hall: Hall) -> None:
     assert hall.frames.count([b"quick"]) == len(message(b"slow"))
 
 
-def test_who_sends_many_at_once_has_them_heard_in_turns_and_then_its_end(hall: Hall) -> None:
+@pytest.mark.parametrize("goes", [False, True])
+def test_who_sends_many_at_once_has_them_heard_in_turns_and_then_its_end(hall: Hall, goes: bool) -> None:
     greedy, modest = hall.come(), hall.come()
     many = [[b"%d" % number] for number in range(1000)]
     greedy.send(b"".join(message(*frames) for frames in many))
-    greedy.close()
+    if goes:
+        greedy.close()
     modest.send(message(b"modest"))
     hall.loop.wait(0.0)
     assert [b"modest"] in hall.frames
     assert 0 < len(hall.frames) < 50
     # No event is waited for.
-    while not hall.gone:
+    while len(hall.frames) <= len(many):
         before = len(hall.frames)
         hall.loop.wait(LIMIT_S)
-        assert before < len(hall.frames) < before + 50 or hall.gone
+        assert before < len(hall.frames) < before + 50
+    greedy.close()
+    hall.until(lambda: hall.gone)
     assert [each for each in hall.frames if each != [b"modest"]] == many
 
 
-def test_who_is_hung_up_has_nothing_more_heard(hall: Hall) -> None:
-    client = hall.come()
+def test_who_is_hung_up_has_nothing_more_heard(hall: Hall, monkeypatch: pytest.MonkeyPatch) -> None:
+    client, other = hall.come(), hall.come()
+    [connection, _] = hall.connections
+
+    def hang_up(by: Connection, received: Message) -> None:
+        hall.messages.append((by, received))
+        if by is not connection:
+            count.append(len(hall.messages))
+            hall.connections.hang_up(connection, "for a test")
+
+    count: list[int] = []
+    monkeypatch.setattr(hall.connections, "_handle", hang_up)
     client.send(message(b"x") * 1000)
-    hall.loop.wait(0.0)
-    count = len(hall.frames)
-    [connection] = hall.connections
-    hall.connections.hang_up(connection, "for a test")
+    other.send(message(b"end"))
     hall.until(lambda: hall.gone)
-    assert len(hall.frames) == count
+    assert [len(hall.messages)] == count
 
 
 def test_a_message_that_has_begun_takes_room_until_it_is_there(hall: Hall) -> None:
@@ -320,33 +330,3 @@ def test_few_keep_descriptors_open_by_a_message_that_does_not_end(hall: Hall, mo
     socket.send_fds(late, [b"\1"], [0])
     hall.until(lambda: hall.gone)
     assert len(hall.keys) == 3
-
-
-def test_where_no_descriptor_is_left_the_next_client_waits_until_there_is(
-    hall: Hall, listener: socket.socket, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(connections, "_PAUSE_S", 0.5)
-    tries: list[None] = []
-    is_full = True
-
-    class Exhausted:
-        def __init__(self, real: socket.socket) -> None:
-            self.fileno = real.fileno
-
-        def accept(self) -> Any:
-            tries.append(None)
-            if is_full:
-                raise OSError(errno.EMFILE, "Too many open files")
-            return listener.accept()
-
-    hall.loop.remove(listener.fileno())
-    hall.connections.listen(cast(socket.socket, Exhausted(listener)))
-    with socket.socket(socket.AF_UNIX) as client:
-        client.connect(listener.getsockname())
-        hall.until(lambda: tries)
-        # It is not asked again and again meanwhile.
-        for _ in range(3):
-            hall.loop.wait(0.0)
-        assert len(tries) == 1
-        is_full = False
-        hall.until(lambda: hall.keys)

@@ -224,6 +224,28 @@ def test_an_event_is_not_told_to_who_has_the_number_next() -> None:
         os.close(descriptor)
 
 
+def test_room_to_write_is_not_told_to_who_has_the_number_next(
+    pipes: list[Pipe], ends: tuple[socket.socket, socket.socket]
+) -> None:
+    ours, theirs = ends
+    loop, calls = Loop(), list[str]()
+
+    def replace() -> None:
+        """Have the number for something that cannot be written to."""
+        calls.append("read")
+        loop.remove(ours.fileno())
+        os.dup2(pipes[0].reader, ours.fileno())
+        loop.add(ours.fileno(), pipes[0].on_readable)
+        loop.watch_writes(ours.fileno(), lambda: calls.append("new"))
+
+    loop.add(ours.fileno(), replace)
+    loop.watch_writes(ours.fileno(), lambda: calls.append("old"))
+    theirs.send(b"x")
+    loop.wait(60.0)
+    assert calls == ["read"]
+    loop.close()
+
+
 @pytest.mark.parametrize("seconds", [-float("inf"), -1.0, 0.0, 0.0009, 0.0019])
 def test_a_wait_is_as_long_as_it_may_be_and_never_ends_early(loop: Loop, seconds: float) -> None:
     begin = time.monotonic()

@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 import select
 import socket
-import struct
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from weightd.daemon.children.mapped import Mapped
+from weightd.daemon.host.accepting import Accepting
+from weightd.daemon.host.credentials import credentials
 from weightd.daemon.host.listening import bound
 from weightd.daemon.host.loop import Loop
 from weightd.daemon.host.sockets import PRIVATE
@@ -21,9 +22,6 @@ from weightd.protocol.errors import RemoteProtocolError
 from weightd.protocol.framing import Incoming
 from weightd.protocol.messages.children import Map, Unmap
 from weightd.shared.stream import Stream
-
-# struct ucred: pid, uid and gid of who has connected, as they were then.
-_CREDENTIALS = struct.Struct("=3i")
 
 
 class Lanes:
@@ -58,7 +56,8 @@ class Lanes:
         self._listener = bound(path, str(path), PRIVATE)
         self._listener.listen(socket.SOMAXCONN)
         self._listener.setblocking(False)
-        loop.add(self._listener.fileno(), self.accept)
+        # Whoever is heard by another way has connected before: all are let in.
+        self._accepting = Accepting(self._listener, loop, self._let_in, most=socket.SOMAXCONN)
 
     def leads_to(self, name: str) -> bool:
         """Whether the child has a lane, or will have one for what waits: what is to come after that has to go there."""
@@ -83,26 +82,20 @@ class Lanes:
 
     def accept(self) -> None:
         """Take whoever has connected. A child that does so again has done with what came before."""
-        while True:
-            try:
-                connection, _ = self._listener.accept()
-            except OSError:
-                # Nobody is there, or no descriptor is left for who is: it is asked for again.
-                return
-            pid, _, _ = _CREDENTIALS.unpack(
-                connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-            )
-            name = self._name_of(pid)
-            if name is None:
-                connection.close()
-                continue
-            self.read_out(name)
-            self._close(name)
-            lane = self._lanes[name] = Stream(connection, Incoming(limits.MAX_CHILD_HEADER_BYTES))
-            self._mapped[name] = Mapped()
-            self._loop.add(lane.fileno(), functools.partial(self._read, name, lane))
-            for frames, memories in self._held.pop(name, ()):
-                self.send(name, frames, memories)
+        self._accepting.accept()
+
+    def _let_in(self, connection: socket.socket) -> None:
+        name = self._name_of(credentials(connection).pid)
+        if name is None:
+            connection.close()
+            return
+        self.read_out(name)
+        self._close(name)
+        lane = self._lanes[name] = Stream(connection, Incoming(limits.MAX_CHILD_HEADER_BYTES))
+        self._mapped[name] = Mapped()
+        self._loop.add(lane.fileno(), functools.partial(self._read, name, lane))
+        for frames, memories in self._held.pop(name, ()):
+            self.send(name, frames, memories)
 
     def read_out(self, name: str) -> None:
         """Read all that the child has said until now."""

@@ -5,14 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-import struct
 from typing import NamedTuple
 
+from weightd.daemon.host.credentials import credentials
 from weightd.daemon.requests.request import Origin
 from weightd.shared.stream import Stream
-
-# struct ucred of unix(7).
-_UCRED = struct.Struct("=iII")
 
 
 class Identity(NamedTuple):
@@ -30,8 +27,8 @@ class Identity(NamedTuple):
 
 
 def unix_identity(connection: socket.socket) -> Identity:
-    """Return who has connected to a unix socket (SO_PEERCRED)."""
-    pid, uid, _ = _UCRED.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
+    """Return who has connected to a unix socket."""
+    pid, uid, _ = credentials(connection)
     return Identity(_origin(f"uid {uid}", pid, connection), uid in (os.getuid(), 0), is_near=True)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import functools
 import itertools
 import logging
@@ -15,8 +14,8 @@ from weightd.daemon.clients.closing import Closing
 from weightd.daemon.clients.connection import Connection, Identity, unix_identity
 from weightd.daemon.clients.crowd import Doorkeeper
 from weightd.daemon.clients.room import Room
+from weightd.daemon.host.accepting import Accepting
 from weightd.daemon.host.loop import Loop
-from weightd.daemon.host.timers import Timer
 from weightd.protocol import limits
 from weightd.protocol.errors import RemoteProtocolError
 from weightd.protocol.framing import Incoming, Message
@@ -25,14 +24,8 @@ from weightd.shared.stream import Stream
 # What may wait for one client: an answer of whatever size is let through if nothing else waits.
 MAX_UNREAD_BYTES = 256 * 1024 * 1024
 
-# With one wake-up: more wait for the next one.
-_MOST_ACCEPTED = 64
-
 # Of one client, before others have their turn.
 _MOST_HANDLED = 16
-
-# Where there is no descriptor for the next one, until some have gone.
-_PAUSE_S = 0.1
 
 # So many clients may have sent a descriptor and not yet all of the message with which it goes.
 _MOST_EXPECTANT = 64
@@ -82,11 +75,8 @@ class Connections:
         self._by_key: dict[bytes, Connection] = {}
         self._keys = itertools.count(1)
         self._doorkeeper = Doorkeeper()
-        self._pause = Timer(self._resume)
-        self._paused: list[socket.socket] = []
         self._expectant: set[Connection] = set()
         self._behind: dict[Connection, None] = {}
-        loop.add_timer(self._pause)
 
     def __iter__(self) -> Iterator[Connection]:
         return iter(self._by_key.values())
@@ -99,7 +89,7 @@ class Connections:
 
     def listen(self, listener: socket.socket) -> None:
         """Let in whoever connects to a unix socket that listens and does not block."""
-        self._loop.add(listener.fileno(), functools.partial(self._accept, listener))
+        Accepting(listener, self._loop, lambda connection: self.adopt(connection, unix_identity(connection)))
 
     def adopt(self, connection: socket.socket, identity: Identity) -> None:
         """Let somebody in; the socket is this object's from now on."""
@@ -139,33 +129,6 @@ class Connections:
             self._loop.remove(each.stream.fileno())
             self._close(each.stream)
         self._by_key.clear()
-
-    def _accept(self, listener: socket.socket) -> None:
-        for _ in range(_MOST_ACCEPTED):
-            try:
-                connection, _ = listener.accept()
-            except BlockingIOError:
-                return
-            except OSError as error:
-                # It has gone again, or nothing is left to have it with: then others have to go first.
-                if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
-                    _log.error("nobody can be let in: %s", error.strerror)
-                    self._wait_for_room(listener)
-                    return
-            else:
-                self.adopt(connection, unix_identity(connection))
-
-    def _wait_for_room(self, listener: socket.socket) -> None:
-        """Else the loop would be told at once that somebody waits there."""
-        self._loop.pause(listener.fileno())
-        self._paused.append(listener)
-        self._pause.set(time.monotonic() + _PAUSE_S)
-
-    def _resume(self, _: float) -> None:
-        listeners, self._paused = self._paused, []
-        for each in listeners:
-            self._loop.resume(each.fileno())
-        self._pause.set(float("inf"))
 
     def _leave(self, connection: Connection) -> None:
         del self._by_key[connection.key]

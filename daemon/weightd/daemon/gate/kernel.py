@@ -16,9 +16,7 @@ from collections.abc import Generator
 from typing import NamedTuple
 
 from weightd.daemon.gate.link import PeerIdentity
-
-# struct ucred of unix(7).
-_UCRED = struct.Struct("=iII")
+from weightd.daemon.host.credentials import credentials
 
 
 class Handle(NamedTuple):
@@ -40,7 +38,7 @@ def identity(connection: Handle) -> PeerIdentity:
     """Return who is at the other end; nobody where that is closed by now."""
     with contextlib.suppress(OSError), _own(connection) as own:
         if own.family == socket.AF_UNIX:
-            pid, uid, _ = _UCRED.unpack(own.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
+            pid, uid, _ = credentials(own)
             return PeerIdentity(uid, pid, "")
         name = own.getpeername()
         # A socket that takes both writes addresses of version 4 so.

@@ -1,0 +1,73 @@
+"""Whoever connects to a socket that listens is let in; where nothing is left to have it with, it waits, and only it."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import socket
+import time
+from collections.abc import Callable
+
+from weightd.daemon.host.loop import Loop
+from weightd.daemon.host.timers import Timer
+
+# With one wake-up, by default: more wait for the next one.
+_MOST_ACCEPTED = 64
+
+# Where there is no descriptor for the next one, until some have gone.
+_PAUSE_S = 0.1
+
+_NEVER = float("inf")
+
+_log = logging.getLogger("weightd")
+
+
+class Accepting:
+    """Accepts connections.
+
+    Args:
+        listener: listens, and does not block.
+        loop: calls when somebody has connected.
+        let_in: is given each connection, and owns it.
+        most: that are accepted at once.
+    """
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        loop: Loop,
+        let_in: Callable[[socket.socket], object],
+        most: int = _MOST_ACCEPTED,
+    ) -> None:
+        self._listener = listener
+        self._loop = loop
+        self._let_in = let_in
+        self._most = most
+        self._pause = Timer(self._resume)
+        loop.add(listener.fileno(), self.accept)
+        loop.add_timer(self._pause)
+
+    def accept(self) -> None:
+        """Let in who has connected until now."""
+        for _ in range(self._most):
+            try:
+                connection, _ = self._listener.accept()
+            except BlockingIOError:
+                return
+            except OSError as error:
+                # It has gone again, or nothing is left to have it with: then others have to go first.
+                if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
+                    self._wait_for_room(error)
+                    return
+            else:
+                self._let_in(connection)
+
+    def _wait_for_room(self, error: OSError) -> None:
+        """Else the loop would be told at once, and again and again, that somebody waits there."""
+        if self._pause.due == _NEVER:
+            _log.error("nobody can be let in at %s: %s", self._listener.getsockname(), error.strerror)
+            self._loop.pause(self._listener.fileno())
+            self._pause.set(time.monotonic() + _PAUSE_S)
+
+    def _resume(self, _: float) -> None:
+        self._loop.resume(self._listener.fileno())

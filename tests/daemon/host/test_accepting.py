@@ -1,0 +1,94 @@
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from weightd.daemon.host import accepting
+from weightd.daemon.host.accepting import Accepting
+from weightd.daemon.host.credentials import credentials
+from weightd.daemon.host.loop import Loop
+
+
+class Scene:
+    """A listener, whoever was let in, and how often anybody was asked for."""
+
+    def __init__(self, path: Path, stack: contextlib.ExitStack) -> None:
+        self.loop = Loop()
+        self.path = str(path)
+        self.stack = stack
+        self.listener = stack.enter_context(socket.socket(socket.AF_UNIX))
+        self.listener.setblocking(False)
+        self.listener.bind(self.path)
+        self.listener.listen()
+        self.fileno, self.getsockname = self.listener.fileno, self.listener.getsockname
+        self.came: list[socket.socket] = []
+        self.tries = 0
+        self.error = 0
+
+    def accept(self) -> Any:
+        self.tries += 1
+        if self.error:
+            raise OSError(self.error, os.strerror(self.error))
+        return self.listener.accept()
+
+    def let_in(self, connection: socket.socket) -> None:
+        self.came.append(self.stack.enter_context(connection))
+
+    def connect(self) -> None:
+        self.stack.enter_context(socket.socket(socket.AF_UNIX)).connect(self.path)
+
+
+@pytest.fixture
+def scene(tmp_path: Path) -> Iterator[Scene]:
+    with contextlib.ExitStack() as stack:
+        made = Scene(tmp_path / "s", stack)
+        yield made
+        made.loop.close()
+
+
+def test_so_many_are_let_in_at_once_and_the_others_next(scene: Scene) -> None:
+    Accepting(scene.listener, scene.loop, scene.let_in, most=2)
+    for _ in range(3):
+        scene.connect()
+    scene.loop.wait(30)
+    assert len(scene.came) == 2
+    scene.loop.wait(30)
+    assert [credentials(each)[:2] for each in scene.came] == 3 * [(os.getpid(), os.getuid())]
+
+
+def test_who_has_gone_again_keeps_nobody_from_being_let_in(scene: Scene) -> None:
+    scene.error = errno.ECONNABORTED
+    Accepting(cast(socket.socket, scene), scene.loop, scene.let_in, most=2)
+    scene.connect()
+    scene.loop.wait(30)
+    scene.error = 0
+    scene.loop.wait(30)
+    assert len(scene.came) == 1
+
+
+@pytest.mark.parametrize("error", [errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM])
+def test_where_no_descriptor_is_left_the_next_one_waits_until_there_is(
+    scene: Scene, error: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(accepting, "_PAUSE_S", 0.3)
+    scene.error = error
+    waiting = Accepting(cast(socket.socket, scene), scene.loop, scene.let_in)
+    scene.connect()
+    scene.loop.wait(30)
+    # Nobody is asked for again and again meanwhile, but by who knows of one.
+    for _ in range(3):
+        scene.loop.wait(0.0)
+    assert scene.tries == 1
+    waiting.accept()
+    scene.error = 0
+    scene.loop.wait(30)
+    while not scene.came:
+        scene.loop.wait(30)
+    assert scene.tries == 4
