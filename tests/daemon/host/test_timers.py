@@ -56,7 +56,9 @@ def test_who_is_due_again_at_once_waits_for_the_next_run() -> None:
 
 ACTIONS = st.lists(
     st.one_of(
-        st.tuples(st.just("set"), st.integers(0, 2), st.sampled_from([0.0, 1.0, 2.0, 3.0, 5.0, NEVER])),
+        st.tuples(
+            st.sampled_from(["set", "due_by"]), st.integers(0, 2), st.sampled_from([0.0, 1.0, 2.0, 3.0, 5.0, NEVER])
+        ),
         st.tuples(st.just("run"), st.just(0), st.sampled_from([0.0, 0.5, 1.0, 2.0])),
     ),
     max_size=30,
@@ -74,6 +76,9 @@ def test_nobody_is_called_early_late_or_twice(actions: list[tuple[str, int, floa
         if what == "set":
             due[index] = now + value
             world.each[index].set(due[index])
+        elif what == "due_by":
+            due[index] = min(due[index], now + value)
+            world.each[index].due_by(now + value)
         else:
             now += value
             world.called.clear()
