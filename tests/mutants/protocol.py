@@ -31,6 +31,8 @@ PROTOCOL = [
     *mutants("protocol", "shared/test_stream.py",
         ("if len(self.descriptors) > _MAX_DESCRIPTORS:", "if False:"),
         ("for each in (*self.descriptors, *self._outgoing.clear()):", "for each in self.descriptors:"),
+        ("if error.errno not in (errno.ENOMEM, errno.ENOBUFS):", "if True:"),
+        ("            self.connection.shutdown(socket.SHUT_RDWR)", "            pass"),
     ),
     *mutants("protocol", "protocol/test_schema.py",
         ("if check_each is None:", "if False:"),

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import array
+import errno
 import os
 import socket
 import struct
 from pathlib import Path
-from typing import Any, Iterator, List, Tuple
+from typing import Any, Iterator, List, Tuple, cast
 
 import pytest
 
@@ -34,6 +35,46 @@ def arrive(sender: Stream, receiver: Stream, count: int = 1) -> List[Message]:
         sender.flush()
         messages += receiver.receive()
     return messages
+
+
+class Poor:
+    """A socket for which the kernel has no memory."""
+
+    def __init__(self, real: socket.socket, error: int) -> None:
+        self.real = real
+        self.error = error
+
+    def refuse(self, *_: Any) -> int:
+        raise OSError(self.error, os.strerror(self.error))
+
+    send = sendmsg = refuse
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.real, name)
+
+
+@pytest.mark.parametrize("error", [errno.ENOMEM, errno.ENOBUFS])
+@pytest.mark.parametrize("size", [1, 100_000])
+@pytest.mark.parametrize("waits", [False, True])
+def test_where_the_kernel_has_no_memory_the_connection_ends_for_both(error: int, size: int, waits: bool) -> None:
+    ours, theirs = socket.socketpair()
+    sender, receiver = Stream(cast(socket.socket, Poor(ours, error))), Stream(theirs)
+    if waits:
+        vars(sender)["_outgoing"].put([b"x"])
+    with pytest.raises(ConnectionError):
+        _ = sender.flush() if waits else sender.send([bytes(size)])
+    for end in (sender, receiver):
+        with pytest.raises(ConnectionError):
+            end.receive()
+        end.close()
+
+
+def test_another_error_of_the_kernel_is_what_it_is() -> None:
+    ours, theirs = socket.socketpair()
+    with theirs, pytest.raises(OSError, match="Too many references") as told:
+        Stream(cast(socket.socket, Poor(ours, errno.ETOOMANYREFS))).send([b"x"])
+    ours.close()
+    assert not isinstance(told.value, ConnectionError)
 
 
 def read_on(receiver: Stream) -> None:

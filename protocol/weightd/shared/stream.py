@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import array
+import contextlib
+import errno
 import os
 import socket
 from collections import deque
@@ -62,7 +64,8 @@ class Stream:
         be changed before it is sent. The descriptors stay the caller's, and may be closed at once.
 
         Raises:
-            ConnectionError: the peer has gone.
+            ConnectionError: the peer has gone, or the kernel has no memory for what it is sent: then both ends are told
+                that the connection has ended.
         """
         lengths = [*map(len, frames)]
         size = sum(lengths)
@@ -74,6 +77,8 @@ class Stream:
             sent = self._send(message)
         except BlockingIOError:
             sent = 0
+        except OSError as error:
+            raise self._end_of(error) from None
         if sent == len(message):
             return True
         self._outgoing.put([memoryview(message)[sent:]])
@@ -86,6 +91,8 @@ class Stream:
                 sent = self.connection.sendmsg(pieces, _rights(descriptors))
             except BlockingIOError:
                 pass
+            except OSError as error:
+                raise self._end_of(error) from None
             else:
                 self._outgoing.put(pieces)
                 self._outgoing.wrote(sent)
@@ -97,7 +104,7 @@ class Stream:
         """Send what is left; return whether nothing is left now.
 
         Raises:
-            ConnectionError: the peer has gone.
+            ConnectionError: as for `send`.
         """
         while self._outgoing.nbytes:
             pieces, descriptors = self._outgoing.next()
@@ -105,10 +112,20 @@ class Stream:
                 sent = self.connection.sendmsg(pieces, _rights(descriptors))
             except BlockingIOError:
                 return False
+            except OSError as error:
+                raise self._end_of(error) from None
             self._outgoing.wrote(sent)
             for each in descriptors:
                 os.close(each)
         return True
+
+    def _end_of(self, error: OSError) -> OSError:
+        """Return what an error of the kernel is to who sends: the stream may have been cut anywhere."""
+        if error.errno not in (errno.ENOMEM, errno.ENOBUFS):
+            return error
+        with contextlib.suppress(OSError):
+            self.connection.shutdown(socket.SHUT_RDWR)
+        return ConnectionAbortedError(error.errno, error.strerror)
 
     def receive(self) -> List[Message]:
         """Read once; return the messages that have come whole with that: none where nothing can be read.
