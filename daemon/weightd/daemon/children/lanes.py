@@ -67,9 +67,14 @@ class Lanes:
         """Send a message to a child, now or when it reads, after the memory that it names; frames are not copied."""
         lane = self._lanes.get(name)
         if lane is not None:
-            if memories:
-                self._give(lane, self._mapped[name], memories)
-            self._send(lane, frames)
+            try:
+                if memories:
+                    self._give(lane, self._mapped[name], memories)
+                if not lane.send(frames):
+                    self._loop.watch_writes(lane.fileno(), functools.partial(self._flush, lane))
+            except ConnectionError:
+                # What it has said before is still read.
+                return
         elif name not in self._lanes:
             self._held.setdefault(name, []).append((frames, memories))
 
@@ -78,7 +83,7 @@ class Lanes:
         for name, mapped in self._mapped.items():
             lane = self._lanes[name]
             if mapped.forget(number) and lane is not None:
-                self._send(lane, encode(Unmap(number)))
+                self.send(name, encode(Unmap(number)))
 
     def accept(self) -> None:
         """Take whoever has connected. A child that does so again has done with what came before."""
@@ -121,21 +126,13 @@ class Lanes:
     def _give(self, lane: Stream, mapped: Mapped, memories: Sequence[Memory]) -> None:
         surplus, missing = mapped.use(memories)
         for number in surplus:
-            self._send(lane, encode(Unmap(number)))
+            lane.send(encode(Unmap(number)))
         for memory in missing:
             try:
-                self._send(lane, encode(Map(memory.number)), (memory.fileno(),))
+                lane.send(encode(Map(memory.number)), (memory.fileno(),))
             except OSError:
                 # No descriptor is left: the worker says that it has none, and the next request tries again.
                 mapped.forget(memory.number)
-
-    def _send(self, lane: Stream, frames: Sequence[Any], descriptors: Sequence[int] = ()) -> None:
-        try:
-            if not lane.send(frames, descriptors):
-                self._loop.watch_writes(lane.fileno(), functools.partial(self._flush, lane))
-        except ConnectionError:
-            # What it has said before is still read.
-            return
 
     def _close(self, name: str) -> None:
         lane = self._lanes.get(name)
