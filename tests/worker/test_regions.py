@@ -15,7 +15,7 @@ import pytest
 
 from weightd.protocol.errors import Internal, InvalidArgument
 from weightd.protocol.messages.data import TensorSpec
-from weightd.protocol.tensors import frame_of, to_wire
+from weightd.protocol.tensors import frame_of, from_frame, to_wire
 from weightd.shared import memfd
 from weightd.worker.regions import Regions
 
@@ -38,6 +38,10 @@ def regions(memory: int) -> Regions:
     return regions
 
 
+def _read(regions: Regions, spec: TensorSpec, number: int, offset: int) -> Any:
+    return from_frame(spec, regions.read(number, offset, spec.nbytes))
+
+
 def _u8(count: int, datatype: str = "UINT8") -> TensorSpec:
     return TensorSpec("x", datatype, (count,))
 
@@ -46,14 +50,14 @@ def _u8(count: int, datatype: str = "UINT8") -> TensorSpec:
 def test_a_tensor_is_read_from_anywhere(regions: Regions, memory: int, offset: int) -> None:
     values = np.arange(6, dtype="<f4").reshape(2, 3)
     os.pwrite(memory, values.tobytes(), offset)
-    array = regions.read(TensorSpec("x", "FP32", (2, 3)), 7, offset)
+    array = _read(regions, TensorSpec("x", "FP32", (2, 3)), 7, offset)
     assert (array == values).all()
     assert array.flags.aligned
 
 
 def test_what_was_read_does_not_change(regions: Regions, memory: int) -> None:
     os.pwrite(memory, b"\1" * 100, 0)
-    array = regions.read(_u8(100, "BOOL"), 7, 0)
+    array = _read(regions, _u8(100, "BOOL"), 7, 0)
     os.pwrite(memory, b"\2" * 100, 0)
     assert (array.view(np.uint8) == 1).all()
 
@@ -62,7 +66,7 @@ def test_a_hole_is_read_as_zeros(regions: Regions, memory: int) -> None:
     os.pwrite(memory, b"\1" * _BYTES, 0)
     punch = ctypes.CDLL(None).fallocate
     assert punch(memory, 3, ctypes.c_long(0), ctypes.c_long(_BYTES)) == 0
-    assert not regions.read(_u8(_BYTES), 7, 0).any()
+    assert not _read(regions, _u8(_BYTES), 7, 0).any()
 
 
 def test_a_bool_that_is_none_is_refused_however_it_changes(regions: Regions, memory: int) -> None:
@@ -78,7 +82,7 @@ def test_a_bool_that_is_none_is_refused_however_it_changes(regions: Regions, mem
     try:
         for _ in range(2000):
             try:
-                assert regions.read(_u8(10_000, "BOOL"), 7, 0).view(np.uint8).max() <= 1
+                assert _read(regions, _u8(10_000, "BOOL"), 7, 0).view(np.uint8).max() <= 1
                 verdicts.append(True)
             except InvalidArgument:
                 verdicts.append(False)
@@ -90,7 +94,7 @@ def test_a_bool_that_is_none_is_refused_however_it_changes(regions: Regions, mem
 
 def test_tensors_may_overlap(regions: Regions, memory: int) -> None:
     os.pwrite(memory, bytes(range(100)), 0)
-    one, other = regions.read(_u8(60), 7, 0), regions.read(_u8(60), 7, 30)
+    one, other = _read(regions, _u8(60), 7, 0), _read(regions, _u8(60), 7, 30)
     assert regions.write(frame_of(one), 7, 20, 60)
     assert (one[30:] == other[:30]).all()
     assert os.pread(memory, 60, 20) == bytes(range(60))
@@ -115,7 +119,7 @@ def test_what_the_client_has_sealed_later_can_be_read_and_not_written(memory: in
     fcntl.fcntl(memory, 1033, 8)
     regions = Regions()
     regions.map(7, os.dup(memory))
-    array = regions.read(_u8(1), 7, 0)
+    array = _read(regions, _u8(1), 7, 0)
     assert array[0] == 5
     assert not regions.write(frame_of(array), 7, 0, 1)
 
@@ -125,7 +129,7 @@ def test_what_cannot_be_mapped_fails_the_request_that_names_it(regions: Regions,
     regions.unmap(7)
     for number in (7, 8, 9):
         with pytest.raises(Internal, match="cannot be mapped"):
-            regions.read(_u8(1), number, 0)
+            _read(regions, _u8(1), number, 0)
 
 
 def test_nothing_is_left_of_a_region_that_is_forgotten(regions: Regions, memory: int) -> None:

@@ -13,8 +13,6 @@ from typing import Any, Dict, cast
 import numpy as np
 
 from weightd.protocol.errors import Internal
-from weightd.protocol.messages.data import TensorSpec
-from weightd.protocol.tensors import from_frame
 
 # What the widest instruction of an engine wants.
 _ALIGNMENT = 64
@@ -45,17 +43,18 @@ class Regions:
         """Forget all: another daemon has other numbers."""
         self._regions.clear()
 
-    def read(self, spec: TensorSpec, number: int, offset: int) -> Any:
-        """Return a copy of a tensor.
+    def read(self, number: int, offset: int, nbytes: int) -> Any:
+        """Return a copy of so many bytes, aligned.
 
         Raises:
-            InvalidArgument: a BOOL is neither 0 nor 1.
             Internal: the region is not mapped.
         """
-        nbytes = spec.nbytes
-        copy = _memory(nbytes)
-        copy[:] = self._region(number)[offset : offset + nbytes]
-        return from_frame(spec, copy)
+        region = self._region(number)
+        memory: Any = np.empty(nbytes + _ALIGNMENT, np.uint8)
+        begin: int = -memory.__array_interface__["data"][0] % _ALIGNMENT
+        copy = memory[begin : begin + nbytes]
+        copy[:] = region[offset : offset + nbytes]
+        return copy
 
     def write(self, frame: Any, number: int, offset: int, room: int) -> bool:
         """Write bytes, which are what `frame_of` returned, to a region; return False where they do not fit there.
@@ -76,13 +75,6 @@ class Regions:
         if region is None:
             raise Internal("a region of shared memory cannot be mapped by this worker")
         return region
-
-
-def _memory(nbytes: int) -> Any:
-    """So many bytes, aligned, of any content."""
-    memory: Any = np.empty(nbytes + _ALIGNMENT, np.uint8)
-    begin: int = -memory.__array_interface__["data"][0] % _ALIGNMENT
-    return memory[begin : begin + nbytes]
 
 
 def _mapped(descriptor: int) -> Any:

@@ -354,11 +354,12 @@ class Session:
 
     def _mapped_inputs(self, order: Predict, regions: MappedRegions, frames: Sequence[bytes]) -> Arrays:
         """The inputs of a request of which some are in regions."""
-        specs = order.description.inputs
+        specs, sizes = order.description.inputs, order.description.sizes
         inputs: Arrays = {}
         for place in regions.inputs:
             spec = specs[place.tensor]
-            inputs[spec.name] = self._regions.read(spec, place.region, place.offset)
+            copy = self._regions.read(place.region, place.offset, sizes[place.tensor])
+            inputs[spec.name] = from_frame(spec, copy)
         if frames:
             inputs.update(_inputs([spec for spec in specs if spec.name not in inputs], frames))
         return inputs
