@@ -91,7 +91,7 @@ SHARED = [
 CLIENT = [
     *mutants("client", "client/test_core.py",
         ("if call is not None and type(message) is not call.expects:", "if False:"),
-        ("            if not error.request_id:\n", "            if False:\n"),
+        ("        if not error.request_id:\n", "        if False:\n"),
         ("            if not message.id:\n", "            if False:\n"),
         ("if known is not None and known() is None:", "if False:"),
     ),

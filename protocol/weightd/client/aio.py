@@ -274,11 +274,12 @@ class AsyncClient:
         session = self._session
         connection = session.connection
         try:
-            session.take_in()
-            self._flush()
-            while not connection.is_idle():
-                session.take_in()
+            while True:
+                for message in connection.receive():
+                    self._core.received(message.frames)
                 self._flush()
+                if connection.is_idle():
+                    break
         except BaseException as error:
             self._forget_descriptors()
             session.hang_up(error)
@@ -296,7 +297,7 @@ class AsyncClient:
     def _await_room(self) -> None:
         """Have the loop tell when there is room to send, as long as something is unsent."""
         connection = self._session.connection
-        wanted = connection.waits_to_write and connection.unsent > 0 and not connection.closed
+        wanted = connection.is_plain and connection.unsent > 0 and not connection.closed
         if wanted != self._awaits_room:
             self._awaits_room = wanted
             loop = self._running_loop()

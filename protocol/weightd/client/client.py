@@ -175,7 +175,11 @@ class Client:
         """
         seconds, more = self._begin(timeout)
         deadline = monotonic() + seconds
-        call = self._send(self._core.infer(model, inputs, seconds, outputs, out), deadline)
+        question = self._core.infer(model, inputs, seconds, outputs, out)
+        # Who does not wait, does not read: what has come since the last call is not left to pile up.
+        if self._core.calls:
+            self._catch_up()
+        call = self._send(question, deadline)
         return Pending(
             partial(self._result, call, deadline + more),
             partial(self._poll, call),
@@ -307,16 +311,13 @@ class Client:
     def _send(self, question: Question, deadline: float) -> Call:
         """Begin a call, over a new connection where there is none; wait until all of it has gone."""
         call, frames = question
-        # What has come since the last call is not left to pile up.
-        if self._core.calls and not self._turns.reader:
-            self._catch_up()
         with self._lock:
             try:
                 sent_at = self._session.send(frames, call)
             except Gone:
                 self._make_ready(deadline)
                 sent_at = self._session.send(frames, call)
-            if sent_at or self._turns.reader:
+            if sent_at or (self._turns.reader and not self._session.connection.is_plain):
                 self._see_off(sent_at, deadline)
         return call
 
@@ -438,19 +439,19 @@ class Client:
 
     def _step(self, deadline: float) -> bool:
         """Wait until something has happened, and take it in; return whether it has by the deadline. It is our turn."""
-        session = self._session
-        connection = session.connection
-        if connection.is_idle():
+        connection = self._session.connection
+        if connection.is_plain or connection.is_idle():
             poller = self._poller
-            if connection.unsent and connection.waits_to_write:
+            if connection.unsent and connection.is_plain:
                 poller = self._waker.poller(connection.descriptors, to_write=True)
             if not self._waker.sleep(poller, deadline):
                 return False
         try:
-            session.take_in()
+            for message in connection.receive():
+                self._core.received(message.frames)
         except BaseException as error:
             with self._lock:
-                session.hang_up(error)
+                self._session.hang_up(error)
                 self._changed.notify_all()
             if not isinstance(error, LOST):
                 raise

@@ -33,7 +33,8 @@ class Connection(abc.ABC):
         address: who is at the other end, for people.
         descriptors: readable when something may be received, has been sent or is lost.
         takes_descriptors: whether a message may have some.
-        waits_to_write: whether what is unsent needs the first of them to be waited for until it is writable.
+        is_plain: whether there is one, a socket: readable as long as something can be received, and to be waited for
+            until it is writable where something is unsent. Else `is_idle` is to be asked before each wait.
         closed: whether it is of no use any more.
         is_spoilt: whether it will be found lost, or was.
         unsent: how much waits until the daemon reads.
@@ -41,7 +42,7 @@ class Connection(abc.ABC):
     """
 
     transport: ClassVar[str]
-    waits_to_write: ClassVar[bool]
+    is_plain: ClassVar[bool]
     takes_descriptors: ClassVar[bool] = False
 
     def __init__(self, address: str) -> None:
@@ -103,7 +104,7 @@ class Nowhere(Connection):
     """Where there is no connection yet."""
 
     transport = ""
-    waits_to_write = False
+    is_plain = False
 
     def __init__(self) -> None:
         super().__init__("")

@@ -56,6 +56,8 @@ class Call:
         lease: what is in shared memory of it.
     """
 
+    _answer: Any
+
     __slots__ = ("__weakref__", "_answer", "_error", "_hooks", "done", "expects", "id", "lease", "request")
 
     def __init__(self, request_id: str, expects: Type[DaemonMessage], request: Optional[Infer] = None) -> None:
@@ -64,7 +66,6 @@ class Call:
         self.request = request
         self.done = False
         self.lease: Optional[Lease] = None
-        self._answer: Any = None
         self._error: Optional[WeightdError] = None
         self._hooks: List[Callable[[], None]] = []
 
@@ -272,36 +273,35 @@ class ClientCore:
         try:
             message = self._decode(frames)
         except RemoteProtocolError as error:
-            if not error.request_id:
-                raise
-            self._fail(error.request_id, error)
+            self._unreadable(error)
             return
-        if isinstance(message, InferResponse):
-            call = self.calls.pop(message.id, _nobody)()
-            if call is not None:
-                self._finish(call, message, frames)
-            if self.sharing.leases:
-                self.sharing.end(message.id, running=message.running or False)
-        else:
+        if not isinstance(message, InferResponse):
             self._told(message)
-
-    def _finish(self, call: Call, response: InferResponse, frames: Sequence[Any]) -> None:
-        if call.request is None:
-            call.fail(_unexpected(call, response))
             return
-        description = response.description
-        try:
-            if call.lease is None and response.placed is None and description.largest < LEAST_BYTES:
-                pairs = zip(description.outputs, frames[_TENSORS])
-                answer = {spec.name: from_frame(spec, frame) for spec, frame in pairs}
+        call = self.calls.pop(message.id, _nobody)()
+        request = None if call is None else call.request
+        if call is not None and request is not None:
+            description = message.description
+            try:
+                if call.lease is None and message.placed is None and description.largest < LEAST_BYTES:
+                    outputs: Dict[str, Any] = {}
+                    for spec, frame in zip(description.outputs, frames[_TENSORS]):
+                        outputs[spec.name] = from_frame(spec, frame)
+                else:
+                    outputs = self.sharing.outputs(request.description, call.lease, message, frames[_TENSORS])
+            except InvalidArgument as error:
+                call.fail(_unusable(call, error))
             else:
-                answer = self.sharing.outputs(call.request.description, call.lease, response, frames[_TENSORS])
-        except WrongOut as error:
-            call.fail(error)
-        except InvalidArgument as error:
-            call.fail(RemoteProtocolError(f"outputs: {error}", call.id))
-        else:
-            call.succeed(answer)
+                call.succeed(outputs)
+        elif call is not None:
+            call.fail(_unexpected(call, message))
+        if self.sharing.leases:
+            self.sharing.end(message.id, running=message.running or False)
+
+    def _unreadable(self, error: RemoteProtocolError) -> None:
+        if not error.request_id:
+            raise error
+        self._fail(error.request_id, error)
 
     def _told(self, message: DaemonMessage) -> None:
         """Take in what is no answer to an inference request, or an error."""
@@ -371,6 +371,11 @@ def _check_named(inputs: object) -> None:
 def _nobody() -> Optional[Call]:
     """What refers to a call that is not known."""
     return None
+
+
+def _unusable(call: Call, error: InvalidArgument) -> WeightdError:
+    """Return the error of a call whose outputs are not what they say, or do not fit where they were wanted."""
+    return error if isinstance(error, WrongOut) else RemoteProtocolError(f"outputs: {error}", call.id)
 
 
 def _unexpected(call: Call, message: DaemonMessage) -> RemoteProtocolError:

@@ -27,7 +27,7 @@ DEFAULT_TIMEOUT_S = 30.0
 # Where somebody listens who is too busy to accept, after which time one looks again.
 BUSY_S = 0.01
 
-# What `Session.take_in` raises where the connection is of no use any more.
+# What tells that a connection is of no use any more: raised by its `receive`, or by what `received` makes of a message.
 LOST = (Unavailable, RemoteProtocolError)
 
 _MAX_TIMEOUT_S = limits.MAX_TIMEOUT_US / 1e6
@@ -149,15 +149,6 @@ class Session:
         except BaseException:
             connection.spoil()
             raise
-
-    def take_in(self) -> None:
-        """Take in what has come.
-
-        Raises:
-            Unavailable, RemoteProtocolError: the connection is of no use any more: `hang_up`.
-        """
-        for message in self.connection.receive():
-            self.core.received(message.frames)
 
     def hang_up(self, error: BaseException) -> None:
         """Close the connection, for this reason; what is under way ends in it."""

@@ -18,7 +18,7 @@ class UnixConnection(Connection):
     """A connected socket. Made by `connecting`."""
 
     transport = "unix"
-    waits_to_write = True
+    is_plain = True
     takes_descriptors = True
 
     def __init__(self, connection: socket.socket, path: str) -> None:

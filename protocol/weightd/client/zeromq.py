@@ -68,7 +68,7 @@ class ZeroMqConnection(Connection):
     """A DEALER socket. Made by `connecting`; before, it is not connected."""
 
     transport = "zmq"
-    waits_to_write = False
+    is_plain = False
 
     def __init__(self, address: str) -> None:
         super().__init__(address)
