@@ -141,7 +141,7 @@ CHILDREN = [
     *mutants("children", "daemon/children/test_backend.py",
         ("if pid not in (None, expected):", "if False:"),
         ("while self._on_messages() == BATCH:", "while False:"),
-        ("(kind is Stop and self._lanes.leads_to(name))", "False"),
+        ("elif kind is Stop and self._lanes.leads_to(name):", "elif False:"),
         ("        self._lanes.read_out(name)\n", ""),
     ),
     *mutants("children", "daemon/children/test_lanes.py",

@@ -109,7 +109,7 @@ class Backend:
         # What could not be done at once is told to its owner after the actions that ordered it.
         self._later: list[Callable[[float], None]] = []
         # For children of the daemon before this one, which are not connected yet: they get them when they are heard.
-        self._held: dict[str, list[tuple[OrderMessage, Sequence[Any], Sequence[Memory]]]] = {}
+        self._held: dict[str, list[OrderMessage]] = {}
         # A child that finds the socket finds the lane.
         self._lanes = Lanes(config.lane_socket, loop, self._name_of, self._on_lane, self._on_broken_lane)
         self._address = config.children_address
@@ -223,14 +223,15 @@ class Backend:
         self, name: str, order: OrderMessage, frames: Sequence[Any] = (), memories: Sequence[Memory] = ()
     ) -> None:
         """Send an order to a child; one that cannot be reached is dying, and its pidfd will tell."""
-        if name in self._held:
-            self._held[name].append((order, frames, memories))
-            return
         message = [*encode(order, max_bytes=limits.MAX_CHILD_HEADER_BYTES), *frames]
         kind = order.__class__
-        # It stops when it has done what it was asked before.
-        if kind in _BY_LANE or (kind is Stop and self._lanes.leads_to(name)):
+        if kind in _BY_LANE:
             self._lanes.send(name, message, memories)
+        elif name in self._held:
+            self._held[name].append(order)
+        elif kind is Stop and self._lanes.leads_to(name):
+            # It stops when it has done what it was asked before.
+            self._lanes.send(name, message)
         else:
             send(self._socket, name.encode(), message)
             self._use()
@@ -289,8 +290,8 @@ class Backend:
                 if isinstance(message, Back):
                     # It has connected its lane before it said so.
                     self._lanes.accept()
-                for order, frames, memories in self._held.pop(name, ()):
-                    self.order(name, order, frames, memories)
+                for order in self._held.pop(name, ()):
+                    self.order(name, order)
                 owner.heard(name, message, received.frames[_TENSORS], now)
         return count
 
