@@ -52,6 +52,16 @@ CASES: dict[str, tuple[Sequence[bytes], str, str]] = {
     ),
     "unknown field": ([envelope(color="red"), ASKED, TENSOR, TENSOR], "bad", "color"),
     "a worker's message": ([envelope(type="hello"), ASKED, TENSOR, TENSOR], "bad", "hello"),
+    "memory to share, through a gate": (
+        [envelope(type="register")],
+        "bad",
+        "memory can be shared on the unix socket alone",
+    ),
+    "a tensor in such memory": (
+        [envelope(parameters={"regions": {"inputs": [{"tensor": 0, "region": "0" * 32, "offset": 0}]}}), ASKED, TENSOR],
+        "bad",
+        "parameters.regions: memory can be shared on the unix socket alone",
+    ),
     "id too long": ([envelope(id="x" * 200), ASKED, TENSOR, TENSOR], "", "id"),
     "empty message": ([b""], "", "envelope"),
     "nested maps": ([b"\x81\xa1a" * 20_000], "", "envelope"),
