@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from weightd.daemon.continuity.service import CLIENTS, KEEPER, Manager
+from weightd.daemon.continuity.service import CLIENTS, CONFIG, KEEPER, Manager
 
 # Puts a pipe where a service manager puts descriptors, and tells what becomes of it, for each row of variables.
 _SERVICE = """
@@ -30,6 +30,14 @@ for row in json.loads(sys.argv[1]):
     inherited = Manager(os.environ).inherited
     left = [name for name in os.environ if name.startswith(("LISTEN_", "WATCHDOG_", "NOTIFY_"))]
     print(json.dumps([inherited, [os.get_inheritable(each) for each in (3, 4)], left]))
+"""
+
+_LISTENS = """
+import socket
+one, other = socket.socket(socket.AF_UNIX), socket.socketpair()[0].detach()
+one.bind("")
+one.listen()
+read, write = one.fileno(), other
 """
 
 
@@ -175,3 +183,13 @@ def test_what_was_passed_is_told_by_its_name_and_what_was_not_is_left_alone() ->
     for (variables, (inherited, inheritable)), line in zip(table, said, strict=True):
         # Children do not see what concerns the daemon.
         assert (variables, json.loads(line)) == (variables, [inherited, inheritable, []])
+
+
+def test_where_somebody_listens_is_for_clients_whatever_its_name() -> None:
+    for wrong in (KEEPER, CONFIG):
+        variables = {"LISTEN_PID": "own", "LISTEN_FDS": "2", "LISTEN_FDNAMES": f"{wrong}:{wrong}"}
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        program = _SERVICE.replace("read, write = os.pipe()", _LISTENS)
+        command = [sys.executable, "-c", program, json.dumps([variables])]
+        [said] = subprocess.check_output(command, env=environment, timeout=60).splitlines()
+        assert json.loads(said)[0] == {CLIENTS: [3], wrong: [4]}

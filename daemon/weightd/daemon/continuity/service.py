@@ -10,6 +10,7 @@ import contextlib
 import logging
 import os
 import socket
+import stat
 import time
 from collections.abc import Mapping, MutableMapping
 
@@ -125,5 +126,14 @@ def _inherited(environment: Mapping[str, str]) -> Mapping[str, list[int]]:
         os.set_inheritable(descriptor, False)
         # Units that give their sockets no name have them named after the unit, "unknown" in old versions.
         name = names[index] if index < len(names) else ""
-        inherited.setdefault(name if name in (KEEPER, CONFIG) else CLIENTS, []).append(descriptor)
+        is_own = name in (KEEPER, CONFIG) and not _listens(descriptor)
+        inherited.setdefault(name if is_own else CLIENTS, []).append(descriptor)
     return inherited
+
+
+def _listens(descriptor: int) -> bool:
+    """Whether clients connect there: nothing that a daemon has had kept is such a socket, however a unit names it."""
+    if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+        return False
+    with socket.socket(fileno=os.dup(descriptor)) as duplicate:
+        return bool(duplicate.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
