@@ -61,19 +61,18 @@ def test_where_the_kernel_has_no_memory_the_connection_ends_for_both(error: int,
     sender, receiver = Stream(cast(socket.socket, Poor(ours, error))), Stream(theirs)
     if waits:
         vars(sender)["_outgoing"].put([b"x"])
-    with pytest.raises(ConnectionError):
-        _ = sender.flush() if waits else sender.send([bytes(size)])
-    for end in (sender, receiver):
+    with ours, theirs:
         with pytest.raises(ConnectionError):
-            end.receive()
-        end.close()
+            _ = sender.flush() if waits else sender.send([bytes(size)])
+        for end in (sender, receiver):
+            with pytest.raises(ConnectionError):
+                end.receive()
 
 
 def test_another_error_of_the_kernel_is_what_it_is() -> None:
     ours, theirs = socket.socketpair()
-    with theirs, pytest.raises(OSError, match="Too many references") as told:
+    with ours, theirs, pytest.raises(OSError, match="Too many references") as told:
         Stream(cast(socket.socket, Poor(ours, errno.ETOOMANYREFS))).send([b"x"])
-    ours.close()
     assert not isinstance(told.value, ConnectionError)
 
 
