@@ -7,7 +7,7 @@ helps.
 from __future__ import annotations
 
 import abc
-from typing import Any, ClassVar, Generator, List, Optional, Sequence, TypeVar
+from typing import Any, Callable, ClassVar, Generator, List, Optional, Sequence, TypeVar
 
 from weightd.protocol.errors import Unavailable
 from weightd.protocol.framing import Message
@@ -50,18 +50,21 @@ class Connection(abc.ABC):
         self.descriptors: Sequence[int] = ()
         self.closed = False
         self.is_spoilt = False
-        self.unsent = 0
-        self.sent = 0
+        self.unsent: int = 0
+        self.sent: int = 0
+
+    send: Callable[..., bool]
+    """Send the frames of a message, and descriptors; return whether all of it has gone.
+
+    What has not, and what comes after it, goes with `flush`: `left` is told. Large frames are not copied.
+
+    Raises:
+        OSError: the connection is lost.
+    """
 
     @abc.abstractmethod
-    def send(self, frames: List[Any], descriptors: Sequence[int] = ()) -> bool:
-        """Send a message; return whether all of it has gone. What has not, and what comes after it, goes with `flush`.
-
-        Large frames are not copied.
-
-        Raises:
-            Gone: the connection is lost, and spoilt.
-        """
+    def left(self) -> int:
+        """A message has not gone at once: return what `sent` will be when it has."""
 
     @abc.abstractmethod
     def flush(self) -> None:
@@ -112,7 +115,11 @@ class Nowhere(Connection):
 
     def send(self, frames: List[Any], descriptors: Sequence[int] = ()) -> bool:
         """It is lost."""
-        raise self.gone()
+        raise ConnectionResetError
+
+    def left(self) -> int:
+        """There is nothing."""
+        return 0
 
     def flush(self) -> None:
         """There is nothing."""

@@ -8,7 +8,7 @@ from weakref import WeakSet
 
 from weightd.client import unix, zeromq
 from weightd.client.address import Address, default_address, parse
-from weightd.client.connection import Connection, Gone, Making, Nowhere
+from weightd.client.connection import Connection, Making, Nowhere
 from weightd.client.core import Call, ClientCore
 from weightd.protocol import limits
 from weightd.protocol.codec import encode
@@ -141,11 +141,12 @@ class Session:
             if sharing.settled is not sharing.arena.regions:
                 for message, region in sharing.due():
                     connection.send(encode(message), () if region is None else (region.descriptor,))
-            return 0 if connection.send(frames) else connection.sent + connection.unsent
-        except Gone:
+            return 0 if connection.send(frames) else connection.left()
+        except OSError:
             if call is not None:
                 core.forget(call)
-            raise
+            connection.spoil()
+            raise connection.gone() from None
         except BaseException:
             connection.spoil()
             raise

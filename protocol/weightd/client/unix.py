@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
-from typing import Any, List, Sequence
+from typing import List
 
 from weightd.client.address import knock, new_socket
 from weightd.client.connection import Connection, Making
@@ -24,18 +24,13 @@ class UnixConnection(Connection):
     def __init__(self, connection: socket.socket, path: str) -> None:
         super().__init__(path)
         self._stream = Stream(connection, Incoming(max_header_bytes=limits.MAX_STATUS_BYTES))
+        self.send = self._stream.send
         self.descriptors = (connection.fileno(),)
 
-    def send(self, frames: List[Any], descriptors: Sequence[int] = ()) -> bool:
-        """As `Connection.send`."""
-        try:
-            if self._stream.send(frames, descriptors):
-                return True
-        except OSError:
-            self.spoil()
-            raise self.gone() from None
+    def left(self) -> int:
+        """As `Connection.left`."""
         self.unsent = self._stream.unsent
-        return False
+        return self.sent + self.unsent
 
     def flush(self) -> None:
         """As `Connection.flush`. That it is lost is told by `receive`, after what has come."""

@@ -126,12 +126,16 @@ class ZeroMqConnection(Connection):
             if not self.is_spoilt and self._alarm.poll(0) and self._has_ended():
                 self.spoil()
             if self.is_spoilt:
-                raise self.gone()
+                raise ConnectionResetError
             if self._queue or not self._sends(frames):
                 self._queue.append(frames)
                 self.unsent += 1
                 return False
             return True
+
+    def left(self) -> int:
+        """As `Connection.left`."""
+        return self.sent + self.unsent
 
     def flush(self) -> None:
         """As `Connection.flush`."""
