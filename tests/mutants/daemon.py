@@ -244,7 +244,7 @@ GATE = [
     ),
     *mutants("gate", "daemon/gate/test_peers.py",
         ("if known.get(gone.route) is gone:", "if False:"),
-        ("connection.number > mark(frame)", "not connection.number"),
+        ("connection.number > accepted", "not connection.number"),
     ),
     *mutants("gate", "daemon/gate/test_kernel.py",
         ("if _file(descriptor) != connection.file:", "if False:"),

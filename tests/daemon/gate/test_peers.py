@@ -156,6 +156,10 @@ def test_what_was_sent_before_another_came_on_the_descriptor_is_not_taken_for_hi
         assert dict(heard) == {b"%d" % first.pid: None, b"%d" % second.pid: two}
 
 
+def test_of_whom_the_library_knows_nothing_nothing_is_heard(peers: Peers) -> None:
+    assert peers.sender(b"\0abcd", zmq.Frame(b"hello")) is None
+
+
 def test_a_peer_of_an_older_protocol_is_hung_up(door: Door, address: str) -> None:
     with socket.socket(socket.AF_UNIX) as old:
         old.connect(address.removeprefix("ipc://"))

@@ -108,9 +108,12 @@ class Peers:
 
     def sender(self, route: bytes, frame: zmq.Frame) -> Connection | None:
         """Return the connection over which a message came, by its routing id and a frame; None where it has ended."""
-        descriptor = int(frame.get(zmq.SRCFD))
+        try:
+            descriptor, accepted = int(frame.get(zmq.SRCFD)), mark(frame)
+        except zmq.ZMQError:
+            return None  # the library knows nothing of one that had gone when it was accepted
         connection = self.connections.get(descriptor)
-        if connection is None or connection.number > mark(frame):
+        if connection is None or connection.number > accepted:
             return None
         if not connection.route:
             connection.route = route
