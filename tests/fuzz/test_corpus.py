@@ -116,7 +116,7 @@ def test_a_defect_is_a_finding(
 
 
 def test_a_decoder_that_does_not_measure_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(RequestDescription, "sizes", (16, 0, 7))
+    monkeypatch.setattr(RequestDescription, "sizes", (16, 0, 7), raising=False)
     with pytest.raises(AssertionError):
         targets.load("decoder").one_input(seeds.seeds()["decoder/lengths"].replace(b"\x08\0\0\0", b"\x07\0\0\0", 1))
 

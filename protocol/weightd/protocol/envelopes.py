@@ -92,14 +92,15 @@ def _named(cls: Type[Any], tag: str) -> Split:
     field = fields(cls)[0].name
     head = _head(tag, **{field: ""})[1:-1]
     begin = 1 + len(head)
+    after = begin + 1
 
     def apart(envelope: bytes) -> Tuple[Any, bytes]:
         try:
             first = envelope[begin]
         except IndexError:
             return _NOTHING
-        end = begin + 1 + first % _SHORT_BYTES
-        text = envelope[begin + 1 : end]
+        end = after + first % _SHORT_BYTES
+        text = envelope[after:end]
         # It is not longer, nor cut, nor empty, nor anything else than a text.
         if not text or first != _SHORT_TEXT + len(text) or not text.isascii():
             return _NOTHING

@@ -16,7 +16,7 @@ import mmap
 import struct
 import sys
 from collections import deque
-from typing import Any, Callable, Deque, Dict, List, NamedTuple, Optional, Sequence, Tuple, Type, cast
+from typing import Any, Callable, Deque, Dict, List, NamedTuple, Sequence, Tuple, Type, cast
 
 from weightd.protocol import limits
 from weightd.protocol.errors import RemoteProtocolError
@@ -129,13 +129,11 @@ class Incoming:
         """Whether no message has begun that has not ended."""
         return not (self._lengths or self._rest)
 
-    def target(self) -> Optional[memoryview]:
-        """Return where the next bytes are best read to; None where it is all the same, and `receive` takes them.
+    def target(self) -> memoryview:
+        """Return where the next bytes are best read to, if LARGE_BYTES of a frame or more are `missing`.
 
-        What was read there is told to `filled`.
+        What was read there is told to `filled`. Else `receive` takes them.
         """
-        if not self._lengths or self.missing < LARGE_BYTES:
-            return None
         if self._buffer is None:
             return _NOWHERE[: self.missing]
         return memoryview(self._buffer)[-self.missing :]

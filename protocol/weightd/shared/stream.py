@@ -11,7 +11,7 @@ from collections import deque
 from typing import Any, Deque, List, Optional, Sequence, Tuple
 
 from weightd.protocol.errors import RemoteProtocolError
-from weightd.protocol.framing import HEADS, Incoming, Message, Outgoing
+from weightd.protocol.framing import HEADS, LARGE_BYTES, Incoming, Message, Outgoing
 
 # What is read at once, unless a large frame is under way.
 _CHUNK_BYTES = 64 * 1024
@@ -136,25 +136,26 @@ class Stream:
         """
         incoming = self.incoming
         try:
-            target = incoming.target() if incoming.missing else None
-            if target is not None:
-                count = self.connection.recv_into(target)
-                messages = incoming.filled(count)
-            elif self._takes_descriptors:
+            if incoming.missing >= LARGE_BYTES:
+                return self._receive_in_place(incoming)
+            if self._takes_descriptors:
                 data, ancillary, _, _ = self.connection.recvmsg(_CHUNK_BYTES, _ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC)
                 if ancillary:
                     self._take(ancillary)
-                count = len(data)
-                messages = incoming.receive(data)
             else:
                 data = self._recv(_CHUNK_BYTES)
-                count = len(data)
-                messages = incoming.receive(data)
         except BlockingIOError:
             return []
+        if not data:
+            raise ConnectionResetError("the peer has gone")
+        return incoming.receive(data)
+
+    def _receive_in_place(self, incoming: Incoming) -> List[Message]:
+        """Read a part of a large frame to where it stays."""
+        count = self.connection.recv_into(incoming.target())
         if not count:
             raise ConnectionResetError("the peer has gone")
-        return messages
+        return incoming.filled(count)
 
     def _take(self, ancillary: List[Tuple[int, int, bytes]]) -> None:
         for level, kind, content in ancillary:

@@ -61,9 +61,9 @@ def written(*pieces: bytes | int, admitted: bool = True) -> bytes:
 def _received(incoming: Incoming, piece: bytes) -> list[Message]:
     messages: list[Message] = []
     while piece:
-        target = incoming.target()
-        if target is None:
+        if incoming.missing < LARGE_BYTES:
             return messages + incoming.receive(piece)
+        target = incoming.target()
         taken = min(len(target), len(piece))
         target[:taken] = piece[:taken]
         messages += incoming.filled(taken)
