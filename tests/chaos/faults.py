@@ -282,10 +282,11 @@ class Injector:
         """The page store that the model serves from, if it has one and a worker, and who has it mapped."""
         status = self._status()
         workers = ready_workers(status, model) if status is not None else []
-        if status is None or not workers:
+        serving = [each for each in generations(status, model) if each.state == "serving"] if status is not None else []
+        # While a changed configuration takes over there are two.
+        if not workers or len(serving) != 1:
             return None, []
-        [serving] = [each for each in generations(status, model) if each.state == "serving"]
-        return self.service.store(f"{model}.{serving.number}"), workers
+        return self.service.store(f"{model}.{serving[0].number}"), workers
 
     # --- clients ------------------------------------------------------------------------------------------------
 
