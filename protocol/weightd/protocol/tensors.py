@@ -119,7 +119,7 @@ def from_frame(spec: TensorSpec, frame: Any) -> Any:
     Raises:
         InvalidArgument: a BOOL is neither 0 nor 1. numpy and the engines compute nonsense with such a byte.
     """
-    array = np.frombuffer(frame, _DTYPES[spec.datatype]).reshape(spec.shape)
+    array = np.ndarray(spec.shape, _DTYPES[spec.datatype], frame)
     if spec.datatype == "BOOL" and array.size and array.view(np.uint8).max() > 1:
         raise InvalidArgument(f"{label(spec.name)}: expected 0 or 1 in each byte of a BOOL")
     return array
