@@ -111,7 +111,9 @@ def test_a_part_is_used_again_once_its_last_view_is_gone() -> None:
     del array
     assert _block(arena, 64).offset == ALIGNMENT
     del view
+    # What was given back last comes first; what is of another size, where it fits first.
     assert _block(arena, 64).offset == 0
+    assert _block(arena, 1).offset == 0
 
 
 def test_it_grows_and_lets_go_what_was_too_small() -> None:

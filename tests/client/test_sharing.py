@@ -188,6 +188,15 @@ def test_an_output_where_there_was_no_room_breaks_the_protocol(world: World, pla
         call.result()
 
 
+def test_an_output_of_no_truth_value_breaks_the_protocol_in_shared_memory_too(world: World) -> None:
+    world.warm(bytes_of(N))
+    call, request, _ = world.ask(bytes_of(N))
+    assert world.write(request, bytes_of(N, 2))
+    world.hear(InferResponse(request.id, ResponseDescription("m", (TensorSpec("y", "BOOL", (N,)),)), (0,)))
+    with pytest.raises(RemoteProtocolError, match="expected 0 or 1"):
+        call.result()
+
+
 # --- until when -----------------------------------------------------------------------------------------------------
 
 
@@ -206,7 +215,7 @@ def overlap(one: Infer, other: Infer) -> bool:
 
 def test_memory_is_used_again_once_it_is_nobodys(world: World) -> None:
     world.warm(bytes_of(N))
-    assert places(world.infer(bytes_of(N))[1]) == places(world.infer(bytes_of(N))[1])
+    assert {*places(world.infer(bytes_of(N))[1])} == {*places(world.infer(bytes_of(N))[1])}
     held, one = world.infer(bytes_of(N))
     view = held[10:20]
     del held

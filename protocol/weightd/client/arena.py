@@ -21,11 +21,16 @@ from weightd.client.space import Space
 from weightd.protocol import limits
 from weightd.shared import memfd
 
+_BYTE = np.dtype(np.uint8)
+
 # A region takes memory where it was written to, so one that is large costs nothing.
 _LEAST_REGION_BYTES = 16 * 1024 * 1024
 
 # Of all regions of a client: what does not fit goes another way.
 MOST_BYTES = 2 * 1024 * 1024 * 1024
+
+# Parts that were given back, among which one of the same size is looked for: a request and its answer have few sizes.
+_LATEST = 4
 
 
 class Region:
@@ -34,12 +39,13 @@ class Region:
     Attributes:
         descriptor: of it, open as long as this is.
         nbytes: its size.
-        is_retired: nothing more is cut from it: somebody may still write to a part of it that nobody here has.
+        begin: its address in this process.
+        returned: parts that are not needed any more, with their sizes. They are given back by whoever cuts next, and
+            not where the last view goes: that may be anywhere, in the middle of a `take` too.
     """
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
-        self.is_retired = False
         self.descriptor = memfd.create(nbytes)
         try:
             self._bytes = cast(Any, np).frombuffer(mmap.mmap(self.descriptor, nbytes), np.uint8)
@@ -48,10 +54,8 @@ class Region:
             raise
         weakref.finalize(self, os.close, self.descriptor)
         self._space = Space(nbytes)
-        # Parts that are not needed any more. They are given back by whoever cuts next, and not where the last view
-        # goes: that may be anywhere, in the middle of a `take` too.
-        self.returned: Deque[int] = deque()
-        self._begin: int = self._bytes.__array_interface__["data"][0]
+        self.returned: Deque[Tuple[int, int]] = deque()
+        self.begin: int = self._bytes.__array_interface__["data"][0]
         # Up to here there is memory, and it counts as this process's.
         self._touched = 0
 
@@ -63,59 +67,62 @@ class Region:
 
     def take(self, nbytes: int, *, touched: bool) -> Optional[Block]:
         """Cut so many bytes from it, or return None; `touched`: whose memory they are counts as this process's."""
-        if self.is_retired:
-            return None
-        self._take_back()
-        offset = self._space.take(nbytes)
-        if offset is None:
-            return None
+        returned = self.returned
+        for _ in range(min(len(returned), _LATEST)):
+            part = returned.pop()
+            if part[1] == nbytes:
+                offset = part[0]
+                break
+            returned.appendleft(part)
+        else:
+            self._take_back()
+            fitting = self._space.take(nbytes)
+            if fitting is None:
+                return None
+            offset = fitting
         end = offset + nbytes
         if touched and end > self._touched:
             self._bytes[max(self._touched, offset) : end] = 0
             self._touched = end
-        return Block(self, offset, self._begin + offset)
+        return Block(self, offset, nbytes)
+
+    def write(self, offset: int, array: Any) -> None:
+        """Write an array's bytes, which are in C order, from there on."""
+        self._bytes[offset : offset + array.nbytes] = array.reshape(-1).view(_BYTE)
 
     def offset(self, address: int, nbytes: int) -> Optional[int]:
         """Return where these bytes of this process are in it; None where they are not."""
-        offset = address - self._begin
+        offset = address - self.begin
         return offset if offset >= 0 and offset + nbytes <= self.nbytes else None
 
     def _take_back(self) -> None:
         while self.returned:
-            self._space.give(self.returned.popleft())
+            offset, _ = self.returned.popleft()
+            self._space.give(offset)
 
 
 class Block:
     """A part of a region, which is another's as soon as nobody refers to this."""
 
-    __slots__ = ("__weakref__", "_address", "offset", "region")
+    __slots__ = ("__array_interface__", "nbytes", "offset", "region")
 
-    def __init__(self, region: Region, offset: int, address: int) -> None:
+    def __init__(self, region: Region, offset: int, nbytes: int) -> None:
         self.region = region
         self.offset = offset
-        self._address = address
+        self.nbytes = nbytes
 
     def array(self, shape: Tuple[int, ...], dtype: Any) -> Any:
         """Return an array of its bytes; that and every view of it refer to this."""
-        return np.asarray(_View(self, self._address, shape, dtype))
-
-    def __del__(self) -> None:
-        self.region.returned.append(self.offset)
-
-
-class _View:
-    """What numpy asks for the address; an array refers to what it has asked."""
-
-    __slots__ = ("__array_interface__", "_block")
-
-    def __init__(self, block: Block, address: int, shape: Tuple[int, ...], dtype: Any) -> None:
-        self._block = block
         self.__array_interface__: Dict[str, Any] = {
-            "data": (address, False),
+            "data": (self.region.begin + self.offset, False),
             "shape": shape,
             "typestr": dtype.str,
             "version": 3,
         }
+        return np.asarray(self)
+
+    def __del__(self) -> None:
+        self.region.returned.append((self.offset, self.nbytes))
 
 
 class Arena:
@@ -192,9 +199,9 @@ class Arena:
         self._lock.release()
 
     def _retire(self, regions: Tuple[Region, ...]) -> None:
-        for region in regions:
-            region.is_retired = not region.is_free
-        self.regions = tuple(region for region in self.regions if not region.is_retired)
+        # Somebody may still write to a part of them that nobody here has.
+        retired = [region for region in regions if not region.is_free]
+        self.regions = tuple(region for region in self.regions if region not in retired)
 
     def _drop_free(self) -> None:
         """Before there is another one: those of which nothing is needed were too small."""

@@ -166,7 +166,7 @@ class ClientCore:
                 raise InvalidArgument(f"input {name}: {error}") from None
         description = describe_request(model, arrays, outputs)
         if out or description.largest >= LEAST_BYTES or id(description) in self.sharing.large:
-            return self._lending(description, timeout, [*arrays.values()], _checked_out(out))
+            return self._lending(description, timeout, [*arrays.values()], _checked_out(out) if out else {})
         request = Infer(next(self._ids), description, _parameters(timeout))
         return Call(request.id, InferResponse, request), [*encode(request), *map(frame_of, arrays.values())]
 
@@ -175,10 +175,10 @@ class ClientCore:
     ) -> Question:
         """Return a request some of whose tensors may be in shared memory, and its frames."""
         lease = self.sharing.lease(description, arrays, out)
-        parameters = _parameters(timeout)
-        if lease.inputs or lease.rooms:
-            rooms = tuple([room.named for room in lease.rooms.values()])
-            parameters = _shared_parameters(parameters.timeout, tuple(lease.inputs), rooms)
+        if lease.inputs or lease.named:
+            parameters = _shared_parameters(timeout, tuple(lease.inputs), tuple(lease.named))
+        else:
+            parameters = _parameters(timeout)
         request = Infer(next(self._ids), description, parameters)
         call = Call(request.id, InferResponse, request)
         call.lease = lease
@@ -203,9 +203,11 @@ class ClientCore:
         Returns:
             The same frames; others, where its memory was shared over a connection that is lost.
         """
-        if call.lease is not None:
-            frames = self.again(call) or frames
-            self.sharing.begin(call.id, call.lease)
+        lease = call.lease
+        if lease is not None:
+            if self.sharing.is_void(lease):
+                frames = self.again(call) or frames
+            self.sharing.begin(call.id, lease)
         calls = self.calls
         if calls and len(calls) >= self._sweep_at:
             for each in list(calls):
@@ -353,11 +355,9 @@ def _parameters(timeout: float) -> Parameters:
 
 
 @functools.lru_cache(maxsize=64)
-def _shared_parameters(
-    timeout: Optional[int], inputs: Tuple[NamedInput, ...], rooms: Tuple[NamedRoom, ...]
-) -> Parameters:
+def _shared_parameters(timeout: float, inputs: Tuple[NamedInput, ...], rooms: Tuple[NamedRoom, ...]) -> Parameters:
     regions = Regions(tuple(InputPlace(*each) for each in inputs), tuple(OutputPlace(*each) for each in rooms))
-    return Parameters(timeout, regions)
+    return Parameters(_parameters(timeout).timeout, regions)
 
 
 def _check_named(inputs: object) -> None:
@@ -383,8 +383,8 @@ def _unexpected(call: Call, message: DaemonMessage) -> RemoteProtocolError:
     return RemoteProtocolError(wrong, call.id)
 
 
-def _checked_out(out: Optional[Mapping[str, Any]]) -> Mapping[str, Any]:
-    for name, array in {**(out or {})}.items():
+def _checked_out(out: Mapping[str, Any]) -> Mapping[str, Any]:
+    for name, array in {**out}.items():
         if not isinstance(array, np.ndarray) or not array.flags.writeable:
             raise InvalidArgument(f"out: {name}: expected a numpy array that can be written to")
-    return out or {}
+    return out

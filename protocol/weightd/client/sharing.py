@@ -7,7 +7,7 @@ it is where memory cannot be shared at all.
 from __future__ import annotations
 
 import threading
-from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Set, Tuple, Union
+from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Sequence, Set, Tuple, Union
 
 import numpy as np
 
@@ -15,15 +15,13 @@ from weightd.client.arena import Arena, Block, Region
 from weightd.protocol.errors import InvalidArgument
 from weightd.protocol.messages.data import InferResponse, RequestDescription, ResponseDescription
 from weightd.protocol.messages.regions import Register, Unregister
-from weightd.protocol.tensors import from_frame
+from weightd.protocol.tensors import from_frame, from_memory
 
 # A smaller tensor costs less in a frame.
 LEAST_BYTES = 64 * 1024
 
 # Shapes whose outputs are remembered; those that came first go first.
 _MAX_LARGE = 256
-
-_BYTE = np.dtype(np.uint8)
 
 Message = Union[Register, Unregister]
 
@@ -37,43 +35,44 @@ NamedInput = Tuple[int, str, int]
 NamedRoom = Tuple[int, str, int, int]
 
 
-class Room:
-    """Where an output may be written: as the request names it, its region, and its bytes."""
+class Given:
+    """Room in an array that the caller has, as a `Block` is: the whole of it, which is in a region."""
 
-    __slots__ = ("content", "named", "region")
+    __slots__ = ("_array", "nbytes", "offset", "region")
 
-    def __init__(self, named: NamedRoom, region: Region, content: Any) -> None:
-        self.named = named
+    def __init__(self, array: Any, region: Region, offset: int) -> None:
+        self._array = array
         self.region = region
-        self.content = content
+        self.offset = offset
+        self.nbytes: int = array.nbytes
+
+    def array(self, shape: Tuple[int, ...], dtype: Any) -> Any:
+        """Return its first bytes as an array."""
+        return np.ndarray(shape, dtype, self._array)
 
 
-class Lease:
+class Lease(NamedTuple):
     """The tensors of one request, which keep their memory as long as it is under way.
 
     Attributes:
         epoch: of the connection that it is for.
         arrays: the inputs, as the caller has them.
-        in_frames: those of them that are nowhere else.
-        inputs: those that are.
-        rooms: for outputs, by their position.
         out: arrays for outputs, by name.
+        in_frames: inputs that are nowhere else.
+        inputs: those that are.
+        copies: where these were copied to.
+        rooms: for outputs, by their position.
+        named: the same, as the request names them.
     """
 
-    __slots__ = ("_kept", "arrays", "epoch", "in_frames", "inputs", "out", "rooms")
-
-    def __init__(self, epoch: int, arrays: Sequence[Any], out: Mapping[str, Any]) -> None:
-        self.epoch = epoch
-        self.arrays = arrays
-        self.out = out
-        self.in_frames: List[Any] = []
-        self.inputs: List[NamedInput] = []
-        self.rooms: Dict[int, Room] = {}
-        self._kept: List[Any] = []
-
-    def keep(self, array: Any) -> None:
-        """Keep an array for as long as the request is under way."""
-        self._kept.append(array)
+    epoch: int
+    arrays: Sequence[Any]
+    out: Mapping[str, Any]
+    in_frames: List[Any]
+    inputs: List[NamedInput]
+    copies: List[Block]
+    rooms: Dict[int, Union[Block, Given]]
+    named: List[NamedRoom]
 
 
 class Sharing:
@@ -89,14 +88,14 @@ class Sharing:
         settled: the regions of which there is nothing to say; None where that may change at any time.
         leases: of requests that have not ended, or whose memory a worker may still write to, by id.
         large: of requests that are answered with large outputs, by the identity of their description: with itself, so
-            that it stays its own, name and bytes of each output.
+            that it stays its own, the description of the answer, and position, name and bytes of each large output.
     """
 
     def __init__(self, next_id: Callable[[], str]) -> None:
         self.arena = Arena()
         self.settled: Optional[Tuple[Region, ...]] = ()
         self.leases: Dict[str, Lease] = {}
-        self.large: Dict[int, Tuple[RequestDescription, Sequence[Tuple[str, int]]]] = {}
+        self.large: Dict[int, Tuple[RequestDescription, ResponseDescription, Sequence[Tuple[int, str, int]]]] = {}
         self._next_id = next_id
         self._lock = threading.Lock()
         # Another one with each connection.
@@ -167,18 +166,22 @@ class Sharing:
 
     def lease(self, description: RequestDescription, arrays: Sequence[Any], out: Mapping[str, Any]) -> Lease:
         """Return where the tensors of a request are to be, of which `arrays` are the inputs."""
-        lease = Lease(self._epoch, arrays, out)
-        for index, array in enumerate(arrays):
-            place = self._input(lease, array) if array.nbytes >= LEAST_BYTES and self._is_possible else None
-            if place is None:
+        lease = Lease(self._epoch, arrays, out, [], [], [], {}, [])
+        if not self._is_possible:
+            lease.in_frames.extend(arrays)
+            return lease
+        for index, nbytes in enumerate(description.sizes):
+            array = arrays[index]
+            if nbytes < LEAST_BYTES or not self._lend(lease, index, array, nbytes):
                 lease.in_frames.append(array)
-            else:
-                lease.inputs.append((index, *place))
-        _, outputs = self.large.get(id(description), (None, ()))
-        for index, (name, nbytes) in enumerate(outputs if self._is_possible else ()):
-            room = self._room(index, nbytes, out.get(name)) if nbytes >= LEAST_BYTES else None
-            if room is not None:
-                lease.rooms[index] = room
+        large = self.large.get(id(description))
+        if large is not None:
+            for index, name, nbytes in large[2]:
+                room = self._room(nbytes, out.get(name))
+                known_as = None if room is None else self._names.get(room.region)
+                if room is not None and known_as is not None:
+                    lease.rooms[index] = room
+                    lease.named.append((index, known_as, room.offset, room.nbytes))
         return lease
 
     def is_void(self, lease: Lease) -> bool:
@@ -203,70 +206,69 @@ class Sharing:
         Raises:
             InvalidArgument: one is not what it says, or not what `out` was made for.
         """
-        if response.description.largest >= LEAST_BYTES:
-            self._remember(request, response.description)
+        description = response.description
+        if description.largest >= LEAST_BYTES:
+            known = self.large.get(id(request))
+            if known is None or known[1] is not description:
+                self._remember(request, description)
         outputs: Dict[str, Any] = {}
-        rest = iter(frames)
-        for index, spec in enumerate(response.description.outputs):
-            if index in response.elsewhere:
-                array = from_frame(spec, _written(lease, index, spec.nbytes))
+        elsewhere, rest = response.elsewhere, iter(frames)
+        for index, spec in enumerate(description.outputs):
+            if index in elsewhere:
+                room = None if lease is None else lease.rooms.get(index)
+                if room is None or room.nbytes < description.sizes[index]:
+                    raise InvalidArgument("an output is said to be where no room was offered")
+                array = from_memory(spec, room.array)
                 if response.running:
                     array = array.copy()
                 array.flags.writeable = False
             else:
                 array = from_frame(spec, next(rest))
-            given = None if lease is None else lease.out.get(spec.name)
-            outputs[spec.name] = array if given is None else _filled(spec.name, given, array)
+            if lease is not None and spec.name in lease.out:
+                array = _filled(spec.name, lease.out[spec.name], array)
+            outputs[spec.name] = array
         return outputs
 
     # --- within -------------------------------------------------------------------------------------------------
 
-    def _input(self, lease: Lease, array: Any) -> Optional[Tuple[str, int]]:
-        found = self.arena.find(array)
+    def _lend(self, lease: Lease, index: int, array: Any, nbytes: int) -> bool:
+        """Have an input in shared memory: where it is, or in a copy. Return False where there is none for it."""
+        # What has memory of its own is not cut from an arena.
+        found = None if array.base is None else self.arena.find(array)
         if found is not None:
-            name = self._names.get(found[0])
-            return None if name is None else (name, found[1])
-        taken = self._take(array.nbytes, touched=False)
-        if taken is None:
-            return None
-        name, block = taken
-        copy = block.array(array.shape, array.dtype)
-        np.copyto(copy, array)
-        lease.keep(copy)
-        return name, block.offset
-
-    def _room(self, index: int, nbytes: int, given: Any) -> Optional[Room]:
-        """Room for an output, where it is wanted if that is possible."""
-        found = self.arena.find(given) if given is not None and given.flags.c_contiguous else None
-        if given is not None and found is not None:
             region, offset = found
             name = self._names.get(region)
-            content = given.reshape(-1).view(_BYTE)
-            return None if name is None else Room((index, name, offset, given.nbytes), region, content)
-        taken = self._take(nbytes, touched=True)
-        if taken is None:
-            return None
-        name, block = taken
-        return Room((index, name, block.offset, nbytes), block.region, block.array((nbytes,), _BYTE))
+            if name is None:
+                return False
+        else:
+            block = self.arena.take(nbytes)
+            name = None if block is None else self._names.get(block.region)
+            if block is None or name is None:
+                return False
+            offset = block.offset
+            block.region.write(offset, array)
+            lease.copies.append(block)
+        lease.inputs.append((index, name, offset))
+        return True
+
+    def _room(self, nbytes: int, given: Any) -> Optional[Union[Block, Given]]:
+        """Room for an output, where it is wanted if that is possible."""
+        if given is not None and given.flags.c_contiguous:
+            found = self.arena.find(given)
+            if found is not None:
+                return Given(given, *found)
+        return self.arena.take(nbytes, touched=True)
 
     def _remember(self, request: RequestDescription, response: ResponseDescription) -> None:
-        outputs = [(spec.name, spec.nbytes) for spec in response.outputs]
+        large = [
+            (index, spec.name, nbytes)
+            for index, (spec, nbytes) in enumerate(zip(response.outputs, response.sizes))
+            if nbytes >= LEAST_BYTES
+        ]
         with self._lock:
             if id(request) not in self.large and len(self.large) >= _MAX_LARGE:
                 del self.large[next(iter(self.large))]
-            self.large[id(request)] = request, outputs
-
-    def _take(self, nbytes: int, *, touched: bool) -> Optional[Tuple[str, Block]]:
-        block = self.arena.take(nbytes, touched=touched)
-        name = None if block is None else self._names.get(block.region)
-        return None if block is None or name is None else (name, block)
-
-
-def _written(lease: Optional[Lease], index: int, nbytes: int) -> Any:
-    room = None if lease is None else lease.rooms.get(index)
-    if room is None or room.content.nbytes < nbytes:
-        raise InvalidArgument("an output is said to be where no room was offered")
-    return room.content[:nbytes]
+            self.large[id(request)] = request, response, large
 
 
 def _filled(name: str, given: Any, array: Any) -> Any:

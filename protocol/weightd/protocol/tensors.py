@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, Dict, Mapping, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, Mapping, Optional, Sequence, Tuple
 
 import numpy as np
 
@@ -120,6 +120,23 @@ def from_frame(spec: TensorSpec, frame: Any) -> Any:
         InvalidArgument: a BOOL is neither 0 nor 1. numpy and the engines compute nonsense with such a byte.
     """
     array = np.ndarray(spec.shape, _DTYPES[spec.datatype], frame)
-    if spec.datatype == "BOOL" and array.size and array.view(np.uint8).max() > 1:
-        raise InvalidArgument(f"{label(spec.name)}: expected 0 or 1 in each byte of a BOOL")
+    if spec.datatype == "BOOL":
+        _check_bool(spec, array)
     return array
+
+
+def from_memory(spec: TensorSpec, array: Callable[[Tuple[int, ...], Any], Any]) -> Any:
+    """Return the tensor for which `array` returns memory as an array of a shape and a dtype.
+
+    Raises:
+        InvalidArgument: as `from_frame` does.
+    """
+    tensor = array(spec.shape, _DTYPES[spec.datatype])
+    if spec.datatype == "BOOL":
+        _check_bool(spec, tensor)
+    return tensor
+
+
+def _check_bool(spec: TensorSpec, array: Any) -> None:
+    if array.size and array.view(np.uint8).max() > 1:
+        raise InvalidArgument(f"{label(spec.name)}: expected 0 or 1 in each byte of a BOOL")
