@@ -153,6 +153,7 @@ CHILDREN = [
         ("                mapped.forget(memory.number)\n", "                pass\n"),
     ),
     *mutants("children", "daemon/children/test_mapped.py",
+        ("        if number == self.latest:\n            self.latest = None\n", ""),
         ("surplus = [*self._numbers][: -self._most]", "surplus: list[int] = []"),
         ("            self._numbers.pop(memory.number, None)\n            self", "            self"),
     ),

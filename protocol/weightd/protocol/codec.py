@@ -81,7 +81,11 @@ class Decoder(Generic[M]):
         except LookupError:
             return self._read(frames)
         if elsewhere:
-            sizes = _without(sizes, elsewhere)
+            # They are different ones. But with another description than the first time, they may not be there.
+            in_frames = [size for index, size in enumerate(sizes) if index not in elsewhere]
+            if len(in_frames) + len(elsewhere) != len(sizes):
+                return self._read(frames)
+            sizes = in_frames
         if [*map(len, frames[2:])] != sizes:
             return self._read(frames)
         message: M = object.__new__(self._described)
@@ -286,13 +290,6 @@ def _in_frames(tensors: Sequence[TensorSpec], elsewhere: Sequence[int]) -> Seque
         listed = ", ".join(map(str, elsewhere))
         raise FieldError(f"expected positions of {len(tensors)} tensors, each once, got {listed}").at("regions")
     return [each for index, each in enumerate(tensors) if index not in elsewhere]
-
-
-def _without(sizes: List[int], positions: Sequence[int]) -> List[int]:
-    """Those that are at other positions; no sizes at all where one of these is not there, or twice."""
-    if max(positions) >= len(sizes) or len({*positions}) < len(positions):
-        return [-1]
-    return [size for index, size in enumerate(sizes) if index not in positions]
 
 
 def _wrong_frames(tensors: Sequence[TensorSpec], frames: Sequence[Any]) -> FieldError:

@@ -6,7 +6,7 @@ import os
 
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, rule
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from testkit.examples import examples
 from weightd.daemon.children.mapped import Mapped
@@ -40,6 +40,10 @@ class World(RuleBasedStateMachine):
         assert self.mapped.forget(number) == (number in self.worker)
         self.worker.discard(number)
         self.used = [each for each in self.used if each != number]
+
+    @invariant()
+    def nothing_is_to_be_said_of_the_latest(self) -> None:
+        assert self.mapped.latest is None or [self.mapped.latest] == self.used[-1:]
 
 
 TestWorld = World.TestCase

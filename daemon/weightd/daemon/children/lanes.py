@@ -69,7 +69,9 @@ class Lanes:
         if lane is not None:
             try:
                 if memories:
-                    self._give(lane, self._mapped[name], memories)
+                    mapped = self._mapped[name]
+                    if len(memories) > 1 or memories[0].number != mapped.latest:
+                        self._give(lane, mapped, memories)
                 if not lane.send(frames):
                     self._loop.watch_writes(lane.fileno(), functools.partial(self._flush, lane))
             except ConnectionError:

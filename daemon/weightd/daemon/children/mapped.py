@@ -15,9 +15,14 @@ class Mapped:
 
     Orders are obeyed in the order in which they are given: a region may be taken away behind the last predict that
     names it, whether or not that has run.
+
+    Attributes:
+        latest: the one that was used last: as long as requests name that alone, there is nothing to say. None where
+            there is none.
     """
 
     def __init__(self, most: int = MOST) -> None:
+        self.latest: int | None = None
         self._most = most
         # The one that was used last is the last.
         self._numbers: dict[int, None] = {}
@@ -28,6 +33,7 @@ class Mapped:
         for memory in memories:
             self._numbers.pop(memory.number, None)
             self._numbers[memory.number] = None
+            self.latest = memory.number
         surplus = [*self._numbers][: -self._most]
         for number in surplus:
             del self._numbers[number]
@@ -35,8 +41,11 @@ class Mapped:
 
     def forget(self, number: int) -> bool:
         """A region is gone; return whether the worker had it."""
+        if number == self.latest:
+            self.latest = None
         return self._numbers.pop(number, 0) is None
 
     def clear(self) -> None:
         """It is another process, or has forgotten all."""
         self._numbers.clear()
+        self.latest = None

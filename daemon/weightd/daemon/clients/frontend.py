@@ -19,7 +19,7 @@ from weightd.daemon.clients.upkeep import Upkeep
 from weightd.daemon.host.loop import Loop
 from weightd.daemon.models.fleet import Fleet
 from weightd.daemon.models.model import Model
-from weightd.daemon.requests.regions import NOWHERE, Places
+from weightd.daemon.requests.regions import NOWHERE
 from weightd.daemon.requests.request import Request
 from weightd.protocol import limits
 from weightd.protocol.codec import Decoder, clip, encode, id_of
@@ -50,7 +50,7 @@ from weightd.protocol.messages.control import (
     UpdateResponse,
 )
 from weightd.protocol.messages.data import Cancel, Error, Infer, InferResponse
-from weightd.protocol.messages.regions import Regions, Register, Registered, Released, Unregister
+from weightd.protocol.messages.regions import Register, Registered, Released, Unregister
 from weightd.protocol.messages.status import Status, StatusResponse
 from weightd.protocol.messages.types import FROM_CLIENT, DaemonMessage
 from weightd.protocol.version import EXTENSIONS, VERSION
@@ -228,6 +228,11 @@ class Frontend:
             raise Unavailable("weightd is stopping")
         timeout = parameters.timeout
         seconds = model.config.timeout if timeout is None else timeout / 1e6
+        regions, places = parameters.regions, NOWHERE
+        if regions is not None:
+            if not connection.identity.is_near and (regions.inputs or regions.outputs):
+                raise InvalidArgument(f"parameters.regions: {_ELSEWHERE}")
+            places = self.regions.places(client, regions, description.inputs)
         tensors = frames[_TENSORS]
         request = Request(
             next(self._numbers),
@@ -239,7 +244,7 @@ class Frontend:
             now + seconds,
             sum(map(len, tensors)),
             connection.identity.origin,
-            NOWHERE if parameters.regions is None else self._places(connection, message, parameters.regions),
+            places,
         )
         kept_bytes = request.kept_bytes
         if not self.room.fits(kept_bytes) and not self._make_room(client, kept_bytes):
@@ -250,13 +255,6 @@ class Frontend:
         except RequestError:
             self.room.give(client, kept_bytes)
             raise
-
-    def _places(self, connection: Connection, message: Infer, regions: Regions) -> Places:
-        if not (regions.inputs or regions.outputs):
-            return NOWHERE
-        if not connection.identity.is_near:
-            raise InvalidArgument(f"parameters.regions: {_ELSEWHERE}")
-        return self.regions.places(connection.key, regions, message.description.inputs)
 
     def _cancel(self, connection: Connection, message: Cancel, frames: Sequence[Any], now: float) -> None:
         for each in self._fleet.everyone():

@@ -88,16 +88,24 @@ class Registry:
             InvalidArgument: they do not.
             NotFound: a region is none of this connection.
         """
-        # The decoder gives equal bytes the same objects.
+        try:
+            # The decoder gives equal bytes the same objects.
+            return self._found[client][id(regions), id(inputs)][2]
+        except KeyError:
+            pass
+        places = self._looked_up(client, regions, inputs)
         found = self._found.setdefault(client, {})
-        key = id(regions), id(inputs)
-        if key in found:
-            return found[key][2]
+        if len(found) >= _MAX_FOUND:
+            found.clear()
+        found[id(regions), id(inputs)] = regions, inputs, places
+        return places
+
+    def _looked_up(self, client: bytes, regions: Regions, inputs: Sequence[TensorSpec]) -> Places:
         known = self._by_client.get(client, {})
         rooms = [each.tensor for each in regions.outputs]
         if len({*rooms}) < len(rooms):
             raise InvalidArgument(f"parameters.regions.outputs: a tensor is given twice in {rooms}")
-        places = Places(
+        return Places(
             {
                 each.tensor: _place(known, each, inputs[each.tensor].nbytes, f"inputs[{index}]")
                 for index, each in enumerate(regions.inputs)
@@ -107,10 +115,6 @@ class Registry:
                 for index, each in enumerate(regions.outputs)
             },
         )
-        if len(found) >= _MAX_FOUND:
-            found.clear()
-        found[key] = regions, inputs, places
-        return places
 
     def take_closed(self) -> Sequence[int]:
         """Return the numbers of those that are closed, once, and free their memory: seconds of work if it was large."""

@@ -34,13 +34,13 @@ class Writers:
 
     def end(self, process: str, number: int) -> list[Request]:
         """The process has done with a request; return it if its client has to be told."""
-        begun = self.begun.get(process, {})
-        request = begun.pop(number, None)
-        if request is None:
+        begun = self.begun.get(process)
+        if begun is None:
             return []
+        request = begun.pop(number, None)
         if not begun:
             del self.begun[process]
-        return self._released(request)
+        return self._released(request) if request is not None and number in self._owed else []
 
     def died(self, process: str) -> list[Request]:
         """The process has ended; return the requests whose clients have to be told."""
