@@ -29,8 +29,8 @@ _LEAST_REGION_BYTES = 16 * 1024 * 1024
 # Of all regions of a client: what does not fit goes another way.
 MOST_BYTES = 2 * 1024 * 1024 * 1024
 
-# Parts that were given back, among which one of the same size is looked for: a request and its answer have few sizes.
-_LATEST = 4
+# Among so many parts that were given back one of the same size is looked for: a request and its answer have few sizes.
+_LATEST = range(4)
 
 
 class Region:
@@ -68,12 +68,11 @@ class Region:
     def take(self, nbytes: int, *, touched: bool) -> Optional[Block]:
         """Cut so many bytes from it, or return None; `touched`: whose memory they are counts as this process's."""
         returned = self.returned
-        for _ in range(min(len(returned), _LATEST)):
-            part = returned.pop()
-            if part[1] == nbytes:
-                offset = part[0]
+        for _ in _LATEST if returned else ():
+            offset, size = returned.pop()
+            if size == nbytes:
                 break
-            returned.appendleft(part)
+            returned.appendleft((offset, size))
         else:
             self._take_back()
             fitting = self._space.take(nbytes)

@@ -23,6 +23,8 @@ LEAST_BYTES = 64 * 1024
 # Shapes whose outputs are remembered; those that came first go first.
 _MAX_LARGE = 256
 
+_NONE: Dict[Any, Any] = {}
+
 Message = Union[Register, Unregister]
 
 
@@ -177,7 +179,7 @@ class Sharing:
         large = self.large.get(id(description))
         if large is not None:
             for index, name, nbytes in large[2]:
-                room = self._room(nbytes, out.get(name))
+                room = self._room(nbytes, out[name]) if name in out else self.arena.take(nbytes, touched=True)
                 known_as = None if room is None else self._names.get(room.region)
                 if room is not None and known_as is not None:
                     lease.rooms[index] = room
@@ -212,21 +214,20 @@ class Sharing:
             if known is None or known[1] is not description:
                 self._remember(request, description)
         outputs: Dict[str, Any] = {}
-        elsewhere, rest = response.elsewhere, iter(frames)
+        placed, rest = response.placed or (), iter(frames)
+        rooms, out = (_NONE, _NONE) if lease is None else (lease.rooms, lease.out)
         for index, spec in enumerate(description.outputs):
-            if index in elsewhere:
-                room = None if lease is None else lease.rooms.get(index)
-                if room is None or room.nbytes < description.sizes[index]:
-                    raise InvalidArgument("an output is said to be where no room was offered")
-                array = from_memory(spec, room.array)
+            name = spec.name
+            if index not in placed:
+                array = from_frame(spec, next(rest))
+            elif index not in rooms or rooms[index].nbytes < description.sizes[index]:
+                raise InvalidArgument("an output is said to be where no room was offered")
+            else:
+                array = from_memory(spec, rooms[index].array)
                 if response.running:
                     array = array.copy()
                 array.flags.writeable = False
-            else:
-                array = from_frame(spec, next(rest))
-            if lease is not None and spec.name in lease.out:
-                array = _filled(spec.name, lease.out[spec.name], array)
-            outputs[spec.name] = array
+            outputs[name] = _filled(name, out[name], array) if name in out else array
         return outputs
 
     # --- within -------------------------------------------------------------------------------------------------
@@ -252,12 +253,9 @@ class Sharing:
         return True
 
     def _room(self, nbytes: int, given: Any) -> Optional[Union[Block, Given]]:
-        """Room for an output, where it is wanted if that is possible."""
-        if given is not None and given.flags.c_contiguous:
-            found = self.arena.find(given)
-            if found is not None:
-                return Given(given, *found)
-        return self.arena.take(nbytes, touched=True)
+        """Room for an output where the caller wants it if that is possible."""
+        found = self.arena.find(given) if given.flags.c_contiguous else None
+        return self.arena.take(nbytes, touched=True) if found is None else Given(given, *found)
 
     def _remember(self, request: RequestDescription, response: ResponseDescription) -> None:
         large = [

@@ -17,6 +17,8 @@ from weightd.protocol.errors import Internal
 # What the widest instruction of an engine wants.
 _ALIGNMENT = 64
 
+_NOT_MAPPED = "a region of shared memory cannot be mapped by this worker"
+
 
 class Regions:
     """The regions that are mapped here, by the numbers that the daemon has for them.
@@ -49,7 +51,9 @@ class Regions:
         Raises:
             Internal: the region is not mapped.
         """
-        region = self._region(number)
+        region = self._regions.get(number)
+        if region is None:
+            raise Internal(_NOT_MAPPED)
         memory: Any = np.empty(nbytes + _ALIGNMENT, np.uint8)
         begin: int = -memory.__array_interface__["data"][0] % _ALIGNMENT
         copy = memory[begin : begin + nbytes]
@@ -62,19 +66,15 @@ class Regions:
         Raises:
             Internal: the region is not mapped.
         """
-        region = self._region(number)
+        region = self._regions.get(number)
+        if region is None:
+            raise Internal(_NOT_MAPPED)
         nbytes = len(frame)
         if nbytes > room or not region.flags.writeable:
             return False
         if nbytes:
             region[offset : offset + nbytes] = np.frombuffer(frame, np.uint8)
         return True
-
-    def _region(self, number: int) -> Any:
-        region = self._regions.get(number)
-        if region is None:
-            raise Internal("a region of shared memory cannot be mapped by this worker")
-        return region
 
 
 def _mapped(descriptor: int) -> Any:

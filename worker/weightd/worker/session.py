@@ -367,14 +367,15 @@ class Session:
     def _placed(self, regions: MappedRegions, arrays: Arrays) -> Tuple[Optional[Tuple[int, ...]], List[Any]]:
         """Write outputs where there is room for them; return their positions, and the frames of the others."""
         frames = [*map(frame_of, arrays.values())]
-        placed = [
-            room.tensor
-            for room in regions.outputs
-            if room.tensor < len(frames)
-            and self._regions.write(frames[room.tensor], room.region, room.offset, room.bytes)
-        ]
+        placed: List[int] = []
+        for room in regions.outputs:
+            index = room.tensor
+            if index < len(frames) and self._regions.write(frames[index], room.region, room.offset, room.bytes):
+                placed.append(index)
         if not placed:
             return None, frames
+        if len(placed) == len(frames):
+            return tuple(placed), []
         return tuple(placed), [frame for index, frame in enumerate(frames) if index not in placed]
 
     def _proves(self) -> bool:
