@@ -34,7 +34,7 @@ _DESCRIBED: Dict[Type[Any], Type[Any]] = {
 }
 
 # Descriptions that are known by their bytes: shapes that are in use at a time. With what is made of each about 8 MiB at
-# most. A longer one is read anew each time.
+# most, and as much with the envelopes that came with them. A longer one is read anew each time.
 _MAX_KNOWN = 1024
 _MAX_KNOWN_BYTES = 2048
 
@@ -51,7 +51,7 @@ class Decoder(Generic[M]):
     Args:
         table: tag to type of the messages that the peer may send; one of these has a description.
         max_bytes: the largest header frame to accept.
-        most: descriptions, and rests of envelopes, that are known at a time.
+        most: descriptions that are known at a time, and rests of envelopes with one of them.
     """
 
     def __init__(
@@ -63,10 +63,11 @@ class Decoder(Generic[M]):
         [self._described] = [cls for cls in table.values() if cls in _DESCRIBED]
         self._split = envelopes.SPLITS[self._described]
         self._field, self._apart, _ = self._split
-        # Descriptions by their bytes, with the lengths of their tensors' frames.
-        self._descriptions: Dict[bytes, Tuple[Any, List[int]]] = {}
-        # What envelopes say beside the number or the id, by their rests, and which tensors have no frame for that.
-        self._rests: Dict[bytes, Tuple[Dict[str, Any], Sequence[int]]] = {}
+        # Descriptions by their bytes.
+        self._descriptions: Dict[bytes, Any] = {}
+        # What messages say beside the number or the id, and the lengths of their tensors' frames: by the bytes of the
+        # description and the rest of the envelope.
+        self._said: Dict[Tuple[bytes, bytes], Tuple[Dict[str, Any], List[int]]] = {}
 
     def decode(self, frames: Sequence[Any]) -> M:
         """Return the message of `frames`, as the function `decode` does. Those of the header are `bytes`.
@@ -75,42 +76,33 @@ class Decoder(Generic[M]):
             RemoteProtocolError: the frames are not such a message.
         """
         try:
-            description, sizes = self._descriptions[frames[1]]
             first, rest = self._apart(frames[0])
-            said, elsewhere = self._rests[rest]
+            said, sizes = self._said[frames[1], rest]
         except LookupError:
             return self._read(frames)
-        if elsewhere:
-            # They are different ones. But with another description than the first time, they may not be there.
-            in_frames = [size for index, size in enumerate(sizes) if index not in elsewhere]
-            if len(in_frames) + len(elsewhere) != len(sizes):
-                return self._read(frames)
-            sizes = in_frames
         if [*map(len, frames[2:])] != sizes:
             return self._read(frames)
         message: M = object.__new__(self._described)
         fields = message.__dict__
         fields.update(said)
-        fields["description"] = description
         fields[self._field] = first
         return message
 
     def _read(self, frames: Sequence[Any]) -> M:
         """The message, whatever its form."""
         known = self._descriptions.get(frames[1]) if len(frames) > 1 else None
-        message = _read(frames, self._table, None if known is None else known[0], self._max_bytes)
-        if type(message) is self._described:
-            description: Any = cast(Any, message).description
-            if known is None and len(frames[1]) <= _MAX_KNOWN_BYTES:
-                self._keep(self._descriptions, frames[1], (description, [*description.sizes]))
+        message = _read(frames, self._table, known, self._max_bytes)
+        if type(message) is self._described and len(frames[1]) <= _MAX_KNOWN_BYTES:
+            if known is None:
+                self._keep(self._descriptions, frames[1], cast(Any, message).description)
             rest = envelopes.rest_of(self._split, frames[0])
-            if rest is not None and rest not in self._rests:
+            if rest is not None and (frames[1], rest) not in self._said:
                 fields = {**message.__dict__}
-                del fields[self._field], fields["description"]
-                self._keep(self._rests, rest, (fields, cast(Any, message).elsewhere))
+                del fields[self._field]
+                self._keep(self._said, (frames[1], rest), (fields, [*map(len, frames[2:])]))
         return message
 
-    def _keep(self, table: Dict[bytes, Any], key: bytes, value: object) -> None:
+    def _keep(self, table: Dict[Any, Any], key: object, value: object) -> None:
         if len(table) >= self._most:
             del table[next(iter(table))]
         table[key] = value
