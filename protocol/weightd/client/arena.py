@@ -79,10 +79,9 @@ class Region:
             if fitting is None:
                 return None
             offset = fitting
-        end = offset + nbytes
-        if touched and end > self._touched:
-            self._bytes[max(self._touched, offset) : end] = 0
-            self._touched = end
+        if touched and offset + nbytes > self._touched:
+            self._bytes[max(self._touched, offset) : offset + nbytes] = 0
+            self._touched = offset + nbytes
         return Block(self, offset, nbytes)
 
     def write(self, offset: int, array: Any) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import struct
 from dataclasses import fields
-from typing import Any, Callable, Dict, NamedTuple, Optional, Tuple, Type
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple, Type
 
 import msgpack
 
@@ -127,7 +127,8 @@ _PREDICT, _PREDICT_WITH = _heads(Predict)
 _RESULT, _RESULT_WITH = _heads(Result)
 _RESPONSE, _RESPONSE_WITH = _heads(InferResponse)
 _, _INFER = _heads(Infer)
-_PLACED: bytes = msgpack.packb("placed")
+_PLACED: List[bytes] = [msgpack.packb("placed") + bytes([_SHORT_LIST + size]) for size in range(_SHORT_ITEMS)]
+_MOST_POSITION = limits.MAX_TENSORS - 1
 _TEXTS = [bytes([_SHORT_TEXT + size]) for size in range(_SHORT_BYTES)]
 
 
@@ -174,9 +175,9 @@ def _positions(positions: Tuple[int, ...]) -> Optional[bytes]:
     if positions.__class__ is not tuple or len(positions) >= _SHORT_ITEMS:
         return None
     for each in positions:
-        if type(each) is not int or not 0 <= each < limits.MAX_TENSORS:
+        if each.__class__ is not int or not 0 <= each <= _MOST_POSITION:
             return None
-    return _PLACED + bytes((_SHORT_LIST + len(positions), *positions))
+    return _PLACED[len(positions)] + bytes(positions)
 
 
 # What returns the envelope of a message; None where that has no such form, or a field may not be what it has to be.
