@@ -204,10 +204,8 @@ class ClientCore:
             The same frames; others, where its memory was shared over a connection that is lost.
         """
         lease = call.lease
-        if lease is not None:
-            if self.sharing.is_void(lease):
-                frames = self.again(call) or frames
-            self.sharing.begin(call.id, lease)
+        if lease is not None and not self.sharing.begin(call.id, lease):
+            frames = self.again(call) or frames
         calls = self.calls
         if calls and len(calls) >= self._sweep_at:
             for each in list(calls):

@@ -190,10 +190,13 @@ class Sharing:
         """Whether it was made for a connection that is lost."""
         return lease.epoch != self._epoch
 
-    def begin(self, request_id: str, lease: Lease) -> None:
-        """The request is being sent: what it names is nobody else's until it has ended."""
+    def begin(self, request_id: str, lease: Lease) -> bool:
+        """The request is being sent: what it names is nobody else's until it has ended. False if the lease is void."""
+        if lease.epoch != self._epoch:
+            return False
         if lease.inputs or lease.rooms:
             self.leases[request_id] = lease
+        return True
 
     def end(self, request_id: str, *, running: bool = False) -> None:
         """The request has ended, or nobody writes for it any more; `running`: only the former."""
