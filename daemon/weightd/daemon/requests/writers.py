@@ -17,13 +17,13 @@ class Writers:
     """
 
     def __init__(self) -> None:
-        self.begun: dict[str, dict[int, Request]] = {}
+        self.begun: dict[tuple[str, int], Request] = {}
         # Those that have ended while they were: their clients wait to be told.
         self._owed: set[int] = set()
 
     def begin(self, process: str, request: Request) -> None:
         """The process is given a request that has room for outputs."""
-        self.begun.setdefault(process, {})[request.number] = request
+        self.begun[process, request.number] = request
 
     def is_running(self, request: Request) -> bool:
         """The request ends: return whether its client has to be told later that nobody writes any more."""
@@ -34,17 +34,12 @@ class Writers:
 
     def end(self, process: str, number: int) -> list[Request]:
         """The process has done with a request; return it if its client has to be told."""
-        begun = self.begun.get(process)
-        if begun is None:
-            return []
-        request = begun.pop(number, None)
-        if not begun:
-            del self.begun[process]
+        request = self.begun.pop((process, number), None)
         return self._released(request) if request is not None and number in self._owed else []
 
     def died(self, process: str) -> list[Request]:
         """The process has ended; return the requests whose clients have to be told."""
-        requests = self.begun.pop(process, {}).values()
+        requests = [self.begun.pop(key) for key in list(self.begun) if key[0] == process]
         return [released for request in requests for released in self._released(request)]
 
     def _released(self, request: Request) -> list[Request]:
@@ -54,4 +49,4 @@ class Writers:
         return [request]
 
     def _has_writer(self, request: Request) -> bool:
-        return any(request.number in begun for begun in self.begun.values())
+        return any(number == request.number for _, number in self.begun)
