@@ -240,6 +240,35 @@ def test_a_daemon_that_ends_while_one_connects_with_zeromq(directory: Path, monk
         Client(f"ipc://{directory}/d.sock", timeout=LIMIT_S)
 
 
+def test_a_loss_over_zeromq_that_is_seen_before_the_last_answer_is_told_after_it(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    daemon = FakeDaemon(f"ipc://{directory}/d.sock", silent)
+    with Client(daemon.address, timeout=LIMIT_S) as client:
+        first, second = (client.submit("echo", {"x": X}) for _ in range(2))
+        message, tensors = daemon.next()
+        daemon.next()
+        connection: Any = client._session.connection  # pyright: ignore[reportPrivateUsage]
+        for frames in echo(message, tensors):
+            daemon.send(*frames)
+        select.select([connection.descriptors[0]], [], [], LIMIT_S)
+        daemon.stop()
+        select.select([connection.descriptors[1]], [], [], LIMIT_S)
+        # It comes just after it was looked for.
+        seen = connection._messages
+
+        def nothing_yet() -> List[Any]:
+            monkeypatch.setattr(connection, "_messages", seen)
+            return []
+
+        monkeypatch.setattr(connection, "_messages", nothing_yet)
+        assert first.result()
+        begin = time.monotonic()
+        with pytest.raises(Unavailable, match="is lost"):
+            second.result()
+        assert time.monotonic() - begin < LIMIT_S / 10
+
+
 def test_tcp_is_reached_lost_and_refused() -> None:
     fake = FakeDaemon("tcp://127.0.0.1:*", silent)
     with Client(fake.address, timeout=LIMIT_S) as client:

@@ -152,7 +152,8 @@ class ZeroMqConnection(Connection):
                 raise self.loss()
             messages = self._messages()
             if not messages and (self.is_spoilt or (self._alarm.poll(0) and self._has_ended())):
-                # What came while we looked.
+                # The monitor does not tell twice, and there may be what came while we looked.
+                self.spoil()
                 messages = self._messages()
                 if not messages:
                     raise self.loss()
