@@ -677,3 +677,10 @@ def test_a_region_that_is_gone_fails_the_request_alone(gone: List[Any]) -> None:
     assert [type(each) for each in connection.sent if not isinstance(each, Back)] == [Hello, Result, Failed, Result]
     failed = next(each for each in connection.sent if isinstance(each, Failed))
     assert (failed.request, failed.code, failed.leaving) == (2, "INTERNAL", False)
+
+
+def test_a_region_that_is_given_again_before_it_is_taken_away_stays() -> None:
+    connection = Mapping(encode(Map(7)), placed(1), encode(Unmap(7)), encode(Map(7)), placed(2), STOP)
+    connection.ahead, connection.late = 2, 2
+    assert session(connection, fake()).run(SHA256) == exits.OK
+    assert [type(each) for each in connection.sent] == [Hello, Result, Result]

@@ -169,7 +169,8 @@ class Session:
             elif isinstance(order, Skip):
                 self._skip(order)
             elif isinstance(order, Map):
-                # Its number is new: no predict before it can mean another one.
+                # No predict before it can mean another one: its number is new, or that of a region that is given again.
+                self._keep(order.region)
                 self._regions.map(order.region, self._connection.take_descriptor())
             else:
                 self._inbox.append((order, ()))
@@ -191,6 +192,13 @@ class Session:
     def _skip(self, skip: Skip) -> None:
         for entry in self._inbox:
             if isinstance(entry[0], Predict) and entry[0].request == skip.request:
+                self._inbox.remove(entry)
+                return
+
+    def _keep(self, region: int) -> None:
+        """It is not to be taken away any more, if it was: no predict in between names it."""
+        for entry in self._inbox:
+            if isinstance(entry[0], Unmap) and entry[0].region == region:
                 self._inbox.remove(entry)
                 return
 
