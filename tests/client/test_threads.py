@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from testkit.fakedaemon import LIMIT_S, FakeDaemon, echo, silent
-from weightd.client import Client, ClientClosed, DeadlineExceeded, Unavailable
+from weightd.client import Client, ClientClosed, DeadlineExceeded, Unavailable, WeightdError
 from weightd.client.session import Session
 from weightd.protocol.messages.data import Infer
 from weightd.protocol.messages.types import ClientMessage
@@ -98,6 +98,30 @@ def test_close_ends_the_calls_of_others(client: Client, daemon: FakeDaemon, pool
     until_all_wait(client, 4)
     client.close()
     assert all(isinstance(each.exception(LIMIT_S), ClientClosed) for each in waiting)
+
+
+def test_a_client_may_be_closed_by_a_signal_that_comes_while_it_sends(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    send = Session.send
+
+    def closed_before(session: Session, *args: Any) -> int:
+        client.close()
+        return send(session, *args)
+
+    monkeypatch.setattr(Session, "send", closed_before)
+    errors: List[BaseException] = []
+
+    def ask() -> None:
+        try:
+            asks(client)
+        except WeightdError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(LIMIT_S)
+    assert [type(each) for each in errors] == [ClientClosed]
 
 
 def test_a_loss_ends_the_calls_of_all_and_one_of_them_connects_again(

@@ -87,7 +87,8 @@ class Client:
     def __init__(self, address: Optional[str] = None, *, timeout: float = DEFAULT_TIMEOUT_S) -> None:
         self._session = Session(address, timeout)
         self._core = self._session.core
-        self._lock = threading.Lock()
+        # A signal's handler may close the client wherever its thread is.
+        self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._turns = Turns()
         try:

@@ -14,7 +14,7 @@ class Waker:
     """Ends one wait for each time that it is set, or spares it."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._closed = True
         self._read, self._write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._alarm = (self._read, int(select.POLLIN))

@@ -72,8 +72,8 @@ class ZeroMqConnection(Connection):
 
     def __init__(self, address: str) -> None:
         super().__init__(address)
-        # A socket is for one thread at a time.
-        self._lock = threading.Lock()
+        # A socket is for one thread at a time; a signal's handler may come to it in the middle of what its thread does.
+        self._lock = threading.RLock()
         self._queue: Deque[List[Any]] = deque()
         context = _contexts.take()
         try:
