@@ -161,7 +161,7 @@ class Incoming:
             # Most often a message comes alone and whole, and another one was like it.
             try:
                 unpack, lengths = _LAYOUTS[data[: 4 * (1 + data[0])]]
-                return [_new(Message, (unpack(data), lengths))]
+                return [_new(Message, ([*unpack(data)], lengths))]
             except (LookupError, struct.error):
                 pass
         return self._receive(data, 0, [])
