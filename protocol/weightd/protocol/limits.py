@@ -85,6 +85,9 @@ MAX_DIGEST_BYTES = 64
 # Libraries that a child names the version of.
 MAX_VERSIONS = 32
 
+# Of the command line of a process that is forked: more than there are options.
+MAX_ARGUMENTS = 64
+
 # Inputs of the canary: it is run at each attach, so they are few.
 MAX_CANARY_CASES = 4
 

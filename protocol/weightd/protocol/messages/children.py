@@ -30,6 +30,9 @@ CASE = mapping(many(integer(0, limits.MAX_DIM), limits.MAX_RANK), limits.MAX_TEN
 _CASES = many(CASE, limits.MAX_CANARY_CASES)
 _UNFIT = many(CASE, limits.MAX_CANARY_UNFIT)
 
+ORIGINS = ("spawned", "forked", "template")
+"""How a process came to be: by an interpreter of its own; of a fork server; of the process that built its model."""
+
 
 @dataclass(frozen=True)
 class Traits:
@@ -59,12 +62,37 @@ class Hello:
 
     `pid` is the engine's number for this process, which on Ascend is not `os.getpid()` in a container.
     `sha256` names the content of the model that this process would load (`weightd.shared.modelfile`).
+    `origin` is how the process came to be, one of `ORIGINS`; `origin_note` why it was not forked, "" where it was.
     """
 
     pid: str = field(metadata=text(limits.MAX_PID_BYTES))
     sha256: str = field(metadata=text(limits.MAX_DIGEST_BYTES))
     versions: Dict[str, str] = field(metadata=mapping(text(limits.MAX_NAME_BYTES, empty=True), limits.MAX_VERSIONS))
     traits: Traits = field(metadata=record(Traits))
+    origin: str = field(default="spawned", metadata=one_of(ORIGINS))
+    origin_note: str = field(default="", metadata=text(limits.MAX_TEXT_BYTES, empty=True))
+
+
+@dataclass(frozen=True)
+class Fork:
+    """daemon → fork server or template: make a process of yourself, which is to be what these arguments say.
+
+    `arguments` are those of ``python -m weightd.worker`` but for its parent, which is that of the process that is
+    forked from; `log` is where its output goes.
+    """
+
+    name: str = field(metadata=text(limits.MAX_NAME_BYTES))
+    arguments: Tuple[str, ...] = field(metadata=many(text(limits.MAX_CHILD_HEADER_BYTES, empty=True), limits.MAX_ARGUMENTS))
+    log: str = field(metadata=text(limits.MAX_PATH_BYTES))
+
+
+@dataclass(frozen=True)
+class Forked:
+    """fork server or template → daemon: the process is there, and begins now; or there is none, for this `error`."""
+
+    name: str = field(metadata=text(limits.MAX_NAME_BYTES))
+    pid: int = field(default=0, metadata=integer(0, limits.MAX_COUNT))
+    error: str = field(default="", metadata=text(limits.MAX_TEXT_BYTES, empty=True))
 
 
 @dataclass(frozen=True)
@@ -108,7 +136,7 @@ class Built:
     """holder → daemon: the weights are exported.
 
     `handle` is what a worker attaches to, "" where nothing is shared; `note` then says why, and `is_loss` whether there
-    is something that could have been.
+    is something that could have been. Of a holder that `is_template` workers are forked, which have all that it has.
     `canary_cases` are what the canary is run on, none where the model has no canary; `canary` is the digest of its
     answers, "" for a model that does not repeat itself; `canary_note` says why there is none, or what it is worth.
     """
@@ -127,6 +155,7 @@ class Built:
     or where nobody can tell before it is tried."""
     canary_note: str = field(default="", metadata=text(limits.MAX_TEXT_BYTES, empty=True))
     is_loss: bool = field(default=False, metadata=boolean())
+    is_template: bool = field(default=False, metadata=boolean())
 
 
 @dataclass(frozen=True)
@@ -264,11 +293,12 @@ class Stop:
     """daemon → child: finish what you have and exit."""
 
 
-ChildMessage = Union[Hello, Back, Probing, Built, Allowed, Attached, Broken, Result, Failed, Pong]
-OrderMessage = Union[Build, Probe, Allow, Attach, Predict, Skip, Map, Unmap, Ping, Settle, Stop]
+ChildMessage = Union[Hello, Forked, Back, Probing, Built, Allowed, Attached, Broken, Result, Failed, Pong]
+OrderMessage = Union[Fork, Build, Probe, Allow, Attach, Predict, Skip, Map, Unmap, Ping, Settle, Stop]
 
 FROM_CHILD: Dict[str, Type[ChildMessage]] = {
     "hello": Hello,
+    "forked": Forked,
     "back": Back,
     "probing": Probing,
     "built": Built,
@@ -280,6 +310,7 @@ FROM_CHILD: Dict[str, Type[ChildMessage]] = {
     "pong": Pong,
 }
 TO_CHILD: Dict[str, Type[OrderMessage]] = {
+    "fork": Fork,
     "build": Build,
     "probe": Probe,
     "allow": Allow,
