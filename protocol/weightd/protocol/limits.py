@@ -87,6 +87,7 @@ MAX_VERSIONS = 32
 
 # Of the command line of a process that is forked: more than there are options.
 MAX_ARGUMENTS = 64
+MAX_ARGUMENT_BYTES = 8192
 
 # Inputs of the canary: it is run at each attach, so they are few.
 MAX_CANARY_CASES = 4

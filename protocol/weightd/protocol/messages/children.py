@@ -29,6 +29,7 @@ _GEARS = many(many(integer(1, limits.MAX_GEAR_SIZE), limits.MAX_GEAR_DIMS), limi
 CASE = mapping(many(integer(0, limits.MAX_DIM), limits.MAX_RANK), limits.MAX_TENSORS)
 _CASES = many(CASE, limits.MAX_CANARY_CASES)
 _UNFIT = many(CASE, limits.MAX_CANARY_UNFIT)
+_ARGUMENTS = many(text(limits.MAX_ARGUMENT_BYTES, empty=True), limits.MAX_ARGUMENTS)
 
 ORIGINS = ("spawned", "forked", "template")
 """How a process came to be: by an interpreter of its own; of a fork server; of the process that built its model."""
@@ -82,7 +83,7 @@ class Fork:
     """
 
     name: str = field(metadata=text(limits.MAX_NAME_BYTES))
-    arguments: Tuple[str, ...] = field(metadata=many(text(limits.MAX_CHILD_HEADER_BYTES, empty=True), limits.MAX_ARGUMENTS))
+    arguments: Tuple[str, ...] = field(metadata=_ARGUMENTS)
     log: str = field(metadata=text(limits.MAX_PATH_BYTES))
 
 
