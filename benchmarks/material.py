@@ -24,9 +24,10 @@ ENGINES = ("onnxruntime", "mindspore_lite")
 TRANSPORTS: Mapping[str, str] = {"unix": "unix://", "zmq": "ipc://"}
 DEFAULT_TRANSPORT = "unix"
 
-# Each has one input x, FP32 [N, width], and one output y: of the same shape, but for LARGEST.
+# Each has one input x, FP32 [N, width], and one output y: of the same shape, but for LARGEST and CONV.
 MLP, MLP_WIDTH = "mlp", 2048  # 12 layers, 192 MiB of weights
 TINY, TINY_WIDTH = "tiny", 64
+CONV, CONV_SHAPE = "conv", (3, 224, 224)  # 53 convolutions, 10 MB of weights: y is FP32 [N, 1000]
 RELU = "relu"  # of any width: the answer is as long as the input
 LARGEST = "largest"  # of any width: y is the largest element, FP32 [N, 1]
 
@@ -79,6 +80,7 @@ def _largest(path: Path) -> Path:
 _WRITERS: Mapping[str, Callable[[Path], Path]] = {
     MLP: models.mlp,
     TINY: models.tiny,
+    CONV: models.convolutions,
     RELU: _relu,
     LARGEST: _largest,
 }
@@ -103,10 +105,10 @@ def model(name: str, engine: str) -> Path:
     return converted
 
 
-def inputs(width: int) -> list[Arrays]:
-    """Return requests of batch 1, the same in every run."""
+def inputs(*shape: int) -> list[Arrays]:
+    """Return requests of batch 1, each row of this shape, the same in every run."""
     rng = np.random.default_rng(0)
-    return [{"x": rng.standard_normal((1, width), dtype=np.float32)} for _ in range(INPUTS)]
+    return [{"x": rng.standard_normal((1, *shape), dtype=np.float32)} for _ in range(INPUTS)]
 
 
 class Reference:

@@ -51,6 +51,70 @@ def tiny(path: Path, seed: int = 0) -> Path:
     return save(path, nodes, [fp32("x", "N", 64)], [fp32("y", "N", 64)], [weight])
 
 
+# Of an inverted residual net: expansion of the channels, channels after, repeats, stride of the first.
+_BLOCKS = (
+    (1, 12, 1, 1),
+    (6, 20, 2, 2),
+    (6, 24, 3, 2),
+    (6, 48, 4, 2),
+    (6, 72, 3, 1),
+    (6, 120, 3, 2),
+    (6, 240, 1, 1),
+)
+
+
+def convolutions(path: Path, size: int = 224, seed: int = 0) -> Path:
+    """A net such as images are classified with: "x" FP32 [N, 3, size, size] -> "y" FP32 [N, 1000].
+
+    It has 10 MB of weights in 53 convolutions, most of them 1 x 1, with depthwise ones of 3 x 3 between.
+    """
+    net = _Net(seed)
+    now, channels = net.convolution("x", 3, 24, kernel=3, stride=2), 24
+    for expansion, after, repeats, stride in _BLOCKS:
+        for repeat in range(repeats):
+            wide = channels * expansion
+            inner = net.convolution(now, channels, wide) if expansion > 1 else now
+            inner = net.convolution(inner, wide, wide, kernel=3, stride=1 if repeat else stride, group=wide)
+            inner = net.convolution(inner, wide, after, bounded=False)
+            # Halved: else the sum of many blocks grows.
+            now = net.add("Mul", net.add("Add", now, inner), net.weight(np.float32(0.5))) if repeat else inner
+            channels = after
+    now = net.add("GlobalAveragePool", net.convolution(now, channels, 1280))
+    now = net.add("Flatten", now)
+    net.nodes.append(helper.make_node("MatMul", [now, net.weight(_he(net.rng, 1280, 1000))], ["y"]))
+    return save(path, net.nodes, [fp32("x", "N", 3, size, size)], [fp32("y", "N", 1000)], net.weights)
+
+
+class _Net:
+    """Nodes and weights of a graph that grows."""
+
+    def __init__(self, seed: int) -> None:
+        self.nodes: list[NodeProto] = []
+        self.weights: list[TensorProto] = []
+        self.rng = np.random.default_rng(seed)
+
+    def add(self, operator: str, *inputs: str, **attributes: Any) -> str:
+        """Add a node; return the name of its output."""
+        output = f"h{len(self.nodes)}"
+        self.nodes.append(helper.make_node(operator, inputs, [output], **attributes))
+        return output
+
+    def weight(self, values: Any) -> str:
+        """Add a weight; return its name."""
+        self.weights.append(_weight(f"w{len(self.weights)}", np.asarray(values, np.float32)))
+        return self.weights[-1].name
+
+    def convolution(
+        self, x: str, before: int, after: int, kernel: int = 1, stride: int = 1, group: int = 1, *, bounded: bool = True
+    ) -> str:
+        """Add one with a bias, and what bounds its output to 0 to 6; return the name of the output."""
+        weights = _he(self.rng, before // group * kernel**2, after).T.reshape(after, before // group, kernel, kernel)
+        bias = self.rng.standard_normal(after, dtype=np.float32) * np.float32(0.1)
+        attributes = {"kernel_shape": [kernel] * 2, "strides": [stride] * 2, "pads": [kernel // 2] * 4}
+        y = self.add("Conv", x, self.weight(weights), self.weight(bias), group=group, dilations=[1, 1], **attributes)
+        return self.add("Clip", y, self.weight(np.float32(0)), self.weight(np.float32(6))) if bounded else y
+
+
 def two_inputs(path: Path) -> Path:
     """Inputs "a", "b" FP32 [N, 4] -> "sum" = a + b, "difference" = a - b: a swap shows at once."""
     nodes = [
@@ -204,7 +268,7 @@ def _he(rng: np.random.Generator, rows: int, columns: int) -> NDArray[np.float32
 
 
 def _weight(name: str, values: NDArray[np.float32]) -> TensorProto:
-    return numpy_helper.from_array(values, name)
+    return numpy_helper.from_array(np.ascontiguousarray(values), name)
 
 
 def _external(file: Path, weight: TensorProto) -> TensorProto:
