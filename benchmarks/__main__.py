@@ -10,9 +10,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from benchmarks import latency, memory, overload, recovery, rival, startup, tensors, throughput
-from benchmarks.material import DEFAULT_TRANSPORT, ENGINES, TRANSPORTS, DifferenceError, Setup, UnavailableError
+from benchmarks.material import DEFAULT_TRANSPORT, ENGINES, MLP, TRANSPORTS, DifferenceError, Setup, UnavailableError
 from benchmarks.report import Result, as_json, as_table, progress
 
+MEMORY = "memory"
 RIVAL = "rival"
 
 
@@ -26,7 +27,7 @@ class Benchmark:
 
 
 BENCHMARKS: Mapping[str, Benchmark] = {
-    "memory": Benchmark(memory.run, memory.WORKERS, "PSS of the whole service against as many plain processes"),
+    MEMORY: Benchmark(memory.run, memory.WORKERS, "PSS of the whole service against as many plain processes †"),
     "latency": Benchmark(latency.run, latency.WORKERS, "a small request against a bare two-hop ZeroMQ echo *"),
     "tensors": Benchmark(tensors.run, tensors.WORKERS, "600 KB and 8 MB against an echo that copies nothing *"),
     "throughput": Benchmark(
@@ -46,6 +47,7 @@ benchmarks, with the workers that each has unless --workers is given:
   all         each of them but rival
 
 * over --transport unix, the unix socket, or zmq, ZeroMQ and the daemon's gate. latency shows the gate beside it.
+† of --model mlp (192 MiB, the default), conv (10 MB, 3 workers) or tiny (16 KB, 1 worker), --models times.
 
 Each compares within one run, checks every answer bit by bit against the engine called directly, and prints its n.
 Figures of a busy machine are those of a busy machine: missing a target is reported, and is no error.
@@ -61,7 +63,8 @@ def main() -> int:
         for name in names:
             benchmark = BENCHMARKS[name]
             progress(f"{name}, {options.engine}")
-            result = benchmark.run(Setup(options.engine, options.workers or benchmark.workers, options.transport))
+            workers = options.workers or (memory.MODELS[options.model][1] if name == MEMORY else benchmark.workers)
+            result = benchmark.run(Setup(options.engine, workers, options.transport, options.model, options.models))
             results[name] = as_json(result)
             if not options.json:
                 print(as_table(result), end="\n\n", flush=True)
@@ -90,6 +93,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--transport", choices=list(TRANSPORTS), default=DEFAULT_TRANSPORT, help="of requests (default: %(default)s)"
     )
+    parser.add_argument("--model", choices=[*memory.MODELS], default=MLP, help="of memory (default: %(default)s)")
+    parser.add_argument("--models", type=_positive, default=1, metavar="N", help="how many of it (default: 1)")
     parser.add_argument("--json", action="store_true", help="print one JSON object, and progress on stderr only")
     return parser
 

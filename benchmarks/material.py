@@ -44,6 +44,8 @@ class Setup:
     engine: str
     workers: int
     transport: str = DEFAULT_TRANSPORT
+    model: str = MLP
+    models: int = 1
 
     def client(self, service: Service, timeout: float = 60.0) -> Client:
         """Return a client of `service` over the transport."""

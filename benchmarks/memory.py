@@ -4,12 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from benchmarks import material
 from benchmarks.load import answers
-from benchmarks.material import MLP, MLP_WIDTH, Arrays, Reference, Setup, UnavailableError
+from benchmarks.material import (
+    CONV,
+    CONV_SHAPE,
+    MLP,
+    MLP_WIDTH,
+    TINY,
+    TINY_WIDTH,
+    Arrays,
+    Reference,
+    Setup,
+    UnavailableError,
+)
 from benchmarks.report import MB, Result, Target, progress
 from testkit.memory import pss_total
 from testkit.plain import PlainProcess
@@ -19,9 +30,24 @@ from weightd.client import Client
 WORKERS = 8
 REQUESTS = 20  # of each process, before its memory is read
 _MOST_ROUNDS = 10  # of that many to all workers: one or two are enough
+_IDLE_S = 11.0  # a worker that is not asked for ten seconds gives back what it has kept
 
-# ratio and per_worker_mb, for 8 workers.
-_BOUNDS = {"mindspore_lite": (0.12, 45.0), "onnxruntime": (0.25, 35.0)}
+# Of each model: the shape of a row, and the workers that it has unless told otherwise.
+MODELS: Mapping[str, tuple[tuple[int, ...], int]] = {
+    MLP: ((MLP_WIDTH,), WORKERS),
+    TINY: ((TINY_WIDTH,), 1),
+    CONV: (CONV_SHAPE, 3),
+}
+
+# By engine, model, how many models there are, and how many workers each has.
+_BOUNDS: Mapping[tuple[str, str, int, int], Sequence[Target]] = {
+    ("onnxruntime", MLP, 1, 8): [Target("ratio", 0.15), Target("per_worker_mb", 10.0), Target("pss_total_mb", 320.0)],
+    ("mindspore_lite", MLP, 1, 8): [Target("ratio", 0.1), Target("per_worker_mb", 20.0), Target("pss_total_mb", 640.0)],
+    ("onnxruntime", CONV, 1, 3): [Target("ratio", 0.7)],
+    ("mindspore_lite", CONV, 1, 3): [Target("ratio", 0.7)],
+    ("onnxruntime", TINY, 20, 1): [Target("ratio", 1.0), Target("pss_total_mb", 250.0)],
+    ("mindspore_lite", TINY, 20, 1): [Target("ratio", 1.0)],
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,17 +55,26 @@ class Memory(Result):
     """Figures in MB of 1,000,000 bytes.
 
     Attributes:
-        pss_total_mb: daemon, holder and workers.
+        model: which one.
+        models: how many of it, each with `workers`.
+        pss_total_mb: every process of the service, soon after the last request.
+        pss_idle_mb: the same once the workers have given back what they keep for the next request.
+        by_role_mb: pss_total_mb by what the processes are, and how many of each there are.
         pss_plain_mb: as many plain processes as there are workers.
-        ratio: the former by the latter.
-        per_worker_mb: what one more worker costs, from this service and one of `few_workers`.
+        ratio: pss_total_mb by that.
+        per_worker_mb: what one more worker costs (of one more model, if there are several), from this service and one
+            that has `few_workers`.
         plain_one_mb: one plain process while it is alone.
-        store_resident_mb: what of the page store on disk is in memory; PSS counts the part that processes map.
+        store_resident_mb: what of the page stores on disk is in memory; PSS counts the part that processes map.
         store_unmapped_mb: the part that no process maps: page cache, which the kernel can drop at any time.
     """
 
     benchmark = "memory"
+    model: str
+    models: int
     pss_total_mb: float
+    pss_idle_mb: float
+    by_role_mb: Mapping[str, tuple[int, float]]
     pss_plain_mb: float
     ratio: float
     per_worker_mb: float
@@ -50,49 +85,63 @@ class Memory(Result):
     store_unmapped_mb: float
 
     def targets(self) -> Sequence[Target]:
-        """Return the bounds, which are for 8 workers."""
-        if self.workers != WORKERS:
-            return []
-        ratio, per_worker = _BOUNDS[self.engine]
-        targets = [Target("ratio", ratio), Target("per_worker_mb", per_worker)]
-        if self.engine == "mindspore_lite":
-            targets.append(Target("pss_total_mb", self.plain_one_mb))
-        return targets
+        """Return the bounds, of which there are some for each model."""
+        return _BOUNDS.get((self.engine, self.model, self.models, self.workers), [])
 
     def rows(self) -> Sequence[tuple[str, str]]:
         """Return the table."""
+        total = self.models * self.workers
+        what = f"{self.models} x {self.workers}" if self.models > 1 else f"{self.workers}"
         return [
-            ("one plain process", f"{self.plain_one_mb:8,.0f} MB"),
-            (f"{self.workers} plain processes", f"{self.pss_plain_mb:8,.0f} MB"),
+            (f"model {self.model}: one plain process", f"{self.plain_one_mb:8,.0f} MB"),
+            (f"{total} plain processes", f"{self.pss_plain_mb:8,.0f} MB"),
             (f"weightd with {self.few_workers}", f"{self.pss_few_mb:8,.0f} MB"),
-            (f"weightd with {self.workers}", f"{self.pss_total_mb:8,.0f} MB   {self.ratio:.1%} of plain"),
+            (f"weightd with {what}", f"{self.pss_total_mb:8,.0f} MB   {self.ratio:.1%} of plain"),
+            *((f"… {role}", f"{size:8,.0f} MB   {count}") for role, (count, size) in self.by_role_mb.items()),
+            ("the same, idle", f"{self.pss_idle_mb:8,.0f} MB"),
             ("each further worker", f"{self.per_worker_mb:8,.1f} MB"),
             ("page store in memory", f"{self.store_resident_mb:8,.0f} MB   {self.store_unmapped_mb:,.0f} MB unmapped"),
         ]
 
 
+@dataclasses.dataclass(frozen=True)
+class _Held:
+    """Bytes: all processes, by role with their count, when idle, of the page stores in memory and of these mapped."""
+
+    total: int
+    by_role: Mapping[str, tuple[int, int]]
+    idle: int
+    resident: int
+    mapped: int
+
+
 def run(setup: Setup) -> Memory:
     """Measure one plain process, then all, then two services of different size."""
-    engine, workers = setup.engine, setup.workers
-    path = material.model(MLP, engine)
-    inputs = material.inputs(MLP_WIDTH)
-    few = 1 if workers > 1 else 2
-    plain_one, plain, reference = _plain(path, engine, workers, inputs)
-    few_pss, _, _ = _service(path, few, inputs, reference)
-    pss, resident, mapped = _service(path, workers, inputs, reference)
+    engine, workers, models = setup.engine, setup.workers, setup.models
+    path = material.model(setup.model, engine)
+    inputs = material.inputs(*MODELS[setup.model][0])
+    # Of several models one, of one model one worker.
+    few = (1, workers) if models > 1 else (1, 1 if workers > 1 else 2)
+    plain_one, plain, reference = _plain(path, engine, models * workers, inputs)
+    small = _service(path, *few, inputs, reference)
+    held = _service(path, models, workers, inputs, reference)
     return Memory(
         engine=engine,
         workers=workers,
-        n=REQUESTS * workers,
-        pss_total_mb=pss / MB,
+        n=REQUESTS * models * workers,
+        model=setup.model,
+        models=models,
+        pss_total_mb=held.total / MB,
+        pss_idle_mb=held.idle / MB,
+        by_role_mb={role: (count, size / MB) for role, (count, size) in held.by_role.items()},
         pss_plain_mb=plain / MB,
-        ratio=pss / plain,
-        per_worker_mb=(pss - few_pss) / (workers - few) / MB,
+        ratio=held.total / plain,
+        per_worker_mb=(held.total - small.total) / (models * workers - few[0] * few[1]) / MB,
         plain_one_mb=plain_one / MB,
-        few_workers=few,
-        pss_few_mb=few_pss / MB,
-        store_resident_mb=resident / MB,
-        store_unmapped_mb=max(0, resident - mapped) / MB,
+        few_workers=few[0] * few[1],
+        pss_few_mb=small.total / MB,
+        store_resident_mb=held.resident / MB,
+        store_unmapped_mb=max(0, held.resident - held.mapped) / MB,
     )
 
 
@@ -119,26 +168,39 @@ def _plain(path: Path, engine: str, count: int, inputs: list[Arrays]) -> tuple[i
         return one, pss_total(process.pid for process in processes), reference
 
 
-def _service(path: Path, workers: int, inputs: list[Arrays], reference: Reference) -> tuple[int, int, int]:
-    """Return the bytes of a service's processes, of its page store in memory, and of the part that they map."""
-    progress(f"weightd with {workers}")
-    with Service({MLP: {"path": path, "workers": workers}}) as service, service.client() as client:
+def _service(path: Path, models: int, workers: int, inputs: list[Arrays], reference: Reference) -> _Held:
+    """Return what a service of so many models with so many workers each holds."""
+    progress(f"weightd with {models} x {workers}")
+    names = [f"model-{number}" for number in range(models)]
+    with Service({name: {"path": path, "workers": workers} for name in names}) as service, service.client() as client:
         service.ready()
-        _exercise(service, client, workers, inputs, reference)
-        pids = service.pids()
-        resident = service.status().models[0].generations[0].copy_bytes
-        if resident is None:
+        for name in names:
+            _exercise(service, client, name, workers, inputs, reference)
+        # What the daemon and its gate hold no more they give back within a second or two.
+        now, roles = service.pss_at_rest(), service.roles()
+        by_role: dict[str, tuple[int, int]] = {}
+        for pid, size in now.items():
+            count, sum_ = by_role.get(roles[pid], (0, 0))
+            by_role[roles[pid]] = count + 1, sum_ + size
+        mapped = sum(_mapped(pid, service.cache) for pid in now)
+        copies = [each.copy_bytes for model in service.status().models for each in model.generations]
+        if None in copies:
             raise UnavailableError("the kernel does not tell what of the page store is in memory")
-        return pss_total(pids), resident, sum(_mapped(pid, service.cache) for pid in pids)
+        idle = service.pss_at_rest(_IDLE_S)
+        return _Held(sum(now.values()), by_role, sum(idle.values()), sum(each or 0 for each in copies), mapped)
 
 
-def _exercise(service: Service, client: Client, workers: int, inputs: list[Arrays], reference: Reference) -> None:
-    """Have every worker answer `REQUESTS` at least."""
+def _exercise(
+    service: Service, client: Client, name: str, workers: int, inputs: list[Arrays], reference: Reference
+) -> None:
+    """Have every worker of a model answer `REQUESTS` at least."""
     for _ in range(_MOST_ROUNDS):
         # Few at once would always reach the same workers.
-        for index, answer in answers(client, MLP, inputs, REQUESTS * workers, in_flight=2 * workers):
+        for index, answer in answers(client, name, inputs, REQUESTS * workers, in_flight=2 * workers):
             reference.check(index, answer)
-        if all(process.served >= REQUESTS for process in service.processes() if process.role == "worker"):
+        [model] = [each for each in service.status().models if each.name == name]
+        there = [each for generation in model.generations for each in generation.processes if each.role == "worker"]
+        if all(process.served >= REQUESTS for process in there):
             return
     raise RuntimeError(f"not every worker got {REQUESTS} of {_MOST_ROUNDS * REQUESTS * workers} requests")
 

@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import IO, Callable, Mapping, Type, TypeVar, cast
 
-from testkit import mindir
+from testkit import census, memory, mindir
 from weightd.client import Client, Unavailable, WeightdError
 from weightd.protocol.messages.status import GenerationStatus, ProcessStatus, StatusResponse
 
@@ -26,6 +26,10 @@ Models = Mapping[str, Mapping[str, object]]
 LISTEN_LIMIT_S = 30
 READY_LIMIT_S = 300  # eight workers that build 192 MiB one after another on a busy machine
 STOP_LIMIT_S = 60
+# Beyond what the daemon and its gate take until they give back what they hold no more.
+REST_S = 2.0
+REST_LIMIT_S = 60
+STEADY_BYTES = 300_000  # of the whole service
 TAIL_LINES = 30
 
 
@@ -130,8 +134,30 @@ class Service:
         return [process for model in models for generation in model.generations for process in generation.processes]
 
     def pids(self) -> list[int]:
-        """The daemon's pid, then those of its holders and workers."""
-        return [self.pid, *(process.pid for process in self.processes())]
+        """The daemon's pid, then those of all that it and its keeper have started, however they came to be."""
+        return census.families([self.pid, *(pid for pid in census.keepers(self._runtime) if pid != self.pid)])
+
+    def roles(self) -> dict[int, str]:
+        """What each of `pids` is: "daemon", "gate", "fork server", "holder", "worker" and so on."""
+        told = {each.pid: each.role for each in self.processes()}
+        return {pid: "daemon" if pid == self.pid else told.get(pid) or census.role(pid) for pid in self.pids()}
+
+    def pss_at_rest(self, seconds: float = REST_S) -> dict[int, int]:
+        """PSS of each of `pids`, in bytes, once neither they nor their own memory have changed for so long."""
+        begin = since = time.monotonic()
+        last: dict[int, int] = {}
+        while True:
+            try:
+                now = {pid: memory.pss_anonymous(pid) for pid in self.pids()}
+                if now.keys() != last.keys() or abs(sum(now.values()) - sum(last.values())) > STEADY_BYTES:
+                    last, since = now, time.monotonic()
+                if time.monotonic() - since > seconds:
+                    return {pid: memory.pss(pid) for pid in now}
+            except ProcessLookupError:
+                since = time.monotonic()
+            if time.monotonic() - begin > REST_LIMIT_S:
+                raise ServiceError(f"the memory of the service goes on changing:\n{self._tail()}")
+            time.sleep(0.2)
 
     @property
     def log(self) -> str:
