@@ -140,9 +140,17 @@ class Daemon:
         variables: Optional[Mapping[str, str]] = None,
     ) -> None:
         """Start a child; `more` are further arguments, `variables` of its environment."""
-        command = [sys.executable, "-m", "weightd.worker", "--address", f"ipc://{self.runtime}/children"]
-        command += ["--name", name, "--parent", str(parent or self.parent), "--engine", engine, "--model", str(model)]
-        command += ["--store", str(self.directory / "store"), "--threads", "1", "--device", device, *more]
+        command = [sys.executable, "-m", "weightd.worker", *self.arguments(name, model, engine, device)]
+        self.launch(name, [*command, "--parent", str(parent or self.parent), *more], variables)
+
+    def arguments(self, name: str, model: Path, engine: str = ENGINE, device: str = "cpu") -> List[str]:
+        """Return those of a child, but for its parent."""
+        arguments = ["--address", f"ipc://{self.runtime}/children", "--name", name, "--engine", engine]
+        arguments += ["--model", str(model), "--store", str(self.directory / "store")]
+        return [*arguments, "--threads", "1", "--device", device]
+
+    def launch(self, name: str, command: List[str], variables: Optional[Mapping[str, str]] = None) -> None:
+        """Start a process, which finds what this one does."""
         environment = {**os.environ, **(variables or {})}
         path = [*environment.get("PYTHONPATH", "").split(os.pathsep), *sys.path]
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, path))
@@ -189,10 +197,11 @@ class Daemon:
         return (self.directory / f"{name}.log").read_text()
 
 
-@pytest.fixture
-def daemon(tmp_path: Path) -> Generator[Daemon, None, None]:
+@contextlib.contextmanager
+def daemon_in(directory: Path) -> Generator[Daemon, None, None]:
+    """Be the daemon for a block; what it has started ends with that."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    daemon = Daemon(tmp_path, context)
+    daemon = Daemon(directory, context)
     yield daemon
     for child in daemon.children.values():
         with contextlib.suppress(ProcessLookupError):
@@ -201,3 +210,16 @@ def daemon(tmp_path: Path) -> Generator[Daemon, None, None]:
     daemon.socket.close(linger=0)
     context.term()
     shutil.rmtree(str(daemon.runtime))
+
+
+@pytest.fixture
+def daemon(tmp_path: Path) -> Generator[Daemon, None, None]:
+    with daemon_in(tmp_path) as daemon:
+        yield daemon
+
+
+@pytest.fixture(scope="module")
+def one_daemon(tmp_path_factory: pytest.TempPathFactory) -> Generator[Daemon, None, None]:
+    """The same for all tests of a file."""
+    with daemon_in(tmp_path_factory.mktemp("daemon")) as daemon:
+        yield daemon

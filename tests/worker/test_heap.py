@@ -15,7 +15,7 @@ _BEFORE = """
 import resource
 import numpy as np
 from weightd.worker import pagesharing
-from weightd.worker.heap import MOST_KEPT_BYTES, Heap, _own_bytes
+from weightd.worker.heap import MOST_KEPT_BYTES, Heap, own_bytes
 pagesharing.prepare()
 heap = Heap()
 
@@ -61,16 +61,16 @@ assert faults(20, {nbytes}) < 100
 def test_what_is_kept_is_bounded_and_given_back() -> None:
     _run("""
 heap.keep()
-before = _own_bytes()
+before = own_bytes()
 end = hole(8_000_000)
-assert _own_bytes() - before > 2 * MOST_KEPT_BYTES
+assert own_bytes() - before > 2 * MOST_KEPT_BYTES
 heap.bound()
-assert _own_bytes() - before < 10_000_000
+assert own_bytes() - before < 10_000_000
 other = hole(2_000_000)
 heap.bound()
-assert _own_bytes() - before > 30_000_000
+assert own_bytes() - before > 30_000_000
 heap.give_back()
-assert _own_bytes() - before < 10_000_000
+assert own_bytes() - before < 10_000_000
 """)
 
 
@@ -80,7 +80,7 @@ heap.keep()
 needed = [np.ones(8_000_000, np.uint8) for _ in range(20)]
 heap.bound()
 end = hole(2_000_000)
-kept = _own_bytes()
+kept = own_bytes()
 heap.bound()
-assert _own_bytes() == kept
+assert own_bytes() == kept
 """)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import Optional
 
 _log = logging.getLogger("weightd.protocol")
 
@@ -16,17 +17,36 @@ ABOVE_DAEMON = {"holder": 200, "worker": 400}
 _MOST = 1000
 
 
-def go_before_the_daemon(role: str, file: Path = Path("/proc/self/oom_score_adj")) -> None:
-    """Have the kernel choose this process rather than its parent, from which it has inherited the score.
+_FILE = Path("/proc/self/oom_score_adj")
 
-    To be called once. Raising the score needs no privilege; where it fails nevertheless, nothing else does.
+
+def inherited(file: Path = _FILE) -> Optional[int]:
+    """Return the score that this process has: of one that was just started, the daemon's. None if it cannot be had.
+
+    Args:
+        file: where the score is.
+    """
+    try:
+        return int(file.read_text("ascii"))
+    except (OSError, ValueError) as error:
+        _log.debug("the score for the end by want of memory cannot be read: %s", error)
+        return None
+
+
+def go_before_the_daemon(role: str, file: Path = _FILE, *, daemons: Optional[int] = None) -> None:
+    """Have the kernel choose this process rather than the daemon.
+
+    Raising the score needs no privilege; where it fails nevertheless, nothing else does.
 
     Args:
         role: a key of ABOVE_DAEMON.
         file: where the score is.
+        daemons: the daemon's score; None: it is what this process has. One that was forked may have a raised one.
     """
+    score = inherited(file) if daemons is None else daemons
+    if score is None:
+        return
     try:
-        score = min(int(file.read_text("ascii")) + ABOVE_DAEMON[role], _MOST)
-        file.write_text(f"{score}\n", "ascii")
-    except (OSError, ValueError) as error:
+        file.write_text(f"{min(score + ABOVE_DAEMON[role], _MOST)}\n", "ascii")
+    except OSError as error:
         _log.debug("the score for the end by want of memory cannot be raised: %s", error)

@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-import operator
 import select
-import socket
-from typing import Any, List, Optional, Sequence
+from typing import List, Optional
 
 import zmq
 
-from weightd.protocol import limits
 from weightd.protocol.errors import RemoteProtocolError
-from weightd.protocol.framing import LARGE_BYTES, Incoming
 from weightd.shared import monitor, multipart, paths
 from weightd.shared.stream import Stream
+from weightd.worker import lane as lanes
+from weightd.worker.lane import Frames
 
-Frames = Sequence[Any]
-
-# How soon after its start the next daemon hears of its children. In between they ask the kernel this often.
-_RECONNECT_MS = 20
+_RECONNECT_MS = int(1000 * lanes.RECONNECT_S)
 
 # Plain integers: the library's own constants cost a microsecond each time.
 _EVENTS, _POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)
-
-_frames = operator.attrgetter("frames")
 
 
 class Connection:
@@ -78,11 +71,12 @@ class Connection:
                 break
         return messages
 
-    def send(self, frames: Frames) -> None:
-        """Send a message."""
+    def send(self, frames: Frames) -> bool:
+        """Send a message: if no daemon is there, the next one gets it, so this is always True."""
         # What comes meanwhile is told to who sends.
         self._is_told = True
         multipart.send(self._socket, frames)
+        return True
 
     def take_descriptor(self) -> int:
         """Return what came with the last message that has one; whoever takes it owns it."""
@@ -94,26 +88,14 @@ class Connection:
         """Send the answer to a request: to who has asked, or to nobody if that one is gone. Waits until it is read."""
         if self._lane is None:
             self.send(frames)
-            return
-        try:
-            if not self._lane.send(frames):
-                writable = select.poll()
-                writable.register(self._lane, select.POLLOUT)
-                while not self._lane.flush():
-                    writable.poll()
-        except ConnectionError:
-            return
+        else:
+            lanes.send(self._lane, frames)
 
     def _read_lane(self, messages: List[Frames]) -> None:
         lane = self._lane
         assert lane is not None  # noqa: S101 - it is in the epoll
         try:
-            received = lane.receive()
-            messages += map(_frames, received)
-            # A large frame is read up to its end, and no further.
-            while received and received[-1].lengths[-1] >= LARGE_BYTES:
-                received = lane.receive()
-                messages += map(_frames, received)
+            lanes.read(lane, messages)
         except ConnectionError:
             # The daemon has gone, or has done with this process: the next one, or a last order, comes another way.
             self._readable.unregister(lane.fileno())
@@ -138,12 +120,6 @@ class Connection:
             # It leaves the epoll as it is closed.
             self._lane.close()
             self._lane = None
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            connection.connect(self._path)
-        except OSError:
-            # The daemon has none, or has gone already.
-            connection.close()
-            return
-        self._lane = Stream(connection, Incoming(limits.MAX_CHILD_HEADER_BYTES), takes_descriptors=True)
-        self._readable.register(self._lane.fileno(), select.EPOLLIN)
+        self._lane = lanes.connected(self._path, takes_descriptors=True)
+        if self._lane is not None:
+            self._readable.register(self._lane.fileno(), select.EPOLLIN)

@@ -29,13 +29,13 @@ class Heap:
             libc().give_own_mappings_from(_LARGEST_BYTES)
             libc().keep_free_memory(MOST_KEPT_BYTES)
             self._keeps = True
-            self._used_bytes = _own_bytes()
+            self._used_bytes = own_bytes()
 
     def bound(self) -> None:
         """Give back what is kept if that is too much, as far as this can be told: what is left then is needed."""
-        if self._keeps and _own_bytes() > self._used_bytes + MOST_KEPT_BYTES:
+        if self._keeps and own_bytes() > self._used_bytes + MOST_KEPT_BYTES:
             self.give_back()
-            self._used_bytes = max(self._used_bytes, _own_bytes())
+            self._used_bytes = max(self._used_bytes, own_bytes())
 
     def give_back(self) -> None:
         """Give back what is kept."""
@@ -43,8 +43,8 @@ class Heap:
             libc().give_back_free_memory()
 
 
-def _own_bytes() -> int:
-    """The memory of this process that is in no file."""
+def own_bytes() -> int:
+    """Return how much memory of this process is in no file."""
     with open("/proc/self/statm", "rb") as file:  # noqa: PTH123 - a path object costs as much as the reading
         resident, shared = file.read().split()[1:3]
     return (int(resident) - int(shared)) * PAGE

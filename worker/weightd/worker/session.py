@@ -13,13 +13,13 @@ import operator
 import platform
 import time
 from pathlib import Path
-from typing import Any, Deque, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Deque, List, NamedTuple, Optional, Sequence, Tuple, Union
 
 import numpy as np
 
 from weightd.protocol import limits
 from weightd.protocol.codec import Decoder, clip, encode
-from weightd.protocol.errors import Internal, InvalidArgument, RequestError, WeightdError
+from weightd.protocol.errors import Internal, InvalidArgument, RemoteProtocolError, RequestError, WeightdError
 from weightd.protocol.messages.children import (
     TO_CHILD,
     Allow,
@@ -32,6 +32,8 @@ from weightd.protocol.messages.children import (
     Built,
     Cases,
     Failed,
+    Fork,
+    Forked,
     Hello,
     Map,
     OrderMessage,
@@ -56,7 +58,10 @@ from weightd.worker.canary.proof import Proof
 from weightd.worker.connection import Connection
 from weightd.worker.engines.engine import Arrays, Engine, ModelSignature
 from weightd.worker.engines.errors import BuildError, NoRoom, NotAllowed, Spoilt
-from weightd.worker.heap import Heap
+from weightd.worker.engines.sharing import Shared
+from weightd.worker.forking.forker import Forker, Made
+from weightd.worker.heap import Heap, own_bytes
+from weightd.worker.lane import LaneConnection
 from weightd.worker.regions import Regions
 
 _log = logging.getLogger("weightd.worker")
@@ -64,6 +69,9 @@ _log = logging.getLogger("weightd.worker")
 # How often what a predict leaves behind is looked at while they come, and when nothing is kept for the next one.
 _TIDY_S = 1.0
 _IDLE_S = 10.0
+
+# A template takes about as much for itself. What shares less by a fork may still share its pages.
+_LEAST_TEMPLATE_BYTES = 1 << 20
 
 _form = operator.attrgetter("shape", "dtype", "flags.c_contiguous")
 
@@ -89,28 +97,49 @@ class Files(NamedTuple):
         return f"{self.store}.answers"
 
 
+class Origin(NamedTuple):
+    """How a process came to be, and why so: see `Hello`; and what it was given, if it was forked from a template."""
+
+    kind: str
+    note: str = ""
+    made: Optional[Made] = None
+
+
+_SPAWNED = Origin("spawned")
+
+
 class Session:
     """Serves one engine over one connection.
 
     Args:
         connection: to the daemon.
-        engine: not built yet.
+        engine: not built yet, unless it was made before.
         files: its files.
         tolerance: how far the canary's answers may be apart (`canary.difference`).
+        origin: of this process.
+        forker: for a holder that may be a template: then it takes no requests.
     """
 
     def __init__(
         self,
-        connection: Connection,
+        connection: Union[Connection, LaneConnection],
         engine: Engine,
         files: Files,
         tolerance: float = 0.0,
+        *,
+        origin: Origin = _SPAWNED,
+        forker: Optional[Forker] = None,
     ) -> None:
         self._connection = connection
         self._engine = engine
         self._files = files
         self._sample: Optional[Arrays] = None
         self._tolerance = tolerance
+        self._origin = origin
+        self._forker = forker
+        # What those are given that are forked from this process, once it is a template.
+        self._gives: Optional[Made] = None
+        self._sha256 = ""
         self._handle = ""
         self._proof: Optional[Proof] = None
         self._status = exits.OK
@@ -127,7 +156,8 @@ class Session:
 
     def run(self, sha256: str) -> int:
         """Say HELLO and obey until told to stop; return the exit status."""
-        self._send(self._hello(sha256))
+        self._sha256 = sha256
+        self._send(self._hello())
         while self._status == exits.OK:
             order, tensors = self._next()
             if isinstance(order, Predict):
@@ -165,6 +195,8 @@ class Session:
         for frames in messages:
             order = self._decoder.decode(frames)
             if isinstance(order, Predict):
+                if self._forker is not None:
+                    raise RemoteProtocolError("type: expected no predict where workers are forked, got one")
                 self._inbox.append((order, frames[limits.MAX_HEADER_FRAMES :]))
             elif isinstance(order, Skip):
                 self._skip(order)
@@ -202,10 +234,11 @@ class Session:
                 self._inbox.remove(entry)
                 return
 
-    def _hello(self, sha256: str) -> Hello:
+    def _hello(self) -> Hello:
         versions = {"weightd": VERSION, "python": platform.python_version(), "numpy": np.__version__}
         versions.update(self._engine.versions())
-        return Hello(self._engine.sharing.current_pid(), sha256, versions, self._engine.sharing.traits)
+        sharing, (origin, note, _) = self._engine.sharing, self._origin
+        return Hello(sharing.current_pid(), self._sha256, versions, sharing.traits, origin, note)
 
     def _obey(self, order: OrderMessage) -> int:
         if isinstance(order, Unmap):
@@ -216,6 +249,8 @@ class Session:
                 self._build(order)
             elif isinstance(order, Attach):
                 self._attach(order)
+            elif isinstance(order, Fork):
+                self._fork(order)
             elif isinstance(order, Allow):
                 self._allow(order)
             elif isinstance(order, Ping):
@@ -230,8 +265,9 @@ class Session:
         return exits.OK
 
     def _build(self, order: Build) -> None:
-        """Build, find the canary, export; and see that the answers are still the same."""
+        """Build, find the canary, export or be a template; and see that the answers are still the same."""
         engine = self._engine
+        before = own_bytes()
         build = functools.partial(self._make, pids=order.pids)
         build()
         _check(engine.signature)
@@ -241,7 +277,9 @@ class Session:
             sample.save_answers(self._files.answers, known.answers)
         # What is in memory now is shared as if it were weights.
         known = known._replace(answers=())
-        shared = engine.sharing.export(self._files.store)
+        self._gives = self._template(known, before)
+        given = Shared("", self._gives.bytes, "") if self._gives is not None else None
+        shared = given or engine.sharing.export(self._files.store)
         self._handle = shared.handle
         if known.digest and self._holders_if_near(self._run(known.cases)).digest != known.digest:
             raise BuildError("the canary's answer changed when the weights were shared")
@@ -259,8 +297,33 @@ class Session:
                 gears=engine.gears,
                 canary_note=clip(known.note),
                 is_loss=shared.is_loss,
+                is_template=given is not None,
             )
         )
+
+    def _template(self, known: canary.Canary, before: int) -> Optional[Made]:
+        """What forked workers are given, if they can be forked, are held to a canary, and have something of it.
+
+        A model that does not repeat itself may draw at random, and all that is forked from it would draw the same.
+        """
+        if self._forker is None or not known.digest:
+            return None
+        refusal = self._forker.refusal()
+        if refusal:
+            _log.info("workers are not forked from this process: %s", refusal)
+            return None
+        self._forker.settle()
+        made = Made(self._engine, self._sha256, own_bytes() - before)
+        return made if made.bytes >= _LEAST_TEMPLATE_BYTES else None
+
+    def _fork(self, order: Fork) -> None:
+        if self._forker is None or self._gives is None:
+            self._tell(Forked(order.name, 0, "this process is no template"))
+        else:
+            self._forker.fork(order, self._tell, self._gives)
+
+    def _tell(self, forked: Forked) -> bool:
+        return self._connection.send(encode(forked))
 
     def _make(self, *, pids: Sequence[str] = (), handle: str = "") -> None:
         self._engine.build(self._files.model, pids=pids, handle=handle)
@@ -277,14 +340,22 @@ class Session:
         self._send(Allowed(refusal))
 
     def _attach(self, order: Attach) -> None:
-        """Build, do what the holder did before it exported, attach; and give the answers that this process gives."""
-        engine = self._engine
-        self._make(handle=order.handle)
-        self._load_sample()
-        before = self._run(order.canary_cases)
-        shared = engine.sharing.attach(order.handle)
-        self._handle = order.handle
-        answer = self._run(order.canary_cases)
+        """Build, do what the holder did before it exported, attach; and give the answers that this process gives.
+
+        What was forked from a template has all that: it only answers.
+        """
+        engine, made = self._engine, self._origin.made
+        if made is None:
+            self._make(handle=order.handle)
+            self._load_sample()
+            before = self._run(order.canary_cases)
+            shared = engine.sharing.attach(order.handle)
+            self._handle = order.handle
+            answer = self._run(order.canary_cases)
+        else:
+            self._load_sample()
+            before = answer = self._run(order.canary_cases)
+            shared = Shared("", made.bytes, "")
         known = self._holders_if_near(answer)
         repeats = canary.difference(before, answer) <= self._tolerance
         self._proof = Proof(engine, known if repeats else known._replace(digest=""), self._sample, self._tolerance)

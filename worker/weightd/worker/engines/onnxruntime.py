@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import AbstractSet, Any, Dict, List, Sequence, Tuple
 
@@ -38,6 +39,8 @@ class OnnxRuntime(CpuEngine):
         super().__init__(settings)
         for name in settings.options:
             raise BuildError(f"options.{name}: unknown; onnxruntime has none")
+        # From its import on the library has a thread that tells its maker of its use; it would be in the way of a fork.
+        os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
         try:
             import onnxruntime  # noqa: PLC0415 - only an interpreter that runs this engine has it
             from onnxruntime.capi import onnxruntime_pybind11_state  # noqa: PLC0415

@@ -1,0 +1,145 @@
+"""A fork server of the engine of this interpreter, and the lanes of it and of templates."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import select
+import signal
+import socket
+import struct
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Dict, Generator, List, Mapping, Optional, Type, TypeVar
+
+import pytest
+
+from weightd.protocol.codec import decode, encode
+from weightd.protocol.messages.children import FROM_CHILD, Fork, Forked, Probe, Probing
+from weightd.shared import title
+from weightd.shared.stream import Stream
+
+if TYPE_CHECKING:
+    from tests.worker.conftest import Daemon
+
+M = TypeVar("M")
+
+LIMIT_MS = 60_000
+ENGINE = "mindspore_lite" if importlib.util.find_spec("mindspore_lite") else "onnxruntime"
+ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+
+
+class Lane:
+    """The daemon's end of one."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+        self.pid: int = struct.unpack("3i", peer)[0]
+        self.stream = Stream(connection)
+
+    def tell(self, order: object) -> None:
+        """Send an order."""
+        self.stream.send(encode(order))
+
+    def hear(self, kind: Type[M]) -> M:
+        """Wait for the next message, which has to be of this kind."""
+        readable = select.poll()
+        readable.register(self.stream, select.POLLIN)
+        messages: List[Any] = []
+        while not messages:
+            assert readable.poll(LIMIT_MS)
+            messages = self.stream.receive()
+        (found,) = (decode(list(each.frames), FROM_CHILD) for each in messages)
+        if isinstance(found, Probing):
+            if found.trying:
+                self.tell(Probe())
+            return self.hear(kind)
+        assert isinstance(found, kind), found
+        return found
+
+
+class Forking:
+    """The daemon, and a fork server that it has started; both forget nothing until they end.
+
+    Only who has a lane alone is given the address that has one: all others are heard as by the daemon.
+    """
+
+    def __init__(self, daemon: Daemon, variables: Mapping[str, str]) -> None:
+        self.daemon = daemon
+        self.pids: Dict[str, int] = {}
+        self._lanes: List[Lane] = []
+        self._address = f"ipc://{daemon.runtime}/lanes"
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.settimeout(LIMIT_MS / 1000)
+        self._listener.bind(f"{daemon.runtime}/lanes.lane")
+        self._listener.listen()
+        daemon.launch("server", self.command(os.getpid()), {**ONE_THREAD, **variables})
+        self.server = self.accept()
+
+    def command(self, parent: int) -> List[str]:
+        """Return that of a fork server."""
+        command = [sys.executable, "-m", "weightd.worker.forkserver", "--engine", ENGINE, "--address", self._address]
+        return [*command, "--name", "server", "--room", title.ROOM, "--parent", str(parent)]
+
+    def accept(self) -> Lane:
+        """Wait for the next lane."""
+        connection, _ = self._listener.accept()
+        self._lanes.append(Lane(connection))
+        return self._lanes[-1]
+
+    def fork(self, name: str, model: Path, *more: str, of: Optional[Lane] = None) -> int:
+        """Have the server, or the template `of`, make a child; `more` are further arguments. Return its pid."""
+        arguments = (*self.daemon.arguments(name, model), *more)
+        if "--template" in more:
+            arguments += ("--address", self._address)
+        lane = of or self.server
+        lane.tell(Fork(name, arguments, str(self.daemon.directory / f"{name}.log")))
+        forked = lane.hear(Forked)
+        assert (forked.name, forked.error) == (name, "")
+        self.pids[name] = forked.pid
+        return forked.pid
+
+    def wait(self, name: str) -> int:
+        """Wait for the end of what was forked; return its status as `os.waitpid` does."""
+        return os.waitpid(self.pids.pop(name), 0)[1]
+
+    def end(self) -> None:
+        """End all that was forked."""
+        for pid in self.pids.values():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        for lane in self._lanes:
+            lane.stream.close()
+        self._listener.close()
+
+
+@contextlib.contextmanager
+def forking_for(daemon: Daemon, variables: Mapping[str, str]) -> Generator[Forking, None, None]:
+    """Have a fork server for a block."""
+    forking = Forking(daemon, variables)
+    try:
+        yield forking
+    finally:
+        forking.end()
+
+
+@pytest.fixture(scope="module")
+def forking(one_daemon: Daemon) -> Generator[Forking, None, None]:
+    """The fork server that all tests of a file have; none is to end it."""
+    with forking_for(one_daemon, {}) as forking:
+        yield forking
+
+
+@pytest.fixture(scope="module")
+def leaky(one_daemon: Daemon, tmp_path_factory: pytest.TempPathFactory) -> Generator[Forking, None, None]:
+    """One whose engine's library does to its process all that an import can do."""
+    directory = tmp_path_factory.mktemp("library")
+    source = Path(__file__).with_name("leaky.py").read_text()
+    for package in (ENGINE, f"{ENGINE}/capi"):
+        (directory / package).mkdir()
+        (directory / package / "__init__.py").write_text(source if package == ENGINE else "")
+    (directory / ENGINE / "capi" / f"{ENGINE}_pybind11_state.py").write_text("")
+    with forking_for(one_daemon, {"PYTHONPATH": str(directory)}) as forking:
+        yield forking

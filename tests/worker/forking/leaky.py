@@ -1,0 +1,34 @@
+"""Stands for the library of an engine: what its import does to the process must not be seen in one that is forked."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import random
+import signal
+import sys
+import tempfile
+
+import numpy as np
+
+_FILE = os.open(__file__, os.O_RDONLY)
+os.dup2(_FILE, 77, inheritable=True)
+signal.signal(signal.SIGUSR1, signal.default_int_handler)
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2})
+os.chdir("/")
+os.umask(0)
+tempfile.tempdir = "/nowhere"
+random.seed(1)
+np.random.seed(1)
+sys.stdout.write("unfinished")
+ctypes.CDLL(None).printf(b"unfinished")
+
+
+def __getattr__(name: str) -> str:
+    """Tell, as the version that everybody asks for, what can be seen from within alone."""
+    if name != "__version__":
+        raise AttributeError(name)
+    drawn = [round(float(draw()), 6) for draw in (random.random, np.random.random)]
+    names = next(tempfile._get_candidate_names())  # type: ignore[attr-defined]
+    return json.dumps([*drawn, names, tempfile.tempdir, len(sys.argv)])

@@ -1,0 +1,77 @@
+"""The arguments of a child."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any, Dict, List, Optional, Sequence, Tuple, cast
+
+from weightd.shared.oom import ABOVE_DAEMON
+from weightd.worker.engines import ENGINES
+from weightd.worker.engines.errors import BuildError
+
+PROGRAM = ("-m", "weightd.worker")
+
+
+def parse(words: Optional[Sequence[str]] = None) -> argparse.Namespace:
+    """Return the arguments; those of this process, if none are given.
+
+    Raises:
+        SystemExit: they are not such; the words are on stderr.
+    """
+    parser = argparse.ArgumentParser(
+        prog="python -m weightd.worker", description="A process of weightd. It is started by the daemon, not by hand."
+    )
+    parser.add_argument("--address", required=True, help="the daemon's socket for its children")
+    parser.add_argument("--name", required=True, help="this process's name and routing id")
+    parser.add_argument("--parent", required=True, type=int, help="pid of the process that starts it")
+    parser.add_argument("--role", choices=sorted(ABOVE_DAEMON), default="worker", help="what the daemon has it for")
+    parser.add_argument("--engine", required=True, choices=sorted(ENGINES), help="the library that runs the model")
+    parser.add_argument("--model", required=True, help="path of the model's snapshot")
+    parser.add_argument("--store", required=True, help="path where the holder may write its page store")
+    parser.add_argument("--threads", required=True, type=int, help="threads of one predict")
+    parser.add_argument("--device", required=True, help="where to run: cpu, or ascend:N for a card")
+    parser.add_argument("--sharing", choices=["on", "off"], default="on", help="off: a copy of the weights of its own")
+    parser.add_argument("--options", default="{}", help="the engine's own options, a JSON object")
+    parser.add_argument("--weights", default="", help="an .npz of weights that replace those of the model")
+    parser.add_argument("--sample", default="", help="an .npz of inputs to prove the model by")
+    parser.add_argument("--tolerance", default=0.0, type=float, help="how far apart answers to these may be")
+    parser.add_argument("--template", action="store_true", help="a holder that workers are forked from, if it can be")
+    parser.add_argument("--origin-note", default="", help="why it is not forked, if it is not")
+    return parser.parse_args(words)
+
+
+def ordered(words: Sequence[str], name: str, role: str) -> List[str]:
+    """Return the arguments with name and role first: of a long command line the end may not be seen."""
+    rest: List[str] = []
+    pairs = iter(words)
+    for word in pairs:
+        if word in ("--name", "--role"):
+            next(pairs, "")
+        else:
+            rest.append(word)
+    return ["--name", name, "--role", role, *rest]
+
+
+def options(text: str) -> Dict[str, Any]:
+    """Return the JSON object; what its keys may be is the engine's business.
+
+    Raises:
+        BuildError: it is none.
+    """
+
+    def unique(pairs: List[Tuple[str, Any]]) -> Dict[str, Any]:
+        options: Dict[str, Any] = {}
+        for key, value in pairs:
+            if key in options:
+                raise BuildError(f"options.{key}: given twice")
+            options[key] = value
+        return options
+
+    try:
+        options: Any = json.loads(text, object_pairs_hook=unique)
+    except (ValueError, RecursionError) as error:
+        raise BuildError(f"options: not JSON: {error}") from None
+    if not isinstance(options, dict):
+        raise BuildError(f"options: expected a JSON object, got {type(options).__name__}")
+    return cast(Dict[str, Any], options)

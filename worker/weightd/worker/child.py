@@ -1,0 +1,127 @@
+"""The life of a child by its arguments, whether it was spawned or forked."""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import functools
+import logging
+import sys
+from pathlib import Path
+from typing import Optional, Sequence, Union
+
+import zmq
+
+from weightd.protocol import limits
+from weightd.protocol.codec import clip, encode
+from weightd.protocol.errors import WeightdError
+from weightd.protocol.messages.children import Broken
+from weightd.shared import title
+from weightd.shared.modelfile import ModelFileError, digest
+from weightd.shared.oom import go_before_the_daemon
+from weightd.shared.parent import die_with, ignore_interrupts
+from weightd.worker import arguments as words_of
+from weightd.worker import exits, pagesharing
+from weightd.worker.connection import Connection
+from weightd.worker.engines import ENGINES
+from weightd.worker.engines.engine import Engine, Settings
+from weightd.worker.engines.errors import BuildError
+from weightd.worker.forking.beginning import Beginning
+from weightd.worker.forking.forker import Forker, Made
+from weightd.worker.lane import LaneConnection
+from weightd.worker.session import Files, Origin, Session
+
+_log = logging.getLogger("weightd.worker")
+
+# The last message says why the process leaves: give libzmq this long to hand it over, and no longer.
+_LINGER_MS = 2000
+
+
+def prepare(role: str, parent: int, beginning: Beginning) -> None:
+    """Make this process one of the daemon's children."""
+    ignore_interrupts()
+    die_with(parent)
+    go_before_the_daemon(role, daemons=beginning.score)
+    # A crash, and the SIGABRT of a daemon that has waited too long, leave the stacks of all threads in the log.
+    faulthandler.enable()
+    logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", level=logging.INFO)
+    pagesharing.prepare()
+
+
+def run(
+    arguments: argparse.Namespace, beginning: Beginning, origin: str = "spawned", made: Optional[Made] = None
+) -> int:
+    """Live until the daemon stops it; return the exit status.
+
+    Args:
+        arguments: see `arguments.parse`.
+        beginning: of this process, or of that which it was forked from.
+        origin: how it came to be.
+        made: what it has been given.
+    """
+    prepare(arguments.role, arguments.parent, beginning)
+    if arguments.template:
+        return _serve(LaneConnection(arguments.address), arguments, beginning, origin, made)
+    context = zmq.Context()
+    try:
+        socket = context.socket(zmq.DEALER)
+        socket.setsockopt(zmq.ROUTING_ID, arguments.name.encode())
+        socket.setsockopt(zmq.MAXMSGSIZE, limits.MAX_FRAME_BYTES)
+        socket.setsockopt(zmq.LINGER, _LINGER_MS)
+        return _serve(Connection(socket, arguments.address), arguments, beginning, origin, made)
+    finally:
+        context.destroy(linger=_LINGER_MS)
+
+
+def become(parent: int, beginning: Beginning, words: Sequence[str], made: Optional[Made]) -> int:
+    """Live as a process that was forked; `words` are its arguments, but for its parent."""
+    words = [*words, "--parent", str(parent)]
+    sys.argv = [sys.argv[0], *words]
+    arguments = words_of.parse(words)
+    title.write([title.first_word(), *words_of.PROGRAM, *words_of.ordered(words, arguments.name, arguments.role)])
+    return run(arguments, beginning, "forked" if made is None else "template", made)
+
+
+def forker(parent: int, beginning: Beginning) -> Forker:
+    """Return what makes processes of this one, as children of its parent."""
+    return Forker(beginning, functools.partial(become, parent, beginning))
+
+
+def _serve(
+    connection: Union[Connection, LaneConnection],
+    arguments: argparse.Namespace,
+    beginning: Beginning,
+    origin: str,
+    made: Optional[Made],
+) -> int:
+    try:
+        engine = _engine(arguments) if made is None else made.engine
+    except BuildError as error:
+        return _broken(connection, str(error), exits.CANNOT_BUILD)
+    except Exception as error:  # noqa: BLE001 - an import runs foreign code: it can fail in any way
+        _log.error("%s", error, exc_info=not isinstance(error, WeightdError))
+        return _broken(connection, f"{sys.executable}: {error}", exits.NO_ENGINE)
+    try:
+        sha256 = digest(Path(arguments.model), own=True) if made is None else made.sha256
+    except ModelFileError as error:
+        return _broken(connection, str(error), exits.CANNOT_BUILD)
+    session = Session(
+        connection,
+        engine,
+        Files(arguments.model, arguments.store, arguments.weights, arguments.sample),
+        arguments.tolerance,
+        origin=Origin(origin, clip(arguments.origin_note), made),
+        forker=forker(arguments.parent, beginning) if arguments.template else None,
+    )
+    return session.run(sha256)
+
+
+def _engine(arguments: argparse.Namespace) -> Engine:
+    options, sharing = words_of.options(arguments.options), arguments.sharing == "on"
+    return ENGINES[arguments.engine](Settings(arguments.threads, arguments.device, sharing, options))
+
+
+def _broken(connection: Union[Connection, LaneConnection], cause: str, status: int) -> int:
+    connection.send(encode(Broken(clip(cause))))
+    connection.receive()  # whatever it is: the daemon has read the cause
+    return status

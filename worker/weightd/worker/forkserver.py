@@ -1,0 +1,93 @@
+"""The process that children are forked from: ``python -m weightd.worker.forkserver``, started by the daemon.
+
+It has imported all that they need, and has one thread and no ZeroMQ context. It obeys over its lane, and ends with it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from typing import Any, List
+
+# What a canary needs, and numpy may not import before.
+import numpy.random  # noqa: F401  # pyright: ignore[reportUnusedImport]
+
+from weightd.protocol import limits
+from weightd.protocol.codec import Decoder, encode
+from weightd.protocol.errors import RemoteProtocolError, WeightdError
+from weightd.protocol.messages.children import TO_CHILD, Fork, Forked, Stop
+from weightd.shared import paths, title
+from weightd.shared.stream import Stream
+from weightd.worker import child, exits
+from weightd.worker import lane as lanes
+from weightd.worker.engines import ENGINES
+from weightd.worker.engines.engine import Settings
+from weightd.worker.forking.beginning import Beginning
+from weightd.worker.forking.forker import Forker
+
+_log = logging.getLogger("weightd.worker")
+
+# As a holder: what has been forked lives on without it, but the next ones cost more.
+_ROLE = "holder"
+
+
+def main() -> int:
+    """Fork until the daemon has gone; return the exit status."""
+    beginning = Beginning()
+    arguments = _parser().parse_args()
+    child.prepare(_ROLE, arguments.parent, beginning)
+    words = ["--name", arguments.name, "--engine", arguments.engine, "--address", arguments.address]
+    title.write([title.first_word(), "-m", "weightd.worker.forkserver", *words, "--parent", str(arguments.parent)])
+    forker = child.forker(arguments.parent, beginning)
+    try:
+        # It is not needed, but what it imports is.
+        ENGINES[arguments.engine](Settings(1, "cpu"))
+    except Exception as error:  # noqa: BLE001 - an import runs foreign code: it can fail in any way
+        _log.error("%s: %s", sys.executable, error, exc_info=not isinstance(error, WeightdError))
+        return exits.NO_ENGINE
+    forker.settle()
+    lane = lanes.connected(paths.lane_path(arguments.address))
+    if lane is None:
+        _log.error("%s: nobody listens", paths.lane_path(arguments.address))
+        return exits.FAILED
+    return _serve(lane, forker)
+
+
+def _serve(lane: Stream, forker: Forker) -> int:
+    decoder = Decoder(TO_CHILD, max_bytes=limits.MAX_CHILD_HEADER_BYTES)
+
+    def tell(forked: Forked) -> bool:
+        return lanes.send(lane, encode(forked))
+
+    while lanes.wait(lane):
+        messages: List[Any] = []
+        try:
+            lanes.read(lane, messages)
+        except ConnectionError:
+            return exits.OK
+        for frames in messages:
+            order = decoder.decode(frames)
+            if isinstance(order, Stop):
+                return exits.OK
+            if not isinstance(order, Fork):
+                raise RemoteProtocolError(f"type: expected fork or stop, got {type(order).__name__.lower()}")
+            forker.fork(order, tell)
+    return exits.OK
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m weightd.worker.forkserver",
+        description="Forks processes of weightd. It is started by the daemon, not by hand.",
+    )
+    parser.add_argument("--engine", required=True, choices=sorted(ENGINES), help="the library that they use")
+    parser.add_argument("--address", required=True, help="the daemon's socket for its children; the lane lies beside")
+    parser.add_argument("--name", required=True, help="this process's name")
+    parser.add_argument("--parent", required=True, type=int, help="pid of the process that starts it")
+    parser.add_argument("--room", default="", help="of any length: room for the command lines of those that are forked")
+    return parser
+
+
+if __name__ == "__main__":
+    exits.end(main)

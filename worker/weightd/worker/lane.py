@@ -1,0 +1,122 @@
+"""The lane: a stream to the daemon. For most children it is one of two ways (`connection`); here it is the only one.
+
+A ZeroMQ context has threads, and a process that is to be forked must have none: such a one has a lane alone.
+"""
+
+from __future__ import annotations
+
+import operator
+import select
+import socket
+import time
+from typing import Any, List, Optional, Sequence
+
+from weightd.protocol import limits
+from weightd.protocol.errors import RemoteProtocolError
+from weightd.protocol.framing import LARGE_BYTES, Incoming
+from weightd.shared import paths
+from weightd.shared.stream import Stream
+
+Frames = Sequence[Any]
+
+# How soon after its start the next daemon hears of its children. In between they ask the kernel this often.
+RECONNECT_S = 0.02
+
+_frames = operator.attrgetter("frames")
+
+
+def connected(path: str, *, takes_descriptors: bool = False) -> Optional[Stream]:
+    """Return a lane to the daemon that listens there, None if there is none."""
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        connection.connect(path)
+    except OSError:
+        # The daemon has none, or has gone already.
+        connection.close()
+        return None
+    return Stream(connection, Incoming(limits.MAX_CHILD_HEADER_BYTES), takes_descriptors=takes_descriptors)
+
+
+def send(lane: Stream, frames: Frames) -> bool:
+    """Send a message; wait until the kernel has all of it. Return False if the daemon has gone."""
+    try:
+        if not lane.send(frames):
+            writable = select.poll()
+            writable.register(lane, select.POLLOUT)
+            while not lane.flush():
+                writable.poll()
+    except ConnectionError:
+        return False
+    return True
+
+
+def read(lane: Stream, messages: List[Frames]) -> None:
+    """Add what has come; a large frame is read up to its end, and no further.
+
+    Raises:
+        ConnectionError: the daemon has gone.
+    """
+    received = lane.receive()
+    messages += map(_frames, received)
+    while received and received[-1].lengths[-1] >= LARGE_BYTES:
+        received = lane.receive()
+        messages += map(_frames, received)
+
+
+def wait(lane: Stream, timeout: float = -1) -> bool:
+    """Wait so many seconds, -1 for any time, for something to read; return whether there is."""
+    readable = select.poll()
+    readable.register(lane, select.POLLIN)
+    return bool(readable.poll(None if timeout < 0 else 1000 * timeout))
+
+
+class LaneConnection:
+    """What a `Connection` is, over a lane alone: to the daemon that is there, and then to the one that follows it.
+
+    Args:
+        address: of the daemon; the lane lies beside.
+    """
+
+    def __init__(self, address: str) -> None:
+        self._path = paths.lane_path(address)
+        self._lane = self._connect()
+        while self._lane is None:
+            self._lane = self._connect_later()
+
+    def receive(self, timeout: float = -1) -> Optional[List[Frames]]:
+        """As that of a `Connection`: return what has come, nothing in time, or None when another daemon is there."""
+        messages: List[Frames] = []
+        while not messages and self._lane is not None and wait(self._lane, timeout):
+            try:
+                read(self._lane, messages)
+            except ConnectionError:
+                self._lane.close()
+                self._lane = None
+        if messages or self._lane is not None or not timeout:
+            return messages
+        return self._follow(timeout)
+
+    def send(self, frames: Frames) -> bool:
+        """Send a message; return False if it is lost, for there is no daemon."""
+        return self._lane is not None and send(self._lane, frames)
+
+    answer = send
+
+    def take_descriptor(self) -> int:
+        """Refuse."""
+        raise RemoteProtocolError("descriptors: expected none in a process that takes no requests")
+
+    def _follow(self, timeout: float) -> Optional[List[Frames]]:
+        end = float("inf") if timeout < 0 else time.monotonic() + timeout
+        while self._lane is None:
+            if time.monotonic() >= end:
+                return []
+            self._lane = self._connect_later()
+        return None
+
+    def _connect(self) -> Optional[Stream]:
+        return connected(self._path)
+
+    def _connect_later(self) -> Optional[Stream]:
+        time.sleep(RECONNECT_S)
+        return self._connect()
