@@ -64,6 +64,7 @@ class World(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.now = 1000.0
+        self.at_once = self.bound = 1
         self.processes: dict[str, Process] = {}
         self.names: set[str] = set()
         self.enlisted: set[str] = set()
@@ -80,6 +81,7 @@ class World(RuleBasedStateMachine):
         self.workers, self.spares, self.traits = workers, spares, traits
         self.built = replace(BUILT, handle=handle, canary=canary)
         self.generation = Generation("m.1", Terms(workers, 500.0, spares, outlives_holder=frozen))
+        self.generation.at_once = lambda: self.at_once
         self.generation.start()
         assert self.generation.take_actions() == [Pin()]
 
@@ -135,6 +137,9 @@ class World(RuleBasedStateMachine):
 
     def counted(self, role: Role) -> list[Child]:
         return [each for each in self.generation.children.values() if each.role is role and each.state in COUNTED]
+
+    def count(self, state: ChildState) -> int:
+        return sum(each.state is state for each in self.generation.children.values())
 
     def say(self, name: str, message: Message) -> None:
         match message:
@@ -273,6 +278,11 @@ class World(RuleBasedStateMachine):
     def time_comes(self) -> None:
         self.pass_time_to(max(self.now, self.generation.next_tick))
 
+    @rule(at_once=st.integers(1, 4))
+    def there_is_other_room(self, at_once: int) -> None:
+        self.at_once = at_once
+        self.pass_time_to(self.now)
+
     @precondition(lambda self: self.names)
     @rule(kind=st.sampled_from(["drain", *[""] * 5]))
     def it_is_told_to_stop(self, kind: str) -> None:
@@ -288,9 +298,20 @@ class World(RuleBasedStateMachine):
         assert self.generation.take_actions() == []
 
     @invariant()
-    def at_most_one_attaches(self) -> None:
-        states = [child.state for child in self.generation.children.values()]
-        assert states.count(ChildState.ATTACHING) <= 1
+    def no_more_attach_at_once_than_have_room(self) -> None:
+        attaching = self.count(ChildState.ATTACHING)
+        # Where there is less room than there was, those that have begun go on.
+        self.bound = max(self.at_once, min(self.bound, attaching))
+        assert attaching <= self.bound
+
+    @invariant()
+    def nobody_waits_while_there_is_room(self) -> None:
+        built = self.generation.built
+        if built is None or self.generation.state not in ACTIVE:
+            return
+        waits = self.count(ChildState.ADMITTED) and not self.count(ChildState.AWAITED)
+        if waits and (built.handle or not self.generation.roster.has_holder):
+            assert self.count(ChildState.ATTACHING) >= self.at_once
 
     @invariant()
     def workers_are_never_too_many(self) -> None:

@@ -150,20 +150,24 @@ class Access:
 
     # --- what is done -------------------------------------------------------------------------------------------
 
-    def attach_next(self, built: Built, now: float, patience: float) -> None:
-        """Let the next worker attach, for `patience` seconds.
+    def attach_next(self, built: Built, now: float, patience: float, at_once: Callable[[], int]) -> None:
+        """Let further workers attach, each for `patience` seconds, but no more of them `at_once` than that says.
 
-        One at a time: each attach loads the model, so this bounds the peak of memory.
+        Each attach loads the model before it shares, so this bounds the peak of memory. Who is awaited goes first.
         """
-        if self._roster.count(ChildState.ATTACHING, ChildState.AWAITED):
+        waiting = ChildState.ADMITTED, ChildState.GREETED
+        if not self._roster.count(*waiting) or self._roster.count(ChildState.AWAITED):
             return
+        room = at_once() - self._roster.count(ChildState.ATTACHING)
         for worker in self._roster.counted(Role.WORKER):
+            if room <= 0:
+                return
             if worker.state is ChildState.GREETED:
                 self._ask_for(worker, now)
             elif worker.state is ChildState.ADMITTED:
                 worker.advance(ChildEvent.ATTACH, now + patience)
                 self._want(Send(worker.name, Attach(built.handle, built.canary_cases)))
-                return
+                room -= 1
 
     def dismiss_uninvited(self, deadline: float) -> None:
         """A process that can never attach only takes memory."""

@@ -246,7 +246,7 @@ class Generation(Standing):
             self._gather(now)
             # One without anything to share leaves first, and its own copy with it.
             if self.built is not None and (self._shares or not self.roster.has_holder):
-                self.access.attach_next(self.built, now, self.terms.load_timeout)
+                self.access.attach_next(self.built, now, self.terms.load_timeout, self.at_once)
             if self.complete and self.roster.all_ready:
                 self.access.settle(is_shared=self._shares)
         elif self.state not in ACTIVE:

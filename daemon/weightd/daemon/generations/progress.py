@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -114,6 +114,11 @@ class Teller:
             self.tell(note, child, level=level)
 
 
+def one_after_another() -> int:
+    """Let workers attach in this way: right wherever nothing is known of the room that there is."""
+    return 1
+
+
 class Standing:
     """How a generation stands: what it has, and what can be asked of it. Nothing here changes anything.
 
@@ -134,6 +139,7 @@ class Standing:
         footprint: what one process takes on the card beside the weights.
         deaths: processes that ended, or had to be ended, without being asked to.
         tries: what is known of its canary.
+        at_once: returns how many workers may attach at the same time; at least one.
     """
 
     def __init__(
@@ -148,6 +154,7 @@ class Standing:
         self.built: Built | None = None
         self.deaths: int = 0
         self.tries = Tries(terms.canary)
+        self.at_once: Callable[[], int] = one_after_another
         self.footprint = Footprint()
         self._actions: list[Action] = []
         self._teller = Teller(label, number)
