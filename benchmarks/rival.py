@@ -58,6 +58,8 @@ class Rival(Result):
         throughput_ratio: tiny requests per second of 8 threads in one client process.
         one_thread_ratio: the same of one thread.
         input_600k_ratio: p50 of a request with 600,000 bytes, which is answered by one number.
+        first_answer_ratio: from the start to the first correct answer, as first_answer_s.
+        all_ready_ratio: from the start until every worker can answer, as all_ready_s.
         first_answer_s: of the 192 MiB model with `large_workers` workers, files in the page cache: from the start to
             the first correct answer.
         all_ready_s: likewise until every worker can answer.
@@ -77,6 +79,10 @@ class Rival(Result):
     one_thread_spread: tuple[float, float]
     input_600k_ratio: float
     input_600k_spread: tuple[float, float]
+    first_answer_ratio: float
+    first_answer_spread: tuple[float, float]
+    all_ready_ratio: float
+    all_ready_spread: tuple[float, float]
     large_workers: int
     p50_us: Both
     p99_us: Both
@@ -92,7 +98,12 @@ class Rival(Result):
 
     def targets(self) -> Sequence[Target]:
         """Return the bounds of the ratios."""
-        return [Target("latency_ratio", 0.8), Target("throughput_ratio", 1.25, at_least=True)]
+        return [
+            Target("latency_ratio", 0.8),
+            Target("throughput_ratio", 1.25, at_least=True),
+            Target("first_answer_ratio", 1.2),
+            Target("all_ready_ratio", 1.2),
+        ]
 
     def rows(self) -> Sequence[tuple[str, str]]:
         """Return the table."""
@@ -107,7 +118,9 @@ class Rival(Result):
             ("tiny requests/s, 1 thread", _both(self.rps_1_thread, "requests/s", self.one_thread_ratio)),
             ("input of 600 KB, p50", _both(self.input_600k_p50_us, "us", self.input_600k_ratio)),
             (f"first answer, {large}", _both(self.first_answer_s, "s")),
+            ("first_answer_ratio", spread(self.first_answer_spread)),
             (f"all ready, {large}", _both(self.all_ready_s, "s")),
+            ("all_ready_ratio", spread(self.all_ready_spread)),
             (f"memory, {large}", _both(self.pss_mb, "MB")),
             ("worker killed under load: back", _both(self.killed_back_ms, "ms")),
             ("… errors", _both(self.killed_errors, "")),
@@ -223,6 +236,8 @@ def run(setup: Setup) -> Rival:
         "latency": ratio(*(_medians(latency[who]) for who in sides)),
         "large_input": ratio(*(_medians(large_input[who]) for who in sides)),
         **{f"rps {threads}": ratio(*each.values()) for threads, each in rps.items()},
+        "first_answer": ratio(*([each[0] for each in starts[who]] for who in sides)),
+        "all_ready": ratio(*([each[1] for each in starts[who]] for who in sides)),
     }
     return Rival(
         engine=setup.engine,
@@ -237,6 +252,10 @@ def run(setup: Setup) -> Rival:
         one_thread_spread=compared["rps 1"].spread,
         input_600k_ratio=compared["large_input"].median,
         input_600k_spread=compared["large_input"].spread,
+        first_answer_ratio=compared["first_answer"].median,
+        first_answer_spread=compared["first_answer"].spread,
+        all_ready_ratio=compared["all_ready"].median,
+        all_ready_spread=compared["all_ready"].spread,
         large_workers=LARGE_WORKERS,
         p50_us={who: 1e6 * median_over_blocks(latency[who], 50) for who in sides},
         p99_us={who: 1e6 * median_over_blocks(latency[who], 99) for who in sides},
