@@ -22,9 +22,21 @@ from weightd.protocol.messages.status import (
 MB = 1_000_000
 GIB = 2**30
 
-HOLDER = ProcessStatus("digits.3.holder", "holder", "holding", 100, 0, 0, None, None, 200 * MB, 0)
+HOLDER = ProcessStatus("digits.3.holder", "holder", "holding", 100, 0, 0, None, None, 200 * MB, 0, own_bytes=9 * MB)
 WORKERS = tuple(
-    ProcessStatus(f"digits.3.w{i}", "worker", "ready", 100 + i, 1000 * i, i - 1, 510.0, 1220.0, 30 * MB, 190 * MB)
+    ProcessStatus(
+        f"digits.3.w{i}",
+        "worker",
+        "ready",
+        100 + i,
+        1000 * i,
+        i - 1,
+        510.0,
+        1220.0,
+        30 * MB,
+        190 * MB,
+        own_bytes=8 * MB,
+    )
     for i in (1, 2)
 )
 DIGITS = ModelStatus(
@@ -85,10 +97,10 @@ def test_a_serving_model() -> None:
         "digits: SERVING, onnxruntime, /models/digits.onnx",
         "  served 3,000, failed 2, queued 5, p50 0.51 ms, p99 1.23 ms",
         "  generation 3 on cpu: serving, sha256 c82922d93679",
-        "    PROCESS  ROLE    STATE    PID  SERVED  IN FLIGHT  P50 ms  P99 ms  PSS MB  SHARED MB",
-        "    holder   holder  holding  100       -          -       -       -   200.0          -",
-        "    w1       worker  ready    101   1,000          0    0.51    1.22    30.0      190.0",
-        "    w2       worker  ready    102   2,000          1    0.51    1.22    30.0      190.0",
+        "    PROCESS  ROLE    STATE    PID  SERVED  NOW  P50 ms  P99 ms  PSS MB  OWN MB  SHARED MB",
+        "    holder   holder  holding  100       -    -       -       -   200.0     9.0          -",
+        "    w1       worker  ready    101   1,000    0    0.51    1.22    30.0     8.0      190.0",
+        "    w2       worker  ready    102   2,000    1    0.51    1.22    30.0     8.0      190.0",
         "    saves 1.50 GB: 2 workers on one copy of 192.0 MB instead of 1.69 GB of their own",
         "",
         "memory of the service: 275.0 MB PSS, of which the daemon 15.0 MB",
@@ -137,15 +149,15 @@ def test_nothing_is_said_to_be_saved_that_is_not(copy: Optional[int], saved: Opt
 
 
 def test_memory_that_is_not_known_is_no_number() -> None:
-    shown = lines(of_digits(processes=(replace(HOLDER, pss_bytes=None, shared_bytes=None),)))
-    assert shown[6].split() == ["holder", "holder", "holding", "100", "-", "-", "-", "-", "-", "-"]
+    shown = lines(of_digits(processes=(replace(HOLDER, pss_bytes=None, own_bytes=None, shared_bytes=None),)))
+    assert shown[6].split() == ["holder", "holder", "holding", "100", "-", "-", "-", "-", "-", "-", "-"]
     assert shown[-1] == "memory of the service: 15.0 MB PSS, of which the daemon 15.0 MB"
 
 
 def test_it_fits_into_100_columns_with_large_numbers() -> None:
     busy = replace(
         WORKERS[0], name="digits.3.w1024", pid=4_194_304, served=9_999_999, p50_us=12345.6, p99_us=99999.9,
-        pss_bytes=99_999 * MB, shared_bytes=99_999 * MB, note="word " * 100,
+        pss_bytes=99_999 * MB, own_bytes=99_999 * MB, shared_bytes=99_999 * MB, note="word " * 100,
     )  # fmt: skip
     assert max(map(len, lines(of_digits(processes=(busy,), cause="and " * 200)))) <= WIDTH
 

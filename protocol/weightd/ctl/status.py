@@ -24,10 +24,11 @@ from weightd.protocol.messages.status import (
 _DESCRIPTION = """\
 Shows each model with its generations (one weight copy each) and their processes.
 
-Latencies are the daemon's, from a request's arrival to its answer, over the last answers. PSS is
-a process's proportional set size: its own memory, and its share of what it shares with others;
-so the PSS of all processes adds up to what the service takes. SHARED is how much of a worker's
-weights is memory that it has in common with the others. MB is 10^6 bytes.
+NOW is how many requests a process has under way. Latencies are the daemon's, from a request's
+arrival to its answer, over the last answers. PSS is a process's proportional set size: its own
+memory, and its share of what it shares with others; so the PSS of all processes adds up to what
+the service takes. OWN is what no other process has: what its end would give back. SHARED is how
+much of a worker's weights is memory that it has in common with the others. MB is 10^6 bytes.
 
 What the daemon keeps for clients are requests under way and answers that they have not read; the
 bound is max_memory_bytes of the configuration.
@@ -41,7 +42,19 @@ some process waited for memory. MiB is 2^20 bytes, as in MemoryMax= of systemd.
 
 Exit status: 0 every model serves, 75 one does not serve yet, 1 one has failed (its cause is shown)."""
 
-_HEADING = ("PROCESS", "ROLE", "STATE", "PID", "SERVED", "IN FLIGHT", "P50 ms", "P99 ms", "PSS MB", "SHARED MB")
+_HEADING = (
+    "PROCESS",
+    "ROLE",
+    "STATE",
+    "PID",
+    "SERVED",
+    "NOW",
+    "P50 ms",
+    "P99 ms",
+    "PSS MB",
+    "OWN MB",
+    "SHARED MB",
+)
 _LEFT = 3
 
 
@@ -209,6 +222,7 @@ def _row(process: ProcessStatus, prefix: str) -> List[str]:
         milliseconds(process.p50_us),
         milliseconds(process.p99_us),
         megabytes(process.pss_bytes),
+        megabytes(process.own_bytes),
         megabytes(process.shared_bytes) if works else "-",
     ]
 

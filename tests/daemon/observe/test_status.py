@@ -9,7 +9,7 @@ from weightd.daemon.clients.gates import Gate
 from weightd.daemon.config.model import ModelConfig
 from weightd.daemon.engines.ascend import on_card
 from weightd.daemon.generations.plan import Source
-from weightd.daemon.host.memory import MIB
+from weightd.daemon.host.memory import MIB, Held
 from weightd.daemon.models.budget import Device
 from weightd.daemon.models.model import Model
 from weightd.daemon.observe.status import Subject, report
@@ -39,7 +39,7 @@ def test_what_a_model_on_a_card_is_and_takes() -> None:
         model.heard(name, Attached("canary", WEIGHTS), (), 0.0)
     processes: dict[str, Any] = {name: SimpleNamespace(pid=pid) for pid, name in enumerate((HOLDER, WORKER, SPARE), 10)}
     survey = Survey(b"c", "s", (), Measured())
-    survey.pss = {1: 7, 2: None, 10: 1000, 11: 100}
+    survey.held = {1: Held(7, 6), 2: None, 10: Held(1000, 900), 11: Held(100, 90)}
     subject = Subject(
         [model], [card, Device("cpu")], processes, {}, 3, 4, 5, [1, 2], "a note", [Gate("lan", "tcp://*:1", 2, 3, 4)]
     )
@@ -47,10 +47,10 @@ def test_what_a_model_on_a_card_is_and_takes() -> None:
     assert (told.pss_bytes, told.dropped, told.held_bytes, told.max_memory_bytes, told.note) == (7, 3, 4, 5, "a note")
     assert told.gates == (GateStatus("lan", "tcp://*:1", 2, 3, 4, None),)
     [generation] = told.models[0].generations
-    assert [(each.name, each.role, each.pss_bytes) for each in generation.processes] == [
-        (HOLDER, "holder", 1000),
-        (WORKER, "worker", 100),
-        (SPARE, "spare", None),
+    assert [(each.name, each.role, each.pss_bytes, each.own_bytes) for each in generation.processes] == [
+        (HOLDER, "holder", 1000, 900),
+        (WORKER, "worker", 100, 90),
+        (SPARE, "spare", None, None),
     ]
     assert (generation.copy_bytes, generation.saved_bytes) == (WEIGHTS, WEIGHTS)
     [device] = told.devices

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 
+from weightd.daemon.host.memory import Held
 from weightd.daemon.observe import survey
 from weightd.daemon.observe.survey import MAX_AGE_S, Measured, Survey, crowding
 
@@ -13,15 +14,15 @@ class Kernel:
         self.now = 0.0
         self.asked: list[int] = []
 
-    def pss(self, pid: int) -> int | None:
+    def held(self, pid: int) -> Held | None:
         self.asked.append(pid)
-        return None if pid == 7 else 1000 * pid + len(self.asked)
+        return None if pid == 7 else Held(1000 * pid + len(self.asked), pid)
 
 
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
     made = Kernel()
-    monkeypatch.setattr(survey, "pss_bytes", made.pss)
+    monkeypatch.setattr(survey, "held", made.held)
     return made
 
 
@@ -39,11 +40,11 @@ def test_a_process_is_measured_once_a_second_however_often_is_asked(kernel: Kern
     # The first takes a step for each process: the loop does its other work between.
     assert [steps(each) for each in surveys] == [3] + [1] * 15
     assert kernel.asked == [7, 2, 1]
-    assert [each.pss for each in surveys] == [{7: None, 2: 2002, 1: 1003}] * 16
+    assert [each.held for each in surveys] == [{7: None, 2: (2002, 2), 1: (1003, 1)}] * 16
     # One that has come since is measured alone.
     kernel.now = MAX_AGE_S / 2
     late = Survey(b"", "", [1, 3, 2], measured)
-    assert (steps(late), late.pss) == (2, {2: 2002, 3: 3004, 1: 1003})
+    assert (steps(late), late.held) == (2, {2: (2002, 2), 3: (3004, 3), 1: (1003, 1)})
     kernel.now = MAX_AGE_S
     assert steps(Survey(b"", "", [1, 2], measured)) == 2
     assert kernel.asked == [7, 2, 1, 3, 2, 1]

@@ -6,24 +6,33 @@ import ctypes
 import mmap
 import os
 from pathlib import Path
+from typing import NamedTuple
 
 from weightd.daemon.host import cgroup
 
 MIB = 1024 * 1024
 
 
-def pss_bytes(pid: int) -> int | None:
-    """Return the process's proportional set size: its own pages, and its share of pages that it shares.
+class Held(NamedTuple):
+    """What a process takes of memory, in bytes.
 
-    None when the process is gone or not ours to look at.
+    Attributes:
+        pss: its proportional set size: its own pages, and its share of pages that it shares.
+        own: the pages that no other process has: what its end would give back.
     """
+
+    pss: int
+    own: int
+
+
+def held(pid: int) -> Held | None:
+    """Return what the process takes; None when it is gone or not ours to look at."""
     try:
-        for line in Path(f"/proc/{pid}/smaps_rollup").read_text("ascii").splitlines():
-            if line.startswith("Pss:"):
-                return int(line.split()[1]) * 1024
-    except (OSError, ValueError):
-        pass
-    return None
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text("ascii").splitlines()[1:]
+        sizes = {words[0]: int(words[1]) * 1024 for words in map(str.split, lines)}
+        return Held(sizes["Pss:"], sizes["Private_Clean:"] + sizes["Private_Dirty:"])
+    except (OSError, ValueError, KeyError):
+        return None
 
 
 def host_bytes() -> int:

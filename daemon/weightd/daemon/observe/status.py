@@ -80,7 +80,7 @@ def report(survey: Survey, state: str, uptime: float, subject: Subject) -> Statu
         state=state,
         pid=os.getpid(),
         uptime_s=uptime,
-        pss_bytes=sum(survey.pss.get(pid) or 0 for pid in subject.own_pids),
+        pss_bytes=sum(survey.pss(pid) or 0 for pid in subject.own_pids),
         models=tuple(_model(model, survey, subject.processes, subject.files) for model in subject.models),
         devices=tuple(_device(device) for device in subject.devices if device.name != CPU),
         dropped=subject.dropped,
@@ -89,7 +89,7 @@ def report(survey: Survey, state: str, uptime: float, subject: Subject) -> Statu
         held_bytes=subject.held_bytes,
         max_memory_bytes=subject.max_memory_bytes,
         gates=tuple(
-            GateStatus(each.name, clip(each.address), each.pid, each.peers, each.restarts, survey.pss.get(each.pid))
+            GateStatus(each.name, clip(each.address), each.pid, each.peers, each.restarts, survey.pss(each.pid))
             for each in subject.gates
         ),
     )
@@ -166,9 +166,10 @@ def _process(model: Model, generation: Generation, child: Child, pid: int, surve
         in_flight=model.desk.scheduler.in_flight(child.name),
         p50_us=latencies.percentile_us(50) if latencies else None,
         p99_us=latencies.percentile_us(99) if latencies else None,
-        pss_bytes=survey.pss.get(pid),
+        pss_bytes=survey.pss(pid),
         shared_bytes=child.shared_bytes,
         note=clip(child.note),
+        own_bytes=survey.own(pid),
     )
 
 

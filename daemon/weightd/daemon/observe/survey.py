@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import TypeVar, cast
 
-from weightd.daemon.host.memory import pss_bytes
+from weightd.daemon.host.memory import Held, held
 
 T = TypeVar("T")
 
@@ -52,7 +52,7 @@ class Survey:
     def __init__(self, client: bytes, request_id: str, pids: Iterable[int], measured: Measured) -> None:
         self.client = client
         self.request_id = request_id
-        self.pss: dict[int, int | None] = {}
+        self.held: dict[int, Held | None] = {}
         self.measured = measured
         self._left = list(pids)
 
@@ -62,8 +62,18 @@ class Survey:
         while self._left and is_known:
             pid = self._left.pop()
             is_known = self.measured.has(pid)
-            self.pss[pid] = self.measured.get(pid, lambda: pss_bytes(pid))  # noqa: B023 - it is called at once
+            self.held[pid] = self.measured.get(pid, lambda: held(pid))  # noqa: B023 - it is called at once
         return not self._left
+
+    def pss(self, pid: int) -> int | None:
+        """Return the proportional set size that a process had; None where it is not known."""
+        held = self.held.get(pid)
+        return None if held is None else held.pss
+
+    def own(self, pid: int) -> int | None:
+        """Return likewise what no other process had."""
+        held = self.held.get(pid)
+        return None if held is None else held.own
 
 
 def crowding(surveys: Sequence[Survey], user: Callable[[bytes], str]) -> Survey:

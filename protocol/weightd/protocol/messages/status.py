@@ -20,7 +20,10 @@ class Status:
 
 @dataclass(frozen=True)
 class ProcessStatus:
-    """One process of a generation. Memory in bytes, latency in microseconds."""
+    """One process of a generation. Memory in bytes, latency in microseconds.
+
+    `own_bytes` is what no other process has in memory, `shared_bytes` what it shares of the model.
+    """
 
     name: str = field(metadata=text(limits.MAX_NAME_BYTES))
     role: str = field(metadata=one_of(["holder", "worker", "spare"]))
@@ -33,6 +36,7 @@ class ProcessStatus:
     pss_bytes: Optional[int] = field(default=None, metadata=_COUNT)
     shared_bytes: Optional[int] = field(default=None, metadata=_COUNT)
     note: str = field(default="", metadata=text(limits.MAX_TEXT_BYTES, empty=True))
+    own_bytes: Optional[int] = field(default=None, metadata=_COUNT)
 
 
 @dataclass(frozen=True)
