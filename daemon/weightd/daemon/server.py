@@ -34,6 +34,7 @@ from weightd.daemon.host.crowding import allow_descriptors
 from weightd.daemon.host.loop import Loop, signals
 from weightd.daemon.host.memory import MIB, host_bytes
 from weightd.daemon.host.timers import Timer
+from weightd.daemon.models.attaching import Attaching
 from weightd.daemon.models.budget import Device
 from weightd.daemon.models.fleet import Change, Fleet
 from weightd.daemon.models.model import Model
@@ -87,6 +88,7 @@ class Server:
         # Without a manager that holds on to it a keeper would be of no use.
         self._keeping: Keeping | None = None
         self._devices: dict[str, Device] = {}
+        self._attaching = Attaching()
         self._one_shot = one_shot
         self._zygote = zygote
         self._loop = Loop()
@@ -178,6 +180,7 @@ class Server:
 
     def _make(self, name: str, config: ModelConfig, numbers: Numbers) -> Model:
         model = Model(name, config, self._devices, self._backend, self._frontend, numbers)
+        model.attaching = self._attaching
         self._loop.add_timer(model.timer)
         return model
 

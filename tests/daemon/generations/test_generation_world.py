@@ -64,7 +64,7 @@ class World(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.now = 1000.0
-        self.at_once = self.bound = 1
+        self.at_once, self.attaching = 1, 0
         self.processes: dict[str, Process] = {}
         self.names: set[str] = set()
         self.enlisted: set[str] = set()
@@ -301,8 +301,8 @@ class World(RuleBasedStateMachine):
     def no_more_attach_at_once_than_have_room(self) -> None:
         attaching = self.count(ChildState.ATTACHING)
         # Where there is less room than there was, those that have begun go on.
-        self.bound = max(self.at_once, min(self.bound, attaching))
-        assert attaching <= self.bound
+        assert attaching <= max(self.at_once, self.attaching)
+        self.attaching = attaching
 
     @invariant()
     def nobody_waits_while_there_is_room(self) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from weightd.daemon.host.cgroup import locate, memory
+from weightd.daemon.host.cgroup import cores, free_bytes, locate, memory
 from weightd.protocol.codec import encode
 from weightd.protocol.messages.status import MemoryLimit, StatusResponse
 
@@ -230,6 +230,69 @@ def test_version_1(tmp_path: Path, changes: dict[str, str], said: MemoryLimit | 
     for path, text in changes.items():
         host.change(f"a.slice/b/{path}", text)
     assert host.memory() == said
+
+
+STAT = "anon 1\ninactive_file {}\n"
+
+
+@pytest.mark.parametrize(
+    ("changes", "free"),
+    [
+        # The nearest limit counts, that of the group or of one above, each with what is taken there.
+        ({}, 2 * GIB),
+        ({"a.slice/b/memory.high": "max\n"}, 3 * GIB),
+        ({"a.slice/memory.max": f"{3 * GIB}\n"}, GIB),
+        ({"a.slice/memory.max": f"{GIB}\n"}, 0),
+        # What the kernel gives back first is free.
+        ({"a.slice/b/memory.stat": STAT.format(GIB // 2)}, 2 * GIB + GIB // 2),
+        ({"a.slice/b/memory.stat": STAT.format(2 * GIB)}, 3 * GIB),
+        ({"a.slice/b/memory.stat": STAT.format("x")}, 2 * GIB),
+        ({"a.slice/b/memory.current": None}, 0),
+        ({"a.slice/b/memory.max": "max\n", "a.slice/b/memory.high": "max\n"}, None),
+        ({"../proc/cgroup": None}, None),
+    ],
+)
+def test_what_is_free_in_version_2(tmp_path: Path, changes: dict[str, str | None], free: int | None) -> None:
+    host = Host(tmp_path, unified=True)
+    for path, text in changes.items():
+        host.change(path, text)
+    assert free_bytes(host.proc) == free
+
+
+def test_what_is_free_in_version_1(tmp_path: Path) -> None:
+    host = Host(tmp_path, unified=False)
+    assert free_bytes(host.proc) == 3 * GIB
+    host.change("a.slice/b/memory.stat", f"inactive_file 7\ntotal_inactive_file {GIB // 4}\n")
+    assert free_bytes(host.proc) == 3 * GIB + GIB // 4
+
+
+@pytest.mark.parametrize(
+    ("group", "above", "expected"),
+    [
+        ("max 100000\n", "max 100000\n", None),
+        ("250000 100000\n", "max 100000\n", 2.5),
+        ("250000 100000\n", "50000 100000\n", 0.5),
+        ("garbage\n", None, None),
+        ("1 0\n", None, None),
+    ],
+)
+def test_cores_in_version_2(tmp_path: Path, group: str, above: str | None, expected: float | None) -> None:
+    host = Host(tmp_path, unified=True)
+    host.change("a.slice/b/cpu.max", group)
+    if above is not None:
+        host.change("a.slice/cpu.max", above)
+    assert cores(host.proc) == expected
+
+
+@pytest.mark.parametrize(("quota", "expected"), [("-1\n", None), ("150000\n", 1.5)])
+def test_cores_in_version_1(tmp_path: Path, quota: str, expected: float | None) -> None:
+    host = Host(tmp_path, unified=False)
+    mount = OTHERS.split("\n")[2].replace("/sys/fs/cgroup/cpu,cpuacct", str(host.mount))
+    host.change("../proc/cgroup", "3:cpu,cpuacct:/a.slice/b\n")
+    host.change("../proc/mountinfo", f"{mount}\n")
+    host.change("a.slice/b/cpu.cfs_period_us", "100000\n")
+    host.change("a.slice/b/cpu.cfs_quota_us", quota)
+    assert cores(host.proc) == expected
 
 
 def test_names_need_not_be_text(tmp_path: Path) -> None:

@@ -54,3 +54,22 @@ def test_what_may_be_hoped_for_is_the_least_of_host_and_limits(
     group = MemoryLimit(usage_bytes=1, limit_bytes=limits[0], high_bytes=limits[1])
     monkeypatch.setattr(cgroup, "memory", lambda: group)
     assert memory.host_bytes() == (most or os.sysconf("SC_PHYS_PAGES") * PAGE)
+
+
+@pytest.mark.parametrize(
+    ("said", "group", "free"),
+    [
+        ("MemTotal: 9 kB\nMemAvailable:    5 kB\n", None, 5 * 1024),
+        ("MemTotal: 9 kB\nMemAvailable:    5 kB\n", 100, 100),
+        ("MemAvailable: 5 kB\n", 2**40, 5 * 1024),
+        ("MemTotal: 9 kB\n", None, 0),
+        ("MemAvailable: x kB\n", 2**40, 0),
+        ("garbage\n", None, 0),
+    ],
+)
+def test_what_is_free_is_the_least_of_host_and_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str, group: int | None, free: int
+) -> None:
+    (tmp_path / "meminfo").write_text(said)
+    monkeypatch.setattr(cgroup, "free_bytes", lambda: group)
+    assert memory.free_bytes(tmp_path / "meminfo") == free

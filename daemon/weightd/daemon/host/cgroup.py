@@ -1,6 +1,6 @@
-"""What the kernel lets the service take of memory: the limits of the control group that the daemon lives in.
+"""What the kernel lets the service take of memory and time: the limits of the control group that the daemon lives in.
 
-In version 2 of control groups, in version 1, and where both are in use (hybrid), one of which has the memory. All of it
+In version 2 of control groups, in version 1, and where both are in use (hybrid), one of which has either. All of it
 is text in files, which may be missing or be something else than this knows: then what they would say is unknown.
 """
 
@@ -33,6 +33,18 @@ _MOUNT = re.compile(
 _ESCAPE = re.compile(r"\\([0-7]{3})")
 
 
+class _Names(NamedTuple):
+    """Where it says what is taken, what may be, and in memory.stat what of it the kernel gives back first."""
+
+    usage: str
+    limits: tuple[str, ...]
+    idle: str
+
+
+_UNIFIED = _Names("memory.current", ("memory.max", "memory.high"), "inactive_file")
+_LEGACY = _Names("memory.usage_in_bytes", ("memory.limit_in_bytes",), "total_inactive_file")
+
+
 class Group(NamedTuple):
     """A control group: where its hierarchy is mounted, which it is below there, and whether it is of version 2."""
 
@@ -52,29 +64,68 @@ def memory(proc: Path = Path("/proc/self")) -> MemoryLimit | None:
     Args:
         proc: the directory of the process in /proc.
     """
-    membership, mountinfo = _text(proc / "cgroup"), _text(proc / "mountinfo")
-    group = locate(membership, mountinfo) if membership is not None and mountinfo is not None else None
+    group = _group(proc, "memory")
     if group is None:
         return None
     return _unified(_charged(group.lineage)) if group.unified else _legacy(group.lineage)
 
 
-def locate(membership: str, mountinfo: str) -> Group | None:
-    """Return the control group that has the memory, from /proc/PID/cgroup and /proc/PID/mountinfo; None if not seen.
+def free_bytes(proc: Path = Path("/proc/self")) -> int | None:
+    """Return how much memory the process's control group may still take; None where no limit is known.
+
+    Files that were read or written once count as free: before anything fails the kernel gives that memory back.
+
+    Args:
+        proc: the directory of the process in /proc.
+    """
+    group = _group(proc, "memory")
+    if group is None:
+        return None
+    free = (_free(directory, _UNIFIED if group.unified else _LEGACY) for directory in group.lineage)
+    return min((each for each in free if each is not None), default=None)
+
+
+def cores(proc: Path = Path("/proc/self")) -> float | None:
+    """Return how many cores' time the process's control group has; None where no limit is known.
+
+    Args:
+        proc: the directory of the process in /proc.
+    """
+    group = _group(proc, "cpu")
+    if group is None:
+        return None
+    shares = ((_share if group.unified else _legacy_share)(directory) for directory in group.lineage)
+    return min((each for each in shares if each is not None), default=None)
+
+
+def _group(proc: Path, controller: str) -> Group | None:
+    membership, mountinfo = _text(proc / "cgroup"), _text(proc / "mountinfo")
+    return locate(membership, mountinfo, controller) if membership is not None and mountinfo is not None else None
+
+
+def locate(membership: str, mountinfo: str, controller: str = "memory") -> Group | None:
+    """Return the control group that has the memory, or what another controller limits; None if it is not seen.
 
     The path in the first is seen from the root of the namespace, and so is the root of a mount in the second: what is
     mounted may begin further down (a container without a namespace of its own), or outside ("/..").
+
+    Args:
+        membership: /proc/PID/cgroup.
+        mountinfo: /proc/PID/mountinfo.
+        controller: its name.
     """
-    found = _membership(membership)
+    found = _membership(membership, controller)
     if found is None:
         return None
     path, unified = found
-    groups = [Group(Path(point), below, unified) for point, below in _places(mountinfo, path, unified=unified)]
+    groups = [
+        Group(Path(point), below, unified) for point, below in _places(mountinfo, path, "" if unified else controller)
+    ]
     # Of several, the one that shows most of what is above.
     return max(groups, key=lambda group: len(group.below.parts), default=None)
 
 
-def _membership(text: str) -> tuple[PurePosixPath, bool] | None:
+def _membership(text: str, controller: str) -> tuple[PurePosixPath, bool] | None:
     """The path of the group, and whether it is of version 2."""
     unified: str | None = None
     for line in text.removesuffix("\n").split("\n"):
@@ -82,20 +133,20 @@ def _membership(text: str) -> tuple[PurePosixPath, bool] | None:
         if len(rest) != 2:
             return None
         controllers, path = rest
-        if "memory" in controllers.split(","):
+        if controller in controllers.split(","):
             return PurePosixPath(path), False
         if (hierarchy, controllers) == ("0", ""):
             unified = path
     return None if unified is None else (PurePosixPath(unified), True)
 
 
-def _places(mountinfo: str, path: PurePosixPath, *, unified: bool) -> Iterator[tuple[str, PurePosixPath]]:
-    """Yield each mount point under which the group is, and its path from there."""
+def _places(mountinfo: str, path: PurePosixPath, controller: str) -> Iterator[tuple[str, PurePosixPath]]:
+    """Yield each mount point under which the group is, and its path from there; without a controller of version 2."""
     for line in mountinfo.split("\n"):
         mount = _MOUNT.fullmatch(line)
-        if mount is None or (mount["kind"] == "cgroup2") != unified:
+        if mount is None or (mount["kind"] == "cgroup2") != (not controller):
             continue
-        if not unified and "memory" not in mount["options"].split(","):
+        if controller and controller not in mount["options"].split(","):
             continue
         root = _unescaped(mount["root"])
         if path.is_relative_to(root) and ".." not in path.relative_to(root).parts:
@@ -145,6 +196,26 @@ def _legacy(lineage: list[Path]) -> MemoryLimit | None:
     )
 
 
+def _free(directory: Path, names: _Names) -> int | None:
+    limit = _smallest(_text(directory / each) for each in names.limits)
+    if limit is None:
+        return None
+    taken = _read(directory / names.usage, _number)
+    cached = _read(directory / "memory.stat", lambda text: _entry(text, names.idle)) or 0
+    # Where there is a limit, and what is taken is not known, nothing can be said to be free.
+    return 0 if taken is None else max(0, limit - max(0, taken - cached))
+
+
+def _share(directory: Path) -> float | None:
+    return _read(directory / "cpu.max", _quota)
+
+
+def _legacy_share(directory: Path) -> float | None:
+    # Without a limit the first is -1.
+    quota, period = (_read(directory / f"cpu.cfs_{each}_us", _number) for each in ("quota", "period"))
+    return None if quota is None or not period else quota / period
+
+
 # --- the texts --------------------------------------------------------------------------------------------------
 
 
@@ -183,6 +254,14 @@ def _number(text: str) -> int:
     if not _NUMBER.fullmatch(digits) or int(digits) > MAX_COUNT:
         raise ValueError(text)
     return int(digits)
+
+
+def _quota(text: str) -> float:
+    """How many cores' time, out of a quota and the period that it is for; "max" is no number."""
+    quota, _, period = text.partition(" ")
+    if _number(period) == 0:
+        raise ValueError(text)
+    return _number(quota) / _number(period)
 
 
 def _oom_kills(text: str) -> int:

@@ -43,6 +43,21 @@ def host_bytes() -> int:
     return min([host, *limits])
 
 
+def free_bytes(meminfo: Path = Path("/proc/meminfo")) -> int:
+    """Return how much memory a new process could take now without anybody being pushed out; 0 where that is not known.
+
+    Args:
+        meminfo: what the kernel says of the host.
+    """
+    group = cgroup.free_bytes()
+    try:
+        lines = dict(line.split(":", 1) for line in meminfo.read_text("ascii").splitlines())
+        available = int(lines["MemAvailable"].split()[0]) * 1024
+    except (OSError, ValueError, LookupError):
+        return 0
+    return available if group is None else min(available, group)
+
+
 def trim() -> None:
     """Give memory that was freed back to the kernel; takes a few milliseconds for each 50 MiB.
 

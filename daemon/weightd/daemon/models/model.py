@@ -16,6 +16,7 @@ from weightd.daemon.generations.states import GenerationState, advance
 from weightd.daemon.host.memory import MIB
 from weightd.daemon.host.timers import Timer
 from weightd.daemon.models import standing
+from weightd.daemon.models.attaching import Attaching
 from weightd.daemon.models.budget import Device
 from weightd.daemon.models.crew import Crew
 from weightd.daemon.models.deployment import Deployment
@@ -42,7 +43,10 @@ class Model:
         note: what went wrong with the last change of the configuration.
         successor: what loads to replace it, after such a change.
         timer: when `tick` is due.
+        attaching: bounds how many workers load at once, of all models; None: they attach one after another.
     """
+
+    attaching: Attaching | None = None
 
     def __init__(
         self,
@@ -167,6 +171,7 @@ class Model:
             if generation is None:
                 deployment.start(self._sources.current)
             else:
+                self._bound(generation)
                 deployment.resume(generation, self._sources.snapshots[generation.source].nbytes, now)
         self._settle(now)
 
@@ -335,7 +340,19 @@ class Model:
 
     def _make(self, device: Device, source: Source, terms: Terms) -> Generation:
         number = self._numbers.generation()
-        return Generation(f"{self.name}.{number}", terms, device.name, source, number=number)
+        generation = Generation(f"{self.name}.{number}", terms, device.name, source, number=number)
+        self._bound(generation)
+        return generation
+
+    def _bound(self, generation: Generation) -> None:
+        # On a card an attach may write what others compute on, and what it takes is told by what is free after it.
+        if self.attaching is not None and generation.device == CPU:
+            nbytes = functools.partial(self._nbytes, generation.source)
+            self.attaching.bound(generation, nbytes, self.config.spec.build_factor)
+
+    def _nbytes(self, source: Source) -> int:
+        snapshot = self._sources.snapshots.find(source)
+        return 0 if snapshot is None else snapshot.nbytes
 
     def _wake(self) -> None:
         """A device has room again that one of the deployments waits for."""

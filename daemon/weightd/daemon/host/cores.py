@@ -1,0 +1,14 @@
+"""How many processes can compute at the same time: the cores that this one may use, or the time that its group has."""
+
+from __future__ import annotations
+
+import os
+
+from weightd.daemon.host import cgroup
+
+
+def usable() -> int:
+    """Return how many cores there are for this process and its children; at least 1."""
+    cores = len(os.sched_getaffinity(0))
+    quota = cgroup.cores()
+    return cores if quota is None else max(1, min(cores, round(quota)))

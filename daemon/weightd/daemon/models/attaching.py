@@ -1,0 +1,63 @@
+"""How many workers may attach at once on this host, as far as its cores and its free memory go for all models."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+from weightd.daemon.generations.generation import Generation
+from weightd.daemon.generations.states import ChildState
+from weightd.daemon.host import cores, memory
+from weightd.daemon.host.memory import MIB
+
+# What each process takes to build beside what grows with the model: of 10 MB of convolutions 16 and 60 MiB.
+_PROCESS_BYTES = 64 * MIB
+
+
+class _There(NamedTuple):
+    """A generation, and how much memory one of its processes takes while it builds."""
+
+    generation: Generation
+    need: Callable[[], int]
+
+    @property
+    def building(self) -> int:
+        """How many of its processes build now."""
+        return self.generation.roster.count(ChildState.BUILDING, ChildState.ATTACHING)
+
+
+class Attaching:
+    """Bounds how many processes load a model at the same time: each needs a core, and memory before it shares.
+
+    Args:
+        free_bytes: returns how much memory is free.
+        usable_cores: returns how many cores there are.
+    """
+
+    def __init__(
+        self, free_bytes: Callable[[], int] = memory.free_bytes, usable_cores: Callable[[], int] = cores.usable
+    ) -> None:
+        self._free_bytes = free_bytes
+        self._usable_cores = usable_cores
+        self._there: list[_There] = []
+
+    def bound(self, generation: Generation, nbytes: Callable[[], int], factor: float) -> None:
+        """Tell a generation how many of its workers may attach at once, whenever it asks.
+
+        Args:
+            generation: one on the CPU.
+            nbytes: returns the size of the model's files, once it is known.
+            factor: how many times that much a build takes.
+        """
+        there = _There(generation, lambda: int(factor * nbytes()) + _PROCESS_BYTES)
+        self._there = [each for each in self._there if not each.generation.ended] + [there]
+        generation.at_once = functools.partial(self._at_once, there)
+
+    def _at_once(self, there: _There) -> int:
+        """What others build is taken for not begun: free memory tells less of them than they will need, never more."""
+        others = [(each.building, each.need()) for each in self._there if each is not there and each.building]
+        cores_left = self._usable_cores() - sum(count for count, _ in others)
+        # Nor have its own that attach taken all they need.
+        bytes_left = self._free_bytes() - sum(count * need for count, need in others)
+        return max(1, min(cores_left, bytes_left // there.need()))
