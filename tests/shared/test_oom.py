@@ -52,6 +52,13 @@ def test_the_score_is_raised_up_to_the_largest(tmp_path: Path, before: str, role
     assert file.read_text() == after
 
 
+def test_one_that_was_forked_is_as_far_above_the_daemon_as_any_other(tmp_path: Path) -> None:
+    file = tmp_path / "oom_score_adj"
+    file.write_text("300\n")
+    go_before_the_daemon("worker", file, daemons=100)
+    assert file.read_text() == "500\n"
+
+
 def test_where_that_fails_the_process_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     strange = tmp_path / "strange"
     strange.write_text("high")

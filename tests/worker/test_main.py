@@ -48,8 +48,9 @@ def test_from_hello_to_stop(daemon: Daemon, model: Model) -> None:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         for name, role, above in (("h", "holder", 200), ("w", "worker", 400)):
-            daemon.start(name, path, "--role", role)
+            daemon.start(name, path, "--role", role, "--origin-note", "it is told so")
             hello, _ = daemon.hear(name, Hello)
+            assert (hello.origin, hello.origin_note) == ("spawned", "it is told so")
             assert hello.pid == str(daemon.children[name].pid)
             assert hello.sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
             assert hello.versions["weightd"] == VERSION

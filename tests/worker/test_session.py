@@ -16,7 +16,7 @@ from testkit import cases
 from testkit.fakeengine import Answer, FakeEngine, sequence
 from weightd.protocol import limits
 from weightd.protocol.codec import clip, decode, encode
-from weightd.protocol.errors import InvalidArgument
+from weightd.protocol.errors import InvalidArgument, RemoteProtocolError
 from weightd.protocol.messages.children import (
     FROM_CHILD,
     Allow,
@@ -30,6 +30,8 @@ from weightd.protocol.messages.children import (
     ChildMessage,
     DeviceMemory,
     Failed,
+    Fork,
+    Forked,
     Hello,
     Map,
     Ping,
@@ -54,7 +56,8 @@ from weightd.worker.canary import canary
 from weightd.worker.engines.engine import Arrays, Engine, ModelSignature
 from weightd.worker.engines.errors import BuildError, NoRoom, NotAllowed, Spoilt
 from weightd.worker.engines.sharing import Shared
-from weightd.worker.session import Files, Session
+from weightd.worker.forking.forker import Made, Tell
+from weightd.worker.session import Files, Origin, Session
 
 M = TypeVar("M")
 
@@ -96,16 +99,17 @@ class Script:
             return []
         return None if orders == [None] else [order for order in orders if order is not None]
 
-    def send(self, frames: Sequence[Any]) -> None:
+    def send(self, frames: Sequence[Any]) -> bool:
         sent = decode(list(map(bytes, frames)), FROM_CHILD)
         assert not isinstance(sent, (Result, Failed)), "not to who has asked"
         if isinstance(sent, Probing):
             self.probed.append(sent)
             if sent.trying:
                 self.orders.insert(0, encode(Probe()))
-            return
+            return True
         self.sent.append(sent)
         self.frames.append([])
+        return True
 
     def answer(self, frames: Sequence[Any]) -> None:
         kept = list(map(bytes, frames))
@@ -251,8 +255,9 @@ def test_a_canary_that_spoils_the_engine_is_followed_by_a_build_for_the_same_pro
 
 def test_a_holder_that_is_told_to_stop_while_it_searches_stops() -> None:
     class Deaf(Script):
-        def send(self, frames: Sequence[Any]) -> None:
+        def send(self, frames: Sequence[Any]) -> bool:
             self.sent.append(decode(frames, FROM_CHILD))
+            return True
 
     engine, socket = fake(), Deaf(BUILD, STOP)
     assert session(socket, engine).run(SHA256) == exits.CANNOT_BUILD
@@ -368,6 +373,88 @@ def test_weights_are_changed_after_each_build_and_before_the_canary(
         engine = fake(sequence(Spoilt("1"), *[np.zeros((2, 3), np.float32)] * 8))
         play(engine, order, STOP, files=files)
         assert engine.done[:5] == [build, "update a,b", "predict", build, "update a,b"]
+
+
+# --- templates ------------------------------------------------------------------------------------------------
+
+FORK = encode(Fork("w", (), "/log"))
+
+
+class FakeForker:
+    """Forks nothing, and remembers what would have been given."""
+
+    def __init__(self, refusal: str = "") -> None:
+        self.refusal = lambda: refusal
+        self.given: List[Any] = []
+        self.settled = 0
+
+    def settle(self) -> None:
+        self.settled += 1
+
+    def fork(self, order: Fork, tell: Tell, made: Optional[Made] = None) -> None:
+        self.given.append(made)
+        assert tell(Forked(order.name, 11))
+
+
+def grows(monkeypatch: pytest.MonkeyPatch, nbytes: int) -> None:
+    """Have the process grow by so much with a build."""
+    sizes = [1000, 1000 + nbytes]
+    monkeypatch.setattr(session_module, "own_bytes", lambda: sizes.pop(0))
+
+
+def test_a_template_exports_nothing_and_gives_all_that_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    grows(monkeypatch, 4 << 20)
+    engine, forker = fake(), FakeForker()
+    status, socket = play(engine, FORK, BUILD, FORK, STOP, forker=forker)
+    assert status == exits.OK
+    built = only(Built, socket)
+    assert (built.handle, built.is_template, built.shared_bytes, built.note) == ("", True, 4 << 20, "")
+    assert built.canary == canary.run(engine, CASES).digest
+    assert engine.done.count("export /s/store") == 0
+    assert (forker.settled, forker.given) == (1, [Made(engine, SHA256, 4 << 20)])
+    forked = [each for each in socket.sent if isinstance(each, Forked)]
+    assert forked == [Forked("w", 0, "this process is no template"), Forked("w", 11)]
+
+
+@pytest.mark.parametrize(
+    ("refusal", "answers", "nbytes", "handle", "note"),
+    [
+        ("two threads", [ZEROS], 4 << 20, "7", "half of it"),
+        ("", [ZEROS, ONES], 4 << 20, "7", "half of it"),
+        ("", [ZEROS], (4 << 20) - 1, "", "weights are not shared: what was built takes less than 4 MiB, as"),
+    ],
+)
+def test_what_cannot_be_forked_or_does_not_repeat_itself_or_is_small_is_no_template(
+    monkeypatch: pytest.MonkeyPatch, refusal: str, answers: List[Any], nbytes: int, handle: str, note: str
+) -> None:
+    grows(monkeypatch, nbytes)
+    forker = FakeForker(refusal)
+    _, socket = play(fake(sequence(*answers * 6)), BUILD, FORK, STOP, forker=forker)
+    built = only(Built, socket)
+    assert (built.is_template, built.handle, built.note[: len(note)]) == (False, handle, note)
+    assert (only(Forked, socket).pid, forker.given) == (0, [])
+
+
+def test_a_holder_that_may_be_one_takes_no_request() -> None:
+    with pytest.raises(RemoteProtocolError, match="no predict where workers are forked"):
+        play(fake(), predict(1), STOP, forker=FakeForker())
+
+
+def test_a_worker_of_a_template_builds_nothing_and_answers_once() -> None:
+    engine = fake()
+    origin = Origin("template", "", Made(engine, SHA256, 1234))
+    _, socket = play(engine, ATTACH, predict(1), STOP, origin=origin)
+    hello = only(Hello, socket)
+    assert (hello.origin, hello.origin_note, hello.sha256) == ("template", "", SHA256)
+    assert engine.done == ["predict"] * 3
+    assert only(Attached, socket) == Attached(canary.run(engine, CASES).digest, 1234, "", CARD)
+
+
+def test_it_is_held_to_the_canary_as_every_other() -> None:
+    engine = fake(sequence(ZEROS, ZEROS, ONES, ONES))
+    origin = Origin("template", "", Made(engine, SHA256, 1234))
+    _, socket = play(engine, ATTACH, encode(Ping(canary=True)), STOP, origin=origin)
+    assert only(Pong, socket).canary != only(Attached, socket).canary
 
 
 # --- requests -------------------------------------------------------------------------------------------------

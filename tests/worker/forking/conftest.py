@@ -11,7 +11,7 @@ import socket
 import struct
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Dict, Generator, List, Mapping, Optional, Type, TypeVar
+from typing import TYPE_CHECKING, Any, Callable, ContextManager, Dict, Generator, List, Mapping, Optional, Type, TypeVar
 
 import pytest
 
@@ -37,6 +37,7 @@ class Lane:
         peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
         self.pid: int = struct.unpack("3i", peer)[0]
         self.stream = Stream(connection)
+        self._heard: List[Any] = []
 
     def tell(self, order: object) -> None:
         """Send an order."""
@@ -46,11 +47,10 @@ class Lane:
         """Wait for the next message, which has to be of this kind."""
         readable = select.poll()
         readable.register(self.stream, select.POLLIN)
-        messages: List[Any] = []
-        while not messages:
+        while not self._heard:
             assert readable.poll(LIMIT_MS)
-            messages = self.stream.receive()
-        (found,) = (decode(list(each.frames), FROM_CHILD) for each in messages)
+            self._heard += self.stream.receive()
+        found = decode(list(self._heard.pop(0).frames), FROM_CHILD)
         if isinstance(found, Probing):
             if found.trying:
                 self.tell(Probe())
@@ -74,7 +74,8 @@ class Forking:
         self._listener.settimeout(LIMIT_MS / 1000)
         self._listener.bind(f"{daemon.runtime}/lanes.lane")
         self._listener.listen()
-        daemon.launch("server", self.command(os.getpid()), {**ONE_THREAD, **variables})
+        self.variables = {**ONE_THREAD, **variables}
+        daemon.launch("server", self.command(os.getpid()), self.variables)
         self.server = self.accept()
 
     def command(self, parent: int) -> List[str]:
@@ -130,6 +131,16 @@ def forking(one_daemon: Daemon) -> Generator[Forking, None, None]:
     """The fork server that all tests of a file have; none is to end it."""
     with forking_for(one_daemon, {}) as forking:
         yield forking
+
+
+@pytest.fixture
+def served(daemon: Daemon) -> Callable[..., ContextManager[Forking]]:
+    """Have one for a block, which may end it; it gets the variables that are named."""
+
+    def start(**variables: str) -> ContextManager[Forking]:
+        return forking_for(daemon, variables)
+
+    return start
 
 
 @pytest.fixture(scope="module")

@@ -24,9 +24,11 @@ pid = clone.clone()
 if not pid:
     assert ctypes.c_int.from_address(clone._tid_address()).value == os.getpid()
     assert threading.main_thread() is threading.current_thread()
-    threading.Thread(target=os.write, args=(writing, b"%d" % os.getppid())).start()
-    os.read(0, 1)
+    thread = threading.Thread(target=os.write, args=(writing, b"%d" % os.getppid()))
+    thread.start()
+    thread.join()
     os.abort()
+os.close(writing)
 print(pid, os.read(reading, 9).decode(), flush=True)
 assert clone.refusal() == ""
 """

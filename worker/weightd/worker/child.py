@@ -111,7 +111,7 @@ def _serve(
         Files(arguments.model, arguments.store, arguments.weights, arguments.sample),
         arguments.tolerance,
         origin=Origin(origin, clip(arguments.origin_note), made),
-        forker=forker(arguments.parent, beginning) if arguments.template else None,
+        forker=forker(arguments.parent, beginning) if arguments.template and arguments.sharing == "on" else None,
     )
     return session.run(sha256)
 

@@ -70,8 +70,9 @@ _log = logging.getLogger("weightd.worker")
 _TIDY_S = 1.0
 _IDLE_S = 10.0
 
-# A template takes about as much for itself. What shares less by a fork may still share its pages.
-_LEAST_TEMPLATE_BYTES = 1 << 20
+# A template takes about as much for itself: with less it would cost what it spares where there are two workers.
+_LEAST_TEMPLATE_BYTES = 4 << 20
+_SMALL = "weights are not shared: what was built takes less than 4 MiB, as a process does that only holds it"
 
 _form = operator.attrgetter("shape", "dtype", "flags.c_contiguous")
 
@@ -277,9 +278,7 @@ class Session:
             sample.save_answers(self._files.answers, known.answers)
         # What is in memory now is shared as if it were weights.
         known = known._replace(answers=())
-        self._gives = self._template(known, before)
-        given = Shared("", self._gives.bytes, "") if self._gives is not None else None
-        shared = given or engine.sharing.export(self._files.store)
+        shared = self._share(known, before)
         self._handle = shared.handle
         if known.digest and self._holders_if_near(self._run(known.cases)).digest != known.digest:
             raise BuildError("the canary's answer changed when the weights were shared")
@@ -297,24 +296,27 @@ class Session:
                 gears=engine.gears,
                 canary_note=clip(known.note),
                 is_loss=shared.is_loss,
-                is_template=given is not None,
+                is_template=self._gives is not None,
             )
         )
 
-    def _template(self, known: canary.Canary, before: int) -> Optional[Made]:
-        """What forked workers are given, if they can be forked, are held to a canary, and have something of it.
+    def _share(self, known: canary.Canary, before: int) -> Shared:
+        """Share what was built: by a fork where that can be, and where it is held to a canary, else as the engine does.
 
         A model that does not repeat itself may draw at random, and all that is forked from it would draw the same.
         """
         if self._forker is None or not known.digest:
-            return None
+            return self._engine.sharing.export(self._files.store)
         refusal = self._forker.refusal()
         if refusal:
             _log.info("workers are not forked from this process: %s", refusal)
-            return None
+            return self._engine.sharing.export(self._files.store)
         self._forker.settle()
-        made = Made(self._engine, self._sha256, own_bytes() - before)
-        return made if made.bytes >= _LEAST_TEMPLATE_BYTES else None
+        took = own_bytes() - before
+        if took < _LEAST_TEMPLATE_BYTES:
+            return Shared("", 0, _SMALL)
+        self._gives = Made(self._engine, self._sha256, took)
+        return Shared("", took, "")
 
     def _fork(self, order: Fork) -> None:
         if self._forker is None or self._gives is None:

@@ -1,0 +1,159 @@
+"""The fork server as the daemon starts it, with the real engine of this interpreter."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Callable, ContextManager, List
+
+import numpy as np
+import pytest
+
+from testkit.waiting import until
+from weightd.protocol.messages.children import Attach, Attached, Build, Built, Fork, Forked, Hello, Ping, Pong, Stop
+from weightd.worker import exits
+
+if TYPE_CHECKING:
+    from tests.worker.conftest import Daemon
+    from tests.worker.forking.conftest import Forking
+
+Model = Callable[[str], Path]
+Start = Callable[..., ContextManager["Forking"]]
+
+ENGINE = "mindspore_lite" if importlib.util.find_spec("mindspore_lite") else "onnxruntime"
+
+# Starts the server as its own, tells its pid, and waits.
+PARENT = """
+import os, subprocess, sys
+server = subprocess.Popen([*sys.argv[1:], "--parent", str(os.getpid())])
+print(server.pid, flush=True)
+sys.stdin.readline()
+"""
+
+
+def alive(pid: int) -> bool:
+    """Whether it runs; a zombie, which nobody may be there to reap, does not."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state not in "ZX"
+
+
+def test_a_holder_and_its_workers_are_forked_and_serve(forking: Forking, model: Model) -> None:
+    daemon, path = forking.daemon, model("wide")
+    for name, role in (("h", "holder"), ("w1", "worker"), ("w2", "worker")):
+        forking.fork(name, path, "--role", role)
+        hello, _ = daemon.hear(name, Hello)
+        assert hello.origin == "forked"
+    daemon.tell("h", Build(()))
+    built, _ = daemon.hear("h", Built)
+    assert (built.handle, built.is_template) == (str(daemon.directory / "store"), False)
+    x = (np.arange(1024) % 7 - 3).astype(np.float32).reshape(1, 1024)
+    i, j = np.ogrid[:1024, :1024]
+    for number, name in enumerate(("w1", "w2")):
+        daemon.tell(name, Attach(built.handle, built.canary_cases))
+        attached, _ = daemon.hear(name, Attached)
+        assert (attached.canary, attached.shared_bytes > 0.9 * built.shared_bytes) == (built.canary, True)
+        daemon.ask(name, number, x=x)
+        assert np.array_equal(daemon.answer(name, number), x @ ((i + 3 * j) % 5 - 2).astype(np.float32))
+    for name in ("w1", "w2", "h"):
+        daemon.tell(name, Stop())
+        assert forking.wait(name) == exits.OK
+
+
+def test_one_that_is_killed_leaves_what_it_has_forked(served: Start, model: Model) -> None:
+    with served() as forking:
+        forking.fork("w", model("relu"))
+        forking.daemon.hear("w", Hello)
+        server = forking.daemon.children["server"]
+        server.kill()
+        server.wait()
+        forking.daemon.tell("w", Ping(canary=False))
+        forking.daemon.hear("w", Pong)
+
+
+def test_all_end_with_their_parent(served: Start, model: Model) -> None:
+    with served() as forking:
+        command = [sys.executable, "-c", PARENT, *forking.command(0)[:-2]]
+        environment = {**os.environ, **forking.variables, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        with subprocess.Popen(command, stdin=-1, stdout=-1, env=environment) as parent:
+            lane = forking.accept()
+            arguments = tuple(forking.daemon.arguments("w", model("relu")))
+            lane.tell(Fork("w", arguments, str(forking.daemon.directory / "w.log")))
+            pid = lane.hear(Forked).pid
+            forking.daemon.hear("w", Hello)
+            assert alive(pid)
+            assert alive(lane.pid)
+            parent.kill()
+        until(lambda: not alive(pid) and not alive(lane.pid), "the end of both")
+
+
+@pytest.mark.parametrize("how", ["told", "lane", "order"])
+def test_it_ends_when_it_is_told_or_its_lane_does_or_with_an_order_that_is_none_for_it(served: Start, how: str) -> None:
+    with served() as forking:
+        if how == "lane":
+            forking.server.stream.close()
+        else:
+            forking.server.tell(Stop() if how == "told" else Ping(canary=False))
+        status = exits.FAILED if how == "order" else exits.OK
+        assert forking.daemon.children["server"].wait(30) == status
+    words = "RemoteProtocolError: type: expected fork or stop, got ping"
+    assert (words in forking.daemon.log("server")) == (how == "order")
+
+
+def test_where_nobody_listens_it_ends(daemon: Daemon) -> None:
+    daemon.launch("server", command(daemon))
+    assert daemon.children["server"].wait(60) == exits.FAILED
+    assert f"{daemon.runtime}/children.lane: nobody listens" in daemon.log("server")
+
+
+def test_one_without_its_library_says_so(daemon: Daemon, tmp_path: Path) -> None:
+    (tmp_path / f"{ENGINE}.py").write_text("raise ValueError('numpy.ndarray size changed')")
+    daemon.launch("server", command(daemon), {"PYTHONPATH": str(tmp_path)})
+    assert daemon.children["server"].wait(60) == exits.NO_ENGINE
+    assert f"{sys.executable}: numpy.ndarray size changed" in daemon.log("server")
+
+
+def test_a_thread_that_an_import_has_begun_is_told_and_it_goes_on(served: Start, tmp_path: Path) -> None:
+    lines = "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()\n"
+    for package in (ENGINE, f"{ENGINE}/capi"):
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "__init__.py").write_text(lines if package == ENGINE else "")
+    (tmp_path / ENGINE / "capi" / f"{ENGINE}_pybind11_state.py").write_text("")
+    with served(PYTHONPATH=str(tmp_path)) as forking:
+        for _ in range(2):
+            forking.server.tell(Fork("w", (), "/log"))
+            forked = forking.server.hear(Forked)
+            comm = Path(f"/proc/{forking.server.pid}/comm").read_text().strip()
+            assert (forked.pid, forked.error) == (0, f"cannot fork: expected one thread, got 1 more: {comm}")
+
+
+def test_arguments_that_are_none_end_the_process_with_words_in_its_log(forking: Forking) -> None:
+    log = forking.daemon.directory / "none.log"
+    forking.server.tell(Fork("none", ("--role", "king"), str(log)))
+    status: Any = os.waitpid(forking.server.hear(Forked).pid, 0)[1]
+    assert os.WEXITSTATUS(status) == 2
+    assert "invalid choice: 'king'" in log.read_text()
+
+
+def test_it_has_a_title_of_its_own(forking: Forking) -> None:
+    words: List[str] = Path(f"/proc/{forking.server.pid}/cmdline").read_text().rstrip("\0").split("\0")
+    assert words[1:5] == ["-m", "weightd.worker.forkserver", "--name", "server"]
+    assert "--room" not in words
+
+
+def test_ctrl_c_is_not_its_business(forking: Forking, model: Model) -> None:
+    os.kill(forking.server.pid, signal.SIGINT)
+    forking.fork("after", model("relu"))
+    forking.daemon.hear("after", Hello)
+
+
+def command(daemon: Daemon) -> List[str]:
+    """That of a server which has nobody to listen."""
+    begin = [sys.executable, "-m", "weightd.worker.forkserver", "--engine", ENGINE, "--name", "server"]
+    return [*begin, "--address", f"ipc://{daemon.runtime}/children", "--parent", str(os.getpid())]

@@ -1,0 +1,144 @@
+"""A holder that workers are forked from, with the real ONNX Runtime."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+from pathlib import Path
+from typing import TYPE_CHECKING, Callable, ContextManager, Set, Tuple
+
+import numpy as np
+import pytest
+
+from weightd.protocol.messages.children import (
+    Attach,
+    Attached,
+    Back,
+    Build,
+    Built,
+    Fork,
+    Forked,
+    Hello,
+    Ping,
+    Pong,
+    Predict,
+    Stop,
+)
+from weightd.protocol.messages.data import RequestDescription
+from weightd.worker import exits
+
+if TYPE_CHECKING:
+    from tests.worker.forking.conftest import Forking, Lane
+
+Model = Callable[[str], Path]
+Start = Callable[..., ContextManager["Forking"]]
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("onnxruntime") is None, reason="it needs ONNX Runtime")
+
+MIB = 1 << 20
+
+
+def holder(forking: Forking, model: Path, *more: str) -> Tuple[Lane, Built]:
+    """A holder that may be a template, and what it has built."""
+    forking.fork("h", model, "--role", "holder", "--template", *more)
+    lane = forking.accept()
+    hello = lane.hear(Hello)
+    assert (lane.pid, hello.pid, hello.origin) == (forking.pids["h"], str(lane.pid), "forked")
+    lane.tell(Build(()))
+    return lane, lane.hear(Built)
+
+
+def worker(forking: Forking, name: str, model: Path, built: Built, of: Lane) -> Tuple[Hello, Attached]:
+    """Have a worker forked, and let it attach."""
+    forking.fork(name, model, of=of)
+    hello, _ = forking.daemon.hear(name, Hello)
+    forking.daemon.tell(name, Attach(built.handle, built.canary_cases))
+    attached, _ = forking.daemon.hear(name, Attached)
+    assert attached.canary == built.canary
+    return hello, attached
+
+
+def test_its_workers_have_what_it_has_and_answer_bit_for_bit(served: Start, model: Model) -> None:
+    import onnxruntime
+
+    path = model("wide")
+    with served() as forking:
+        template, built = holder(forking, path)
+        assert (built.handle, built.is_template, built.note) == ("", True, "")
+        assert 4 * MIB <= built.shared_bytes < 8 * MIB
+        x = np.random.default_rng(1).standard_normal((3, 1024)).astype(np.float32)
+        (expected,) = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"]).run(["y"], {"x": x})
+        for number in range(3):
+            name = f"w{number}"
+            hello, attached = worker(forking, name, path, built, template)
+            assert (hello.origin, hello.origin_note) == ("template", "")
+            assert attached.shared_bytes == built.shared_bytes
+            forking.daemon.ask(name, number, x=x)
+            assert forking.daemon.answer(name, number).tobytes() == expected.tobytes()
+        assert not (forking.daemon.directory / "store").exists()
+        # They live on without it.
+        os.kill(template.pid, signal.SIGKILL)
+        forking.wait("h")
+        forking.daemon.tell("w0", Ping(canary=True))
+        pong, _ = forking.daemon.hear("w0", Pong)
+        assert pong.canary == built.canary
+        forking.daemon.tell("w0", Stop())
+        assert forking.wait("w0") == exits.OK
+
+
+def test_it_obeys_the_next_daemon(served: Start, model: Model) -> None:
+    with served() as forking:
+        template, built = holder(forking, model("wide"))
+        template.stream.close()
+        template = forking.accept()
+        template.hear(Back)
+        worker(forking, "w", model("wide"), built, template)
+        template.tell(Stop())
+        assert forking.wait("h") == exits.OK
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "shares", "note"),
+    [
+        ("wide", ("--threads", "2"), True, ""),
+        ("relu", (), False, "weights are not shared: what was built takes less than 4 MiB"),
+        ("wide", ("--sharing", "off"), False, "sharing is off"),
+    ],
+)
+def test_what_cannot_be_one_or_is_not_worth_it_is_none(
+    served: Start, model: Model, name: str, more: Tuple[str, ...], shares: bool, note: str
+) -> None:
+    with served() as forking:
+        lane, built = holder(forking, model(name), *more)
+        assert (built.is_template, bool(built.handle), built.is_loss) == (False, shares, False)
+        assert built.note.startswith(note)
+        assert (built.shared_bytes > 4 * MIB - 64 * 1024) == shares
+        words = "workers are not forked from this process: cannot fork: expected one thread, got 1 more: "
+        assert (words in forking.daemon.log("h")) == shares
+        lane.tell(Fork("w", (), "/log"))
+        assert lane.hear(Forked) == Forked("w", 0, "this process is no template")
+
+
+def test_a_model_that_draws_at_random_is_none_for_all_would_draw_the_same(served: Start, model: Model) -> None:
+    with served() as forking:
+        path = model("random_output")
+        _, built = holder(forking, path)
+        assert (built.canary, built.is_template) == ("", False)
+        drawn: Set[bytes] = set()
+        for number, name in enumerate(("w1", "w2")):
+            forking.fork(name, path)
+            forking.daemon.hear(name, Hello)
+            forking.daemon.tell(name, Attach(built.handle, built.canary_cases))
+            forking.daemon.hear(name, Attached)
+            forking.daemon.ask(name, number, x=np.ones((1, 4), np.float32))
+            drawn.add(forking.daemon.answer(name, number).tobytes())
+        assert len(drawn) == 2
+
+
+def test_it_serves_nobody(served: Start, model: Model) -> None:
+    with served() as forking:
+        template, _ = holder(forking, model("wide"))
+        template.tell(Predict(1, RequestDescription("m", ())))
+        assert os.WEXITSTATUS(forking.wait("h")) == exits.FAILED
+        assert "expected no predict where workers are forked" in forking.daemon.log("h")
