@@ -155,6 +155,8 @@ class Server:
         _log.info("weightd %s, pid %d, listens on %s", VERSION, os.getpid(), ", ".join(sockets.addresses))
         if self._keeping is not None and self._file is not None:
             self._file.in_force()
+        # They load while snapshots are taken.
+        self._backend.prepare(self._config.models.values())
         if self._keeping is not None and self._keeping.inheritance is not None:
             self._resume(self._keeping, self._keeping.inheritance)
         else:
@@ -202,7 +204,7 @@ class Server:
             self._backend.close()
 
     def _finished(self) -> bool:
-        return self._shutdown.ending and (self._keeping is not None or not self._backend.processes)
+        return self._shutdown.ending and (self._keeping is not None or self._backend.is_empty)
 
     def _look_soon(self) -> None:
         """Something has changed, and that is more than a request."""
@@ -348,6 +350,7 @@ class Server:
             raise InvalidArgument(str(error)) from None
         change = self._fleet.compare(config.models)
         _update_devices(self._devices, config)
+        self._backend.prepare(config.models.values())
         self._fleet.apply(change, config.models, now)
         self._look_soon()
         self._config = config
@@ -406,6 +409,7 @@ class Server:
             self._own_pids(),
             self._note,
             self._gates.gates,
+            backend.fork_servers,
         )
         self._frontend.tell_status(survey.client, report(survey, state, uptime, subject))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-from typing import Any, Dict, Iterator, List
+from typing import Any, Dict, Iterator, List, Optional, Tuple
 
 from weightd.ctl import exits
 from weightd.ctl.text import binary, clean, count, duration, megabytes, milliseconds, paragraph, size, table
@@ -13,6 +13,7 @@ from weightd.ctl.verb import Connect, NotReached, Verb
 from weightd.protocol.errors import DeadlineExceeded, NotFound, Unavailable
 from weightd.protocol.messages.status import (
     DeviceStatus,
+    ForkServerStatus,
     GateStatus,
     GenerationStatus,
     MemoryLimit,
@@ -29,6 +30,9 @@ arrival to its answer, over the last answers. PSS is a process's proportional se
 memory, and its share of what it shares with others; so the PSS of all processes adds up to what
 the service takes. OWN is what no other process has: what its end would give back. SHARED is how
 much of a worker's weights is memory that it has in common with the others. MB is 10^6 bytes.
+
+Processes are spawned with an interpreter of their own, forked of a fork server, which has loaded
+the engine, or forked of the template: that is the holder, which has built the model.
 
 What the daemon keeps for clients are requests under way and answers that they have not read; the
 bound is max_memory_bytes of the configuration.
@@ -56,6 +60,9 @@ _HEADING = (
     "SHARED MB",
 )
 _LEFT = 3
+
+_ORIGINS = {"forked": "forked of the fork server", "template": "forked of the template"}
+_MOST_NAMES = 8
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -101,11 +108,16 @@ def exit_status(response: StatusResponse) -> int:
 
 def pss_total(response: StatusResponse) -> int:
     """Return the memory of the whole service: the daemon and all its processes."""
-    return response.pss_bytes + sum(
-        process.pss_bytes or 0
-        for model in response.models
-        for generation in model.generations
-        for process in generation.processes
+    servers = sum(each.pss_bytes or 0 for each in response.fork_servers)
+    return (
+        response.pss_bytes
+        + servers
+        + sum(
+            process.pss_bytes or 0
+            for model in response.models
+            for generation in model.generations
+            for process in generation.processes
+        )
     )
 
 
@@ -130,6 +142,7 @@ def render(response: StatusResponse, total: int) -> str:
         lines += [*_model(model), ""]
     lines += [line for device in response.devices for line in _device(device)]
     lines += map(_gate, response.gates)
+    lines += map(_fork_server, response.fork_servers)
     if response.dropped:
         lines.append(f"{response.dropped:,} answers dropped: their clients were gone, or did not read")
     lines.append(f"memory of the service: {size(total)} PSS, of which the daemon {size(response.pss_bytes)}")
@@ -168,9 +181,21 @@ def _generation(generation: GenerationStatus, prefix: str) -> Iterator[str]:
     for process in generation.processes:
         if process.note:
             yield from paragraph(_short(process.name, prefix), process.note, "    ")
+    yield from _origins(generation, prefix)
     if generation.note:
         yield from paragraph("note", generation.note, "    ")
     yield from _savings(generation)
+
+
+def _origins(generation: GenerationStatus, prefix: str) -> Iterator[str]:
+    """How processes came to be, and why not otherwise: a paragraph for each way."""
+    ways: Dict[Tuple[Optional[str], str], List[str]] = {}
+    for process in generation.processes:
+        ways.setdefault((process.origin, process.origin_note), []).append(_short(process.name, prefix))
+    for (origin, note), names in ways.items():
+        if origin is not None:
+            who = ", ".join(names) if len(names) <= _MOST_NAMES else f"{len(names):,} processes"
+            yield from paragraph(_ORIGINS.get(origin, clean(origin)), f"{who}{': ' if note else ''}{note}", "    ")
 
 
 def _device(device: DeviceStatus) -> Iterator[str]:
@@ -191,6 +216,13 @@ def _gate(gate: GateStatus) -> str:
     restarts = f", restarted {gate.restarts:,} times" if gate.restarts else ""
     clients = count(gate.peers, "client")
     return f"listener {clean(gate.name)}: {clean(gate.address)}, {process}, {clients}{restarts}"
+
+
+def _fork_server(server: ForkServerStatus) -> str:
+    where = f"fork server of {clean(server.engine)} under {clean(server.python)}"
+    if not server.pid:
+        return f"{where}: none, {clean(server.note)}"
+    return f"{where}: {server.pid}, {count(server.forked, 'process')} forked, {size(server.pss_bytes or 0)}"
 
 
 def _limit(memory: MemoryLimit) -> Iterator[str]:

@@ -36,7 +36,20 @@ def test_a_worker_is_told_what_is_not_as_usual(change: dict[str, Any], more: str
     assert (child.name, " ".join(child.argv), child.log) == ("m.1.w1", ALWAYS + more, FILES.log("m.1.w1"))
 
 
-def test_the_environment_is_the_daemons_unless_another_is_given() -> None:
-    given = replace(PLAIN, environment={"A": "1"})
+@pytest.mark.parametrize(("role", "more"), [(Role.HOLDER, " --template"), (Role.WORKER, "")])
+def test_of_a_holder_others_may_be_forked(role: Role, more: str) -> None:
+    child = launch.child(replace(PLAIN, may_be_template=True), "m.1.w1", role, "ipc://s", FILES)
+    assert " ".join(child.argv) == ALWAYS.replace("--role worker", f"--role {role.value}") + more
+
+
+def test_a_child_that_is_not_forked_tells_why() -> None:
+    child = launch.child(PLAIN, "m.1.w1", Role.WORKER, "ipc://s", FILES)
+    assert child.because("no reason").argv == [*child.argv, "--origin-note", "no reason"]
+    assert child.because("no reason").command == ["/python", "-m", "weightd.worker"]
+
+
+def test_the_environment_is_the_daemons_unless_another_is_given_and_keeps_a_process_to_one_thread() -> None:
+    own = {"OPENBLAS_NUM_THREADS": "1", "ORT_DISABLE_TELEMETRY": "1", "TMPDIR": "/private/m.1"}
+    given = replace(PLAIN, environment={"A": "1", "OPENBLAS_NUM_THREADS": "8"})
     environments = [launch.child(each, "h", Role.HOLDER, "ipc://s", FILES).environment for each in (PLAIN, given)]
-    assert environments == [dict(os.environ), {"A": "1"}]
+    assert environments == [{**os.environ, **own}, {"A": "1", **own}]

@@ -71,7 +71,7 @@ def service(tmp_path: Path) -> Iterator[Service]:
 
 def started(daemon: Keeping, name: str, log: Path) -> int:
     """Start a child that says its arguments; return its pid."""
-    child = daemon.start(Launch(name, ["sh", "-c", 'echo "$0 $1"'], log, ENVIRONMENT))
+    child = daemon.start(Launch(name, ["sh", "-c", 'echo "$0 $1"'], [], log, ENVIRONMENT))
     assert select.select([child.pidfd], [], [], LIMIT_S)[0]
     assert reap(child) == 0
     return child.pid
@@ -93,7 +93,7 @@ def test_without_a_service_manager_that_holds_on_to_it_it_ends(
 
 def test_it_goes_from_one_daemon_to_the_next(service: Service, config: DaemonConfig, tmp_path: Path) -> None:
     first = service.start(config)
-    child = first.start(Launch("c", ["sleep", "1000"], tmp_path / "log", ENVIRONMENT))
+    child = first.start(Launch("c", ["sleep", "1000"], [], tmp_path / "log", ENVIRONMENT))
     handover.write(first.handover, [], [])
     os.close(child.pidfd)
     first.close()
@@ -131,7 +131,7 @@ def test_with_another_directory_the_old_processes_end_first(
     service: Service, config: DaemonConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = service.start(config)
-    child = first.start(Launch("c", ["sleep", "1000"], tmp_path / "log", ENVIRONMENT))
+    child = first.start(Launch("c", ["sleep", "1000"], [], tmp_path / "log", ENVIRONMENT))
     handover.write(first.handover, [], [])
     first.close()
 

@@ -27,6 +27,7 @@ from .life import (
     FOREVER,
     HOLDER,
     LOAD_TIMEOUT_S,
+    PREDICT_TIMEOUT_S,
     SETTLE,
     SHA,
     W1,
@@ -403,6 +404,65 @@ def test_a_spare_is_attached_and_takes_a_place_at_once_before_a_replacement_is_s
 
 def test_a_spare_that_dies_is_replaced_and_nobody_is_enlisted() -> None:
     assert Life(1, spares=1).serving().exits(W2) == [spawn(W3)]
+
+
+# --- workers that are forked of the holder --------------------------------------------------------------------------
+
+TEMPLATE = replace(BUILT, handle="", is_template=True)
+
+
+def heir(name: str) -> Action:
+    return Spawn(name, Role.WORKER, HOLDER)
+
+
+def with_heirs() -> Life:
+    """A template has built, and two workers are forked of it and serve."""
+    life = Life(2, forks_built=True)
+    assert life.pinned() == [Pin(), Spawn(HOLDER, Role.HOLDER)]
+    assert life.hello(HOLDER) == [Send(HOLDER, Build(()))]
+    assert life.built(TEMPLATE) == [heir(W1), heir(W2)]
+    assert life.hello(W1, W2) == [attach(W1, "")]
+    assert life.attached(W1) == [Enlist(W1), attach(W2, "")]
+    assert life.attached(W2) == [Enlist(W2), SETTLE]
+    return life
+
+
+def test_workers_that_are_forked_of_the_holder_start_when_that_has_built() -> None:
+    life = with_heirs()
+    assert life.exits(W1) == [heir(W3)]
+    assert life.hello(W3) == [attach(W3, "")]
+
+
+def test_one_that_only_has_to_answer_has_no_longer_than_for_an_answer() -> None:
+    life = with_heirs()
+    life.exits(W1)
+    life.hello(W3)
+    assert life.generation.next_tick == life.now + PREDICT_TIMEOUT_S
+
+
+def test_workers_of_a_holder_that_is_no_template_start_when_it_has_built_too() -> None:
+    life = Life(2, forks_built=True)
+    life.pinned()
+    life.hello(HOLDER)
+    assert life.built() == [spawn(W1), spawn(W2)]
+
+
+def test_workers_outlive_their_template_and_the_next_one_that_is_needed_brings_another() -> None:
+    life = with_heirs()
+    assert life.exits(HOLDER) == []
+    assert (life.state, life.generation.needs_renewal) == (GenerationState.SERVING, False)
+    assert life.generation.progress == "serving"
+    assert life.exits(W1) == []
+    assert life.generation.needs_renewal
+    assert life.generation.progress == "serving 1/2, nobody can attach any more"
+
+
+@pytest.mark.parametrize("life", [Life(2), Life(2, CARD, forks_built=True)], ids=["not asked for", "on a card"])
+def test_one_that_must_be_no_template_is_broken(life: Life) -> None:
+    life.building()
+    life.built(TEMPLATE)
+    assert life.state is GenerationState.FAILED
+    assert "was not asked for that" in life.cause
 
 
 # --- a replacement where pids are fixed at the build ----------------------------------------------------------------

@@ -70,17 +70,32 @@ class World(RuleBasedStateMachine):
         self.enlisted: set[str] = set()
 
     @initialize(
-        workers=st.integers(1, 3),
-        spares=st.integers(0, 2),
+        attached=st.tuples(st.integers(1, 3), st.integers(0, 2)),
         traits=st.builds(Traits, st.booleans(), st.booleans(), st.booleans()),
         handle=st.sampled_from(["/store", ""]),
         canary=st.sampled_from(["canary", ""]),
         frozen=st.booleans(),
+        forks=st.tuples(st.booleans(), st.booleans()),
     )
-    def begin(self, workers: int, spares: int, traits: Traits, handle: str, canary: str, frozen: bool) -> None:
-        self.workers, self.spares, self.traits = workers, spares, traits
-        self.built = replace(BUILT, handle=handle, canary=canary)
-        self.generation = Generation("m.1", Terms(workers, 500.0, spares, outlives_holder=frozen))
+    def begin(
+        self,
+        attached: tuple[int, int],
+        traits: Traits,
+        handle: str,
+        canary: str,
+        forks: tuple[bool, bool],
+        *,
+        frozen: bool,
+    ) -> None:
+        self.workers, self.spares = workers, spares = attached
+        self.traits = traits
+        may_fork, template = forks
+        # On a card nothing is forked.
+        self.forks = may_fork and not traits.pids_fixed_at_build
+        self.built = replace(BUILT, handle="" if template else handle, canary=canary, is_template=template)
+        self.generation = Generation(
+            "m.1", Terms(workers, 500.0, spares, outlives_holder=frozen, forks_built=self.forks)
+        )
         self.generation.at_once = lambda: self.at_once
         self.generation.start()
         assert self.generation.take_actions() == [Pin()]
@@ -92,8 +107,8 @@ class World(RuleBasedStateMachine):
             match action:
                 case Pin() | Forget():
                     raise AssertionError(f"{action}: pinned twice, or what only a deployment wants")
-                case Spawn(name, role):
-                    self.spawn(name, role)
+                case Spawn(name, role, template):
+                    self.spawn(name, role, template)
                 case Send(name, order):
                     self.send(name, order)
                 case Kill(name, abort):
@@ -109,8 +124,14 @@ class World(RuleBasedStateMachine):
                     assert name in self.enlisted or self.spares
                     self.enlisted.discard(name)
 
-    def spawn(self, name: str, role: Role) -> None:
+    def spawn(self, name: str, role: Role, template: str) -> None:
         assert self.generation.state in ACTIVE
+        if self.forks and role is Role.WORKER:
+            # None before the holder has built; and of a template that is counted on, if it is one.
+            assert self.generation.built is not None
+            assert bool(template) == self.built.is_template
+        if template:
+            assert self.generation.children[template].state is ChildState.HOLDING
         assert name not in self.names
         self.names.add(name)
         self.processes[name] = Process(role)
@@ -128,12 +149,17 @@ class World(RuleBasedStateMachine):
                 assert not self.generation.access.is_frozen
                 assert process.role is Role.WORKER
                 assert handle == self.built.handle
-                assert handle or Role.HOLDER not in {each.role for each in self.processes.values()}
-            case Stop() if process.role is Role.HOLDER and not process.said_broken and self.built.handle:
+                is_shared = handle or self.built.is_template
+                assert is_shared or Role.HOLDER not in {each.role for each in self.processes.values()}
+            case Stop() if process.role is Role.HOLDER and not process.said_broken and self.is_shared:
                 assert not any(each.role is Role.WORKER for each in self.processes.values())
             case _:
                 pass
         process.orders.append(order)
+
+    @property
+    def is_shared(self) -> bool:
+        return bool(self.built.handle) or self.built.is_template
 
     def counted(self, role: Role) -> list[Child]:
         return [each for each in self.generation.children.values() if each.role is role and each.state in COUNTED]
@@ -154,6 +180,7 @@ class World(RuleBasedStateMachine):
                 if name in self.processes:
                     # Nobody attaches to weights without one, where that would write them.
                     self.processes[name].said_broken |= self.traits.attach_rewrites_weights and not message.canary
+                    self.processes[name].said_broken |= message.is_template and not self.forks
                 self.generation.holder_built(name, message, self.now)
             case Attached():
                 self.generation.attached(name, message, self.now)

@@ -102,7 +102,9 @@ class FakeHost:
     def unpin(self, model: str, source: Source) -> None:
         self.unpinned.append(source)
 
-    def spawn(self, owner: Owner, generation: Generation, program: Program, name: str, role: Role) -> None:
+    def spawn(
+        self, owner: Owner, generation: Generation, program: Program, name: str, role: Role, template: str = ""
+    ) -> None:
         assert name not in self.names, "its name was used before"
         assert (program.model, program.weights) == (f"/snapshots/{generation.source.number}", "")
         assert (role is Role.HOLDER) == name.endswith(".holder")
@@ -191,7 +193,9 @@ class Stage:
         self.host = FakeHost()
         self.now = 1000.0
         self.traits = traits
-        there = ModelConfig(path="/models/digits.onnx", engine="onnxruntime", workers=workers, **config)
+        there = ModelConfig(
+            **{"start": "spawn", **config}, path="/models/digits.onnx", engine="onnxruntime", workers=workers
+        )
         self.model = Model("digits", there, {name: Device(name) for name in there.devices}, self.host, self.host)
         self.model.start(self.now)
 

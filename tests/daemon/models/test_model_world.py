@@ -184,7 +184,9 @@ class ModelWorld(RuleBasedStateMachine):
             used = [each.name for each in self.living() if each.generation.source == source and not self.leaves(each)]
             assert not used, "processes that stay have lost their snapshot"
 
-    def spawn(self, owner: Owner, generation: Generation, program: Program, name: str, role: Role) -> None:
+    def spawn(
+        self, owner: Owner, generation: Generation, program: Program, name: str, role: Role, template: str = ""
+    ) -> None:
         assert not self.stopped
         assert name not in self.names
         assert generation.source in self.snapshots

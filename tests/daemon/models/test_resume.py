@@ -28,7 +28,7 @@ from weightd.protocol.version import VERSION
 
 from .fakehost import ATTACHED, BAD, BUILT, CPU, GOOD, OUT, SEAL, SHA, FakeHost, request
 
-ONE = ModelConfig(path="/models/one.onnx", engine="onnxruntime", workers=2)
+ONE = ModelConfig(path="/models/one.onnx", engine="onnxruntime", workers=2, start="spawn")
 TWO = dataclasses.replace(ONE, path="/models/two.onnx")
 
 

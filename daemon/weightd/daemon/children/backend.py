@@ -16,10 +16,13 @@ import zmq
 
 from weightd.daemon.children import launch
 from weightd.daemon.children.files import GenerationFiles
+from weightd.daemon.children.forks import Wanted
+from weightd.daemon.children.forkservers import FORK_TIMEOUT_S, ForkServer, ForkServers
 from weightd.daemon.children.lanes import Lanes
-from weightd.daemon.children.launch import Program
+from weightd.daemon.children.launch import Launch, Program
 from weightd.daemon.children.launchers.direct import Direct
 from weightd.daemon.children.launchers.launcher import Kept, Launcher
+from weightd.daemon.children.nursery import Nursery
 from weightd.daemon.children.owner import Owner
 from weightd.daemon.children.pinning import Pinning
 from weightd.daemon.children.probing import Card, Probing
@@ -46,6 +49,8 @@ from weightd.protocol.messages.children import (
     Back,
     Broken,
     ChildMessage,
+    Fork,
+    Forked,
     Hello,
     OrderMessage,
     Predict,
@@ -60,7 +65,7 @@ _MISSING_MODULE = re.compile(r"No module named '(weightd|zmq|msgpack|numpy)")
 _TENSORS = slice(limits.MAX_HEADER_FRAMES, None)
 
 # What a child hears in the order in which it is said, and answers in that.
-_BY_LANE = frozenset((Predict, Skip))
+_BY_LANE = frozenset((Fork, Predict, Skip))
 
 _log = logging.getLogger("weightd")
 
@@ -73,7 +78,8 @@ class Backend:
         config: where sockets and files are.
         loop: calls when something is readable.
         devices: by name; what a card has is learned before the first model is loaded there.
-        launcher: starts holders and workers; what helps to start them are this process's children always.
+        launcher: starts holders and workers, and what they are forked of; what else helps to start them are this
+            process's children always.
         on_change: called when something has changed that the next daemon would have to know.
 
     Attributes:
@@ -102,8 +108,10 @@ class Backend:
         self._loop = loop
         self._on_change = on_change
         self._has_changed = False
-        # Whose each child is, by its name.
+        # Whose each child is, by its name, from the moment in which it is wanted.
         self._owners: dict[str, Owner] = {}
+        # Who has a lane and nothing else: what processes are forked of.
+        self._by_lane_alone: set[str] = set()
         # With what each was started, unless that was by the daemon before this one.
         self._interpreters: dict[str, str] = {}
         # What could not be done at once is told to its owner after the actions that ordered it.
@@ -115,11 +123,27 @@ class Backend:
         self._address = config.children_address
         self._socket = bind(context, self._address)
         self._use = loop.add_seldom(self._socket, self._on_messages)
+        self._servers = ForkServers(self._directory, self._address, self._start_server, self._running.kill)
+        self._nursery = Nursery(self._launcher, loop, self.order, self._born, self._end_surplus, self._running.kill)
 
     @property
     def processes(self) -> Mapping[str, Process]:
-        """Every child that runs, by name."""
+        """Every process that runs, by name."""
         return self._running.processes
+
+    @property
+    def fork_servers(self) -> Collection[ForkServer]:
+        """Of which children are forked, or would be."""
+        return self._servers.all.values()
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nobody has anything here: what is left only serves to start more."""
+        return not self._owners and all(map(self._servers.is_one, self.processes))
+
+    def prepare(self, models: Iterable[ModelConfig]) -> None:
+        """Have ready what these models will be forked of, and nothing else: it takes a while to load."""
+        self._servers.want(models)
 
     def changed(self) -> None:
         """Something has changed that the next daemon would have to know."""
@@ -150,8 +174,12 @@ class Backend:
                 end = End(None, "it ended while no daemon was there")
                 self._do_later(functools.partial(owner.exited, name, end))
             else:
-                self._own(owner, name, process)
-                self._held[name] = []
+                self._owners[name] = owner
+                self._watch(name, process)
+                if generation.access.has_heirs and generation.children[name].role is Role.HOLDER:
+                    self._by_lane_alone.add(name)
+                else:
+                    self._held[name] = []
         count = len(generation.children)
         text = "%s: taken over from the daemon before, %d processes, %s"
         _log.info(text, generation.label, count, files.directory, extra=generation.about())
@@ -200,24 +228,30 @@ class Backend:
 
     # --- children -------------------------------------------------------------------------------------------------
 
-    def spawn(self, owner: Owner, generation: Generation, program: Program, name: str, role: Role) -> None:
-        """Start a holder or a worker."""
+    def spawn(
+        self, owner: Owner, generation: Generation, program: Program, name: str, role: Role, template: str = ""
+    ) -> None:
+        """Start a holder or a worker: forked of `template`, if that is one, else of a fork server, if that can be."""
+        self._owners[name] = owner
+        self._interpreters[name] = program.python
         try:
             if generation.label not in self.files:
                 self.files[generation.label] = self._files_of(generation)
                 self.files[generation.label].create()
-            files = self.files[generation.label]
-            process = self._launcher.start(launch.child(program, name, role, self._address, files))
         except ClaimError as error:
-            self._do_later(functools.partial(owner.exited, name, End(None, str(error))))
-        except OSError as error:
-            # The interpreter, or the log, a full disk, no descriptors left: the file tells which.
-            where = "" if error.filename in (None, program.python) else f": {error.filename}"
-            cause = f"cannot start {program.python}: {error.strerror or error}{where}"
-            self._do_later(functools.partial(owner.exited, name, End(None, cause)))
+            self._give_up(name, str(error))
+            return
+        told = launch.child(program, name, role, self._address, self.files[generation.label])
+        if program.may_be_template and role is Role.HOLDER:
+            self._by_lane_alone.add(name)
+        server = None if program.why_spawned else self._servers.find(program)
+        if template:
+            self._nursery.fork(Wanted(told, template, monotonic() + FORK_TIMEOUT_S, self._give_up_fork))
+        elif server is not None and server.name:
+            self._nursery.fork(Wanted(told, server.name, self._servers.due(server.name), self._start))
         else:
-            self._own(owner, name, process)
-            self._interpreters[name] = program.python
+            why = "no fork server is wanted for it any more" if server is None else server.why
+            self._start(told, program.why_spawned or why)
 
     def order(
         self, name: str, order: OrderMessage, frames: Sequence[Any] = (), memories: Sequence[Memory] = ()
@@ -225,7 +259,7 @@ class Backend:
         """Send an order to a child; one that cannot be reached is dying, and its pidfd will tell."""
         message = [*encode(order, max_bytes=limits.MAX_CHILD_HEADER_BYTES), *frames]
         kind = order.__class__
-        if kind in _BY_LANE:
+        if kind in _BY_LANE or name in self._by_lane_alone:
             self._lanes.send(name, message, memories)
         elif name in self._held:
             self._held[name].append(order)
@@ -247,10 +281,15 @@ class Backend:
 
     def kill(self, name: str, *, abort: bool = False) -> None:
         """Kill a child; its exit is told as any other."""
+        if self._nursery.cancel(name):
+            self._give_up(name, "it was ended before it had been forked")
         self._running.kill(name, abort=abort)
 
     def kill_all(self) -> None:
-        """Kill every child."""
+        """Kill every child, and what they are forked of."""
+        self._servers.want(())
+        for name in [name for name in self._owners if self._nursery.cancel(name)]:
+            self._give_up(name, "it was ended before it had been forked")
         self._running.kill_all()
 
     def close(self) -> None:
@@ -272,9 +311,49 @@ class Backend:
     def _files_of(self, generation: Generation) -> GenerationFiles:
         return GenerationFiles(self._directory / generation.label)
 
-    def _own(self, owner: Owner, name: str, process: Process) -> None:
+    def _watch(self, name: str, process: Process) -> None:
         self._running.add(name, process, functools.partial(self._on_exit, name))
-        self._owners[name] = owner
+
+    def _give_up(self, name: str, cause: str) -> None:
+        """There will be no such child."""
+        owner = self._forget_child(name)
+        self._do_later(functools.partial(owner.exited, name, End(None, cause)))
+
+    def _give_up_fork(self, told: Launch, why: str) -> None:
+        self._give_up(told.name, f"it cannot be forked: {why}")
+
+    def _start(self, told: Launch, why: str) -> None:
+        """Start a child that was not forked, for that reason."""
+        try:
+            process = self._launcher.start(told.because(why))
+        except OSError as error:
+            # The interpreter, or the log, a full disk, no descriptors left: the file tells which.
+            python = told.command[0]
+            where = "" if error.filename in (None, python) else f": {error.filename}"
+            self._give_up(told.name, f"cannot start {python}: {error.strerror or error}{where}")
+        else:
+            self._watch(told.name, process)
+
+    def _start_server(self, told: Launch) -> None:
+        name = told.name
+        self._by_lane_alone.add(name)
+        self._running.add(name, self._launcher.start(told), functools.partial(self._on_server_exit, name))
+
+    def _on_server_exit(self, name: str) -> None:
+        self._lanes.read_out(name)
+        self._lanes.forget(name)
+        self._by_lane_alone.discard(name)
+        self._servers.exited(name, self._running.reap(name))
+        self._nursery.lost(name)
+
+    def _born(self, told: Launch, parent: str, process: Process) -> None:
+        self._servers.forked(parent)
+        self._watch(told.name, process)
+
+    def _end_surplus(self, name: str, process: Process) -> None:
+        processes.kill(process)
+        name = f"{name} ({process.pid})"
+        self._running.add(name, process, functools.partial(self._running.reap, name))
 
     def _on_messages(self) -> int:
         """Read a batch of messages; return how many there were."""
@@ -295,30 +374,52 @@ class Backend:
                 owner.heard(name, message, received.frames[_TENSORS], now)
         return count
 
+    def _hear_of_births(self) -> None:
+        """Read what has been said of children that are being forked: it was sent before they could do anything."""
+        for parent in self._nursery.parents():
+            self._lanes.read_out(parent)
+
     def _message(self, name: str, received: Received) -> ChildMessage:
         try:
-            message: ChildMessage = self._decoder.decode(received.frames)
+            message: ChildMessage | Forked = self._decoder.decode(received.frames)
         except RemoteProtocolError as error:
             return _broken(error)
+        if isinstance(message, Forked):
+            return _broken(RemoteProtocolError("forked: expected it by the lane"))
         if isinstance(message, Hello):
+            if self._nursery.parent(name):
+                self._hear_of_births()
             # The kernel knows who says HELLO: it must be the process that was started under that name.
-            pid, expected = peer_pid(received.identity), self.processes[name].pid
+            pid, expected = peer_pid(received.identity), self._pid(name)
             if pid not in (None, expected):
                 return _broken(RemoteProtocolError(f"hello: expected from pid {expected}, got it from {pid}"))
         return message
 
+    def _pid(self, name: str) -> int | None:
+        process = self.processes.get(name)
+        return None if process is None else process.pid
+
     def _name_of(self, pid: int) -> str | None:
-        return next((name for name in self._owners if self.processes[name].pid == pid), None)
+        self._hear_of_births()
+        return next((name for name, process in self.processes.items() if process.pid == pid), None)
 
     def _on_lane(self, name: str, frames: Sequence[Any]) -> None:
         try:
-            message: ChildMessage = self._decoder.decode(frames)
+            message: ChildMessage | Forked = self._decoder.decode(frames)
         except RemoteProtocolError as error:
-            message = _broken(error)
-        self._owners[name].heard(name, message, frames[_TENSORS], monotonic())
+            self._on_broken_lane(name, error)
+            return
+        if isinstance(message, Forked):
+            self._nursery.answered(name, message)
+        elif name in self._owners:
+            self._owners[name].heard(name, message, frames[_TENSORS], monotonic())
 
     def _on_broken_lane(self, name: str, error: RemoteProtocolError) -> None:
-        self._owners[name].heard(name, _broken(error), (), monotonic())
+        if name in self._owners:
+            self._owners[name].heard(name, _broken(error), (), monotonic())
+        else:
+            _log.warning("%s: it broke the protocol: %s", name, error)
+            self._running.kill(name)
 
     def _on_exit(self, name: str) -> None:
         # What it said before it died counts: read it first, all of it.
@@ -328,12 +429,20 @@ class Backend:
         self._use()
         self._lanes.forget(name)
         end = self._running.reap(name)
-        self._held.pop(name, None)
-        owner, python = self._owners.pop(name), self._interpreters.pop(name, "")
+        python = self._interpreters.get(name, "")
+        owner = self._forget_child(name)
         if python and _MISSING_MODULE.search(end.words):
             hint = f"install weightd there: {python} -m pip install weightd"
             end = dataclasses.replace(end, words=f"{end.words}; {hint}")
+        # First: whom it has not forked would be ended else for nothing.
+        self._nursery.lost(name)
         owner.exited(name, end, monotonic())
+
+    def _forget_child(self, name: str) -> Owner:
+        self._held.pop(name, None)
+        self._interpreters.pop(name, None)
+        self._by_lane_alone.discard(name)
+        return self._owners.pop(name)
 
     def _end_stray(self, kept: Kept) -> None:
         with contextlib.suppress(OSError):

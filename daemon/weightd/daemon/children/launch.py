@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from weightd.daemon.children.files import GenerationFiles
@@ -30,6 +30,8 @@ class Program:
         sample: a file of inputs for the canary, or "".
         tolerance: how far answers to the canary may be apart.
         environment: all of it; None for that of this process.
+        why_spawned: why it is not forked, "" where it may be.
+        may_be_template: whether workers may be forked of it once it has built.
     """
 
     python: str
@@ -43,6 +45,8 @@ class Program:
     sample: str = ""
     tolerance: float = 0.0
     environment: Mapping[str, str] | None = None
+    why_spawned: str = ""
+    may_be_template: bool = False
 
 
 @dataclass(frozen=True)
@@ -51,15 +55,26 @@ class Launch:
 
     Attributes:
         name: no other child that runs has it.
-        argv: the command, but for who is the parent.
+        command: the interpreter, and what it runs.
+        arguments: of that, but for who is the parent.
         log: where its output goes.
         environment: all of it.
     """
 
     name: str
-    argv: Sequence[str]
+    command: Sequence[str]
+    arguments: Sequence[str]
     log: Path
     environment: Mapping[str, str]
+
+    @property
+    def argv(self) -> Sequence[str]:
+        """All of it."""
+        return [*self.command, *self.arguments]
+
+    def because(self, why: str) -> Launch:
+        """Return the same for a process that tells why it was not forked."""
+        return replace(self, arguments=[*self.arguments, "--origin-note", why])
 
 
 def program(config: ModelConfig, generation: Generation, snapshot: Snapshot) -> Program:
@@ -75,7 +90,22 @@ def program(config: ModelConfig, generation: Generation, snapshot: Snapshot) -> 
         weights=snapshot.weights,
         sample=snapshot.sample,
         tolerance=config.canary_tolerance,
+        why_spawned=_why_spawned(config),
+        may_be_template=generation.terms.forks_built,
     )
+
+
+def _why_spawned(config: ModelConfig) -> str:
+    if config.on_cards:
+        return "what drives a card does not survive a fork"
+    return "" if config.forks else 'start = "spawn"'
+
+
+def fork_server(python: str, engine: str, name: str, address: str, log: Path) -> Launch:
+    """Return how the process is started of which others are forked that run this engine."""
+    command = [python, "-m", "weightd.worker.forkserver"]
+    arguments = ["--engine", engine, "--address", address, "--name", name]
+    return Launch(name, command, arguments, log, _environment(None, log))
 
 
 def child(program: Program, name: str, role: Role, address: str, files: GenerationFiles) -> Launch:
@@ -88,7 +118,7 @@ def child(program: Program, name: str, role: Role, address: str, files: Generati
         address: where it connects.
         files: where its log is, and the page store that a holder may write.
     """
-    argv = [program.python, "-m", "weightd.worker", "--address", address, "--name", name, "--role", role.value]
+    argv = ["--address", address, "--name", name, "--role", role.value]
     argv += ["--engine", program.engine, "--model", program.model, "--threads", str(program.threads)]
     argv += ["--device", program.device, "--store", str(files.store)]
     if not program.sharing:
@@ -101,4 +131,17 @@ def child(program: Program, name: str, role: Role, address: str, files: Generati
         argv += ["--sample", program.sample]
     if program.tolerance:
         argv += ["--tolerance", repr(program.tolerance)]
-    return Launch(name, argv, files.log(name), dict(os.environ if program.environment is None else program.environment))
+    if program.may_be_template and role is Role.HOLDER:
+        argv += ["--template"]
+    log = files.log(name)
+    return Launch(name, [program.python, "-m", "weightd.worker"], argv, log, _environment(program.environment, log))
+
+
+def _environment(given: Mapping[str, str] | None, log: Path) -> Mapping[str, str]:
+    """All of it.
+
+    Of numpy a process only wants arrays, and of ONNX Runtime no telemetry: without either it has one thread. Temporary
+    files go with its log: the /tmp of a service that has PrivateTmp= is removed when that is restarted.
+    """
+    own = {"OPENBLAS_NUM_THREADS": "1", "ORT_DISABLE_TELEMETRY": "1", "TMPDIR": str(log.parent)}
+    return {**(os.environ if given is None else given), **own}

@@ -38,6 +38,10 @@ class ModelConfig:
     python: str = field(default="", metadata=user_path(limits.MAX_PATH_BYTES, empty=True))
     """The interpreter that has the engine: a command, or a path as `path` is. Default: the daemon's own."""
 
+    start: str = field(default="fork", metadata=one_of(["fork", "spawn"]))
+    """How processes come to be on the CPU: "fork" makes them within milliseconds of one that has loaded the engine, or
+    built the model; "spawn" starts an interpreter for each, as is always done for a card."""
+
     workers: int = field(default=1, metadata=integer(1, 1024))
     """Worker processes."""
 
@@ -105,6 +109,16 @@ class ModelConfig:
     def on_cards(self) -> bool:
         """Whether the model runs on cards, all of it: a mixture is refused."""
         return self.devices != (CPU,)
+
+    @property
+    def forks(self) -> bool:
+        """Whether processes are forked of one that has loaded the engine."""
+        return self.start == "fork" and not self.on_cards
+
+    @property
+    def forks_built(self) -> bool:
+        """Whether workers may be forked of the process that has built the model."""
+        return self.forks and self.sharing != "off" and self.threads <= self.spec.template_threads
 
     @property
     def spec(self) -> EngineSpec:

@@ -84,6 +84,9 @@ class Keeping:
             self._replace()
         return self._keeper.start(self._child(launch))
 
+    def adopt(self, name: str, pid: int, log: Path) -> Process:  # noqa: D102
+        return self._keeper.adopt(name, pid, log)
+
     def kept(self) -> list[Kept]:  # noqa: D102
         return self._keeper.kept()
 
@@ -96,10 +99,7 @@ class Keeping:
             self._keeper.close()
 
     def _child(self, launch: Launch) -> Launch:
-        argv = [*launch.argv, "--parent", str(self.pid)]
-        # The /tmp of a service that has PrivateTmp= is removed when it is restarted: these live on.
-        environment = {**launch.environment, "TMPDIR": str(launch.log.parent)}
-        return dataclasses.replace(launch, argv=argv, environment=environment)
+        return dataclasses.replace(launch, arguments=[*launch.arguments, "--parent", str(self.pid)])
 
     def _inherit(self, descriptor: int) -> Keeper | None:
         try:

@@ -59,6 +59,8 @@ class EngineSpec:
         options: the class of its own keys; the table in the configuration is called as the engine.
         on_cards: whether it runs on cards, too; on the CPU each engine does.
         build_factor: how many times the bytes of a model's files a process takes at most while it builds on the CPU.
+        template_threads: with at most so many threads a predict, a process that has built a model has one thread and no
+            other: so others may be forked of it.
         refusals: says of an open model file why requests for it could not be answered, a line each. What only the
             library can tell is left to it. Raises OSError where the file cannot be read.
     """
@@ -68,6 +70,7 @@ class EngineSpec:
     options: type[EngineOptions] = EngineOptions
     on_cards: bool = False
     build_factor: float = 1.0
+    template_threads: int = 0
     refusals: Callable[[BinaryIO], list[str]] = _nothing
 
     def runs_on(self, device: str) -> bool:

@@ -24,6 +24,8 @@ ALLOW_TIMEOUT_S = 10.0
 # How each state that is written down is reached by who takes it over: by the events that have led there.
 _EVENTS: Mapping[AccessState, tuple[AccessEvent, ...]] = {
     AccessState.OPEN: (),
+    AccessState.HEIRS: (AccessEvent.INHERIT,),
+    AccessState.ORPHANED: (AccessEvent.INHERIT, AccessEvent.ORPHAN),
     AccessState.LISTED: (AccessEvent.FIX,),
     AccessState.CLOSED: (AccessEvent.FIX, AccessEvent.ASK, AccessEvent.REFUSE),
     AccessState.FROZEN: (AccessEvent.FIX, AccessEvent.LOSE),
@@ -44,7 +46,7 @@ class Access:
         extra: of its records in the log.
 
     Attributes:
-        why: the engine lets nobody in, where it is CLOSED.
+        why: nobody is let in any more, where it is CLOSED or ORPHANED.
         guard: the holder without which the weights are invalid; "" where they need none.
         deadline: until when the holder may think about whom it was asked to let in (monotonic seconds).
     """
@@ -79,6 +81,11 @@ class Access:
         return self.state is AccessState.OPEN
 
     @property
+    def has_heirs(self) -> bool:
+        """Whether workers are forked of the holder."""
+        return self.state is AccessState.HEIRS
+
+    @property
     def is_shut(self) -> bool:
         """Whether lost workers cannot be replaced."""
         return self.state in SHUT
@@ -103,17 +110,19 @@ class Access:
         """Somebody is up. Where it `is_fixed`, the engine must know at the build who will attach."""
         if self.is_open and is_fixed:
             self._advance(AccessEvent.FIX)
-        if self.is_open:
+        if self.is_open or self.has_heirs:
             self._admit_greeted()
 
     def listed(self) -> None:
         """The holder builds, and is told who is up."""
         self._admit_greeted()
 
-    def built(self, *, is_shared: bool) -> None:
+    def built(self, *, is_shared: bool, is_template: bool = False) -> None:
         """The holder has built. If it has nothing to share, nobody depends on it."""
         self._unsettled = True
-        if not is_shared and not self.is_open:
+        if is_template:
+            self._advance(AccessEvent.INHERIT)
+        elif not is_shared and not self.is_open:
             self._advance(AccessEvent.UNSHARE)
             self._admit_greeted()
 
@@ -127,15 +136,17 @@ class Access:
             return
         asked = self._roster.children.get(self._asked)
         if allowed.error:
-            self._close(allowed.error)
+            self._shut(AccessEvent.REFUSE, allowed.error)
             return
         self._advance(AccessEvent.ALLOW)
         if asked is not None and asked.state is ChildState.GREETED:
             asked.advance(ChildEvent.ADMIT)
 
     def holder_lost(self) -> None:
-        """Where it need not know who attaches, that goes on without it."""
-        if self.state in (AccessState.LISTED, AccessState.ASKING, AccessState.CLOSED):
+        """Where it need not know who attaches, that goes on without it. Whom it has forked has all that it needs."""
+        if self.has_heirs:
+            self._shut(AccessEvent.ORPHAN, "the template is lost, of which they would be forked")
+        elif self.state in (AccessState.LISTED, AccessState.ASKING, AccessState.CLOSED):
             self._advance(AccessEvent.LOSE)
 
     def invalidate(self) -> None:
@@ -146,7 +157,7 @@ class Access:
     def tick(self, now: float) -> None:
         """Time has passed."""
         if now >= self.deadline:
-            self._close(f"the holder has not answered for {ALLOW_TIMEOUT_S:g} s")
+            self._shut(AccessEvent.REFUSE, f"the holder has not answered for {ALLOW_TIMEOUT_S:g} s")
 
     # --- what is done -------------------------------------------------------------------------------------------
 
@@ -191,8 +202,8 @@ class Access:
             self._asked, self.deadline = worker.name, now + ALLOW_TIMEOUT_S
             self._want(Send(holder.name, Allow((worker.hello.pid,))))
 
-    def _close(self, why: str) -> None:
-        self._advance(AccessEvent.REFUSE)
+    def _shut(self, event: AccessEvent, why: str) -> None:
+        self._advance(event)
         self.why = why
         self._tell(f"lost workers are not replaced, they wait for the next generation: {why}")
 

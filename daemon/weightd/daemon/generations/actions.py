@@ -22,10 +22,11 @@ class Pin:
 
 @dataclass(frozen=True)
 class Spawn:
-    """Start a child."""
+    """Start a child; `template` is the holder that it is forked of, "" for none."""
 
     name: str
     role: Role
+    template: str = ""
 
 
 @dataclass(frozen=True)

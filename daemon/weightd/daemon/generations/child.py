@@ -130,13 +130,13 @@ class Roster:
 
     # --- what it does -------------------------------------------------------------------------------------------
 
-    def spawn(self, role: Role, deadline: float) -> None:
-        """Start one; it is to say HELLO by `deadline`."""
+    def spawn(self, role: Role, deadline: float, template: str = "") -> None:
+        """Start one, forked of `template` if that is one; it is to say HELLO by `deadline`."""
         self.serial += role is Role.WORKER
         self._holders += role is Role.HOLDER
         holder = f"{self._label}.holder{self._holders if self._holders > 1 else ''}"
         child = self.add(holder if role is Role.HOLDER else f"{self._label}.w{self.serial}", role, deadline)
-        self._want(Spawn(child.name, role))
+        self._want(Spawn(child.name, role, template))
 
     def add(self, name: str, role: Role, deadline: float = FOREVER) -> Child:
         """Count on a process that is there; return it."""

@@ -106,6 +106,9 @@ class Generation(Standing):
             self.tries.trying = ()
             self.broken(name, Broken(clip(why)), now)
             return
+        if built.is_template and not (self.terms.forks_built and self.access.is_open):
+            self.broken(name, Broken("it says that workers are to be forked of it, and was not asked for that"), now)
+            return
         self.built = built
         self.tries.found(built)
         if not built.canary:
@@ -118,7 +121,7 @@ class Generation(Standing):
         child.advance(ChildEvent.BUILT)
         if self.state is GenerationState.BUILDING:
             self._machine.advance(GenerationEvent.BUILT)
-            self.access.built(is_shared=self._shares)
+            self.access.built(is_shared=self._shares, is_template=built.is_template)
         if not self._shares:
             # It has told the signature and the canary; its copy of the weights is of no use to anybody.
             self._stop(child, now)
@@ -246,7 +249,7 @@ class Generation(Standing):
             self._gather(now)
             # One without anything to share leaves first, and its own copy with it.
             if self.built is not None and (self._shares or not self.roster.has_holder):
-                self.access.attach_next(self.built, now, self.terms.load_timeout, self.at_once)
+                self.access.attach_next(self.built, now, self._attach_timeout, self.at_once)
             if self.complete and self.roster.all_ready:
                 self.access.settle(is_shared=self._shares)
         elif self.state not in ACTIVE:
@@ -309,7 +312,8 @@ class Generation(Standing):
         return ""
 
     def _spawn(self, role: Role, now: float) -> None:
-        self.roster.spawn(role, now + max(HELLO_TIMEOUT_S, self.terms.load_timeout))
+        template = self._template if role is Role.WORKER else ""
+        self.roster.spawn(role, now + max(HELLO_TIMEOUT_S, self.terms.load_timeout), template)
 
     def _stop(self, child: Child, now: float) -> None:
         if self.access.is_valid:

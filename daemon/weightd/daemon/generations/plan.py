@@ -45,6 +45,7 @@ class Terms:
             the driver counts references.
         predict_timeout: seconds that one predict may take.
         canary: what is known of it where no generation has found out more.
+        forks_built: whether workers may be forked of a holder that has built: then none starts before that.
     """
 
     workers: int
@@ -54,6 +55,7 @@ class Terms:
     outlives_holder: bool = False
     predict_timeout: float = 60.0
     canary: Canary = Canary()
+    forks_built: bool = False
 
     @classmethod
     def configured(cls, config: ModelConfig) -> Terms:
@@ -66,6 +68,7 @@ class Terms:
             outlives_holder=config.holder_loss == "frozen",
             predict_timeout=config.predict_timeout,
             canary=Canary.configured(config.canary),
+            forks_built=config.forks_built,
         )
 
     @property
@@ -75,7 +78,11 @@ class Terms:
 
     def private(self) -> Terms:
         """Return the same without sharing."""
-        return replace(self, sharing=False)
+        return replace(self, sharing=False, forks_built=False)
+
+    def unforked(self) -> Terms:
+        """Return the same with workers that build for themselves."""
+        return replace(self, forks_built=False)
 
     @property
     def attached(self) -> int:

@@ -98,7 +98,7 @@ class Teller:
 
     def built(self, built: Built, holder: str) -> None:
         """The holder may have nothing for anybody to attach to. That there is nothing to share is no loss."""
-        if not built.handle:
+        if not (built.handle or built.is_template):
             self._unshared(built.note, holder, logging.WARNING if built.is_loss else logging.INFO)
 
     def attached(self, built: Built, attached: Attached, worker: str) -> None:
@@ -232,7 +232,7 @@ class Standing:
         ready, wanted = self.roster.count(ChildState.READY), self.terms.attached
         if self.state in (GenerationState.SPAWNING, GenerationState.GATHERING):
             up = sum(child.hello is not None for child in self.children.values())
-            return f"spawned, {up}/{wanted + 1} processes up"
+            return f"spawned, {up}/{1 if self.terms.forks_built else wanted + 1} processes up"
         if self.access.is_frozen and self._has_served:
             return f"serving {ready}/{wanted}, frozen: the holder is lost"
         if self.access.is_shut and self._has_served and ready < wanted:
@@ -281,6 +281,8 @@ class Standing:
         """How many workers are to be started."""
         if self.state not in ACTIVE or self.state is GenerationState.PINNING or self._given_up or self.access.is_shut:
             return 0
+        if self.terms.forks_built and self.built is None:
+            return 0
         return self.terms.attached - len(self.roster.counted(Role.WORKER))
 
     @property
@@ -291,4 +293,16 @@ class Standing:
     @property
     def _shares(self) -> bool:
         """Whether workers attach to what the holder builds, as far as it is known."""
-        return self.terms.sharing and (self.built is None or bool(self.built.handle))
+        return self.terms.sharing and (self.built is None or bool(self.built.handle) or self.built.is_template)
+
+    @property
+    def _attach_timeout(self) -> float:
+        """Seconds that an attach may take. Who is forked of a template has built: it only runs the canary."""
+        heirs = self.built is not None and self.built.is_template
+        return min(self.terms.load_timeout, self.terms.predict_timeout) if heirs else self.terms.load_timeout
+
+    @property
+    def _template(self) -> str:
+        """The holder that workers are forked of, "" where they are not."""
+        holder = self.roster.holder
+        return holder.name if holder is not None and self.access.has_heirs else ""

@@ -94,6 +94,8 @@ class AccessState(enum.Enum):
     """Who may still attach to a generation's weights."""
 
     OPEN = "open"  # anybody
+    HEIRS = "heirs"  # who is forked of the holder
+    ORPHANED = "orphaned"  # nobody: the holder is lost, of which workers were forked; they go on
     LISTED = "listed"  # whom the holder knew at its build; it can be asked to let another one in
     ASKING = "asking"  # the same; it has been asked
     CLOSED = "closed"  # the engine lets nobody in who was not there at the build
@@ -105,6 +107,8 @@ class AccessEvent(enum.Enum):
     """What happens to who may attach."""
 
     FIX = "fix"
+    INHERIT = "inherit"
+    ORPHAN = "orphan"
     UNSHARE = "unshare"
     ASK = "ask"
     ALLOW = "allow"
@@ -146,7 +150,7 @@ COUNTED = frozenset(
 ALIVE = COUNTED | {ChildState.STOPPING, ChildState.ABORTED, ChildState.KILLED}
 
 # Lost workers cannot be replaced.
-SHUT = frozenset({AccessState.CLOSED, AccessState.FROZEN})
+SHUT = frozenset({AccessState.ORPHANED, AccessState.CLOSED, AccessState.FROZEN})
 
 _TOLD = {
     ChildState.ADMITTED: ChildState.GREETED,
@@ -191,6 +195,8 @@ CHILD: Mapping[tuple[ChildState, ChildEvent], ChildState] = {
 
 ACCESS: Mapping[tuple[AccessState, AccessEvent], AccessState] = {
     (AccessState.OPEN, AccessEvent.FIX): AccessState.LISTED,
+    (AccessState.OPEN, AccessEvent.INHERIT): AccessState.HEIRS,
+    (AccessState.HEIRS, AccessEvent.ORPHAN): AccessState.ORPHANED,
     (AccessState.LISTED, AccessEvent.UNSHARE): AccessState.OPEN,
     (AccessState.LISTED, AccessEvent.ASK): AccessState.ASKING,
     (AccessState.ASKING, AccessEvent.ALLOW): AccessState.LISTED,

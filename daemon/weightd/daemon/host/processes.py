@@ -76,6 +76,17 @@ def start(
         raise
 
 
+def adopt(pid: int, log: Path) -> Process:
+    """Return a child that was not started by this process, and has not been waited for.
+
+    Raises:
+        OSError: it is no child of this process, or no descriptors are left.
+    """
+    # As long as it has not been waited for, its pid is its own; and nobody else can.
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    return Process(pid, os.pidfd_open(pid), log, lambda: os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+
+
 def kill(process: Process, number: signal.Signals = signal.SIGKILL) -> None:
     """Send the child a signal; its pidfd tells when it is gone. The pidfd cannot hit another process by mistake."""
     with contextlib.suppress(ProcessLookupError):

@@ -169,10 +169,10 @@ class Crew:
         match action:
             case Pin():
                 self._snapshots.want(generation.source, now + self._config.load_timeout)
-            case Spawn(name, role):
+            case Spawn(name, role, template):
                 self._owners[name] = deployment, generation
                 what = program(self._config, generation, self._snapshots[generation.source])
-                self._children.spawn(self._owner, generation, what, name, role)
+                self._children.spawn(self._owner, generation, what, name, role, template)
             case Send(name, order):
                 self._children.order(name, order)
             case Kill(name, abort):

@@ -288,6 +288,16 @@ class Deployment(Deployed):
             self.terms = self.terms.private()
             self._wanted = coming.source
             return
+        elif coming.built is not None and coming.built.is_template:
+            _log.warning(
+                "%s: no worker that is forked of the template can serve, so each builds for itself: %s",
+                coming.label,
+                coming.cause,
+                extra=coming.about(),
+            )
+            self.terms = self.terms.unforked()
+            self._wanted = coming.source
+            return
         elif self._stage is Stage.FIRST and coming.outlook is not Outlook.BETTER:
             self._fail(coming)
         else:

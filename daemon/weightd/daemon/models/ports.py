@@ -27,8 +27,10 @@ class Children(Protocol):
     def unpin(self, model: str, source: Source) -> None:
         """Remove the snapshot, or stop taking it."""
 
-    def spawn(self, owner: Owner, generation: Generation, program: Program, name: str, role: Role) -> None:
-        """Start a child; answer by `heard` and, in the end, `exited`."""
+    def spawn(
+        self, owner: Owner, generation: Generation, program: Program, name: str, role: Role, template: str = ""
+    ) -> None:
+        """Start a child, forked of `template` if that is one; answer by `heard` and, in the end, `exited`."""
 
     def resume(self, owner: Owner, generation: Generation, seal: SealRecord | None) -> bool:
         """Take over the children of a generation that a daemon before this one has loaded; answer as for `spawn`.

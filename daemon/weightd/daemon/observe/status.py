@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple, Protocol
 
 from weightd.daemon.children.files import GenerationFiles
+from weightd.daemon.children.forkservers import ForkServer
 from weightd.daemon.engines.ascend import on_card
 from weightd.daemon.generations.actions import Role
 from weightd.daemon.generations.child import Child
@@ -24,6 +25,7 @@ from weightd.protocol import limits
 from weightd.protocol.codec import clip
 from weightd.protocol.messages.status import (
     DeviceStatus,
+    ForkServerStatus,
     GateStatus,
     GenerationStatus,
     ModelStatus,
@@ -58,6 +60,7 @@ class Subject(NamedTuple):
         own_pids: the daemon, what makes its gates, these, and its keeper if it has one.
         note: what is wrong with the configuration file.
         gates: how they stand.
+        fork_servers: of which children are forked.
     """
 
     models: Iterable[Model]
@@ -70,6 +73,7 @@ class Subject(NamedTuple):
     own_pids: Iterable[int]
     note: str
     gates: Iterable[Gate] = ()
+    fork_servers: Iterable[ForkServer] = ()
 
 
 def report(survey: Survey, state: str, uptime: float, subject: Subject) -> StatusResponse:
@@ -92,6 +96,7 @@ def report(survey: Survey, state: str, uptime: float, subject: Subject) -> Statu
             GateStatus(each.name, clip(each.address), each.pid, each.peers, each.restarts, survey.pss(each.pid))
             for each in subject.gates
         ),
+        fork_servers=tuple(_fork_server(each, survey, subject.processes) for each in subject.fork_servers),
     )
 
 
@@ -134,7 +139,7 @@ def _generation(
 ) -> GenerationStatus:
     children = [child for child in generation.alive() if child.name in processes]
     shared = sum(child.shared_bytes for child in children if child.role is Role.WORKER)
-    if generation.device == CPU:
+    if generation.device == CPU and not (generation.built is not None and generation.built.is_template):
         copy = 0 if files is None else survey.measured.get(files.store, functools.partial(resident_bytes, files.store))
     else:
         copy = generation.built.shared_bytes if generation.built else 0
@@ -170,6 +175,16 @@ def _process(model: Model, generation: Generation, child: Child, pid: int, surve
         shared_bytes=child.shared_bytes,
         note=clip(child.note),
         own_bytes=survey.own(pid),
+        origin=child.hello.origin if child.hello is not None else None,
+        origin_note=clip(child.hello.origin_note) if child.hello is not None else "",
+    )
+
+
+def _fork_server(server: ForkServer, survey: Survey, processes: Mapping[str, Process]) -> ForkServerStatus:
+    process = processes.get(server.name)
+    pid = process.pid if process is not None else 0
+    return ForkServerStatus(
+        server.engine, clip(server.python), pid, server.forked, survey.pss(pid), clip(server.why)
     )
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Optional, Tuple
 
 from weightd.protocol import limits
+from weightd.protocol.messages.children import ORIGINS
 from weightd.protocol.schema import integer, many, number, one_of, record, text
 
 _COUNT = integer(0, limits.MAX_COUNT)
@@ -23,6 +24,8 @@ class ProcessStatus:
     """One process of a generation. Memory in bytes, latency in microseconds.
 
     `own_bytes` is what no other process has in memory, `shared_bytes` what it shares of the model.
+    `origin` is how it came to be, absent while it has said nothing: by an interpreter of its own, `forked` of a fork
+    server, or of the `template` that has built its model; `origin_note` why it was not forked.
     """
 
     name: str = field(metadata=text(limits.MAX_NAME_BYTES))
@@ -37,6 +40,8 @@ class ProcessStatus:
     shared_bytes: Optional[int] = field(default=None, metadata=_COUNT)
     note: str = field(default="", metadata=text(limits.MAX_TEXT_BYTES, empty=True))
     own_bytes: Optional[int] = field(default=None, metadata=_COUNT)
+    origin: Optional[str] = field(default=None, metadata=one_of(ORIGINS))
+    origin_note: str = field(default="", metadata=text(limits.MAX_TEXT_BYTES, empty=True))
 
 
 @dataclass(frozen=True)
@@ -139,6 +144,21 @@ class GateStatus:
 
 
 @dataclass(frozen=True)
+class ForkServerStatus:
+    """A process that has loaded an engine, of which others are forked; `pid` is 0 while there is none.
+
+    `forked` are the processes that it, and those before it, have made; `note` says why there is none. Memory in bytes.
+    """
+
+    engine: str = field(metadata=text(limits.MAX_NAME_BYTES))
+    python: str = field(metadata=text(limits.MAX_PATH_BYTES))
+    pid: int = field(metadata=_COUNT)
+    forked: int = field(metadata=_COUNT)
+    pss_bytes: Optional[int] = field(default=None, metadata=_COUNT)
+    note: str = field(default="", metadata=text(limits.MAX_TEXT_BYTES, empty=True))
+
+
+@dataclass(frozen=True)
 class StatusResponse:
     """daemon → client: the daemon, its models, their processes and their cards. Memory in bytes (PSS).
 
@@ -162,3 +182,6 @@ class StatusResponse:
     held_bytes: int = field(default=0, metadata=_COUNT)
     max_memory_bytes: int = field(default=0, metadata=_COUNT)
     gates: Tuple[GateStatus, ...] = field(default=(), metadata=many(record(GateStatus), limits.MAX_LISTENERS))
+    fork_servers: Tuple[ForkServerStatus, ...] = field(
+        default=(), metadata=many(record(ForkServerStatus), limits.MAX_MODELS)
+    )

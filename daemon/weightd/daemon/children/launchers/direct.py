@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 from weightd.daemon.children.launch import Launch
 from weightd.daemon.children.launchers.launcher import Kept
@@ -15,6 +16,9 @@ class Direct:
 
     def start(self, launch: Launch) -> Process:  # noqa: D102
         return processes.start([*launch.argv, "--parent", str(os.getpid())], launch.log, launch.environment)
+
+    def adopt(self, name: str, pid: int, log: Path) -> Process:  # noqa: D102
+        return processes.adopt(pid, log)
 
     def kept(self) -> list[Kept]:  # noqa: D102
         return []

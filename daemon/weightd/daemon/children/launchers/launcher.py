@@ -32,6 +32,14 @@ class Launcher(Protocol):
         """Return every child that outlives the daemon."""
         raise NotImplementedError
 
+    def adopt(self, name: str, pid: int, log: Path) -> Process:
+        """Have a child watched that another child has forked: its parent is that of the other.
+
+        Raises:
+            OSError: there is no such child, or no descriptors are left.
+        """
+        raise NotImplementedError
+
     def watch(self, kept: Kept) -> Process:
         """Have such a child watched.
 

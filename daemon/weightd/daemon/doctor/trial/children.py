@@ -30,7 +30,16 @@ from weightd.daemon.host.sockets import bind, peer_pid, receive, send
 from weightd.protocol import limits
 from weightd.protocol.codec import decode, encode
 from weightd.protocol.errors import RemoteProtocolError
-from weightd.protocol.messages.children import FROM_CHILD, Broken, ChildMessage, Failed, OrderMessage, Probe, Probing
+from weightd.protocol.messages.children import (
+    FROM_CHILD,
+    Broken,
+    ChildMessage,
+    Failed,
+    Forked,
+    OrderMessage,
+    Probe,
+    Probing,
+)
 
 M = TypeVar("M", bound=ChildMessage)
 
@@ -82,7 +91,7 @@ class Confused(ChildError):
 class Heard(NamedTuple):
     """A message and the tensor frames behind it."""
 
-    message: ChildMessage
+    message: ChildMessage | Forked
     frames: Sequence[Any]
 
 
@@ -209,7 +218,9 @@ class Children:
             if process is None or pid not in (None, process.pid):
                 continue  # nobody of ours
             try:
-                message: ChildMessage = decode(received.frames, FROM_CHILD, max_bytes=limits.MAX_CHILD_HEADER_BYTES)
+                message: ChildMessage | Forked = decode(
+                    received.frames, FROM_CHILD, max_bytes=limits.MAX_CHILD_HEADER_BYTES
+                )
             except RemoteProtocolError as error:
                 raise Confused(f"{name}: {step}: it broke the protocol: {error}") from None
             self._heard[name].append(Heard(message, received.frames[limits.MAX_HEADER_FRAMES :]))

@@ -76,7 +76,7 @@ def keeper(start_keeper: Callable[..., Keeper]) -> Iterator[Keeper]:
 
 
 def launch(argv: list[str], log: Path) -> Launch:
-    return Launch("c", argv, log, {"PATH": PATH})
+    return Launch("c", argv, [], log, {"PATH": PATH})
 
 
 def exited(child: Process) -> int | None:
@@ -90,7 +90,7 @@ def dependent(keeper: Keeper, fifo: Path) -> Process:
     read = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
     try:
         environment = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        child = keeper.start(Launch("d", [sys.executable, "-c", _DEPENDENT, str(keeper.pid)], fifo, environment))
+        child = keeper.start(Launch("d", [sys.executable, "-c", _DEPENDENT, str(keeper.pid)], [], fifo, environment))
         assert select.select([read], [], [], LIMIT_S)[0]
         assert os.read(read, 100) == b"ready\n"
     finally:
@@ -111,6 +111,56 @@ def test_an_exit_status_is_told_and_a_log_is_continued(keeper: Keeper, tmp_path:
     assert log.read_text() == 4 * "out\nerr\n"
     assert log.stat().st_mode & 0o777 == 0o600
     assert keeper.kept() == []
+
+
+# Makes a child of its parent, as a fork server does, and tells which.
+_FORKING = """
+import os, time
+from weightd.worker.forking.clone import clone
+pid = clone()
+if pid:
+    print(pid, flush=True)
+time.sleep(1000)
+"""
+
+
+def sibling(keeper: Keeper, log: Path) -> tuple[Process, int]:
+    """A child of the keeper, and the pid of another one that it has forked."""
+    environment = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    os.mkfifo(log)
+    read = os.open(log, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        child = keeper.start(Launch("forks", [sys.executable, "-c", _FORKING], [], log, environment))
+        assert select.select([read], [], [], LIMIT_S)[0]
+        return child, int(os.read(read, 100))
+    finally:
+        os.close(read)
+
+
+def test_what_a_child_has_forked_is_adopted(keeper: Keeper, tmp_path: Path) -> None:
+    parent, pid = sibling(keeper, tmp_path / "fifo")
+    child = keeper.adopt("forked", pid, tmp_path / "log")
+    kill(parent)
+    assert exited(parent) == -9
+    assert keeper.kept() == [(pid, "forked", tmp_path / "log")]
+    kill(child, signal.SIGTERM)
+    assert exited(child) == -15
+    assert keeper.kept() == []
+
+
+def test_what_is_no_child_is_not_adopted(keeper: Keeper, tmp_path: Path) -> None:
+    with pytest.raises(ChildProcessError):
+        keeper.adopt("mine", os.getpid(), tmp_path / "log")
+    assert keeper.kept() == []
+
+
+def test_what_was_forked_and_not_adopted_is_ended_before_the_next_daemon_is_told(
+    keeper: Keeper, tmp_path: Path
+) -> None:
+    parent, pid = sibling(keeper, tmp_path / "fifo")
+    assert [each.pid for each in keeper.kept()] == [parent.pid]
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
 
 
 def test_a_child_is_the_keepers_and_inherits_nothing(keeper: Keeper, directory: Path, tmp_path: Path) -> None:
@@ -137,16 +187,16 @@ def test_the_environment_is_the_one_given_and_no_other(
     monkeypatch.setenv("OURS", "1")
     environment = {"TMPDIR": str(tmp_path), "ODD": 'é\udcff"\n', "A": "a" * 75_000, "B": "b" * 75_000}
     argv = [sys.executable, "-S", "-c", "import os; print(ascii(dict(os.environ)))"]
-    assert exited(keeper.start(Launch("c", argv, tmp_path / "log", environment))) == 0
+    assert exited(keeper.start(Launch("c", argv, [], tmp_path / "log", environment))) == 0
     said = ast.literal_eval((tmp_path / "log").read_text())
     assert {name: said.get(name) for name in (*environment, "OURS")} == {**environment, "OURS": None}
 
 
 def test_children_that_have_not_been_waited_for_are_told_to_the_next_daemon(keeper: Keeper, tmp_path: Path) -> None:
     lives, dead, gone = (tmp_path / name for name in ("lives", "dead", "gone"))
-    first = keeper.start(Launch("lives", SLEEP, lives, {"PATH": PATH}))
-    second = keeper.start(Launch("dead", ["sh", "-c", "exit 3"], dead, {"PATH": PATH}))
-    assert exited(keeper.start(Launch("gone", ["true"], gone, {"PATH": PATH}))) == 0
+    first = keeper.start(Launch("lives", SLEEP, [], lives, {"PATH": PATH}))
+    second = keeper.start(Launch("dead", ["sh", "-c", "exit 3"], [], dead, {"PATH": PATH}))
+    assert exited(keeper.start(Launch("gone", ["true"], [], gone, {"PATH": PATH}))) == 0
     assert select.select([second.pidfd], [], [], LIMIT_S)[0]
     following = Keeper(os.dup(keeper.descriptor))
     keeper.close()

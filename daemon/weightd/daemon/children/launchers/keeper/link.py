@@ -89,6 +89,15 @@ class Keeper:
         answer = self._ask({**request, "environment": dict(launch.environment)})
         return self.watch(Kept(answer["pid"], launch.name, launch.log))
 
+    def adopt(self, name: str, pid: int, log: Path) -> Process:
+        """Have a child watched that another child has forked.
+
+        Raises:
+            OSError: there is no such child, or no descriptors are left.
+        """
+        self._ask({"adopt": name, "pid": pid, "log": str(log)})
+        return self.watch(Kept(pid, name, log))
+
     def watch(self, kept: Kept) -> Process:
         """Have a child watched that has not been waited for.
 

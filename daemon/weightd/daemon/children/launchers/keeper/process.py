@@ -4,12 +4,15 @@ It imports little, so that it stays small, and does little, so that it never has
 at a time:
 
     {"start": NAME, "argv": [...], "log": PATH, "environment": {...}}    {"pid": PID}
+    {"adopt": NAME, "pid": PID, "log": PATH}        a child that another has forked     {"pid": PID}
     {"reap": PID}              waits for its end                         {"status": STATUS}, negative for a signal
     {"children": true}         those that have not been reaped           {"pid": PID, "children": [[PID, NAME, LOG]]}
 
 Requests and answers are lines. An error is {"errno": ERRNO, "path": PATH}. Each answer has the "id" of its request. A
 line that is no request is what a daemon was sending when it was killed: it is skipped. A child stays a zombie until it
-is reaped: until then its pid is its own. Each PATH is removed at the end, a directory with all that is in it.
+is reaped: until then its pid is its own. One that was forked for a daemon which ended before it had it adopted is
+nobody's: it is killed before the next one is told of the others, and at the end. Each PATH is removed at the end, a
+directory with all that is in it.
 """
 
 from __future__ import annotations
@@ -50,6 +53,11 @@ class Keeper:
                 pid = _start(request["argv"], request["log"], request["environment"])
                 self._children[pid] = request["start"], request["log"]
                 return {"pid": pid}
+            if "adopt" in request:
+                # Fails where it is not a child.
+                os.waitid(os.P_PID, request["pid"], os.WEXITED | os.WNOHANG | os.WNOWAIT)
+                self._children[request["pid"]] = request["adopt"], request["log"]
+                return {"pid": request["pid"]}
             if "reap" in request:
                 _, status = os.waitpid(request["reap"], 0)
                 del self._children[request["reap"]]
@@ -58,13 +66,38 @@ class Keeper:
             return {"errno": error.errno, "path": error.filename}
         except (LookupError, TypeError, ValueError):
             return {"errno": errno.EINVAL, "path": None}
+        self._end_strays()
         return {"pid": os.getpid(), "children": [[pid, *each] for pid, each in self._children.items()]}
 
     def end(self) -> None:
         """Kill every child, those that came last first: holders outlive their workers."""
         for pid in reversed(self._children):
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
+            _end(pid)
+        # After those that could make more.
+        self._end_strays()
+
+    def _end_strays(self) -> None:
+        for pid in _children():
+            if pid not in self._children:
+                _end(pid)
+
+
+def _children() -> list[int]:
+    """Every process whose parent this one is, as the kernel tells."""
+    found: list[int] = []
+    for entry in os.listdir("/proc"):
+        if entry.isdecimal():
+            with contextlib.suppress(OSError), open(f"/proc/{entry}/stat", "rb") as file:
+                stat = file.read()
+                # The name, in parentheses, may hold anything; the state follows, and the parent.
+                if int(stat[stat.rindex(b")") + 2 :].split()[1]) == os.getpid():
+                    found.append(int(entry))
+    return found
+
+
+def _end(pid: int) -> None:
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
 
 
 def _start(argv: list[str], log: str, environment: dict[str, str]) -> int:

@@ -1,0 +1,140 @@
+"""Fork servers: for each interpreter and engine a process that has loaded both, of which children are forked.
+
+One is there as long as a model wants it. One that ends is followed by another, soon the first time; meanwhile children
+are spawned, for that reason.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from weightd.daemon.children import launch
+from weightd.daemon.children.launch import Launch, Program
+from weightd.daemon.config.model import ModelConfig
+from weightd.daemon.generations.restarts import Restarts
+from weightd.daemon.host.ends import End
+
+_log = logging.getLogger("weightd")
+
+# An interpreter on a loaded machine needs seconds to import an engine.
+START_TIMEOUT_S = 60.0
+
+# What it takes to fork, however much memory has to be marked for it, and then some.
+FORK_TIMEOUT_S = 10.0
+
+Kind = tuple[str, str]
+"""Interpreter and engine."""
+
+
+@dataclass
+class ForkServer:
+    """A fork server, or what became of it.
+
+    Attributes:
+        python: its interpreter.
+        engine: what it has loaded.
+        name: of the process, "" while there is none.
+        since: when that was started, in monotonic seconds.
+        forked: how many children all of its kind have made.
+        why: it is not there, for people.
+    """
+
+    python: str
+    engine: str
+    name: str = ""
+    since: float = 0.0
+    forked: int = 0
+    why: str = ""
+    restarts: Restarts = field(default_factory=Restarts)
+
+
+class ForkServers:
+    """The fork servers that the models of the configuration want.
+
+    Args:
+        directory: for their logs.
+        address: where children connect.
+        start: starts one; raises OSError where that cannot be done.
+        end: ends the one of that name.
+    """
+
+    def __init__(
+        self, directory: Path, address: str, start: Callable[[Launch], object], end: Callable[[str], object]
+    ) -> None:
+        self._directory = directory
+        self._address = address
+        self._start_process = start
+        self._end = end
+        self._all: dict[Kind, ForkServer] = {}
+        self._serial = 0
+
+    @property
+    def all(self) -> Mapping[Kind, ForkServer]:
+        """Those that are wanted."""
+        return self._all
+
+    def want(self, models: Iterable[ModelConfig]) -> None:
+        """Have those that these models want, and no other."""
+        wanted = {(each.python, each.engine) for each in models if each.forks}
+        for kind in self._all.keys() - wanted:
+            server = self._all.pop(kind)
+            if server.name:
+                self._end(server.name)
+        for kind in sorted(wanted - self._all.keys()):
+            self._start(self._all.setdefault(kind, ForkServer(*kind)))
+
+    def find(self, program: Program) -> ForkServer | None:
+        """Return the one for this program, started anew if that is due; None if no model wants it."""
+        server = self._all.get((program.python, program.engine))
+        if server is not None and not server.name and server.restarts.due <= time.monotonic():
+            self._start(server)
+        return server
+
+    def is_one(self, name: str) -> bool:
+        """Whether a process is one of them."""
+        return self._of(name) is not None
+
+    def due(self, name: str) -> float:
+        """Return by when one that is asked now has to have answered, in monotonic seconds."""
+        server = self._of(name)
+        since = server.since + START_TIMEOUT_S if server is not None else 0.0
+        return max(since, time.monotonic() + FORK_TIMEOUT_S)
+
+    def forked(self, name: str) -> None:
+        """It has made a child."""
+        server = self._of(name)
+        if server is not None:
+            server.forked += 1
+            server.restarts.became_ready()
+
+    def exited(self, name: str, end: End) -> None:
+        """It has ended: the next one is started at once, unless the one before has also ended soon."""
+        server = self._of(name)
+        if server is None:
+            return
+        now = time.monotonic()
+        server.restarts.died(now - server.since, now)
+        server.name, server.why = "", f"its fork server is lost: {end}"
+        _log.warning("the fork server of %s under %s is lost: %s", server.engine, server.python, end)
+        if server.restarts.delay == 0.0:
+            self._start(server)
+
+    def _of(self, name: str) -> ForkServer | None:
+        return next((each for each in self._all.values() if name and each.name == name), None)
+
+    def _start(self, server: ForkServer) -> None:
+        self._serial += 1
+        name = f"forkserver.{self._serial}"
+        log = self._directory / f"{name}.log"
+        try:
+            self._start_process(launch.fork_server(server.python, server.engine, name, self._address, log))
+        except OSError as error:
+            now = time.monotonic()
+            server.restarts.died(0.0, now)
+            server.why = f"its fork server cannot be started: {error.strerror or error}"
+        else:
+            server.name, server.since, server.why = name, time.monotonic(), ""

@@ -1,0 +1,129 @@
+"""Children that are being forked, in a world that answers, lies, dies and hangs in any order."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from testkit.examples import examples
+from weightd.daemon.children.forks import Wanted
+from weightd.daemon.children.launch import Launch
+from weightd.daemon.children.nursery import Nursery
+from weightd.daemon.host.loop import Loop
+from weightd.daemon.host.processes import Process
+from weightd.protocol.messages.children import Fork, Forked
+
+PARENTS = st.sampled_from(["forkserver.1", "forkserver.2", "m.1.holder"])
+PATIENCE_S = 10.0
+
+
+class World(RuleBasedStateMachine):
+    """Each child that is wanted comes, or is told not to come, or is given up: one of the three, and once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 1000.0
+        self.wanted: dict[str, Wanted] = {}
+        self.orders: list[tuple[str, Fork]] = []
+        self.born: dict[str, int] = {}
+        self.unborn: dict[str, str] = {}
+        self.surplus: set[int] = set()
+        self.cancelled: set[str] = set()
+        self.hung: list[str] = []
+        self.watchable = True
+        launcher: Any = SimpleNamespace(adopt=self.adopt)
+        self.loop = Loop()
+        self.nursery = Nursery(
+            launcher, self.loop, self.order, self.is_born, lambda _, process: self.surplus.add(process.pid), self.hang
+        )
+
+    def order(self, parent: str, fork: Fork) -> None:
+        self.orders.append((parent, fork))
+
+    def adopt(self, name: str, pid: int, log: Path) -> Process:
+        if not self.watchable:
+            raise OSError(errno.EMFILE, "no descriptors are left")
+        return Process(pid, -1, log, lambda: 0)
+
+    def is_born(self, launch: Launch, parent: str, process: Process) -> None:
+        assert self.wanted[launch.name].parent == parent
+        assert process.log == launch.log
+        assert launch.name not in self.born
+        self.born[launch.name] = process.pid
+
+    def instead(self, launch: Launch, why: str) -> None:
+        assert launch.name not in self.unborn
+        self.unborn[launch.name] = why
+
+    def hang(self, parent: str) -> None:
+        self.hung.append(parent)
+
+    @property
+    def pending(self) -> list[str]:
+        return [name for name in self.wanted if name not in {*self.born, *self.unborn, *self.cancelled}]
+
+    @rule(parent=PARENTS)
+    def one_is_wanted(self, parent: str) -> None:
+        name = f"m.1.w{len(self.wanted)}"
+        launch = Launch(name, ["python"], ["--name", name], Path(f"/logs/{name}"), {})
+        self.wanted[name] = Wanted(launch, parent, self.now + PATIENCE_S, self.instead)
+        self.nursery.fork(self.wanted[name])
+        assert self.orders[-1] == (parent, Fork(name, ("--name", name), f"/logs/{name}"))
+
+    @precondition(lambda self: self.wanted)
+    @rule(data=st.data(), parent=PARENTS, watchable=st.booleans(), error=st.sampled_from(["", "", "two threads"]))
+    def somebody_answers(self, data: st.DataObject, parent: str, watchable: bool, error: str) -> None:
+        name = data.draw(st.sampled_from([*self.wanted, "nobody"]))
+        counts = name in self.pending and self.wanted[name].parent == parent
+        pid, self.watchable = 0 if error else 100 + len(self.wanted), watchable
+        before = len(self.surplus)
+        self.nursery.answered(parent, Forked(name, pid, error))
+        if not counts:
+            # It was forked all the same: somebody has to end it.
+            assert len(self.surplus) - before <= (pid in self.surplus)
+            assert not pid or not watchable or pid in self.surplus
+        elif error or not watchable:
+            assert self.unborn[name] == error or "descriptors" in self.unborn[name]
+        else:
+            assert self.born[name] == pid
+
+    @precondition(lambda self: self.wanted)
+    @rule(data=st.data())
+    def one_is_wanted_no_more(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(list(self.wanted)))
+        assert self.nursery.cancel(name) == (name in self.pending)
+        self.cancelled |= {name} - {*self.born, *self.unborn}
+
+    @rule(parent=PARENTS)
+    def one_dies(self, parent: str) -> None:
+        its = [name for name in self.pending if self.wanted[name].parent == parent]
+        self.nursery.lost(parent)
+        assert all(parent in self.unborn[name] for name in its)
+
+    @rule(seconds=st.sampled_from([0.5, PATIENCE_S]))
+    def time_passes(self, seconds: float) -> None:
+        self.now += seconds
+        late = {self.wanted[name].parent for name in self.pending if self.wanted[name].due <= self.now}
+        self.hung.clear()
+        self.nursery.look(self.now)
+        assert set(self.hung) == late
+
+    @invariant()
+    def it_knows_what_is_under_way(self) -> None:
+        assert set(self.nursery.parents()) == {self.wanted[name].parent for name in self.pending}
+        for name in self.wanted:
+            assert self.nursery.parent(name) == (self.wanted[name].parent if name in self.pending else "")
+
+    def teardown(self) -> None:
+        """Nothing is left open."""
+        self.loop.close()
+
+
+TestWorld = World.TestCase
+TestWorld.settings = settings(max_examples=examples(60), stateful_step_count=30, deadline=None)
