@@ -39,6 +39,7 @@ class ForkServer:
         engine: what it has loaded.
         name: of the process, "" while there is none.
         since: when that was started, in monotonic seconds.
+        is_up: whether that has forked anything: before, it may still be loading.
         forked: how many children all of its kind have made.
         why: it is not there, for people.
     """
@@ -47,6 +48,7 @@ class ForkServer:
     engine: str
     name: str = ""
     since: float = 0.0
+    is_up: bool = False
     forked: int = 0
     why: str = ""
     restarts: Restarts = field(default_factory=Restarts)
@@ -101,14 +103,15 @@ class ForkServers:
     def due(self, name: str) -> float:
         """Return by when one that is asked now has to have answered, in monotonic seconds."""
         server = self._of(name)
-        since = server.since + START_TIMEOUT_S if server is not None else 0.0
-        return max(since, time.monotonic() + FORK_TIMEOUT_S)
+        due = time.monotonic() + FORK_TIMEOUT_S
+        return due if server is None or server.is_up else max(due, server.since + START_TIMEOUT_S)
 
     def forked(self, name: str) -> None:
         """It has made a child."""
         server = self._of(name)
         if server is not None:
             server.forked += 1
+            server.is_up = True
             server.restarts.became_ready()
 
     def exited(self, name: str, end: End) -> None:
@@ -137,4 +140,4 @@ class ForkServers:
             server.restarts.died(0.0, now)
             server.why = f"its fork server cannot be started: {error.strerror or error}"
         else:
-            server.name, server.since, server.why = name, time.monotonic(), ""
+            server.name, server.since, server.is_up, server.why = name, time.monotonic(), False, ""

@@ -183,9 +183,7 @@ def _process(model: Model, generation: Generation, child: Child, pid: int, surve
 def _fork_server(server: ForkServer, survey: Survey, processes: Mapping[str, Process]) -> ForkServerStatus:
     process = processes.get(server.name)
     pid = process.pid if process is not None else 0
-    return ForkServerStatus(
-        server.engine, clip(server.python), pid, server.forked, survey.pss(pid), clip(server.why)
-    )
+    return ForkServerStatus(server.engine, clip(server.python), pid, server.forked, survey.pss(pid), clip(server.why))
 
 
 def _device(device: Device) -> DeviceStatus:

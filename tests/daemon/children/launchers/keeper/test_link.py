@@ -19,12 +19,12 @@ from unittest import mock
 
 import pytest
 
+from testkit import memory
 from testkit.keeping import LIMIT_S, ended
 from weightd.daemon.children.launch import Launch
 from weightd.daemon.children.launchers.keeper import link, process
 from weightd.daemon.children.launchers.keeper.link import Keeper, KeeperLost, wait_until_gone
 from weightd.daemon.children.launchers.launcher import Kept
-from weightd.daemon.host.memory import pss_bytes
 from weightd.daemon.host.processes import Process, kill, reap
 
 MIB = 1024 * 1024
@@ -418,8 +418,7 @@ def test_the_directory_is_free_and_the_children_are_dead_once_the_keeper_is_gone
 
 
 def test_it_is_small(keeper: Keeper) -> None:
-    pss = pss_bytes(keeper.pid)
-    assert pss is not None
+    pss = memory.pss(keeper.pid)
     rollup = Path(f"/proc/{keeper.pid}/smaps_rollup").read_text()
     dirty = next(int(line.split()[1]) * 1024 for line in rollup.splitlines() if line.startswith("Private_Dirty:"))
     assert pss < 12 * MIB

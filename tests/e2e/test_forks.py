@@ -1,0 +1,113 @@
+"""Processes that are forked: how each came to be, and what follows when that which they are forked of is lost."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from testkit.service import Service
+from testkit.waiting import until
+from weightd.protocol.messages.status import ForkServerStatus, ProcessStatus
+
+from .support import (
+    ONE_ENGINE,
+    Load,
+    Question,
+    ask_all,
+    kill_a_worker,
+    model_status,
+    processes,
+    ready_workers,
+)
+
+pytestmark = pytest.mark.e2e
+
+WORKERS = 2
+
+
+@pytest.fixture
+def service(mlp: Path) -> Iterator[Service]:
+    with Service({"mlp": {"path": mlp, "workers": WORKERS}}, verbose=True) as service:
+        service.ready()
+        yield service
+
+
+def fork_server(service: Service) -> ForkServerStatus:
+    [server] = service.status().fork_servers
+    return server
+
+
+def everybody(service: Service) -> list[ProcessStatus]:
+    return [each for role in ("holder", "worker") for each in processes(service, "mlp", role)]
+
+
+def origins(service: Service) -> dict[str, set[str | None]]:
+    return {role: {each.origin for each in processes(service, "mlp", role)} for role in ("holder", "worker")}
+
+
+def test_each_process_tells_how_it_came_to_be(service: Service, engine: str) -> None:
+    workers = "template" if engine == "onnxruntime" else "forked"
+    assert origins(service) == {"holder": {"forked"}, "worker": {workers}}
+    assert fork_server(service).forked == (1 if engine == "onnxruntime" else 1 + WORKERS)
+    # They are the daemon's own children, and lead a session of their own.
+    for each in everybody(service):
+        stat = Path(f"/proc/{each.pid}/stat").read_text("ascii", "replace").rpartition(") ")[2].split()
+        assert (int(stat[1]), int(stat[3])) == (service.pid, each.pid)
+        assert each.name.encode() in Path(f"/proc/{each.pid}/cmdline").read_bytes()
+
+
+def test_what_is_not_to_be_forked_is_spawned_and_tells_why(mlp: Path, questions: list[Question]) -> None:
+    with Service({"mlp": {"path": mlp, "workers": WORKERS, "start": "spawn"}}) as service:
+        service.ready()
+        assert origins(service) == {"holder": {"spawned"}, "worker": {"spawned"}}
+        assert {each.origin_note for each in everybody(service)} == {'start = "spawn"'}
+        assert service.status().fork_servers == ()
+        with service.client() as client:
+            ask_all(client, "mlp", questions)
+
+
+def test_what_was_forked_outlives_its_fork_server_which_is_followed_by_another(
+    service: Service, questions: list[Question]
+) -> None:
+    before, names = fork_server(service), {each.name for each in ready_workers(service, "mlp")}
+    os.kill(before.pid, signal.SIGKILL)
+    until(lambda: fork_server(service).pid not in (0, before.pid), "there is another fork server")
+    assert {each.name for each in ready_workers(service, "mlp")} == names
+    with Load(service.address, "mlp", questions) as load:
+        kill_a_worker(service, load)
+    service.ready()
+    assert {each.origin_note for each in everybody(service)} == {""}
+
+
+@pytest.mark.engines("mindspore_lite")
+def test_a_fork_server_that_hangs_is_ended_and_what_it_was_asked_for_is_spawned(
+    service: Service, questions: list[Question]
+) -> None:
+    os.kill(fork_server(service).pid, signal.SIGSTOP)
+    with Load(service.address, "mlp", questions) as load:
+        kill_a_worker(service, load)
+    service.ready()
+    notes = {each.origin: each.origin_note for each in ready_workers(service, "mlp")}
+    assert notes.keys() == {"forked", "spawned"}
+    assert "was lost before it had forked it" in notes["spawned"]
+
+
+@ONE_ENGINE
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["dies", "hangs"])
+def test_workers_outlive_their_template_and_the_next_one_that_is_needed_brings_another(
+    service: Service, questions: list[Question], number: signal.Signals
+) -> None:
+    [holder] = processes(service, "mlp", "holder")
+    with Load(service.address, "mlp", questions) as load:
+        os.kill(holder.pid, number)
+        load.wait_for(50)
+        assert [each.number for each in model_status(service, "mlp").generations] == [1]
+        os.kill(ready_workers(service, "mlp")[0].pid, signal.SIGKILL)
+        until(lambda: [each.number for each in model_status(service, "mlp").generations] == [2], "the next one serves")
+        load.wait_for(50)
+    service.ready()
+    assert origins(service) == {"holder": {"forked"}, "worker": {"template"}}
