@@ -21,7 +21,7 @@ import contextlib
 import hashlib
 import os
 from pathlib import Path, PurePosixPath
-from typing import BinaryIO, Dict, Generator, Iterator, List, NamedTuple, Tuple, cast
+from typing import BinaryIO, Dict, Generator, Iterator, List, NamedTuple, Sequence, Tuple, cast
 
 from weightd.protocol import limits
 from weightd.protocol.errors import WeightdError
@@ -99,6 +99,15 @@ class Model:
             reader.close()
             raise self._changed()
         return reader
+
+    def check_same(self, files: Sequence[ModelFile]) -> None:
+        """Make sure that these files, found in a copy of it, are its own.
+
+        Raises:
+            ModelFileError: they are not, so it has changed while it was copied.
+        """
+        if [(file.name, file.nbytes) for file in files] != [(file.name, file.nbytes) for file in self.files]:
+            raise self._changed()
 
     def check_unchanged(self) -> None:
         """Make sure that what is at the path, and what it names, is still what it was.
@@ -198,10 +207,14 @@ def digest(path: Path, *, own: bool = False) -> str:
         ModelFileError: as `Model`, of which `own` is known, too.
     """
     with Model(path, own=own) as model:
-        digests = [_sha256(file.path, model.open(file)) for file in model.files]
-        if len(digests) == 1:
-            return digests[0]
-        return hashlib.sha256(b"".join(map(_sha256sum_line, digests, model.files))).hexdigest()
+        return combined(model.files, [_sha256(file.path, model.open(file)) for file in model.files])
+
+
+def combined(files: Sequence[ModelFile], digests: Sequence[str]) -> str:
+    """Return the sha256 that names the content of a model of these files, of which each has one of these."""
+    if len(digests) == 1:
+        return digests[0]
+    return hashlib.sha256(b"".join(map(_sha256sum_line, digests, files))).hexdigest()
 
 
 def _sha256sum_line(sha256: str, file: ModelFile) -> bytes:

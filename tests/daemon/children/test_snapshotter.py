@@ -1,21 +1,23 @@
 from __future__ import annotations
 
 import errno
+import fcntl
+import hashlib
 import json
 import os
 import shutil
 import stat
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import BinaryIO
 from unittest import mock
 
 import pytest
 
 from testkit import models
 from weightd.daemon.children import snapshotter
-from weightd.shared.modelfile import ModelFileError, digest
+from weightd.shared.modelfile import ModelFileError, digest, model_files
 
 CONTENT = bytes(range(256)) * 1000
 
@@ -60,9 +62,10 @@ def test_what_belongs_to_a_model_is_copied(tmp_path: Path, model: Path, director
         (graph, {"big_graph.mindir", "big_variables/data_0", "big_variables/data_1"}),
         (link, {"link.mindir"}),
     ):
-        copy = snapshotter.take(path, directory)
+        copy, sha256, nbytes = snapshotter.take(path, directory)
         assert (copy, names(directory)) == (directory / path.name, expected)
-        assert digest(copy) == digest(path)
+        assert sha256 == digest(copy) == digest(path)
+        assert nbytes == sum(file.nbytes for file in model_files(path))
         assert {mode(each) for each in directory.rglob("*")} == {0o400, *([0o700] if path == graph else [])}
         assert (mode(directory), copy.is_symlink()) == (0o700, False)
         shutil.rmtree(directory)
@@ -70,36 +73,28 @@ def test_what_belongs_to_a_model_is_copied(tmp_path: Path, model: Path, director
 
 # --- how it is copied -----------------------------------------------------------------------------------------------
 
-CopyFileRange = Callable[[int, int, int], int]
-_copy_file_range: CopyFileRange = os.copy_file_range
+Copy = Callable[[BinaryIO, Path], str]
+_copy: Copy = snapshotter._copy  # pyright: ignore[reportPrivateUsage]
 
 
-def not_here(source: int, target: int, count: int) -> int:
-    raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
-
-
-def nothing(source: int, target: int, count: int) -> int:
+def clone(writer: int, request: int, reader: int) -> int:
+    """What a file system does that shares blocks."""
+    assert request == 0x40049409
+    os.pwrite(writer, os.pread(reader, len(CONTENT), 0), 0)
     return 0
 
 
-def little_by_little(source: int, target: int, count: int) -> int:
-    return _copy_file_range(source, target, min(count, 10_000))
-
-
-@pytest.mark.parametrize("first", [[], [little_by_little] * 3], ids=["from the beginning", "after some of it"])
-@pytest.mark.parametrize("then", [not_here, nothing, little_by_little])
+@pytest.mark.parametrize("shares_blocks", [True, False])
+@pytest.mark.parametrize("block_bytes", [1000, len(CONTENT), 2**20])
 def test_the_copy_is_equal_however_it_is_made(
-    model: Path, directory: Path, monkeypatch: pytest.MonkeyPatch, first: list[CopyFileRange], then: CopyFileRange
+    model: Path, directory: Path, monkeypatch: pytest.MonkeyPatch, shares_blocks: bool, block_bytes: int
 ) -> None:
-    ways = iter(first)
-
-    def copy_file_range(source: int, target: int, count: int) -> int:
-        return next(ways, then)(source, target, count)
-
-    monkeypatch.setattr(os, "copy_file_range", copy_file_range)
-    copy = snapshotter.take(model, directory)
+    refused = OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+    monkeypatch.setattr(fcntl, "ioctl", clone if shares_blocks else mock.Mock(side_effect=refused))
+    monkeypatch.setattr(snapshotter, "_BLOCK_BYTES", block_bytes)
+    copy, sha256, _ = snapshotter.take(model, directory)
     model.write_bytes(b"other")
-    assert (copy.read_bytes(), mode(copy)) == (CONTENT, 0o400)
+    assert (copy.read_bytes(), mode(copy), sha256) == (CONTENT, 0o400, hashlib.sha256(CONTENT).hexdigest())
 
 
 # --- what goes wrong ------------------------------------------------------------------------------------------------
@@ -131,15 +126,15 @@ def _replaced(model: Path) -> None:
 def test_a_model_that_changes_while_it_is_copied_is_refused(
     model: Path, directory: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Path], None], late: bool
 ) -> None:
-    def changing(source: int, target: int, count: int) -> int:
+    def changing(source: BinaryIO, target: Path) -> str:
         if not late:
             change(model)
-        copied = _copy_file_range(source, target, count)
+        sha256 = _copy(source, target)
         if late:
             change(model)
-        return copied
+        return sha256
 
-    monkeypatch.setattr(os, "copy_file_range", changing)
+    monkeypatch.setattr(snapshotter, "_copy", changing)
     with pytest.raises(ModelFileError) as caught:
         snapshotter.take(model, directory)
     assert str(caught.value) == f"{model}: changed while it was copied; load it again once it is complete"
@@ -150,12 +145,32 @@ def test_an_external_file_that_changes_is_refused(
 ) -> None:
     model = models.with_external_data(tmp_path / "big.onnx", locations=2)
 
-    def changing(source: int, target: int, count: int) -> int:
-        os.utime(tmp_path / "big.w0.bin")
-        return _copy_file_range(source, target, count)
+    def changing(source: BinaryIO, target: Path) -> str:
+        (tmp_path / "big.w0.bin").touch()
+        return _copy(source, target)
 
-    os.utime(tmp_path / "big.w0.bin", ns=(0, 0))
-    monkeypatch.setattr(os, "copy_file_range", changing)
+    monkeypatch.setattr(snapshotter, "_copy", changing)
+    with pytest.raises(ModelFileError, match="changed while it was copied"):
+        snapshotter.take(model, directory)
+
+
+def test_a_copy_that_names_other_files_is_refused(
+    tmp_path: Path, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Somebody has changed the model while it was read, and put everything back."""
+    model = models.with_external_data(tmp_path / "big.onnx", locations=1)
+    other = models.with_external_data(tmp_path / "big.x.onnx", locations=2).read_bytes()
+
+    def changing(source: BinaryIO, target: Path) -> str:
+        sha256 = _copy(source, target)
+        if target.name == model.name:
+            target.chmod(0o600)
+            target.write_bytes(other)
+            for each in tmp_path.glob("big.x.w*"):
+                shutil.copy(each, directory)
+        return sha256
+
+    monkeypatch.setattr(snapshotter, "_copy", changing)
     with pytest.raises(ModelFileError, match="changed while it was copied"):
         snapshotter.take(model, directory)
 
@@ -163,27 +178,16 @@ def test_an_external_file_that_changes_is_refused(
 # --- the process ----------------------------------------------------------------------------------------------------
 
 
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: Path) -> tuple[int, str]:
-    """Return the exit status, and the error if there is one."""
-    monkeypatch.setattr(sys, "argv", ["snapshot", *map(str, arguments)])
-    status = snapshotter.main()
-    out, err = capsys.readouterr()
-    assert err == ""
-    return status, json.loads(out).get("error", "")
-
-
-def test_weights_are_copied_from_a_file_only(
-    model: Path, directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_weights_are_copied_from_a_file_only(model: Path, directory: Path, tmp_path: Path) -> None:
     weights, copy = tmp_path / "weights.npz", tmp_path / "copy"
     weights.write_bytes(b"weights")
-    assert run(monkeypatch, capsys, model, directory, weights, copy) == (0, "")
+    assert snapshotter.answer(model, directory, weights, copy) == {"sha256": digest(model), "nbytes": len(CONTENT)}
     assert (copy.read_bytes(), mode(copy)) == (b"weights", 0o400)
     shutil.rmtree(directory)
     weights.unlink()
     os.mkfifo(weights)
     error = f"{weights}: expected a file, got a special file"
-    assert run(monkeypatch, capsys, model, directory, weights, copy) == (1, error)
+    assert snapshotter.answer(model, directory, weights, copy) == {"error": error}
 
 
 @pytest.mark.parametrize(
@@ -195,52 +199,35 @@ def test_weights_are_copied_from_a_file_only(
     ],
 )
 def test_what_goes_wrong_is_answered_in_a_line(
-    model: Path,
-    directory: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    spoilt: str,
-    text: str,
+    model: Path, directory: Path, monkeypatch: pytest.MonkeyPatch, spoilt: str, text: str
 ) -> None:
     full = mock.Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
-    monkeypatch.setattr(os, "copy_file_range", full)
-    monkeypatch.setattr(shutil, "copyfileobj", full)
+    monkeypatch.setattr(snapshotter, "_piped", full)
     if spoilt == "model":
         model.unlink()
     elif spoilt == "directory":
         directory.mkdir()
-    assert run(monkeypatch, capsys, model, directory) == (1, text.format(model=model, directory=directory))
-    assert not directory.exists() or names(directory) == set()
+    assert snapshotter.answer(model, directory) == {"error": text.format(model=model, directory=directory)}
 
 
-# Runs the module as it is run, and looks at its score for the end by want of memory when it ends.
-RUN = """
-import atexit, pathlib, runpy, sys
+# Looks at the process's score for the end by want of memory when it ends.
+SCORE = """
+import atexit, pathlib
 score = pathlib.Path("/proc/self/oom_score_adj")
 before = int(score.read_text())
 atexit.register(lambda: print(before, int(score.read_text())))
-runpy.run_module("weightd.daemon.children.snapshotter", run_name="__main__")
 """
 
 
 @pytest.mark.parametrize("limit", ["unlimited", "64"])
 def test_as_the_process_that_it_is(model: Path, directory: Path, limit: str) -> None:
     """It goes before the daemon when memory runs out. A limit on the size of files stands in for the full disk."""
+    python, *options, program, path, parent, copied, to = snapshotter.command([str(model), str(directory)])
+    argv = [python, *options, SCORE + program, path, parent, copied, to]
     done = subprocess.run(
-        [
-            "sh",
-            "-c",
-            f'ulimit -f {limit}; exec "$0" "$@"',
-            sys.executable,
-            "-c",
-            RUN,
-            str(os.getpid()),
-            model,
-            directory,
-        ],
+        ["sh", "-c", f'ulimit -f {limit}; exec "$0" "$@"', *argv],
         capture_output=True,
         text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONDONTWRITEBYTECODE": "1"},
         timeout=60,
         check=False,
     )

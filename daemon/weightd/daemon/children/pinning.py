@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import functools
-import os
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-from weightd.daemon.children import helpers
+from weightd.daemon.children import helpers, snapshotter
 from weightd.daemon.children.files import SnapshotFiles
 from weightd.daemon.children.helpers import Answer
 from weightd.daemon.children.owner import Owner, Snapshot
@@ -49,13 +47,13 @@ class Pinning:
         """Start the process that takes the snapshot."""
         files = self._files(model, source)
         sample = canary.sample(config.canary)
-        argv = [sys.executable, "-m", "weightd.daemon.children.snapshotter", str(os.getpid()), source.path]
-        argv += [str(files.model_dir), *([source.weights, str(files.weights)] if source.weights else [])]
-        argv += [sample, str(files.sample)] if sample else []
+        arguments = [source.path, str(files.model_dir)]
+        arguments += [source.weights, str(files.weights)] if source.weights else []
+        arguments += [sample, str(files.sample)] if sample else []
         tell = functools.partial(self._on_answer, owner, config, source, files)
         try:
             files.create()
-            helpers.ask(self._running, files.directory.name, argv, files.log, tell)
+            helpers.ask(self._running, files.directory.name, snapshotter.command(arguments), files.log, tell)
         except (ClaimError, OSError) as error:
             self._later(functools.partial(owner.pin_failed, source, f"cannot take a snapshot: {error}"))
 
