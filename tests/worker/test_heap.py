@@ -17,7 +17,8 @@ import numpy as np
 from weightd.worker import pagesharing
 from weightd.worker.heap import MOST_KEPT_BYTES, Heap, own_bytes
 pagesharing.prepare()
-heap = Heap()
+asked = []
+heap = Heap(lambda: asked.append(1))
 
 def predict(nbytes):
     inputs = np.ones(nbytes, np.uint8)
@@ -45,6 +46,7 @@ def _run(code: str) -> None:
 def test_before_it_keeps_nothing_is_done() -> None:
     _run("""
 heap.bound(), heap.give_back()
+assert not asked
 assert faults(10, 8_000_000) > 10 * 16_000_000 // 65_536 // 2
 """)
 
@@ -69,8 +71,26 @@ assert own_bytes() - before < 10_000_000
 other = hole(2_000_000)
 heap.bound()
 assert own_bytes() - before > 30_000_000
+assert len(asked) == 1
 heap.give_back()
 assert own_bytes() - before < 10_000_000
+assert len(asked) == 2
+""")
+
+
+def test_what_each_predict_takes_anew_is_not_given_back_after_each() -> None:
+    _run("""
+import time
+heap.keep()
+ends = []
+for _ in range(3):
+    ends.append(hole(8_000_000))
+    heap.bound()
+assert len(asked) == 1
+now = time.monotonic() + 100
+time.monotonic = lambda: now
+heap.bound()
+assert len(asked) == 2
 """)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import weakref
 from pathlib import Path
-from typing import Any, Dict, List, Optional, Sequence, Tuple, Type, TypeVar, cast
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, Type, TypeVar, Union, cast
 
 import numpy as np
 import pytest
@@ -81,7 +81,7 @@ class Script:
 
     def __init__(self, *orders: Optional[Sequence[Any]]) -> None:
         self.orders = list(orders)
-        self.sent: List[ChildMessage] = []
+        self.sent: List[Union[ChildMessage, Forked]] = []
         self.frames: List[List[bytes]] = []
         self.probed: List[Probing] = []
         # How many orders have come already when the first one is read, and when the one after that is begun with.
@@ -125,6 +125,9 @@ def heap(monkeypatch: pytest.MonkeyPatch) -> List[str]:
     done: List[str] = []
 
     class Told:
+        def __init__(self, give_back: Callable[[], None]) -> None:
+            self._give_back = give_back
+
         def keep(self) -> None:
             done.append("keep")
 
@@ -133,6 +136,7 @@ def heap(monkeypatch: pytest.MonkeyPatch) -> List[str]:
 
         def give_back(self) -> None:
             done.append("give back")
+            self._give_back()
 
     monkeypatch.setattr(session_module, "Heap", Told)
     return done
@@ -208,7 +212,8 @@ def test_a_holder_builds_finds_the_canary_exports_and_asks_again() -> None:
     status, socket = play(engine, BUILD, STOP)
     assert status == exits.OK
     predicts = ["predict"] * 2  # sizes 1 and 2
-    assert engine.done == ["build /m/model 11,12", *predicts, *predicts, "export /s/store", *predicts]
+    export = ["give back", "export /s/store"]
+    assert engine.done == ["build /m/model 11,12", *predicts, *predicts, *export, *predicts, "give back"]
     built = only(Built, socket)
     assert (built.handle, built.shared_bytes, built.note, built.device) == ("7", 1000, "half of it", CARD)
     assert built.inputs == SIGNATURE.inputs
@@ -220,7 +225,7 @@ def test_a_worker_does_as_the_holder_did_before_it_attaches() -> None:
     engine = fake()
     status, socket = play(engine, ATTACH, STOP)
     assert status == exits.OK
-    assert engine.done == ["build /m/model  7", *["predict"] * 2, "attach 7", *["predict"] * 2]
+    assert engine.done == ["build /m/model  7", *["predict"] * 2, "give back", "attach 7", *["predict"] * 2]
     digest = canary.run(engine, CASES).digest
     assert only(Attached, socket) == Attached(digest, 900, "less", CARD)
 
@@ -250,7 +255,7 @@ def test_a_canary_that_spoils_the_engine_is_followed_by_a_build_for_the_same_pro
     assert status == exits.OK
     assert only(Built, socket).canary_cases == CASES[:1]
     build, export = "build /m/model 11,12", "export /s/store"
-    assert engine.done == [build, *["predict"] * 3, build, export, "predict"]
+    assert engine.done == [build, *["predict"] * 3, build, "give back", export, "predict", "give back"]
 
 
 def test_a_holder_that_is_told_to_stop_while_it_searches_stops() -> None:
@@ -706,6 +711,7 @@ def test_log_and_heap_are_bounded_while_requests_come_and_nothing_is_kept_when_n
     rest = ["log", "give back"]
     play(engine, ATTACH, predict(1), predict(2), PAUSE, predict(3), PAUSE, STOP)
     assert heap == ["keep", *at_once, *rest, *at_once, *rest]
+    assert engine.done.count("give back") == 1 + 2
     heap.clear()
     monkeypatch.setattr(session_module, "_TIDY_S", 0)
     play(engine, ATTACH, predict(1), encode(Ping(False)), STOP)

@@ -52,6 +52,9 @@ class FakeEngine(Engine, Sharing):
     def update_weights(self, weights: Arrays) -> None:
         self._do("update", ",".join(weights))
 
+    def give_back(self) -> None:
+        self.done.append("give back")
+
     def memory(self) -> Optional[DeviceMemory]:
         return DeviceMemory(100, 40)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any, Callable
+from typing import Any, Callable, List
 
 import numpy as np
 import pytest
@@ -15,8 +15,9 @@ from weightd.worker.canary import canary
 from weightd.worker.engines.engine import Engine, Settings
 from weightd.worker.engines.errors import BuildError, Spoilt
 from weightd.worker.engines.onnxruntime import OnnxRuntime
+from weightd.worker.heap import own_bytes
 
-pytest.importorskip("onnxruntime", reason="MindSpore Lite's interpreter runs its own engine's tests")
+onnxruntime: Any = pytest.importorskip("onnxruntime", reason="MindSpore Lite's interpreter runs its own engine's tests")
 
 Built = Callable[[str], Engine]
 Model = Callable[[str], Path]
@@ -148,4 +149,48 @@ def test_the_threads_of_one_predict_are_set(model: Model) -> None:
     engine.build(str(model("relu")))
     options = engine._session.get_session_options()
     assert (options.intra_op_num_threads, options.inter_op_num_threads) == (3, 1)
-    assert options.enable_cpu_mem_arena is False
+
+
+@pytest.mark.parametrize("name", ["convolution", "wide"])
+def test_bits_are_those_of_a_session_with_the_librarys_defaults(name: str, built: Built, model: Model) -> None:
+    options: Any = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = 1
+    bare = onnxruntime.InferenceSession(str(model(name)), options, providers=["CPUExecutionProvider"])
+    engine = built(name)
+    (x,) = engine.signature.inputs
+    rng = np.random.default_rng(1)
+    for rows in (1, 5, 2):
+        inputs = {"x": rng.standard_normal((rows, *(x.shape or ())[1:]), np.float32)}
+        (expected,) = bare.run(None, inputs)
+        for _ in range(2):
+            assert engine.predict(inputs)["y"].tobytes() == expected.tobytes()
+            engine.give_back()
+
+
+def test_what_is_kept_for_the_next_predict_is_given_back(fresh: Callable[[str], Engine]) -> None:
+    engine = fresh("relu")
+    x = ones(4_000_000, 4)
+    before = own_bytes()
+    engine.predict({"x": x})
+    assert own_bytes() - before > x.nbytes * 0.9
+    engine.give_back()
+    assert own_bytes() - before < x.nbytes * 0.1
+
+
+@pytest.mark.parametrize("name", ["scalar", "integers", "two_batches", "any_rank", "filled"])
+def test_nothing_runs_when_memory_is_given_back(name: str, fresh: Callable[[str], Engine]) -> None:
+    engine: Any = fresh(name)
+    said: List[str] = []
+
+    class Session:
+        def run(self, *arguments: Any) -> None:
+            try:
+                session.run(*arguments)
+            except Exception as error:
+                said.append(str(error))
+                raise
+
+    session, engine._session = engine._session, Session()
+    engine.give_back()
+    assert len(said) == 1
+    assert "terminate" in said[0]

@@ -1,11 +1,15 @@
 """Memory that a predict has freed is kept for the next one: its pages cost more than most engines take to fill them.
 
 Of itself the C library does so, too; not where it was told to give large blocks mappings of their own, which is how
-weights can be shared. It counts only what is free at the end of its heap, and holes may be many times that. So
-what is kept has a bound here, by what the kernel says, and it is given back when nothing is asked.
+weights can be shared. It counts only what is free at the end of its heap, and holes may be many times that. And what
+an engine's own allocator keeps, it does not count at all. So what is kept has a bound here, by what the kernel says,
+and it is given back when nothing is asked.
 """
 
 from __future__ import annotations
+
+import time
+from typing import Callable
 
 from weightd.worker.pagesharing.libc import PAGE, libc, unsupported
 
@@ -15,13 +19,22 @@ _LARGEST_BYTES = 32 * 1024 * 1024
 # Beyond what the process had when it began to keep.
 MOST_KEPT_BYTES = 64 * 1024 * 1024
 
+# A large model's next predict may take all of it anew, which costs as much again as that predict.
+_AGAIN_S = 60.0
+
 
 class Heap:
-    """The freed memory of this process, of which nothing is kept before `keep`."""
+    """The freed memory of this process, of which nothing is kept before `keep`.
 
-    def __init__(self) -> None:
+    Args:
+        give_back: has the engine give back what it keeps by itself.
+    """
+
+    def __init__(self, give_back: Callable[[], None]) -> None:
+        self._give_back = give_back
         self._keeps = False
         self._used_bytes = 0
+        self._again_at = 0.0
 
     def keep(self) -> None:
         """Keep what is freed from now on: all that is shared is shared."""
@@ -33,13 +46,15 @@ class Heap:
 
     def bound(self) -> None:
         """Give back what is kept if that is too much, as far as this can be told: what is left then is needed."""
-        if self._keeps and own_bytes() > self._used_bytes + MOST_KEPT_BYTES:
+        if self._keeps and own_bytes() > self._used_bytes + MOST_KEPT_BYTES and time.monotonic() >= self._again_at:
             self.give_back()
             self._used_bytes = max(self._used_bytes, own_bytes())
+            self._again_at = time.monotonic() + _AGAIN_S
 
     def give_back(self) -> None:
         """Give back what is kept."""
         if self._keeps:
+            self._give_back()
             libc().give_back_free_memory()
 
 

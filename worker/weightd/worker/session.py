@@ -146,7 +146,7 @@ class Session:
         self._status = exits.OK
         self._decoder = Decoder(TO_CHILD, max_bytes=limits.MAX_CHILD_HEADER_BYTES)
         self._regions = Regions()
-        self._heap = Heap()
+        self._heap = Heap(engine.give_back)
         # The last answer that was sent as the engine gave it, and what it was an answer to.
         self._usual: Tuple[Any, ...] = ()
         self._usual_description: Any = None
@@ -278,10 +278,12 @@ class Session:
             sample.save_answers(self._files.answers, known.answers)
         # What is in memory now is shared as if it were weights.
         known = known._replace(answers=())
+        engine.give_back()
         shared = self._share(known, before)
         self._handle = shared.handle
         if known.digest and self._holders_if_near(self._run(known.cases)).digest != known.digest:
             raise BuildError("the canary's answer changed when the weights were shared")
+        engine.give_back()
         signature = canary.observed(engine.signature, known)
         self._send(
             Built(
@@ -351,6 +353,7 @@ class Session:
             self._make(handle=order.handle)
             self._load_sample()
             before = self._run(order.canary_cases)
+            engine.give_back()
             shared = engine.sharing.attach(order.handle)
             self._handle = order.handle
             answer = self._run(order.canary_cases)

@@ -96,6 +96,10 @@ class Engine(abc.ABC):
     def memory(self) -> Optional[DeviceMemory]:
         """Return what the card says of its memory; None on the CPU, or where it cannot be had."""
 
+    @abc.abstractmethod
+    def give_back(self) -> None:
+        """Give back what the library keeps for the next predict of the built model, as far as it can be told to."""
+
     @property
     @abc.abstractmethod
     def signature(self) -> ModelSignature:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
 from pathlib import Path
 from typing import AbstractSet, Any, Dict, List, Sequence, Tuple
 
+import numpy as np
+
 from weightd.protocol.errors import InvalidArgument
 from weightd.protocol.messages.data import TensorSignature
+from weightd.protocol.tensors import NUMPY_DTYPE
 from weightd.worker.engines import onnxfile
 from weightd.worker.engines.cpu import CpuEngine
 from weightd.worker.engines.engine import Arrays, ModelSignature, Settings
@@ -27,6 +32,9 @@ _DATATYPE: Dict[str, str] = {
     "tensor(float)": "FP32",
     "tensor(double)": "FP64",
 }
+
+# How an arena grows: by what is asked of it. By powers of two it never gives back its first piece.
+_AS_REQUESTED = 1
 
 
 class OnnxRuntime(CpuEngine):
@@ -58,10 +66,14 @@ class OnnxRuntime(CpuEngine):
         options = self._library.SessionOptions()
         options.intra_op_num_threads = self._settings.threads
         options.inter_op_num_threads = 1
-        # With the arena, weights and activations share blocks, and their pages differ between processes.
-        options.enable_cpu_mem_arena = False
+        # The arena has what predicts need, and its pages differ between processes: weights lie beside it.
+        options.add_session_config_entry("session.use_device_allocator_for_initializers", "1")
+        options.add_session_config_entry("session.use_env_allocators", "1")
+        # One piece for all that a predict needs is no faster, and more; and a plan of it stays for each form of inputs.
+        options.enable_mem_pattern = False
         self._begin()
         try:
+            _make_arena()
             self._session = self._library.InferenceSession(model, options, providers=["CPUExecutionProvider"])
         except Exception as error:  # noqa: BLE001 - a dozen types that have only Exception in common
             raise BuildError(f"onnxruntime: {error}") from None
@@ -73,6 +85,16 @@ class OnnxRuntime(CpuEngine):
             tuple(_tensor_signature(each, scalars) for each in outputs),
         )
         self._output_names: List[str] = [each.name for each in self._signature.outputs]
+
+    def give_back(self) -> None:
+        """Shrink the arena. Only a run does that: this one is told to end before its first operator."""
+        run = self._library.RunOptions()
+        run.add_run_config_entry("memory.enable_memory_arena_shrinkage", "cpu:0")
+        run.terminate = True
+        inputs = {each.name: np.zeros(_least(each), NUMPY_DTYPE[each.datatype]) for each in self._signature.inputs}
+        # It says that it was ended; and no request has asked for it, whatever it says.
+        with contextlib.suppress(Exception):
+            self._session.run(self._output_names, inputs, run)
 
     @property
     def signature(self) -> ModelSignature:
@@ -93,6 +115,15 @@ class OnnxRuntime(CpuEngine):
         return dict(zip(self._output_names, outputs))
 
 
+@functools.lru_cache(maxsize=None)
+def _make_arena() -> None:
+    """Make the arena of this process's sessions. Unlike one that a session makes, it can shrink to nothing."""
+    import onnxruntime as library  # noqa: PLC0415 - only an interpreter that runs this engine has it
+
+    cpu = library.OrtMemoryInfo("Cpu", library.OrtAllocatorType.ORT_ARENA_ALLOCATOR, 0, library.OrtMemType.DEFAULT)
+    library.create_and_register_allocator(cpu, library.OrtArenaCfg({"arena_extend_strategy": _AS_REQUESTED}))
+
+
 def _tensor_signature(node: Any, scalars: AbstractSet[str]) -> TensorSignature:
     datatype = _DATATYPE.get(node.type)
     if datatype is None:
@@ -101,6 +132,11 @@ def _tensor_signature(node: Any, scalars: AbstractSet[str]) -> TensorSignature:
         )
     known = node.shape or node.name in scalars
     return TensorSignature(node.name, datatype, _dims(node.shape) if known else None)
+
+
+def _least(signature: TensorSignature) -> Tuple[int, ...]:
+    """A shape that the session takes; of an unknown rank it takes any."""
+    return tuple(abs(dim) for dim in signature.shape or ())
 
 
 def _dims(shape: List[Any]) -> Tuple[int, ...]:

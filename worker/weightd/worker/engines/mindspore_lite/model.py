@@ -104,6 +104,9 @@ class MindSporeLite(Engine):
             outputs = self._model.predict(self._tensors)
             return {_name(each): np.array(each.get_data_to_numpy()) for each in outputs}
 
+    def give_back(self) -> None:
+        """Do nothing: what the library has for a predict is the model's, for as long as there is one."""
+
     def _resize(self, shapes: List[List[int]]) -> None:
         if shapes != self._shapes:
             with self._log.cause_of(self.unfit):
