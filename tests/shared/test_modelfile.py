@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightd.shared.modelfile import Model, ModelFileError, digest, model_files
+from weightd.shared.modelfile import Model, ModelFileError, digest, identity, model_files, pinned_digest
 
 # --- protobuf by hand --------------------------------------------------------------------------------------------
 
@@ -168,6 +168,49 @@ def test_the_digest_covers_contents_and_names_and_not_where_the_model_is(tmp_pat
     assert digest(tmp_path / "there" / "model.onnx") == before
     (here / "a.bin").write_bytes(b"y")
     assert len({*digests, before, digest(here / "model.onnx")}) == 5
+
+
+def written_by_others(file: Path) -> None:
+    """Whoever does this has put size and time back."""
+    status = file.stat()
+    file.chmod(0o600)
+    file.write_bytes(file.read_bytes()[::-1])
+    os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+def replaced_by_others(file: Path) -> None:
+    twin = file.with_name("twin")
+    shutil.copy2(file, twin)
+    twin.rename(file)
+
+
+def cut_short(file: Path) -> None:
+    os.truncate(file, 1)
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        (written_by_others, "b.bin"),
+        (replaced_by_others, "b.bin"),
+        (replaced_by_others, "model.onnx"),
+        (cut_short, "b.bin"),
+    ],
+)
+def test_a_copy_is_read_again_only_if_it_is_not_what_it_was(
+    tmp_path: Path, change: Callable[[Path], None], name: str
+) -> None:
+    path = model(tmp_path, "b.bin")
+    (tmp_path / "b.bin").write_bytes(b"weights")
+    pinned = f"{identity(model_files(path))}:known"
+    assert [pinned_digest(path, each) for each in (pinned, "", "no", f"{'5' * 64}:x")] == ["known", *[digest(path)] * 3]
+    # What is changed within the same tick of the kernel's clock has the same times.
+    clock = tmp_path / "clock"
+    clock.touch()
+    while clock.stat().st_ctime_ns <= path.stat().st_ctime_ns:
+        clock.touch()
+    change(tmp_path / name)
+    assert pinned_digest(path, pinned) == digest(path)
 
 
 def test_external_data_that_is_not_used_need_not_be_there(tmp_path: Path) -> None:

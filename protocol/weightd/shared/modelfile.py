@@ -46,13 +46,14 @@ class ModelFile(NamedTuple):
         name: relative to the model's directory.
         path: where it is.
         nbytes: its size.
-        identity: another one when it has changed or was replaced.
+        identity: another one when it was written or replaced: device, inode, and the times of its last change, of
+            which nobody but the kernel sets the second.
     """
 
     name: str
     path: Path
     nbytes: int
-    identity: Tuple[int, int]
+    identity: Tuple[int, int, int, int]
 
 
 class Model:
@@ -217,6 +218,28 @@ def combined(files: Sequence[ModelFile], digests: Sequence[str]) -> str:
     return hashlib.sha256(b"".join(map(_sha256sum_line, digests, files))).hexdigest()
 
 
+def identity(files: Sequence[ModelFile]) -> str:
+    """Return a text that is another one as soon as one of the files was written or replaced, with whatever content."""
+    known = [(os.fsencode(file.name), file.nbytes, *file.identity) for file in files]
+    return hashlib.sha256(repr(known).encode()).hexdigest()
+
+
+def pinned_digest(path: Path, pinned: str) -> str:
+    """Return the digest of the daemon's own copy of a model, which is not read again if it is what it was.
+
+    Args:
+        path: of the copy.
+        pinned: its `identity` when it was made, a colon, and its digest; or "".
+
+    Raises:
+        ModelFileError: as `Model`.
+    """
+    expected, _, sha256 = pinned.partition(":")
+    if sha256 and identity(model_files(path, own=True)) == expected:
+        return sha256
+    return digest(path, own=True)
+
+
 def _sha256sum_line(sha256: str, file: ModelFile) -> bytes:
     """What sha256sum prints: a name that would break the line is escaped, and the line then begins with a backslash."""
     escaped = file.name.replace("\\", "\\\\").replace("\n", "\\n").replace("\r", "\\r")
@@ -228,7 +251,8 @@ def _looked_at(name: str, path: Path, file: BinaryIO) -> ModelFile:
     status = os.fstat(file.fileno())
     if status.st_size == 0:
         raise ModelFileError(f"{path}: the file is empty")
-    return ModelFile(name, path, status.st_size, (status.st_ino, status.st_mtime_ns))
+    identity = (status.st_dev, status.st_ino, status.st_mtime_ns, status.st_ctime_ns)
+    return ModelFile(name, path, status.st_size, identity)
 
 
 @contextlib.contextmanager

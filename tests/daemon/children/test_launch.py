@@ -25,6 +25,7 @@ ALWAYS = (
     [
         ({}, ""),
         ({"sharing": False}, " --sharing off"),
+        ({"pinned": "1:2"}, " --pinned 1:2"),
         ({"options": '{"a":1}'}, ' --options {"a":1}'),
         ({"weights": "/w.npz"}, " --weights /w.npz"),
         ({"sample": "/s.npz", "tolerance": 0.25}, " --sample /s.npz --tolerance 0.25"),

@@ -17,6 +17,7 @@ from weightd.daemon.children.running import Running
 from weightd.daemon.config.model import ModelConfig
 from weightd.daemon.generations.plan import Source
 from weightd.daemon.host.loop import Loop
+from weightd.shared.modelfile import identity, model_files
 
 
 class Scene:
@@ -68,6 +69,7 @@ def test_a_snapshot_is_told_with_what_it_holds(scene: Scene, tmp_path: Path) -> 
     [(source, snapshot)] = scene.told
     assert source == scene.source
     assert (snapshot.sha256, snapshot.nbytes) == (hashlib.sha256(b"a model").hexdigest(), 7)
+    assert snapshot.identity == identity(model_files(Path(snapshot.path)))
     copies = [Path(each) for each in (snapshot.path, snapshot.weights, snapshot.sample)]
     assert [each.read_bytes() for each in copies] == [b"a model", b"weights", b"a sample"]
     assert all(each.is_relative_to(scene.directory / directory_name("m", 3)) for each in copies)

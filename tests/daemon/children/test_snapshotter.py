@@ -17,7 +17,7 @@ import pytest
 
 from testkit import models
 from weightd.daemon.children import snapshotter
-from weightd.shared.modelfile import ModelFileError, digest, model_files
+from weightd.shared.modelfile import ModelFileError, digest, identity, model_files
 
 CONTENT = bytes(range(256)) * 1000
 
@@ -62,9 +62,10 @@ def test_what_belongs_to_a_model_is_copied(tmp_path: Path, model: Path, director
         (graph, {"big_graph.mindir", "big_variables/data_0", "big_variables/data_1"}),
         (link, {"link.mindir"}),
     ):
-        copy, sha256, nbytes = snapshotter.take(path, directory)
+        copy, sha256, nbytes, known = snapshotter.take(path, directory)
         assert (copy, names(directory)) == (directory / path.name, expected)
         assert sha256 == digest(copy) == digest(path)
+        assert known == identity(model_files(copy))
         assert nbytes == sum(file.nbytes for file in model_files(path))
         assert {mode(each) for each in directory.rglob("*")} == {0o400, *([0o700] if path == graph else [])}
         assert (mode(directory), copy.is_symlink()) == (0o700, False)
@@ -92,7 +93,7 @@ def test_the_copy_is_equal_however_it_is_made(
     refused = OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
     monkeypatch.setattr(fcntl, "ioctl", clone if shares_blocks else mock.Mock(side_effect=refused))
     monkeypatch.setattr(snapshotter, "_BLOCK_BYTES", block_bytes)
-    copy, sha256, _ = snapshotter.take(model, directory)
+    copy, sha256, *_ = snapshotter.take(model, directory)
     model.write_bytes(b"other")
     assert (copy.read_bytes(), mode(copy), sha256) == (CONTENT, 0o400, hashlib.sha256(CONTENT).hexdigest())
 
@@ -181,7 +182,8 @@ def test_a_copy_that_names_other_files_is_refused(
 def test_weights_are_copied_from_a_file_only(model: Path, directory: Path, tmp_path: Path) -> None:
     weights, copy = tmp_path / "weights.npz", tmp_path / "copy"
     weights.write_bytes(b"weights")
-    assert snapshotter.answer(model, directory, weights, copy) == {"sha256": digest(model), "nbytes": len(CONTENT)}
+    answer = snapshotter.answer(model, directory, weights, copy)
+    assert (answer["sha256"], answer["nbytes"]) == (digest(model), len(CONTENT))
     assert (copy.read_bytes(), mode(copy)) == (b"weights", 0o400)
     shutil.rmtree(directory)
     weights.unlink()
@@ -235,7 +237,9 @@ def test_as_the_process_that_it_is(model: Path, directory: Path, limit: str) -> 
     before, after = map(int, scores.split())
     assert (done.stderr, after) == ("", min(before + 400, 1000))
     if limit == "unlimited":
-        assert (done.returncode, json.loads(answer)) == (0, {"sha256": digest(model), "nbytes": len(CONTENT)})
+        known = identity(model_files(directory / model.name))
+        expected = {"sha256": digest(model), "nbytes": len(CONTENT), "identity": known}
+        assert (done.returncode, json.loads(answer)) == (0, expected)
     else:
         error = f"cannot copy {model} to {directory}: File too large"
         assert (done.returncode, json.loads(answer)) == (1, {"error": error})

@@ -63,7 +63,7 @@ MODEL = ModelRecord(
     made=(12, 4),
     sources=(
         SourceRecord(3, "/new.mindir", "/w.npz", "/cache/m.v3.snapshot/model/new.mindir", "/cache/w.npz", SHA, 2**33),
-        SourceRecord(2, "/old.mindir", "", "/cache/m.v2.snapshot/model/old.mindir", "", SHA, 1),
+        SourceRecord(2, "/old.mindir", "", "/cache/m.v2.snapshot/model/old.mindir", "", SHA, 1, "/s.npz", "known"),
     ),
     generations=(GENERATION, OTHER),
 )

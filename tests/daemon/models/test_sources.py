@@ -24,7 +24,7 @@ class Shelf(Sources):
 
     def snapshot(self, source: Source) -> Source:
         self.snapshots.want(source, float("inf"))
-        self.snapshots.taken(source, Snapshot(f"/cache/{source.number}", "", "5" * 64, source.number))
+        self.snapshots.taken(source, Snapshot(f"/cache/{source.number}", "", "5" * 64, source.number, "/s", "known"))
         return source
 
     def updated(self, path: str, weights: str = "") -> Source:

@@ -28,6 +28,7 @@ def parse(words: Optional[Sequence[str]] = None) -> argparse.Namespace:
     parser.add_argument("--role", choices=sorted(ABOVE_DAEMON), default="worker", help="what the daemon has it for")
     parser.add_argument("--engine", required=True, choices=sorted(ENGINES), help="the library that runs the model")
     parser.add_argument("--model", required=True, help="path of the model's snapshot")
+    parser.add_argument("--pinned", default="", help="the model's identity and digest, by which it is not read again")
     parser.add_argument("--store", required=True, help="path where the holder may write its page store")
     parser.add_argument("--threads", required=True, type=int, help="threads of one predict")
     parser.add_argument("--device", required=True, help="where to run: cpu, or ascend:N for a card")

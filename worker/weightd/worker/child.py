@@ -17,7 +17,7 @@ from weightd.protocol.codec import clip, encode
 from weightd.protocol.errors import WeightdError
 from weightd.protocol.messages.children import Broken
 from weightd.shared import title
-from weightd.shared.modelfile import ModelFileError, digest
+from weightd.shared.modelfile import ModelFileError, pinned_digest
 from weightd.shared.oom import go_before_the_daemon
 from weightd.shared.parent import die_with, ignore_interrupts
 from weightd.worker import arguments as words_of
@@ -102,7 +102,7 @@ def _serve(
         _log.error("%s", error, exc_info=not isinstance(error, WeightdError))
         return _broken(connection, f"{sys.executable}: {error}", exits.NO_ENGINE)
     try:
-        sha256 = digest(Path(arguments.model), own=True) if made is None else made.sha256
+        sha256 = pinned_digest(Path(arguments.model), arguments.pinned) if made is None else made.sha256
     except ModelFileError as error:
         return _broken(connection, str(error), exits.CANNOT_BUILD)
     session = Session(

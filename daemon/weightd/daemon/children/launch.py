@@ -32,6 +32,7 @@ class Program:
         environment: all of it; None for that of this process.
         why_spawned: why it is not forked, "" where it may be.
         may_be_template: whether workers may be forked of it once it has built.
+        pinned: by what it knows the model again, and its digest.
     """
 
     python: str
@@ -47,6 +48,7 @@ class Program:
     environment: Mapping[str, str] | None = None
     why_spawned: str = ""
     may_be_template: bool = False
+    pinned: str = ""
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,7 @@ def program(config: ModelConfig, generation: Generation, snapshot: Snapshot) -> 
         tolerance=config.canary_tolerance,
         why_spawned=_why_spawned(config),
         may_be_template=generation.terms.forks_built,
+        pinned=f"{snapshot.identity}:{snapshot.sha256}" if snapshot.identity else "",
     )
 
 
@@ -121,6 +124,8 @@ def child(program: Program, name: str, role: Role, address: str, files: Generati
     argv = ["--address", address, "--name", name, "--role", role.value]
     argv += ["--engine", program.engine, "--model", program.model, "--threads", str(program.threads)]
     argv += ["--device", program.device, "--store", str(files.store)]
+    if program.pinned:
+        argv += ["--pinned", program.pinned]
     if not program.sharing:
         argv += ["--sharing", "off"]
     if program.options != Program.options:

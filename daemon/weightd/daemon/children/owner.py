@@ -21,6 +21,7 @@ class Snapshot:
         sha256: of the model.
         nbytes: of all files of the model.
         sample: the copy of the inputs that the canary is run on, or "".
+        identity: of the files of the model: another one as soon as one was written or replaced.
     """
 
     path: str
@@ -28,6 +29,7 @@ class Snapshot:
     sha256: str
     nbytes: int
     sample: str = ""
+    identity: str = ""
 
 
 class Owner(Protocol):

@@ -73,7 +73,7 @@ class Pinning:
     def _on_answer(
         self, owner: Owner, config: ModelConfig, source: Source, files: SnapshotFiles, answer: Answer, end: End
     ) -> None:
-        sha256, nbytes = answer.get("sha256"), answer.get("nbytes")
+        sha256, nbytes, identity = answer.get("sha256"), answer.get("nbytes"), str(answer.get("identity", ""))
         if end.status != 0 or not isinstance(sha256, str) or not isinstance(nbytes, int):
             files.remove()
             cause = answer.get("error") or end.words or f"the snapshot {end.how}"
@@ -82,7 +82,7 @@ class Pinning:
         path = files.model_dir / Path(source.path).name
         weights = str(files.weights) if source.weights else ""
         sample = str(files.sample) if canary.sample(config.canary) else ""
-        snapshot = Snapshot(str(path), weights, sha256, nbytes, sample)
+        snapshot = Snapshot(str(path), weights, sha256, nbytes, sample, identity)
         self._probing.ask(
             config.python, config.devices, files.log, lambda: owner.pinned(source, snapshot, time.monotonic())
         )

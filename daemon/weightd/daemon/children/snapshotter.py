@@ -1,8 +1,9 @@
 """The immutable copy of a model from which every process of a generation builds.
 
 Runs as a process of its own, because copying and digesting gigabytes would stop the daemon's loop. Its arguments are
-PARENT MODEL DIRECTORY [FILE COPY]... It answers on stdout, a pipe, with an object in JSON: the `sha256` of the model
-and its `nbytes`, or an `error` and status 1. What it leaves of a copy that has failed, the daemon removes.
+PARENT MODEL DIRECTORY [FILE COPY]... It answers on stdout, a pipe, with an object in JSON: the `sha256` of the model,
+its `nbytes` and the `identity` of the copy, or an `error` and status 1. What it leaves of a copy that has failed, the
+daemon removes.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, BinaryIO, NamedTuple
 
-from weightd.shared.modelfile import Model, ModelFileError, combined, model_files, open_file
+from weightd.shared.modelfile import Model, ModelFileError, combined, identity, model_files, open_file
 from weightd.shared.oom import go_before_the_daemon
 from weightd.shared.parent import die_with, ignore_interrupts
 
@@ -42,11 +43,13 @@ class Taken(NamedTuple):
         path: of the copy of the model file.
         sha256: of the model.
         nbytes: of all its files.
+        identity: of the copy: another one as soon as it was written or replaced.
     """
 
     path: Path
     sha256: str
     nbytes: int
+    identity: str
 
 
 def command(arguments: list[str]) -> list[str]:
@@ -70,8 +73,9 @@ def take(model: Path, directory: Path) -> Taken:
         original.check_unchanged()
         copy = directory / original.files[0].name
         # Whoever loads the copy goes by what the copy names, whatever the original has named.
-        original.check_same(model_files(copy, own=True))
-        return Taken(copy, combined(original.files, digests), sum(file.nbytes for file in original.files))
+        copies = model_files(copy, own=True)
+        original.check_same(copies)
+        return Taken(copy, combined(copies, digests), sum(file.nbytes for file in copies), identity(copies))
 
 
 def _copy(source: BinaryIO, target: Path) -> str:
@@ -141,7 +145,7 @@ def answer(model: Path, directory: Path, *more: Path) -> dict[str, Any]:
     except OSError as error:
         what = error.filename if Path(error.filename or "") in more[::2] else model
         return {"error": f"cannot copy {what} to {directory}: {error.strerror}"}
-    return {"sha256": taken.sha256, "nbytes": taken.nbytes}
+    return {"sha256": taken.sha256, "nbytes": taken.nbytes, "identity": taken.identity}
 
 
 def main() -> None:

@@ -27,6 +27,7 @@ class SourceRecord:
     sha256: str = field(metadata=_NAME)
     nbytes: int = field(metadata=_COUNT)
     sample: str = field(default="", metadata=_PATH)
+    identity: str = field(default="", metadata=_PATH)
 
 
 @dataclass(frozen=True)

@@ -88,7 +88,9 @@ class Sources:
         """Go on with what a daemon before this one had; return every source by its number."""
         sources = {each.number: Source(each.path, each.weights, each.number) for each in records}
         for each in records:
-            snapshot = Snapshot(each.snapshot, each.snapshot_weights, each.sha256, each.nbytes, each.sample)
+            snapshot = Snapshot(
+                each.snapshot, each.snapshot_weights, each.sha256, each.nbytes, each.sample, each.identity
+            )
             self.snapshots.restore(sources[each.number], snapshot)
         self.current, self.previous = sources[current], sources.get(previous)
         return sources
