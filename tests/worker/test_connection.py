@@ -8,13 +8,13 @@ import socket
 import tempfile
 import threading
 from pathlib import Path
-from typing import Any, Generator, List, Optional
+from typing import Any, Generator, List, Optional, Union
 
 import pytest
 import zmq
 
 from weightd.protocol.codec import decode, encode
-from weightd.protocol.messages.children import FROM_CHILD, Back, ChildMessage
+from weightd.protocol.messages.children import FROM_CHILD, Back, ChildMessage, Forked
 from weightd.shared import monitor
 from weightd.shared.stream import Stream
 from weightd.worker.connection import Connection
@@ -73,14 +73,13 @@ class Ends:
             lane.send([b"request"])
         return lane
 
-    def hear(self) -> ChildMessage:
+    def hear(self) -> Union[ChildMessage, Forked]:
         """Return the worker's next message."""
         assert self._daemon is not None
         assert self._daemon.poll(LIMIT_MS)
         peer, *frames = self._daemon.recv_multipart()
         assert peer == b"w1"
-        message: ChildMessage = decode(frames, FROM_CHILD)
-        return message
+        return decode(frames, FROM_CHILD)
 
     def tell(self, order: bytes) -> None:
         assert self._daemon is not None

@@ -43,6 +43,13 @@ def reshaped(*shape: int) -> Graph:
     return Graph(nodes, [X], [fp32("y", "M", *shape[1:])], {"shape": np.array(shape)})
 
 
+def branch(kind: str) -> Any:
+    """One node on "x" @ "w", which is 4 MiB of weights."""
+    nodes = [node("Constant", [], ["w"], value=numpy_helper.from_array(np.eye(1024, dtype=np.float32)))]
+    nodes += [node("MatMul", ["x", "w"], ["xw"]), node(kind, ["xw"], ["out"])]
+    return helper.make_graph(nodes, "branch", [], [fp32("out", "N", 1024)])
+
+
 MODELS = {
     "relu": Graph([node("Relu", ["x"], ["y"])], [X], [Y]),
     # 4 MiB of weights: W[i, j] = (i + 3 j) % 5 - 2.
@@ -63,6 +70,25 @@ MODELS = {
     "threes": reshaped(-1, 3, 4),
     "fives": reshaped(-1, 5, 4),
     "single": reshaped(1, 4),
+    # Draws at random where the sum of x is large, which has to be looked for.
+    "rarely_random": Graph(
+        [
+            node("ReduceSum", ["x"], ["sum"], keepdims=0),
+            node("Greater", ["sum", "large"], ["rare"]),
+            node("If", ["rare"], ["y"], then_branch=branch("RandomUniformLike"), else_branch=branch("Neg")),
+        ],
+        [fp32("x", "N", 1024)],
+        [fp32("y", "N", 1024)],
+        {"large": np.array(1e30, np.float32)},
+    ),
+    # The same as Identity, if it is not trained; and what makes it so.
+    "dropout": Graph([node("Dropout", ["x", "half"], ["y"])], [X], [Y], {"half": np.array(0.5, np.float32)}),
+    "trained": Graph(
+        [node("Dropout", ["x", "half", "yes"], ["y"])],
+        [X],
+        [Y],
+        {"half": np.array(0.5, np.float32), "yes": np.array(True)},
+    ),
     # Other types, ranks and numbers of inputs and outputs.
     "positive": Graph(
         [node("Greater", ["x", "zero"], ["y"])],

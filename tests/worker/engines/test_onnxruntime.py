@@ -104,6 +104,20 @@ def test_a_model_with_a_random_node_has_no_canary(built: Built) -> None:
     assert canary.observed(engine.signature, known).outputs[0].shape == (-1, 4)
 
 
+@pytest.mark.parametrize(
+    ("name", "draws"),
+    [("relu", False), ("random_output", True), ("rarely_random", True), ("dropout", False), ("trained", True)],
+)
+def test_what_may_draw_at_random_is_told_by_the_file(built: Built, name: str, draws: bool) -> None:
+    assert built(name).draws == draws
+
+
+def test_of_a_file_that_is_gone_it_is_feared(fresh: Built, model: Model, tmp_path: Path) -> None:
+    engine = fresh("relu")
+    vars(engine)["_file"] = tmp_path / "gone"
+    assert engine.draws
+
+
 def test_an_unknown_rank_is_not_taken_for_a_scalar(built: Built) -> None:
     """The library says [] for both: the file tells."""
     engine = built("scalar")

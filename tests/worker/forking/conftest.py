@@ -17,7 +17,6 @@ import pytest
 
 from weightd.protocol.codec import decode, encode
 from weightd.protocol.messages.children import FROM_CHILD, Fork, Forked, Probe, Probing
-from weightd.shared import title
 from weightd.shared.stream import Stream
 
 if TYPE_CHECKING:
@@ -81,7 +80,7 @@ class Forking:
     def command(self, parent: int) -> List[str]:
         """Return that of a fork server."""
         command = [sys.executable, "-m", "weightd.worker.forkserver", "--engine", ENGINE, "--address", self._address]
-        return [*command, "--name", "server", "--room", title.ROOM, "--parent", str(parent)]
+        return [*command, "--name", "server", "--parent", str(parent)]
 
     def accept(self) -> Lane:
         """Wait for the next lane."""

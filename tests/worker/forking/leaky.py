@@ -14,6 +14,7 @@ import numpy as np
 
 _FILE = os.open(__file__, os.O_RDONLY)
 os.dup2(_FILE, 77, inheritable=True)
+os.dup2(_FILE, 0)
 signal.signal(signal.SIGUSR1, signal.default_int_handler)
 signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2})
 os.chdir("/")
@@ -29,6 +30,8 @@ def __getattr__(name: str) -> str:
     """Tell, as the version that everybody asks for, what can be seen from within alone."""
     if name != "__version__":
         raise AttributeError(name)
+    sys.stdout.flush()
+    ctypes.CDLL(None).fflush(None)
     drawn = [round(float(draw()), 6) for draw in (random.random, np.random.random)]
     names = next(tempfile._get_candidate_names())  # type: ignore[attr-defined]
-    return json.dumps([*drawn, names, tempfile.tempdir, len(sys.argv)])
+    return json.dumps([*drawn, names, tempfile.gettempdir(), len(sys.argv)])

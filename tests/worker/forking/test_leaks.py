@@ -107,8 +107,8 @@ def test_what_it_draws_at_random_is_its_own(pair: List[Born]) -> None:
         assert one[index] != other[index], what
 
 
-def test_it_looks_for_a_temporary_directory_of_its_own(pair: List[Born]) -> None:
-    assert [each.seen[3] for each in pair] != ["/nowhere"] * 2
+def test_its_temporary_files_go_with_its_log(pair: List[Born], leaky: Forking) -> None:
+    assert [each.seen[3] for each in pair] == [str(leaky.daemon.directory)] * 2
 
 
 def test_its_command_line_is_that_of_a_spawned_one(pair: List[Born], leaky: Forking) -> None:

@@ -141,12 +141,6 @@ def test_arguments_that_are_none_end_the_process_with_words_in_its_log(forking: 
     assert "invalid choice: 'king'" in log.read_text()
 
 
-def test_it_has_a_title_of_its_own(forking: Forking) -> None:
-    words: List[str] = Path(f"/proc/{forking.server.pid}/cmdline").read_text().rstrip("\0").split("\0")
-    assert words[1:5] == ["-m", "weightd.worker.forkserver", "--name", "server"]
-    assert "--room" not in words
-
-
 def test_ctrl_c_is_not_its_business(forking: Forking, model: Model) -> None:
     os.kill(forking.server.pid, signal.SIGINT)
     forking.fork("after", model("relu"))

@@ -17,7 +17,7 @@ from weightd.protocol import limits
 from weightd.protocol.codec import Decoder, encode
 from weightd.protocol.errors import RemoteProtocolError, WeightdError
 from weightd.protocol.messages.children import TO_CHILD, Fork, Forked, Stop
-from weightd.shared import paths, title
+from weightd.shared import paths
 from weightd.shared.stream import Stream
 from weightd.worker import child, exits
 from weightd.worker import lane as lanes
@@ -37,8 +37,6 @@ def main() -> int:
     beginning = Beginning()
     arguments = _parser().parse_args()
     child.prepare(_ROLE, arguments.parent, beginning)
-    words = ["--name", arguments.name, "--engine", arguments.engine, "--address", arguments.address]
-    title.write([title.first_word(), "-m", "weightd.worker.forkserver", *words, "--parent", str(arguments.parent)])
     forker = child.forker(arguments.parent, beginning)
     try:
         # It is not needed, but what it imports is.
@@ -85,7 +83,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--address", required=True, help="the daemon's socket for its children; the lane lies beside")
     parser.add_argument("--name", required=True, help="this process's name")
     parser.add_argument("--parent", required=True, type=int, help="pid of the process that starts it")
-    parser.add_argument("--room", default="", help="of any length: room for the command lines of those that are forked")
     return parser
 
 

@@ -305,9 +305,9 @@ class Session:
     def _share(self, known: canary.Canary, before: int) -> Shared:
         """Share what was built: by a fork where that can be, and where it is held to a canary, else as the engine does.
 
-        A model that does not repeat itself may draw at random, and all that is forked from it would draw the same.
+        What is forked from a model that draws at random would all draw the same.
         """
-        if self._forker is None or not known.digest:
+        if self._forker is None or not known.digest or self._engine.draws:
             return self._engine.sharing.export(self._files.store)
         refusal = self._forker.refusal()
         if refusal:

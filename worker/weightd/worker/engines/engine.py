@@ -110,6 +110,11 @@ class Engine(abc.ABC):
         """The only sizes that the built model takes; none: any, or nobody knows."""
         return ()
 
+    @property
+    def draws(self) -> bool:
+        """Whether the built model may draw at random: a process that is copied from one with it would draw the same."""
+        return False
+
     @abc.abstractmethod
     def predict(self, inputs: Arrays) -> Arrays:
         """Run the model.

@@ -1,4 +1,4 @@
-"""What an ONNX file says of its tensors that ONNX Runtime does not pass on."""
+"""What an ONNX file says of its model that ONNX Runtime does not pass on."""
 
 from __future__ import annotations
 
@@ -9,11 +9,18 @@ from typing import BinaryIO, FrozenSet, Iterator
 from weightd.shared.protobuf import Malformed, Span, fields
 
 # Field numbers of onnx.proto.
-_GRAPH = 7  # in a model
+_GRAPH, _FUNCTION = 7, 25  # in a model
+_GRAPH_NODE, _FUNCTION_NODE = 1, 7
+_NODE_INPUT, _OP_TYPE, _ATTRIBUTE = 1, 4, 5  # in a node
+_SUBGRAPH, _SUBGRAPHS = 6, 11  # in an attribute
 _INPUT, _OUTPUT = 11, 12  # in a graph
 _NAME, _TYPE = 1, 2  # in an input or output
 _TENSOR = 1  # in its type
 _SHAPE = 2  # in that of a tensor
+
+# Beside those whose names begin with Random. A dropout does where its third input says that it is trained.
+_DRAW = ("Multinomial", "Bernoulli", "Sampling", "SampleOp")
+_TRAINING = 3
 
 
 def scalars(path: Path) -> FrozenSet[str]:
@@ -29,6 +36,41 @@ def scalars(path: Path) -> FrozenSet[str]:
         return frozenset()
 
 
+def draws(path: Path) -> bool:
+    """Return whether a node of the model draws at random, in a branch that is rarely taken, too. In doubt it does."""
+    try:
+        with path.open("rb") as file:
+            model = 0, os.fstat(file.fileno()).st_size
+            owners = ((_GRAPH, _GRAPH_NODE), (_FUNCTION, _FUNCTION_NODE))
+            nodes = (
+                node
+                for owner, node_of in owners
+                for each in _parts(file, model, owner)
+                for node in _parts(file, each, node_of)
+            )
+            return any(_draws(file, node) for node in nodes)
+    except (OSError, Malformed, RecursionError):
+        return True
+
+
+def _draws(file: BinaryIO, node: Span) -> bool:
+    """Whether this node does, or one of the graphs that it runs."""
+    kind = "".join(_text(file, each) for each in _parts(file, node, _OP_TYPE))
+    if kind.startswith("Random") or kind in _DRAW:
+        return True
+    if kind.endswith("Dropout") and len([*_parts(file, node, _NODE_INPUT)]) >= _TRAINING:
+        return True
+    attributes = _parts(file, node, _ATTRIBUTE)
+    graphs = (graph for each in attributes for graph in _parts(file, each, _SUBGRAPH, _SUBGRAPHS))
+    return any(_draws(file, each) for graph in graphs for each in _parts(file, graph, _GRAPH_NODE))
+
+
+def _text(file: BinaryIO, span: Span) -> str:
+    start, end = span
+    file.seek(start)
+    return file.read(end - start).decode("utf-8", "replace")
+
+
 def _scalars(file: BinaryIO, model: Span) -> Iterator[str]:
     for graph in _parts(file, model, _GRAPH):
         for tensor in _parts(file, graph, _INPUT, _OUTPUT):
@@ -40,9 +82,8 @@ def _scalars(file: BinaryIO, model: Span) -> Iterator[str]:
             ]
             # Its fields are the dimensions.
             if shapes and all(start == end for start, end in shapes):
-                for start, end in _parts(file, tensor, _NAME):
-                    file.seek(start)
-                    yield file.read(end - start).decode("utf-8", "replace")
+                for name in _parts(file, tensor, _NAME):
+                    yield _text(file, name)
 
 
 def _parts(file: BinaryIO, message: Span, *numbers: int) -> Iterator[Span]:

@@ -80,6 +80,7 @@ class OnnxRuntime(CpuEngine):
         inputs, outputs = self._session.get_inputs(), self._session.get_outputs()
         doubtful = not all(each.shape for each in (*inputs, *outputs))
         scalars: AbstractSet[str] = onnxfile.scalars(Path(model)) if doubtful else set()
+        self._file = Path(model)
         self._signature = ModelSignature(
             tuple(_tensor_signature(each, scalars) for each in inputs),
             tuple(_tensor_signature(each, scalars) for each in outputs),
@@ -100,6 +101,11 @@ class OnnxRuntime(CpuEngine):
     def signature(self) -> ModelSignature:
         """What the session says; a symbolic dimension is free. Only the file tells a scalar from an unknown rank."""
         return self._signature
+
+    @property
+    def draws(self) -> bool:
+        """What the file says: a session has a generator, which knows no fork."""
+        return onnxfile.draws(self._file)
 
     def predict(self, inputs: Arrays) -> Arrays:
         """Run the session; its outputs are fresh arrays."""

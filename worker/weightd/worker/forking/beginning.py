@@ -52,8 +52,10 @@ class Beginning:
             os.chdir(str(self._directory))
         self._restore_signals()
         _open_anew(log)
-        # The rest of a line that is to be random: `random` sees to it itself, and `tempfile` to its names.
+        # `random` does so itself, and so do the names of temporary files.
         np.random.seed()
+        # As of one that is spawned: they go with its log.
+        os.environ["TMPDIR"] = str(Path(log).parent)
         tempfile.tempdir = None
 
     def _restore_signals(self) -> None:
