@@ -62,6 +62,7 @@ SHARED = [
         ('if pure.is_absolute() or ".." in pure.parts or not pure.parts:', "if pure.is_absolute() or not pure.parts:"),
         ("if _looked_at(file.name, file.path, reader) != file:", "if False:"),
         ("same = now.files == self.files", "same = True"),
+        ("if sha256 and identity(model_files(path, own=True)) == expected:", "if sha256:"),
         ("    if depth > _MAX_DEPTH:", "    if False:"),
         ("if position > end or number == 0:", "if position > end:"),
         ("    if status.st_size == 0:\n        raise ModelFileError", "    if False:\n        raise ModelFileError"),

@@ -55,6 +55,11 @@ class ModelFile(NamedTuple):
     nbytes: int
     identity: Tuple[int, int, int, int]
 
+    @property
+    def changed_ns(self) -> int:
+        """When it was changed last."""
+        return max(self.identity[2:])
+
 
 class Model:
     """The model at `path`. Within the block it stays the same, whatever is put there.

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
+from weightd.daemon.children import snapshotter
 from weightd.daemon.children.owner import Snapshot
 from weightd.daemon.children.pinning import Pinning, directory_name
 from weightd.daemon.children.probing import Probing
 from weightd.daemon.children.running import Running
+from weightd.daemon.children.snapshotter import Taken
 from weightd.daemon.config.model import ModelConfig
 from weightd.daemon.generations.plan import Source
 from weightd.daemon.host.loop import Loop
 from weightd.shared.modelfile import identity, model_files
+
+SHA = "5" * 64
 
 
 class Scene:
@@ -75,6 +81,19 @@ def test_a_snapshot_is_told_with_what_it_holds(scene: Scene, tmp_path: Path) -> 
     assert all(each.is_relative_to(scene.directory / directory_name("m", 3)) for each in copies)
     scene.pinning.unpin("m", scene.source)
     assert list(scene.directory.iterdir()) == []
+
+
+def test_what_was_taken_of_a_file_is_known_until_it_is_removed(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = json.dumps({"sha256": SHA, "nbytes": 7, "identity": "known", "origin": "from"})
+    command = mock.Mock(return_value=["echo", answer])
+    monkeypatch.setattr(snapshotter, "command", command)
+    for number, gone in ((3, 0), (4, 3), (5, 5), (6, 0)):
+        scene.source = replace(scene.source, number=number)
+        scene.pin()
+        scene.wait()
+        scene.pinning.unpin("m", replace(scene.source, number=gone))
+    taken = [Taken(snapshot.path, SHA, 7, "known", "from") for _, snapshot in scene.told]
+    assert [call.args[1] for call in command.call_args_list] == [None, *taken[:2], None]
 
 
 def test_one_that_cannot_be_taken_is_told_with_the_cause_and_leaves_nothing(scene: Scene) -> None:

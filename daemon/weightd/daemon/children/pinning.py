@@ -13,6 +13,7 @@ from weightd.daemon.children.helpers import Answer
 from weightd.daemon.children.owner import Owner, Snapshot
 from weightd.daemon.children.probing import Probing
 from weightd.daemon.children.running import Running
+from weightd.daemon.children.snapshotter import Taken
 from weightd.daemon.config import canary
 from weightd.daemon.config.model import ModelConfig
 from weightd.daemon.generations.plan import Source
@@ -42,6 +43,8 @@ class Pinning:
         self._running = running
         self._probing = probing
         self._later = later
+        # What was taken last of each file, by its path.
+        self._taken: dict[str, Taken] = {}
 
     def pin(self, owner: Owner, model: str, config: ModelConfig, source: Source) -> None:
         """Start the process that takes the snapshot."""
@@ -53,7 +56,8 @@ class Pinning:
         tell = functools.partial(self._on_answer, owner, config, source, files)
         try:
             files.create()
-            helpers.ask(self._running, files.directory.name, snapshotter.command(arguments), files.log, tell)
+            known = self._taken.get(source.path)
+            helpers.ask(self._running, files.directory.name, snapshotter.command(arguments, known), files.log, tell)
         except (ClaimError, OSError) as error:
             self._later(functools.partial(owner.pin_failed, source, f"cannot take a snapshot: {error}"))
 
@@ -61,6 +65,9 @@ class Pinning:
         """Remove the snapshot, or stop taking it."""
         files = self._files(model, source)
         name = files.directory.name
+        there = self._taken.get(source.path)
+        if there is not None and files.directory in Path(there.path).parents:
+            del self._taken[source.path]
         for each in list(self._running.processes):
             if each == name or each.startswith(f"{name}."):
                 self._running.kill(each)
@@ -73,16 +80,19 @@ class Pinning:
     def _on_answer(
         self, owner: Owner, config: ModelConfig, source: Source, files: SnapshotFiles, answer: Answer, end: End
     ) -> None:
-        sha256, nbytes, identity = answer.get("sha256"), answer.get("nbytes"), str(answer.get("identity", ""))
+        sha256, nbytes = answer.get("sha256"), answer.get("nbytes")
         if end.status != 0 or not isinstance(sha256, str) or not isinstance(nbytes, int):
             files.remove()
             cause = answer.get("error") or end.words or f"the snapshot {end.how}"
             owner.pin_failed(source, cause, time.monotonic())
             return
-        path = files.model_dir / Path(source.path).name
+        path = str(files.model_dir / Path(source.path).name)
+        taken = Taken(path, sha256, nbytes, str(answer.get("identity", "")), str(answer.get("origin", "")))
+        if taken.origin:
+            self._taken[source.path] = taken
         weights = str(files.weights) if source.weights else ""
         sample = str(files.sample) if canary.sample(config.canary) else ""
-        snapshot = Snapshot(str(path), weights, sha256, nbytes, sample, identity)
+        snapshot = Snapshot(path, weights, sha256, nbytes, sample, taken.identity)
         self._probing.ask(
             config.python, config.devices, files.log, lambda: owner.pinned(source, snapshot, time.monotonic())
         )

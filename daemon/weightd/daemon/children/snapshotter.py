@@ -1,9 +1,9 @@
 """The immutable copy of a model from which every process of a generation builds.
 
 Runs as a process of its own, because copying and digesting gigabytes would stop the daemon's loop. Its arguments are
-PARENT MODEL DIRECTORY [FILE COPY]... It answers on stdout, a pipe, with an object in JSON: the `sha256` of the model,
-its `nbytes` and the `identity` of the copy, or an `error` and status 1. What it leaves of a copy that has failed, the
-daemon removes.
+PARENT KNOWN MODEL DIRECTORY [FILE COPY]..., the second in JSON what was `Taken` of the same file before, or null. It
+answers on stdout, a pipe, with an object in JSON: what is `Taken`, or an `error` and status 1. What it leaves of a copy
+that has failed, the daemon removes.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import json
 import os
 import sys
 import threading
+import time
 from io import FileIO
 from pathlib import Path
 from queue import SimpleQueue
@@ -36,6 +37,10 @@ _BLOCK_BYTES = 1024 * 1024
 _BLOCKS = 3
 
 
+# A file that was changed so shortly before it was read may have been changed again in the same tick of a clock.
+_SETTLED_NS = 10**9
+
+
 class Taken(NamedTuple):
     """A snapshot.
 
@@ -44,24 +49,29 @@ class Taken(NamedTuple):
         sha256: of the model.
         nbytes: of all its files.
         identity: of the copy: another one as soon as it was written or replaced.
+        origin: of what was copied; "" if that had changed just before.
     """
 
-    path: Path
+    path: str
     sha256: str
     nbytes: int
     identity: str
+    origin: str
 
 
-def command(arguments: list[str]) -> list[str]:
-    """Return how the process is started that takes a snapshot for this one, with these arguments but for the parent.
+def command(arguments: list[str], known: Taken | None = None) -> list[str]:
+    """Return how the process is started that takes a snapshot for this one, with these arguments but for the first two.
 
     Isolated, and without site-packages: that saves half of its start.
     """
-    return [sys.executable, "-I", "-S", "-c", _PROGRAM, json.dumps(sys.path), str(os.getpid()), *arguments]
+    there = json.dumps(known and known._asdict())
+    return [sys.executable, "-I", "-S", "-c", _PROGRAM, json.dumps(sys.path), str(os.getpid()), there, *arguments]
 
 
-def take(model: Path, directory: Path) -> Taken:
+def take(model: Path, directory: Path, known: Taken | None = None) -> Taken:
     """Copy the model's files into `directory`, read-only. Each is read once.
+
+    If these are the very files of which a snapshot is `known`, and that is what it was, its files get another name.
 
     Raises:
         ModelFileError: the model is not as `Model` wants it, or changes while it is copied.
@@ -69,13 +79,39 @@ def take(model: Path, directory: Path) -> Taken:
     """
     directory.mkdir(mode=0o700)
     with Model(model) as original:
+        newest = max(file.changed_ns for file in original.files)
+        origin = identity(original.files) if time.time_ns() - newest > _SETTLED_NS else ""
+        copy = directory / original.files[0].name
+        if known is not None and origin and origin == known.origin and _linked(known, copy):
+            original.check_unchanged()
+            return known._replace(path=str(copy), identity=identity(model_files(copy, own=True)))
         digests = [_copy(original.open(file), directory / file.name) for file in original.files]
         original.check_unchanged()
-        copy = directory / original.files[0].name
         # Whoever loads the copy goes by what the copy names, whatever the original has named.
         copies = model_files(copy, own=True)
         original.check_same(copies)
-        return Taken(copy, combined(copies, digests), sum(file.nbytes for file in copies), identity(copies))
+        nbytes = sum(file.nbytes for file in copies)
+        return Taken(str(copy), combined(copies, digests), nbytes, identity(copies), origin)
+
+
+def _linked(known: Taken, copy: Path) -> bool:
+    """Give the files of a snapshot that is there already these names, too; False if it is not what it was."""
+    made: list[Path] = []
+    try:
+        there = model_files(Path(known.path), own=True)
+        if identity(there) != known.identity:
+            return False
+        for file in there:
+            target = copy.parent / file.name
+            target.parent.mkdir(mode=0o700, exist_ok=True, parents=True)
+            target.hardlink_to(file.path)
+            made.append(target)
+    except (ModelFileError, OSError):
+        # It is being removed, or this file system has no such links.
+        for each in made:
+            each.unlink()
+        return False
+    return True
 
 
 def _copy(source: BinaryIO, target: Path) -> str:
@@ -134,10 +170,10 @@ def _piped(reader: FileIO, writer: FileIO) -> str:
     return state.hexdigest()
 
 
-def answer(model: Path, directory: Path, *more: Path) -> dict[str, Any]:
+def answer(model: Path, directory: Path, *more: Path, known: Taken | None = None) -> dict[str, Any]:
     """Take the snapshot, and copy further files, each of which is followed by its copy; return what is answered."""
     try:
-        taken = take(model, directory)
+        taken = take(model, directory, known)
         for source, target in zip(more[::2], more[1::2], strict=True):
             _copy(open_file(source), target)
     except ModelFileError as error:
@@ -145,7 +181,7 @@ def answer(model: Path, directory: Path, *more: Path) -> dict[str, Any]:
     except OSError as error:
         what = error.filename if Path(error.filename or "") in more[::2] else model
         return {"error": f"cannot copy {what} to {directory}: {error.strerror}"}
-    return {"sha256": taken.sha256, "nbytes": taken.nbytes, "identity": taken.identity}
+    return taken._asdict()
 
 
 def main() -> None:
@@ -153,6 +189,7 @@ def main() -> None:
     ignore_interrupts()
     die_with(int(sys.argv[1]))
     go_before_the_daemon("worker")
-    answered = answer(*map(Path, sys.argv[2:]))
+    known = json.loads(sys.argv[2])
+    answered = answer(*map(Path, sys.argv[3:]), known=known and Taken(**known))
     print(json.dumps(answered))
     sys.exit(int("error" in answered))
