@@ -24,7 +24,7 @@ MUTANTS = [
         ("while self._status == exits.OK:", "while True:"),
         ("if asked.outputs is None and all(arrays[name] is outputs[name] for name in outputs):", "if True:"),
     ),
-    *mutants("worker", _SESSION + " -k template",
+    *mutants("worker", _SESSION + " -k 'template or takes_no_request'",
         ("                if self._forker is not None:\n", "                if False:\n"),
         ("self._forker is None or not known.digest or", "self._forker is None or"),
         ("or not known.digest or self._engine.draws:", "or not known.digest:"),

@@ -151,5 +151,5 @@ def leaky(one_daemon: Daemon, tmp_path_factory: pytest.TempPathFactory) -> Gener
         (directory / package).mkdir()
         (directory / package / "__init__.py").write_text(source if package == ENGINE else "")
     (directory / ENGINE / "capi" / f"{ENGINE}_pybind11_state.py").write_text("")
-    with forking_for(one_daemon, {"PYTHONPATH": str(directory)}) as forking:
+    with forking_for(one_daemon, {"PYTHONPATH": str(directory), "PYTHONUNBUFFERED": ""}) as forking:
         yield forking
