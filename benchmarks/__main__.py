@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from benchmarks import latency, memory, overload, recovery, rival, startup, tensors, throughput
+from benchmarks import engine, latency, memory, overload, recovery, rival, startup, tensors, throughput
 from benchmarks.material import DEFAULT_TRANSPORT, ENGINES, MLP, TRANSPORTS, DifferenceError, Setup, UnavailableError
 from benchmarks.report import Result, as_json, as_table, progress
 
@@ -32,6 +32,9 @@ BENCHMARKS: Mapping[str, Benchmark] = {
     "tensors": Benchmark(tensors.run, tensors.WORKERS, "600 KB and 8 MB against an echo that copies nothing *"),
     "throughput": Benchmark(
         throughput.run, throughput.WORKERS, "requests/s against bare processes of the engine; tiny ones/s *"
+    ),
+    "engine": Benchmark(
+        engine.run, engine.WORKERS, "one worker against the bare engine: MLP, convolutions, transformer *"
     ),
     "startup": Benchmark(startup.run, startup.WORKERS, "first answer and all workers READY against one bare build"),
     "recovery": Benchmark(recovery.run, recovery.WORKERS, "from a fault until every worker is READY again, under load"),

@@ -24,10 +24,11 @@ ENGINES = ("onnxruntime", "mindspore_lite")
 TRANSPORTS: Mapping[str, str] = {"unix": "unix://", "zmq": "ipc://"}
 DEFAULT_TRANSPORT = "unix"
 
-# Each has one input x, FP32 [N, width], and one output y: of the same shape, but for LARGEST and CONV.
+# Each has one input x, FP32 [N, width] unless a shape is given, and one output y: of the same shape unless it is told.
 MLP, MLP_WIDTH = "mlp", 2048  # 12 layers, 192 MiB of weights
 TINY, TINY_WIDTH = "tiny", 64
 CONV, CONV_SHAPE = "conv", (3, 224, 224)  # 53 convolutions, 10 MB of weights: y is FP32 [N, 1000]
+TRANSFORMER, TRANSFORMER_SHAPE = "transformer", (64, 256)  # 4 layers, 13 MB of weights: y is of the shape of x
 RELU = "relu"  # of any width: the answer is as long as the input
 LARGEST = "largest"  # of any width: y is the largest element, FP32 [N, 1]
 
@@ -83,6 +84,7 @@ _WRITERS: Mapping[str, Callable[[Path], Path]] = {
     MLP: models.mlp,
     TINY: models.tiny,
     CONV: models.convolutions,
+    TRANSFORMER: models.transformer,
     RELU: _relu,
     LARGEST: _largest,
 }

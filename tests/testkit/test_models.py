@@ -32,6 +32,7 @@ MODELS: dict[str, tuple[Callable[[Path], Path], Arrays]] = {
     "mlp, fixed batch": (lambda path: models.mlp(path, layers=2, width=32, batch=3), {"x": normal(3, 32)}),
     "tiny": (models.tiny, {"x": np.asfortranarray(normal(5, 64))}),
     "convolutions": (lambda path: models.convolutions(path, size=32), {"x": normal(2, 3, 32, 32)}),
+    "transformer": (lambda path: models.transformer(path, 2, 6, 16), {"x": normal(2, 6, 16)}),
     "two_inputs": (models.two_inputs, {"b": normal(2, 4), "a": normal(2, 4)}),
     "two_batches": (models.two_batches, {"a": normal(2, 4), "b": normal(2, 4)}),
     "integers": (models.integers, {"ids": np.array([[0, 1, 15], [7, 7, 7]])}),

@@ -85,6 +85,27 @@ def convolutions(path: Path, size: int = 224, seed: int = 0) -> Path:
     return save(path, net.nodes, [fp32("x", "N", 3, size, size)], [fp32("y", "N", 1000)], net.weights)
 
 
+def transformer(path: Path, layers: int = 4, tokens: int = 64, width: int = 256, heads: int = 4, seed: int = 0) -> Path:
+    """An encoder: "x" FP32 [N, tokens, width] -> "y" of the same shape. The defaults hold 13 MB of weights."""
+    net = _Net(seed)
+    split, joined = net.shape(0, tokens, heads, width // heads), net.shape(0, tokens, width)
+    small = net.weight(np.sqrt(heads / width))
+    now = "x"
+    for _ in range(layers):
+        normal = net.normalized(now)
+        query, key, value = (
+            net.add("Transpose", net.add("Reshape", net.linear(normal, width, width), split), perm=order)
+            for order in ([0, 2, 1, 3], [0, 2, 3, 1], [0, 2, 1, 3])
+        )
+        heard = net.add("Softmax", net.add("Mul", net.add("MatMul", query, key), small), axis=-1)
+        values = net.add("Transpose", net.add("MatMul", heard, value), perm=[0, 2, 1, 3])
+        now = net.add("Add", now, net.linear(net.add("Reshape", values, joined), width, width))
+        wide = net.add("Relu", net.linear(net.normalized(now), width, 4 * width))
+        now = net.add("Add", now, net.linear(wide, 4 * width, width))
+    net.nodes[-1].output[0] = "y"
+    return save(path, net.nodes, [fp32("x", "N", tokens, width)], [fp32("y", "N", tokens, width)], net.weights)
+
+
 class _Net:
     """Nodes and weights of a graph that grows."""
 
@@ -103,6 +124,22 @@ class _Net:
         """Add a weight; return its name."""
         self.weights.append(_weight(f"w{len(self.weights)}", np.asarray(values, np.float32)))
         return self.weights[-1].name
+
+    def shape(self, *dims: int) -> str:
+        """Add one for a Reshape, in which 0 is what is there; return its name."""
+        self.weights.append(numpy_helper.from_array(np.array(dims), f"s{len(self.weights)}"))
+        return self.weights[-1].name
+
+    def linear(self, x: str, before: int, after: int) -> str:
+        """Add a product with a bias; return the name of the sum."""
+        bias = self.rng.standard_normal(after, dtype=np.float32) * np.float32(0.1)
+        return self.add("Add", self.add("MatMul", x, self.weight(_he(self.rng, before, after))), self.weight(bias))
+
+    def normalized(self, x: str) -> str:
+        """Add what gives each row mean 0 and variance 1, in operators that both engines know; return its name."""
+        away = self.add("Sub", x, self.add("ReduceMean", x, axes=[-1]))
+        variance = self.add("ReduceMean", self.add("Mul", away, away), axes=[-1])
+        return self.add("Div", away, self.add("Sqrt", self.add("Add", variance, self.weight(1e-5))))
 
     def convolution(
         self, x: str, before: int, after: int, kernel: int = 1, stride: int = 1, group: int = 1, *, bounded: bool = True
