@@ -39,7 +39,7 @@ SUFFIX = {"onnxruntime": ".onnx", "mindspore_lite": ".mindir"}
 # For everything that is waited for and must happen; a machine that is busy with other work needs it.
 LIMIT_S = 30.0
 
-MLP_WIDTH = 512
+MLP_WIDTH = 768
 MLP_WEIGHT_BYTES = 4 * MLP_WIDTH * MLP_WIDTH * 4
 LARGE_WIDTH = 1024
 LARGE_WEIGHT_BYTES = 8 * LARGE_WIDTH * LARGE_WIDTH * 4

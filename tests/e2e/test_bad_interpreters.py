@@ -7,8 +7,9 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 import pytest
@@ -43,11 +44,12 @@ NO_MINDSPORE_LITE = "No module named 'mindspore_lite'; install the vendor's whee
 
 
 class Bad(NamedTuple):
-    """An interpreter, words that the cause must have, and the engine of the model."""
+    """An interpreter, words that the cause must have, the engine of the model, and what else is in its table."""
 
     python: Path
     words: Sequence[str]
     engine: str = "onnxruntime"
+    more: Mapping[str, str] = MappingProxyType({})
 
 
 def executable(path: Path, script: bytes) -> Path:
@@ -74,7 +76,11 @@ def bad(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Bad]:
         "without-weightd": Bad(venv, ("exited with status 1", f"install weightd there: {venv} -m pip install weightd")),
         "missing": Bad(made / "nothing", (f"cannot start {made}/nothing: No such file or directory",)),
         "exit-3": Bad(executable(made / "three", b"#!/bin/sh\necho oh no\nexit 3\n"), ("status 3: oh no",)),
-        "no-workers": Bad(failing_workers(made / "seven", "*.w[0-9]*"), (".w", "exited with status 7: ", "no luck")),
+        "no-workers": Bad(
+            failing_workers(made / "seven", "*.w[0-9]*"),
+            (".w", "exited with status 7: ", "no luck"),
+            more={"start": "spawn"},
+        ),
         "crash": Bad(executable(made / "crash", b"#!/bin/sh\nkill -SEGV $$\n"), ("killed by SIGSEGV",)),
     }
     if mindir.interpreter() is not None:
@@ -95,7 +101,8 @@ def without_pythonpath() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def service(engine: str, zoo: Zoo, bad: dict[str, Bad], without_pythonpath: None) -> Iterator[Service]:
     """One good model among those with bad interpreters."""
-    tables = {name: {"path": zoo.path("two_inputs", each.engine), "python": each.python} for name, each in bad.items()}
+    path = {each.engine: zoo.path("two_inputs", each.engine) for each in bad.values()}
+    tables = {name: {"path": path[each.engine], "python": each.python, **each.more} for name, each in bad.items()}
     with Service({**tables, "good": {"path": zoo.path("two_inputs", engine)}}, verbose=True) as service:
         yield service
 
@@ -138,7 +145,7 @@ def test_a_bad_interpreter_fails_its_model_alone_and_the_cause_is_told(
 def test_a_worker_that_fails_to_start_once_is_started_again(engine: str, zoo: Zoo, bare: Bare, tmp_path: Path) -> None:
     path = zoo.path("two_inputs", engine)
     python = failing_workers(tmp_path / "python", "*.w2*")
-    with Service({"model": {"path": path, "python": python, "workers": WORKERS}}) as service:
+    with Service({"model": {"path": path, "python": python, "workers": WORKERS, "start": "spawn"}}) as service:
         status = service.ready()
         assert [each.name for each in ready_workers(service, "model")] == ["model.1.w1", "model.1.w3"]
         assert status.models[0].generations[0].cause == ""
@@ -152,7 +159,7 @@ def test_a_model_some_of_whose_workers_cannot_build_serves_with_the_others_and_s
 ) -> None:
     path = zoo.path("two_inputs", engine)
     python = failing_workers(tmp_path / "python", "*.w[2-9]*|*.w1[0-9]*")
-    tables = {"model": {"path": path, "python": python, "workers": WORKERS}}
+    tables = {"model": {"path": path, "python": python, "workers": WORKERS, "start": "spawn"}}
     with Service(tables, verbose=True) as service, service.client() as client:
         questions = bare.questions(path, pairs((2, 1))) * 5
         ask_all(client, "model", questions)

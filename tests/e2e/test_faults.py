@@ -30,7 +30,8 @@ A_WHILE = 10**5  # some tenths of a second
 def service(mlp: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     loop = models.loop(tmp_path_factory.mktemp("loop") / "loop.onnx")
     tables: dict[str, dict[str, object]] = {
-        "mlp": {"path": mlp, "workers": WORKERS, "predict_timeout": 2.0, "watchdog": 2.0},
+        # With two threads its workers cannot be forked of the holder: they share pages.
+        "mlp": {"path": mlp, "workers": WORKERS, "threads": 2, "predict_timeout": 2.0, "watchdog": 2.0},
         "loop": {"path": loop, "workers": WORKERS, "predict_timeout": 1.0},
     }
     with Service(tables, verbose=True) as service:

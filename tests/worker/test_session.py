@@ -57,7 +57,7 @@ from weightd.worker.engines.engine import Arrays, Engine, ModelSignature
 from weightd.worker.engines.errors import BuildError, NoRoom, NotAllowed, Spoilt
 from weightd.worker.engines.sharing import Shared
 from weightd.worker.forking.forker import Made, Tell
-from weightd.worker.session import Files, Origin, Session
+from weightd.worker.session import Files, Heirs, Origin, Session
 
 M = TypeVar("M")
 
@@ -408,15 +408,15 @@ def grows(monkeypatch: pytest.MonkeyPatch, nbytes: int) -> None:
 
 
 def test_a_template_exports_nothing_and_gives_all_that_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    grows(monkeypatch, 4 << 20)
+    grows(monkeypatch, 32 << 20)
     engine, forker = fake(), FakeForker()
-    status, socket = play(engine, FORK, BUILD, FORK, STOP, forker=forker)
+    status, socket = play(engine, FORK, BUILD, FORK, STOP, heirs=Heirs(2, cast(Any, forker)))
     assert status == exits.OK
     built = only(Built, socket)
-    assert (built.handle, built.is_template, built.shared_bytes, built.note) == ("", True, 4 << 20, "")
+    assert (built.handle, built.is_template, built.shared_bytes, built.note) == ("", True, 32 << 20, "")
     assert built.canary == canary.run(engine, CASES).digest
     assert engine.done.count("export /s/store") == 0
-    assert (forker.settled, forker.given) == (1, [Made(engine, SHA256, 4 << 20)])
+    assert (forker.settled, forker.given) == (1, [Made(engine, SHA256, 32 << 20)])
     forked = [each for each in socket.sent if isinstance(each, Forked)]
     assert forked == [Forked("w", 0, "this process is no template"), Forked("w", 11)]
 
@@ -424,10 +424,10 @@ def test_a_template_exports_nothing_and_gives_all_that_it_has(monkeypatch: pytes
 @pytest.mark.parametrize(
     ("refusal", "answers", "draws", "nbytes", "handle"),
     [
-        ("two threads", [ZEROS], False, 4 << 20, "7"),
-        ("", [ZEROS, ONES], False, 4 << 20, "7"),
-        ("", [ZEROS], True, 4 << 20, "7"),
-        ("", [ZEROS], False, (4 << 20) - 1, ""),
+        ("two threads", [ZEROS], False, 32 << 20, "7"),
+        ("", [ZEROS, ONES], False, 32 << 20, "7"),
+        ("", [ZEROS], True, 32 << 20, "7"),
+        ("", [ZEROS], False, (32 << 20) - 1, ""),
     ],
 )
 def test_what_cannot_be_forked_or_may_not_repeat_itself_or_is_small_is_no_template(
@@ -437,16 +437,16 @@ def test_what_cannot_be_forked_or_may_not_repeat_itself_or_is_small_is_no_templa
 
     monkeypatch.setattr(FakeEngine, "draws", draws)
     forker = FakeForker(refusal)
-    _, socket = play(fake(sequence(*answers * 6)), BUILD, FORK, STOP, forker=forker)
+    _, socket = play(fake(sequence(*answers * 6)), BUILD, FORK, STOP, heirs=Heirs(2, cast(Any, forker)))
     built = only(Built, socket)
     assert (built.is_template, built.handle) == (False, handle)
-    assert handle or built.note.startswith("weights are not shared: what was built takes less than 4 MiB, as")
+    assert handle or built.note.startswith("weights are not shared: 31 MiB, by 2 processes, are less than the 32 MiB")
     assert (only(Forked, socket).pid, forker.given) == (0, [])
 
 
 def test_a_holder_that_may_be_one_takes_no_request() -> None:
     with pytest.raises(RemoteProtocolError, match="no predict where workers are forked"):
-        play(fake(), predict(1), STOP, forker=FakeForker())
+        play(fake(), predict(1), STOP, heirs=Heirs(2, cast(Any, FakeForker())))
 
 
 def test_a_worker_of_a_template_builds_nothing_and_answers_once() -> None:

@@ -155,11 +155,11 @@ class Server:
         _log.info("weightd %s, pid %d, listens on %s", VERSION, os.getpid(), ", ".join(sockets.addresses))
         if self._keeping is not None and self._file is not None:
             self._file.in_force()
-        # They load while snapshots are taken.
-        self._backend.prepare(self._config.models.values())
         if self._keeping is not None and self._keeping.inheritance is not None:
             self._resume(self._keeping, self._keeping.inheritance)
         else:
+            # They load while snapshots are taken.
+            self._backend.prepare(self._config.models.values())
             self._fleet.start(self._config.models, time.monotonic())
 
     def _adopt(self, connection: socket.socket, peer: PeerIdentity) -> None:
@@ -177,6 +177,7 @@ class Server:
         children = [name for record in handover.models for name in record.children]
         entries = [name for record in handover.models for name in record.directories]
         self._backend.tidy(children, [*entries, *keeping.entries])
+        self._backend.prepare(self._config.models.values())
         self._fleet.resume(handover.models, self._config.models, time.monotonic())
         self._herald.resumed(before)
 

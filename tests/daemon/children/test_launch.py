@@ -37,9 +37,9 @@ def test_a_worker_is_told_what_is_not_as_usual(change: dict[str, Any], more: str
     assert (child.name, " ".join(child.argv), child.log) == ("m.1.w1", ALWAYS + more, FILES.log("m.1.w1"))
 
 
-@pytest.mark.parametrize(("role", "more"), [(Role.HOLDER, " --template"), (Role.WORKER, "")])
+@pytest.mark.parametrize(("role", "more"), [(Role.HOLDER, " --users 3 --template"), (Role.WORKER, "")])
 def test_of_a_holder_others_may_be_forked(role: Role, more: str) -> None:
-    child = launch.child(replace(PLAIN, may_be_template=True), "m.1.w1", role, "ipc://s", FILES)
+    child = launch.child(replace(PLAIN, may_be_template=True, users=3), "m.1.w1", role, "ipc://s", FILES)
     assert " ".join(child.argv) == ALWAYS.replace("--role worker", f"--role {role.value}") + more
 
 

@@ -28,17 +28,19 @@ from weightd.protocol.messages.children import Fork
 from weightd.worker.forking.beginning import Beginning
 from weightd.worker.forking.forker import Forker
 directory, fate = sys.argv[1:]
-def become(words, made):
-    Path(directory, "words").write_text(" ".join(words))
-    if fate == "fails":
-        raise ValueError("as it was told")
-    return 3
+def ready(words, made):
+    def live():
+        Path(directory, "words").write_text(" ".join(words))
+        if fate == "fails":
+            raise ValueError("as it was told")
+        return 3
+    return live
 def tell(forked):
     print(forked.pid, flush=True)
     if fate == "dies":
         os.kill(os.getpid(), signal.SIGKILL)
     return fate != "unheard"
-forker = Forker(Beginning(), become)
+forker = Forker(Beginning(), ready)
 forker.settle()
 forker.fork(Fork("w", ("--some", "thing"), directory + "/log"), tell)
 print("lives")
@@ -80,7 +82,7 @@ def refused(monkeypatch: pytest.MonkeyPatch, reason: str) -> List[Forked]:
         return True
 
     monkeypatch.setattr(forker_module, "refusal", lambda: reason)
-    Forker(Beginning(), lambda words, made: 0).fork(ORDER, tell)
+    Forker(Beginning(), lambda words, made: lambda: 0).fork(ORDER, tell)
     return told
 
 

@@ -37,6 +37,9 @@ def parse(words: Optional[Sequence[str]] = None) -> argparse.Namespace:
     parser.add_argument("--weights", default="", help="an .npz of weights that replace those of the model")
     parser.add_argument("--sample", default="", help="an .npz of inputs to prove the model by")
     parser.add_argument("--tolerance", default=0.0, type=float, help="how far apart answers to these may be")
+    parser.add_argument(
+        "--users", default=0, type=int, help="how many share what a holder builds; 0: share in any case"
+    )
     parser.add_argument("--template", action="store_true", help="a holder that workers are forked from, if it can be")
     parser.add_argument("--origin-note", default="", help="why it is not forked, if it is not")
     return parser.parse_args(words)

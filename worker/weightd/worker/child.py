@@ -8,7 +8,7 @@ import functools
 import logging
 import sys
 from pathlib import Path
-from typing import Optional, Sequence, Union
+from typing import Callable, Optional, Sequence, Union
 
 import zmq
 
@@ -29,7 +29,7 @@ from weightd.worker.engines.errors import BuildError
 from weightd.worker.forking.beginning import Beginning
 from weightd.worker.forking.forker import Forker, Made
 from weightd.worker.lane import LaneConnection
-from weightd.worker.session import Files, Origin, Session
+from weightd.worker.session import Files, Heirs, Origin, Session
 
 _log = logging.getLogger("weightd.worker")
 
@@ -73,18 +73,27 @@ def run(
         context.destroy(linger=_LINGER_MS)
 
 
-def become(parent: int, beginning: Beginning, words: Sequence[str], made: Optional[Made]) -> int:
-    """Live as a process that was forked; `words` are its arguments, but for its parent."""
+def ready(parent: int, beginning: Beginning, words: Sequence[str], made: Optional[Made]) -> Callable[[], int]:
+    """Return the life of a process that is forked; `words` are its arguments, but for its parent.
+
+    Raises:
+        SystemExit: they are not such.
+    """
     words = [*words, "--parent", str(parent)]
-    sys.argv = [sys.argv[0], *words]
     arguments = words_of.parse(words)
-    title.write([title.first_word(), *words_of.PROGRAM, *words_of.ordered(words, arguments.name, arguments.role)])
-    return run(arguments, beginning, "forked" if made is None else "template", made)
+    command = [title.first_word(), *words_of.PROGRAM, *words_of.ordered(words, arguments.name, arguments.role)]
+
+    def live() -> int:
+        sys.argv = [sys.argv[0], *words]
+        title.write(command)
+        return run(arguments, beginning, "forked" if made is None else "template", made)
+
+    return live
 
 
 def forker(parent: int, beginning: Beginning) -> Forker:
     """Return what makes processes of this one, as children of its parent."""
-    return Forker(beginning, functools.partial(become, parent, beginning))
+    return Forker(beginning, functools.partial(ready, parent, beginning))
 
 
 def _serve(
@@ -105,13 +114,14 @@ def _serve(
         sha256 = pinned_digest(Path(arguments.model), arguments.pinned) if made is None else made.sha256
     except ModelFileError as error:
         return _broken(connection, str(error), exits.CANNOT_BUILD)
+    is_template = arguments.template and arguments.sharing == "on"
     session = Session(
         connection,
         engine,
         Files(arguments.model, arguments.store, arguments.weights, arguments.sample),
         arguments.tolerance,
         origin=Origin(origin, clip(arguments.origin_note), made),
-        forker=forker(arguments.parent, beginning) if arguments.template and arguments.sharing == "on" else None,
+        heirs=Heirs(arguments.users, forker(arguments.parent, beginning) if is_template else None),
     )
     return session.run(sha256)
 

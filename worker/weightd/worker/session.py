@@ -63,16 +63,13 @@ from weightd.worker.forking.forker import Forker, Made
 from weightd.worker.heap import Heap, own_bytes
 from weightd.worker.lane import LaneConnection
 from weightd.worker.regions import Regions
+from weightd.worker.worth import COSTS, is_worth
 
 _log = logging.getLogger("weightd.worker")
 
 # How often what a predict leaves behind is looked at while they come, and when nothing is kept for the next one.
 _TIDY_S = 1.0
 _IDLE_S = 10.0
-
-# A template takes about as much for itself: with less it would cost what it spares where there are two workers.
-_LEAST_TEMPLATE_BYTES = 4 << 20
-_SMALL = "weights are not shared: what was built takes less than 4 MiB, as a process does that only holds it"
 
 _form = operator.attrgetter("shape", "dtype", "flags.c_contiguous")
 
@@ -106,7 +103,20 @@ class Origin(NamedTuple):
     made: Optional[Made] = None
 
 
+class Heirs(NamedTuple):
+    """Those who will share what a holder builds.
+
+    Attributes:
+        number: how many they are; 0: whether they are worth the holder is not asked.
+        forker: forks them, where the holder may be a template: then it takes no requests.
+    """
+
+    number: int = 0
+    forker: Optional[Forker] = None
+
+
 _SPAWNED = Origin("spawned")
+_NO_HEIRS = Heirs()
 
 
 class Session:
@@ -118,7 +128,7 @@ class Session:
         files: its files.
         tolerance: how far the canary's answers may be apart (`canary.difference`).
         origin: of this process.
-        forker: for a holder that may be a template: then it takes no requests.
+        heirs: of a holder.
     """
 
     def __init__(
@@ -129,7 +139,7 @@ class Session:
         tolerance: float = 0.0,
         *,
         origin: Origin = _SPAWNED,
-        forker: Optional[Forker] = None,
+        heirs: Heirs = _NO_HEIRS,
     ) -> None:
         self._connection = connection
         self._engine = engine
@@ -137,7 +147,7 @@ class Session:
         self._sample: Optional[Arrays] = None
         self._tolerance = tolerance
         self._origin = origin
-        self._forker = forker
+        self._heirs = heirs
         # What those are given that are forked from this process, once it is a template.
         self._gives: Optional[Made] = None
         self._sha256 = ""
@@ -196,7 +206,7 @@ class Session:
         for frames in messages:
             order = self._decoder.decode(frames)
             if isinstance(order, Predict):
-                if self._forker is not None:
+                if self._heirs.forker is not None:
                     raise RemoteProtocolError("type: expected no predict where workers are forked, got one")
                 self._inbox.append((order, frames[limits.MAX_HEADER_FRAMES :]))
             elif isinstance(order, Skip):
@@ -281,9 +291,10 @@ class Session:
         engine.give_back()
         shared = self._share(known, before)
         self._handle = shared.handle
-        if known.digest and self._holders_if_near(self._run(known.cases)).digest != known.digest:
-            raise BuildError("the canary's answer changed when the weights were shared")
-        engine.give_back()
+        if self._handle and known.digest:
+            if self._holders_if_near(self._run(known.cases)).digest != known.digest:
+                raise BuildError("the canary's answer changed when the weights were shared")
+            engine.give_back()
         signature = canary.observed(engine.signature, known)
         self._send(
             Built(
@@ -307,24 +318,27 @@ class Session:
 
         What is forked from a model that draws at random would all draw the same.
         """
-        if self._forker is None or not known.digest or self._engine.draws:
-            return self._engine.sharing.export(self._files.store)
-        refusal = self._forker.refusal()
+        forker = self._heirs.forker if known.digest and not self._engine.draws else None
+        refusal = forker.refusal() if forker is not None else ""
         if refusal:
             _log.info("workers are not forked from this process: %s", refusal)
+            forker = None
+        if forker is not None:
+            forker.settle()
+        took, costs = own_bytes() - before, COSTS[self._origin.kind]
+        if not is_worth(took, self._heirs.number, costs, is_template=forker is not None):
+            text = "weights are not shared: %d MiB, by %d processes, are less than the %d MiB of one that holds them"
+            return Shared("", 0, text % (took >> 20, self._heirs.number, costs >> 20))
+        if forker is None:
             return self._engine.sharing.export(self._files.store)
-        self._forker.settle()
-        took = own_bytes() - before
-        if took < _LEAST_TEMPLATE_BYTES:
-            return Shared("", 0, _SMALL)
         self._gives = Made(self._engine, self._sha256, took)
         return Shared("", took, "")
 
     def _fork(self, order: Fork) -> None:
-        if self._forker is None or self._gives is None:
+        if self._heirs.forker is None or self._gives is None:
             self._tell(Forked(order.name, 0, "this process is no template"))
         else:
-            self._forker.fork(order, self._tell, self._gives)
+            self._heirs.forker.fork(order, self._tell, self._gives)
 
     def _tell(self, forked: Forked) -> bool:
         return self._connection.send(encode(forked))

@@ -192,6 +192,7 @@ class Backend:
             children: by name.
             entries: of the private directory.
         """
+        self._launcher.end_strays()
         for kept in self._launcher.kept():
             if kept.name not in children:
                 self._end_stray(kept)
@@ -381,7 +382,7 @@ class Backend:
 
     def _message(self, name: str, received: Received) -> ChildMessage:
         try:
-            message: ChildMessage | Forked = self._decoder.decode(received.frames)
+            message: ChildMessage = self._decoder.decode(received.frames)
         except RemoteProtocolError as error:
             return _broken(error)
         if isinstance(message, Forked):
@@ -405,7 +406,7 @@ class Backend:
 
     def _on_lane(self, name: str, frames: Sequence[Any]) -> None:
         try:
-            message: ChildMessage | Forked = self._decoder.decode(frames)
+            message: ChildMessage = self._decoder.decode(frames)
         except RemoteProtocolError as error:
             self._on_broken_lane(name, error)
             return

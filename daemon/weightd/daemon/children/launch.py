@@ -33,6 +33,7 @@ class Program:
         why_spawned: why it is not forked, "" where it may be.
         may_be_template: whether workers may be forked of it once it has built.
         pinned: by what it knows the model again, and its digest.
+        users: how many share what it builds, where it is to ask whether that is worth a process; else 0.
     """
 
     python: str
@@ -49,6 +50,7 @@ class Program:
     why_spawned: str = ""
     may_be_template: bool = False
     pinned: str = ""
+    users: int = 0
 
 
 @dataclass(frozen=True)
@@ -95,6 +97,7 @@ def program(config: ModelConfig, generation: Generation, snapshot: Snapshot) -> 
         why_spawned=_why_spawned(config),
         may_be_template=generation.terms.forks_built,
         pinned=f"{snapshot.identity}:{snapshot.sha256}" if snapshot.identity else "",
+        users=0 if config.on_cards else generation.terms.attached,
     )
 
 
@@ -136,8 +139,9 @@ def child(program: Program, name: str, role: Role, address: str, files: Generati
         argv += ["--sample", program.sample]
     if program.tolerance:
         argv += ["--tolerance", repr(program.tolerance)]
-    if program.may_be_template and role is Role.HOLDER:
-        argv += ["--template"]
+    if role is Role.HOLDER:
+        argv += ["--users", str(program.users)] if program.users else []
+        argv += ["--template"] if program.may_be_template else []
     log = files.log(name)
     return Launch(name, [program.python, "-m", "weightd.worker"], argv, log, _environment(program.environment, log))
 

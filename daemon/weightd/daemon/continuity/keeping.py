@@ -90,6 +90,9 @@ class Keeping:
     def kept(self) -> list[Kept]:  # noqa: D102
         return self._keeper.kept()
 
+    def end_strays(self) -> None:  # noqa: D102
+        self._keeper.end_strays()
+
     def watch(self, kept: Kept) -> Process:  # noqa: D102
         return self._keeper.watch(kept)
 

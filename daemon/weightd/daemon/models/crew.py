@@ -28,6 +28,7 @@ from weightd.protocol.messages.children import (
     Built,
     ChildMessage,
     Failed,
+    Forked,
     Hello,
     Pong,
     Probing,
@@ -106,6 +107,8 @@ class Crew:
                 self._job_failed(child, deployment, generation, message, now)
             case Result() | Failed():
                 self.examine(deployment, generation, now)
+            case Forked():
+                pass  # it is for who has asked for it, which no generation does
             case Pong():
                 self._pong(child, generation, message, now)
             case _:

@@ -294,10 +294,10 @@ class Stop:
     """daemon → child: finish what you have and exit."""
 
 
-ChildMessage = Union[Hello, Back, Probing, Built, Allowed, Attached, Broken, Result, Failed, Pong]
+ChildMessage = Union[Hello, Forked, Back, Probing, Built, Allowed, Attached, Broken, Result, Failed, Pong]
 OrderMessage = Union[Fork, Build, Probe, Allow, Attach, Predict, Skip, Map, Unmap, Ping, Settle, Stop]
 
-FROM_CHILD: Dict[str, Type[Union[ChildMessage, Forked]]] = {
+FROM_CHILD: Dict[str, Type[ChildMessage]] = {
     "hello": Hello,
     "forked": Forked,
     "back": Back,

@@ -32,8 +32,12 @@ class Made(NamedTuple):
     bytes: int
 
 
-Become = Callable[[Sequence[str], Optional[Made]], int]
-"""Lives the life of a child with these arguments, and with what is made already; returns its exit status."""
+Ready = Callable[[Sequence[str], Optional[Made]], Callable[[], int]]
+"""Returns what lives the life of a child with these arguments, and with what is made already, up to its exit status.
+
+What can be found out before the fork a process has in common with those that are forked later. Raises SystemExit where
+the arguments are wrong.
+"""
 
 Tell = Callable[[Forked], bool]
 """Tells the daemon; returns whether it can have heard."""
@@ -44,12 +48,12 @@ class Forker:
 
     Args:
         beginning: of this process.
-        become: what the new ones do.
+        ready: what the new ones do.
     """
 
-    def __init__(self, beginning: Beginning, become: Become) -> None:
+    def __init__(self, beginning: Beginning, ready: Ready) -> None:
         self._beginning = beginning
-        self._become = become
+        self._ready = ready
 
     def refusal(self) -> str:
         """Return why this process cannot be forked now, "" if it can."""
@@ -70,19 +74,21 @@ class Forker:
         reason = self.refusal()
         if not reason:
             try:
-                self._fork(order, tell, made)
+                self._fork(order, tell, self._ready(order.arguments, made))
             except OSError as error:
                 reason = f"cannot fork: {error.strerror}"
+            except SystemExit:
+                reason = f"cannot fork: wrong arguments: {' '.join(order.arguments)}"
         if reason:
             tell(Forked(order.name, 0, clip(reason)))
 
-    def _fork(self, order: Fork, tell: Tell, made: Optional[Made]) -> None:
+    def _fork(self, order: Fork, tell: Tell, live: Callable[[], int]) -> None:
         reading, writing = os.pipe()
         try:
             _write_out()
             pid = clone()
             if not pid:
-                self._live(order, made, reading, writing)
+                self._live(order, live, reading, writing)
             # It waits for a byte. Without it, because this process ends or nobody hears of it, it leaves.
             if tell(Forked(order.name, pid)):
                 with contextlib.suppress(BrokenPipeError):
@@ -91,13 +97,13 @@ class Forker:
             os.close(reading)
             os.close(writing)
 
-    def _live(self, order: Fork, made: Optional[Made], reading: int, writing: int) -> NoReturn:
+    def _live(self, order: Fork, live: Callable[[], int], reading: int, writing: int) -> NoReturn:
         def life() -> int:
             os.close(writing)
             if not os.read(reading, 1):
                 return exits.OK
             self._beginning.again(order.log)
-            return self._become(order.arguments, made)
+            return live()
 
         exits.end(life)
 

@@ -23,5 +23,8 @@ class Direct:
     def kept(self) -> list[Kept]:  # noqa: D102
         return []
 
+    def end_strays(self) -> None:  # noqa: D102
+        pass
+
     def watch(self, kept: Kept) -> Process:  # noqa: D102
         raise ProcessLookupError(f"process {kept.pid} is gone with the daemon that had started it")

@@ -32,6 +32,9 @@ class Launcher(Protocol):
         """Return every child that outlives the daemon."""
         raise NotImplementedError
 
+    def end_strays(self) -> None:
+        """End what was forked for a daemon before this one, which ended before it adopted that."""
+
     def adopt(self, name: str, pid: int, log: Path) -> Process:
         """Have a child watched that another child has forked: its parent is that of the other.
 

@@ -35,7 +35,6 @@ from weightd.protocol.messages.children import (
     Broken,
     ChildMessage,
     Failed,
-    Forked,
     OrderMessage,
     Probe,
     Probing,
@@ -91,7 +90,7 @@ class Confused(ChildError):
 class Heard(NamedTuple):
     """A message and the tensor frames behind it."""
 
-    message: ChildMessage | Forked
+    message: ChildMessage
     frames: Sequence[Any]
 
 
@@ -218,9 +217,7 @@ class Children:
             if process is None or pid not in (None, process.pid):
                 continue  # nobody of ours
             try:
-                message: ChildMessage | Forked = decode(
-                    received.frames, FROM_CHILD, max_bytes=limits.MAX_CHILD_HEADER_BYTES
-                )
+                message: ChildMessage = decode(received.frames, FROM_CHILD, max_bytes=limits.MAX_CHILD_HEADER_BYTES)
             except RemoteProtocolError as error:
                 raise Confused(f"{name}: {step}: it broke the protocol: {error}") from None
             self._heard[name].append(Heard(message, received.frames[limits.MAX_HEADER_FRAMES :]))

@@ -158,6 +158,7 @@ def test_what_was_forked_and_not_adopted_is_ended_before_the_next_daemon_is_told
     keeper: Keeper, tmp_path: Path
 ) -> None:
     parent, pid = sibling(keeper, tmp_path / "fifo")
+    keeper.end_strays()
     assert [each.pid for each in keeper.kept()] == [parent.pid]
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)

@@ -79,6 +79,10 @@ class Keeper:
         """Return every child that has not been waited for."""
         return [Kept(pid, name, Path(log)) for pid, name, log in self._ask({"children": True})["children"]]
 
+    def end_strays(self) -> None:
+        """End what was forked for a daemon that ended before it had it adopted."""
+        self._ask({"strays": True})
+
     def start(self, launch: Launch) -> Process:
         """Start a child in a session of its own.
 

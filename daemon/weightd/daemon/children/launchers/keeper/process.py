@@ -5,14 +5,15 @@ at a time:
 
     {"start": NAME, "argv": [...], "log": PATH, "environment": {...}}    {"pid": PID}
     {"adopt": NAME, "pid": PID, "log": PATH}        a child that another has forked     {"pid": PID}
+    {"strays": true}           ends what was forked and not adopted      as for "children"
     {"reap": PID}              waits for its end                         {"status": STATUS}, negative for a signal
     {"children": true}         those that have not been reaped           {"pid": PID, "children": [[PID, NAME, LOG]]}
 
 Requests and answers are lines. An error is {"errno": ERRNO, "path": PATH}. Each answer has the "id" of its request. A
 line that is no request is what a daemon was sending when it was killed: it is skipped. A child stays a zombie until it
 is reaped: until then its pid is its own. One that was forked for a daemon which ended before it had it adopted is
-nobody's: it is killed before the next one is told of the others, and at the end. Each PATH is removed at the end, a
-directory with all that is in it.
+nobody's: the next one has it ended, and so does the end. Each PATH is removed at the end, a directory with all that is
+in it.
 """
 
 from __future__ import annotations
@@ -58,6 +59,8 @@ class Keeper:
                 os.waitid(os.P_PID, request["pid"], os.WEXITED | os.WNOHANG | os.WNOWAIT)
                 self._children[request["pid"]] = request["adopt"], request["log"]
                 return {"pid": request["pid"]}
+            if "strays" in request:
+                self._end_strays()
             if "reap" in request:
                 _, status = os.waitpid(request["reap"], 0)
                 del self._children[request["reap"]]
@@ -66,7 +69,6 @@ class Keeper:
             return {"errno": error.errno, "path": error.filename}
         except (LookupError, TypeError, ValueError):
             return {"errno": errno.EINVAL, "path": None}
-        self._end_strays()
         return {"pid": os.getpid(), "children": [[pid, *each] for pid, each in self._children.items()]}
 
     def end(self) -> None:
