@@ -10,7 +10,16 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from benchmarks import engine, latency, memory, overload, recovery, rival, startup, tensors, throughput
-from benchmarks.material import DEFAULT_TRANSPORT, ENGINES, MLP, TRANSPORTS, DifferenceError, Setup, UnavailableError
+from benchmarks.material import (
+    DEFAULT_TRANSPORT,
+    ENGINES,
+    MLP,
+    TRANSPORTS,
+    DifferenceError,
+    Setup,
+    UnavailableError,
+    compile_weightd,
+)
 from benchmarks.report import Result, as_json, as_table, progress
 
 MEMORY = "memory"
@@ -63,6 +72,7 @@ def main() -> int:
     names = [each for each in BENCHMARKS if each != RIVAL] if options.name == "all" else [options.name]
     results: dict[str, Any] = {}
     try:
+        compile_weightd(options.engine)
         for name in names:
             benchmark = BENCHMARKS[name]
             progress(f"{name}, {options.engine}")

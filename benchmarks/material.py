@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -88,6 +90,16 @@ _WRITERS: Mapping[str, Callable[[Path], Path]] = {
     RELU: _relu,
     LARGEST: _largest,
 }
+
+
+def compile_weightd(engine: str) -> None:
+    """Have the bytecode there that comes with an installation: else each process that is started compiles weightd."""
+    roots = [str(mindir.REPOSITORY / each) for each in ("protocol", "worker", "daemon")]
+    compileall = ["-m", "compileall", "-q"]
+    subprocess.run([sys.executable, *compileall, *roots], check=True)
+    if engine != ENGINES[0] and (python := mindir.interpreter()) is not None:
+        # It runs nothing of the daemon, and may be too old to read it.
+        subprocess.run([str(python), *compileall, *roots[:-1]], check=True)
 
 
 def model(name: str, engine: str) -> Path:
