@@ -63,7 +63,7 @@ check-rest:
 	$(BIN)/ruff format --check
 	$(BIN)/lint-imports
 
-bench: $(VENV)/.made  ## memory, latency, large tensors, throughput, start-up, each against the bare engine or transport
+bench: $(VENV)/.made  ## memory, latency, large tensors, throughput, engine, start-up, each against the bare engine or transport
 	$(BIN)/python -m benchmarks all
 
 bench-rival: $(VENV)/.made $(RIVAL)/.made  ## weightd and mosec side by side: latency, throughput, start, memory, kill -9
