@@ -1,0 +1,66 @@
+"""A service never takes more memory than as many plain processes of the engine, whatever the size of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from testkit import memory, mindir, models
+from testkit.plain import PlainProcess
+from testkit.service import Service
+from testkit.waiting import until
+
+from .support import Arrays, mlp_inputs
+
+pytestmark = pytest.mark.e2e
+
+REQUESTS = 5  # of each process, before its memory is read
+
+
+class Case(NamedTuple):
+    """A model, a request, and the workers beyond which it has to pay."""
+
+    write: Callable[[Path], Path]
+    inputs: Arrays
+    workers: int
+
+
+CASES = {
+    # Nothing of the service is left out. What it is before its first worker (daemon, gate, what forks) is as much as
+    # three plain processes of a small model: so these have six workers.
+    "10 KB": Case(models.tiny, mlp_inputs((1,), 64)[0], 6),
+    "10 MB": Case(models.convolutions, {"x": mlp_inputs((3 * 224,), 224)[0]["x"].reshape(1, 3, 224, 224)}, 6),
+    "200 MB": Case(models.mlp, mlp_inputs((1,), 2048)[0], 3),
+}
+
+
+@pytest.mark.parametrize("size", CASES)
+def test_it_takes_no_more_memory_than_as_many_plain_processes(size: str, engine: str, tmp_path: Path) -> None:
+    case = CASES[size]
+    path = case.write(tmp_path / "model.onnx")
+    if engine == "mindspore_lite":
+        python = mindir.interpreter()
+        assert python, mindir.HOW_TO_GET_IT
+        path = mindir.convert(path, tmp_path / "model.mindir", python)
+    plain = plain_processes(path, engine, case)
+    with Service({"model": {"path": path, "workers": case.workers}}) as service, service.client() as client:
+        service.ready()
+
+        def all_have_served() -> bool:
+            for pending in [client.submit("model", case.inputs) for _ in range(2 * case.workers)]:
+                pending.result()
+            return all(each.served >= REQUESTS for each in service.processes() if each.role == "worker")
+
+        until(all_have_served, "each worker has served")
+        held, roles = service.pss_at_rest(), service.roles()
+    assert sum(held.values()) <= plain, {f"{roles[pid]} {pid}": size for pid, size in held.items()}
+
+
+def plain_processes(path: Path, engine: str, case: Case) -> int:
+    """Bytes that as many plain processes take at least: one, and what each further one has but for the libraries."""
+    with PlainProcess(path, engine) as process:
+        process.repeat(case.inputs, REQUESTS)
+        return memory.pss(process.pid) + (case.workers - 1) * memory.pss_anonymous(process.pid)
