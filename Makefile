@@ -75,8 +75,9 @@ fuzz: $(VENV)/.made-fuzz  ## coverage-guided fuzzing of framing, decoder, the pa
 chaos: $(VENV)/.made mslite-if-possible  ## faults of every kind against a real daemon; the books must balance [MINUTES=30] [SEED=a random one] [MANAGED=1]
 	$(BIN)/python -m tests.chaos --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) $(if $(MANAGED),--managed)
 
-leak: $(VENV)/.made mslite-if-possible  ## 200,000 requests and 30 loads; daemon and workers must not grow
+leak: $(VENV)/.made mslite-if-possible  ## 200,000 requests and 30 loads, and ten minutes of mixed sizes; nothing must grow
 	$(BIN)/python -m tests.chaos.leak
+	$(BIN)/python -m tests.chaos.sizes
 
 clean:  ## remove everything that the other targets made
 	rm -rf $(VENV) $(MSLITE) $(RIVAL) build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache

@@ -44,7 +44,7 @@ def run(service: Service, steady: Model, guest: Model, requests: int, cycles: in
     def work(count: int, loads: int) -> None:
         for share, address in enumerate((service.unix_address, service.zmq_address)):
             with Client(address, timeout=_LIMIT_S) as client:
-                _ask(client, steady.name, itertools.islice(questions, _share(count, share, of=2)))
+                ask(client, steady.name, itertools.islice(questions, _share(count, share, of=2)))
         for _ in range(loads):
             _load_and_unload(service, guest)
 
@@ -72,7 +72,7 @@ def _load_and_unload(service: Service, guest: Model) -> None:
     service.reload()
     service.await_health(_LIMIT_S)
     with Client(service.unix_address, timeout=_LIMIT_S) as client:
-        _ask(client, "guest", material.load(guest.path))
+        ask(client, "guest", material.load(guest.path))
     service.drop("guest")
     service.reload()
     until(lambda: all(each.name != "guest" for each in service.status().models), "the model is unloaded", _LIMIT_S)
@@ -104,7 +104,8 @@ def main() -> int:
     return 0 if passed else 1
 
 
-def _ask(client: Client, model: str, questions: Iterable[Question]) -> None:
+def ask(client: Client, model: str, questions: Iterable[Question]) -> None:
+    """Ask many at once, and compare each answer."""
     flights: deque[tuple[Pending, Question]] = deque()
 
     def check() -> None:

@@ -94,13 +94,14 @@ def load(model: Path) -> list[Question]:
         return [
             Question(
                 {name: pool[f"{i}.in.{name}"] for name in inputs},
-                {name: _frozen(pool[f"{i}.out.{name}"]) for name in outputs},
+                {name: frozen(pool[f"{i}.out.{name}"]) for name in outputs},
             )
             for i, (inputs, outputs) in enumerate(order)
         ]
 
 
-def _frozen(array: NDArray[Any]) -> tuple[str, tuple[int, ...], bytes]:
+def frozen(array: NDArray[Any]) -> tuple[str, tuple[int, ...], bytes]:
+    """Return what an answer is compared by."""
     return array.dtype.str, array.shape, array.tobytes()
 
 

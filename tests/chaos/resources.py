@@ -10,6 +10,8 @@ from testkit import memory
 
 MIB = 1024 * 1024
 
+_ARENA_BYTES = 64 * MIB
+
 
 @dataclass(frozen=True)
 class Usage:
@@ -53,3 +55,46 @@ def growth(before: Usage, after: Usage, tolerance: Usage) -> list[str]:
         if now - least > most:
             grown.append(f"{name} grew from {least} to {now}, {most} more are tolerated")
     return grown
+
+
+def anonymous(pid: int) -> int:
+    """Return the bytes of a process's memory that is in no file, whether it shares them with another one or not.
+
+    Raises:
+        ProcessLookupError: it is gone.
+    """
+    return memory.rollup(pid)["Anonymous"]
+
+
+def own_by_mapping(pid: int) -> dict[str, int]:
+    """Return the bytes that no other process has in memory, by what they are mapped for, the largest first.
+
+    Raises:
+        ProcessLookupError: it is gone.
+    """
+    try:
+        lines = Path(f"/proc/{pid}/smaps").read_text("utf-8", "replace").splitlines()
+    except OSError:
+        raise ProcessLookupError(f"no process {pid}") from None
+    held: dict[str, int] = {}
+    kind = ""
+    for line in lines:
+        words = line.split(None, 5)
+        if not words[0].endswith(":"):
+            kind = _kind(words[5] if len(words) == 6 else "", int(words[0].partition("-")[0], 16))
+        elif words[0] in ("Private_Clean:", "Private_Dirty:"):
+            held[kind] = held.get(kind, 0) + int(words[1]) * 1024
+    return dict(sorted(held.items(), key=lambda each: -each[1]))
+
+
+def _kind(name: str, address: int) -> str:
+    if name.startswith("["):
+        return name.strip("[]").partition(":")[0]
+    if name.startswith("/memfd:"):
+        return "regions"
+    if name.endswith("/pages"):
+        return "page store"
+    if name:
+        return "libraries" if ".so" in name else "files"
+    # glibc begins the heaps of its threads there, and most other mappings elsewhere.
+    return "anonymous" if address % _ARENA_BYTES else "arenas"

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import subprocess
 
 import pytest
 
-from .resources import Usage, growth, usage
+from .resources import MIB, Usage, growth, own_by_mapping, usage
 
 BEFORE = Usage(fds=30, threads=3, maps=200, rss=1000, pss=500)
 TOLERANCE = Usage(fds=1, threads=0, maps=10, rss=100, pss=100)
@@ -38,3 +39,21 @@ def test_usage_of_this_process_and_of_one_that_is_gone() -> None:
     gone.wait()
     with pytest.raises(ProcessLookupError):
         usage(gone.pid)
+
+
+def test_what_a_process_has_of_its_own_is_told_by_what_it_is_for() -> None:
+    before = own_by_mapping(os.getpid())
+    with mmap.mmap(-1, 8 * MIB, flags=mmap.MAP_PRIVATE) as private, mmap.mmap(_region(4 * MIB), 4 * MIB) as region:
+        private.write(b"x" * len(private))
+        region.write(b"x" * len(region))
+        after = own_by_mapping(os.getpid())
+    assert after["regions"] - before.get("regions", 0) == 4 * MIB
+    assert after["anonymous"] - before["anonymous"] >= 8 * MIB
+    with pytest.raises(ProcessLookupError):
+        own_by_mapping(2**22 + 1)
+
+
+def _region(size: int) -> int:
+    descriptor = os.memfd_create("weightd")
+    os.ftruncate(descriptor, size)
+    return descriptor

@@ -12,12 +12,12 @@ from pathlib import Path
 
 def pss(pid: int) -> int:
     """PSS of one process, in bytes; ProcessLookupError when it is gone."""
-    return _rollup(pid)["Pss"]
+    return rollup(pid)["Pss"]
 
 
 def pss_anonymous(pid: int) -> int:
     """The part of PSS that is in no file; which, unlike that of libraries, no stranger's process makes smaller."""
-    return _rollup(pid)["Pss_Anon"]
+    return rollup(pid)["Pss_Anon"]
 
 
 def pss_total(pids: Iterable[int]) -> int:
@@ -25,7 +25,7 @@ def pss_total(pids: Iterable[int]) -> int:
     return sum(pss(pid) for pid in pids)
 
 
-def _rollup(pid: int) -> dict[str, int]:
+def rollup(pid: int) -> dict[str, int]:
     """The sums over all mappings of a process, in bytes, by their names."""
     try:
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="ascii").splitlines()[1:]
