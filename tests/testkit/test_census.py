@@ -39,7 +39,7 @@ def test_a_service_has_the_same_processes_under_another_daemon(tmp_path: Path) -
         service.ready()
         until(lambda: "gate" in service.roles().values(), "there is a gate")
         before = service.roles()
-        assert {"daemon", "keeper", "zygote", "worker"} <= {*before.values()}
+        assert {"daemon", "keeper", "zygote", "fork server", "worker"} <= {*before.values()}
         assert "other" not in before.values()
         assert service.pss_at_rest(0.5).keys() == before.keys()
         service.restart(signal.SIGKILL)
