@@ -26,6 +26,11 @@ WORKERS = 4
 # Requests under way at once: two for each worker, one that it computes and one that is ready for it.
 IN_FLIGHT = 2 * WORKERS
 _BAR_WIDTH = 50
+_ORIGINS = {
+    "spawned": "spawned",
+    "forked": "forked of the fork server",
+    "template": "forked of the template, which built the model",
+}
 _BUILD = Path(__file__).resolve().parents[2] / "build" / "models"
 
 
@@ -60,7 +65,7 @@ def main() -> int:
             say(f"  all {WORKERS} workers READY after {time.perf_counter() - started:.1f} s")
             got = classify(client, images)
         status = service.status()
-        shared_bytes = memory.pss_total(service.pids())
+        held, roles = service.pss_at_rest(), service.roles()
     equal = np.array_equal(got.scores, expected)
     same = "every one is, bit for bit, the engine called directly" if equal else "DIFFERENT from the engine's"
     p50, p99 = (percentile_ms(got.alone, percent) for percent in (50, 99))
@@ -71,8 +76,14 @@ def main() -> int:
     say(f"  latency         p50 {p50:.1f} ms, p99 {p99:.1f} ms, one in flight (n={len(got.alone)})")
     say(f"  throughput      {len(images) / got.seconds:.0f} images/s, {IN_FLIGHT} in flight")
     say("  served by       " + ", ".join(f"pid {each.pid}: {each.served}" for each in workers))
-    say("\nmemory (PSS, each shared page counted once; weightd: daemon, holder and workers)")
+    shared_bytes = sum(held.values())
+    say("\nmemory (PSS, each shared page counted once; weightd: all its processes)")
     chart([(f"{WORKERS} plain processes", plain_bytes), (f"weightd, {WORKERS} workers", shared_bytes)])
+    for role in dict.fromkeys(roles.values()):
+        sizes = [f"{size / 1e6:.0f}" for pid, size in held.items() if roles.get(pid) == role]
+        say(f"    {role:20} {', '.join(sizes)} MB")
+    ways = sorted({each.origin or "spawned" for each in workers})
+    say(f"  workers are {' or '.join(_ORIGINS[way] for way in ways)}")
     say(f"  weightd needs {shared_bytes / plain_bytes:.0%} of the memory")
     return 0 if equal and shared_bytes < plain_bytes else 1
 
