@@ -57,7 +57,6 @@ class Beginning:
         # As of one that is spawned: they go with its log.
         os.environ["TMPDIR"] = str(Path(log).parent)
         tempfile.tempdir = None
-        os.environ["TMPDIR"] = os.path.dirname(log)  # noqa: PTH120 - a path object costs memory
 
     def _restore_signals(self) -> None:
         # The handlers of faulthandler are not Python's: it takes them away itself.
