@@ -58,7 +58,7 @@ def test_a_disk_without_room_for_the_snapshot_is_the_cause_of_a_failure(mlp: Pat
 def test_a_disk_without_room_for_the_store_costs_memory_and_says_so(
     mlp: Path, questions: list[Question], place: Place
 ) -> None:
-    with disk(place, MODEL_MIB + 1), place.serve({"mlp": {"path": mlp, "workers": 2}}) as daemon:
+    with disk(place, MODEL_MIB + 1), place.serve({"mlp": {"path": mlp, "workers": 2, "threads": 2}}) as daemon:
         with daemon.client(place.address) as client:
             ask_all(client, "mlp", questions)
             until(lambda: "mlp.1: serving" in daemon.log, "every worker is READY")

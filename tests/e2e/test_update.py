@@ -49,9 +49,8 @@ def test_the_same_model_takes_over_from_itself_without_a_lost_request(
         assert roles == ["holder", "spare", "worker"]
         for each in status.generations[0].processes:
             assert (each.shared_bytes or 0) >= 0.98 * MLP_WEIGHT_BYTES, each
-        # What is no longer needed is no longer on the disk: one snapshot, one page store.
+        # What is no longer needed is no longer on the disk.
         assert len(list(service.cache.rglob("model/*"))) == 1
-        assert len(list(service.cache.rglob("pages"))) == 1
 
 
 def test_who_comes_by_tcp_may_ask_but_not_update(zoo: Zoo, bare: Bare, place: Place) -> None:
