@@ -183,7 +183,9 @@ def _service(path: Path, models: int, workers: int, inputs: list[Arrays], refere
             count, sum_ = by_role.get(roles[pid], (0, 0))
             by_role[roles[pid]] = count + 1, sum_ + size
         mapped = sum(_mapped(pid, service.cache) for pid in now)
-        copies = [each.copy_bytes for model in service.status().models for each in model.generations]
+        # Where workers are forked of what has built the model there is none, and the copy is in processes.
+        stores = any(service.cache.glob("*/*/pages"))
+        copies = [each.copy_bytes for model in service.status().models for each in model.generations] if stores else []
         if None in copies:
             raise UnavailableError("the kernel does not tell what of the page store is in memory")
         idle = service.pss_at_rest(_IDLE_S)
