@@ -50,6 +50,7 @@ _SIGNALS = {
     Fault.SEGV_WORKER: signal.SIGSEGV,
     Fault.HANG_WORKER: signal.SIGSTOP,
 }
+_AT_FORK_SERVERS = {Fault.KILL_FORK_SERVER: signal.SIGKILL, Fault.STOP_FORK_SERVER: signal.SIGSTOP}
 _GARBAGE: Mapping[Fault, Mapping[str, Callable[[str, random.Random], object]]] = {
     Fault.GARBAGE_FRAMES: {"ipc": hostile.send_frames, "unix": hostile_unix.send_frames},
     Fault.GARBAGE_BYTES: {"ipc": hostile.send_bytes, "unix": hostile_unix.send_bytes},
@@ -103,6 +104,7 @@ class Injector:
         act: Mapping[Fault, Callable[[Event, random.Random], bool]] = {
             **dict.fromkeys(_SIGNALS, self._signal_worker),
             Fault.KILL_HOLDER: self._kill_holder,
+            **dict.fromkeys(_AT_FORK_SERVERS, self._signal_fork_server),
             Fault.KILL_GATE: self._kill_gate,
             Fault.STOP_GATE: self._stop_gate,
             Fault.KILL_ZYGOTE: self._kill_gate,
@@ -174,6 +176,18 @@ class Injector:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(holder.pid, signal.SIGKILL)
         return bool(holders)
+
+    def _signal_fork_server(self, event: Event, rng: random.Random) -> bool:
+        """What it has forked goes on; it is missed only when the next one is to be."""
+        status = self._status()
+        pids = [each.pid for each in status.fork_servers if each.pid] if status is not None else []
+        if pids:
+            pid = rng.choice(pids)
+            strike = self._begin(event, _at_once, f"pid {pid}")
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, _AT_FORK_SERVERS[event.fault])
+            strike.end = time.monotonic()
+        return bool(pids)
 
     def _kill_gate(self, event: Event, _: random.Random) -> bool:
         before = self.service.front()

@@ -14,6 +14,8 @@ class Fault(enum.Enum):
     SEGV_WORKER = "segv-worker"
     HANG_WORKER = "hang-worker"
     KILL_HOLDER = "kill-holder"
+    KILL_FORK_SERVER = "kill-fork-server"
+    STOP_FORK_SERVER = "stop-fork-server"
     KILL_GATE = "kill-gate"
     STOP_GATE = "stop-gate"
     KILL_ZYGOTE = "kill-zygote"
