@@ -52,7 +52,7 @@ from weightd.protocol.messages.data import RequestDescription, ResponseDescripti
 from weightd.protocol.messages.regions import MappedRegions
 from weightd.protocol.tensors import describe_response, frame_of, from_frame, to_wire
 from weightd.protocol.version import VERSION
-from weightd.worker import exits, nativelog, weights
+from weightd.worker import exits, libraries, nativelog, weights
 from weightd.worker.canary import canary, sample, search
 from weightd.worker.canary.proof import Proof
 from weightd.worker.connection import Connection
@@ -289,6 +289,7 @@ class Session:
         # What is in memory now is shared as if it were weights.
         known = known._replace(answers=())
         engine.give_back()
+        libraries.let_go()
         shared = self._share(known, before)
         self._handle = shared.handle
         if self._handle and known.digest:
@@ -326,7 +327,7 @@ class Session:
         if forker is not None:
             forker.settle()
         took, costs = own_bytes() - before, COSTS[self._origin.kind]
-        if not is_worth(took, self._heirs.number, costs, is_template=forker is not None):
+        if not is_worth(took, self._heirs.number, costs):
             text = "weights are not shared: %d MiB, by %d processes, are less than the %d MiB of one that holds them"
             return Shared("", 0, text % (took >> 20, self._heirs.number, costs >> 20))
         if forker is None:
@@ -379,6 +380,7 @@ class Session:
         repeats = canary.difference(before, answer) <= self._tolerance
         self._proof = Proof(engine, known if repeats else known._replace(digest=""), self._sample, self._tolerance)
         self._heap.keep()
+        libraries.let_go()
         self._send(Attached(known.digest, shared.bytes, shared.note, engine.memory()))
 
     def _probing(self, trying: Cases, unfit: Cases) -> None:

@@ -10,14 +10,15 @@ COSTS: Mapping[str, int] = {"spawned": 32 << 20, "forked": 8 << 20}
 _MANY = 8
 
 
-def is_worth(nbytes: int, users: int, costs: int, *, is_template: bool) -> bool:
+def is_worth(nbytes: int, users: int, costs: int) -> bool:
     """Return whether others have less of their own by what a process costs that holds so many bytes for them.
+
+    Where it costs little beside them it is also worth what it spares the next one that is needed, and the pages that an
+    engine has twice or leaves empty: with MindSpore Lite half of them, even for one worker.
 
     Args:
         nbytes: that were built.
         users: how many processes would share them; 0 if that is not asked.
         costs: what the holder costs, in bytes.
-        is_template: others are forked from it. Then it is also worth what it spares the next one that is needed, if it
-            costs little beside what would have to be built again.
     """
-    return not users or nbytes * (users - 1) >= costs or (is_template and nbytes >= _MANY * costs)
+    return not users or nbytes * (users - 1) >= costs or nbytes >= _MANY * costs

@@ -11,7 +11,7 @@ from typing import Callable, NamedTuple, NoReturn, Optional, Sequence
 
 from weightd.protocol.codec import clip
 from weightd.protocol.messages.children import Fork, Forked
-from weightd.worker import exits
+from weightd.worker import exits, libraries
 from weightd.worker.engines.engine import Engine
 from weightd.worker.forking.beginning import Beginning
 from weightd.worker.forking.clone import clone, refusal
@@ -67,6 +67,7 @@ class Forker:
         gc.collect()
         if not unsupported():
             libc().give_back_free_memory()
+        libraries.let_go()
         gc.freeze()
 
     def fork(self, order: Fork, tell: Tell, made: Optional[Made] = None) -> None:

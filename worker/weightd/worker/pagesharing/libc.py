@@ -152,6 +152,10 @@ class Libc:
         """Give private anonymous pages back; they read as zeros from now on."""
         self._checked(self._madvise(address, length, _MADV_DONTNEED))
 
+    def let_go(self, address: int, length: int) -> None:
+        """Have no page of a mapping of a file; those that are used come again from the file as it is."""
+        self._checked(self._madvise(address, length, _MADV_DONTNEED))
+
     def resident_pages(self, address: int, length: int) -> int:
         """Count the pages of a mapping that are in memory, whoever brought them there."""
         flags = np.empty(-(-length // PAGE), dtype=np.uint8)

@@ -1,0 +1,46 @@
+"""The pages of libraries that a process has mapped: those that only its start or a build needs are not to count for it.
+
+They stay in the page cache, and come from there again when they are used; where memory is scarce the kernel drops them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Iterable, Iterator, Tuple
+
+from weightd.worker.pagesharing.libc import libc, unsupported
+
+_SMAPS = "/proc/self/smaps"
+
+# A mapping without a file has no path.
+_PATH = 5
+
+
+def let_go() -> None:
+    """Let go of each page of a library that this process has not changed and cannot: its code and its constants."""
+    if unsupported():
+        return
+    # Not to count less is no failure.
+    with contextlib.suppress(OSError):
+        with open(_SMAPS, encoding="utf-8", errors="replace") as file:  # noqa: PTH123 - a path object costs memory
+            mappings = list(unchanged(file))
+        for begin, end in mappings:
+            libc().let_go(begin, end - begin)
+
+
+def unchanged(lines: Iterable[str]) -> Iterator[Tuple[int, int]]:
+    """Yield begin and end of each mapping of a library that cannot be written to, and has no page of its own.
+
+    What a loader has put right before it was protected is such a page: without it the library would be of no use.
+
+    Args:
+        lines: of /proc/PID/smaps.
+    """
+    place, is_meant = "", False
+    for line in lines:
+        words = line.split()
+        if not words[0].endswith(":"):
+            place, is_meant = words[0], "w" not in words[1] and len(words) > _PATH and ".so" in words[_PATH]
+        elif words[0] == "Anonymous:" and is_meant and words[1] == "0":
+            begin, _, end = place.partition("-")
+            yield int(begin, 16), int(end, 16)
