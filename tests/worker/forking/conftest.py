@@ -59,15 +59,13 @@ class Lane:
 
 
 class Forking:
-    """The daemon, and a fork server that it has started; both forget nothing until they end.
-
-    Only who has a lane alone is given the address that has one: all others are heard as by the daemon.
-    """
+    """The daemon, and a fork server that it has started; both forget nothing until they end."""
 
     def __init__(self, daemon: Daemon, variables: Mapping[str, str]) -> None:
         self.daemon = daemon
         self.pids: Dict[str, int] = {}
         self._lanes: List[Lane] = []
+        self._by_name: Dict[str, Lane] = {}
         self._address = f"ipc://{daemon.runtime}/lanes"
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.settimeout(LIMIT_MS / 1000)
@@ -88,11 +86,18 @@ class Forking:
         self._lanes.append(Lane(connection))
         return self._lanes[-1]
 
+    def lane(self, name: str) -> Lane:
+        """Return the lane of what was forked under that name."""
+        while name not in self._by_name:
+            lane = self.accept()
+            self._by_name.update((each, lane) for each, pid in self.pids.items() if pid == lane.pid)
+        return self._by_name[name]
+
     def fork(self, name: str, model: Path, *more: str, of: Optional[Lane] = None) -> int:
         """Have the server, or the template `of`, make a child; `more` are further arguments. Return its pid."""
         arguments = (*self.daemon.arguments(name, model), *more)
-        if "--template" in more:
-            arguments += ("--address", self._address)
+        arguments += ("--address", self._address)
+        self._by_name.pop(name, None)
         lane = of or self.server
         lane.tell(Fork(name, arguments, str(self.daemon.directory / f"{name}.log")))
         forked = lane.hear(Forked)

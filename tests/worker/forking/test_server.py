@@ -48,33 +48,33 @@ def test_a_holder_and_its_workers_are_forked_and_serve(forking: Forking, model: 
     daemon, path = forking.daemon, model("wide")
     for name, role in (("h", "holder"), ("w1", "worker"), ("w2", "worker")):
         forking.fork(name, path, "--role", role)
-        hello, _ = daemon.hear(name, Hello)
+        hello = forking.lane(name).hear(Hello)
         assert hello.origin == "forked"
-    daemon.tell("h", Build(()))
-    built, _ = daemon.hear("h", Built)
+    forking.lane("h").tell(Build(()))
+    built = forking.lane("h").hear(Built)
     assert (built.handle, built.is_template) == (str(daemon.directory / "store"), False)
     x = (np.arange(1024) % 7 - 3).astype(np.float32).reshape(1, 1024)
     i, j = np.ogrid[:1024, :1024]
     for number, name in enumerate(("w1", "w2")):
-        daemon.tell(name, Attach(built.handle, built.canary_cases))
-        attached, _ = daemon.hear(name, Attached)
+        forking.lane(name).tell(Attach(built.handle, built.canary_cases))
+        attached = forking.lane(name).hear(Attached)
         assert (attached.canary, attached.shared_bytes > 0.9 * built.shared_bytes) == (built.canary, True)
         daemon.ask(name, number, x=x)
         assert np.array_equal(daemon.answer(name, number), x @ ((i + 3 * j) % 5 - 2).astype(np.float32))
     for name in ("w1", "w2", "h"):
-        daemon.tell(name, Stop())
+        forking.lane(name).tell(Stop())
         assert forking.wait(name) == exits.OK
 
 
 def test_one_that_is_killed_leaves_what_it_has_forked(served: Start, model: Model) -> None:
     with served() as forking:
         forking.fork("w", model("relu"))
-        forking.daemon.hear("w", Hello)
+        forking.lane("w").hear(Hello)
         server = forking.daemon.children["server"]
         server.kill()
         server.wait()
-        forking.daemon.tell("w", Ping(canary=False))
-        forking.daemon.hear("w", Pong)
+        forking.lane("w").tell(Ping(canary=False))
+        forking.lane("w").hear(Pong)
 
 
 def test_all_end_with_their_parent(served: Start, model: Model) -> None:
@@ -86,7 +86,7 @@ def test_all_end_with_their_parent(served: Start, model: Model) -> None:
             arguments = tuple(forking.daemon.arguments("w", model("relu")))
             lane.tell(Fork("w", arguments, str(forking.daemon.directory / "w.log")))
             pid = lane.hear(Forked).pid
-            forking.daemon.hear("w", Hello)
+            forking.lane("w").hear(Hello)
             assert alive(pid)
             assert alive(lane.pid)
             parent.kill()
@@ -142,7 +142,7 @@ def test_wrong_arguments_are_told_and_it_goes_on(forking: Forking) -> None:
 def test_ctrl_c_is_not_its_business(forking: Forking, model: Model) -> None:
     os.kill(forking.server.pid, signal.SIGINT)
     forking.fork("after", model("relu"))
-    forking.daemon.hear("after", Hello)
+    forking.lane("after").hear(Hello)
 
 
 def command(daemon: Daemon) -> List[str]:

@@ -42,7 +42,7 @@ MIB = 1 << 20
 def holder(forking: Forking, model: Path, *more: str) -> Tuple[Lane, Built]:
     """A holder that may be a template, and what it has built."""
     forking.fork("h", model, "--role", "holder", "--template", *more)
-    lane = forking.accept()
+    lane = forking.lane("h")
     hello = lane.hear(Hello)
     assert (lane.pid, hello.pid, hello.origin) == (forking.pids["h"], str(lane.pid), "forked")
     lane.tell(Build(()))
@@ -52,9 +52,9 @@ def holder(forking: Forking, model: Path, *more: str) -> Tuple[Lane, Built]:
 def worker(forking: Forking, name: str, model: Path, built: Built, of: Lane) -> Tuple[Hello, Attached]:
     """Have a worker forked, and let it attach."""
     forking.fork(name, model, of=of)
-    hello, _ = forking.daemon.hear(name, Hello)
-    forking.daemon.tell(name, Attach(built.handle, built.canary_cases))
-    attached, _ = forking.daemon.hear(name, Attached)
+    hello = forking.lane(name).hear(Hello)
+    forking.lane(name).tell(Attach(built.handle, built.canary_cases))
+    attached = forking.lane(name).hear(Attached)
     assert attached.canary == built.canary
     return hello, attached
 
@@ -80,10 +80,10 @@ def test_its_workers_have_what_it_has_and_answer_bit_for_bit(served: Start, mode
         # They live on without it.
         os.kill(template.pid, signal.SIGKILL)
         forking.wait("h")
-        forking.daemon.tell("w0", Ping(canary=True))
-        pong, _ = forking.daemon.hear("w0", Pong)
+        forking.lane("w0").tell(Ping(canary=True))
+        pong = forking.lane("w0").hear(Pong)
         assert pong.canary == built.canary
-        forking.daemon.tell("w0", Stop())
+        forking.lane("w0").tell(Stop())
         assert forking.wait("w0") == exits.OK
 
 

@@ -60,7 +60,7 @@ def run(
         made: what it has been given.
     """
     prepare(arguments.role, arguments.parent, beginning)
-    if arguments.template:
+    if arguments.template or origin != "spawned":
         return _serve(LaneConnection(arguments.address), arguments, beginning, origin, made)
     context = zmq.Context()
     try:

@@ -1,6 +1,7 @@
-"""The lane: a stream to the daemon. For most children it is one of two ways (`connection`); here it is the only one.
+"""The lane: a stream to the daemon. For a child that was spawned it is one of two ways (`connection`).
 
-A ZeroMQ context has threads, and a process that is to be forked must have none: such a one has a lane alone.
+For one that was forked it is the only way: a ZeroMQ context has threads, which a process that is to be forked must not
+have, and takes memory, which each has for itself.
 """
 
 from __future__ import annotations
@@ -79,17 +80,20 @@ class LaneConnection:
 
     def __init__(self, address: str) -> None:
         self._path = paths.lane_path(address)
-        self._lane = self._connect()
+        self._readable = select.poll()
+        self._lane: Optional[Stream] = None
+        self._connect()
         while self._lane is None:
-            self._lane = self._connect_later()
+            self._connect_later()
 
     def receive(self, timeout: float = -1) -> Optional[List[Frames]]:
         """As that of a `Connection`: return what has come, nothing in time, or None when another daemon is there."""
         messages: List[Frames] = []
-        while not messages and self._lane is not None and wait(self._lane, timeout):
+        while not messages and self._lane is not None and self._wait(timeout):
             try:
                 read(self._lane, messages)
             except ConnectionError:
+                self._readable.unregister(self._lane)
                 self._lane.close()
                 self._lane = None
         if messages or self._lane is not None or not timeout:
@@ -103,20 +107,27 @@ class LaneConnection:
     answer = send
 
     def take_descriptor(self) -> int:
-        """Refuse."""
-        raise RemoteProtocolError("descriptors: expected none in a process that takes no requests")
+        """As that of a `Connection`."""
+        if self._lane is None or not self._lane.descriptors:
+            raise RemoteProtocolError("descriptors: expected one, got none")
+        return self._lane.descriptors.popleft()
+
+    def _wait(self, timeout: float) -> bool:
+        return bool(self._readable.poll(None if timeout < 0 else 1000 * timeout))
 
     def _follow(self, timeout: float) -> Optional[List[Frames]]:
         end = float("inf") if timeout < 0 else time.monotonic() + timeout
         while self._lane is None:
             if time.monotonic() >= end:
                 return []
-            self._lane = self._connect_later()
+            self._connect_later()
         return None
 
-    def _connect(self) -> Optional[Stream]:
-        return connected(self._path)
+    def _connect(self) -> None:
+        self._lane = connected(self._path, takes_descriptors=True)
+        if self._lane is not None:
+            self._readable.register(self._lane, select.POLLIN)
 
-    def _connect_later(self) -> Optional[Stream]:
+    def _connect_later(self) -> None:
         time.sleep(RECONNECT_S)
-        return self._connect()
+        self._connect()

@@ -110,7 +110,7 @@ class Backend:
         self._has_changed = False
         # Whose each child is, by its name, from the moment in which it is wanted.
         self._owners: dict[str, Owner] = {}
-        # Who has a lane and nothing else: what processes are forked of.
+        # Who has a lane and nothing else: what was forked, and what processes are forked of.
         self._by_lane_alone: set[str] = set()
         # With what each was started, unless that was by the daemon before this one.
         self._interpreters: dict[str, str] = {}
@@ -176,7 +176,9 @@ class Backend:
             else:
                 self._owners[name] = owner
                 self._watch(name, process)
-                if generation.access.has_heirs and generation.children[name].role is Role.HOLDER:
+                hello = generation.children[name].hello
+                is_template = generation.access.has_heirs and generation.children[name].role is Role.HOLDER
+                if is_template or (hello is not None and hello.origin != "spawned"):
                     self._by_lane_alone.add(name)
                 else:
                     self._held[name] = []
@@ -243,7 +245,7 @@ class Backend:
             self._give_up(name, str(error))
             return
         told = launch.child(program, name, role, self._address, self.files[generation.label])
-        if program.may_be_template and role is Role.HOLDER:
+        if (program.may_be_template and role is Role.HOLDER) or not program.why_spawned:
             self._by_lane_alone.add(name)
         server = None if program.why_spawned else self._servers.find(program)
         if template:
@@ -325,6 +327,8 @@ class Backend:
 
     def _start(self, told: Launch, why: str) -> None:
         """Start a child that was not forked, for that reason."""
+        if "--template" not in told.arguments:
+            self._by_lane_alone.discard(told.name)
         try:
             process = self._launcher.start(told.because(why))
         except OSError as error:
@@ -388,8 +392,6 @@ class Backend:
         if isinstance(message, Forked):
             return _broken(RemoteProtocolError("forked: expected it by the lane"))
         if isinstance(message, Hello):
-            if self._nursery.parent(name):
-                self._hear_of_births()
             # The kernel knows who says HELLO: it must be the process that was started under that name.
             pid, expected = peer_pid(received.identity), self._pid(name)
             if pid not in (None, expected):
