@@ -13,10 +13,13 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Callable, ContextManager, Dict, Generator, List, Mapping, Optional, Type, TypeVar
 
+import numpy as np
 import pytest
 
 from weightd.protocol.codec import decode, encode
-from weightd.protocol.messages.children import FROM_CHILD, Fork, Forked, Probe, Probing
+from weightd.protocol.messages.children import FROM_CHILD, Fork, Forked, Predict, Probe, Probing, Result
+from weightd.protocol.messages.data import RequestDescription
+from weightd.protocol.tensors import NUMPY_DTYPE, frame_of, spec_of
 from weightd.shared.stream import Stream
 
 if TYPE_CHECKING:
@@ -37,10 +40,21 @@ class Lane:
         self.pid: int = struct.unpack("3i", peer)[0]
         self.stream = Stream(connection)
         self._heard: List[Any] = []
+        # Of the last message.
+        self.frames: List[Any] = []
 
-    def tell(self, order: object) -> None:
+    def tell(self, order: object, *frames: Any) -> None:
         """Send an order."""
-        self.stream.send(encode(order))
+        self.stream.send([*encode(order), *frames])
+
+    def ask(self, number: int, **inputs: Any) -> Any:
+        """Send a request; return the one output."""
+        specs = tuple(spec_of(name, array) for name, array in inputs.items())
+        self.tell(Predict(number, RequestDescription("m", specs)), *map(frame_of, inputs.values()))
+        result = self.hear(Result)
+        assert result.request == number
+        (spec,) = result.description.outputs
+        return np.frombuffer(self.frames[2], NUMPY_DTYPE[spec.datatype]).reshape(spec.shape)
 
     def hear(self, kind: Type[M]) -> M:
         """Wait for the next message, which has to be of this kind."""
@@ -49,7 +63,8 @@ class Lane:
         while not self._heard:
             assert readable.poll(LIMIT_MS)
             self._heard += self.stream.receive()
-        found = decode(list(self._heard.pop(0).frames), FROM_CHILD)
+        self.frames = list(self._heard.pop(0).frames)
+        found = decode(self.frames, FROM_CHILD)
         if isinstance(found, Probing):
             if found.trying:
                 self.tell(Probe())
@@ -66,7 +81,7 @@ class Forking:
         self.pids: Dict[str, int] = {}
         self._lanes: List[Lane] = []
         self._by_name: Dict[str, Lane] = {}
-        self._address = f"ipc://{daemon.runtime}/lanes"
+        self.address = f"ipc://{daemon.runtime}/lanes"
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.settimeout(LIMIT_MS / 1000)
         self._listener.bind(f"{daemon.runtime}/lanes.lane")
@@ -77,7 +92,7 @@ class Forking:
 
     def command(self, parent: int) -> List[str]:
         """Return that of a fork server."""
-        command = [sys.executable, "-m", "weightd.worker.forkserver", "--engine", ENGINE, "--address", self._address]
+        command = [sys.executable, "-m", "weightd.worker.forkserver", "--engine", ENGINE, "--address", self.address]
         return [*command, "--name", "server", "--parent", str(parent)]
 
     def accept(self) -> Lane:
@@ -96,7 +111,7 @@ class Forking:
     def fork(self, name: str, model: Path, *more: str, of: Optional[Lane] = None) -> int:
         """Have the server, or the template `of`, make a child; `more` are further arguments. Return its pid."""
         arguments = (*self.daemon.arguments(name, model), *more)
-        arguments += ("--address", self._address)
+        arguments += ("--address", self.address)
         self._by_name.pop(name, None)
         lane = of or self.server
         lane.tell(Fork(name, arguments, str(self.daemon.directory / f"{name}.log")))

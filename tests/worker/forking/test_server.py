@@ -59,8 +59,8 @@ def test_a_holder_and_its_workers_are_forked_and_serve(forking: Forking, model: 
         forking.lane(name).tell(Attach(built.handle, built.canary_cases))
         attached = forking.lane(name).hear(Attached)
         assert (attached.canary, attached.shared_bytes > 0.9 * built.shared_bytes) == (built.canary, True)
-        daemon.ask(name, number, x=x)
-        assert np.array_equal(daemon.answer(name, number), x @ ((i + 3 * j) % 5 - 2).astype(np.float32))
+        answer = forking.lane(name).ask(number, x=x)
+        assert np.array_equal(answer, x @ ((i + 3 * j) % 5 - 2).astype(np.float32))
     for name in ("w1", "w2", "h"):
         forking.lane(name).tell(Stop())
         assert forking.wait(name) == exits.OK
@@ -83,10 +83,10 @@ def test_all_end_with_their_parent(served: Start, model: Model) -> None:
         environment = {**os.environ, **forking.variables, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         with subprocess.Popen(command, stdin=-1, stdout=-1, env=environment) as parent:
             lane = forking.accept()
-            arguments = tuple(forking.daemon.arguments("w", model("relu")))
+            arguments = (*forking.daemon.arguments("w", model("relu")), "--address", forking.address)
             lane.tell(Fork("w", arguments, str(forking.daemon.directory / "w.log")))
             pid = lane.hear(Forked).pid
-            forking.lane("w").hear(Hello)
+            assert forking.accept().pid == pid
             assert alive(pid)
             assert alive(lane.pid)
             parent.kill()

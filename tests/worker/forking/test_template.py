@@ -74,8 +74,7 @@ def test_its_workers_have_what_it_has_and_answer_bit_for_bit(served: Start, mode
             hello, attached = worker(forking, name, path, built, template)
             assert (hello.origin, hello.origin_note) == ("template", "")
             assert attached.shared_bytes == built.shared_bytes
-            forking.daemon.ask(name, number, x=x)
-            assert forking.daemon.answer(name, number).tobytes() == expected.tobytes()
+            assert forking.lane(name).ask(number, x=x).tobytes() == expected.tobytes()
         assert not (forking.daemon.directory / "store").exists()
         # They live on without it.
         os.kill(template.pid, signal.SIGKILL)
@@ -130,8 +129,7 @@ def test_a_model_that_may_draw_at_random_is_none_for_all_would_draw_the_same(ser
         for number, name in enumerate(("w1", "w2")):
             _, attached = worker(forking, name, path, built, forking.server)
             assert attached.shared_bytes > 4 * MIB
-            forking.daemon.ask(name, number, x=np.full((1, 1024), 1e30, np.float32))
-            drawn.add(forking.daemon.answer(name, number).tobytes())
+            drawn.add(forking.lane(name).ask(number, x=np.full((1, 1024), 1e30, np.float32)).tobytes())
         assert len(drawn) == 2
 
 
