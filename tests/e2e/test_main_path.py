@@ -23,6 +23,7 @@ from .support import (
     LARGE_WEIGHT_BYTES,
     LARGE_WIDTH,
     MLP_WEIGHT_BYTES,
+    MLP_WIDTH,
     Arrays,
     Bare,
     Load,
@@ -160,7 +161,7 @@ def test_the_daemon_is_the_last_to_go_when_memory_runs_out(service: Service) -> 
 def test_metadata_says_what_a_model_takes_and_gives(engine: str, client: Client) -> None:
     ids = "INT64" if engine == "onnxruntime" else "INT32"
     expected = {
-        "mlp": ([("x", "FP32", (-1, 512))], [("y", "FP32", (-1, 512))]),
+        "mlp": ([("x", "FP32", (-1, MLP_WIDTH))], [("y", "FP32", (-1, MLP_WIDTH))]),
         "two_inputs": (
             [("a", "FP32", (-1, 4)), ("b", "FP32", (-1, 4))],
             [("difference", "FP32", (-1, 4)), ("sum", "FP32", (-1, 4))],

@@ -167,7 +167,7 @@ KILLED = """
 import sys, numpy as np
 from weightd.client import Client
 client = Client(sys.argv[1])
-x = client.empty((64, 512), np.float32)
+x = client.empty((64, int(sys.argv[2])), np.float32)
 x[...] = 0
 for _ in range(4):
     client.infer("mlp", {"x": x})
@@ -184,7 +184,7 @@ def test_nothing_is_left_of_a_client_that_is_killed_with_a_hundred_requests(
         ask(client, question)
         before = len(list(Path(f"/proc/{service.pid}/fd").iterdir()))
         regions = mapped(service)
-        command = [sys.executable, "-c", KILLED, service.address]
+        command = [sys.executable, "-c", KILLED, service.address, str(MLP_WIDTH)]
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as killed:
             assert killed.stdout is not None
             assert killed.stdout.readline() == "asked\n"
