@@ -20,7 +20,7 @@ from unittest import mock
 import pytest
 
 from testkit.waiting import until
-from weightd.daemon.host.memory import pss_bytes
+from weightd.daemon.host.memory import held
 from weightd.daemon.host.processes import Process, kill, last_words, lives, reap, start
 
 SLEEP = ["sleep", "1000"]
@@ -61,13 +61,13 @@ def test_a_child_lives_until_it_has_exited_whatever_the_number_of_its_descriptor
     pidfd = fcntl.fcntl(sleeper.pidfd, fcntl.F_DUPFD_CLOEXEC, 1024)
     twin = dataclasses.replace(sleeper, pidfd=pidfd)
     assert not ended(sleeper, 0)
-    assert [lives(sleeper), lives(twin), pss_bytes(sleeper.pid) is None] == [True, True, False]
+    assert [lives(sleeper), lives(twin), held(sleeper.pid) is None] == [True, True, False]
     kill(sleeper)
     assert ended(sleeper)
-    assert [lives(sleeper), lives(twin), pss_bytes(sleeper.pid)] == [False, False, None]
+    assert [lives(sleeper), lives(twin), held(sleeper.pid)] == [False, False, None]
     kill(sleeper)  # which is harmless
     assert reap(sleeper) == -signal.SIGKILL
-    assert [lives(sleeper), pss_bytes(sleeper.pid)] == [False, None]
+    assert [lives(sleeper), held(sleeper.pid)] == [False, None]
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(sleeper.pidfd)
     os.close(pidfd)

@@ -193,9 +193,8 @@ class Stage:
         self.host = FakeHost()
         self.now = 1000.0
         self.traits = traits
-        there = ModelConfig(
-            **{"start": "spawn", **config}, path="/models/digits.onnx", engine="onnxruntime", workers=workers
-        )
+        config.setdefault("start", "spawn")
+        there = ModelConfig(path="/models/digits.onnx", engine="onnxruntime", workers=workers, **config)
         self.model = Model("digits", there, {name: Device(name) for name in there.devices}, self.host, self.host)
         self.model.start(self.now)
 
