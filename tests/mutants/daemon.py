@@ -141,7 +141,7 @@ CHILDREN = [
         ("if pid not in (None, expected):", "if False:"),
         ("while self._on_messages() == BATCH:", "while False:"),
         ("elif kind is Stop and self._lanes.leads_to(name):", "elif False:"),
-        ("        # What it said before it died counts: read it first, all of it.\n        self._lanes.read_out(name)\n", ""),
+        ("read it first, all of it.\n        self._lanes.read_out(name)\n", "read it first, all of it.\n"),
     ),
     *mutants("children", "daemon/children/test_lanes.py",
         ("if name is None:\n            connection.close()", "if False:\n            connection.close()"),
