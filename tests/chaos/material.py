@@ -23,8 +23,8 @@ QUESTIONS = 40
 POISONED = -1
 MAX_BYTES = 8 * 1024 * 1024
 
-_ROWS = 131_072
-_WIDTH = 256
+_ROWS = 1_572_864
+_WIDTH = 512
 _LAYERS = 4
 # MindSpore Lite takes long for more; what travels in megabytes is the elastic model's.
 _MAX_BATCH = 512
@@ -123,7 +123,7 @@ def _ask(model: Model, rng: np.random.Generator) -> None:
 
 
 def _table(path: Path) -> Path:
-    """A table of 1 MiB: "ids" INT64 [N, 2] -> "rows" FP32 [N, 2, 2]: N times 16 bytes in, as many out."""
+    """A table of 12 MiB, worth a holder: "ids" INT64 [N, 2] -> "rows" FP32 [N, 2, 2]: N times 16 bytes in, as many out."""
     values = np.random.default_rng(0).standard_normal((_ROWS, 2), dtype=np.float32)
     nodes = [helper.make_node("Gather", ["table", "ids"], ["rows"], axis=0)]
     ids = helper.make_tensor_value_info("ids", TensorProto.INT64, ["N", 2])
