@@ -123,7 +123,7 @@ def _ask(model: Model, rng: np.random.Generator) -> None:
 
 
 def _table(path: Path) -> Path:
-    """A table of 12 MiB, worth a holder: "ids" INT64 [N, 2] -> "rows" FP32 [N, 2, 2]: N times 16 bytes in, as many out."""
+    """A table of 12 MiB: "ids" INT64 [N, 2] -> "rows" FP32 [N, 2, 2]: N times 16 bytes in, as many out."""
     values = np.random.default_rng(0).standard_normal((_ROWS, 2), dtype=np.float32)
     nodes = [helper.make_node("Gather", ["table", "ids"], ["rows"], axis=0)]
     ids = helper.make_tensor_value_info("ids", TensorProto.INT64, ["N", 2])
