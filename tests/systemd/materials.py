@@ -36,8 +36,8 @@ import onnxruntime
 onnxruntime.InferenceSession = lambda *_, **__: time.sleep(1000)
 """
 
-# Pages of which there is something to share: 4 MiB.
-LAYERS, WIDTH = 4, 512
+# Enough to share for a holder to be worth its memory: 16 MiB.
+LAYERS, WIDTH = 4, 1024
 
 
 def lay_out(manager: Manager, scratch: Path) -> None:

@@ -358,6 +358,8 @@ def test_those_that_came_last_end_first(tmp_path: Path, monkeypatch: pytest.Monk
         real(pid, number)
 
     monkeypatch.setattr(os, "kill", note)
+    # This process has other children, too.
+    monkeypatch.setattr(process, "_children", lambda: pids)
     within.end()
     assert killed == pids[::-1]
 
