@@ -9,7 +9,7 @@ from .material import NoEngineError
 from .run import Run
 
 # One whose first seconds have each fault.
-SEED, SECONDS = 20_260_809, 18.0
+SEED, SECONDS = 20_260_448, 20.0
 # The machine may be busy with other tests: that all is well again is asked for here, how soon is not.
 BUSY_S = 60.0
 
