@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import socket
 import subprocess
@@ -157,7 +158,11 @@ def test_a_loss_ends_all_calls_and_one_task_connects_again(daemon: FakeDaemon, m
             # Nobody waits, and it is noticed all the same.
             again.stop()
             again = FakeDaemon(daemon.address)
-            assert await client.infer("m", {"x": X})
+            answer = None
+            while answer is None:
+                # libzmq tells of a loss a moment later: what is asked in between is lost, too.
+                with contextlib.suppress(Unavailable):
+                    answer = await client.infer("m", {"x": X})
             again.stop()
 
     run(test())
