@@ -6,7 +6,7 @@ import ctypes
 import os
 import signal
 from contextlib import contextmanager
-from typing import Generator
+from typing import Generator, Sequence
 
 _PR_SET_PDEATHSIG = 1
 
@@ -24,6 +24,19 @@ def die_with(parent: int) -> None:
     # The parent may have died before the call above took effect: then no signal would ever come.
     if os.getppid() != parent:
         raise SystemExit(f"expected to be a child of {parent}, but the parent is {os.getppid()}")
+
+
+def die_with_the_one_named(words: Sequence[str]) -> None:
+    """Do so for the process that a command line names by ``--parent PID``, if it does: what follows may take long.
+
+    Imports take a second in which a process may be stopped; one that has not asked for this outlives its parent then.
+
+    Raises:
+        SystemExit: as `die_with`.
+    """
+    named = [after for word, after in zip(words, words[1:]) if word == "--parent" and after.isdigit()]
+    if named:
+        die_with(int(named[-1]))
 
 
 @contextmanager

@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import sys
+
+from weightd.shared.parent import die_with_the_one_named
+
+if __name__ == "__main__":
+    die_with_the_one_named(sys.argv)
+
 from weightd.worker import arguments, child, exits
 from weightd.worker.forking.beginning import Beginning
 

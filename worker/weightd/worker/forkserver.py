@@ -10,6 +10,11 @@ import logging
 import sys
 from typing import Any, List
 
+from weightd.shared.parent import die_with_the_one_named
+
+if __name__ == "__main__":
+    die_with_the_one_named(sys.argv)
+
 # What a canary needs, and numpy may not import before.
 import numpy.random  # noqa: F401  # pyright: ignore[reportUnusedImport]
 

@@ -449,10 +449,7 @@ class Backend:
 
     def _end_stray(self, kept: Kept) -> None:
         with contextlib.suppress(OSError):
-            process = self._launcher.watch(kept)
-            processes.kill(process)
-            name = f"{kept.name} ({kept.pid})"
-            self._running.add(name, process, functools.partial(self._running.reap, name))
+            self._end_surplus(kept.name, self._launcher.watch(kept))
 
 
 def _broken(error: RemoteProtocolError) -> Broken:
