@@ -42,6 +42,7 @@ from weightd.protocol.messages.children import (
     Result,
     Settle,
     Skip,
+    Skipped,
     Stop,
     Unmap,
 )
@@ -114,7 +115,7 @@ class Script:
     def answer(self, frames: Sequence[Any]) -> None:
         kept = list(map(bytes, frames))
         answer = decode(kept, FROM_CHILD)  # this checks the lengths, too
-        assert isinstance(answer, (Result, Failed))
+        assert isinstance(answer, (Result, Failed, Skipped))
         self.sent.append(answer)
         self.frames.append(kept[2:])
 
@@ -644,20 +645,21 @@ def skip(number: int) -> List[Any]:
 
 
 @pytest.mark.parametrize(
-    ("orders", "ahead", "late", "answered"),
+    ("orders", "ahead", "late", "answered", "skipped"),
     [
-        ([predict(1), predict(2), skip(2), predict(3)], 3, 0, [1, 3]),
-        ([predict(1), predict(2), skip(2), predict(3)], 1, 2, [1, 3]),
-        ([predict(1), skip(1), skip(7), predict(2)], 0, 0, [1, 2]),  # it comes too late, or for nothing
-        ([skip(1), skip(2), predict(3)], 1, 0, [3]),  # alone it does not end the waiting
+        ([predict(1), predict(2), skip(2), predict(3)], 3, 0, [1, 3], [2]),
+        ([predict(1), predict(2), skip(2), predict(3)], 1, 2, [1, 3], [2]),
+        ([predict(1), skip(1), skip(7), predict(2)], 0, 0, [1, 2], []),  # it comes too late, or for nothing
+        ([skip(1), skip(2), predict(3)], 1, 0, [3], []),  # alone it does not end the waiting
     ],
 )
 def test_a_request_that_nobody_wants_any_more_is_not_begun_with(
-    orders: Sequence[Sequence[Any]], ahead: int, late: int, answered: List[int]
+    orders: Sequence[Sequence[Any]], ahead: int, late: int, answered: List[int], skipped: List[int]
 ) -> None:
     engine = fake()
     _, socket = play(engine, *orders, STOP, ahead=ahead, late=late)
     assert [each.request for each in socket.sent if isinstance(each, Result)] == answered
+    assert [each.request for each in socket.sent if isinstance(each, Skipped)] == skipped
     assert len(engine.asked) == len(answered)
 
 

@@ -9,7 +9,8 @@ import pytest
 
 from weightd.daemon.requests.regions import Memory, Place, Places
 from weightd.daemon.requests.request import Request
-from weightd.protocol.messages.children import Failed, Predict
+from weightd.daemon.requests.seat import QUICK_S
+from weightd.protocol.messages.children import Failed, Predict, Skip, Skipped
 from weightd.protocol.messages.regions import MappedInput, MappedOutput, MappedRegions
 
 from .fakehost import W1, W2, Stage, request
@@ -22,6 +23,11 @@ def offering() -> Request:
     asked.places = Places({0: Place(memory, 8, len(asked.frames[0]))}, {0: Place(memory, 64, 32)})
     asked.frames = ()
     return asked
+
+
+def rooms(stage: Stage) -> list[MappedRegions]:
+    orders = [order for _, order in stage.host.told(Predict)]
+    return [order.regions for order in orders if isinstance(order, Predict) and order.regions is not None]
 
 
 def test_a_worker_is_told_where_and_given_the_memory() -> None:
@@ -55,15 +61,40 @@ def test_who_gives_up_is_told_when_nobody_writes_any_more(end: str) -> None:
     assert (other.running, stage.host.releases, stage.model.desk.writers.begun) == (False, [number], {})
 
 
-def test_what_never_ran_is_nobodys_to_write() -> None:
-    stage = Stage().serving()
+def test_what_no_worker_was_given_is_nobodys_to_write() -> None:
+    stage = Stage(workers=1).serving()
     stage.submit(offering(), offering())
     waits = offering()
     stage.submit(waits)
-    # Nothing waits at a worker: from there it might have to be taken back, and be run nevertheless.
     assert len(stage.host.predicts()) == 2
     stage.model.cancel(waits.client, waits.id, stage.now)
     assert not waits.running
+
+
+@pytest.mark.parametrize("begins", [False, True])
+def test_what_is_taken_back_may_be_written_until_the_worker_says_what_came_of_it(begins: bool) -> None:
+    stage = Stage(workers=1).serving()
+    ahead = offering()
+    stage.submit(offering(), ahead)
+    stage.model.cancel(ahead.client, ahead.id, stage.now)
+    assert (stage.host.told(Skip), ahead.running, stage.host.releases) == ([(W1, Skip(ahead.number))], True, [])
+    stage.answers(W1, ahead.number) if begins else stage.says(W1, Skipped(ahead.number))
+    assert stage.host.releases == [ahead.number]
+
+
+def test_two_never_write_to_one_place() -> None:
+    stage = Stage().serving()
+    long, other, ahead = offering(), offering(), offering()
+    stage.submit(long, other, ahead)
+    stage.answers(W2, other.number)
+    assert [regions.outputs != () for regions in rooms(stage)] == [True, True, True]
+    # What is behind one that runs long is given to another, and may have begun meanwhile.
+    stage.passes(QUICK_S)
+    assert rooms(stage)[3:] == [MappedRegions((MappedInput(0, 7, 8),), ())]
+    stage.answers(W2, ahead.number)
+    assert (ahead.running, stage.host.releases) == (True, [])
+    stage.says(W1, Skipped(ahead.number))
+    assert stage.host.releases == [ahead.number]
 
 
 def test_what_hangs_may_write_until_it_is_dead() -> None:

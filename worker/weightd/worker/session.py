@@ -45,6 +45,7 @@ from weightd.protocol.messages.children import (
     Result,
     Settle,
     Skip,
+    Skipped,
     Stop,
     Unmap,
 )
@@ -236,6 +237,7 @@ class Session:
         for entry in self._inbox:
             if isinstance(entry[0], Predict) and entry[0].request == skip.request:
                 self._inbox.remove(entry)
+                self._answer(Skipped(skip.request))
                 return
 
     def _keep(self, region: int) -> None:

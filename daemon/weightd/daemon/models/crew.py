@@ -33,6 +33,7 @@ from weightd.protocol.messages.children import (
     Pong,
     Probing,
     Result,
+    Skipped,
 )
 
 _log = logging.getLogger("weightd")
@@ -107,6 +108,8 @@ class Crew:
                 self._job_failed(child, deployment, generation, message, now)
             case Result() | Failed():
                 self.examine(deployment, generation, now)
+            case Skipped():
+                self._desk.skipped(child, message.request)
             case Forked():
                 pass  # it is for who has asked for it, which no generation does
             case Pong():

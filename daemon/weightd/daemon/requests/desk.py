@@ -160,6 +160,10 @@ class Desk:
         else:
             self.dispatch(now)
 
+    def skipped(self, process: str, number: int) -> None:
+        """A job was taken back before it had begun."""
+        self._release(self.writers.end(process, number))
+
     def died(self, process: str, end: End, now: float) -> None:
         """A process has ended, and with it its seat."""
         self._release(self.writers.died(process))
@@ -271,10 +275,10 @@ class Desk:
     def _predict(self, seat: Seat, job: Job) -> None:
         [request] = job.parts
         places = request.places
+        if places.outputs and not self.writers.begin(seat.processes, request):
+            places = places.without_outputs()
         order = Predict(job.number, request.description, places.mapped)
         for process in seat.processes:
-            if places.outputs:
-                self.writers.begin(process, request)
             self._order(process, order, request.frames, places.memories)
 
     def _release(self, requests: Iterable[Request]) -> None:

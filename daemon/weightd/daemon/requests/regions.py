@@ -78,6 +78,10 @@ class Places:
         )
         self.mapped = _mapped(inputs, outputs) if self.memories else None
 
+    def without_outputs(self) -> Places:
+        """Return the same with no room for outputs."""
+        return Places(self.inputs, {})
+
 
 def _mapped(inputs: Mapping[int, Place], outputs: Mapping[int, Place]) -> MappedRegions:
     return MappedRegions(

@@ -318,8 +318,7 @@ class Scheduler:
             if not seat.jobs:
                 return seat
             load = len(seat.jobs)
-            # What waits at a seat may be taken back while the seat begins with it: then two would write to one place.
-            if load < least and not request.places.outputs and seat.takes_behind(request.company, now):
+            if load < least and seat.takes_behind(request.company, now):
                 freest, least = seat, load
         return freest
 

@@ -1,10 +1,14 @@
 """Who may still write to the memory of clients, so that these know when it is theirs again.
 
 A worker that has begun with a request cannot be stopped: it writes the outputs where there was room for them even if
-the request has ended long before. Only its answer, or its death, tells that it does so no more.
+the request has ended long before. Nor can be seen from here whether one has begun with what is taken back from it. Only
+its answer, or its death, tells that it does so no more. Two never write to the same place: a request that runs again
+while the one that had it first may still write is answered in frames.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 from weightd.daemon.requests.request import Request
 
@@ -21,9 +25,12 @@ class Writers:
         # Those that have ended while they were: their clients wait to be told.
         self._owed: set[int] = set()
 
-    def begin(self, process: str, request: Request) -> None:
-        """The process is given a request that has room for outputs."""
-        self.begun[process, request.number] = request
+    def begin(self, processes: Iterable[str], request: Request) -> bool:
+        """The processes of a seat are given a request that has room for outputs; return whether they may use it."""
+        if self._has_writer(request):
+            return False
+        self.begun.update(((process, request.number), request) for process in processes)
+        return True
 
     def is_running(self, request: Request) -> bool:
         """The request ends: return whether its client has to be told later that nobody writes any more."""

@@ -257,6 +257,13 @@ class Skip:
 
 
 @dataclass(frozen=True)
+class Skipped:
+    """worker → daemon: the answer to a `Predict` that a `Skip` has come in time for: it was not run."""
+
+    request: int = field(metadata=_REQUEST)
+
+
+@dataclass(frozen=True)
 class Map:
     """daemon → worker: from now on this number is the memory whose descriptor comes with the message."""
 
@@ -294,7 +301,7 @@ class Stop:
     """daemon → child: finish what you have and exit."""
 
 
-ChildMessage = Union[Hello, Forked, Back, Probing, Built, Allowed, Attached, Broken, Result, Failed, Pong]
+ChildMessage = Union[Hello, Forked, Back, Probing, Built, Allowed, Attached, Broken, Result, Failed, Skipped, Pong]
 OrderMessage = Union[Fork, Build, Probe, Allow, Attach, Predict, Skip, Map, Unmap, Ping, Settle, Stop]
 
 FROM_CHILD: Dict[str, Type[ChildMessage]] = {
@@ -308,6 +315,7 @@ FROM_CHILD: Dict[str, Type[ChildMessage]] = {
     "broken": Broken,
     "result": Result,
     "failed": Failed,
+    "skipped": Skipped,
     "pong": Pong,
 }
 TO_CHILD: Dict[str, Type[OrderMessage]] = {
