@@ -79,6 +79,9 @@ MAX_PIDS = 1024
 # A decimal number, with room for a namespace's.
 MAX_PID_BYTES = 32
 
+# A pid as the kernel counts them: PID_MAX_LIMIT of its include/linux/threads.h. Its calls take no more than a C int.
+MAX_PID = 2**22
+
 # A sha256 in hex.
 MAX_DIGEST_BYTES = 64
 

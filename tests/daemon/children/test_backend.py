@@ -17,6 +17,9 @@ import pytest
 import zmq
 
 from weightd.daemon.children.backend import Backend
+from weightd.daemon.children.forks import Wanted
+from weightd.daemon.children.launch import Launch
+from weightd.daemon.children.nursery import Nursery
 from weightd.daemon.children.owner import Owner, Snapshot
 from weightd.daemon.config.daemon import DaemonConfig
 from weightd.daemon.config.model import ModelConfig
@@ -34,6 +37,7 @@ from weightd.protocol.messages.children import (
     Attached,
     Back,
     Built,
+    Forked,
     Hello,
     Pong,
     Predict,
@@ -199,7 +203,7 @@ def test_a_worker_stops_when_it_has_done_what_waits_for_its_lane(scene: Scene) -
     assert [type(order) for order in orders] == [Attach]
 
 
-@pytest.mark.parametrize("said", [[bytes(10)], [b"\0" * 2_000_000]])
+@pytest.mark.parametrize("said", [[bytes(10)], [b"\0" * 2_000_000], encode(Forked("nobody's", 1))])
 def test_a_child_that_breaks_the_protocol_on_its_lane_is_broken(
     scene: Scene, said: Sequence[Any], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -210,6 +214,21 @@ def test_a_child_that_breaks_the_protocol_on_its_lane_is_broken(
         scene.loop.wait(1)
     while "it broke the protocol" not in caplog.text:
         scene.loop.wait(1)
+
+
+def test_who_says_that_a_process_was_forked_which_is_there_already_is_broken(
+    scene: Scene, caplog: pytest.LogCaptureFixture
+) -> None:
+    scene.serve()
+    launch = Launch("m.1.w2", [], [], Path(os.devnull), {})
+    nursery: Nursery = vars(scene.backend)["_nursery"]
+    nursery.fork(Wanted(launch, WORKER, float("inf"), print))
+    pid = scene.backend.processes[HOLDER].pid
+    scene.asked(1)
+    scene.lane.send(encode(Forked(launch.name, pid)))
+    while f"expected a new process, got pid {pid}" not in caplog.text:
+        scene.loop.wait(1)
+    assert nursery.parents() == [WORKER]
 
 
 def test_nobody_else_can_speak_for_a_child(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:

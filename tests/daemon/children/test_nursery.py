@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -17,6 +18,7 @@ from weightd.daemon.children.launch import Launch
 from weightd.daemon.children.nursery import Nursery
 from weightd.daemon.host.loop import Loop
 from weightd.daemon.host.processes import Process
+from weightd.protocol.errors import RemoteProtocolError
 from weightd.protocol.messages.children import Fork, Forked
 
 PARENTS = st.sampled_from(["forkserver.1", "forkserver.2", "m.1.holder"])
@@ -35,6 +37,9 @@ class World(RuleBasedStateMachine):
         self.unborn: dict[str, str] = {}
         self.surplus: set[int] = set()
         self.cancelled: set[str] = set()
+        # Of whom an answer is awaited, whether or not anybody wants the child.
+        self.unanswered: dict[str, str] = {}
+        self.pids = 100
         self.hung: list[str] = []
         self.watchable = True
         launcher: Any = SimpleNamespace(adopt=self.adopt)
@@ -74,6 +79,7 @@ class World(RuleBasedStateMachine):
         launch = Launch(name, ["python"], ["--name", name], Path(f"/logs/{name}"), {})
         self.wanted[name] = Wanted(launch, parent, self.now + PATIENCE_S, self.instead)
         self.nursery.fork(self.wanted[name])
+        self.unanswered[name] = parent
         assert self.orders[-1] == (parent, Fork(name, ("--name", name), f"/logs/{name}"))
 
     @precondition(lambda self: self.wanted)
@@ -81,13 +87,18 @@ class World(RuleBasedStateMachine):
     def somebody_answers(self, data: st.DataObject, parent: str, watchable: bool, error: str) -> None:
         name = data.draw(st.sampled_from([*self.wanted, "nobody"]))
         counts = name in self.pending and self.wanted[name].parent == parent
-        pid, self.watchable = 0 if error else 100 + len(self.wanted), watchable
-        before = len(self.surplus)
-        self.nursery.answered(parent, Forked(name, pid, error))
+        self.pids += 1
+        pid, self.watchable = 0 if error else self.pids, watchable
+        forked = Forked(name, pid, error)
+        if not counts and self.unanswered.get(name) != parent:
+            with pytest.raises(RemoteProtocolError, match=name):
+                self.nursery.answered(parent, forked)
+            return
+        self.nursery.answered(parent, forked)
+        del self.unanswered[name]
         if not counts:
             # It was forked all the same: somebody has to end it.
-            assert len(self.surplus) - before <= (pid in self.surplus)
-            assert not pid or not watchable or pid in self.surplus
+            assert (pid in self.surplus) == bool(pid and watchable)
         elif error or not watchable:
             assert self.unborn[name] == error or "descriptors" in self.unborn[name]
         else:
@@ -103,6 +114,7 @@ class World(RuleBasedStateMachine):
     @rule(parent=PARENTS)
     def one_dies(self, parent: str) -> None:
         its = [name for name in self.pending if self.wanted[name].parent == parent]
+        self.unanswered = {name: each for name, each in self.unanswered.items() if each != parent}
         self.nursery.lost(parent)
         assert all(parent in self.unborn[name] for name in its)
 

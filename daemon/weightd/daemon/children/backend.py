@@ -409,13 +409,19 @@ class Backend:
     def _on_lane(self, name: str, frames: Sequence[Any]) -> None:
         try:
             message: ChildMessage = self._decoder.decode(frames)
+            if isinstance(message, Forked):
+                self._on_forked(name, message)
+                return
         except RemoteProtocolError as error:
             self._on_broken_lane(name, error)
             return
-        if isinstance(message, Forked):
-            self._nursery.answered(name, message)
-        elif name in self._owners:
+        if name in self._owners:
             self._owners[name].heard(name, message, frames[_TENSORS], monotonic())
+
+    def _on_forked(self, name: str, forked: Forked) -> None:
+        if any(process.pid == forked.pid for process in self.processes.values()):
+            raise RemoteProtocolError(f"forked: expected a new process, got pid {forked.pid}")
+        self._nursery.answered(name, forked)
 
     def _on_broken_lane(self, name: str, error: RemoteProtocolError) -> None:
         if name in self._owners:

@@ -31,6 +31,8 @@ class Forks:
 
     def __init__(self) -> None:
         self._all: dict[str, Wanted] = {}
+        # Who has been asked for one that is wanted no more, by its name: the answer comes all the same.
+        self._cancelled: dict[str, str] = {}
 
     def ask(self, wanted: Wanted) -> None:
         """A process is asked for a child."""
@@ -45,15 +47,28 @@ class Forks:
         return list(dict.fromkeys(each.parent for each in self._all.values()))
 
     def answered(self, name: str, parent: str) -> Wanted | None:
-        """A process has answered; return what it was asked for, None if that was another one, or is wanted no more."""
-        return self._all.pop(name) if parent and self.parent(name) == parent else None
+        """A process has answered; return what it was asked for, None if that is wanted no more.
+
+        Raises:
+            LookupError: it was not asked for that.
+        """
+        if parent and self.parent(name) == parent:
+            return self._all.pop(name)
+        if parent != self._cancelled.get(name, ""):
+            raise LookupError(name)
+        del self._cancelled[name]
+        return None
 
     def cancel(self, name: str) -> bool:
         """A child is wanted no more; return whether it was being forked."""
-        return self._all.pop(name, None) is not None
+        wanted = self._all.pop(name, None)
+        if wanted is not None:
+            self._cancelled[name] = wanted.parent
+        return wanted is not None
 
     def lost(self, parent: str) -> list[Wanted]:
         """A process has ended; return what it has not answered."""
+        self._cancelled = {name: each for name, each in self._cancelled.items() if each != parent}
         lost = [each for each in self._all.values() if each.parent == parent]
         for each in lost:
             del self._all[each.launch.name]

@@ -13,6 +13,7 @@ from weightd.daemon.children.launchers.launcher import Launcher
 from weightd.daemon.host.loop import Loop
 from weightd.daemon.host.processes import Process
 from weightd.daemon.host.timers import Timer
+from weightd.protocol.errors import RemoteProtocolError
 from weightd.protocol.messages.children import Fork, Forked
 
 _log = logging.getLogger("weightd")
@@ -71,8 +72,15 @@ class Nursery:
         return self._forks.cancel(name)
 
     def answered(self, parent: str, forked: Forked) -> None:
-        """A process says what has come of it."""
-        wanted = self._forks.answered(forked.name, parent)
+        """A process says what has come of it.
+
+        Raises:
+            RemoteProtocolError: nobody has asked it.
+        """
+        try:
+            wanted = self._forks.answered(forked.name, parent)
+        except LookupError:
+            raise RemoteProtocolError(f"forked: expected one that was asked for, got {forked.name}") from None
         try:
             if not forked.pid:
                 raise OSError(0, forked.error)

@@ -92,7 +92,7 @@ class Forked:
     """fork server or template → daemon: the process is there, and begins now; or there is none, for this `error`."""
 
     name: str = field(metadata=text(limits.MAX_NAME_BYTES))
-    pid: int = field(default=0, metadata=integer(0, limits.MAX_COUNT))
+    pid: int = field(default=0, metadata=integer(0, limits.MAX_PID))
     error: str = field(default="", metadata=text(limits.MAX_TEXT_BYTES, empty=True))
 
 
