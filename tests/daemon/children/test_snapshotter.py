@@ -4,10 +4,12 @@ import errno
 import fcntl
 import hashlib
 import json
+import mmap
 import os
 import shutil
 import stat
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -105,8 +107,13 @@ def test_the_copy_is_equal_however_it_is_made(
 
 
 def settled(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It was changed long ago."""
-    monkeypatch.setattr(time, "time_ns", lambda: path.stat().st_ctime_ns + 2 * 10**9)
+    """It was changed long ago, and is on a disk, wherever the tests' files are."""
+    changed_long_ago(path, monkeypatch)
+    monkeypatch.setattr(snapshotter, "_MEMORY_FILE_SYSTEMS", ())
+
+
+def changed_long_ago(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "time_ns", lambda: path.stat().st_ctime_ns + 61 * 10**9)
 
 
 def test_a_file_of_which_there_is_a_snapshot_is_not_copied_again(
@@ -121,6 +128,31 @@ def test_a_file_of_which_there_is_a_snapshot_is_not_copied_again(
     assert again.identity == identity(model_files(Path(again.path)))
     shutil.rmtree(directory)
     assert digest(Path(again.path)) == first.sha256 == digest(model)
+
+
+def test_what_is_written_to_a_mapping_is_copied_again(
+    tmp_path: Path, model: Path, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second write to a page that is not on the disk yet sets no time."""
+    changed_long_ago(model, monkeypatch)
+    with model.open("r+b") as file, mmap.mmap(file.fileno(), 0) as mapping:
+        mapping[0] = 1
+        first = snapshotter.take(model, directory)
+        mapping[0] = 2
+        again = snapshotter.take(model, tmp_path / "again", first)
+    assert (first.sha256, again.sha256) == tuple(
+        hashlib.sha256(bytes([each]) + CONTENT[1:]).hexdigest() for each in (1, 2)
+    )
+
+
+@pytest.mark.skipif(not Path("/dev/shm").exists(), reason="there is no file system in memory")
+def test_of_a_file_in_memory_a_mapping_may_be_written_to_at_any_time(
+    model: Path, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as memory:
+        copy = Path(shutil.copy(model, memory))
+        changed_long_ago(copy, monkeypatch)
+        assert snapshotter.take(copy, directory).origin == ""
 
 
 def _touched(model: Path, copy: Path) -> None:

@@ -8,6 +8,7 @@ that has failed, the daemon removes.
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import hashlib
 import json
@@ -37,8 +38,13 @@ _BLOCK_BYTES = 1024 * 1024
 _BLOCKS = 3
 
 
-# A file that was changed so shortly before it was read may have been changed again in the same tick of a clock.
-_SETTLED_NS = 10**9
+# A file that was changed so shortly before it was read may have been changed again in the same tick of a clock. And it
+# may not be on the disk yet: to wait for that could take as long as to copy it.
+_SETTLED_NS = 60 * 10**9
+
+# tmpfs and ramfs, by the first word of struct statfs, which is 120 bytes.
+_MEMORY_FILE_SYSTEMS = (0x01021994, 0x858458F6)
+_STATFS_BYTES = 256
 
 
 class Taken(NamedTuple):
@@ -49,7 +55,7 @@ class Taken(NamedTuple):
         sha256: of the model.
         nbytes: of all its files.
         identity: of the copy: another one as soon as it was written or replaced.
-        origin: of what was copied; "" if that had changed just before.
+        origin: of what was copied; "" if that may change without being another one.
     """
 
     path: str
@@ -79,8 +85,7 @@ def take(model: Path, directory: Path, known: Taken | None = None) -> Taken:
     """
     directory.mkdir(mode=0o700)
     with Model(model) as original:
-        newest = max(file.changed_ns for file in original.files)
-        origin = identity(original.files) if time.time_ns() - newest > _SETTLED_NS else ""
+        origin = identity(original.files) if _is_settled(original) else ""
         copy = directory / original.files[0].name
         if known is not None and origin and origin == known.origin and _linked(known, copy):
             original.check_unchanged()
@@ -92,6 +97,27 @@ def take(model: Path, directory: Path, known: Taken | None = None) -> Taken:
         original.check_same(copies)
         nbytes = sum(file.nbytes for file in copies)
         return Taken(str(copy), combined(copies, digests), nbytes, identity(copies), origin)
+
+
+def _is_settled(model: Model) -> bool:
+    """Whether each later write to its files shows in their times.
+
+    One to a mapping shows where it is the first to a page since that was written to the disk: so all are.
+    """
+    newest = max(file.changed_ns for file in model.files)
+    return time.time_ns() - newest > _SETTLED_NS and all(_written_out(model.open(file)) for file in model.files)
+
+
+def _written_out(file: BinaryIO) -> bool:
+    """Write a file to its disk, and close it; False if it has none, or that fails."""
+    status = ctypes.create_string_buffer(_STATFS_BYTES)
+    with file:
+        try:
+            os.fdatasync(file.fileno())
+        except OSError:
+            return False
+        failed = ctypes.CDLL(None).fstatfs(file.fileno(), status)
+    return not failed and ctypes.c_long.from_buffer(status).value not in _MEMORY_FILE_SYSTEMS
 
 
 def _linked(known: Taken, copy: Path) -> bool:
