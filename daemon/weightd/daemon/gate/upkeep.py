@@ -17,8 +17,10 @@ _NEVER = float("inf")
 # A peer on the same host sends some hundred MiB in this time.
 INTERVAL_S = 0.1
 
-# Who sends a lot is not always ahead of the library: it is looked at so many times, a millisecond apart.
+# Who sends a lot is not always ahead of the library: it is looked at so many times, a millisecond apart. And on a busy
+# machine it may have to wait for a processor: who has never ended a message is waited for so many times.
 _SAMPLES = 10
+_MOST_SAMPLES = 50
 
 # After a connection was ended its memory has so long to come back, before the next one is.
 _PATIENCE_S = 0.5
@@ -98,8 +100,11 @@ class Upkeep:
         """Hang up whoever is the most likely to be sending what does not end."""
         there = [each for each in self._peers.connections.values() if not each.leaving]
         sending = Counter[int]()
-        for _ in range(_SAMPLES):
+        mute = [each.descriptor for each in there if each.heard is None]
+        for count in range(1, 1 + (_MOST_SAMPLES if mute else _SAMPLES)):
             sending.update(each.descriptor for each in there if kernel.waiting_bytes(each.descriptor))
+            if count >= _SAMPLES and any(sending[each] for each in mute):
+                break
             time.sleep(0.001)
         if there:
             guilty = max(there, key=lambda each: _suspicion(each, now, sending[each.descriptor]))
@@ -109,7 +114,8 @@ class Upkeep:
             self._ended = now
 
 
-def _suspicion(connection: Connection, now: float, sending: int) -> tuple[bool, int, float]:
-    """Who sends but ends no message comes first."""
-    silence = float("inf") if connection.heard is None else now - connection.heard
-    return bool(sending) and silence >= _PATIENCE_S, sending, silence
+def _suspicion(connection: Connection, now: float, sending: int) -> tuple[bool, bool, int, float]:
+    """Who sends but ends no message comes first, and of those who has never ended one: others may not be read yet."""
+    heard = connection.heard
+    silence = now - (connection.since if heard is None else heard)
+    return bool(sending) and silence >= _PATIENCE_S, heard is None, sending, silence
