@@ -144,7 +144,12 @@ class Injector:
     def recovering(self) -> list[Strike]:
         """The lethal strikes and restarts from which the service has not recovered."""
         watched = LETHAL | GATES | {Fault.KILL_DAEMON, Fault.POISON}
-        return [each.strike for each in self._open if each.strike.fault in watched]
+        return [each for each in self.lasting if each.fault in watched]
+
+    @property
+    def lasting(self) -> list[Strike]:
+        """The strikes whose effect is not over, noticed or not."""
+        return [each.strike for each in self._open]
 
     def close(self) -> None:
         """Leave no process and no thread."""
@@ -183,10 +188,9 @@ class Injector:
         pids = [each.pid for each in status.fork_servers if each.pid] if status is not None else []
         if pids:
             pid = rng.choice(pids)
-            strike = self._begin(event, _at_once, f"pid {pid}")
+            self._begin(event, lambda status: pid not in {each.pid for each in status.fork_servers}, f"pid {pid}")
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, _AT_FORK_SERVERS[event.fault])
-            strike.end = time.monotonic()
         return bool(pids)
 
     def _kill_gate(self, event: Event, _: random.Random) -> bool:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from testkit.waiting import until
 from weightd.client import RequestError
+from weightd.daemon.children.forkservers import FORK_TIMEOUT_S
 from weightd.protocol.messages.status import StatusResponse
 
 from . import material, verdict
@@ -42,6 +43,16 @@ _LOOK_SOON_S = 0.1
 _LOOK_S = 1.0
 
 _PROCESS_DIED = 2
+
+# What is not noticed at once.
+_PATIENCE = {
+    Fault.HANG_WORKER: PREDICT_TIMEOUT_S + WATCHDOG_S,
+    Fault.OVERWRITE_STORE: 2 * CANARY_INTERVAL_S,
+    # When the next process is to be forked of it.
+    Fault.STOP_FORK_SERVER: FORK_TIMEOUT_S,
+    # Its client has ended, and each worker that it has killed is back.
+    Fault.POISON: 15.0,
+}
 
 # From the daemon after its warm-up to the last daemon in quiet. Memory: what an allocator that has been asked to give
 # everything back keeps between what is in use, after hours as after minutes.
@@ -159,7 +170,7 @@ class Run:
     def _recover(self, injector: Injector) -> None:
         """After the last fault everything is well again, soon; what clients and faults do goes on a little longer."""
         last = max((strike.begin for strike in injector.strikes), default=0.0)
-        limit = last + self.recovery_s + max((_patience(each.fault) for each in injector.recovering), default=0.0)
+        limit = last + self.recovery_s + patience(injector.lasting)
 
         def healthy() -> bool:
             self._check_alive(injector)
@@ -245,11 +256,6 @@ class Run:
         return f"{line}  recovering: {', '.join(ill)}" if ill else line
 
 
-def _patience(fault: Fault) -> float:
-    """How long weightd may take to notice."""
-    return {
-        Fault.HANG_WORKER: PREDICT_TIMEOUT_S + WATCHDOG_S,
-        Fault.OVERWRITE_STORE: 2 * CANARY_INTERVAL_S,
-        # Its client has ended, and each worker that it has killed is back.
-        Fault.POISON: 15.0,
-    }.get(fault, 0.0)
+def patience(strikes: Iterable[Strike]) -> float:
+    """How long weightd may take to notice all of these: what is to follow the end of one may be held up by another."""
+    return sum(_PATIENCE.get(each.fault, 0.0) for each in strikes)

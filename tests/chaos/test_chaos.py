@@ -6,7 +6,8 @@ import pytest
 
 from .kinds import ALL, BEHAVIOUR, LACKING, Fault
 from .material import NoEngineError
-from .run import Run
+from .run import Run, patience
+from .verdict import Strike
 
 # One whose first seconds have each fault.
 SEED, SECONDS = 20_260_448, 20.0
@@ -28,3 +29,8 @@ def test_every_request_ends_in_one_right_answer_or_one_clear_error(seconds: floa
     assert any(each.fault is Fault.KILL_DAEMON for each in report.strikes)
     due = {each.fault for each in report.strikes} | {each.fault for each in report.skipped}
     assert managed or due == faults - BEHAVIOUR
+
+
+def test_what_is_noticed_late_may_hold_up_what_follows_something_else() -> None:
+    faults = (Fault.POISON, Fault.POISON, Fault.STOP_FORK_SERVER, Fault.KILL_WORKER)
+    assert patience([Strike(fault, "m", 0.0) for fault in faults]) == 2 * 15.0 + 10.0
