@@ -16,8 +16,8 @@ from testkit.examples import examples
 from weightd.daemon.children.forks import Wanted
 from weightd.daemon.children.launch import Launch
 from weightd.daemon.children.nursery import Nursery
-from weightd.daemon.host.loop import Loop
 from weightd.daemon.host.processes import Process
+from weightd.daemon.host.timers import Timers
 from weightd.protocol.errors import RemoteProtocolError
 from weightd.protocol.messages.children import Fork, Forked
 
@@ -43,9 +43,11 @@ class World(RuleBasedStateMachine):
         self.hung: list[str] = []
         self.watchable = True
         launcher: Any = SimpleNamespace(adopt=self.adopt)
-        self.loop = Loop()
+        self.timers = Timers()
+        self.told_at = 0.0
+        loop: Any = SimpleNamespace(add_timer=self.timers.add)
         self.nursery = Nursery(
-            launcher, self.loop, self.order, self.is_born, lambda _, process: self.surplus.add(process.pid), self.hang
+            launcher, loop, self.order, self.is_born, lambda _, process: self.surplus.add(process.pid), self.hang
         )
 
     def order(self, parent: str, fork: Fork) -> None:
@@ -113,9 +115,11 @@ class World(RuleBasedStateMachine):
 
     @rule(parent=PARENTS)
     def one_dies(self, parent: str) -> None:
-        its = [name for name in self.pending if self.wanted[name].parent == parent]
+        its = {name for name in self.pending if self.wanted[name].parent == parent}
+        before = {*self.unborn}
         self.unanswered = {name: each for name, each in self.unanswered.items() if each != parent}
         self.nursery.lost(parent)
+        assert self.unborn.keys() - before == its
         assert all(parent in self.unborn[name] for name in its)
 
     @rule(seconds=st.sampled_from([0.5, PATIENCE_S]))
@@ -123,18 +127,17 @@ class World(RuleBasedStateMachine):
         self.now += seconds
         late = {self.wanted[name].parent for name in self.pending if self.wanted[name].due <= self.now}
         self.hung.clear()
-        self.nursery.look(self.now)
-        assert set(self.hung) == late
+        self.timers.run(self.now)
+        # What has been ended is left a second for its end to be told.
+        assert set(self.hung) == late or self.now < self.told_at + 1.0
+        if self.hung:
+            self.told_at = self.now
 
     @invariant()
     def it_knows_what_is_under_way(self) -> None:
         assert set(self.nursery.parents()) == {self.wanted[name].parent for name in self.pending}
         for name in self.wanted:
             assert self.nursery.parent(name) == (self.wanted[name].parent if name in self.pending else "")
-
-    def teardown(self) -> None:
-        """Nothing is left open."""
-        self.loop.close()
 
 
 TestWorld = World.TestCase

@@ -112,7 +112,6 @@ class ForkServers:
         if server is not None:
             server.forked += 1
             server.is_up = True
-            server.restarts.became_ready()
 
     def exited(self, name: str, end: End) -> None:
         """It has ended: the next one is started at once, unless the one before has also ended soon."""
