@@ -89,13 +89,17 @@ class LaneConnection:
     def receive(self, timeout: float = -1) -> Optional[List[Frames]]:
         """As that of a `Connection`: return what has come, nothing in time, or None when another daemon is there."""
         messages: List[Frames] = []
-        while not messages and self._lane is not None and self._wait(timeout):
+        while self._lane is not None:
             try:
+                # Where there is much to do there is always something: who waits first, asks the kernel twice.
                 read(self._lane, messages)
             except ConnectionError:
                 self._readable.unregister(self._lane)
                 self._lane.close()
                 self._lane = None
+            else:
+                if messages or not timeout or not self._wait(timeout):
+                    break
         if messages or self._lane is not None or not timeout:
             return messages
         return self._follow(timeout)
