@@ -139,6 +139,7 @@ MODELS = [
 CHILDREN = [
     *mutants("children", "daemon/children/test_backend.py",
         ("if pid not in (None, expected):", "if False:"),
+        ("if self._nursery.awaits(name):", "if False:"),
         ("while self._on_messages() == BATCH:", "while False:"),
         ("elif kind is Stop and self._lanes.leads_to(name):", "elif False:"),
         ("read it first, all of it.\n        self._lanes.read_out(name)\n", "read it first, all of it.\n"),
@@ -204,7 +205,7 @@ CHILDREN = [
         ("ctypes.c_long.from_buffer(status).value not in _MEMORY_FILE_SYSTEMS", "True"),
     ),
     *mutants("children", "daemon/children/launchers/keeper",
-        ("for pid in reversed(self._children):", "for pid in self._children:"),
+        ("end_all(reversed(self._children))", "end_all(list(self._children))"),
         ("os.O_CREAT | os.O_CLOEXEC, 0o600)\n    try:\n        return os.posix_spawnp(",
          "os.O_CREAT | os.O_CLOEXEC, 0o644)\n    try:\n        return os.posix_spawnp("),
         ('answer.get("id") == number', 'answer.get("id") is not None'),

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import zmq
@@ -19,6 +20,7 @@ import zmq
 from weightd.daemon.children.backend import Backend
 from weightd.daemon.children.forks import Wanted
 from weightd.daemon.children.launch import Launch
+from weightd.daemon.children.launchers.direct import Direct
 from weightd.daemon.children.nursery import Nursery
 from weightd.daemon.children.owner import Owner, Snapshot
 from weightd.daemon.config.daemon import DaemonConfig
@@ -229,6 +231,23 @@ def test_who_says_that_a_process_was_forked_which_is_there_already_is_broken(
     while f"expected a new process, got pid {pid}" not in caplog.text:
         scene.loop.wait(1)
     assert nursery.parents() == [WORKER]
+
+
+def test_with_one_that_could_not_tell_any_more_what_it_has_forked_that_is_ended(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene.serve()
+    end = mock.Mock()
+    monkeypatch.setattr(Direct, "end_strays_of", end)
+    nursery: Nursery = vars(scene.backend)["_nursery"]
+    nursery.fork(Wanted(Launch("m.1.w2", [], [], Path(os.devnull), {}), HOLDER, float("inf"), print))
+    pid = scene.backend.processes[HOLDER].pid
+    for each in (WORKER, HOLDER):
+        scene.kill(each)
+    while HOLDER in scene.backend.processes:
+        scene.loop.wait(30)
+    [told] = end.call_args_list
+    assert told.args[0] == pid
 
 
 def test_nobody_else_can_speak_for_a_child(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:

@@ -136,6 +136,8 @@ class World(RuleBasedStateMachine):
     @invariant()
     def it_knows_what_is_under_way(self) -> None:
         assert set(self.nursery.parents()) == {self.wanted[name].parent for name in self.pending}
+        for parent in {*self.unanswered.values(), *self.nursery.parents(), "nobody"}:
+            assert self.nursery.awaits(parent) == (parent in self.unanswered.values())
         for name in self.wanted:
             assert self.nursery.parent(name) == (self.wanted[name].parent if name in self.pending else "")
 

@@ -21,7 +21,7 @@ import pytest
 
 from testkit.waiting import until
 from weightd.daemon.host.memory import held
-from weightd.daemon.host.processes import Process, kill, last_words, lives, reap, start
+from weightd.daemon.host.processes import Process, adopt, kill, last_words, lives, reap, start
 
 SLEEP = ["sleep", "1000"]
 
@@ -148,6 +148,15 @@ def test_a_child_that_cannot_be_watched_is_not_left_running(log: Path, monkeypat
     with pytest.raises(OSError, match="Too many open files"):
         start(SLEEP, log)
     assert [each.returncode for each in started] == [-signal.SIGKILL]
+
+
+def test_neither_is_one_that_was_forked_by_another(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with subprocess.Popen(SLEEP) as child:
+        monkeypatch.setattr(os, "pidfd_open", mock.Mock(side_effect=OSError(errno.EMFILE, os.strerror(errno.EMFILE))))
+        with pytest.raises(OSError, match="Too many open files"):
+            adopt(child.pid, log)
+        with pytest.raises(ProcessLookupError):
+            os.kill(child.pid, 0)
 
 
 # --- last words -----------------------------------------------------------------------------------------------------

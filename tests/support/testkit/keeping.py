@@ -7,6 +7,16 @@ import select
 
 LIMIT_S = 60.0
 
+FORKING = """
+import os, time
+from weightd.worker.forking.clone import clone
+pid = clone()
+if pid:
+    print(pid, flush=True)
+time.sleep(1000)
+"""
+"""Makes a child of its parent, as a fork server does, and tells which."""
+
 
 def ended(pid: int, seconds: float = LIMIT_S) -> bool:
     """Whether the process, a child of this one or of its keeper, has ended within so many seconds."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -48,13 +49,12 @@ print("lives")
 
 
 def fate(directory: Path, fate: str) -> Tuple[int, List[str]]:
-    """Return the status of what was forked, and what was printed by who has forked it."""
+    """Return the status of what was forked, negative for a signal, and what was printed by who has forked it."""
     command = [sys.executable, "-c", SCRIPT, str(directory), fate]
     done = subprocess.run(command, stdout=subprocess.PIPE, env=ENVIRONMENT, timeout=60, check=False)
     pid, *rest = done.stdout.decode().split()
     status = os.waitpid(int(pid), 0)[1]
-    assert os.WIFEXITED(status)
-    return os.WEXITSTATUS(status), rest
+    return os.WEXITSTATUS(status) if os.WIFEXITED(status) else -os.WTERMSIG(status), rest
 
 
 def test_it_lives_by_its_arguments_and_ends_with_its_status(tmp_path: Path) -> None:
@@ -64,7 +64,7 @@ def test_it_lives_by_its_arguments_and_ends_with_its_status(tmp_path: Path) -> N
 
 @pytest.mark.parametrize(("how", "printed"), [("unheard", ["lives"]), ("dies", [])])
 def test_it_leaves_where_nobody_was_told_of_it(tmp_path: Path, how: str, printed: List[str]) -> None:
-    assert fate(tmp_path, how) == (0, printed)
+    assert fate(tmp_path, how) == (-signal.SIGKILL, printed)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -348,7 +348,7 @@ class Backend:
         self._lanes.read_out(name)
         self._lanes.forget(name)
         self._by_lane_alone.discard(name)
-        self._servers.exited(name, self._running.reap(name))
+        self._servers.exited(name, self._reap(name))
         self._nursery.lost(name)
 
     def _born(self, told: Launch, parent: str, process: Process) -> None:
@@ -437,7 +437,7 @@ class Backend:
             pass
         self._use()
         self._lanes.forget(name)
-        end = self._running.reap(name)
+        end = self._reap(name)
         python = self._interpreters.get(name, "")
         owner = self._forget_child(name)
         if python and _MISSING_MODULE.search(end.words):
@@ -446,6 +446,14 @@ class Backend:
         # First: whom it has not forked would be ended else for nothing.
         self._nursery.lost(name)
         owner.exited(name, end, monotonic())
+
+    def _reap(self, name: str) -> End:
+        """Wait for a process that has exited, and for what it has forked and could not tell any more."""
+        if self._nursery.awaits(name):
+            pids = {process.pid for process in self.processes.values()}
+            with contextlib.suppress(OSError):
+                self._launcher.end_strays_of(self.processes[name].pid, pids)
+        return self._running.reap(name)
 
     def _forget_child(self, name: str) -> Owner:
         self._held.pop(name, None)

@@ -46,6 +46,10 @@ class Forks:
         """Return every process that has not answered."""
         return list(dict.fromkeys(each.parent for each in self._all.values()))
 
+    def awaits(self, parent: str) -> bool:
+        """Whether a process has not answered all that it was asked, be that wanted or not."""
+        return parent in self._cancelled.values() or parent in self.parents()
+
     def answered(self, name: str, parent: str) -> Wanted | None:
         """A process has answered; return what it was asked for, None if that is wanted no more.
 

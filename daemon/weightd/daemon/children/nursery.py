@@ -63,6 +63,10 @@ class Nursery:
         """Return every process that has been asked and has not answered."""
         return self._forks.parents()
 
+    def awaits(self, parent: str) -> bool:
+        """Whether a process has not answered all that it was asked, wanted or not: it may have forked that."""
+        return self._forks.awaits(parent)
+
     def parent(self, name: str) -> str:
         """Return of which process a child is being forked, "" if it is not."""
         return self._forks.parent(name)

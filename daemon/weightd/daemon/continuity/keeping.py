@@ -93,6 +93,9 @@ class Keeping:
     def end_strays(self) -> None:  # noqa: D102
         self._keeper.end_strays()
 
+    def end_strays_of(self, parent: int, known: Collection[int]) -> None:  # noqa: D102
+        self._keeper.end_strays_of(parent)
+
     def watch(self, kept: Kept) -> Process:  # noqa: D102
         return self._keeper.watch(kept)
 

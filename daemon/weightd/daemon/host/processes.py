@@ -84,7 +84,14 @@ def adopt(pid: int, log: Path) -> Process:
     """
     # As long as it has not been waited for, its pid is its own; and nobody else can.
     os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    return Process(pid, os.pidfd_open(pid), log, lambda: os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+    try:
+        pidfd = os.pidfd_open(pid)
+    except OSError:
+        # Nobody could watch it.
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        raise
+    return Process(pid, pidfd, log, lambda: os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 
 
 def kill(process: Process, number: signal.Signals = signal.SIGKILL) -> None:

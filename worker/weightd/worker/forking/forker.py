@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import gc
 import os
+import signal
 import sys
 from typing import Callable, NamedTuple, NoReturn, Optional, Sequence
 
@@ -102,7 +103,8 @@ class Forker:
         def life() -> int:
             os.close(writing)
             if not os.read(reading, 1):
-                return exits.OK
+                # Its end is not its own doing: where the daemon was told of it, another one is made.
+                os.kill(os.getpid(), signal.SIGKILL)
             self._beginning.again(order.log)
             return live()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -34,6 +35,18 @@ class Launcher(Protocol):
 
     def end_strays(self) -> None:
         """End what was forked for a daemon before this one, which ended before it adopted that."""
+
+    def end_strays_of(self, parent: int, known: Collection[int]) -> None:
+        """End what a child that has ended had forked without telling; that has the child's session still.
+
+        Args:
+            parent: the pid of the child, which has not been waited for.
+            known: the pids of all that run; not all of them need have a session of their own yet.
+
+        Raises:
+            OSError: that cannot be done.
+        """
+        raise NotImplementedError
 
     def adopt(self, name: str, pid: int, log: Path) -> Process:
         """Have a child watched that another child has forked: its parent is that of the other.

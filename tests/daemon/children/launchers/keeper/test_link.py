@@ -20,7 +20,7 @@ from unittest import mock
 import pytest
 
 from testkit import memory
-from testkit.keeping import LIMIT_S, ended
+from testkit.keeping import FORKING, LIMIT_S, ended
 from weightd.daemon.children.launch import Launch
 from weightd.daemon.children.launchers.keeper import link, process
 from weightd.daemon.children.launchers.keeper.link import Keeper, KeeperLost, wait_until_gone
@@ -113,24 +113,13 @@ def test_an_exit_status_is_told_and_a_log_is_continued(keeper: Keeper, tmp_path:
     assert keeper.kept() == []
 
 
-# Makes a child of its parent, as a fork server does, and tells which.
-_FORKING = """
-import os, time
-from weightd.worker.forking.clone import clone
-pid = clone()
-if pid:
-    print(pid, flush=True)
-time.sleep(1000)
-"""
-
-
 def sibling(keeper: Keeper, log: Path) -> tuple[Process, int]:
     """A child of the keeper, and the pid of another one that it has forked."""
     environment = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     os.mkfifo(log)
     read = os.open(log, os.O_RDONLY | os.O_NONBLOCK)
     try:
-        child = keeper.start(Launch("forks", [sys.executable, "-c", _FORKING], [], log, environment))
+        child = keeper.start(Launch("forks", [sys.executable, "-c", FORKING], [], log, environment))
         assert select.select([read], [], [], LIMIT_S)[0]
         return child, int(os.read(read, 100))
     finally:
@@ -162,6 +151,16 @@ def test_what_was_forked_and_not_adopted_is_ended_before_the_next_daemon_is_told
     assert [each.pid for each in keeper.kept()] == [parent.pid]
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
+
+
+def test_of_one_that_has_ended_all_is_ended_that_it_had_forked_and_nothing_else(keeper: Keeper, tmp_path: Path) -> None:
+    (parent, pid), (other, its) = (sibling(keeper, tmp_path / name) for name in ("first", "second"))
+    kill(parent)
+    keeper.end_strays_of(parent.pid)
+    assert [each.pid for each in keeper.kept()] == [parent.pid, other.pid]
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+    os.kill(its, 0)
 
 
 def test_a_child_is_the_keepers_and_inherits_nothing(keeper: Keeper, directory: Path, tmp_path: Path) -> None:
@@ -359,7 +358,7 @@ def test_those_that_came_last_end_first(tmp_path: Path, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(os, "kill", note)
     # This process has other children, too.
-    monkeypatch.setattr(process, "_children", lambda: pids)
+    monkeypatch.setattr(process, "strays", set(pids).difference)
     within.end()
     assert killed == pids[::-1]
 

@@ -81,7 +81,15 @@ class Keeper:
 
     def end_strays(self) -> None:
         """End what was forked for a daemon that ended before it had it adopted."""
-        self._ask({"strays": True})
+        self._ask({"strays": 0})
+
+    def end_strays_of(self, parent: int) -> None:
+        """End what a child that has ended had forked without telling.
+
+        Raises:
+            KeeperLost: nobody answers.
+        """
+        self._ask({"strays": parent})
 
     def start(self, launch: Launch) -> Process:
         """Start a child in a session of its own.

@@ -5,7 +5,8 @@ at a time:
 
     {"start": NAME, "argv": [...], "log": PATH, "environment": {...}}    {"pid": PID}
     {"adopt": NAME, "pid": PID, "log": PATH}        a child that another has forked     {"pid": PID}
-    {"strays": true}           ends what was forked and not adopted      as for "children"
+    {"strays": SESSION}        ends what was forked and not adopted, of this session or, with 0, of any
+                                                                         as for "children"
     {"reap": PID}              waits for its end                         {"status": STATUS}, negative for a signal
     {"children": true}         those that have not been reaped           {"pid": PID, "children": [[PID, NAME, LOG]]}
 
@@ -26,6 +27,7 @@ import signal
 import socket
 import stat
 import sys
+from collections.abc import Collection, Iterable
 from typing import Any
 
 LINK = 3
@@ -60,7 +62,7 @@ class Keeper:
                 self._children[request["pid"]] = request["adopt"], request["log"]
                 return {"pid": request["pid"]}
             if "strays" in request:
-                self._end_strays()
+                end_all(strays(self._children, request["strays"]))
             if "reap" in request:
                 _, status = os.waitpid(request["reap"], 0)
                 del self._children[request["reap"]]
@@ -73,28 +75,29 @@ class Keeper:
 
     def end(self) -> None:
         """Kill every child, those that came last first: holders outlive their workers."""
-        for pid in reversed(self._children):
-            _end(pid)
+        end_all(reversed(self._children))
         # After those that could make more.
-        self._end_strays()
-
-    def _end_strays(self) -> None:
-        for pid in _children():
-            if pid not in self._children:
-                _end(pid)
+        end_all(strays(self._children))
 
 
-def _children() -> list[int]:
-    """Every process whose parent this one is, as the kernel tells."""
+def strays(known: Collection[int], session: int = 0) -> list[int]:
+    """Return the children of this process, as the kernel tells, that are not known; with `session` those of that."""
     found: list[int] = []
     for entry in os.listdir("/proc"):
         if entry.isdecimal():
             with contextlib.suppress(OSError), open(f"/proc/{entry}/stat", "rb") as file:
                 stat = file.read()
-                # The name, in parentheses, may hold anything; the state follows, and the parent.
-                if int(stat[stat.rindex(b")") + 2 :].split()[1]) == os.getpid():
+                # The name, in parentheses, may hold anything; state, parent, group and session follow.
+                _, parent, _, its_session = stat[stat.rindex(b")") + 2 :].split()[:4]
+                if int(parent) == os.getpid() and int(entry) not in known and session in (0, int(its_session)):
                     found.append(int(entry))
     return found
+
+
+def end_all(pids: Iterable[int]) -> None:
+    """Kill these children, and wait for their ends."""
+    for pid in pids:
+        _end(pid)
 
 
 def _end(pid: int) -> None:
