@@ -12,6 +12,7 @@ import pytest
 from testkit import cases
 from weightd.protocol.errors import InvalidArgument
 from weightd.worker.canary import canary
+from weightd.worker.engines import onnxfile
 from weightd.worker.engines.engine import Engine, Settings
 from weightd.worker.engines.errors import BuildError, Spoilt
 from weightd.worker.engines.onnxruntime import OnnxRuntime
@@ -110,6 +111,15 @@ def test_a_model_with_a_random_node_has_no_canary(built: Built) -> None:
 )
 def test_what_may_draw_at_random_is_told_by_the_file(built: Built, name: str, draws: bool) -> None:
     assert built(name).draws == draws
+
+
+def test_of_a_node_that_is_said_to_be_two_things_the_worse_is_believed(model: Model, tmp_path: Path) -> None:
+    """The library takes the last of them."""
+    content, path = model("random_output").read_bytes(), tmp_path / "two.onnx"
+    said, both = b"\x22\x11RandomUniformLike", b"\x22\x04Relu\x22\x0bMultinomial"
+    assert content.count(said) == 1
+    path.write_bytes(content.replace(said, both))
+    assert onnxfile.draws(path)
 
 
 def test_of_a_file_that_is_gone_it_is_feared(fresh: Built, model: Model, tmp_path: Path) -> None:

@@ -55,11 +55,12 @@ def draws(path: Path) -> bool:
 
 def _draws(file: BinaryIO, node: Span) -> bool:
     """Whether this node does, or one of the graphs that it runs."""
-    kind = "".join(_text(file, each) for each in _parts(file, node, _OP_TYPE))
-    if kind.startswith("Random") or kind in _DRAW:
-        return True
-    if kind.endswith("Dropout") and len([*_parts(file, node, _NODE_INPUT)]) >= _TRAINING:
-        return True
+    # Of several the last one counts for who reads all of the file.
+    for kind in [_text(file, each) for each in _parts(file, node, _OP_TYPE)]:
+        if kind.startswith("Random") or kind in _DRAW:
+            return True
+        if kind.endswith("Dropout") and len([*_parts(file, node, _NODE_INPUT)]) >= _TRAINING:
+            return True
     attributes = _parts(file, node, _ATTRIBUTE)
     graphs = (graph for each in attributes for graph in _parts(file, each, _SUBGRAPH, _SUBGRAPHS))
     return any(_draws(file, each) for graph in graphs for each in _parts(file, graph, _GRAPH_NODE))
