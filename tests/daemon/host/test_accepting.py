@@ -75,7 +75,7 @@ def test_who_has_gone_again_keeps_nobody_from_being_let_in(scene: Scene) -> None
 
 @pytest.mark.parametrize("error", [errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM])
 def test_where_no_descriptor_is_left_the_next_one_waits_until_there_is(
-    scene: Scene, error: int, monkeypatch: pytest.MonkeyPatch
+    scene: Scene, error: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(accepting, "_PAUSE_S", 0.3)
     scene.error = error
@@ -87,6 +87,7 @@ def test_where_no_descriptor_is_left_the_next_one_waits_until_there_is(
         scene.loop.wait(0.0)
     assert scene.tries == 1
     waiting.accept()
+    assert caplog.text.count("nobody can be let in") == 1
     scene.error = 0
     scene.loop.wait(30)
     while not scene.came:

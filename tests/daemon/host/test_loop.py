@@ -180,7 +180,8 @@ def test_who_can_write_is_called_as_long_as_that_is_wanted(ends: tuple[socket.so
     loop.close()
 
 
-def test_a_hangup_is_told_to_who_reads_even_if_paused(ends: tuple[socket.socket, socket.socket]) -> None:
+@pytest.mark.parametrize("writes", [False, True])
+def test_a_hangup_is_told_to_who_reads_even_if_paused(ends: tuple[socket.socket, socket.socket], writes: bool) -> None:
     ours, theirs = ends
     calls: list[bytes] = []
     loop = Loop()
@@ -193,6 +194,8 @@ def test_a_hangup_is_told_to_who_reads_even_if_paused(ends: tuple[socket.socket,
     loop.wait(60.0)
     assert calls == [b"a"]
     loop.pause(ours.fileno())
+    if writes:
+        loop.watch_writes(ours.fileno(), lambda: None)
     theirs.close()
     loop.wait(60.0)
     loop.wait(60.0)

@@ -91,6 +91,17 @@ def test_a_child_that_is_about_to_be_gone_lives_no_more(log: Path) -> None:
         reap(process)
 
 
+def test_a_child_that_was_not_started_here_is_adopted_and_nobody_else(log: Path) -> None:
+    with subprocess.Popen(SLEEP) as other:
+        process = adopt(other.pid, log)
+        assert (lives(process), process.log) == (True, log)
+        kill(process)
+        assert ended(process)
+        assert reap(process) == -signal.SIGKILL
+    with pytest.raises(ChildProcessError):
+        adopt(os.getpid(), log)
+
+
 def test_a_child_lives_though_nobody_can_look(sleeper: Process) -> None:
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     lowest = os.dup(0)

@@ -163,6 +163,18 @@ def test_of_one_that_has_ended_all_is_ended_that_it_had_forked_and_nothing_else(
     os.kill(its, 0)
 
 
+def test_so_it_is_where_no_daemon_follows(keeper: Keeper, tmp_path: Path) -> None:
+    _, pid = sibling(keeper, tmp_path / "fifo")
+    stray = os.pidfd_open(pid)
+    keeper.close()
+    try:
+        assert select.select([stray], [], [], LIMIT_S)[0]
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(stray, signal.SIGKILL)
+        os.close(stray)
+
+
 def test_a_child_is_the_keepers_and_inherits_nothing(keeper: Keeper, directory: Path, tmp_path: Path) -> None:
     child = keeper.start(launch(SLEEP, tmp_path / "log"))
     assert os.getsid(child.pid) == child.pid != os.getsid(keeper.pid) == keeper.pid
