@@ -212,9 +212,10 @@ CHILDREN = [
         ("it is not that.\n_IGNORED = (signal.SIGINT, signal.SIGTERM,", "it is not that.\n_IGNORED = (signal.SIGINT,"),
         ("os.set_inheritable(LOCK, False)", "pass"),
         ('                os.waitid(os.P_PID, request["pid"], os.WEXITED | os.WNOHANG | os.WNOWAIT)\n', ""),
-        ('                self._end_strays()\n            if "reap"', '                pass\n            if "reap"'),
-        ("            if pid not in self._children:\n", "            if True:\n"),
-        ("        # After those that could make more.\n        self._end_strays()\n", ""),
+        ('                end_all(strays(self._children, request["strays"]))\n', "                pass\n"),
+        ("and int(entry) not in known and", "and"),
+        (" and session in (0, int(its_session)):", ":"),
+        ("        # After those that could make more.\n        end_all(strays(self._children))\n", ""),
     ),
 ]  # fmt: skip
 
@@ -404,7 +405,8 @@ HOST = [
     *mutants("host", "daemon/host/test_processes.py daemon/host/test_loop.py daemon/host/test_logs.py",
         ("return not is_exiting and not _has_exited(process.pidfd)", "return not _has_exited(process.pidfd)"),
         ("start_new_session=True,", "start_new_session=False,"),
-        ("    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)\n    return", "    return"),
+        ("    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)\n    try", "    try"),
+        ("        # Nobody could watch it.\n        os.kill(pid, signal.SIGKILL)\n", ""),
         ("        if descriptor in self._ready:\n            self._ready[descriptor] = _GONE\n", ""),
         ("if events != _GONE and events & _READABLE:", "if events != _GONE:"),
         ("if self._ready[descriptor] != _GONE and", "if"),

@@ -149,6 +149,7 @@ def test_what_was_forked_and_not_adopted_is_ended_before_the_next_daemon_is_told
     parent, pid = sibling(keeper, tmp_path / "fifo")
     keeper.end_strays()
     assert [each.pid for each in keeper.kept()] == [parent.pid]
+    os.kill(parent.pid, 0)
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
 
@@ -163,7 +164,7 @@ def test_of_one_that_has_ended_all_is_ended_that_it_had_forked_and_nothing_else(
     os.kill(its, 0)
 
 
-def test_so_it_is_where_no_daemon_follows(keeper: Keeper, tmp_path: Path) -> None:
+def test_with_the_keeper_that_ends_which_nobody_had_adopted(keeper: Keeper, tmp_path: Path) -> None:
     _, pid = sibling(keeper, tmp_path / "fifo")
     stray = os.pidfd_open(pid)
     keeper.close()
