@@ -233,6 +233,7 @@ def test_json_holds_the_whole_answer_and_the_sum() -> None:
         ([size(1), size(192 * MB), size(5_200 * MB)], ["0.0 MB", "192.0 MB", "5.20 GB"]),
         ([duration(0.9), duration(61), duration(3600), duration(90061)], ["0 s", "1 min 1 s", "1 h 0 min", "1 d 1 h"]),
         ([count(1, "worker"), count(1000, "worker")], ["1 worker", "1,000 workers"]),
+        ([count(1, "process"), count(2, "process")], ["1 process", "2 processes"]),
     ],
 )
 def test_units(said: List[str], expected: List[str]) -> None:

@@ -42,8 +42,9 @@ def duration(seconds: float) -> str:
 
 
 def count(number: int, noun: str) -> str:
-    """Return "1 worker", "2 workers"."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+    """Return "1 worker", "2 workers", "2 processes"."""
+    ending = "es" if noun.endswith("s") else "s"
+    return f"{number:,} {noun}{'' if number == 1 else ending}"
 
 
 def clean(text: str) -> str:
