@@ -233,6 +233,18 @@ def test_who_says_that_a_process_was_forked_which_is_there_already_is_broken(
     assert nursery.parents() == [WORKER]
 
 
+def test_what_waits_for_the_lane_of_a_child_goes_with_it_where_that_is_never_forked(scene: Scene) -> None:
+    inner = vars(scene.backend)
+    inner["_owners"]["m.1.w2"] = mock.Mock()
+    inner["_by_lane_alone"].add("m.1.w2")
+    launch = Launch("m.1.w2", [], [], Path(os.devnull), {})
+    inner["_nursery"].fork(Wanted(launch, "m.1.w1", float("inf"), print))
+    scene.backend.order("m.1.w2", Stop())
+    assert inner["_lanes"].leads_to("m.1.w2")
+    scene.backend.kill("m.1.w2")
+    assert not inner["_lanes"].leads_to("m.1.w2")
+
+
 def test_with_one_that_could_not_tell_any_more_what_it_has_forked_that_is_ended(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:

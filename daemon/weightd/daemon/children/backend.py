@@ -436,7 +436,6 @@ class Backend:
         while self._on_messages() == BATCH:
             pass
         self._use()
-        self._lanes.forget(name)
         end = self._reap(name)
         python = self._interpreters.get(name, "")
         owner = self._forget_child(name)
@@ -456,6 +455,7 @@ class Backend:
         return self._running.reap(name)
 
     def _forget_child(self, name: str) -> Owner:
+        self._lanes.forget(name)
         self._held.pop(name, None)
         self._interpreters.pop(name, None)
         self._by_lane_alone.discard(name)
