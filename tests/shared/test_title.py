@@ -17,12 +17,15 @@ import gc, os, sys
 from pathlib import Path
 from weightd.shared import title
 title._PR_SET_MM = int(sys.argv[1])
-first = title.first_word()
+shown = title.Title()
+first = shown.first_word
 assert first == sys.executable
-title.write([first, "a" * 9000, "", "end"])
+shown.write([first, "a" * 9000, "", "end"])
 gc.collect()
-assert title.first_word() == first
-title.write([first, *sys.argv[2:]])
+# As in a process that is forked of one that has written its own.
+again = title.Title()
+assert again.first_word == first
+again.write([first, *sys.argv[2:]])
 assert b"AFTER=all that" in Path("/proc/self/environ").read_bytes().split(b"\\0")
 print(Path("/proc/self/cmdline").read_text(), end="")
 """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 from pathlib import Path
-from typing import Any, List, Sequence
+from typing import Any, Sequence
 
 _PR_SET_MM = 35
 _PR_SET_MM_MAP = 14
@@ -16,9 +16,6 @@ _PLACES = (
     *(("start_code", 23), ("end_code", 24), ("start_data", 42), ("end_data", 43), ("start_brk", 44)),
     *(("start_stack", 25), ("arg_start", 45), ("arg_end", 46), ("env_start", 47), ("env_end", 48)),
 )
-
-# What the kernel shows stays where it is for the life of the process.
-_shown: List[Any] = []
 
 
 class _Map(ctypes.Structure):
@@ -31,45 +28,56 @@ class _Map(ctypes.Structure):
     ]
 
 
-def first_word() -> str:
-    """Return what the program was called by who started it."""
-    return os.fsdecode(Path("/proc/self/cmdline").read_bytes().partition(b"\0")[0])
+class Title:
+    """That of this process, or of one that is forked from it.
 
-
-def write(words: Sequence[str]) -> None:
-    """Have the words be the command line of this process.
-
-    Where the kernel lets it, it is told where they are. Else they take the place of those before, which keeps its size:
-    what finds no room there is cut off. Where neither can be, nothing is done.
+    Attributes:
+        first_word: what the program was called by who started it.
     """
-    line = b"".join(os.fsencode(word) + b"\0" for word in words)
-    try:
-        known = _known()
-    except (OSError, ValueError, IndexError):
-        return
-    begin, room = int(known.arg_start), int(known.arg_end - known.arg_start)
-    buffer = ctypes.create_string_buffer(line, len(line))
-    known.arg_start = ctypes.addressof(buffer)
-    known.arg_end = known.arg_start + len(line)
-    if _tell(known):
-        _shown[:] = [buffer]
-    else:
-        # It ends with a NUL as before: without one the kernel shows what lies behind, too.
-        ctypes.memmove(begin, line[: room - 1].ljust(room, b"\0"), room)
+
+    def __init__(self) -> None:
+        self.first_word = os.fsdecode(Path("/proc/self/cmdline").read_bytes().partition(b"\0")[0])
+        self._libc = ctypes.CDLL(None)
+        self._libc.sbrk.restype = ctypes.c_void_p
+        try:
+            self._map: Any = _map()
+        except (OSError, ValueError, IndexError):
+            self._map = None
+        # What the kernel shows stays where it is for the life of the process.
+        self._shown: Any = None
+
+    def write(self, words: Sequence[str]) -> None:
+        """Have the words be the command line of this process.
+
+        Where the kernel lets it, it is told where they are. Else they take the place of those before, which keeps its
+        size: what finds no room there is cut off. Where neither can be, nothing is done.
+        """
+        if self._map is None:
+            return
+        line = b"".join(os.fsencode(word) + b"\0" for word in words)
+        begin, end = int(self._map.arg_start), int(self._map.arg_end)
+        buffer = ctypes.create_string_buffer(line, len(line))
+        self._map.arg_start = ctypes.addressof(buffer)
+        self._map.arg_end = self._map.arg_start + len(line)
+        if self._tell():
+            self._shown = buffer
+        else:
+            self._map.arg_start, self._map.arg_end = begin, end
+            # It ends with a NUL as before: without one the kernel shows what lies behind, too.
+            ctypes.memmove(begin, line[: end - begin - 1].ljust(end - begin, b"\0"), end - begin)
+
+    def _tell(self) -> bool:
+        # Of all that it is told this alone may be another meanwhile.
+        self._map.brk = self._libc.sbrk(0)
+        words = [
+            ctypes.c_ulong(_PR_SET_MM_MAP),
+            ctypes.byref(self._map),
+            ctypes.c_ulong(ctypes.sizeof(self._map)),
+            ctypes.c_ulong(0),
+        ]
+        return int(self._libc.prctl(_PR_SET_MM, *words)) == 0
 
 
-def _tell(known: Any) -> bool:
-    words = [
-        ctypes.c_ulong(_PR_SET_MM_MAP),
-        ctypes.byref(known),
-        ctypes.c_ulong(ctypes.sizeof(known)),
-        ctypes.c_ulong(0),
-    ]
-    return int(ctypes.CDLL(None).prctl(_PR_SET_MM, *words)) == 0
-
-
-def _known() -> Any:
+def _map() -> _Map:
     fields = Path("/proc/self/stat").read_text("ascii", "replace").rpartition(")")[2].split()
-    sbrk = ctypes.CDLL(None).sbrk
-    sbrk.restype = ctypes.c_void_p
-    return _Map(exe_fd=_NO_FILE, brk=sbrk(0), **{name: int(fields[place]) for name, place in _PLACES})
+    return _Map(exe_fd=_NO_FILE, **{name: int(fields[place]) for name, place in _PLACES})

@@ -85,4 +85,4 @@ def test_what_the_kernel_refuses_is_an_error_and_no_process(monkeypatch: pytest.
 
 def test_a_thread_that_ends_meanwhile_still_counts(tmp_path: Path) -> None:
     (tmp_path / "1").mkdir()
-    assert clone.refusal(tmp_path) == "cannot fork: expected one thread, got 1 more: ?"
+    assert clone.refusal(str(tmp_path)) == "cannot fork: expected one thread, got 1 more: ?"

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from testkit.waiting import until
 from weightd.worker import pagesharing
 from weightd.worker.pagesharing import Unavailable, store
 from weightd.worker.pagesharing.libc import PAGE, libc
@@ -143,6 +144,8 @@ def test_evicted_pages_come_back(tmp_path: Path) -> None:
     pagesharing.evict(str(path))
     if pagesharing.on_disk(str(path)):
         assert pagesharing.resident_bytes(str(path)) == 0
+    pagesharing.fetch(str(path))
+    until(lambda: pagesharing.resident_bytes(str(path)) == resident, "its pages")
     assert path.read_bytes()[store.offset_of(0) : store.offset_of(50)] == content
 
 
@@ -153,6 +156,7 @@ def test_other_verbs_refuse_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     for verb in (pagesharing.evict, pagesharing.resident_bytes):
         with pytest.raises(Unavailable):
             verb(str(tmp_path / "none"))
+    pagesharing.fetch(str(tmp_path / "none"))
     (tmp_path / "empty").touch(0o600)
     assert pagesharing.resident_bytes(str(tmp_path / "empty")) == 0
     make(tmp_path / "store")

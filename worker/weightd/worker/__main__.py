@@ -10,12 +10,11 @@ if __name__ == "__main__":
     die_with_the_one_named(sys.argv)
 
 from weightd.worker import arguments, child, exits
-from weightd.worker.forking.beginning import Beginning
 
 
 def main() -> int:
     """Run one child until the daemon stops it; return its exit status."""
-    return child.run(arguments.parse(), Beginning())
+    return child.run(arguments.parse(), child.begin())
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 from typing import Any, Dict, List, Optional, Sequence, Tuple, cast
 
@@ -19,6 +20,12 @@ def parse(words: Optional[Sequence[str]] = None) -> argparse.Namespace:
     Raises:
         SystemExit: they are not such; the words are on stderr.
     """
+    return parser().parse_args(words)
+
+
+@functools.lru_cache(maxsize=None)
+def parser() -> argparse.ArgumentParser:
+    """Return what parses them: made once, in a process from which others are forked before it forks any."""
     parser = argparse.ArgumentParser(
         prog="python -m weightd.worker", description="A process of weightd. It is started by the daemon, not by hand."
     )
@@ -42,7 +49,7 @@ def parse(words: Optional[Sequence[str]] = None) -> argparse.Namespace:
     )
     parser.add_argument("--template", action="store_true", help="a holder that workers are forked from, if it can be")
     parser.add_argument("--origin-note", default="", help="why it is not forked, if it is not")
-    return parser.parse_args(words)
+    return parser
 
 
 def ordered(words: Sequence[str], name: str, role: str) -> List[str]:

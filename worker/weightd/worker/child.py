@@ -16,10 +16,10 @@ from weightd.protocol import limits
 from weightd.protocol.codec import clip, encode
 from weightd.protocol.errors import WeightdError
 from weightd.protocol.messages.children import Broken
-from weightd.shared import title
 from weightd.shared.modelfile import ModelFileError, pinned_digest
 from weightd.shared.oom import go_before_the_daemon
 from weightd.shared.parent import die_with, ignore_interrupts
+from weightd.shared.title import Title
 from weightd.worker import arguments as words_of
 from weightd.worker import exits, pagesharing
 from weightd.worker.connection import Connection
@@ -37,15 +37,24 @@ _log = logging.getLogger("weightd.worker")
 _LINGER_MS = 2000
 
 
-def prepare(role: str, parent: int, beginning: Beginning) -> None:
-    """Make this process one of the daemon's children."""
+def begin() -> Beginning:
+    """Make this process, which was just started, ready to be a child, or the one that children are forked of."""
     ignore_interrupts()
-    die_with(parent)
-    go_before_the_daemon(role, daemons=beginning.score)
     # A crash, and the SIGABRT of a daemon that has waited too long, leave the stacks of all threads in the log.
     faulthandler.enable()
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", level=logging.INFO)
     pagesharing.prepare()
+    return Beginning()
+
+
+def belong(role: str, parent: int, beginning: Beginning) -> None:
+    """Make this process one of the daemon's children, whether it was started or forked.
+
+    Raises:
+        SystemExit: the parent has ended.
+    """
+    die_with(parent)
+    go_before_the_daemon(role, daemons=beginning.score)
 
 
 def run(
@@ -59,7 +68,7 @@ def run(
         origin: how it came to be.
         made: what it has been given.
     """
-    prepare(arguments.role, arguments.parent, beginning)
+    belong(arguments.role, arguments.parent, beginning)
     if arguments.template or origin != "spawned":
         return _serve(LaneConnection(arguments.address), arguments, beginning, origin, made)
     context = zmq.Context()
@@ -73,7 +82,9 @@ def run(
         context.destroy(linger=_LINGER_MS)
 
 
-def ready(parent: int, beginning: Beginning, words: Sequence[str], made: Optional[Made]) -> Callable[[], int]:
+def ready(
+    parent: int, beginning: Beginning, shown: Title, words: Sequence[str], made: Optional[Made]
+) -> Callable[[], int]:
     """Return the life of a process that is forked; `words` are its arguments, but for its parent.
 
     Raises:
@@ -81,11 +92,11 @@ def ready(parent: int, beginning: Beginning, words: Sequence[str], made: Optiona
     """
     words = [*words, "--parent", str(parent)]
     arguments = words_of.parse(words)
-    command = [title.first_word(), *words_of.PROGRAM, *words_of.ordered(words, arguments.name, arguments.role)]
+    command = [shown.first_word, *words_of.PROGRAM, *words_of.ordered(words, arguments.name, arguments.role)]
 
     def live() -> int:
         sys.argv = [sys.argv[0], *words]
-        title.write(command)
+        shown.write(command)
         return run(arguments, beginning, "forked" if made is None else "template", made)
 
     return live
@@ -93,7 +104,7 @@ def ready(parent: int, beginning: Beginning, words: Sequence[str], made: Optiona
 
 def forker(parent: int, beginning: Beginning) -> Forker:
     """Return what makes processes of this one, as children of its parent."""
-    return Forker(beginning, functools.partial(ready, parent, beginning))
+    return Forker(beginning, functools.partial(ready, parent, beginning, Title()))
 
 
 def _serve(

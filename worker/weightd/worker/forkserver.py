@@ -24,11 +24,11 @@ from weightd.protocol.errors import RemoteProtocolError, WeightdError
 from weightd.protocol.messages.children import TO_CHILD, Fork, Forked, Stop
 from weightd.shared import paths
 from weightd.shared.stream import Stream
+from weightd.worker import arguments as words_of
 from weightd.worker import child, exits
 from weightd.worker import lane as lanes
 from weightd.worker.engines import ENGINES
 from weightd.worker.engines.engine import Settings
-from weightd.worker.forking.beginning import Beginning
 from weightd.worker.forking.forker import Forker
 
 _log = logging.getLogger("weightd.worker")
@@ -39,9 +39,9 @@ _ROLE = "holder"
 
 def main() -> int:
     """Fork until the daemon has gone; return the exit status."""
-    beginning = Beginning()
     arguments = _parser().parse_args()
-    child.prepare(_ROLE, arguments.parent, beginning)
+    beginning = child.begin()
+    child.belong(_ROLE, arguments.parent, beginning)
     forker = child.forker(arguments.parent, beginning)
     try:
         # It is not needed, but what it imports is.
@@ -49,6 +49,7 @@ def main() -> int:
     except Exception as error:  # noqa: BLE001 - an import runs foreign code: it can fail in any way
         _log.error("%s: %s", sys.executable, error, exc_info=not isinstance(error, WeightdError))
         return exits.NO_ENGINE
+    words_of.parser()
     forker.settle()
     lane = lanes.connected(paths.lane_path(arguments.address))
     if lane is None:

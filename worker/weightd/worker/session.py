@@ -66,6 +66,8 @@ from weightd.worker.lane import LaneConnection
 from weightd.worker.regions import Regions
 from weightd.worker.worth import COSTS, is_worth
 
+_PYTHON = platform.python_version()
+
 _log = logging.getLogger("weightd.worker")
 
 # How often what a predict leaves behind is looked at while they come, and when nothing is kept for the next one.
@@ -248,7 +250,7 @@ class Session:
                 return
 
     def _hello(self) -> Hello:
-        versions = {"weightd": VERSION, "python": platform.python_version(), "numpy": np.__version__}
+        versions = {"weightd": VERSION, "python": _PYTHON, "numpy": np.__version__}
         versions.update(self._engine.versions())
         sharing, (origin, note, _) = self._engine.sharing, self._origin
         return Hello(sharing.current_pid(), self._sha256, versions, sharing.traits, origin, note)

@@ -25,10 +25,10 @@ class CpuEngine(Engine):
         self._pages = PageSharing() if settings.sharing else None
         self.sharing = self._pages or NotShared()
 
-    def _begin(self) -> None:
-        """To be called before each build, after which weights are to be shared."""
+    def _begin(self, handle: str) -> None:
+        """To be called before each build, after which weights are to be shared; with the handle, if there is one."""
         if self._pages is not None:
-            self._pages.begin()
+            self._pages.begin(handle)
 
     def update_weights(self, weights: Arrays) -> None:
         """Refuse."""

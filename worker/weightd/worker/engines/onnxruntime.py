@@ -71,7 +71,7 @@ class OnnxRuntime(CpuEngine):
         options.add_session_config_entry("session.use_env_allocators", "1")
         # One piece for all that a predict needs is no faster, and more; and a plan of it stays for each form of inputs.
         options.enable_mem_pattern = False
-        self._begin()
+        self._begin(handle)
         try:
             _make_arena()
             self._session = self._library.InferenceSession(model, options, providers=["CPUExecutionProvider"])

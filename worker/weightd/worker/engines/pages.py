@@ -25,9 +25,14 @@ class PageSharing(Sharing):
     def __init__(self) -> None:
         self._before: Optional[pagesharing.Starts] = None
 
-    def begin(self) -> None:
-        """Remember what there is before a build: what comes with it is shared."""
+    def begin(self, handle: str) -> None:
+        """Remember what there is before a build: what comes with it is shared.
+
+        All of what is behind the handle will be looked at, and what no process uses has left memory.
+        """
         self._before = pagesharing.begin()
+        if handle:
+            pagesharing.fetch(handle)
 
     def current_pid(self) -> str:
         """Return this process's pid: no engine library has another number for it on the CPU."""

@@ -11,7 +11,6 @@ import faulthandler
 import os
 import signal
 import tempfile
-from pathlib import Path
 from typing import Optional
 
 import numpy as np
@@ -22,9 +21,14 @@ _FIRST_OTHER = 3
 
 _UNCHANGEABLE = (signal.SIGKILL, signal.SIGSTOP)
 
+# 32-bit words of the state that numpy draws from.
+_SEED_WORDS = 8
+
 
 class Beginning:
     """Signals, directory and the like, as they are when this is made; `weightd.shared.oom` calls the score so.
+
+    A process that is forked does as little as can be: each page that it changes it has for itself.
 
     Attributes:
         score: the daemon's.
@@ -40,6 +44,24 @@ class Beginning:
         os.umask(self._umask)
         self._directory = _directory()
 
+    def restore(self) -> None:
+        """Have this process be so again, whatever imports have done to it: and so is each that is forked from now on.
+
+        Raises:
+            OSError: the directory is gone.
+        """
+        os.umask(self._umask)
+        if self._directory is not None and self._directory != _directory():
+            os.chdir(self._directory)
+        # Its handlers are not Python's: it takes them away itself.
+        faulthandler.disable()
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
+        for number, handler in self._handlers.items():
+            if number not in _UNCHANGEABLE:
+                signal.signal(number, handler)
+        faulthandler.enable()
+        tempfile.tempdir = None
+
     def again(self, log: str) -> None:
         """Begin in this process, which was just forked, as a new one does that writes to this log.
 
@@ -47,24 +69,11 @@ class Beginning:
             OSError: there is no such log.
         """
         os.setsid()
-        os.umask(self._umask)
-        if self._directory is not None and self._directory != _directory():
-            os.chdir(str(self._directory))
-        self._restore_signals()
         _open_anew(log)
         # `random` does so itself, and so do the names of temporary files.
-        np.random.seed()
+        np.random.seed(np.frombuffer(os.urandom(4 * _SEED_WORDS), np.uint32))
         # As of one that is spawned: they go with its log.
-        os.environ["TMPDIR"] = str(Path(log).parent)
-        tempfile.tempdir = None
-
-    def _restore_signals(self) -> None:
-        # The handlers of faulthandler are not Python's: it takes them away itself.
-        faulthandler.disable()
-        signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
-        for number, handler in self._handlers.items():
-            if number not in _UNCHANGEABLE:
-                signal.signal(number, handler)
+        os.environ["TMPDIR"] = os.path.dirname(log)  # noqa: PTH120 - a path object takes memory
 
 
 def _open_anew(log: str) -> None:
@@ -73,15 +82,15 @@ def _open_anew(log: str) -> None:
     output = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     for source, target in ((null, 0), (output, 1), (output, 2)):
         os.dup2(source, target)
-    for number in [int(each.name) for each in Path("/proc/self/fd").iterdir()]:
+    for number in map(int, os.listdir("/proc/self/fd")):  # noqa: PTH208
         if number >= _FIRST_OTHER:
             # The directory that was listed is closed already.
             with contextlib.suppress(OSError):
                 os.close(number)
 
 
-def _directory() -> Optional[Path]:
+def _directory() -> Optional[str]:
     try:
-        return Path.cwd()
+        return os.getcwd()  # noqa: PTH109
     except FileNotFoundError:
         return None

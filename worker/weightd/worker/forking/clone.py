@@ -24,14 +24,14 @@ _CLONE_CHILD_CLEARTID = 0x00200000
 _CLONE_CHILD_SETTID = 0x01000000
 _FLAGS = _CLONE_PARENT | _CLONE_CHILD_SETTID | _CLONE_CHILD_CLEARTID | signal.SIGCHLD
 
-_TASKS = Path("/proc/self/task")
+_TASKS = "/proc/self/task"
 
 _python = ctypes.pythonapi
 for _function in (_python.PyOS_BeforeFork, _python.PyOS_AfterFork_Parent, _python.PyOS_AfterFork_Child):
     _function.restype = None
 
 
-def refusal(tasks: Path = _TASKS) -> str:
+def refusal(tasks: str = _TASKS) -> str:
     """Return why this process cannot be forked now, "" if it can: of several threads one only would live on.
 
     Args:
@@ -41,8 +41,12 @@ def refusal(tasks: Path = _TASKS) -> str:
         return f"cannot fork: expected {' or '.join(_SYS_CLONE)} under Linux, got {platform.machine()}"
     if not _tid_address():
         return "cannot fork: the kernel does not tell where the C library has the number of its thread"
-    others = sorted(_comm(each) for each in tasks.iterdir() if each.name != str(os.getpid()))
-    return f"cannot fork: expected one thread, got {len(others)} more: {', '.join(others)}" if others else ""
+    # Of path objects, and all that they touch, each process that is forked would have a copy.
+    others = [each for each in os.listdir(tasks) if each != str(os.getpid())]  # noqa: PTH208
+    if not others:
+        return ""
+    names = sorted(_comm(Path(tasks, each)) for each in others)
+    return f"cannot fork: expected one thread, got {len(names)} more: {', '.join(names)}"
 
 
 def clone() -> int:

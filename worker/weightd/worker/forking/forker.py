@@ -64,7 +64,11 @@ class Forker:
         """Make what is in memory fit to be shared: to be called when all is there that others are to have.
 
         A collection of garbage writes to each object that it looks at, and free memory would be shared until used.
+
+        Raises:
+            OSError: as `Beginning.restore`.
         """
+        self._beginning.restore()
         gc.collect()
         if not unsupported():
             libc().give_back_free_memory()

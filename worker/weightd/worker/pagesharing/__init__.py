@@ -55,7 +55,7 @@ differently.
 from .chunks import LEAST, Starts
 from .errors import Unavailable
 from .sharing import Sharing, begin, hold, join, prepare
-from .store import evict, on_disk, resident_bytes
+from .store import evict, fetch, on_disk, resident_bytes
 
 __all__ = [
     "LEAST",
@@ -64,6 +64,7 @@ __all__ = [
     "Unavailable",
     "begin",
     "evict",
+    "fetch",
     "hold",
     "join",
     "on_disk",

@@ -25,5 +25,5 @@ class MindSporeLiteCpu(MindSporeLite, CpuEngine):
         context.target = ["cpu"]
         context.cpu.thread_num = self._settings.threads
         self._options.set_cpu(context.cpu)
-        self._begin()
+        self._begin(handle)
         self._build(model, context, {})
