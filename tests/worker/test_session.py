@@ -102,7 +102,7 @@ class Script:
 
     def send(self, frames: Sequence[Any]) -> bool:
         sent = decode(list(map(bytes, frames)), FROM_CHILD)
-        assert not isinstance(sent, (Result, Failed)), "not to who has asked"
+        assert not isinstance(sent, (Result, Failed, Skipped)), "not to who has asked"
         if isinstance(sent, Probing):
             self.probed.append(sent)
             if sent.trying:
@@ -706,6 +706,28 @@ def test_an_output_that_the_wire_does_not_take_is_an_error_and_not_a_lost_connec
     assert error in failed.error
     assert (failed.code, failed.leaving) == (("INVALID_ARGUMENT", False) if name else ("INTERNAL", True))
     assert status == (exits.OK if name else exits.SPOILT)
+
+
+class Frame(bytearray):
+    """One of which it can be told whether it is still there."""
+
+
+def test_the_inputs_of_a_request_are_gone_while_the_next_one_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    *header, content = predict(1)
+    frames = [*header, Frame(content)]
+    there, socket = weakref.ref(frames[-1]), Script(ATTACH, frames, PAUSE, STOP)
+    del frames
+    rests: List[bool] = []
+    engine = fake()
+
+    def rest(_: Session) -> None:
+        # What a test of the engine is kept for.
+        engine.asked.clear()
+        rests.append(there() is not None)
+
+    monkeypatch.setattr(Session, "_rest", rest)
+    assert session(socket, engine).run(SHA256) == exits.OK
+    assert rests == [False]
 
 
 def test_log_and_heap_are_bounded_while_requests_come_and_nothing_is_kept_when_none_do(

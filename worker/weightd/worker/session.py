@@ -180,11 +180,13 @@ class Session:
                 return exits.OK
             else:
                 self._status = self._obey(order)
+            # They may be large, and the next wait long.
+            del order, tensors
             if time.monotonic() >= self._tidy_at:
                 self._tidy()
         # The daemon has the bad news and will say Stop: leaving before it does could lose them.
         while not isinstance(self._next()[0], Stop):
-            pass
+            del order, tensors
         return self._status
 
     def _next(self) -> Tuple[OrderMessage, Sequence[bytes]]:
