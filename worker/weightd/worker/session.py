@@ -186,7 +186,7 @@ class Session:
                 self._tidy()
         # The daemon has the bad news and will say Stop: leaving before it does could lose them.
         while not isinstance(self._next()[0], Stop):
-            del order, tensors
+            pass
         return self._status
 
     def _next(self) -> Tuple[OrderMessage, Sequence[bytes]]:
