@@ -245,7 +245,7 @@ class Backend:
             self._give_up(name, str(error))
             return
         told = launch.child(program, name, role, self._address, self.files[generation.label])
-        if (program.may_be_template and role is Role.HOLDER) or not program.why_spawned:
+        if told.by_lane or not program.why_spawned:
             self._by_lane_alone.add(name)
         server = None if program.why_spawned else self._servers.find(program)
         if template:
@@ -327,7 +327,7 @@ class Backend:
 
     def _start(self, told: Launch, why: str) -> None:
         """Start a child that was not forked, for that reason."""
-        if "--template" not in told.arguments:
+        if not told.by_lane:
             self._by_lane_alone.discard(told.name)
         try:
             process = self._launcher.start(told.because(why))

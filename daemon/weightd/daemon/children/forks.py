@@ -38,10 +38,6 @@ class Forks:
         """A process is asked for a child."""
         self._all[wanted.launch.name] = wanted
 
-    def parent(self, name: str) -> str:
-        """Return of which process a child is being forked, "" if it is not."""
-        return self._all[name].parent if name in self._all else ""
-
     def parents(self) -> list[str]:
         """Return every process that has not answered."""
         return list(dict.fromkeys(each.parent for each in self._all.values()))
@@ -56,9 +52,10 @@ class Forks:
         Raises:
             LookupError: it was not asked for that.
         """
-        if parent and self.parent(name) == parent:
+        wanted = self._all.get(name)
+        if wanted is not None and wanted.parent == parent:
             return self._all.pop(name)
-        if parent != self._cancelled.get(name, ""):
+        if self._cancelled.get(name) != parent:
             raise LookupError(name)
         del self._cancelled[name]
         return None

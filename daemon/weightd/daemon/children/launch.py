@@ -63,6 +63,7 @@ class Launch:
         arguments: of that, but for who is the parent.
         log: where its output goes.
         environment: all of it.
+        by_lane: whether it speaks over its lane alone, however it comes to be.
     """
 
     name: str
@@ -70,6 +71,7 @@ class Launch:
     arguments: Sequence[str]
     log: Path
     environment: Mapping[str, str]
+    by_lane: bool = False
 
     @property
     def argv(self) -> Sequence[str]:
@@ -111,7 +113,7 @@ def fork_server(python: str, engine: str, name: str, address: str, log: Path) ->
     """Return how the process is started of which others are forked that run this engine."""
     command = [python, "-m", "weightd.worker.forkserver"]
     arguments = ["--engine", engine, "--address", address, "--name", name]
-    return Launch(name, command, arguments, log, _environment(None, log))
+    return Launch(name, command, arguments, log, _environment(None, log), by_lane=True)
 
 
 def child(program: Program, name: str, role: Role, address: str, files: GenerationFiles) -> Launch:
@@ -142,8 +144,9 @@ def child(program: Program, name: str, role: Role, address: str, files: Generati
     if role is Role.HOLDER:
         argv += ["--users", str(program.users)] if program.users else []
         argv += ["--template"] if program.may_be_template else []
-    log = files.log(name)
-    return Launch(name, [program.python, "-m", "weightd.worker"], argv, log, _environment(program.environment, log))
+    command, log = [program.python, "-m", "weightd.worker"], files.log(name)
+    is_template = program.may_be_template and role is Role.HOLDER
+    return Launch(name, command, argv, log, _environment(program.environment, log), by_lane=is_template)
 
 
 def _environment(given: Mapping[str, str] | None, log: Path) -> Mapping[str, str]:

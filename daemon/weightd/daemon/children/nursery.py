@@ -67,10 +67,6 @@ class Nursery:
         """Whether a process has not answered all that it was asked, wanted or not: it may have forked that."""
         return self._forks.awaits(parent)
 
-    def parent(self, name: str) -> str:
-        """Return of which process a child is being forked, "" if it is not."""
-        return self._forks.parent(name)
-
     def cancel(self, name: str) -> bool:
         """A child is wanted no more; return whether it was being forked."""
         return self._forks.cancel(name)
