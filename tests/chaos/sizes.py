@@ -31,6 +31,9 @@ STEPS = 5
 
 # After ten seconds without a request a worker gives back what it keeps for the next one.
 _IDLE_S = 15.0
+
+# How soon there is an answer is no question here, and the machine may be busy with others.
+_LIMIT_S = 600.0
 _WIDTH, _IMAGE = 512, (3, 96, 96)
 
 # By model: who writes it, the shape of a row, the most rows, and how many questions.
@@ -91,7 +94,10 @@ def _ask(service: Service, asked: list[_Asked], seconds: float) -> None:
     """Ask each model everything, in memory that is shared and in frames, in turn, until so much time has passed."""
     end = time.monotonic() + seconds
     rng = np.random.default_rng(0)
-    with Client(f"unix://{service.address}", timeout=60) as unix, Client(service.zmq_address, timeout=60) as zmq:
+    with (
+        Client(f"unix://{service.address}", timeout=_LIMIT_S) as unix,
+        Client(service.zmq_address, timeout=_LIMIT_S) as zmq,
+    ):
         for client, each in itertools.cycle(itertools.product((unix, zmq), asked)):
             rng.shuffle(each.questions)
             ask(client, each.model.name, each.questions)
