@@ -15,7 +15,7 @@ MUTANTS = [
         ("if names.count(name) > 1:\n                raise BuildError(f\"two",
          "if False:\n                raise BuildError(f\"two"),
         ("leaving=isinstance(error, Spoilt) or not self._proves()", "leaving=isinstance(error, Spoilt)"),
-        ("isinstance(entry[0], Predict) and entry[0].request == skip.request:", "isinstance(entry[0], Predict):"),
+        ("isinstance(entry[0], Predict) and entry[0].request == request:", "isinstance(entry[0], Predict):"),
         ("arrays[name] = to_wire(array)", "arrays[name] = np.asarray(array)"),
         ("self._connection.receive(0 if self._inbox else self._patience_s)",
          "() if self._inbox else self._connection.receive(self._patience_s)"),

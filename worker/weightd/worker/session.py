@@ -6,20 +6,18 @@ by its pidfd, and that it answers by pings.
 
 from __future__ import annotations
 
-import collections
 import functools
 import logging
-import operator
 import platform
 import time
 from pathlib import Path
-from typing import Any, Deque, List, NamedTuple, Optional, Sequence, Tuple, Union
+from typing import Any, NamedTuple, Optional, Sequence, Union
 
 import numpy as np
 
 from weightd.protocol import limits
 from weightd.protocol.codec import Decoder, clip, encode
-from weightd.protocol.errors import Internal, InvalidArgument, RemoteProtocolError, RequestError, WeightdError
+from weightd.protocol.errors import RemoteProtocolError, WeightdError
 from weightd.protocol.messages.children import (
     TO_CHILD,
     Allow,
@@ -31,7 +29,6 @@ from weightd.protocol.messages.children import (
     Build,
     Built,
     Cases,
-    Failed,
     Fork,
     Forked,
     Hello,
@@ -42,28 +39,25 @@ from weightd.protocol.messages.children import (
     Predict,
     Probe,
     Probing,
-    Result,
     Settle,
     Skip,
     Skipped,
     Stop,
     Unmap,
 )
-from weightd.protocol.messages.data import RequestDescription, ResponseDescription, TensorSpec
-from weightd.protocol.messages.regions import MappedRegions
-from weightd.protocol.tensors import describe_response, frame_of, from_frame, to_wire
 from weightd.protocol.version import VERSION
 from weightd.worker import exits, libraries, nativelog, weights
 from weightd.worker.canary import canary, sample, search
 from weightd.worker.canary.proof import Proof
 from weightd.worker.connection import Connection
 from weightd.worker.engines.engine import Arrays, Engine, ModelSignature
-from weightd.worker.engines.errors import BuildError, NoRoom, NotAllowed, Spoilt
+from weightd.worker.engines.errors import BuildError, NoRoom, NotAllowed
 from weightd.worker.engines.sharing import Shared
 from weightd.worker.forking.forker import Forker, Made
 from weightd.worker.heap import Heap, own_bytes
+from weightd.worker.inbox import Entry, Inbox
 from weightd.worker.lane import LaneConnection
-from weightd.worker.regions import Regions
+from weightd.worker.predictor import Predictor
 from weightd.worker.worth import COSTS, is_worth
 
 _PYTHON = platform.python_version()
@@ -73,8 +67,6 @@ _log = logging.getLogger("weightd.worker")
 # How often what a predict leaves behind is looked at while they come, and when nothing is kept for the next one.
 _TIDY_S = 1.0
 _IDLE_S = 10.0
-
-_form = operator.attrgetter("shape", "dtype", "flags.c_contiguous")
 
 
 class Files(NamedTuple):
@@ -155,18 +147,13 @@ class Session:
         self._gives: Optional[Made] = None
         self._sha256 = ""
         self._handle = ""
-        self._proof: Optional[Proof] = None
         self._status = exits.OK
         self._decoder = Decoder(TO_CHILD, max_bytes=limits.MAX_CHILD_HEADER_BYTES)
-        self._regions = Regions()
+        self._predictor = Predictor(engine, self._answer)
         self._heap = Heap(engine.give_back)
-        # The last answer that was sent as the engine gave it, and what it was an answer to.
-        self._usual: Tuple[Any, ...] = ()
-        self._usual_description: Any = None
         self._tidy_at = 0.0
         self._patience_s = -1.0
-        # What has been read and not been done yet: the daemon sends at most a few orders ahead.
-        self._inbox: Deque[Tuple[OrderMessage, Sequence[bytes]]] = collections.deque()
+        self._inbox = Inbox()
 
     def run(self, sha256: str) -> int:
         """Say HELLO and obey until told to stop; return the exit status."""
@@ -175,7 +162,7 @@ class Session:
         while self._status == exits.OK:
             order, tensors = self._next()
             if isinstance(order, Predict):
-                self._status = self._predict(order, tensors)
+                self._status = self._predictor.predict(order, tensors)
             elif isinstance(order, Stop):
                 return exits.OK
             else:
@@ -189,19 +176,19 @@ class Session:
             pass
         return self._status
 
-    def _next(self) -> Tuple[OrderMessage, Sequence[bytes]]:
+    def _next(self) -> Entry:
         """Wait for an order. What has come meanwhile is read first: a Skip overtakes what it is about."""
         while True:
             messages = self._connection.receive(0 if self._inbox else self._patience_s)
             if messages:
                 self._take(messages)
             if self._inbox:
-                return self._inbox.popleft()
+                return self._inbox.take()
             if messages is not None:
                 if not messages:
                     self._rest()
             elif self._status == exits.OK:
-                self._regions.clear()
+                self._predictor.regions.clear()
                 self._send(Back())
             else:
                 # This daemon may not have heard the bad news: that the process ends tells it.
@@ -213,15 +200,16 @@ class Session:
             if isinstance(order, Predict):
                 if self._heirs.forker is not None:
                     raise RemoteProtocolError("type: expected no predict where workers are forked, got one")
-                self._inbox.append((order, frames[limits.MAX_HEADER_FRAMES :]))
+                self._inbox.put(order, frames[limits.MAX_HEADER_FRAMES :])
             elif isinstance(order, Skip):
-                self._skip(order)
+                if self._inbox.skip(order.request):
+                    self._answer(Skipped(order.request))
             elif isinstance(order, Map):
                 # No predict before it can mean another one: its number is new, or that of a region that is given again.
-                self._keep(order.region)
-                self._regions.map(order.region, self._connection.take_descriptor())
+                self._inbox.keep(order.region)
+                self._predictor.regions.map(order.region, self._connection.take_descriptor())
             else:
-                self._inbox.append((order, ()))
+                self._inbox.put(order)
 
     def _tidy(self) -> None:
         """Bound what libraries leave behind with each predict."""
@@ -237,20 +225,6 @@ class Session:
         self._tidy_at = 0.0
         self._patience_s = -1.0
 
-    def _skip(self, skip: Skip) -> None:
-        for entry in self._inbox:
-            if isinstance(entry[0], Predict) and entry[0].request == skip.request:
-                self._inbox.remove(entry)
-                self._answer(Skipped(skip.request))
-                return
-
-    def _keep(self, region: int) -> None:
-        """It is not to be taken away any more, if it was: no predict in between names it."""
-        for entry in self._inbox:
-            if isinstance(entry[0], Unmap) and entry[0].region == region:
-                self._inbox.remove(entry)
-                return
-
     def _hello(self) -> Hello:
         versions = {"weightd": VERSION, "python": _PYTHON, "numpy": np.__version__}
         versions.update(self._engine.versions())
@@ -259,7 +233,7 @@ class Session:
 
     def _obey(self, order: OrderMessage) -> int:
         if isinstance(order, Unmap):
-            self._regions.unmap(order.region)
+            self._predictor.regions.unmap(order.region)
             return exits.OK
         try:
             if isinstance(order, Build):
@@ -384,7 +358,9 @@ class Session:
             shared = Shared("", made.bytes, "")
         known = self._holders_if_near(answer)
         repeats = canary.difference(before, answer) <= self._tolerance
-        self._proof = Proof(engine, known if repeats else known._replace(digest=""), self._sample, self._tolerance)
+        self._predictor.proof = Proof(
+            engine, known if repeats else known._replace(digest=""), self._sample, self._tolerance
+        )
         self._heap.keep()
         libraries.let_go()
         self._send(Attached(known.digest, shared.bytes, shared.note, engine.memory()))
@@ -395,7 +371,7 @@ class Session:
         if trying:
             order, _ = self._next()
             if not isinstance(order, Probe):
-                self._inbox.appendleft((order, ()))
+                self._inbox.put_back(order)
                 raise BuildError("told to stop while it looked for a canary")
 
     def _load_sample(self) -> None:
@@ -413,110 +389,18 @@ class Session:
         return holders if canary.difference(holders, answer) <= self._tolerance else answer
 
     def _ping(self, order: Ping) -> None:
-        self._send(Pong(self._proof.digest() if order.canary and self._proof is not None else ""))
+        self._send(Pong(self._predictor.proof.digest() if order.canary and self._predictor.proof is not None else ""))
 
     def _broken(self, cause: str, status: int, *, no_room: bool = False) -> int:
         _log.error("%s", cause)
         self._send(Broken(clip(cause), no_room))
         return status
 
-    def _predict(self, order: Predict, frames: Sequence[bytes]) -> int:
-        try:
-            asked, regions, placed = order.description, order.regions, None
-            inputs = _inputs(asked.inputs, frames) if regions is None else self._mapped_inputs(order, regions, frames)
-            outputs = self._engine.predict(inputs)
-            if (asked, *outputs, *map(_form, outputs.values())) == self._usual:
-                description = self._usual_description
-            else:
-                outputs, description = self._checked(asked, inputs, outputs)
-            if regions is None:
-                rest = [*map(frame_of, outputs.values())]
-            else:
-                placed, rest = self._placed(regions, outputs)
-            self._answer(Result(order.request, description, placed), rest)
-        except RequestError as error:
-            return self._fail(order, error, leaving=isinstance(error, Spoilt) or not self._proves())
-        except Exception as error:  # noqa: BLE001 - the request must be answered, whatever a library raises
-            _log.exception("request %d", order.request)
-            return self._fail(order, Internal(f"{type(error).__name__}: {error}"), leaving=True)
-        return exits.OK
-
-    def _checked(
-        self, asked: RequestDescription, inputs: Arrays, outputs: Arrays
-    ) -> Tuple[Arrays, ResponseDescription]:
-        """What is sent of the engine's answer, and its description.
-
-        All that it takes to find out is known of the request's description, and the names and forms of the outputs.
-        Most requests are like the one before: what need not be changed is remembered.
-        """
-        form = (asked, *outputs, *map(_form, outputs.values()))
-        if self._proof is not None:
-            outputs = self._proof.checked(inputs, outputs)
-        arrays = _sendable(outputs if asked.outputs is None else {name: outputs[name] for name in asked.outputs})
-        description = describe_response(asked.model_name, arrays)
-        if asked.outputs is None and all(arrays[name] is outputs[name] for name in outputs):
-            self._usual, self._usual_description = form, description
-        return arrays, description
-
-    def _mapped_inputs(self, order: Predict, regions: MappedRegions, frames: Sequence[bytes]) -> Arrays:
-        """The inputs of a request of which some are in regions."""
-        specs, sizes = order.description.inputs, order.description.sizes
-        inputs: Arrays = {}
-        for place in regions.inputs:
-            spec = specs[place.tensor]
-            copy = self._regions.read(place.region, place.offset, sizes[place.tensor])
-            inputs[spec.name] = from_frame(spec, copy)
-        if frames:
-            inputs.update(_inputs([spec for spec in specs if spec.name not in inputs], frames))
-        return inputs
-
-    def _placed(self, regions: MappedRegions, arrays: Arrays) -> Tuple[Optional[Tuple[int, ...]], List[Any]]:
-        """Write outputs where there is room for them; return their positions, and the frames of the others."""
-        frames = [*map(frame_of, arrays.values())]
-        placed: List[int] = []
-        for room in regions.outputs:
-            index = room.tensor
-            if index < len(frames) and self._regions.write(frames[index], room.region, room.offset, room.bytes):
-                placed.append(index)
-        if not placed:
-            return None, frames
-        if len(placed) == len(frames):
-            return tuple(placed), []
-        return tuple(placed), [frame for index, frame in enumerate(frames) if index not in placed]
-
-    def _proves(self) -> bool:
-        """After a refused predict: whether the model answers as before, as far as can be seen."""
-        return self._proof is None or not self._proof.refuted()
-
-    def _fail(self, order: Predict, error: RequestError, *, leaving: bool) -> int:
-        self._answer(Failed(order.request, error.code, clip(str(error)), leaving))
-        return exits.SPOILT if leaving else exits.OK
-
     def _send(self, message: object) -> None:
         self._connection.send(encode(message, max_bytes=limits.MAX_CHILD_HEADER_BYTES))
 
     def _answer(self, message: object, tensors: Sequence[Any] = ()) -> None:
         self._connection.answer([*encode(message, max_bytes=limits.MAX_CHILD_HEADER_BYTES), *tensors])
-
-
-def _inputs(specs: Sequence[TensorSpec], frames: Sequence[bytes]) -> Arrays:
-    """The received tensors as an engine wants them: the frames are native and in C order already."""
-    inputs: Arrays = {}
-    for spec, frame in zip(specs, frames):
-        array = from_frame(spec, frame)
-        inputs[spec.name] = array if array.flags.aligned else array.copy()
-    return inputs
-
-
-def _sendable(outputs: Arrays) -> Arrays:
-    """What the wire cannot carry is this request's error: it chose the sizes. A frame too long costs the connection."""
-    arrays: Arrays = {}
-    for name, array in outputs.items():
-        try:
-            arrays[name] = to_wire(array)
-        except InvalidArgument as error:
-            raise InvalidArgument(f"output {name} of shape {list(array.shape)} cannot be sent: {error}") from None
-    return arrays
 
 
 def _check(signature: ModelSignature) -> None:
