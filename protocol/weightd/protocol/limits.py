@@ -76,6 +76,16 @@ MAX_PROCESSES = 2048
 # The driver keeps at most 65,535 pids to a handle, a card at most 64 processes: 1,024 is generous.
 MAX_PIDS = 1024
 
+# Requests, or parts of them, in one predict of the model: each has a row at least, of which the configuration allows so
+# many.
+MAX_PARTS = 4096
+
+# Rows of one predict, where requests are put together or divided: as many as a request that is divided may have.
+MAX_ROWS = 2**17
+
+# Numbers of rows that a model's graph exists for: the converter takes 100 at most.
+MAX_ROW_SIZES = 100
+
 # A decimal number, with room for a namespace's.
 MAX_PID_BYTES = 32
 

@@ -56,6 +56,7 @@ from weightd.protocol.messages.children import (
     Predict,
     Skip,
     Stop,
+    Together,
 )
 
 # weightd, or what it brings along: Python says so on stderr alone. What follows from it is a word for people.
@@ -65,7 +66,7 @@ _MISSING_MODULE = re.compile(r"No module named '(weightd|zmq|msgpack|numpy)")
 _TENSORS = slice(limits.MAX_HEADER_FRAMES, None)
 
 # What a child hears in the order in which it is said, and answers in that.
-_BY_LANE = frozenset((Fork, Predict, Skip))
+_BY_LANE = frozenset((Fork, Together, Predict, Skip))
 
 _log = logging.getLogger("weightd")
 

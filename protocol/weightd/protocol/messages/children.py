@@ -29,6 +29,9 @@ _GEARS = many(many(integer(1, limits.MAX_GEAR_SIZE), limits.MAX_GEAR_DIMS), limi
 CASE = mapping(many(integer(0, limits.MAX_DIM), limits.MAX_RANK), limits.MAX_TENSORS)
 _CASES = many(CASE, limits.MAX_CANARY_CASES)
 _UNFIT = many(CASE, limits.MAX_CANARY_UNFIT)
+_ROWS = integer(1, limits.MAX_ROWS)
+_SIZES = many(_ROWS, limits.MAX_ROW_SIZES)
+_NAMES = many(text(limits.MAX_NAME_BYTES), limits.MAX_TENSORS)
 _ARGUMENTS = many(text(limits.MAX_ARGUMENT_BYTES, empty=True), limits.MAX_ARGUMENTS)
 
 ORIGINS = ("spawned", "forked", "template")
@@ -55,6 +58,23 @@ class DeviceMemory:
 
     total_bytes: int = field(metadata=_BYTES)
     free_bytes: int = field(metadata=_BYTES)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What a holder has found of the rows of its model: of tensors whose first dimension is that of each request.
+
+    `inputs` have rows, and `outputs` as many as these; where either has none, no requests can be put together, for the
+    reason that `note` gives. `equal`: those of many rows were, bit for bit, those of each alone; else `note` says which
+    differed, by how much, and of how many rows, or why that was not found out. `digest` is that of the answer to a
+    predict of many rows, "" where none is to be compared.
+    """
+
+    inputs: Tuple[str, ...] = field(metadata=_NAMES)
+    outputs: Tuple[str, ...] = field(metadata=_NAMES)
+    equal: bool = field(metadata=boolean())
+    note: str = field(default="", metadata=text(limits.MAX_TEXT_BYTES, empty=True))
+    digest: str = field(default="", metadata=text(limits.MAX_DIGEST_BYTES, empty=True))
 
 
 @dataclass(frozen=True)
@@ -107,13 +127,18 @@ class Build:
 
     `search`: look for a canary; `canary_cases` worked before and come first, `unfit` did not and are left out. Without
     it `canary_cases` are what was configured and has to work, and where there are none there is no canary, unless the
-    process was given a sample.
+    process was given a sample. `rows` are the most of one predict of several requests, 1 where each has its own: then
+    nothing is found out about them; `sizes` the only ones that a predict may have, none: any; `exact`, whether it is
+    tested that the answers are bit for bit those of each alone.
     """
 
     pids: Tuple[str, ...] = field(metadata=many(text(limits.MAX_PID_BYTES), limits.MAX_PIDS))
     search: bool = field(default=True, metadata=boolean())
     canary_cases: Cases = field(default=(), metadata=_CASES)
     unfit: Cases = field(default=(), metadata=_UNFIT)
+    rows: int = field(default=1, metadata=_ROWS)
+    sizes: Tuple[int, ...] = field(default=(), metadata=_SIZES)
+    exact: bool = field(default=True, metadata=boolean())
 
 
 @dataclass(frozen=True)
@@ -157,6 +182,8 @@ class Built:
     canary_note: str = field(default="", metadata=text(limits.MAX_TEXT_BYTES, empty=True))
     is_loss: bool = field(default=False, metadata=boolean())
     is_template: bool = field(default=False, metadata=boolean())
+    rows: Optional[Rows] = field(default=None, metadata=record(Rows))
+    """None where it was not to be found out."""
 
 
 @dataclass(frozen=True)
@@ -177,11 +204,15 @@ class Allowed:
 class Attach:
     """daemon → worker: build the model on the weights behind the handle ("" = a copy of your own).
 
-    Then run the canary on these inputs.
+    Then run the canary on these inputs. `rows`, `sizes` and `exact` as in `Build`; `found`: what `Built` said of them.
     """
 
     handle: str = field(metadata=text(limits.MAX_PATH_BYTES, empty=True))
     canary_cases: Cases = field(metadata=_CASES)
+    rows: int = field(default=1, metadata=_ROWS)
+    sizes: Tuple[int, ...] = field(default=(), metadata=_SIZES)
+    exact: bool = field(default=True, metadata=boolean())
+    found: Optional[Rows] = field(default=None, metadata=record(Rows))
 
 
 @dataclass(frozen=True)
@@ -250,6 +281,29 @@ class Failed:
 
 
 @dataclass(frozen=True)
+class Together:
+    """daemon → worker: the next so many `Predict`s are answered by one predict of the model.
+
+    They differ in nothing but the first dimension of their inputs. Each is answered, and skipped before they begin, as
+    if it had come alone. `rows`, where that is more than they have together: repeat the last row up to so many, for
+    the model takes no other number; 0: run as many as there are.
+    """
+
+    parts: int = field(metadata=integer(1, limits.MAX_PARTS))
+    rows: int = field(default=0, metadata=integer(0, limits.MAX_ROWS))
+
+
+@dataclass(frozen=True)
+class Unequal:
+    """worker → daemon: an answer to several requests at once was not what each gets alone, as `note` tells.
+
+    From now on this worker runs those that come together one by one.
+    """
+
+    note: str = field(metadata=text(limits.MAX_TEXT_BYTES))
+
+
+@dataclass(frozen=True)
 class Skip:
     """daemon → worker: nobody waits for this `Predict` any more; if it has not begun, do not run it."""
 
@@ -301,8 +355,10 @@ class Stop:
     """daemon → child: finish what you have and exit."""
 
 
-ChildMessage = Union[Hello, Forked, Back, Probing, Built, Allowed, Attached, Broken, Result, Failed, Skipped, Pong]
-OrderMessage = Union[Fork, Build, Probe, Allow, Attach, Predict, Skip, Map, Unmap, Ping, Settle, Stop]
+ChildMessage = Union[
+    Hello, Forked, Back, Probing, Built, Allowed, Attached, Broken, Result, Failed, Skipped, Unequal, Pong
+]
+OrderMessage = Union[Fork, Build, Probe, Allow, Attach, Together, Predict, Skip, Map, Unmap, Ping, Settle, Stop]
 
 FROM_CHILD: Dict[str, Type[ChildMessage]] = {
     "hello": Hello,
@@ -316,6 +372,7 @@ FROM_CHILD: Dict[str, Type[ChildMessage]] = {
     "result": Result,
     "failed": Failed,
     "skipped": Skipped,
+    "unequal": Unequal,
     "pong": Pong,
 }
 TO_CHILD: Dict[str, Type[OrderMessage]] = {
@@ -324,6 +381,7 @@ TO_CHILD: Dict[str, Type[OrderMessage]] = {
     "probe": Probe,
     "allow": Allow,
     "attach": Attach,
+    "together": Together,
     "predict": Predict,
     "skip": Skip,
     "map": Map,
