@@ -55,6 +55,7 @@ MODEL = ModelRecord(
             timeout=0.1,
             mindspore_lite=MindSporeLiteOptions(precision_mode="enforce_fp16"),
         ),
+        {},
         Path("/models"),
         Problems(),
     ),

@@ -14,6 +14,7 @@ import pytest
 from weightd.daemon import exits
 from weightd.daemon.__main__ import parser
 from weightd.daemon.config import load as config
+from weightd.daemon.config import tables
 from weightd.daemon.config.daemon import DaemonConfig
 from weightd.daemon.config.devices import DeviceConfig
 from weightd.daemon.config.listeners import ListenerConfig
@@ -108,17 +109,17 @@ def test_each_key_is_there_with_its_meaning() -> None:
     for table, cls in configuration.TABLES.items():
         heading = table.replace('"', "\\(dq")
         part = TOML.partition(f'.SH "[{heading}]"\n')[2].partition("\n.SH")[0]
-        names = [field.name for field in dataclasses.fields(cls) if not dataclasses.is_dataclass(field.default)]
+        names = [field.name for field in tables.keys(cls) if not dataclasses.is_dataclass(field.default)]
         assert re.findall(r"^\\fB(\w+)\\fR \(", part, re.MULTILINE) == names
         for key in keys(cls):
             assert " ".join(key.meaning.split()) in re.sub(r"\\f[BR]", "`", part).replace("\\&", "")
 
 
 def test_no_table_is_missing_and_a_meaning_is_that_of_its_own_key() -> None:
-    tables = {DaemonConfig, ListenerConfig, ModelConfig, DeviceConfig}
-    defaults = [field.default for cls in tables for field in dataclasses.fields(cls)]
+    outer = {DaemonConfig, ListenerConfig, ModelConfig, DeviceConfig}
+    defaults = [field.default for cls in outer for field in dataclasses.fields(cls)]
     inner = {type(each) for each in defaults if dataclasses.is_dataclass(each)}
-    assert {*configuration.TABLES.values()} == tables | inner
+    assert {*configuration.TABLES.values()} == outer | inner
     first, *_, last = keys(DaemonConfig)
     assert (first.name, first.meaning[:17]) == ("socket", "The daemon's name")
     assert (last.name, last.meaning[:10]) == ("max_shm_bytes", "Bytes of m")
@@ -150,10 +151,11 @@ def test_each_key_of_the_example_may_be_uncommented() -> None:
     only = parsed(example)
     assert {name: model.path for name, model in only.models.items()} == {"resnet50": "/srv/models/resnet50.onnx"}
     every = re.sub(r"^# (\[|\w+ = )", r"\1", example, flags=re.MULTILINE)
-    tables = tomllib.loads(every)
-    there = [tables["models"]["resnet50"], tables["daemon"], tables["listeners"]["NAME"], tables["devices"]["ascend:0"]]
-    names = {name for table in [*there, there[0]["mindspore_lite"]] for name in table}
-    assert names == {field.name for cls in configuration.TABLES.values() for field in dataclasses.fields(cls)}
+    file = tomllib.loads(every)
+    there = [file["models"]["resnet50"], file["daemon"], file["listeners"]["NAME"], file["devices"]["ascend:0"]]
+    inner = [there[0][name] for name in ("batching", "split", "mindspore_lite")]
+    names = {name for table in [*there, *inner] for name in table}
+    assert names == {field.name for cls in configuration.TABLES.values() for field in tables.keys(cls)}
     assert dataclasses.replace(parsed(every), devices=only.devices, listeners=only.listeners) == only
 
 

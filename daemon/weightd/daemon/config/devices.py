@@ -1,26 +1,40 @@
-"""The tables [devices.NAME]: what of a card weightd may take."""
+"""The tables [devices.NAME]: what of a card weightd may take, and what is a set of cores."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 from weightd.daemon.config import tables
 from weightd.daemon.config.tables import Problems
 from weightd.daemon.engines import ascend
-from weightd.protocol.schema import FieldError, integer, label
-from weightd.shared.devices import card_of
+from weightd.daemon.host import cores
+from weightd.protocol import limits
+from weightd.protocol.schema import FieldError, integer, label, shown, text
+from weightd.shared.devices import card_of, has_cores
 
 
 @dataclass(frozen=True)
 class DeviceConfig:
-    """A table [devices.NAME], for a NAME such as "ascend:0"."""
+    """A table [devices.NAME], for a NAME such as "ascend:0" or "cpu:0"."""
 
     memory_mib: int = field(default=0, metadata=integer(0, 2**40))
-    """MiB that weightd may use there. Default: what is free when the first model is loaded."""
+    """MiB that weightd may use of a card. Default: what is free when the first model is loaded."""
 
     processes: int = field(default=ascend.MAX_PROCESSES, metadata=integer(1, 4096))
-    """Processes that may use the device: the driver's limit is 63 on training cards, 32 in virtual machines."""
+    """Processes that may use a card: the driver's limit is 63 on training cards, 32 in virtual machines."""
+
+    cpus: str = field(default="", metadata=text(limits.MAX_NAME_BYTES, empty=True))
+    """The cores of a set of cores, of those that weightd may use: "0-3,8". Required there, and only there."""
+
+    @property
+    def cores(self) -> frozenset[int]:
+        """The cores; none where `cpus` is no list of them."""
+        try:
+            return cores.parse(self.cpus)
+        except ValueError:
+            return frozenset()
 
 
 def read_devices(content: Any, problems: Problems) -> dict[str, DeviceConfig]:
@@ -34,7 +48,25 @@ def read_devices(content: Any, problems: Problems) -> dict[str, DeviceConfig]:
     devices: dict[str, DeviceConfig] = {}
     for name, table in cast("dict[str, Any]", content).items():
         with problems.at(f".{label(name)}"):
-            if card_of(name) is None:
-                raise FieldError('expected the name of a card, such as "ascend:0"')
-            devices[name] = tables.read(DeviceConfig, table, problems)
+            if card_of(name) is None and not has_cores(name):
+                raise FieldError('expected the name of a card, such as "ascend:0", or of a set of cores, "cpu:0"')
+            devices[name] = device = tables.read(DeviceConfig, table, problems)
+            problems.note(_of_cores(device) if has_cores(name) else _of_card(device), "cpus")
     return devices
+
+
+def _of_card(device: DeviceConfig) -> Iterator[FieldError]:
+    if device.cpus:
+        yield FieldError('it has no effect on a card, only on a set of cores such as "cpu:0"').at(".cpus")
+
+
+def _of_cores(device: DeviceConfig) -> Iterator[FieldError]:
+    for key in ("memory_mib", "processes"):
+        if getattr(device, key) != getattr(DeviceConfig, key):
+            yield FieldError("it has no effect on the cpu, only on a card").at(f".{key}")
+    if not device.cores:
+        yield FieldError(f'expected cores such as "0-3,8", got {shown(device.cpus)}').at(".cpus")
+    missing = device.cores - cores.allowed()
+    if missing:
+        expected = f"expected cores of those that weightd may use, {cores.listed(cores.allowed())}"
+        yield FieldError(f"{expected}, got {cores.listed(missing)}").at(".cpus")

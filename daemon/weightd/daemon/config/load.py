@@ -145,14 +145,16 @@ def _parse(
         daemon = complete_daemon(daemon, base, listening, problems)
     with problems.at(".listeners"):
         listeners = read_listeners(content.get("listeners", {}), daemon, listening, problems)
-    with problems.at(".models"):
-        models, loadable = _models(content.get("models"), base, problems)
     with problems.at(".devices"):
         devices = read_devices(content.get("devices", {}), problems)
+    with problems.at(".models"):
+        models, loadable = _models(content.get("models"), devices, base, problems)
     return Config(daemon, models, devices, listeners), loadable, problems
 
 
-def _models(content: Any, base: Path, problems: Problems) -> tuple[dict[str, ModelConfig], dict[str, ModelConfig]]:
+def _models(
+    content: Any, devices: Mapping[str, DeviceConfig], base: Path, problems: Problems
+) -> tuple[dict[str, ModelConfig], dict[str, ModelConfig]]:
     """Return the models that are good, and those that are `loadable`."""
     if type(content) is not dict or not content:
         raise FieldError("expected at least one table [models.NAME]")
@@ -165,7 +167,7 @@ def _models(content: Any, base: Path, problems: Problems) -> tuple[dict[str, Mod
         before = len(problems.errors)
         with problems.at(f".{label(name)}"):
             model = tables.read(ModelConfig, table, problems, section=f"models.{name}")
-            model = complete_model(name, model, base, problems)
+            model = complete_model(name, model, devices, base, problems)
             if problems.wrong().isdisjoint(LOADING):
                 loadable[name] = model
             if len(problems.errors) == before:

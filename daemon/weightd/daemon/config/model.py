@@ -9,17 +9,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from weightd.daemon.config import canary as canary_config
+from weightd.daemon.config.batching import Batching, Split
 from weightd.daemon.config.canary import CanaryKey
+from weightd.daemon.config.devices import DeviceConfig
 from weightd.daemon.config.names import of_name
 from weightd.daemon.config.policies import Policy
-from weightd.daemon.config.tables import MAX_SECONDS, Problems
+from weightd.daemon.config.tables import MAX_SECONDS, Problems, derived
 from weightd.daemon.engines import ENGINES, ascend, engine_for
 from weightd.daemon.engines.mindspore_lite import MindSporeLiteOptions
 from weightd.daemon.engines.spec import EngineOptions, EngineSpec
+from weightd.daemon.host import cores
 from weightd.daemon.host.paths import user_path
 from weightd.protocol import limits
 from weightd.protocol.schema import FieldError, boolean, integer, many, number, one_of, record, text
-from weightd.shared.devices import CPU, card_of
+from weightd.shared.devices import CPU, card_of, has_cores, is_cpu
 
 # What tells which files and which interpreter a model is loaded with.
 LOADING = ("path", "engine", "python", "devices", "sharing", "canary", *ENGINES)
@@ -52,7 +55,12 @@ class ModelConfig:
     """Further processes that are attached, and take requests when a worker is lost. Default: 0, on Ascend 1."""
 
     devices: tuple[str, ...] = field(default=(CPU,), metadata=many(text(limits.MAX_NAME_BYTES), limits.MAX_DEVICES))
-    """Where the model runs: ["cpu"], or cards as in ["ascend:0", "ascend:1"], each with workers of its own."""
+    """Where the model runs: ["cpu"], or sets of cores as in ["cpu:0", "cpu:1"], or cards as in ["ascend:0",
+    "ascend:1"], each with workers of its own. A set of cores has a table [devices."cpu:N"]."""
+
+    copies: str = field(default="one", metadata=one_of(["one", "each"]))
+    """Of the weights, on sets of cores: "one" for all of them, or one for "each", in memory near to it. A card always
+    has its own."""
 
     sharing: str = field(default="on", metadata=one_of(["on", "auto", "off"]))
     """Whether the weights are shared. On a card "on" fails where they cannot be, "auto" then loads them per worker."""
@@ -102,13 +110,48 @@ class ModelConfig:
     max_queue_bytes: int = field(default=1024**3, metadata=integer(1, 2**62))
     """Tensor bytes that may wait; further ones are answered RESOURCE_EXHAUSTED."""
 
+    priority_levels: int = field(default=1, metadata=integer(1, 16))
+    """Levels of priority of requests, of which 1 is the highest. Default: 1, all are alike."""
+
+    default_priority: int = field(default=0, metadata=integer(0, 16))
+    """The level of a request that names none. Default: 0, the middle one."""
+
+    batching: Batching = field(default=Batching(), metadata=record(Batching))
+    """Which requests share a predict."""
+
+    split: Split = field(default=Split(), metadata=record(Split))
+    """Which requests are cut into parts that run side by side."""
+
     mindspore_lite: MindSporeLiteOptions = field(default=MindSporeLiteOptions(), metadata=record(MindSporeLiteOptions))
     """More for this engine."""
+
+    cores: tuple[str, ...] = field(default=(), metadata=derived(many(text(limits.MAX_NAME_BYTES), limits.MAX_DEVICES)))
+    """The cores of each of its devices, if they are sets of cores."""
 
     @property
     def on_cards(self) -> bool:
         """Whether the model runs on cards, all of it: a mixture is refused."""
-        return self.devices != (CPU,)
+        return not all(map(is_cpu, self.devices))
+
+    @property
+    def groups(self) -> tuple[tuple[str, ...], ...]:
+        """Its devices, those together that have one copy of the weights."""
+        return tuple((each,) for each in self.devices) if self.on_cards or self.copies == "each" else (self.devices,)
+
+    @property
+    def rows(self) -> int:
+        """The most rows of a predict that weightd itself makes of requests; 1: it makes none."""
+        return max(self.batching.max_rows, 2 * self.split.part_rows, 1)
+
+    @property
+    def level(self) -> int:
+        """The priority of a request that names none."""
+        return self.default_priority or (self.priority_levels + 1) // 2
+
+    @property
+    def cores_of(self) -> Mapping[str, str]:
+        """The cores of each device that is a set of cores, by its name."""
+        return dict(zip(self.devices, self.cores, strict=False))
 
     @property
     def forks(self) -> bool:
@@ -136,9 +179,15 @@ class ModelConfig:
         return {"mindspore_lite": self.mindspore_lite}
 
 
-def complete_model(name: str, config: ModelConfig, base: Path, problems: Problems) -> ModelConfig:
-    """Return `config` with its defaults filled in and its paths made absolute; `problems`: see `complete_daemon`."""
+def complete_model(
+    name: str, config: ModelConfig, devices: Mapping[str, DeviceConfig], base: Path, problems: Problems
+) -> ModelConfig:
+    """Return `config` with its defaults filled in and its paths made absolute; `problems`: see `complete_daemon`.
+
+    `devices` are the tables of those that have one.
+    """
     problems.note(of_name("model", name))
+    problems.note(_of_tables(config, devices), "devices")
     for needed, rule in _RULES:
         problems.note(rule(config), *needed)
     sample = canary_config.sample(config.canary)
@@ -150,6 +199,10 @@ def complete_model(name: str, config: ModelConfig, base: Path, problems: Problem
         engine=_engine(config),
         python=python,
         spares=_spares(config),
+        batching=config.batching.complete(),
+        cores=tuple(
+            cores.listed(devices[each].cores) for each in config.devices if has_cores(each) and each in devices
+        ),
         mindspore_lite=config.mindspore_lite.complete(base),
         canary=str(base / sample) if sample else config.canary,
     )
@@ -179,6 +232,20 @@ def _of_path(config: ModelConfig) -> Iterator[FieldError]:
         yield FieldError(f"expected {expected}, got {config.path!r}").at(".path")
 
 
+def _of_tables(config: ModelConfig, devices: Mapping[str, DeviceConfig]) -> Iterator[FieldError]:
+    owners: dict[int, str] = {}
+    for index, device in enumerate(config.devices):
+        if not has_cores(device):
+            continue
+        if device not in devices:
+            yield FieldError(f'expected a table [devices."{device}"] that gives its cpus').at(f".devices[{index}]")
+            continue
+        common = sorted(core for core in devices[device].cores if owners.setdefault(core, device) != device)
+        if common:
+            text = f"{device} and {owners[common[0]]} have cores in common: {cores.listed(common)}"
+            yield FieldError(text).at(f".devices[{index}]")
+
+
 def _of_devices(config: ModelConfig) -> Iterator[FieldError]:
     if not config.devices:
         yield FieldError("expected at least one device").at(".devices")
@@ -189,11 +256,31 @@ def _of_devices(config: ModelConfig) -> Iterator[FieldError]:
 
 
 def _of_device(device: str, devices: Sequence[str]) -> str:
-    if device != CPU and card_of(device) is None:
-        return f'expected "cpu" or a card such as "ascend:0", got {device!r}'
+    if not is_cpu(device) and card_of(device) is None:
+        return f'expected "cpu", a set of cores such as "cpu:0" or a card such as "ascend:0", got {device!r}'
     if devices.count(device) > 1:
         return f"{device} is given twice"
-    return "expected the CPU alone or cards alone: their answers differ" if device == CPU and len(devices) > 1 else ""
+    if device == CPU and any(map(has_cores, devices)):
+        return "expected the whole CPU or sets of its cores"
+    if is_cpu(device) and not all(map(is_cpu, devices)):
+        return "expected the CPU alone or cards alone: their answers differ"
+    return ""
+
+
+def _of_copies(config: ModelConfig) -> Iterator[FieldError]:
+    if config.copies == "each" and not all(map(has_cores, config.devices)):
+        yield FieldError('it has no effect but on sets of cores such as "cpu:0"').at(".copies")
+
+
+def _of_priority(config: ModelConfig) -> Iterator[FieldError]:
+    if config.default_priority > config.priority_levels:
+        expected = f"expected at most priority_levels, {config.priority_levels}, got {config.default_priority}"
+        yield FieldError(expected).at(".default_priority")
+
+
+def _of_rows(config: ModelConfig) -> Iterator[FieldError]:
+    yield from (error.at(".batching") for error in config.batching.problems(on_cards=config.on_cards))
+    yield from (error.at(".split") for error in config.split.problems(config.batching))
 
 
 def _of_engine(config: ModelConfig) -> Iterator[FieldError]:
@@ -238,6 +325,9 @@ _RULES: Sequence[tuple[Sequence[str], _Rule]] = (
     (("devices",), _of_devices),
     (("path", "engine", "devices"), _of_engine),
     (("path", "engine", "devices", "sharing", *ENGINES), _of_options),
+    (("devices", "copies"), _of_copies),
     (("workers", "spares", "devices"), _of_number),
+    (("priority_levels", "default_priority"), _of_priority),
+    (("batching", "split", "devices"), _of_rows),
     (("canary", "canary_tolerance", "canary_interval", "devices", "sharing"), _of_canary),
 )

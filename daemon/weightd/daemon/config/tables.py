@@ -9,7 +9,7 @@ import re
 from collections.abc import Generator, Iterable, Mapping
 from typing import Any, TypeVar, cast
 
-from weightd.protocol.schema import FieldError, Kind, got, label
+from weightd.protocol.schema import FieldError, Kind, Metadata, got, label
 
 T = TypeVar("T")
 
@@ -57,6 +57,16 @@ class Problems:
         return {match.group(1) for match in matches if match}
 
 
+def derived(metadata: Metadata) -> Mapping[str, Any]:
+    """Not a key of the file: what `complete` makes of other tables, and what is written down with the keys."""
+    return {**metadata, "derived": True}
+
+
+def keys(cls: type[Any]) -> list[dataclasses.Field[Any]]:
+    """Return the fields of a table that are keys of the file."""
+    return [field for field in dataclasses.fields(cls) if not field.metadata.get("derived")]
+
+
 def read(cls: type[T], table: object, problems: Problems, *, section: str = "") -> T:
     """Return the table as a `cls`, with the default in the place of every key that is wrong.
 
@@ -69,7 +79,7 @@ def read(cls: type[T], table: object, problems: Problems, *, section: str = "") 
     Raises:
         FieldError: it is no table, or not this one but a part of the name of another.
     """
-    kinds: dict[str, Kind] = {field.name: field.metadata["kind"] for field in dataclasses.fields(cast(Any, cls))}
+    kinds: dict[str, Kind] = {field.name: field.metadata["kind"] for field in keys(cls)}
     if type(table) is not dict:
         raise FieldError(f"expected a table, got {got(table)}")
     given = cast("dict[str, Any]", table)
@@ -85,7 +95,7 @@ def read(cls: type[T], table: object, problems: Problems, *, section: str = "") 
             if kind is None:
                 raise FieldError(quoted[key] or unknown("key", key, kinds))
             values[key] = read(kind.record, value, problems) if kind.record else kind.check(value)
-    for field in dataclasses.fields(cast(Any, cls)):
+    for field in keys(cls):
         required = field.default is dataclasses.MISSING
         if required and field.name not in given:
             problems.note([FieldError("missing").at(f".{field.name}")])

@@ -17,7 +17,7 @@ from weightd.daemon.engines.spec import EngineOptions, EngineSpec
 from weightd.daemon.host.paths import user_path
 from weightd.protocol import limits
 from weightd.protocol.schema import FieldError, boolean, integer, many, one_of
-from weightd.shared.devices import CPU
+from weightd.shared.devices import has_cores, is_cpu
 
 _PATH = user_path(limits.MAX_PATH_BYTES, empty=True)
 _PRECISIONS = ("enforce_fp32", "preferred_fp32", "enforce_fp16", "enforce_origin", "preferred_optimal")
@@ -70,9 +70,10 @@ class MindSporeLiteOptions(EngineOptions):
 
     def problems(self, devices: Sequence[str], sharing: str) -> Iterator[FieldError]:
         """Yield what does not go together, or would have no effect."""
-        on_cards = any(device != CPU for device in devices)
+        on_cards = not all(map(is_cpu, devices))
         for key, reason in (
             *(_without_effect_on_cards(self) if on_cards else _without_effect_on_the_cpu(self)),
+            *(_off_the_cores(self) if any(map(has_cores, devices)) else ()),
             *_without_effect(self),
             *(_not_shared(self) if on_cards and sharing == "on" else ()),
         ):
@@ -109,6 +110,12 @@ def _without_effect_on_cards(options: MindSporeLiteOptions) -> Iterator[_Problem
             yield key, "it has no effect on a card, only on the cpu"
     if options.rank_table_file and options.provider != "ge":
         yield "rank_table_file", 'only the provider "ge" reads it'
+
+
+def _off_the_cores(options: MindSporeLiteOptions) -> Iterator[_Problem]:
+    for key in ("thread_affinity_mode", "thread_affinity_cores"):
+        if getattr(options, key):
+            yield key, "threads stay on the cores of the model's device, which the table [devices] names"
 
 
 def _without_effect(options: MindSporeLiteOptions) -> Iterator[_Problem]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import BinaryIO, TypeVar
 
 from weightd.protocol.schema import FieldError, plain
-from weightd.shared.devices import CPU
+from weightd.shared.devices import is_cpu
 
 _Options = TypeVar("_Options", bound="EngineOptions")
 
@@ -75,4 +75,4 @@ class EngineSpec:
 
     def runs_on(self, device: str) -> bool:
         """Return whether models of this engine can be on a device of that name."""
-        return self.on_cards or device == CPU
+        return self.on_cards or is_cpu(device)

@@ -6,6 +6,7 @@ import textwrap
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from weightd.daemon.config.batching import Batching, Split
 from weightd.daemon.config.daemon import DaemonConfig
 from weightd.daemon.config.devices import DeviceConfig
 from weightd.daemon.config.listeners import ListenerConfig
@@ -20,8 +21,10 @@ TABLES: Mapping[str, type[Any]] = {
     "daemon": DaemonConfig,
     "listeners.NAME": ListenerConfig,
     "models.NAME": ModelConfig,
+    "models.NAME.batching": Batching,
+    "models.NAME.split": Split,
     "models.NAME.mindspore_lite": MindSporeLiteOptions,
-    'devices."ascend:N"': DeviceConfig,
+    "devices.NAME": DeviceConfig,
 }
 
 _MEANINGS: Mapping[str, str] = {
@@ -35,8 +38,19 @@ _MEANINGS: Mapping[str, str] = {
         "A model; at least one is needed. Clients ask for it as NAME: 1 to 64 ASCII letters, digits, `_`, `.` and "
         "`-`, the last two not first."
     ),
+    "models.NAME.batching": (
+        "Requests that run as one predict, for a model whose inputs and outputs have a row for each entry of their "
+        "first dimension. The table may be left out: then each is a predict of its own."
+    ),
+    "models.NAME.split": (
+        "A request that runs as several predicts side by side, for such a model. The table may be left out: then none "
+        "is cut."
+    ),
     "models.NAME.mindspore_lite": "More for a model that MindSpore Lite runs. The table may be left out.",
-    'devices."ascend:N"': "What of a card weightd may take. The table may be left out.",
+    "devices.NAME": (
+        'What of a card weightd may take, for a NAME such as `"ascend:0"`: the table may be left out. Or a set of '
+        'cores, for a NAME such as `"cpu:0"`, on which a model runs that has it among its `devices`.'
+    ),
 }
 
 _DESCRIPTION = """\
@@ -99,7 +113,7 @@ def example() -> str:
     """Return a configuration with one model, and each other key as a comment."""
     lines = [_FIRST]
     for table, cls in TABLES.items():
-        named = table.replace("models.NAME", "models.resnet50").replace("ascend:N", "ascend:0")
+        named = table.replace("models.NAME", "models.resnet50").replace("devices.NAME", 'devices."ascend:0"')
         there = table in ("daemon", "models.NAME")
         lines.append(f"[{named}]" if there else f"# [{named}]")
         lines += [line for key in keys(cls) for line in _lines(key, there=there)]

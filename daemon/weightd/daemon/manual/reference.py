@@ -11,6 +11,8 @@ import textwrap
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from weightd.daemon.config import tables
+
 
 class Key(NamedTuple):
     """One key of a table.
@@ -33,7 +35,7 @@ class Key(NamedTuple):
 def keys(cls: type[Any]) -> Iterator[Key]:
     """Yield the keys of a table of the configuration, without those that are tables themselves."""
     meanings = _docstrings(cls)
-    for field in dataclasses.fields(cls):
+    for field in tables.keys(cls):
         if dataclasses.is_dataclass(field.default):
             continue
         required = field.default is dataclasses.MISSING
