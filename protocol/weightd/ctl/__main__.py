@@ -13,6 +13,7 @@ from weightd.client.address import default_address
 from weightd.client.client import Client
 from weightd.client.session import DEFAULT_TIMEOUT_S
 from weightd.ctl import exits, health, predict, reload, status, update
+from weightd.ctl.bench import verb as bench
 from weightd.ctl.install import verb as install
 from weightd.ctl.text import clean
 from weightd.ctl.verb import Ended, NotReached, Verb
@@ -26,6 +27,7 @@ VERBS: Dict[str, Verb] = {
     "status": status.VERB,
     "health": health.VERB,
     "predict": predict.VERB,
+    "bench": bench.VERB,
     "update": update.VERB,
     "update-weights": update.WEIGHTS_VERB,
     "reload": reload.VERB,

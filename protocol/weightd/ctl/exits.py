@@ -29,7 +29,8 @@ Exit status: 0 good, 1 the request ended in an error or a model has failed, 64 w
 # For the manual; the comments above are for who returns them.
 MEANINGS: Mapping[int, str] = {
     OK: "Good: as the command says.",
-    ERROR: "The request ended in an error; `status`: a model has failed; `install-units`: a file was left alone.",
+    ERROR: "The request ended in an error; `status`: a model has failed; `bench`: it was not answered; "
+    "`install-units`: a file was left alone.",
     USAGE: "The command line is wrong.",
     NO_INPUT: "An input file is missing, or is not what it should be.",
     UNAVAILABLE: "The daemon cannot be reached, or does not answer; `install-units`: there is no weightd to install.",

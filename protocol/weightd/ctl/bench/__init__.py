@@ -1,0 +1,1 @@
+"""`weightctl bench`: how much a model answers, and how soon."""

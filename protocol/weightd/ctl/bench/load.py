@@ -1,0 +1,135 @@
+"""So many requests under way at any time, by one thread: each task asks, awaits the answer, and asks again."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import signal
+import time
+from typing import Any, Callable, Dict, Mapping, NamedTuple, Optional, Sequence
+
+from weightd.client.aio import AsyncClient
+from weightd.ctl.bench.windows import MOST, Level, Windows, summary
+from weightd.protocol.errors import RequestError
+from weightd.protocol.messages.status import ModelStatus
+
+# A request that was refused is not asked again at once: a full queue would be asked as fast as it can say no.
+_PAUSE_S = 0.01
+_MOST_PAUSE_S = 1.0
+
+
+class Plan(NamedTuple):
+    """What to measure.
+
+    Attributes:
+        model: which model is asked.
+        inputs: of the requests, taken in turn.
+        levels: how many requests are in flight, one after another.
+        seconds: the most for each of them.
+        told: called with a number of requests in flight and its windows, when one begins and at the end of each window.
+    """
+
+    model: str
+    inputs: Sequence[Mapping[str, Any]]
+    levels: Sequence[int]
+    seconds: float
+    told: Callable[[int, Windows], None]
+
+
+class Counted(NamedTuple):
+    """What the daemon has counted of a model since its start."""
+
+    requests: int
+    executions: int
+
+
+def counted(model: ModelStatus) -> Optional[Counted]:
+    """Return how many requests have been run, and in how many executions; None where the daemon does not tell."""
+    told: Dict[str, Any] = vars(model)
+    requests, executions = told.get("requests"), told.get("executions")
+    return None if requests is None or executions is None else Counted(requests, executions)
+
+
+def per_execution(before: Optional[Counted], after: Optional[Counted]) -> Optional[float]:
+    """Return how many requests were in an execution on average; None where nothing is known of that."""
+    if before is None or after is None or after.executions <= before.executions:
+        return None
+    return (after.requests - before.requests) / (after.executions - before.executions)
+
+
+async def run(client: AsyncClient, plan: Plan, measured: Callable[[Level], None]) -> bool:
+    """Measure; `measured` is called with each level. Return whether it ended before its time, by Ctrl-C."""
+    async with client:
+        interrupt = _Interrupt()
+        with interrupt:
+            for in_flight in plan.levels:
+                measured(await _level(client, plan, in_flight, interrupt.came))
+                if interrupt.came.done():
+                    return True
+    return False
+
+
+async def _level(client: AsyncClient, plan: Plan, in_flight: int, interrupted: asyncio.Future[None]) -> Level:
+    before = await _counted(client, plan.model)
+    windows = Windows(time.monotonic(), plan.seconds / MOST)
+    plan.told(in_flight, windows)
+    tasks = [asyncio.ensure_future(_ask(client, plan, windows, first, in_flight)) for first in range(in_flight)]
+    try:
+        await asyncio.wait({*tasks, interrupted}, timeout=plan.seconds, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        windows.cut(time.monotonic())
+        for task in tasks:
+            task.cancel()
+        # Each takes its request back.
+        ends = await asyncio.gather(*tasks, return_exceptions=True)
+    for end in ends:
+        if isinstance(end, Exception) and not isinstance(end, asyncio.CancelledError):
+            raise end
+    after = await _counted(client, plan.model)
+    return summary(in_flight, windows, per_execution(before, after))
+
+
+async def _ask(client: AsyncClient, plan: Plan, windows: Windows, first: int, in_flight: int) -> None:
+    """Ask until it is enough; the first input is another one for each task."""
+    for inputs in itertools.islice(itertools.cycle(plan.inputs), first % len(plan.inputs), None):
+        sent = time.monotonic()
+        try:
+            await client.infer(plan.model, inputs)
+        except RequestError as error:
+            windows.failed(error.code)
+            await asyncio.sleep(min(_MOST_PAUSE_S, error.retry_after or _PAUSE_S))
+            continue
+        now = time.monotonic()
+        if windows.answered(now, now - sent):
+            plan.told(in_flight, windows)
+            if windows.is_over:
+                return
+
+
+async def _counted(client: AsyncClient, name: str) -> Optional[Counted]:
+    for model in (await client.status()).models:
+        if model.name == name:
+            return counted(model)
+    return None
+
+
+class _Interrupt:
+    """Within the block, Ctrl-C ends nothing but a future.
+
+    Attributes:
+        came: done once it has come.
+    """
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self.came: asyncio.Future[None] = self._loop.create_future()
+
+    def __enter__(self) -> None:
+        self._loop.add_signal_handler(signal.SIGINT, self._come)
+
+    def __exit__(self, *_: object) -> None:
+        self._loop.remove_signal_handler(signal.SIGINT)
+
+    def _come(self) -> None:
+        if not self.came.done():
+            self.came.set_result(None)

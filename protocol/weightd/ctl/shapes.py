@@ -1,0 +1,164 @@
+"""Which shapes the inputs of a request have: those of the model, and what the command line says of the free ones."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Dict, Mapping, Optional, Sequence, Tuple
+
+from weightd.ctl import exits
+from weightd.ctl.text import clean
+from weightd.ctl.verb import Ended
+from weightd.protocol import limits
+from weightd.protocol.messages.data import TensorSignature, TensorSpec
+
+Shape = Tuple[int, ...]
+
+
+class WrongShape(Ended):
+    """The command line asks for a shape that the model does not take; the text says which it does."""
+
+    status = exits.USAGE
+
+
+def add_argument(parser: argparse.ArgumentParser, more: str = "") -> None:
+    """Declare `--shape`."""
+    parser.add_argument(
+        "--shape",
+        action="append",
+        default=[],
+        type=_named_shape,
+        metavar="NAME=N,N",
+        help=f"the shape of an input, where its free dimensions are not to be 1{more}; once for each",
+    )
+
+
+def _named_shape(argument: str) -> Tuple[str, Shape]:
+    name, equals, dims = argument.rpartition("=")
+    try:
+        shape = tuple(int(each) for each in dims.split(",") if dims)
+    except ValueError:
+        shape = (-1,)
+    if not (name and equals) or not all(0 <= dim <= limits.MAX_DIM for dim in shape) or len(shape) > limits.MAX_RANK:
+        raise argparse.ArgumentTypeError(f"expected NAME=N,N, as in x=1,16, got {argument!r}")
+    return name, shape
+
+
+def counts(argument: str) -> Tuple[int, ...]:
+    """Return the numbers of an argument like 1,8,64, in ascending order.
+
+    Raises:
+        argparse.ArgumentTypeError: it is something else.
+    """
+    try:
+        numbers = sorted({int(each) for each in argument.split(",")})
+    except ValueError:
+        numbers = [0]
+    if numbers[0] < 1 or numbers[-1] > MAX_COUNT or len(numbers) > _MOST_COUNTS:
+        raise argparse.ArgumentTypeError(
+            f"expected at most {_MOST_COUNTS} numbers from 1 to {MAX_COUNT:,}, as in 1,8,64, got {argument!r}"
+        )
+    return tuple(numbers)
+
+
+def rows(argument: str) -> int:
+    """Return a number of rows.
+
+    Raises:
+        argparse.ArgumentTypeError: it is none.
+    """
+    number, *more = counts(argument)
+    if more:
+        raise argparse.ArgumentTypeError(f"expected one number, got {argument!r}")
+    return number
+
+
+def seconds(argument: str) -> float:
+    """Return how long something may take.
+
+    Raises:
+        argparse.ArgumentTypeError: it is no such time.
+    """
+    try:
+        found = float(argument)
+    except ValueError:
+        found = 0.0
+    if not _LEAST_S <= found <= _MOST_S:
+        raise argparse.ArgumentTypeError(f"expected seconds from {_LEAST_S:g} to {_MOST_S:,}, got {argument!r}")
+    return found
+
+
+# More rows than this no model is configured to merge; more requests under way a daemon hardly keeps for one client.
+MAX_COUNT = 4096
+_MOST_COUNTS = 16
+_LEAST_S, _MOST_S = 0.1, 3600
+
+
+def has_free_rows(signature: TensorSignature) -> bool:
+    """Whether a request chooses the first dimension of this input."""
+    return signature.shape is None or signature.shape[:1] == (-1,)
+
+
+def specify(
+    inputs: Sequence[TensorSignature], given: Sequence[Tuple[str, Shape]], rows: Optional[int] = None
+) -> Tuple[TensorSpec, ...]:
+    """Return the inputs of a request.
+
+    Args:
+        inputs: what the model takes.
+        given: what `--shape` says of them.
+        rows: the first dimension of those where it is free; None: as `given` has it, else 1.
+
+    Raises:
+        WrongShape: the model does not take this, or no request can carry it.
+    """
+    shapes = _by_name(inputs, given)
+    if rows is not None and not any(map(has_free_rows, inputs)):
+        raise WrongShape(f"--rows {rows}: no input has a free first dimension: {told(inputs)}")
+    specs = tuple(TensorSpec(each.name, each.datatype, _shape(each, shapes.get(each.name), rows)) for each in inputs)
+    for spec in specs:
+        if spec.nbytes > limits.MAX_FRAME_BYTES:
+            raise WrongShape(
+                f"input {clean(spec.name)}: {list(spec.shape)} of {spec.datatype} are {spec.nbytes:,} bytes; "
+                f"a request carries at most {limits.MAX_FRAME_BYTES:,}"
+            )
+    return specs
+
+
+def rows_of(inputs: Sequence[TensorSignature], specs: Sequence[TensorSpec]) -> Optional[int]:
+    """Return how many rows a request has; None if no input has a free first dimension, or they do not agree."""
+    rows = {spec.shape[0] for each, spec in zip(inputs, specs) if has_free_rows(each) and spec.shape}
+    return rows.pop() if len(rows) == 1 else None
+
+
+def told(inputs: Sequence[TensorSignature]) -> str:
+    """Return inputs for people."""
+    return ", ".join(f"{clean(each.name)} {each.datatype} {each.form}" for each in inputs) or "none"
+
+
+def _by_name(inputs: Sequence[TensorSignature], given: Sequence[Tuple[str, Shape]]) -> Mapping[str, Shape]:
+    names = {each.name for each in inputs}
+    shapes: Dict[str, Shape] = {}
+    for name, shape in given:
+        if name not in names:
+            raise WrongShape(f"--shape: there is no input {name!r}; there are: {told(inputs)}")
+        if name in shapes:
+            raise WrongShape(f"--shape: {name!r} is given twice")
+        shapes[name] = shape
+    return shapes
+
+
+def _shape(signature: TensorSignature, given: Optional[Shape], rows: Optional[int]) -> Shape:
+    declared = signature.shape
+    if given is None:
+        if declared is None:
+            raise WrongShape(
+                f"input {clean(signature.name)} is of any rank: --shape {clean(signature.name)}=N,N says it"
+            )
+        given = tuple(1 if dim < 0 else dim for dim in declared)
+    elif declared is not None and not _fits(given, declared):
+        raise WrongShape(f"--shape: input {clean(signature.name)} takes {signature.form}, got {list(given)}")
+    return (rows, *given[1:]) if rows is not None and given and has_free_rows(signature) else given
+
+
+def _fits(given: Shape, declared: Shape) -> bool:
+    return len(given) == len(declared) and all(dim in (-1, got) for got, dim in zip(given, declared))

@@ -1,0 +1,132 @@
+"""`weightctl bench`, with a daemon of a few lines."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+from collections import Counter
+from typing import Any, List, Sequence
+
+from testkit.fakedaemon import FakeDaemon, Handler, echo
+from weightd.ctl import exits
+from weightd.ctl.bench.load import Counted, per_execution
+from weightd.ctl.bench.render import render
+from weightd.ctl.bench.windows import Level
+from weightd.protocol.codec import encode
+from weightd.protocol.messages.control import ModelMetadata, ModelMetadataResponse
+from weightd.protocol.messages.data import Cancel, Error, Infer, TensorSignature, TensorSpec
+from weightd.protocol.messages.types import ClientMessage
+
+from ..conftest import Ctl, fails
+
+INPUTS = (TensorSignature("x", "FP32", (-1, -1)), TensorSignature("ids", "INT64", (-1,)))
+
+
+def serves(then: Handler = echo) -> Handler:
+    """A model with INPUTS; `then` answers its requests."""
+
+    def handle(message: ClientMessage, tensors: Sequence[bytes]) -> Any:
+        if isinstance(message, ModelMetadata):
+            return [encode(ModelMetadataResponse(message.id, message.model_name, "fake", INPUTS, ()))]
+        if isinstance(message, Cancel):
+            return []
+        return (then if isinstance(message, Infer) else echo)(message, tensors)
+
+    return handle
+
+
+def test_bench_asks_with_the_shapes_that_it_is_told_and_measures(ctl: Ctl, daemon: FakeDaemon) -> None:
+    daemon.handle = serves()
+    arguments = ("--shape", "x=1,4", "--rows", "3", "--in-flight", "4,1", "--seconds", "0.5")
+    ran = ctl("bench", "m", *arguments, "--json")
+    assert (ran.status, ran.err) == (exits.OK, "")
+    told = json.loads(ran.out)
+    assert (told["model_name"], told["rows"]) == ("m", 3)
+    assert [each["shape"] for each in told["inputs"]] == [[3, 4], [3]]
+    assert [level["in_flight"] for level in told["levels"]] == [1, 4]
+    for level in told["levels"]:
+        assert level["answers"] > 0
+        assert level["rows_per_s"] == 3 * level["requests_per_s"]
+        assert 0 < level["p50_us"] <= level["p95_us"] <= level["p99_us"]
+        assert (level["errors"], level["rows_per_execution"]) == ({}, None)
+    seen = [daemon.next()[0] for _ in range(daemon.seen.qsize())]
+    assert {each.description.inputs for each in seen if isinstance(each, Infer)} == {
+        (TensorSpec("x", "FP32", (3, 4)), TensorSpec("ids", "INT64", (3,)))
+    }
+
+
+def test_errors_are_counted_and_are_no_answers(ctl: Ctl, daemon: FakeDaemon) -> None:
+    turn = itertools.count()
+
+    def full(message: ClientMessage, tensors: Sequence[bytes]) -> Any:
+        if next(turn) % 2:
+            return [encode(Error(message.id, "RESOURCE_EXHAUSTED", "full"))]
+        return echo(message, tensors)
+
+    daemon.handle = serves(full)
+    ran = ctl("bench", "m", "--in-flight", "2", "--seconds", "0.5")
+    assert ran.status == exits.OK
+    assert "2 in flight: " in ran.out
+    assert "requests ended in RESOURCE_EXHAUSTED" in ran.out
+
+
+def test_a_model_that_never_answers_again_is_no_success(ctl: Ctl, daemon: FakeDaemon) -> None:
+    turn = itertools.count()
+    daemon.handle = serves(lambda message, tensors: echo(message, tensors) if next(turn) == 0 else [])
+    ran = ctl("bench", "m", "--in-flight", "2", "--seconds", "0.2")
+    assert ran.status == exits.ERROR
+    assert "2 in flight: no request was answered" in ran.out
+
+
+def test_ctrl_c_shows_what_has_been_measured(ctl: Ctl, daemon: FakeDaemon) -> None:
+    turn = itertools.count()
+
+    def interrupts(message: ClientMessage, tensors: Sequence[bytes]) -> Any:
+        if next(turn) == 20:
+            os.kill(os.getpid(), signal.SIGINT)
+        return echo(message, tensors)
+
+    daemon.handle = serves(interrupts)
+    ran = ctl("bench", "m", "--in-flight", "1,8", "--seconds", "600")
+    assert (ran.status, ran.err) == (exits.INTERRUPTED, "")
+    assert "1 in flight: ended before there was anything to compare it with" in ran.out
+    assert "8 in flight" not in ran.out
+
+
+def test_what_cannot_be_asked_says_what_to_do(ctl: Ctl, daemon: FakeDaemon) -> None:
+    daemon.handle = fails("UNAVAILABLE", "m has no worker")
+    hint = "weightctl status m tells how it stands, --timeout waits longer"
+    assert ctl("bench", "m") == (exits.ERROR, "", f"UNAVAILABLE: m has no worker; {hint}\n")
+    daemon.handle = serves(fails("INTERNAL", "too small"))
+    hint = "--shape says what the free dimensions are: x FP32 [-1, -1], ids INT64 [-1]"
+    assert ctl("bench", "m") == (exits.ERROR, "", f"INTERNAL: too small; {hint}\n")
+    ran = ctl("bench", "m", "--shape", "x=4")
+    assert (ran.status, ran.out) == (exits.USAGE, "")
+
+
+def test_the_table() -> None:
+    steady = Level(1, 300, 100.0, (0.0098, 0.012, 1.5), Counter(), 3, True, 0.01, 1.0)
+    jumpy = Level(64, 300, 1000.0, (0.06, 0.07, 0.08), Counter(UNAVAILABLE=2, INTERNAL=1), 9, False, 0.25, 7.5)
+    mute = Level(128, 0, None, None, Counter(), 0, False, None, None)
+    lines: List[str] = render("m", [TensorSpec("x", "FP32", (2, 8))], 2, [steady, jumpy, mute]).splitlines()
+    assert lines == [
+        "m: x FP32 [2, 8]",
+        "",
+        "IN FLIGHT  REQUESTS/s   ROWS/s  P50 ms  P95 ms    P99 ms  ERRORS  ROWS PER RUN",
+        "        1       100.0    200.0    9.80   12.00  1,500.00       -          2.00",
+        "       64     1,000.0  2,000.0   60.00   70.00     80.00       3         15.00",
+        "      128           -        -       -       -         -       -             -",
+        "",
+        "64 in flight: not stable: of the last 3 windows of 9, one is 25% off their mean; at most 10% is wanted",
+        "64 in flight: 1 request ended in INTERNAL",
+        "64 in flight: 2 requests ended in UNAVAILABLE",
+        "128 in flight: no request was answered",
+    ]
+
+
+def test_requests_in_an_execution_are_what_the_daemon_has_counted() -> None:
+    assert per_execution(Counted(10, 4), Counted(40, 8)) == 7.5
+    assert per_execution(Counted(10, 4), Counted(10, 4)) is None
+    assert per_execution(None, Counted(10, 4)) is None

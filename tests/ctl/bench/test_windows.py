@@ -1,0 +1,103 @@
+"""When it is enough, and what the figures are."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import List, Sequence, Tuple
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from weightd.ctl.bench.windows import ENOUGH, MOST, TOLERANCE, Window, Windows, deviation, percentile, summary
+
+POSITIVE = st.floats(0.01, 100)
+
+
+@given(st.lists(POSITIVE, min_size=1, max_size=50), st.floats(0, 1))
+def test_a_percentile_is_the_least_value_that_so_many_do_not_exceed(values: Sequence[float], share: float) -> None:
+    ordered = sorted(values)
+    found = percentile(ordered, share)
+    assert found in ordered
+    assert sum(each <= found for each in ordered) >= share * len(ordered) - 1e-9
+    assert sum(each < found for each in ordered) <= share * len(ordered)
+
+
+@given(st.lists(POSITIVE, min_size=2, max_size=5), POSITIVE)
+def test_deviation_is_a_share_of_the_mean(rates: List[float], factor: float) -> None:
+    found = deviation(rates)
+    assert deviation([each * factor for each in rates]) == pytest.approx(found)
+    assert deviation(rates[::-1]) == pytest.approx(found)
+    assert deviation([rates[0]] * 3) < 1e-9
+    assert deviation([0.0, 0.0]) == math.inf
+
+
+@given(st.lists(st.tuples(st.floats(1e-6, 0.5), POSITIVE), min_size=1, max_size=200))
+def test_after_the_warm_up_each_answer_is_in_one_window_and_no_time_is_lost(steps: List[Tuple[float, float]]) -> None:
+    windows = Windows(0.0, 1.0)
+    now = 0.0
+    ends: List[Tuple[float, int]] = []
+    seen: List[float] = []
+    whole: List[Window] = []
+    for pause, latency in steps:
+        now += pause
+        seen.append(latency)
+        if windows.answered(now, latency):
+            ends.append((now, len(seen)))
+            if windows.count:
+                whole.append(windows.last[-1])
+                assert list(windows.last) == whole[-ENOUGH:]
+    assert windows.count == len(ends) - 1
+    if whole:
+        (begin, first), (end, last) = ends[0], ends[-1]
+        assert sum(each.seconds for each in whole) == pytest.approx(end - begin)
+        assert [latency for each in whole for latency in each.latencies] == seen[first:last]
+        assert all(each.seconds >= 1.0 - 1e-9 for each in whole)
+
+
+@given(st.floats(0.001, 5), st.integers(1, 3))
+def test_a_steady_stream_is_stable_at_once_and_its_rate_is_exact_however_slow(pause: float, together: int) -> None:
+    windows = Windows(0.0, 1.0)
+    now = 0.0
+    while not windows.is_over:
+        now += pause
+        for _ in range(together):
+            windows.answered(now, together * pause)
+    level = summary(together, windows, None)
+    assert level.is_stable
+    assert level.windows == ENOUGH
+    if together == 1:
+        assert level.requests_per_s == pytest.approx(1 / pause)
+        assert level.latencies == (pause, pause, pause)
+
+
+def test_what_never_settles_ends_and_says_how_far_it_is_off() -> None:
+    windows = Windows(0.0, 1.0)
+    now = 0.0
+    while not windows.is_over:
+        now += 0.5 if windows.count % 2 else 0.1
+        windows.answered(now, 1.0)
+    level = summary(1, windows, None)
+    assert not level.is_stable
+    assert level.windows == MOST - 1
+    assert level.deviation
+    assert level.deviation > TOLERANCE
+
+
+def test_what_is_cut_counts_where_there_is_nothing_better_or_nothing_came_for_long() -> None:
+    begun = Windows(0.0, 1.0)
+    begun.answered(0.5, 0.5)
+    begun.failed("UNAVAILABLE")
+    begun.cut(0.6)
+    level = summary(1, begun, None)
+    assert (level.answers, level.errors, level.windows, level.deviation) == (1, {"UNAVAILABLE": 1}, 0, None)
+    for end, rates in ((2.5, [1.0]), (4.0, [1.0, 0.0])):
+        stalled = Windows(0.0, 1.0)
+        stalled.answered(1.0, 0.1)
+        stalled.answered(2.0, 0.1)
+        stalled.cut(end)
+        assert [window.rate for window in stalled.last] == rates
+    nothing = Windows(0.0, 1.0)
+    nothing.cut(0.5)
+    assert summary(1, nothing, None) == (1, 0, None, None, Counter(), 0, False, None, None)

@@ -1,0 +1,100 @@
+"""The shapes of requests that are made up."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any, Callable, Optional, Sequence, Tuple
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from weightd.ctl import samples, shapes
+from weightd.ctl.shapes import Shape, WrongShape
+from weightd.protocol.datatypes import ITEM_BYTES
+from weightd.protocol.messages.data import TensorSignature, TensorSpec
+from weightd.protocol.tensors import to_wire
+
+X = TensorSignature("x", "FP32", (-1, 3, -1))
+IDS = TensorSignature("ids", "INT64", (-1,))
+FIXED = TensorSignature("w", "FP32", (2, 3))
+ANY = TensorSignature("any", "FP32", None)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "said", "rows", "made", "number"),
+    [
+        ([X, IDS], [], None, [(1, 3, 1), (1,)], 1),
+        ([X, IDS], [("x", (2, 3, 8))], None, [(2, 3, 8), (1,)], None),
+        ([X, IDS, FIXED], [("x", (2, 3, 8))], 5, [(5, 3, 8), (5,), (2, 3)], 5),
+        ([ANY], [("any", (4, 4))], 7, [(7, 4)], 7),
+        ([ANY], [("any", ())], None, [()], None),
+        ([FIXED], [("w", (2, 3))], None, [(2, 3)], None),
+    ],
+)
+def test_what_is_free_is_1_or_as_it_is_said(
+    inputs: Sequence[TensorSignature],
+    said: Sequence[Tuple[str, Shape]],
+    rows: Optional[int],
+    made: Sequence[Shape],
+    number: Optional[int],
+) -> None:
+    specs = shapes.specify(inputs, said, rows)
+    assert [spec.shape for spec in specs] == made
+    assert shapes.rows_of(inputs, specs) == number
+
+
+@pytest.mark.parametrize(
+    ("inputs", "said", "rows", "text"),
+    [
+        ([X], [("x", (1, 4, 1))], None, "--shape: input x takes [-1, 3, -1], got [1, 4, 1]"),
+        ([X], [("x", (1, 3))], None, "takes [-1, 3, -1], got [1, 3]"),
+        ([X], [("y", (1,))], None, "there is no input 'y'; there are: x FP32 [-1, 3, -1]"),
+        ([X], [("x", (1, 3, 1)), ("x", (1, 3, 1))], None, "'x' is given twice"),
+        ([X], [("x", (1, 3, 2**40))], None, "a request carries at most"),
+        ([ANY], [], None, "input any is of any rank: --shape any=N,N says it"),
+        ([FIXED], [], 2, "--rows 2: no input has a free first dimension: w FP32 [2, 3]"),
+    ],
+)
+def test_what_the_model_does_not_take_is_refused_by_name(
+    inputs: Sequence[TensorSignature], said: Sequence[Tuple[str, Shape]], rows: Optional[int], text: str
+) -> None:
+    with pytest.raises(WrongShape) as caught:
+        shapes.specify(inputs, said, rows)
+    assert text in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("read", "text"),
+    [
+        (shapes.counts, "0"),
+        (shapes.counts, "8,"),
+        (shapes.counts, "4097"),
+        (shapes.counts, ",".join(map(str, range(1, 18)))),
+        (shapes.rows, "1,2"),
+        (shapes.seconds, "nan"),
+        (shapes.seconds, "0"),
+        (shapes.seconds, "x"),
+    ],
+)
+def test_numbers_have_bounds(read: Callable[[str], Any], text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError):
+        read(text)
+
+
+@given(st.sampled_from(sorted(ITEM_BYTES)), st.lists(st.integers(0, 5), max_size=3))
+def test_samples_are_what_they_are_to_be_and_others_each_time(datatype: str, shape: Sequence[int]) -> None:
+    spec = TensorSpec("x", datatype, (*shape, 64))
+    one, other, again = (samples.make([spec], seed)["x"] for seed in (1, 2, 1))
+    assert one.shape == spec.shape
+    assert one.nbytes == spec.nbytes
+    assert to_wire(one) is one
+    assert one.tobytes() == again.tobytes()
+    assert one.size == 0 or one.tobytes() != other.tobytes()
+    assert datatype.startswith("FP") or not one.size or one.max() <= 1
+
+
+def test_samples_take_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(samples, "MOST_BYTES", 1000)
+    for shape, number in (((8,), samples.MOST), ((100,), 2), ((1000,), 1)):
+        assert len(samples.several([TensorSpec("x", "FP32", shape)])) == number
