@@ -44,6 +44,8 @@ from weightd.protocol.messages.children import (
     Skip,
     Skipped,
     Stop,
+    Together,
+    Unequal,
     Unmap,
 )
 from weightd.protocol.messages.data import RequestDescription, TensorSignature
@@ -115,7 +117,7 @@ class Script:
     def answer(self, frames: Sequence[Any]) -> None:
         kept = list(map(bytes, frames))
         answer = decode(kept, FROM_CHILD)  # this checks the lengths, too
-        assert isinstance(answer, (Result, Failed, Skipped))
+        assert isinstance(answer, (Result, Failed, Skipped, Unequal))
         self.sent.append(answer)
         self.frames.append(kept[2:])
 
@@ -761,6 +763,135 @@ def test_large_frames_are_not_copied() -> None:
     assert np.shares_memory(np.frombuffer(seen[-1], np.uint8), answer)
 
 
+# --- requests that are run together ------------------------------------------------------------------------------
+
+
+def together(*parts: Sequence[Any], rows: int = 0) -> List[Sequence[Any]]:
+    return [encode(Together(len(parts), rows)), *parts]
+
+
+def of_rows(number: int, *values: float) -> List[Any]:
+    return predict(number, {"x": np.repeat(np.array([values], np.float32).T, 3, 1)})
+
+
+def answers(socket: Script) -> Dict[int, List[float]]:
+    """The first value of each row that each request was answered with."""
+    return {each.request: array_of(socket, each)[:, 0].tolist() for each in socket.sent if isinstance(each, Result)}
+
+
+def one(inputs: Arrays) -> Arrays:
+    """Refuses what is negative, and is spoilt by infinity."""
+    if np.isinf(inputs["x"]).any():
+        raise Spoilt("infinite")
+    if (inputs["x"] < 0).any():
+        raise InvalidArgument("negative")
+    return twice(inputs)
+
+
+def test_requests_that_come_together_are_run_together_and_answered_each_for_itself() -> None:
+    engine = fake()
+    parts = of_rows(1, 1), of_rows(2, 2, 3), of_rows(3, 4)
+    # The second time what is known of the first is used.
+    status, socket = play(engine, *together(*parts), *together(*parts, rows=6), *together(*parts, rows=6), STOP)
+    assert status == exits.OK
+    assert answers(socket) == {1: [2], 2: [4, 6], 3: [8]}
+    assert [each["x"][:, 0].tolist() for each in engine.asked] == [[1, 2, 3, 4], *[[1, 2, 3, 4, 4, 4]] * 2]
+    assert [each.request for each in socket.sent if isinstance(each, Result)] == [1, 2, 3] * 3
+
+
+def test_the_outputs_that_each_wants_come_in_any_form_that_the_engine_gives() -> None:
+    engine = fake(lambda inputs: {"y": np.asfortranarray(inputs["x"] * 2), "z": inputs["x"][:, :2]})
+    parts = predict(1, {"x": ONES}, ("z",)), predict(2, {"x": 3 * ONES})
+    for _ in range(2):
+        _, socket = play(engine, *together(*parts), STOP)
+        found = [[np.frombuffer(frame, "<f4").tolist() for frame in frames] for frames in socket.frames[1:]]
+        assert found == [[[1, 1]], [[6, 6, 6], [3, 3]]]
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_one_that_fails_fails_alone(number: int) -> None:
+    values = {1: 1.0, 2: 2.0, 3: 3.0, number: -1.0}
+    status, socket = play(fake(one), *together(*(of_rows(*each) for each in values.items())), STOP)
+    assert status == exits.OK
+    assert only(Failed, socket) == Failed(number, "INVALID_ARGUMENT", "negative", leaving=False)
+    assert answers(socket) == {each: [2 * value] for each, value in values.items() if each != number}
+
+
+@pytest.mark.parametrize("error", [Spoilt("no"), ValueError("no")])
+def test_where_nobody_knows_who_has_spoilt_the_model_the_first_one_is_named_and_no_other_answered(
+    error: Exception,
+) -> None:
+    status, socket = play(fake(sequence(error)), *together(predict(1), predict(2)), STOP)
+    assert status == exits.SPOILT
+    failed = only(Failed, socket)
+    assert (failed.request, failed.leaving, socket.sent[1:]) == (1, True, [failed])
+
+
+@pytest.mark.parametrize("now", [[ZEROS, ZEROS], [ONES, ONES]], ids=["as before", "spoilt"])
+def test_a_worker_whose_predict_of_many_was_refused_proves_itself(now: List[Any]) -> None:
+    engine = fake(sequence(*[ZEROS] * 4, InvalidArgument("so many"), *now, ZEROS, ZEROS))
+    _, socket = play(engine, ATTACH, *together(predict(1), predict(2)), STOP)
+    good = now[0] is ZEROS
+    expected = [(Result, 1), (Result, 2)] if good else [(Failed, 1)]
+    assert [(type(each), each.request) for each in socket.sent if isinstance(each, (Result, Failed))] == expected
+
+
+def test_an_answer_that_is_not_of_rows_is_told_once_and_nothing_is_run_together_again() -> None:
+    engine = fake(lambda inputs: {"y": inputs["x"][:1]})
+    status, socket = play(engine, *together(predict(1), predict(2)), *together(predict(3), predict(4)), STOP)
+    assert status == exits.OK
+    assert only(Unequal, socket).note == "output y has shape [1, 3] for 2 rows"
+    assert [*answers(socket)] == [1, 2, 3, 4]
+    assert len(engine.asked) == 1 + 2 + 2
+
+
+def test_one_by_itself_may_be_run_on_more_rows_than_it_has() -> None:
+    engine = fake()
+    _, socket = play(engine, *together(of_rows(1, 5), rows=4), STOP)
+    assert (answers(socket), engine.asked[0]["x"].shape) == ({1: [10]}, (4, 3))
+    _, socket = play(fake(sequence(InvalidArgument("no"))), *together(of_rows(1, 5), rows=4), STOP)
+    assert only(Failed, socket) == Failed(1, "INVALID_ARGUMENT", "no", leaving=False)
+    _, socket = play(fake(sequence(ONES)), *together(of_rows(1, 5), rows=4), STOP)
+    assert only(Failed, socket).error == "output y has shape [1, 3] for 4 rows"
+
+
+def test_a_part_is_taken_back_until_its_job_begins() -> None:
+    parts = [of_rows(number, number) for number in (1, 2, 3, 4)]
+    # Before all have come, and after.
+    for at in (3, 4):
+        orders = together(*parts[:3])
+        orders.insert(at, skip(2))
+        engine = fake()
+        _, socket = play(engine, ATTACH, *orders, STOP, ahead=len(orders))
+        assert (only(Skipped, socket).request, answers(socket)) == (2, {1: [2], 3: [6]})
+        assert engine.asked[-1]["x"][:, 0].tolist() == [1, 3]
+    # All of one job, of which one has not come yet; and of another.
+    orders = [*together(*parts[:2]), *together(*parts[2:])]
+    orders[2:2] = [skip(1)]
+    orders += [skip(2), skip(3), skip(4)]
+    _, socket = play(fake(), ATTACH, *orders, encode(Ping(False)), STOP, ahead=len(orders) + 1)
+    assert [type(each) for each in socket.sent[1:]] == [*[Skipped] * 4, Attached, Pong]
+
+
+def test_what_comes_by_another_way_waits_for_those_that_are_together() -> None:
+    first, *rest = together(predict(1), predict(2))
+    ping = encode(Ping(False))
+    _, socket = play(fake(), ATTACH, first, ping, rest[0], ping, rest[1], STOP)
+    assert [type(each) for each in socket.sent[2:]] == [Result, Result, Pong, Pong]
+
+
+def test_those_of_whom_some_have_not_come_are_forgotten_when_another_daemon_is_there() -> None:
+    engine = fake()
+    _, socket = play(engine, *together(predict(1), predict(2))[:-1], encode(Ping(False)), None, predict(3), STOP)
+    assert [type(each) for each in socket.sent[1:]] == [Back, Pong, Result]
+    assert [*answers(socket)] == [3]
+
+
+def test_no_job_begins_within_another() -> None:
+    with pytest.raises(RemoteProtocolError, match="type: expected predict, 1 more, got together"):
+        play(fake(), encode(Together(1)), encode(Together(1)))
+
+
 # --- memory of clients ------------------------------------------------------------------------------------------------
 
 
@@ -805,3 +936,18 @@ def test_a_region_that_is_given_again_before_it_is_taken_away_stays() -> None:
     connection.ahead, connection.late = 2, 2
     assert session(connection, fake()).run(SHA256) == exits.OK
     assert [type(each) for each in connection.sent] == [Hello, Result, Result]
+
+
+def test_regions_of_requests_that_are_together_are_read_and_written_as_those_of_one() -> None:
+    # The last one's has gone when it is begun with; the first one's is given back in between.
+    parts = [placed(1, 16), encode(Unmap(7)), predict(2), placed(3, 0, region=8)]
+    for lost in (False, True):
+        orders = [encode(Map(7)), *([] if lost else [encode(Map(8))]), encode(Together(3)), *parts]
+        connection = Mapping(*orders, STOP)
+        os.pwrite(connection.memory, ONES.tobytes(), 16)
+        assert session(connection, fake()).run(SHA256) == exits.OK
+        kinds = {each.request: type(each) for each in connection.sent if isinstance(each, (Result, Failed))}
+        assert kinds == {1: Result, 2: Result, 3: Failed if lost else Result}
+        assert next(each.placed for each in connection.sent if isinstance(each, Result)) == (0,)
+        if lost:
+            assert os.pread(connection.memory, 12, 64) == (2 * ONES).tobytes()

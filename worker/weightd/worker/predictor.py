@@ -4,21 +4,29 @@ from __future__ import annotations
 
 import logging
 import operator
-from typing import Any, Callable, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
 from weightd.protocol.codec import clip
 from weightd.protocol.errors import Internal, InvalidArgument, RequestError
-from weightd.protocol.messages.children import Failed, Predict, Result
+from weightd.protocol.messages.children import Failed, Predict, Result, Unequal
 from weightd.protocol.messages.data import RequestDescription, ResponseDescription, TensorSpec
 from weightd.protocol.messages.regions import MappedRegions
 from weightd.protocol.tensors import describe_response, frame_of, from_frame, to_wire
 from weightd.worker import exits
+from weightd.worker.batching.joint import Joint, NotRows
 from weightd.worker.canary.proof import Proof
 from weightd.worker.engines.engine import Arrays, Engine
 from weightd.worker.engines.errors import Spoilt
 from weightd.worker.regions import Regions
 
 _log = logging.getLogger("weightd.worker")
+
+# Jobs of which it is remembered how they are put together, and the most parts of such a one.
+_MAX_JOINTS = 64
+_MAX_JOINT_PARTS = 64
+
+Asked = Tuple[Predict, Sequence[Any]]
+"""A request, and its tensors that have frames."""
 
 _form = operator.attrgetter("shape", "dtype", "flags.c_contiguous")
 
@@ -43,6 +51,10 @@ class Predictor:
         # The last answer that was sent as the engine gave it, and what it was an answer to.
         self._usual: Tuple[Any, ...] = ()
         self._usual_description: Any = None
+        self._joints: Dict[Tuple[int, ...], Joint] = {}
+        self._sizes: Sequence[int] = ()
+        # Whether requests that come together are run so.
+        self._joins = True
 
     def predict(self, order: Predict, frames: Sequence[bytes]) -> int:
         """Run the model on what has come, and answer; return the status with which the process is to end, or OK."""
@@ -54,16 +66,14 @@ class Predictor:
                 description = self._usual_description
             else:
                 outputs, description = self._checked(asked, inputs, outputs)
-            if regions is None:
-                rest = [*map(frame_of, outputs.values())]
-            else:
-                placed, rest = self._placed(regions, outputs)
+            rest = [*map(frame_of, outputs.values())]
+            if regions is not None:
+                placed, rest = self._placed(regions, rest)
             self._answer(Result(order.request, description, placed), rest)
         except RequestError as error:
             return self._fail(order, error, leaving=isinstance(error, Spoilt) or not self._proves())
         except Exception as error:  # noqa: BLE001 - the request must be answered, whatever a library raises
-            _log.exception("request %d", order.request)
-            return self._fail(order, Internal(f"{type(error).__name__}: {error}"), leaving=True)
+            return self._fail_unforeseen(order, error)
         return exits.OK
 
     def _checked(
@@ -83,6 +93,97 @@ class Predictor:
             self._usual, self._usual_description = form, description
         return arrays, description
 
+    def together(self, parts: Sequence[Asked], rows: int = 0) -> int:
+        """Run the model once on the rows of several requests, and answer each; return as `predict` does.
+
+        What cannot be run or divided so is run one by one: then only that fails whose fault it is.
+
+        Args:
+            parts: the requests, in their order.
+            rows: to run it on, if they have less; 0: as many as they have.
+        """
+        if len(parts) > 1 and not self._joins:
+            return self._one_by_one(parts)
+        first = parts[0][0]
+        try:
+            joint = self._joint(parts, rows)
+            inputs = joint.inputs([self._bytes_of(order, frames) for order, frames in parts])
+            outputs = self._engine.predict(inputs)
+            form = (*outputs, *map(_form, outputs.values()))
+            if form != joint.form:
+                outputs = self._learned(joint, inputs, outputs, form)
+        except NotRows as error:
+            return self._part(parts, error)
+        except RequestError as error:
+            if isinstance(error, Spoilt) or not self._proves():
+                return self._fail(first, error, leaving=True)
+            return self._one_by_one(parts) if len(parts) > 1 else self._fail(first, error, leaving=False)
+        except Exception as error:  # noqa: BLE001 - as for one
+            return self._fail_unforeseen(first, error)
+        return self._share(parts, joint, outputs)
+
+    def _share(self, parts: Sequence[Asked], joint: Joint, outputs: Arrays) -> int:
+        """Give each request what it has of the answer."""
+        all_bytes = [*map(frame_of, outputs.values())]
+        for (order, _), (description, cuts) in zip(parts, joint.shares):
+            placed, rest = None, [all_bytes[output][begin:end] for output, begin, end in cuts]
+            try:
+                if order.regions is not None:
+                    placed, rest = self._placed(order.regions, rest)
+                self._answer(Result(order.request, description, placed), rest)
+            except RequestError as error:
+                self._fail(order, error, leaving=False)
+            except Exception as error:  # noqa: BLE001 - as for one
+                return self._fail_unforeseen(order, error)
+        return exits.OK
+
+    def _part(self, parts: Sequence[Asked], error: NotRows) -> int:
+        """What is not of rows is never run together again."""
+        if len(parts) == 1:
+            return self._fail(parts[0][0], InvalidArgument(str(error)), leaving=False)
+        self._joins = False
+        self._answer(Unequal(clip(str(error))), ())
+        return self._one_by_one(parts)
+
+    def _one_by_one(self, parts: Sequence[Asked]) -> int:
+        for order, frames in parts:
+            status = self.together([(order, frames)]) if self._sizes else self.predict(order, frames)
+            if status != exits.OK:
+                return status
+        return exits.OK
+
+    def _joint(self, parts: Sequence[Asked], rows: int) -> Joint:
+        # The same description is the same object, for as long as something has it.
+        key = (rows, *[id(order.description) for order, _ in parts])
+        joint = self._joints.get(key)
+        if joint is None:
+            joint = Joint([order.description for order, _ in parts], rows, self._sizes)
+            if len(parts) <= _MAX_JOINT_PARTS:
+                if len(self._joints) == _MAX_JOINTS:
+                    self._joints.pop(next(iter(self._joints)))
+                self._joints[key] = joint
+        return joint
+
+    def _learned(self, joint: Joint, inputs: Arrays, outputs: Arrays, form: Tuple[Any, ...]) -> Arrays:
+        """What is divided of the engine's answer; how it is, is remembered."""
+        if self.proof is not None:
+            outputs = self.proof.checked(inputs, outputs)
+        arrays = _sendable(outputs)
+        joint.learn(arrays)
+        joint.form = form if all(arrays[name] is outputs[name] for name in outputs) else ()
+        return arrays
+
+    def _bytes_of(self, order: Predict, frames: Sequence[Any]) -> Sequence[Any]:
+        """The bytes of the inputs of a request. Those in regions are still there, and may change."""
+        if order.regions is None:
+            return frames
+        sizes, left = order.description.sizes, iter(frames)
+        mapped = {
+            place.tensor: self.regions.view(place.region, place.offset, sizes[place.tensor])
+            for place in order.regions.inputs
+        }
+        return [mapped[index] if index in mapped else next(left) for index in range(len(sizes))]
+
     def _mapped_inputs(self, order: Predict, regions: MappedRegions, frames: Sequence[bytes]) -> Arrays:
         """The inputs of a request of which some are in regions."""
         specs, sizes = order.description.inputs, order.description.sizes
@@ -95,9 +196,8 @@ class Predictor:
             inputs.update(_inputs([spec for spec in specs if spec.name not in inputs], frames))
         return inputs
 
-    def _placed(self, regions: MappedRegions, arrays: Arrays) -> Tuple[Optional[Tuple[int, ...]], List[Any]]:
+    def _placed(self, regions: MappedRegions, frames: List[Any]) -> Tuple[Optional[Tuple[int, ...]], List[Any]]:
         """Write outputs where there is room for them; return their positions, and the frames of the others."""
-        frames = [*map(frame_of, arrays.values())]
         placed: List[int] = []
         for room in regions.outputs:
             index = room.tensor
@@ -112,6 +212,10 @@ class Predictor:
     def _proves(self) -> bool:
         """After a refused predict: whether the model answers as before, as far as can be seen."""
         return self.proof is None or not self.proof.refuted()
+
+    def _fail_unforeseen(self, order: Predict, error: Exception) -> int:
+        _log.exception("request %d", order.request)
+        return self._fail(order, Internal(f"{type(error).__name__}: {error}"), leaving=True)
 
     def _fail(self, order: Predict, error: RequestError, *, leaving: bool) -> int:
         self._answer(Failed(order.request, error.code, clip(str(error)), leaving), ())

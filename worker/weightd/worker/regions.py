@@ -51,14 +51,23 @@ class Regions:
         Raises:
             Internal: the region is not mapped.
         """
-        region = self._regions.get(number)
-        if region is None:
-            raise Internal(_NOT_MAPPED)
+        view = self.view(number, offset, nbytes)
         memory: Any = np.empty(nbytes + _ALIGNMENT, np.uint8)
         begin: int = -memory.__array_interface__["data"][0] % _ALIGNMENT
         copy = memory[begin : begin + nbytes]
-        copy[:] = region[offset : offset + nbytes]
+        copy[:] = view
         return copy
+
+    def view(self, number: int, offset: int, nbytes: int) -> Any:
+        """Return so many bytes as they are there: they are to be copied before anything looks at them.
+
+        Raises:
+            Internal: the region is not mapped.
+        """
+        region = self._regions.get(number)
+        if region is None:
+            raise Internal(_NOT_MAPPED)
+        return region[offset : offset + nbytes]
 
     def write(self, frame: Any, number: int, offset: int, room: int) -> bool:
         """Write bytes, which are what `frame_of` returned, to a region; return False where they do not fit there.

@@ -43,6 +43,7 @@ from weightd.protocol.messages.children import (
     Skip,
     Skipped,
     Stop,
+    Together,
     Unmap,
 )
 from weightd.protocol.version import VERSION
@@ -163,6 +164,8 @@ class Session:
             order, tensors = self._next()
             if isinstance(order, Predict):
                 self._status = self._predictor.predict(order, tensors)
+            elif isinstance(order, Together):
+                self._status = self._predictor.together(tensors, order.rows)
             elif isinstance(order, Stop):
                 return exits.OK
             else:
@@ -188,6 +191,7 @@ class Session:
                 if not messages:
                     self._rest()
             elif self._status == exits.OK:
+                self._inbox.drop_begun()
                 self._predictor.regions.clear()
                 self._send(Back())
             else:

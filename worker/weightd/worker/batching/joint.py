@@ -1,0 +1,131 @@
+"""Requests that are run together: their rows one behind another, and each one's share of the answer.
+
+A row is what has one index in the first dimension of a tensor. Nothing is copied but the inputs, once.
+"""
+
+from __future__ import annotations
+
+from typing import Any, List, NamedTuple, Sequence, Tuple
+
+from weightd.protocol.errors import InvalidArgument
+from weightd.protocol.messages.data import RequestDescription, ResponseDescription, TensorSpec
+from weightd.protocol.tensors import describe_response, from_frame
+from weightd.worker.engines.engine import Arrays
+
+
+class NotRows(ValueError):
+    """An answer has not the rows of its inputs; the text says what it has."""
+
+
+class Share(NamedTuple):
+    """What one request has of an answer.
+
+    Attributes:
+        description: of its outputs.
+        cuts: for each of them the position of the answer's output, and the bytes of that.
+    """
+
+    description: ResponseDescription
+    cuts: Tuple[Tuple[int, int, int], ...]
+
+
+class Joint:
+    """What is known of requests with these descriptions before their tensors: it holds for all that come so.
+
+    Args:
+        descriptions: of the requests, in their order.
+        rows: that the model is run on, if they have less.
+        sizes: the only numbers of rows that it takes, the least first; none: any.
+
+    Attributes:
+        counts: the rows of each request.
+        total: all of them, and those that are there to make up the number.
+        specs: of the inputs of all together.
+        form: of the answer to which `shares` belongs, as who calls names it; () before one was seen.
+        shares: of each request.
+
+    Raises:
+        InvalidArgument: the requests differ in more than their rows, or have none.
+    """
+
+    __slots__ = ("_places", "counts", "descriptions", "form", "shares", "specs", "total")
+
+    def __init__(self, descriptions: Sequence[RequestDescription], rows: int = 0, sizes: Sequence[int] = ()) -> None:
+        self.descriptions = tuple(descriptions)
+        self.counts = [_rows(each.inputs) for each in self.descriptions]
+        used = max(rows, sum(self.counts))
+        self.total = next((size for size in sizes if size >= used), used)
+        first = self.descriptions[0].inputs
+        self.specs = tuple([TensorSpec(each.name, each.datatype, (self.total, *each.shape[1:])) for each in first])
+        # Of each input, its position in each request.
+        self._places = [[_place(each, spec) for each in self.descriptions] for spec in first]
+        self.form: Tuple[Any, ...] = ()
+        self.shares: List[Share] = []
+
+    def inputs(self, parts: Sequence[Sequence[Any]]) -> Arrays:
+        """Return the inputs of all together: copies, for what a client can reach may change.
+
+        Args:
+            parts: the bytes of each request's inputs.
+
+        Raises:
+            InvalidArgument: as `from_frame`.
+        """
+        inputs: Arrays = {}
+        surplus = self.total - sum(self.counts)
+        for spec, places in zip(self.specs, self._places):
+            pieces = [part[place] for part, place in zip(parts, places)]
+            if surplus:
+                pieces += [_last_row(spec, pieces)] * surplus
+            inputs[spec.name] = from_frame(spec, bytearray().join(pieces))
+        return inputs
+
+    def learn(self, arrays: Arrays) -> None:
+        """Find out the shares of an answer.
+
+        Args:
+            arrays: as `to_wire` returns them.
+
+        Raises:
+            NotRows: an output has not as many rows as the inputs.
+        """
+        for name, array in arrays.items():
+            if array.shape[:1] != (self.total,):
+                raise NotRows(f"output {name} has shape {list(array.shape)} for {self.total} rows")
+        positions = {name: position for position, name in enumerate(arrays)}
+        shares: List[Share] = []
+        begin = 0
+        for asked, count in zip(self.descriptions, self.counts):
+            end = begin + count
+            own = {name: arrays[name][begin:end] for name in (arrays if asked.outputs is None else asked.outputs)}
+            cuts = [(positions[name], *_bytes(arrays[name], begin, end)) for name in own]
+            shares.append(Share(describe_response(asked.model_name, own), tuple(cuts)))
+            begin = end
+        self.shares = shares
+
+
+def _rows(specs: Sequence[TensorSpec]) -> int:
+    counts = {each.shape[0] if each.shape else -1 for each in specs}
+    if len(counts) != 1 or -1 in counts:
+        raise InvalidArgument("inputs: expected as many rows of each")
+    return counts.pop()
+
+
+def _place(description: RequestDescription, spec: TensorSpec) -> int:
+    for position, each in enumerate(description.inputs):
+        if each.name == spec.name and each.datatype == spec.datatype and each.shape[1:] == spec.shape[1:]:
+            return position
+    raise InvalidArgument(f"{spec.name}: expected the same but for its rows in all requests that are together")
+
+
+def _last_row(spec: TensorSpec, pieces: Sequence[Any]) -> Any:
+    nbytes = TensorSpec(spec.name, spec.datatype, (1, *spec.shape[1:])).nbytes
+    for piece in reversed(pieces):
+        if nbytes and len(piece):
+            return memoryview(piece)[-nbytes:]
+    return bytes(nbytes)
+
+
+def _bytes(array: Any, begin: int, end: int) -> Tuple[int, int]:
+    nbytes = array.nbytes // max(len(array), 1)
+    return begin * nbytes, end * nbytes
