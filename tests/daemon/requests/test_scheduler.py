@@ -12,11 +12,14 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from testkit.examples import examples
 from weightd.daemon.requests.request import Company, Request
 from weightd.daemon.requests.scheduler import AT_ONCE, Scheduler
-from weightd.daemon.requests.seat import CREDIT, QUICK_S
+from weightd.daemon.requests.seat import QUICK_S
 from weightd.protocol.errors import DeadlineExceeded, RequestError, ResourceExhausted
 from weightd.protocol.messages.data import RequestDescription
 
 _numbers = itertools.count(1)
+
+# What a quick seat may have: one job runs, one is ready.
+CREDIT = 2
 
 
 def request(deadline: float = 100.0, nbytes: int = 10) -> Request:
@@ -39,7 +42,7 @@ def assigned(made: Scheduler) -> list[tuple[str, int]]:
 
 def has(made: Scheduler, process: str) -> list[Request]:
     seat = made.seat(process)
-    return [request for job in seat.jobs.values() for request in job.parts] if seat is not None else []
+    return [request for job in seat.jobs.values() for request in job.requests] if seat is not None else []
 
 
 def numbers(requests: Iterator[Request] | list[Request]) -> list[int]:
@@ -380,7 +383,7 @@ class Against(RuleBasedStateMachine):
     @rule()
     def assign(self) -> None:
         for seat, job in self.real.assign(self.now):
-            worker, [each] = seat.name, job.parts
+            worker, [each] = seat.name, job.requests
             while (queue := self._turn())[0].deadline <= self.now:
                 self.late.append(queue.pop(0))
             assert each is queue.pop(0)
@@ -416,15 +419,17 @@ class Against(RuleBasedStateMachine):
     def answer(self, data: st.DataObject) -> None:
         worker = data.draw(st.sampled_from([name for name, had in self.running.items() if had]))
         each = data.draw(st.sampled_from(self.running[worker]))
+        runs = each is self.running[worker][0]
         self.running[worker].remove(each)
         finished = self.real.finish(worker, each.number, self.now)
-        (self.slow.discard if self.now - self.since[worker] < QUICK_S else self.slow.add)(worker)
-        self.since[worker] = self.now
+        (self.slow.add if runs and self.now - self.since[worker] >= QUICK_S else self.slow.discard)(worker)
+        if runs:
+            self.since[worker] = self.now
         if each.number in self.expired:
             assert finished is None
         else:
             assert finished is not None
-            assert finished.parts == (each,)
+            assert finished.request is each
             self.ended.append(each.number)
 
     @rule(worker=st.sampled_from(WORKERS), number=st.integers(0, 30))

@@ -10,14 +10,17 @@ from weightd.daemon.host.ends import End
 from weightd.daemon.requests.blame.guard import Guard
 from weightd.daemon.requests.job import Job
 from weightd.daemon.requests.latency import Latencies
+from weightd.daemon.requests.part import Part
 from weightd.daemon.requests.regions import Memory
 from weightd.daemon.requests.request import Request
+from weightd.daemon.requests.rows.cut import Cut
+from weightd.daemon.requests.rows.terms import WHOLE, Terms
 from weightd.daemon.requests.scheduler import AT_ONCE, Scheduler
 from weightd.daemon.requests.seat import Seat
 from weightd.daemon.requests.signature import Signature
 from weightd.daemon.requests.writers import Writers
 from weightd.protocol.errors import Cancelled, RequestError, Unavailable, request_error
-from weightd.protocol.messages.children import Built, Failed, OrderMessage, Predict, Result, Skip
+from weightd.protocol.messages.children import Built, Failed, OrderMessage, Predict, Result, Skip, Together
 from weightd.protocol.messages.control import ModelMetadataResponse
 
 Order = Callable[[str, OrderMessage, Sequence[Any], Sequence[Memory]], None]
@@ -86,10 +89,13 @@ class Desk:
         if self.guard.suspects.known or self.guard.quarantine.held:
             aside = self.guard.check(request, now)
         started = None if aside else self.scheduler.start(request, now)
-        if started is not None:
-            self._predict(*started)
-        else:
+        if started is None:
             self.scheduler.submit(request, now, aside=aside)
+            return
+        self._run(*started)
+        if not self.scheduler.is_still:
+            # It runs in parts.
+            self.dispatch(now)
 
     def metadata(self, client: bytes, request_id: str) -> None:
         """Tell the client what the model takes and gives, at once or when it is known.
@@ -115,10 +121,10 @@ class Desk:
 
     # --- from seats ---------------------------------------------------------------------------------------------
 
-    def enlist(self, process: str) -> None:
-        """The process is a seat that takes jobs from now on."""
+    def enlist(self, process: str, *, device: str = "", terms: Terms = WHOLE, concurrency: int = 1) -> None:
+        """The process is a seat that takes jobs from now on: see `Seat`."""
         self.by_process[process] = Latencies()
-        self.scheduler.enlist(process, (process,))
+        self.scheduler.enlist(process, (process,), device=device, terms=terms, concurrency=concurrency)
 
     def dismiss(self, process: str) -> None:
         """Its seat gets nothing new, and nobody asks whether it still answers."""
@@ -126,42 +132,42 @@ class Desk:
         self.guard.watchdog.forget(process)
 
     def result(self, process: str, result: Result, frames: Sequence[Any], now: float) -> None:
-        """A job has been answered."""
+        """A part of a job has been answered."""
         if self.writers.begun:
             self._release(self.writers.end(process, result.request))
-        job = self.scheduler.finish(process, result.request, now)
-        if job is not None:
-            [request] = job.parts
-            if self.writers.begun:
-                request.running = self.writers.is_running(request)
-            self._askers.answer(request, result, frames)
-            latency = now - request.arrived
-            self.latencies.add(latency)
-            self.by_process[process].add(latency)
-            if self.guard.quarantine.suspects:
-                self.guard.answered(request, now)
+        part = self.scheduler.finish(process, result.request, now)
+        if part is not None and part.cut is not None:
+            self._join(part, part.cut, process, result, frames, now)
+        elif part is not None:
+            self._answer(part.request, process, result, frames, now)
         self.guard.watchdog.heard(process, now)
         if not self.scheduler.is_still:
             self.dispatch(now)
 
     def job_failed(self, process: str, failed: Failed, now: float) -> None:
-        """A job has ended in an error; of several parts, each runs again alone. Who leaves has lost what it had."""
+        """A part of a job has ended in an error, or a job of several, which run again alone then.
+
+        Who leaves has lost what it had.
+        """
         self.guard.watchdog.heard(process, now)
         self._release(self.writers.end(process, failed.request))
         if failed.leaving:
             self.guard.leaves(process, failed.request, now)
-        job = self.scheduler.finish(process, failed.request, now)
-        if job is not None and job.sole is not None:
-            self.refuse(job.sole, request_error(failed.code, failed.error))
-        elif job is not None:
-            self.scheduler.part(job)
+        seat = self.scheduler.seat(process)
+        job = seat.job_of(failed.request) if seat is not None else None
+        if job is not None and failed.leaving and job.sole is None:
+            self.scheduler.keep_apart(job)
+        else:
+            part = self.scheduler.finish(process, failed.request, now)
+            if part is not None:
+                self.refuse(part.request, request_error(failed.code, failed.error))
         if failed.leaving:
             self.scheduler.release(process)
         else:
             self.dispatch(now)
 
     def skipped(self, process: str, number: int) -> None:
-        """A job was taken back before it had begun."""
+        """A part of a job was taken back before that had begun."""
         self._release(self.writers.end(process, number))
 
     def died(self, process: str, end: End, now: float) -> None:
@@ -193,7 +199,7 @@ class Desk:
             for process in seat.processes:
                 self._order(process, Skip(number), (), ())
         for seat, job in self.scheduler.assign(now):
-            self._predict(seat, job)
+            self._run(seat, job)
 
     def expire(self, now: float, explained: Callable[[RequestError], RequestError]) -> None:
         """End each request whose deadline has passed, with the error that `explained` makes of it."""
@@ -236,6 +242,7 @@ class Desk:
     def refuse(self, request: Request, error: RequestError) -> None:
         """End a request in an error."""
         self.failed += 1
+        self.scheduler.end_whole(request)
         request.running = self.writers.is_running(request)
         self._askers.refuse(request, error)
 
@@ -272,14 +279,49 @@ class Desk:
             self.refuse(request, error)
         self.dispatch(now)
 
-    def _predict(self, seat: Seat, job: Job) -> None:
-        [request] = job.parts
+    def _run(self, seat: Seat, job: Job) -> None:
+        rows = seat.terms.padded(job.rows)
+        if job.count > 1 or rows:
+            self._order_all(seat, Together(job.count, rows), (), ())
+        for part in job.parts.values():
+            self._predict(seat, part)
+
+    def _predict(self, seat: Seat, part: Part) -> None:
+        request, cut = part.request, part.cut
+        if cut is not None:
+            frames, places = cut.contents(part.first, part.rows)
+            order = Predict(part.number, cut.described(part.rows), places.mapped)
+            self._order_all(seat, order, frames, places.memories)
+            return
         places = request.places
         if places.outputs and not self.writers.begin(seat.processes, request):
             places = places.without_outputs()
-        order = Predict(job.number, request.description, places.mapped)
+        self._order_all(seat, Predict(part.number, request.description, places.mapped), request.frames, places.memories)
+
+    def _order_all(self, seat: Seat, order: OrderMessage, frames: Sequence[Any], memories: Sequence[Memory]) -> None:
         for process in seat.processes:
-            self._order(process, order, request.frames, places.memories)
+            self._order(process, order, frames, memories)
+
+    def _join(self, part: Part, cut: Cut, process: str, result: Result, frames: Sequence[Any], now: float) -> None:
+        """Rows of a request have been answered."""
+        try:
+            whole = cut.add(part.first, part.rows, result, frames)
+        except RequestError as error:
+            self.refuse(part.request, error)
+            return
+        if whole is not None:
+            self.scheduler.end_whole(part.request)
+            self._answer(part.request, process, *whole, now)
+
+    def _answer(self, request: Request, process: str, result: Result, frames: Sequence[Any], now: float) -> None:
+        if self.writers.begun:
+            request.running = self.writers.is_running(request)
+        self._askers.answer(request, result, frames)
+        latency = now - request.arrived
+        self.latencies.add(latency)
+        self.by_process[process].add(latency)
+        if self.guard.quarantine.suspects:
+            self.guard.answered(request, now)
 
     def _release(self, requests: Iterable[Request]) -> None:
         for request in requests:

@@ -1,51 +1,71 @@
-"""A job: what a seat runs at once, and answers at once."""
+"""A job: what a seat runs at once."""
 
 from __future__ import annotations
 
-import operator
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from weightd.daemon.requests.part import Part
 from weightd.daemon.requests.request import Company, Origin, Request
+from weightd.daemon.requests.rows.terms import Form
 
-_ENDED = operator.attrgetter("ended")
+_NOT_YET = float("inf")
 
 
 @dataclass(eq=False, slots=True)
 class Job:
-    """One or more parts of requests; a part is all of a request.
+    """One or more parts of requests; each is answered by itself.
 
     What becomes of a job says something of its parts only if it has one. Where it has several, and its seat dies of
     it, hangs in it or refuses it, each of them runs again alone.
 
     Attributes:
         number: by which its seat calls it: that of its first part.
-        parts: of each, the request.
+        parts: what has not been answered of it, by number.
+        count: how many parts it had.
+        form: of its rows, if it has some.
+        rows: how many they are.
+        began: when it began to run, in monotonic seconds; later than any clock says while it is only ready.
     """
 
     number: int
-    parts: tuple[Request, ...]
+    parts: dict[int, Part]
+    count: int = 1
+    form: Form | None = None
+    rows: int = 0
+    began: float = _NOT_YET
+
+    @classmethod
+    def of(cls, parts: Sequence[Part], form: Form | None = None, rows: int = 0) -> Job:
+        """Return a job of these parts."""
+        return cls(parts[0].number, {part.number: part for part in parts}, len(parts), form, rows)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether it runs, as far as can be told from here."""
+        return self.began != _NOT_YET
 
     @property
     def sole(self) -> Request | None:
-        """The request that it is, all alone; None if it has several parts."""
-        return self.parts[0] if len(self.parts) == 1 else None
+        """The request that it is a part of, all alone; None if it has several parts."""
+        return next(iter(self.parts.values())).request if self.count == 1 else None
+
+    @property
+    def requests(self) -> list[Request]:
+        """Those that it has not answered."""
+        return [part.request for part in self.parts.values()]
 
     @property
     def origins(self) -> set[Origin]:
         """Who has asked."""
-        return {each.origin for each in self.parts}
+        return {request.origin for request in self.requests}
 
     @property
-    def awaited(self) -> list[Request]:
-        """The requests that have not ended while it ran."""
-        return [each for each in self.parts if not each.ended]
-
-    @property
-    def is_awaited(self) -> bool:
-        """Whether anybody waits for what comes of it."""
-        return not all(map(_ENDED, self.parts))
+    def awaited(self) -> list[Part]:
+        """The parts of which the requests have not ended while it ran."""
+        return [part for part in self.parts.values() if part.is_awaited]
 
     @property
     def company(self) -> Company:
         """What else may run: as the narrowest of its parts bears."""
-        return max(each.company for each in self.parts)
+        return max(request.company for request in self.requests)

@@ -3,8 +3,12 @@
 First come, first served, among the seats that have credit. A seat that is quick has credit for two jobs: one runs and
 one is ready, so it never waits for the daemon between two. One that computes for long has nothing ready, and what
 waits behind it is taken back: no request waits for one seat while another is free. Requests of clients under suspicion
-(`suspects`) are confined: one of them is with a seat at a time, and nothing waits behind it there. Jobs are formed of
-requests when it is their turn: today of one request each. Plain decisions, fed with the clock.
+(`suspects`) are confined: one of them is with a seat at a time, and nothing waits behind it there. Plain decisions, fed
+with the clock.
+
+Jobs are formed when a seat is free, of what waits then: where the model's rows allow it, of several requests, or of a
+part of one. No seat idles while something waits that it could run, and nothing waits for company. A request that runs
+in parts takes turns with what else waits: it does not hold all seats.
 
 A seat is spoken of by its name, or by that of any of its processes where it is these that answer or die.
 """
@@ -16,8 +20,13 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
 from weightd.daemon.requests.job import Job
+from weightd.daemon.requests.part import Part
 from weightd.daemon.requests.request import Company, Request
-from weightd.daemon.requests.seat import CREDIT, QUICK_S, Seat
+from weightd.daemon.requests.rows import forming
+from weightd.daemon.requests.rows.cut import Cut
+from weightd.daemon.requests.rows.terms import WHOLE, Terms
+from weightd.daemon.requests.rows.times import Times
+from weightd.daemon.requests.seat import QUICK_S, Seat
 from weightd.daemon.requests.waiting import Queue
 from weightd.protocol.errors import DeadlineExceeded, RequestError, ResourceExhausted
 
@@ -29,6 +38,9 @@ AT_ONCE = 0.0
 
 # Of so many of the last answers the mean duration is taken.
 _LATEST = 16
+
+# Parts that are not all of a request have numbers that no request has.
+_FIRST_PART = 2**62
 
 
 class Scheduler:
@@ -54,9 +66,17 @@ class Scheduler:
         self._due_by = due_by
         self._queue = Queue()
         self._confined = Queue()
+        # What runs in parts, of which some were given to seats, and some have still to be.
+        self._begun = Queue()
         # What is looked at before it may run.
         self._aside = Queue()
-        self._queues = (self._queue, self._confined, self._aside)
+        self._queues = (self._queue, self._confined, self._begun, self._aside)
+        # The requests that run in parts and have not ended, by their numbers.
+        self._cuts: dict[int, Cut] = {}
+        self._part_numbers = itertools.count(_FIRST_PART)
+        # The last job was of a request that had begun before.
+        self._went_on = False
+        self._times = Times()
         self._seats: dict[str, Seat] = {}
         # Those that take jobs. One that is not among them gets nothing new but may still answer.
         self._enlisted: dict[str, Seat] = {}
@@ -78,9 +98,11 @@ class Scheduler:
         """Have a request run that has just come, if it is its turn and a seat is free; return None if it has to wait.
 
         If everything was assigned before that could be, then `submit` alone is left to do: it comes to nothing to
-        `assign` after it.
+        `assign` after it. After a start there may be: of a request that runs in parts this is the first.
         """
-        if self._next() is not None or request.deadline <= now:
+        if not self.is_still and next(self._turns(), None) is not None:
+            return None
+        if request.deadline <= now:
             return None
         if request.company is Company.CONFINED and self._runs_confined():
             return None
@@ -107,7 +129,7 @@ class Scheduler:
         self._ends_by(request)
 
     def set_aside(self, chosen: Callable[[Request], bool]) -> list[Request]:
-        """Have what waits and is `chosen` not run before it is admitted; return it."""
+        """Have what waits and is `chosen` not run before it is admitted; return it. What has begun goes on."""
         chosen_ones = [request for queue in (self._queue, self._confined) for request in queue.withdraw(chosen)]
         for request in chosen_ones:
             self._aside.append(request)
@@ -124,12 +146,15 @@ class Scheduler:
         """Have what is `chosen` run one at a time: what waits, and what is with a seat if it has to run again."""
         for request in filter(chosen, self._outstanding()):
             request.narrow(Company.CONFINED)
-        for request in self._queue.withdraw(chosen):
-            self._confined.append(request)
+        for queue in (self._queue, self._begun):
+            for request in queue.withdraw(chosen):
+                self._confined.append(request)
 
-    def enlist(self, name: str, processes: tuple[str, ...]) -> None:
-        """The seat takes jobs from now on; it consists of these processes."""
-        seat = self._seats.setdefault(name, Seat(name, processes))
+    def enlist(
+        self, name: str, processes: tuple[str, ...], *, device: str = "", terms: Terms = WHOLE, concurrency: int = 1
+    ) -> None:
+        """The seat takes jobs from now on; it consists of these processes. See `Seat` for the rest."""
+        seat = self._seats.setdefault(name, Seat(name, processes, device, terms, concurrency))
         self._enlisted[name] = seat
         self._seat_of.update(dict.fromkeys(processes, seat))
 
@@ -139,16 +164,34 @@ class Scheduler:
         if seat is not None:
             self._enlisted.pop(seat.name, None)
 
-    def finish(self, process: str, number: int, now: float) -> Job | None:
-        """A process has answered for its seat; return the job, or None if nobody waits for this answer any more."""
+    def finish(self, process: str, number: int, now: float) -> Part | None:
+        """A process has answered a part for its seat; return it, or None if nobody waits for this answer any more."""
         seat = self._seat_of.get(process)
-        if seat is None:
+        job = seat.job_of(number) if seat is not None else None
+        if seat is None or job is None:
             return None
-        job = seat.jobs.pop(number, None)
-        if job is None:
-            return None
-        self._ran.append(seat.finished(now))
-        return job if job.is_awaited else None
+        part = job.parts.pop(number)
+        if not job.parts:
+            took = seat.finished(job, now)
+            self._ran.append(took / job.count)
+            if job.form is not None:
+                self._times.add(seat.device, job.form.kind, job.rows, took)
+        return part if part.is_awaited else None
+
+    def end_whole(self, request: Request) -> None:
+        """A request has ended: if it runs in parts, nothing more of it runs, and what runs nobody waits for."""
+        cut = self._cuts.pop(request.number, None)
+        if cut is None:
+            return
+        cut.ended = True
+        for queue in self._queues:
+            if request in queue:
+                queue.remove(request)
+        for seat in self._seats.values():
+            for job in seat.ready:
+                mine = [part.number for part in job.parts.values() if part.cut is cut]
+                if mine:
+                    self._recall(seat, job, mine)
 
     def release(self, process: str, *, but: Sequence[Request] = ()) -> None:
         """The seat of the process is gone, or as good as that: what it has not answered waits again, at the head.
@@ -157,24 +200,30 @@ class Scheduler:
         """
         seat = self._seat_of.get(process)
         if seat is not None:
-            self._requeue([request for request in self._remove(seat) if request not in but])
+            self._requeue([part for part in self._remove(seat) if part.request not in but])
 
     def part(self, job: Job) -> None:
         """Something became of a job that says nothing of any of its parts: each of them runs again, alone."""
-        for request in job.parts:
-            request.narrow(Company.ALONE)
+        self.keep_apart(job)
         self._requeue(job.awaited)
+
+    def keep_apart(self, job: Job) -> None:
+        """Whatever has to run again of a job, does so alone."""
+        for request in job.requests:
+            request.narrow(Company.ALONE)
 
     def assign(self, now: float) -> Iterator[tuple[Seat, Job]]:
         """Yield each pair of seat and job that is due now; what is yielded is running."""
-        while (queue := self._next()) is not None:
-            seat = self._freest(queue.first, now)
-            if seat is None:
-                return
+        if self._begun.count:
+            self._begin_anew()
+        while (turn := self._turn(now)) is not None:
+            queue, seat = turn
             request = queue.take()
             if request.deadline <= now:
                 self._late.append(request)
+                self.end_whole(request)
                 continue
+            self._went_on = queue is self._begun
             yield seat, self._give(seat, request, now)
 
     def expire(self, now: float) -> list[tuple[Request, RequestError]]:
@@ -197,51 +246,44 @@ class Scheduler:
         Returns:
             The requests, each with whether a seat is running it.
         """
-        return [(request, False) for request in self.withdraw(unfit)] + self._end_of_seats(unfit)
+        ran = self._end_of_seats(unfit)
+        known = [request for request, _ in ran]
+        return [(request, False) for request in self.withdraw(unfit) if request not in known] + ran
 
     def end_of(self, client: bytes, request_id: str | None = None) -> list[Request]:
         """Take out what the client has asked, or what it has asked under this id; nobody else's is looked at."""
-        waited = [request for queue in self._queues for request in queue.withdraw_of(client, request_id)]
         ran = self._end_of_seats(lambda each: each.client == client and request_id in (None, each.id))
-        return waited + [request for request, _ in ran]
-
-    def _end_of_seats(self, unfit: Callable[[Request], bool]) -> list[tuple[Request, bool]]:
-        ended: list[tuple[Request, bool]] = []
-        for seat in self._seats.values():
-            for position, job in enumerate(list(seat.jobs.values())):
-                gone = [request for request in job.awaited if unfit(request)]
-                for request in gone:
-                    request.ended = True
-                    ended.append((request, not position))
-                if position and gone and not job.is_awaited:
-                    self._recall(seat, job)
-        return ended
+        known = [request for request, _ in ran]
+        waited = [request for queue in self._queues for request in queue.withdraw_of(client, request_id)]
+        return [request for request in waited if request not in known] + known
 
     def overdue(self, now: float) -> list[tuple[Seat, Job]]:
         """Take out the seats that have computed for too long, each with what it runs.
 
-        What they had ahead waits again; what waits behind a job that only runs long is taken back, too.
+        What they had beside it waits again; what waits behind a job that only runs long is taken back, too.
         """
         if now < self._look:
             return []
         hung: list[tuple[Seat, Job]] = []
         for seat in list(self._seats.values()):
-            jobs = list(seat.jobs.values())
-            if not jobs:
+            if not seat.jobs:
                 continue
             if now >= seat.since + self._predict_timeout:
-                hung.append((seat, seat.jobs.pop(jobs[0].number)))
+                longest = min(seat.jobs.values(), key=lambda job: job.began)
+                hung.append((seat, seat.jobs.pop(longest.number)))
                 self._requeue(self._remove(seat))
-            elif now >= seat.since + QUICK_S and len(jobs) > 1:
-                for job in jobs[1:]:
-                    self._recall(seat, job)
-                self._requeue([request for job in jobs[1:] for request in job.awaited])
+            elif now >= seat.since + QUICK_S:
+                for job in seat.ready:
+                    self._requeue(self._recall(seat, job, list(job.parts)))
         self._look = min((self._due(seat) for seat in self._seats.values()), default=float("inf"))
         return hung
 
     def withdraw(self, unfit: Callable[[Request], bool]) -> list[Request]:
-        """Return the requests that wait and are `unfit`, and forget them."""
-        return [request for queue in self._queues for request in queue.withdraw(unfit)]
+        """Return the requests that wait, or have still to be given to a seat in part, and are `unfit`; forget them."""
+        gone = [request for queue in self._queues for request in queue.withdraw(unfit)]
+        for request in gone:
+            self.end_whole(request)
+        return gone
 
     def give_up(self) -> list[Request]:
         """Return every request that waits, or has waited until its deadline, and forget it."""
@@ -249,7 +291,7 @@ class Scheduler:
         return late + self.withdraw(lambda _: True)
 
     def take_recalled(self) -> Sequence[tuple[Seat, int]]:
-        """Return what seats have in vain, by the job's number, so that they need not begin with it; and forget it."""
+        """Return what seats have in vain, by the part's number, so that they need not begin with it; and forget it."""
         if not self._recalled:
             return ()
         recalled, self._recalled = self._recalled, []
@@ -264,12 +306,12 @@ class Scheduler:
     @property
     def queued(self) -> int:
         """Requests that wait."""
-        return self._queue.count + self._confined.count + self._aside.count
+        return self._queue.count + self._confined.count + self._begun.count + self._aside.count
 
     @property
     def is_still(self) -> bool:
         """Whether nothing waits that may run. Cheap: this is asked with every answer."""
-        return not (self._queue.count or self._confined.count)
+        return not (self._queue.count or self._confined.count or self._begun.count)
 
     @property
     def idle(self) -> bool:
@@ -298,8 +340,20 @@ class Scheduler:
 
     # --- within -------------------------------------------------------------------------------------------------
 
-    def _next(self) -> Queue | None:
-        """The queue whose turn it is: the one whose first request has come first."""
+    def _turns(self) -> Iterator[Queue]:
+        """Yield the queues of which the first may run, in the order of their turns.
+
+        That is the one whose first request has come first. What has begun takes turns with it.
+        """
+        queue = self._whole()
+        if self._begun.count and not self._went_on:
+            yield self._begun
+        if queue is not None:
+            yield queue
+        if self._begun.count and self._went_on:
+            yield self._begun
+
+    def _whole(self) -> Queue | None:
         queue, confined = self._queue, self._confined
         if not confined.count or self._runs_confined():
             return queue if queue.count else None
@@ -309,32 +363,77 @@ class Scheduler:
         return any(seat.has_confined for seat in self._seats.values())
 
     def _queue_of(self, request: Request) -> Queue:
-        return self._confined if request.company is Company.CONFINED else self._queue
+        if request.company is Company.CONFINED:
+            return self._confined
+        return self._begun if request.number in self._cuts else self._queue
+
+    def _turn(self, now: float) -> tuple[Queue, Seat] | None:
+        """The queue whose first request runs now, and where."""
+        for queue in self._turns():
+            seat = self._freest(queue.first, now)
+            if seat is not None:
+                return queue, seat
+        return None
 
     def _freest(self, request: Request, now: float) -> Seat | None:
         """The seat with the least to do that has credit, the first of them; None if none has any."""
-        freest, least = None, CREDIT
+        freest, least = None, float("inf")
+        cut = self._cuts.get(request.number) if self._cuts else None
         for seat in self._enlisted.values():
+            if cut is not None and seat.terms != cut.terms:
+                continue
             if not seat.jobs:
                 return seat
-            load = len(seat.jobs)
-            if load < least and seat.takes_behind(request.company, now):
+            load = len(seat.jobs) / seat.concurrency
+            if load < least and seat.takes(request.company, now) and self._may_be_behind(seat, request, now):
                 freest, least = seat, load
         return freest
 
+    def _may_be_behind(self, seat: Seat, request: Request, now: float) -> bool:
+        """Whether nothing that may still come could share the request's job, so that it need not wait for the seat."""
+        terms = seat.terms
+        if seat.is_free or not terms.merges:
+            return True
+        return forming.together(request, self._queue, terms, seat.device, self._times, now).is_full
+
     def _give(self, seat: Seat, request: Request, now: float) -> Job:
         """Have the seat run a request, as soon as it has nothing before it."""
-        if seat.jobs:
-            look = seat.since + QUICK_S
-        else:
-            seat.since = now
-            look = now + self._predict_timeout
+        job = Job.of((Part(request.number, request),)) if seat.terms is WHOLE else self._formed(seat, request, now)
+        seat.give(job, now)
+        look = job.began + self._predict_timeout if job.has_begun else seat.since + QUICK_S
         if look < self._look:
             self._look = look
             self._due_by(look)
-        number = request.number
-        job = seat.jobs[number] = Job(number, (request,))
         return job
+
+    def _formed(self, seat: Seat, request: Request, now: float) -> Job:
+        """The job of what waits longest, and of what goes with it, or of some of its rows."""
+        terms, form = seat.terms, seat.terms.form(request.description)
+        cut = self._cuts.get(request.number)
+        if cut is None and form is not None and 0 < terms.part_rows < form.rows:
+            cut = self._cuts[request.number] = Cut(request, terms, form)
+        if cut is not None:
+            return self._part_of(cut, seat)
+        group = forming.together(request, self._queue, terms, seat.device, self._times, now)
+        for each in group.requests[1:]:
+            self._queue.remove(each)
+        return Job.of([Part(each.number, each) for each in group.requests], form, group.rows)
+
+    def _part_of(self, cut: Cut, seat: Seat) -> Job:
+        fellows = [each.device for each in self._enlisted.values() if each.terms == cut.terms]
+        first, rows = cut.take(forming.rows_of_part(cut.terms, cut.form, seat.device, fellows, self._times))
+        if cut.is_pending:
+            self._queue_of(cut.request).append(cut.request)
+        part = Part(next(self._part_numbers), cut.request, cut, first, rows)
+        return Job.of([part], cut.form, rows)
+
+    def _begin_anew(self) -> None:
+        """What has begun where the model is not served any more runs where it is, all of it."""
+        for request in self._begun:
+            terms = self._cuts[request.number].terms
+            if not any(seat.terms == terms for seat in self._enlisted.values()):
+                self.end_whole(request)
+                self._queue.put_back([request])
 
     def _ends_by(self, request: Request) -> None:
         """A request is outstanding from now on."""
@@ -343,7 +442,7 @@ class Scheduler:
             self._due_by(self._earliest)
 
     def _check_room(self, request: Request, queued: int, now: float) -> None:
-        nbytes = self._queue.nbytes + self._confined.nbytes + self._aside.nbytes
+        nbytes = sum(queue.nbytes for queue in self._queues)
         if queued >= self._max_queue:
             raise self._full(f"{queued} requests wait already, the bound is {self._max_queue}", now)
         if nbytes + request.nbytes > self._max_queue_bytes:
@@ -364,26 +463,54 @@ class Scheduler:
     def _due(self, seat: Seat) -> float:
         if not seat.jobs:
             return float("inf")
-        return seat.since + (QUICK_S if len(seat.jobs) > 1 else self._predict_timeout)
+        return seat.since + (QUICK_S if seat.ready else self._predict_timeout)
 
     def _outstanding(self) -> Iterator[Request]:
         yield from self.waiting()
         for seat in self._seats.values():
             for job in seat.jobs.values():
-                yield from job.awaited
+                yield from (part.request for part in job.awaited)
 
-    def _recall(self, seat: Seat, job: Job) -> None:
-        del seat.jobs[job.number]
-        self._recalled.append((seat, job.number))
+    def _end_of_seats(self, unfit: Callable[[Request], bool]) -> list[tuple[Request, bool]]:
+        """End what seats have that is unfit; return each request once, with whether a seat is running any of it."""
+        ended: dict[int, tuple[Request, bool]] = {}
+        for seat in self._seats.values():
+            for job in list(seat.jobs.values()):
+                gone = [part for part in job.parts.values() if part.is_awaited and unfit(part.request)]
+                for part in gone:
+                    ran = ended.get(part.request.number, (part.request, False))[1]
+                    ended[part.request.number] = part.request, ran or job.has_begun
+                if gone and not job.has_begun:
+                    self._recall(seat, job, [part.number for part in gone])
+        for request, _ in ended.values():
+            cut = self._cuts.pop(request.number, None)
+            if cut is not None:
+                cut.ended = True
+            else:
+                request.ended = True
+        return list(ended.values())
 
-    def _remove(self, seat: Seat) -> list[Request]:
+    def _recall(self, seat: Seat, job: Job, numbers: Sequence[int]) -> list[Part]:
+        """Take these parts of a job back from a seat that has not begun with it; return those that are awaited."""
+        parts = [job.parts.pop(number) for number in numbers]
+        self._recalled += [(seat, number) for number in numbers]
+        if not job.parts:
+            del seat.jobs[job.number]
+        return [part for part in parts if part.is_awaited]
+
+    def _remove(self, seat: Seat) -> list[Part]:
         for process in seat.processes:
             del self._seat_of[process]
         del self._seats[seat.name]
         self._enlisted.pop(seat.name, None)
-        return [request for job in seat.jobs.values() for request in job.awaited]
+        return [part for job in seat.jobs.values() for part in job.awaited]
 
-    def _requeue(self, requests: Sequence[Request]) -> None:
-        confined = [request for request in requests if request.company is Company.CONFINED]
-        self._confined.put_back(confined)
-        self._queue.put_back([request for request in requests if request.company is not Company.CONFINED])
+    def _requeue(self, parts: Sequence[Part]) -> None:
+        again: list[Request] = []
+        for part in parts:
+            if part.cut is not None:
+                part.cut.put_back(part.first, part.rows)
+            if not any(part.request in queue for queue in self._queues):
+                again.append(part.request)
+        for queue in (self._confined, self._begun, self._queue):
+            queue.put_back([request for request in again if self._queue_of(request) is queue])

@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 
 from weightd.daemon.requests.job import Job
 from weightd.daemon.requests.request import Company
-
-CREDIT = 2
+from weightd.daemon.requests.rows.terms import WHOLE, Terms
 
 # A seat that has computed for longer than this gets nothing ahead: handing it the next job then costs it less than a
 # hundredth of its time (a round trip is a fraction of a millisecond, one with 8 MiB a few).
@@ -21,31 +20,74 @@ class Seat:
     Attributes:
         name: of the seat.
         processes: their names.
-        jobs: by their numbers, in the order in which it got them: it runs the first.
-        since: when it began with that, in monotonic seconds.
-        credit: how many jobs it may have.
+        device: where they run.
+        terms: what may be done with the rows of requests here.
+        concurrency: how many jobs it runs at once.
+        jobs: by their numbers, in the order in which it got them, and begins with them.
+        is_quick: whether it was with its last job: then it may have one ready behind those that it runs.
     """
 
     name: str
     processes: tuple[str, ...]
+    device: str = ""
+    terms: Terms = WHOLE
+    concurrency: int = 1
     jobs: dict[int, Job] = field(default_factory=dict[int, Job])
-    since: float = 0.0
-    credit: int = CREDIT
+    is_quick: bool = True
+
+    @property
+    def is_free(self) -> bool:
+        """Whether it would begin with a job at once."""
+        return len(self.jobs) < self.concurrency
 
     @property
     def has_confined(self) -> bool:
         """Whether one of its jobs is confined."""
         return any(job.company is Company.CONFINED for job in self.jobs.values())
 
-    def takes_behind(self, company: Company, now: float) -> bool:
-        """Return whether it takes a job that bears this company behind what it has."""
-        if len(self.jobs) >= self.credit or now >= self.since + QUICK_S:
-            return False
-        return company is Company.ANY and all(job.company is Company.ANY for job in self.jobs.values())
+    @property
+    def since(self) -> float:
+        """When it began with the job that runs longest; later than any clock says where none does."""
+        return min((job.began for job in self.jobs.values()), default=float("inf"))
 
-    def finished(self, now: float) -> float:
+    @property
+    def ready(self) -> list[Job]:
+        """The jobs that wait for those that run."""
+        return [job for job in self.jobs.values() if not job.has_begun]
+
+    def takes(self, company: Company, now: float) -> bool:
+        """Return whether it takes one more job that bears this company, be it behind what it has."""
+        if not self.jobs:
+            return True
+        if company is not Company.ANY or any(job.company is not Company.ANY for job in self.jobs.values()):
+            return False
+        if self.is_free:
+            return True
+        return len(self.jobs) == self.concurrency and self.is_quick and now < self.since + QUICK_S
+
+    def give(self, job: Job, now: float) -> None:
+        """It has a job, and begins with it if it is free."""
+        if self.is_free:
+            job.began = now
+        self.jobs[job.number] = job
+
+    def job_of(self, number: int) -> Job | None:
+        """Return the job that has the part of this number, which has not been answered."""
+        job = self.jobs.get(number)
+        if job is not None and number in job.parts:
+            return job
+        return next((each for each in self.jobs.values() if number in each.parts), None)
+
+    def finished(self, job: Job, now: float) -> float:
         """It has answered a job: return for how many seconds that ran."""
-        took = now - self.since
-        self.since = now
-        self.credit = CREDIT if took < QUICK_S else 1
+        del self.jobs[job.number]
+        # What was only ready, for all that is known here, has run all the same.
+        took = now - min(job.began, now)
+        self.is_quick = took < QUICK_S
+        self._begin(now)
         return took
+
+    def _begin(self, now: float) -> None:
+        """What was ready begins where there is room."""
+        for job in list(self.jobs.values())[: self.concurrency]:
+            job.began = min(job.began, now)

@@ -10,6 +10,7 @@ from weightd.daemon.config.model import ModelConfig
 from weightd.daemon.host.ends import End
 from weightd.daemon.requests.blame.guard import MAX_LOSSES, Guard
 from weightd.daemon.requests.job import Job
+from weightd.daemon.requests.part import Part
 from weightd.daemon.requests.request import Company, Origin, Request
 from weightd.daemon.requests.scheduler import Scheduler
 from weightd.protocol.errors import RequestError
@@ -49,21 +50,21 @@ class Bench:
         self.scheduler.enlist(f"s{self.seats}", (first, second))
         seat = self.scheduler.seat(second)
         assert seat is not None
-        seat.since = self.now
-        seat.jobs.update((job.number, job) for job in jobs)
+        for job in jobs:
+            seat.give(job, self.now)
         return second
 
     def runs(self) -> list[list[int]]:
         """Give a new seat what is due; return its jobs, each as the numbers of its requests."""
         process = self.seat()
         given = [job for _, job in self.scheduler.assign(self.now)]
-        assert all(job.number == job.parts[0].number for job in given)
+        assert all(job.number == job.requests[0].number for job in given)
         self.last = process
-        return [[part.number for part in job.parts] for job in given]
+        return [[*job.parts] for job in given]
 
 
 def batch(*requests: Request) -> Job:
-    return Job(requests[0].number, requests)
+    return Job.of([Part(each.number, each) for each in requests])
 
 
 def test_what_a_seat_died_of_is_found_by_running_the_parts_of_its_job_apart() -> None:
@@ -127,14 +128,14 @@ def test_who_has_taken_its_part_back_does_not_run_again() -> None:
     assert bench.runs() == [[1]]
 
 
-def test_a_job_behind_another_is_recalled_once_nobody_waits_for_any_part_of_it() -> None:
+def test_of_a_job_behind_another_what_nobody_waits_for_is_recalled() -> None:
     bench = Bench()
     first, two, three = bench.requests(ANN, ANN, BOB)
     bench.seat(batch(first), batch(two, three))
     assert bench.scheduler.end(lambda each: each is two) == [(two, False)]
-    assert not bench.scheduler.take_recalled()
     assert bench.scheduler.end(lambda each: each is three) == [(three, False)]
-    assert [(seat.name, number) for seat, number in bench.scheduler.take_recalled()] == [("s1", 1)]
+    assert [(seat.name, number) for seat, number in bench.scheduler.take_recalled()] == [("s1", 1), ("s1", 2)]
+    assert bench.scheduler.in_flight("s1.0") == 1
 
 
 def test_what_a_seat_hangs_in_is_found_by_running_the_parts_of_its_job_apart() -> None:
@@ -146,6 +147,7 @@ def test_what_a_seat_hangs_in_is_found_by_running_the_parts_of_its_job_apart() -
     [seat] = [bench.scheduler.seat(bench.last)]
     assert seat is not None
     seat.jobs[0] = batch(*requests, gone)
+    seat.jobs[0].began = bench.now
     bench.now += TIMEOUT_S
     assert [each.name for each, _ in bench.guard.overdue(bench.now)] == ["s1"]
     assert (bench.refused, bench.scheduler.seat(bench.last)) == ({}, None)

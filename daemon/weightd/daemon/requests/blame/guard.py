@@ -135,10 +135,11 @@ class Guard:
         origins = self._accuse(accused)
         self._suspect(origins, now - seat.since, now)
         proven = accused[0].sole if len(accused) == 1 else None
-        errors = self._verdicts(jobs[0], end, now, proven=proven is not None)
+        awaited = {part.request for job in jobs for part in job.awaited}
+        errors = self._verdicts([job for job in jobs if job.has_begun], end, now, proven=proven is not None)
         self._scheduler.release(process, but=[request for request, _ in errors])
         for request, error in errors:
-            if not request.ended:
+            if request in awaited:
                 self._refuse(request, error)
         if proven is not None and proven.deaths >= MAX_DEATHS:
             self._learn(proven, self._hold, now)
@@ -148,9 +149,9 @@ class Guard:
     def leaves(self, process: str, number: int, now: float) -> None:
         """A seat ends, because its model may be spoilt by a job that failed: it is as lost as one that died."""
         seat = self._scheduler.seat(process)
-        job = seat.jobs.get(number) if seat is not None else None
-        if seat is not None and job is not None:
-            self._lost_to(job, now - seat.since, now)
+        job = seat.job_of(number) if seat is not None else None
+        if job is not None:
+            self._lost_to(job, now - job.began, now)
 
     def overdue(self, now: float) -> Iterator[tuple[Seat, str]]:
         """Yield the seats that compute for too long, each with the reason to end it.
@@ -162,12 +163,12 @@ class Guard:
             request = job.sole
             if request is None:
                 self._scheduler.part(job)
-            elif not request.ended:
+            elif job.awaited:
                 self._refuse(request, DeadlineExceeded(f"request {request.id}: {why}"))
             self._lost_to(job, self._predict_timeout, now)
             if request is not None:
                 self._learn(request, self._hung, now)
-            yield seat, f"{why} (request {', '.join(each.id for each in job.parts)})"
+            yield seat, f"{why} (request {', '.join(each.id for each in job.requests)})"
 
     def pings(self, now: float) -> Iterator[tuple[str, Ping | None]]:
         """Yield the processes that have to be pinged, and those that have to be ended (None) as they did not answer."""
@@ -181,8 +182,7 @@ class Guard:
     def _accuse(self, jobs: Sequence[Job]) -> set[Origin]:
         """A seat has died of one of these jobs: what they are of runs alone; return who has asked."""
         for job in jobs:
-            for request in job.parts:
-                request.narrow(Company.ALONE)
+            self._scheduler.keep_apart(job)
             if job.sole is not None:
                 job.sole.deaths += 1
         return {origin for job in jobs for origin in job.origins}
@@ -199,9 +199,12 @@ class Guard:
             [origin] = origins
             self.suspects.died(origin, ran, now)
 
-    def _verdicts(self, job: Job, end: End, now: float, *, proven: bool) -> list[tuple[Request, RequestError]]:
+    def _verdicts(
+        self, ran: Sequence[Job], end: End, now: float, *, proven: bool
+    ) -> list[tuple[Request, RequestError]]:
         """Return those requests of what ran that end with their seat, each with the error; the others run again."""
-        verdicts = [(request, self._verdict(request, end, now, proven=proven)) for request in job.parts]
+        requests = [request for job in ran for request in job.requests]
+        verdicts = [(request, self._verdict(request, end, now, proven=proven)) for request in requests]
         return [(request, error) for request, error in verdicts if error is not None]
 
     def _verdict(self, request: Request, end: End, now: float, *, proven: bool) -> RequestError | None:

@@ -1,0 +1,32 @@
+"""A part of a request: what one job runs of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from weightd.daemon.requests.request import Request
+from weightd.daemon.requests.rows.cut import Cut
+
+
+@dataclass(eq=False, slots=True)
+class Part:
+    """All of a request, or some of its rows.
+
+    Attributes:
+        number: by which its seat calls it; that of the request, if it is all of it.
+        request: whose it is.
+        cut: the request, if this is not all of it.
+        first: the first of the rows, then.
+        rows: how many there are, then.
+    """
+
+    number: int
+    request: Request
+    cut: Cut | None = None
+    first: int = 0
+    rows: int = 0
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether anybody waits for what comes of it."""
+        return not (self.request.ended or (self.cut is not None and self.cut.ended))

@@ -1,0 +1,100 @@
+"""Which requests share a job: the one whose turn it is, and what waits and fits it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from weightd.daemon.requests.request import Company, Request
+from weightd.daemon.requests.rows.terms import Form, Terms
+from weightd.daemon.requests.rows.times import Times
+
+# So many that do not fit are looked at: it is done with each job.
+_MOST_MISFITS = 64
+
+# More is not put together: by itself a request may be larger.
+_MOST_BYTES = 64 * 1024 * 1024
+
+# While others wait, what can be bounded takes no longer than this.
+LONG_S = 0.1
+
+
+class Group(NamedTuple):
+    """Requests that share a job, or one that has it for itself.
+
+    Attributes:
+        requests: in the order of their rows.
+        rows: of all of them; 0 where it has none.
+        is_full: nothing that may still come could be added.
+    """
+
+    requests: list[Request]
+    rows: int
+    is_full: bool
+
+
+def together(first: Request, waiting: Iterable[Request], terms: Terms, device: str, times: Times, now: float) -> Group:
+    """Return the first request, and those that share its job.
+
+    Each of them will be answered before its deadline, as far as it can be told how long the job runs.
+
+    Args:
+        first: whose turn it is.
+        waiting: what waits, in the order in which it is to run; the first may be among that.
+        terms: of the seat that is free.
+        device: of that seat.
+        times: of earlier jobs.
+        now: the clock.
+    """
+    form = terms.form(first.description)
+    if form is None or not _shares(first, form, terms):
+        return Group([first], 0 if form is None else form.rows, is_full=True)
+    chosen, rows, nbytes, deadline = [first], form.rows, first.content_bytes, first.deadline
+    misfits, is_full = 0, rows == terms.max_rows
+    for each in waiting:
+        if is_full or misfits >= _MOST_MISFITS:
+            break
+        other = terms.form(each.description)
+        if each is first:
+            continue
+        if other is None or other.kind != form.kind or not _agree(first, each, terms):
+            misfits += 1
+            continue
+        total, size, least = rows + other.rows, nbytes + each.content_bytes, min(deadline, each.deadline)
+        seconds = times.expected(device, form.kind, total)
+        if total > terms.max_rows or size > _MOST_BYTES or (misfits and seconds > LONG_S):
+            is_full = True
+        elif now + seconds < least:
+            chosen.append(each)
+            rows, nbytes, deadline = total, size, least
+            is_full = rows == terms.max_rows
+        else:
+            misfits += 1
+    return Group(chosen, rows, is_full)
+
+
+def rows_of_part(terms: Terms, form: Form, device: str, devices: Sequence[str], times: Times) -> int:
+    """Return how many rows of a request that runs in parts the next part has at most.
+
+    All devices are to be ready at once, and no part is so long that others wait for it, or for the last of them.
+
+    Args:
+        terms: of the seats that run it.
+        form: of the request.
+        device: of the seat that is free.
+        devices: of all seats that run it, this one among them.
+        times: of earlier jobs.
+    """
+    share = math.ceil(form.rows * times.share(device, devices, form.kind, form.rows))
+    rows = times.most(device, form.kind, max(1, min(share, terms.part_rows)), LONG_S)
+    return max((size for size in terms.sizes if size <= rows), default=min(terms.sizes, default=rows))
+
+
+def _shares(request: Request, form: Form, terms: Terms) -> bool:
+    """Whether the request may share a job: nothing speaks against it, and it would not fill more than one alone."""
+    return terms.merges and form.is_all_rows and form.rows <= terms.max_rows and request.company is Company.ANY
+
+
+def _agree(one: Request, other: Request, terms: Terms) -> bool:
+    return other.company is Company.ANY and (terms.is_exact or one.origin.far == other.origin.far)

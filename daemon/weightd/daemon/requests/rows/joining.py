@@ -1,0 +1,64 @@
+"""The answer to a request, put together of the answers to its parts."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Sequence
+from typing import Any, NamedTuple
+
+from weightd.protocol.errors import Internal
+from weightd.protocol.messages.data import ResponseDescription, TensorSpec
+
+
+class Piece(NamedTuple):
+    """What was answered to some rows.
+
+    Attributes:
+        rows: how many.
+        description: of the outputs.
+        frames: one for each output.
+    """
+
+    rows: int
+    description: ResponseDescription
+    frames: Sequence[Any]
+
+
+def joined(pieces: Sequence[Piece], with_rows: Collection[str]) -> tuple[ResponseDescription, list[Any]]:
+    """Return the outputs of all pieces, in their order: their description, and a frame for each.
+
+    Args:
+        pieces: at least one.
+        with_rows: the outputs whose first dimension counts rows; of the others each piece has the same.
+
+    Raises:
+        Internal: the pieces do not fit together. The text names the output, what was expected and what came.
+    """
+    first = pieces[0].description
+    total = sum(piece.rows for piece in pieces)
+    outputs: list[TensorSpec] = []
+    frames: list[Any] = []
+    for index, spec in enumerate(first.outputs):
+        has_rows = spec.name in with_rows
+        for piece in pieces:
+            _check(spec, piece, index, has_rows=has_rows, frame=pieces[0].frames[index])
+        if has_rows:
+            outputs.append(dataclasses.replace(spec, shape=(total, *spec.shape[1:])))
+            frames.append(b"".join([piece.frames[index] for piece in pieces]))
+        else:
+            outputs.append(spec)
+            frames.append(pieces[0].frames[index])
+    return ResponseDescription(first.model_name, tuple(outputs)), frames
+
+
+def _check(spec: TensorSpec, piece: Piece, index: int, *, has_rows: bool, frame: Any) -> None:
+    got = piece.description.outputs[index] if index < len(piece.description.outputs) else None
+    expected = dataclasses.replace(spec, shape=(piece.rows, *spec.shape[1:])) if has_rows else spec
+    if got != expected:
+        raise Internal(f"output {spec.name} of a part: expected {_words(expected)}, got {_words(got)}")
+    if not has_rows and piece.frames[index] != frame:
+        raise Internal(f"output {spec.name} has no rows, and is not the same for each part of the request")
+
+
+def _words(spec: TensorSpec | None) -> str:
+    return "none" if spec is None else f"{spec.name} {spec.datatype} {list(spec.shape)}"

@@ -1,0 +1,89 @@
+"""What may be done with the rows of requests, and which requests have rows in common."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from weightd.protocol.messages.data import RequestDescription
+
+# As many as the decoder knows by their bytes.
+_MAX_KNOWN = 1024
+
+
+class Form(NamedTuple):
+    """What a request asks for, but for how many rows it has.
+
+    Attributes:
+        kind: what requests have in common whose rows may go together.
+        rows: how many it has.
+        is_all_rows: whether each of its inputs has them; one that has not is given to each part as it is.
+    """
+
+    kind: tuple[Any, ...]
+    rows: int
+    is_all_rows: bool
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What may be done with the rows of requests where a seat runs them.
+
+    Attributes:
+        source: the number of what is loaded there: parts of one request run on one source.
+        inputs: those whose first dimension counts rows.
+        outputs: those whose first dimension follows.
+        max_rows: of a job that several requests share; 1: they share none.
+        part_rows: that a job takes of one request at most; 0: all.
+        sizes: the only numbers of rows that the model takes, in ascending order; none: it takes any.
+        is_exact: requests that share a job have the answers that they would have alone, to the last bit. Where they
+            have not, only those of one user share one.
+    """
+
+    source: int = 0
+    inputs: frozenset[str] = frozenset()
+    outputs: frozenset[str] = frozenset()
+    max_rows: int = 1
+    part_rows: int = 0
+    sizes: tuple[int, ...] = ()
+    is_exact: bool = True
+    # By the identity of the description, with itself so that it stays that one's.
+    _forms: dict[int, tuple[RequestDescription, Form | None]] = field(
+        default_factory=dict[int, tuple[RequestDescription, Form | None]], compare=False, repr=False
+    )
+
+    @property
+    def merges(self) -> bool:
+        """Whether requests may share a job."""
+        return self.max_rows > 1
+
+    def form(self, description: RequestDescription) -> Form | None:
+        """Return what is asked for, but for the rows; None where it has none, or not as many in each input."""
+        known = self._forms.get(id(description))
+        if known is None:
+            if len(self._forms) >= _MAX_KNOWN:
+                self._forms.clear()
+            known = self._forms[id(description)] = description, self._found(description)
+        return known[1]
+
+    def padded(self, rows: int) -> int:
+        """Return how many rows the model is given for so many: the next of its sizes; 0: just these."""
+        return next((size for size in self.sizes if size >= rows), 0)
+
+    def _found(self, description: RequestDescription) -> Form | None:
+        kind: list[Any] = [description.outputs]
+        counts: set[int] = set()
+        for each in description.inputs:
+            if each.name in self.inputs and each.shape:
+                counts.add(each.shape[0])
+                kind.append((each.name, each.datatype, each.shape[1:]))
+            else:
+                kind.append(each)
+        if len(counts) != 1 or counts == {0}:
+            return None
+        is_all_rows = all(each.name in self.inputs for each in description.inputs)
+        return Form(tuple(kind), counts.pop(), is_all_rows)
+
+
+WHOLE = Terms()
+"""Each request is a job of its own."""
