@@ -34,6 +34,7 @@ from weightd.protocol.messages.children import (
     Probing,
     Result,
     Skipped,
+    Unequal,
 )
 
 _log = logging.getLogger("weightd")
@@ -112,6 +113,8 @@ class Crew:
                 self._desk.skipped(child, message.request)
             case Forked():
                 pass  # it is for who has asked for it, which no generation does
+            case Unequal():
+                _log.warning("%s: %s", child, message.note, extra=generation.about())
             case Pong():
                 self._pong(child, generation, message, now)
             case _:
