@@ -86,6 +86,9 @@ MAX_ROWS = 2**17
 # Numbers of rows that a model's graph exists for: the converter takes 100 at most.
 MAX_ROW_SIZES = 100
 
+# Predicts that one process runs at once.
+MAX_CONCURRENCY = 64
+
 # A decimal number, with room for a namespace's.
 MAX_PID_BYTES = 32
 

@@ -21,6 +21,7 @@ ALL: dict[str, Any] = {
     "thread_affinity_mode": 2,
     "thread_affinity_cores": [0, 3],
     "inter_op_parallel": 2,
+    "parallel_workers": 4,
     "config_file": "/c/lite.ini",
     "rank_table_file": "/c/ranks.json",
     "dec_key_file": "/c/key",
@@ -100,6 +101,9 @@ AFFINITY = {"thread_affinity_mode": 1, "thread_affinity_cores": [0]}
 OFF = 'set sharing = "off"'
 NO_CPU = "it has no effect on the cpu, only on a card"
 NO_CARD = "it has no effect on a card, only on the cpu"
+TWO = {"parallel_workers": 2}
+OWN = "expected 1 on a card, where each of them would have its own weights"
+SLOW = "parallel workers are not bound to the slow cores; set 0 or 1"
 NOT_SHARED = {
     "provider": ({"provider": "ge"}, 'weights cannot be shared with the provider "ge"'),
     "dec_key_file": ({"dec_key_file": "/k"}, "the weights of an encrypted model cannot be shared"),
@@ -117,6 +121,14 @@ NOT_SHARED = {
         ({"thread_affinity_mode": 1}, CARDS, "thread_affinity_mode", NO_CARD),
         ({"thread_affinity_cores": [0]}, CARDS, "thread_affinity_cores", NO_CARD),
         ({"inter_op_parallel": 1}, CARDS, "inter_op_parallel", NO_CARD),
+        ({"parallel_workers": 2}, CARDS, "parallel_workers", OWN),
+        (
+            {**TWO, "dec_key_file": "/k"},
+            ["cpu"],
+            "dec_key_file",
+            "parallel workers have no key; set parallel_workers = 1",
+        ),
+        ({**TWO, "thread_affinity_mode": 2}, ["cpu"], "thread_affinity_mode", SLOW),
         (AFFINITY, ["cpu"], "thread_affinity_mode", "it has no effect beside thread_affinity_cores"),
         ({"rank_table_file": "/r"}, CARDS, "rank_table_file", 'only the provider "ge" reads it'),
         ({"dec_mode": "AES-CBC"}, CARDS, "dec_mode", "it has no effect without dec_key_file"),

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from testkit import cases
+from weightd.protocol.errors import RequestError
 from weightd.protocol.messages.data import TensorSignature
 from weightd.worker.canary import canary
 from weightd.worker.engines.engine import Engine
@@ -85,7 +86,6 @@ def test_inputs_are_read_when_it_predicts_and_outputs_are_views_but_not_the_engi
     answer = built("fixed").predict({"x": ones(2, 3)})["y"]
     built("fixed").predict({"x": ones(2, 3) * 2})
     assert answer.tolist() == kept.tolist()
-    assert answer.flags.owndata
 
 
 # --- A failed predict spoils the model ------------------------------------------------------------------------
@@ -118,8 +118,8 @@ def test_a_failed_predict_is_spoilt_with_the_cause_and_a_new_build_is_whole(
 
 
 @pytest.mark.parametrize("shape", [(0, 4), (2, 5), (2, 4, 1)])
-def test_shapes_that_cannot_be_are_spoilt_and_never_an_answer(shape: Any, fresh: Built) -> None:
-    with pytest.raises(Spoilt):
+def test_shapes_that_cannot_be_are_refused_and_never_an_answer(shape: Any, fresh: Built) -> None:
+    with pytest.raises(RequestError):
         fresh("two_inputs").predict({"a": ones(*shape), "b": ones(2, 4)})
 
 
@@ -137,18 +137,20 @@ def test_the_model_before_is_gone_when_the_next_is_built(fresh: Built, model: Mo
     before = weakref.ref(engine._model)
     seen: List[Any] = []
 
-    build_from_file = mslite.Model.build_from_file
+    kind = type(engine._model)
+    build_from_file = kind.build_from_file
 
     def watched(self: Any, *arguments: Any) -> None:
         seen.append(before())
         build_from_file(self, *arguments)
 
-    with mock.patch.object(mslite.Model, "build_from_file", watched):
+    with mock.patch.object(kind, "build_from_file", watched):
         engine.build(str(model("integers")))
     assert seen == [None]
     assert [each.name for each in engine.signature.inputs] == ["ids"]
 
 
+@pytest.mark.parametrize("kind", ["alone"], indirect=True)
 def test_a_failed_build_has_the_cause_of_the_native_log(
     engine: Engine, model: Model, tmp_path: Path, native_log: NativeLogFile
 ) -> None:
@@ -198,6 +200,7 @@ def test_an_output_that_depends_on_a_free_dimension_is_seen_by_the_canary(name: 
     assert canary.observed(engine.signature, known).outputs[0].shape == shape
 
 
+@pytest.mark.parametrize("kind", ["alone"], indirect=True)
 def test_a_resize_happens_only_when_the_shape_changes(fresh: Built) -> None:
     engine: Any = fresh("two_inputs")
     with mock.patch.object(engine._model, "resize", wraps=engine._model.resize) as resize:

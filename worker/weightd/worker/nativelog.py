@@ -33,9 +33,14 @@ class NativeLog:
         """Turn a RuntimeError of the block into an `error` whose text has the cause that the log tells."""
         return _CauseOf(self, error)
 
+    @staticmethod
+    def size() -> int:
+        """Return how many bytes the log has, -1 where there is none."""
+        return _size()
+
     def errors_since(self, start: int) -> List[str]:
         """Return the first errors that the log tells beyond its first `start` bytes, without repetitions."""
-        size = _size()
+        size = self.size()
         if size < 0:
             return []
         # Reading through /proc opens the file anew: stderr itself is open for writing only.

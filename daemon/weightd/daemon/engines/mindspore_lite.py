@@ -21,6 +21,7 @@ from weightd.shared.devices import has_cores, is_cpu
 
 _PATH = user_path(limits.MAX_PATH_BYTES, empty=True)
 _PRECISIONS = ("enforce_fp32", "preferred_fp32", "enforce_fp16", "enforce_origin", "preferred_optimal")
+_TO_SLOW_CORES = 2
 _DEC_MODES = ("AES-GCM", "AES-CBC", "SM4-CBC")
 _FILES = ("config_file", "rank_table_file", "dec_key_file")
 
@@ -46,6 +47,10 @@ class MindSporeLiteOptions(EngineOptions):
 
     inter_op_parallel: int = field(default=0, metadata=integer(0, 1024))
     """On the CPU: operators that run at once. Default: 0, the library's choice."""
+
+    parallel_workers: int = field(default=1, metadata=integer(1, limits.MAX_CONCURRENCY))
+    """On the CPU: predicts that each process runs at once, by workers of the library's own that share its weights, each
+    with the model's `threads`. The library takes five for each core at most."""
 
     config_file: str = field(default="", metadata=_PATH)
     """A configuration file of the library's own, absolute or relative to this file."""
@@ -102,12 +107,19 @@ def _without_effect_on_the_cpu(options: MindSporeLiteOptions) -> Iterator[_Probl
     for key in ("provider", "precision_mode", "rank_table_file", "variable_weights"):
         if getattr(options, key):
             yield key, "it has no effect on the cpu, only on a card"
+    if options.parallel_workers > 1:
+        if options.dec_key_file:
+            yield "dec_key_file", "parallel workers have no key; set parallel_workers = 1"
+        if options.thread_affinity_mode == _TO_SLOW_CORES:
+            yield "thread_affinity_mode", "parallel workers are not bound to the slow cores; set 0 or 1"
 
 
 def _without_effect_on_cards(options: MindSporeLiteOptions) -> Iterator[_Problem]:
     for key in ("thread_affinity_mode", "thread_affinity_cores", "inter_op_parallel"):
         if getattr(options, key):
             yield key, "it has no effect on a card, only on the cpu"
+    if options.parallel_workers > 1:
+        yield "parallel_workers", "expected 1 on a card, where each of them would have its own weights"
     if options.rank_table_file and options.provider != "ge":
         yield "rank_table_file", 'only the provider "ge" reads it'
 

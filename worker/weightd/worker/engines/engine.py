@@ -55,7 +55,7 @@ class ModelSignature(NamedTuple):
 
 
 class Engine(abc.ABC):
-    """Runs one model, from one thread.
+    """Runs one model: from one thread, or predicts from as many at once as `concurrency` tells.
 
     After an error from `build`, or `Spoilt` from `predict`, only a new build makes it usable; where
     `can_rebuild` is false there is none: only the end of the process gives back what the build took.
@@ -111,6 +111,11 @@ class Engine(abc.ABC):
         return ()
 
     @property
+    def concurrency(self) -> int:
+        """How many predicts of the built model may run at once, each in a thread of its own. Known before the build."""
+        return 1
+
+    @property
     def draws(self) -> bool:
         """Whether the built model may draw at random: a process that is copied from one with it would draw the same."""
         return False
@@ -128,4 +133,5 @@ class Engine(abc.ABC):
         Raises:
             InvalidArgument: the engine refuses these inputs; the model is as good as before.
             Spoilt: the predict failed; the next call must be `build`.
+            Doubtful: another one did, that ran at the same time.
         """

@@ -23,3 +23,7 @@ class NotAllowed(WeightdError):
 
 class Spoilt(Internal):
     """A predict failed in a way that may have spoilt the model: no further answer of it can be trusted."""
+
+
+class Doubtful(Spoilt):
+    """Another predict spoilt the model while this one ran: its answer may be wrong, and it is not to blame."""

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from weightd.worker.engines.engine import Engine, Settings
+from weightd.worker.engines.errors import BuildError
 from weightd.worker.engines.mindspore_lite.ascend import MindSporeLiteAscend
 from weightd.worker.engines.mindspore_lite.cpu import MindSporeLiteCpu
+from weightd.worker.engines.mindspore_lite.options import Options
+from weightd.worker.engines.mindspore_lite.runner import MindSporeLiteRunner
 
 
 def make(settings: Settings) -> Engine:
@@ -14,4 +17,9 @@ def make(settings: Settings) -> Engine:
         EngineMissing: it cannot be used in this interpreter, or on this machine.
         BuildError: the settings cannot be.
     """
-    return MindSporeLiteCpu(settings) if settings.card is None else MindSporeLiteAscend(settings, settings.card)
+    card, is_parallel = settings.card, Options.of(settings.options).parallel_workers > 1
+    if card is None:
+        return MindSporeLiteRunner(settings) if is_parallel else MindSporeLiteCpu(settings)
+    if is_parallel:
+        raise BuildError("options.parallel_workers: expected 1 on a card, where each would have its own weights")
+    return MindSporeLiteAscend(settings, card)

@@ -5,7 +5,7 @@ It rearranges some weights only in the first predict: they are shared because on
 
 from __future__ import annotations
 
-from typing import Sequence
+from typing import Any, Sequence
 
 from weightd.worker.engines.cpu import CpuEngine
 from weightd.worker.engines.engine import Settings
@@ -21,9 +21,13 @@ class MindSporeLiteCpu(MindSporeLite, CpuEngine):
 
     def build(self, model: str, *, pids: Sequence[str] = (), handle: str = "") -> None:
         """Build a new Model."""
+        context = self._context()
+        self._begin(handle)
+        self._build(model, context, {})
+
+    def _context(self) -> Any:
         context = self._library.Context()
         context.target = ["cpu"]
         context.cpu.thread_num = self._settings.threads
         self._options.set_cpu(context.cpu)
-        self._begin(handle)
-        self._build(model, context, {})
+        return context

@@ -83,6 +83,10 @@ class MindSporeLite(Engine):
         self._model = self._library.Model()
         with self._log.cause_of(BuildError):
             self._model.build_from_file(model, self._library.ModelType.MINDIR, context, **arguments)
+        self._learn()
+
+    def _learn(self) -> None:
+        """Bind the inputs of what was built, and keep what it takes and gives."""
         self._bind(self._model.get_inputs())
         self._signature = ModelSignature(
             tuple(_tensor_signature(each) for each in self._tensors),
@@ -102,7 +106,7 @@ class MindSporeLite(Engine):
             for tensor, array in zip(self._tensors, arrays):
                 tensor.set_data_from_numpy(array)
             outputs = self._model.predict(self._tensors)
-            return {_name(each): np.array(each.get_data_to_numpy()) for each in outputs}
+            return {name_of(each): np.array(each.get_data_to_numpy()) for each in outputs}
 
     def give_back(self) -> None:
         """Do nothing: what the library has for a predict is the model's, for as long as there is one."""
@@ -116,7 +120,7 @@ class MindSporeLite(Engine):
 
     def _bind(self, tensors: List[Any]) -> None:
         self._tensors = tensors
-        self._names = [_name(tensor) for tensor in tensors]
+        self._names = [name_of(tensor) for tensor in tensors]
         self._shapes = [list(tensor.shape) for tensor in tensors]
 
     def _outputs(self) -> List[Any]:
@@ -126,7 +130,7 @@ class MindSporeLite(Engine):
         return [self._library.Tensor(each) for each in self._model._model.get_outputs()]
 
 
-def _name(tensor: Any) -> str:
+def name_of(tensor: Any) -> str:
     """Names may be padded (the vendor's own examples strip them)."""
     return str(tensor.name).rstrip()
 
@@ -136,8 +140,8 @@ def _tensor_signature(tensor: Any) -> TensorSignature:
     datatype = _DATATYPE.get(tensor.dtype.name) if tensor.dtype is not None else None
     if datatype is None:
         what = tensor.dtype or "its type, which the library's Python interface cannot tell (as of BF16),"
-        raise BuildError(f"{_name(tensor)}: {what} has no datatype on the wire")
-    return TensorSignature(_name(tensor), datatype, _dims(tensor.shape))
+        raise BuildError(f"{name_of(tensor)}: {what} has no datatype on the wire")
+    return TensorSignature(name_of(tensor), datatype, _dims(tensor.shape))
 
 
 def _unless_unknown(output: TensorSignature) -> TensorSignature:

@@ -31,6 +31,7 @@ class Options:
     thread_affinity_mode: int = field(default=0, metadata=integer(0, 2))
     thread_affinity_cores: Tuple[int, ...] = field(default=(), metadata=many(integer(0, 65535), 4096))
     inter_op_parallel: int = field(default=0, metadata=integer(0, 1024))
+    parallel_workers: int = field(default=1, metadata=integer(1, limits.MAX_CONCURRENCY))
     config_file: str = field(default="", metadata=_PATH)
     rank_table_file: str = field(default="", metadata=_PATH)
     dec_key_file: str = field(default="", metadata=_PATH)

@@ -1,0 +1,44 @@
+"""This interpreter's engine in each of its kinds: what all engines promise, each of these does."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from pathlib import Path
+from typing import Any, Callable, Dict
+
+import pytest
+
+from weightd.worker.engines import ENGINES
+from weightd.worker.engines.engine import Engine, Settings
+
+ENGINE = "mindspore_lite" if importlib.util.find_spec("mindspore_lite") else "onnxruntime"
+KINDS: Dict[str, Dict[str, Any]] = {"alone": {}}
+if ENGINE == "mindspore_lite":
+    KINDS["parallel"] = {"parallel_workers": 2}
+
+
+def make(kind: str) -> Engine:
+    return ENGINES[ENGINE](Settings(1, "cpu", options=KINDS[kind]))
+
+
+@pytest.fixture(scope="session", params=list(KINDS))
+def kind(request: pytest.FixtureRequest) -> str:
+    """How many predicts it runs at once."""
+    return str(request.param)
+
+
+@pytest.fixture
+def engine(kind: str) -> Engine:
+    return make(kind)
+
+
+@pytest.fixture(scope="session")
+def built(kind: str, model: Callable[[str], Path]) -> Callable[[str], Engine]:
+    @functools.lru_cache(maxsize=None)
+    def build(name: str) -> Engine:
+        made = make(kind)
+        made.build(str(model(name)))
+        return made
+
+    return build

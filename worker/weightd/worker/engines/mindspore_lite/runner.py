@@ -1,0 +1,126 @@
+"""MindSpore Lite's ModelParallelRunner on the CPU: several of the library's own workers in one process.
+
+They share the weights, and run as many predicts at once, each called from a thread of its own. What the library does
+not do beyond what a Model does not (`model`), measured on 2.0.0, and what this module does about it:
+
+- A second build of a runner succeeds and does nothing: each build makes a new one.
+- It takes a configuration file as part of its context, and no key at all.
+- It knows no resize, only what a tensor's shape says: each predict has tensors of its own. Of a rank that the model has
+  not it runs all the same, and of one without elements the process dies: the shapes are looked at before.
+- Where the caller gives tensors for the outputs, a failure is lost and they have the answer before: none are given. It
+  makes new ones for each predict, which no later one writes to.
+- The first predict runs on all workers, one after another: that is the canary's.
+- A shape that cannot be leaves the worker that has tried it with the one before, and the next predict that comes to it
+  has the answer to that: what has never run here runs alone, and after a failure nothing runs any more.
+- Other failures come while predicts run beside them, and nobody knows on which worker: what ends after one, or after
+  the log has told of one, is `Doubtful`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Dict, List, Sequence, Set, Tuple
+
+from weightd.protocol.errors import InvalidArgument
+from weightd.protocol.messages.data import TensorSignature
+from weightd.worker.engines.engine import Arrays, Settings
+from weightd.worker.engines.errors import BuildError, Doubtful, Spoilt
+from weightd.worker.engines.mindspore_lite.cpu import MindSporeLiteCpu
+from weightd.worker.engines.mindspore_lite.model import name_of
+from weightd.worker.engines.mindspore_lite.turns import Turns
+
+Form = Tuple[Tuple[int, ...], ...]
+"""The shapes of the inputs, in the model's order."""
+
+# So many are known not to fail by their shapes; the others run alone each time.
+_MAX_FORMS = 1024
+
+
+class MindSporeLiteRunner(MindSporeLiteCpu):
+    """Runs a MindIR model by so many of the library's workers as the option `parallel_workers` says.
+
+    Raises:
+        BuildError: as of any engine; and an option that a runner does not take.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings)
+        if self._options.dec_key_file:
+            raise BuildError("options.dec_key_file: the library's runner of parallel workers takes no key")
+
+    @property
+    def concurrency(self) -> int:
+        """As many as the runner has workers: one more would wait for one of them, in a queue of the library's."""
+        return self._options.parallel_workers
+
+    def build(self, model: str, *, pids: Sequence[str] = (), handle: str = "") -> None:
+        """Build a new runner."""
+        context, arguments = self._context(), self._options.arguments()
+        self._turns = Turns()
+        self._forms: Set[Form] = set()
+        self._is_spoilt = False
+        self._begin(handle)
+        with self._log.cause_of(BuildError):
+            context.parallel.workers_num = self.concurrency
+            if arguments:
+                context.parallel.config_path = arguments["config_path"]
+            # This lets go of the one before, as soon as its workers are idle.
+            self._model = self._library.ModelParallelRunner()
+            self._model.build_from_file(model, context)
+        self._learn()
+        self._accounted = self._log.size()
+
+    def predict(self, inputs: Arrays) -> Arrays:
+        """Run beside others if the shapes are known to the model, else alone."""
+        arrays = [inputs[name] for name in self._names]
+        form = tuple([array.shape for array in arrays])
+        turns = self._turns
+        if form in self._forms:
+            with turns.beside():
+                outputs = self._run(arrays)
+        else:
+            for signature, shape in zip(self._signature.inputs, form):
+                _check(signature, shape)
+            with turns.alone():
+                outputs = self._run(arrays)
+        if self._log.size() != self._accounted:
+            self._account()
+        if self._is_spoilt:
+            raise Doubtful("another predict failed while this one ran")
+        if len(self._forms) < _MAX_FORMS:
+            self._forms.add(form)
+        return outputs
+
+    def _run(self, arrays: List[Any]) -> Arrays:
+        if self._is_spoilt:
+            raise Doubtful("another predict failed before this one began")
+        try:
+            with self._log.cause_of(Spoilt):
+                tensors = [self._tensor(of, array) for of, array in zip(self._tensors, arrays)]
+                outputs: Dict[str, Any] = {
+                    name_of(each): each.get_data_to_numpy() for each in self._model.predict(tensors)
+                }
+        except BaseException:
+            self._is_spoilt = True
+            raise
+        return outputs
+
+    def _tensor(self, of: Any, array: Any) -> Any:
+        tensor = self._library.Tensor()
+        tensor.name, tensor.dtype, tensor.shape = of.name, of.dtype, list(array.shape)
+        tensor.set_data_from_numpy(array)
+        return tensor
+
+    def _account(self) -> None:
+        """The log has grown. If by errors, wait for those that run: one may have failed, and not know it yet."""
+        size = self._log.size()
+        if self._log.errors_since(self._accounted):
+            with self._turns.alone():
+                pass
+        self._accounted = size
+
+
+def _check(signature: TensorSignature, shape: Tuple[int, ...]) -> None:
+    dims = signature.shape or ()
+    fits = len(shape) == len(dims) and all(known in (-1, size) for known, size in zip(dims, shape))
+    if not fits or 0 in shape:
+        raise InvalidArgument(f"{signature.name}: expected shape {list(dims)}, no size 0, got {list(shape)}")
