@@ -93,6 +93,7 @@ WEIGHTCTL = {
     "health": Use("tiny", 0, "ready"),
     "predict": Use("tiny --input x={row}", 0, "y: FP32 [1, 64]"),
     "bench": Use("tiny --in-flight 1,8 --seconds 1", 0, "REQUESTS/s"),
+    "advise": Use("tiny --rows 8 --seconds 0.5", 0, "equal"),
     "update": Use("tiny {other}", 0, "tiny"),
     "update-weights": Use("tiny {weights}", 1, "cannot update weights on the CPU"),
     "reload": Use("", 0, "no model changes"),

@@ -13,6 +13,7 @@ from weightd.client.address import default_address
 from weightd.client.client import Client
 from weightd.client.session import DEFAULT_TIMEOUT_S
 from weightd.ctl import exits, health, predict, reload, status, update
+from weightd.ctl.advise import verb as advise
 from weightd.ctl.bench import verb as bench
 from weightd.ctl.install import verb as install
 from weightd.ctl.text import clean
@@ -28,6 +29,7 @@ VERBS: Dict[str, Verb] = {
     "health": health.VERB,
     "predict": predict.VERB,
     "bench": bench.VERB,
+    "advise": advise.VERB,
     "update": update.VERB,
     "update-weights": update.WEIGHTS_VERB,
     "reload": reload.VERB,

@@ -1,4 +1,4 @@
-"""Arrays from .npy files, and outputs as text, as JSON and into .npy files."""
+"""Arrays from .npy and .npz files, and outputs as text, as JSON and into .npy files."""
 
 from __future__ import annotations
 
@@ -13,6 +13,9 @@ from weightd.ctl.verb import BadInput, BadOutput
 from weightd.protocol.tensors import spec_of
 
 _MAGIC = b"\x93NUMPY"
+
+# As numpy.savez writes it: a zip archive, empty ones included.
+NPZ = (b"PK\x03\x04", b"PK\x05\x06")
 
 # Longer arrays are shown by their corners.
 _MAX_SHOWN = 64
@@ -33,6 +36,30 @@ def load(path: str) -> Any:
             return _parse(path, file)
     except OSError as error:
         raise BadInput(f"{path}: {error.strerror or error}") from None
+
+
+def load_several(path: str) -> Dict[str, Any]:
+    """Return the arrays of an .npz file by their names.
+
+    Raises:
+        BadInput: there is no such file, or it is another kind of file.
+    """
+    try:
+        with Path(path).open("rb") as file:
+            if file.read(4) not in NPZ:
+                raise BadInput(f"{path}: expected an .npz of arrays, as numpy.savez writes it")
+            file.seek(0)
+            archive = _parse(path, file)
+            return {name: _member(path, archive, name) for name in archive.files}
+    except OSError as error:
+        raise BadInput(f"{path}: {error.strerror or error}") from None
+
+
+def _member(path: str, archive: Any, name: str) -> Any:
+    try:
+        return archive[name]
+    except Exception as error:  # noqa: BLE001 - as below
+        raise BadInput(f"{path}: {clean(name)} is damaged, or no array of numbers: {clean(str(error))}") from None
 
 
 def _parse(path: str, file: BinaryIO) -> Any:

@@ -16,6 +16,7 @@ _KINDS: Mapping[str, str] = {
     "MODEL": completion.MODEL,
     "NEW_PATH": completion.FILE,
     "WEIGHTS.npz": completion.FILE,
+    "FILE.npz": completion.FILE,
     "NAME=FILE.npy": completion.FILE,
     "DIR": completion.DIRECTORY,
 }

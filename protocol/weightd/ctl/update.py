@@ -9,6 +9,7 @@ from pathlib import Path
 
 from weightd.client.client import Client
 from weightd.ctl import exits
+from weightd.ctl.arrays import NPZ
 from weightd.ctl.text import clean
 from weightd.ctl.verb import BadInput, Connect, Ended, NotReached, Verb, operating
 from weightd.protocol.errors import DeadlineExceeded, RequestError
@@ -50,9 +51,6 @@ A start that has to load the model anew loads it without them.
 Only the daemon's own user and root may do this, over its unix socket: not over ipc:// or tcp://.
 
 Exit status: 0 the new weights serve, 1 they do not and the old ones do, 75 they still load."""
-
-# As numpy.savez writes it: a zip archive, empty ones included.
-_NPZ = (b"PK\x03\x04", b"PK\x05\x06")
 
 
 class StillLoading(Ended):
@@ -111,7 +109,7 @@ def _check_npz(path: str) -> None:
             start = file.read(4)
     except OSError as error:
         raise BadInput(f"{path}: {error.strerror or error}") from None
-    if start not in _NPZ:
+    if start not in NPZ:
         raise BadInput(f"{path}: expected an .npz of arrays, as numpy.savez writes it; for a model: weightctl update")
 
 

@@ -11,7 +11,6 @@ from typing import Any, List, Sequence
 
 from testkit.fakedaemon import FakeDaemon, Handler, echo
 from weightd.ctl import exits
-from weightd.ctl.bench.load import Counted, per_execution
 from weightd.ctl.bench.render import render
 from weightd.ctl.bench.windows import Level
 from weightd.protocol.codec import encode
@@ -124,9 +123,3 @@ def test_the_table() -> None:
         "64 in flight: 2 requests ended in UNAVAILABLE",
         "128 in flight: no request was answered",
     ]
-
-
-def test_requests_in_an_execution_are_what_the_daemon_has_counted() -> None:
-    assert per_execution(Counted(10, 4), Counted(40, 8)) == 7.5
-    assert per_execution(Counted(10, 4), Counted(10, 4)) is None
-    assert per_execution(None, Counted(10, 4)) is None

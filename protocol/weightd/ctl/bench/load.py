@@ -6,12 +6,12 @@ import asyncio
 import itertools
 import signal
 import time
-from typing import Any, Callable, Dict, Mapping, NamedTuple, Optional, Sequence
+from typing import Any, Callable, Mapping, NamedTuple, Sequence
 
 from weightd.client.aio import AsyncClient
 from weightd.ctl.bench.windows import MOST, Level, Windows, summary
+from weightd.ctl.counters import counted, per_execution
 from weightd.protocol.errors import RequestError
-from weightd.protocol.messages.status import ModelStatus
 
 # A request that was refused is not asked again at once: a full queue would be asked as fast as it can say no.
 _PAUSE_S = 0.01
@@ -36,27 +36,6 @@ class Plan(NamedTuple):
     told: Callable[[int, Windows], None]
 
 
-class Counted(NamedTuple):
-    """What the daemon has counted of a model since its start."""
-
-    requests: int
-    executions: int
-
-
-def counted(model: ModelStatus) -> Optional[Counted]:
-    """Return how many requests have been run, and in how many executions; None where the daemon does not tell."""
-    told: Dict[str, Any] = vars(model)
-    requests, executions = told.get("requests"), told.get("executions")
-    return None if requests is None or executions is None else Counted(requests, executions)
-
-
-def per_execution(before: Optional[Counted], after: Optional[Counted]) -> Optional[float]:
-    """Return how many requests were in an execution on average; None where nothing is known of that."""
-    if before is None or after is None or after.executions <= before.executions:
-        return None
-    return (after.requests - before.requests) / (after.executions - before.executions)
-
-
 async def run(client: AsyncClient, plan: Plan, measured: Callable[[Level], None]) -> bool:
     """Measure; `measured` is called with each level. Return whether it ended before its time, by Ctrl-C."""
     async with client:
@@ -70,7 +49,7 @@ async def run(client: AsyncClient, plan: Plan, measured: Callable[[Level], None]
 
 
 async def _level(client: AsyncClient, plan: Plan, in_flight: int, interrupted: asyncio.Future[None]) -> Level:
-    before = await _counted(client, plan.model)
+    before = counted(await client.status(), plan.model)
     windows = Windows(time.monotonic(), plan.seconds / MOST)
     plan.told(in_flight, windows)
     tasks = [asyncio.ensure_future(_ask(client, plan, windows, first, in_flight)) for first in range(in_flight)]
@@ -85,7 +64,7 @@ async def _level(client: AsyncClient, plan: Plan, in_flight: int, interrupted: a
     for end in ends:
         if isinstance(end, Exception) and not isinstance(end, asyncio.CancelledError):
             raise end
-    after = await _counted(client, plan.model)
+    after = counted(await client.status(), plan.model)
     return summary(in_flight, windows, per_execution(before, after))
 
 
@@ -104,13 +83,6 @@ async def _ask(client: AsyncClient, plan: Plan, windows: Windows, first: int, in
             plan.told(in_flight, windows)
             if windows.is_over:
                 return
-
-
-async def _counted(client: AsyncClient, name: str) -> Optional[Counted]:
-    for model in (await client.status()).models:
-        if model.name == name:
-            return counted(model)
-    return None
 
 
 class _Interrupt:

@@ -1,0 +1,177 @@
+"""The rule by which merging is advised, or not.
+
+In this order:
+
+0. What a request takes to the worker and back stays as it is when the worker runs several together: it is taken off
+   before anything is compared. Where one row takes the model less than this way, nothing is gained: no.
+1. Each output has a row for each row of the inputs: else no.
+2. Eight rows together bring 1.3 times the rows/s of single ones: else no, for less is soon lost to what differs from
+   one day to the next.
+3. A size is worth its latency if as many requests as it has rows, which all wait, are answered sooner on average when
+   they run together. One after another they are answered after 1, 2, ... n times the time of one, (n + 1) / 2 times
+   that on average; so the gain must be 2 n / (n + 1) at least.
+4. Of the sizes that are, and up to which no bit differs, the smallest with 90 % of the best gain is the one.
+5. If there is none, the same for those whose rows differ by less than 1 % of their largest value: with exact = false.
+   What differs by more is no rounding: such a model makes one answer of all its rows.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import List, NamedTuple, Sequence, Tuple
+
+from weightd.ctl.advise.evidence import Evidence
+
+AT_ROWS = 8
+LEAST_GAIN = 1.3
+ENOUGH_OF_BEST = 0.9
+ROUNDING = 0.01
+
+
+class Size(NamedTuple):
+    """What is known of requests with so many rows.
+
+    Attributes:
+        rows: how many.
+        seconds: how long one takes for its client: the median.
+        way: how much of that it is on its way to the worker and back.
+        answers: how many there were.
+        evidence: how their answers compare with those of single rows; of size 1, with a second one of the same row.
+        is_split: the daemon has run such a request in parts.
+        refused: why there is no answer; "" if there is.
+    """
+
+    rows: int
+    seconds: float
+    way: float
+    answers: int
+    evidence: Evidence
+    is_split: bool = False
+    refused: str = ""
+
+    @property
+    def model_s(self) -> float:
+        """How long the model takes for it; where that is next to nothing, this is a guess."""
+        return max(self.seconds - self.way, 0.01 * self.seconds)
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether it says how long one execution takes."""
+        return self.answers > 0 and not self.is_split
+
+
+class Verdict(enum.Enum):
+    """What is advised."""
+
+    MERGE = "merge"
+    INEXACT = "inexact"
+    NO = "no"
+
+
+class Advice(NamedTuple):
+    """What is advised, and why.
+
+    Attributes:
+        verdict: whether to merge.
+        max_rows: up to how many rows; 1: not at all.
+        sizes: the only ones that the model takes up to there; none if it takes each.
+        reason: in a sentence or two.
+    """
+
+    verdict: Verdict
+    max_rows: int
+    sizes: Tuple[int, ...]
+    reason: str
+
+
+def is_too_quick(one: Size) -> bool:
+    """Whether the model takes less for one row than its way: then nothing can be told of it, or gained."""
+    return one.model_s < one.way
+
+
+def gain(size: Size, one: Size) -> float:
+    """Return how many times the rows/s of single rows the model makes of it."""
+    return size.rows * one.model_s / size.model_s
+
+
+def is_worth_its_latency(size: Size, one: Size) -> bool:
+    """Whether so many that wait are answered sooner together, on average; see above."""
+    return gain(size, one) >= 2 * size.rows / (size.rows + 1)
+
+
+def advise(sizes: Sequence[Size]) -> Advice:
+    """Return what follows from sizes in ascending order, the first of which is 1, and measured."""
+    one = sizes[0]
+    measured = [size for size in sizes[1:] if size.is_measured]
+    worth = [size for size in measured if is_worth_its_latency(size, one)]
+    against = _against(one, measured) or _too_slow(one, measured, worth)
+    if against:
+        return Advice(Verdict.NO, 1, (), against)
+    for verdict, share in ((Verdict.MERGE, 0.0), (Verdict.INEXACT, ROUNDING)):
+        allowed = _up_to_a_difference(sizes, worth, share)
+        if allowed:
+            best = _best(allowed, one)
+            return Advice(verdict, best.rows, _only(sizes, best.rows), _compared(best, one) + _NOTES[verdict])
+    if one.evidence.unequal:
+        again = "the same row alone has another answer each time: nothing can be said of rows together"
+        return Advice(Verdict.NO, 1, (), again)
+    mixed = "the answer to a row hangs on the rows beside it, by more than rounding: merged answers would be wrong"
+    return Advice(Verdict.NO, 1, (), mixed)
+
+
+_NOTES = {
+    Verdict.MERGE: "; no bit differs",
+    Verdict.INEXACT: "; bits differ by rounding: where that does not matter, exact = false allows it",
+}
+
+
+def _against(one: Size, measured: Sequence[Size]) -> str:
+    """Why requests cannot be merged, whatever it brings; "" if they can."""
+    for size in (one, *measured):
+        for name, found in size.evidence.strange.items():
+            return f"output {name} has no row for each row of the inputs: {found}"
+    return "" if measured else "no request of more than one row was answered by one execution"
+
+
+def _too_slow(one: Size, measured: Sequence[Size], worth: Sequence[Size]) -> str:
+    """Why it does not pay; "" if it does."""
+    if is_too_quick(one):
+        return (
+            f"one row takes the model less than the {one.way * 1e3:.2f} ms of its way to the worker and back, and that "
+            "stays as it is"
+        )
+    least = [size for size in measured if size.rows <= AT_ROWS] or measured[:1]
+    judged = least[-1]
+    if gain(judged, one) < LEAST_GAIN:
+        return f"{_compared(judged, one)}; below {LEAST_GAIN} times it does not pay"
+    if not worth:
+        return f"{_compared(judged, one)}: even requests that wait are answered sooner one after another"
+    return ""
+
+
+def _up_to_a_difference(sizes: Sequence[Size], worth: Sequence[Size], relative: float) -> List[Size]:
+    """Those of `worth` below the first size at which rows differ by more, for a request may have any of them."""
+    end = next((size.rows for size in sizes if _differs(size, relative)), sizes[-1].rows + 1)
+    return [size for size in worth if size.rows < end]
+
+
+def _differs(size: Size, relative: float) -> bool:
+    return not size.evidence.is_equal if not relative else size.evidence.relative > relative
+
+
+def _best(sizes: Sequence[Size], one: Size) -> Size:
+    most = max(gain(size, one) for size in sizes)
+    return next(size for size in sizes if gain(size, one) >= ENOUGH_OF_BEST * most)
+
+
+def _only(sizes: Sequence[Size], most: int) -> Tuple[int, ...]:
+    """The sizes that the model takes up to there, if it has refused one of those."""
+    below = [size for size in sizes if size.rows <= most]
+    return tuple(size.rows for size in below if not size.refused) if any(size.refused for size in below) else ()
+
+
+def _compared(size: Size, one: Size) -> str:
+    return (
+        f"{size.rows} rows together bring {gain(size, one):.2f} times the rows/s of single ones, at "
+        f"{size.seconds / one.seconds:.2f} times the latency"
+    )

@@ -1,0 +1,143 @@
+"""The verb: its arguments, the order of things, and what is printed."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import List, Sequence, Union
+
+from weightd.ctl import exits, shapes
+from weightd.ctl.advise import render, rule
+from weightd.ctl.advise.measure import Measuring, Plan
+from weightd.ctl.advise.source import FromFile, MadeUp
+from weightd.ctl.asking import asking, described
+from weightd.ctl.progress import Progress
+from weightd.ctl.text import clean
+from weightd.ctl.verb import Connect, Ended, Verb
+from weightd.protocol.errors import FailedPrecondition
+from weightd.protocol.messages.data import TensorSignature
+
+_DESCRIPTION = f"""\
+Measures whether it pays that the daemon runs requests of a model together (batching), and whether
+each row then has the bits that it has alone; says what to write into the configuration.
+
+  weightctl advise resnet50
+  weightctl advise bert --shape ids=1,128 --shape mask=1,128
+  weightctl advise bert --inputs sentences.npz
+
+It asks the running daemon for 1, 2, 4, 8, 16 and 32 rows, as one request each, in turn. Only one is
+under way at any time: so nothing is merged with anything, if nobody else asks. What others ask
+meanwhile makes the figures worse: measure when it is quiet, on the host and the device that count.
+
+MS is the median as a client sees it. What of that is the way to the worker and back stays as it is;
+an estimate of it is below the table. GAIN is how many times the rows/s of single rows the model
+makes without it, LATENCY how many times as long a request takes. BITS tells how many rows differ
+from the answer to the same row alone; lines below name the outputs, and by how much. That bits are
+equal is tested, not proved, for it hangs on values too. At 1 row the same row was asked for twice.
+
+Rows are made up: floats around 0, of which each third row is 100 times as large and each third a
+hundredth; integers 0 or 1, for they may be indices; --inputs gives others. A free dimension is 1,
+unless --shape says otherwise.
+
+Advised is the smallest number of rows with {rule.ENOUGH_OF_BEST:.0%} of the best gain, among those at which requests
+that wait are answered sooner together than one after another; and nothing, where {rule.AT_ROWS} rows bring less
+than {rule.LEAST_GAIN} times the rows/s. Where rows differ, but by less than {rule.ROUNDING:.0%} of their largest value,
+merging takes exact = false. Where they differ by more, the model makes one answer of all its rows,
+and must not be merged.
+
+It ends when --different rows have been compared, each in each size, but not before --seconds.
+Ctrl-C shows what has been measured.
+
+--json prints one object, times in microseconds: {{"model_name", "way_us", "sizes": [{{"rows",
+"answers", "p50_us", "rows_per_s", "gain", "bits_equal", "rows_compared", "rows_unequal", "split",
+"refused", "outputs"}}], "advice": {{"verdict", "max_rows", "sizes", "reason", "configuration"}}}}; the
+verdict is "merge", "inexact" or "no".
+
+Exit status: 0 measured, whatever is advised, 1 the model cannot be asked, or its requests have no
+rows, 64 it does not take such a shape, 66 --inputs cannot be used, 130 Ctrl-C."""
+
+_MOST_DIFFERENT = 1_000_000
+
+
+class NoRows(Ended):
+    """Requests of the model have nothing that could be merged."""
+
+    code = FailedPrecondition.code
+
+
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help="the model's name, see weightctl status")
+    shapes.add_argument(parser, "; the first one is the number of rows")
+    parser.add_argument(
+        "--rows",
+        default=(1, 2, 4, 8, 16, 32),
+        type=shapes.counts,
+        metavar="N,N",
+        help="how many rows a request has, beside 1 (default: 1,2,4,8,16,32)",
+    )
+    parser.add_argument(
+        "--inputs", metavar="FILE.npz", help="take the rows of these arrays in turn, one array for each input by name"
+    )
+    parser.add_argument(
+        "--different",
+        default=200,
+        type=_different,
+        metavar="N",
+        help="how many different rows to compare at least; fewer find less (default: %(default)d)",
+    )
+    parser.add_argument(
+        "--seconds",
+        default=5.0,
+        type=shapes.seconds,
+        metavar="S",
+        help="how long to measure at least (default: %(default)g)",
+    )
+
+
+def _different(argument: str) -> int:
+    try:
+        number = int(argument)
+    except ValueError:
+        number = 0
+    if not 1 <= number <= _MOST_DIFFERENT:
+        raise argparse.ArgumentTypeError(f"expected a number from 1 to {_MOST_DIFFERENT:,}, got {argument!r}")
+    return number
+
+
+def _run(options: argparse.Namespace, connect: Connect) -> int:
+    name: str = options.model
+    if options.inputs and options.shape:
+        options.fail("expected --inputs or --shape, not both: the arrays have a shape")
+    sizes = sorted({1, *options.rows})
+    with connect() as client, Progress() as progress:
+        progress.say(f"{name}: waits until it is ready")
+        inputs = described(client, name).inputs
+        source = _source(options, inputs, sizes[-1])
+        measuring = Measuring(client, Plan(name, sizes, source, options.different, options.seconds))
+        status = exits.OK
+        try:
+            with asking(name, inputs):
+                measuring.run(lambda done, all_: progress.say(f"{name}: {done:,} rows of {max(done, all_):,}"))
+        except KeyboardInterrupt:
+            status = exits.INTERRUPTED
+    measured = measuring.sizes
+    if measured[0].answers:
+        advice = rule.advise(measured)
+        show = render.as_json(name, measured, advice)
+        print(json.dumps(show) if options.json else render.render(name, measured, advice, source.different))
+    return status
+
+
+def _source(options: argparse.Namespace, inputs: Sequence[TensorSignature], rows: int) -> Union[MadeUp, FromFile]:
+    fixed: List[TensorSignature] = [each for each in inputs if not shapes.has_free_rows(each)]
+    if fixed or not inputs:
+        raise NoRows(
+            f"{clean(options.model)}: its requests have no rows that could be merged, for the first dimension of each "
+            f"input must be free: {shapes.told(fixed)}"
+        )
+    if options.inputs:
+        return FromFile(options.inputs, inputs)
+    return MadeUp(shapes.specify(inputs, options.shape, rows))
+
+
+VERB = Verb("tell whether a model gains by running requests together", _DESCRIPTION, _add_arguments, _run)

@@ -1,0 +1,222 @@
+"""`weightctl advise`, with a daemon of a few lines."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any, List, Optional, Sequence, Tuple
+
+import numpy as np
+import pytest
+
+from testkit.fakedaemon import FakeDaemon, Handler, echo
+from weightd.ctl import exits
+from weightd.ctl.advise.evidence import Difference, Evidence
+from weightd.ctl.advise.render import configuration, render
+from weightd.ctl.advise.rule import Advice, Size, Verdict
+from weightd.protocol.codec import encode
+from weightd.protocol.messages.control import ModelMetadata, ModelMetadataResponse, ModelReady, ReadyResponse
+from weightd.protocol.messages.data import Error, Infer, InferResponse, ResponseDescription, TensorSignature, TensorSpec
+from weightd.protocol.messages.types import ClientMessage
+
+from ..conftest import Ctl, fails
+
+X = TensorSignature("x", "FP32", (-1, -1))
+IDS = TensorSignature("ids", "INT64", (-1,))
+# As few requests as say something.
+QUICK = ("--rows", "2,4", "--different", "10", "--seconds", "0.1")
+
+
+def serves(then: Handler = echo, inputs: Sequence[TensorSignature] = (X, IDS)) -> Handler:
+    """A model with these inputs; `then` answers its requests."""
+
+    def handle(message: ClientMessage, tensors: Sequence[bytes]) -> Any:
+        if isinstance(message, ModelMetadata):
+            return [encode(ModelMetadataResponse(message.id, message.model_name, "fake", tuple(inputs), ()))]
+        if isinstance(message, ModelReady):
+            return [encode(ReadyResponse(message.id, ready=True))]
+        return (then if isinstance(message, Infer) else echo)(message, tensors)
+
+    return handle
+
+
+def answers(message: Infer, array: Any) -> List[List[Any]]:
+    specs = (TensorSpec("y", "FP32", array.shape),)
+    return [[*encode(InferResponse(message.id, ResponseDescription("m", specs))), array.tobytes()]]
+
+
+def received(message: ClientMessage, tensors: Sequence[bytes]) -> Tuple[Infer, Any]:
+    assert isinstance(message, Infer)
+    return message, np.frombuffer(tensors[0], np.float32).reshape(message.description.inputs[0].shape)
+
+
+def mixes(message: ClientMessage, tensors: Sequence[bytes]) -> Any:
+    infer, x = received(message, tensors)
+    return answers(infer, x / np.abs(x).max())
+
+
+def counts_its_rows(message: ClientMessage, tensors: Sequence[bytes]) -> Any:
+    infer, x = received(message, tensors)
+    return answers(infer, np.full(1, len(x), np.float32))
+
+
+def takes_two(message: ClientMessage, tensors: Sequence[bytes]) -> Any:
+    assert isinstance(message, Infer)
+    if message.description.inputs[0].shape[0] > 2:
+        return [encode(Error(message.id, "INVALID_ARGUMENT", "at most 2 rows"))]
+    return echo(message, tensors)
+
+
+def asked(daemon: FakeDaemon) -> List[Tuple[Infer, Sequence[bytes]]]:
+    seen = [daemon.next() for _ in range(daemon.seen.qsize())]
+    return [(message, tensors) for message, tensors in seen if isinstance(message, Infer)]
+
+
+def test_advise_compares_rows_that_are_all_different(ctl: Ctl, daemon: FakeDaemon) -> None:
+    daemon.handle = serves()
+    ran = ctl("advise", "m", "--shape", "x=9,8", *QUICK, "--json")
+    assert (ran.status, ran.err) == (exits.OK, "")
+    told = json.loads(ran.out)
+    assert told["way_us"] > 0
+    assert [size["rows"] for size in told["sizes"]] == [1, 2, 4]
+    for size in told["sizes"]:
+        assert size["bits_equal"]
+        assert size["answers"] * size["rows"] >= 10
+        assert size["rows_compared"] >= (3 if size["rows"] == 1 else 10)
+    assert {*told["advice"]} == {"verdict", "max_rows", "sizes", "reason", "configuration"}
+    rows = {
+        tensors[0]
+        for message, tensors in asked(daemon)
+        if [each.shape for each in message.description.inputs] == [(1, 8), (1,)]
+    }
+    assert len(rows) >= 10
+    magnitudes = sorted(np.abs(np.frombuffer(row, np.float32)).mean() for row in rows)
+    assert magnitudes[-1] > 1000 * magnitudes[0]
+
+
+@pytest.mark.parametrize(
+    ("then", "words"),
+    [
+        (mixes, "rows with other bits"),
+        (counts_its_rows, "Do not merge: output y has no row for each row of the inputs: [1] for 2 rows"),
+        (takes_two, "4 rows, refused: at most 2 rows"),
+    ],
+)
+def test_what_speaks_against_it_is_told(ctl: Ctl, daemon: FakeDaemon, then: Handler, words: str) -> None:
+    daemon.handle = serves(then, [X])
+    ran = ctl("advise", "m", "--shape", "x=1,8", *QUICK)
+    assert ran.status == exits.OK
+    assert words in ran.out
+
+
+def test_rows_may_come_from_a_file_in_turn(ctl: Ctl, daemon: FakeDaemon, tmp_path: Path) -> None:
+    daemon.handle = serves()
+    x, ids = np.arange(6, dtype=np.float32).reshape(3, 2), np.array([7, 8, 9])
+    path = tmp_path / "rows.npz"
+    np.savez(str(path), x=x, ids=ids)
+    ran = ctl("advise", "m", "--inputs", str(path), *QUICK)
+    assert ran.status == exits.OK
+    assert "rows compared, 3 of them different" in ran.out
+    alone = [tensors for message, tensors in asked(daemon) if message.description.inputs[0].shape == (1, 2)]
+    assert {(bytes(one), bytes(two)) for one, two in alone} == {
+        (x[row].tobytes(), ids[row : row + 1].tobytes()) for row in range(3)
+    }
+
+
+@pytest.mark.parametrize(
+    ("arrays", "words"),
+    [
+        (None, "No such file"),
+        ({}, "expected an array x, there are: none"),
+        ({"x": np.zeros((2, 2))}, "expected x FP32 [-1, -1], got float64 [2, 2]"),
+        ({"x": np.zeros((2, 2), "f4"), "ids": np.zeros((2, 2), "i8")}, "expected ids INT64 [-1], got int64 [2, 2]"),
+        ({"x": np.zeros((2, 2), "f4"), "ids": np.zeros(3, "i8")}, "as many rows of each input, at least 1, got [2, 3]"),
+        ({"x": np.array([None])}, "x is damaged, or no array of numbers"),
+    ],
+)
+def test_a_file_that_is_not_for_the_model_is_refused(
+    ctl: Ctl, daemon: FakeDaemon, tmp_path: Path, arrays: Any, words: str
+) -> None:
+    daemon.handle = serves()
+    path = tmp_path / "rows.npz"
+    if arrays is not None:
+        np.savez(str(path), **arrays)
+    ran = ctl("advise", "m", "--inputs", str(path))
+    assert (ran.status, ran.out) == (exits.NO_INPUT, "")
+    assert words in ran.err
+
+
+def test_what_has_no_rows_is_refused_by_name(ctl: Ctl, daemon: FakeDaemon) -> None:
+    daemon.handle = serves(inputs=[X, TensorSignature("mask", "FP32", (2, 3))])
+    text = (
+        "FAILED_PRECONDITION: m: its requests have no rows that could be merged, for the first dimension of each input "
+        "must be free: mask FP32 [2, 3]\n"
+    )
+    assert ctl("advise", "m") == (exits.ERROR, "", text)
+
+
+def test_a_single_row_that_is_refused_ends_it_with_a_hint(ctl: Ctl, daemon: FakeDaemon) -> None:
+    daemon.handle = serves(fails("INTERNAL", "too small"), [X])
+    ran = ctl("advise", "m")
+    assert (ran.status, ran.out) == (exits.ERROR, "")
+    assert ran.err == "INTERNAL: too small; --shape says what the free dimensions are: x FP32 [-1, -1]\n"
+    assert ctl("advise", "m", "--inputs", "a.npz", "--shape", "x=1,1").status == exits.USAGE
+
+
+@pytest.mark.parametrize(("after", "words"), [(1, ""), (9, "2 rows")])
+def test_ctrl_c_shows_what_has_been_measured(ctl: Ctl, daemon: FakeDaemon, after: int, words: str) -> None:
+    turn = itertools.count()
+
+    def interrupts(message: ClientMessage, tensors: Sequence[bytes]) -> Any:
+        if next(turn) == after:
+            os.kill(os.getpid(), signal.SIGINT)
+        return echo(message, tensors)
+
+    daemon.handle = serves(interrupts)
+    ran = ctl("advise", "m", "--seconds", "600", "--rows", "2,4")
+    assert ran.status == exits.INTERRUPTED
+    assert bool(ran.out) == bool(words)
+
+
+def size(rows: int, seconds: float, evidence: Optional[Evidence] = None, **more: Any) -> Size:
+    return Size(rows, seconds, 0.0005, 9, evidence or Evidence(), **more)
+
+
+def test_the_table() -> None:
+    equal, unequal = Evidence(), Evidence()
+    equal.compared = unequal.compared = 224
+    unequal.unequal = 3
+    unequal.differences["y"] = Difference(3, 1.2e-6, 2.5e-7)
+    sizes = [
+        size(1, 0.0105, equal),
+        size(8, 0.0205, unequal, is_split=True),
+        Size(16, 0.0, 0.0005, 0, Evidence(), refused="at most 8 rows"),
+    ]
+    advice = Advice(Verdict.INEXACT, 8, (1, 8), "because")
+    assert render("m", sizes, advice, 100).splitlines() == [
+        "m: one request at a time, 224 rows compared, 100 of them different",
+        "",
+        "ROWS     MS  ROWS/s  GAIN  LATENCY             BITS",
+        "   1  10.50    95.2  1.00     1.00            equal",
+        "   8  20.50   390.2  4.00     1.95  3 of 224 differ",
+        "",
+        "0.50 ms of each is the way to the worker and back; GAIN is without it",
+        "8 rows: the daemon cuts such requests ([models.X.split]): this is no single execution",
+        "8 rows: output y: 3 rows with other bits, by 1.2e-06 at most, 2.5e-07 of the largest value of a row",
+        "16 rows, refused: at most 8 rows",
+        "",
+        "Merge only if exactness does not matter: because",
+        "",
+        "  [models.m.batching]",
+        "  max_rows = 8",
+        "  sizes = [1, 8]",
+        "  exact = false",
+    ]
+
+
+def test_the_configuration() -> None:
+    assert configuration("a.b", Advice(Verdict.MERGE, 4, (), "")) == '[models."a.b".batching]\nmax_rows = 4'
+    assert configuration("m", Advice(Verdict.NO, 1, (), "")) == ""
