@@ -31,7 +31,7 @@ LIMIT_MS = 60_000
 SUFFIX = {"onnxruntime": ".onnx", "mindspore_lite": ".mindir"}
 CONVERTED = (
     *("relu", "wide", "convolution", "threes", "fives", "single", "positive", "scalar"),
-    *("two_inputs", "two_batches", "integers", "fixed"),
+    *("two_inputs", "two_batches", "integers", "fixed", "centred", "log"),
 )
 """The models of the zoo that are asked of MindSpore Lite."""
 ENGINE = "mindspore_lite" if importlib.util.find_spec("mindspore_lite") else "onnxruntime"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import weakref
 from pathlib import Path
@@ -885,6 +886,38 @@ def test_those_of_whom_some_have_not_come_are_forgotten_when_another_daemon_is_t
     _, socket = play(engine, *together(predict(1), predict(2))[:-1], encode(Ping(False)), None, predict(3), STOP)
     assert [type(each) for each in socket.sent[1:]] == [Back, Pong, Result]
     assert [*answers(socket)] == [3]
+
+
+def test_a_holder_tells_what_it_found_of_rows_and_a_worker_whether_it_answers_them_so(
+    tmp_path: Path,
+) -> None:
+    engine = fake()
+    build = encode(Build((), rows=8))
+    _, socket = play(engine, build, STOP)
+    rows = only(Built, socket).rows
+    assert rows is not None
+    assert (rows.inputs, rows.outputs, rows.equal, rows.note) == (("x",), ("y",), True, "")
+    # Where answers may differ a little, none is compared.
+    _, near = play(fake(), build, STOP, tolerance=0.1, files=Files("/m", str(tmp_path / "store")))
+    assert only(Built, near).rows == dataclasses.replace(rows, digest="")
+    attach = encode(Attach("7", CASES, 8, found=rows))
+    job = together(of_rows(1, 1), of_rows(2, 2))
+    for answer, is_equal in ((twice, True), (lambda inputs: {"y": inputs["x"] * (2 + (len(inputs["x"]) > 2))}, False)):
+        engine = fake(answer)
+        _, socket = play(engine, attach, *job, STOP)
+        assert [type(each) for each in socket.sent] == [
+            Hello,
+            Attached,
+            *([] if is_equal else [Unequal]),
+            Result,
+            Result,
+        ]
+        assert len(engine.asked) == 4 + 1 + (1 if is_equal else 2)
+    # What was forked from a template has been told with it.
+    made = Origin("template", made=Made(fake(), SHA256, 5))
+    engine = fake()
+    play(engine, attach, STOP, origin=made)
+    assert len(engine.asked) == 2
 
 
 def test_no_job_begins_within_another() -> None:

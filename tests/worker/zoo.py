@@ -107,6 +107,27 @@ MODELS = {
     "no_inputs": Graph([node("Relu", ["ones"], ["y"])], [], [fp32("y", 2, 3)], {"ones": np.ones((2, 3), np.float32)}),
     # "x" as it came, and "k", which is a weight.
     "constant": Graph([node("Identity", ["w"], ["k"])], [X], [X, fp32("k", 4)], {"w": np.arange(4, dtype=np.float32)}),
+    # Rows that hang on each other: by their sum or their mean; by the largest value of all; or by their place in the
+    # vectors of a processor, where a row is no multiple of one.
+    "softmax": Graph([node("Softmax", ["x"], ["y"], axis=0)], [X], [Y]),
+    "centred": Graph(
+        [node("ReduceMean", ["x"], ["mean"], axes=[0], keepdims=1), node("Sub", ["x", "mean"], ["y"])], [X], [Y]
+    ),
+    "quantized": Graph(
+        [
+            node("DynamicQuantizeLinear", ["x"], ["q", "scale", "zero"]),
+            node("MatMulInteger", ["q", "w", "zero"], ["i"]),
+            node("Cast", ["i"], ["f"], to=TensorProto.FLOAT),
+            node("Mul", ["f", "scale"], ["y"]),
+        ],
+        [fp32("x", "N", 64)],
+        [fp32("y", "N", 64)],
+        {"w": (np.arange(64 * 64) % 251 - 125).astype(np.int8).reshape(64, 64)},
+    ),
+    "log": Graph(
+        [node("Abs", ["x"], ["positive"]), node("Log", ["positive"], ["y"])], [fp32("x", "N", 37)], [fp32("y", "N", 37)]
+    ),
+    "elu": Graph([node("Elu", ["x"], ["y"], alpha=1.0)], [fp32("x", "N", 37)], [fp32("y", "N", 37)]),
     "strings": Graph([node("Identity", ["words"], ["y"])], [WORDS], [SAME_WORDS]),
     "sequence": Graph(
         [node("SequenceConstruct", ["x"], ["many"])],

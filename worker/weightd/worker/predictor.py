@@ -13,7 +13,8 @@ from weightd.protocol.messages.data import RequestDescription, ResponseDescripti
 from weightd.protocol.messages.regions import MappedRegions
 from weightd.protocol.tensors import describe_response, frame_of, from_frame, to_wire
 from weightd.worker import exits
-from weightd.worker.batching.joint import Joint, NotRows
+from weightd.worker.batching.bits import NotRows
+from weightd.worker.batching.joint import Joint
 from weightd.worker.canary.proof import Proof
 from weightd.worker.engines.engine import Arrays, Engine
 from weightd.worker.engines.errors import Spoilt
@@ -113,7 +114,7 @@ class Predictor:
             if form != joint.form:
                 outputs = self._learned(joint, inputs, outputs, form)
         except NotRows as error:
-            return self._part(parts, error)
+            return self._fail_to_divide(parts, error)
         except RequestError as error:
             if isinstance(error, Spoilt) or not self._proves():
                 return self._fail(first, error, leaving=True)
@@ -137,12 +138,17 @@ class Predictor:
                 return self._fail_unforeseen(order, error)
         return exits.OK
 
-    def _part(self, parts: Sequence[Asked], error: NotRows) -> int:
-        """What is not of rows is never run together again."""
+    def part(self, note: str) -> None:
+        """Run nothing together any more, for the reason that `note` gives."""
+        if self._joins:
+            _log.warning("no requests are run together any more: %s", note)
+            self._joins = False
+            self._answer(Unequal(clip(note)), ())
+
+    def _fail_to_divide(self, parts: Sequence[Asked], error: NotRows) -> int:
         if len(parts) == 1:
             return self._fail(parts[0][0], InvalidArgument(str(error)), leaving=False)
-        self._joins = False
-        self._answer(Unequal(clip(str(error))), ())
+        self.part(str(error))
         return self._one_by_one(parts)
 
     def _one_by_one(self, parts: Sequence[Asked]) -> int:

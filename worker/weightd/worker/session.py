@@ -6,18 +6,19 @@ by its pidfd, and that it answers by pings.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 import platform
 import time
 from pathlib import Path
-from typing import Any, NamedTuple, Optional, Sequence, Union
+from typing import Any, Callable, NamedTuple, Optional, Sequence, Union
 
 import numpy as np
 
 from weightd.protocol import limits
 from weightd.protocol.codec import Decoder, clip, encode
-from weightd.protocol.errors import RemoteProtocolError, WeightdError
+from weightd.protocol.errors import InvalidArgument, RemoteProtocolError, WeightdError
 from weightd.protocol.messages.children import (
     TO_CHILD,
     Allow,
@@ -39,6 +40,7 @@ from weightd.protocol.messages.children import (
     Predict,
     Probe,
     Probing,
+    Rows,
     Settle,
     Skip,
     Skipped,
@@ -48,6 +50,7 @@ from weightd.protocol.messages.children import (
 )
 from weightd.protocol.version import VERSION
 from weightd.worker import exits, libraries, nativelog, weights
+from weightd.worker.batching import evidence
 from weightd.worker.canary import canary, sample, search
 from weightd.worker.canary.proof import Proof
 from weightd.worker.connection import Connection
@@ -64,6 +67,8 @@ from weightd.worker.worth import COSTS, is_worth
 _PYTHON = platform.python_version()
 
 _log = logging.getLogger("weightd.worker")
+
+_DIFFERS = "the answer of this process to many rows is not that of the one that has found out that they can be so"
 
 # How often what a predict leaves behind is looked at while they come, and when nothing is kept for the next one.
 _TIDY_S = 1.0
@@ -155,6 +160,8 @@ class Session:
         self._tidy_at = 0.0
         self._patience_s = -1.0
         self._inbox = Inbox()
+        # On what the model does not run, as far as it is known.
+        self._unfit: Cases = ()
 
     def run(self, sha256: str) -> int:
         """Say HELLO and obey until told to stop; return the exit status."""
@@ -270,6 +277,7 @@ class Session:
         known = search.find(engine, order, build, self._probing, sample=self._sample, tolerance=self._tolerance)
         if known.digest and self._tolerance:
             sample.save_answers(self._files.answers, known.answers)
+        rows = self._rows(order, known, build)
         # What is in memory now is shared as if it were weights.
         known = known._replace(answers=())
         engine.give_back()
@@ -295,8 +303,19 @@ class Session:
                 canary_note=clip(known.note),
                 is_loss=shared.is_loss,
                 is_template=self._gives is not None,
+                rows=rows,
             )
         )
+
+    def _rows(self, order: Build, known: canary.Canary, rebuild: Callable[[], None]) -> Optional[Rows]:
+        self._unfit = self._unfit or order.unfit
+        rows = evidence.find(
+            self._engine, order, known, rebuild, lambda trying: self._probing(trying, self._unfit), self._sample
+        )
+        if rows is None or not rows.equal or self._tolerance:
+            return rows
+        digest = evidence.digest_of(self._engine, known.cases, order.rows, order.sizes, self._sample)
+        return dataclasses.replace(rows, digest=digest)
 
     def _share(self, known: canary.Canary, before: int) -> Shared:
         """Share what was built: by a fork where that can be, and where it is held to a canary, else as the engine does.
@@ -365,12 +384,29 @@ class Session:
         self._predictor.proof = Proof(
             engine, known if repeats else known._replace(digest=""), self._sample, self._tolerance
         )
+        differs = self._differs(order)
         self._heap.keep()
         libraries.let_go()
-        self._send(Attached(known.digest, shared.bytes, shared.note, engine.memory()))
+        attached = Attached(known.digest, shared.bytes, shared.note, engine.memory())
+        self._send(attached)
+        if differs:
+            self._predictor.part(_DIFFERS)
+
+    def _differs(self, order: Attach) -> bool:
+        """Whether the answer to many rows is not the holder's. What was forked from a template has that with it."""
+        found = order.found
+        if found is None or not found.digest or self._origin.made is not None:
+            return False
+        try:
+            digest = evidence.digest_of(self._engine, order.canary_cases, order.rows, order.sizes, self._sample)
+        except InvalidArgument:
+            return True
+        self._engine.give_back()
+        return digest != found.digest
 
     def _probing(self, trying: Cases, unfit: Cases) -> None:
         """Tell what is run next, and wait until it is known: that may be the end of this process."""
+        self._unfit = unfit
         self._send(Probing(trying, unfit))
         if trying:
             order, _ = self._next()

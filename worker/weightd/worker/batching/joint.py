@@ -10,11 +10,8 @@ from typing import Any, List, NamedTuple, Sequence, Tuple
 from weightd.protocol.errors import InvalidArgument
 from weightd.protocol.messages.data import RequestDescription, ResponseDescription, TensorSpec
 from weightd.protocol.tensors import describe_response, from_frame
+from weightd.worker.batching.bits import of_rows
 from weightd.worker.engines.engine import Arrays
-
-
-class NotRows(ValueError):
-    """An answer has not the rows of its inputs; the text says what it has."""
 
 
 class Share(NamedTuple):
@@ -89,9 +86,7 @@ class Joint:
         Raises:
             NotRows: an output has not as many rows as the inputs.
         """
-        for name, array in arrays.items():
-            if array.shape[:1] != (self.total,):
-                raise NotRows(f"output {name} has shape {list(array.shape)} for {self.total} rows")
+        of_rows(arrays, self.total)
         positions = {name: position for position, name in enumerate(arrays)}
         shares: List[Share] = []
         begin = 0

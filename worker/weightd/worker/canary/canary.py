@@ -97,12 +97,13 @@ def _observed_output(output: TensorSignature, shapes: Sequence[Dict[str, Tuple[i
 
 def inputs(signature: ModelSignature, case: Case) -> Arrays:
     """Return the inputs of one case."""
-    return {each.name: _array(each, case[each.name]) for each in signature.inputs}
+    return {each.name: made(each, case[each.name]) for each in signature.inputs}
 
 
-def _array(tensor: TensorSignature, shape: Tuple[int, ...]) -> Any:
+def made(tensor: TensorSignature, shape: Tuple[int, ...], *numbers: int) -> Any:
+    """Return values for an input, which are the same in each process, and others for other `numbers`."""
     # RandomState is the generator whose stream numpy promises never to change. Inputs differ, or a swap would not show.
-    random = np.random.RandomState([_SEED, *tensor.name.encode()])
+    random = np.random.RandomState([_SEED, *numbers, *tensor.name.encode()])
     dtype = np.dtype(NUMPY_DTYPE[tensor.datatype])
     # The generator's numbers have 8 bytes each: of a large array they repeat themselves.
     count = int(np.prod(shape, dtype=np.int64))

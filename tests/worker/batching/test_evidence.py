@@ -1,0 +1,216 @@
+"""What a holder finds out of the rows of its model."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import types
+from typing import Any, Callable, List, Optional, Union
+
+import numpy as np
+import pytest
+
+from testkit import cases
+from testkit.fakeengine import FakeEngine
+from weightd.protocol.errors import InvalidArgument
+from weightd.protocol.messages.children import Build, Cases, Rows
+from weightd.protocol.messages.data import TensorSignature
+from weightd.worker.batching import evidence
+from weightd.worker.canary import canary, search
+from weightd.worker.engines.engine import Engine, ModelSignature
+from weightd.worker.engines.errors import BuildError, Spoilt
+
+X, Y = TensorSignature("x", "FP32", (-1, 3)), TensorSignature("y", "FP32", (-1, 3))
+SIGNATURE = ModelSignature((X,), (Y,))
+
+
+def found(engine: Engine, rows: int = 8, known: Optional[canary.Canary] = None, **order: Any) -> Rows:
+    """What is found of a model, with the canary that is found before; it is not to be spoilt."""
+    build = Build((), rows=rows, **order)
+    if known is None:
+        known = search.find(engine, build, lambda: None, lambda *_: None)
+    rows_of = evidence.find(engine, build, known, lambda: None, lambda _: None)
+    assert rows_of is not None
+    return rows_of
+
+
+def fake(answer: Callable[[Any], Any], signature: ModelSignature = SIGNATURE) -> FakeEngine:
+    return FakeEngine(lambda inputs: {"y": answer(inputs["x"])}, signature)
+
+
+# --- real models ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["wide", "convolution", "integers", "two_inputs"])
+def test_a_model_whose_rows_are_equal_may_run_them_together(built: Callable[[str], Engine], name: str) -> None:
+    engine = built(name)
+    rows = found(engine)
+    signature = engine.signature
+    names = tuple(tuple(each.name for each in tensors) for tensors in signature)
+    assert ((rows.inputs, rows.outputs), rows.equal, rows.note) == (names, True, "")
+
+
+NOTES = {
+    "softmax": r"output y: \d of 8 rows .* differ .*, by up to \S+ where the largest value is 1",
+    "centred": r"output y: 8 of 8 rows .* differ",
+    "log": r"output y: \d of \d rows .* differ .*, by up to \S+ where the largest value is \S+",
+    "quantized": r"output y: [5-8] of 8 rows .* differ",
+    "elu": r"output y: \d of \d rows .* differ",
+    "fixed": r"input x has no rows: its shape is \[2, 3\], whose first dimension is not free",
+    "threes": "the model does not run on (1|[2578]) rows: ",
+    "total": r"output y has shape \[\] for 1 rows",
+    "any_rank": "input x has no rows: it may be of any rank",
+    "random_output": "the model gives different answers to the same input",
+    "no_inputs": "the model has no inputs",
+}
+FOR_BOTH = ("centred", "log", "fixed")
+
+
+@pytest.mark.parametrize("name", FOR_BOTH if importlib.util.find_spec("mindspore_lite") else NOTES)
+def test_a_model_whose_rows_differ_or_that_has_none_says_where(built: Callable[[str], Engine], name: str) -> None:
+    rows = found(built(name))
+    assert not rows.equal
+    assert re.match(NOTES[name], rows.note)
+
+
+# --- models that are functions --------------------------------------------------------------------------------------
+
+
+def chosen(x: Any) -> Any:
+    """Which rows differ shows where one is far larger than the others."""
+    return x if abs(x).max() < 50 or len(x) == 1 else x + 1
+
+
+def nudged(x: Any) -> Any:
+    """One row of forty differs, if it is not alone."""
+    return x if len(x) == 1 else np.where((x[:, :1] * 1000) % 40 < 1, x * 1.5, x)
+
+
+@pytest.mark.parametrize(
+    ("answer", "note"),
+    [
+        (chosen, "output y: 8 of 8 rows that were run together differ from the same rows run alone, by up to 1 where"),
+        (nudged, "output y: 1 of 8 rows"),
+        (lambda x: x + (len(x) == 5), "output y: 5 of 5 rows"),
+        (lambda x: x[:, : 4 - len(x)], "output y: float32 [8, 0] together, float32 [8, 3] alone"),
+        (lambda x: x[: len(x) % 8], "output y has shape [0, 3] for 8 rows"),
+        (lambda x: x.astype("f4" if len(x) == 1 else "f8"), "output y: float64 [8, 3] together, float32 [8, 3] alone"),
+        (lambda x: x if len(x) == 1 else x * np.float32("nan"), "and in which values are finite"),
+        (lambda x: np.copysign(0 * x, x if len(x) == 1 else -x), "by up to 0 where the largest value is 0"),
+    ],
+)
+def test_what_differs_is_found_and_named(answer: Callable[[Any], Any], note: str) -> None:
+    rows = found(fake(answer), known=canary.run(fake(lambda x: x), cases.of(SIGNATURE, 1, 2)))
+    assert not rows.equal
+    assert note in rows.note
+
+
+def test_all_rows_are_different_and_each_is_run_alone_and_in_each_number() -> None:
+    engine = fake(lambda x: x)
+    assert found(engine, rows=300, known=canary.run(engine, cases.of(SIGNATURE, 1))).equal
+    asked = [each["x"] for each in engine.asked[2:]]
+    alone = {each.tobytes() for each in asked if len(each) == 1}
+    assert len(alone) == 200
+    for size in (2, 3, 5, 7, 300):
+        assert {row.tobytes() for each in asked if len(each) == size for row in each} == alone
+
+
+def test_only_numbers_of_rows_that_there_may_be_are_run() -> None:
+    engine = fake(lambda x: x)
+    known = canary.run(engine, cases.of(SIGNATURE, 2))
+    assert found(engine, rows=8, known=known, sizes=(2, 4, 8, 16)).equal
+    assert {len(each["x"]) for each in engine.asked} == {2, 4, 8}
+    assert evidence.digest_of(engine, known.cases, 8, (2, 4, 8)) == evidence.digest_of(engine, known.cases, 9, (8,))
+    assert len(engine.asked[-1]["x"]) == 8
+
+
+def test_rows_are_as_large_as_those_of_the_canary_and_like_those_of_a_sample() -> None:
+    signature = ModelSignature((TensorSignature("x", "INT32", (-1, -1)), TensorSignature("z", "FP32", (-1, 1))), (Y,))
+    sample = {"x": np.array([[7, 8], [9, 10]], np.int32), "z": np.array([[4], [8]], np.float32)}
+    engine = FakeEngine(lambda inputs: {"y": inputs["z"]}, signature)
+    known = canary.run(engine, ({"x": (2, 2), "z": (2, 1)},), sample)
+    assert evidence.find(engine, Build((), rows=2), known, lambda: None, lambda _: None, sample) == Rows(
+        ("x", "z"), ("y",), equal=True
+    )
+    assert {tuple(row) for each in engine.asked for row in each["x"]} == {(7, 8), (9, 10)}
+    # Each is between half and one and a half of what it is like, and 1, 100 or 0.01 times as large.
+    values = np.unique([float(each["z"][0, 0]) for each in engine.asked if len(each["z"]) == 1])
+    assert len(values) == 200
+    assert (2 / 100 <= values.min() < 12 / 100, 200 < values.max() <= 1200) == (True, True)
+
+
+def test_without_a_test_only_the_form_is_looked_at() -> None:
+    engine = fake(nudged)
+    rows = found(engine, known=canary.run(engine, cases.of(SIGNATURE, 1)), exact=False)
+    assert (rows.inputs, rows.outputs, rows.equal) == (("x",), ("y",), False)
+    assert rows.note.startswith("it was not tested")
+    assert len(engine.asked) == 1 + 2
+
+
+def test_a_model_without_a_canary_is_not_run() -> None:
+    engine = fake(lambda x: x)
+    rows = found(engine, known=canary.Canary((), "", note="it is off"))
+    assert (rows.note, rows.outputs) == ("there is no canary, by which rows are looked at: it is off", ())
+    assert not engine.asked
+
+
+@pytest.mark.parametrize(
+    ("seconds", "note", "predicts"),
+    [(0.1, "", 99), (2.0, "the model takes too long: only 3 rows", 6), (1.0, "the model takes too long: not all", 11)],
+)
+def test_it_takes_ten_seconds_at_most(
+    monkeypatch: pytest.MonkeyPatch, seconds: float, note: str, predicts: int
+) -> None:
+    now = [0.0]
+
+    def slow(x: Any) -> Any:
+        now[0] += seconds
+        return x
+
+    engine = fake(slow)
+    known = canary.run(engine, cases.of(SIGNATURE, 1))
+    monkeypatch.setattr(f"{evidence.__name__}.time", types.SimpleNamespace(monotonic=lambda: now[0]))
+    rows = found(engine, known=known)
+    assert rows.note.startswith(note)
+    assert rows.equal == (not note)
+    assert predicts <= len(engine.asked) <= predicts + 8
+    assert now[0] <= 10 + 5 * seconds
+
+
+def refusing(error: Exception) -> Callable[[Any], Any]:
+    def answer(x: Any) -> Any:
+        if len(x) == 7:
+            raise error
+        return x
+
+    return answer
+
+
+@pytest.mark.parametrize("error", [InvalidArgument("too many"), Spoilt("too many")])
+def test_what_is_tried_is_told_and_a_model_that_fails_is_whole_again(error: Exception) -> None:
+    engine = fake(refusing(error))
+    told: List[Union[str, Cases]] = []
+    known = canary.run(engine, cases.of(SIGNATURE, 1))
+    order = Build((), rows=8)
+    rows = evidence.find(engine, order, known, lambda: told.append("rebuilt"), told.append)
+    assert rows is not None
+    assert (rows.equal, rows.outputs == ()) == (False, isinstance(error, Spoilt))
+    assert re.match("the model does not run on (7|so many) rows: too many", rows.note)
+    tried = [({"x": (8, 3)},), ({"x": (7, 3)},), ()]
+    assert told == [*tried, "rebuilt"] if isinstance(error, Spoilt) else told == tried
+    # What an earlier process has died of is not run again.
+    again = found(engine, known=known, unfit=({"x": (8, 3)},))
+    assert (again.note, again.equal) == ("the process that has built the model died of 8 rows", False)
+
+
+def test_a_model_that_cannot_be_built_again_is_not_left_spoilt(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = fake(refusing(Spoilt("too many")))
+    known = canary.run(engine, cases.of(SIGNATURE, 1))
+    monkeypatch.setattr(FakeEngine, "can_rebuild", False)
+    with pytest.raises(BuildError, match="so many rows: too many; run no requests together"):
+        found(engine, known=known)
+
+
+def test_nothing_is_found_out_where_each_request_has_its_own_predict() -> None:
+    engine = fake(lambda x: x)
+    assert evidence.find(engine, Build(()), canary.Canary((), ""), lambda: None, lambda _: None) is None
