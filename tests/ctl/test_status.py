@@ -107,6 +107,13 @@ def test_a_serving_model() -> None:
     ]
 
 
+def test_below_the_processes_stands_who_is_on_which_set_of_cores() -> None:
+    places = ("cpu", "cpu:0", "cpu:1", "cpu:0")
+    third = replace(WORKERS[0], name="digits.3.w3")
+    there = [replace(each, device=device) for each, device in zip((HOLDER, *WORKERS, third), places)]
+    assert lines(of_digits(processes=tuple(there)))[10:12] == ["    on cpu:0: w1, w3", "    on cpu:1: w2"]
+
+
 def test_a_loading_model_shows_how_far_it_is_and_a_failed_one_its_cause() -> None:
     assert lines(LOADING, FAILED)[2:] == [
         "large: ATTACHING, mindspore_lite, /models/large.mindir",

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -34,7 +36,9 @@ def test_each_exit_status_is_there() -> None:
 
 
 @pytest.mark.parametrize("block", re.findall(r"```toml\n(.*?)```", TEXT, re.DOTALL))
-def test_the_configurations_are_good(block: str) -> None:
+def test_the_configurations_are_good(block: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # A host on which a model has sets of cores has more of them than one that runs tests.
+    monkeypatch.setattr(os, "sched_getaffinity", mock.Mock(return_value=set(range(16))))
     config.parse(tomllib.loads(block), Path("/etc/weightd"))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import os
+import re
 import signal
 import sys
 from pathlib import Path
@@ -84,6 +85,25 @@ def test_from_hello_to_stop(daemon: Daemon, model: Model) -> None:
     assert [daemon.stop("w"), daemon.stop("h")] == [exits.OK, exits.OK]
     assert "WARNING weightd.worker: the page store's cold pages stay in memory: " in daemon.log("h")
     assert "KeyboardInterrupt" not in daemon.log("h") + daemon.log("w")
+
+
+def test_all_its_threads_stay_on_its_cores(daemon: Daemon, model: Model) -> None:
+    core = str(max(os.sched_getaffinity(0)))
+    # As the daemon has it: numpy, imported before, would have threads of its own.
+    alone = {"OPENBLAS_NUM_THREADS": "1", "ORT_DISABLE_TELEMETRY": "1"}
+    daemon.start("w", model("wide"), "--threads", "2", "--cores", core, device="cpu:0", variables=alone)
+    hello, _ = daemon.hear("w", Hello)
+    daemon.tell("w", Build(()))
+    daemon.hear("w", Built)
+    status = [(task / "status").read_text("ascii") for task in Path(f"/proc/{hello.pid}/task").iterdir()]
+    assert len(status) > 1
+    assert {re.findall(r"Cpus_allowed_list:\s*(.+)", each)[0] for each in status} == {core}
+
+
+def test_it_does_not_run_on_others_where_those_cannot_be_had(daemon: Daemon, model: Model) -> None:
+    daemon.start("w", model("wide"), "--cores", "9999", device="cpu:0")
+    assert daemon.children["w"].wait(30) == 1
+    assert daemon.log("w").splitlines()[-1] == "cannot run on cores 9999: Invalid argument"
 
 
 def test_what_an_engine_makes_in_its_first_predict_is_shared_too(daemon: Daemon, model: Model) -> None:

@@ -47,7 +47,7 @@ from weightd.protocol.errors import InvalidArgument, RequestError, ResourceExhau
 from weightd.protocol.messages.control import ReloadResponse
 from weightd.protocol.schema import label
 from weightd.protocol.version import VERSION
-from weightd.shared.devices import CPU
+from weightd.shared.devices import is_cpu
 
 _log = logging.getLogger("weightd")
 
@@ -168,7 +168,7 @@ class Server:
     def _resume(self, keeping: Keeping, handover: Handover) -> None:
         """Go on with what the daemon before this one has loaded."""
         before = {record.name: record.config for record in handover.models}
-        for name in dict.fromkeys(device for config in before.values() for device in config.devices):
+        for name in dict.fromkeys(device for config in before.values() for device in config.groups):
             self._devices.setdefault(name, Device(name))
         for said in handover.devices:
             device = self._devices.setdefault(said.name, Device(said.name))
@@ -424,9 +424,9 @@ def _fixed(config: Config) -> dict[str, object]:
 
 def _update_devices(devices: dict[str, Device], config: Config) -> None:
     """Add every device that a model of the configuration uses, and set what it has as far as that is given."""
-    for name in dict.fromkeys(device for model in config.models.values() for device in model.devices):
+    for name in dict.fromkeys(device for model in config.models.values() for device in model.groups):
         device = devices.setdefault(name, Device(name))
-        if name != CPU:
+        if not is_cpu(name):
             given = config.devices.get(name, DeviceConfig())
             # Where nothing is given, what the card has said before stays true.
             device.capacity = given.memory_mib * MIB or device.said

@@ -31,6 +31,9 @@ memory, and its share of what it shares with others; so the PSS of all processes
 the service takes. OWN is what no other process has: what its end would give back. SHARED is how
 much of a worker's weights is memory that it has in common with the others. MB is 10^6 bytes.
 
+A generation on several sets of cores, such as cpu:0 and cpu:1, is one "on cpu"; below its processes
+it is told who of them is on which.
+
 Processes are spawned with an interpreter of their own, forked of a fork server, which has loaded
 the engine, or forked of the template: that is the holder, which has built the model.
 
@@ -181,10 +184,21 @@ def _generation(generation: GenerationStatus, prefix: str) -> Iterator[str]:
     for process in generation.processes:
         if process.note:
             yield from paragraph(_short(process.name, prefix), process.note, "    ")
+    yield from _places(generation, prefix)
     yield from _origins(generation, prefix)
     if generation.note:
         yield from paragraph("note", generation.note, "    ")
     yield from _savings(generation)
+
+
+def _places(generation: GenerationStatus, prefix: str) -> Iterator[str]:
+    """Who runs on which device, where these are several: a paragraph for each."""
+    places: Dict[str, List[str]] = {}
+    for process in generation.processes:
+        if process.device not in ("", generation.device):
+            places.setdefault(process.device, []).append(_short(process.name, prefix))
+    for device, names in places.items():
+        yield from paragraph(f"on {clean(device)}", ", ".join(names), "    ")
 
 
 def _origins(generation: GenerationStatus, prefix: str) -> Iterator[str]:

@@ -27,6 +27,7 @@ ALWAYS = (
         ({"sharing": False}, " --sharing off"),
         ({"pinned": "1:2"}, " --pinned 1:2"),
         ({"options": '{"a":1}'}, ' --options {"a":1}'),
+        ({"cores": "0-3"}, " --cores 0-3"),
         ({"weights": "/w.npz"}, " --weights /w.npz"),
         ({"sample": "/s.npz", "tolerance": 0.25}, " --sample /s.npz --tolerance 0.25"),
     ],

@@ -541,9 +541,11 @@ def test_a_model_has_the_cores_of_its_devices(file: Path, monkeypatch: pytest.Mo
     tables = '[devices."cpu:0"]\ncpus = "3,0-1,8"\n[devices."cpu:1"]\ncpus = "2,4"\n'
     of_two = f'{MODEL}devices = ["cpu:1", "cpu:0"]\n'
     model = loaded(file, of_two + tables).models["m"]
-    assert (model.cores, model.groups, model.spares) == (("2,4", "0-1,3,8"), (("cpu:1", "cpu:0"),), 0)
+    assert (model.groups, model.on_cards, model.spares) == ({"cpu": ("cpu:1", "cpu:0")}, False, 0)
+    assert [model.cores_of(each) for each in ("cpu:1", "cpu:0", "cpu")] == ["2,4", "0-1,3,8", "2,4,0-1,3,8"]
     each = loaded(file, f'{of_two}copies = "each"\n{tables}').models["m"]
-    assert each.groups == (("cpu:1",), ("cpu:0",))
+    assert each.groups == {"cpu:1": ("cpu:1",), "cpu:0": ("cpu:0",)}
+    assert loaded(file, MODEL).models["m"].cores_of("cpu") == ""
 
 
 def test_what_cores_are_is_the_matter_of_the_table(file: Path) -> None:
@@ -569,6 +571,13 @@ def test_workers_and_spares_are_bounded_together(file: Path) -> None:
     text = "models.m.spares: expected at most 1024 workers and spares, got 1025"
     assert refusal(file, f"{CARD}workers = 1000\nspares = 25\n") == text
     assert refusal(file, f'{CARD}workers = 1024\ndevices = ["ascend:0"]\n') == text
+
+
+def test_workers_of_one_copy_are_bounded_together(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", mock.Mock(return_value={0, 1}))
+    text = f'{MODEL}workers = 513\ndevices = ["cpu:0", "cpu:1"]\n%s{CORES}[devices."cpu:1"]\ncpus = "1"\n'
+    assert refusal(file, text % "").endswith("expected at most 1024 workers and spares on 2 sets of cores, got 1026")
+    assert loaded(file, text % 'copies = "each"\n').models["m"].workers == 513
 
 
 def test_the_default_of_priority_is_the_middle_one(file: Path) -> None:

@@ -38,8 +38,8 @@ GENERATION = GenerationRecord(
     serial=7,
     built=Built("12345", (X,), (X, X), ({"x": (2,)},), "canary", 4096, "a note", DeviceMemory(2**36, 2**35)),
     children=(
-        ChildRecord("m.12.holder", "holder", HELLO, 4096, "a note"),
-        ChildRecord("m.12.w7", "worker", HELLO, 0, ""),
+        ChildRecord("m.12.holder", "holder", HELLO, 4096, "a note", "ascend:0"),
+        ChildRecord("m.12.w7", "worker", HELLO, 0, "", "ascend:0"),
     ),
     seal=SealRecord(2**33, 1_700_000_000_000_000_001),
 )

@@ -406,6 +406,31 @@ def test_a_spare_that_dies_is_replaced_and_nobody_is_enlisted() -> None:
     assert Life(1, spares=1).serving().exits(W2) == [spawn(W3)]
 
 
+# --- sets of cores --------------------------------------------------------------------------------------------------
+
+SETS = ("cpu:0", "cpu:1")
+
+
+def test_each_device_has_workers_and_spares_of_its_own_and_who_is_lost_is_followed_there() -> None:
+    life = Life(1, spares=1, devices=SETS).serving()
+    where = {name: child.device for name, child in life.generation.children.items()}
+    assert where == {HOLDER: "ascend:0", W1: "cpu:0", W2: "cpu:1", W3: "cpu:0", W4: "cpu:1"}
+    assert list(life.generation.enlisted) == [W1, W2]
+    assert life.exits(W2) == [Enlist(W4), spawn(W5)]
+    assert life.generation.children[W5].device == "cpu:1"
+
+
+def test_where_nobody_can_attach_any_more_one_device_without_workers_is_reason_enough_for_another() -> None:
+    life = Life(1, spares=1, devices=SETS, forks_built=True).building()
+    life.built(TEMPLATE)
+    life.hello(W1, W2, W3, W4)
+    life.attached(W1, W2, W3, W4)
+    life.exits(HOLDER, W4)
+    assert not life.generation.needs_renewal
+    life.exits(W2)
+    assert (list(life.generation.enlisted), life.generation.needs_renewal) == ([W1], True)
+
+
 # --- workers that are forked of the holder --------------------------------------------------------------------------
 
 TEMPLATE = replace(BUILT, handle="", is_template=True)

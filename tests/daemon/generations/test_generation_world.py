@@ -76,6 +76,7 @@ class World(RuleBasedStateMachine):
         canary=st.sampled_from(["canary", ""]),
         frozen=st.booleans(),
         forks=st.tuples(st.booleans(), st.booleans()),
+        devices=st.sampled_from([(), ("cpu:0", "cpu:1")]),
     )
     def begin(
         self,
@@ -84,6 +85,7 @@ class World(RuleBasedStateMachine):
         handle: str,
         canary: str,
         forks: tuple[bool, bool],
+        devices: tuple[str, ...],
         *,
         frozen: bool,
     ) -> None:
@@ -93,9 +95,9 @@ class World(RuleBasedStateMachine):
         # On a card nothing is forked.
         self.forks = may_fork and not traits.pids_fixed_at_build
         self.built = replace(BUILT, handle="" if template else handle, canary=canary, is_template=template)
-        self.generation = Generation(
-            "m.1", Terms(workers, 500.0, spares, outlives_holder=frozen, forks_built=self.forks)
-        )
+        self.devices = devices or ("cpu",)
+        terms = Terms(workers, 500.0, spares, outlives_holder=frozen, forks_built=self.forks, devices=devices)
+        self.generation = Generation("m.1", terms)
         self.generation.at_once = lambda: self.at_once
         self.generation.start()
         assert self.generation.take_actions() == [Pin()]
@@ -133,6 +135,8 @@ class World(RuleBasedStateMachine):
         if template:
             assert self.generation.children[template].state is ChildState.HOLDING
         assert name not in self.names
+        device = self.generation.children[name].device
+        assert device in self.devices if role is Role.WORKER else device == "cpu"
         self.names.add(name)
         self.processes[name] = Process(role)
 
@@ -342,17 +346,20 @@ class World(RuleBasedStateMachine):
 
     @invariant()
     def workers_are_never_too_many(self) -> None:
-        assert len(self.counted(Role.WORKER)) <= self.workers + self.spares
+        assert max(self.generation.roster.places().values(), default=0) <= self.workers + self.spares
         assert len(self.counted(Role.HOLDER)) <= 1
         assert sum(process.role is Role.HOLDER for process in self.processes.values()) <= 1
         assert sum(".holder" in name for name in self.names) <= 1 + MAX_DEATHS
 
     @invariant()
     def as_many_are_enlisted_as_are_wanted_and_ready(self) -> None:
-        ready = {name for name, child in self.generation.children.items() if child.state is ChildState.READY}
-        assert self.enlisted <= ready
-        if self.generation.state in ACTIVE:
-            assert len(self.enlisted) == min(self.workers, len(ready))
+        for device in self.devices:
+            there = [child for child in self.generation.children.values() if child.device == device]
+            ready = {child.name for child in there if child.state is ChildState.READY}
+            enlisted = self.enlisted & {child.name for child in there}
+            assert enlisted <= ready
+            if self.generation.state in ACTIVE:
+                assert len(enlisted) == min(self.workers, len(ready))
 
     @invariant()
     def nobody_attaches_unproved_to_weights_that_an_attach_rewrites(self) -> None:

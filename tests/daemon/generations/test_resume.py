@@ -87,6 +87,15 @@ def test_what_serves_is_written_down() -> None:
     assert [each.hello for each in written.children] == [each.hello for each in life.generation.children.values()]
 
 
+def test_workers_are_where_they_were_before_and_so_is_who_follows_them() -> None:
+    after = Life(1, devices=("cpu:0", "cpu:1")).serving().resumed()
+    assert [child.device for child in after.generation.children.values()] == ["ascend:0", "cpu:0", "cpu:1"]
+    after.back(W1, W2)
+    after.exits(W2)
+    after.when_due()
+    assert after.generation.children[W3].device == "cpu:1"
+
+
 def test_neither_who_attaches_nor_who_leaves_is_written_down() -> None:
     life = Life().attaching()
     life.attached(W1)

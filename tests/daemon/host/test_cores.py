@@ -15,11 +15,3 @@ def test_cores_are_those_that_a_process_may_use_at_once(
     monkeypatch.setattr(os, "sched_getaffinity", mock.Mock(return_value={0, 2, 5}))
     monkeypatch.setattr(cgroup, "cores", lambda: quota)
     assert cores.usable() == usable
-
-
-@pytest.mark.parametrize(
-    ("text", "shortest"), [("0", "0"), ("3,0-1,2", "0-3"), ("8,0-1,3,5-6", "0-1,3,5-6,8"), ("7-7,9,8", "7-9")]
-)
-def test_a_list_of_cores_is_read_and_written(text: str, shortest: str) -> None:
-    assert cores.listed(cores.parse(text)) == shortest
-    assert cores.parse(shortest) == cores.parse(text)

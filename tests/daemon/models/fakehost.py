@@ -79,6 +79,7 @@ class FakeHost:
         self.unpinned: list[Source] = []
         self.names: set[str] = set()
         self.spawned: list[str] = []
+        self.places: dict[str, tuple[str, str]] = {}
         self.resumed: list[str] = []
         self.seals: dict[str, SealRecord] = {}
         self.damaged: set[str] = set()
@@ -109,6 +110,7 @@ class FakeHost:
         assert (program.model, program.weights) == (f"/snapshots/{generation.source.number}", "")
         assert (role is Role.HOLDER) == name.endswith(".holder")
         self.names.add(name)
+        self.places[name] = program.device, program.cores
         self.spawned.append(name)
 
     def resume(self, owner: Owner, generation: Generation, seal: SealRecord | None) -> bool:
@@ -195,7 +197,7 @@ class Stage:
         self.traits = traits
         config.setdefault("start", "spawn")
         there = ModelConfig(path="/models/digits.onnx", engine="onnxruntime", workers=workers, **config)
-        self.model = Model("digits", there, {name: Device(name) for name in there.devices}, self.host, self.host)
+        self.model = Model("digits", there, {name: Device(name) for name in there.groups}, self.host, self.host)
         self.model.start(self.now)
 
     def pinned(self) -> Stage:

@@ -30,7 +30,7 @@ class Host:
 
 def attach(generation: Generation, count: int, role: Role = Role.WORKER) -> None:
     for number in range(count):
-        child = generation.roster.add(f"{role}{number}", role)
+        child = generation.roster.add(f"{role}{number}", role, "cpu")
         for event in ATTACHING if role is Role.WORKER else (ChildEvent.HELLO, ChildEvent.BUILD):
             child.advance(event)
 

@@ -36,9 +36,21 @@ def test_it_loads_as_its_generation_wants() -> None:
     assert (stage.model.complete, stage.model.main.complete) == (True, True)
 
 
+@pytest.mark.parametrize("copies", ["one", "each"])
+def test_on_sets_of_cores_there_is_one_copy_for_all_or_one_for_each(copies: str) -> None:
+    stage = Stage(workers=1, copies=copies, devices=("cpu:0", "cpu:1"), cores=("0-3", "4,6")).pinned()
+    host = stage.host
+    if copies == "one":
+        assert host.places == {HOLDER: ("cpu", "0-3,4,6"), W1: ("cpu:0", "0-3"), W2: ("cpu:1", "4,6")}
+        assert [each.device for each in stage.model.generations] == ["cpu"]
+    else:
+        where = {"digits.1": ("cpu:0", "0-3"), "digits.2": ("cpu:1", "4,6")}
+        assert host.places == {f"{label}.{name}": place for label, place in where.items() for name in ("holder", "w1")}
+
+
 @pytest.mark.parametrize(
     ("sharing", "device", "falls_back"),
-    [("on", "ascend:0", False), ("auto", "ascend:0", True), ("off", "ascend:0", False), ("auto", "cpu", False)],
+    [("on", "ascend:0", False), ("auto", "ascend:0", True), ("off", "ascend:0", False), ("auto", "cpu:1", False)],
 )
 def test_only_auto_on_a_card_falls_back_to_copies_in_each_process(sharing: str, device: str, falls_back: bool) -> None:
     stage = Stage(CARD, devices=(device,), sharing=sharing).pinned()

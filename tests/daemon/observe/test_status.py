@@ -41,7 +41,16 @@ def test_what_a_model_on_a_card_is_and_takes() -> None:
     survey = Survey(b"c", "s", (), Measured())
     survey.held = {1: Held(7, 6), 2: None, 10: Held(1000, 900), 11: Held(100, 90)}
     subject = Subject(
-        [model], [card, Device("cpu")], processes, {}, 3, 4, 5, [1, 2], "a note", [Gate("lan", "tcp://*:1", 2, 3, 4)]
+        [model],
+        [card, Device("cpu"), Device("cpu:0")],
+        processes,
+        {},
+        3,
+        4,
+        5,
+        [1, 2],
+        "a note",
+        [Gate("lan", "tcp://*:1", 2, 3, 4)],
     )
     told = report(survey, "running", 1.0, subject)
     assert (told.pss_bytes, told.dropped, told.held_bytes, told.max_memory_bytes, told.note) == (7, 3, 4, 5, "a note")
@@ -52,6 +61,7 @@ def test_what_a_model_on_a_card_is_and_takes() -> None:
         (WORKER, "worker", 100, 90),
         (SPARE, "spare", None, None),
     ]
+    assert {each.device for each in generation.processes} == {"ascend:0"}
     assert (generation.copy_bytes, generation.saved_bytes) == (WEIGHTS, WEIGHTS)
     [device] = told.devices
     assert (device.name, device.processes, device.weights_bytes) == ("ascend:0", 3, on_card(WEIGHTS))

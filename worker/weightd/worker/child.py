@@ -6,6 +6,7 @@ import argparse
 import faulthandler
 import functools
 import logging
+import os
 import sys
 from pathlib import Path
 from typing import Callable, Optional, Sequence, Union
@@ -16,6 +17,7 @@ from weightd.protocol import limits
 from weightd.protocol.codec import clip, encode
 from weightd.protocol.errors import WeightdError
 from weightd.protocol.messages.children import Broken
+from weightd.shared.cores import parse
 from weightd.shared.modelfile import ModelFileError, pinned_digest
 from weightd.shared.oom import go_before_the_daemon
 from weightd.shared.parent import die_with, ignore_interrupts
@@ -69,6 +71,8 @@ def run(
         made: what it has been given.
     """
     belong(arguments.role, arguments.parent, beginning)
+    if arguments.cores:
+        _stay_on(arguments.cores)
     if arguments.template or origin != "spawned":
         return _serve(LaneConnection(arguments.address), arguments, beginning, origin, made)
     context = zmq.Context()
@@ -80,6 +84,19 @@ def run(
         return _serve(Connection(socket, arguments.address), arguments, beginning, origin, made)
     finally:
         context.destroy(linger=_LINGER_MS)
+
+
+def _stay_on(cores: str) -> None:
+    """Have this thread on these cores alone, and so each that it will start: before there is another one.
+
+    Raises:
+        SystemExit: there are no such cores, or none of them can be had any more.
+    """
+    try:
+        os.sched_setaffinity(0, parse(cores))
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else "no list of cores"
+        raise SystemExit(f"cannot run on cores {cores}: {why}") from None
 
 
 def ready(

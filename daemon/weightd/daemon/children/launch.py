@@ -22,7 +22,7 @@ class Program:
         python: the interpreter.
         engine: the library that runs the model.
         model: the file that is loaded.
-        device: where it runs: the CPU, or an Ascend card.
+        device: where it runs: the CPU, a set of its cores, or an Ascend card.
         threads: of one predict.
         sharing: whether weights are shared.
         options: of the engine, as JSON.
@@ -34,6 +34,7 @@ class Program:
         may_be_template: whether workers may be forked of it once it has built.
         pinned: by what it knows the model again, and its digest.
         users: how many share what it builds, where it is to ask whether that is worth a process; else 0.
+        cores: on which all its threads stay, "" for those that weightd itself has.
     """
 
     python: str
@@ -51,6 +52,7 @@ class Program:
     may_be_template: bool = False
     pinned: str = ""
     users: int = 0
+    cores: str = ""
 
 
 @dataclass(frozen=True)
@@ -83,13 +85,13 @@ class Launch:
         return replace(self, arguments=[*self.arguments, "--origin-note", why])
 
 
-def program(config: ModelConfig, generation: Generation, snapshot: Snapshot) -> Program:
-    """Return what the children of a generation run."""
+def program(config: ModelConfig, generation: Generation, snapshot: Snapshot, device: str) -> Program:
+    """Return what the children of a generation run on a device."""
     return Program(
         config.python,
         config.engine,
         snapshot.path,
-        generation.device,
+        device,
         threads=config.threads,
         sharing=generation.terms.sharing,
         options=config.options.json(),
@@ -100,6 +102,7 @@ def program(config: ModelConfig, generation: Generation, snapshot: Snapshot) -> 
         may_be_template=generation.terms.forks_built,
         pinned=f"{snapshot.identity}:{snapshot.sha256}" if snapshot.identity else "",
         users=0 if config.on_cards else generation.terms.attached,
+        cores=config.cores_of(device),
     )
 
 
@@ -129,6 +132,8 @@ def child(program: Program, name: str, role: Role, address: str, files: Generati
     argv = ["--address", address, "--name", name, "--role", role.value]
     argv += ["--engine", program.engine, "--model", program.model, "--threads", str(program.threads)]
     argv += ["--device", program.device, "--store", str(files.store)]
+    if program.cores:
+        argv += ["--cores", program.cores]
     if program.pinned:
         argv += ["--pinned", program.pinned]
     if not program.sharing:

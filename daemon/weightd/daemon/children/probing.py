@@ -14,7 +14,7 @@ from weightd.daemon.children.helpers import Answer
 from weightd.daemon.children.running import Running
 from weightd.daemon.host.ends import End
 from weightd.daemon.host.memory import MIB
-from weightd.shared.devices import CPU
+from weightd.shared.devices import is_cpu
 
 _log = logging.getLogger("weightd")
 
@@ -23,7 +23,7 @@ class Card(Protocol):
     """A device.
 
     Attributes:
-        name: "cpu" for what is no card.
+        name: of the device.
         capacity: bytes that may be used there; None where that is not known.
         said: bytes that the card itself has said are there; None if it has not.
     """
@@ -73,7 +73,7 @@ class Probing:
             go_on()
 
     def _is_unknown(self, name: str) -> bool:
-        return name != CPU and self._devices[name].capacity is None and name not in self._asked
+        return not is_cpu(name) and self._devices[name].capacity is None and name not in self._asked
 
     def _on_answer(self, card: Card, go_on: Callable[[], None], answer: Answer, end: End) -> None:
         free = answer.get("free_bytes")

@@ -9,9 +9,10 @@ from typing import Any, cast
 from weightd.daemon.config import tables
 from weightd.daemon.config.tables import Problems
 from weightd.daemon.engines import ascend
-from weightd.daemon.host import cores
+from weightd.daemon.host.cores import allowed
 from weightd.protocol import limits
 from weightd.protocol.schema import FieldError, integer, label, shown, text
+from weightd.shared import cores
 from weightd.shared.devices import card_of, has_cores
 
 
@@ -66,7 +67,7 @@ def _of_cores(device: DeviceConfig) -> Iterator[FieldError]:
             yield FieldError("it has no effect on the cpu, only on a card").at(f".{key}")
     if not device.cores:
         yield FieldError(f'expected cores such as "0-3,8", got {shown(device.cpus)}').at(".cpus")
-    missing = device.cores - cores.allowed()
+    missing = device.cores - allowed()
     if missing:
-        expected = f"expected cores of those that weightd may use, {cores.listed(cores.allowed())}"
+        expected = f"expected cores of those that weightd may use, {cores.listed(allowed())}"
         yield FieldError(f"{expected}, got {cores.listed(missing)}").at(".cpus")

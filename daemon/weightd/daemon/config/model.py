@@ -18,10 +18,10 @@ from weightd.daemon.config.tables import MAX_SECONDS, Problems, derived
 from weightd.daemon.engines import ENGINES, ascend, engine_for
 from weightd.daemon.engines.mindspore_lite import MindSporeLiteOptions
 from weightd.daemon.engines.spec import EngineOptions, EngineSpec
-from weightd.daemon.host import cores
 from weightd.daemon.host.paths import user_path
 from weightd.protocol import limits
 from weightd.protocol.schema import FieldError, boolean, integer, many, number, one_of, record, text
+from weightd.shared import cores
 from weightd.shared.devices import CPU, card_of, has_cores, is_cpu
 
 # What tells which files and which interpreter a model is loaded with.
@@ -134,9 +134,11 @@ class ModelConfig:
         return not all(map(is_cpu, self.devices))
 
     @property
-    def groups(self) -> tuple[tuple[str, ...], ...]:
-        """Its devices, those together that have one copy of the weights."""
-        return tuple((each,) for each in self.devices) if self.on_cards or self.copies == "each" else (self.devices,)
+    def groups(self) -> Mapping[str, tuple[str, ...]]:
+        """The devices that have a copy of the weights together, by the name of the device where that lies."""
+        if self.on_cards or self.copies == "each" or len(self.devices) == 1:
+            return {each: (each,) for each in self.devices}
+        return {CPU: self.devices}
 
     @property
     def rows(self) -> int:
@@ -148,10 +150,10 @@ class ModelConfig:
         """The priority of a request that names none."""
         return self.default_priority or (self.priority_levels + 1) // 2
 
-    @property
-    def cores_of(self) -> Mapping[str, str]:
-        """The cores of each device that is a set of cores, by its name."""
-        return dict(zip(self.devices, self.cores, strict=False))
+    def cores_of(self, device: str) -> str:
+        """Return the cores of a set of cores, or of all its sets for the CPU; "": those that weightd itself has."""
+        own = dict(zip(self.devices, self.cores, strict=False))
+        return own.get(device, ",".join(self.cores))
 
     @property
     def forks(self) -> bool:
@@ -301,9 +303,11 @@ def _of_options(config: ModelConfig) -> Iterator[FieldError]:
 
 
 def _of_number(config: ModelConfig) -> Iterator[FieldError]:
-    count = config.workers + _spares(config)
+    together = max(map(len, config.groups.values()), default=1)
+    count = (config.workers + _spares(config)) * together
     if count > limits.MAX_PIDS:
-        yield FieldError(f"expected at most {limits.MAX_PIDS} workers and spares, got {count}").at(".spares")
+        on = f" on {together} sets of cores" if together > 1 else ""
+        yield FieldError(f"expected at most {limits.MAX_PIDS} workers and spares{on}, got {count}").at(".spares")
 
 
 def _of_canary(config: ModelConfig) -> Iterator[FieldError]:
@@ -326,7 +330,7 @@ _RULES: Sequence[tuple[Sequence[str], _Rule]] = (
     (("path", "engine", "devices"), _of_engine),
     (("path", "engine", "devices", "sharing", *ENGINES), _of_options),
     (("devices", "copies"), _of_copies),
-    (("workers", "spares", "devices"), _of_number),
+    (("workers", "spares", "devices", "copies"), _of_number),
     (("priority_levels", "default_priority"), _of_priority),
     (("batching", "split", "devices"), _of_rows),
     (("canary", "canary_tolerance", "canary_interval", "devices", "sharing"), _of_canary),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -44,6 +45,7 @@ class Child:
         role: what it is for.
         deadline: when its first state has lasted too long.
         extra: of its records in the log.
+        device: where it runs.
 
     Attributes:
         deadline: when its present state has lasted too long (monotonic seconds).
@@ -54,9 +56,10 @@ class Child:
         loss: why it was given up, if that was before it was dead.
     """
 
-    def __init__(self, name: str, role: Role, deadline: float, extra: Mapping[str, Any]) -> None:
+    def __init__(self, name: str, role: Role, deadline: float, extra: Mapping[str, Any], device: str) -> None:
         self.name = name
         self.role = role
+        self.device = device
         self.deadline = deadline
         self.hello: Hello | None = None
         self.ready_at = 0.0
@@ -109,6 +112,10 @@ class Roster:
         """Return how many are in one of these states."""
         return sum(child.state in states for child in self.children.values())
 
+    def places(self) -> Counter[str]:
+        """Return how many workers the generation counts on, by device."""
+        return Counter(worker.device for worker in self.counted(Role.WORKER))
+
     @property
     def holder(self) -> Child | None:
         """The one that the generation counts on."""
@@ -130,25 +137,26 @@ class Roster:
 
     # --- what it does -------------------------------------------------------------------------------------------
 
-    def spawn(self, role: Role, deadline: float, template: str = "") -> None:
-        """Start one, forked of `template` if that is one; it is to say HELLO by `deadline`."""
+    def spawn(self, role: Role, deadline: float, device: str, template: str = "") -> None:
+        """Start one there, forked of `template` if that is one; it is to say HELLO by `deadline`."""
         self.serial += role is Role.WORKER
         self._holders += role is Role.HOLDER
         holder = f"{self._label}.holder{self._holders if self._holders > 1 else ''}"
-        child = self.add(holder if role is Role.HOLDER else f"{self._label}.w{self.serial}", role, deadline)
+        child = self.add(holder if role is Role.HOLDER else f"{self._label}.w{self.serial}", role, device, deadline)
         self._want(Spawn(child.name, role, template))
 
-    def add(self, name: str, role: Role, deadline: float = FOREVER) -> Child:
+    def add(self, name: str, role: Role, device: str, deadline: float = FOREVER) -> Child:
         """Count on a process that is there; return it."""
-        child = self.children[name] = Child(name, role, deadline, self._about(name))
+        child = self.children[name] = Child(name, role, deadline, self._about(name), device)
         return child
 
     def fill(self, workers: int) -> None:
-        """Let as many take requests; spares take the places of those that are lost."""
+        """Let as many take requests on each device; spares take the places of those that are lost there."""
+        taken = Counter(self.children[name].device for name in self.enlisted)
         for worker in self.counted(Role.WORKER):
-            if len(self.enlisted) >= workers:
-                return
-            if worker.state is ChildState.READY and worker.name not in self.enlisted:
+            is_free = worker.state is ChildState.READY and worker.name not in self.enlisted
+            if is_free and taken[worker.device] < workers:
+                taken[worker.device] += 1
                 self.enlisted[worker.name] = None
                 self._want(Enlist(worker.name))
 

@@ -262,8 +262,8 @@ class Generation(Standing):
     def _replace(self, now: float) -> None:
         """Start what is missing."""
         if self._restarts.due <= now:
-            for _ in range(self._missing):
-                self._spawn(Role.WORKER, now)
+            for device in self._missing:
+                self._spawn(Role.WORKER, now, device)
         # One that a canary has killed is waited for: no two of them hold the weights at once.
         if self.state is GenerationState.GATHERING and not self.roster.has_holder:
             self._spawn(Role.HOLDER, now)
@@ -311,9 +311,10 @@ class Generation(Standing):
             return f"it would load a model of sha256 {hello.sha256:.12}, pinned is {self.sha256:.12}"
         return ""
 
-    def _spawn(self, role: Role, now: float) -> None:
+    def _spawn(self, role: Role, now: float, device: str = "") -> None:
         template = self._template if role is Role.WORKER else ""
-        self.roster.spawn(role, now + max(HELLO_TIMEOUT_S, self.terms.load_timeout), template)
+        deadline = now + max(HELLO_TIMEOUT_S, self.terms.load_timeout)
+        self.roster.spawn(role, deadline, device or self.device, template)
 
     def _stop(self, child: Child, now: float) -> None:
         if self.access.is_valid:

@@ -37,15 +37,16 @@ class Terms:
     """What the model's configuration says about a generation.
 
     Attributes:
-        workers: how many take requests.
+        workers: how many take requests on each device.
         load_timeout: seconds that one build or attach may take, and, if it is more than a minute, what comes before.
-        spares: how many more are attached, and take requests only when another one is lost.
+        spares: how many more are attached there, and take requests only when another one is lost.
         sharing: whether the weights are shared; else every worker loads its own.
         outlives_holder: whether workers may go on where the engine says that its memory dies with the holder, but
             the driver counts references.
         predict_timeout: seconds that one predict may take.
         canary: what is known of it where no generation has found out more.
         forks_built: whether workers may be forked of a holder that has built: then none starts before that.
+        devices: on which its workers are; none: where the generation is.
     """
 
     workers: int
@@ -56,10 +57,11 @@ class Terms:
     predict_timeout: float = 60.0
     canary: Canary = Canary()
     forks_built: bool = False
+    devices: tuple[str, ...] = ()
 
     @classmethod
-    def configured(cls, config: ModelConfig) -> Terms:
-        """Return what the configuration says."""
+    def configured(cls, config: ModelConfig, devices: tuple[str, ...]) -> Terms:
+        """Return what the configuration says of a generation on these devices."""
         return cls(
             config.workers,
             config.load_timeout,
@@ -69,6 +71,7 @@ class Terms:
             predict_timeout=config.predict_timeout,
             canary=Canary.configured(config.canary),
             forks_built=config.forks_built,
+            devices=devices,
         )
 
     @property
@@ -85,9 +88,14 @@ class Terms:
         return replace(self, forks_built=False)
 
     @property
+    def attached_each(self) -> int:
+        """How many processes attach on each device."""
+        return self.workers + self.spares
+
+    @property
     def attached(self) -> int:
         """How many processes attach."""
-        return self.workers + self.spares
+        return self.attached_each * max(1, len(self.devices))
 
 
 @dataclass(frozen=True)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import enum
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from weightd.daemon.generations.access import Access
-from weightd.daemon.generations.actions import Action, Role
+from weightd.daemon.generations.actions import Action
 from weightd.daemon.generations.child import FOREVER, Child, Footprint, Roster
 from weightd.daemon.generations.plan import Source, Terms
 from weightd.daemon.generations.restarts import Restarts
@@ -125,7 +125,7 @@ class Standing:
     Args:
         label: its name, the model's and a number that is never used again.
         terms: what is configured.
-        device: where it lives.
+        device: where it lives. Its workers are there, or on the devices of its terms.
         source: what it loads.
         number: the one in its label.
 
@@ -219,7 +219,8 @@ class Standing:
         """Whether it has lost workers that only another generation can replace."""
         if self.state is not GenerationState.SERVING or not self.access.is_shut:
             return False
-        return self.access.is_frozen or len(self.roster.counted(Role.WORKER)) < self.terms.workers
+        there = self.roster.places()
+        return self.access.is_frozen or any(there[device] < self.terms.workers for device in self._devices)
 
     @property
     def ready(self) -> list[str]:
@@ -277,13 +278,20 @@ class Standing:
         return self._restarts.failing and not self._has_served
 
     @property
-    def _missing(self) -> int:
-        """How many workers are to be started."""
+    def _devices(self) -> tuple[str, ...]:
+        """On which its workers are."""
+        return self.terms.devices or (self.device,)
+
+    @property
+    def _missing(self) -> Sequence[str]:
+        """Where a worker is to be started: the device of each, in turn."""
         if self.state not in ACTIVE or self.state is GenerationState.PINNING or self._given_up or self.access.is_shut:
-            return 0
+            return ()
         if self.terms.forks_built and self.built is None:
-            return 0
-        return self.terms.attached - len(self.roster.counted(Role.WORKER))
+            return ()
+        there = self.roster.places()
+        places = range(self.terms.attached_each)
+        return [device for place in places for device in self._devices if there[device] <= place]
 
     @property
     def _is_settled(self) -> bool:

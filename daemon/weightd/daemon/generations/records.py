@@ -18,13 +18,17 @@ _COUNT = integer(0, limits.MAX_COUNT)
 
 @dataclass(frozen=True)
 class ChildRecord:
-    """A holder that holds, or a worker that is READY. `shared_bytes` and `note` are what it said of its weights."""
+    """A holder that holds, or a worker that is READY, and on which device.
+
+    `shared_bytes` and `note` are what it said of its weights.
+    """
 
     name: str = field(metadata=_NAME)
     role: str = field(metadata=one_of([role.value for role in Role]))
     hello: Hello = field(metadata=record(Hello))
     shared_bytes: int = field(metadata=_COUNT)
     note: str = field(metadata=_WORDS)
+    device: str = field(metadata=_NAME)
 
 
 @dataclass(frozen=True)

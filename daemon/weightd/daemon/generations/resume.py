@@ -19,7 +19,7 @@ def record(generation: Generation, seal: SealRecord | None) -> GenerationRecord 
     if generation.built is None or generation.state not in RESUMABLE:
         return None
     children = [
-        ChildRecord(child.name, child.role.value, child.hello, child.shared_bytes, child.note)
+        ChildRecord(child.name, child.role.value, child.hello, child.shared_bytes, child.note, child.device)
         for child in generation.children.values()
         if child.hello is not None and child.state in _RECORDED
     ]
@@ -47,7 +47,7 @@ def resume(label: str, terms: Terms, source: Source, record: GenerationRecord, n
     generation.roster.serial = record.serial
     generation.access.restore(record.access, record.closed)
     for each in record.children:
-        child = generation.roster.add(each.name, Role(each.role))
+        child = generation.roster.add(each.name, Role(each.role), each.device)
         child.hello, child.shared_bytes, child.note = each.hello, each.shared_bytes, each.note
         if child.role is Role.WORKER:
             # It may have to finish what it was given by the daemon before.

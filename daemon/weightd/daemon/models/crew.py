@@ -180,14 +180,15 @@ class Crew:
                 self._snapshots.want(generation.source, now + self._config.load_timeout)
             case Spawn(name, role, template):
                 self._owners[name] = deployment, generation
-                what = program(self._config, generation, self._snapshots[generation.source])
+                device = generation.children[name].device
+                what = program(self._config, generation, self._snapshots[generation.source], device)
                 self._children.spawn(self._owner, generation, what, name, role, template)
             case Send(name, order):
                 self._children.order(name, order)
             case Kill(name, abort):
                 self._children.kill(name, abort=abort)
             case Enlist(name):
-                self._desk.enlist(name)
+                self._desk.enlist(name, device=generation.children[name].device)
             case Dismiss(name):
                 self._desk.dismiss(name)
                 if not generation.access.is_valid:

@@ -29,7 +29,7 @@ from weightd.daemon.models.update import Updates
 from weightd.daemon.requests.desk import Desk
 from weightd.daemon.requests.request import Request
 from weightd.protocol.errors import RequestError, Unavailable
-from weightd.shared.devices import CPU
+from weightd.shared.devices import is_cpu
 
 _log = logging.getLogger("weightd")
 
@@ -39,7 +39,7 @@ class Model:
 
     Attributes:
         desk: where its requests are.
-        deployments: one for each device.
+        deployments: one for each device, but one for all sets of cores that have one copy of the weights.
         note: what went wrong with the last change of the configuration.
         successor: what loads to replace it, after such a change.
         timer: when `tick` is due.
@@ -66,17 +66,17 @@ class Model:
         self.deployments = [
             Deployment(
                 devices[device],
-                Terms.configured(config),
+                Terms.configured(config, together),
                 Succession(
                     Policy(config.policy),
                     # On the CPU each process falls back by itself.
-                    fall_back=config.sharing == "auto" and device != CPU,
+                    fall_back=config.sharing == "auto" and not is_cpu(device),
                     process_bytes=config.process_mib * MIB,
                 ),
                 make=self._make,
                 wake=self._wake,
             )
-            for device in config.devices
+            for device, together in config.groups.items()
         ]
         self._children = children
         self._numbers = numbers or Numbers()
@@ -346,7 +346,7 @@ class Model:
 
     def _bound(self, generation: Generation) -> None:
         # On a card an attach may write what others compute on, and what it takes is told by what is free after it.
-        if self.attaching is not None and generation.device == CPU:
+        if self.attaching is not None and is_cpu(generation.device):
             nbytes = functools.partial(self._nbytes, generation.source)
             self.attaching.bound(generation, nbytes, self.config.spec.build_factor)
 

@@ -33,7 +33,7 @@ from weightd.protocol.messages.status import (
     StatusResponse,
 )
 from weightd.protocol.version import VERSION
-from weightd.shared.devices import CPU
+from weightd.shared.devices import is_cpu
 
 
 class Gate(Protocol):
@@ -86,7 +86,7 @@ def report(survey: Survey, state: str, uptime: float, subject: Subject) -> Statu
         uptime_s=uptime,
         pss_bytes=sum(survey.pss(pid) or 0 for pid in subject.own_pids),
         models=tuple(_model(model, survey, subject.processes, subject.files) for model in subject.models),
-        devices=tuple(_device(device) for device in subject.devices if device.name != CPU),
+        devices=tuple(_device(device) for device in subject.devices if not is_cpu(device.name)),
         dropped=subject.dropped,
         memory=survey.measured.get("group", cgroup.memory),
         note=clip(subject.note),
@@ -139,7 +139,7 @@ def _generation(
 ) -> GenerationStatus:
     children = [child for child in generation.alive() if child.name in processes]
     shared = sum(child.shared_bytes for child in children if child.role is Role.WORKER)
-    if generation.device == CPU and not (generation.built is not None and generation.built.is_template):
+    if is_cpu(generation.device) and not (generation.built is not None and generation.built.is_template):
         copy = 0 if files is None else survey.measured.get(files.store, functools.partial(resident_bytes, files.store))
     else:
         copy = generation.built.shared_bytes if generation.built else 0
@@ -177,6 +177,7 @@ def _process(model: Model, generation: Generation, child: Child, pid: int, surve
         own_bytes=survey.own(pid),
         origin=child.hello.origin if child.hello is not None else None,
         origin_note=clip(child.hello.origin_note) if child.hello is not None else "",
+        device=child.device,
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Dict, Mapping, NamedTuple, Optional, Sequence,
 
 from weightd.protocol.messages.children import DeviceMemory
 from weightd.protocol.messages.data import TensorSignature
-from weightd.shared.devices import CPU, card_of
+from weightd.shared.devices import card_of, is_cpu
 from weightd.worker.engines.errors import BuildError
 from weightd.worker.engines.sharing import Sharing
 
@@ -24,7 +24,7 @@ class Settings(NamedTuple):
 
     Attributes:
         threads: that one predict uses, on the CPU.
-        device: "cpu", or "ascend:N" for the card of that number.
+        device: "cpu", "cpu:N" for some of its cores, or "ascend:N" for the card of that number.
         sharing: False: each process has weights of its own.
         options: the engine's own, checked by it.
     """
@@ -42,8 +42,8 @@ class Settings(NamedTuple):
             BuildError: the device is neither.
         """
         card = card_of(self.device)
-        if card is None and self.device != CPU:
-            raise BuildError(f"device: expected cpu or ascend:N, got {self.device!r}")
+        if card is None and not is_cpu(self.device):
+            raise BuildError(f"device: expected cpu, cpu:N or ascend:N, got {self.device!r}")
         return card
 
 

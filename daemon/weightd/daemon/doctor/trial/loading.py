@@ -21,7 +21,7 @@ from weightd.daemon.doctor.trial.children import ChildError, Children
 from weightd.daemon.generations.plan import Canary
 from weightd.daemon.host.memory import MIB
 from weightd.protocol.messages.children import Attached, Built
-from weightd.shared.devices import CPU
+from weightd.shared.devices import is_cpu
 
 _log = logging.getLogger("weightd")
 
@@ -34,12 +34,12 @@ def failures(models: Mapping[str, ModelConfig]) -> Iterator[str]:
 
     What has been loaded is gone before the next one begins, and when the generator is closed.
     """
-    tries = [(name, model, device) for name, model in models.items() for device in model.devices]
+    tries = [(name, model, device) for name, model in models.items() for device in model.groups]
     for count, (name, model, device) in enumerate(tries, 1):
         _log.info("%s on %s: loading, %d of %d", name, device, count, len(tries))
         begin = time.monotonic()
         failure, found = _load(model, device, is_shared=model.sharing != "off")
-        if failure and model.sharing == "auto" and device != CPU:
+        if failure and model.sharing == "auto" and not is_cpu(device):
             unshared = failure
             failure, found = _load(model, device, is_shared=False)
             found = f"weights are not shared: {unshared}"
@@ -63,15 +63,16 @@ def _load(model: ModelConfig, device: str, *, is_shared: bool) -> tuple[str, str
             options=model.options.json(),
             sample=canary_config.sample(model.canary),
             tolerance=model.canary_tolerance,
+            cores=model.cores_of(device),
         )
         with Children(program, model.load_timeout, prefix, Path(store)) as children:
             try:
-                built, attached = trial.load(children, Canary.configured(model.canary), attaches=device != CPU)
+                built, attached = trial.load(children, Canary.configured(model.canary), attaches=not is_cpu(device))
             except ChildError as error:
                 return str(error), ""
         if children.survivors:
             return f"{', '.join(map(str, children.survivors))} did not end after SIGKILL", ""
-    return _judged(built, attached, must_share=is_shared and device != CPU)
+    return _judged(built, attached, must_share=is_shared and not is_cpu(device))
 
 
 def _judged(built: Built, attached: Attached | None, *, must_share: bool) -> tuple[str, str]:
