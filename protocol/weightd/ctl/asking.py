@@ -49,4 +49,4 @@ def asking(model: str, inputs: Sequence[TensorSignature] = ()) -> Generator[None
     except RequestError as error:
         if type(error) not in hints:
             raise
-        raise type(error)(f"{error}; {hints[type(error)]}") from None
+        raise type(error)(f"{str(error).rstrip()}; {hints[type(error)]}") from None

@@ -100,7 +100,7 @@ def test_advise_compares_rows_that_are_all_different(ctl: Ctl, daemon: FakeDaemo
 @pytest.mark.parametrize(
     ("then", "words"),
     [
-        (mixes, "rows with other bits"),
+        (mixes, "Do not merge: the answer to a row hangs on the rows beside it"),
         (counts_its_rows, "Do not merge: output y has no row for each row of the inputs: [1] for 2 rows"),
         (takes_two, "4 rows, refused: at most 2 rows"),
     ],
@@ -190,10 +190,12 @@ def test_the_table() -> None:
     equal.compared = unequal.compared = 224
     unequal.unequal = 3
     unequal.differences["y"] = Difference(3, 1.2e-6, 2.5e-7)
+    refused = Evidence()
+    refused.strange["z"] = "[] for 16 rows"
     sizes = [
         size(1, 0.0105, equal),
         size(8, 0.0205, unequal, is_split=True),
-        Size(16, 0.0, 0.0005, 0, Evidence(), refused="at most 8 rows"),
+        Size(16, 0.0, 0.0005, 0, refused, refused="at most 8 rows"),
     ]
     advice = Advice(Verdict.INEXACT, 8, (1, 8), "because")
     assert render("m", sizes, advice, 100).splitlines() == [
@@ -204,9 +206,10 @@ def test_the_table() -> None:
         "   8  20.50   390.2  4.00     1.95  3 of 224 differ",
         "",
         "0.50 ms of each is the way to the worker and back; GAIN is without it",
-        "8 rows: the daemon cuts such requests ([models.X.split]): this is no single execution",
-        "8 rows: output y: 3 rows with other bits, by 1.2e-06 at most, 2.5e-07 of the largest value of a row",
+        "8 rows: the daemon cuts such requests ([models.X.split]): no single execution",
         "16 rows, refused: at most 8 rows",
+        "output y, from 8 rows on: other bits, by 1.2e-06 at most, 2.5e-07 of the largest value of a row",
+        "output z, from 16 rows on: [] for 16 rows",
         "",
         "Merge only if exactness does not matter: because",
         "",

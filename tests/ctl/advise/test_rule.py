@@ -92,12 +92,19 @@ def test_a_gain_that_costs_more_than_it_brings_is_none() -> None:
         ((1e-7, 0, 0, 0, 0, 0), Verdict.INEXACT, 32, "exact = false allows it"),
         ((0, 0.015, 0, 0, 0, 0), Verdict.NO, 1, "hangs on the rows beside it"),
         ((0.5, 0.5, 0.5, 0.5, 0.5, 0.5), Verdict.NO, 1, "has another answer each time"),
+        ((0, 0, 0.5, 0.5, 0.5, 0.5), Verdict.MERGE, 2, "no bit differs"),
     ],
 )
 def test_bits(apart: Sequence[float], verdict: Verdict, max_rows: int, words: str) -> None:
     advice = advise(measured((100, 190, 350, 600, 900, 1300), apart))
     assert (advice.verdict, advice.max_rows) == (verdict, max_rows)
     assert words in advice.reason
+
+
+def test_rows_that_may_be_together_may_be_too_few_to_pay() -> None:
+    advice = advise(measured((100, 101, 350, 600, 900, 1300), (0, 0, 0.5, 0, 0, 0)))
+    assert advice.verdict is Verdict.NO
+    assert "with fewer of them it does not pay" in advice.reason
 
 
 def test_a_model_that_is_quicker_than_the_way_to_it_gains_nothing() -> None:

@@ -45,8 +45,7 @@ def render(model: str, sizes: Sequence[Size], advice: Advice, different: Optiona
     lines = [f"{clean(model)}: one request at a time, {count(compared, 'row')} compared{among}", ""]
     lines += table([_HEADING, *(_row(size, one) for size in sizes if size.answers)], 0, "")
     lines += ["", f"{one.way * 1e3:.2f} ms of each is the way to the worker and back; GAIN is without it"]
-    remarks = [line for size in sizes for line in _remarks(size)]
-    lines += remarks
+    lines += _remarks(sizes)
     lines += ["", *paragraph(_WORDS[advice.verdict], advice.reason, "")]
     text = configuration(model, advice)
     return "\n".join([*lines, "", *(f"  {line}" for line in text.splitlines())] if text else lines)
@@ -72,19 +71,30 @@ def _bits(size: Size) -> str:
     return f"{found.unequal:,} of {found.compared:,} differ" if found.unequal else "equal"
 
 
-def _remarks(size: Size) -> Iterator[str]:
-    label = count(size.rows, "row")
-    if size.refused:
-        yield from paragraph(f"{label}, refused", size.refused, "")
-    if size.is_split:
-        yield f"{label}: the daemon cuts such requests ([models.X.split]): this is no single execution"
-    for name, found in size.evidence.strange.items():
-        yield f"{label}: output {clean(name)} is {found}"
-    for name, apart in size.evidence.differences.items():
-        again = " when it is asked again" if size.rows == 1 else ""
+def _remarks(sizes: Sequence[Size]) -> Iterator[str]:
+    for size in sizes:
+        if size.refused:
+            yield from paragraph(f"{count(size.rows, 'row')}, refused", size.refused.rstrip(), "")
+        if size.is_split:
+            yield f"{count(size.rows, 'row')}: the daemon cuts such requests ([models.X.split]): no single execution"
+    outputs = dict.fromkeys(name for size in sizes for name in (*size.evidence.strange, *size.evidence.differences))
+    for name in outputs:
+        yield from _output(name, sizes)
+
+
+def _output(name: str, sizes: Sequence[Size]) -> Iterator[str]:
+    """What is to be said of an output, all sizes taken together."""
+    strange = [(size.rows, size.evidence.strange[name]) for size in sizes if name in size.evidence.strange]
+    for rows, found in strange[:1]:
+        yield f"output {clean(name)}, from {count(rows, 'row')} on: {found}"
+    apart = [(size.rows, size.evidence.differences[name]) for size in sizes if name in size.evidence.differences]
+    if apart:
+        largest = max(found.largest for _, found in apart)
+        relative = max(found.relative for _, found in apart)
+        alone = ", when it is asked for again" if apart[0][0] == 1 else ""
         yield (
-            f"{label}: output {clean(name)}: {count(apart.rows, 'row')} with other bits{again}, by "
-            f"{apart.largest:.2g} at most, {apart.relative:.2g} of the largest value of a row"
+            f"output {clean(name)}, from {count(apart[0][0], 'row')} on{alone}: other bits, by {largest:.2g} at most, "
+            f"{relative:.2g} of the largest value of a row"
         )
 
 

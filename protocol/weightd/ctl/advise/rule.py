@@ -2,17 +2,17 @@
 
 In this order:
 
-0. What a request takes to the worker and back stays as it is when the worker runs several together: it is taken off
-   before anything is compared. Where one row takes the model less than this way, nothing is gained: no.
-1. Each output has a row for each row of the inputs: else no.
-2. Eight rows together bring 1.3 times the rows/s of single ones: else no, for less is soon lost to what differs from
+1. Each output has a row for each row of the inputs, and no row differs from itself alone by 1 % of its largest value:
+   else no. That is more than rounding: such a model makes one answer of all its rows.
+2. What a request takes to the worker and back stays as it is when the worker runs several together: it is taken off
+   before anything is compared. Where the model takes less for a row than this way, nothing is gained: no.
+3. Eight rows together bring 1.3 times the rows/s of single ones: else no, for less is soon lost to what differs from
    one day to the next.
-3. A size is worth its latency if as many requests as it has rows, which all wait, are answered sooner on average when
+4. A size is worth its latency if as many requests as it has rows, which all wait, are answered sooner on average when
    they run together. One after another they are answered after 1, 2, ... n times the time of one, (n + 1) / 2 times
    that on average; so the gain must be 2 n / (n + 1) at least.
-4. Of the sizes that are, and up to which no bit differs, the smallest with 90 % of the best gain is the one.
-5. If there is none, the same for those whose rows differ by less than 1 % of their largest value: with exact = false.
-   What differs by more is no rounding: such a model makes one answer of all its rows.
+5. Of the sizes that are, and up to which no bit differs, the smallest with 90 % of the best gain is the one.
+6. If there is none, the same for those up to which rows differ by no more than rounding: with exact = false.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def advise(sizes: Sequence[Size]) -> Advice:
     one = sizes[0]
     measured = [size for size in sizes[1:] if size.is_measured]
     worth = [size for size in measured if is_worth_its_latency(size, one)]
-    against = _against(one, measured) or _too_slow(one, measured, worth)
+    against = _against(one, measured) or _mixes(sizes, measured) or _too_slow(one, measured, worth)
     if against:
         return Advice(Verdict.NO, 1, (), against)
     for verdict, share in ((Verdict.MERGE, 0.0), (Verdict.INEXACT, ROUNDING)):
@@ -112,13 +112,10 @@ def advise(sizes: Sequence[Size]) -> Advice:
         if allowed:
             best = _best(allowed, one)
             return Advice(verdict, best.rows, _only(sizes, best.rows), _compared(best, one) + _NOTES[verdict])
-    if one.evidence.unequal:
-        again = "the same row alone has another answer each time: nothing can be said of rows together"
-        return Advice(Verdict.NO, 1, (), again)
-    mixed = "the answer to a row hangs on the rows beside it, by more than rounding: merged answers would be wrong"
-    return Advice(Verdict.NO, 1, (), mixed)
+    return Advice(Verdict.NO, 1, (), f"{_MIXES}, and with fewer of them it does not pay")
 
 
+_MIXES = "the answer to a row hangs on the rows beside it, by more than rounding"
 _NOTES = {
     Verdict.MERGE: "; no bit differs",
     Verdict.INEXACT: "; bits differ by rounding: where that does not matter, exact = false allows it",
@@ -131,6 +128,15 @@ def _against(one: Size, measured: Sequence[Size]) -> str:
         for name, found in size.evidence.strange.items():
             return f"output {name} has no row for each row of the inputs: {found}"
     return "" if measured else "no request of more than one row was answered by one execution"
+
+
+def _mixes(sizes: Sequence[Size], measured: Sequence[Size]) -> str:
+    """Why merged answers would be wrong, however few the rows; "" if not."""
+    if _up_to_a_difference(sizes, measured, ROUNDING):
+        return ""
+    if sizes[0].evidence.relative > ROUNDING:
+        return "the same row alone has another answer each time: nothing can be said of rows together"
+    return f"{_MIXES}: merged answers would be wrong"
 
 
 def _too_slow(one: Size, measured: Sequence[Size], worth: Sequence[Size]) -> str:
