@@ -16,7 +16,7 @@ from weightd.daemon.generations.states import (
     ChildState,
     Machine,
 )
-from weightd.protocol.messages.children import Allow, Allowed, Attach, Built, Settle
+from weightd.protocol.messages.children import Allow, Allowed, Attach, Settle
 
 # A holder that holds has nothing else to do than to let a process attach.
 ALLOW_TIMEOUT_S = 10.0
@@ -161,7 +161,7 @@ class Access:
 
     # --- what is done -------------------------------------------------------------------------------------------
 
-    def attach_next(self, built: Built, now: float, patience: float, at_once: Callable[[], int]) -> None:
+    def attach_next(self, order: Attach, now: float, patience: float, at_once: Callable[[], int]) -> None:
         """Let further workers attach, each for `patience` seconds, but no more of them `at_once` than that says.
 
         Each attach loads the model before it shares, so this bounds the peak of memory. Who is awaited goes first.
@@ -177,7 +177,7 @@ class Access:
                 self._ask_for(worker, now)
             elif worker.state is ChildState.ADMITTED:
                 worker.advance(ChildEvent.ATTACH, now + patience)
-                self._want(Send(worker.name, Attach(built.handle, built.canary_cases)))
+                self._want(Send(worker.name, order))
                 room -= 1
 
     def dismiss_uninvited(self, deadline: float) -> None:

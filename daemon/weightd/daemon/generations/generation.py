@@ -57,7 +57,7 @@ class Generation(Standing):
         """The snapshot exists: start the processes. `canary` is what an earlier generation has found out of it."""
         if self.state is not GenerationState.PINNING:
             return
-        self.tries = Tries(canary or self.terms.canary)
+        self.tries = Tries(canary or self.terms.canary, self.terms.rows)
         self.sha256 = sha256
         self._machine.advance(GenerationEvent.PINNED)
         self._spawn(Role.HOLDER, now)
@@ -116,6 +116,7 @@ class Generation(Standing):
         self.guard(child)
         self.footprint.built(built.device)
         child.shared_bytes = built.shared_bytes
+        self._teller.rows(built)
         if self.terms.sharing:
             self._teller.built(built, name)
         child.advance(ChildEvent.BUILT)
@@ -126,6 +127,13 @@ class Generation(Standing):
             # It has told the signature and the canary; its copy of the weights is of no use to anybody.
             self._stop(child, now)
         self._reconcile(now)
+
+    def unequal(self, note: str) -> None:
+        """A worker has found that rows together are not what each is alone, though the holder had found them equal."""
+        built = self.built
+        if built is not None and built.rows is not None and built.rows.equal:
+            self.built = dataclasses.replace(built, rows=dataclasses.replace(built.rows, equal=False, note=note))
+            self._teller.tell(f"requests are not put together any more: {note}")
 
     def guard(self, holder: Child) -> None:
         """The holder holds; where the weights become invalid with it, no answer counts without it."""
@@ -249,7 +257,7 @@ class Generation(Standing):
             self._gather(now)
             # One without anything to share leaves first, and its own copy with it.
             if self.built is not None and (self._shares or not self.roster.has_holder):
-                self.access.attach_next(self.built, now, self._attach_timeout, self.at_once)
+                self.access.attach_next(self.tries.attach(self.built), now, self._attach_timeout, self.at_once)
             if self.complete and self.roster.all_ready:
                 self.access.settle(is_shared=self._shares)
         elif self.state not in ACTIVE:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from weightd.daemon.config.canary import AUTO, CanaryKey
 from weightd.daemon.config.model import ModelConfig
@@ -32,6 +33,30 @@ class Canary:
         return cls(search=key == AUTO, cases=(key,) if isinstance(key, dict) else ())
 
 
+class Rows(NamedTuple):
+    """What is to be found out of the model's rows; the fields are those of `Build`.
+
+    Attributes:
+        rows: the most of one predict; 1: nothing is.
+        sizes: the only ones that it may have; none: any.
+        exact: whether rows together are to be tested against each alone.
+    """
+
+    rows: int = 1
+    sizes: tuple[int, ...] = ()
+    exact: bool = True
+
+    @classmethod
+    def configured(cls, config: ModelConfig) -> Rows:
+        """Return what the configuration says: what is used only where it is exact is tested."""
+        tables = (config.batching.max_rows > 1, config.batching.exact), (config.split.part_rows > 0, config.split.exact)
+        used = [exact for is_used, exact in tables if is_used]
+        return cls(config.rows, config.batching.sizes, any(used) or not used)
+
+
+NO_ROWS = Rows()
+
+
 @dataclass(frozen=True)
 class Terms:
     """What the model's configuration says about a generation.
@@ -47,6 +72,7 @@ class Terms:
         canary: what is known of it where no generation has found out more.
         forks_built: whether workers may be forked of a holder that has built: then none starts before that.
         devices: on which its workers are; none: where the generation is.
+        rows: what its holder is to find out of rows.
     """
 
     workers: int
@@ -58,6 +84,7 @@ class Terms:
     canary: Canary = Canary()
     forks_built: bool = False
     devices: tuple[str, ...] = ()
+    rows: Rows = NO_ROWS
 
     @classmethod
     def configured(cls, config: ModelConfig, devices: tuple[str, ...]) -> Terms:
@@ -72,6 +99,7 @@ class Terms:
             canary=Canary.configured(config.canary),
             forks_built=config.forks_built,
             devices=devices,
+            rows=Rows.configured(config),
         )
 
     @property

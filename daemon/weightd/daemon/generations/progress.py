@@ -101,6 +101,11 @@ class Teller:
         if not (built.handle or built.is_template):
             self._unshared(built.note, holder, logging.WARNING if built.is_loss else logging.INFO)
 
+    def rows(self, built: Built) -> None:
+        """Requests were to be put together, or cut; the model may not be one of which that is right."""
+        if built.rows is not None and built.rows.note:
+            self.tell(f"rows of requests: {built.rows.note}")
+
     def attached(self, built: Built, attached: Attached, worker: str) -> None:
         """A worker may not have got what the holder has; that there is nothing, the holder has told."""
         if built.shared_bytes and not attached.shared_bytes:
@@ -153,7 +158,7 @@ class Standing:
         self.sha256 = ""
         self.built: Built | None = None
         self.deaths: int = 0
-        self.tries = Tries(terms.canary)
+        self.tries = Tries(terms.canary, terms.rows)
         self.at_once: Callable[[], int] = one_after_another
         self.footprint = Footprint()
         self._actions: list[Action] = []

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from weightd.daemon.generations.plan import Canary
+from weightd.daemon.generations.plan import NO_ROWS, Canary, Rows
 from weightd.protocol import limits
-from weightd.protocol.messages.children import Build, Built, Case, Cases, Probing
+from weightd.protocol.messages.children import Attach, Build, Built, Case, Cases, Probing
 
 # Holders that may die in the search for one canary.
 MAX_DEATHS = 6
@@ -31,21 +31,28 @@ class Tries:
 
     Args:
         known: before its first holder.
+        rows: what is to be found out of rows.
 
     Attributes:
         known: by now.
         trying: what the holder runs its model on; nothing while it does something else.
     """
 
-    def __init__(self, known: Canary) -> None:
+    def __init__(self, known: Canary, rows: Rows = NO_ROWS) -> None:
         self.known = known
+        self._rows = rows
         self.trying: Cases = ()
         self._deaths = 0
         self._again: Cases | None = None
 
     def order(self, pids: tuple[str, ...]) -> Build:
         """Return what the holder is told."""
-        return Build(pids, self.known.search, self.known.cases, self.known.unfit)
+        known, (rows, sizes, exact) = self.known, self._rows
+        return Build(pids, known.search, known.cases, known.unfit, rows, sizes, exact)
+
+    def attach(self, built: Built) -> Attach:
+        """Return what a worker is told, after the holder has `built`."""
+        return Attach(built.handle, built.canary_cases, *self._rows, built.rows)
 
     def told(self, probing: Probing) -> None:
         """The holder has said what it tries."""

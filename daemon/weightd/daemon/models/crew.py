@@ -16,6 +16,7 @@ from weightd.daemon.generations.plan import Source
 from weightd.daemon.generations.records import GenerationRecord
 from weightd.daemon.generations.resume import resume
 from weightd.daemon.host.ends import End
+from weightd.daemon.models import rows
 from weightd.daemon.models.deployment import Deployment
 from weightd.daemon.models.ports import Children
 from weightd.daemon.models.snapshots import Snapshots
@@ -109,17 +110,24 @@ class Crew:
                 self._job_failed(child, deployment, generation, message, now)
             case Result() | Failed():
                 self.examine(deployment, generation, now)
-            case Skipped():
-                self._desk.skipped(child, message.request)
+            case Skipped() | Unequal() | Pong():
+                self._heard_serving(child, generation, message, now)
             case Forked():
                 pass  # it is for who has asked for it, which no generation does
-            case Unequal():
-                _log.warning("%s: %s", child, message.note, extra=generation.about())
-            case Pong():
-                self._pong(child, generation, message, now)
             case _:
                 self._heard_loading(child, deployment, generation, message, now)
                 self._changed(deployment, now)
+
+    def _heard_serving(self, child: str, generation: Generation, message: Skipped | Unequal | Pong, now: float) -> None:
+        match message:
+            case Skipped():
+                self._desk.skipped(child, message.request)
+            case Unequal():
+                generation.unequal(message.note)
+                for each in generation.enlisted:
+                    self._desk.scheduler.rate(each, rows.terms(self._config, generation))
+            case Pong():
+                self._pong(child, generation, message, now)
 
     def _heard_loading(
         self,
@@ -188,7 +196,7 @@ class Crew:
             case Kill(name, abort):
                 self._children.kill(name, abort=abort)
             case Enlist(name):
-                self._desk.enlist(name, device=generation.children[name].device)
+                self._enlist(name, generation)
             case Dismiss(name):
                 self._desk.dismiss(name)
                 if not generation.access.is_valid:
@@ -227,6 +235,10 @@ class Crew:
             self._changed(deployment, now)
 
     # --- within -------------------------------------------------------------------------------------------------
+
+    def _enlist(self, name: str, generation: Generation) -> None:
+        terms = rows.terms(self._config, generation)
+        self._desk.enlist(name, device=generation.children[name].device, terms=terms)
 
     def _is_sound(self, generation: Generation) -> bool:
         """Whether what the generation's workers say can be passed on."""

@@ -14,7 +14,7 @@ from weightd.daemon.requests.part import Part
 from weightd.daemon.requests.regions import Memory
 from weightd.daemon.requests.request import Request
 from weightd.daemon.requests.rows.cut import Cut
-from weightd.daemon.requests.rows.terms import WHOLE, Terms
+from weightd.daemon.requests.rows.terms import WHOLE, RowTerms
 from weightd.daemon.requests.scheduler import AT_ONCE, Scheduler
 from weightd.daemon.requests.seat import Seat
 from weightd.daemon.requests.signature import Signature
@@ -121,7 +121,7 @@ class Desk:
 
     # --- from seats ---------------------------------------------------------------------------------------------
 
-    def enlist(self, process: str, *, device: str = "", terms: Terms = WHOLE, concurrency: int = 1) -> None:
+    def enlist(self, process: str, *, device: str = "", terms: RowTerms = WHOLE, concurrency: int = 1) -> None:
         """The process is a seat that takes jobs from now on: see `Seat`."""
         self.by_process[process] = Latencies()
         self.scheduler.enlist(process, (process,), device=device, terms=terms, concurrency=concurrency)

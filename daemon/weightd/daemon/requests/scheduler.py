@@ -24,7 +24,7 @@ from weightd.daemon.requests.part import Part
 from weightd.daemon.requests.request import Company, Request
 from weightd.daemon.requests.rows import forming
 from weightd.daemon.requests.rows.cut import Cut
-from weightd.daemon.requests.rows.terms import WHOLE, Terms
+from weightd.daemon.requests.rows.terms import WHOLE, RowTerms
 from weightd.daemon.requests.rows.times import Times
 from weightd.daemon.requests.seat import QUICK_S, Seat
 from weightd.daemon.requests.waiting import Queue
@@ -151,12 +151,18 @@ class Scheduler:
                 self._confined.append(request)
 
     def enlist(
-        self, name: str, processes: tuple[str, ...], *, device: str = "", terms: Terms = WHOLE, concurrency: int = 1
+        self, name: str, processes: tuple[str, ...], *, device: str = "", terms: RowTerms = WHOLE, concurrency: int = 1
     ) -> None:
         """The seat takes jobs from now on; it consists of these processes. See `Seat` for the rest."""
         seat = self._seats.setdefault(name, Seat(name, processes, device, terms, concurrency))
         self._enlisted[name] = seat
         self._seat_of.update(dict.fromkeys(processes, seat))
+
+    def rate(self, process: str, terms: RowTerms) -> None:
+        """From now on this may be done with the rows of requests at the seat of the process."""
+        seat = self._seat_of.get(process)
+        if seat is not None:
+            seat.terms = terms
 
     def dismiss(self, process: str) -> None:
         """The seat of the process gets nothing new; it may still answer what it has."""
@@ -214,7 +220,7 @@ class Scheduler:
 
     def assign(self, now: float) -> Iterator[tuple[Seat, Job]]:
         """Yield each pair of seat and job that is due now; what is yielded is running."""
-        if self._begun.count:
+        if self._cuts:
             self._begin_anew()
         while (turn := self._turn(now)) is not None:
             queue, seat = turn
@@ -410,7 +416,7 @@ class Scheduler:
         """The job of what waits longest, and of what goes with it, or of some of its rows."""
         terms, form = seat.terms, seat.terms.form(request.description)
         cut = self._cuts.get(request.number)
-        if cut is None and form is not None and 0 < terms.part_rows < form.rows:
+        if cut is None and form is not None and terms.cuts(form):
             cut = self._cuts[request.number] = Cut(request, terms, form)
         if cut is not None:
             return self._part_of(cut, seat)
@@ -428,12 +434,11 @@ class Scheduler:
         return Job.of([part], cut.form, rows)
 
     def _begin_anew(self) -> None:
-        """What has begun where the model is not served any more runs where it is, all of it."""
-        for request in self._begun:
-            terms = self._cuts[request.number].terms
-            if not any(seat.terms == terms for seat in self._enlisted.values()):
-                self.end_whole(request)
-                self._queue.put_back([request])
+        """What has begun on a model that no seat serves any more runs on the one that is served, all of it."""
+        for cut in [cut for cut in self._cuts.values() if cut.is_pending]:
+            if self._enlisted and not any(seat.terms == cut.terms for seat in self._enlisted.values()):
+                self.end_whole(cut.request)
+                self._queue_of(cut.request).put_back([cut.request])
 
     def _ends_by(self, request: Request) -> None:
         """A request is outstanding from now on."""
@@ -510,7 +515,7 @@ class Scheduler:
         for part in parts:
             if part.cut is not None:
                 part.cut.put_back(part.first, part.rows)
-            if not any(part.request in queue for queue in self._queues):
+            if part.request not in again and not any(part.request in queue for queue in self._queues):
                 again.append(part.request)
         for queue in (self._confined, self._begun, self._queue):
             queue.put_back([request for request in again if self._queue_of(request) is queue])

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from weightd.daemon.requests.job import Job
 from weightd.daemon.requests.request import Company
-from weightd.daemon.requests.rows.terms import WHOLE, Terms
+from weightd.daemon.requests.rows.terms import WHOLE, RowTerms
 
 # A seat that has computed for longer than this gets nothing ahead: handing it the next job then costs it less than a
 # hundredth of its time (a round trip is a fraction of a millisecond, one with 8 MiB a few).
@@ -30,7 +30,7 @@ class Seat:
     name: str
     processes: tuple[str, ...]
     device: str = ""
-    terms: Terms = WHOLE
+    terms: RowTerms = WHOLE
     concurrency: int = 1
     jobs: dict[int, Job] = field(default_factory=dict[int, Job])
     is_quick: bool = True

@@ -9,7 +9,7 @@ from typing import Any
 from weightd.daemon.requests.regions import NOWHERE, Place, Places
 from weightd.daemon.requests.request import Request
 from weightd.daemon.requests.rows.joining import Piece, joined
-from weightd.daemon.requests.rows.terms import Form, Terms
+from weightd.daemon.requests.rows.terms import Form, RowTerms
 from weightd.protocol import limits
 from weightd.protocol.errors import ResourceExhausted
 from weightd.protocol.messages.children import Result
@@ -26,7 +26,7 @@ class Cut:
         ended: nobody waits for any of it.
     """
 
-    def __init__(self, request: Request, terms: Terms, form: Form) -> None:
+    def __init__(self, request: Request, terms: RowTerms, form: Form) -> None:
         self.request = request
         self.terms = terms
         self.form = form

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from weightd.daemon.requests.request import Company, Request
-from weightd.daemon.requests.rows.terms import Form, Terms
+from weightd.daemon.requests.rows.terms import Form, RowTerms
 from weightd.daemon.requests.rows.times import Times
 
 # So many that do not fit are looked at: it is done with each job.
@@ -34,7 +34,9 @@ class Group(NamedTuple):
     is_full: bool
 
 
-def together(first: Request, waiting: Iterable[Request], terms: Terms, device: str, times: Times, now: float) -> Group:
+def together(
+    first: Request, waiting: Iterable[Request], terms: RowTerms, device: str, times: Times, now: float
+) -> Group:
     """Return the first request, and those that share its job.
 
     Each of them will be answered before its deadline, as far as it can be told how long the job runs.
@@ -58,7 +60,7 @@ def together(first: Request, waiting: Iterable[Request], terms: Terms, device: s
         other = terms.form(each.description)
         if each is first:
             continue
-        if other is None or other.kind != form.kind or not _agree(first, each, terms):
+        if other is None or other.kind != form.kind or terms.cuts(other) or not _agree(first, each, terms):
             misfits += 1
             continue
         total, size, least = rows + other.rows, nbytes + each.content_bytes, min(deadline, each.deadline)
@@ -74,7 +76,7 @@ def together(first: Request, waiting: Iterable[Request], terms: Terms, device: s
     return Group(chosen, rows, is_full)
 
 
-def rows_of_part(terms: Terms, form: Form, device: str, devices: Sequence[str], times: Times) -> int:
+def rows_of_part(terms: RowTerms, form: Form, device: str, devices: Sequence[str], times: Times) -> int:
     """Return how many rows of a request that runs in parts the next part has at most.
 
     All devices are to be ready at once, and no part is so long that others wait for it, or for the last of them.
@@ -91,10 +93,10 @@ def rows_of_part(terms: Terms, form: Form, device: str, devices: Sequence[str], 
     return max((size for size in terms.sizes if size <= rows), default=min(terms.sizes, default=rows))
 
 
-def _shares(request: Request, form: Form, terms: Terms) -> bool:
+def _shares(request: Request, form: Form, terms: RowTerms) -> bool:
     """Whether the request may share a job: nothing speaks against it, and it would not fill more than one alone."""
     return terms.merges and form.is_all_rows and form.rows <= terms.max_rows and request.company is Company.ANY
 
 
-def _agree(one: Request, other: Request, terms: Terms) -> bool:
+def _agree(one: Request, other: Request, terms: RowTerms) -> bool:
     return other.company is Company.ANY and (terms.is_exact or one.origin.far == other.origin.far)

@@ -26,7 +26,7 @@ class Form(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Terms:
+class RowTerms:
     """What may be done with the rows of requests where a seat runs them.
 
     Attributes:
@@ -57,6 +57,10 @@ class Terms:
         """Whether requests may share a job."""
         return self.max_rows > 1
 
+    def cuts(self, form: Form | None) -> bool:
+        """Whether a request of this form runs in parts."""
+        return form is not None and 0 < self.part_rows < form.rows
+
     def form(self, description: RequestDescription) -> Form | None:
         """Return what is asked for, but for the rows; None where it has none, or not as many in each input."""
         known = self._forms.get(id(description))
@@ -85,5 +89,5 @@ class Terms:
         return Form(tuple(kind), counts.pop(), is_all_rows)
 
 
-WHOLE = Terms()
+WHOLE = RowTerms()
 """Each request is a job of its own."""

@@ -1,0 +1,281 @@
+"""Requests whose rows share jobs, or are cut into parts, on seats that are fast, slow, or die, of devices of any speed.
+
+Each row of a request is a number of its own, and the model's answer is its input: whatever happens on the way, what a
+client gets is what it has sent.
+"""
+
+from __future__ import annotations
+
+import itertools
+import signal
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from testkit.examples import examples
+from weightd.daemon.config.model import ModelConfig
+from weightd.daemon.host.ends import End
+from weightd.daemon.requests.desk import Desk
+from weightd.daemon.requests.request import Origin, Request
+from weightd.daemon.requests.rows.terms import RowTerms
+from weightd.daemon.requests.scheduler import AT_ONCE
+from weightd.daemon.requests.seat import Seat
+from weightd.protocol.errors import RequestError
+from weightd.protocol.messages.children import Failed, OrderMessage, Predict, Result, Skip, Together
+from weightd.protocol.messages.control import ModelMetadataResponse
+from weightd.protocol.messages.data import RequestDescription, ResponseDescription, TensorSpec
+
+MAX_ROWS, PART_ROWS, TIMEOUT_S = 8, 4, 50.0
+DEVICES = {"cpu:0": 0.001, "cpu:1": 0.01, "cpu:2": 0.08}
+"""Each with the seconds that a row takes there."""
+
+
+@dataclass
+class Worker:
+    """A process that has been given orders; the first of its jobs runs."""
+
+    device: str
+    terms: RowTerms
+    jobs: deque[list[Predict]] = field(default_factory=deque[list[Predict]])
+    contents: dict[int, Sequence[Any]] = field(default_factory=dict[int, Sequence[Any]])
+    missing: int = 0
+    padded: int = 0
+
+
+def description(rows: int, width: int) -> RequestDescription:
+    return RequestDescription("m", (TensorSpec("x", "INT64", (rows, width)), TensorSpec("t", "INT64", (1,))))
+
+
+class World(RuleBasedStateMachine):
+    """A desk, its clients, and its workers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 1.0
+        self.numbers = itertools.count(1)
+        self.rows = itertools.count(1)
+        self.sent: dict[int, tuple[Request, bytes]] = {}
+        self.answers: dict[int, bytes | str] = {}
+        self.workers: dict[str, Worker] = {}
+        self.names = (f"w{number}" for number in itertools.count())
+        self.last_begun: list[int] = []
+        self.descriptions = {(rows, width): description(rows, width) for rows in range(1, 40) for width in (1, 2)}
+
+    @initialize(exact=st.booleans(), sizes=st.sampled_from([(), (), (2, 8)]), workers=st.integers(1, 3))
+    def begin(self, exact: bool, sizes: tuple[int, ...], workers: int) -> None:
+        config = ModelConfig(path="/m.onnx", engine="onnxruntime", predict_timeout=TIMEOUT_S, max_queue=1000)
+        self.desk = Desk("m", config, self, self.order, lambda _: None)
+        self.terms = RowTerms(1, frozenset("x"), frozenset("y"), MAX_ROWS, PART_ROWS, sizes, exact)
+        for device in itertools.islice(itertools.cycle(DEVICES), workers):
+            self.enlist(device)
+
+    # --- what the desk tells ------------------------------------------------------------------------------------
+
+    def answer(self, request: Request, result: Result, frames: Sequence[Any]) -> None:
+        """An answer: to whom it was promised, and as large as it says."""
+        assert request.number not in self.answers
+        y, t = result.description.outputs
+        assert (y.shape, t.shape) == (request.description.inputs[0].shape, (1,))
+        assert bytes(frames[1]) == b"t" * 8
+        self.answers[request.number] = bytes(frames[0])
+
+    def refuse(self, request: Request, error: RequestError) -> None:
+        """An error."""
+        assert request.number not in self.answers
+        self.answers[request.number] = error.code
+
+    def released(self, request: Request) -> None:
+        """Nobody writes any more."""
+
+    def tell_metadata(self, client: bytes, metadata: ModelMetadataResponse) -> None:
+        """Nobody asks."""
+
+    def tell_error(self, client: bytes, request_id: str, error: RequestError) -> None:
+        """Nobody asks."""
+
+    def order(self, process: str, order: OrderMessage, frames: Sequence[Any], _: object) -> None:
+        """A worker is given something: what goes together agrees in everything but its rows."""
+        if isinstance(order, Skip) and process not in self.workers:
+            return  # it is dead, and hears nothing
+        worker = self.workers[process]
+        match order:
+            case Together(parts, rows):
+                assert not worker.missing
+                worker.missing, worker.padded = parts, rows
+                worker.jobs.append([])
+            case Predict(number):
+                worker.contents[number] = frames
+                if worker.missing:
+                    worker.missing -= 1
+                    worker.jobs[-1].append(order)
+                else:
+                    worker.jobs.append([order])
+                if not worker.missing:
+                    self.check_job(worker, worker.jobs[-1])
+            case Skip(number):
+                for job in [*worker.jobs][1:]:
+                    job[:] = [each for each in job if each.request != number]
+                worker.jobs = deque(job for job in worker.jobs if job)
+            case _:
+                raise AssertionError(order)
+
+    def check_job(self, worker: Worker, job: list[Predict]) -> None:
+        shapes = [each.description.inputs[0].shape for each in job]
+        total = sum(rows for rows, _ in shapes)
+        requests = [self.sent[each.request][0] for each in job if each.request in self.sent]
+        assert len({width for _, width in shapes}) == 1
+        assert len(job) == 1 or total <= worker.terms.max_rows
+        assert all(rows <= PART_ROWS for rows, _ in shapes) or not worker.terms.part_rows
+        if worker.terms.sizes:
+            assert total <= worker.padded or total > max(worker.terms.sizes)
+            worker.padded = 0
+        if len(job) > 1:
+            assert len({*requests}) == len(job)
+            assert all(request.deadline > self.now for request in requests)
+            assert worker.terms.is_exact or len({request.origin.far for request in requests}) == 1
+            # With an input that has no rows, requests cannot share a predict.
+            assert not worker.terms.part_rows or all(each.description.inputs[1:] == () for each in job)
+
+    @property
+    def enlisted(self) -> dict[str, Seat]:
+        return self.desk.scheduler._enlisted  # pyright: ignore[reportPrivateUsage]
+
+    # --- what happens -------------------------------------------------------------------------------------------
+
+    @rule(
+        several=st.lists(
+            st.tuples(st.sampled_from([1, 1, 2, 3, 4, 5, 9, 30]), st.sampled_from([1, 2]), st.booleans()), max_size=6
+        ),
+        wait=st.sampled_from([1e9, 1e9, 1e9, 20.0, 0.05]),
+        far=st.sampled_from(["ann", "bob"]),
+    )
+    def ask(self, several: list[tuple[int, int, bool]], wait: float, far: str) -> None:
+        for rows, width, has_more in several:
+            number = next(self.numbers)
+            x = np.arange(rows * width, dtype=np.int64) + 1000 * number
+            asked = self.descriptions[rows, width]
+            frames: list[bytes] = [x.tobytes(), b"t" * 8]
+            if not has_more:
+                asked = RequestDescription("m", asked.inputs[:1])
+                frames = frames[:1]
+            deadline, origin = self.now + wait, Origin(far, far)
+            name = f"id{number}"
+            request = Request(number, far.encode(), name, asked, frames, self.now, deadline, x.nbytes, origin)
+            self.sent[number] = request, x.tobytes()
+            try:
+                self.desk.infer(request, self.now)
+            except RequestError as error:
+                self.refuse(request, error)
+
+    @rule(device=st.sampled_from([*DEVICES]))
+    def enlist(self, device: str) -> None:
+        if len(self.enlisted) < 4:
+            name = next(self.names)
+            self.workers[name] = Worker(device, self.terms)
+            self.desk.enlist(name, device=device, terms=self.terms)
+            self.desk.dispatch(self.now)
+
+    @rule(data=st.data(), count=st.integers(1, 5))
+    def run(self, data: st.DataObject, count: int) -> None:
+        for _ in range(count):
+            busy = [name for name, worker in self.workers.items() if worker.jobs]
+            if busy:
+                self.finish(data.draw(st.sampled_from(busy)), data.draw(st.sampled_from(["", "", "", "fail"])))
+
+    def finish(self, name: str, how: str = "") -> None:
+        worker = self.workers[name]
+        job = worker.jobs.popleft()
+        self.now += DEVICES[worker.device] * sum(each.description.inputs[0].shape[0] for each in job)
+        for index, each in enumerate(job):
+            if how == "fail" and index == len(job) // 2:
+                self.desk.job_failed(name, Failed(each.request, "INVALID_ARGUMENT", "no", leaving=False), self.now)
+                continue
+            x = each.description.inputs[0]
+            outputs = (TensorSpec("y", "INT64", x.shape), TensorSpec("t", "INT64", (1,)))
+            result = Result(each.request, ResponseDescription("m", outputs))
+            self.desk.result(name, result, [worker.contents.pop(each.request)[0], b"t" * 8], self.now)
+
+    @rule(data=st.data(), sign=st.sampled_from([signal.SIGSEGV, signal.SIGKILL]), spoilt=st.booleans())
+    def die(self, data: st.DataObject, sign: int, spoilt: bool) -> None:
+        if self.workers:
+            name = data.draw(st.sampled_from([*self.workers]))
+            if spoilt and self.workers[name].jobs:
+                first = self.workers[name].jobs[0][0]
+                self.desk.job_failed(name, Failed(first.request, "INTERNAL", "spoilt", leaving=True), self.now)
+            self.desk.died(name, End(-sign), self.now)
+            del self.workers[name]
+            self.desk.dispatch(self.now)
+
+    @rule(rest=st.integers(0, 4))
+    def cancel(self, rest: int) -> None:
+        for number, (request, _) in list(self.sent.items()):
+            if number % 5 == rest and number not in self.answers:
+                self.desk.cancel(request.client, request.id, self.now)
+                # What was late when it was its turn is told that.
+                assert number in self.answers or request.deadline <= self.now
+
+    @rule(seconds=st.sampled_from([0.01, 0.3, 5.0, 60.0]))
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+        self.tick()
+
+    def tick(self) -> None:
+        self.desk.expire(self.now, lambda error: error)
+        for name, _ in self.desk.overdue(self.now):
+            self.workers.pop(name)
+        while self.desk.next_event == AT_ONCE:
+            self.desk.guard.look(self.now)
+        self.desk.dispatch(self.now)
+
+    @rule(source=st.integers(1, 2), max_rows=st.sampled_from([1, MAX_ROWS]), part_rows=st.sampled_from([0, PART_ROWS]))
+    def replace(self, source: int, max_rows: int, part_rows: int) -> None:
+        """Another model is served from now on; who serves the one before answers what it has."""
+        self.terms = RowTerms(
+            source, frozenset("x"), frozenset("y"), max_rows, part_rows, self.terms.sizes, self.terms.is_exact
+        )
+        for name in self.workers:
+            self.desk.dismiss(name)
+        self.enlist("cpu:0")
+
+    # --- what holds ---------------------------------------------------------------------------------------------
+
+    @invariant()
+    def who_gets_an_answer_gets_its_own(self) -> None:
+        for number, answer in self.answers.items():
+            assert isinstance(answer, str) or answer == self.sent[number][1]
+
+    @invariant()
+    def no_seat_idles_while_something_waits_that_it_could_run(self) -> None:
+        if not hasattr(self, "desk") or self.desk.scheduler.aside is not None:
+            return
+        if any(not seat.jobs for seat in self.enlisted.values()):
+            waiting = [each for each in self.desk.scheduler.waiting() if not each.company]
+            assert not waiting
+
+    def teardown(self) -> None:
+        """Whatever was asked ends."""
+        if not hasattr(self, "desk"):
+            return
+        self.now += 1000.0
+        self.tick()
+        if not self.enlisted:
+            self.replace(1, MAX_ROWS, PART_ROWS)
+        for _ in range(1000):
+            busy = [name for name, worker in self.workers.items() if worker.jobs]
+            for name in busy:
+                self.finish(name)
+            if not busy:
+                break
+        self.who_gets_an_answer_gets_its_own()
+        assert self.answers.keys() == self.sent.keys()
+        assert self.desk.scheduler.idle
+
+
+TestWorld = World.TestCase
+TestWorld.settings = settings(max_examples=examples(100), stateful_step_count=30, deadline=None)
