@@ -7,24 +7,30 @@ import re
 import signal
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 
+from testkit.managed import ManagedService
 from testkit.service import Service
 from testkit.waiting import until
 from weightd.protocol.messages.status import ProcessStatus
+from weightd.shared.cores import listed
 
 from .support import MLP_WEIGHT_BYTES, ONE_ENGINE, Load, Question, model_status, ready_workers
 
 CORES = sorted(os.sched_getaffinity(0))[:2]
 SETS = {f"cpu:{number}": str(core) for number, core in enumerate(CORES)}
 
-pytestmark = pytest.mark.skipif(len(SETS) < 2, reason="there is only one core")
+pytestmark = [pytest.mark.e2e, pytest.mark.skipif(len(SETS) < 2, reason="there is only one core")]
 
 
-def serve(mlp: Path, **keys: object) -> Service:
+S = TypeVar("S", bound=Service)
+
+
+def serve(mlp: Path, kind: type[S], **keys: object) -> S:
     table = {"path": mlp, "devices": list(SETS), **keys}
-    return Service({"mlp": table}, devices={name: {"cpus": cpus} for name, cpus in SETS.items()})
+    return kind({"mlp": table}, devices={name: {"cpus": cpus} for name, cpus in SETS.items()})
 
 
 def cores_of(pid: int) -> set[str]:
@@ -38,11 +44,26 @@ def assert_in_place(processes: list[ProcessStatus], places: Mapping[str, str]) -
         assert cores_of(each.pid) == {places[each.device]}, each
 
 
+def kill_one(service: Service) -> None:
+    """Kill the worker on the second set; another one comes, and serves there."""
+    victim = next(each for each in ready_workers(service, "mlp") if each.device == "cpu:1")
+    os.kill(victim.pid, signal.SIGKILL)
+
+    def is_followed() -> bool:
+        there = [each for each in ready_workers(service, "mlp") if each.device == "cpu:1"]
+        return bool(there) and there[0].name != victim.name and there[0].served > 0
+
+    until(is_followed, "another one serves in its place")
+    workers = ready_workers(service, "mlp")
+    assert [each.device for each in workers] == list(SETS)
+    assert_in_place(workers, SETS)
+
+
 @pytest.mark.parametrize("threads", [1, 2])
 def test_one_copy_serves_on_both_and_who_dies_is_followed_on_its_own(
     mlp: Path, questions: list[Question], threads: int
 ) -> None:
-    with serve(mlp, threads=threads) as service:
+    with serve(mlp, Service, threads=threads) as service:
         service.ready()
         [generation] = model_status(service, "mlp").generations
         assert [(each.role, each.device) for each in generation.processes] == [
@@ -50,27 +71,29 @@ def test_one_copy_serves_on_both_and_who_dies_is_followed_on_its_own(
             ("worker", "cpu:0"),
             ("worker", "cpu:1"),
         ]
-        # CORES need not be neighbours.
-        assert_in_place([each for each in generation.processes if each.role == "worker"], SETS)
+        assert_in_place(list(generation.processes), {**SETS, "cpu": listed(CORES)})
         with Load(service.address, "mlp", questions) as load:
             load.wait_for(20)
-            victim = next(each for each in ready_workers(service, "mlp") if each.device == "cpu:1")
-            os.kill(victim.pid, signal.SIGKILL)
-
-            def is_followed() -> bool:
-                there = [each for each in ready_workers(service, "mlp") if each.device == "cpu:1"]
-                return bool(there) and there[0].name != victim.name and there[0].served > 0
-
-            until(is_followed, "another one serves in its place")
+            kill_one(service)
         workers = ready_workers(service, "mlp")
-        assert [each.device for each in workers] == ["cpu:0", "cpu:1"]
-        assert_in_place(workers, SETS)
         assert all((each.shared_bytes or 0) >= 0.98 * MLP_WEIGHT_BYTES for each in workers)
 
 
 @ONE_ENGINE
+def test_the_next_daemon_knows_who_is_where(mlp: Path, questions: list[Question]) -> None:
+    with serve(mlp, ManagedService) as service:
+        service.ready()
+        before = [(each.pid, each.device) for each in ready_workers(service, "mlp")]
+        service.restart(signal.SIGKILL)
+        service.ready()
+        assert [(each.pid, each.device) for each in ready_workers(service, "mlp")] == before
+        with Load(service.address, "mlp", questions):
+            kill_one(service)
+
+
+@ONE_ENGINE
 def test_each_has_a_copy_of_its_own_that_its_holder_has_made_there(mlp: Path, questions: list[Question]) -> None:
-    with serve(mlp, workers=2, copies="each") as service, Load(service.address, "mlp", questions) as load:
+    with serve(mlp, Service, workers=2, copies="each") as service, Load(service.address, "mlp", questions) as load:
         service.ready()
         load.wait_for(20)
         generations = model_status(service, "mlp").generations
