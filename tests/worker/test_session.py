@@ -56,6 +56,7 @@ from weightd.protocol.version import VERSION
 from weightd.shared import memfd
 from weightd.worker import exits, nativelog
 from weightd.worker import session as session_module
+from weightd.worker.batching import trials
 from weightd.worker.canary import canary
 from weightd.worker.engines.engine import Arrays, Engine, ModelSignature
 from weightd.worker.engines.errors import BuildError, NoRoom, NotAllowed, Spoilt
@@ -865,7 +866,8 @@ def test_a_part_is_taken_back_until_its_job_begins() -> None:
         engine = fake()
         _, socket = play(engine, ATTACH, *orders, STOP, ahead=len(orders))
         assert (only(Skipped, socket).request, answers(socket)) == (2, {1: [2], 3: [6]})
-        assert engine.asked[-1]["x"][:, 0].tolist() == [1, 3]
+        # As it comes for the first time, they are also run alone.
+        assert [each["x"][:, 0].tolist() for each in engine.asked[-3:]] == [[1, 3], [1], [3]]
     # All of one job, of which one has not come yet; and of another.
     orders = [*together(*parts[:2]), *together(*parts[2:])]
     orders[2:2] = [skip(1)]
@@ -905,19 +907,66 @@ def test_a_holder_tells_what_it_found_of_rows_and_a_worker_whether_it_answers_th
     for answer, is_equal in ((twice, True), (lambda inputs: {"y": inputs["x"] * (2 + (len(inputs["x"]) > 2))}, False)):
         engine = fake(answer)
         _, socket = play(engine, attach, *job, STOP)
-        assert [type(each) for each in socket.sent] == [
-            Hello,
-            Attached,
-            *([] if is_equal else [Unequal]),
-            Result,
-            Result,
-        ]
-        assert len(engine.asked) == 4 + 1 + (1 if is_equal else 2)
+        told = [Attached] if is_equal else [Attached, Unequal]
+        assert [type(each) for each in socket.sent] == [Hello, *told, Result, Result]
+        assert [len(each["x"]) for each in engine.asked[5:]] == ([2, 1, 1] if is_equal else [1, 1])
     # What was forked from a template has been told with it.
     made = Origin("template", made=Made(fake(), SHA256, 5))
     engine = fake()
     play(engine, attach, STOP, origin=made)
     assert len(engine.asked) == 2
+
+
+def seldom(inputs: Arrays) -> Arrays:
+    """Has another answer to two rows than to one, if one of them is 5."""
+    return {"y": inputs["x"] * 2 + (len(inputs["x"]) > 1 and 5 in inputs["x"])}
+
+
+def test_the_first_time_of_a_form_each_has_the_answer_that_it_has_alone() -> None:
+    jobs = [*together(of_rows(1, 1), of_rows(2, 5)), *together(of_rows(3, 1), of_rows(4, 2))]
+    for exact in (True, False):
+        engine = fake(seldom)
+        _, socket = play(engine, encode(Attach("7", CASES, 8, exact=exact)), *jobs, STOP)
+        expected = {1: [2], 2: [10]} if exact else {1: [3], 2: [11]}
+        assert answers(socket) == {**expected, 3: [2], 4: [4]}
+        assert [type(each) for each in socket.sent].count(Unequal) == exact
+        assert [len(each["x"]) for each in engine.asked[4:]] == ([2, 1, 1, 1, 1, 1, 1] if exact else [2, 2])
+
+
+def test_a_form_of_which_there_are_too_many_is_not_run_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trials, "_MAX_FORMS", 0)
+    engine = fake()
+    job = together(predict(1), predict(2))
+    _, socket = play(engine, ATTACH, *job, *together(predict(3), predict(4), predict(5)), STOP)
+    assert [len(each["x"]) for each in engine.asked[4:]] == [2, 1, 1, 1, 1, 1]
+    assert [*answers(socket)] == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("tidy_s", [0.0, 10.0])
+def test_what_was_run_together_is_now_and_then_run_again_when_nothing_comes(
+    tidy_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trials, "_SELDOM", 1)
+    monkeypatch.setattr(session_module, "_TIDY_S", tidy_s)
+    good, bad = together(of_rows(1, 1), of_rows(2, 2)), together(of_rows(3, 3), of_rows(4, 5))
+    engine = fake(seldom)
+    status, socket = play(engine, ATTACH, *good, *good, PAUSE, PAUSE, *bad, PAUSE, *good, STOP)
+    assert status == exits.OK
+    assert [type(each) for each in socket.sent[2:]] == [*[Result] * 6, Unequal, *[Result] * 2]
+    sizes = [len(each["x"]) for each in engine.asked[4:]]
+    assert sizes == [2, 1, 1, 2, *[1, 1], 2, *[1, 1], *[1, 1]]
+    # The engine may fail with it: then it is of no use.
+    left = [8]
+
+    def failing(inputs: Arrays) -> Arrays:
+        left[0] -= 1
+        if left[0] < 0:
+            raise Spoilt("no")
+        return twice(inputs)
+
+    engine = fake(failing)
+    status, socket = play(engine, ATTACH, *good, *good, PAUSE, STOP)
+    assert (status, only(Broken, socket).cause) == (exits.CANNOT_BUILD, "no")
 
 
 def test_no_job_begins_within_another() -> None:

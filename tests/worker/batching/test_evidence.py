@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import re
 import types
-from typing import Any, Callable, List, Optional, Union
+from typing import Any, Callable, List, Optional, Tuple, Union
 
 import numpy as np
 import pytest
@@ -28,10 +28,14 @@ def found(engine: Engine, rows: int = 8, known: Optional[canary.Canary] = None, 
     """What is found of a model, with the canary that is found before; it is not to be spoilt."""
     build = Build((), rows=rows, **order)
     if known is None:
-        known = search.find(engine, build, lambda: None, lambda *_: None)
+        known = search.find(engine, build, lambda: None, _ignore)
     rows_of = evidence.find(engine, build, known, lambda: None, lambda _: None)
     assert rows_of is not None
     return rows_of
+
+
+def _ignore(trying: Cases, unfit: Cases) -> None:
+    pass
 
 
 def fake(answer: Callable[[Any], Any], signature: ModelSignature = SIGNATURE) -> FakeEngine:
@@ -81,25 +85,28 @@ def chosen(x: Any) -> Any:
     return x if abs(x).max() < 50 or len(x) == 1 else x + 1
 
 
+Function = Callable[[Any], Any]
+
+
 def nudged(x: Any) -> Any:
     """One row of forty differs, if it is not alone."""
     return x if len(x) == 1 else np.where((x[:, :1] * 1000) % 40 < 1, x * 1.5, x)
 
 
-@pytest.mark.parametrize(
-    ("answer", "note"),
-    [
-        (chosen, "output y: 8 of 8 rows that were run together differ from the same rows run alone, by up to 1 where"),
-        (nudged, "output y: 1 of 8 rows"),
-        (lambda x: x + (len(x) == 5), "output y: 5 of 5 rows"),
-        (lambda x: x[:, : 4 - len(x)], "output y: float32 [8, 0] together, float32 [8, 3] alone"),
-        (lambda x: x[: len(x) % 8], "output y has shape [0, 3] for 8 rows"),
-        (lambda x: x.astype("f4" if len(x) == 1 else "f8"), "output y: float64 [8, 3] together, float32 [8, 3] alone"),
-        (lambda x: x if len(x) == 1 else x * np.float32("nan"), "and in which values are finite"),
-        (lambda x: np.copysign(0 * x, x if len(x) == 1 else -x), "by up to 0 where the largest value is 0"),
-    ],
-)
-def test_what_differs_is_found_and_named(answer: Callable[[Any], Any], note: str) -> None:
+DIFFERENT: List[Tuple[Function, str]] = [
+    (chosen, "output y: 8 of 8 rows that were run together differ from the same rows run alone, by up to 1 where"),
+    (nudged, "output y: 1 of 8 rows"),
+    (lambda x: x + (len(x) == 5), "output y: 5 of 5 rows"),
+    (lambda x: x[:, : 4 - len(x)], "output y: float32 [8, 0] together, float32 [8, 3] alone"),
+    (lambda x: x[: len(x) % 8], "output y has shape [0, 3] for 8 rows"),
+    (lambda x: x.astype("f4" if len(x) == 1 else "f8"), "output y: float64 [8, 3] together, float32 [8, 3] alone"),
+    (lambda x: x if len(x) == 1 else x * np.float32("nan"), "and in which values are finite"),
+    (lambda x: np.copysign(0 * x, x if len(x) == 1 else -x), "by up to 0 where the largest value is 0"),
+]
+
+
+@pytest.mark.parametrize(("answer", "note"), DIFFERENT)
+def test_what_differs_is_found_and_named(answer: Function, note: str) -> None:
     rows = found(fake(answer), known=canary.run(fake(lambda x: x), cases.of(SIGNATURE, 1, 2)))
     assert not rows.equal
     assert note in rows.note

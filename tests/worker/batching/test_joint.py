@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from weightd.protocol.errors import InvalidArgument
 from weightd.protocol.messages.data import RequestDescription
 from weightd.protocol.tensors import describe_request, describe_response, frame_of
-from weightd.worker.batching.bits import NotRows
+from weightd.worker.batching.bits import NotTogether
 from weightd.worker.batching.joint import Joint
 
 X, INDEX = np.zeros((2, 3), np.float32), np.zeros((2, 1), np.int64)
@@ -96,5 +96,5 @@ def test_what_has_no_first_dimension_has_no_rows() -> None:
 @pytest.mark.parametrize("shape", [(), (1, 4), (5, 4)])
 def test_an_answer_of_another_number_of_rows_is_nobodys(shape: Tuple[int, ...]) -> None:
     joint = Joint([described(x=X), described(x=X)])
-    with pytest.raises(NotRows, match=r"output z has shape \[.*\] for 4 rows"):
+    with pytest.raises(NotTogether, match=r"output z has shape \[.*\] for 4 rows"):
         joint.learn({"y": np.zeros((4, 7)), "z": np.zeros(shape)})

@@ -13,8 +13,9 @@ from weightd.protocol.messages.data import RequestDescription, ResponseDescripti
 from weightd.protocol.messages.regions import MappedRegions
 from weightd.protocol.tensors import describe_response, frame_of, from_frame, to_wire
 from weightd.worker import exits
-from weightd.worker.batching.bits import NotRows
+from weightd.worker.batching.bits import NotTogether
 from weightd.worker.batching.joint import Joint
+from weightd.worker.batching.trials import Trials
 from weightd.worker.canary.proof import Proof
 from weightd.worker.engines.engine import Arrays, Engine
 from weightd.worker.engines.errors import Spoilt
@@ -54,8 +55,9 @@ class Predictor:
         self._usual_description: Any = None
         self._joints: Dict[Tuple[int, ...], Joint] = {}
         self._sizes: Sequence[int] = ()
-        # Whether requests that come together are run so.
+        # Whether requests that come together are run so, and by what it is tested that their answers are the same.
         self._joins = True
+        self._trials: Optional[Trials] = None
 
     def predict(self, order: Predict, frames: Sequence[bytes]) -> int:
         """Run the model on what has come, and answer; return the status with which the process is to end, or OK."""
@@ -94,6 +96,34 @@ class Predictor:
             self._usual, self._usual_description = form, description
         return arrays, description
 
+    def begin(self, rows: int, sizes: Sequence[int], *, exact: bool) -> None:
+        """The model is built and attached.
+
+        Args:
+            rows: of one predict at most.
+            sizes: the only numbers of rows that the model takes; none: any.
+            exact: whether the answers to requests that are run together have to be those of each alone, bit for bit.
+        """
+        self._sizes = sorted(sizes)
+        self._trials = Trials(self._engine, rows, self._sizes) if exact else None
+
+    @property
+    def is_audit_due(self) -> bool:
+        """Whether requests that were run together are to be run again alone, when nothing else is to be done."""
+        return self._trials is not None and self._trials.is_due
+
+    def audit(self) -> None:
+        """Run them, and nothing together any more if their answers differ.
+
+        Raises:
+            Spoilt: the model is.
+        """
+        if self._trials is not None:
+            try:
+                self._trials.again()
+            except (NotTogether, InvalidArgument) as error:
+                self.part(str(error))
+
     def together(self, parts: Sequence[Asked], rows: int = 0) -> int:
         """Run the model once on the rows of several requests, and answer each; return as `predict` does.
 
@@ -103,25 +133,28 @@ class Predictor:
             parts: the requests, in their order.
             rows: to run it on, if they have less; 0: as many as they have.
         """
-        if len(parts) > 1 and not self._joins:
-            return self._one_by_one(parts)
-        first = parts[0][0]
         try:
             joint = self._joint(parts, rows)
-            inputs = joint.inputs([self._bytes_of(order, frames) for order, frames in parts])
-            outputs = self._engine.predict(inputs)
-            form = (*outputs, *map(_form, outputs.values()))
-            if form != joint.form:
-                outputs = self._learned(joint, inputs, outputs, form)
-        except NotRows as error:
-            return self._fail_to_divide(parts, error)
+            if len(parts) > 1 and not (self._joins and (self._trials is None or self._trials.takes(joint))):
+                return self._one_by_one(parts)
+            outputs = self._run(joint, parts)
+        except NotTogether as error:
+            return self._part(parts, error)
         except RequestError as error:
-            if isinstance(error, Spoilt) or not self._proves():
-                return self._fail(first, error, leaving=True)
-            return self._one_by_one(parts) if len(parts) > 1 else self._fail(first, error, leaving=False)
+            return self._refused(parts, error)
         except Exception as error:  # noqa: BLE001 - as for one
-            return self._fail_unforeseen(first, error)
+            return self._fail_unforeseen(parts[0][0], error)
         return self._share(parts, joint, outputs)
+
+    def _run(self, joint: Joint, parts: Sequence[Asked]) -> Arrays:
+        inputs = joint.inputs([self._bytes_of(order, frames) for order, frames in parts])
+        outputs = self._engine.predict(inputs)
+        form = (*outputs, *map(_form, outputs.values()))
+        if form != joint.form:
+            outputs = self._learned(joint, inputs, outputs, form)
+        if self._trials is not None and len(parts) > 1:
+            self._trials.check(joint, inputs, outputs)
+        return outputs
 
     def _share(self, parts: Sequence[Asked], joint: Joint, outputs: Arrays) -> int:
         """Give each request what it has of the answer."""
@@ -145,10 +178,17 @@ class Predictor:
             self._joins = False
             self._answer(Unequal(clip(note)), ())
 
-    def _fail_to_divide(self, parts: Sequence[Asked], error: NotRows) -> int:
+    def _part(self, parts: Sequence[Asked], error: NotTogether) -> int:
         if len(parts) == 1:
             return self._fail(parts[0][0], InvalidArgument(str(error)), leaving=False)
         self.part(str(error))
+        return self._one_by_one(parts)
+
+    def _refused(self, parts: Sequence[Asked], error: RequestError) -> int:
+        if isinstance(error, Spoilt) or not self._proves():
+            return self._fail(parts[0][0], error, leaving=True)
+        if len(parts) == 1:
+            return self._fail(parts[0][0], error, leaving=False)
         return self._one_by_one(parts)
 
     def _one_by_one(self, parts: Sequence[Asked]) -> int:

@@ -74,6 +74,12 @@ _DIFFERS = "the answer of this process to many rows is not that of the one that 
 _TIDY_S = 1.0
 _IDLE_S = 10.0
 
+# How long nothing has come before a worker looks again at what it has run: who comes then waits until that is done.
+_AUDIT_S = 0.1
+
+# What no daemon sends: nothing has come for so long.
+_AUDIT = Settle()
+
 
 class Files(NamedTuple):
     """Where a child's files are.
@@ -196,6 +202,8 @@ class Session:
                 return self._inbox.take()
             if messages is not None:
                 if not messages:
+                    if self._predictor.is_audit_due:
+                        return _AUDIT, ()
                     self._rest()
             elif self._status == exits.OK:
                 self._inbox.drop_begun()
@@ -227,7 +235,7 @@ class Session:
         nativelog.bound()
         self._heap.bound()
         self._tidy_at = time.monotonic() + _TIDY_S
-        self._patience_s = _IDLE_S
+        self._patience_s = _AUDIT_S if self._predictor.is_audit_due else _IDLE_S
 
     def _rest(self) -> None:
         """Nothing has been asked for a while: keep nothing for what may come."""
@@ -257,8 +265,8 @@ class Session:
                 self._allow(order)
             elif isinstance(order, Ping):
                 self._ping(order)
-            elif isinstance(order, Settle) and self._handle:
-                self._engine.sharing.settle(self._handle)
+            elif isinstance(order, Settle):
+                self._settle(order)
         except WeightdError as error:
             return self._broken(str(error), exits.CANNOT_BUILD, no_room=isinstance(error, NoRoom))
         except Exception as error:  # noqa: BLE001 - the daemon is told, whatever a library raises
@@ -384,6 +392,7 @@ class Session:
         self._predictor.proof = Proof(
             engine, known if repeats else known._replace(digest=""), self._sample, self._tolerance
         )
+        self._predictor.begin(order.rows, order.sizes, exact=order.exact)
         differs = self._differs(order)
         self._heap.keep()
         libraries.let_go()
@@ -427,6 +436,13 @@ class Session:
             return answer
         holders = sample.load_answers(self._files.answers, answer.cases)
         return holders if canary.difference(holders, answer) <= self._tolerance else answer
+
+    def _settle(self, order: Settle) -> None:
+        if order is _AUDIT:
+            self._predictor.audit()
+            self._patience_s = _IDLE_S
+        elif self._handle:
+            self._engine.sharing.settle(self._handle)
 
     def _ping(self, order: Ping) -> None:
         self._send(Pong(self._predictor.proof.digest() if order.canary and self._predictor.proof is not None else ""))

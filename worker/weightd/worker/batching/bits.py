@@ -9,19 +9,19 @@ import numpy as np
 from weightd.worker.engines.engine import Arrays
 
 
-class NotRows(ValueError):
-    """An answer has not the rows of its inputs; the text says what it has."""
+class NotTogether(ValueError):
+    """Rows have not each their own answer, or not the one that they have alone; the text says which have what."""
 
 
 def of_rows(outputs: Arrays, rows: int) -> Arrays:
     """Return the outputs, each of so many rows.
 
     Raises:
-        NotRows: one has another number of them.
+        NotTogether: one has another number of them.
     """
     for name, array in outputs.items():
         if array.shape[:1] != (rows,):
-            raise NotRows(f"output {name} has shape {list(array.shape)} for {rows} rows")
+            raise NotTogether(f"output {name} has shape {list(array.shape)} for {rows} rows")
     return outputs
 
 
@@ -29,13 +29,15 @@ def joined(parts: List[Arrays]) -> Arrays:
     """Return the outputs of several predicts, one behind another.
 
     Raises:
-        NotRows: they differ in more than their rows.
+        NotTogether: they differ in more than their rows.
     """
+    if not parts:
+        return {}
     for other in parts[1:]:
         for name, array in parts[0].items():
             form, now = (array.dtype, array.shape[1:]), (other[name].dtype, other[name].shape[1:])
             if now != form:
-                raise NotRows(f"output {name} has rows of shape {list(form[1])}, and of {list(now[1])}")
+                raise NotTogether(f"output {name} has rows of shape {list(form[1])}, and of {list(now[1])}")
     return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
 

@@ -16,7 +16,7 @@ from weightd.protocol.codec import clip
 from weightd.protocol.errors import InvalidArgument
 from weightd.protocol.messages.children import Build, Case, Cases, Rows
 from weightd.worker.batching import bits
-from weightd.worker.batching.bits import NotRows
+from weightd.worker.batching.bits import NotTogether
 from weightd.worker.batching.questions import LEAST, MAX_BYTES, Questions
 from weightd.worker.canary import canary
 from weightd.worker.canary.canary import Canary
@@ -79,7 +79,7 @@ def find(
         else:
             note = "it was not tested whether answers are the same: they need not be"
         tell(())
-    except (_No, NotRows) as error:
+    except (_No, NotTogether) as error:
         note = str(error)
         tell(())
     except Spoilt as error:
@@ -132,7 +132,7 @@ class _Trial:
         """Return the names of the outputs, which all have the rows of the inputs.
 
         Raises:
-            NotRows: one has not.
+            NotTogether: one has not.
             _No: the model does not run on them.
         """
         alone = self._run(np.zeros(self._fewest, int))
@@ -144,7 +144,7 @@ class _Trial:
         """Run rows together and alone; return what differs, "" if nothing does.
 
         Raises:
-            NotRows: as `outputs`.
+            NotTogether: as `outputs`.
             _No: as `outputs`, or it takes too long.
         """
         alone = self._alone()

@@ -40,12 +40,13 @@ class Joint:
         specs: of the inputs of all together.
         form: of the answer to which `shares` belongs, as who calls names it; () before one was seen.
         shares: of each request.
+        is_tested: whether it is known that each has the same answer alone.
 
     Raises:
         InvalidArgument: the requests differ in more than their rows, or have none.
     """
 
-    __slots__ = ("_places", "counts", "descriptions", "form", "shares", "specs", "total")
+    __slots__ = ("_places", "counts", "descriptions", "form", "is_tested", "shares", "specs", "total")
 
     def __init__(self, descriptions: Sequence[RequestDescription], rows: int = 0, sizes: Sequence[int] = ()) -> None:
         self.descriptions = tuple(descriptions)
@@ -58,6 +59,7 @@ class Joint:
         self._places = [[_place(each, spec) for each in self.descriptions] for spec in first]
         self.form: Tuple[Any, ...] = ()
         self.shares: List[Share] = []
+        self.is_tested = False
 
     def inputs(self, parts: Sequence[Sequence[Any]]) -> Arrays:
         """Return the inputs of all together: copies, for what a client can reach may change.
@@ -84,7 +86,7 @@ class Joint:
             arrays: as `to_wire` returns them.
 
         Raises:
-            NotRows: an output has not as many rows as the inputs.
+            NotTogether: an output has not as many rows as the inputs.
         """
         of_rows(arrays, self.total)
         positions = {name: position for position, name in enumerate(arrays)}

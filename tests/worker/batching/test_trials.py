@@ -1,0 +1,123 @@
+"""Requests that are run together, and alone, too."""
+
+from __future__ import annotations
+
+from typing import Any, Callable, List, Sequence, Tuple
+
+import numpy as np
+import pytest
+
+from testkit.fakeengine import FakeEngine
+from weightd.protocol.messages.data import TensorSignature
+from weightd.protocol.tensors import describe_request, frame_of
+from weightd.worker.batching import trials as trials_module
+from weightd.worker.batching.bits import NotTogether
+from weightd.worker.batching.joint import Joint
+from weightd.worker.batching.trials import Trials
+from weightd.worker.engines.engine import ModelSignature
+
+SIGNATURE = ModelSignature((TensorSignature("x", "FP32", (-1, -1)),), (TensorSignature("y", "FP32", (-1, -1)),))
+
+
+class World:
+    """Trials of a model that is a function, whose answer to many rows may be another one."""
+
+    def __init__(self, rows: int = 1, sizes: Sequence[int] = (), alone: Callable[[Any], Any] = np.negative) -> None:
+        self.engine = FakeEngine(lambda inputs: {"y": alone(inputs["x"])}, SIGNATURE)
+        self.trials = Trials(self.engine, rows, sizes)
+        self._sizes = sizes
+
+    def joint(self, *counts: int, width: int = 2) -> Tuple[Joint, Any]:
+        arrays = [np.arange(count * width, dtype=np.float32).reshape(count, width) for count in counts]
+        joint = Joint([describe_request("m", {"x": array}) for array in arrays], 0, self._sizes)
+        return joint, joint.inputs([[frame_of(array)] for array in arrays])
+
+    def run(self, *counts: int, width: int = 2, together: Callable[[Any], Any] = np.negative) -> List[int]:
+        """Return how many rows were run at once for it, beside all together."""
+        joint, inputs = self.joint(*counts, width=width)
+        return self.check(joint, inputs, together)
+
+    def check(self, joint: Joint, inputs: Any, together: Callable[[Any], Any] = np.negative) -> List[int]:
+        before = len(self.engine.asked)
+        self.trials.check(joint, inputs, {"y": together(inputs["x"])})
+        return [len(each["x"]) for each in self.engine.asked[before:]]
+
+
+def test_each_form_is_run_alone_when_it_comes_for_the_first_time() -> None:
+    world = World()
+    assert world.run(1, 2, 0, 3) == [1, 2, 3]
+    # It is the number of all rows that counts.
+    assert world.run(4, 2) == []
+    assert world.run(1, 4) == [1, 4]
+    assert world.run(1, 4, width=3) == [1, 4]
+    assert world.run(0, 0) == []
+    assert world.run(1, 2, 3) == []
+
+
+def test_rows_that_only_make_up_the_number_are_not_compared() -> None:
+    world = World(sizes=(2, 8))
+    assert world.run(1, 2, 1, together=lambda x: np.concatenate([-x[:4], x[4:]])) == [2, 2, 2]
+
+
+@pytest.mark.parametrize(
+    ("alone", "together", "note"),
+    [
+        (np.negative, lambda x: -x * 2, "output y: 3 of 3 rows that were run together differ"),
+        (
+            np.negative,
+            lambda x: x * np.float32(-1) + np.float32(0),
+            "output y: 2 of 3 rows .* by up to 0 where",
+        ),
+        (lambda x: x[:1], np.negative, r"output y has shape \[1, 2\] for 2 rows"),
+    ],
+)
+def test_what_differs_is_told_and_is_no_form_that_is_known(
+    alone: Callable[[Any], Any], together: Callable[[Any], Any], note: str
+) -> None:
+    world = World(alone=alone)
+    for _ in range(2):
+        with pytest.raises(NotTogether, match=note):
+            world.run(1, 2, together=together)
+
+
+@pytest.mark.parametrize(("rows", "most"), [(8, 64), (70, 70)])
+def test_forms_are_as_many_as_can_be_remembered(rows: int, most: int) -> None:
+    world = World(rows)
+    joints = [world.joint(1, 1, width=width) for width in range(1, most + 2)]
+    for joint, inputs in joints[:most]:
+        assert world.trials.takes(joint)
+        world.check(joint, inputs)
+    assert not world.trials.takes(joints[-1][0])
+    assert world.trials.takes(joints[0][0])
+    assert world.trials.takes(world.joint(1, 1, width=1)[0])
+
+
+def test_one_of_a_thousand_is_run_alone_again_if_it_is_not_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World()
+    joint, inputs = world.joint(1, 2)
+    for _ in range(1000):
+        world.check(joint, inputs)
+    due = [world.trials.is_due]
+    world.trials.again()
+    assert len(world.engine.asked) == 2
+    world.check(joint, inputs)
+    due.append(world.trials.is_due)
+    world.trials.again()
+    due.append(world.trials.is_due)
+    assert (len(world.engine.asked), due) == (4, [False, True, False])
+    monkeypatch.setattr(trials_module, "_SELDOM", 1)
+    monkeypatch.setattr(trials_module, "_MAX_KEPT_BYTES", 2 * 3 * 2 * 4)
+    for size, is_kept in ((3, True), (4, False)):
+        world = World()
+        for _ in range(2):
+            world.run(size - 1, 1)
+            joint, inputs = world.joint(size - 1, 1)
+            world.check(joint, inputs)
+            world.check(joint, inputs, np.positive)
+        assert world.trials.is_due == is_kept
+    world = World()
+    world.check(joint, inputs)
+    monkeypatch.setattr(trials_module, "_MAX_KEPT_BYTES", 1000)
+    world.check(joint, inputs, np.abs)
+    with pytest.raises(NotTogether, match="differ"):
+        world.trials.again()

@@ -1,0 +1,108 @@
+"""Requests that were run together are run alone, too: each form of them that comes for the first time, and few again.
+
+What a holder tests has the canary's dimensions, and rows that it has made up. What comes may have others.
+"""
+
+from __future__ import annotations
+
+from typing import Any, List, NamedTuple, Optional, Sequence, Set
+
+import numpy as np
+
+from weightd.worker.batching import bits
+from weightd.worker.batching.bits import NotTogether
+from weightd.worker.batching.joint import Joint
+from weightd.worker.engines.engine import Arrays, Engine
+
+# One job of so many is looked at again, when nothing else is to be done. It is kept for that, if it is not too large.
+_SELDOM = 1000
+_MAX_KEPT_BYTES = 16 * 1024 * 1024
+
+# Forms that are known at a time, or one for each number of rows: each costs predicts. Others are not run together.
+_MAX_FORMS = 64
+
+
+class _Kept(NamedTuple):
+    joint: Joint
+    inputs: Arrays
+    outputs: Arrays
+
+
+class Trials:
+    """What is known of the answers to requests that are run together.
+
+    Args:
+        engine: has built the model.
+        rows: of one predict at most.
+        sizes: the only numbers of rows that it takes, the least first; none: any.
+    """
+
+    def __init__(self, engine: Engine, rows: int, sizes: Sequence[int] = ()) -> None:
+        self._engine = engine
+        self._sizes = sizes
+        self._most = max(_MAX_FORMS, rows)
+        self._forms: Set[Any] = set()
+        self._left = _SELDOM
+        self._kept: Optional[_Kept] = None
+
+    @property
+    def is_due(self) -> bool:
+        """Whether there is something to be looked at again."""
+        return self._kept is not None
+
+    def takes(self, joint: Joint) -> bool:
+        """Return whether requests of this form may be run together."""
+        return joint.is_tested or len(self._forms) < self._most or joint.specs in self._forms
+
+    def check(self, joint: Joint, inputs: Arrays, outputs: Arrays) -> None:
+        """Find out whether each has the same answer alone, unless that is known of the form.
+
+        Args:
+            joint: of the requests.
+            inputs: of all of them, which are not to be changed after that.
+            outputs: as `Joint.learn` has seen them.
+
+        Raises:
+            NotTogether: one has another.
+            RequestError: one cannot be run alone.
+        """
+        if joint.is_tested:
+            self._left -= 1
+            if self._left <= 0:
+                self._keep(_Kept(joint, inputs, outputs))
+            return
+        if joint.specs not in self._forms:
+            self._compare(joint, inputs, outputs)
+            self._forms.add(joint.specs)
+        joint.is_tested = True
+
+    def again(self) -> None:
+        """Look again at what is due, if anything is.
+
+        Raises:
+            NotTogether: as `check`.
+            RequestError: as `check`.
+        """
+        kept, self._kept = self._kept, None
+        if kept is not None:
+            self._compare(*kept)
+
+    def _keep(self, kept: _Kept) -> None:
+        self._left = _SELDOM
+        if sum(array.nbytes for arrays in (kept.inputs, kept.outputs) for array in arrays.values()) <= _MAX_KEPT_BYTES:
+            self._kept = kept
+
+    def _compare(self, joint: Joint, inputs: Arrays, outputs: Arrays) -> None:
+        used = sum(joint.counts)
+        alone: List[Arrays] = []
+        end = 0
+        for count in joint.counts:
+            begin, end = end, end + count
+            if count:
+                size = next((size for size in self._sizes if size >= count), count)
+                rows = np.minimum(np.arange(begin, begin + size), end - 1)
+                answer = bits.of_rows(self._engine.predict({name: each[rows] for name, each in inputs.items()}), size)
+                alone.append({name: array[:count] for name, array in answer.items()})
+        found = bits.difference({name: array[:used] for name, array in outputs.items()}, bits.joined(alone))
+        if found:
+            raise NotTogether(found)
