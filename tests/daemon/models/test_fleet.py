@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import cast
 
 import pytest
 
+from weightd.daemon.config.batching import Batching
 from weightd.daemon.config.model import ModelConfig
 from weightd.daemon.models.fleet import Change, Fleet
 from weightd.daemon.models.model import Model
@@ -30,6 +32,11 @@ class FakeModel:
         self.updating = self.will_serve = self.complete = self.has_failed = self.draining = self.gone = False
         self.deaths = 0
         self.done: list[str] = []
+
+    def reconfigure(self, config: ModelConfig) -> bool:
+        if config.loads_as(self.config):
+            self.config = config
+        return self.config is config
 
     def start(self, now: float) -> None:
         self.done.append("start")
@@ -119,6 +126,16 @@ def test_a_changed_model_takes_over_once_it_is_complete() -> None:
     old.gone = True
     yard.fleet.settle(0.0)
     assert [each.config for each in yard.fleet.everyone()] == [TWO]
+
+
+def test_where_the_same_is_loaded_for_the_change_nothing_is() -> None:
+    yard = Yard(a=ONE)
+    assert yard.reload(a=TWO).changed == ("a",)
+    less = replace(ONE, batching=Batching(8, exact=False))
+    # It discards what loads, too.
+    assert yard.reload(a=less).changed == ("a",)
+    assert [each.done for each in yard.made] == [[], ["start", "drain 0"]]
+    assert yard.serving() == [("a", less)]
 
 
 def test_a_change_that_fails_leaves_what_serves_and_says_why() -> None:

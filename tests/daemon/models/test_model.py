@@ -5,15 +5,17 @@ from __future__ import annotations
 import dataclasses
 import signal
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
+from weightd.daemon.config.batching import Batching, Split
 from weightd.daemon.generations.plan import Source
 from weightd.daemon.generations.states import GenerationState
 from weightd.daemon.host.ends import End
 from weightd.daemon.models.budget import Need
 from weightd.protocol.errors import FailedPrecondition, InvalidArgument, RequestError, ResourceExhausted, Unavailable
-from weightd.protocol.messages.children import Attach, Broken, Build, Built, Failed, Result, Stop
+from weightd.protocol.messages.children import Attach, Broken, Build, Built, Failed, Result, Rows, Stop
 from weightd.protocol.messages.control import ModelMetadataResponse, UpdateResponse
 from weightd.protocol.messages.data import ResponseDescription
 
@@ -46,6 +48,40 @@ def test_on_sets_of_cores_there_is_one_copy_for_all_or_one_for_each(copies: str)
     else:
         where = {"digits.1": ("cpu:0", "0-3"), "digits.2": ("cpu:1", "4,6")}
         assert host.places == {f"{label}.{name}": place for label, place in where.items() for name in ("holder", "w1")}
+
+
+EXACT, ANYWAY = Batching(8), Batching(8, exact=False)
+
+
+@pytest.mark.parametrize(
+    ("before", "changed", "most"),
+    [
+        (EXACT, {"batching": Batching(4)}, 4),
+        (EXACT, {"batching": ANYWAY}, 8),
+        (EXACT, {"batching": Batching()}, 1),
+        (EXACT, {"split": Split(4)}, 8),
+        (EXACT, {"batching": Batching(9)}, None),
+        (EXACT, {"split": Split(5)}, None),
+        (EXACT, {"threads": 2}, None),
+        (EXACT, {"batching": Batching(8, sizes=(8,))}, None),
+        (ANYWAY, {"batching": EXACT}, None),
+        (Batching(), {"batching": ANYWAY}, None),
+    ],
+)
+def test_other_requests_go_together_without_a_load_as_far_as_that_was_tested(
+    before: Batching, changed: dict[str, Any], most: int | None
+) -> None:
+    rows = Rows(("x",), ("y",), equal=True)
+    stage = Stage(workers=1, batching=before).pinned().loads(1, dataclasses.replace(BUILT, rows=rows))
+    config = dataclasses.replace(stage.model.config, **changed)
+    assert stage.model.reconfigure(config) == (most is not None)
+    seat = stage.model.desk.scheduler.seat(W1)
+    assert seat is not None
+    assert seat.terms.max_rows == (before.max_rows if most is None else most)
+    if most is not None:
+        assert (stage.model.config, seat.terms.part_rows) == (config, config.split.part_rows)
+        # Nothing is forgotten.
+        assert stage.model.reconfigure(dataclasses.replace(config, batching=before))
 
 
 @pytest.mark.parametrize(

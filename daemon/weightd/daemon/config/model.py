@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from weightd.daemon.config import canary as canary_config
 from weightd.daemon.config.batching import Batching, Split
@@ -23,6 +24,9 @@ from weightd.protocol import limits
 from weightd.protocol.schema import FieldError, boolean, integer, many, number, one_of, record, text
 from weightd.shared import cores
 from weightd.shared.devices import CPU, card_of, has_cores, is_cpu
+
+# What tells what is done with requests, and of what is loaded only what has to be tested there.
+_OF_REQUESTS = ("batching", "split")
 
 # What tells which files and which interpreter a model is loaded with.
 LOADING = ("path", "engine", "python", "devices", "sharing", "canary", *ENGINES)
@@ -164,6 +168,11 @@ class ModelConfig:
     def forks_built(self) -> bool:
         """Whether workers may be forked of the process that has built the model."""
         return self.forks and self.sharing != "off" and self.threads <= self.spec.template_threads
+
+    def loads_as(self, other: ModelConfig) -> bool:
+        """Whether it has the same loaded as the other one, but for what is tested of rows."""
+        same: Any = {key: getattr(other, key) for key in _OF_REQUESTS}
+        return dataclasses.replace(self, **same) == other
 
     @property
     def spec(self) -> EngineSpec:

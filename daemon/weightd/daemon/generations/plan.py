@@ -53,6 +53,11 @@ class Rows(NamedTuple):
         used = [exact for is_used, exact in tables if is_used]
         return cls(config.rows, config.batching.sizes, any(used) or not used)
 
+    def covers(self, other: Rows) -> bool:
+        """Whether what is found out by this is enough for the other."""
+        tested = self.rows >= other.rows and self.sizes == other.sizes and (self.exact or not other.exact)
+        return tested or other.rows == 1
+
 
 NO_ROWS = Rows()
 

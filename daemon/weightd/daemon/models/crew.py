@@ -124,8 +124,7 @@ class Crew:
                 self._desk.skipped(child, message.request)
             case Unequal():
                 generation.unequal(message.note)
-                for each in generation.enlisted:
-                    self._desk.scheduler.rate(each, rows.terms(self._config, generation))
+                self._rate(generation)
             case Pong():
                 self._pong(child, generation, message, now)
 
@@ -206,6 +205,12 @@ class Crew:
                 self.past_deaths += generation.deaths
                 self._children.forget(generation)
 
+    def reconfigure(self, config: ModelConfig, serving: Iterable[Generation]) -> None:
+        """Have what serves do as another configuration says that has the same loaded."""
+        self._config = config
+        for generation in serving:
+            self._rate(generation)
+
     def watch(self, serving: Iterable[tuple[Deployment, Generation]], now: float) -> None:
         """End who computes for too long, ping who has been idle and end who does not answer; look at the stores."""
         for process, why in self._desk.overdue(now):
@@ -239,6 +244,11 @@ class Crew:
     def _enlist(self, name: str, generation: Generation) -> None:
         terms = rows.terms(self._config, generation)
         self._desk.enlist(name, device=generation.children[name].device, terms=terms)
+
+    def _rate(self, generation: Generation) -> None:
+        terms = rows.terms(self._config, generation)
+        for each in generation.enlisted:
+            self._desk.scheduler.rate(each, terms)
 
     def _is_sound(self, generation: Generation) -> bool:
         """Whether what the generation's workers say can be passed on."""

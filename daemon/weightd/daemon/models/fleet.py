@@ -1,7 +1,8 @@
 """The models that are served, and how another configuration becomes true without an interruption.
 
 A model whose configuration changes is loaded anew beside the one that serves, and takes over once it serves; if it
-cannot, everything stays as it was. One that is removed takes no further request, and finishes what it has accepted.
+cannot, everything stays as it was. Nothing is loaded where only other requests go together, or are cut. A model that is
+removed takes no further request, and finishes what it has accepted.
 """
 
 from __future__ import annotations
@@ -152,7 +153,9 @@ class Fleet:
         model = self.models[name]
         self._discard_successor(model, now)
         model.note = ""
-        if model.config != config:
+        if model.config != config and model.reconfigure(config):
+            _log.info("%s: the changed configuration is in force, nothing had to be loaded", name, extra=about(name))
+        elif model.config != config:
             self.changing.append(model)
             model.successor = self._new(name, config)
             model.successor.start(now)

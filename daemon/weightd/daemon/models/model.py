@@ -10,7 +10,7 @@ from weightd.daemon.children.owner import Snapshot
 from weightd.daemon.config.model import ModelConfig
 from weightd.daemon.config.policies import Policy
 from weightd.daemon.generations.generation import Generation
-from weightd.daemon.generations.plan import Source, Terms
+from weightd.daemon.generations.plan import Rows, Source, Terms
 from weightd.daemon.generations.resume import record as record_generation
 from weightd.daemon.generations.states import GenerationState, advance
 from weightd.daemon.host.memory import MIB
@@ -231,6 +231,17 @@ class Model:
         for deployment in self.deployments:
             deployment.drain(now, patience=patience)
         self._settle(now)
+
+    def reconfigure(self, config: ModelConfig) -> bool:
+        """Do as another configuration says, if all that is loaded is right for it; return whether that is so."""
+        tested = self.deployments[0].terms.rows
+        if not config.loads_as(self.config) or not tested.covers(Rows.configured(config)):
+            return False
+        self.config = config
+        self.desk.reconfigure(config)
+        self._crew.reconfigure(config, [each.serving for each in self.deployments if each.serving is not None])
+        self._children.changed()
+        return True
 
     def will_leave(self) -> None:
         """It is served no more, and will be drained once it has answered what waits."""

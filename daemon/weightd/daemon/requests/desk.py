@@ -193,6 +193,10 @@ class Desk:
 
     # --- from the model -----------------------------------------------------------------------------------------
 
+    def reconfigure(self, config: ModelConfig) -> None:
+        """Do as this configuration says, which differs in no bound and in no time from the one before."""
+        self._config = config
+
     def dispatch(self, now: float) -> None:
         """Have everything run that can."""
         for seat, number in self.scheduler.take_recalled():
