@@ -6,6 +6,8 @@ import itertools
 import json
 import os
 import signal
+import subprocess
+import sys
 from collections import Counter
 from typing import Any, List, Sequence
 
@@ -90,7 +92,7 @@ def test_ctrl_c_shows_what_has_been_measured(ctl: Ctl, daemon: FakeDaemon) -> No
     daemon.handle = serves(interrupts)
     ran = ctl("bench", "m", "--in-flight", "1,8", "--seconds", "600")
     assert (ran.status, ran.err) == (exits.INTERRUPTED, "")
-    assert "1 in flight: ended before there was anything to compare it with" in ran.out
+    assert "1 in flight: ended after 0 windows; 3 that agree are wanted" in ran.out
     assert "8 in flight" not in ran.out
 
 
@@ -103,6 +105,11 @@ def test_what_cannot_be_asked_says_what_to_do(ctl: Ctl, daemon: FakeDaemon) -> N
     assert ctl("bench", "m") == (exits.ERROR, "", f"INTERNAL: too small; {hint}\n")
     ran = ctl("bench", "m", "--shape", "x=4")
     assert (ran.status, ran.out) == (exits.USAGE, "")
+
+
+def test_no_other_verb_waits_until_asyncio_is_imported() -> None:
+    program = "import sys, weightd.ctl.__main__; sys.exit('asyncio' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 
 def test_the_table() -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import itertools
-import statistics
 import time
 from typing import Any, Callable, Dict, Iterator, List, Mapping, NamedTuple, Sequence, Union
+
+import numpy as np
 
 from weightd.client.client import Client
 from weightd.ctl.advise.evidence import Evidence
@@ -60,11 +61,11 @@ class Measuring:
     @property
     def sizes(self) -> List[Size]:
         """What is known, in ascending order; of a size that was refused, why."""
-        way = WAY_ROUNDS * statistics.median(self._rounds or [0.0])
+        way = WAY_ROUNDS * _median(self._rounds)
         return [
             Size(
                 size,
-                statistics.median(self._seconds[size] or [0.0]),
+                _median(self._seconds[size]),
                 way,
                 len(self._seconds[size]),
                 self._evidence[size],
@@ -129,3 +130,8 @@ class Measuring:
     def _ask(self, rows: Arrays, which: Slice) -> Outputs:
         inputs = {name: array[which.first : which.end] for name, array in rows.items()}
         return self._client.infer(self._plan.model, inputs)
+
+
+def _median(seconds: Sequence[float]) -> float:
+    """The module `statistics` takes longer to import than all of this."""
+    return float(np.median(seconds)) if seconds else 0.0

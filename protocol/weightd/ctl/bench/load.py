@@ -36,8 +36,19 @@ class Plan(NamedTuple):
     told: Callable[[int, Windows], None]
 
 
-async def run(client: AsyncClient, plan: Plan, measured: Callable[[Level], None]) -> bool:
-    """Measure; `measured` is called with each level. Return whether it ended before its time, by Ctrl-C."""
+def measure(address: str, timeout: float, plan: Plan, measured: Callable[[Level], None]) -> bool:
+    """Measure; `measured` is called with each level. Return whether it ended before its time, by Ctrl-C.
+
+    Args:
+        address: where the daemon listens.
+        timeout: seconds that a request may take.
+        plan: what to measure.
+        measured: takes what was measured.
+    """
+    return asyncio.run(_run(AsyncClient(address, timeout=timeout), plan, measured))
+
+
+async def _run(client: AsyncClient, plan: Plan, measured: Callable[[Level], None]) -> bool:
     async with client:
         interrupt = _Interrupt()
         with interrupt:

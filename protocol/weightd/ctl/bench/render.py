@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Dict, Iterator, List, Optional, Sequence
 
-from weightd.ctl.bench.windows import TOLERANCE, Level
+from weightd.ctl.bench.windows import ENOUGH, TOLERANCE, Level
 from weightd.ctl.text import clean, count, table
 from weightd.protocol.messages.data import TensorSpec
 
@@ -46,12 +46,12 @@ def _remarks(level: Level) -> Iterator[str]:
     label = f"{level.in_flight:,} in flight"
     if level.latencies is None:
         yield f"{label}: no request was answered"
-    elif level.deviation is None:
-        yield f"{label}: ended before there was anything to compare it with"
+    elif level.windows < ENOUGH:
+        yield f"{label}: ended after {count(level.windows, 'window')}; {ENOUGH} that agree are wanted"
     elif not level.is_stable:
         yield (
-            f"{label}: not stable: of the last {count(min(3, level.windows), 'window')} of {level.windows}, one is "
-            f"{level.deviation:.0%} off their mean; at most {TOLERANCE:.0%} is wanted"
+            f"{label}: not stable: of the last {ENOUGH} windows of {level.windows}, one is "
+            f"{level.deviation or 0.0:.0%} off their mean; at most {TOLERANCE:.0%} is wanted"
         )
     for code, number in sorted(level.errors.items()):
         yield f"{label}: {count(number, 'request')} ended in {code}"

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 from typing import List
 
-from weightd.client.aio import AsyncClient
 from weightd.ctl import exits, samples, shapes
 from weightd.ctl.asking import asking, described
-from weightd.ctl.bench import load, render
+from weightd.ctl.bench import render
 from weightd.ctl.bench.windows import ENOUGH, MOST, TOLERANCE, Level, Windows
 from weightd.ctl.progress import Progress
 from weightd.ctl.text import count
@@ -74,6 +72,8 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(options: argparse.Namespace, connect: Connect) -> int:
+    from weightd.ctl.bench import load  # noqa: PLC0415 - asyncio takes long, and no other verb needs it
+
     name: str = options.model
     levels: List[Level] = []
     with connect() as client, Progress() as progress:
@@ -89,8 +89,7 @@ def _run(options: argparse.Namespace, connect: Connect) -> int:
             progress.say(f"{name}: {in_flight:,} in flight: {rate}{count(max(0, windows.count), 'window')}")
 
         plan = load.Plan(name, inputs, options.in_flight, options.seconds, told)
-        also = AsyncClient(client.address, timeout=client.timeout)
-        is_interrupted = asyncio.run(load.run(also, plan, levels.append))
+        is_interrupted = load.measure(client.address, client.timeout, plan, levels.append)
     rows = shapes.rows_of(metadata.inputs, specs)
     show = render.as_json(name, specs, rows, levels)
     print(json.dumps(show) if options.json else render.render(name, specs, rows, levels))
