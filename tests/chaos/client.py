@@ -76,8 +76,9 @@ class _CountingCore(ClientCore):
         timeout: float,
         outputs: Sequence[str] | None = None,
         out: Mapping[str, Any] | None = None,
+        priority: int | None = None,
     ) -> Asking:
-        asking = super().infer(model, inputs, timeout, outputs, out)
+        asking = super().infer(model, inputs, timeout, outputs, out, priority)
         self.last = asking[0].id
         return asking
 

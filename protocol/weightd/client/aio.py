@@ -83,6 +83,7 @@ class AsyncClient:
         outputs: Optional[Sequence[str]] = None,
         out: Optional[Mapping[str, Any]] = None,
         timeout: Optional[float] = None,
+        priority: Optional[int] = None,
     ) -> Dict[str, Any]:
         """Run `model` on `inputs` and return its outputs: as `Client.infer`.
 
@@ -90,7 +91,7 @@ class AsyncClient:
         """
         seconds, more = self._begin(timeout)
         deadline = time.monotonic() + seconds
-        question = self._core.infer(model, inputs, seconds, outputs, out)
+        question = self._core.infer(model, inputs, seconds, outputs, out, priority)
         answer: Dict[str, Any] = await self._answer(question, deadline, deadline + more)
         return answer
 

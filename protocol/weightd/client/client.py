@@ -132,6 +132,7 @@ class Client:
         outputs: Optional[Sequence[str]] = None,
         out: Optional[Mapping[str, Any]] = None,
         timeout: Optional[float] = None,
+        priority: Optional[int] = None,
     ) -> Dict[str, Any]:
         """Run `model` on `inputs` and return its outputs.
 
@@ -144,6 +145,8 @@ class Client:
                 an answer, a worker may write there some time later.
             timeout: seconds to wait; the client's where it is None. The daemon gives up then and says why; a client
                 that does not hear from it gives up a tenth of that time later, at most half a second.
+            priority: 1 is served first, and the highest number that the model's configuration allows last; 0 or None
+                is its default. What waits long goes first in the end, whatever its priority.
 
         Returns:
             The outputs by name: those of `out`, and new numpy arrays, read-only.
@@ -156,7 +159,7 @@ class Client:
         """
         seconds, more = self._begin(timeout)
         deadline = monotonic() + seconds
-        call = self._send(self._core.infer(model, inputs, seconds, outputs, out), deadline)
+        call = self._send(self._core.infer(model, inputs, seconds, outputs, out, priority), deadline)
         answer: Dict[str, Any] = self._wait(call, deadline + more)
         return answer
 
@@ -168,6 +171,7 @@ class Client:
         outputs: Optional[Sequence[str]] = None,
         out: Optional[Mapping[str, Any]] = None,
         timeout: Optional[float] = None,
+        priority: Optional[int] = None,
     ) -> Pending:
         """Send a request without waiting; many may be under way at once.
 
@@ -176,7 +180,7 @@ class Client:
         """
         seconds, more = self._begin(timeout)
         deadline = monotonic() + seconds
-        question = self._core.infer(model, inputs, seconds, outputs, out)
+        question = self._core.infer(model, inputs, seconds, outputs, out, priority)
         # Who does not wait, does not read: what has come since the last call is not left to pile up.
         if self._core.calls:
             self._catch_up()

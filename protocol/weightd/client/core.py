@@ -6,6 +6,7 @@ is changed in steps of which each is whole.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import os
@@ -146,12 +147,14 @@ class ClientCore:
         timeout: float,
         outputs: Optional[Sequence[str]] = None,
         out: Optional[Mapping[str, Any]] = None,
+        priority: Optional[int] = None,
     ) -> Question:
         """Return an inference request and its frames.
 
         Raises:
             InvalidArgument: `inputs` is no mapping; an array has no datatype on the wire, or is too large for it;
-                `outputs` is one text; `out` has something else than arrays that can be written to.
+                `outputs` is one text; `out` has something else than arrays that can be written to; `priority` is no
+                integer of the wire.
             LocalProtocolError: names or shapes do not fit into a header.
         """
         if not isinstance(inputs, dict):
@@ -166,20 +169,19 @@ class ClientCore:
                 raise InvalidArgument(f"input {name}: {error}") from None
         description = describe_request(model, arrays, outputs)
         if out or description.largest >= LEAST_BYTES or id(description) in self.sharing.large:
-            return self._lending(description, timeout, [*arrays.values()], _checked_out(out) if out else {})
-        request = Infer(next(self._ids), description, _parameters(timeout))
+            asked = _parameters(timeout, priority)
+            return self._lending(description, asked, [*arrays.values()], _checked_out(out) if out else {})
+        request = Infer(next(self._ids), description, _parameters(timeout, priority))
         return Call(request.id, InferResponse, request), [*encode(request), *map(frame_of, arrays.values())]
 
     def _lending(
-        self, description: RequestDescription, timeout: float, arrays: List[Any], out: Mapping[str, Any]
+        self, description: RequestDescription, asked: Parameters, arrays: List[Any], out: Mapping[str, Any]
     ) -> Question:
         """Return a request some of whose tensors may be in shared memory, and its frames."""
         lease = self.sharing.lease(description, arrays, out)
         if lease.inputs or lease.named:
-            parameters = _shared_parameters(timeout, tuple(lease.inputs), tuple(lease.named))
-        else:
-            parameters = _parameters(timeout)
-        request = Infer(next(self._ids), description, parameters)
+            asked = _shared_parameters(asked, tuple(lease.inputs), tuple(lease.named))
+        request = Infer(next(self._ids), description, asked)
         call = Call(request.id, InferResponse, request)
         call.lease = lease
         return call, [*encode(request), *map(frame_of, lease.in_frames)]
@@ -194,7 +196,7 @@ class ClientCore:
             return None
         lease.inputs.clear()
         lease.rooms.clear()
-        parameters = Parameters(request.parameters.timeout)
+        parameters = dataclasses.replace(request.parameters, regions=None)
         return [*encode(Infer(call.id, request.description, parameters)), *map(frame_of, lease.arrays)]
 
     def begin(self, call: Call, frames: List[Any]) -> List[Any]:
@@ -348,14 +350,16 @@ class ClientCore:
 
 
 @functools.lru_cache(maxsize=64)
-def _parameters(timeout: float) -> Parameters:
-    return Parameters(max(1, int(timeout * 1e6)))
+def _parameters(timeout: float, priority: Optional[int]) -> Parameters:
+    if priority is not None and not (type(priority) is int and 0 <= priority <= limits.MAX_PRIORITY):
+        raise InvalidArgument(f"priority: expected an integer from 0 to {limits.MAX_PRIORITY}, got {priority!r}")
+    return Parameters(max(1, int(timeout * 1e6)), priority=priority)
 
 
 @functools.lru_cache(maxsize=64)
-def _shared_parameters(timeout: float, inputs: Tuple[NamedInput, ...], rooms: Tuple[NamedRoom, ...]) -> Parameters:
+def _shared_parameters(asked: Parameters, inputs: Tuple[NamedInput, ...], rooms: Tuple[NamedRoom, ...]) -> Parameters:
     regions = Regions(tuple(InputPlace(*each) for each in inputs), tuple(OutputPlace(*each) for each in rooms))
-    return Parameters(_parameters(timeout).timeout, regions)
+    return dataclasses.replace(asked, regions=regions)
 
 
 def _check_named(inputs: object) -> None:

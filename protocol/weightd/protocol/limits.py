@@ -92,6 +92,9 @@ MAX_CONCURRENCY = 64
 # A decimal number, with room for a namespace's.
 MAX_PID_BYTES = 32
 
+# Of a request; the daemon's configuration may allow for fewer levels.
+MAX_PRIORITY = 16
+
 # A pid as the kernel counts them: PID_MAX_LIMIT of its include/linux/threads.h. Its calls take no more than a C int.
 MAX_PID = 2**22
 

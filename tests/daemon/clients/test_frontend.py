@@ -20,7 +20,7 @@ from weightd.protocol.errors import InvalidArgument, RequestError, Unavailable
 from weightd.protocol.framing import Message
 from weightd.protocol.messages.children import Result
 from weightd.protocol.messages.control import Update
-from weightd.protocol.messages.data import Error, Infer, RequestDescription, ResponseDescription, TensorSpec
+from weightd.protocol.messages.data import Error, Infer, Parameters, RequestDescription, ResponseDescription, TensorSpec
 from weightd.protocol.messages.types import FROM_CLIENT, TO_CLIENT
 from weightd.shared.stream import Stream
 
@@ -32,7 +32,7 @@ class FakeModel:
     """Has requests waiting; `frontend` is set before the first."""
 
     name = "m"
-    config = SimpleNamespace(timeout=30.0)
+    config = SimpleNamespace(timeout=30.0, level=1, priority_levels=2)
 
     def __init__(self) -> None:
         self.frontend: Frontend
@@ -132,6 +132,18 @@ def world() -> Iterator[World]:
     made = World()
     yield made
     made.close()
+
+
+@pytest.mark.parametrize(("priority", "level"), [(None, 0), (0, 0), (1, 0), (2, 1), (3, None)])
+def test_a_request_is_of_the_level_that_its_model_has(world: World, priority: int | None, level: int | None) -> None:
+    client = world.client()
+    asked = Infer("x", RequestDescription("m", ()), Parameters(priority=priority))
+    client.stream.send(encode(asked))
+    if level is None:
+        assert world.refusals(client, 1) == [("x", "INVALID_ARGUMENT")]
+    else:
+        world.until(lambda: world.model.waiting)
+        assert [each.level for each in world.model.waiting] == [level]
 
 
 def test_who_has_most_of_the_memory_makes_room_for_others(world: World) -> None:

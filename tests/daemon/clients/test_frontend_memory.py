@@ -49,7 +49,7 @@ class World:
     """A frontend with a model that only keeps what it is asked."""
 
     name = "m"
-    config = SimpleNamespace(timeout=30.0)
+    config = SimpleNamespace(timeout=30.0, level=1, priority_levels=2)
 
     def __init__(self) -> None:
         self.loop = Loop()

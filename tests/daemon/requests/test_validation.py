@@ -6,10 +6,10 @@ from dataclasses import replace
 import pytest
 
 from weightd.daemon.requests import signature
-from weightd.daemon.requests.signature import Signature
-from weightd.daemon.requests.validation import check_gears, check_inputs, check_outputs, check_same
+from weightd.daemon.requests.signature import ANY_ROWS, Signature
+from weightd.daemon.requests.validation import RowBounds, check_gears, check_inputs, check_outputs, check_same
 from weightd.protocol.errors import InvalidArgument
-from weightd.protocol.messages.children import Built
+from weightd.protocol.messages.children import Built, Rows
 from weightd.protocol.messages.data import RequestDescription, TensorSignature, TensorSpec
 
 IMAGE, SCALE = TensorSpec("image", "FP32", (2, 8, 8)), TensorSpec("scale", "FP64", ())
@@ -107,7 +107,9 @@ def geared(*gears: tuple[int, ...]) -> Built:
 
 def test_sizes_are_those_that_the_model_was_converted_for() -> None:
     def check(built: Built, *sizes: int) -> None:
-        check_gears(built, [TensorSpec("b", "FP32", (sizes[2],)), TensorSpec("a", "FP32", (sizes[0], 3, sizes[1]))])
+        check_gears(
+            built, ANY_ROWS, [TensorSpec("b", "FP32", (sizes[2],)), TensorSpec("a", "FP32", (sizes[0], 3, sizes[1]))]
+        )
 
     check(geared(), 7, 8, 9)
     check(geared((1, 2, 3), (7, 8, 9)), 7, 8, 9)
@@ -133,3 +135,25 @@ SCALAR, UNKNOWN = (Built("", (TensorSignature("x", "FP32", shape),), (), (), "",
 )
 def test_what_takes_less_or_other_inputs_is_no_drop_in(old: Built, new: Built, difference: str) -> None:
     assert check_same(old, new) == difference
+
+
+def test_a_request_has_no_more_rows_than_can_be_run_be_it_in_parts() -> None:
+    built = Built("", (IMAGES,), (), (), "", 0, rows=Rows(("image",), ("y",), equal=True))
+    cut = Signature(RowBounds(4, "split.max_rows"))
+    cut.learn(built)
+    cut.check(RequestDescription("m", (replace(IMAGE, shape=(4, 8, 8)),)))
+    text = r"^input image: expected at most 4 rows \(split.max_rows of the model\), got 5$"
+    with pytest.raises(InvalidArgument, match=text):
+        cut.check(RequestDescription("m", (replace(IMAGE, shape=(5, 8, 8)),)))
+
+
+def test_rows_are_padded_to_the_sizes_of_the_model() -> None:
+    built = Built("", (IMAGES,), (), (), "", 0, gears=((2,), (8,)), rows=Rows(("image",), ("y",), equal=True))
+    padded = Signature(RowBounds(100, "split.max_rows", (2, 8)))
+    padded.learn(built)
+    for rows in (1, 2, 3, 8, 100):
+        padded.check(RequestDescription("m", (replace(IMAGE, shape=(rows, 8, 8)),)))
+    exact = Signature()
+    exact.learn(built)
+    with pytest.raises(InvalidArgument, match=r"expected 2; 8, got 3$"):
+        exact.check(RequestDescription("m", (replace(IMAGE, shape=(3, 8, 8)),)))

@@ -16,6 +16,7 @@ from weightd.daemon.clients.connections import Connections
 from weightd.daemon.clients.regions import Registry
 from weightd.daemon.clients.room import Room
 from weightd.daemon.clients.upkeep import Upkeep
+from weightd.daemon.config.model import ModelConfig
 from weightd.daemon.host.loop import Loop
 from weightd.daemon.models.fleet import Fleet
 from weightd.daemon.models.model import Model
@@ -245,6 +246,7 @@ class Frontend:
             sum(map(len, tensors)),
             connection.identity.origin,
             places,
+            _level(parameters.priority, model.config),
         )
         kept_bytes = request.kept_bytes
         if not self.room.fits(kept_bytes) and not self._make_room(client, kept_bytes):
@@ -384,6 +386,16 @@ def _too_long(received: Message, most: int) -> RequestError:
     if nbytes > most:
         return InvalidArgument(f"frames: expected at most {most} bytes in all (max_memory_bytes), got {nbytes}")
     return ResourceExhausted(_FULL, retry_after=_RETRY_S)
+
+
+def _level(priority: int | None, config: ModelConfig) -> int:
+    """How many levels of priority come before that of a request."""
+    if not priority:
+        return config.level - 1
+    if priority > config.priority_levels:
+        expected = f"expected at most priority_levels of the model, {config.priority_levels}, got {priority}"
+        raise InvalidArgument(f"parameters.priority: {expected}")
+    return priority - 1
 
 
 def _check_operator(connection: Connection, what: str) -> None:

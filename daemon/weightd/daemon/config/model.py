@@ -114,10 +114,10 @@ class ModelConfig:
     max_queue_bytes: int = field(default=1024**3, metadata=integer(1, 2**62))
     """Tensor bytes that may wait; further ones are answered RESOURCE_EXHAUSTED."""
 
-    priority_levels: int = field(default=1, metadata=integer(1, 16))
+    priority_levels: int = field(default=1, metadata=integer(1, limits.MAX_PRIORITY))
     """Levels of priority of requests, of which 1 is the highest. Default: 1, all are alike."""
 
-    default_priority: int = field(default=0, metadata=integer(0, 16))
+    default_priority: int = field(default=0, metadata=integer(0, limits.MAX_PRIORITY))
     """The level of a request that names none. Default: 0, the middle one."""
 
     batching: Batching = field(default=Batching(), metadata=record(Batching))

@@ -18,6 +18,7 @@ from weightd.daemon.requests.rows.terms import WHOLE, RowTerms
 from weightd.daemon.requests.scheduler import AT_ONCE, Scheduler
 from weightd.daemon.requests.seat import Seat
 from weightd.daemon.requests.signature import Signature
+from weightd.daemon.requests.validation import RowBounds
 from weightd.daemon.requests.writers import Writers
 from weightd.protocol.errors import Cancelled, RequestError, Unavailable, request_error
 from weightd.protocol.messages.children import Built, Failed, OrderMessage, Predict, Result, Skip, Together
@@ -64,9 +65,11 @@ class Desk:
     def __init__(
         self, name: str, config: ModelConfig, askers: Askers, order: Order, due_by: Callable[[float], object]
     ) -> None:
-        self.scheduler = Scheduler(config.max_queue, config.max_queue_bytes, config.predict_timeout, due_by)
+        self.scheduler = Scheduler(
+            config.max_queue, config.max_queue_bytes, config.predict_timeout, due_by, levels=config.priority_levels
+        )
         self.guard = Guard(config, self.scheduler, self.refuse, due_by)
-        self.signature = Signature()
+        self.signature = Signature(_bounds(config))
         self.writers = Writers()
         self.latencies = Latencies()
         self.by_process: dict[str, Latencies] = {}
@@ -340,3 +343,11 @@ class Desk:
                 client,
                 ModelMetadataResponse(request_id, self._name, self._config.engine, built.inputs, built.outputs),
             )
+
+
+def _bounds(config: ModelConfig) -> RowBounds:
+    """How many rows a request may have: as many as can be run, be it in parts."""
+    sizes = config.batching.sizes
+    if config.split.part_rows:
+        return RowBounds(config.split.max_rows, "split.max_rows", sizes)
+    return RowBounds(max(sizes, default=0), "the largest of batching.sizes", sizes)

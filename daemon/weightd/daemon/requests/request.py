@@ -46,6 +46,7 @@ class Request:
         frames: the tensors' bytes; only `contents` looks at them.
         places: of the tensors that have no frame.
         origin: who has sent it, as far as the kernel tells.
+        level: how many levels of priority come before its own.
         company: what else may run while it does.
         deaths: seats that died of it, or so it seems.
         losses: seats that ended while they ran it, for whatever reason.
@@ -64,6 +65,7 @@ class Request:
     nbytes: int
     origin: Origin = NOBODY
     places: Places = NOWHERE
+    level: int = 0
     company: Company = Company.ANY
     deaths: int = 0
     losses: int = 0

@@ -27,7 +27,7 @@ from weightd.daemon.requests.rows.cut import Cut
 from weightd.daemon.requests.rows.terms import WHOLE, RowTerms
 from weightd.daemon.requests.rows.times import Times
 from weightd.daemon.requests.seat import QUICK_S, Seat
-from weightd.daemon.requests.waiting import Queue
+from weightd.daemon.requests.waiting import Levels, Queue, turn
 from weightd.protocol.errors import DeadlineExceeded, RequestError, ResourceExhausted
 
 # A hint to try again sooner would only bring the next refusal.
@@ -43,6 +43,9 @@ _LATEST = 16
 _FIRST_PART = 2**62
 
 
+Waiting = Queue | Levels
+
+
 class Scheduler:
     """The queue of one model.
 
@@ -51,6 +54,7 @@ class Scheduler:
         max_queue_bytes: tensor bytes that may wait.
         predict_timeout: seconds after which a seat that computes is held to hang.
         due_by: called with a time that is sooner than what `next_event` was, and AT_ONCE for what is put `aside`.
+        levels: of priority.
     """
 
     def __init__(
@@ -59,18 +63,19 @@ class Scheduler:
         max_queue_bytes: int,
         predict_timeout: float = float("inf"),
         due_by: Callable[[float], object] = lambda _: None,
+        levels: int = 1,
     ) -> None:
         self._max_queue = max_queue
         self._max_queue_bytes = max_queue_bytes
         self._predict_timeout = predict_timeout
         self._due_by = due_by
-        self._queue = Queue()
+        self._queue = Queue() if levels == 1 else Levels(levels)
         self._confined = Queue()
         # What runs in parts, of which some were given to seats, and some have still to be.
         self._begun = Queue()
         # What is looked at before it may run.
         self._aside = Queue()
-        self._queues = (self._queue, self._confined, self._begun, self._aside)
+        self._queues: Sequence[Waiting] = (self._queue, self._confined, self._begun, self._aside)
         # The requests that run in parts and have not ended, by their numbers.
         self._cuts: dict[int, Cut] = {}
         self._part_numbers = itertools.count(_FIRST_PART)
@@ -346,34 +351,38 @@ class Scheduler:
 
     # --- within -------------------------------------------------------------------------------------------------
 
-    def _turns(self) -> Iterator[Queue]:
+    def _turns(self) -> Iterator[Waiting]:
         """Yield the queues of which the first may run, in the order of their turns.
 
-        That is the one whose first request has come first. What has begun takes turns with it.
+        That is the one whose first request has come first. What has begun takes turns with it, if it is of no lower
+        priority.
         """
         queue = self._whole()
-        if self._begun.count and not self._went_on:
-            yield self._begun
-        if queue is not None:
-            yield queue
-        if self._begun.count and self._went_on:
-            yield self._begun
+        if not self._begun.count:
+            if queue is not None:
+                yield queue
+            return
+        begun = self._begun
+        waits = queue is not None and (self._went_on or _precedes(queue.first, begun.first))
+        for each in (queue, begun) if waits else (begun, queue):
+            if each is not None:
+                yield each
 
-    def _whole(self) -> Queue | None:
+    def _whole(self) -> Waiting | None:
         queue, confined = self._queue, self._confined
         if not confined.count or self._runs_confined():
             return queue if queue.count else None
-        return queue if queue.count and queue.first.number < confined.first.number else confined
+        return queue if queue.count and turn(queue.first) < turn(confined.first) else confined
 
     def _runs_confined(self) -> bool:
         return any(seat.has_confined for seat in self._seats.values())
 
-    def _queue_of(self, request: Request) -> Queue:
+    def _queue_of(self, request: Request) -> Waiting:
         if request.company is Company.CONFINED:
             return self._confined
         return self._begun if request.number in self._cuts else self._queue
 
-    def _turn(self, now: float) -> tuple[Queue, Seat] | None:
+    def _turn(self, now: float) -> tuple[Waiting, Seat] | None:
         """The queue whose first request runs now, and where."""
         for queue in self._turns():
             seat = self._freest(queue.first, now)
@@ -519,3 +528,8 @@ class Scheduler:
                 again.append(part.request)
         for queue in (self._confined, self._begun, self._queue):
             queue.put_back([request for request in again if self._queue_of(request) is queue])
+
+
+def _precedes(one: Request, other: Request) -> bool:
+    """Whether one goes before another because of its priority."""
+    return one.level < other.level and turn(one) < turn(other)

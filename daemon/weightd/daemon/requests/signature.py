@@ -5,13 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from weightd.daemon.requests.request import Request
-from weightd.daemon.requests.validation import check_gears, check_inputs, check_outputs, check_same
+from weightd.daemon.requests.validation import (
+    RowBounds,
+    check_gears,
+    check_inputs,
+    check_outputs,
+    check_rows,
+    check_same,
+)
 from weightd.protocol.errors import InvalidArgument, ResourceExhausted
 from weightd.protocol.messages.children import Built
 from weightd.protocol.messages.data import RequestDescription, TensorSignature
 
 # As many as the decoder knows by their bytes.
 _MAX_FITTING = 1024
+
+ANY_ROWS = RowBounds()
 
 # A client, and the id of its question.
 Waiter = tuple[bytes, str]
@@ -20,11 +29,15 @@ Waiter = tuple[bytes, str]
 class Signature:
     """The signature that all generations of a model have in common.
 
+    Args:
+        rows: how many a request may have.
+
     Attributes:
         built: what a holder has told of it; None while the first one loads.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, rows: RowBounds = ANY_ROWS) -> None:
+        self._rows = rows
         self.built: Built | None = None
         self._inputs: dict[str, TensorSignature] = {}
         self._outputs: Sequence[str] = ()
@@ -53,7 +66,8 @@ class Signature:
         if id(description) in self._fitting or self.built is None:
             return
         check_inputs(self._inputs, description.inputs)
-        check_gears(self.built, description.inputs)
+        check_rows(self.built, self._rows, description.inputs)
+        check_gears(self.built, self._rows, description.inputs)
         if description.outputs is not None:
             check_outputs(self._outputs, description.outputs)
         if len(self._fitting) >= _MAX_FITTING:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple
 
 from weightd.protocol.errors import InvalidArgument
 from weightd.protocol.messages.children import Built
@@ -43,19 +44,60 @@ def check_outputs(outputs: Collection[str], wanted: Sequence[str]) -> None:
         raise InvalidArgument(f"outputs: one is named twice in {', '.join(wanted)}")
 
 
-def check_gears(built: Built, inputs: Sequence[TensorSpec]) -> None:
+class RowBounds(NamedTuple):
+    """How many rows a request may have.
+
+    Attributes:
+        most: 0: any number.
+        why: the key of the model that says so.
+        sizes: to which they are padded, or their last part is; none: they are not.
+    """
+
+    most: int = 0
+    why: str = ""
+    sizes: tuple[int, ...] = ()
+
+    def padded(self, rows: int) -> int:
+        """Return how many rows the model is given for so many."""
+        return next((size for size in self.sizes if size >= rows), max(self.sizes, default=rows))
+
+
+def check_rows(built: Built, bounds: RowBounds, inputs: Sequence[TensorSpec]) -> None:
+    """Check how many rows a request has.
+
+    Args:
+        built: what the holder has told.
+        bounds: of the model.
+        inputs: that `check_inputs` has let pass.
+
+    Raises:
+        InvalidArgument: the text names the input, what was expected and what came.
+    """
+    counted = built.rows.inputs if bounds.most and built.rows is not None else ()
+    for tensor in inputs:
+        if tensor.name in counted and tensor.shape[0] > bounds.most:
+            expected = f"expected at most {bounds.most} rows ({bounds.why} of the model), got {tensor.shape[0]}"
+            raise InvalidArgument(f"input {tensor.name}: {expected}")
+
+
+def check_gears(built: Built, bounds: RowBounds, inputs: Sequence[TensorSpec]) -> None:
     """Check the sizes of the free dimensions against those that the model was converted for, if these are known.
 
     Args:
         built: what the holder has told.
-        inputs: that `check_inputs` has let pass.
+        bounds: of the model: rows are padded where it has sizes.
+        inputs: that `check_rows` has let pass.
 
     Raises:
         InvalidArgument: the text names the dimensions, the sizes that are taken and what came.
     """
     if not built.gears:
         return
-    shapes = {each.name: each.shape for each in inputs}
+    counted = built.rows.inputs if built.rows is not None else ()
+    shapes = {
+        each.name: (bounds.padded(each.shape[0]), *each.shape[1:]) if each.name in counted else each.shape
+        for each in inputs
+    }
     free = [(each.name, axis) for each in built.inputs for axis, dim in enumerate(each.shape or ()) if dim == -1]
     sizes = tuple(shapes[name][axis] for name, axis in free)
     if sizes not in built.gears:

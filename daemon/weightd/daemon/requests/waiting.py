@@ -1,15 +1,28 @@
-"""Requests that wait, first come first served, and found by their client and id without a look at any other."""
+"""Requests that wait, and are found by their client and id without a look at any other.
+
+They run first come first served. Where there are levels of priority, each is worth some seconds of waiting: a request
+goes before all that have come so much later, whatever their level, so that none waits for ever.
+"""
 
 from __future__ import annotations
 
+import heapq
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from weightd.daemon.requests.request import Request
 
+# What a level of priority is worth.
+LEVEL_S = 2.0
+
+
+def turn(request: Request) -> tuple[float, int]:
+    """Return what is less for a request that runs before another one."""
+    return request.arrived + LEVEL_S * request.level, request.number
+
 
 class Queue:
-    """Requests in the order in which they are to run.
+    """Requests of one level, in the order in which they are to run.
 
     Attributes:
         count: how many there are; cheaper than `len`, which is asked for with every message.
@@ -88,3 +101,64 @@ class Queue:
         for request in requests:
             self.remove(request)
         return requests
+
+
+class Levels:
+    """A `Queue` for each level of priority, and to others like one.
+
+    Args:
+        count: how many levels there are; a request of one that there is not any more is of the last.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._queues = [Queue() for _ in range(count)]
+
+    def __iter__(self) -> Iterator[Request]:
+        return heapq.merge(*self._queues, key=turn)
+
+    def __contains__(self, request: Request) -> bool:
+        return request in self._of(request)
+
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        return sum([queue.count for queue in self._queues])
+
+    @property
+    def nbytes(self) -> int:
+        """Of the tensors of all of them."""
+        return sum([queue.nbytes for queue in self._queues])
+
+    @property
+    def first(self) -> Request:
+        """The one whose turn it is."""
+        return min((queue.first for queue in self._queues if queue.count), key=turn)
+
+    def append(self, request: Request) -> None:
+        """Put a request at the end of its level."""
+        self._of(request).append(request)
+
+    def put_back(self, requests: Iterable[Request]) -> None:
+        """Put requests at the heads of their levels, in their order."""
+        requests = list(requests)
+        for queue in self._queues:
+            queue.put_back([request for request in requests if self._of(request) is queue])
+
+    def take(self) -> Request:
+        """Take out the first."""
+        return self._of(self.first).take()
+
+    def remove(self, request: Request) -> None:
+        """Take one out."""
+        self._of(request).remove(request)
+
+    def withdraw(self, unfit: Callable[[Request], bool]) -> list[Request]:
+        """Take out all that are `unfit`, at the cost of a look at each."""
+        return [request for queue in self._queues for request in queue.withdraw(unfit)]
+
+    def withdraw_of(self, client: bytes, request_id: str | None = None) -> list[Request]:
+        """Take out a client's requests, or those of its requests that have this id."""
+        return [request for queue in self._queues for request in queue.withdraw_of(client, request_id)]
+
+    def _of(self, request: Request) -> Queue:
+        return self._queues[min(request.level, len(self._queues) - 1)]

@@ -62,6 +62,8 @@ class Parameters:
     """Microseconds until the caller stops waiting; the daemon's default where it is absent."""
     regions: Optional[Regions] = field(default=None, metadata=record(Regions))
     """Which tensors are in shared memory, and where; none where it is absent."""
+    priority: Optional[int] = field(default=None, metadata=integer(0, limits.MAX_PRIORITY))
+    """1 goes first, higher numbers later, as far as the model's configuration allows; its default for 0 or none."""
 
 
 NO_PARAMETERS = Parameters()
