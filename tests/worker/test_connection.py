@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import socket
 import tempfile
@@ -222,6 +223,23 @@ def test_who_has_no_lane_is_answered_over_the_socket(ends: Ends) -> None:
         ends.tell(b"predict")
     ends.connection.answer(encode(Back()))
     assert ends.hear() == Back()
+
+
+def test_it_can_be_woken_and_goes_on_to_hear(ends: Ends) -> None:
+    end, other = os.pipe()
+    ends.connection.watch(end)
+    lane = ends.asked()
+    for order in (b"by the lane", b"by the socket"):
+        os.write(other, b"\0")
+        assert ends.connection.receive() == []
+        os.read(end, 1)
+        with ends.waiting(order):
+            if order == b"by the lane":
+                lane.send([order])
+            else:
+                ends.tell(order)
+    for descriptor in (end, other):
+        os.close(descriptor)
 
 
 def test_a_large_answer_waits_until_it_is_read(ends: Ends) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import socket
 import tempfile
@@ -124,6 +125,25 @@ def test_a_daemon_that_hangs_up_does_not_make_it_spin_either(daemons: Daemons) -
         assert daemons.connection.receive() is None
         daemons.let_in().close()
     assert time.monotonic() - begin >= count * 0.02
+
+
+def test_it_can_be_woken_and_goes_on_to_hear(daemons: Daemons) -> None:
+    connection, (end, other) = daemons.connection, os.pipe()
+    connection.watch(end)
+    for _ in range(2):
+        os.write(other, b"\0")
+        assert connection.receive() == []
+        os.read(end, 1)
+        assert daemons.lane is not None
+        daemons.lane.send([b"order"])
+        assert frames(connection.receive()) == [[b"order"]]
+        # Another daemon is watched as well.
+        daemons.end()
+        daemons.listen()
+        assert connection.receive() is None
+        daemons.let_in()
+    for descriptor in (end, other):
+        os.close(descriptor)
 
 
 def test_a_large_message_waits_until_it_is_read(daemons: Daemons) -> None:

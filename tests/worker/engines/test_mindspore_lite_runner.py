@@ -44,7 +44,7 @@ def bare(model: Model) -> Callable[[str], Any]:
 
 
 def bare_predict(runner: Any, *arrays: Any) -> List[Any]:
-    tensors = []
+    tensors: List[Any] = []
     for of, array in zip(runner.get_inputs(), arrays):
         tensor = mslite.Tensor()
         tensor.name, tensor.dtype, tensor.shape = of.name, of.dtype, list(array.shape)

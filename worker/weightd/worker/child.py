@@ -24,6 +24,7 @@ from weightd.shared.parent import die_with, ignore_interrupts
 from weightd.shared.title import Title
 from weightd.worker import arguments as words_of
 from weightd.worker import exits, pagesharing
+from weightd.worker.concurrent import ConcurrentSession
 from weightd.worker.connection import Connection
 from weightd.worker.engines import ENGINES
 from weightd.worker.engines.engine import Engine, Settings
@@ -143,7 +144,7 @@ def _serve(
     except ModelFileError as error:
         return _broken(connection, str(error), exits.CANNOT_BUILD)
     is_template = arguments.template and arguments.sharing == "on"
-    session = Session(
+    session = (Session if engine.concurrency == 1 else ConcurrentSession)(
         connection,
         engine,
         Files(arguments.model, arguments.store, arguments.weights, arguments.sample),

@@ -47,6 +47,11 @@ class Inbox:
         """Return the first, and forget it."""
         return self._entries.popleft()
 
+    @property
+    def first(self) -> OrderMessage:
+        """The order that is to be obeyed next."""
+        return self._entries[0][0]
+
     def drop_begun(self) -> None:
         """Forget predicts of which some will never come."""
         if self._begun is not None:

@@ -82,6 +82,7 @@ class LaneConnection:
         self._path = paths.lane_path(address)
         self._readable = select.poll()
         self._lane: Optional[Stream] = None
+        self._woken_by = -1
         self._connect()
         while self._lane is None:
             self._connect_later()
@@ -104,6 +105,11 @@ class LaneConnection:
             return messages
         return self._follow(timeout)
 
+    def watch(self, descriptor: int) -> None:
+        """As that of a `Connection`; while it waits for another daemon it does not look."""
+        self._woken_by = descriptor
+        self._readable.register(descriptor, select.POLLIN)
+
     def send(self, frames: Frames) -> bool:
         """Send a message; return False if it is lost, for there is no daemon."""
         return self._lane is not None and send(self._lane, frames)
@@ -117,7 +123,8 @@ class LaneConnection:
         return self._lane.descriptors.popleft()
 
     def _wait(self, timeout: float) -> bool:
-        return bool(self._readable.poll(None if timeout < 0 else 1000 * timeout))
+        ready = self._readable.poll(None if timeout < 0 else 1000 * timeout)
+        return any(descriptor != self._woken_by for descriptor, _ in ready)
 
     def _follow(self, timeout: float) -> Optional[List[Frames]]:
         end = float("inf") if timeout < 0 else time.monotonic() + timeout

@@ -18,7 +18,7 @@ from weightd.worker.batching.joint import Joint
 from weightd.worker.batching.trials import Trials
 from weightd.worker.canary.proof import Proof
 from weightd.worker.engines.engine import Arrays, Engine
-from weightd.worker.engines.errors import Spoilt
+from weightd.worker.engines.errors import Doubtful, Spoilt
 from weightd.worker.regions import Regions
 
 _log = logging.getLogger("weightd.worker")
@@ -264,6 +264,9 @@ class Predictor:
         return self._fail(order, Internal(f"{type(error).__name__}: {error}"), leaving=True)
 
     def _fail(self, order: Predict, error: RequestError, *, leaving: bool) -> int:
+        if isinstance(error, Doubtful):
+            # The one who is to blame is told of. This one is run again, where the daemon has it next.
+            return exits.SPOILT
         self._answer(Failed(order.request, error.code, clip(str(error)), leaving), ())
         return exits.SPOILT if leaving else exits.OK
 

@@ -248,7 +248,9 @@ class Session:
         versions = {"weightd": VERSION, "python": _PYTHON, "numpy": np.__version__}
         versions.update(self._engine.versions())
         sharing, (origin, note, _) = self._engine.sharing, self._origin
-        return Hello(sharing.current_pid(), self._sha256, versions, sharing.traits, origin, note)
+        return Hello(
+            sharing.current_pid(), self._sha256, versions, sharing.traits, origin, note, self._engine.concurrency
+        )
 
     def _obey(self, order: OrderMessage) -> int:
         if isinstance(order, Unmap):

@@ -84,6 +84,7 @@ class Hello:
     `pid` is the engine's number for this process, which on Ascend is not `os.getpid()` in a container.
     `sha256` names the content of the model that this process would load (`weightd.shared.modelfile`).
     `origin` is how the process came to be, one of `ORIGINS`; `origin_note` why it was not forked, "" where it was.
+    `concurrency`: so many predicts run at once here, if they are there.
     """
 
     pid: str = field(metadata=text(limits.MAX_PID_BYTES))
@@ -92,6 +93,7 @@ class Hello:
     traits: Traits = field(metadata=record(Traits))
     origin: str = field(default="spawned", metadata=one_of(ORIGINS))
     origin_note: str = field(default="", metadata=text(limits.MAX_TEXT_BYTES, empty=True))
+    concurrency: int = field(default=1, metadata=integer(1, limits.MAX_CONCURRENCY))
 
 
 @dataclass(frozen=True)
