@@ -109,6 +109,11 @@ _MODELS = "daemon/models -k 'not World'"
 MODELS = [
     *mutants("models", _MODELS,
         ("if not isinstance(action, Enlist) or generation is self.serving", "if True"),
+        ("tested = self.rows >= other.rows and self.sizes == other.sizes and (self.exact or not other.exact)",
+         "tested = self.rows >= other.rows and self.sizes == other.sizes"),
+        ("tested = self.rows >= other.rows and self.sizes", "tested = self.sizes"),
+        ("if not config.loads_as(self.config) or not tested", "if not tested"),
+        ("if model.config != config and model.reconfigure(config):", "if False:"),
         ("copies = 1 if self.terms.sharing else users", "copies = 1"),
         ("if self.leaving and (alone or refusal or old is not None or len(self.leaving) > 1):", "if False:"),
         ("if coming.complete and not coming.full:", "if False:"),

@@ -141,12 +141,13 @@ class ModelWorld(RuleBasedStateMachine):
         self.can_share = draw(st.sampled_from([True, True, True, True, False]))
         self.tells_memory = draw(st.booleans())
         self.knows_each = draw(st.booleans())
-        names = draw(st.sampled_from([("ascend:0",), ("ascend:0", "ascend:1")]))
+        names = draw(st.sampled_from([("ascend:0",), ("ascend:0", "ascend:1"), ("cpu:0", "cpu:1")]))
         workers, spares = draw(st.integers(1, 3)), draw(st.integers(0, 2))
-        one = on_card(WEIGHTS) + (1 + workers + spares) * EACH
+        # No budget is kept of sets of cores; here it is, and then it has to be right.
+        many = 1 + (workers + spares) * (2 if "cpu:0" in names else 1)
+        one = on_card(WEIGHTS) + many * EACH
         capacity = draw(st.sampled_from([None, None, 2 * one, one, 0]))
-        processes = draw(st.sampled_from([63, 2 * (1 + workers + spares), 1 + workers + spares]))
-        self.devices = {name: Device(name, capacity, processes) for name in names}
+        processes = draw(st.sampled_from([63, 2 * many, many]))
         self.workers = workers
         self.config = ModelConfig(
             path=GOOD,
@@ -161,6 +162,7 @@ class ModelWorld(RuleBasedStateMachine):
             load_timeout=500.0,
             max_queue=8,
         )
+        self.devices = {name: Device(name, capacity, processes) for name in self.config.groups}
         self.model = Model("m", self.config, self.devices, self, self)
         self.model.start(self.now)
         # Most of what is worth seeing happens later.
@@ -723,7 +725,9 @@ class ModelWorld(RuleBasedStateMachine):
             assert deployment.cause
         else:
             serving = deployment.serving
-            assert len(serving.enlisted) == self.workers or serving.access.is_shut
+            places = Counter(serving.children[name].device for name in serving.enlisted)
+            wanted = dict.fromkeys(self.config.groups[deployment.device.name], self.workers)
+            assert places == wanted or serving.access.is_shut
             assert not deployment.busy
 
 

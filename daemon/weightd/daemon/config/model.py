@@ -50,13 +50,14 @@ class ModelConfig:
     built the model; "spawn" starts an interpreter for each, as is always done for a card."""
 
     workers: int = field(default=1, metadata=integer(1, 1024))
-    """Worker processes."""
+    """Worker processes, on each device."""
 
     threads: int = field(default=1, metadata=integer(1, 1024))
     """Threads that one predict uses."""
 
     spares: int | None = field(default=None, metadata=integer(0, 1024))
-    """Further processes that are attached, and take requests when a worker is lost. Default: 0, on Ascend 1."""
+    """Further processes that are attached, and take requests when a worker of their device is lost. Default: 0, on
+    Ascend 1."""
 
     devices: tuple[str, ...] = field(default=(CPU,), metadata=many(text(limits.MAX_NAME_BYTES), limits.MAX_DEVICES))
     """Where the model runs: ["cpu"], or sets of cores as in ["cpu:0", "cpu:1"], or cards as in ["ascend:0",

@@ -295,6 +295,8 @@ class Standing:
         if self.terms.forks_built and self.built is None:
             return ()
         there = self.roster.places()
+        if there.total() == self.terms.attached:
+            return ()
         places = range(self.terms.attached_each)
         return [device for place in places for device in self._devices if there[device] <= place]
 
