@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Dict, NamedTuple, Optional
+from typing import NamedTuple, Optional
 
 from weightd.protocol.messages.status import StatusResponse
 
@@ -11,7 +11,7 @@ class Counted(NamedTuple):
     """What the daemon has counted of a model since its start.
 
     Attributes:
-        requests: how many have been run.
+        requests: how many were answered.
         executions: in how many executions: fewer, where some were run together; more, where some were cut.
     """
 
@@ -22,10 +22,8 @@ class Counted(NamedTuple):
 def counted(status: StatusResponse, name: str) -> Optional[Counted]:
     """Return what is told of a model; None where there is none, or nothing is told."""
     for model in status.models:
-        if model.name == name:
-            told: Dict[str, Any] = vars(model)
-            requests, executions = told.get("requests"), told.get("executions")
-            return None if requests is None or executions is None else Counted(requests, executions)
+        if model.name == name and model.executions is not None:
+            return Counted(model.served, model.executions.count)
     return None
 
 

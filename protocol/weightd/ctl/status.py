@@ -163,12 +163,34 @@ def _model(model: ModelStatus) -> Iterator[str]:
     if model.p50_us is not None:
         counts += f", p50 {milliseconds(model.p50_us)} ms, p99 {milliseconds(model.p99_us)} ms"
     yield f"  {counts}"
+    yield from _executions(model)
     if model.deaths or model.quarantined:
         yield f"  {count(model.deaths, 'unexpected death')}, {model.quarantined:,} requests in quarantine"
     if model.note:
         yield from paragraph("note", model.note, "  ")
     for generation in model.generations:
         yield from _generation(generation, f"{model.name}.{generation.number}.")
+
+
+def _executions(model: ModelStatus) -> Iterator[str]:
+    """What was run, where that is not simply each request."""
+    ran = model.executions
+    if ran is None or not (ran.rows or ran.again):
+        return
+    parts = [count(ran.count, "execution")]
+    if ran.cut:
+        parts.append(f"{count(ran.cut, 'request')} cut")
+    if ran.padded:
+        parts.append(f"{count(ran.padded, 'row')} padded")
+    if ran.again:
+        parts.append(f"{ran.again:,} run again")
+    yield f"  {', '.join(parts)}"
+    if ran.rows:
+        yield f"  executions by rows: {', '.join(f'{_up_to(each.most)}: {each.count:,}' for each in ran.rows)}"
+
+
+def _up_to(most: int) -> str:
+    return str(most) if most <= 2 else f"{most // 2 + 1} to {most}"
 
 
 def _generation(generation: GenerationStatus, prefix: str) -> Iterator[str]:
@@ -179,6 +201,8 @@ def _generation(generation: GenerationStatus, prefix: str) -> Iterator[str]:
         yield from paragraph("cause", generation.cause, "    ")
     if generation.canary:
         yield from paragraph("canary", generation.canary, "    ")
+    if generation.rows:
+        yield from paragraph("rows", generation.rows, "    ")
     if generation.processes:
         yield from table([_HEADING, *(_row(process, prefix) for process in generation.processes)], _LEFT, "    ")
     for process in generation.processes:

@@ -1,4 +1,4 @@
-"""What may be done with the rows of requests where a generation serves them."""
+"""What may be done with the rows of requests where a generation serves them, and what is told of that."""
 
 from __future__ import annotations
 
@@ -22,3 +22,21 @@ def terms(config: ModelConfig, generation: Generation) -> RowTerms:
         sizes=batching.sizes,
         is_exact=found.equal,
     )
+
+
+def told(config: ModelConfig, generation: Generation) -> str:
+    """Return for people what is done with rows, and why not what is configured; "" where nothing is."""
+    found = None if generation.built is None else generation.built.rows
+    if found is None:
+        return ""
+    done = terms(config, generation)
+    words: list[str] = []
+    if done.merges:
+        words.append(f"requests share a predict of up to {done.max_rows} rows")
+    if done.part_rows:
+        words.append(f"requests of more than {done.part_rows} rows run in parts")
+    if words:
+        words.append("tested bit-equal" if found.equal else "not tested to be exact")
+    if found.note:
+        words.append(found.note)
+    return ", ".join(words)

@@ -18,18 +18,22 @@ from weightd.daemon.generations.states import ChildState
 from weightd.daemon.host import cgroup
 from weightd.daemon.host.memory import resident_bytes
 from weightd.daemon.host.processes import Process
+from weightd.daemon.models import rows
 from weightd.daemon.models.budget import Device
 from weightd.daemon.models.model import Model
 from weightd.daemon.observe.survey import Survey
+from weightd.daemon.requests.tally import Tally
 from weightd.protocol import limits
 from weightd.protocol.codec import clip
 from weightd.protocol.messages.status import (
     DeviceStatus,
+    ExecutionsStatus,
     ForkServerStatus,
     GateStatus,
     GenerationStatus,
     ModelStatus,
     ProcessStatus,
+    RowsCount,
     StatusResponse,
 )
 from weightd.protocol.version import VERSION
@@ -121,7 +125,13 @@ def _model(
         quarantined=model.desk.guard.quarantine.count(time.monotonic()),
         note=clip(_note(model)),
         weights=clip(model.source.weights),
+        executions=_executions(model.desk.scheduler.tally),
     )
+
+
+def _executions(tally: Tally) -> ExecutionsStatus:
+    histogram = tuple(RowsCount(most, count) for most, count in tally.rows.items())
+    return ExecutionsStatus(tally.executions, histogram, tally.padded, tally.cuts, tally.again)
 
 
 def _note(model: Model) -> str:
@@ -156,6 +166,7 @@ def _generation(
         canary=clip(generation.canary),
         processes=tuple(_process(model, generation, child, processes[child.name].pid, survey) for child in children),
         note=clip(generation.built.note) if generation.built is not None else "",
+        rows=clip(rows.told(model.config, generation)),
     )
 
 

@@ -27,6 +27,7 @@ from weightd.daemon.requests.rows.cut import Cut
 from weightd.daemon.requests.rows.terms import WHOLE, RowTerms
 from weightd.daemon.requests.rows.times import Times
 from weightd.daemon.requests.seat import QUICK_S, Seat
+from weightd.daemon.requests.tally import Tally
 from weightd.daemon.requests.waiting import Levels, Queue, turn
 from weightd.protocol.errors import DeadlineExceeded, RequestError, ResourceExhausted
 
@@ -55,6 +56,9 @@ class Scheduler:
         predict_timeout: seconds after which a seat that computes is held to hang.
         due_by: called with a time that is sooner than what `next_event` was, and AT_ONCE for what is put `aside`.
         levels: of priority.
+
+    Attributes:
+        tally: what has run.
     """
 
     def __init__(
@@ -69,6 +73,7 @@ class Scheduler:
         self._max_queue_bytes = max_queue_bytes
         self._predict_timeout = predict_timeout
         self._due_by = due_by
+        self.tally = Tally()
         self._queue = Queue() if levels == 1 else Levels(levels)
         self._confined = Queue()
         # What runs in parts, of which some were given to seats, and some have still to be.
@@ -185,6 +190,7 @@ class Scheduler:
         if not job.parts:
             took = seat.finished(job, now)
             self._ran.append(took / job.count)
+            self.tally.ran(job, seat.terms.padded(job.rows))
             if job.form is not None:
                 self._times.add(seat.device, job.form.kind, job.rows, took)
         return part if part.is_awaited else None
@@ -211,11 +217,14 @@ class Scheduler:
         """
         seat = self._seat_of.get(process)
         if seat is not None:
+            begun = [part for job in seat.jobs.values() if job.has_begun for part in job.awaited]
+            self.tally.again += sum(part.request not in but for part in begun)
             self._requeue([part for part in self._remove(seat) if part.request not in but])
 
     def part(self, job: Job) -> None:
         """Something became of a job that says nothing of any of its parts: each of them runs again, alone."""
         self.keep_apart(job)
+        self.tally.again += len(job.awaited)
         self._requeue(job.awaited)
 
     def keep_apart(self, job: Job) -> None:
@@ -427,6 +436,7 @@ class Scheduler:
         cut = self._cuts.get(request.number)
         if cut is None and form is not None and terms.cuts(form):
             cut = self._cuts[request.number] = Cut(request, terms, form)
+            self.tally.cuts += 1
         if cut is not None:
             return self._part_of(cut, seat)
         group = forming.together(request, self._queue, terms, seat.device, self._times, now)

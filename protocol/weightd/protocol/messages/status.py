@@ -52,7 +52,8 @@ class GenerationStatus:
 
     `saved_bytes` is what the workers share less what the one copy takes: what would be needed in addition
     if each worker held its own. Both are absent where the kernel does not tell. `note` is what the holder said of the
-    model: why nothing is shared. `canary` is what its known answer is an answer to, or why it has none.
+    model: why nothing is shared. `canary` is what its known answer is an answer to, or why it has none. `rows` is what
+    is done with the rows of requests, and why not more; it is empty where the configuration asks for nothing.
     """
 
     number: int = field(metadata=_COUNT)
@@ -66,6 +67,31 @@ class GenerationStatus:
     saved_bytes: Optional[int] = field(default=None, metadata=_COUNT)
     note: str = field(default="", metadata=text(limits.MAX_TEXT_BYTES, empty=True))
     canary: str = field(default="", metadata=text(limits.MAX_TEXT_BYTES, empty=True))
+    rows: str = field(default="", metadata=text(limits.MAX_TEXT_BYTES, empty=True))
+
+
+@dataclass(frozen=True)
+class RowsCount:
+    """How many executions had so many rows: `most`, or fewer, and more than half of that."""
+
+    most: int = field(metadata=integer(1, limits.MAX_COUNT))
+    count: int = field(metadata=_COUNT)
+
+
+@dataclass(frozen=True)
+class ExecutionsStatus:
+    """What was run to answer requests of one model: with `served` they tell how many shared one execution.
+
+    `rows` is there where rows of requests are put together or cut. `padded` are rows that were added because the
+    model takes certain numbers of rows alone; `cut` are requests that ran in parts; `again` are those, or their parts,
+    that ran once more, because a process was lost or a request beside them failed.
+    """
+
+    count: int = field(metadata=_COUNT)
+    rows: Tuple[RowsCount, ...] = field(default=(), metadata=many(record(RowsCount), 64))
+    padded: int = field(default=0, metadata=_COUNT)
+    cut: int = field(default=0, metadata=_COUNT)
+    again: int = field(default=0, metadata=_COUNT)
 
 
 @dataclass(frozen=True)
@@ -91,6 +117,7 @@ class ModelStatus:
     quarantined: int = field(default=0, metadata=_COUNT)
     note: str = field(default="", metadata=text(limits.MAX_TEXT_BYTES, empty=True))
     weights: str = field(default="", metadata=text(limits.MAX_PATH_BYTES, empty=True))
+    executions: Optional[ExecutionsStatus] = field(default=None, metadata=record(ExecutionsStatus))
 
 
 @dataclass(frozen=True)
