@@ -128,7 +128,7 @@ MUTANTS = [
     ),
     *mutants("batching", "worker/test_session.py -k 'run_again_when or first_time_of or too_many_is'",
         ("_AUDIT_S if self._predictor.is_audit_due else _IDLE_S", "-1.0 if self._predictor.is_audit_due else _IDLE_S"),
-        ("                    if self._predictor.is_audit_due:\n", "                    if False:\n"),
+        ("        if self._predictor.is_audit_due:\n", "        if False:\n"),
         ("self._trials = Trials(self._engine, rows, self._sizes) if exact", "self._trials = None if exact"),
         ("rows, self._sizes) if exact else None", "rows, self._sizes)"),
         ("(self._trials is None or self._trials.takes(joint))", "True"),

@@ -35,6 +35,7 @@ from weightd.protocol.messages.children import (
 from weightd.protocol.messages.data import RequestDescription, TensorSignature
 from weightd.protocol.tensors import frame_of, spec_of
 from weightd.worker import exits
+from weightd.worker.batching import trials
 from weightd.worker.concurrent import ConcurrentSession
 from weightd.worker.engines.engine import Arrays, ModelSignature
 from weightd.worker.engines.errors import Doubtful, Spoilt
@@ -276,3 +277,28 @@ def test_what_no_predict_may_raise_is_the_end_of_the_process() -> None:
     engine.outcomes = {1: KeyboardInterrupt()}
     with pytest.raises(KeyboardInterrupt):
         Script(engine, [predict(1), STOP], one_after_another(1)).run()
+
+
+class Two(FakeEngine):
+    """Runs two predicts at once."""
+
+    concurrency = 2
+
+
+def test_what_was_run_together_is_run_again_alone_when_nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trials, "_SELDOM", 1)
+    engine = Two(lambda inputs: {"y": inputs["x"] * 2}, SIGNATURE)
+    job = [encode(Together(2)), predict(1), predict(2)]
+    orders: List[List[Frames]] = [job, job, [], [STOP]]
+
+    class Quiet(Script):
+        def receive(self, timeout: float = -1) -> Optional[List[Frames]]:
+            if timeout and self.session._crew._busy:
+                assert select.select([self._descriptor], [], [], LIMIT_S)[0]
+                return []
+            return orders.pop(0) if timeout else []
+
+    socket = Quiet(cast(Any, engine), (), lambda _: None)
+    socket.session._predictor.begin(2, (), exact=True)
+    assert socket.run() == exits.OK
+    assert [len(each["x"]) for each in engine.asked] == [2, 1, 1, 2, 1, 1]

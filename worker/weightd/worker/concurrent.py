@@ -67,7 +67,7 @@ class ConcurrentSession(Session):
             elif messages is None:
                 self._follow()
             elif not can_go_on and self._is_quiet():
-                self._rest()
+                self._when_quiet()
             if self._can_go_on():
                 order, tensors = self._inbox.take()
                 if isinstance(order, Predict):

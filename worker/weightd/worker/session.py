@@ -202,9 +202,7 @@ class Session:
                 return self._inbox.take()
             if messages is not None:
                 if not messages:
-                    if self._predictor.is_audit_due:
-                        return _AUDIT, ()
-                    self._rest()
+                    self._when_quiet()
             elif self._status == exits.OK:
                 self._inbox.drop_begun()
                 self._predictor.regions.clear()
@@ -236,6 +234,13 @@ class Session:
         self._heap.bound()
         self._tidy_at = time.monotonic() + _TIDY_S
         self._patience_s = _AUDIT_S if self._predictor.is_audit_due else _IDLE_S
+
+    def _when_quiet(self) -> None:
+        """Nothing has come for a while: what is to be done then comes next, if anything is."""
+        if self._predictor.is_audit_due:
+            self._inbox.put_back(_AUDIT)
+        else:
+            self._rest()
 
     def _rest(self) -> None:
         """Nothing has been asked for a while: keep nothing for what may come."""
