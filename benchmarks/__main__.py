@@ -9,7 +9,19 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from benchmarks import engine, latency, memory, overload, recovery, rival, startup, tensors, throughput
+from benchmarks import (
+    batching,
+    engine,
+    latency,
+    memory,
+    overload,
+    recovery,
+    rival,
+    split,
+    startup,
+    tensors,
+    throughput,
+)
 from benchmarks.material import (
     DEFAULT_TRANSPORT,
     ENGINES,
@@ -49,6 +61,12 @@ BENCHMARKS: Mapping[str, Benchmark] = {
     "recovery": Benchmark(recovery.run, recovery.WORKERS, "from a fault until every worker is READY again, under load"),
     "overload": Benchmark(
         overload.run, overload.WORKERS, "the daemon's memory while ten times too much is sent, for a minute"
+    ),
+    "batching": Benchmark(
+        batching.run, batching.WORKERS, "requests that run together: on against off, mosec, and the engine's own gain"
+    ),
+    "split": Benchmark(
+        split.run, split.WORKERS, "a request in parts on two cores against one, and against a bare script"
     ),
     RIVAL: Benchmark(rival.run, rival.WORKERS, "weightd and mosec side by side; see `make bench-rival` *"),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import subprocess
 import sys
@@ -31,6 +32,7 @@ MLP, MLP_WIDTH = "mlp", 2048  # 12 layers, 192 MiB of weights
 TINY, TINY_WIDTH = "tiny", 64
 CONV, CONV_SHAPE = "conv", (3, 224, 224)  # 53 convolutions, 10 MB of weights: y is FP32 [N, 1000]
 TRANSFORMER, TRANSFORMER_SHAPE = "transformer", (64, 256)  # 4 layers, 13 MB of weights: y is of the shape of x
+SHORT, SHORT_SHAPE = "short", (8, 256)  # the same with 8 tokens
 RELU = "relu"  # of any width: the answer is as long as the input
 LARGEST = "largest"  # of any width: y is the largest element, FP32 [N, 1]
 
@@ -87,6 +89,7 @@ _WRITERS: Mapping[str, Callable[[Path], Path]] = {
     TINY: models.tiny,
     CONV: models.convolutions,
     TRANSFORMER: models.transformer,
+    SHORT: functools.partial(models.transformer, tokens=SHORT_SHAPE[0]),
     RELU: _relu,
     LARGEST: _largest,
 }
@@ -121,10 +124,10 @@ def model(name: str, engine: str) -> Path:
     return converted
 
 
-def inputs(*shape: int) -> list[Arrays]:
-    """Return requests of batch 1, each row of this shape, the same in every run."""
+def inputs(*shape: int, count: int = INPUTS, rows: int = 1) -> list[Arrays]:
+    """Return requests of so many rows, each of this shape, the same in every run."""
     rng = np.random.default_rng(0)
-    return [{"x": rng.standard_normal((1, *shape), dtype=np.float32)} for _ in range(INPUTS)]
+    return [{"x": rng.standard_normal((rows, *shape), dtype=np.float32)} for _ in range(count)]
 
 
 class Reference:

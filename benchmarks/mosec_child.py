@@ -1,6 +1,7 @@
 """The rival's server for one ONNX model with an input x and an output y, FP32 [1, any], as its documentation has it.
 
-Raw bytes in and out, no batching, everything else as it is by default. Runs in the rival's environment:
+Raw bytes in and out, no batching unless RIVAL_BATCH has a number of rows, everything else as it is by default. Runs in
+the rival's environment:
 
     RIVAL_MODEL=PATH RIVAL_WORKERS=N python -I mosec_child.py --port PORT --address ADDRESS --path DIRECTORY
 """
@@ -42,7 +43,20 @@ class Predict(mosec.Worker):
         return data.data.cast("B")
 
 
+class PredictTogether(Predict):
+    """The same for what mosec has put together: one predict, and a row of its answer for each."""
+
+    def forward(self, data: Any) -> np.ndarray[Any, Any]:
+        """Run the model."""
+        return super().forward(np.concatenate(data))
+
+
 if __name__ == "__main__":
+    workers, rows = int(os.environ["RIVAL_WORKERS"]), int(os.environ.get("RIVAL_BATCH", "1"))
+    wait_ms = int(os.environ.get("RIVAL_WAIT_MS", "1"))
     server = mosec.Server()
-    server.append_worker(Predict, num=int(os.environ["RIVAL_WORKERS"]))
+    if rows > 1:
+        server.append_worker(PredictTogether, num=workers, max_batch_size=rows, max_wait_time=wait_ms)
+    else:
+        server.append_worker(Predict, num=workers)
     server.run()

@@ -33,14 +33,17 @@ _PIECE = 2**16
 class MosecServer:
     """A server of `model` with `workers` workers, for the length of the block.
 
+    With `rows` it runs so many requests together at most, and waits for `wait_ms` until there are so many.
+
     Attributes:
         pid: of the process that starts the others.
         begin: when it was started (time.perf_counter).
     """
 
-    def __init__(self, model: Path, workers: int) -> None:
+    def __init__(self, model: Path, workers: int, rows: int = 1, wait_ms: int = 1) -> None:
         self._model = model
         self._workers = workers
+        self._env = {"RIVAL_BATCH": str(rows), "RIVAL_WAIT_MS": str(wait_ms)}
 
     def __enter__(self) -> MosecServer:
         if not PYTHON.exists():
@@ -49,7 +52,7 @@ class MosecServer:
         self._log = Path(self._directory.name, "log")
         self._port = _free_port()
         arguments = ["--port", str(self._port), "--address", "127.0.0.1", "--path", f"{self._directory.name}/ipc"]
-        env = {**os.environ, "RIVAL_MODEL": str(self._model), "RIVAL_WORKERS": str(self._workers)}
+        env = {**os.environ, "RIVAL_MODEL": str(self._model), "RIVAL_WORKERS": str(self._workers), **self._env}
         self.begin = time.perf_counter()
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
@@ -129,12 +132,24 @@ class MosecClient:
 
     def infer(self, inputs: Arrays) -> Arrays:
         """Send the bytes of x and return y."""
+        self.send(inputs)
+        return self.answer()
+
+    def fileno(self) -> int:
+        """The connection's, for who waits for several."""
+        return self._connection.fileno()
+
+    def send(self, inputs: Arrays) -> None:
+        """Send the bytes of x."""
         x = inputs["x"]
         head = _HEAD % x.nbytes
         body = x.data.cast("B")
         sent = self._connection.sendmsg([head, body]) - len(head)
         if sent < len(body):
             self._connection.sendall(body[sent:])
+
+    def answer(self) -> Arrays:
+        """Wait for the answer to what was sent, and return y."""
         return {"y": np.frombuffer(self._answer(), np.float32).reshape(1, -1)}
 
     def _answer(self) -> bytes | bytearray:

@@ -1,0 +1,206 @@
+"""Requests that run together: what a service gains by it, against mosec, which does so too, and against the engine."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from benchmarks import flight, material
+from benchmarks.material import MLP, MLP_WIDTH, SHORT, SHORT_SHAPE, Arrays, Reference, Setup, UnavailableError
+from benchmarks.mosec_server import PYTHON, MosecServer
+from benchmarks.report import Ratio, Result, Target, percentile, progress, ratio, spread
+from benchmarks.rounds import seconds_of
+from testkit.plain import PlainProcess
+from testkit.service import Service
+
+WORKERS = 2
+MAX_ROWS = 32
+IN_FLIGHT = 32  # requests of one row
+RIVAL_WAIT_MS = 1  # of mosec, until as many requests are there as it may run together: what it is quickest with
+ROUNDS = 10  # of each side, in turn
+SECONDS = 1.0  # of a round
+LONE_REQUESTS = 20  # in a round
+# What the engine gains is held against one worker that always finds as many requests as it may run together.
+TABLE_ROUNDS = 8
+TABLE_IN_FLIGHT = 2 * MAX_ROWS
+TABLE_SECONDS = 0.6
+TABLE: Mapping[str, tuple[int, ...]] = {MLP: (MLP_WIDTH,), SHORT: SHORT_SHAPE}
+
+_OFF, _ON, _MOSEC = "off", "on", "mosec"
+_TABLE = {"max_rows": MAX_ROWS}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Batching(Result):
+    """Medians of the rounds; ratios are compared round by round.
+
+    Attributes:
+        gain: requests/s of the MLP with `in_flight` under way, each of one row: batching on by batching off.
+        rival_ratio: the former by those of mosec with the same max_batch_size and as many workers; None without mosec.
+        lone_ratio: p50 of a client that has one request under way: batching on by batching off.
+        rps: the requests/s of each side.
+        lone_p50_ms: p50 of the lone client.
+        engine_gain: rows/s of one bare process of the engine that is given `max_rows` rows at once, by those of one
+            that is given single rows, for each model.
+        service_gain: requests/s of one worker that always finds `max_rows` requests, by those of one with batching off.
+        shares: the latter gain by the former.
+        share: the least of these.
+        spreads: quartiles of what is compared.
+    """
+
+    benchmark = "batching"
+    max_rows: int
+    in_flight: int
+    gain: float
+    rival_ratio: float | None
+    lone_ratio: float
+    rps: Mapping[str, float]
+    lone_p50_ms: Mapping[str, float]
+    engine_gain: Mapping[str, float]
+    service_gain: Mapping[str, float]
+    shares: Mapping[str, float]
+    share: float
+    spreads: Mapping[str, tuple[float, float]]
+
+    def targets(self) -> Sequence[Target]:
+        """Return the bounds of the ratios."""
+        return [
+            Target("gain", 3.0, at_least=True),
+            *([Target("rival_ratio", 1.0, at_least=True)] if self.rival_ratio is not None else []),
+            Target("lone_ratio", 1.05),
+            Target("share", 0.9, at_least=True),
+        ]
+
+    def rows(self) -> Sequence[tuple[str, str]]:
+        """Return the table."""
+        rows = [
+            (f"{MLP}, {self.in_flight} in flight, {who}", f"{each:8.1f} requests/s") for who, each in self.rps.items()
+        ]
+        if self.rival_ratio is None:
+            rows.append((_MOSEC, f"not in {PYTHON.parent.parent}: `make bench-rival` installs it there"))
+        rows += [(f"{MLP}, a lone client, {who}", f"p50 {each:6.2f} ms") for who, each in self.lone_p50_ms.items()]
+        rows += [
+            (f"{name}, one worker", f"gain {self.service_gain[name]:.2f}, the engine's {self.engine_gain[name]:.2f}")
+            for name in self.shares
+        ]
+        return rows + [(name, spread(each)) for name, each in self.spreads.items()]
+
+
+def run(setup: Setup) -> Batching:
+    """Measure everything, always one side and then the other."""
+    if setup.engine != "onnxruntime":
+        raise UnavailableError("batching is measured on ONNX Runtime, which mosec has too")
+    crowd = _crowd(setup)
+    table = {name: _table(name, shape) for name, shape in TABLE.items()}
+    compared = {
+        "gain": ratio(crowd.rps[_ON], crowd.rps[_OFF]),
+        **({"rival_ratio": ratio(crowd.rps[_ON], crowd.rps[_MOSEC])} if _MOSEC in crowd.rps else {}),
+        "lone_ratio": ratio(crowd.lone[_ON], crowd.lone[_OFF]),
+        **{f"share, {name}": each.share for name, each in table.items()},
+    }
+    shares = {name: each.share.median for name, each in table.items()}
+    return Batching(
+        engine=setup.engine,
+        workers=setup.workers,
+        n=ROUNDS,
+        max_rows=MAX_ROWS,
+        in_flight=IN_FLIGHT,
+        gain=compared["gain"].median,
+        rival_ratio=compared["rival_ratio"].median if "rival_ratio" in compared else None,
+        lone_ratio=compared["lone_ratio"].median,
+        rps={who: statistics.median(each) for who, each in crowd.rps.items()},
+        lone_p50_ms={who: 1e3 * statistics.median(each) for who, each in crowd.lone.items()},
+        engine_gain={name: each.engine for name, each in table.items()},
+        service_gain={name: each.service for name, each in table.items()},
+        shares=shares,
+        share=min(shares.values()),
+        spreads={name: each.spread for name, each in compared.items()},
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Crowd:
+    """Requests per second, and seconds of a lone client's requests (p50), by side and round."""
+
+    rps: Mapping[str, list[float]]
+    lone: Mapping[str, list[float]]
+
+
+def _crowd(setup: Setup) -> _Crowd:
+    path, inputs, reference = _material(MLP, (MLP_WIDTH,))
+    with contextlib.ExitStack() as stack:
+        service = stack.enter_context(_service(path, setup.workers))
+        sides = {who: flight.weightd(service.address, who, inputs, IN_FLIGHT) for who in (_OFF, _ON)}
+        if PYTHON.exists():
+            server = stack.enter_context(MosecServer(path, setup.workers, MAX_ROWS, RIVAL_WAIT_MS))
+            server.ready()
+            sides[_MOSEC] = flight.mosec(server, inputs, IN_FLIGHT)
+        client = stack.enter_context(setup.client(service))
+        rps: dict[str, list[float]] = {who: [] for who in sides}
+        lone: dict[str, list[float]] = {who: [] for who in (_OFF, _ON)}
+        for number in range(ROUNDS):
+            progress(f"round {number + 1} of {ROUNDS}")
+            for who, fly in sides.items():
+                rps[who].append(flight.requests_per_second(fly, SECONDS, reference))
+            for who, seconds in lone.items():
+                ask = functools.partial(client.infer, who)
+                seconds.append(percentile(seconds_of(ask, inputs, LONE_REQUESTS, reference.check), 50))
+    return _Crowd(rps, lone)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Gains:
+    """What a model gains: the medians."""
+
+    engine: float
+    service: float
+    share: Ratio
+
+
+def _table(name: str, shape: tuple[int, ...]) -> _Gains:
+    path, inputs, reference = _material(name, shape)
+    together = material.inputs(*shape, count=1, rows=MAX_ROWS)[0]
+    engine: list[float] = []
+    service_gains: list[float] = []
+    with _service(path, 1) as service, PlainProcess(path) as bare:
+        sides = {who: flight.weightd(service.address, who, inputs, TABLE_IN_FLIGHT) for who in (_OFF, _ON)}
+        for number in range(TABLE_ROUNDS):
+            progress(f"{name}, round {number + 1} of {TABLE_ROUNDS}")
+            one, many = (_row_seconds(bare, each) for each in (inputs[0], together))
+            engine.append(one / many)
+            off, on = (flight.requests_per_second(fly, TABLE_SECONDS, reference) for fly in sides.values())
+            service_gains.append(on / off)
+    return _Gains(statistics.median(engine), statistics.median(service_gains), ratio(service_gains, engine))
+
+
+def _row_seconds(bare: PlainProcess, inputs: Arrays) -> float:
+    """Return the seconds that the engine takes for a row."""
+    rows = len(inputs["x"])
+    return percentile(list(bare.times(inputs, 3 + 2 * MAX_ROWS // (rows + 1))[1:]), 50) / rows
+
+
+def _service(path: Path, workers: int) -> Service:
+    table = {"path": path, "workers": workers}
+    return _Ready({_OFF: table, _ON: {**table, "batching": _TABLE}})
+
+
+class _Ready(Service):
+    def __enter__(self) -> Service:
+        super().__enter__()
+        try:
+            self.ready()
+        except BaseException:
+            self.__exit__(None)
+            raise
+        return self
+
+
+def _material(name: str, shape: tuple[int, ...]) -> tuple[Path, list[Arrays], Reference]:
+    path = material.model(name, "onnxruntime")
+    inputs = material.inputs(*shape, count=IN_FLIGHT)
+    with PlainProcess(path) as bare:
+        return path, inputs, Reference(bare, inputs)
