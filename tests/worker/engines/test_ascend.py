@@ -714,7 +714,7 @@ def test_a_card_tells_what_it_is(probe: Ask, host: Host) -> None:
     [
         ("ascend:2", {}, "device: there is no card 2; this process sees 2, counted from 0"),
         ("cpu", {}, "device: expected ascend:N, got 'cpu'"),
-        ("npu:0", {}, "device: expected cpu or ascend:N, got 'npu:0'"),
+        ("npu:0", {}, "device: expected cpu, cpu:N or ascend:N, got 'npu:0'"),
         ("ascend:0", {"ascend": False}, "aclrtGetDeviceCount returned 507899: the driver refuses; "),
         ("ascend:0", {"libascendcl": False}, "libascendcl.so: cannot open shared object file: "),
         ("ascend:0", {"capacity_mib": 50}, "aclrtSetDevice returned 207001: the card has no memory left"),

@@ -63,10 +63,10 @@ def test_a_library_that_is_not_there_is_an_error_with_a_hint(
 
 @pytest.mark.parametrize("name", ["onnxruntime", "mindspore_lite"])
 @pytest.mark.parametrize(
-    "device", ["", "cpu:0", "ascend", "ascend:", "ascend:-1", "ascend:01", "ascend:0 ", "Ascend:0"]
+    "device", ["", "cpu:", "cpu:00", "ascend", "ascend:", "ascend:-1", "ascend:01", "ascend:0 ", "Ascend:0"]
 )
 def test_a_device_that_is_none_is_an_error(device: str, name: str, engine: Engine) -> None:
-    with pytest.raises(BuildError, match=r"^device: expected cpu or ascend:N, got '"):
+    with pytest.raises(BuildError, match=r"^device: expected cpu, cpu:N or ascend:N, got '"):
         ENGINES[name](Settings(1, device))
 
 

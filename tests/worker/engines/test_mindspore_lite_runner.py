@@ -6,7 +6,7 @@ import os
 import threading
 import time
 from pathlib import Path
-from typing import Any, Callable, Dict, List
+from typing import Any, Callable, Dict, FrozenSet, List, Set
 
 import numpy as np
 import pytest
@@ -79,6 +79,29 @@ def test_the_librarys_runner_cannot_be_built_twice_and_does_not_say_so(bare: Any
     runner = bare("fixed")
     runner.build_from_file(str(model("integers")), mslite.Context())
     assert runner.get_inputs()[0].name == "x"
+
+
+def cores() -> Set[FrozenSet[int]]:
+    """Where the threads of this process may run."""
+    return {frozenset(os.sched_getaffinity(int(task.name))) for task in Path("/proc/self/task").iterdir()}
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="there is only one core")
+def test_the_librarys_runner_takes_all_cores_and_is_brought_back_to_those_of_its_process(
+    bare: Any, fresh: Built
+) -> None:
+    before = os.sched_getaffinity(0)
+    own = frozenset([max(before)])
+    try:
+        os.sched_setaffinity(0, own)
+        bare("fixed")
+        assert os.sched_getaffinity(0) > own
+        os.sched_setaffinity(0, own)
+        fresh("fixed").predict({"x": ones(2, 3)})
+        assert cores() == {own}
+    finally:
+        for task in Path("/proc/self/task").iterdir():
+            os.sched_setaffinity(int(task.name), before)
 
 
 def test_the_librarys_runner_runs_shapes_of_a_rank_that_the_model_has_not(bare: Any, fresh: Built) -> None:

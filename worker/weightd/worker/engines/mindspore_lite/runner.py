@@ -9,6 +9,8 @@ not do beyond what a Model does not (`model`), measured on 2.0.0, and what this 
   not it runs all the same, and of one without elements the process dies: the shapes are looked at before.
 - Where the caller gives tensors for the outputs, a failure is lost and they have the answer before: none are given. It
   makes new ones for each predict, which no later one writes to.
+- Its build lets all threads of the process run on all cores of the host, whatever cores the process had: they are
+  brought back, unless an option binds them to others.
 - The first predict runs on all workers, one after another: that is the canary's.
 - A shape that cannot be leaves the worker that has tried it with the one before, and the next predict that comes to it
   has the answer to that: what has never run here runs alone, and after a failure nothing runs any more.
@@ -18,6 +20,9 @@ not do beyond what a Model does not (`model`), measured on 2.0.0, and what this 
 
 from __future__ import annotations
 
+import contextlib
+import os
+from pathlib import Path
 from typing import Any, Dict, List, Sequence, Set, Tuple
 
 from weightd.protocol.errors import InvalidArgument
@@ -55,6 +60,7 @@ class MindSporeLiteRunner(MindSporeLiteCpu):
     def build(self, model: str, *, pids: Sequence[str] = (), handle: str = "") -> None:
         """Build a new runner."""
         context, arguments = self._context(), self._options.arguments()
+        cores = os.sched_getaffinity(0)
         self._turns = Turns()
         self._forms: Set[Form] = set()
         self._is_spoilt = False
@@ -66,6 +72,8 @@ class MindSporeLiteRunner(MindSporeLiteCpu):
             # This lets go of the one before, as soon as its workers are idle.
             self._model = self._library.ModelParallelRunner()
             self._model.build_from_file(model, context)
+        if not (self._options.thread_affinity_mode or self._options.thread_affinity_cores):
+            _bring_back(cores)
         self._learn()
         self._accounted = self._log.size()
 
@@ -117,6 +125,14 @@ class MindSporeLiteRunner(MindSporeLiteCpu):
             with self._turns.alone():
                 pass
         self._accounted = size
+
+
+def _bring_back(cores: Set[int]) -> None:
+    """Have all threads of this process on these cores again."""
+    for task in Path("/proc/self/task").iterdir():
+        # One may have ended meanwhile.
+        with contextlib.suppress(ProcessLookupError):
+            os.sched_setaffinity(int(task.name), cores)
 
 
 def _check(signature: TensorSignature, shape: Tuple[int, ...]) -> None:
