@@ -52,6 +52,7 @@ _WRITERS: Mapping[str, Callable[[Path], Path]] = {
     "two_batches": models.two_batches,
     "integers": models.integers,
     "fixed": models.fixed,
+    "lengths": models.lengths,
 }
 
 

@@ -228,6 +228,70 @@ def loop(path: Path) -> Path:
     return save(path, [node], number[:1], number[1:], [zero])
 
 
+def patient(path: Path) -> Path:
+    """Input "n" INT64 [N] -> "y" INT64 [N] = n, found by counting to the largest n: each million takes a second or so.
+
+    For ONNX Runtime only.
+    """
+    scalar = [helper.make_tensor_value_info(name, TensorProto.INT64, []) for name in ("round", "so_far", "more")]
+    flags = [helper.make_tensor_value_info(name, TensorProto.BOOL, []) for name in ("going", "goes_on")]
+    body = helper.make_graph(
+        [
+            helper.make_node("Identity", ["going"], ["goes_on"]),
+            helper.make_node("Add", ["so_far", "one"], ["more"]),
+        ],
+        "count",
+        [scalar[0], flags[0], scalar[1]],
+        [flags[1], scalar[2]],
+        [numpy_helper.from_array(np.ones((), np.int64), "one")],
+    )
+    nodes = [
+        helper.make_node("ReduceMax", ["n"], ["largest"], keepdims=0),
+        helper.make_node("Loop", ["largest", "", "zero"], ["counted"], body=body),
+        helper.make_node("Sub", ["counted", "largest"], ["nothing"]),
+        helper.make_node("Add", ["n", "nothing"], ["y"]),
+    ]
+    n, y = (helper.make_tensor_value_info(name, TensorProto.INT64, ["N"]) for name in "ny")
+    return save(path, nodes, [n], [y], [numpy_helper.from_array(np.zeros((), np.int64), "zero")])
+
+
+def company(path: Path) -> Path:
+    """Input "x" FP32 [N, 1] -> "rows" FP32 [N, 1] = N: an answer tells how many rows were run together."""
+    nodes = [
+        helper.make_node("Mul", ["x", "zero"], ["zeros"]),
+        helper.make_node("Add", ["zeros", "one"], ["ones"]),
+        helper.make_node("ReduceSum", ["ones", "first"], ["sum"], keepdims=1),
+        helper.make_node("Add", ["zeros", "sum"], ["rows"]),
+    ]
+    constants = [_weight("zero", np.zeros(1, np.float32)), _weight("one", np.ones(1, np.float32))]
+    first = numpy_helper.from_array(np.zeros(1, np.int64), "first")
+    return save(path, nodes, [fp32("x", "N", 1)], [fp32("rows", "N", 1)], [*constants, first])
+
+
+def quantized(path: Path) -> Path:
+    """Input "x" FP32 [N, 64] -> "y" FP32 [N, 64], scaled by the largest value of all rows. For ONNX Runtime only."""
+    weights = (np.arange(64 * 64) % 251 - 125).astype(np.int8).reshape(64, 64)
+    nodes = [
+        helper.make_node("DynamicQuantizeLinear", ["x"], ["q", "scale", "zero"]),
+        helper.make_node("MatMulInteger", ["q", "w", "zero"], ["i"]),
+        helper.make_node("Cast", ["i"], ["f"], to=TensorProto.FLOAT),
+        helper.make_node("Mul", ["f", "scale"], ["y"]),
+    ]
+    weight = numpy_helper.from_array(weights, "w")
+    return save(path, nodes, [fp32("x", "N", 64)], [fp32("y", "N", 64)], [weight])
+
+
+def lengths(path: Path) -> Path:
+    """Input "x" FP32 [N, T] -> "y" FP32 [N, T] = relu(3 * x + 1): requests of many lengths are of as many forms."""
+    nodes = [
+        helper.make_node("Mul", ["x", "three"], ["product"]),
+        helper.make_node("Add", ["product", "one"], ["sum"]),
+        helper.make_node("Relu", ["sum"], ["y"]),
+    ]
+    constants = [_weight("three", np.full(1, 3, np.float32)), _weight("one", np.ones(1, np.float32))]
+    return save(path, nodes, [fp32("x", "N", "T")], [fp32("y", "N", "T")], constants)
+
+
 def random_output(path: Path) -> Path:
     """Input "x" FP32 [N, 4] plus noise from [0, 1) -> "y" FP32 [N, 4]: no two answers are equal.
 

@@ -1,0 +1,199 @@
+"""Requests that are run together: what each gets is what it would have got alone, whatever becomes of the others."""
+
+from __future__ import annotations
+
+import os
+import platform
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from testkit import models
+from testkit.service import Service
+from weightd.client import Client, DeadlineExceeded, Internal, InvalidArgument, Pending
+
+from .support import (
+    ONE_ENGINE,
+    Arrays,
+    Bare,
+    Load,
+    Question,
+    Zoo,
+    ask_all,
+    assert_same,
+    kill_a_worker,
+    mlp_inputs,
+    model_status,
+    ready_workers,
+)
+
+pytestmark = pytest.mark.e2e
+
+IN_FLIGHT = 32
+BATCHING = {"batching": {"max_rows": 16}}
+
+
+def texts(lengths: tuple[int, ...]) -> list[Arrays]:
+    """Return inputs of lengths."""
+    random = np.random.default_rng(10)
+    return [{"x": random.standard_normal((1 + at % 3, length), np.float32)} for at, length in enumerate(lengths)]
+
+
+def test_requests_that_run_together_have_the_bits_that_each_has_alone(engine: str, zoo: Zoo, bare: Bare) -> None:
+    mlp, lengths = zoo.path("mlp", engine), zoo.path("lengths", engine)
+    # Of two models, side by side; and of many forms: more rows than may be together, too, and other lengths.
+    asked = bare.questions(mlp, mlp_inputs((1, 2, 1, 3, 7, 1, 16, 1, 5, 17, 1)))
+    others = bare.questions(lengths, texts((5, 7, 5, 5, 7, 64, 5, 7)))
+    with Service({"mlp": {"path": mlp, **BATCHING}, "lengths": {"path": lengths, **BATCHING}}) as service:
+        service.ready()
+        with service.client() as client:
+            for _ in range(3):
+                pending = [client.submit("lengths", others[at % len(others)].inputs) for at in range(IN_FLIGHT)]
+                ask_all(client, "mlp", [asked[at % len(asked)] for at in range(IN_FLIGHT)])
+                for at, each in enumerate(pending):
+                    assert_same(each.result(), others[at % len(others)].answer)
+        assert "rows of requests" not in service.log
+        assert "not put together any more" not in service.log
+
+
+@ONE_ENGINE
+def test_nothing_is_lost_with_a_worker_that_runs_many_together(mlp: Path, questions: list[Question]) -> None:
+    with Service({"mlp": {"path": mlp, "workers": 2, "batching": {"max_rows": 64}}}) as service:
+        service.ready()
+        with Load(service.address, "mlp", questions, in_flight=IN_FLIGHT // 2) as load:
+            load.wait_for(4 * IN_FLIGHT)
+            kill_a_worker(service, load)
+        assert model_status(service, "mlp").failed == 0
+
+
+# --- those of ONNX Runtime alone: one worker each, so that it is known what waits for it ---------------------------
+
+ODD = ("integers", "patient", "negated", "company", "quantized")
+
+
+@pytest.fixture(scope="module")
+def odd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    directory = tmp_path_factory.mktemp("odd")
+    paths: dict[str, Path] = {name: getattr(models, name)(directory / f"{name}.onnx") for name in ODD}
+    tables = {name: {"path": path, **BATCHING} for name, path in paths.items()}
+    tables["too_patient"] = tables["patient"]
+    tables["loose"] = {"path": paths["company"], "batching": {"max_rows": 16, "exact": False}}
+    with Service(tables) as service:
+        service.ready()
+        yield service
+
+
+def of(name: str, *values: int) -> Arrays:
+    """Return a request of one row for each value."""
+    row = {"integers": ("ids", np.int64, 3), "patient": ("n", np.int64, 0), "negated": ("a", np.int32, 0)}
+    tensor, dtype, width = row[name]
+    array = np.array(values, dtype)
+    return {tensor: np.repeat(array[:, None], width, 1) if width else array}
+
+
+def value(pending: Pending) -> Any:
+    """Return the answer, which has one output."""
+    [array] = pending.result().values()
+    return array
+
+
+class Held:
+    """A block at the end of which the one worker of the model goes on: what is asked in it runs together.
+
+    But for the first request, which the worker has already.
+    """
+
+    def __init__(self, service: Service, client: Client, name: str, first: Arrays) -> None:
+        [self.worker] = ready_workers(service, name)
+        self._service, self._client, self._name, self._first = service, client, name, first
+
+    def __enter__(self) -> Held:
+        os.kill(self.worker.pid, signal.SIGSTOP)
+        self.first = self._client.submit(self._name, self._first)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._client.status()  # whatever was asked before has come
+        os.kill(self.worker.pid, signal.SIGCONT)
+
+
+def test_rows_that_hang_on_each_other_run_together_only_where_that_was_asked_for(odd: Service) -> None:
+    random = np.random.default_rng(11)
+    wide = [{"x": random.standard_normal((1 + at % 3, 64), np.float32) * 10**at} for at in range(4)]
+    counted = {"x": np.zeros((1, 1), np.float32)}
+    with odd.client() as client:
+        alone = [client.infer("quantized", each) for each in wide]
+        pending = [client.submit("quantized", each) for each in wide * 8]
+        for each, expected in zip(pending, alone * 8, strict=True):
+            assert_same(each.result(), expected)
+        rows: dict[str, list[float]] = {}
+        for name in ("company", "loose"):
+            with Held(odd, client, name, counted) as held:
+                asked = [client.submit(name, counted) for _ in range(IN_FLIGHT)]
+            rows[name] = [value(each).item() for each in (held.first, *asked)]
+    assert rows == {"company": [1] * (1 + IN_FLIGHT), "loose": [1] + [16] * IN_FLIGHT}
+    for name in ("company.1: rows of requests: output rows", "quantized.1: rows of requests: output y"):
+        assert name in odd.log
+
+
+def test_of_those_that_run_together_only_the_one_fails_that_would_alone(odd: Service) -> None:
+    with odd.client() as client:
+        expected = [client.infer("integers", of("integers", number % 16, 3)) for number in range(7)]
+        with Held(odd, client, "integers", of("integers", 1)) as held:
+            pending = [client.submit("integers", of("integers", number % 16, 3)) for number in range(3)]
+            guilty = client.submit("integers", of("integers", 2, 16))
+            pending += [client.submit("integers", of("integers", number % 16, 3)) for number in range(3, 7)]
+        for each, answer in zip(pending, expected, strict=True):
+            assert_same(each.result(), answer)
+        with pytest.raises(InvalidArgument, match="out of data bounds"):
+            guilty.result()
+        held.first.result()
+    status = model_status(odd, "integers")
+    assert (status.failed, status.deaths) == (1, 0)
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="elsewhere a division that overflows is no trap")
+def test_one_that_kills_costs_three_workers_and_no_answer_of_those_that_ran_with_it(odd: Service) -> None:
+    with odd.client() as client:
+        with Held(odd, client, "negated", of("negated", 1)):
+            pending = [client.submit("negated", of("negated", number, 5)) for number in range(4)]
+            guilty = client.submit("negated", of("negated", -(2**31)))
+            pending += [client.submit("negated", of("negated", number, 5)) for number in range(4, 7)]
+        for number, each in enumerate(pending):
+            assert value(each).tolist() == [-number, -5]
+        with pytest.raises(Internal, match="was on 2 workers when they died, the last one killed by SIGFPE"):
+            guilty.result()
+    status = model_status(odd, "negated")
+    assert (status.failed, status.deaths) == (1, 3)
+
+
+# Of what was slow before it is known: each has a model of its own.
+@pytest.mark.parametrize(("model", "then"), [("patient", signal.SIGCONT), ("too_patient", signal.SIGKILL)])
+def test_members_end_by_themselves_while_their_job_runs_whatever_becomes_of_it(
+    odd: Service, model: str, then: int
+) -> None:
+    with odd.client() as client:
+
+        def ask(number: int, timeout: float = 60.0) -> Pending:
+            return client.submit(model, of("patient", number), timeout=timeout)
+
+        # So that it is known of jobs of few rows, and of many, that they are quick: no deadline speaks against one.
+        for each in [ask(1) for _ in range(4 * IN_FLIGHT)]:
+            each.result()
+        with Held(odd, client, model, of("patient", 2)) as held:
+            pending = [ask(number) for number in (3, 200_000, 4)]
+            late, taken_back = ask(5, timeout=0.5), ask(6)
+            pending.append(ask(7))
+        assert value(held.first).tolist() == [2]
+        os.kill(held.worker.pid, signal.SIGSTOP)
+        taken_back.cancel()
+        with pytest.raises(DeadlineExceeded, match="was running at its deadline"):
+            late.result()
+        os.kill(held.worker.pid, then)
+        assert [value(each).tolist() for each in pending] == [[3], [200_000], [4], [7]]
+    status = model_status(odd, model)
+    assert (status.failed, status.deaths, status.queued) == (2, int(then == signal.SIGKILL), 0)
