@@ -1,0 +1,97 @@
+"""A request that runs in parts on two sets of cores: it has the answer that it has in one piece, or one error."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from testkit.service import Service
+from testkit.waiting import until
+from weightd.client import Client, DeadlineExceeded, Pending
+
+from .support import (
+    ONE_ENGINE,
+    Bare,
+    Question,
+    ask_all,
+    assert_same,
+    mlp_inputs,
+    model_status,
+    ready_workers,
+)
+
+CORES = sorted(os.sched_getaffinity(0))[:2]
+SETS = {f"cpu:{number}": {"cpus": str(core)} for number, core in enumerate(CORES)}
+PART_ROWS = 8
+
+pytestmark = [pytest.mark.e2e, pytest.mark.skipif(len(SETS) < 2, reason="there is only one core")]
+
+
+@pytest.fixture(scope="module")
+def service(mlp: Path) -> Iterator[Service]:
+    table = {"path": mlp, "devices": list(SETS), "split": {"part_rows": PART_ROWS}, "batching": {"max_rows": PART_ROWS}}
+    with Service({"mlp": table}, devices=SETS) as service:
+        service.ready()
+        yield service
+
+
+@pytest.fixture(scope="module")
+def asked(mlp: Path, bare: Bare) -> list[Question]:
+    """No remainder, one, less than there are devices or than a part has, and what may run with others."""
+    return bare.questions(mlp, mlp_inputs((64, 61, 1, 8, 9, 2, 16)))
+
+
+class Stopped:
+    """The worker of one device stands still: what is asked ends only with what that runs, or without it."""
+
+    def __init__(self, service: Service, client: Client) -> None:
+        self._service, self._client = service, client
+        self.pid = next(each.pid for each in ready_workers(service, "mlp") if each.device == "cpu:1")
+        os.kill(self.pid, signal.SIGSTOP)
+
+    def submit(self, question: Question, timeout: float = 60.0) -> Pending:
+        """Ask; return when the other device has nothing left to do."""
+        pending = self._client.submit("mlp", question.inputs, timeout=timeout)
+
+        def is_alone() -> bool:
+            busy = {each.device: each.in_flight for each in ready_workers(self._service, "mlp")}
+            return busy["cpu:1"] > 0 and busy["cpu:0"] == 0
+
+        until(is_alone, "only what the stopped worker has is left")
+        return pending
+
+
+def test_in_parts_it_has_the_bits_of_one_piece(service: Service, asked: list[Question]) -> None:
+    with service.client() as client:
+        ask_all(client, "mlp", asked * 3)
+    assert model_status(service, "mlp").failed == 0
+    assert "rows of requests" not in service.log
+
+
+def test_what_a_lost_device_had_runs_on_the_other(service: Service, asked: list[Question]) -> None:
+    with service.client() as client:
+        stopped = Stopped(service, client)
+        pending = stopped.submit(asked[1])
+        os.kill(stopped.pid, signal.SIGKILL)
+        assert_same(pending.result(), asked[1].answer)
+        service.ready()
+        ask_all(client, "mlp", asked)
+    assert (model_status(service, "mlp").deaths, model_status(service, "mlp").failed) == (1, 0)
+
+
+@ONE_ENGINE
+def test_all_of_it_has_one_deadline_and_is_taken_back_at_once(service: Service, asked: list[Question]) -> None:
+    with service.client() as client:
+        stopped = Stopped(service, client)
+        late = stopped.submit(asked[0], timeout=0.5)
+        with pytest.raises(DeadlineExceeded, match="was running at its deadline"):
+            late.result()
+        stopped.submit(asked[1]).cancel()
+        os.kill(stopped.pid, signal.SIGCONT)
+        ask_all(client, "mlp", asked)
+    status = model_status(service, "mlp")
+    assert (status.failed, status.queued) == (2, 0)
