@@ -11,7 +11,7 @@ import pytest
 
 from testkit.service import Service
 from testkit.waiting import until
-from weightd.client import Client, DeadlineExceeded, Pending
+from weightd.client import Client, DeadlineExceeded, InvalidArgument, Pending
 
 from .support import (
     ONE_ENGINE,
@@ -26,14 +26,14 @@ from .support import (
 
 CORES = sorted(os.sched_getaffinity(0))[:2]
 SETS = {f"cpu:{number}": {"cpus": str(core)} for number, core in enumerate(CORES)}
-PART_ROWS = 8
+SPLIT = {"split": {"part_rows": 8, "max_rows": 64}, "batching": {"max_rows": 8}}
 
 pytestmark = [pytest.mark.e2e, pytest.mark.skipif(len(SETS) < 2, reason="there is only one core")]
 
 
 @pytest.fixture(scope="module")
 def service(mlp: Path) -> Iterator[Service]:
-    table = {"path": mlp, "devices": list(SETS), "split": {"part_rows": PART_ROWS}, "batching": {"max_rows": PART_ROWS}}
+    table = {"path": mlp, "devices": list(SETS), **SPLIT}
     with Service({"mlp": table}, devices=SETS) as service:
         service.ready()
         yield service
@@ -50,6 +50,7 @@ class Stopped:
 
     def __init__(self, service: Service, client: Client) -> None:
         self._service, self._client = service, client
+        until(lambda: not any(each.in_flight for each in ready_workers(service, "mlp")), "nothing runs")
         self.pid = next(each.pid for each in ready_workers(service, "mlp") if each.device == "cpu:1")
         os.kill(self.pid, signal.SIGSTOP)
 
@@ -68,6 +69,8 @@ class Stopped:
 def test_in_parts_it_has_the_bits_of_one_piece(service: Service, asked: list[Question]) -> None:
     with service.client() as client:
         ask_all(client, "mlp", asked * 3)
+        with pytest.raises(InvalidArgument, match=r"input x: expected at most 64 rows \(split.max_rows of the model"):
+            client.infer("mlp", mlp_inputs((65,))[0])
     assert model_status(service, "mlp").failed == 0
     assert "rows of requests" not in service.log
 
@@ -87,10 +90,13 @@ def test_what_a_lost_device_had_runs_on_the_other(service: Service, asked: list[
 def test_all_of_it_has_one_deadline_and_is_taken_back_at_once(service: Service, asked: list[Question]) -> None:
     with service.client() as client:
         stopped = Stopped(service, client)
+        stopped.submit(asked[1]).cancel()
+        os.kill(stopped.pid, signal.SIGCONT)
+        ask_all(client, "mlp", asked)
+        stopped = Stopped(service, client)
         late = stopped.submit(asked[0], timeout=0.5)
         with pytest.raises(DeadlineExceeded, match="was running at its deadline"):
             late.result()
-        stopped.submit(asked[1]).cancel()
         os.kill(stopped.pid, signal.SIGCONT)
         ask_all(client, "mlp", asked)
     status = model_status(service, "mlp")
