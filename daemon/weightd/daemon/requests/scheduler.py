@@ -84,8 +84,8 @@ class Scheduler:
         # The requests that run in parts and have not ended, by their numbers.
         self._cuts: dict[int, Cut] = {}
         self._part_numbers = itertools.count(_FIRST_PART)
-        # The last job was of a request that had begun before.
-        self._went_on = False
+        # The last job was a part of a request.
+        self._was_part = False
         self._times = Times()
         self._seats: dict[str, Seat] = {}
         # Those that take jobs. One that is not among them gets nothing new but may still answer.
@@ -243,7 +243,6 @@ class Scheduler:
                 self._late.append(request)
                 self.end_whole(request)
                 continue
-            self._went_on = queue is self._begun
             yield seat, self._give(seat, request, now)
 
     def expire(self, now: float) -> list[tuple[Request, RequestError]]:
@@ -372,7 +371,7 @@ class Scheduler:
                 yield queue
             return
         begun = self._begun
-        waits = queue is not None and (self._went_on or _precedes(queue.first, begun.first))
+        waits = queue is not None and (self._was_part or _precedes(queue.first, begun.first))
         for each in (queue, begun) if waits else (begun, queue):
             if each is not None:
                 yield each
@@ -392,10 +391,13 @@ class Scheduler:
         return self._begun if request.number in self._cuts else self._queue
 
     def _turn(self, now: float) -> tuple[Waiting, Seat] | None:
-        """The queue whose first request runs now, and where."""
-        for queue in self._turns():
+        """The queue whose first request runs now, and where.
+
+        Nothing is made ready that would run before the one whose turn it is.
+        """
+        for index, queue in enumerate(self._turns()):
             seat = self._freest(queue.first, now)
-            if seat is not None:
+            if seat is not None and (seat.is_free or not index):
                 return queue, seat
         return None
 
@@ -424,6 +426,7 @@ class Scheduler:
         """Have the seat run a request, as soon as it has nothing before it."""
         job = Job.of((Part(request.number, request),)) if seat.terms is WHOLE else self._formed(seat, request, now)
         seat.give(job, now)
+        self._was_part = job.number >= _FIRST_PART
         look = job.began + self._predict_timeout if job.has_begun else seat.since + QUICK_S
         if look < self._look:
             self._look = look

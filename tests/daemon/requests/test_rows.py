@@ -1,0 +1,186 @@
+"""What shares a job, what is cut, whose turn it is, and how answers are put together."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+
+from weightd.daemon.requests.request import Company, Origin, Request
+from weightd.daemon.requests.rows.forming import LONG_S, Group, rows_of_part, together
+from weightd.daemon.requests.rows.joining import Piece, joined
+from weightd.daemon.requests.rows.terms import RowTerms
+from weightd.daemon.requests.rows.times import Times
+from weightd.daemon.requests.scheduler import Scheduler
+from weightd.protocol.errors import Internal
+from weightd.protocol.messages.data import RequestDescription, ResponseDescription, TensorSpec
+
+ROWS = RowTerms(inputs=frozenset("x"), outputs=frozenset("y"), max_rows=8)
+CUT = replace(ROWS, part_rows=4)
+FAST, SLOW = "cpu:0", "cpu:1"
+
+_numbers = itertools.count(1)
+
+
+def request(rows: int = 1, width: int = 1, deadline: float = 1e9, level: int = 0, far: str = "") -> Request:
+    number = next(_numbers)
+    asked = RequestDescription("m", (TensorSpec("x", "FP32", (rows, width)),))
+    frames = [bytes(4 * rows * width)]
+    return Request(
+        number, b"c", f"id{number}", asked, frames, 0.0, deadline, len(frames[0]), Origin(far, far), level=level
+    )
+
+
+def group(first: Request, *others: Request, terms: RowTerms = ROWS, times: Times | None = None) -> Group:
+    return together(first, [first, *others], terms, FAST, times or Times(), 0.0)
+
+
+def scheduler(terms: RowTerms, *requests: Request, seats: int = 1) -> Scheduler:
+    made = Scheduler(1000, 10**9, levels=2)
+    for number in range(seats):
+        made.enlist(f"w{number}", (f"w{number}",), device=FAST, terms=terms)
+    for each in requests:
+        made.submit(each, 0.0)
+    return made
+
+
+def jobs(made: Scheduler, count: int = 1000) -> list[list[tuple[int, int]]]:
+    """Run so many jobs, one after another on each seat; return each as pairs of request and rows."""
+    seen: list[list[tuple[int, int]]] = []
+    running = [*made.assign(0.0)]
+    while running and len(seen) < count:
+        seat, job = running.pop(0)
+        seen.append([(part.request.number, part.rows or job.rows) for part in job.parts.values()])
+        for number in [*job.parts]:
+            made.finish(seat.name, number, 0.0)
+        running += made.assign(0.0)
+    return seen
+
+
+# --- what shares a job ----------------------------------------------------------------------------------------------
+
+
+def test_what_waits_and_differs_in_its_rows_alone_goes_together_up_to_the_bound() -> None:
+    first, wide, two, alone, five, one = request(2), request(1, 9), request(2), request(), request(5), request()
+    alone.narrow(Company.ALONE)
+    assert group(first, wide, two, alone, one) == ([first, two, one], 5, False)
+    # Once something did not fit, the job is full: what comes later shall not overtake it.
+    assert group(first, wide, two, five, one) == ([first, two], 4, True)
+    assert group(request(8), one).is_full
+
+
+def test_where_answers_may_differ_only_one_user_s_requests_go_together() -> None:
+    ann, bob, other = request(far="ann"), request(far="bob"), request(far="ann")
+    assert group(ann, bob, other).requests == [ann, bob, other]
+    assert group(ann, bob, other, terms=replace(ROWS, is_exact=False)).requests == [ann, other]
+
+
+def test_nobody_misses_a_deadline_for_company() -> None:
+    times, kind = Times(), ROWS.form(request().description)
+    assert kind is not None
+    times.add(FAST, kind.kind, 1, 0.01)
+    times.add(FAST, kind.kind, 3, 0.02)
+    hasty, first, patient = request(deadline=0.015), request(deadline=0.025), request()
+    assert group(first, hasty, patient, times=times).requests == [first, patient]
+    assert group(hasty, first, patient, times=times).requests == [hasty]
+
+
+def test_while_another_shape_waits_a_job_takes_no_longer_than_that_is_asked_to_wait() -> None:
+    times, form = Times(), ROWS.form(request().description)
+    assert form is not None
+    for rows in (1, 2, 4, 8):
+        times.add(FAST, form.kind, rows, 0.4 * LONG_S * rows)
+    same = [request() for _ in range(6)]
+    assert group(*same, times=times).rows == 6
+    assert group(same[0], request(1, 9), *same[1:], times=times).rows == 2
+
+
+def test_a_look_at_what_waits_has_an_end() -> None:
+    first, others = request(), [request(1, 9) for _ in range(64)]
+    assert group(first, *others[:63], request()).rows == 2
+    assert group(first, *others, request()).rows == 1
+
+
+# --- whose turn it is -----------------------------------------------------------------------------------------------
+
+
+def test_no_shape_waits_longer_than_one_job_of_each_other_shape_that_came_before() -> None:
+    waiting = [request(1, width) for _ in range(20) for width in (1, 2, 3)]
+    ran = jobs(scheduler(ROWS, *waiting))
+    widths = [next(each for each in waiting if each.number == job[0][0]).description.inputs[0].shape[1] for job in ran]
+    assert widths == [1, 2, 3] * 2 + [1, 2, 3]
+    assert sorted(number for job in ran for number, _ in job) == [each.number for each in waiting]
+
+
+def test_a_request_that_runs_in_parts_takes_turns_with_all_others() -> None:
+    large, larger, *small = request(20), request(12), request(3, 2), request(1, 3), request(2, 4)
+    ran = [number for job in jobs(scheduler(CUT, large, larger, *small)) for number, _ in job]
+    first, second, third = (each.number for each in small)
+    both = [large.number, larger.number]
+    assert ran[:7] == [*both, first, large.number, second, larger.number, third]
+    assert [ran.count(each.number) for each in (large, larger)] == [5, 3]
+
+
+def test_a_higher_priority_goes_before_what_has_begun() -> None:
+    large, urgent = request(12, level=1), request(level=0)
+    made = scheduler(CUT, large)
+    assert [job.requests for _, job in made.assign(0.0)] == [[large], [large]]
+    made.submit(urgent, 0.0)
+    made.finish("w0", 2**62, 0.0)
+    # What is ready there runs first; nothing more of it is made ready before what is urgent.
+    assert list(made.assign(0.0)) == []
+    made.finish("w0", 2**62 + 1, 0.0)
+    assert [job.requests for _, job in made.assign(0.0)] == [[urgent], [large]]
+
+
+def test_a_job_that_may_grow_waits_for_a_free_seat_and_a_full_one_does_not() -> None:
+    made = scheduler(ROWS, request(), *(request() for _ in range(7)))
+    assert [job.count for _, job in made.assign(0.0)] == [8]
+    made.submit(request(), 0.0)
+    assert list(made.assign(0.0)) == []
+    for _ in range(7):
+        made.submit(request(), 0.0)
+    assert [job.count for _, job in made.assign(0.0)] == [8]
+
+
+# --- parts ----------------------------------------------------------------------------------------------------------
+
+
+def test_parts_are_of_the_speed_of_their_devices_and_never_long() -> None:
+    times, terms = Times(), replace(CUT, part_rows=1000)
+    form = terms.form(request(100).description)
+    assert form is not None
+    assert rows_of_part(terms, form, FAST, [FAST, SLOW], times) == 50
+    times.add(FAST, form.kind, 100, 0.01)
+    times.add(SLOW, form.kind, 100, 0.03)
+    assert rows_of_part(terms, form, FAST, [FAST, SLOW], times) == 75
+    assert rows_of_part(terms, form, SLOW, [FAST, SLOW], times) == 25
+    assert rows_of_part(replace(terms, sizes=(8, 16)), form, SLOW, [FAST, SLOW], times) == 16
+    assert rows_of_part(replace(terms, sizes=(64,)), form, SLOW, [FAST, SLOW], times) == 64
+    slow = Times()
+    slow.add(FAST, form.kind, 100, 100 * LONG_S)
+    assert rows_of_part(terms, form, FAST, [FAST, SLOW], slow) == 1
+
+
+def piece(rows: int, y: bytes, t: bytes = b"t", shape: tuple[int, ...] = (2,)) -> Piece:
+    outputs = TensorSpec("y", "UINT8", (rows, *shape)), TensorSpec("t", "UINT8", (1,))
+    return Piece(rows, ResponseDescription("m", outputs), [y, t])
+
+
+def test_answers_are_put_together_in_the_order_of_the_rows() -> None:
+    description, frames = joined([piece(1, b"aa"), piece(2, b"bbcc")], "y")
+    assert ([each.shape for each in description.outputs], frames) == ([(3, 2), (1,)], [b"aabbcc", b"t"])
+
+
+@pytest.mark.parametrize(
+    ("other", "text"),
+    [
+        (piece(1, b"b", shape=(1,)), r"^output y of a part: expected y UINT8 \[1, 2\], got y UINT8 \[1, 1\]$"),
+        (piece(1, b"bb", b"u"), "^output t has no rows, and is not the same for each part of the request$"),
+        (Piece(1, ResponseDescription("m", ()), []), r"^output y of a part: expected y UINT8 \[1, 2\], got none$"),
+    ],
+)
+def test_answers_that_do_not_fit_together_are_an_error(other: Piece, text: str) -> None:
+    with pytest.raises(Internal, match=text):
+        joined([piece(1, b"aa"), other], "y")
