@@ -114,6 +114,11 @@ def test_below_the_processes_stands_who_is_on_which_set_of_cores() -> None:
     assert lines(of_digits(processes=tuple(there)))[10:12] == ["    on cpu:0: w1, w3", "    on cpu:1: w2"]
 
 
+def test_below_the_processes_stands_who_runs_several_predicts_at_once() -> None:
+    there = [replace(each, concurrency=4) for each in (HOLDER, *WORKERS)]
+    assert lines(of_digits(processes=tuple(there)))[9] == "    4 predicts at once: w1, w2"
+
+
 def test_a_loading_model_shows_how_far_it_is_and_a_failed_one_its_cause() -> None:
     assert lines(LOADING, FAILED)[2:] == [
         "large: ATTACHING, mindspore_lite, /models/large.mindir",

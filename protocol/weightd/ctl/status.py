@@ -209,6 +209,7 @@ def _generation(generation: GenerationStatus, prefix: str) -> Iterator[str]:
         if process.note:
             yield from paragraph(_short(process.name, prefix), process.note, "    ")
     yield from _places(generation, prefix)
+    yield from _concurrent(generation, prefix)
     yield from _origins(generation, prefix)
     if generation.note:
         yield from paragraph("note", generation.note, "    ")
@@ -223,6 +224,16 @@ def _places(generation: GenerationStatus, prefix: str) -> Iterator[str]:
             places.setdefault(process.device, []).append(_short(process.name, prefix))
     for device, names in places.items():
         yield from paragraph(f"on {clean(device)}", ", ".join(names), "    ")
+
+
+def _concurrent(generation: GenerationStatus, prefix: str) -> Iterator[str]:
+    """Who runs more than one predict at once: a paragraph for each number."""
+    numbers: Dict[int, List[str]] = {}
+    for process in generation.processes:
+        if process.concurrency > 1 and process.role != "holder":
+            numbers.setdefault(process.concurrency, []).append(_short(process.name, prefix))
+    for number, names in numbers.items():
+        yield from paragraph(f"{number} predicts at once", ", ".join(names), "    ")
 
 
 def _origins(generation: GenerationStatus, prefix: str) -> Iterator[str]:

@@ -243,7 +243,9 @@ class Crew:
 
     def _enlist(self, name: str, generation: Generation) -> None:
         terms = rows.terms(self._config, generation)
-        self._desk.enlist(name, device=generation.children[name].device, terms=terms)
+        child = generation.children[name]
+        concurrency = child.hello.concurrency if child.hello is not None else 1
+        self._desk.enlist(name, device=child.device, terms=terms, concurrency=concurrency)
 
     def _rate(self, generation: Generation) -> None:
         terms = rows.terms(self._config, generation)

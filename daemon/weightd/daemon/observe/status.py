@@ -172,6 +172,7 @@ def _generation(
 
 def _process(model: Model, generation: Generation, child: Child, pid: int, survey: Survey) -> ProcessStatus:
     latencies = model.desk.by_process.get(child.name)
+    hello = child.hello
     is_spare = child.state is ChildState.READY and child.name not in generation.enlisted
     return ProcessStatus(
         name=child.name,
@@ -186,9 +187,10 @@ def _process(model: Model, generation: Generation, child: Child, pid: int, surve
         shared_bytes=child.shared_bytes,
         note=clip(child.note),
         own_bytes=survey.own(pid),
-        origin=child.hello.origin if child.hello is not None else None,
-        origin_note=clip(child.hello.origin_note) if child.hello is not None else "",
+        origin=hello.origin if hello is not None else None,
+        origin_note=clip(hello.origin_note) if hello is not None else "",
         device=child.device,
+        concurrency=hello.concurrency if hello is not None else 1,
     )
 
 

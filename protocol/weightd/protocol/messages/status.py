@@ -26,7 +26,8 @@ class ProcessStatus:
     `own_bytes` is what no other process has in memory, `shared_bytes` what it shares of the model.
     `origin` is how it came to be, absent while it has said nothing: by an interpreter of its own, `forked` of a fork
     server, or of the `template` that has built its model; `origin_note` why it was not forked. `device` is where it
-    runs: that of its generation, or one of the sets of cores that have this copy of the weights in common.
+    runs: that of its generation, or one of the sets of cores that have this copy of the weights in common. It runs
+    `concurrency` predicts at once.
     """
 
     name: str = field(metadata=text(limits.MAX_NAME_BYTES))
@@ -44,6 +45,7 @@ class ProcessStatus:
     origin: Optional[str] = field(default=None, metadata=one_of(ORIGINS))
     origin_note: str = field(default="", metadata=text(limits.MAX_TEXT_BYTES, empty=True))
     device: str = field(default="", metadata=text(limits.MAX_NAME_BYTES, empty=True))
+    concurrency: int = field(default=1, metadata=integer(1, limits.MAX_CONCURRENCY))
 
 
 @dataclass(frozen=True)
