@@ -13,7 +13,7 @@ from testkit.fakedaemon import FakeDaemon, Handler, address, client, daemon, dir
 from weightd.ctl.__main__ import main
 from weightd.protocol.codec import encode
 from weightd.protocol.messages.data import Error, InferResponse, ResponseDescription, TensorSpec
-from weightd.protocol.messages.status import StatusResponse
+from weightd.protocol.messages.status import ExecutionsStatus, ModelStatus, StatusResponse
 from weightd.protocol.messages.types import ClientMessage
 
 __all__ = ["address", "client", "daemon", "directory"]
@@ -87,3 +87,10 @@ def outputs(*named: Any) -> Handler:
         ]
 
     return handle
+
+
+def counted(message: ClientMessage, served: int, executions: int, cut: int = 0) -> List[List[Any]]:
+    """Answer a question for the status: what has been run of the model m."""
+    ran = ExecutionsStatus(executions, cut=cut)
+    model = ModelStatus("m", "fake", "/m", "serving", 0, served, 0, (), executions=ran)
+    return [encode(StatusResponse(message.id, "9.9", "running", 1, 1.0, 1, (model,)))]

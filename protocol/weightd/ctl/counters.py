@@ -13,17 +13,19 @@ class Counted(NamedTuple):
     Attributes:
         requests: how many were answered.
         executions: in how many executions: fewer, where some were run together; more, where some were cut.
+        cut: how many requests were.
     """
 
     requests: int
     executions: int
+    cut: int
 
 
 def counted(status: StatusResponse, name: str) -> Optional[Counted]:
     """Return what is told of a model; None where there is none, or nothing is told."""
     for model in status.models:
         if model.name == name and model.executions is not None:
-            return Counted(model.served, model.executions.count)
+            return Counted(model.served, model.executions.count, model.executions.cut)
     return None
 
 
@@ -34,8 +36,6 @@ def per_execution(before: Optional[Counted], after: Optional[Counted]) -> Option
     return (after.requests - before.requests) / (after.executions - before.executions)
 
 
-def is_split(before: Optional[Counted], after: Optional[Counted]) -> bool:
-    """Whether a request was run in several executions; not where nothing is known of that."""
-    if before is None or after is None:
-        return False
-    return after.executions - before.executions > after.requests - before.requests
+def is_cut(before: Optional[Counted], after: Optional[Counted]) -> bool:
+    """Whether a request was run in parts; not where nothing is known of that."""
+    return before is not None and after is not None and after.cut > before.cut

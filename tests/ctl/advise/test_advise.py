@@ -20,9 +20,10 @@ from weightd.ctl.advise.rule import Advice, Size, Verdict
 from weightd.protocol.codec import encode
 from weightd.protocol.messages.control import ModelMetadata, ModelMetadataResponse, ModelReady, ReadyResponse
 from weightd.protocol.messages.data import Error, Infer, InferResponse, ResponseDescription, TensorSignature, TensorSpec
+from weightd.protocol.messages.status import Status
 from weightd.protocol.messages.types import ClientMessage
 
-from ..conftest import Ctl, fails
+from ..conftest import Ctl, counted, fails
 
 X = TensorSignature("x", "FP32", (-1, -1))
 IDS = TensorSignature("ids", "INT64", (-1,))
@@ -110,6 +111,21 @@ def test_what_speaks_against_it_is_told(ctl: Ctl, daemon: FakeDaemon, then: Hand
     ran = ctl("advise", "m", "--shape", "x=1,8", *QUICK)
     assert ran.status == exits.OK
     assert words in ran.out
+
+
+def test_what_the_daemon_cuts_is_no_single_execution(ctl: Ctl, daemon: FakeDaemon) -> None:
+    cut: List[str] = []
+
+    def cuts(message: ClientMessage, tensors: Sequence[bytes]) -> Any:
+        if isinstance(message, Status):
+            return counted(message, 1, 1, len(cut))
+        if isinstance(message, Infer) and message.description.inputs[0].shape[0] > 2:
+            cut.append(message.id)
+        return serves()(message, tensors)
+
+    daemon.handle = cuts
+    ran = ctl("advise", "m", *QUICK, "--json")
+    assert [size["split"] for size in json.loads(ran.out)["sizes"]] == [False, False, True]
 
 
 def test_rows_may_come_from_a_file_in_turn(ctl: Ctl, daemon: FakeDaemon, tmp_path: Path) -> None:

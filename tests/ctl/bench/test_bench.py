@@ -18,9 +18,10 @@ from weightd.ctl.bench.windows import Level
 from weightd.protocol.codec import encode
 from weightd.protocol.messages.control import ModelMetadata, ModelMetadataResponse
 from weightd.protocol.messages.data import Cancel, Error, Infer, TensorSignature, TensorSpec
+from weightd.protocol.messages.status import Status
 from weightd.protocol.messages.types import ClientMessage
 
-from ..conftest import Ctl, fails
+from ..conftest import Ctl, counted, fails
 
 INPUTS = (TensorSignature("x", "FP32", (-1, -1)), TensorSignature("ids", "INT64", (-1,)))
 
@@ -56,6 +57,20 @@ def test_bench_asks_with_the_shapes_that_it_is_told_and_measures(ctl: Ctl, daemo
     assert {each.description.inputs for each in seen if isinstance(each, Infer)} == {
         (TensorSpec("x", "FP32", (3, 4)), TensorSpec("ids", "INT64", (3,)))
     }
+
+
+def test_how_many_ran_together_is_what_the_daemon_has_counted(ctl: Ctl, daemon: FakeDaemon) -> None:
+    asked = itertools.count()
+
+    def counts(message: ClientMessage, tensors: Sequence[bytes]) -> Any:
+        if isinstance(message, Status):
+            number = next(asked)
+            return counted(message, 70 * number, 10 * number)
+        return serves()(message, tensors)
+
+    daemon.handle = counts
+    ran = ctl("bench", "m", "--rows", "2", "--in-flight", "2", "--seconds", "0.2", "--json")
+    assert [level["rows_per_execution"] for level in json.loads(ran.out)["levels"]] == [14.0]
 
 
 def test_errors_are_counted_and_are_no_answers(ctl: Ctl, daemon: FakeDaemon) -> None:

@@ -13,7 +13,7 @@ from weightd.ctl.advise.evidence import Evidence
 from weightd.ctl.advise.rounds import Slice, block, blocks
 from weightd.ctl.advise.rule import Size
 from weightd.ctl.advise.source import FromFile, MadeUp
-from weightd.ctl.counters import counted, is_split
+from weightd.ctl.counters import counted, is_cut
 from weightd.ctl.samples import Arrays
 from weightd.protocol.errors import Internal, InvalidArgument
 
@@ -106,7 +106,7 @@ class Measuring:
             else:
                 accepted.append(size)
                 after = counted(self._client.status(), self._plan.model)
-                self._split[size] = is_split(before, after)
+                self._split[size] = is_cut(before, after)
         return accepted
 
     def _block(self, sizes: Sequence[int], number: int) -> Iterator[Slice]:
