@@ -127,7 +127,18 @@ def test_only_numbers_of_rows_that_there_may_be_are_run() -> None:
     known = canary.run(engine, cases.of(SIGNATURE, 2))
     assert found(engine, rows=8, known=known, sizes=(2, 4, 8, 16)).equal
     assert {len(each["x"]) for each in engine.asked} == {2, 4, 8}
-    assert evidence.digest_of(engine, known.cases, 8, (2, 4, 8)) == evidence.digest_of(engine, known.cases, 9, (8,))
+
+
+def test_a_predict_that_each_process_repeats_is_one_that_was_tried() -> None:
+    engine = fake(lambda x: x)
+    for rows, sizes, expected in ((8, (), 8), (300, (), 7), (8, (2, 4, 8), 8), (9, (4, 8), 8), (256, (128, 256), 128)):
+        assert evidence.digest_of(engine, cases.of(SIGNATURE, 1), rows, sizes)
+        assert len(engine.asked[-1]["x"]) == expected
+    # Rows of many bytes are fewer, here as there.
+    width = 2**23
+    signature = ModelSignature((TensorSignature("x", "INT8", (-1, width)),), (Y,))
+    engine = fake(lambda x: x[:, :3], signature)
+    evidence.digest_of(engine, ({"x": (1, width)},), 300)
     assert len(engine.asked[-1]["x"]) == 8
 
 

@@ -99,7 +99,8 @@ def digest_of(
     Raises:
         RequestError: the model does not run on them.
     """
-    count = max([size for size in sizes if size <= _MAX_DIGEST_ROWS], default=min([_MAX_DIGEST_ROWS, rows, *sizes]))
+    tried = _sizes(rows, sizes, Questions(engine.signature, cases[0], most=1).row_bytes)
+    count = next((size for size in tried if size <= _MAX_DIGEST_ROWS), tried[-1])
     questions = Questions(engine.signature, cases[0], sample, most=count)
     answer = engine.predict(questions.of([index % questions.count for index in range(count)]))
     return canary.of(({},), [answer]).digest
