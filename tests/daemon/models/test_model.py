@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import signal
 from collections.abc import Callable
@@ -60,9 +61,11 @@ EXACT, ANYWAY = Batching(8), Batching(8, exact=False)
         (EXACT, {"batching": ANYWAY}, 8),
         (EXACT, {"batching": Batching()}, 1),
         (EXACT, {"split": Split(4)}, 8),
+        (EXACT, {"default_priority": 1}, 8),
         (EXACT, {"batching": Batching(9)}, None),
         (EXACT, {"split": Split(5)}, None),
         (EXACT, {"threads": 2}, None),
+        (EXACT, {"priority_levels": 2}, None),
         (EXACT, {"batching": Batching(8, sizes=(8,))}, None),
         (ANYWAY, {"batching": EXACT}, None),
         (Batching(), {"batching": ANYWAY}, None),
@@ -82,6 +85,16 @@ def test_other_requests_go_together_without_a_load_as_far_as_that_was_tested(
         assert (stage.model.config, seat.terms.part_rows) == (config, config.split.part_rows)
         # Nothing is forgotten.
         assert stage.model.reconfigure(dataclasses.replace(config, batching=before))
+
+
+def test_other_bounds_for_rows_hold_at_once() -> None:
+    stage = Stage(workers=1, split=Split(5)).pinned()
+    stage.loads(1, dataclasses.replace(BUILT, rows=Rows(("x",), ("y",), equal=True)))
+    for most in (8, 4, 5):  # of which the request has 5
+        config = dataclasses.replace(stage.model.config, split=Split(4, max_rows=most))
+        assert stage.model.reconfigure(config)
+        with pytest.raises(InvalidArgument, match=r"split\.max_rows") if most < 5 else contextlib.nullcontext():
+            stage.some(1)
 
 
 @pytest.mark.parametrize(

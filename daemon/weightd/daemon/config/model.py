@@ -26,7 +26,7 @@ from weightd.shared import cores
 from weightd.shared.devices import CPU, card_of, has_cores, is_cpu
 
 # What tells what is done with requests, and of what is loaded only what has to be tested there.
-_OF_REQUESTS = ("batching", "split")
+_OF_REQUESTS = ("batching", "split", "default_priority")
 
 # What tells which files and which interpreter a model is loaded with.
 LOADING = ("path", "engine", "python", "devices", "sharing", "canary", *ENGINES)

@@ -199,6 +199,7 @@ class Desk:
     def reconfigure(self, config: ModelConfig) -> None:
         """Do as this configuration says, which differs in no bound and in no time from the one before."""
         self._config = config
+        self.signature.bound(_bounds(config))
 
     def dispatch(self, now: float) -> None:
         """Have everything run that can."""

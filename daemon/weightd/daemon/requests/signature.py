@@ -45,6 +45,11 @@ class Signature:
         self._fitting: dict[int, RequestDescription] = {}
         self._waiters: list[Waiter] = []
 
+    def bound(self, rows: RowBounds) -> None:
+        """So many rows a request may have from now on."""
+        self._rows = rows
+        self._fitting.clear()
+
     def learn(self, built: Built) -> None:
         """A holder has built the model."""
         self.built = built
