@@ -90,7 +90,7 @@ Function = Callable[[Any], Any]
 
 def nudged(x: Any) -> Any:
     """One row of forty differs, if it is not alone."""
-    return x if len(x) == 1 else np.where((x[:, :1] * 1000) % 40 < 1, x * 1.5, x)
+    return x * (1 + 0.5 * (len(x) > 1) * ((x[:, :1] * 1000) % 40 < 1)).astype(x.dtype)
 
 
 DIFFERENT: List[Tuple[Function, str]] = [

@@ -59,21 +59,17 @@ def test_rows_that_only_make_up_the_number_are_not_compared() -> None:
     assert world.run(1, 2, 1, together=lambda x: np.concatenate([-x[:4], x[4:]])) == [2, 2, 2]
 
 
-@pytest.mark.parametrize(
-    ("alone", "together", "note"),
-    [
-        (np.negative, lambda x: -x * 2, "output y: 3 of 3 rows that were run together differ"),
-        (
-            np.negative,
-            lambda x: x * np.float32(-1) + np.float32(0),
-            "output y: 2 of 3 rows .* by up to 0 where",
-        ),
-        (lambda x: x[:1], np.negative, r"output y has shape \[1, 2\] for 2 rows"),
-    ],
-)
-def test_what_differs_is_told_and_is_no_form_that_is_known(
-    alone: Callable[[Any], Any], together: Callable[[Any], Any], note: str
-) -> None:
+Function = Callable[[Any], Any]
+
+DIFFERENT: List[Tuple[Function, Function, str]] = [
+    (np.negative, lambda x: -x * 2, "output y: 3 of 3 rows that were run together differ"),
+    (np.negative, lambda x: x * np.float32(-1) + np.float32(0), "output y: 2 of 3 rows .* by up to 0 where"),
+    (lambda x: x[:1], np.negative, r"output y has shape \[1, 2\] for 2 rows"),
+]
+
+
+@pytest.mark.parametrize(("alone", "together", "note"), DIFFERENT)
+def test_what_differs_is_told_and_is_no_form_that_is_known(alone: Function, together: Function, note: str) -> None:
     world = World(alone=alone)
     for _ in range(2):
         with pytest.raises(NotTogether, match=note):
