@@ -15,6 +15,8 @@ from weightd.protocol.errors import InvalidArgument
 from weightd.worker.engines import ENGINES
 from weightd.worker.engines.engine import Arrays, Engine, Settings
 from weightd.worker.engines.errors import BuildError, Doubtful, Spoilt
+from weightd.worker.pagesharing import chunks
+from weightd.worker.pagesharing.libc import libc
 
 mslite: Any = pytest.importorskip("mindspore_lite", reason=".venv-mslite runs these")
 
@@ -173,6 +175,19 @@ def test_its_answers_to_many_at_once_are_those_of_a_model_bit_for_bit(built: Bui
     answers = in_threads(*[lambda seed=seed: [engine.predict({"x": x})["y"] for x in asked(seed)] for seed in range(4)])
     for seed, answer in enumerate(answers):
         assert [y.tobytes() for y in answer] == [alone.predict({"x": x})["y"].tobytes() for x in asked(seed)]
+
+
+def test_what_its_workers_have_packed_is_shared_too(fresh: Built, tmp_path: Path) -> None:
+    engine: Any = fresh("wide")
+    x = ones(3, 1024)
+    before = engine.predict({"x": x})["y"].tobytes()
+    if "/libnuma." in Path("/proc/self/maps").read_text():
+        # Its own way to memory: without libnuma it has malloc's.
+        extents = chunks.find(libc(), engine._pages._before)
+        assert any((end - start) % chunks.POOL == 0 for start, end in extents)
+    assert engine.sharing.export(str(tmp_path / "store")).bytes >= 2 * x.shape[1] ** 2 * x.itemsize
+    assert engine.predict({"x": x})["y"].tobytes() == before
+    assert not [start for start, end in chunks.find(libc(), engine._pages._before) if (end - start) % chunks.POOL == 0]
 
 
 class Watched:

@@ -110,6 +110,33 @@ def test_all_chunks_are_found_among_other_memory(
 
 
 @pytest.mark.parametrize(
+    ("span", "found", "pools"),
+    [
+        ([(1, True)], [], [(0, 1)]),
+        ([(3, True), (1, False), (1, True)], [], [(0, 3), (4, 5)]),
+        ([(0.5, True), (1, True)], [], [(0.5, 1.5)]),
+        # Beside other memory, of a file, or with a malloc mapping in it or begun before it.
+        ([(1.5, True)], [], []),
+        ([(1, False)], [], []),
+        ([(2, True), (1, True)], [(0.5, 0.1)], [(2, 3)]),
+        ([(0.5, True), (1, True)], [(0.25, 0.5)], []),
+        ([(0.5, True), (1, True)], [(0.25, 0.25)], [(0.5, 1.5)]),
+    ],
+)
+def test_pools_are_regions_of_just_their_size(
+    span: List[Tuple[float, bool]], found: List[Tuple[float, float]], pools: List[Tuple[float, float]]
+) -> None:
+    position = 0
+    regions: List[Region] = []
+    for size, anonymous in span:
+        regions.append(Region(position, position + int(size * chunks.POOL), anonymous))
+        position = regions[-1].end
+    mappings = [chunks.Chunk(int(start * chunks.POOL), int(size * chunks.POOL)) for start, size in found]
+    expected = [(start * chunks.POOL, end * chunks.POOL) for start, end in pools]
+    assert list(chunks.pools([regions], mappings)) == expected
+
+
+@pytest.mark.parametrize(
     ("start", "end", "parts"),
     [(0, 30, [(10, 12), (14, 20)]), (11, 15, [(11, 12), (14, 15)]), (12, 14, []), (16, 17, [(16, 17)]), (15, 15, [])],
 )

@@ -1,4 +1,4 @@
-"""Which memory may be exchanged: large blocks of glibc's malloc, and nothing else.
+"""Which memory may be exchanged: large blocks of glibc's malloc, and pools that came with the model.
 
 glibc's malloc gives a large block a mapping of its own. Such a mapping begins with two 64-bit words: the
 bytes before the block in its mapping (0), and the size of the mapping, whose lowest three bits are flags:
@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import bisect
 import struct
-from typing import TYPE_CHECKING, Callable, FrozenSet, Iterator, List, NamedTuple, Optional, Sequence, Tuple
+from typing import TYPE_CHECKING, Callable, FrozenSet, Iterable, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 import numpy as np
 
@@ -36,6 +36,11 @@ from .memory import Peephole, view
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+
+POOL = 256 << 20
+"""MindSpore Lite's runner takes memory from the kernel itself, by libnuma, in pieces of so many bytes, and packs
+weights into them. Such a piece that came with the model, and is just that, is the library's: malloc takes none so, no
+stack is as large, and what lies beside other memory is not told from it and left alone."""
 
 LARGE = 1 << 20
 """Blocks from this many bytes on are looked at in any case: the interpreter has none."""
@@ -87,25 +92,31 @@ def find(libc: Libc, before: Optional[Starts] = None) -> List[Extent]:
     pagemap = Pagemap()
     peephole = Peephole()
     try:
-        found = list(_all(Reader(pagemap.populated, peephole.read)))
+        spans = list(maps.spans(maps.own_regions()))
+        found = list(_all(spans, Reader(pagemap.populated, peephole.read)))
         agree(len(found), sum(chunk.size for _, chunk in found), libc.mapped_blocks())
-        return [
+        extents = [
             extent
             for span, chunk in found
             if chunk.size >= LARGE or (before is not None and chunk.size >= LEAST and chunk.start not in before)
             for extent in anonymous_parts(span, chunk.start + PAGE, chunk.start + chunk.size)
         ]
+        if before is not None:
+            extents += [each for each in pools(spans, [chunk for _, chunk in found]) if each[0] not in before]
+        return sorted(extents)
     finally:
         peephole.close()
         pagemap.close()
 
 
 def starts() -> Starts:
-    """Return where malloc's mappings are now, and perhaps what only looks like one."""
+    """Return where malloc's mappings are now, and perhaps what only looks like one; and pools."""
     pagemap = Pagemap()
     peephole = Peephole()
     try:
-        return frozenset(chunk.start for _, chunk in _all(Reader(pagemap.populated, peephole.read)))
+        spans = list(maps.spans(maps.own_regions()))
+        found = [chunk for _, chunk in _all(spans, Reader(pagemap.populated, peephole.read))]
+        return frozenset([*(chunk.start for chunk in found), *(start for start, _ in pools(spans, found))])
     finally:
         peephole.close()
         pagemap.close()
@@ -127,8 +138,8 @@ def check_malloc(libc: Libc) -> None:
         libc.free(block)
 
 
-def _all(reader: Reader) -> Iterator[Tuple[Sequence[Region], Chunk]]:
-    for span in maps.spans(maps.own_regions()):
+def _all(spans: Sequence[Sequence[Region]], reader: Reader) -> Iterator[Tuple[Sequence[Region], Chunk]]:
+    for span in spans:
         for chunk in walk(span, reader):
             yield span, chunk
 
@@ -160,6 +171,17 @@ def walk(span: Sequence[Region], reader: Reader) -> Iterator[Chunk]:
                     yield Chunk(address, size)
                     position = address + size
             position = max(position, stop)
+
+
+def pools(spans: Iterable[Sequence[Region]], found: Iterable[Chunk]) -> Iterator[Extent]:
+    """Find the regions that are one or more pools; in none of them is a malloc mapping, or part of one."""
+    taken = sorted((chunk.start, chunk.start + chunk.size) for chunk in found)
+    for span in spans:
+        for region in span:
+            if region.anonymous and (region.end - region.start) % POOL == 0:
+                after = bisect.bisect_left(taken, (region.end, 0))
+                if not after or taken[after - 1][1] <= region.start:
+                    yield region.start, region.end
 
 
 def mapping_size(header: Optional[bytes]) -> int:
