@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from weightd.daemon.requests.request import Company, Origin, Request
+from weightd.daemon.requests.rows.cut import Cut
 from weightd.daemon.requests.rows.forming import LONG_S, Group, rows_of_part, together
 from weightd.daemon.requests.rows.joining import Piece, joined
 from weightd.daemon.requests.rows.terms import RowTerms
@@ -147,20 +148,61 @@ def test_a_job_that_may_grow_waits_for_a_free_seat_and_a_full_one_does_not() -> 
 # --- parts ----------------------------------------------------------------------------------------------------------
 
 
-def test_parts_are_of_the_speed_of_their_devices_and_never_long() -> None:
-    times, terms = Times(), replace(CUT, part_rows=1000)
-    form = terms.form(request(100).description)
+def cut(part_rows: int = 1000, sizes: tuple[int, ...] = ()) -> Cut:
+    asked, terms = request(64), replace(CUT, part_rows=part_rows, sizes=sizes)
+    form = terms.form(asked.description)
     assert form is not None
-    assert rows_of_part(terms, form, FAST, [FAST, SLOW], times) == 50
-    times.add(FAST, form.kind, 100, 0.01)
-    times.add(SLOW, form.kind, 100, 0.03)
-    assert rows_of_part(terms, form, FAST, [FAST, SLOW], times) == 75
-    assert rows_of_part(terms, form, SLOW, [FAST, SLOW], times) == 25
-    assert rows_of_part(replace(terms, sizes=(8, 16)), form, SLOW, [FAST, SLOW], times) == 16
-    assert rows_of_part(replace(terms, sizes=(64,)), form, SLOW, [FAST, SLOW], times) == 64
-    slow = Times()
-    slow.add(FAST, form.kind, 100, 100 * LONG_S)
-    assert rows_of_part(terms, form, FAST, [FAST, SLOW], slow) == 1
+    return Cut(asked, terms, form)
+
+
+def known(whole: Cut, **seconds: float) -> Times:
+    """The times of devices for all rows of the request."""
+    times = Times()
+    for device, each in seconds.items():
+        times.add(device, whole.form.kind, whole.form.rows, each)
+    return times
+
+
+@pytest.mark.parametrize(
+    ("part_rows", "a", "b", "parts"),
+    [
+        (32, 1.0, 1.2, [32, 32]),  # 35 and 29 of the rows: with any less there would be a third part
+        (32, 1.2, 1.0, [32, 32]),
+        (64, 3.0, 1.0, [16, 48]),
+        (64, 1.0, 3.0, [48, 16]),
+        (64, 1.0, 5.0, [64]),
+    ],
+)
+def test_parts_are_as_devices_are_quick_and_leave_no_few_rows(
+    part_rows: int, a: float, b: float, parts: list[int]
+) -> None:
+    whole = cut(part_rows)
+    times = known(whole, a=a, b=b)
+    taken: list[int] = []
+    while whole.is_pending:
+        rows = rows_of_part(whole, "ab"[len(taken) % 2], ["a", "b"], times, others_wait=False)
+        taken.append(whole.take(rows)[1])
+    assert taken == parts
+
+
+def test_a_part_has_one_of_the_sizes_of_the_model() -> None:
+    assert rows_of_part(cut(sizes=(8, 16)), "a", ["a", "b"], Times(), others_wait=False) == 16
+    assert rows_of_part(cut(sizes=(64,)), "a", ["a", "b"], Times(), others_wait=False) == 64
+
+
+def test_a_part_is_short_only_while_others_wait() -> None:
+    whole = cut()
+    slow = known(whole, a=4 * LONG_S)
+    assert rows_of_part(whole, "a", ["a"], slow, others_wait=False) == 64
+    assert rows_of_part(whole, "a", ["a"], slow, others_wait=True) == 16
+
+
+def test_one_long_job_does_not_make_parts_short_for_good() -> None:
+    whole = cut()
+    times, kind = known(whole, a=2 * LONG_S), whole.form.kind
+    assert times.most("a", kind, 64, LONG_S) == 32
+    times.add("a", kind, 32, 0.5 * LONG_S)
+    assert times.most("a", kind, 32, LONG_S) == 32
 
 
 def piece(rows: int, y: bytes, t: bytes = b"t", shape: tuple[int, ...] = (2,)) -> Piece:

@@ -449,7 +449,8 @@ class Scheduler:
 
     def _part_of(self, cut: Cut, seat: Seat) -> Job:
         fellows = [each.device for each in self._enlisted.values() if each.terms == cut.terms]
-        first, rows = cut.take(forming.rows_of_part(cut.terms, cut.form, seat.device, fellows, self._times))
+        rows = forming.rows_of_part(cut, seat.device, fellows, self._times, others_wait=not self.is_still)
+        first, rows = cut.take(rows)
         if cut.is_pending:
             self._queue_of(cut.request).append(cut.request)
         part = Part(next(self._part_numbers), cut.request, cut, first, rows)

@@ -44,6 +44,12 @@ class Cut:
         """Whether rows have still to be given to a seat."""
         return bool(self._ranges)
 
+    @property
+    def next_rows(self) -> int:
+        """How many rows `take` gives at most; there are some."""
+        first, end = self._ranges[0]
+        return end - first
+
     def take(self, rows: int) -> tuple[int, int]:
         """Return the first of the next rows, and how many of them there are: `rows` at most."""
         first, end = self._ranges.pop(0)

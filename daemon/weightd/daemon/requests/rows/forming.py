@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from weightd.daemon.requests.request import Company, Request
+from weightd.daemon.requests.rows.cut import Cut
 from weightd.daemon.requests.rows.terms import Form, RowTerms
 from weightd.daemon.requests.rows.times import Times
 
@@ -18,6 +19,9 @@ _MOST_BYTES = 64 * 1024 * 1024
 
 # While others wait, what can be bounded takes no longer than this.
 LONG_S = 0.1
+
+# Of the most rows that a part may have: one with so many has all of them.
+_NEARLY = 0.8
 
 
 class Group(NamedTuple):
@@ -76,20 +80,25 @@ def together(
     return Group(chosen, rows, is_full)
 
 
-def rows_of_part(terms: RowTerms, form: Form, device: str, devices: Sequence[str], times: Times) -> int:
+def rows_of_part(cut: Cut, device: str, devices: Sequence[str], times: Times, *, others_wait: bool) -> int:
     """Return how many rows of a request that runs in parts the next part has at most.
 
-    All devices are to be ready at once, and no part is so long that others wait for it, or for the last of them.
+    All devices are to be ready at once, and while others wait no part is so long that these wait for it.
 
     Args:
-        terms: of the seats that run it.
-        form: of the request.
+        cut: the request, of which rows are left.
         device: of the seat that is free.
         devices: of all seats that run it, this one among them.
         times: of earlier jobs.
+        others_wait: whether any other request does.
     """
+    terms, form = cut.terms, cut.form
     share = math.ceil(form.rows * times.share(device, devices, form.kind, form.rows))
-    rows = times.most(device, form.kind, max(1, min(share, terms.part_rows)), LONG_S)
+    most = min(terms.part_rows, cut.next_rows)
+    # A few rows that were left would be a job of their own: shares are never known that well.
+    rows = most if share >= _NEARLY * most else share
+    if others_wait:
+        rows = times.most(device, form.kind, rows, LONG_S)
     return max((size for size in terms.sizes if size <= rows), default=min(terms.sizes, default=rows))
 
 

@@ -36,18 +36,16 @@ class Times:
 
     def expected(self, device: str, kind: Kind, rows: int) -> float:
         """Return the seconds that a job with so many rows is going to take at most, about; 0.0 where nobody knows."""
-        known = self._means.get((device, kind))
-        if not known:
-            return 0.0
-        bucket = rows.bit_length()
-        nearest = min(known, key=lambda each: (abs(each - bucket), each))
-        mean_rows, seconds = known[nearest]
-        return seconds * max(1.0, rows / mean_rows)
+        near = self._near(device, kind, rows)
+        return near[1] * max(1.0, rows / near[0]) if near else 0.0
 
     def most(self, device: str, kind: Kind, rows: int, seconds: float) -> int:
-        """Return how many of so many rows take no longer than this, as far as is known: at least one."""
-        while rows > 1 and (expected := self.expected(device, kind, rows)) > seconds:
-            rows = max(1, min(rows - 1, int(rows * seconds / expected)))
+        """Return how many of so many rows take no longer than this, as far as is known: at least one.
+
+        What is known of more rows tells what less of them take in proportion: less are tried then, and known.
+        """
+        while rows > 1 and (near := self._near(device, kind, rows)) and near[1] * rows / near[0] > seconds:
+            rows = max(1, min(rows - 1, int(seconds * near[0] / near[1])))
         return rows
 
     def share(self, device: str, devices: Sequence[str], kind: Kind, rows: int) -> float:
@@ -57,3 +55,11 @@ class Times:
         }
         usual = sum(speeds.values()) / len(speeds) if speeds else 1.0
         return speeds.get(device, usual) / sum(speeds.get(each, usual) for each in devices)
+
+    def _near(self, device: str, kind: Kind, rows: int) -> tuple[float, float] | None:
+        """The mean of the rows, and of the seconds, of the jobs whose rows were nearest to so many."""
+        known = self._means.get((device, kind))
+        if not known:
+            return None
+        bucket = rows.bit_length()
+        return known[min(known, key=lambda each: (abs(each - bucket), each))]
