@@ -22,7 +22,7 @@ MUTANTS = [
         ("                self._inbox.drop_begun()\n", ""),
         ("isinstance(error, Spoilt) or not self._proves():\n", "isinstance(error, Spoilt):\n"),
         ("if len(parts) > 1 and not (self._joins and (", "if len(parts) > 1 and not ((True) and ("),
-        ("        self._joins = False", "            pass"),
+        ("            self._joins = False\n", "            pass\n"),
         ("joint.form = form if all(arrays[name] is outputs[name] for name in outputs) else ()", "joint.form = form"),
         ("arrays[name] = to_wire(array)", "arrays[name] = np.asarray(array)"),
         ("self._connection.receive(0 if self._inbox else self._patience_s)",

@@ -804,10 +804,10 @@ def test_requests_that_come_together_are_run_together_and_answered_each_for_itse
 def test_the_outputs_that_each_wants_come_in_any_form_that_the_engine_gives() -> None:
     engine = fake(lambda inputs: {"y": np.asfortranarray(inputs["x"] * 2), "z": inputs["x"][:, :2]})
     parts = predict(1, {"x": ONES}, ("z",)), predict(2, {"x": 3 * ONES})
-    for _ in range(2):
-        _, socket = play(engine, *together(*parts), STOP)
-        found = [[np.frombuffer(frame, "<f4").tolist() for frame in frames] for frames in socket.frames[1:]]
-        assert found == [[[1, 1]], [[6, 6, 6], [3, 3]]]
+    # The second time what is known of the first is used, or is not.
+    _, socket = play(engine, *together(*parts), *together(*parts), STOP)
+    found = [[np.frombuffer(frame, "<f4").tolist() for frame in frames] for frames in socket.frames[1:]]
+    assert found == [[[1, 1]], [[6, 6, 6], [3, 3]]] * 2
 
 
 @pytest.mark.parametrize("number", [1, 2, 3])
