@@ -13,8 +13,9 @@ from benchmarks import material
 from benchmarks.load import answers
 from benchmarks.material import MLP, MLP_WIDTH, TINY, TINY_WIDTH, Arrays, Reference, Setup
 from benchmarks.parallel_runner import ParallelRunner
-from benchmarks.report import Result, Target, progress, ratio, spread
+from benchmarks.report import MB, Result, Target, progress, ratio, spread
 from benchmarks.rounds import Ask, Threads
+from testkit.memory import pss_total
 from testkit.plain import PlainProcess, times_together
 from testkit.service import Service
 from weightd.client import Client
@@ -26,6 +27,7 @@ REQUESTS = 100  # for each worker, in a round
 THREADS = (1, 8)
 SECONDS = 0.5  # of a round of tiny requests
 WARM_UP = 10
+PARALLEL = "parallel"  # the large model again, in one process
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,6 +42,9 @@ class Throughput(Result):
             each with a client of its own and one request at a time.
         model_parallel_runner_rps: MindSpore Lite's own ModelParallelRunner with `workers` workers in one process
             and twice as many threads that ask it; None for the other engine.
+        parallel_workers_rps: of weightd with such a runner: one process with `parallel_workers` = `workers`, asked as
+            the others are; None for the other engine.
+        pss_mb: memory of all processes of the large model, by how they are: "processes", and "parallel" for the runner.
     """
 
     benchmark = "throughput"
@@ -51,6 +56,8 @@ class Throughput(Result):
     ratio_spread: tuple[float, float]
     tiny_rps: Mapping[str, float]
     model_parallel_runner_rps: float | None
+    parallel_workers_rps: float | None
+    pss_mb: Mapping[str, float]
 
     def targets(self) -> Sequence[Target]:
         """Return the bound of the ratio."""
@@ -63,8 +70,13 @@ class Throughput(Result):
             (f"{self.workers} bare processes", f"{self.bare_rps:7.1f} requests/s"),
             ("ratio", spread(self.ratio_spread)),
         ]
+        if self.parallel_workers_rps is not None:
+            name = f"weightd, one process, parallel_workers = {self.workers}"
+            rows.append((name, f"{self.parallel_workers_rps:7.1f} requests/s"))
         if self.model_parallel_runner_rps is not None:
             rows.append(("ModelParallelRunner", f"{self.model_parallel_runner_rps:7.1f} requests/s"))
+        for how, megabytes in self.pss_mb.items():
+            rows.append((f"memory, {how}", f"{megabytes:7.1f} MB"))
         for threads, rps in self.tiny_rps.items():
             rows.append((f"tiny requests, {threads} thread{'s' if threads != '1' else ''}", f"{rps:7.0f} requests/s"))
         return rows
@@ -81,13 +93,18 @@ def run(setup: Setup) -> Throughput:
     rps: list[float] = []
     bare_rps: list[float] = []
     runner_rps: list[float] = []
+    parallel_rps: list[float] = []
     tiny_rps: dict[int, list[float]] = {threads: [] for threads in THREADS}
     with contextlib.ExitStack() as stack:
         bare = [stack.enter_context(PlainProcess(path, engine)) for _ in range(workers)]
         reference = Reference(bare[0], inputs)
         with PlainProcess(tiny, engine) as bare_tiny:
             tiny_reference = Reference(bare_tiny, tiny_inputs)
-        tables = {name: {"path": each, "workers": workers} for name, each in ((MLP, path), (TINY, tiny))}
+        tables: dict[str, dict[str, object]] = {
+            name: {"path": each, "workers": workers} for name, each in ((MLP, path), (TINY, tiny))
+        }
+        if engine == "mindspore_lite":
+            tables[PARALLEL] = {"path": path, "workers": 1, engine: {"parallel_workers": workers}}
         service = stack.enter_context(Service(tables))
         service.ready()
         client = stack.enter_context(setup.client(service))
@@ -99,10 +116,13 @@ def run(setup: Setup) -> Throughput:
                 yield functools.partial(client.infer, TINY)
 
         times_together(bare, inputs[0], WARM_UP)
-        _weightd(client, inputs, WARM_UP * workers, in_flight, reference)
+        ways = {MLP: rps, PARALLEL: parallel_rps} if PARALLEL in tables else {MLP: rps}
+        for name in ways:
+            _weightd(client, name, inputs, WARM_UP * workers, in_flight, reference)
         for number in range(ROUNDS):
             progress(f"round {number + 1} of {ROUNDS}")
-            rps.append(_weightd(client, inputs, count, in_flight, reference))
+            for name, each in ways.items():
+                each.append(_weightd(client, name, inputs, count, in_flight, reference))
             seconds = times_together(bare, inputs[0], REQUESTS)
             bare_rps.append(count / max(float(each.sum()) for each in seconds))
             if runner is not None:
@@ -110,6 +130,7 @@ def run(setup: Setup) -> Throughput:
             for threads in THREADS:
                 crowd = Threads(connect, tiny_inputs, threads)
                 tiny_rps[threads].append(crowd.requests_per_second(SECONDS, tiny_reference))
+        pss_mb = {"processes" if name == MLP else PARALLEL: _pss(service, name) / MB for name in ways}
     compared = ratio(rps, bare_rps)
     return Throughput(
         engine=engine,
@@ -123,13 +144,24 @@ def run(setup: Setup) -> Throughput:
         ratio_spread=compared.spread,
         tiny_rps={str(threads): statistics.median(each) for threads, each in tiny_rps.items()},
         model_parallel_runner_rps=statistics.median(runner_rps) if runner_rps else None,
+        parallel_workers_rps=statistics.median(parallel_rps) if parallel_rps else None,
+        pss_mb=pss_mb,
     )
 
 
-def _weightd(client: Client, inputs: list[Arrays], count: int, in_flight: int, reference: Reference) -> float:
+def _pss(service: Service, model: str) -> int:
+    """Return the memory of all processes of a model; what it has in common with the other, it has half."""
+    with service.client() as client:
+        [status] = [each for each in client.status().models if each.name == model]
+    return pss_total([process.pid for generation in status.generations for process in generation.processes])
+
+
+def _weightd(
+    client: Client, model: str, inputs: list[Arrays], count: int, in_flight: int, reference: Reference
+) -> float:
     """Return requests per second, from the first one's start to the last one's answer."""
     begin = time.perf_counter()
-    received = list(answers(client, MLP, inputs, count, in_flight))
+    received = list(answers(client, model, inputs, count, in_flight))
     seconds = time.perf_counter() - begin
     for index, answer in received:
         reference.check(index, answer)
