@@ -11,8 +11,20 @@ import pytest
 
 from testkit.service import Service
 from testkit.waiting import until
+from weightd.client import Internal
 
-from .support import Load, Question, assert_same, kill_a_worker, model_status, processes, ready_workers
+from .support import (
+    Bare,
+    Load,
+    Question,
+    Zoo,
+    assert_same,
+    kill_a_worker,
+    model_status,
+    pairs,
+    processes,
+    ready_workers,
+)
 
 pytestmark = [pytest.mark.e2e, pytest.mark.engines("mindspore_lite")]
 
@@ -55,6 +67,20 @@ def test_each_has_as_many_at_once(service: Service, questions: list[Question]) -
     finally:
         for each in workers:
             os.kill(each.pid, signal.SIGCONT)
+
+
+def test_one_that_fails_costs_no_other_its_right_answer(zoo: Zoo, bare: Bare) -> None:
+    """The library would answer later ones with what was asked before it."""
+    path = zoo.path("two_batches", "mindspore_lite")
+    questions = bare.questions(path, pairs((1, 2, 3, 5)))
+    table = {"path": path, "workers": WORKERS, "mindspore_lite": {"parallel_workers": PARALLEL}}
+    with Service({"two_batches": table}) as service:
+        service.ready()
+        with Load(service.address, "two_batches", questions, clients=4) as load, service.client() as client:
+            load.wait_for(20)
+            with pytest.raises(Internal, match="predict failed"):
+                client.infer("two_batches", {"a": questions[1].inputs["a"], "b": questions[2].inputs["b"]})
+            load.wait_for(50)
 
 
 def test_no_request_is_lost_with_a_worker_that_is_killed(service: Service, questions: list[Question]) -> None:
