@@ -1,0 +1,65 @@
+"""A model whose graph exists for some numbers of rows: a card runs these, and requests have any number of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import pytest
+
+from ascendsim import models
+from testkit.service import Service
+from testkit.waiting import until
+from weightd.client import InvalidArgument
+
+from ..support import Load, Question, ask_all, mlp_inputs
+from .support import MODEL, WIDTH, Cards, kill, on_card, status
+
+pytestmark = pytest.mark.e2e
+
+DEVICES = ["ascend:0", "ascend:1"]
+
+
+def table(cards: Cards, name: str, sizes: Sequence[int], *, told: bool = False, **more: object) -> dict[str, object]:
+    """Return that of a model whose graph exists for 2 and for 8 rows, of which the converter may have `told`."""
+    path = models.mlp(cards.directory / f"{name}.mindir", width=WIDTH, gears=(2, 8), told=told)
+    return on_card(path, **{"workers": 1, "spares": 0, "batching": {"sizes": sizes}, **more})
+
+
+def asked(cards: Cards, name: str, rows: Sequence[int]) -> list[Question]:
+    path = cards.directory / f"{name}.mindir"
+    return [Question(inputs, models.answers(path, dict(inputs))) for inputs in mlp_inputs(rows, WIDTH)]
+
+
+@pytest.fixture(scope="module")
+def service(cards: Cards) -> Iterator[Service]:
+    tables = {
+        MODEL: table(cards, MODEL, (2, 8), devices=DEVICES, split={"part_rows": 8, "max_rows": 64}),
+        "told": table(cards, "told", (2, 8), told=True),
+        "wrong": table(cards, "wrong", (2, 4, 8)),
+    }
+    with cards.service(tables) as service:
+        service.ready()
+        yield service
+
+
+def test_requests_of_any_rows_are_put_together_filled_up_and_cut_on_two_cards(cards: Cards, service: Service) -> None:
+    questions = asked(cards, MODEL, (1, 2, 3, 8, 1, 1, 9, 61, 5, 64, 1, 7))
+    with Load(service.address, MODEL, questions) as load:
+        load.wait_for(20)
+        lost = kill(service, "worker")
+        until(lambda: lost in service.log and service.ready(), "another one comes in its place")
+        load.wait_for(20)
+    assert status(service).failed == 0
+    assert f"{MODEL}.1: rows of requests" not in service.log
+
+
+def test_rows_that_the_card_does_not_take_are_refused_with_the_reason(cards: Cards, service: Service) -> None:
+    with service.client() as client:
+        ask_all(client, "told", asked(cards, "told", (1, 2, 3, 8)))
+        with pytest.raises(InvalidArgument, match=r"input x: expected at most 8 rows \(the largest of batching.sizes"):
+            client.infer("told", mlp_inputs((9,), WIDTH)[0])
+        ask_all(client, "wrong", asked(cards, "wrong", (1, 2, 5, 8)))
+        with pytest.raises(InvalidArgument, match="Current batch size 4 is invalid"):
+            client.infer("wrong", mlp_inputs((3,), WIDTH)[0])
+        ask_all(client, "wrong", asked(cards, "wrong", (1, 2, 5, 8)))
+    assert "wrong.1: rows of requests: the model does not run on 4 rows: " in service.log
