@@ -133,7 +133,7 @@ def _table(path: Path) -> Path:
 
 def poison(number: int) -> Arrays:
     """Return inputs that kill each worker of the tiny model, other ones for each number."""
-    return {"a": np.array([number, -(2**31)], np.int32)}
+    return {"a": np.array([number, -(2**63)], np.int64)}
 
 
 def _size(rng: np.random.Generator, number: int, most: int) -> int:
@@ -142,7 +142,7 @@ def _size(rng: np.random.Generator, number: int, most: int) -> int:
 
 
 _INPUTS: Mapping[str, Callable[[np.random.Generator, int], Arrays]] = {
-    "tiny": lambda rng, _: {"a": rng.integers(-(2**31) + 1, 2**31, 6, np.int32)},
+    "tiny": lambda rng, _: {"a": rng.integers(-(2**63) + 1, 2**63, 6, np.int64)},
     "elastic": lambda rng, number: {"ids": rng.integers(0, _ROWS, (_size(rng, number, MAX_BYTES // 16), 2))},
     "dense": lambda rng, number: {"x": rng.standard_normal((_size(rng, number, _MAX_BATCH), _WIDTH), dtype=np.float32)},
 }

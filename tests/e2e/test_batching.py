@@ -56,8 +56,11 @@ def test_requests_that_run_together_have_the_bits_that_each_has_alone(engine: st
                 ask_all(client, "mlp", [asked[at % len(asked)] for at in range(IN_FLIGHT)])
                 for at, each in enumerate(pending):
                     assert_same(each.result(), others[at % len(others)].answer)
-        assert "rows of requests" not in service.log
-        assert "not put together any more" not in service.log
+        for name in ("mlp", "lengths"):
+            status = model_status(service, name)
+            assert status.executions
+            assert 0 < status.executions.count < status.served == 3 * IN_FLIGHT
+            assert status.generations[0].rows == "requests share a predict of up to 16 rows, tested bit-equal"
 
 
 @ONE_ENGINE
@@ -89,7 +92,7 @@ def odd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
 
 def of(name: str, *values: int) -> Arrays:
     """Return a request of one row for each value."""
-    row = {"integers": ("ids", np.int64, 3), "patient": ("n", np.int64, 0), "negated": ("a", np.int32, 0)}
+    row = {"integers": ("ids", np.int64, 3), "patient": ("n", np.int64, 0), "negated": ("a", np.int64, 0)}
     tensor, dtype, width = row[name]
     array = np.array(values, dtype)
     return {tensor: np.repeat(array[:, None], width, 1) if width else array}
@@ -136,8 +139,9 @@ def test_rows_that_hang_on_each_other_run_together_only_where_that_was_asked_for
                 asked = [client.submit(name, counted) for _ in range(IN_FLIGHT)]
             rows[name] = [value(each).item() for each in (held.first, *asked)]
     assert rows == {"company": [1] * (1 + IN_FLIGHT), "loose": [1] + [16] * IN_FLIGHT}
-    for name in ("company.1: rows of requests: output rows", "quantized.1: rows of requests: output y"):
-        assert name in odd.log
+    for name, why in (("company", "output rows: 16 of 16 rows"), ("quantized", "output y: ")):
+        assert f"{name}.1: rows of requests: {why}" in odd.log
+        assert model_status(odd, name).generations[0].rows.startswith(why)
 
 
 def test_of_those_that_run_together_only_the_one_fails_that_would_alone(odd: Service) -> None:
@@ -161,7 +165,7 @@ def test_one_that_kills_costs_three_workers_and_no_answer_of_those_that_ran_with
     with odd.client() as client:
         with Held(odd, client, "negated", of("negated", 1)):
             pending = [client.submit("negated", of("negated", number, 5)) for number in range(4)]
-            guilty = client.submit("negated", of("negated", -(2**31)))
+            guilty = client.submit("negated", of("negated", -(2**63)))
             pending += [client.submit("negated", of("negated", number, 5)) for number in range(4, 7)]
         for number, each in enumerate(pending):
             assert value(each).tolist() == [-number, -5]

@@ -69,7 +69,7 @@ import numpy as np
 from weightd.client import (Client, RequestError, ResourceExhausted)
 
 INPUTS = {
-    "negated": lambda number: {"a": np.array([-(2**31), number], np.int32)},
+    "negated": lambda number: {"a": np.array([-(2**63), number], np.int64)},
     "two_batches": lambda number: {"a": np.full((2, 4), number, np.float32), "b": np.ones((3, 4), np.float32)},
 }
 with Client(sys.argv[1], timeout=60) as client:
@@ -100,7 +100,7 @@ def test_a_client_whose_failing_requests_make_workers_leave_is_refused(engine: s
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="elsewhere a division that overflows is no trap")
 def test_a_client_whose_requests_kill_workers_is_refused_and_the_others_are_answered(tmp_path: Path) -> None:
     path = models.negated(tmp_path / "negated.onnx")
-    numbers = [np.array([number, -number], np.int32) for number in range(50)]
+    numbers = [np.array([number, -number], np.int64) for number in range(50)]
     questions = [Question({"a": each}, {"y": -each}) for each in numbers]
     with Service({"negated": {"path": path, "workers": 2}}) as service:
         service.ready()

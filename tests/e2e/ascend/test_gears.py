@@ -49,8 +49,12 @@ def test_requests_of_any_rows_are_put_together_filled_up_and_cut_on_two_cards(ca
         lost = kill(service, "worker")
         until(lambda: lost in service.log and service.ready(), "another one comes in its place")
         load.wait_for(20)
-    assert status(service).failed == 0
-    assert f"{MODEL}.1: rows of requests" not in service.log
+    told = status(service)
+    assert told.failed == 0
+    assert all(each.rows.endswith("tested bit-equal") for each in told.generations)
+    assert told.executions
+    assert told.executions.padded
+    assert told.executions.cut
 
 
 def test_rows_that_the_card_does_not_take_are_refused_with_the_reason(cards: Cards, service: Service) -> None:
