@@ -145,6 +145,18 @@ def test_a_job_that_may_grow_waits_for_a_free_seat_and_a_full_one_does_not() -> 
     assert [job.count for _, job in made.assign(0.0)] == [8]
 
 
+def test_parts_of_a_request_run_on_one_model_and_all_anew_if_no_seat_has_it_any_more() -> None:
+    made, large = scheduler(CUT, seats=0), request(12)
+    for name, source in (("old", 1), ("new", 2)):
+        made.enlist(name, (name,), terms=replace(CUT, source=source))
+    made.submit(large, 0.0)
+    first = [(seat.name, next(iter(job.parts.values()))) for seat, job in made.assign(0.0)]
+    assert [(name, part.rows) for name, part in first] == [("old", 4), ("old", 4)]
+    made.dismiss("old")
+    assert [seat.name for seat, _ in made.assign(0.0)] == ["new", "new"]
+    assert made.finish("old", first[0][1].number, 0.0) is None
+
+
 # --- parts ----------------------------------------------------------------------------------------------------------
 
 

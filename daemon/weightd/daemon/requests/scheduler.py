@@ -40,6 +40,9 @@ AT_ONCE = 0.0
 # Of so many of the last answers the mean duration is taken.
 _LATEST = 16
 
+# Of what has begun so many are looked at.
+_MOST_BEGUN = 16
+
 # Parts that are not all of a request have numbers that no request has.
 _FIRST_PART = 2**62
 
@@ -110,14 +113,12 @@ class Scheduler:
         If everything was assigned before that could be, then `submit` alone is left to do: it comes to nothing to
         `assign` after it. After a start there may be: of a request that runs in parts this is the first.
         """
-        if not self.is_still and next(self._turns(), None) is not None:
-            return None
-        if request.deadline <= now:
+        if self._whole() is not None or request.deadline <= now:
             return None
         if request.company is Company.CONFINED and self._runs_confined():
             return None
         seat = self._freest(request, now)
-        if seat is None:
+        if seat is None or (self._begun.count and not seat.is_free):
             return None
         self._ends_by(request)
         return seat, self._give(seat, request, now)
@@ -237,8 +238,8 @@ class Scheduler:
         if self._cuts:
             self._begin_anew()
         while (turn := self._turn(now)) is not None:
-            queue, seat = turn
-            request = queue.take()
+            queue, request, seat = turn
+            queue.remove(request)
             if request.deadline <= now:
                 self._late.append(request)
                 self.end_whole(request)
@@ -390,15 +391,18 @@ class Scheduler:
             return self._confined
         return self._begun if request.number in self._cuts else self._queue
 
-    def _turn(self, now: float) -> tuple[Waiting, Seat] | None:
-        """The queue whose first request runs now, and where.
+    def _turn(self, now: float) -> tuple[Waiting, Request, Seat] | None:
+        """The request that runs now, out of which queue, and where.
 
-        Nothing is made ready that would run before the one whose turn it is.
+        Nothing is made ready that would run before the one whose turn it is. What has begun may have to wait for seats
+        of the model that it has begun on, while others are free that the next can have.
         """
         for index, queue in enumerate(self._turns()):
-            seat = self._freest(queue.first, now)
-            if seat is not None and (seat.is_free or not index):
-                return queue, seat
+            several = itertools.islice(queue, _MOST_BEGUN) if queue is self._begun else (queue.first,)
+            for request in several:
+                seat = self._freest(request, now)
+                if seat is not None and (seat.is_free or not index):
+                    return queue, request, seat
         return None
 
     def _freest(self, request: Request, now: float) -> Seat | None:
