@@ -138,7 +138,7 @@ MODELS = [
          "if self._succession.policy is Policy.OVERLAP:"),
         ("            tell()\n", "            pass\n"),
         ("        self.waiting.pop(label, None)\n        for tell", "        for tell"),
-        ("        self._is_woken = True\n", ""),
+        ("        self._is_woken = True\n        self._wake()", "        self._wake()"),
         ("        self._wake()\n", ""),
         ("if self._stage is Stage.KEEPING or not self._restarts.failing:", "if True:"),
         ("if self._is_woken and self._pinned is not None:", "if self._is_woken:"),

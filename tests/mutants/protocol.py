@@ -133,7 +133,7 @@ CTL = [
     *mutants("ctl", "ctl",
         ("return exits.OK if answer.ready else exits.NOT_YET", "return exits.OK"),
         ("if options.rollback == bool(options.path):", "if False:"),
-        ("if start not in _NPZ:", "if False:"),
+        ("if start not in NPZ:", "if False:"),
         ("if not absolute.is_file():", "if False:"),
         ("return State.CHANGED if is_ours(there) else State.KEPT", "return State.CHANGED"),
         ("if path.is_symlink() or path.is_dir():", "if path.is_dir():"),

@@ -282,7 +282,9 @@ def test_what_no_predict_may_raise_is_the_end_of_the_process() -> None:
 class Two(FakeEngine):
     """Runs two predicts at once."""
 
-    concurrency = 2
+    @property
+    def concurrency(self) -> int:
+        return 2
 
 
 def test_what_was_run_together_is_run_again_alone_when_nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:

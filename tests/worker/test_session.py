@@ -904,7 +904,11 @@ def test_a_holder_tells_what_it_found_of_rows_and_a_worker_whether_it_answers_th
     assert only(Built, near).rows == dataclasses.replace(rows, digest="")
     attach = encode(Attach("7", CASES, 8, found=rows))
     job = together(of_rows(1, 1), of_rows(2, 2))
-    for answer, is_equal in ((twice, True), (lambda inputs: {"y": inputs["x"] * (2 + (len(inputs["x"]) > 2))}, False)):
+
+    def more_of_many(inputs: Arrays) -> Arrays:
+        return {"y": inputs["x"] * (2 + (len(inputs["x"]) > 2))}
+
+    for answer, is_equal in ((twice, True), (more_of_many, False)):
         engine = fake(answer)
         _, socket = play(engine, attach, *job, STOP)
         told = [Attached] if is_equal else [Attached, Unequal]

@@ -137,7 +137,7 @@ def test_the_model_before_is_gone_when_the_next_is_built(fresh: Built, model: Mo
     before = weakref.ref(engine._model)
     seen: List[Any] = []
 
-    kind = type(engine._model)
+    kind = engine._model.__class__
     build_from_file = kind.build_from_file
 
     def watched(self: Any, *arguments: Any) -> None:
