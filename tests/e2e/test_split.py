@@ -7,8 +7,10 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from testkit import models
 from testkit.service import Service
 from testkit.waiting import until
 from weightd.client import Client, DeadlineExceeded, InvalidArgument, Pending
@@ -105,3 +107,15 @@ def test_all_of_it_has_one_deadline_and_is_taken_back_at_once(service: Service, 
         ask_all(client, "mlp", asked)
     status = model_status(service, "mlp")
     assert (status.failed, status.queued) == (2, 0)
+
+
+@ONE_ENGINE
+def test_an_input_without_rows_goes_with_each_part(tmp_path: Path) -> None:
+    path = models.scaled(tmp_path / "scaled.onnx")
+    x, s = np.arange(61 * 4, dtype=np.float32).reshape(61, 4), np.array([1, -2, 3, -4], np.float32)
+    with Service({"mlp": {"path": path, "workers": 2, **SPLIT}}) as service, service.client() as client:
+        assert_same(client.infer("mlp", {"x": x, "s": s}), {"y": x * s})
+        status = model_status(service, "mlp")
+    assert status.executions
+    assert (status.executions.count, status.executions.cut) == (8, 1)
+    assert status.generations[0].rows.endswith("none share a predict: input s has no rows")

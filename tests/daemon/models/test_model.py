@@ -15,10 +15,11 @@ from weightd.daemon.generations.plan import Source
 from weightd.daemon.generations.states import GenerationState
 from weightd.daemon.host.ends import End
 from weightd.daemon.models.budget import Need
+from weightd.daemon.models.rows import told
 from weightd.protocol.errors import FailedPrecondition, InvalidArgument, RequestError, ResourceExhausted, Unavailable
 from weightd.protocol.messages.children import Attach, Broken, Build, Built, Failed, Result, Rows, Stop
 from weightd.protocol.messages.control import ModelMetadataResponse, UpdateResponse
-from weightd.protocol.messages.data import ResponseDescription
+from weightd.protocol.messages.data import ResponseDescription, TensorSignature
 
 from .fakehost import ATTACHED, BAD, BUILT, CARD, HOLDER, OUT, W1, W2, W3, Stage, X, Y, request
 
@@ -85,6 +86,19 @@ def test_other_requests_go_together_without_a_load_as_far_as_that_was_tested(
         assert (stage.model.config, seat.terms.part_rows) == (config, config.split.part_rows)
         # Nothing is forgotten.
         assert stage.model.reconfigure(dataclasses.replace(config, batching=before))
+
+
+def test_requests_with_an_input_without_rows_run_in_parts_but_never_together() -> None:
+    stage = Stage(workers=1, batching=Batching(8), split=Split(4)).pinned()
+    built = dataclasses.replace(BUILT, inputs=(*BUILT.inputs, TensorSignature("s", "FP32", (3,))))
+    stage.loads(1, dataclasses.replace(built, rows=Rows(("x",), ("y",), equal=True)))
+    seat = stage.model.desk.scheduler.seat(W1)
+    assert seat is not None
+    assert (seat.terms.max_rows, seat.terms.part_rows) == (1, 4)
+    [generation] = stage.model.generations
+    assert told(stage.model.config, generation) == (
+        "requests of more than 4 rows run in parts, tested bit-equal, none share a predict: input s has no rows"
+    )
 
 
 def test_other_bounds_for_rows_hold_at_once() -> None:

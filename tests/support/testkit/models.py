@@ -281,6 +281,13 @@ def quantized(path: Path) -> Path:
     return save(path, nodes, [fp32("x", "N", 64)], [fp32("y", "N", 64)], [weight])
 
 
+def scaled(path: Path) -> Path:
+    """Inputs "x" FP32 [N, 4], "s" FP32 [4] -> "y" FP32 [N, 4] = x * s: "s" goes with all rows."""
+    return save(
+        path, [helper.make_node("Mul", ["x", "s"], ["y"])], [fp32("x", "N", 4), fp32("s", 4)], [fp32("y", "N", 4)]
+    )
+
+
 def lengths(path: Path) -> Path:
     """Input "x" FP32 [N, T] -> "y" FP32 [N, T] = relu(3 * x + 1): requests of many lengths are of as many forms."""
     nodes = [

@@ -112,6 +112,14 @@ def test_what_differs_is_found_and_named(answer: Function, note: str) -> None:
     assert note in rows.note
 
 
+def test_an_input_without_rows_is_the_same_for_all_and_cannot_be_where_rows_are_added() -> None:
+    signature = ModelSignature((X, TensorSignature("s", "FP32", (3,))), (Y,))
+    engine = FakeEngine(lambda inputs: {"y": inputs["x"] * inputs["s"]}, signature)
+    known = canary.run(engine, cases.of(signature, 1))
+    assert found(engine, known=known) == Rows(("x",), ("y",), equal=True, digest=found(engine, known=known).digest)
+    assert found(engine, known=known, sizes=(2, 8)).note.startswith("input s has no rows: its shape is [3]")
+
+
 def test_all_rows_are_different_and_each_is_run_alone_and_in_each_number() -> None:
     engine = fake(lambda x: x)
     assert found(engine, rows=300, known=canary.run(engine, cases.of(SIGNATURE, 1))).equal

@@ -13,11 +13,12 @@ def terms(config: ModelConfig, generation: Generation) -> RowTerms:
     if found is None or not found.inputs or not found.outputs:
         return WHOLE
     batching, split = config.batching, config.split
+    may_share = (found.equal or not batching.exact) and not _rowless(generation)
     return RowTerms(
         source=generation.source.number,
         inputs=frozenset(found.inputs),
         outputs=frozenset(found.outputs),
-        max_rows=batching.max_rows if found.equal or not batching.exact else 1,
+        max_rows=batching.max_rows if may_share else 1,
         part_rows=split.part_rows if found.equal or not split.exact else 0,
         sizes=batching.sizes,
         is_exact=found.equal,
@@ -37,6 +38,18 @@ def told(config: ModelConfig, generation: Generation) -> str:
         words.append(f"requests of more than {done.part_rows} rows run in parts")
     if words:
         words.append("tested bit-equal" if found.equal else "not tested to be exact")
+    if config.batching.max_rows > 1:
+        words += [
+            f"none share a predict: input {name} has no rows" for name in _rowless(generation)[:1] if found.inputs
+        ]
     if found.note:
         words.append(found.note)
     return ", ".join(words)
+
+
+def _rowless(generation: Generation) -> list[str]:
+    """The inputs that have no rows: what one request gives there is not what another does."""
+    built = generation.built
+    if built is None or built.rows is None:
+        return []
+    return [each.name for each in built.inputs if each.name not in built.rows.inputs]

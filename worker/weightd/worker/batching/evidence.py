@@ -17,7 +17,7 @@ from weightd.protocol.errors import InvalidArgument
 from weightd.protocol.messages.children import Build, Case, Cases, Rows
 from weightd.worker.batching import bits
 from weightd.worker.batching.bits import NotTogether
-from weightd.worker.batching.questions import LEAST, MAX_BYTES, Questions
+from weightd.worker.batching.questions import LEAST, MAX_BYTES, Questions, has_rows
 from weightd.worker.canary import canary
 from weightd.worker.canary.canary import Canary
 from weightd.worker.engines.engine import Arrays, Engine, ModelSignature
@@ -70,9 +70,8 @@ def find(
     inputs: Tuple[str, ...] = ()
     outputs: Tuple[str, ...] = ()
     try:
-        _check(engine.signature, known)
-        inputs = tuple(each.name for each in engine.signature.inputs)
-        trial = _Trial(engine, order, known.cases, tell, sample)
+        inputs = _inputs(engine.signature, known, order.sizes)
+        trial = _Trial(engine, order, inputs, known.cases, tell, sample)
         outputs = trial.outputs()
         if order.exact:
             note = trial.difference() if known.digest else known.note
@@ -113,11 +112,13 @@ class _Trial:
         self,
         engine: Engine,
         order: Build,
+        inputs: Sequence[str],
         cases: Cases,
         tell: Callable[[Cases], None],
         sample: Optional[Arrays],
     ) -> None:
         self._engine = engine
+        self._inputs = inputs
         self._cases = cases
         self._unfit = order.unfit
         self._tell = tell
@@ -186,23 +187,28 @@ class _Trial:
         return bits.of_rows(answer, count)
 
     def _tell_of(self, count: int) -> None:
-        case: Case = {name: (count, *shape[1:]) for name, shape in self._cases[0].items()}
+        case: Case = {
+            name: (count, *shape[1:]) if name in self._inputs else shape for name, shape in self._cases[0].items()
+        }
         if case in self._unfit:
             raise _No(f"the process that has built the model died of {count} rows")
         if case not in self._cases:
             self._tell((case,))
 
 
-def _check(signature: ModelSignature, known: Canary) -> None:
+def _inputs(signature: ModelSignature, known: Canary, sizes: Sequence[int]) -> Tuple[str, ...]:
+    """Return the names of the inputs that have rows. Where rows are added to make up a number, each has to."""
     if not signature.inputs:
         raise _No("the model has no inputs")
+    names = tuple(each.name for each in signature.inputs if has_rows(each))
     for each in signature.inputs:
         if each.shape is None:
             raise _No(f"input {each.name} has no rows: it may be of any rank")
-        if each.shape[:1] != (-1,):
+        if not has_rows(each) and (sizes or not names):
             raise _No(f"input {each.name} has no rows: its shape is {each.form}, whose first dimension is not free")
     if not known.cases:
         raise _No(f"there is no canary, by which rows are looked at: {known.note}")
+    return names
 
 
 def _sizes(rows: int, sizes: Sequence[int], row_bytes: int) -> List[int]:

@@ -8,6 +8,7 @@ import numpy as np
 
 from weightd.protocol.datatypes import ITEM_BYTES
 from weightd.protocol.messages.children import Case
+from weightd.protocol.messages.data import TensorSignature
 from weightd.worker.canary import canary
 from weightd.worker.engines.engine import Arrays, ModelSignature
 
@@ -23,29 +24,40 @@ LEAST = 8
 _MAGNITUDES = (1.0, 100.0, 0.01)
 
 
+def has_rows(tensor: TensorSignature) -> bool:
+    """Return whether the first dimension of an input may count rows."""
+    return tensor.shape is not None and tensor.shape[:1] == (-1,)
+
+
 class Questions:
-    """Rows of all inputs of a model.
+    """Rows of the inputs of a model that have some; of each other input the same values go with all rows.
 
     Args:
-        signature: of the model, whose inputs have rows.
+        signature: of the model.
         case: the shapes of inputs that it runs on.
         sample: the values of such ones, if they are not made up: rows are like these.
         most: how many are needed.
 
     Attributes:
-        row_bytes: what one row of all inputs takes.
+        row_bytes: what one row of all inputs that have some takes.
         count: how many different ones there are.
     """
 
     def __init__(
         self, signature: ModelSignature, case: Case, sample: Optional[Arrays] = None, most: int = _MOST
     ) -> None:
-        dims = {each.name: case[each.name][1:] for each in signature.inputs}
-        nbytes = [ITEM_BYTES[each.datatype] * _product(dims[each.name]) for each in signature.inputs]
+        with_rows = [each for each in signature.inputs if has_rows(each)]
+        dims = {each.name: case[each.name][1:] for each in with_rows}
+        nbytes = [ITEM_BYTES[each.datatype] * _product(dims[each.name]) for each in with_rows]
         self.row_bytes = sum(nbytes)
         self.count = min(most, _MOST, max(LEAST, MAX_BYTES // max(self.row_bytes, 1)))
-        self._rows: Arrays = {}
+        self._whole: Arrays = {}
         for each in signature.inputs:
+            if not has_rows(each):
+                given = None if sample is None else sample[each.name]
+                self._whole[each.name] = canary.made(each, case[each.name]) if given is None else given
+        self._rows: Arrays = {}
+        for each in with_rows:
             made = [canary.made(each, dims[each.name], 1 + index) for index in range(self.count)]
             if sample is not None and len(sample[each.name]):
                 made = [_like(sample[each.name], index, values) for index, values in enumerate(made)]
@@ -56,7 +68,7 @@ class Questions:
 
     def of(self, indices: Sequence[int]) -> Arrays:
         """Return inputs of these rows, in this order."""
-        return {name: rows[indices] for name, rows in self._rows.items()}
+        return {**self._whole, **{name: rows[indices] for name, rows in self._rows.items()}}
 
 
 def _like(sample: Any, index: int, made: Any) -> Any:
