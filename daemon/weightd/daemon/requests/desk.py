@@ -288,25 +288,28 @@ class Desk:
         self.dispatch(now)
 
     def _run(self, seat: Seat, job: Job) -> None:
-        rows = seat.terms.padded(job.rows)
-        if job.count > 1 or rows:
-            self._order_all(seat, Together(job.count, rows), (), ())
+        if job.form is not None:
+            rows = seat.terms.padded(job.rows)
+            if job.count > 1 or rows:
+                self._order_all(seat, Together(job.count, rows))
         for part in job.parts.values():
             self._predict(seat, part)
 
     def _predict(self, seat: Seat, part: Part) -> None:
         request, cut = part.request, part.cut
-        if cut is not None:
+        if cut is None:
+            places, frames = request.places, request.frames
+            if places.outputs and not self.writers.begin(seat.processes, request):
+                places = places.without_outputs()
+            order = Predict(part.number, request.description, places.mapped)
+        else:
             frames, places = cut.contents(part.first, part.rows)
             order = Predict(part.number, cut.described(part.rows), places.mapped)
-            self._order_all(seat, order, frames, places.memories)
-            return
-        places = request.places
-        if places.outputs and not self.writers.begin(seat.processes, request):
-            places = places.without_outputs()
-        self._order_all(seat, Predict(part.number, request.description, places.mapped), request.frames, places.memories)
+        self._order_all(seat, order, frames, places.memories)
 
-    def _order_all(self, seat: Seat, order: OrderMessage, frames: Sequence[Any], memories: Sequence[Memory]) -> None:
+    def _order_all(
+        self, seat: Seat, order: OrderMessage, frames: Sequence[Any] = (), memories: Sequence[Memory] = ()
+    ) -> None:
         for process in seat.processes:
             self._order(process, order, frames, memories)
 

@@ -184,15 +184,16 @@ class Scheduler:
     def finish(self, process: str, number: int, now: float) -> Part | None:
         """A process has answered a part for its seat; return it, or None if nobody waits for this answer any more."""
         seat = self._seat_of.get(process)
-        job = seat.job_of(number) if seat is not None else None
+        job = None if seat is None else seat.job_of(number)
         if seat is None or job is None:
             return None
         part = job.parts.pop(number)
         if not job.parts:
             took = seat.finished(job, now)
             self._ran.append(took / job.count)
-            self.tally.ran(job, seat.terms.padded(job.rows))
+            self.tally.executions += 1
             if job.form is not None:
+                self.tally.ran_rows(job.rows, seat.terms.padded(job.rows))
                 self._times.add(seat.device, job.form.kind, job.rows, took)
         return part if part.is_awaited else None
 
@@ -428,10 +429,14 @@ class Scheduler:
 
     def _give(self, seat: Seat, request: Request, now: float) -> Job:
         """Have the seat run a request, as soon as it has nothing before it."""
-        job = Job.of((Part(request.number, request),)) if seat.terms is WHOLE else self._formed(seat, request, now)
+        if seat.terms is WHOLE:
+            number = request.number
+            job = Job(number, {number: Part(number, request)})
+        else:
+            job = self._formed(seat, request, now)
         seat.give(job, now)
         self._was_part = job.number >= _FIRST_PART
-        look = job.began + self._predict_timeout if job.has_begun else seat.since + QUICK_S
+        look = now + self._predict_timeout if job.has_begun else seat.since + QUICK_S
         if look < self._look:
             self._look = look
             self._due_by(look)

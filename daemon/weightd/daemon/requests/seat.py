@@ -67,7 +67,7 @@ class Seat:
 
     def give(self, job: Job, now: float) -> None:
         """It has a job, and begins with it if it is free."""
-        if self.is_free:
+        if len(self.jobs) < self.concurrency:
             job.began = now
         self.jobs[job.number] = job
 
@@ -82,9 +82,10 @@ class Seat:
         """It has answered a job: return for how many seconds that ran."""
         del self.jobs[job.number]
         # What was only ready, for all that is known here, has run all the same.
-        took = now - min(job.began, now)
+        took = now - job.began if job.began < now else 0.0
         self.is_quick = took < QUICK_S
-        self._begin(now)
+        if self.jobs:
+            self._begin(now)
         return took
 
     def _begin(self, now: float) -> None:

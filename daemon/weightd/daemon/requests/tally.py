@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from weightd.daemon.requests.job import Job
-
 
 class Tally:
     """Counts jobs that were answered, since the model is served.
@@ -29,10 +27,8 @@ class Tally:
         """How many jobs had rows up to each power of two, and more than the one before; of others nothing is known."""
         return {1 << power: count for power, count in sorted(self._rows.items())}
 
-    def ran(self, job: Job, padded: int) -> None:
-        """A job was answered; `padded` are the rows that the model was given, 0 if they are its own."""
-        self.executions += 1
-        if job.rows:
-            power = (job.rows - 1).bit_length()
-            self._rows[power] = self._rows.get(power, 0) + 1
-            self.padded += max(0, padded - job.rows)
+    def ran_rows(self, rows: int, padded: int) -> None:
+        """A job of rows was answered; `padded` are those that the model was given, 0 if they are its own."""
+        power = (rows - 1).bit_length()
+        self._rows[power] = self._rows.get(power, 0) + 1
+        self.padded += max(0, padded - rows)
