@@ -204,7 +204,7 @@ CHILDREN = [
         ("for each in models if each.forks}", "for each in models}"),
         ("                self._end(server.name)\n", "                pass\n"),
         ("not server.name and server.restarts.due <= time.monotonic():", "not server.name:"),
-        ("return due if server is None or server.is_up else max(", "return due if True else max("),
+        ("return due if server is None or has_lane or server.is_up else max(", "return due if True else max("),
         ("        if server.restarts.delay == 0.0:\n            self", "        if True:\n            self"),
     ),
     *mutants("children", "daemon/children/test_probing.py",

@@ -79,6 +79,14 @@ def scene() -> Iterator[Scene]:
         made.close()
 
 
+def test_a_lane_is_open_from_when_it_is_connected_to_its_end(scene: Scene) -> None:
+    assert not scene.lanes.is_open("w1")
+    child = scene.connect()
+    scene.until(lambda: scene.lanes.is_open("w1"))
+    child.close()
+    scene.until(lambda: not scene.lanes.is_open("w1"))
+
+
 def test_only_this_user_and_only_children_are_let_in(scene: Scene) -> None:
     assert stat.S_IMODE(scene.path.stat().st_mode) == 0o600
     scene.name = None

@@ -252,7 +252,8 @@ class Backend:
         if template:
             self._nursery.fork(Wanted(told, template, monotonic() + FORK_TIMEOUT_S, self._give_up_fork))
         elif server is not None and server.name:
-            self._nursery.fork(Wanted(told, server.name, self._servers.due(server.name), self._start))
+            due = self._servers.due(server.name, has_lane=self._lanes.is_open(server.name))
+            self._nursery.fork(Wanted(told, server.name, due, self._start))
         else:
             why = "no fork server is wanted for it any more" if server is None else server.why
             self._start(told, program.why_spawned or why)

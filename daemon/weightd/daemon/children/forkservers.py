@@ -100,11 +100,16 @@ class ForkServers:
         """Whether a process is one of them."""
         return self._of(name) is not None
 
-    def due(self, name: str) -> float:
-        """Return by when one that is asked now has to have answered, in monotonic seconds."""
+    def due(self, name: str, *, has_lane: bool) -> float:
+        """Return by when one that is asked now has to have answered, in monotonic seconds.
+
+        Args:
+            name: of the process.
+            has_lane: whether it has connected its lane, which it does when it has loaded everything.
+        """
         server = self._of(name)
         due = time.monotonic() + FORK_TIMEOUT_S
-        return due if server is None or server.is_up else max(due, server.since + START_TIMEOUT_S)
+        return due if server is None or has_lane or server.is_up else max(due, server.since + START_TIMEOUT_S)
 
     def forked(self, name: str) -> None:
         """It has made a child."""

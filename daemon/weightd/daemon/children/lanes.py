@@ -59,9 +59,13 @@ class Lanes:
         # Whoever is heard by another way has connected before: all are let in.
         self._accepting = Accepting(self._listener, loop, self._let_in, most=socket.SOMAXCONN)
 
+    def is_open(self, name: str) -> bool:
+        """Whether the child has connected its lane, and that is not closed."""
+        return self._lanes.get(name) is not None
+
     def leads_to(self, name: str) -> bool:
         """Whether the child has a lane, or will have one for what waits: what is to come after that has to go there."""
-        return self._lanes.get(name) is not None or name in self._held
+        return self.is_open(name) or name in self._held
 
     def send(self, name: str, frames: Sequence[Any], memories: Sequence[Memory] = ()) -> None:
         """Send a message to a child, now or when it reads, after the memory that it names; frames are not copied."""
