@@ -381,7 +381,9 @@ class Injector:
     def _reload(self, event: Event, rng: random.Random) -> bool:
         if not self.service.listens:
             return False
-        self.service.configure(event.model, {"max_queue": self.max_queue + rng.randrange(2)})
+        # What has the model loaded anew, and what does not.
+        changes = {"max_queue": self.max_queue + rng.randrange(2)}, {"batching.max_rows": rng.choice((16, 64))}
+        self.service.configure(event.model, rng.choice(changes))
         self._begin(event, _at_once)
         self.service.reload()
         return True
