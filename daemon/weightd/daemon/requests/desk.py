@@ -94,10 +94,9 @@ class Desk:
         started = None if aside else self.scheduler.start(request, now)
         if started is None:
             self.scheduler.submit(request, now, aside=aside)
-            return
-        self._run(*started)
-        if not self.scheduler.is_still:
-            # It runs in parts.
+        else:
+            self._run(*started)
+        if self.scheduler.goes_on:
             self.dispatch(now)
 
     def metadata(self, client: bytes, request_id: str) -> None:

@@ -79,7 +79,7 @@ class Scheduler:
         self.tally = Tally()
         self._queue = Queue() if levels == 1 else Levels(levels)
         self._confined = Queue()
-        # What runs in parts, of which some were given to seats, and some have still to be.
+        # What runs in parts, of which some have still to be given to seats: those of the first, then the next one's.
         self._begun = Queue()
         # What is looked at before it may run.
         self._aside = Queue()
@@ -111,14 +111,14 @@ class Scheduler:
         """Have a request run that has just come, if it is its turn and a seat is free; return None if it has to wait.
 
         If everything was assigned before that could be, then `submit` alone is left to do: it comes to nothing to
-        `assign` after it. After a start there may be: of a request that runs in parts this is the first.
+        `assign` after it, unless something `goes_on`.
         """
         if self._whole() is not None or request.deadline <= now:
             return None
         if request.company is Company.CONFINED and self._runs_confined():
             return None
         seat = self._freest(request, now)
-        if seat is None or (self._begun.count and not seat.is_free):
+        if seat is None or (self._begun.count and (not seat.is_free or seat.terms.cuts_of(request.description))):
             return None
         self._ends_by(request)
         return seat, self._give(seat, request, now)
@@ -245,6 +245,11 @@ class Scheduler:
                 self._late.append(request)
                 self.end_whole(request)
                 continue
+            if self._begun.count and queue is self._queue and seat.terms.cuts_of(request.description):
+                # One after another: what is answered to parts is kept until the last of them.
+                self._cut(request, seat.terms)
+                self._begun.append(request)
+                continue
             yield seat, self._give(seat, request, now)
 
     def expire(self, now: float) -> list[tuple[Request, RequestError]]:
@@ -333,6 +338,11 @@ class Scheduler:
     def is_still(self) -> bool:
         """Whether nothing waits that may run. Cheap: this is asked with every answer."""
         return not (self._queue.count or self._confined.count or self._begun.count)
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether something runs in parts of which not all were given to seats: there may be something to assign."""
+        return self._begun.count > 0
 
     @property
     def idle(self) -> bool:
@@ -444,24 +454,31 @@ class Scheduler:
 
     def _formed(self, seat: Seat, request: Request, now: float) -> Job:
         """The job of what waits longest, and of what goes with it, or of some of its rows."""
-        terms, form = seat.terms, seat.terms.form(request.description)
-        cut = self._cuts.get(request.number)
-        if cut is None and form is not None and terms.cuts(form):
-            cut = self._cuts[request.number] = Cut(request, terms, form)
-            self.tally.cuts += 1
+        terms = seat.terms
+        cut = self._cuts.get(request.number) or self._cut(request, terms)
         if cut is not None:
             return self._part_of(cut, seat)
         group = forming.together(request, self._queue, terms, seat.device, self._times, now)
         for each in group.requests[1:]:
             self._queue.remove(each)
+        form = terms.form(request.description)
         return Job.of([Part(each.number, each) for each in group.requests], form, group.rows)
+
+    def _cut(self, request: Request, terms: RowTerms) -> Cut | None:
+        """Have a request run in parts, if it has so many rows."""
+        form = terms.form(request.description)
+        if form is None or not terms.cuts(form):
+            return None
+        cut = self._cuts[request.number] = Cut(request, terms, form)
+        self.tally.cuts += 1
+        return cut
 
     def _part_of(self, cut: Cut, seat: Seat) -> Job:
         fellows = [each.device for each in self._enlisted.values() if each.terms == cut.terms]
         rows = forming.rows_of_part(cut, seat.device, fellows, self._times, others_wait=not self.is_still)
         first, rows = cut.take(rows)
         if cut.is_pending:
-            self._queue_of(cut.request).append(cut.request)
+            self._queue_of(cut.request).put_back([cut.request])
         part = Part(next(self._part_numbers), cut.request, cut, first, rows)
         return Job.of([part], cut.form, rows)
 

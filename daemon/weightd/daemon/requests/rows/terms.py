@@ -57,9 +57,14 @@ class RowTerms:
         """Whether requests may share a job."""
         return self.max_rows > 1
 
-    def cuts(self, form: Form | None) -> bool:
+    def cuts(self, form: Form) -> bool:
         """Whether a request of this form runs in parts."""
-        return form is not None and 0 < self.part_rows < form.rows
+        return 0 < self.part_rows < form.rows
+
+    def cuts_of(self, description: RequestDescription) -> bool:
+        """Whether a request with this description does."""
+        form = self.form(description) if self.part_rows else None
+        return form is not None and self.cuts(form)
 
     def form(self, description: RequestDescription) -> Form | None:
         """Return what is asked for, but for the rows; None where it has none, or not as many in each input."""
