@@ -182,6 +182,24 @@ def test_who_waits_for_metadata_is_told_once_it_is_known_and_only_so_many_may_wa
     assert stage.host.metadata[0][1] == ModelMetadataResponse("1", "digits", "onnxruntime", (X,), (Y,))
 
 
+@pytest.mark.parametrize(
+    ("batching", "equal", "exact"),
+    [
+        (Batching(8), True, True),
+        (Batching(8), False, None),  # each runs alone
+        (Batching(8, exact=False), False, False),
+        (Batching(), None, None),
+    ],
+)
+def test_a_client_is_told_whether_answers_may_depend_on_what_runs_beside_them(
+    batching: Batching, equal: bool | None, exact: bool | None
+) -> None:
+    rows = None if equal is None else Rows(("x",), ("y",), equal=equal)
+    stage = Stage(workers=1, batching=batching).pinned().loads(1, dataclasses.replace(BUILT, rows=rows))
+    stage.model.metadata(b"a", "1")
+    assert [told.exact for _, told in stage.host.metadata] == [exact]
+
+
 # --- serving --------------------------------------------------------------------------------------------------------
 
 

@@ -344,7 +344,14 @@ class Desk:
         for client, request_id in self.signature.take_waiters():
             self._askers.tell_metadata(
                 client,
-                ModelMetadataResponse(request_id, self._name, self._config.engine, built.inputs, built.outputs),
+                ModelMetadataResponse(
+                    request_id,
+                    self._name,
+                    self._config.engine,
+                    built.inputs,
+                    built.outputs,
+                    _exact(self._config, built),
+                ),
             )
 
 
@@ -354,3 +361,12 @@ def _bounds(config: ModelConfig) -> RowBounds:
     if config.split.part_rows:
         return RowBounds(config.split.max_rows, "split.max_rows", sizes)
     return RowBounds(max(sizes, default=0), "the largest of batching.sizes", sizes)
+
+
+def _exact(config: ModelConfig, built: Built) -> bool | None:
+    """Whether answers are known to be those of each request alone; None where each runs alone."""
+    found, batching, split = built.rows, config.batching, config.split
+    if found is None or not found.inputs or not found.outputs:
+        return None
+    is_done = (batching.max_rows > 1 and not batching.exact) or (split.part_rows > 0 and not split.exact)
+    return found.equal if found.equal or is_done else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Tuple
+from typing import Optional, Tuple
 
 from weightd.protocol import limits
 from weightd.protocol.messages.data import TensorSignature
@@ -70,13 +70,18 @@ class ModelMetadata:
 
 @dataclass(frozen=True)
 class ModelMetadataResponse:
-    """daemon → client: the model's inputs and outputs; `platform` is its engine."""
+    """daemon → client: the model's inputs and outputs; `platform` is its engine.
+
+    `exact` is there where requests may share a predict, or run in parts: whether it was tested that no bit of an answer
+    changes by that.
+    """
 
     id: str = field(metadata=text(limits.MAX_ID_BYTES))
     name: str = field(metadata=text(limits.MAX_NAME_BYTES))
     platform: str = field(metadata=text(limits.MAX_NAME_BYTES))
     inputs: Tuple[TensorSignature, ...] = field(metadata=many(record(TensorSignature), limits.MAX_TENSORS))
     outputs: Tuple[TensorSignature, ...] = field(metadata=many(record(TensorSignature), limits.MAX_TENSORS))
+    exact: Optional[bool] = field(default=None, metadata=boolean())
 
 
 @dataclass(frozen=True)
