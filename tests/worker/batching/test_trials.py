@@ -20,11 +20,11 @@ SIGNATURE = ModelSignature((TensorSignature("x", "FP32", (-1, -1)),), (TensorSig
 
 
 class World:
-    """Trials of a model that is a function, whose answer to many rows may be another one."""
+    """Trials of a model that is a function, whose answer to many rows may differ. A holder has tried rows of 2."""
 
     def __init__(self, rows: int = 1, sizes: Sequence[int] = (), alone: Callable[[Any], Any] = np.negative) -> None:
         self.engine = FakeEngine(lambda inputs: {"y": alone(inputs["x"])}, SIGNATURE)
-        self.trials = Trials(self.engine, rows, sizes)
+        self.trials = Trials(self.engine, rows, sizes, {"x": (1, 2)})
         self._sizes = sizes
 
     def joint(self, *counts: int, width: int = 2) -> Tuple[Joint, Any]:
@@ -52,6 +52,13 @@ def test_each_form_is_run_alone_when_it_comes_for_the_first_time() -> None:
     assert world.run(1, 4, width=3) == [1, 4]
     assert world.run(0, 0) == []
     assert world.run(1, 2, 3) == []
+
+
+def test_of_dimensions_that_no_holder_has_tried_as_many_rows_are_run_alone_as_it_does() -> None:
+    world = World()
+    joint, inputs = world.joint(60, 7, width=3)
+    assert [world.check(joint, inputs) for _ in range(4)] == [[60, 7]] * 3 + [[]]
+    assert [world.run(1, 1, width=3) for _ in range(2)] == [[1, 1], []]
 
 
 def test_rows_that_only_make_up_the_number_are_not_compared() -> None:

@@ -8,7 +8,7 @@ from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
 from weightd.protocol.codec import clip
 from weightd.protocol.errors import Internal, InvalidArgument, RequestError
-from weightd.protocol.messages.children import Failed, Predict, Result, Unequal
+from weightd.protocol.messages.children import Case, Failed, Predict, Result, Unequal
 from weightd.protocol.messages.data import RequestDescription, ResponseDescription, TensorSpec
 from weightd.protocol.messages.regions import MappedRegions
 from weightd.protocol.tensors import describe_response, frame_of, from_frame, to_wire
@@ -96,16 +96,17 @@ class Predictor:
             self._usual, self._usual_description = form, description
         return arrays, description
 
-    def begin(self, rows: int, sizes: Sequence[int], *, exact: bool) -> None:
+    def begin(self, rows: int, sizes: Sequence[int], *, exact: bool, case: Optional[Case] = None) -> None:
         """The model is built and attached.
 
         Args:
             rows: of one predict at most.
             sizes: the only numbers of rows that the model takes; none: any.
             exact: whether the answers to requests that are run together have to be those of each alone, bit for bit.
+            case: shapes of inputs; with these, but for the rows, the holder has compared rows.
         """
         self._sizes = sorted(sizes)
-        self._trials = Trials(self._engine, rows, self._sizes) if exact else None
+        self._trials = Trials(self._engine, rows, self._sizes, case) if exact else None
 
     @property
     def is_audit_due(self) -> bool:

@@ -399,7 +399,8 @@ class Session:
         self._predictor.proof = Proof(
             engine, known if repeats else known._replace(digest=""), self._sample, self._tolerance
         )
-        self._predictor.begin(order.rows, order.sizes, exact=order.exact)
+        case = order.canary_cases[0] if order.canary_cases else None
+        self._predictor.begin(order.rows, order.sizes, exact=order.exact, case=case)
         differs = self._differs(order)
         self._heap.keep()
         libraries.let_go()

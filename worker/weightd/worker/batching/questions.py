@@ -13,7 +13,8 @@ from weightd.worker.canary import canary
 from weightd.worker.engines.engine import Arrays, ModelSignature
 
 # Where rows differ together and alone, few of them may: of one operator that is known to, 3.6 in a hundred.
-_MOST = 200
+MOST = 200
+"""Rows that are asked together and alone."""
 
 MAX_BYTES = 64 * 1024 * 1024
 """Of the rows that are kept, unless LEAST take more."""
@@ -44,13 +45,13 @@ class Questions:
     """
 
     def __init__(
-        self, signature: ModelSignature, case: Case, sample: Optional[Arrays] = None, most: int = _MOST
+        self, signature: ModelSignature, case: Case, sample: Optional[Arrays] = None, most: int = MOST
     ) -> None:
         with_rows = [each for each in signature.inputs if has_rows(each)]
         dims = {each.name: case[each.name][1:] for each in with_rows}
         nbytes = [ITEM_BYTES[each.datatype] * _product(dims[each.name]) for each in with_rows]
         self.row_bytes = sum(nbytes)
-        self.count = min(most, _MOST, max(LEAST, MAX_BYTES // max(self.row_bytes, 1)))
+        self.count = min(most, MOST, max(LEAST, MAX_BYTES // max(self.row_bytes, 1)))
         self._whole: Arrays = {}
         for each in signature.inputs:
             if not has_rows(each):

@@ -1,17 +1,20 @@
 """Requests that were run together are run alone, too: each form of them that comes for the first time, and few again.
 
-What a holder tests has the canary's dimensions, and rows that it has made up. What comes may have others.
+What a holder tests has the canary's dimensions, and rows that it has made up. What comes may have others: of these as
+many rows are run alone as the holder has, for where rows differ, few may.
 """
 
 from __future__ import annotations
 
-from typing import Any, List, NamedTuple, Optional, Sequence, Set
+from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Set
 
 import numpy as np
 
+from weightd.protocol.messages.children import Case
 from weightd.worker.batching import bits
 from weightd.worker.batching.bits import NotTogether
 from weightd.worker.batching.joint import Joint
+from weightd.worker.batching.questions import MOST
 from weightd.worker.engines.engine import Arrays, Engine
 
 # One job of so many is looked at again, when nothing else is to be done. It is kept for that, if it is not too large.
@@ -35,13 +38,18 @@ class Trials:
         engine: has built the model.
         rows: of one predict at most.
         sizes: the only numbers of rows that it takes, the least first; none: any.
+        case: shapes of inputs; with these, but for the rows, the holder has compared rows.
     """
 
-    def __init__(self, engine: Engine, rows: int, sizes: Sequence[int] = ()) -> None:
+    def __init__(self, engine: Engine, rows: int, sizes: Sequence[int] = (), case: Optional[Case] = None) -> None:
         self._engine = engine
         self._sizes = sizes
         self._most = max(_MAX_FORMS, rows)
         self._forms: Set[Any] = set()
+        # By the other dimensions: how many rows.
+        self._compared: Dict[Any, int] = {}
+        if case:
+            self._compared[frozenset((name, tuple(shape[1:])) for name, shape in case.items())] = MOST
         self._left = _SELDOM
         self._kept: Optional[_Kept] = None
 
@@ -71,10 +79,13 @@ class Trials:
             if self._left <= 0:
                 self._keep(_Kept(joint, inputs, outputs))
             return
-        if joint.specs not in self._forms:
+        dims = frozenset((each.name, each.shape[1:]) for each in joint.specs)
+        compared = self._compared.get(dims, 0)
+        if joint.specs not in self._forms or compared < MOST:
             self._compare(joint, inputs, outputs)
             self._forms.add(joint.specs)
-        joint.is_tested = True
+            self._compared[dims] = compared = compared + sum(joint.counts)
+        joint.is_tested = compared >= MOST
 
     def again(self) -> None:
         """Look again at what is due, if anything is.
