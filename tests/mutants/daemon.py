@@ -264,7 +264,7 @@ CLIENTS = [
          "most = max(users.values(), key=lambda clients: max(clients.values()))"),
         ("if has and nbytes <= has:", "if True:"),
         ('if path and (not Path(path).is_absolute() or "\\0" in path):', 'if path and "\\0" in path:'),
-        ("if not self.room.fits(kept_bytes) and not self._make_room(client, kept_bytes):", "if False:"),
+        ("if not self.room.fits(nbytes) and not self._make_room(client, nbytes):", "if False:"),
     ),
     *mutants("clients", "daemon/clients/test_gates.py -k 'dies or dying or zygote or forked'",
         ("post.due = now + delay(post.failures)", "post.due = _NEVER"),

@@ -16,7 +16,7 @@ from weightd.daemon.models.fleet import Fleet
 from weightd.daemon.requests.request import Origin, Request
 from weightd.protocol import limits
 from weightd.protocol.codec import decode, encode
-from weightd.protocol.errors import InvalidArgument, RequestError, Unavailable
+from weightd.protocol.errors import InvalidArgument, RequestError, ResourceExhausted, Unavailable
 from weightd.protocol.framing import Message
 from weightd.protocol.messages.children import Result
 from weightd.protocol.messages.control import Update
@@ -157,6 +157,18 @@ def test_who_has_most_of_the_memory_makes_room_for_others(world: World) -> None:
     world.until(lambda: world.model.ids == ["o0"])
     assert world.refusals(greedy, 3) == [(f"g{number}", "RESOURCE_EXHAUSTED") for number in range(3)]
     assert world.frontend.room.held == world.model.waiting[0].kept_bytes
+
+
+def test_answers_that_wait_for_others_to_the_same_request_are_kept_with_it(world: World) -> None:
+    world.ask(world.client(), "in parts")
+    world.until(lambda: world.model.waiting)
+    [request] = world.model.waiting
+    world.frontend.gathered(request, NBYTES)
+    with pytest.raises(ResourceExhausted, match="max_memory_bytes"):
+        world.frontend.gathered(request, world.frontend.room.most)
+    assert world.frontend.room.held == request.kept_bytes > 2 * NBYTES
+    world.frontend.refuse(request, InvalidArgument("it is wrong"))
+    assert world.frontend.room.held == 0
 
 
 def test_what_has_ended_is_kept_no_more(world: World) -> None:

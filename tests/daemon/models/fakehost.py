@@ -152,6 +152,9 @@ class FakeHost:
     def refuse(self, request: Request, error: RequestError) -> None:
         self.refusals.append((request.number, error.code, str(error)))
 
+    def gathered(self, request: Request, nbytes: int) -> None:
+        """There is room for anything."""
+
     def released(self, request: Request) -> None:
         self.releases.append(request.number)
 

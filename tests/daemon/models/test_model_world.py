@@ -260,6 +260,9 @@ class ModelWorld(RuleBasedStateMachine):
         self.ended[request.number] += 1
         self.is_deserved(request, str(error))
 
+    def gathered(self, request: Request, nbytes: int) -> None:
+        """There is room for anything."""
+
     def released(self, request: Request) -> None:
         raise AssertionError("nobody has offered room")
 

@@ -15,6 +15,7 @@ from weightd.daemon.requests.rows.terms import RowTerms
 from weightd.daemon.requests.rows.times import Times
 from weightd.daemon.requests.scheduler import Scheduler
 from weightd.protocol.errors import Internal
+from weightd.protocol.messages.children import Result
 from weightd.protocol.messages.data import RequestDescription, ResponseDescription, TensorSpec
 
 ROWS = RowTerms(inputs=frozenset("x"), outputs=frozenset("y"), max_rows=8)
@@ -144,6 +145,18 @@ def test_a_higher_priority_goes_before_what_has_begun() -> None:
     assert [job.requests for _, job in made.assign(0.0)] == [[urgent], [large]]
 
 
+def test_of_what_runs_in_parts_a_higher_priority_goes_first() -> None:
+    begun, other, urgent = request(12, level=1), request(12, level=1), request(12)
+    made = scheduler(CUT, begun)
+    first = [job.number for _, job in made.assign(0.0)]
+    made.submit(other, 0.0)
+    made.submit(urgent, 0.0)
+    for number in first:
+        made.finish("w0", number, 0.0)
+    ran = [number for job in jobs(made) for number, _ in job]
+    assert ran == [*[urgent.number] * 3, begun.number, *[other.number] * 3]
+
+
 def test_a_job_that_may_grow_waits_for_a_free_seat_and_a_full_one_does_not() -> None:
     made = scheduler(ROWS, request(), *(request() for _ in range(7)))
     assert [job.count for _, job in made.assign(0.0)] == [8]
@@ -224,6 +237,12 @@ def test_one_long_job_does_not_make_parts_short_for_good() -> None:
     assert times.most("a", kind, 64, LONG_S) == 32
     times.add("a", kind, 32, 0.5 * LONG_S)
     assert times.most("a", kind, 32, LONG_S) == 32
+
+
+def test_the_answer_to_a_part_has_all_of_its_outputs() -> None:
+    whole = cut()
+    with pytest.raises(Internal, match=r"^outputs \[0\] of a part: expected a frame, got none$"):
+        whole.add(*whole.take(32), Result(1, ResponseDescription("m", (TensorSpec("y", "FP32", (32, 1)),)), (0,)), [])
 
 
 def piece(rows: int, y: bytes, t: bytes = b"t", shape: tuple[int, ...] = (2,)) -> Piece:

@@ -26,7 +26,7 @@ from weightd.daemon.requests.request import Origin, Request
 from weightd.daemon.requests.rows.terms import RowTerms
 from weightd.daemon.requests.scheduler import AT_ONCE
 from weightd.daemon.requests.seat import Seat
-from weightd.protocol.errors import RequestError
+from weightd.protocol.errors import RequestError, ResourceExhausted
 from weightd.protocol.messages.children import Failed, OrderMessage, Predict, Result, Skip, Together
 from weightd.protocol.messages.control import ModelMetadataResponse
 from weightd.protocol.messages.data import RequestDescription, ResponseDescription, TensorSpec
@@ -65,6 +65,8 @@ class World(RuleBasedStateMachine):
         self.workers: dict[str, Worker] = {}
         self.names = (f"w{number}" for number in itertools.count())
         self.last_begun: list[int] = []
+        # Answers to parts until there is no room for one.
+        self.room_left = 9
         self.descriptions = {(rows, width): description(rows, width) for rows in range(1, 40) for width in (1, 2)}
 
     @initialize(exact=st.booleans(), sizes=st.sampled_from([(), (), (2, 8)]), workers=st.integers(1, 3))
@@ -89,6 +91,13 @@ class World(RuleBasedStateMachine):
         assert request.number not in self.answers
         assert "part" not in str(error), "the parts are not of one model"
         self.answers[request.number] = error.code
+
+    def gathered(self, request: Request, nbytes: int) -> None:
+        """More is kept of a request, now and then too much."""
+        assert request.number not in self.answers
+        if nbytes and self.room_left == 0:
+            raise ResourceExhausted("there is no room")
+        self.room_left -= 1
 
     def released(self, request: Request) -> None:
         """Nobody writes any more."""

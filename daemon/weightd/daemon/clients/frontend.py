@@ -176,6 +176,15 @@ class Frontend:
         self.room.give(request.client, request.kept_bytes)
         self.tell_error(request.client, request.id, error, running=request.running)
 
+    def gathered(self, request: Request, nbytes: int) -> None:
+        """Keep so much more of a request.
+
+        Raises:
+            ResourceExhausted: there is no room for it.
+        """
+        self._take(request.client, nbytes)
+        request.gathered += nbytes
+
     def released(self, request: Request) -> None:
         """Tell a client that nobody writes any more where the outputs of its request were to be."""
         self._tell(request.client, Released(request.id))
@@ -249,9 +258,7 @@ class Frontend:
             _level(parameters.priority, model.config),
         )
         kept_bytes = request.kept_bytes
-        if not self.room.fits(kept_bytes) and not self._make_room(client, kept_bytes):
-            raise ResourceExhausted(_FULL, retry_after=_RETRY_S)
-        self.room.take(client, kept_bytes)
+        self._take(client, kept_bytes)
         try:
             model.infer(request, now)
         except RequestError:
@@ -340,6 +347,11 @@ class Frontend:
     def _user(self, client: bytes) -> str:
         connection = self._connections.get(client)
         return "" if connection is None else connection.user
+
+    def _take(self, client: bytes, nbytes: int) -> None:
+        if not self.room.fits(nbytes) and not self._make_room(client, nbytes):
+            raise ResourceExhausted(_FULL, retry_after=_RETRY_S)
+        self.room.take(client, nbytes)
 
     def _make_room(self, client: bytes, nbytes: int) -> bool:
         """Return whether there is room for so much more of a client, after those that have more have given theirs."""

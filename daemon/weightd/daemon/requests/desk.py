@@ -36,6 +36,13 @@ class Askers(Protocol):
     def refuse(self, request: Request, error: RequestError) -> None:
         """Send an error to the client."""
 
+    def gathered(self, request: Request, nbytes: int) -> None:
+        """So much more is kept of a request until it has ended.
+
+        Raises:
+            ResourceExhausted: there is no room for it.
+        """
+
     def released(self, request: Request) -> None:
         """Tell the client of a request that was still running at its end that nobody writes for it any more."""
 
@@ -316,6 +323,8 @@ class Desk:
         """Rows of a request have been answered."""
         try:
             whole = cut.add(part.first, part.rows, result, frames)
+            if whole is None:
+                self._askers.gathered(part.request, sum(map(len, frames)))
         except RequestError as error:
             self.refuse(part.request, error)
             return

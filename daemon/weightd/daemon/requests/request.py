@@ -53,6 +53,7 @@ class Request:
         digest: of its content, once that has been computed.
         ended: while a seat ran it: what that gives later is dropped.
         running: it has ended, and a process may still write its outputs to memory of the client.
+        gathered: bytes of the answers to its parts that wait for those to others.
     """
 
     number: int
@@ -72,6 +73,7 @@ class Request:
     digest: bytes = b""
     ended: bool = False
     running: bool = False
+    gathered: int = 0
 
     def narrow(self, company: Company) -> None:
         """From now on it bears no other company than this, or less."""
@@ -85,4 +87,4 @@ class Request:
     @property
     def kept_bytes(self) -> int:
         """What the daemon keeps of it in memory until it has ended."""
-        return self.nbytes + _OBJECTS_BYTES
+        return self.nbytes + self.gathered + _OBJECTS_BYTES

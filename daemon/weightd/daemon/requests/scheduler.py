@@ -77,10 +77,10 @@ class Scheduler:
         self._predict_timeout = predict_timeout
         self._due_by = due_by
         self.tally = Tally()
-        self._queue = Queue() if levels == 1 else Levels(levels)
+        self._queue: Waiting = Queue() if levels == 1 else Levels(levels)
         self._confined = Queue()
         # What runs in parts, of which some have still to be given to seats: those of the first, then the next one's.
-        self._begun = Queue()
+        self._begun: Waiting = Queue() if levels == 1 else Levels(levels)
         # What is looked at before it may run.
         self._aside = Queue()
         self._queues: Sequence[Waiting] = (self._queue, self._confined, self._begun, self._aside)

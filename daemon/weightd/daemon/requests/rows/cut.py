@@ -11,7 +11,7 @@ from weightd.daemon.requests.request import Request
 from weightd.daemon.requests.rows.joining import Piece, joined
 from weightd.daemon.requests.rows.terms import Form, RowTerms
 from weightd.protocol import limits
-from weightd.protocol.errors import ResourceExhausted
+from weightd.protocol.errors import Internal, ResourceExhausted
 from weightd.protocol.messages.children import Result
 from weightd.protocol.messages.data import RequestDescription, TensorSpec
 
@@ -100,6 +100,8 @@ class Cut:
         Raises:
             RequestError: the answers cannot be put together.
         """
+        if result.placed:
+            raise Internal(f"outputs {list(result.placed)} of a part: expected a frame, got none")
         # Frames may be views of what is received into next.
         piece = Piece(rows, result.description, [bytes(each) for each in frames])
         self._pieces[first] = piece
