@@ -19,7 +19,7 @@ from weightd.daemon.models.rows import told
 from weightd.protocol.errors import FailedPrecondition, InvalidArgument, RequestError, ResourceExhausted, Unavailable
 from weightd.protocol.messages.children import Attach, Broken, Build, Built, Failed, Result, Rows, Stop
 from weightd.protocol.messages.control import ModelMetadataResponse, UpdateResponse
-from weightd.protocol.messages.data import ResponseDescription, TensorSignature
+from weightd.protocol.messages.data import RequestDescription, ResponseDescription, TensorSignature, TensorSpec
 
 from .fakehost import ATTACHED, BAD, BUILT, CARD, HOLDER, OUT, W1, W2, W3, Stage, X, Y, request
 
@@ -99,6 +99,22 @@ def test_requests_with_an_input_without_rows_run_in_parts_but_never_together() -
     assert told(stage.model.config, generation) == (
         "requests of more than 4 rows run in parts, tested bit-equal, none share a predict: input s has no rows"
     )
+
+
+@pytest.mark.parametrize(("exact", "cut"), [(True, [True, False]), (False, [True, True])])
+def test_where_it_has_to_be_exact_only_requests_of_dimensions_that_were_tested_run_in_parts(
+    exact: bool, cut: list[bool]
+) -> None:
+    stage = Stage(workers=1, split=Split(4, exact=exact)).pinned()
+    long = dataclasses.replace(BUILT.inputs[0], shape=(-1, -1))
+    built = dataclasses.replace(BUILT, inputs=(long,), canary_cases=({long.name: (1, 16)},))
+    stage.loads(1, dataclasses.replace(built, rows=Rows((long.name,), ("y",), equal=True)))
+    seat = stage.model.desk.scheduler.seat(W1)
+    assert seat is not None
+    asked = [RequestDescription("m", (TensorSpec(long.name, long.datatype, (8, width)),)) for width in (16, 37)]
+    assert [seat.terms.cuts_of(each) for each in asked] == cut
+    [generation] = stage.model.generations
+    assert ("of the canary's dimensions" in told(stage.model.config, generation)) == exact
 
 
 def test_other_bounds_for_rows_hold_at_once() -> None:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from weightd.daemon.config.model import ModelConfig
 from weightd.daemon.generations.generation import Generation
-from weightd.daemon.requests.rows.terms import WHOLE, RowTerms
+from weightd.daemon.requests.rows.terms import WHOLE, Dims, RowTerms
+from weightd.protocol.messages.children import Built, Rows
 
 
 def terms(config: ModelConfig, generation: Generation) -> RowTerms:
     """Return what is configured, as far as the generation's holder has found it to be right."""
-    found = None if generation.built is None else generation.built.rows
-    if found is None or not found.inputs or not found.outputs:
+    built = generation.built
+    found = None if built is None else built.rows
+    if built is None or found is None or not found.inputs or not found.outputs:
         return WHOLE
     batching, split = config.batching, config.split
     may_share = (found.equal or not batching.exact) and not _rowless(generation)
@@ -22,6 +24,7 @@ def terms(config: ModelConfig, generation: Generation) -> RowTerms:
         part_rows=split.part_rows if found.equal or not split.exact else 0,
         sizes=batching.sizes,
         is_exact=found.equal,
+        tested=_tested(built, found) if split.exact else None,
     )
 
 
@@ -35,7 +38,8 @@ def told(config: ModelConfig, generation: Generation) -> str:
     if done.merges:
         words.append(f"requests share a predict of up to {done.max_rows} rows")
     if done.part_rows:
-        words.append(f"requests of more than {done.part_rows} rows run in parts")
+        where = " of the canary's dimensions" if done.tested is not None and _has_others(generation) else ""
+        words.append(f"requests of more than {done.part_rows} rows{where} run in parts")
     if words:
         words.append("tested bit-equal" if found.equal else "not tested to be exact")
     if config.batching.max_rows > 1:
@@ -47,9 +51,22 @@ def told(config: ModelConfig, generation: Generation) -> str:
     return ", ".join(words)
 
 
+def _tested(built: Built, found: Rows) -> Dims | None:
+    """The dimensions with which the holder has run rows together and alone: those of the canary."""
+    if not built.canary_cases:
+        return None
+    shapes = built.canary_cases[0].items()
+    return frozenset((name, tuple(shape[1:] if name in found.inputs else shape)) for name, shape in shapes)
+
+
 def _rowless(generation: Generation) -> list[str]:
     """The inputs that have no rows: what one request gives there is not what another does."""
     built = generation.built
     if built is None or built.rows is None:
         return []
     return [each.name for each in built.inputs if each.name not in built.rows.inputs]
+
+
+def _has_others(generation: Generation) -> bool:
+    """Whether a request may have more free dimensions than its rows."""
+    return generation.built is not None and any(-1 in (each.shape or ())[1:] for each in generation.built.inputs)

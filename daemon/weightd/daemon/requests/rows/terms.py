@@ -11,6 +11,10 @@ from weightd.protocol.messages.data import RequestDescription
 _MAX_KNOWN = 1024
 
 
+Dims = frozenset[tuple[str, tuple[int, ...]]]
+"""Of each input its name and its shape, but for the rows."""
+
+
 class Form(NamedTuple):
     """What a request asks for, but for how many rows it has.
 
@@ -18,11 +22,13 @@ class Form(NamedTuple):
         kind: what requests have in common whose rows may go together.
         rows: how many it has.
         is_all_rows: whether each of its inputs has them; one that has not is given to each part as it is.
+        dims: what it has beside the rows.
     """
 
     kind: tuple[Any, ...]
     rows: int
     is_all_rows: bool
+    dims: Dims
 
 
 @dataclass(frozen=True)
@@ -38,6 +44,8 @@ class RowTerms:
         sizes: the only numbers of rows that the model takes, in ascending order; none: it takes any.
         is_exact: requests that share a job have the answers that they would have alone, to the last bit. Where they
             have not, only those of one user share one.
+        tested: with these dimensions rows were found to be equal. A request with others does not run in parts: unlike
+            what shares a job, it is nowhere compared with what it is in one piece. None: it may have any.
     """
 
     source: int = 0
@@ -47,6 +55,7 @@ class RowTerms:
     part_rows: int = 0
     sizes: tuple[int, ...] = ()
     is_exact: bool = True
+    tested: Dims | None = None
     # By the identity of the description, with itself so that it stays that one's.
     _forms: dict[int, tuple[RequestDescription, Form | None]] = field(
         default_factory=dict[int, tuple[RequestDescription, Form | None]], compare=False, repr=False
@@ -59,7 +68,7 @@ class RowTerms:
 
     def cuts(self, form: Form) -> bool:
         """Whether a request of this form runs in parts."""
-        return 0 < self.part_rows < form.rows
+        return 0 < self.part_rows < form.rows and self.tested in (None, form.dims)
 
     def cuts_of(self, description: RequestDescription) -> bool:
         """Whether a request with this description does."""
@@ -81,17 +90,20 @@ class RowTerms:
 
     def _found(self, description: RequestDescription) -> Form | None:
         kind: list[Any] = [description.outputs]
+        dims: list[tuple[str, tuple[int, ...]]] = []
         counts: set[int] = set()
         for each in description.inputs:
             if each.name in self.inputs and each.shape:
                 counts.add(each.shape[0])
                 kind.append((each.name, each.datatype, each.shape[1:]))
+                dims.append((each.name, each.shape[1:]))
             else:
                 kind.append(each)
+                dims.append((each.name, each.shape))
         if len(counts) != 1 or counts == {0}:
             return None
         is_all_rows = all(each.name in self.inputs for each in description.inputs)
-        return Form(tuple(kind), counts.pop(), is_all_rows)
+        return Form(tuple(kind), counts.pop(), is_all_rows, frozenset(dims))
 
 
 WHOLE = RowTerms()
