@@ -107,6 +107,20 @@ def test_a_small_message_is_written_at_once_and_read_at_once(ends: Tuple[Stream,
     assert receiver.receive() == []
 
 
+def test_small_messages_that_are_held_come_together_and_in_order(ends: Tuple[Stream, Stream]) -> None:
+    sender, receiver = ends
+    sender.hold()
+    assert sender.send([b"1"])
+    assert sender.send([b"2"])
+    assert receiver.receive() == []
+    sender.send([bytes(20_000)])
+    sender.send([b"4"])
+    assert [len(message.frames[0]) for message in receiver.receive()] == [1, 1, 20_000]
+    assert sender.let_go()
+    sender.send([b"5"])
+    assert [message.frames for message in receiver.receive()] == [[b"4"], [b"5"]]
+
+
 def test_who_does_not_read_makes_nobody_wait_and_gets_all_in_order(ends: Tuple[Stream, Stream]) -> None:
     sender, receiver = ends
     sent = [[b"%d" % number, bytes(300 * number)] for number in range(200)]

@@ -54,6 +54,8 @@ class AsyncClient:
         self._loop: Optional[asyncio.AbstractEventLoop] = None
         self._connects = False
         self._awaits_room = False
+        # What is sent is kept back until all tasks that may go on have done so.
+        self._holds = False
         self._waiting: List[asyncio.Future[bool]] = []
 
     @property
@@ -195,6 +197,11 @@ class AsyncClient:
     async def _send(self, frames: List[Any], deadline: float, call: Call) -> None:
         """Begin a call, over a new connection where there is none; wait until all of it has gone."""
         session = self._session
+        if self._core.calls and not self._holds:
+            # Answers come together, and then what is asked next: it goes together, too.
+            self._holds = True
+            session.connection.hold()
+            self._running_loop().call_soon(self._let_go, session.connection)
         try:
             sent_at = session.send(frames, call)
         except Gone:
@@ -204,6 +211,12 @@ class AsyncClient:
         self._has_sent(connection)
         while connection.sent < sent_at and not connection.closed:
             await self._until_changed(deadline, session.not_read)
+
+    def _let_go(self, connection: Connection) -> None:
+        self._holds = False
+        if not connection.closed:
+            connection.let_go()
+            self._await_room()
 
     async def _make_ready(self, deadline: float) -> None:
         """Have a connection that takes a message now."""

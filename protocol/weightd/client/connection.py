@@ -63,6 +63,14 @@ class Connection(abc.ABC):
     """
 
     @abc.abstractmethod
+    def hold(self) -> None:
+        """Messages may be kept back until `let_go`: more come at once."""
+
+    @abc.abstractmethod
+    def let_go(self) -> None:
+        """Send what was kept back, as far as it goes now; that the connection is lost is told by `receive`."""
+
+    @abc.abstractmethod
     def left(self) -> int:
         """A message has not gone at once: return what `sent` will be when it has."""
 
@@ -116,6 +124,12 @@ class Nowhere(Connection):
     def send(self, frames: List[Any], descriptors: Sequence[int] = ()) -> bool:
         """It is lost."""
         raise ConnectionResetError
+
+    def hold(self) -> None:
+        """There is nothing."""
+
+    def let_go(self) -> None:
+        """There is nothing."""
 
     def left(self) -> int:
         """There is nothing."""

@@ -27,6 +27,16 @@ class UnixConnection(Connection):
         self.send = self._stream.send
         self.descriptors = (connection.fileno(),)
 
+    def hold(self) -> None:
+        """As `Connection.hold`."""
+        self._stream.hold()
+
+    def let_go(self) -> None:
+        """As `Connection.let_go`."""
+        with contextlib.suppress(OSError):
+            self._stream.let_go()
+        self.unsent = self._stream.unsent
+
     def left(self) -> int:
         """As `Connection.left`."""
         self.unsent = self._stream.unsent

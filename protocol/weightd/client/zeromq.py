@@ -133,6 +133,12 @@ class ZeroMqConnection(Connection):
                 return False
             return True
 
+    def hold(self) -> None:
+        """As `Connection.hold`. The library puts messages together by itself."""
+
+    def let_go(self) -> None:
+        """As `Connection.let_go`. Nothing was."""
+
     def left(self) -> int:
         """As `Connection.left`."""
         return self.sent + self.unsent

@@ -45,6 +45,8 @@ class Stream:
         self.descriptors: Deque[int] = deque()
         self._takes_descriptors = takes_descriptors
         self._outgoing = Outgoing()
+        # Small messages that wait for those that come after them; None where none do.
+        self._held: Optional[List[bytes]] = None
         # Bound once: they are called for each message.
         self._send, self._recv = connection.send, connection.recv
 
@@ -71,8 +73,14 @@ class Stream:
         size = sum(lengths)
         beginning = HEADS[len(lengths)](len(lengths), *lengths)
         if size > _JOINED_BYTES or descriptors or self._outgoing.nbytes:
+            if self._held:
+                self.let_go()
+                self.hold()
             return self._send_pieces([beginning, *frames], descriptors)
         message = beginning + b"".join(frames)
+        if self._held is not None:
+            self._held.append(message)
+            return True
         try:
             sent = self._send(message)
         except BlockingIOError:
@@ -83,6 +91,20 @@ class Stream:
             return True
         self._outgoing.put([memoryview(message)[sent:]])
         return False
+
+    def hold(self) -> None:
+        """Keep small messages back until `let_go`, so that they go with one call of the kernel."""
+        if self._held is None:
+            self._held = []
+
+    def let_go(self) -> bool:
+        """Send what was kept back, or as much of it as goes now; return whether nothing is left.
+
+        Raises:
+            ConnectionError: as for `send`.
+        """
+        held, self._held = self._held, None
+        return self._send_pieces(held, ()) if held else not self._outgoing.nbytes
 
     def _send_pieces(self, pieces: List[Any], descriptors: Sequence[int]) -> bool:
         """Send what is too large to be copied into one piece, or brings descriptors, or has to wait its turn."""

@@ -111,6 +111,20 @@ def test_what_is_sent_before_a_child_connects_waits_for_it(scene: Scene) -> None
     assert not scene.lanes.leads_to("w2")
 
 
+def test_what_belongs_together_comes_at_the_end_of_the_turn(scene: Scene) -> None:
+    scene.lanes.hold("w1")  # it has not connected: all that waits for it comes together
+    child = scene.connect()
+    scene.loop.wait(30)
+    scene.lanes.hold("w1")
+    scene.lanes.send("w1", [b"first"])
+    scene.lanes.send("w1", [b"second"])
+    assert child.receive() == []
+    assert scene.received(child, 2) == [[b"first"], [b"second"]]
+    scene.lanes.hold("w1")
+    scene.lanes.forget("w1")
+    scene.loop.wait(0)
+
+
 def test_a_child_that_does_not_read_makes_nobody_wait_and_is_heard(scene: Scene) -> None:
     child = scene.connect()
     scene.loop.wait(30)

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from typing import cast
 
 import pytest
 
+from weightd.daemon.config.model import ModelConfig
+from weightd.daemon.requests.desk import Askers, Desk
 from weightd.daemon.requests.request import Company, Origin, Request
 from weightd.daemon.requests.rows.cut import Cut
 from weightd.daemon.requests.rows.forming import LONG_S, Group, rows_of_part, together
 from weightd.daemon.requests.rows.joining import Piece, joined
 from weightd.daemon.requests.rows.terms import RowTerms
 from weightd.daemon.requests.rows.times import Times
-from weightd.daemon.requests.scheduler import Scheduler
-from weightd.protocol.errors import Internal
-from weightd.protocol.messages.children import Result
+from weightd.daemon.requests.scheduler import AT_ONCE, Scheduler
+from weightd.protocol.errors import Internal, ResourceExhausted
+from weightd.protocol.messages.children import OrderMessage, Predict, Result, Together
 from weightd.protocol.messages.data import RequestDescription, ResponseDescription, TensorSpec
 
 ROWS = RowTerms(inputs=frozenset("x"), outputs=frozenset("y"), max_rows=8)
@@ -32,6 +35,20 @@ def request(rows: int = 1, width: int = 1, deadline: float = 1e9, level: int = 0
     return Request(
         number, b"c", f"id{number}", asked, frames, 0.0, deadline, len(frames[0]), Origin(far, far), level=level
     )
+
+
+def desk(max_queue: int, seats: int = 1) -> tuple[Desk, list[OrderMessage]]:
+    """A desk, and the orders that it gives; nothing is answered."""
+    orders: list[OrderMessage] = []
+
+    def order(name: str, order: OrderMessage, frames: object, memories: object) -> None:
+        orders.append(order)
+
+    config = ModelConfig(path="/m.onnx", engine="onnxruntime", max_queue=max_queue)
+    made = Desk("m", config, cast(Askers, None), order, lambda _: None)
+    for number in range(seats):
+        made.enlist(f"w{number}", terms=ROWS)
+    return made, orders
 
 
 def group(first: Request, *others: Request, terms: RowTerms = ROWS, times: Times | None = None) -> Group:
@@ -177,6 +194,30 @@ def test_parts_of_a_request_run_on_one_model_and_all_anew_if_no_seat_has_it_any_
     made.dismiss("old")
     assert [seat.name for seat, _ in made.assign(0.0)] == ["new", "new"]
     assert made.finish("old", first[0][1].number, 0.0) is None
+
+
+def test_what_has_come_until_it_is_all_taken_in_goes_together() -> None:
+    made, orders = desk(max_queue=4)
+    made.infer(request(), 0.0)
+    assert made.next_event == AT_ONCE
+    made.dispatch_gathered(0.0)
+    made.infer(request(), 0.0)
+    made.dispatch_gathered(0.0)
+    assert orders == []
+    made.dispatch_gathered(0.0)
+    assert [type(each) for each in orders] == [Together, Predict, Predict]
+    assert made.next_event > AT_ONCE
+    for _ in range(4):
+        made.infer(request(), 0.0)
+    with pytest.raises(ResourceExhausted):
+        made.infer(request(), 0.0)
+
+
+def test_a_queue_that_is_full_of_what_could_run_refuses_nobody() -> None:
+    made, orders = desk(max_queue=1, seats=2)
+    for _ in range(3):
+        made.infer(request(), 0.0)
+    assert len(orders) == 2
 
 
 # --- parts ----------------------------------------------------------------------------------------------------------

@@ -182,6 +182,7 @@ class World(RuleBasedStateMachine):
                 self.desk.infer(request, self.now)
             except RequestError as error:
                 self.refuse(request, error)
+        self.turn()
 
     @rule(device=st.sampled_from([*DEVICES]))
     def enlist(self, device: str) -> None:
@@ -210,6 +211,7 @@ class World(RuleBasedStateMachine):
             outputs = (TensorSpec("y", "INT64", x.shape), TensorSpec("t", "INT64", (1,)))
             result = Result(each.request, ResponseDescription("m", outputs))
             self.desk.result(name, result, [worker.contents.pop(each.request)[0], source], self.now)
+        self.turn()
 
     @rule(data=st.data(), sign=st.sampled_from([signal.SIGSEGV, signal.SIGKILL]), spoilt=st.booleans())
     def die(self, data: st.DataObject, sign: int, spoilt: bool) -> None:
@@ -239,9 +241,14 @@ class World(RuleBasedStateMachine):
         self.desk.expire(self.now, lambda error: error)
         for name, _ in self.desk.overdue(self.now):
             self.workers.pop(name)
+        self.turn()
+        self.desk.dispatch(self.now)
+
+    def turn(self) -> None:
+        """The daemon has read all that had come."""
         while self.desk.next_event == AT_ONCE:
             self.desk.guard.look(self.now)
-        self.desk.dispatch(self.now)
+            self.desk.dispatch_gathered(self.now)
 
     @rule(
         source=st.integers(1, 2),

@@ -265,6 +265,8 @@ class Backend:
         message = [*encode(order, max_bytes=limits.MAX_CHILD_HEADER_BYTES), *frames]
         kind = order.__class__
         if kind in _BY_LANE or name in self._by_lane_alone:
+            if kind is Together:
+                self._lanes.hold(name)
             self._lanes.send(name, message, memories)
         elif name in self._held:
             self._held[name].append(order)

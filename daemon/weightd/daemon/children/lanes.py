@@ -84,6 +84,13 @@ class Lanes:
         elif name not in self._lanes:
             self._held.setdefault(name, []).append((frames, memories))
 
+    def hold(self, name: str) -> None:
+        """Keep small messages to a child back until the end of this turn: what comes belongs together."""
+        lane = self._lanes.get(name)
+        if lane is not None:
+            lane.hold()
+            self._loop.soon(functools.partial(self._let_go, lane))
+
     def unmap(self, number: int) -> None:
         """Take memory away from whoever was given it: nothing will name it again."""
         for name, mapped in self._mapped.items():
@@ -158,6 +165,14 @@ class Lanes:
         except RemoteProtocolError as error:
             self._close(name)
             self._broken(name, error)
+
+    def _let_go(self, lane: Stream) -> None:
+        try:
+            if lane in self._lanes.values() and not lane.let_go():
+                self._loop.watch_writes(lane.fileno(), functools.partial(self._flush, lane))
+        except ConnectionError:
+            # As for one message.
+            return
 
     def _flush(self, lane: Stream) -> None:
         try:

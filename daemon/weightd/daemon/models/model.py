@@ -212,7 +212,7 @@ class Model:
             deployment.tick(now)
         if due:
             self._settle(now)
-        self.desk.dispatch(now)
+        self.desk.dispatch_gathered(now)
         self._update_next_tick()
 
     def drain(self, now: float, *, patience: float = 0.0, replaced: bool = False) -> None:

@@ -20,7 +20,7 @@ from weightd.daemon.requests.seat import Seat
 from weightd.daemon.requests.signature import Signature
 from weightd.daemon.requests.validation import RowBounds
 from weightd.daemon.requests.writers import Writers
-from weightd.protocol.errors import Cancelled, RequestError, Unavailable, request_error
+from weightd.protocol.errors import Cancelled, RequestError, ResourceExhausted, Unavailable, request_error
 from weightd.protocol.messages.children import Built, Failed, OrderMessage, Predict, Result, Skip, Together
 from weightd.protocol.messages.control import ModelMetadataResponse
 
@@ -81,6 +81,10 @@ class Desk:
         self.latencies = Latencies()
         self.by_process: dict[str, Latencies] = {}
         self.failed = 0
+        # Requests wait for those that have come with them, and there is news since that was last looked at.
+        self._looks = False
+        self._has_news = False
+        self._due_by = due_by
         self._name = name
         self._config = config
         self._askers = askers
@@ -98,6 +102,9 @@ class Desk:
         aside = False
         if self.guard.suspects.known or self.guard.quarantine.held:
             aside = self.guard.check(request, now)
+        if not aside and self.scheduler.gathers:
+            self._gather(request, now)
+            return
         started = None if aside else self.scheduler.start(request, now)
         if started is None:
             self.scheduler.submit(request, now, aside=aside)
@@ -151,7 +158,10 @@ class Desk:
             self._answer(part.request, process, result, frames, now)
         self.guard.watchdog.heard(process, now)
         if not self.scheduler.is_still:
-            self.dispatch(now)
+            if self.scheduler.gathers:
+                self._look_on()
+            else:
+                self.dispatch(now)
 
     def job_failed(self, process: str, failed: Failed, now: float) -> None:
         """A part of a job has ended in an error, or a job of several, which run again alone then.
@@ -206,6 +216,18 @@ class Desk:
         """Do as this configuration says, which differs in no bound and in no time from the one before."""
         self._config = config
         self.signature.bound(_bounds(config))
+
+    def dispatch_gathered(self, now: float) -> None:
+        """All that is known to have come has been taken in: have everything run that can.
+
+        Where requests share jobs, one more look is taken first at what has come meanwhile; and another as long as that
+        was something, and could go with it. Nothing is waited for.
+        """
+        if self._has_news and self.scheduler.may_gather:
+            self._has_news = False
+        else:
+            self._looks = False
+            self.dispatch(now)
 
     def dispatch(self, now: float) -> None:
         """Have everything run that can."""
@@ -281,12 +303,26 @@ class Desk:
     @property
     def next_event(self) -> float:
         """Nothing is due before this, in monotonic seconds."""
-        if self.guard.looks:
+        if self.guard.looks or self._looks:
             return AT_ONCE
         ping, event = self.guard.watchdog.next_event, self.scheduler.next_event
         return ping if ping < event else event
 
     # --- within -------------------------------------------------------------------------------------------------
+
+    def _gather(self, request: Request, now: float) -> None:
+        """What comes with it may share its job: it runs once all of that has been taken in."""
+        try:
+            self.scheduler.submit(request, now)
+        except ResourceExhausted:
+            # There is room again once those run that could.
+            self.dispatch(now)
+            self.scheduler.submit(request, now)
+        self._look_on()
+
+    def _look_on(self) -> None:
+        self._has_news = self._looks = True
+        self._due_by(AT_ONCE)
 
     def _end(self, requests: Iterable[Request], error: RequestError, now: float) -> None:
         for request in requests:

@@ -93,6 +93,7 @@ class Scheduler:
         self._seats: dict[str, Seat] = {}
         # Those that take jobs. One that is not among them gets nothing new but may still answer.
         self._enlisted: dict[str, Seat] = {}
+        self._gathers = False
         # By the name of each of its processes.
         self._seat_of: dict[str, Seat] = {}
         # No outstanding request has an earlier deadline than this.
@@ -167,6 +168,7 @@ class Scheduler:
         """The seat takes jobs from now on; it consists of these processes. See `Seat` for the rest."""
         seat = self._seats.setdefault(name, Seat(name, processes, device, terms, concurrency))
         self._enlisted[name] = seat
+        self._count_gathering()
         self._seat_of.update(dict.fromkeys(processes, seat))
 
     def rate(self, process: str, terms: RowTerms) -> None:
@@ -180,6 +182,7 @@ class Scheduler:
         seat = self._seat_of.get(process)
         if seat is not None:
             self._enlisted.pop(seat.name, None)
+            self._count_gathering()
 
     def finish(self, process: str, number: int, now: float) -> Part | None:
         """A process has answered a part for its seat; return it, or None if nobody waits for this answer any more."""
@@ -343,6 +346,17 @@ class Scheduler:
     def goes_on(self) -> bool:
         """Whether something runs in parts of which not all were given to seats: there may be something to assign."""
         return self._begun.count > 0
+
+    @property
+    def gathers(self) -> bool:
+        """Whether requests may share jobs, so that what has come is taken in before any of it is assigned."""
+        return self._gathers
+
+    @property
+    def may_gather(self) -> bool:
+        """Whether a job that could be assigned now may have more, if that comes."""
+        free = [seat.terms.max_rows for seat in self._enlisted.values() if not seat.jobs]
+        return bool(free) and 0 < self._queue.count < max(free)
 
     @property
     def idle(self) -> bool:
@@ -552,11 +566,15 @@ class Scheduler:
             del seat.jobs[job.number]
         return [part for part in parts if part.is_awaited]
 
+    def _count_gathering(self) -> None:
+        self._gathers = any(seat.terms.merges for seat in self._enlisted.values())
+
     def _remove(self, seat: Seat) -> list[Part]:
         for process in seat.processes:
             del self._seat_of[process]
         del self._seats[seat.name]
         self._enlisted.pop(seat.name, None)
+        self._count_gathering()
         return [part for job in seat.jobs.values() for part in job.awaited]
 
     def _requeue(self, parts: Sequence[Part]) -> None:
