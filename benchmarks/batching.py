@@ -21,11 +21,14 @@ WORKERS = 2
 MAX_ROWS = 32
 IN_FLIGHT = 32  # requests of one row
 RIVAL_WAIT_MS = 1  # of mosec, until as many requests are there as it may run together: what it is quickest with
-ROUNDS = 10  # of each side, in turn
+# At first a worker runs also alone what comes together, once for each number of rows.
+TRIALS_S = 12.0
+ROUNDS = 9  # of each side, in turn
 SECONDS = 1.0  # of a round
 LONE_REQUESTS = 20  # in a round
 # What the engine gains is held against one worker that always finds as many requests as it may run together.
-TABLE_ROUNDS = 8
+TABLE_TRIALS_S = 5.0
+TABLE_ROUNDS = 7
 TABLE_IN_FLIGHT = 2 * MAX_ROWS
 TABLE_SECONDS = 0.6
 TABLE: Mapping[str, tuple[int, ...]] = {MLP: (MLP_WIDTH,), SHORT: SHORT_SHAPE}
@@ -43,6 +46,7 @@ class Batching(Result):
         rival_ratio: the former by those of mosec with the same max_batch_size and as many workers; None without mosec.
         lone_ratio: p50 of a client that has one request under way: batching on by batching off.
         rps: the requests/s of each side.
+        rows_of_job: how many requests ran together, in the mean.
         lone_p50_ms: p50 of the lone client.
         engine_gain: rows/s of one bare process of the engine that is given `max_rows` rows at once, by those of one
             that is given single rows, for each model.
@@ -59,6 +63,7 @@ class Batching(Result):
     rival_ratio: float | None
     lone_ratio: float
     rps: Mapping[str, float]
+    rows_of_job: float
     lone_p50_ms: Mapping[str, float]
     engine_gain: Mapping[str, float]
     service_gain: Mapping[str, float]
@@ -80,6 +85,7 @@ class Batching(Result):
         rows = [
             (f"{MLP}, {self.in_flight} in flight, {who}", f"{each:8.1f} requests/s") for who, each in self.rps.items()
         ]
+        rows.append((f"{MLP}, rows of a job", f"{self.rows_of_job:8.1f}"))
         if self.rival_ratio is None:
             rows.append((_MOSEC, f"not in {PYTHON.parent.parent}: `make bench-rival` installs it there"))
         rows += [(f"{MLP}, a lone client, {who}", f"p50 {each:6.2f} ms") for who, each in self.lone_p50_ms.items()]
@@ -113,6 +119,7 @@ def run(setup: Setup) -> Batching:
         rival_ratio=compared["rival_ratio"].median if "rival_ratio" in compared else None,
         lone_ratio=compared["lone_ratio"].median,
         rps={who: statistics.median(each) for who, each in crowd.rps.items()},
+        rows_of_job=crowd.rows_of_job,
         lone_p50_ms={who: 1e3 * statistics.median(each) for who, each in crowd.lone.items()},
         engine_gain={name: each.engine for name, each in table.items()},
         service_gain={name: each.service for name, each in table.items()},
@@ -124,10 +131,11 @@ def run(setup: Setup) -> Batching:
 
 @dataclasses.dataclass(frozen=True)
 class _Crowd:
-    """Requests per second, and seconds of a lone client's requests (p50), by side and round."""
+    """Requests per second, and seconds of a lone client's requests (p50), by side and round; and rows of a job."""
 
     rps: Mapping[str, list[float]]
     lone: Mapping[str, list[float]]
+    rows_of_job: float
 
 
 def _crowd(setup: Setup) -> _Crowd:
@@ -141,15 +149,27 @@ def _crowd(setup: Setup) -> _Crowd:
             sides[_MOSEC] = flight.mosec(server, inputs, IN_FLIGHT)
         client = stack.enter_context(setup.client(service))
         rps: dict[str, list[float]] = {who: [] for who in sides}
+        rows: list[float] = []
         lone: dict[str, list[float]] = {who: [] for who in (_OFF, _ON)}
+        flight.requests_per_second(sides[_ON], TRIALS_S, reference)
         for number in range(ROUNDS):
             progress(f"round {number + 1} of {ROUNDS}")
             for who, fly in sides.items():
+                before = _served(service)
                 rps[who].append(flight.requests_per_second(fly, SECONDS, reference))
+                if who == _ON:
+                    requests, jobs = (now - then for now, then in zip(_served(service), before, strict=True))
+                    rows.append(requests / jobs)
             for who, seconds in lone.items():
                 ask = functools.partial(client.infer, who)
                 seconds.append(percentile(seconds_of(ask, inputs, LONE_REQUESTS, reference.check), 50))
-    return _Crowd(rps, lone)
+    return _Crowd(rps, lone, statistics.median(rows))
+
+
+def _served(service: Service) -> tuple[int, int]:
+    """Return how many requests of the model with batching on were answered, and how many jobs that took."""
+    status = next(each for each in service.status().models if each.name == _ON)
+    return status.served, status.executions.count if status.executions else 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,6 +188,7 @@ def _table(name: str, shape: tuple[int, ...]) -> _Gains:
     service_gains: list[float] = []
     with _service(path, 1) as service, PlainProcess(path) as bare:
         sides = {who: flight.weightd(service.address, who, inputs, TABLE_IN_FLIGHT) for who in (_OFF, _ON)}
+        flight.requests_per_second(sides[_ON], TABLE_TRIALS_S, reference)
         for number in range(TABLE_ROUNDS):
             progress(f"{name}, round {number + 1} of {TABLE_ROUNDS}")
             one, many = (_row_seconds(bare, each) for each in (inputs[0], together))
@@ -180,7 +201,7 @@ def _table(name: str, shape: tuple[int, ...]) -> _Gains:
 def _row_seconds(bare: PlainProcess, inputs: Arrays) -> float:
     """Return the seconds that the engine takes for a row."""
     rows = len(inputs["x"])
-    return percentile(list(bare.times(inputs, 3 + 2 * MAX_ROWS // (rows + 1))[1:]), 50) / rows
+    return float(percentile(list(bare.times(inputs, 3 + 2 * MAX_ROWS // (rows + 1))[1:]), 50)) / rows
 
 
 def _service(path: Path, workers: int) -> Service:

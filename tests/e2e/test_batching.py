@@ -117,6 +117,8 @@ class Held:
     def __enter__(self) -> Held:
         os.kill(self.worker.pid, signal.SIGSTOP)
         self.first = self._client.submit(self._name, self._first)
+        for _ in range(2):
+            self._client.status()  # what came with it has been looked at, and nothing did
         return self
 
     def __exit__(self, *_: object) -> None:
