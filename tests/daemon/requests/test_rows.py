@@ -174,6 +174,21 @@ def test_of_what_runs_in_parts_a_higher_priority_goes_first() -> None:
     assert ran == [*[urgent.number] * 3, begun.number, *[other.number] * 3]
 
 
+def test_one_that_has_to_run_alone_waits_for_no_more_parts_of_another() -> None:
+    alone, other = request(8), request(40)
+    made = scheduler(CUT, alone, seats=2)
+    given = [*made.assign(0.0)]
+    made.submit(other, 0.0)
+    given += made.assign(0.0)
+    alone.narrow(Company.ALONE)
+    made.release("w0")
+    ran: list[list[Request]] = []
+    for number in [job.number for seat, job in given if seat.name == "w1"]:
+        made.finish("w1", number, 0.0)
+        ran += [job.requests for _, job in made.assign(0.0)]
+    assert ran == [[alone]]
+
+
 def test_a_job_that_may_grow_waits_for_a_free_seat_and_a_full_one_does_not() -> None:
     made = scheduler(ROWS, request(), *(request() for _ in range(7)))
     assert [job.count for _, job in made.assign(0.0)] == [8]

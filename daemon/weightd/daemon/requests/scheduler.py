@@ -422,12 +422,14 @@ class Scheduler:
         Nothing is made ready that would run before the one whose turn it is. What has begun may have to wait for seats
         of the model that it has begun on, while others are free that the next can have.
         """
-        for index, queue in enumerate(self._turns()):
+        is_first = True
+        for queue in self._turns():
             several = itertools.islice(queue, _MOST_BEGUN) if queue is self._begun else (queue.first,)
             for request in several:
                 seat = self._freest(request, now)
-                if seat is not None and (seat.is_free or not index):
+                if seat is not None and (seat.is_free or is_first):
                     return queue, request, seat
+                is_first = False
         return None
 
     def _freest(self, request: Request, now: float) -> Seat | None:
