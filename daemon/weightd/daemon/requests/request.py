@@ -49,7 +49,8 @@ class Request:
         level: how many levels of priority come before its own.
         company: what else may run while it does.
         deaths: seats that died of it, or so it seems.
-        losses: seats that ended while they ran it, for whatever reason.
+        losses: seats that ended while they ran it, for whatever reason; those that ran it at once count once.
+    lost_at: when the last one did that counts.
         digest: of its content, once that has been computed.
         ended: while a seat ran it: what that gives later is dropped.
         running: it has ended, and a process may still write its outputs to memory of the client.
@@ -70,6 +71,7 @@ class Request:
     company: Company = Company.ANY
     deaths: int = 0
     losses: int = 0
+    lost_at: float = -float("inf")
     digest: bytes = b""
     ended: bool = False
     running: bool = False

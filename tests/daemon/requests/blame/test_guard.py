@@ -35,6 +35,7 @@ class Bench:
     def refuse(self, request: Request, error: RequestError) -> None:
         assert request.number not in self.refused
         self.refused[request.number] = error.code
+        request.ended = True
 
     def requests(self, *origins: Origin) -> list[Request]:
         """Requests of different contents."""
@@ -117,6 +118,25 @@ def test_however_often_their_seats_end_the_parts_of_a_job_do_not_run_for_ever(en
             each for each in requests if not bench.refused
         ]
     assert bench.refused == {0: "UNAVAILABLE", 1: "UNAVAILABLE"}
+
+
+def test_who_has_lost_several_seats_at_once_has_lost_one_and_is_told_once_of_the_last() -> None:
+    bench = Bench()
+    [request] = bench.requests(ANN)
+    for turn in range(1, 1 + MAX_LOSSES):
+        assert bench.refused == {}
+        seats = [bench.seat(Job.of([Part(10 * turn + number, request)])) for number in range(2)]
+        both = bench.scheduler.seat(seats[0])
+        assert both is not None
+        both.concurrency = 2
+        both.give(Job.of([Part(10 * turn + 5, request)]), bench.now)
+        bench.now += 1.0
+        for each in seats:
+            bench.guard.died(each, KILL, bench.now)
+            bench.scheduler.withdraw(lambda each: each is request)
+        assert request.losses == turn
+        bench.now += 1.0
+    assert bench.refused == {0: "UNAVAILABLE"}
 
 
 def test_who_has_taken_its_part_back_does_not_run_again() -> None:

@@ -203,12 +203,16 @@ class Guard:
         self, ran: Sequence[Job], end: End, now: float, *, proven: bool
     ) -> list[tuple[Request, RequestError]]:
         """Return those requests of what ran that end with their seat, each with the error; the others run again."""
-        requests = [request for job in ran for request in job.requests]
-        verdicts = [(request, self._verdict(request, end, now, proven=proven)) for request in requests]
+        # Several jobs may be parts of one.
+        began = {request: job.began for job in ran for request in job.requests}
+        verdicts = [(each, self._verdict(each, at, end, now, proven=proven)) for each, at in began.items()]
         return [(request, error) for request, error in verdicts if error is not None]
 
-    def _verdict(self, request: Request, end: End, now: float, *, proven: bool) -> RequestError | None:
-        request.losses += 1
+    def _verdict(self, request: Request, began: float, end: End, now: float, *, proven: bool) -> RequestError | None:
+        # Those that have run parts of it at the same time may have ended of the same thing.
+        if began >= request.lost_at:
+            request.losses += 1
+            request.lost_at = now
         if proven and request.deaths >= MAX_DEATHS:
             words = f"was on {request.deaths} workers when they died, the last one {end.how}"
             return Internal(f"request {request.id} {words}")
