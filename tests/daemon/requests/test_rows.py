@@ -189,6 +189,14 @@ def test_one_that_has_to_run_alone_waits_for_no_more_parts_of_another() -> None:
     assert ran == [[alone]]
 
 
+def test_nothing_waits_for_company_that_may_have_none_any_more() -> None:
+    made = scheduler(ROWS, request())
+    assert made.may_gather
+    made.rate("w0", replace(ROWS, max_rows=1))
+    assert not made.gathers
+    assert not made.may_gather
+
+
 def test_a_job_that_may_grow_waits_for_a_free_seat_and_a_full_one_does_not() -> None:
     made = scheduler(ROWS, request(), *(request() for _ in range(7)))
     assert [job.count for _, job in made.assign(0.0)] == [8]

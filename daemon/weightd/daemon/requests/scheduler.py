@@ -176,6 +176,7 @@ class Scheduler:
         seat = self._seat_of.get(process)
         if seat is not None:
             seat.terms = terms
+            self._count_gathering()
 
     def dismiss(self, process: str) -> None:
         """The seat of the process gets nothing new; it may still answer what it has."""
