@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import cast
 
 import pytest
@@ -45,7 +46,7 @@ def desk(max_queue: int, seats: int = 1) -> tuple[Desk, list[OrderMessage]]:
         orders.append(order)
 
     config = ModelConfig(path="/m.onnx", engine="onnxruntime", max_queue=max_queue)
-    made = Desk("m", config, cast(Askers, None), order, lambda _: None)
+    made = Desk("m", config, cast(Askers, SimpleNamespace(refuse=print)), order, lambda _: None)
     for number in range(seats):
         made.enlist(f"w{number}", terms=ROWS)
     return made, orders
@@ -234,6 +235,16 @@ def test_what_has_come_until_it_is_all_taken_in_goes_together() -> None:
         made.infer(request(), 0.0)
     with pytest.raises(ResourceExhausted):
         made.infer(request(), 0.0)
+
+
+def test_nobody_waits_for_company_that_comes_and_ends_at_once() -> None:
+    made, orders = desk(max_queue=4)
+    made.infer(request(), 0.0)
+    for turn in range(100):
+        made.infer(request(deadline=turn + 0.5), turn)
+        made.expire(turn + 1.0, lambda error: error)
+        made.dispatch_gathered(turn + 1.0)
+    assert len(orders) == 1
 
 
 def test_a_queue_that_is_full_of_what_could_run_refuses_nobody() -> None:

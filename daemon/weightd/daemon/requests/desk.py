@@ -24,6 +24,9 @@ from weightd.protocol.errors import Cancelled, RequestError, ResourceExhausted, 
 from weightd.protocol.messages.children import Built, Failed, OrderMessage, Predict, Result, Skip, Together
 from weightd.protocol.messages.control import ModelMetadataResponse
 
+# At what comes, before something runs that waits.
+_MOST_LOOKS = 64
+
 Order = Callable[[str, OrderMessage, Sequence[Any], Sequence[Memory]], None]
 
 
@@ -84,6 +87,7 @@ class Desk:
         # Requests wait for those that have come with them, and there is news since that was last looked at.
         self._looks = False
         self._has_news = False
+        self._looked = 0
         self._due_by = due_by
         self._name = name
         self._config = config
@@ -221,12 +225,15 @@ class Desk:
         """All that is known to have come has been taken in: have everything run that can.
 
         Where requests share jobs, one more look is taken first at what has come meanwhile; and another as long as that
-        was something, and could go with it. Nothing is waited for.
+        was something, and could go with it. Nothing is waited for; and looks have an end, for what comes may have ended
+        at the next one.
         """
-        if self._has_news and self.scheduler.may_gather:
+        if self._has_news and self._looked < _MOST_LOOKS and self.scheduler.may_gather:
             self._has_news = False
+            self._looked += 1
         else:
             self._looks = False
+            self._looked = 0
             self.dispatch(now)
 
     def dispatch(self, now: float) -> None:
