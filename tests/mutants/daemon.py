@@ -27,7 +27,7 @@ REQUESTS = [
         ("(terms.is_exact or one.origin.far == other.origin.far)", "True"),
         ("elif now + seconds < least:", "else:"),
         ("if seat.is_free or not terms.merges:", "if True:"),
-        ("and (seat.is_free or not index):", "and True:"),
+        ("and (seat.is_free or is_first):", "and True:"),
         ("waits = queue is not None and (self._was_part or", "waits = queue is not None and (False or"),
         ("if gone and not job.has_begun:", "if gone:"),
         ("frames.append(memoryview(frame)[begin : begin + rows * row_bytes] if self._has_rows(spec) else frame)",
