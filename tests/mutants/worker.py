@@ -133,7 +133,7 @@ MUTANTS = [
         ("_AUDIT_S if self._predictor.is_audit_due else _IDLE_S", "-1.0 if self._predictor.is_audit_due else _IDLE_S"),
         ("        if self._predictor.is_audit_due:\n", "        if False:\n"),
         ("self._trials = Trials(self._engine, rows, self._sizes, case) if exact", "self._trials = None if exact"),
-        ("rows, self._sizes) if exact else None", "rows, self._sizes)"),
+        ("rows, self._sizes, case) if exact else None", "rows, self._sizes, case)"),
         ("(self._trials is None or self._trials.takes(joint))", "True"),
     ),
     *mutants("worker", "worker/test_heap.py",
