@@ -163,6 +163,12 @@ def test_a_higher_priority_goes_before_what_has_begun() -> None:
     assert [job.requests for _, job in made.assign(0.0)] == [[urgent], [large]]
 
 
+def test_what_has_begun_goes_before_what_has_a_lower_priority() -> None:
+    urgent, low = request(16), [request(width=width, level=1) for width in (1, 2)]
+    ran = [number for job in jobs(scheduler(CUT, urgent, *low)) for number, _ in job]
+    assert ran == [urgent.number] * 4 + [each.number for each in low]
+
+
 def test_of_what_runs_in_parts_a_higher_priority_goes_first() -> None:
     begun, other, urgent = request(12, level=1), request(12, level=1), request(12)
     made = scheduler(CUT, begun)

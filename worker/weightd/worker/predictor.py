@@ -14,7 +14,7 @@ from weightd.protocol.messages.regions import MappedRegions
 from weightd.protocol.tensors import describe_response, frame_of, from_frame, to_wire
 from weightd.worker import exits
 from weightd.worker.batching.bits import NotTogether
-from weightd.worker.batching.joint import Joint
+from weightd.worker.batching.joint import Joint, Share
 from weightd.worker.batching.trials import Trials
 from weightd.worker.canary.proof import Proof
 from weightd.worker.engines.engine import Arrays, Engine
@@ -138,29 +138,31 @@ class Predictor:
             joint = self._joint(parts, rows)
             if len(parts) > 1 and not (self._joins and (self._trials is None or self._trials.takes(joint))):
                 return self._one_by_one(parts)
-            outputs = self._run(joint, parts)
+            outputs, shares = self._run(joint, parts)
         except NotTogether as error:
             return self._part(parts, error)
         except RequestError as error:
             return self._refused(parts, error)
         except Exception as error:  # noqa: BLE001 - as for one
             return self._fail_unforeseen(parts[0][0], error)
-        return self._share(parts, joint, outputs)
+        return self._share(parts, shares, outputs)
 
-    def _run(self, joint: Joint, parts: Sequence[Asked]) -> Arrays:
+    def _run(self, joint: Joint, parts: Sequence[Asked]) -> Tuple[Arrays, Sequence[Share]]:
         inputs = joint.inputs([self._bytes_of(order, frames) for order, frames in parts])
         outputs = self._engine.predict(inputs)
         form = (*outputs, *map(_form, outputs.values()))
         if form != joint.form:
             outputs = self._learned(joint, inputs, outputs, form)
+        # Another thread may learn others while this one runs the model again.
+        shares = joint.shares
         if self._trials is not None and len(parts) > 1:
             self._trials.check(joint, inputs, outputs)
-        return outputs
+        return outputs, shares
 
-    def _share(self, parts: Sequence[Asked], joint: Joint, outputs: Arrays) -> int:
+    def _share(self, parts: Sequence[Asked], shares: Sequence[Share], outputs: Arrays) -> int:
         """Give each request what it has of the answer."""
         all_bytes = [*map(frame_of, outputs.values())]
-        for (order, _), (description, cuts) in zip(parts, joint.shares):
+        for (order, _), (description, cuts) in zip(parts, shares):
             placed, rest = None, [all_bytes[output][begin:end] for output, begin, end in cuts]
             try:
                 if order.regions is not None:

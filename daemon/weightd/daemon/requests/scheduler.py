@@ -389,19 +389,16 @@ class Scheduler:
     def _turns(self) -> Iterator[Waiting]:
         """Yield the queues of which the first may run, in the order of their turns.
 
-        That is the one whose first request has come first. What has begun takes turns with it, if it is of no lower
+        That is the one whose first request has come first. What has begun takes turns with it, if both are of the same
         priority.
         """
-        queue = self._whole()
-        if not self._begun.count:
-            if queue is not None:
-                yield queue
-            return
-        begun = self._begun
-        waits = queue is not None and (self._was_part or _precedes(queue.first, begun.first))
-        for each in (queue, begun) if waits else (begun, queue):
-            if each is not None:
-                yield each
+        queue, begun = self._whole(), self._begun if self._begun.count else None
+        if queue is None or begun is None:
+            yield from (each for each in (queue, begun) if each is not None)
+        elif _precedes(queue.first, begun.first) or (self._was_part and not _precedes(begun.first, queue.first)):
+            yield from (queue, begun)
+        else:
+            yield from (begun, queue)
 
     def _whole(self) -> Waiting | None:
         queue, confined = self._queue, self._confined
