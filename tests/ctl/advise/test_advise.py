@@ -187,7 +187,8 @@ def test_ctrl_c_shows_what_has_been_measured(ctl: Ctl, daemon: FakeDaemon, after
     turn = itertools.count()
 
     def interrupts(message: ClientMessage, tensors: Sequence[bytes]) -> Any:
-        if next(turn) == after:
+        # Again, if it is not heard: an interpreter may drop it where nobody can be told, as in the end of an object.
+        if next(turn) >= after:
             os.kill(os.getpid(), signal.SIGINT)
         return echo(message, tensors)
 
