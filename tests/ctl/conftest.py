@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import signal
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, List, NamedTuple, Optional, Sequence
+from typing import Any, Iterator, List, NamedTuple, Optional, Sequence
 
 import numpy as np
 import pytest
@@ -94,3 +95,11 @@ def counted(message: ClientMessage, served: int, executions: int, cut: int = 0) 
     ran = ExecutionsStatus(executions, cut=cut)
     model = ModelStatus("m", "fake", "/m", "serving", 0, served, 0, (), executions=ran)
     return [encode(StatusResponse(message.id, "9.9", "running", 1, 1.0, 1, (model,)))]
+
+
+@pytest.fixture
+def heeds_ctrl_c() -> Iterator[None]:
+    """A shell has what it runs in the background ignore SIGINT, and Python leaves that as it is."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)

@@ -11,6 +11,8 @@ import sys
 from collections import Counter
 from typing import Any, List, Sequence
 
+import pytest
+
 from testkit.fakedaemon import FakeDaemon, Handler, echo
 from weightd.ctl import exits
 from weightd.ctl.bench.render import render
@@ -97,6 +99,7 @@ def test_a_model_that_never_answers_again_is_no_success(ctl: Ctl, daemon: FakeDa
     assert "2 in flight: no request was answered" in ran.out
 
 
+@pytest.mark.usefixtures("heeds_ctrl_c")
 def test_ctrl_c_shows_what_has_been_measured(ctl: Ctl, daemon: FakeDaemon) -> None:
     turn = itertools.count()
 
