@@ -186,7 +186,6 @@ def test_what_its_workers_have_packed_is_shared_too(fresh: Built, tmp_path: Path
     assert pools or "/libnuma." not in Path("/proc/self/maps").read_text()
     assert engine.sharing.export(str(tmp_path / "store")).bytes >= 2 * x.shape[1] ** 2 * x.itemsize
     assert engine.predict({"x": x})["y"].tobytes() == before
-    assert not pools & {*chunks.find(libc(), engine._pages._before)}
 
 
 class Watched:
