@@ -119,6 +119,12 @@ def test_small_messages_that_are_held_come_together_and_in_order(ends: Tuple[Str
     assert sender.let_go()
     sender.send([b"5"])
     assert [message.frames for message in receiver.receive()] == [[b"4"], [b"5"]]
+    # More than the kernel takes with one call.
+    sender.hold()
+    for number in range(3000):
+        sender.send([b"%d" % number])
+    assert sender.let_go()
+    assert [int(message.frames[0]) for message in receiver.receive()] == [*range(3000)]
 
 
 def test_who_does_not_read_makes_nobody_wait_and_gets_all_in_order(ends: Tuple[Stream, Stream]) -> None:

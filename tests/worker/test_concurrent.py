@@ -140,12 +140,13 @@ class Script:
             self.running_at["pong"].append(len(self._engine.gates))
         return True
 
-    def answer(self, frames: Frames) -> None:
-        kept = list(map(bytes, frames))
-        answer: Any = decode(kept, FROM_CHILD)
-        self.sent.append(answer)
-        if isinstance(answer, Result):
-            self.values[answer.request] = [float(each) for each in np.frombuffer(kept[2], np.float32)]
+    def answer(self, *messages: Frames) -> None:
+        for frames in messages:
+            kept = list(map(bytes, frames))
+            answer: Any = decode(kept, FROM_CHILD)
+            self.sent.append(answer)
+            if isinstance(answer, Result):
+                self.values[answer.request] = [float(each) for each in np.frombuffer(kept[2], np.float32)]
 
     def _unmap(self, region: int) -> None:
         self.running_at["unmap"].append(len(self._engine.gates))

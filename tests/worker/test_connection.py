@@ -196,6 +196,8 @@ def test_requests_come_by_the_lane_and_are_answered_there(ends: Ends) -> None:
         ends.tell(b"ping")
     ends.connection.answer([b"result"])
     assert [message.frames for message in lane.receive()] == [[b"result"]]
+    ends.connection.answer([b"another"], [b"and one"])
+    assert [message.frames for message in lane.receive()] == [[b"another"], [b"and one"]]
     assert ends.silent()
 
 

@@ -89,6 +89,8 @@ class Script:
         self.sent: List[Union[ChildMessage, Forked]] = []
         self.frames: List[List[bytes]] = []
         self.probed: List[Probing] = []
+        # How many answers have come at once.
+        self.together: List[int] = []
         # How many orders have come already when the first one is read, and when the one after that is begun with.
         self.ahead = 0
         self.late = 0
@@ -116,12 +118,14 @@ class Script:
         self.frames.append([])
         return True
 
-    def answer(self, frames: Sequence[Any]) -> None:
-        kept = list(map(bytes, frames))
-        answer = decode(kept, FROM_CHILD)  # this checks the lengths, too
-        assert isinstance(answer, (Result, Failed, Skipped, Unequal))
-        self.sent.append(answer)
-        self.frames.append(kept[2:])
+    def answer(self, *messages: Sequence[Any]) -> None:
+        self.together.append(len(messages))
+        for frames in messages:
+            kept = list(map(bytes, frames))
+            answer = decode(kept, FROM_CHILD)  # this checks the lengths, too
+            assert isinstance(answer, (Result, Failed, Skipped, Unequal))
+            self.sent.append(answer)
+            self.frames.append(kept[2:])
 
 
 @pytest.fixture(autouse=True)
@@ -758,8 +762,8 @@ def test_large_frames_are_not_copied() -> None:
     seen: List[Any] = []
 
     class Uncopied(Script):
-        def answer(self, frames: Sequence[Any]) -> None:
-            seen.extend(frames)
+        def answer(self, *messages: Sequence[Any]) -> None:
+            seen.extend(messages[0])
 
     session(Uncopied(predict(1), STOP), fake(sequence(answer))).run(SHA256)
     assert np.shares_memory(np.frombuffer(seen[-1], np.uint8), answer)
@@ -799,6 +803,7 @@ def test_requests_that_come_together_are_run_together_and_answered_each_for_itse
     assert answers(socket) == {1: [2], 2: [4, 6], 3: [8]}
     assert [each["x"][:, 0].tolist() for each in engine.asked] == [[1, 2, 3, 4], *[[1, 2, 3, 4, 4, 4]] * 2]
     assert [each.request for each in socket.sent if isinstance(each, Result)] == [1, 2, 3] * 3
+    assert socket.together == [3, 3, 3]
 
 
 def test_the_outputs_that_each_wants_come_in_any_form_that_the_engine_gives() -> None:

@@ -144,6 +144,7 @@ class Server:
         most = daemon.max_memory_bytes or host_bytes() // _SHARE_OF_MEMORY
         shared = daemon.max_shm_bytes or host_bytes() // _SHARE_OF_MEMORY
         self._frontend = Frontend(self._loop, self._fleet, most, self, max_shm_bytes=shared)
+        self._backend.on_several(self._frontend.hold)
         for listener in sockets.unix:
             self._frontend.listen(listener)
         self._gates = Gates(sockets.listeners, self._loop, self._adopt, most, self._zygote)

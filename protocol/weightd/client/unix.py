@@ -60,6 +60,10 @@ class UnixConnection(Connection):
                 f"what answers at {self.address} does not speak as weightd does: {error}"
             ) from None
 
+    def is_idle(self) -> bool:
+        """As `Connection.is_idle`, to whom that is asked: what has come together is to be answered together."""
+        return not self._stream.has_more
+
     def spoil(self) -> None:
         """As `Connection.spoil`. Who waits for it wakes up."""
         super().spoil()

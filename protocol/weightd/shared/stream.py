@@ -34,6 +34,7 @@ class Stream:
 
     Attributes:
         descriptors: that have come and were not taken yet, in their order; whoever takes one owns it.
+        has_more: the last read was of as much as is read at once, so that there may be more.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class Stream:
         self.connection = connection
         self.incoming = incoming or Incoming()
         self.descriptors: Deque[int] = deque()
+        self.has_more = False
         self._takes_descriptors = takes_descriptors
         self._outgoing = Outgoing()
         # Small messages that wait for those that come after them; None where none do.
@@ -104,7 +106,11 @@ class Stream:
             ConnectionError: as for `send`.
         """
         held, self._held = self._held, None
-        return self._send_pieces(held, ()) if held else not self._outgoing.nbytes
+        if not held:
+            return not self._outgoing.nbytes
+        waits = self._outgoing.nbytes > 0
+        self._outgoing.put(held)
+        return False if waits else self.flush()
 
     def _send_pieces(self, pieces: List[Any], descriptors: Sequence[int]) -> bool:
         """Send what is too large to be copied into one piece, or brings descriptors, or has to wait its turn."""
@@ -157,6 +163,7 @@ class Stream:
             RemoteProtocolError: it broke the framing, or sends descriptors that nobody takes.
         """
         incoming = self.incoming
+        self.has_more = False
         try:
             if incoming.missing >= LARGE_BYTES:
                 return self._receive_in_place(incoming)
@@ -170,6 +177,7 @@ class Stream:
             return []
         if not data:
             raise ConnectionResetError("the peer has gone")
+        self.has_more = len(data) == _CHUNK_BYTES
         return incoming.receive(data)
 
     def _receive_in_place(self, incoming: Incoming) -> List[Message]:

@@ -34,6 +34,7 @@ class Scene:
         self.path = directory / "lane"
         self.loop = Loop()
         self.lanes = Lanes(self.path, self.loop, self._name_of, self._hear, self._break)
+        self.lanes.several = lambda: self.heard.append(("", "several"))
         self.children: list[Stream] = []
 
     def _name_of(self, pid: int) -> str | None:
@@ -123,6 +124,19 @@ def test_what_belongs_together_comes_at_the_end_of_the_turn(scene: Scene) -> Non
     scene.lanes.hold("w1")
     scene.lanes.forget("w1")
     scene.loop.wait(0)
+
+
+def test_that_several_messages_have_come_at_once_is_told_before_they_are_heard(scene: Scene) -> None:
+    child = scene.connect()
+    scene.loop.wait(30)
+    child.send([b"one"])
+    scene.loop.wait(30)
+    child.hold()
+    child.send([b"two"])
+    child.send([b"three"])
+    child.let_go()
+    scene.loop.wait(30)
+    assert scene.heard == [("w1", [b"one"]), ("", "several"), ("w1", [b"two"]), ("w1", [b"three"])]
 
 
 def test_a_child_that_does_not_read_makes_nobody_wait_and_is_heard(scene: Scene) -> None:

@@ -18,6 +18,7 @@ from weightd.daemon.requests.rows.joining import Piece, joined
 from weightd.daemon.requests.rows.terms import RowTerms
 from weightd.daemon.requests.rows.times import Times
 from weightd.daemon.requests.scheduler import AT_ONCE, Scheduler
+from weightd.daemon.requests.seat import Seat
 from weightd.protocol.errors import Internal, ResourceExhausted
 from weightd.protocol.messages.children import OrderMessage, Predict, Result, Together
 from weightd.protocol.messages.data import RequestDescription, ResponseDescription, TensorSpec
@@ -53,7 +54,7 @@ def desk(max_queue: int, seats: int = 1) -> tuple[Desk, list[OrderMessage]]:
 
 
 def group(first: Request, *others: Request, terms: RowTerms = ROWS, times: Times | None = None) -> Group:
-    return together(first, [first, *others], terms, FAST, times or Times(), 0.0)
+    return together(first, [first, *others], Seat("s", ("s",), FAST, terms), times or Times(), 0.0)
 
 
 def scheduler(terms: RowTerms, *requests: Request, seats: int = 1) -> Scheduler:
@@ -79,6 +80,26 @@ def jobs(made: Scheduler, count: int = 1000) -> list[list[tuple[int, int]]]:
 
 
 # --- what shares a job ----------------------------------------------------------------------------------------------
+
+
+def test_what_waits_is_divided_among_the_seats_that_are_free() -> None:
+    made = scheduler(ROWS, *[request() for _ in range(5)], seats=3)
+    assert [job.rows for _, job in made.assign(0.0)] == [2, 2, 1]
+
+
+def test_who_was_just_answered_is_counted_where_what_waits_is_divided() -> None:
+    made = scheduler(ROWS, *[request() for _ in range(8)], seats=2)
+    for seat, job in [*made.assign(0.0)]:
+        for number in [*job.parts]:
+            made.finish(seat.name, number, 0.1)
+    for at, sizes in ((0.2, [4]), (9.0, [2, 2])):
+        for _ in range(4):
+            made.submit(request(), at)
+        began = [*made.assign(at)]
+        assert [job.rows for _, job in began] == sizes
+        for seat, job in began:
+            for number in [*job.parts]:
+                made.finish(seat.name, number, at)
 
 
 def test_what_waits_and_differs_in_its_rows_alone_goes_together_up_to_the_bound() -> None:

@@ -21,7 +21,7 @@ from weightd.worker.crew import Crew, Unlocked
 from weightd.worker.engines.engine import Engine
 from weightd.worker.inbox import Entry, Inbox
 from weightd.worker.lane import LaneConnection
-from weightd.worker.predictor import Predictor
+from weightd.worker.predictor import Predictor, Told
 from weightd.worker.session import Files, Session
 
 _END: Entry = (Stop(), ())
@@ -89,16 +89,19 @@ class ConcurrentSession(Session):
 
     def _answer_heard(self) -> None:
         heard = self._crew.hear()
-        for message, tensors in heard:
-            if isinstance(message, Failed) and message.leaving:
-                self._fatal.append(message)
+        good: List[Told] = []
+        for told in heard:
+            if isinstance(told[0], Failed) and told[0].leaving:
+                self._fatal.append(told[0])
             else:
-                self._answer(message, tensors)
+                good.append(told)
+        if good:
+            self._answer(*good)
         if self._crew.is_idle and self._fatal:
             # After the last one this process has no seat any more, and nobody hears.
             for failed in self._fatal[:-1]:
-                self._answer(dataclasses.replace(failed, leaving=False))
-            self._answer(self._fatal.pop())
+                self._answer((dataclasses.replace(failed, leaving=False), ()))
+            self._answer((self._fatal.pop(), ()))
             self._fatal.clear()
         if heard and time.monotonic() >= self._tidy_at:
             self._tidy()

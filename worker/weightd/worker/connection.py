@@ -93,12 +93,13 @@ class Connection:
             raise RemoteProtocolError("descriptors: expected one, got none")
         return self._lane.descriptors.popleft()
 
-    def answer(self, frames: Frames) -> None:
-        """Send the answer to a request: to who has asked, or to nobody if that one is gone. Waits until it is read."""
-        if self._lane is None:
-            self.send(frames)
+    def answer(self, *messages: Frames) -> None:
+        """Send answers, together: to who has asked, or to nobody if that one is gone. Waits until they are read."""
+        if self._lane is not None:
+            lanes.send(self._lane, *messages)
         else:
-            lanes.send(self._lane, frames)
+            for frames in messages:
+                self.send(frames)
 
     def _read_lane(self, messages: List[Frames]) -> None:
         lane = self._lane

@@ -7,13 +7,11 @@ import contextlib
 import os
 import queue
 import threading
-from typing import Any, Callable, Deque, List, Optional, Sequence, Set, Tuple
+from typing import Any, Callable, Deque, List, Optional, Set, Tuple
 
 from weightd.worker import exits
 from weightd.worker.engines.engine import Arrays, Engine
-
-Told = Tuple[object, Sequence[Any]]
-"""A message, and its tensors."""
+from weightd.worker.predictor import Told
 
 _ENOUGH = 4096
 
@@ -63,9 +61,10 @@ class Crew:
             threading.Thread(target=self._work, daemon=True).start()
         self._todo.put(predict)
 
-    def tell(self, message: object, tensors: Sequence[Any] = ()) -> None:
+    def tell(self, *told: Told) -> None:
         """Say something of the predict that this member runs."""
-        self._say((message, tensors))
+        for each in told:
+            self._say(each)
 
     def hear(self) -> List[Told]:
         """Return what was told since.

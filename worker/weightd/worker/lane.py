@@ -38,10 +38,10 @@ def connected(path: str, *, takes_descriptors: bool = False) -> Optional[Stream]
     return Stream(connection, Incoming(limits.MAX_CHILD_HEADER_BYTES), takes_descriptors=takes_descriptors)
 
 
-def send(lane: Stream, frames: Frames) -> bool:
-    """Send a message; wait until the kernel has all of it. Return False if the daemon has gone."""
+def send(lane: Stream, *messages: Frames) -> bool:
+    """Send messages, together; wait until the kernel has all of them. Return False if the daemon has gone."""
     try:
-        if not lane.send(frames):
+        if not _sent(lane, messages):
             writable = select.poll()
             writable.register(lane, select.POLLOUT)
             while not lane.flush():
@@ -49,6 +49,15 @@ def send(lane: Stream, frames: Frames) -> bool:
     except ConnectionError:
         return False
     return True
+
+
+def _sent(lane: Stream, messages: Sequence[Frames]) -> bool:
+    if len(messages) == 1:
+        return lane.send(messages[0])
+    lane.hold()
+    for frames in messages:
+        lane.send(frames)
+    return lane.let_go()
 
 
 def read(lane: Stream, messages: List[Frames]) -> None:
@@ -110,9 +119,9 @@ class LaneConnection:
         self._woken_by = descriptor
         self._readable.register(descriptor, select.POLLIN)
 
-    def send(self, frames: Frames) -> bool:
-        """Send a message; return False if it is lost, for there is no daemon."""
-        return self._lane is not None and send(self._lane, frames)
+    def send(self, *messages: Frames) -> bool:
+        """Send messages, together; return False if they are lost, for there is no daemon."""
+        return self._lane is not None and send(self._lane, *messages)
 
     answer = send
 

@@ -27,6 +27,9 @@ _log = logging.getLogger("weightd.worker")
 _MAX_JOINTS = 64
 _MAX_JOINT_PARTS = 64
 
+Told = Tuple[object, Sequence[Any]]
+"""A message, and its tensors."""
+
 Asked = Tuple[Predict, Sequence[Any]]
 """A request, and its tensors that have frames."""
 
@@ -38,14 +41,14 @@ class Predictor:
 
     Args:
         engine: the engine.
-        answer: sends a message to who has asked, with tensors.
+        answer: sends messages to who has asked, which go together.
 
     Attributes:
         regions: the memory of clients that is mapped here.
         proof: what is known of right answers; None before that is known.
     """
 
-    def __init__(self, engine: Engine, answer: Callable[[object, Sequence[Any]], None]) -> None:
+    def __init__(self, engine: Engine, answer: Callable[..., None]) -> None:
         self.regions = Regions()
         self.proof: Optional[Proof] = None
         self._engine = engine
@@ -72,7 +75,7 @@ class Predictor:
             rest = [*map(frame_of, outputs.values())]
             if regions is not None:
                 placed, rest = self._placed(regions, rest)
-            self._answer(Result(order.request, description, placed), rest)
+            self._answer((Result(order.request, description, placed), rest))
         except RequestError as error:
             return self._fail(order, error, leaving=isinstance(error, Spoilt) or not self._proves())
         except Exception as error:  # noqa: BLE001 - the request must be answered, whatever a library raises
@@ -139,13 +142,13 @@ class Predictor:
             if len(parts) > 1 and not (self._joins and (self._trials is None or self._trials.takes(joint))):
                 return self._one_by_one(parts)
             outputs, shares = self._run(joint, parts)
+            return self._share(parts, shares, outputs)
         except NotTogether as error:
             return self._part(parts, error)
         except RequestError as error:
             return self._refused(parts, error)
         except Exception as error:  # noqa: BLE001 - as for one
             return self._fail_unforeseen(parts[0][0], error)
-        return self._share(parts, shares, outputs)
 
     def _run(self, joint: Joint, parts: Sequence[Asked]) -> Tuple[Arrays, Sequence[Share]]:
         inputs = joint.inputs([self._bytes_of(order, frames) for order, frames in parts])
@@ -162,16 +165,16 @@ class Predictor:
     def _share(self, parts: Sequence[Asked], shares: Sequence[Share], outputs: Arrays) -> int:
         """Give each request what it has of the answer."""
         all_bytes = [*map(frame_of, outputs.values())]
+        results: List[Told] = []
         for (order, _), (description, cuts) in zip(parts, shares):
             placed, rest = None, [all_bytes[output][begin:end] for output, begin, end in cuts]
             try:
                 if order.regions is not None:
                     placed, rest = self._placed(order.regions, rest)
-                self._answer(Result(order.request, description, placed), rest)
+                results.append((Result(order.request, description, placed), rest))
             except RequestError as error:
                 self._fail(order, error, leaving=False)
-            except Exception as error:  # noqa: BLE001 - as for one
-                return self._fail_unforeseen(order, error)
+        self._answer(*results)
         return exits.OK
 
     def part(self, note: str) -> None:
@@ -179,7 +182,7 @@ class Predictor:
         if self._joins:
             _log.warning("no requests are run together any more: %s", note)
             self._joins = False
-            self._answer(Unequal(clip(note)), ())
+            self._answer((Unequal(clip(note)), ()))
 
     def _part(self, parts: Sequence[Asked], error: NotTogether) -> int:
         if len(parts) == 1:
@@ -270,7 +273,7 @@ class Predictor:
         if isinstance(error, Doubtful):
             # The one who is to blame is told of. This one is run again, where the daemon has it next.
             return exits.SPOILT
-        self._answer(Failed(order.request, error.code, clip(str(error)), leaving), ())
+        self._answer((Failed(order.request, error.code, clip(str(error)), leaving), ()))
         return exits.SPOILT if leaving else exits.OK
 
 

@@ -61,7 +61,7 @@ from weightd.worker.forking.forker import Forker, Made
 from weightd.worker.heap import Heap, own_bytes
 from weightd.worker.inbox import Entry, Inbox
 from weightd.worker.lane import LaneConnection
-from weightd.worker.predictor import Predictor
+from weightd.worker.predictor import Predictor, Told
 from weightd.worker.worth import COSTS, is_worth
 
 _PYTHON = platform.python_version()
@@ -220,7 +220,7 @@ class Session:
                 self._inbox.put(order, frames[limits.MAX_HEADER_FRAMES :])
             elif isinstance(order, Skip):
                 if self._inbox.skip(order.request):
-                    self._answer(Skipped(order.request))
+                    self._answer((Skipped(order.request), ()))
             elif isinstance(order, Map):
                 # No predict before it can mean another one: its number is new, or that of a region that is given again.
                 self._inbox.keep(order.region)
@@ -463,8 +463,10 @@ class Session:
     def _send(self, message: object) -> None:
         self._connection.send(encode(message, max_bytes=limits.MAX_CHILD_HEADER_BYTES))
 
-    def _answer(self, message: object, tensors: Sequence[Any] = ()) -> None:
-        self._connection.answer([*encode(message, max_bytes=limits.MAX_CHILD_HEADER_BYTES), *tensors])
+    def _answer(self, *answers: Told) -> None:
+        self._connection.answer(
+            *[[*encode(message, max_bytes=limits.MAX_CHILD_HEADER_BYTES), *tensors] for message, tensors in answers]
+        )
 
 
 def _check(signature: ModelSignature) -> None:

@@ -142,6 +142,10 @@ class Backend:
         """Whether nobody has anything here: what is left only serves to start more."""
         return not self._owners and all(map(self._servers.is_one, self.processes))
 
+    def on_several(self, handler: Callable[[], object]) -> None:
+        """Call `handler` before several messages are heard that a child has sent together."""
+        self._lanes.several = handler
+
     def prepare(self, models: Iterable[ModelConfig]) -> None:
         """Have ready what these models will be forked of, and nothing else: it takes a while to load."""
         self._servers.want(models)

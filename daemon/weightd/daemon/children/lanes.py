@@ -23,6 +23,9 @@ from weightd.protocol.framing import Incoming
 from weightd.protocol.messages.children import Map, Unmap
 from weightd.shared.stream import Stream
 
+# What a child has said at once is heard at once, but for this bound: others have their turn.
+_MOST_READS = 8
+
 
 class Lanes:
     """Accepts the children's connections and reads from them; nothing here ever waits for a child.
@@ -33,6 +36,9 @@ class Lanes:
         name_of: gives the name of the child with a pid, None if there is none; who is no child is hung up.
         heard: is given the name of a child and the frames of its next message.
         broken: is given the name of a child and how it has broken the protocol: then its lane is closed.
+
+    Attributes:
+        several: called before more than one message is heard that have come at once.
     """
 
     def __init__(
@@ -43,6 +49,7 @@ class Lanes:
         heard: Callable[[str, Sequence[Any]], object],
         broken: Callable[[str, RemoteProtocolError], object],
     ) -> None:
+        self.several: Callable[[], object] = lambda: None
         self._loop = loop
         self._name_of = name_of
         self._heard = heard
@@ -156,10 +163,16 @@ class Lanes:
 
     def _read(self, name: str, lane: Stream) -> None:
         try:
-            for frames, lengths in lane.receive():
-                if len(frames) < len(lengths):
-                    raise RemoteProtocolError(f"header: longer than {limits.MAX_CHILD_HEADER_BYTES} bytes")
-                self._heard(name, frames)
+            for _ in range(_MOST_READS):
+                messages = lane.receive()
+                if len(messages) > 1:
+                    self.several()
+                for frames, lengths in messages:
+                    if len(frames) < len(lengths):
+                        raise RemoteProtocolError(f"header: longer than {limits.MAX_CHILD_HEADER_BYTES} bytes")
+                    self._heard(name, frames)
+                if not lane.has_more or self._lanes.get(name) is not lane:
+                    break
         except ConnectionError:
             self._close(name)
         except RemoteProtocolError as error:

@@ -77,6 +77,8 @@ class Connections:
         self._doorkeeper = Doorkeeper()
         self._expectant: set[Connection] = set()
         self._behind: dict[Connection, None] = {}
+        # Those to whom something is kept back; None where nothing is.
+        self._held: set[Connection] | None = None
 
     def __iter__(self) -> Iterator[Connection]:
         return iter(self._by_key.values())
@@ -122,6 +124,7 @@ class Connections:
 
     def close(self) -> None:
         """Let all go; those who are reading what was said to them last get a moment for that."""
+        self._let_go()
         deadline = time.monotonic() + _LINGER_S
         while any(each.unread for each in self) and time.monotonic() < deadline:
             self._loop.wait(deadline - time.monotonic())
@@ -213,6 +216,9 @@ class Connections:
         if connection.unread and not self._may_wait(connection, sum(map(len, frames))):
             self.dropped += 1
             return False
+        if self._held is not None and connection not in self._held:
+            self._held.add(connection)
+            connection.stream.hold()
         try:
             if connection.stream.send(frames):
                 return True
@@ -220,10 +226,30 @@ class Connections:
             # It is told of its end as of any other's.
             self.dropped += 1
             return True
+        self._send_later(connection)
+        return True
+
+    def hold(self) -> None:
+        """Keep small messages back until the end of this turn, so that each client gets its own with one call."""
+        if self._held is None:
+            self._held = set()
+            self._loop.soon(self._let_go)
+
+    def _let_go(self) -> None:
+        held, self._held = self._held or (), None
+        for connection in held:
+            if connection.key not in self._by_key:
+                continue
+            try:
+                if not connection.stream.let_go():
+                    self._send_later(connection)
+            except ConnectionError:
+                self.dropped += 1
+
+    def _send_later(self, connection: Connection) -> None:
         if not connection.unread:
             self._loop.watch_writes(connection.stream.fileno(), functools.partial(self._flush, connection))
         self._count_unread(connection)
-        return True
 
     def _may_wait(self, connection: Connection, nbytes: int) -> bool:
         if connection.unread + nbytes <= MAX_UNREAD_BYTES:

@@ -162,6 +162,10 @@ class Frontend:
         """Let all clients go."""
         self._connections.close()
 
+    def hold(self) -> None:
+        """Keep small messages to clients back until the end of this turn: several are to come at once."""
+        self._connections.hold()
+
     def answer(self, request: Request, result: Result, frames: Sequence[Any]) -> None:
         """Send the model's answer."""
         self.room.give(request.client, request.kept_bytes)

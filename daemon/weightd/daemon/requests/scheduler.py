@@ -16,6 +16,7 @@ A seat is spoken of by its name, or by that of any of its processes where it is 
 from __future__ import annotations
 
 import itertools
+import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
@@ -24,11 +25,13 @@ from weightd.daemon.requests.part import Part
 from weightd.daemon.requests.request import Company, Request
 from weightd.daemon.requests.rows import forming
 from weightd.daemon.requests.rows.cut import Cut
+from weightd.daemon.requests.rows.peak import Peak
 from weightd.daemon.requests.rows.terms import WHOLE, RowTerms
 from weightd.daemon.requests.rows.times import Times
 from weightd.daemon.requests.seat import QUICK_S, Seat
 from weightd.daemon.requests.tally import Tally
 from weightd.daemon.requests.waiting import Levels, Queue, turn
+from weightd.protocol import limits
 from weightd.protocol.errors import DeadlineExceeded, RequestError, ResourceExhausted
 
 # A hint to try again sooner would only bring the next refusal.
@@ -39,6 +42,9 @@ AT_ONCE = 0.0
 
 # Of so many of the last answers the mean duration is taken.
 _LATEST = 16
+
+# So long it is remembered how many requests there were at once.
+_PEAK_S = 1.0
 
 # Of what has begun so many are looked at.
 _MOST_BEGUN = 16
@@ -90,6 +96,7 @@ class Scheduler:
         # The last job was a part of a request.
         self._was_part = False
         self._times = Times()
+        self._peak = Peak(_PEAK_S)
         self._seats: dict[str, Seat] = {}
         # Those that take jobs. One that is not among them gets nothing new but may still answer.
         self._enlisted: dict[str, Seat] = {}
@@ -449,7 +456,7 @@ class Scheduler:
         terms = seat.terms
         if seat.is_free or not terms.merges:
             return True
-        return forming.together(request, self._queue, terms, seat.device, self._times, now).is_full
+        return forming.together(request, self._queue, seat, self._times, now).is_full
 
     def _give(self, seat: Seat, request: Request, now: float) -> Job:
         """Have the seat run a request, as soon as it has nothing before it."""
@@ -472,11 +479,22 @@ class Scheduler:
         cut = self._cuts.get(request.number) or self._cut(request, terms)
         if cut is not None:
             return self._part_of(cut, seat)
-        group = forming.together(request, self._queue, terms, seat.device, self._times, now)
+        group = forming.together(request, self._queue, seat, self._times, now, most=self._share(now))
         for each in group.requests[1:]:
             self._queue.remove(each)
         form = terms.form(request.description)
         return Job.of([Part(each.number, each) for each in group.requests], form, group.rows)
+
+    def _share(self, now: float) -> int:
+        """How many requests may share a job: where several seats are free, each gets its share of what there is.
+
+        What there was a moment ago is counted: who has been answered then will ask again.
+        """
+        seats = [each for each in self._enlisted.values() if each.terms.merges]
+        running = sum(job.count for seat in seats for job in seat.jobs.values())
+        peak = self._peak.add(1 + self._queue.count + running, now)
+        is_only = sum(not seat.jobs for seat in seats) <= 1
+        return limits.MAX_PARTS if is_only else math.ceil(peak / len(seats))
 
     def _cut(self, request: Request, terms: RowTerms) -> Cut | None:
         """Have a request run in parts, if it has so many rows."""

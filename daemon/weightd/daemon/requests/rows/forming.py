@@ -10,6 +10,8 @@ from weightd.daemon.requests.request import Company, Request
 from weightd.daemon.requests.rows.cut import Cut
 from weightd.daemon.requests.rows.terms import Form, RowTerms
 from weightd.daemon.requests.rows.times import Times
+from weightd.daemon.requests.seat import Seat
+from weightd.protocol import limits
 
 # So many that do not fit are looked at: it is done with each job.
 _MOST_MISFITS = 64
@@ -39,7 +41,13 @@ class Group(NamedTuple):
 
 
 def together(
-    first: Request, waiting: Iterable[Request], terms: RowTerms, device: str, times: Times, now: float
+    first: Request,
+    waiting: Iterable[Request],
+    seat: Seat,
+    times: Times,
+    now: float,
+    *,
+    most: int = limits.MAX_PARTS,
 ) -> Group:
     """Return the first request, and those that share its job.
 
@@ -48,18 +56,19 @@ def together(
     Args:
         first: whose turn it is.
         waiting: what waits, in the order in which it is to run; the first may be among that.
-        terms: of the seat that is free.
-        device: of that seat.
+        seat: where they are to run.
         times: of earlier jobs.
         now: the clock.
+        most: requests that share it: what waits is divided among all seats that are free.
     """
+    terms = seat.terms
     form = terms.form(first.description)
     if form is None or not _shares(first, form, terms):
         return Group([first], 0 if form is None else form.rows, is_full=True)
     chosen, rows, nbytes, deadline = [first], form.rows, first.content_bytes, first.deadline
     misfits, is_full = 0, rows == terms.max_rows
     for each in waiting:
-        if is_full or misfits >= _MOST_MISFITS:
+        if is_full or misfits >= _MOST_MISFITS or len(chosen) >= most:
             break
         other = terms.form(each.description)
         if each is first:
@@ -68,7 +77,7 @@ def together(
             misfits += 1
             continue
         total, size, least = rows + other.rows, nbytes + each.content_bytes, min(deadline, each.deadline)
-        seconds = times.expected(device, form.kind, total)
+        seconds = times.expected(seat.device, form.kind, total)
         if total > terms.max_rows or size > _MOST_BYTES or (misfits and seconds > LONG_S):
             is_full = True
         elif now + seconds < least:
