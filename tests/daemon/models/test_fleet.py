@@ -26,7 +26,7 @@ class FakeModel:
         self.name = name
         self.config = config
         self.numbers = numbers
-        self.desk = SimpleNamespace(scheduler=SimpleNamespace(idle=True, queued=0))
+        self.desk = SimpleNamespace(scheduler=SimpleNamespace(idle=True, line=SimpleNamespace(count=0)))
         self.successor: FakeModel | None = None
         self.note = ""
         self.updating = self.will_serve = self.complete = self.has_failed = self.draining = self.gone = False
@@ -49,7 +49,7 @@ class FakeModel:
         self.done.append(f"drain {patience:g}{' replaced' if replaced else ''}")
 
     def adopt(self, old: FakeModel, now: float) -> None:
-        assert old.draining == (old.desk.scheduler.queued > 0), "it would have refused what waits"
+        assert old.draining == (old.desk.scheduler.line.count > 0), "it would have refused what waits"
         self.done.append(f"adopt {old.config.path}")
 
     def dispose(self) -> None:
@@ -120,7 +120,7 @@ def test_a_changed_model_takes_over_once_it_is_complete() -> None:
         assert yard.serving() == [("a", TWO)]
         assert (new.done, old.done) == (["start", "adopt /models/1.onnx"], [LEAVES])
     # A worker that dies while it leaves: what it had is the new one's.
-    old.desk.scheduler.queued = 1
+    old.desk.scheduler.line.count = 1
     yard.fleet.settle(0.0)
     assert new.done[2:] == ["adopt /models/1.onnx"]
     old.gone = True

@@ -79,7 +79,7 @@ def test_other_requests_go_together_without_a_load_as_far_as_that_was_tested(
     stage = Stage(workers=1, batching=before).pinned().loads(1, dataclasses.replace(BUILT, rows=rows))
     config = dataclasses.replace(stage.model.config, **changed)
     assert stage.model.reconfigure(config) == (most is not None)
-    seat = stage.model.desk.scheduler.seat(W1)
+    seat = stage.model.desk.scheduler.seats.of(W1)
     assert seat is not None
     assert seat.terms.max_rows == (before.max_rows if most is None else most)
     if most is not None:
@@ -92,7 +92,7 @@ def test_requests_with_an_input_without_rows_run_in_parts_but_never_together() -
     stage = Stage(workers=1, batching=Batching(8), split=Split(4)).pinned()
     built = dataclasses.replace(BUILT, inputs=(*BUILT.inputs, TensorSignature("s", "FP32", (3,))))
     stage.loads(1, dataclasses.replace(built, rows=Rows(("x",), ("y",), equal=True)))
-    seat = stage.model.desk.scheduler.seat(W1)
+    seat = stage.model.desk.scheduler.seats.of(W1)
     assert seat is not None
     assert (seat.terms.max_rows, seat.terms.part_rows) == (1, 4)
     [generation] = stage.model.generations
@@ -109,10 +109,10 @@ def test_where_it_has_to_be_exact_only_requests_of_dimensions_that_were_tested_r
     long = dataclasses.replace(BUILT.inputs[0], shape=(-1, -1))
     built = dataclasses.replace(BUILT, inputs=(long,), canary_cases=({long.name: (1, 16)},))
     stage.loads(1, dataclasses.replace(built, rows=Rows((long.name,), ("y",), equal=True)))
-    seat = stage.model.desk.scheduler.seat(W1)
+    seat = stage.model.desk.scheduler.seats.of(W1)
     assert seat is not None
     asked = [RequestDescription("m", (TensorSpec(long.name, long.datatype, (8, width)),)) for width in (16, 37)]
-    assert [seat.terms.cuts_of(each) for each in asked] == cut
+    assert [seat.terms.cuts(form) for each in asked if (form := seat.terms.form(each)) is not None] == cut
     [generation] = stage.model.generations
     assert ("of the canary's dimensions" in told(stage.model.config, generation)) == exact
 

@@ -71,12 +71,12 @@ def test_a_seat_of_several_processes_is_given_and_loses_all_together(
     scheduler = stage.model.desk.scheduler
     for worker in (W1, W2):
         scheduler.release(worker)
-    scheduler.enlist("pair", (W1, W2))
+    scheduler.seats.enlist("pair", (W1, W2))
     [number] = stage.some(1)
     assert stage.host.predicts() == [(W1, number), (W2, number)]
     fails(stage)
     assert stage.host.aborted == aborted
-    assert [each.number for each in scheduler.waiting()] == [number] * waits
+    assert [each.number for each in scheduler.line] == [number] * waits
 
 
 def test_a_worker_that_computes_for_too_long_is_aborted_killed_and_replaced() -> None:
@@ -114,7 +114,7 @@ def test_what_a_worker_had_that_is_ended_for_another_reason_waits_again_and_is_n
     [number] = stage.some(1)
     fails(stage)
     assert (stage.host.answers, stage.host.refusals) == ([], [])
-    [waiting] = stage.model.desk.scheduler.waiting()
+    [waiting] = stage.model.desk.scheduler.line
     assert (waiting.number, waiting.deaths) == (number, 0)
 
 
@@ -245,7 +245,7 @@ def test_who_waits_with_the_content_that_workers_hang_in_is_refused_and_others_o
     stage.passes(60.0)
     codes = ["DEADLINE_EXCEEDED", "DEADLINE_EXCEEDED", "INTERNAL"]
     assert stage.host.refused() == list(zip(numbers, codes, strict=True))
-    assert [each.number for each in stage.model.desk.scheduler.waiting()] == others
+    assert [each.number for each in stage.model.desk.scheduler.line] == others
     with pytest.raises(Internal, match="workers died of this content or hung in it"):
         stage.submit(*equals(1))
 
@@ -308,8 +308,8 @@ def test_a_client_whose_requests_kill_workers_is_confined_to_one() -> None:
     returns(stage)
     given = dict(stage.host.predicts())
     [culprit] = [worker for worker, number in given.items() if number in hostile]
-    assert (len(given), stage.model.desk.scheduler.in_flight(culprit)) == (4, 1)  # nobody waits behind it
-    assert stage.model.desk.scheduler.queued == len(hostile) + len(good) - 1 - 6
+    assert (len(given), stage.model.desk.scheduler.seats.in_flight(culprit)) == (4, 1)  # nobody waits behind it
+    assert stage.model.desk.scheduler.line.count == len(hostile) + len(good) - 1 - 6
     assert not stage.model.has_failed
 
 

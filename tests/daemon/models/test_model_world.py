@@ -652,7 +652,7 @@ class ModelWorld(RuleBasedStateMachine):
             for name, child in each.serving.children.items()
             if child.state is ChildState.READY and name in each.serving.enlisted
         }
-        takes = set(self.model.desk.scheduler._enlisted)  # pyright: ignore[reportPrivateUsage]
+        takes = set(self.model.desk.scheduler.seats.enlisted)
         assert takes == enlisted, f"{takes} take requests, {enlisted} should"
 
     @invariant()

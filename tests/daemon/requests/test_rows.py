@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import cast
 
@@ -13,12 +14,11 @@ from weightd.daemon.config.model import ModelConfig
 from weightd.daemon.requests.desk import Askers, Desk
 from weightd.daemon.requests.request import Company, Origin, Request
 from weightd.daemon.requests.rows.cut import Cut
-from weightd.daemon.requests.rows.forming import LONG_S, Group, rows_of_part, together
+from weightd.daemon.requests.rows.forming import LONG_S, Group, Where, rows_of_part, together
 from weightd.daemon.requests.rows.joining import Piece, joined
-from weightd.daemon.requests.rows.terms import RowTerms
+from weightd.daemon.requests.rows.terms import Form, RowTerms
 from weightd.daemon.requests.rows.times import Times
 from weightd.daemon.requests.scheduler import AT_ONCE, Scheduler
-from weightd.daemon.requests.seat import Seat
 from weightd.protocol.errors import Internal, ResourceExhausted
 from weightd.protocol.messages.children import OrderMessage, Predict, Result, Together
 from weightd.protocol.messages.data import RequestDescription, ResponseDescription, TensorSpec
@@ -54,13 +54,14 @@ def desk(max_queue: int, seats: int = 1) -> tuple[Desk, list[OrderMessage]]:
 
 
 def group(first: Request, *others: Request, terms: RowTerms = ROWS, times: Times | None = None) -> Group:
-    return together(first, [first, *others], Seat("s", ("s",), FAST, terms), times or Times(), 0.0)
+    where = Where(terms, partial((times or Times()).expected, FAST))
+    return together(first, cast(Form, terms.form(first.description)), [first, *others], where, 0.0)
 
 
 def scheduler(terms: RowTerms, *requests: Request, seats: int = 1) -> Scheduler:
     made = Scheduler(1000, 10**9, levels=2)
     for number in range(seats):
-        made.enlist(f"w{number}", (f"w{number}",), device=FAST, terms=terms)
+        made.seats.enlist(f"w{number}", (f"w{number}",), device=FAST, terms=terms)
     for each in requests:
         made.submit(each, 0.0)
     return made
@@ -74,7 +75,7 @@ def jobs(made: Scheduler, count: int = 1000) -> list[list[tuple[int, int]]]:
         seat, job = running.pop(0)
         seen.append([(part.request.number, part.rows or job.rows) for part in job.parts.values()])
         for number in [*job.parts]:
-            made.finish(seat.name, number, 0.0)
+            made.seats.finish(seat.name, number, 0.0)
         running += made.assign(0.0)
     return seen
 
@@ -91,7 +92,7 @@ def test_who_was_just_answered_is_counted_where_what_waits_is_divided() -> None:
     made = scheduler(ROWS, *[request() for _ in range(8)], seats=2)
     for seat, job in [*made.assign(0.0)]:
         for number in [*job.parts]:
-            made.finish(seat.name, number, 0.1)
+            made.seats.finish(seat.name, number, 0.1)
     for at, sizes in ((0.2, [4]), (9.0, [2, 2])):
         for _ in range(4):
             made.submit(request(), at)
@@ -99,7 +100,7 @@ def test_who_was_just_answered_is_counted_where_what_waits_is_divided() -> None:
         assert [job.rows for _, job in began] == sizes
         for seat, job in began:
             for number in [*job.parts]:
-                made.finish(seat.name, number, at)
+                made.seats.finish(seat.name, number, at)
 
 
 def test_what_waits_and_differs_in_its_rows_alone_goes_together_up_to_the_bound() -> None:
@@ -177,10 +178,10 @@ def test_a_higher_priority_goes_before_what_has_begun() -> None:
     made = scheduler(CUT, large)
     assert [job.requests for _, job in made.assign(0.0)] == [[large], [large]]
     made.submit(urgent, 0.0)
-    made.finish("w0", 2**62, 0.0)
+    made.seats.finish("w0", 2**62, 0.0)
     # What is ready there runs first; nothing more of it is made ready before what is urgent.
     assert list(made.assign(0.0)) == []
-    made.finish("w0", 2**62 + 1, 0.0)
+    made.seats.finish("w0", 2**62 + 1, 0.0)
     assert [job.requests for _, job in made.assign(0.0)] == [[urgent], [large]]
 
 
@@ -197,7 +198,7 @@ def test_of_what_runs_in_parts_a_higher_priority_goes_first() -> None:
     made.submit(other, 0.0)
     made.submit(urgent, 0.0)
     for number in first:
-        made.finish("w0", number, 0.0)
+        made.seats.finish("w0", number, 0.0)
     ran = [number for job in jobs(made) for number, _ in job]
     assert ran == [*[urgent.number] * 3, begun.number, *[other.number] * 3]
 
@@ -212,7 +213,7 @@ def test_one_that_has_to_run_alone_waits_for_no_more_parts_of_another() -> None:
     made.release("w0")
     ran: list[list[Request]] = []
     for number in [job.number for seat, job in given if seat.name == "w1"]:
-        made.finish("w1", number, 0.0)
+        made.seats.finish("w1", number, 0.0)
         ran += [job.requests for _, job in made.assign(0.0)]
     assert ran == [[alone]]
 
@@ -220,8 +221,8 @@ def test_one_that_has_to_run_alone_waits_for_no_more_parts_of_another() -> None:
 def test_nothing_waits_for_company_that_may_have_none_any_more() -> None:
     made = scheduler(ROWS, request())
     assert made.may_gather
-    made.rate("w0", replace(ROWS, max_rows=1))
-    assert not made.gathers
+    made.seats.rate("w0", replace(ROWS, max_rows=1))
+    assert not made.seats.merging
     assert not made.may_gather
 
 
@@ -238,13 +239,13 @@ def test_a_job_that_may_grow_waits_for_a_free_seat_and_a_full_one_does_not() -> 
 def test_parts_of_a_request_run_on_one_model_and_all_anew_if_no_seat_has_it_any_more() -> None:
     made, large = scheduler(CUT, seats=0), request(12)
     for name, source in (("old", 1), ("new", 2)):
-        made.enlist(name, (name,), terms=replace(CUT, source=source))
+        made.seats.enlist(name, (name,), terms=replace(CUT, source=source))
     made.submit(large, 0.0)
     first = [(seat.name, next(iter(job.parts.values()))) for seat, job in made.assign(0.0)]
     assert [(name, part.rows) for name, part in first] == [("old", 4), ("old", 4)]
-    made.dismiss("old")
+    made.seats.dismiss("old")
     assert [seat.name for seat, _ in made.assign(0.0)] == ["new", "new"]
-    assert made.finish("old", first[0][1].number, 0.0) is None
+    assert made.seats.finish("old", first[0][1].number, 0.0) is None
 
 
 def test_what_has_come_until_it_is_all_taken_in_goes_together() -> None:

@@ -154,7 +154,7 @@ class World(RuleBasedStateMachine):
 
     @property
     def enlisted(self) -> dict[str, Seat]:
-        return self.desk.scheduler._enlisted  # pyright: ignore[reportPrivateUsage]
+        return self.desk.scheduler.seats.enlisted
 
     # --- what happens -------------------------------------------------------------------------------------------
 
@@ -274,11 +274,11 @@ class World(RuleBasedStateMachine):
 
     @invariant()
     def no_seat_idles_while_something_waits_that_it_could_run(self) -> None:
-        if not hasattr(self, "desk") or self.desk.scheduler.aside is not None:
+        if not hasattr(self, "desk") or self.desk.scheduler.line.aside is not None:
             return
         idle = [seat.terms for seat in self.enlisted.values() if not seat.jobs]
-        cuts = self.desk.scheduler._cuts  # pyright: ignore[reportPrivateUsage]
-        for each in self.desk.scheduler.waiting():
+        cuts = self.desk.scheduler.line.cuts
+        for each in self.desk.scheduler.line:
             cut = cuts.get(each.number)
             assert each.company or not idle or (cut is not None and cut.terms not in idle)
 

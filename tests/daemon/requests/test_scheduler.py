@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import pytest
@@ -30,7 +30,7 @@ def request(deadline: float = 100.0, nbytes: int = 10) -> Request:
 def scheduler(*workers: str, waiting: int = 0, max_queue: int = 100, max_bytes: int = 10_000) -> Scheduler:
     made = Scheduler(max_queue, max_bytes)
     for worker in workers:
-        made.enlist(worker, (worker,))
+        made.seats.enlist(worker, (worker,))
     for _ in range(waiting):
         made.submit(request(), 0.0)
     return made
@@ -41,11 +41,11 @@ def assigned(made: Scheduler) -> list[tuple[str, int]]:
 
 
 def has(made: Scheduler, process: str) -> list[Request]:
-    seat = made.seat(process)
+    seat = made.seats.of(process)
     return [request for job in seat.jobs.values() for request in job.requests] if seat is not None else []
 
 
-def numbers(requests: Iterator[Request] | list[Request]) -> list[int]:
+def numbers(requests: Iterable[Request]) -> list[int]:
     return [each.number for each in requests]
 
 
@@ -54,23 +54,23 @@ def numbers(requests: Iterator[Request] | list[Request]) -> list[int]:
 
 def test_in_the_order_in_which_they_came_on_the_least_busy_worker_up_to_its_credit() -> None:
     made = scheduler("a", "b", waiting=6)
-    waiting = numbers(made.waiting())
+    waiting = numbers(made.line)
     assert assigned(made) == [*zip("abab", waiting, strict=False)]
-    assert made.finish("b", waiting[1], 0.0) is not None
+    assert made.seats.finish("b", waiting[1], 0.0) is not None
     assert assigned(made) == [("b", waiting[4])]
 
 
 def test_what_a_dead_worker_had_waits_again_at_the_head_unless_that_has_ended() -> None:
     made = scheduler("a", waiting=4)
-    waiting = numbers(made.waiting())
+    waiting = numbers(made.line)
     assigned(made)
     made.release("a")
-    assert numbers(made.waiting()) == waiting
-    made.enlist("a", ("a",))
+    assert numbers(made.line) == waiting
+    made.seats.enlist("a", ("a",))
     assigned(made)
     made.end(lambda each: each.number == waiting[0])
     made.release("a")
-    assert numbers(made.waiting()) == waiting[1:]
+    assert numbers(made.line) == waiting[1:]
 
 
 def test_what_is_late_is_not_begun_with_and_its_late_answer_finds_nobody() -> None:
@@ -81,19 +81,19 @@ def test_what_is_late_is_not_begun_with_and_its_late_answer_finds_nobody() -> No
     assert [job.sole for _, job in made.assign(1.0)] == [later, good]
     assert [each for each, _ in made.expire(2.0)] == [late, later]
     # The worker is busy with it all the same.
-    assert made.in_flight("a") == CREDIT
-    assert made.finish("a", later.number, 2.0) is None
-    assert made.in_flight("a") == 1
+    assert made.seats.in_flight("a") == CREDIT
+    assert made.seats.finish("a", later.number, 2.0) is None
+    assert made.seats.in_flight("a") == 1
 
 
 def test_who_computes_for_too_long_is_taken_out_at_that_moment() -> None:
     made = Scheduler(100, 10_000, 4.0)
-    made.enlist("a", ("a",))
+    made.seats.enlist("a", ("a",))
     made.submit(request(), 0.0)
     [(_, number)] = assigned(made)
     assert made.overdue(3.99) == []
     [(seat, job)] = made.overdue(4.0)
-    assert (seat.name, job.number, made.seat("a"), made.idle) == ("a", number, None, True)
+    assert (seat.name, job.number, made.seats.of("a"), made.idle) == ("a", number, None, True)
 
 
 def test_who_runs_alone_has_nothing_before_it_or_behind_it() -> None:
@@ -103,7 +103,7 @@ def test_who_runs_alone_has_nothing_before_it_or_behind_it() -> None:
         made.submit(each, 0.0)
     for each in (first, lonely, last):
         assert assigned(made) == [("a", each.number)]
-        made.finish("a", each.number, 0.0)
+        made.seats.finish("a", each.number, 0.0)
 
 
 def test_who_was_slow_or_has_computed_for_long_gets_nothing_ahead() -> None:
@@ -111,7 +111,7 @@ def test_who_was_slow_or_has_computed_for_long_gets_nothing_ahead() -> None:
     [(_, first)] = assigned(made)
     made.submit(request(), 0.0)
     assert list(made.assign(QUICK_S)) == []
-    made.finish("a", first, QUICK_S)
+    made.seats.finish("a", first, QUICK_S)
     made.submit(request(), QUICK_S)
     assert len(list(made.assign(QUICK_S))) == 1
 
@@ -122,9 +122,9 @@ def test_of_those_that_are_confined_one_runs_at_a_time_and_the_others_do_not_wai
     for each in (one, two, free):
         made.submit(each, 0.0)
     assert assigned(made) == [("a", one.number), ("b", free.number)]
-    made.finish("b", free.number, 0.0)
+    made.seats.finish("b", free.number, 0.0)
     assert assigned(made) == []
-    made.finish("a", one.number, 0.0)
+    made.seats.finish("a", one.number, 0.0)
     assert assigned(made) == [("a", two.number)]
 
 
@@ -164,7 +164,7 @@ def test_where_a_request_was_at_its_deadline_is_told_and_the_next_one_is_due() -
 def test_nothing_is_due_when_nothing_is_there() -> None:
     made = scheduler("a", waiting=1)
     [(worker, number)] = assigned(made)
-    made.finish(worker, number, 0.0)
+    made.seats.finish(worker, number, 0.0)
     # The earliest deadline is a bound, not a promise: it is looked at once, and then there is none.
     assert made.expire(made.next_event) == []
     assert made.next_event == float("inf")
@@ -179,12 +179,12 @@ def retry_after(made: Scheduler, now: float) -> float | None:
 def test_a_refusal_says_when_there_may_be_room() -> None:
     made = scheduler(max_queue=6, waiting=6)
     assert retry_after(made, 0.0) is None  # nothing is known
-    made.enlist("a", ("a",))
-    made.enlist("b", ("b",))
+    made.seats.enlist("a", ("a",))
+    made.seats.enlist("b", ("b",))
     assert retry_after(made, 0.0) is None
     [(worker, number), *_] = assigned(made)
-    made.finish(worker, number, 5.0)
-    while made.queued < 6:
+    made.seats.finish(worker, number, 5.0)
+    while made.line.count < 6:
         made.submit(request(), 5.0)
     # What one took, six in the queue, two workers.
     assert retry_after(made, 5.0) == pytest.approx(5.0 * 6 / 2)
@@ -195,7 +195,7 @@ def test_a_refusal_says_when_there_may_be_room() -> None:
 def test_a_refusal_never_says_at_once() -> None:
     made = scheduler("a", max_queue=1, waiting=1)
     [(worker, number)] = assigned(made)
-    made.finish(worker, number, 0.0)
+    made.seats.finish(worker, number, 0.0)
     made.submit(request(), 0.0)
     assert retry_after(made, 0.0) == 0.01
 
@@ -219,7 +219,7 @@ def test_what_a_client_takes_back_is_found_without_a_look_at_others() -> None:
             each.client, each.id = client, "x" if count < 2 else "y"
             made.submit(each, 0.0)
     assert [(each.client, each.id) for each in made.end_of(b"me", "x")] == [(b"me", "x")] * 2
-    assert (made.end_of(b"me", "x"), len(made.end_of(b"me")), made.queued) == ([], 3, 5)
+    assert (made.end_of(b"me", "x"), len(made.end_of(b"me")), made.line.count) == ([], 3, 5)
 
 
 # --- against a model ------------------------------------------------------------------------------------------------
@@ -354,7 +354,7 @@ class Against(RuleBasedStateMachine):
     def admit(self, data: st.DataObject) -> None:
         stranger = Request(10_000, b"c", "x", RequestDescription("m", ()), (), self.now, 1e9, 0)
         each = data.draw(st.sampled_from([*self.aside, stranger]))
-        self.real.admit(each)
+        self.real.line.admit(each)
         if each is not stranger:
             self.aside.remove(each)
             self._queue_of(each).append(each)
@@ -371,13 +371,13 @@ class Against(RuleBasedStateMachine):
 
     @rule(worker=st.sampled_from(WORKERS))
     def enlist(self, worker: str) -> None:
-        self.real.enlist(worker, (worker,))
+        self.real.seats.enlist(worker, (worker,))
         self.enlisted.add(worker)
         self.running.setdefault(worker, [])
 
     @rule(worker=st.sampled_from(WORKERS))
     def dismiss(self, worker: str) -> None:
-        self.real.dismiss(worker)
+        self.real.seats.dismiss(worker)
         self.enlisted.discard(worker)
 
     @rule()
@@ -421,7 +421,7 @@ class Against(RuleBasedStateMachine):
         each = data.draw(st.sampled_from(self.running[worker]))
         runs = each is self.running[worker][0]
         self.running[worker].remove(each)
-        finished = self.real.finish(worker, each.number, self.now)
+        finished = self.real.seats.finish(worker, each.number, self.now)
         (self.slow.add if runs and self.now - self.since[worker] >= QUICK_S else self.slow.discard)(worker)
         if runs:
             self.since[worker] = self.now
@@ -435,7 +435,7 @@ class Against(RuleBasedStateMachine):
     @rule(worker=st.sampled_from(WORKERS), number=st.integers(0, 30))
     def answer_nonsense(self, worker: str, number: int) -> None:
         if number not in [each.number for each in self.running.get(worker, [])]:
-            assert self.real.finish(worker, number, self.now) is None
+            assert self.real.seats.finish(worker, number, self.now) is None
 
     @rule(data=st.data())
     def die(self, data: st.DataObject) -> None:
@@ -543,19 +543,19 @@ class Against(RuleBasedStateMachine):
 
     @invariant()
     def the_queues_are_equal(self) -> None:
-        assert list(self.real.waiting()) == self.waiting
-        assert self.real.queued == len(self.waiting)
-        assert self.real.aside is (self.aside[0] if self.aside else None)
+        assert list(self.real.line) == self.waiting
+        assert self.real.line.count == len(self.waiting)
+        assert self.real.line.aside is (self.aside[0] if self.aside else None)
         assert self.real.idle == (not self.waiting and not self.late and not any(self.running.values()))
 
     @invariant()
     def credit_is_kept(self) -> None:
         for worker in WORKERS:
-            assert self.real.in_flight(worker) == len(self.running.get(worker, [])) <= CREDIT
+            assert self.real.seats.in_flight(worker) == len(self.running.get(worker, [])) <= CREDIT
 
     @invariant()
     def what_is_recalled_is_not_the_workers_any_more(self) -> None:
-        for seat, number in self.real.take_recalled():
+        for seat, number in self.real.seats.take_recalled():
             assert number not in numbers(self.running.get(seat.name, []))
 
     @invariant()

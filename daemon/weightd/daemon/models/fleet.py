@@ -185,7 +185,7 @@ class Fleet:
     def _leave(self, model: Model, now: float) -> None:
         heir = self.models.get(model.name)
         if heir is not None and model.draining:
-            if model.desk.scheduler.queued:
+            if model.desk.scheduler.line.count:
                 # What a worker had that died while it left.
                 heir.adopt(model, now)
         elif model.desk.scheduler.idle and not model.draining:

@@ -112,7 +112,7 @@ def _model(
         engine=model.config.engine,
         path=clip(model.source.path),
         state=model.state.told,
-        queued=model.desk.scheduler.queued,
+        queued=model.desk.scheduler.line.count,
         served=model.desk.latencies.count,
         failed=model.desk.failed,
         generations=tuple(
@@ -180,7 +180,7 @@ def _process(model: Model, generation: Generation, child: Child, pid: int, surve
         state=child.state.told,
         pid=pid,
         served=latencies.count if latencies else 0,
-        in_flight=model.desk.scheduler.in_flight(child.name),
+        in_flight=model.desk.scheduler.seats.in_flight(child.name),
         p50_us=latencies.percentile_us(50) if latencies else None,
         p99_us=latencies.percentile_us(99) if latencies else None,
         pss_bytes=survey.pss(pid),

@@ -106,7 +106,7 @@ class Desk:
         aside = False
         if self.guard.suspects.known or self.guard.quarantine.held:
             aside = self.guard.check(request, now)
-        if not aside and self.scheduler.gathers:
+        if not aside and self.scheduler.seats.merging:
             self._gather(request, now)
             return
         started = None if aside else self.scheduler.start(request, now)
@@ -114,7 +114,7 @@ class Desk:
             self.scheduler.submit(request, now, aside=aside)
         else:
             self._run(*started)
-        if self.scheduler.goes_on:
+        if self.scheduler.line.begun.count:
             self.dispatch(now)
 
     def metadata(self, client: bytes, request_id: str) -> None:
@@ -144,25 +144,25 @@ class Desk:
     def enlist(self, process: str, *, device: str = "", terms: RowTerms = WHOLE, concurrency: int = 1) -> None:
         """The process is a seat that takes jobs from now on: see `Seat`."""
         self.by_process[process] = Latencies()
-        self.scheduler.enlist(process, (process,), device=device, terms=terms, concurrency=concurrency)
+        self.scheduler.seats.enlist(process, (process,), device=device, terms=terms, concurrency=concurrency)
 
     def dismiss(self, process: str) -> None:
         """Its seat gets nothing new, and nobody asks whether it still answers."""
-        self.scheduler.dismiss(process)
+        self.scheduler.seats.dismiss(process)
         self.guard.watchdog.forget(process)
 
     def result(self, process: str, result: Result, frames: Sequence[Any], now: float) -> None:
         """A part of a job has been answered."""
         if self.writers.begun:
             self._release(self.writers.end(process, result.request))
-        part = self.scheduler.finish(process, result.request, now)
+        part = self.scheduler.seats.finish(process, result.request, now)
         if part is not None and part.cut is not None:
             self._join(part, part.cut, process, result, frames, now)
         elif part is not None:
             self._answer(part.request, process, result, frames, now)
         self.guard.watchdog.heard(process, now)
-        if not self.scheduler.is_still:
-            if self.scheduler.gathers:
+        if not self.scheduler.line.is_still:
+            if self.scheduler.seats.merging:
                 self._look_on()
             else:
                 self.dispatch(now)
@@ -176,12 +176,12 @@ class Desk:
         self._release(self.writers.end(process, failed.request))
         if failed.leaving:
             self.guard.leaves(process, failed.request, now)
-        seat = self.scheduler.seat(process)
+        seat = self.scheduler.seats.of(process)
         job = seat.job_of(failed.request) if seat is not None else None
         if job is not None and failed.leaving and job.sole is None:
-            self.scheduler.keep_apart(job)
+            job.keep_apart()
         else:
-            part = self.scheduler.finish(process, failed.request, now)
+            part = self.scheduler.seats.finish(process, failed.request, now)
             if part is not None:
                 self.refuse(part.request, request_error(failed.code, failed.error))
         if failed.leaving:
@@ -206,7 +206,7 @@ class Desk:
 
     def mates(self, process: str) -> tuple[str, ...]:
         """Return all processes of its seat: who loses one of them has lost all."""
-        seat = self.scheduler.seat(process)
+        seat = self.scheduler.seats.of(process)
         return (process,) if seat is None else seat.processes
 
     def has_answered(self, process: str) -> bool:
@@ -238,7 +238,7 @@ class Desk:
 
     def dispatch(self, now: float) -> None:
         """Have everything run that can."""
-        for seat, number in self.scheduler.take_recalled():
+        for seat, number in self.scheduler.seats.take_recalled():
             for process in seat.processes:
                 self._order(process, Skip(number), (), ())
         for seat, job in self.scheduler.assign(now):
@@ -265,7 +265,7 @@ class Desk:
     def learn(self, built: Built) -> None:
         """It is known what the model takes: what waits and does not fit ends."""
         self.signature.learn(built)
-        unfit = self.signature.refusals(list(self.scheduler.waiting()))
+        unfit = self.signature.refusals(list(self.scheduler.line))
         for request in self.scheduler.withdraw(lambda each: each.number in unfit):
             self.refuse(request, unfit[request.number])
         self._tell_metadata()

@@ -45,6 +45,11 @@ class Job:
         """Whether it runs, as far as can be told from here."""
         return self.began != _NOT_YET
 
+    def keep_apart(self) -> None:
+        """Whatever has to run again of it, does so alone."""
+        for request in self.requests:
+            request.narrow(Company.ALONE)
+
     @property
     def sole(self) -> Request | None:
         """The request that it is a part of, all alone; None if it has several parts."""

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from weightd.daemon.requests.request import Request
 from weightd.daemon.requests.rows.cut import Cut
 
+# Parts that are not all of a request have numbers from here on, which no request has.
+FIRST_PART = 2**62
+
 
 @dataclass(eq=False, slots=True)
 class Part:

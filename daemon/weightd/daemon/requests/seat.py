@@ -65,11 +65,13 @@ class Seat:
             return True
         return len(self.jobs) == self.concurrency and self.is_quick and now < self.since + QUICK_S
 
-    def give(self, job: Job, now: float) -> None:
-        """It has a job, and begins with it if it is free."""
-        if len(self.jobs) < self.concurrency:
+    def give(self, job: Job, now: float) -> bool:
+        """It has a job; return whether it begins with it, as it was free."""
+        begins = len(self.jobs) < self.concurrency
+        if begins:
             job.began = now
         self.jobs[job.number] = job
+        return begins
 
     def job_of(self, number: int) -> Job | None:
         """Return the job that has the part of this number, which has not been answered."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
+from weightd.daemon.requests.rows.terms import next_size
 from weightd.protocol.errors import InvalidArgument
 from weightd.protocol.messages.children import Built
 from weightd.protocol.messages.data import TensorSignature, TensorSpec
@@ -59,7 +60,7 @@ class RowBounds(NamedTuple):
 
     def padded(self, rows: int) -> int:
         """Return how many rows the model is given for so many."""
-        return next((size for size in self.sizes if size >= rows), max(self.sizes, default=rows))
+        return next_size(rows, self.sizes) or max(self.sizes, default=rows)
 
 
 def check_rows(built: Built, bounds: RowBounds, inputs: Sequence[TensorSpec]) -> None:

@@ -162,3 +162,6 @@ class Levels:
 
     def _of(self, request: Request) -> Queue:
         return self._queues[min(request.level, len(self._queues) - 1)]
+
+
+Waiting = Queue | Levels

@@ -48,8 +48,8 @@ class Bench:
         """Another seat, of two processes, that has these jobs; return the name of its second process."""
         self.seats += 1
         first, second = f"s{self.seats}.0", f"s{self.seats}.1"
-        self.scheduler.enlist(f"s{self.seats}", (first, second))
-        seat = self.scheduler.seat(second)
+        self.scheduler.seats.enlist(f"s{self.seats}", (first, second))
+        seat = self.scheduler.seats.of(second)
         assert seat is not None
         for job in jobs:
             seat.give(job, self.now)
@@ -126,7 +126,7 @@ def test_who_has_lost_several_seats_at_once_has_lost_one_and_is_told_once_of_the
     for turn in range(1, 1 + MAX_LOSSES):
         assert bench.refused == {}
         seats = [bench.seat(Job.of([Part(10 * turn + number, request)])) for number in range(2)]
-        both = bench.scheduler.seat(seats[0])
+        both = bench.scheduler.seats.of(seats[0])
         assert both is not None
         both.concurrency = 2
         both.give(Job.of([Part(10 * turn + 5, request)]), bench.now)
@@ -154,8 +154,8 @@ def test_of_a_job_behind_another_what_nobody_waits_for_is_recalled() -> None:
     bench.seat(batch(first), batch(two, three))
     assert bench.scheduler.end(lambda each: each is two) == [(two, False)]
     assert bench.scheduler.end(lambda each: each is three) == [(three, False)]
-    assert [(seat.name, number) for seat, number in bench.scheduler.take_recalled()] == [("s1", 1), ("s1", 2)]
-    assert bench.scheduler.in_flight("s1.0") == 1
+    assert [(seat.name, number) for seat, number in bench.scheduler.seats.take_recalled()] == [("s1", 1), ("s1", 2)]
+    assert bench.scheduler.seats.in_flight("s1.0") == 1
 
 
 def test_what_a_seat_hangs_in_is_found_by_running_the_parts_of_its_job_apart() -> None:
@@ -164,15 +164,15 @@ def test_what_a_seat_hangs_in_is_found_by_running_the_parts_of_its_job_apart() -
     gone.ended = True
     bench.scheduler.submit(requests[0], bench.now)
     assert bench.runs() == [[0]]
-    [seat] = [bench.scheduler.seat(bench.last)]
+    [seat] = [bench.scheduler.seats.of(bench.last)]
     assert seat is not None
     seat.jobs[0] = batch(*requests, gone)
     seat.jobs[0].began = bench.now
     bench.now += TIMEOUT_S
     assert [each.name for each, _ in bench.guard.overdue(bench.now)] == ["s1"]
-    assert (bench.refused, bench.scheduler.seat(bench.last)) == ({}, None)
+    assert (bench.refused, bench.scheduler.seats.of(bench.last)) == ({}, None)
     assert [bench.runs(), bench.runs()] == [[[0]], [[1]]]
-    assert bench.scheduler.queued == 0
+    assert bench.scheduler.line.count == 0
     bench.now += TIMEOUT_S
     assert len(list(bench.guard.overdue(bench.now))) == 2
     assert bench.refused == {0: "DEADLINE_EXCEEDED", 1: "DEADLINE_EXCEEDED"}
@@ -183,8 +183,8 @@ def test_an_answer_of_any_process_is_its_seats() -> None:
     [request] = bench.requests(ANN)
     second = bench.seat(batch(request))
     first = second.replace(".1", ".0")
-    assert (bench.scheduler.in_flight(first), bench.scheduler.in_flight(second)) == (1, 1)
-    assert bench.scheduler.finish(first, 0, bench.now) is not None
-    assert bench.scheduler.finish(second, 0, bench.now) is None
+    assert (bench.scheduler.seats.in_flight(first), bench.scheduler.seats.in_flight(second)) == (1, 1)
+    assert bench.scheduler.seats.finish(first, 0, bench.now) is not None
+    assert bench.scheduler.seats.finish(second, 0, bench.now) is None
     bench.scheduler.release(first)
-    assert (bench.scheduler.seat(first), bench.scheduler.seat(second)) == (None, None)
+    assert (bench.scheduler.seats.of(first), bench.scheduler.seats.of(second)) == (None, None)

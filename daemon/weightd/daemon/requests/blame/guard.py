@@ -104,11 +104,11 @@ class Guard:
     @property
     def looks(self) -> bool:
         """Whether `look` has something to do."""
-        return bool(self._evidence) or self._scheduler.aside is not None
+        return bool(self._evidence) or self._scheduler.line.aside is not None
 
     def look(self, now: float) -> None:
         """Read on in a request that may be one that has killed, for less than a millisecond."""
-        request = self._evidence[0][0] if self._evidence else self._scheduler.aside
+        request = self._evidence[0][0] if self._evidence else self._scheduler.line.aside
         if request is None:
             return
         if self._reading is None or self._reading.request is not request:
@@ -125,7 +125,7 @@ class Guard:
 
     def died(self, process: str, end: End, now: float) -> None:
         """A process has ended, and may have died of what its seat had."""
-        seat = self._scheduler.seat(process)
+        seat = self._scheduler.seats.of(process)
         if seat is None or not seat.jobs:
             self._scheduler.release(process)
             return
@@ -148,7 +148,7 @@ class Guard:
 
     def leaves(self, process: str, number: int, now: float) -> None:
         """A seat ends, because its model may be spoilt by a job that failed: it is as lost as one that died."""
-        seat = self._scheduler.seat(process)
+        seat = self._scheduler.seats.of(process)
         job = seat.job_of(number) if seat is not None else None
         if job is not None:
             self._lost_to(job, now - job.began, now)
@@ -172,7 +172,7 @@ class Guard:
 
     def pings(self, now: float) -> Iterator[tuple[str, Ping | None]]:
         """Yield the processes that have to be pinged, and those that have to be ended (None) as they did not answer."""
-        due = self.watchdog.due(now, lambda process: self._scheduler.in_flight(process) > 0)
+        due = self.watchdog.due(now, lambda process: self._scheduler.seats.in_flight(process) > 0)
         yield from ((process, Ping(canary=False)) for process in due.plain)
         yield from ((process, Ping(canary=True)) for process in due.canary)
         yield from ((process, None) for process in due.silent)
@@ -182,7 +182,7 @@ class Guard:
     def _accuse(self, jobs: Sequence[Job]) -> set[Origin]:
         """A seat has died of one of these jobs: what they are of runs alone; return who has asked."""
         for job in jobs:
-            self._scheduler.keep_apart(job)
+            job.keep_apart()
             if job.sole is not None:
                 job.sole.deaths += 1
         return {origin for job in jobs for origin in job.origins}
@@ -274,4 +274,4 @@ class Guard:
             self._scheduler.withdraw(lambda each: each is request)
             self._refuse(request, error)
         else:
-            self._scheduler.admit(request)
+            self._scheduler.line.admit(request)

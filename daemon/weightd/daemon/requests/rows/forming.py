@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from weightd.daemon.requests.request import Company, Request
 from weightd.daemon.requests.rows.cut import Cut
 from weightd.daemon.requests.rows.terms import Form, RowTerms
-from weightd.daemon.requests.rows.times import Times
-from weightd.daemon.requests.seat import Seat
+from weightd.daemon.requests.rows.times import Kind, Times
 from weightd.protocol import limits
 
 # So many that do not fit are looked at: it is done with each job.
@@ -26,12 +25,26 @@ LONG_S = 0.1
 _NEARLY = 0.8
 
 
+class Where(NamedTuple):
+    """The seat that a job is for.
+
+    Attributes:
+        terms: what may be done with rows there.
+        expected: returns the seconds that so many rows of a kind take there at most, about.
+        most: requests that share the job: what waits is divided among all seats that are free.
+    """
+
+    terms: RowTerms
+    expected: Callable[[Kind, int], float]
+    most: int = limits.MAX_PARTS
+
+
 class Group(NamedTuple):
     """Requests that share a job, or one that has it for itself.
 
     Attributes:
         requests: in the order of their rows.
-        rows: of all of them; 0 where it has none.
+        rows: of all of them.
         is_full: nothing that may still come could be added.
     """
 
@@ -40,44 +53,34 @@ class Group(NamedTuple):
     is_full: bool
 
 
-def together(
-    first: Request,
-    waiting: Iterable[Request],
-    seat: Seat,
-    times: Times,
-    now: float,
-    *,
-    most: int = limits.MAX_PARTS,
-) -> Group:
+def together(first: Request, form: Form, waiting: Iterable[Request], where: Where, now: float) -> Group:
     """Return the first request, and those that share its job.
 
     Each of them will be answered before its deadline, as far as it can be told how long the job runs.
 
     Args:
         first: whose turn it is.
+        form: of that one.
         waiting: what waits, in the order in which it is to run; the first may be among that.
-        seat: where they are to run.
-        times: of earlier jobs.
+        where: they are to run.
         now: the clock.
-        most: requests that share it: what waits is divided among all seats that are free.
     """
-    terms = seat.terms
-    form = terms.form(first.description)
-    if form is None or not _shares(first, form, terms):
-        return Group([first], 0 if form is None else form.rows, is_full=True)
+    terms = where.terms
+    if not _shares(first, form, terms):
+        return Group([first], form.rows, is_full=True)
     chosen, rows, nbytes, deadline = [first], form.rows, first.content_bytes, first.deadline
     misfits, is_full = 0, rows == terms.max_rows
     for each in waiting:
-        if is_full or misfits >= _MOST_MISFITS or len(chosen) >= most:
+        if is_full or misfits >= _MOST_MISFITS or len(chosen) >= where.most:
             break
-        other = terms.form(each.description)
         if each is first:
             continue
+        other = terms.form(each.description)
         if other is None or other.kind != form.kind or terms.cuts(other) or not _agree(first, each, terms):
             misfits += 1
             continue
         total, size, least = rows + other.rows, nbytes + each.content_bytes, min(deadline, each.deadline)
-        seconds = times.expected(seat.device, form.kind, total)
+        seconds = where.expected(form.kind, total)
         if total > terms.max_rows or size > _MOST_BYTES or (misfits and seconds > LONG_S):
             is_full = True
         elif now + seconds < least:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -70,13 +71,10 @@ class RowTerms:
         """Whether a request of this form runs in parts."""
         return 0 < self.part_rows < form.rows and self.tested in (None, form.dims)
 
-    def cuts_of(self, description: RequestDescription) -> bool:
-        """Whether a request with this description does."""
-        form = self.form(description) if self.part_rows else None
-        return form is not None and self.cuts(form)
-
     def form(self, description: RequestDescription) -> Form | None:
         """Return what is asked for, but for the rows; None where it has none, or not as many in each input."""
+        if not self.inputs:
+            return None
         known = self._forms.get(id(description))
         if known is None:
             if len(self._forms) >= _MAX_KNOWN:
@@ -85,8 +83,8 @@ class RowTerms:
         return known[1]
 
     def padded(self, rows: int) -> int:
-        """Return how many rows the model is given for so many: the next of its sizes; 0: just these."""
-        return next((size for size in self.sizes if size >= rows), 0)
+        """Return how many rows the model is given for so many; 0: just these."""
+        return next_size(rows, self.sizes)
 
     def _found(self, description: RequestDescription) -> Form | None:
         kind: list[Any] = [description.outputs]
@@ -108,3 +106,8 @@ class RowTerms:
 
 WHOLE = RowTerms()
 """Each request is a job of its own."""
+
+
+def next_size(rows: int, sizes: Iterable[int]) -> int:
+    """Return the first of the ascending sizes that so many rows go into; 0 where there is none."""
+    return next((size for size in sizes if size >= rows), 0)

@@ -1,0 +1,289 @@
+"""The seats of one model: who takes jobs, who has which, and for how long.
+
+A seat that is quick has credit for two jobs: one runs and one is ready, so it never waits for the daemon between two.
+One that computes for long has nothing ready, and what waits behind it is taken back: no request waits for one seat
+while another is free.
+
+A seat is spoken of by its name, or by that of any of its processes where it is these that answer or die.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import NamedTuple
+
+from weightd.daemon.requests.job import Job
+from weightd.daemon.requests.part import Part
+from weightd.daemon.requests.request import Request
+from weightd.daemon.requests.rows import forming
+from weightd.daemon.requests.rows.cut import Cut
+from weightd.daemon.requests.rows.peak import Peak
+from weightd.daemon.requests.rows.terms import WHOLE, Form, RowTerms
+from weightd.daemon.requests.rows.times import Times
+from weightd.daemon.requests.seat import QUICK_S, Seat
+from weightd.daemon.requests.tally import Tally
+from weightd.daemon.requests.waiting import Waiting
+from weightd.protocol import limits
+
+# A hint to try again sooner would only bring the next refusal.
+_LEAST_RETRY_S = 0.01
+
+# Of so many of the last answers the mean duration is taken.
+_LATEST = 16
+
+# So long it is remembered how many requests there were at once.
+_PEAK_S = 1.0
+
+
+class Overdue(NamedTuple):
+    """A seat that has computed for long.
+
+    Attributes:
+        hung: what it runs, if that was for too long: the seat is taken out then.
+        again: what it had beside that.
+    """
+
+    seat: Seat
+    hung: Job | None
+    again: list[Part]
+
+
+class Seats:
+    """The seats of one model.
+
+    Args:
+        predict_timeout: seconds after which a seat that computes is held to hang.
+        due_by: called with a time that is sooner than `look` was.
+        tally: of what has run.
+
+    Attributes:
+        enlisted: those that take jobs, by name. One that is not among them gets nothing new but may still answer.
+        merging: of these those where requests may share jobs. If there is one, what has come is taken in before any of
+            it is assigned.
+        look: no seat has computed for too long before this.
+        times: of what has run.
+    """
+
+    def __init__(self, predict_timeout: float, due_by: Callable[[float], object], tally: Tally) -> None:
+        self._predict_timeout = predict_timeout
+        self._due_by = due_by
+        self._tally = tally
+        self._seats: dict[str, Seat] = {}
+        self.enlisted: dict[str, Seat] = {}
+        # By the name of each of its processes.
+        self._seat_of: dict[str, Seat] = {}
+        self.merging: dict[str, Seat] = {}
+        self.look = float("inf")
+        self.times = Times()
+        self._peak = Peak(_PEAK_S)
+        self._recalled: list[tuple[Seat, int]] = []
+        # For how long the jobs of the last answers ran.
+        self._ran: deque[float] = deque(maxlen=_LATEST)
+
+    # --- who is there -------------------------------------------------------------------------------------------
+
+    def enlist(
+        self, name: str, processes: tuple[str, ...], *, device: str = "", terms: RowTerms = WHOLE, concurrency: int = 1
+    ) -> None:
+        """The seat takes jobs from now on; it consists of these processes. See `Seat` for the rest."""
+        seat = self._seats.setdefault(name, Seat(name, processes, device, terms, concurrency))
+        self.enlisted[name] = seat
+        self._find_merging()
+        self._seat_of.update(dict.fromkeys(processes, seat))
+
+    def rate(self, process: str, terms: RowTerms) -> None:
+        """From now on this may be done with the rows of requests at the seat of the process."""
+        seat = self._seat_of.get(process)
+        if seat is not None:
+            seat.terms = terms
+            self._find_merging()
+
+    def dismiss(self, process: str) -> None:
+        """The seat of the process gets nothing new; it may still answer what it has."""
+        seat = self._seat_of.get(process)
+        if seat is not None:
+            self.enlisted.pop(seat.name, None)
+            self._find_merging()
+
+    def remove(self, seat: Seat) -> list[Part]:
+        """The seat is gone, or as good as that: return what it has not answered and somebody waits for."""
+        for process in seat.processes:
+            del self._seat_of[process]
+        del self._seats[seat.name]
+        self.enlisted.pop(seat.name, None)
+        self._find_merging()
+        return [part for job in seat.jobs.values() for part in job.awaited]
+
+    def of(self, process: str) -> Seat | None:
+        """Return where the process runs jobs, or has run some that it may still answer."""
+        return self._seat_of.get(process)
+
+    def in_flight(self, process: str) -> int:
+        """Jobs that the seat of the process has, whether or not somebody waits for them."""
+        seat = self._seat_of.get(process)
+        return 0 if seat is None else len(seat.jobs)
+
+    # --- what they are given ------------------------------------------------------------------------------------
+
+    def freest(self, request: Request, cut: Cut | None, waiting: Iterable[Request], now: float) -> Seat | None:
+        """Return the seat with the least to do that has credit, the first of them; None if none has any.
+
+        Args:
+            request: to be given to it.
+            cut: what has begun of it: the rest runs on the same model.
+            waiting: what could share its job: it does not wait for a seat while that may become more.
+            now: the clock.
+        """
+        freest, least = None, float("inf")
+        for seat in self.enlisted.values():
+            if cut is not None and seat.terms != cut.terms:
+                continue
+            if not seat.jobs:
+                return seat
+            load = len(seat.jobs) / seat.concurrency
+            if load < least and seat.takes(request.company, now) and self._may_be_behind(seat, request, waiting, now):
+                freest, least = seat, load
+        return freest
+
+    def together(self, seat: Seat, request: Request, form: Form, waiting: Waiting, now: float) -> forming.Group:
+        """Return what shares a job of a seat that is free with a request of this form, of all that waits."""
+        where = self._where(seat, most=self._share(waiting.count, now))
+        return forming.together(request, form, waiting, where, now)
+
+    def give(self, seat: Seat, job: Job, now: float) -> None:
+        """Have the seat run a job, as soon as it has nothing before it."""
+        look = now + self._predict_timeout if seat.give(job, now) else seat.since + QUICK_S
+        if look < self.look:
+            self.look = look
+            self._due_by(look)
+
+    def finish(self, process: str, number: int, now: float) -> Part | None:
+        """A process has answered a part for its seat; return it, or None if nobody waits for this answer any more."""
+        seat = self._seat_of.get(process)
+        job = None if seat is None else seat.job_of(number)
+        if seat is None or job is None:
+            return None
+        part = job.parts.pop(number)
+        if not job.parts:
+            took = seat.finished(job, now)
+            self._ran.append(took / job.count)
+            self._tally.executions += 1
+            if job.form is not None:
+                self._tally.ran_rows(job.rows, seat.terms.padded(job.rows))
+                self.times.add(seat.device, job.form.kind, job.rows, took)
+        return part if part.is_awaited else None
+
+    # --- what is taken from them --------------------------------------------------------------------------------
+
+    def end(self, unfit: Callable[[Request], bool]) -> list[tuple[Request, bool]]:
+        """End what seats have that is `unfit`; return each request once, with whether a seat is running any of it.
+
+        What a seat runs cannot be stopped: its credit comes back when it answers, and then nobody waits for that.
+        """
+        ended: dict[Request, bool] = {}
+        for seat in self._seats.values():
+            for job in list(seat.jobs.values()):
+                gone = [part for part in job.awaited if unfit(part.request)]
+                for part in gone:
+                    ended[part.request] = ended.get(part.request, False) or job.has_begun
+                if gone and not job.has_begun:
+                    self._recall(seat, job, [part.number for part in gone])
+        for request in ended:
+            request.ended = True
+        return list(ended.items())
+
+    def recall(self, cut: Cut) -> None:
+        """Take the parts of a request back from the seats that have not begun with them."""
+        for seat in self._seats.values():
+            for job in seat.ready:
+                mine = [part.number for part in job.parts.values() if part.cut is cut]
+                if mine:
+                    self._recall(seat, job, mine)
+
+    def overdue(self, now: float) -> Iterator[Overdue]:
+        """Take out the seats that have computed for too long, and take back what waits behind one that runs long."""
+        if now < self.look:
+            return
+        for seat in list(self._seats.values()):
+            if not seat.jobs:
+                continue
+            if now >= seat.since + self._predict_timeout:
+                longest = min(seat.jobs.values(), key=lambda job: job.began)
+                del seat.jobs[longest.number]
+                yield Overdue(seat, longest, self.remove(seat))
+            elif now >= seat.since + QUICK_S:
+                again = [part for job in seat.ready for part in self._recall(seat, job, list(job.parts))]
+                yield Overdue(seat, None, again)
+        self.look = min((self._due(seat) for seat in self._seats.values()), default=float("inf"))
+
+    def take_recalled(self) -> Sequence[tuple[Seat, int]]:
+        """Return what seats have in vain, by the part's number, so that they need not begin with it; and forget it."""
+        if not self._recalled:
+            return ()
+        recalled, self._recalled = self._recalled, []
+        return recalled
+
+    # --- what they tell -----------------------------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[Seat]:
+        return iter(self._seats.values())
+
+    def devices(self, terms: RowTerms) -> list[str]:
+        """Return where those are that take jobs on these terms."""
+        return [seat.device for seat in self.enlisted.values() if seat.terms == terms]
+
+    def run_confined(self) -> bool:
+        """Return whether a seat has a job that is confined."""
+        return any(seat.has_confined for seat in self._seats.values())
+
+    def retry_after(self, queued: int, now: float) -> float | None:
+        """Return in how many seconds there may be room in a queue that is full.
+
+        It has moved on by one place for each seat after the time that a request takes. Before anything was answered
+        nobody knows how long that is.
+        """
+        if not self._ran or not self.enlisted:
+            return None
+        running = max((now - seat.since for seat in self._seats.values() if seat.jobs), default=0.0)
+        seconds = max(sum(self._ran) / len(self._ran), running) * queued / len(self.enlisted)
+        return max(seconds, _LEAST_RETRY_S)
+
+    # --- within -------------------------------------------------------------------------------------------------
+
+    def _may_be_behind(self, seat: Seat, request: Request, waiting: Iterable[Request], now: float) -> bool:
+        """Whether nothing that may still come could share the request's job, so that it need not wait for the seat."""
+        form = seat.terms.form(request.description) if seat.terms.merges and not seat.is_free else None
+        return form is None or forming.together(request, form, waiting, self._where(seat), now).is_full
+
+    def _where(self, seat: Seat, most: int = limits.MAX_PARTS) -> forming.Where:
+        return forming.Where(seat.terms, partial(self.times.expected, seat.device), most)
+
+    def _share(self, waiting: int, now: float) -> int:
+        """How many requests may share a job: where several seats are free, each gets its share of what there is.
+
+        What there was a moment ago is counted: who has been answered then will ask again.
+        """
+        seats = self.merging.values()
+        running = sum(job.count for seat in seats for job in seat.jobs.values())
+        peak = self._peak.add(1 + waiting + running, now)
+        is_only = sum(not seat.jobs for seat in seats) <= 1
+        return limits.MAX_PARTS if is_only else math.ceil(peak / len(seats))
+
+    def _recall(self, seat: Seat, job: Job, numbers: Sequence[int]) -> list[Part]:
+        """Take these parts of a job back from a seat that has not begun with it; return those that are awaited."""
+        parts = [job.parts.pop(number) for number in numbers]
+        self._recalled += [(seat, number) for number in numbers]
+        if not job.parts:
+            del seat.jobs[job.number]
+        return [part for part in parts if part.is_awaited]
+
+    def _due(self, seat: Seat) -> float:
+        if not seat.jobs:
+            return float("inf")
+        return seat.since + (QUICK_S if seat.ready else self._predict_timeout)
+
+    def _find_merging(self) -> None:
+        self.merging = {name: seat for name, seat in self.enlisted.items() if seat.terms.merges}
