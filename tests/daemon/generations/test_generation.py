@@ -12,11 +12,11 @@ import pytest
 from weightd.daemon.generations.access import ALLOW_TIMEOUT_S
 from weightd.daemon.generations.actions import Action, Dismiss, Enlist, Kill, Pin, Role, Send, Spawn
 from weightd.daemon.generations.generation import ABORT_TIMEOUT_S, HELLO_TIMEOUT_S, STOP_TIMEOUT_S
-from weightd.daemon.generations.progress import Outlook
+from weightd.daemon.generations.progress import Outlook, Teller
 from weightd.daemon.generations.restarts import MAX_FAILED_STARTS
 from weightd.daemon.generations.states import ACTIVE, ChildState, GenerationState
 from weightd.daemon.host.ends import End
-from weightd.protocol.messages.children import Attached, Build, Built, DeviceMemory, Hello, Settle, Traits
+from weightd.protocol.messages.children import Attached, Build, Built, DeviceMemory, Hello, Rows, Settle, Traits
 from weightd.protocol.version import VERSION
 
 from .life import (
@@ -126,6 +126,18 @@ def test_weights_that_are_not_shared_are_a_warning_for_each_cause(
             life.exits(name)
     warnings = [each for each in caplog.records if each.levelno >= logging.WARNING and "weights" in each.getMessage()]
     assert [each.getMessage() for each in warnings] == [f"m.7: {note}" for note in told]
+
+
+@pytest.mark.parametrize(
+    ("outputs", "exact", "level"), [("y", True, "WARNING"), ("y", False, "INFO"), ("", False, "WARNING")]
+)
+def test_of_rows_that_need_not_be_exact_it_is_a_loss_only_if_there_are_none(
+    caplog: pytest.LogCaptureFixture, outputs: str, exact: bool, level: str
+) -> None:
+    caplog.set_level(logging.INFO)
+    rows = Rows(("x",), tuple(outputs), equal=False, note="why not")
+    Teller("m.1", 1).rows(replace(BUILT, rows=rows), exact=exact)
+    assert [each.levelname for each in caplog.records] == [level]
 
 
 def test_a_snapshot_starts_processes_once_and_of_nothing_that_has_ended() -> None:

@@ -174,15 +174,17 @@ def test_a_request_that_runs_in_parts_takes_turns_with_all_others() -> None:
 
 
 def test_a_higher_priority_goes_before_what_has_begun() -> None:
-    large, urgent = request(12, level=1), request(level=0)
+    large, urgent, other = request(12, level=1), request(), request(width=2)
     made = scheduler(CUT, large)
     assert [job.requests for _, job in made.assign(0.0)] == [[large], [large]]
     made.submit(urgent, 0.0)
+    made.submit(other, 0.0)
     made.seats.finish("w0", 2**62, 0.0)
     # What is ready there runs first; nothing more of it is made ready before what is urgent.
     assert list(made.assign(0.0)) == []
-    made.seats.finish("w0", 2**62 + 1, 0.0)
-    assert [job.requests for _, job in made.assign(0.0)] == [[urgent], [large]]
+    for number, runs in ((2**62 + 1, [[urgent]]), (urgent.number, [[other], [large]])):
+        made.seats.finish("w0", number, 0.0)
+        assert [job.requests for _, job in made.assign(0.0)] == runs
 
 
 def test_what_has_begun_goes_before_what_has_a_lower_priority() -> None:

@@ -116,7 +116,7 @@ class Generation(Standing):
         self.guard(child)
         self.footprint.built(built.device)
         child.shared_bytes = built.shared_bytes
-        self._teller.rows(built)
+        self._teller.rows(built, exact=self.terms.rows.exact)
         if self.terms.sharing:
             self._teller.built(built, name)
         child.advance(ChildEvent.BUILT)

@@ -101,10 +101,14 @@ class Teller:
         if not (built.handle or built.is_template):
             self._unshared(built.note, holder, logging.WARNING if built.is_loss else logging.INFO)
 
-    def rows(self, built: Built) -> None:
-        """Requests were to be put together, or cut; the model may not be one of which that is right."""
+    def rows(self, built: Built, *, exact: bool) -> None:
+        """Requests were to be put together, or cut; the model may not be one of which that is right.
+
+        That it was not tested is no loss where answers need not be `exact`.
+        """
         if built.rows is not None and built.rows.note:
-            self.tell(f"rows of requests: {built.rows.note}")
+            is_loss = exact or not built.rows.outputs
+            self.tell(f"rows of requests: {built.rows.note}", level=logging.WARNING if is_loss else logging.INFO)
 
     def attached(self, built: Built, attached: Attached, worker: str) -> None:
         """A worker may not have got what the holder has; that there is nothing, the holder has told."""
