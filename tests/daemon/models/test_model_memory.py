@@ -97,6 +97,20 @@ def test_two_never_write_to_one_place() -> None:
     assert stage.host.releases == [ahead.number]
 
 
+def test_a_successor_does_not_write_where_a_worker_of_its_predecessor_still_may() -> None:
+    old, new = Stage(workers=1).serving(), Stage(workers=1).serving()
+    asked = offering()
+    [number] = old.submit(asked)
+    old.model.drain(old.now, patience=60.0, replaced=True)
+    old.model.desk.release(W1)
+    new.model.adopt(old.model, new.now)
+    assert rooms(new) == [MappedRegions((MappedInput(0, 7, 8),), ())]
+    new.answers(W1, number)
+    assert (asked.running, old.host.releases) == (True, [])
+    old.dies(W1)
+    assert (old.host.releases, new.host.releases) == ([number], [])
+
+
 def test_what_hangs_may_write_until_it_is_dead() -> None:
     stage = Stage(predict_timeout=10.0).serving()
     asked = offering()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ import pytest
 
 from weightd.daemon.config.model import ModelConfig
 from weightd.daemon.requests.desk import Askers, Desk
+from weightd.daemon.requests.regions import Memory, Place, Places
 from weightd.daemon.requests.request import Company, Origin, Request
 from weightd.daemon.requests.rows.cut import Cut
 from weightd.daemon.requests.rows.forming import LONG_S, Group, Where, rows_of_part, together
@@ -22,6 +24,7 @@ from weightd.daemon.requests.scheduler import AT_ONCE, Scheduler
 from weightd.protocol.errors import Internal, ResourceExhausted
 from weightd.protocol.messages.children import OrderMessage, Predict, Result, Together
 from weightd.protocol.messages.data import RequestDescription, ResponseDescription, TensorSpec
+from weightd.protocol.messages.regions import MappedOutput, MappedRegions
 
 ROWS = RowTerms(inputs=frozenset("x"), outputs=frozenset("y"), max_rows=8)
 CUT = replace(ROWS, part_rows=4)
@@ -39,17 +42,17 @@ def request(rows: int = 1, width: int = 1, deadline: float = 1e9, level: int = 0
     )
 
 
-def desk(max_queue: int, seats: int = 1) -> tuple[Desk, list[OrderMessage]]:
-    """A desk, and the orders that it gives; nothing is answered."""
+def desk(max_queue: int, seats: int = 1, terms: RowTerms = ROWS, **askers: object) -> tuple[Desk, list[OrderMessage]]:
+    """A desk, and the orders that it gives."""
     orders: list[OrderMessage] = []
 
     def order(name: str, order: OrderMessage, frames: object, memories: object) -> None:
         orders.append(order)
 
     config = ModelConfig(path="/m.onnx", engine="onnxruntime", max_queue=max_queue)
-    made = Desk("m", config, cast(Askers, SimpleNamespace(refuse=print)), order, lambda _: None)
+    made = Desk("m", config, cast(Askers, SimpleNamespace(refuse=print, **askers)), order, lambda _: None)
     for number in range(seats):
-        made.enlist(f"w{number}", terms=ROWS)
+        made.enlist(f"w{number}", terms=terms)
     return made, orders
 
 
@@ -287,8 +290,8 @@ def test_a_queue_that_is_full_of_what_could_run_refuses_nobody() -> None:
 # --- parts ----------------------------------------------------------------------------------------------------------
 
 
-def cut(part_rows: int = 1000, sizes: tuple[int, ...] = ()) -> Cut:
-    asked, terms = request(64), replace(CUT, part_rows=part_rows, sizes=sizes)
+def cut(part_rows: int = 1000, sizes: tuple[int, ...] = (), asked: Request | None = None) -> Cut:
+    asked, terms = asked or request(64), replace(CUT, part_rows=part_rows, sizes=sizes)
     form = terms.form(asked.description)
     assert form is not None
     return Cut(asked, terms, form)
@@ -346,8 +349,43 @@ def test_one_long_job_does_not_make_parts_short_for_good() -> None:
 
 def test_the_answer_to_a_part_has_all_of_its_outputs() -> None:
     whole = cut()
-    with pytest.raises(Internal, match=r"^outputs \[0\] of a part: expected a frame, got none$"):
+    with pytest.raises(Internal, match=r"^outputs \[0\] of a part: expected frames where there was no room, got none$"):
         whole.add(*whole.take(32), Result(1, ResponseDescription("m", (TensorSpec("y", "FP32", (32, 1)),)), (0,)), [])
+
+
+@pytest.mark.parametrize(
+    ("begin", "nbytes", "rooms"),
+    [(256, 128, [(256, 64), (320, 64)]), (256, 96, []), (252, 128, []), (0, 64, [])],
+    ids=["a row has its bytes", "it has none of its own", "an input is there, too", "so it is"],
+)
+def test_each_part_has_room_for_its_own_rows_where_nobody_has_to_read(
+    begin: int, nbytes: int, rooms: list[tuple[int, int]]
+) -> None:
+    asked, memory = request(64), Memory(1, os.dup(0), 1000, os.close)
+    asked.places = Places({0: Place(memory, 0, 256)}, {0: Place(memory, begin, nbytes)})
+    whole = cut(asked=asked)
+    outputs = [whole.contents(*whole.take(32))[1].outputs for _ in range(2)]
+    assert [(each.offset, each.nbytes) for some in outputs for each in some.values()] == rooms
+
+
+def test_an_answer_of_which_all_rows_are_where_they_belong_has_no_frame() -> None:
+    answers: list[object] = []
+
+    def answer(*each: object) -> None:
+        answers.append(each)
+
+    made, orders = desk(4, 2, replace(CUT, max_rows=1), gathered=print, answer=answer)
+    asked, memory = request(8), Memory(1, os.dup(0), 100, os.close)
+    asked.places = Places({}, {0: Place(memory, 10, 32)})
+    made.infer(asked, 0.0)
+    assert [each.regions for each in orders if isinstance(each, Predict)] == [
+        MappedRegions((), (MappedOutput(0, 1, begin, 16),)) for begin in (10, 26)
+    ]
+    described = ResponseDescription("m", (TensorSpec("y", "FP32", (4, 1)),))
+    for seat in (0, 1):
+        made.result(f"w{seat}", Result(2**62 + seat, described, (0,)), [], 1.0)
+    whole = ResponseDescription("m", (TensorSpec("y", "FP32", (8, 1)),))
+    assert (answers, asked.running) == ([(asked, Result(asked.number, whole, (0,)), [])], False)
 
 
 def piece(rows: int, y: bytes, t: bytes = b"t", shape: tuple[int, ...] = (2,)) -> Piece:

@@ -1,12 +1,14 @@
 """Requests whose rows share jobs, or are cut into parts, on seats that are fast, slow, or die, of devices of any speed.
 
 Each row of a request is a number of its own, and the model's answer is its input: whatever happens on the way, what a
-client gets is what it has sent.
+client gets is what it has sent. Some offer room for it in their memory: nobody writes there where another one does, or
+when that is theirs again.
 """
 
 from __future__ import annotations
 
 import itertools
+import os
 import signal
 from collections import deque
 from collections.abc import Sequence
@@ -22,6 +24,7 @@ from testkit.examples import examples
 from weightd.daemon.config.model import ModelConfig
 from weightd.daemon.host.ends import End
 from weightd.daemon.requests.desk import Desk
+from weightd.daemon.requests.regions import NOWHERE, Memory, Place, Places
 from weightd.daemon.requests.request import Origin, Request
 from weightd.daemon.requests.rows.terms import RowTerms
 from weightd.daemon.requests.scheduler import AT_ONCE
@@ -30,10 +33,14 @@ from weightd.protocol.errors import RequestError, ResourceExhausted
 from weightd.protocol.messages.children import Failed, OrderMessage, Predict, Result, Skip, Together
 from weightd.protocol.messages.control import ModelMetadataResponse
 from weightd.protocol.messages.data import RequestDescription, ResponseDescription, TensorSpec
+from weightd.protocol.messages.regions import MappedOutput
 
 MAX_ROWS, PART_ROWS, TIMEOUT_S = 8, 4, 50.0
 DEVICES = {"cpu:0": 0.001, "cpu:1": 0.01, "cpu:2": 0.08}
 """Each with the seconds that a row takes there."""
+
+ROOM = 4096
+"""Bytes of a client's memory between any two outputs."""
 
 
 @dataclass
@@ -46,6 +53,14 @@ class Worker:
     contents: dict[int, Sequence[Any]] = field(default_factory=dict[int, Sequence[Any]])
     missing: int = 0
     padded: int = 0
+
+    def rooms(self) -> list[MappedOutput]:
+        """Where it may write."""
+        return [room for job in self.jobs for each in job for room in rooms(each)]
+
+
+def rooms(order: Predict) -> tuple[MappedOutput, ...]:
+    return () if order.regions is None else order.regions.outputs
 
 
 def description(rows: int, width: int) -> RequestDescription:
@@ -65,6 +80,13 @@ class World(RuleBasedStateMachine):
         self.workers: dict[str, Worker] = {}
         self.names = (f"w{number}" for number in itertools.count())
         self.last_begun: list[int] = []
+        self.memory = Memory(1, os.memfd_create("world"), 2**40, os.close)
+        os.truncate(self.memory.fileno(), self.memory.nbytes)
+        # Who will end soon.
+        self.dying: dict[str, Worker] = {}
+        # What has ended while somebody might still write for it, and who has given up what it had not begun with.
+        self.written: set[int] = set()
+        self.given_up: list[tuple[str, int]] = []
         # Answers to parts until there is no room for one.
         self.room_left = 9
         self.descriptions = {(rows, width): description(rows, width) for rows in range(1, 40) for width in (1, 2)}
@@ -84,13 +106,17 @@ class World(RuleBasedStateMachine):
         assert request.number not in self.answers
         y, t = result.description.outputs
         assert (y.shape, t.shape) == (request.description.inputs[0].shape, (1,))
-        self.answers[request.number] = bytes(frames[0])
+        # As the client reads it: the first bytes of where there was room, if it is said to be there.
+        placed = 0 in (result.placed or ())
+        self.answers[request.number] = request.places.outputs[0][: y.nbytes] if placed else bytes(frames[0])
+        self.written |= {request.number} if request.running else set()
 
     def refuse(self, request: Request, error: RequestError) -> None:
         """An error."""
         assert request.number not in self.answers
         assert "part" not in str(error), "the parts are not of one model"
         self.answers[request.number] = error.code
+        self.written |= {request.number} if request.running else set()
 
     def gathered(self, request: Request, nbytes: int) -> None:
         """More is kept of a request, now and then too much."""
@@ -101,6 +127,7 @@ class World(RuleBasedStateMachine):
 
     def released(self, request: Request) -> None:
         """Nobody writes any more."""
+        self.written.remove(request.number)
 
     def tell_metadata(self, client: bytes, metadata: ModelMetadataResponse) -> None:
         """Nobody asks."""
@@ -120,6 +147,11 @@ class World(RuleBasedStateMachine):
                 worker.jobs.append([])
             case Predict(number):
                 worker.contents[number] = frames
+                theirs = [room for each in [*self.workers.values(), *self.dying.values()] for room in each.rooms()]
+                for room in rooms(order):
+                    assert all(
+                        room.offset + room.bytes <= it.offset or it.offset + it.bytes <= room.offset for it in theirs
+                    )
                 if worker.missing:
                     worker.missing -= 1
                     worker.jobs[-1].append(order)
@@ -128,6 +160,8 @@ class World(RuleBasedStateMachine):
                 if not worker.missing:
                     self.check_job(worker, worker.jobs[-1])
             case Skip(number):
+                if any(each.request == number for job in [*worker.jobs][1:] for each in job):
+                    self.given_up.append((process, number))
                 for job in [*worker.jobs][1:]:
                     job[:] = [each for each in job if each.request != number]
                 worker.jobs = deque(job for job in worker.jobs if job)
@@ -160,13 +194,16 @@ class World(RuleBasedStateMachine):
 
     @rule(
         several=st.lists(
-            st.tuples(st.sampled_from([1, 1, 2, 3, 4, 5, 9, 30]), st.sampled_from([1, 2]), st.booleans()), max_size=6
+            st.tuples(
+                st.sampled_from([1, 1, 2, 3, 4, 5, 9, 30]), st.sampled_from([1, 2]), st.booleans(), st.integers(0, 2)
+            ),
+            max_size=6,
         ),
         wait=st.sampled_from([1e9, 1e9, 1e9, 20.0, 0.05]),
         far=st.sampled_from(["ann", "bob"]),
     )
-    def ask(self, several: list[tuple[int, int, bool]], wait: float, far: str) -> None:
-        for rows, width, has_more in several:
+    def ask(self, several: list[tuple[int, int, bool, int]], wait: float, far: str) -> None:
+        for rows, width, has_more, room in several:
             number = next(self.numbers)
             x = np.arange(rows * width, dtype=np.int64) + 1000 * number
             asked = self.descriptions[rows, width]
@@ -176,7 +213,11 @@ class World(RuleBasedStateMachine):
                 frames = frames[:1]
             deadline, origin = self.now + wait, Origin(far, far)
             name = f"id{number}"
-            request = Request(number, far.encode(), name, asked, frames, self.now, deadline, x.nbytes, origin)
+            # None, just as much as is needed, or more: then the rows of one part are not behind those of another.
+            begin = 2 * number * ROOM
+            y, t = Place(self.memory, begin, room * x.nbytes), Place(self.memory, begin + ROOM, 8 * rows)
+            places = Places({}, {0: y, 1: t}) if room else NOWHERE
+            request = Request(number, far.encode(), name, asked, frames, self.now, deadline, x.nbytes, origin, places)
             self.sent[number] = request, x.tobytes()
             try:
                 self.desk.infer(request, self.now)
@@ -209,20 +250,46 @@ class World(RuleBasedStateMachine):
                 continue
             x = each.description.inputs[0]
             outputs = (TensorSpec("y", "INT64", x.shape), TensorSpec("t", "INT64", (1,)))
-            result = Result(each.request, ResponseDescription("m", outputs))
-            self.desk.result(name, result, [worker.contents.pop(each.request)[0], source], self.now)
+            contents = [worker.contents.pop(each.request)[0], source]
+            placed = [room.tensor for room in rooms(each) if self.write(room, contents[room.tensor])]
+            result = Result(each.request, ResponseDescription("m", outputs), tuple(placed) or None)
+            rest = [content for index, content in enumerate(contents) if index not in placed]
+            self.desk.result(name, result, rest, self.now)
         self.turn()
+
+    def write(self, room: MappedOutput, content: Any) -> bool:
+        """A worker writes an output, if there is room, which is still its to write to."""
+        number = room.offset // (2 * ROOM)
+        assert number not in self.answers or number in self.written
+        fits = len(content) <= room.bytes
+        if fits:
+            os.pwrite(self.memory.fileno(), content, room.offset)
+        return fits
 
     @rule(data=st.data(), sign=st.sampled_from([signal.SIGSEGV, signal.SIGKILL]), spoilt=st.booleans())
     def die(self, data: st.DataObject, sign: int, spoilt: bool) -> None:
         if self.workers:
             name = data.draw(st.sampled_from([*self.workers]))
             if spoilt and self.workers[name].jobs:
-                first = self.workers[name].jobs[0][0]
+                first = self.workers[name].jobs[0].pop(0)
                 self.desk.job_failed(name, Failed(first.request, "INTERNAL", "spoilt", leaving=True), self.now)
-            self.desk.died(name, End(-sign), self.now)
-            del self.workers[name]
-            self.desk.dispatch(self.now)
+                self.desk.dispatch(self.now)
+                self.dying[name] = self.workers.pop(name)
+            else:
+                self.end(name, self.workers.pop(name), sign)
+
+    @rule()
+    def bury(self) -> None:
+        """Who was told to leave, or is killed, has ended."""
+        while self.dying:
+            self.end(*self.dying.popitem())
+
+    def end(self, name: str, worker: Worker, sign: int = signal.SIGKILL) -> None:
+        """A worker ends while it writes."""
+        for room in worker.rooms():
+            self.write(room, b"?" * room.bytes)
+        self.desk.died(name, End(-sign), self.now)
+        self.desk.dispatch(self.now)
 
     @rule(rest=st.integers(0, 4))
     def cancel(self, rest: int) -> None:
@@ -240,7 +307,7 @@ class World(RuleBasedStateMachine):
     def tick(self) -> None:
         self.desk.expire(self.now, lambda error: error)
         for name, _ in self.desk.overdue(self.now):
-            self.workers.pop(name)
+            self.dying[name] = self.workers.pop(name)
         self.turn()
         self.desk.dispatch(self.now)
 
@@ -249,6 +316,8 @@ class World(RuleBasedStateMachine):
         while self.desk.next_event == AT_ONCE:
             self.desk.guard.look(self.now)
             self.desk.dispatch_gathered(self.now)
+        while self.given_up:
+            self.desk.skipped(*self.given_up.pop())
 
     @rule(
         source=st.integers(1, 2),
@@ -297,6 +366,8 @@ class World(RuleBasedStateMachine):
                 self.finish(name)
             if not busy:
                 break
+        self.bury()
+        assert (self.written, self.desk.writers.begun) == (set(), {})
         self.who_gets_an_answer_gets_its_own()
         assert self.answers.keys() == self.sent.keys()
         assert self.desk.scheduler.idle

@@ -286,7 +286,7 @@ class Desk:
         """End a request in an error."""
         self.failed += 1
         self.scheduler.end_whole(request)
-        request.running = self.writers.is_running(request)
+        request.running = bool(request.written)
         self._askers.refuse(request, error)
 
     def give_up(self, error: RequestError) -> None:
@@ -347,14 +347,12 @@ class Desk:
     def _predict(self, seat: Seat, part: Part) -> None:
         request, cut = part.request, part.cut
         if cut is None:
-            places, frames = request.places, request.frames
-            if places.outputs and not self.writers.begin(seat.processes, request):
-                places = places.without_outputs()
-            order = Predict(part.number, request.description, places.mapped)
+            frames, places, description = request.frames, request.places, request.description
         else:
-            frames, places = cut.contents(part.first, part.rows)
-            order = Predict(part.number, cut.described(part.rows), places.mapped)
-        self._order_all(seat, order, frames, places.memories)
+            (frames, places), description = cut.contents(part.first, part.rows), cut.described(part.rows)
+        if places.outputs and not self.writers.begin(seat.processes, part):
+            places = places.without_outputs()
+        self._order_all(seat, Predict(part.number, description, places.mapped), frames, places.memories)
 
     def _order_all(
         self, seat: Seat, order: OrderMessage, frames: Sequence[Any] = (), memories: Sequence[Memory] = ()
@@ -376,8 +374,7 @@ class Desk:
             self._answer(part.request, process, *whole, now)
 
     def _answer(self, request: Request, process: str, result: Result, frames: Sequence[Any], now: float) -> None:
-        if self.writers.begun:
-            request.running = self.writers.is_running(request)
+        request.running = bool(request.written)
         self._askers.answer(request, result, frames)
         latency = now - request.arrived
         self.latencies.add(latency)

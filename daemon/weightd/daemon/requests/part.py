@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from weightd.daemon.requests.request import Request
 from weightd.daemon.requests.rows.cut import Cut
+from weightd.protocol import limits
+
+_ALL = range(limits.MAX_DIM)
 
 # Parts that are not all of a request have numbers from here on, which no request has.
 FIRST_PART = 2**62
@@ -28,6 +31,11 @@ class Part:
     cut: Cut | None = None
     first: int = 0
     rows: int = 0
+
+    @property
+    def all_rows(self) -> range:
+        """Those of the request that it has, and more if that is all of them."""
+        return _ALL if self.cut is None else range(self.first, self.first + self.rows)
 
     @property
     def is_awaited(self) -> bool:

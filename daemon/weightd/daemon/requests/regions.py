@@ -57,6 +57,15 @@ class Place:
         begin, end, _ = part.indices(self.nbytes)
         return os.pread(self.memory.fileno(), end - begin, self.offset + begin)
 
+    def part(self, begin: int, nbytes: int) -> Place:
+        """Return where so many of its bytes are."""
+        return Place(self.memory, self.offset + begin, nbytes)
+
+    def overlaps(self, other: Place) -> bool:
+        """Whether a byte is in both."""
+        begin, end = max(self.offset, other.offset), min(self.offset + self.nbytes, other.offset + other.nbytes)
+        return self.memory is other.memory and begin < end
+
 
 class Places:
     """Those of one request, by the position of the tensor. Many requests may have the same.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from weightd.daemon.requests.regions import NOWHERE, Places
@@ -53,7 +53,8 @@ class Request:
     lost_at: when the last one did that counts.
         digest: of its content, once that has been computed.
         ended: while a seat ran it: what that gives later is dropped.
-        running: it has ended, and a process may still write its outputs to memory of the client.
+        written: the rows whose outputs a process may still write to memory of the client, of each process.
+        running: it has ended while there were any.
         gathered: bytes of the answers to its parts that wait for those to others.
     """
 
@@ -74,6 +75,7 @@ class Request:
     lost_at: float = -float("inf")
     digest: bytes = b""
     ended: bool = False
+    written: list[range] = field(default_factory=list[range])
     running: bool = False
     gathered: int = 0
 

@@ -31,6 +31,12 @@ class Cut:
         self.terms = terms
         self.form = form
         self.ended = False
+        # Each part writes its own rows, as long as that is nothing that another one has still to read.
+        self._rooms = {
+            index: room
+            for index, room in request.places.outputs.items()
+            if room.nbytes % form.rows == 0 and not any(map(room.overlaps, request.places.inputs.values()))
+        }
         # Pairs of the first row, and the one after the last, in ascending order.
         self._ranges = [(0, form.rows)]
         # By the first row.
@@ -76,7 +82,7 @@ class Cut:
         return found
 
     def contents(self, first: int, rows: int) -> tuple[list[Any], Places]:
-        """Return the tensors of these rows: the frames, and the places of those that have none."""
+        """Return the tensors of these rows: the frames, and the places of those that have none, and of the outputs."""
         places = self.request.places
         rest = iter(self.request.frames)
         frames: list[Any] = []
@@ -88,11 +94,10 @@ class Cut:
                 frame = next(rest)
                 begin = first * row_bytes
                 frames.append(memoryview(frame)[begin : begin + rows * row_bytes] if self._has_rows(spec) else frame)
-            elif self._has_rows(spec):
-                placed[index] = Place(place.memory, place.offset + first * row_bytes, rows * row_bytes)
             else:
-                placed[index] = place
-        return frames, Places(placed, {}) if placed else NOWHERE
+                placed[index] = self._slice(place, first, rows) if self._has_rows(spec) else place
+        rooms = {index: self._slice(room, first, rows) for index, room in self._rooms.items()}
+        return frames, Places(placed, rooms) if placed or rooms else NOWHERE
 
     def add(self, first: int, rows: int, result: Result, frames: Sequence[Any]) -> tuple[Result, list[Any]] | None:
         """Rows have been answered; return the answer to the request, with its frames, if those were the last.
@@ -100,10 +105,15 @@ class Cut:
         Raises:
             RequestError: the answers cannot be put together.
         """
-        if result.placed:
-            raise Internal(f"outputs {list(result.placed)} of a part: expected a frame, got none")
+        placed, rest = result.placed or (), iter(frames)
+        if not self._rooms.keys() >= {*placed}:
+            raise Internal(f"outputs {list(placed)} of a part: expected frames where there was no room, got none")
         # Frames may be views of what is received into next.
-        piece = Piece(rows, result.description, [bytes(each) for each in frames])
+        contents = [
+            self._slice(self._rooms[index], first, rows).part(0, nbytes) if index in placed else bytes(next(rest))
+            for index, nbytes in enumerate(result.description.sizes)
+        ]
+        piece = Piece(rows, result.description, contents)
         self._pieces[first] = piece
         self._answered += rows
         self._nbytes += sum(map(len, piece.frames))
@@ -112,7 +122,14 @@ class Cut:
         if self._answered < self.form.rows:
             return None
         description, whole = joined([self._pieces[each] for each in sorted(self._pieces)], self.terms.outputs)
-        return Result(self.request.number, description), whole
+        there = tuple(index for index, each in enumerate(whole) if isinstance(each, Place))
+        frames = [each for index, each in enumerate(whole) if index not in there]
+        return Result(self.request.number, description, there or None), frames
+
+    def _slice(self, place: Place, first: int, rows: int) -> Place:
+        """Where these rows are of what has all of them."""
+        row_bytes = place.nbytes // self.form.rows
+        return place.part(first * row_bytes, rows * row_bytes)
 
     def _has_rows(self, spec: TensorSpec) -> bool:
         return spec.name in self.terms.inputs

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
+from weightd.daemon.requests.regions import Place
 from weightd.protocol.errors import Internal
 from weightd.protocol.messages.data import ResponseDescription, TensorSpec
 
@@ -16,7 +17,7 @@ class Piece(NamedTuple):
     Attributes:
         rows: how many.
         description: of the outputs.
-        frames: one for each output.
+        frames: one for each output, or where it is.
     """
 
     rows: int
@@ -25,7 +26,7 @@ class Piece(NamedTuple):
 
 
 def joined(pieces: Sequence[Piece], with_rows: Collection[str]) -> tuple[ResponseDescription, list[Any]]:
-    """Return the outputs of all pieces, in their order: their description, and a frame for each.
+    """Return the outputs of all pieces, in their order: their description, and a frame for each, or where it is.
 
     Args:
         pieces: at least one.
@@ -44,11 +45,21 @@ def joined(pieces: Sequence[Piece], with_rows: Collection[str]) -> tuple[Respons
             _check(spec, piece, index, has_rows=has_rows, frame=pieces[0].frames[index])
         if has_rows:
             outputs.append(dataclasses.replace(spec, shape=(total, *spec.shape[1:])))
-            frames.append(b"".join([piece.frames[index] for piece in pieces]))
+            frames.append(_together([piece.frames[index] for piece in pieces]))
         else:
             outputs.append(spec)
             frames.append(pieces[0].frames[index])
     return ResponseDescription(first.model_name, tuple(outputs)), frames
+
+
+def _together(frames: Sequence[Any]) -> Any:
+    """Return where all of these are, if they are one behind the other in memory of a client, else their bytes."""
+    first, nbytes = frames[0], 0
+    for each in frames:
+        if not (isinstance(each, Place) and each == first.part(nbytes, len(each))):
+            return b"".join([each[:] for each in frames])
+        nbytes += len(each)
+    return first.part(0, nbytes)
 
 
 def _check(spec: TensorSpec, piece: Piece, index: int, *, has_rows: bool, frame: Any) -> None:
@@ -56,7 +67,7 @@ def _check(spec: TensorSpec, piece: Piece, index: int, *, has_rows: bool, frame:
     expected = dataclasses.replace(spec, shape=(piece.rows, *spec.shape[1:])) if has_rows else spec
     if got != expected:
         raise Internal(f"output {spec.name} of a part: expected {_words(expected)}, got {_words(got)}")
-    if not has_rows and piece.frames[index] != frame:
+    if not has_rows and piece.frames[index][:] != frame[:]:
         raise Internal(f"output {spec.name} has no rows, and is not the same for each part of the request")
 
 
