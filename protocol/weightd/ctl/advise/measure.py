@@ -13,8 +13,8 @@ from weightd.ctl.advise.evidence import Evidence
 from weightd.ctl.advise.rounds import Slice, block, blocks
 from weightd.ctl.advise.rule import Size
 from weightd.ctl.advise.source import FromFile, MadeUp
-from weightd.ctl.counters import counted, is_cut
-from weightd.ctl.samples import Arrays
+from weightd.ctl.measuring.counters import counted, is_cut
+from weightd.ctl.measuring.samples import Arrays
 from weightd.protocol.errors import Internal, InvalidArgument
 
 Outputs = Mapping[str, Any]

@@ -6,9 +6,10 @@ from typing import Any, List, Mapping, Optional, Sequence
 
 import numpy as np
 
-from weightd.ctl import arrays, samples
-from weightd.ctl.samples import Arrays
-from weightd.ctl.shapes import told
+from weightd.ctl import arrays
+from weightd.ctl.measuring import samples
+from weightd.ctl.measuring.samples import Arrays
+from weightd.ctl.measuring.shapes import told
 from weightd.ctl.text import clean
 from weightd.ctl.verb import BadInput
 from weightd.protocol.messages.data import TensorSignature, TensorSpec

@@ -6,12 +6,11 @@ import argparse
 import json
 from typing import List, Sequence, Union
 
-from weightd.ctl import exits, shapes
+from weightd.ctl import exits
 from weightd.ctl.advise import render, rule
 from weightd.ctl.advise.measure import Measuring, Plan
 from weightd.ctl.advise.source import FromFile, MadeUp
-from weightd.ctl.asking import asking, described
-from weightd.ctl.progress import Progress
+from weightd.ctl.measuring import shapes, subject
 from weightd.ctl.text import clean
 from weightd.ctl.verb import Connect, Ended, Verb
 from weightd.protocol.errors import FailedPrecondition
@@ -66,8 +65,7 @@ class NoRows(Ended):
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", help="the model's name, see weightctl status")
-    shapes.add_argument(parser, "; the first one is the number of rows")
+    subject.add_arguments(parser, "; the first one is the number of rows")
     parser.add_argument(
         "--rows",
         default=(1, 2, 4, 8, 16, 32),
@@ -109,15 +107,13 @@ def _run(options: argparse.Namespace, connect: Connect) -> int:
     if options.inputs and options.shape:
         options.fail("expected --inputs or --shape, not both: the arrays have a shape")
     sizes = sorted({1, *options.rows})
-    with connect() as client, Progress() as progress:
-        progress.say(f"{name}: waits until it is ready")
-        inputs = described(client, name).inputs
-        source = _source(options, inputs, sizes[-1])
-        measuring = Measuring(client, Plan(name, sizes, source, options.different, options.seconds))
+    with subject.ready(connect, name) as model:
+        source = _source(options, model.inputs, sizes[-1])
+        measuring = Measuring(model.client, Plan(name, sizes, source, options.different, options.seconds))
         status = exits.OK
         try:
-            with asking(name, inputs):
-                measuring.run(lambda done, all_: progress.say(f"{name}: {done:,} rows of {max(done, all_):,}"))
+            with model.asking():
+                measuring.run(lambda done, all_: model.say(f"{done:,} rows of {max(done, all_):,}"))
         except KeyboardInterrupt:
             status = exits.INTERRUPTED
     measured = measuring.sizes

@@ -10,7 +10,7 @@ from typing import Any, Callable, Mapping, NamedTuple, Sequence
 
 from weightd.client.aio import AsyncClient
 from weightd.ctl.bench.windows import MOST, Level, Windows, summary
-from weightd.ctl.counters import counted, per_execution
+from weightd.ctl.measuring.counters import counted, per_execution
 from weightd.protocol.errors import RequestError
 
 # A request that was refused is not asked again at once: a full queue would be asked as fast as it can say no.

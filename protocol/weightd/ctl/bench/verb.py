@@ -6,11 +6,10 @@ import argparse
 import json
 from typing import List
 
-from weightd.ctl import exits, samples, shapes
-from weightd.ctl.asking import asking, described
+from weightd.ctl import exits
 from weightd.ctl.bench import render
 from weightd.ctl.bench.windows import ENOUGH, MOST, TOLERANCE, Level, Windows
-from weightd.ctl.progress import Progress
+from weightd.ctl.measuring import samples, shapes, subject
 from weightd.ctl.text import count
 from weightd.ctl.verb import Connect, Verb
 
@@ -47,8 +46,7 @@ shape, 130 Ctrl-C."""
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", help="the model's name, see weightctl status")
-    shapes.add_argument(parser)
+    subject.add_arguments(parser)
     parser.add_argument(
         "--rows",
         type=shapes.rows,
@@ -76,21 +74,19 @@ def _run(options: argparse.Namespace, connect: Connect) -> int:
 
     name: str = options.model
     levels: List[Level] = []
-    with connect() as client, Progress() as progress:
-        progress.say(f"{name}: waits until it is ready")
-        metadata = described(client, name)
-        specs = shapes.specify(metadata.inputs, options.shape, options.rows)
+    with subject.ready(connect, name) as model:
+        specs = shapes.specify(model.inputs, options.shape, options.rows)
         inputs = samples.several(specs)
-        with asking(name, metadata.inputs):
-            client.infer(name, inputs[0])
+        with model.asking():
+            model.client.infer(name, inputs[0])
 
         def told(in_flight: int, windows: Windows) -> None:
             rate = f"{windows.last[-1].rate:,.1f} requests/s, " if windows.last else ""
-            progress.say(f"{name}: {in_flight:,} in flight: {rate}{count(max(0, windows.count), 'window')}")
+            model.say(f"{in_flight:,} in flight: {rate}{count(max(0, windows.count), 'window')}")
 
         plan = load.Plan(name, inputs, options.in_flight, options.seconds, told)
-        is_interrupted = load.measure(client.address, client.timeout, plan, levels.append)
-    rows = shapes.rows_of(metadata.inputs, specs)
+        is_interrupted = load.measure(model.client.address, model.client.timeout, plan, levels.append)
+    rows = shapes.rows_of(model.inputs, specs)
     show = render.as_json(name, specs, rows, levels)
     print(json.dumps(show) if options.json else render.render(name, specs, rows, levels))
     if is_interrupted:

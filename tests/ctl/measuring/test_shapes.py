@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightd.ctl import samples, shapes
-from weightd.ctl.shapes import Shape, WrongShape
+from weightd.ctl.measuring import samples, shapes
+from weightd.ctl.measuring.shapes import Shape, WrongShape
 from weightd.protocol.datatypes import ITEM_BYTES
 from weightd.protocol.messages.data import TensorSignature, TensorSpec
 from weightd.protocol.tensors import to_wire

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from weightd.ctl.counters import Counted, is_cut, per_execution
+from weightd.ctl.measuring.counters import Counted, is_cut, per_execution
 
 
 def test_requests_in_an_execution() -> None:

@@ -1,0 +1,82 @@
+"""The model that is measured: it is waited for, and errors say what to do."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+from typing import ContextManager, Dict, Generator, NamedTuple, Sequence, Tuple, Type
+
+from weightd.client.client import Client
+from weightd.ctl.measuring import shapes
+from weightd.ctl.measuring.progress import Progress
+from weightd.ctl.verb import Connect
+from weightd.protocol.errors import (
+    DeadlineExceeded,
+    FailedPrecondition,
+    Internal,
+    InvalidArgument,
+    RequestError,
+    Unavailable,
+)
+from weightd.protocol.messages.data import TensorSignature
+
+
+def add_arguments(parser: argparse.ArgumentParser, more: str = "") -> None:
+    """Declare which model it is, and `--shape`; `more` is to be said of that."""
+    parser.add_argument("model", metavar="MODEL", help="the model's name, see weightctl status")
+    shapes.add_argument(parser, more)
+
+
+class Subject(NamedTuple):
+    """A model that is ready.
+
+    Attributes:
+        name: its name.
+        client: asks it.
+        inputs: what it takes.
+        progress: shows how far that is.
+    """
+
+    name: str
+    client: Client
+    inputs: Tuple[TensorSignature, ...]
+    progress: Progress
+
+    def say(self, text: str) -> None:
+        """Show how far it is."""
+        self.progress.say(f"{self.name}: {text}")
+
+    def asking(self) -> ContextManager[None]:
+        """Say of an error in the block what may be its reason."""
+        return _asking(self.name, self.inputs)
+
+
+@contextlib.contextmanager
+def ready(connect: Connect, model: str) -> Generator[Subject, None, None]:
+    """Have a model of this name that is ready, in the block.
+
+    Raises:
+        RequestError: it is not, or there is none.
+    """
+    with connect() as client, Progress() as progress:
+        progress.say(f"{model}: waits until it is ready")
+        with _asking(model):
+            inputs = client.metadata(model).inputs
+        yield Subject(model, client, inputs, progress)
+
+
+@contextlib.contextmanager
+def _asking(model: str, inputs: Sequence[TensorSignature] = ()) -> Generator[None, None, None]:
+    hints: Dict[Type[RequestError], str] = dict.fromkeys(
+        (DeadlineExceeded, FailedPrecondition, Unavailable),
+        f"weightctl status {model} tells how it stands, --timeout waits longer",
+    )
+    if any(each.shape is None or -1 in each.shape for each in inputs):
+        hint = f"--shape says what the free dimensions are: {shapes.told(inputs)}"
+        hints.update(dict.fromkeys((Internal, InvalidArgument), hint))
+    try:
+        yield
+    except RequestError as error:
+        if type(error) not in hints:
+            raise
+        raise type(error)(f"{str(error).rstrip()}; {hints[type(error)]}") from None
