@@ -8,7 +8,8 @@ import pytest
 
 from weightd.client import NotFound
 from weightd.ctl import exits
-from weightd.ctl.status import as_json, exit_status, only, pss_total, render
+from weightd.ctl.status.render import as_json, render
+from weightd.ctl.status.verb import exit_status, only, pss_total
 from weightd.ctl.text import WIDTH, binary, count, duration, megabytes, milliseconds, size
 from weightd.protocol.messages.status import (
     GateStatus,

@@ -1,0 +1,1 @@
+"""`weightctl status`: the models, their processes, their memory, and what sharing saves."""

@@ -1,0 +1,121 @@
+"""A generation: its processes, who of them is where, how they came to be, and what they save."""
+
+from __future__ import annotations
+
+from typing import Dict, Iterator, List, Optional, Tuple
+
+from weightd.ctl.text import clean, count, megabytes, milliseconds, paragraph, size, table
+from weightd.protocol.messages.status import GenerationStatus, ProcessStatus
+
+_HEADING = (
+    "PROCESS",
+    "ROLE",
+    "STATE",
+    "PID",
+    "SERVED",
+    "NOW",
+    "P50 ms",
+    "P99 ms",
+    "PSS MB",
+    "OWN MB",
+    "SHARED MB",
+)
+_LEFT = 3
+
+_ORIGINS = {"forked": "forked of the fork server", "template": "forked of the template"}
+_MOST_NAMES = 8
+
+
+def lines_of(generation: GenerationStatus, prefix: str) -> Iterator[str]:
+    """Yield what is shown of a generation; `prefix` is what the names of its processes have in common."""
+    state = generation.progress or generation.state
+    sha256 = f", sha256 {clean(generation.sha256)[:12]}" if generation.sha256 else ""
+    yield f"  generation {generation.number} on {clean(generation.device)}: {clean(state)}{sha256}"
+    if generation.cause:
+        yield from paragraph("cause", generation.cause, "    ")
+    if generation.canary:
+        yield from paragraph("canary", generation.canary, "    ")
+    if generation.rows:
+        yield from paragraph("rows", generation.rows, "    ")
+    if generation.processes:
+        yield from table([_HEADING, *(_row(process, prefix) for process in generation.processes)], _LEFT, "    ")
+    for process in generation.processes:
+        if process.note:
+            yield from paragraph(_short(process.name, prefix), process.note, "    ")
+    yield from _places(generation, prefix)
+    yield from _concurrent(generation, prefix)
+    yield from _origins(generation, prefix)
+    if generation.note:
+        yield from paragraph("note", generation.note, "    ")
+    yield from _savings(generation)
+
+
+def _places(generation: GenerationStatus, prefix: str) -> Iterator[str]:
+    """Who runs on which device, where these are several: a paragraph for each."""
+    places: Dict[str, List[str]] = {}
+    for process in generation.processes:
+        if process.device not in ("", generation.device):
+            places.setdefault(process.device, []).append(_short(process.name, prefix))
+    for device, names in places.items():
+        yield from paragraph(f"on {clean(device)}", ", ".join(names), "    ")
+
+
+def _concurrent(generation: GenerationStatus, prefix: str) -> Iterator[str]:
+    """Who runs more than one predict at once: a paragraph for each number."""
+    numbers: Dict[int, List[str]] = {}
+    for process in generation.processes:
+        if process.concurrency > 1 and process.role != "holder":
+            numbers.setdefault(process.concurrency, []).append(_short(process.name, prefix))
+    for number, names in numbers.items():
+        yield from paragraph(f"{number} predicts at once", ", ".join(names), "    ")
+
+
+def _origins(generation: GenerationStatus, prefix: str) -> Iterator[str]:
+    """How processes came to be, and why not otherwise: a paragraph for each way."""
+    ways: Dict[Tuple[Optional[str], str], List[str]] = {}
+    for process in generation.processes:
+        ways.setdefault((process.origin, process.origin_note), []).append(_short(process.name, prefix))
+    for (origin, note), names in ways.items():
+        if origin is not None:
+            who = ", ".join(names) if len(names) <= _MOST_NAMES else f"{len(names):,} processes"
+            yield from paragraph(_ORIGINS.get(origin, clean(origin)), f"{who}{': ' if note else ''}{note}", "    ")
+
+
+def _row(process: ProcessStatus, prefix: str) -> List[str]:
+    works = process.role != "holder"
+    return [
+        _short(process.name, prefix),
+        process.role,
+        clean(process.state),
+        str(process.pid),
+        f"{process.served:,}" if works else "-",
+        str(process.in_flight) if works else "-",
+        milliseconds(process.p50_us),
+        milliseconds(process.p99_us),
+        megabytes(process.pss_bytes),
+        megabytes(process.own_bytes),
+        megabytes(process.shared_bytes) if works else "-",
+    ]
+
+
+def _short(name: str, prefix: str) -> str:
+    """A process's name without what stands above it: tiny.1.w2 is w2."""
+    return clean(name[len(prefix) :] if name.startswith(prefix) else name)
+
+
+def _savings(generation: GenerationStatus) -> Iterator[str]:
+    sharing = sum(1 for process in generation.processes if process.role != "holder" and process.shared_bytes)
+    copy, saved = generation.copy_bytes, generation.saved_bytes
+    workers = count(sharing, "worker")
+    if not sharing:
+        if any(process.state == "ready" for process in generation.processes):
+            yield "    saves nothing: no worker shares its weights"
+    elif copy is None or saved is None:
+        yield f"    saves an unknown amount: {workers} on one copy, of which the kernel does not tell what is in memory"
+    elif saved:
+        own = size(saved + copy)
+        yield f"    saves {size(saved)}: {workers} on one copy of {size(copy)} instead of {own} of their own"
+    elif copy:
+        yield f"    saves nothing yet: {workers} on one copy of {size(copy)}"
+    else:
+        yield f"    saves nothing yet: {workers} on one copy that is on disk until it is used"

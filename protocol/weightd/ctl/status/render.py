@@ -1,0 +1,130 @@
+"""The service, its models, devices, gates and fork servers, for people and as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Dict, Iterator
+
+from weightd.ctl.status.generation import lines_of
+from weightd.ctl.text import binary, clean, count, duration, milliseconds, paragraph, size
+from weightd.protocol.messages.status import (
+    DeviceStatus,
+    ForkServerStatus,
+    GateStatus,
+    MemoryLimit,
+    ModelStatus,
+    StatusResponse,
+)
+
+
+def as_json(response: StatusResponse, total: int) -> Dict[str, Any]:
+    """Return `response` as a dictionary, with the memory of the whole service."""
+    return {**dataclasses.asdict(response), "pss_total_bytes": total}
+
+
+def render(response: StatusResponse, total: int) -> str:
+    """Return `response` as text for an operator.
+
+    Args:
+        response: what to show.
+        total: the memory of the whole service, which may hold more models than `response` shows.
+    """
+    up = duration(response.uptime_s)
+    lines = [f"weightd {clean(response.version)}: {clean(response.state)}, pid {response.pid}, up {up}"]
+    if response.note:
+        lines += paragraph("note", response.note, "  ")
+    lines.append("")
+    for model in response.models:
+        lines += [*_model(model), ""]
+    lines += [line for device in response.devices for line in _device(device)]
+    lines += map(_gate, response.gates)
+    lines += map(_fork_server, response.fork_servers)
+    if response.dropped:
+        lines.append(f"{response.dropped:,} answers dropped: their clients were gone, or did not read")
+    lines.append(f"memory of the service: {size(total)} PSS, of which the daemon {size(response.pss_bytes)}")
+    if response.held_bytes:
+        lines.append(f"kept for clients: {binary(response.held_bytes)} of {binary(response.max_memory_bytes)}")
+    if response.memory is not None:
+        lines += _limit(response.memory)
+    return "\n".join(lines)
+
+
+def _model(model: ModelStatus) -> Iterator[str]:
+    weights = f" with {clean(model.weights)}" if model.weights else ""
+    yield f"{clean(model.name)}: {clean(model.state).upper()}, {clean(model.engine)}, {clean(model.path)}{weights}"
+    counts = f"served {model.served:,}, failed {model.failed:,}, queued {model.queued:,}"
+    if model.p50_us is not None:
+        counts += f", p50 {milliseconds(model.p50_us)} ms, p99 {milliseconds(model.p99_us)} ms"
+    yield f"  {counts}"
+    yield from _executions(model)
+    if model.deaths or model.quarantined:
+        yield f"  {count(model.deaths, 'unexpected death')}, {model.quarantined:,} requests in quarantine"
+    if model.note:
+        yield from paragraph("note", model.note, "  ")
+    for generation in model.generations:
+        yield from lines_of(generation, f"{model.name}.{generation.number}.")
+
+
+def _executions(model: ModelStatus) -> Iterator[str]:
+    """What was run, where that is not simply each request."""
+    ran = model.executions
+    if ran is None or not (ran.rows or ran.again):
+        return
+    parts = [count(ran.count, "execution")]
+    if ran.cut:
+        parts.append(f"{count(ran.cut, 'request')} cut")
+    if ran.padded:
+        parts.append(f"{count(ran.padded, 'row')} padded")
+    if ran.again:
+        parts.append(f"{ran.again:,} run again")
+    yield f"  {', '.join(parts)}"
+    if ran.rows:
+        yield f"  executions by rows: {', '.join(f'{_up_to(each.most)}: {each.count:,}' for each in ran.rows)}"
+
+
+def _up_to(most: int) -> str:
+    return str(most) if most <= 2 else f"{most // 2 + 1} to {most}"
+
+
+def _device(device: DeviceStatus) -> Iterator[str]:
+    has = "of an unknown capacity" if device.capacity_bytes is None else f"of {size(device.capacity_bytes)}"
+    used = device.weights_bytes + device.process_bytes
+    yield f"{clean(device.name)}: {size(used)} {has}, {device.processes} of {device.max_processes} processes"
+    yield (
+        f"  weights {size(device.weights_bytes)} once, processes {size(device.process_bytes)} beside them, "
+        f"sharing saves {size(device.saved_bytes)}"
+    )
+    if device.free_bytes is not None:
+        yield f"  {size(device.free_bytes)} were free when the last process had loaded"
+    yield ""
+
+
+def _gate(gate: GateStatus) -> str:
+    process = f"gate {gate.pid}" if gate.pid else "its gate is starting"
+    restarts = f", restarted {gate.restarts:,} times" if gate.restarts else ""
+    clients = count(gate.peers, "client")
+    return f"listener {clean(gate.name)}: {clean(gate.address)}, {process}, {clients}{restarts}"
+
+
+def _fork_server(server: ForkServerStatus) -> str:
+    where = f"fork server of {clean(server.engine)} under {clean(server.python)}"
+    if not server.pid:
+        return f"{where}: none, {clean(server.note)}"
+    return f"{where}: {server.pid}, {count(server.forked, 'process')} forked, {size(server.pss_bytes or 0)}"
+
+
+def _limit(memory: MemoryLimit) -> Iterator[str]:
+    """The line about the control group; none where nothing limits it and nothing has happened."""
+    limit, high, kills, pressure = memory.limit_bytes, memory.high_bytes, memory.oom_kills, memory.pressure_percent
+    if limit is None and high is None and not kills and not pressure:
+        return
+    text = binary(memory.usage_bytes)
+    if limit is not None:
+        text += f" of {binary(limit)}"
+    if high is not None and (limit is None or high < limit):
+        text += f" (high {binary(high)})"
+    if pressure is not None:
+        text += f", pressure {pressure:g} %"
+    if kills:
+        text += f", {kills:,} {'process' if kills == 1 else 'processes'} killed for memory"
+    yield f"memory of its control group: {text}"

@@ -1,0 +1,96 @@
+"""The verb: its arguments, what it asks, and what that means for a script."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+
+from weightd.ctl import exits
+from weightd.ctl.status import render
+from weightd.ctl.verb import Connect, NotReached, Verb
+from weightd.protocol.errors import DeadlineExceeded, NotFound, Unavailable
+from weightd.protocol.messages.status import StatusResponse
+
+_DESCRIPTION = """\
+Shows each model with its generations (one weight copy each) and their processes.
+
+NOW is how many requests a process has under way. Latencies are the daemon's, from a request's
+arrival to its answer, over the last answers. PSS is a process's proportional set size: its own
+memory, and its share of what it shares with others; so the PSS of all processes adds up to what
+the service takes. OWN is what no other process has: what its end would give back. SHARED is how
+much of a worker's weights is memory that it has in common with the others. MB is 10^6 bytes.
+
+A generation on several sets of cores, such as cpu:0 and cpu:1, is one "on cpu"; below its processes
+it is told who of them is on which.
+
+Processes are spawned with an interpreter of their own, forked of a fork server, which has loaded
+the engine, or forked of the template: that is the holder, which has built the model.
+
+What the daemon keeps for clients are requests under way and answers that they have not read; the
+bound is max_memory_bytes of the configuration.
+
+Where the daemon's control group (cgroup) is limited or under pressure, the last line shows what it
+takes, cached files included, of what it and those above it may take. Beyond "high" the kernel slows
+the processes down, beyond the limit it kills one. Pressure is the share of the last 10 s in which
+some process waited for memory. MiB is 2^20 bytes, as in MemoryMax= of systemd.
+
+--json prints one object: the daemon's answer, and pss_total_bytes, the memory of the whole service.
+
+Exit status: 0 every model serves, 75 one does not serve yet, 1 one has failed (its cause is shown)."""
+
+
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", nargs="?", metavar="MODEL", help="only this model (default: all)")
+
+
+def _run(options: argparse.Namespace, connect: Connect) -> int:
+    with connect() as client:
+        try:
+            response = client.status()
+        except (Unavailable, DeadlineExceeded) as error:
+            raise NotReached(error) from None
+    total = pss_total(response)
+    if options.model is not None:
+        response = only(response, options.model)
+    print(json.dumps(render.as_json(response, total)) if options.json else render.render(response, total))
+    return exit_status(response)
+
+
+def only(response: StatusResponse, name: str) -> StatusResponse:
+    """Return `response` without the other models.
+
+    Raises:
+        NotFound: there is no such model.
+    """
+    models = tuple(model for model in response.models if model.name == name)
+    if not models:
+        there = ", ".join(model.name for model in response.models) or "none"
+        raise NotFound(f"no model {name!r}; there are: {there}")
+    return dataclasses.replace(response, models=models)
+
+
+def exit_status(response: StatusResponse) -> int:
+    """Return what the models' states mean for a script."""
+    states = {model.state for model in response.models}
+    if "failed" in states:
+        return exits.ERROR
+    return exits.OK if states <= {"serving"} else exits.NOT_YET
+
+
+def pss_total(response: StatusResponse) -> int:
+    """Return the memory of the whole service: the daemon and all its processes."""
+    servers = sum(each.pss_bytes or 0 for each in response.fork_servers)
+    return (
+        response.pss_bytes
+        + servers
+        + sum(
+            process.pss_bytes or 0
+            for model in response.models
+            for generation in model.generations
+            for process in generation.processes
+        )
+    )
+
+
+VERB = Verb("show the models, their processes and their memory", _DESCRIPTION, _add_arguments, _run)
