@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from weightd.daemon.requests.regions import NOWHERE, Places
@@ -50,7 +50,7 @@ class Request:
         company: what else may run while it does.
         deaths: seats that died of it, or so it seems.
         losses: seats that ended while they ran it, for whatever reason; those that ran it at once count once.
-    lost_at: when the last one did that counts.
+        lost_at: when the last one did that counts.
         digest: of its content, once that has been computed.
         ended: while a seat ran it: what that gives later is dropped.
         written: the rows whose outputs a process may still write to memory of the client, of each process.
@@ -75,7 +75,7 @@ class Request:
     lost_at: float = -float("inf")
     digest: bytes = b""
     ended: bool = False
-    written: list[range] = field(default_factory=list[range])
+    written: tuple[range, ...] = ()
     running: bool = False
     gathered: int = 0
 

@@ -28,12 +28,12 @@ class Writers:
 
     def begin(self, processes: Iterable[str], part: Part) -> bool:
         """The processes of a seat are given a part that has room for outputs; return whether they may use it."""
-        rows, written = part.all_rows, part.request.written
-        if any(rows.start < other.stop and other.start < rows.stop for other in written):
+        rows, request = part.all_rows, part.request
+        if any(rows.start < other.stop and other.start < rows.stop for other in request.written):
             return False
         for process in processes:
             self.begun[process, part.number] = part
-            written.append(rows)
+            request.written += (rows,)
         return True
 
     def end(self, process: str, number: int) -> list[Request]:
@@ -42,7 +42,8 @@ class Writers:
         if part is None:
             return []
         request = part.request
-        request.written.remove(part.all_rows)
+        at = request.written.index(part.all_rows)
+        request.written = request.written[:at] + request.written[at + 1 :]
         return [request] if request.running and not request.written else []
 
     def died(self, process: str) -> list[Request]:
