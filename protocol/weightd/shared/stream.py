@@ -16,6 +16,9 @@ from weightd.protocol.framing import HEADS, LARGE_BYTES, Incoming, Message, Outg
 # What is read at once, unless a large frame is under way.
 _CHUNK_BYTES = 64 * 1024
 
+# What the kernel keeps for a peer that has not read yet: messages that go together arrive together.
+_SEND_BYTES = 256 * 1024
+
 # Below this it costs less to copy a message into one piece than to have the kernel gather its frames.
 _JOINED_BYTES = 16 * 1024
 
@@ -41,6 +44,7 @@ class Stream:
         self, connection: socket.socket, incoming: Optional[Incoming] = None, *, takes_descriptors: bool = False
     ) -> None:
         connection.setblocking(False)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BYTES)
         self.connection = connection
         self.incoming = incoming or Incoming()
         self.descriptors: Deque[int] = deque()

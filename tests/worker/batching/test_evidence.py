@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import re
 import types
-from typing import Any, Callable, List, Optional, Tuple, Union
+from typing import Any, Callable, List, Optional, Sequence, Tuple, Union
 
 import numpy as np
 import pytest
@@ -116,7 +116,7 @@ def test_an_input_without_rows_is_the_same_for_all_and_cannot_be_where_rows_are_
     signature = ModelSignature((X, TensorSignature("s", "FP32", (3,))), (Y,))
     engine = FakeEngine(lambda inputs: {"y": inputs["x"] * inputs["s"]}, signature)
     known = canary.run(engine, cases.of(signature, 1))
-    assert found(engine, known=known) == Rows(("x",), ("y",), equal=True, digest=found(engine, known=known).digest)
+    assert found(engine, known=known) == Rows(("x",), ("y",), equal=True, compared=8)
     assert found(engine, known=known, sizes=(2, 8)).note.startswith("input s has no rows: its shape is [3]")
 
 
@@ -128,6 +128,17 @@ def test_all_rows_are_different_and_each_is_run_alone_and_in_each_number() -> No
     assert len(alone) == 200
     for size in (2, 3, 5, 7, 300):
         assert {row.tobytes() for each in asked if len(each) == size for row in each} == alone
+
+
+@pytest.mark.parametrize(
+    ("rows", "sizes", "compared"), [(8, (), 8), (300, (), 65), (64, (2, 8, 16), 16), (8, (2, 4, 8, 16), 8)]
+)
+def test_up_to_which_number_each_was_run_is_told(rows: int, sizes: Sequence[int], compared: int) -> None:
+    engine = fake(lambda x: x)
+    known = canary.run(engine, cases.of(SIGNATURE, min(sizes, default=1)))
+    assert found(engine, rows=rows, known=known, sizes=sizes).compared == compared
+    asked = {len(each["x"]) for each in engine.asked}
+    assert asked.issuperset(set(sizes or range(2, rows + 1)) & set(range(compared + 1)))
 
 
 def test_only_numbers_of_rows_that_there_may_be_are_run() -> None:
@@ -156,7 +167,7 @@ def test_rows_are_as_large_as_those_of_the_canary_and_like_those_of_a_sample() -
     engine = FakeEngine(lambda inputs: {"y": inputs["z"]}, signature)
     known = canary.run(engine, ({"x": (2, 2), "z": (2, 1)},), sample)
     assert evidence.find(engine, Build((), rows=2), known, lambda: None, lambda _: None, sample) == Rows(
-        ("x", "z"), ("y",), equal=True
+        ("x", "z"), ("y",), equal=True, compared=2
     )
     assert {tuple(row) for each in engine.asked for row in each["x"]} == {(7, 8), (9, 10)}
     # Each is between half and one and a half of what it is like, and 1, 100 or 0.01 times as large.

@@ -22,9 +22,15 @@ SIGNATURE = ModelSignature((TensorSignature("x", "FP32", (-1, -1)),), (TensorSig
 class World:
     """Trials of a model that is a function, whose answer to many rows may differ. A holder has tried rows of 2."""
 
-    def __init__(self, rows: int = 1, sizes: Sequence[int] = (), alone: Callable[[Any], Any] = np.negative) -> None:
+    def __init__(
+        self,
+        rows: int = 1,
+        sizes: Sequence[int] = (),
+        alone: Callable[[Any], Any] = np.negative,
+        compared: int = 0,
+    ) -> None:
         self.engine = FakeEngine(lambda inputs: {"y": alone(inputs["x"])}, SIGNATURE)
-        self.trials = Trials(self.engine, rows, sizes, {"x": (1, 2)})
+        self.trials = Trials(self.engine, rows, sizes, {"x": (1, 2)}, compared)
         self._sizes = sizes
 
     def joint(self, *counts: int, width: int = 2) -> Tuple[Joint, Any]:
@@ -52,6 +58,14 @@ def test_each_form_is_run_alone_when_it_comes_for_the_first_time() -> None:
     assert world.run(1, 4, width=3) == [1, 4]
     assert world.run(0, 0) == []
     assert world.run(1, 2, 3) == []
+
+
+def test_what_a_holder_has_compared_is_not_run_alone_again() -> None:
+    world = World(rows=1, compared=3)
+    for counts, width, alone in (((1, 2), 2, []), ((2, 2), 2, [2, 2]), ((1, 2), 3, [1, 2])):
+        joint, inputs = world.joint(*counts, width=width)
+        assert world.trials.takes(joint)
+        assert world.check(joint, inputs) == alone
 
 
 def test_of_dimensions_that_no_holder_has_tried_as_many_rows_are_run_alone_as_it_does() -> None:

@@ -99,7 +99,9 @@ class Predictor:
             self._usual, self._usual_description = form, description
         return arrays, description
 
-    def begin(self, rows: int, sizes: Sequence[int], *, exact: bool, case: Optional[Case] = None) -> None:
+    def begin(
+        self, rows: int, sizes: Sequence[int], *, exact: bool, case: Optional[Case] = None, compared: int = 0
+    ) -> None:
         """The model is built and attached.
 
         Args:
@@ -107,9 +109,10 @@ class Predictor:
             sizes: the only numbers of rows that the model takes; none: any.
             exact: whether the answers to requests that are run together have to be those of each alone, bit for bit.
             case: shapes of inputs; with these, but for the rows, the holder has compared rows.
+            compared: each number of rows up to this one.
         """
         self._sizes = sorted(sizes)
-        self._trials = Trials(self._engine, rows, self._sizes, case) if exact else None
+        self._trials = Trials(self._engine, rows, self._sizes, case, compared) if exact else None
 
     @property
     def is_audit_due(self) -> bool:

@@ -67,7 +67,8 @@ class Rows:
     `inputs` have rows, and `outputs` as many as these; where either has none, no requests can be put together, for the
     reason that `note` gives. `equal`: those of many rows were, bit for bit, those of each alone; else `note` says which
     differed, by how much, and of how many rows, or why that was not found out. `digest` is that of the answer to a
-    predict of many rows, "" where none is to be compared.
+    predict of many rows, "" where none is to be compared. `compared`: each number of rows up to this one, of the other
+    dimensions that the canary has, is among those that were compared.
     """
 
     inputs: Tuple[str, ...] = field(metadata=_NAMES)
@@ -75,6 +76,7 @@ class Rows:
     equal: bool = field(metadata=boolean())
     note: str = field(default="", metadata=text(limits.MAX_TEXT_BYTES, empty=True))
     digest: str = field(default="", metadata=text(limits.MAX_DIGEST_BYTES, empty=True))
+    compared: int = field(default=0, metadata=integer(0, limits.MAX_ROWS))
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,9 @@ values. Nobody promises anything, so it is tested. That is evidence and no proof
 
 from __future__ import annotations
 
+import itertools
 import time
-from typing import Any, Callable, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Iterator, List, Optional, Sequence, Set, Tuple
 
 import numpy as np
 
@@ -34,6 +35,9 @@ _ODD_SIZES = (2, 3, 5, 7)
 
 # More are not looked at, where only some numbers of rows can be run.
 _MAX_SIZES = 8
+
+# Of all numbers of rows that there may be the first ones are tried; others by workers, when they come.
+_MOST_NUMBERS = 64
 
 # What a worker that attaches runs at once.
 _MAX_DIGEST_ROWS = 64
@@ -69,12 +73,14 @@ def find(
         return None
     inputs: Tuple[str, ...] = ()
     outputs: Tuple[str, ...] = ()
+    compared = 0
     try:
         inputs = _inputs(engine.signature, known, order.sizes)
         trial = _Trial(engine, order, inputs, known.cases, tell, sample)
         outputs = trial.outputs()
         if order.exact:
             note = trial.difference() if known.digest else known.note
+            compared = trial.compared() if not note else 0
         else:
             note = "it was not tested whether answers are the same: they need not be"
         tell(())
@@ -87,7 +93,7 @@ def find(
             raise BuildError(f"{note}; run no requests together") from None
         tell(())
         rebuild()
-    return Rows(inputs, outputs, not note, clip(note))
+    return Rows(inputs, outputs, not note, clip(note), compared=compared)
 
 
 def digest_of(
@@ -126,6 +132,9 @@ class _Trial:
         # What one row alone is run on: the least number of rows that there may be.
         self._fewest = min(order.sizes, default=1)
         self._sizes = _sizes(order.rows, order.sizes, self._questions.row_bytes)
+        numbers = range(1 if order.sizes else 2, self._sizes[0] + 1)
+        self._numbers = [size for size in numbers if not order.sizes or size in order.sizes][:_MOST_NUMBERS]
+        self._tried: Set[int] = set()
         self._told: List[int] = []
         self._began = time.monotonic()
         self._row_bytes = 0
@@ -151,19 +160,31 @@ class _Trial:
         """
         alone = self._alone()
         number = len(next(iter(alone.values())))
-        for turn in range(number):
-            for size in self._sizes:
-                if turn * size >= number and turn:
-                    continue
-                if time.monotonic() >= self._began + MOST_S:
-                    if turn:
-                        return ""
-                    raise _No(f"the model takes too long: not all of {self._sizes} rows were run in {MOST_S:g} s")
-                indices = np.arange(turn * size, (turn + 1) * size) % number
-                found = bits.difference(self._run(indices), {name: array[indices] for name, array in alone.items()})
-                if found:
-                    return found
+        for turn, size in self._turns(number):
+            if time.monotonic() >= self._began + MOST_S:
+                if turn or self._tried.issuperset(self._sizes):
+                    break
+                raise _No(f"the model takes too long: not all of {self._sizes} rows were run in {MOST_S:g} s")
+            indices = np.arange(turn * size, (turn + 1) * size) % number
+            found = bits.difference(self._run(indices), {name: array[indices] for name, array in alone.items()})
+            if found:
+                return found
+            self._tried.add(size)
         return ""
+
+    def compared(self) -> int:
+        """Return the number up to which each number of rows that there may be was run."""
+        tried = itertools.takewhile(self._tried.__contains__, self._numbers)
+        return max(tried, default=0)
+
+    def _turns(self, number: int) -> Iterator[Tuple[int, int]]:
+        """Yield which rows are run, as how many so many come before them, and how many there are.
+
+        Some numbers of rows are run with all of them, the others once.
+        """
+        yield from [(0, size) for size in self._sizes]
+        yield from [(0, size) for size in self._numbers if size not in self._sizes]
+        yield from [(turn, size) for turn in range(1, number) for size in self._sizes if turn * size < number]
 
     def _alone(self) -> Arrays:
         answers: List[Arrays] = []
