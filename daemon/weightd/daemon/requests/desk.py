@@ -237,12 +237,11 @@ class Desk:
             self.dispatch(now)
 
     def dispatch(self, now: float) -> None:
-        """Have everything run that can."""
-        for seat, number in self.scheduler.seats.take_recalled():
-            for process in seat.processes:
-                self._order(process, Skip(number), (), ())
+        """Have everything run that can; a seat hears what it need not run before it gets something in its place."""
         for seat, job in self.scheduler.assign(now):
+            self._skip()
             self._run(seat, job)
+        self._skip()
 
     def expire(self, now: float, explained: Callable[[RequestError], RequestError]) -> None:
         """End each request whose deadline has passed, with the error that `explained` makes of it."""
@@ -335,6 +334,11 @@ class Desk:
         for request in requests:
             self.refuse(request, error)
         self.dispatch(now)
+
+    def _skip(self) -> None:
+        for seat, number in self.scheduler.seats.take_recalled():
+            for process in seat.processes:
+                self._order(process, Skip(number), (), ())
 
     def _run(self, seat: Seat, job: Job) -> None:
         if job.form is not None:

@@ -150,7 +150,7 @@ class Seats:
 
     def together(self, seat: Seat, request: Request, form: Form, waiting: Waiting, now: float) -> forming.Group:
         """Return what shares a job of a seat that is free with a request of this form, of all that waits."""
-        where = self._where(seat, most=self._share(waiting.count, now))
+        where = self._where(seat, most=self._share(seat, form, 1 + waiting.count, now))
         return forming.together(request, form, waiting, where, now)
 
     def give(self, seat: Seat, job: Job, now: float) -> None:
@@ -261,16 +261,26 @@ class Seats:
     def _where(self, seat: Seat, most: int = limits.MAX_PARTS) -> forming.Where:
         return forming.Where(seat.terms, partial(self.times.expected, seat.device), most)
 
-    def _share(self, waiting: int, now: float) -> int:
-        """How many requests may share a job: where several seats are free, each gets its share of what there is.
+    def _share(self, seat: Seat, form: Form, waiting: int, now: float) -> int:
+        """How many of the requests that wait may share a job: those of the seats that are free share all there are.
 
-        What there was a moment ago is counted: who has been answered then will ask again.
+        A seat counts that will be free before this one had run what waits. And what there was a moment ago is counted:
+        who has just been answered asks again.
         """
         seats = self.merging.values()
-        running = sum(job.count for seat in seats for job in seat.jobs.values())
-        peak = self._peak.add(1 + waiting + running, now)
-        is_only = sum(not seat.jobs for seat in seats) <= 1
-        return limits.MAX_PARTS if is_only else math.ceil(peak / len(seats))
+        running = sum(job.count for each in seats for job in each.jobs.values())
+        peak = self._peak.add(waiting + running, now)
+        end = now + self.times.expected(seat.device, form.kind, min(waiting * form.rows, seat.terms.max_rows))
+        return math.ceil(peak / (1 + sum(self._free_at(each) <= end for each in seats if each is not seat)))
+
+    def _free_at(self, seat: Seat) -> float:
+        """When a seat will have run what it has, as far as is known."""
+        at = seat.since if seat.jobs else -math.inf
+        for job in seat.jobs.values():
+            if job.form is None:
+                return math.inf
+            at += self.times.expected(seat.device, job.form.kind, job.rows)
+        return at
 
     def _recall(self, seat: Seat, job: Job, numbers: Sequence[int]) -> list[Part]:
         """Take these parts of a job back from a seat that has not begun with it; return those that are awaited."""
