@@ -21,13 +21,13 @@ WORKERS = 2
 MAX_ROWS = 32
 IN_FLIGHT = 32  # requests of one row
 RIVAL_WAIT_MS = 1  # of mosec, until as many requests are there as it may run together: what it is quickest with
-# At first a worker runs also alone what comes together, once for each number of rows.
-TRIALS_S = 12.0
+TRIALS_S = 3.0
 ROUNDS = 9  # of each side, in turn
 SECONDS = 1.0  # of a round
 LONE_REQUESTS = 20  # in a round
+LONE_ROUNDS = 20
 # What the engine gains is held against one worker that always finds as many requests as it may run together.
-TABLE_TRIALS_S = 5.0
+TABLE_TRIALS_S = 2.0
 TABLE_ROUNDS = 7
 TABLE_IN_FLIGHT = 2 * MAX_ROWS
 TABLE_SECONDS = 0.6
@@ -44,7 +44,8 @@ class Batching(Result):
     Attributes:
         gain: requests/s of the MLP with `in_flight` under way, each of one row: batching on by batching off.
         rival_ratio: the former by those of mosec with the same max_batch_size and as many workers; None without mosec.
-        lone_ratio: p50 of a client that has one request under way: batching on by batching off.
+        lone_ratio: p50 of a client that has one request under way: batching on by batching off, of the same processes,
+            which are told by a reload: those of two models differ by more.
         rps: the requests/s of each side.
         rows_of_job: how many requests ran together, in the mean.
         lone_p50_ms: p50 of the lone client.
@@ -101,11 +102,12 @@ def run(setup: Setup) -> Batching:
     if setup.engine != "onnxruntime":
         raise UnavailableError("batching is measured on ONNX Runtime, which mosec has too")
     crowd = _crowd(setup)
+    lone = _lone(setup)
     table = {name: _table(name, shape) for name, shape in TABLE.items()}
     compared = {
         "gain": ratio(crowd.rps[_ON], crowd.rps[_OFF]),
         **({"rival_ratio": ratio(crowd.rps[_ON], crowd.rps[_MOSEC])} if _MOSEC in crowd.rps else {}),
-        "lone_ratio": ratio(crowd.lone[_ON], crowd.lone[_OFF]),
+        "lone_ratio": ratio(lone[_ON], lone[_OFF]),
         **{f"share, {name}": each.share for name, each in table.items()},
     }
     shares = {name: each.share.median for name, each in table.items()}
@@ -120,7 +122,7 @@ def run(setup: Setup) -> Batching:
         lone_ratio=compared["lone_ratio"].median,
         rps={who: statistics.median(each) for who, each in crowd.rps.items()},
         rows_of_job=crowd.rows_of_job,
-        lone_p50_ms={who: 1e3 * statistics.median(each) for who, each in crowd.lone.items()},
+        lone_p50_ms={who: 1e3 * statistics.median(each) for who, each in lone.items()},
         engine_gain={name: each.engine for name, each in table.items()},
         service_gain={name: each.service for name, each in table.items()},
         shares=shares,
@@ -131,10 +133,9 @@ def run(setup: Setup) -> Batching:
 
 @dataclasses.dataclass(frozen=True)
 class _Crowd:
-    """Requests per second, and seconds of a lone client's requests (p50), by side and round; and rows of a job."""
+    """Requests per second, by side and round; and rows of a job."""
 
     rps: Mapping[str, list[float]]
-    lone: Mapping[str, list[float]]
     rows_of_job: float
 
 
@@ -147,10 +148,8 @@ def _crowd(setup: Setup) -> _Crowd:
             server = stack.enter_context(MosecServer(path, setup.workers, MAX_ROWS, RIVAL_WAIT_MS))
             server.ready()
             sides[_MOSEC] = flight.mosec(server, inputs, IN_FLIGHT)
-        client = stack.enter_context(setup.client(service))
         rps: dict[str, list[float]] = {who: [] for who in sides}
         rows: list[float] = []
-        lone: dict[str, list[float]] = {who: [] for who in (_OFF, _ON)}
         flight.requests_per_second(sides[_ON], TRIALS_S, reference)
         for number in range(ROUNDS):
             progress(f"round {number + 1} of {ROUNDS}")
@@ -160,10 +159,25 @@ def _crowd(setup: Setup) -> _Crowd:
                 if who == _ON:
                     requests, jobs = (now - then for now, then in zip(_served(service), before, strict=True))
                     rows.append(requests / jobs)
-            for who, seconds in lone.items():
-                ask = functools.partial(client.infer, who)
-                seconds.append(percentile(seconds_of(ask, inputs, LONE_REQUESTS, reference.check), 50))
-    return _Crowd(rps, lone, statistics.median(rows))
+    return _Crowd(rps, statistics.median(rows))
+
+
+def _lone(setup: Setup) -> Mapping[str, list[float]]:
+    """Return the seconds of a lone client's requests (p50), by side and round."""
+    path, inputs, reference = _material(MLP, (MLP_WIDTH,))
+    tables = _tables(path, setup.workers)
+    lone: dict[str, list[float]] = {who: [] for who in tables}
+    with _Ready({MLP: tables[_ON]}) as service, setup.client(service) as client:
+        ask = functools.partial(client.infer, MLP)
+        pids = service.pids()
+        for number in range(LONE_ROUNDS):
+            progress(f"a lone client, round {number + 1} of {LONE_ROUNDS}")
+            for who in (_OFF, _ON) if number % 2 else (_ON, _OFF):
+                service.reload({MLP: tables[who]})
+                lone[who].append(percentile(seconds_of(ask, inputs, LONE_REQUESTS, reference.check), 50))
+        if service.pids() != pids:
+            raise UnavailableError("a reload has started other processes, which are not to be compared")
+    return lone
 
 
 def _served(service: Service) -> tuple[int, int]:
@@ -205,8 +219,12 @@ def _row_seconds(bare: PlainProcess, inputs: Arrays) -> float:
 
 
 def _service(path: Path, workers: int) -> Service:
+    return _Ready(_tables(path, workers))
+
+
+def _tables(path: Path, workers: int) -> Mapping[str, Mapping[str, object]]:
     table = {"path": path, "workers": workers}
-    return _Ready({_OFF: table, _ON: {**table, "batching": _TABLE}})
+    return {_OFF: table, _ON: {**table, "batching": _TABLE}}
 
 
 class _Ready(Service):

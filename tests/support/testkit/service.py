@@ -172,13 +172,22 @@ class Service:
         """Kill the daemon without a warning; the kernel takes its children along, a moment later."""
         return self._end(signal.SIGKILL, STOP_LIMIT_S)
 
+    def reload(self, models: Models, timeout: float = 60.0) -> None:
+        """Have the daemon read a configuration with these models."""
+        self._models = models
+        self._write()
+        with self.client(timeout) as client:
+            client.reload()
+
     def _start(self) -> None:
+        self._write()
+        self._launch(self.config)
+
+    def _write(self) -> None:
         tables = {"daemon": {**self._directories(), **self._daemon}}
         tables.update((f"models.{name}", _model(table)) for name, table in self._models.items())
         tables.update((f'devices."{name}"', dict(table)) for name, table in self._devices.items())
-        config = self.config
-        config.write_text(_toml(tables), encoding="utf-8")
-        self._launch(config)
+        self.config.write_text(_toml(tables), encoding="utf-8")
 
     def _launch(self, config: Path) -> None:
         command = [sys.executable, "-m", "weightd.daemon", *(["--verbose"] if self._verbose else [])]
