@@ -174,7 +174,7 @@ CHILDREN = [
     *mutants("children", "daemon/children/test_lanes.py",
         ("if name is None:\n            connection.close()", "if False:\n            connection.close()"),
         ("        self.read_out(name)\n        self._close(name)", "        self._close(name)"),
-        ("if len(frames) < len(lengths):\n                    raise", "if False:\n                    raise"),
+        ("if len(frames) < len(lengths):\n                        raise", "if False:\n                        raise"),
         ("self._lanes.get(name) is lane and readable.poll(0):", "self._lanes.get(name) is lane:"),
         ("            self._loop.unwatch_writes(lane.fileno())", "            pass"),
         ("                mapped.forget(memory.number)\n", "                pass\n"),
