@@ -29,7 +29,7 @@ from testkit.service import Service
 WORKERS = 1  # on each set of cores
 ROWS = 64
 PART_ROWS = ROWS // 2
-ROUNDS = 15  # of each, in turn
+ROUNDS = 31  # of each, in turn
 MODELS: Mapping[str, tuple[int, ...]] = {MLP: (MLP_WIDTH,), TRANSFORMER: TRANSFORMER_SHAPE}
 
 _ONE, _TWO, _BARE_ONE, _BARE_TWO = "one", "two", "one by hand", "two by hand"

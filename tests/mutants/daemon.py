@@ -27,6 +27,11 @@ REQUESTS = [
         ("(terms.is_exact or one.origin.far == other.origin.far)", "True"),
         ("elif now + seconds < least:", "else:"),
         ("return form is None or forming.together(", "return True or forming.together("),
+        ("self._free_at(each) <= end for each in", "False for each in"),
+        ("self._free_at(each) <= end for each in", "True for each in"),
+        ("peak = self._peak.add(waiting + running, now)", "peak = waiting + running"),
+        ("        for seat, job in self.scheduler.assign(now):\n            self._skip()",
+         "        for seat, job in self.scheduler.assign(now):"),
         ("and (seat.is_free or is_first):", "and True:"),
         ("return _precedes(request, begun) or (self.was_part and", "return (self.was_part and"),
         ("or (self.was_part and not _precedes(begun, request))", "or self.was_part"),
@@ -248,6 +253,10 @@ CHILDREN = [
 
 CLIENTS = [
     *mutants("clients", "daemon/clients",
+        ("            self.stream.let_go()", "            pass"),
+        ("        if self._held is not None and connection not in self._held:", "        if False:"),
+        ("                if not connection.stream.let_go():\n                    self._send_later(connection)",
+         "                connection.stream.let_go()"),
         ("if connection.unread + nbytes <= MAX_UNREAD_BYTES:", "if True:"),
         ("if connection.unread and not self._may_wait(", "if not self._may_wait("),
         ("if nbytes > self._room.most or (", "if ("),

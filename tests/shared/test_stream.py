@@ -125,6 +125,20 @@ def test_small_messages_that_are_held_come_together_and_in_order(ends: Tuple[Str
         sender.send([b"%d" % number])
     assert sender.let_go()
     assert [int(message.frames[0]) for message in receiver.receive()] == [*range(3000)]
+    has_more = [receiver.has_more]
+    # Behind what waits it waits, too: who has to know when that goes calls `flush`.
+    while sender.send([bytes(20_000)]):
+        pass
+    sender.hold()
+    sender.send([b"last"])
+    assert not sender.let_go()
+    unsent = sender.unsent
+    receiver.receive()
+    assert [*has_more, receiver.has_more] == [False, True]
+    sender.hold()
+    sender.send([b"last"])
+    assert not sender.let_go()
+    assert sender.unsent > unsent
 
 
 def test_who_does_not_read_makes_nobody_wait_and_gets_all_in_order(ends: Tuple[Stream, Stream]) -> None:

@@ -91,6 +91,20 @@ def test_what_waits_is_divided_among_the_seats_that_are_free() -> None:
     assert [job.rows for _, job in made.assign(0.0)] == [2, 2, 1]
 
 
+@pytest.mark.parametrize(("runs_s", "rows"), [(1.0, 4), (5.0, 7)])
+def test_what_waits_is_divided_with_seats_that_will_be_free_before_it_had_run(runs_s: float, rows: int) -> None:
+    made = scheduler(ROWS, seats=2)
+    kind = cast(Form, ROWS.form(request().description)).kind
+    made.seats.times.add(FAST, kind, 1, runs_s)
+    made.seats.times.add(FAST, kind, 7, 3.0)
+    made.submit(request(), 0.0)
+    [*made.assign(0.0)]
+    for _ in range(7):
+        made.submit(request(), 0.1)
+    [(_, job)] = [*made.assign(0.1)]
+    assert job.rows == rows
+
+
 def test_who_was_just_answered_is_counted_where_what_waits_is_divided() -> None:
     made = scheduler(ROWS, *[request() for _ in range(8)], seats=2)
     for seat, job in [*made.assign(0.0)]:
