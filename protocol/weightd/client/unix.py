@@ -11,7 +11,7 @@ from weightd.client.connection import Connection, Making
 from weightd.protocol import limits
 from weightd.protocol.errors import RemoteProtocolError
 from weightd.protocol.framing import Incoming, Message
-from weightd.shared.stream import Stream
+from weightd.shared.stream import Stream, keep_much
 
 
 class UnixConnection(Connection):
@@ -23,6 +23,7 @@ class UnixConnection(Connection):
 
     def __init__(self, connection: socket.socket, path: str) -> None:
         super().__init__(path)
+        keep_much(connection)
         self._stream = Stream(connection, Incoming(max_header_bytes=limits.MAX_STATUS_BYTES))
         self.send = self._stream.send
         self.descriptors = (connection.fileno(),)

@@ -16,8 +16,8 @@ from weightd.protocol.framing import HEADS, LARGE_BYTES, Incoming, Message, Outg
 # What is read at once, unless a large frame is under way.
 _CHUNK_BYTES = 64 * 1024
 
-# What the kernel keeps for a peer that has not read yet: messages that go together arrive together.
-_SEND_BYTES = 256 * 1024
+# What the kernel keeps where it is told to keep much; it counts twice as much for what it needs itself.
+_MUCH_BYTES = 256 * 1024
 
 # Below this it costs less to copy a message into one piece than to have the kernel gather its frames.
 _JOINED_BYTES = 16 * 1024
@@ -25,6 +25,14 @@ _JOINED_BYTES = 16 * 1024
 # Descriptors that wait to be taken: a message may bring one.
 _MAX_DESCRIPTORS = 4
 _ANCILLARY_BYTES = socket.CMSG_SPACE(_MAX_DESCRIPTORS * array.array("i").itemsize)
+
+
+def keep_much(connection: socket.socket) -> None:
+    """Have the kernel keep more of what a peer has not read yet: messages that go together then arrive together.
+
+    That memory is the sender's, so this is not for peers that nobody knows.
+    """
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _MUCH_BYTES)
 
 
 class Stream:
@@ -44,7 +52,6 @@ class Stream:
         self, connection: socket.socket, incoming: Optional[Incoming] = None, *, takes_descriptors: bool = False
     ) -> None:
         connection.setblocking(False)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BYTES)
         self.connection = connection
         self.incoming = incoming or Incoming()
         self.descriptors: Deque[int] = deque()

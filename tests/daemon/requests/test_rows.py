@@ -98,7 +98,7 @@ def test_what_waits_is_divided_with_seats_that_will_be_free_before_it_had_run(ru
     made.seats.times.add(FAST, kind, 1, runs_s)
     made.seats.times.add(FAST, kind, 7, 3.0)
     made.submit(request(), 0.0)
-    [*made.assign(0.0)]
+    assert len([*made.assign(0.0)]) == 1
     for _ in range(7):
         made.submit(request(), 0.1)
     [(_, job)] = [*made.assign(0.1)]

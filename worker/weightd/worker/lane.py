@@ -16,7 +16,7 @@ from weightd.protocol import limits
 from weightd.protocol.errors import RemoteProtocolError
 from weightd.protocol.framing import LARGE_BYTES, Incoming
 from weightd.shared import paths
-from weightd.shared.stream import Stream
+from weightd.shared.stream import Stream, keep_much
 
 Frames = Sequence[Any]
 
@@ -35,6 +35,7 @@ def connected(path: str, *, takes_descriptors: bool = False) -> Optional[Stream]
         # The daemon has none, or has gone already.
         connection.close()
         return None
+    keep_much(connection)
     return Stream(connection, Incoming(limits.MAX_CHILD_HEADER_BYTES), takes_descriptors=takes_descriptors)
 
 

@@ -21,7 +21,7 @@ from weightd.protocol.codec import encode
 from weightd.protocol.errors import RemoteProtocolError
 from weightd.protocol.framing import Incoming
 from weightd.protocol.messages.children import Map, Unmap
-from weightd.shared.stream import Stream
+from weightd.shared.stream import Stream, keep_much
 
 # What a child has said at once is heard at once, but for this bound: others have their turn.
 _MOST_READS = 8
@@ -116,6 +116,7 @@ class Lanes:
             return
         self.read_out(name)
         self._close(name)
+        keep_much(connection)
         lane = self._lanes[name] = Stream(connection, Incoming(limits.MAX_CHILD_HEADER_BYTES))
         self._mapped[name] = Mapped()
         self._loop.add(lane.fileno(), functools.partial(self._read, name, lane))
