@@ -220,22 +220,26 @@ def test_an_answer_to_who_has_gone_is_dropped(hall: Hall) -> None:
 def test_what_is_held_comes_at_the_end_of_the_turn_also_to_who_does_not_read_and_to_who_is_hung_up(hall: Hall) -> None:
     clients = [hall.come() for _ in range(4)]
     reads, slow, ends, goes = hall.connections
-    while not slow.unread:
-        hall.connections.send(slow.key, [bytes(10_000)])
-    unread = slow.unread
     clients.pop().close()
     hall.connections.hold()
     for number in range(2000):
         for each in (reads, ends, goes):
             hall.connections.send(each.key, [b"%d" % number])
-    hall.connections.send(slow.key, [bytes(10_000)])
+    for _ in range(60):
+        hall.connections.send(slow.key, [bytes(10_000)])
     with pytest.raises(BlockingIOError):
         clients[0].recv(1)
     hall.connections.hang_up(ends, "as a test")
     hall.loop.wait(0.0)
     everything = b"".join(message(b"%d" % number) for number in range(2000))
     assert [each.recv(2 * len(everything)) == everything for each in (clients[0], clients[2])] == [True, True]
-    assert slow.unread > unread
+    assert slow.unread == hall.room.of(slow.key) > 0
+    read = Stream(clients[1])
+    sizes: list[int] = []
+    while len(sizes) < 60:
+        sizes += [len(each.frames[0]) for each in read.receive()]
+        hall.loop.wait(0.0)
+    assert (slow.unread, {*sizes}) == (0, {10_000})
     hall.until(lambda: goes in hall.gone)
     assert hall.connections.send(reads.key, [b"now"])
     assert clients[0].recv(100) == message(b"now")

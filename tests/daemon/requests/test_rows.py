@@ -361,6 +361,19 @@ def test_one_long_job_does_not_make_parts_short_for_good() -> None:
     assert times.most("a", kind, 32, LONG_S) == 32
 
 
+def test_parts_may_be_answered_in_any_order() -> None:
+    whole = cut()
+    parts = [whole.take(16) for _ in range(4)]
+    described = ResponseDescription("m", (TensorSpec("y", "INT8", (16,)),))
+    answers = [
+        whole.add(first, rows, Result(1, described), [bytes(range(first, first + rows))])
+        for first, rows in (parts[2], parts[0], parts[3], parts[1])
+    ]
+    assert answers[:3] == [None] * 3
+    assert answers[3] is not None
+    assert answers[3][1] == [bytes(range(64))]
+
+
 def test_the_answer_to_a_part_has_all_of_its_outputs() -> None:
     whole = cut()
     with pytest.raises(Internal, match=r"^outputs \[0\] of a part: expected frames where there was no room, got none$"):

@@ -214,6 +214,20 @@ def test_it_takes_ten_seconds_at_most(
     assert now[0] <= 10 + 5 * seconds
 
 
+def test_what_could_not_be_run_in_time_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+
+    def slow(x: Any) -> Any:
+        now[0] += 10.0 * (len(x) == 4)
+        return x
+
+    engine = fake(slow)
+    known = canary.run(engine, cases.of(SIGNATURE, 1))
+    monkeypatch.setattr(f"{evidence.__name__}.time", types.SimpleNamespace(monotonic=lambda: now[0]))
+    # 8, 7, 5, 3 and 2 rows are run first, then 4, and then there is no time for 6.
+    assert found(engine, rows=8, known=known).compared == 5
+
+
 def refusing(error: Exception) -> Callable[[Any], Any]:
     def answer(x: Any) -> Any:
         if len(x) == 7:

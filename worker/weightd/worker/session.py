@@ -400,12 +400,11 @@ class Session:
             engine, known if repeats else known._replace(digest=""), self._sample, self._tolerance
         )
         case = order.canary_cases[0] if order.canary_cases else None
-        differs = self._differs(order)
         found = order.found
-        # What the holder has found holds here if this is known to be the same.
-        is_same = found is not None and (found.digest != "" or made is not None) and not differs
-        compared = found.compared if found is not None and is_same else 0
+        # What the holder has compared is known here, too, if it is known that this is the same: `_differs`.
+        compared = found.compared if found is not None and (found.digest or made is not None) else 0
         self._predictor.begin(order.rows, order.sizes, exact=order.exact, case=case, compared=compared)
+        differs = self._differs(order)
         self._heap.keep()
         libraries.let_go()
         attached = Attached(known.digest, shared.bytes, shared.note, engine.memory())
