@@ -118,10 +118,10 @@ class Stream:
         """
         held, self._held = self._held, None
         if not held:
+            # Who waits for what is left calls `flush`, and has to know when it is gone.
             return not self._outgoing.nbytes
-        waits = self._outgoing.nbytes > 0
         self._outgoing.put(held)
-        return False if waits else self.flush()
+        return self.flush()
 
     def _send_pieces(self, pieces: List[Any], descriptors: Sequence[int]) -> bool:
         """Send what is too large to be copied into one piece, or brings descriptors, or has to wait its turn."""
