@@ -30,7 +30,7 @@ PROTOCOL = [
     ),
     *mutants("protocol", "shared/test_stream.py",
         ("if len(self.descriptors) > _MAX_DESCRIPTORS:", "if False:"),
-        ("when it is gone.\n            return not self._outgoing.nbytes", "when it is gone.\n            return self.flush()"),
+        ("is gone.\n            return not self._outgoing.nbytes", "is gone.\n            return self.flush()"),
         ("self.has_more = len(data) == _CHUNK_BYTES", "self.has_more = True"),
         ("for each in (*self.descriptors, *self._outgoing.clear()):", "for each in self.descriptors:"),
         ("if error.errno not in (errno.ENOMEM, errno.ENOBUFS):", "if True:"),
