@@ -49,6 +49,8 @@ class ModelFile(NamedTuple):
         dynamic_dims: what the converter has recorded of them. It does so only for ge.dynamicDims in the section
             acl_build_options, not for dynamic_batch_size (converter.cc:1065).
         input_shape: recorded beside it: "x:-1,64;y:-1,4".
+        exported: as the framework wrote it, with its operators: for the provider "ge". Otherwise converted for a card,
+            to one operator that holds an OM: for ACL. Neither takes the other.
     """
 
     kind: str
@@ -62,6 +64,7 @@ class ModelFile(NamedTuple):
     gears: Sequence[Sequence[int]] = ()
     dynamic_dims: str = ""
     input_shape: str = ""
+    exported: bool = False
 
     @property
     def largest(self) -> int:

@@ -27,6 +27,7 @@ def mlp(
     dtype: str = "FLOAT32",
     gears: Sequence[int] = (),
     told: bool = False,
+    exported: bool = False,
 ) -> Path:
     """`layers` times relu(x @ W), W [width, width]: "x" [batch, width] -> "y" of the same shape and dtype.
 
@@ -42,6 +43,7 @@ def mlp(
         dtype: of "x" and "y"; computed is in float32.
         gears: the batches that it takes on a card; none: any.
         told: whether `get_model_info` knows of them.
+        exported: for the provider "ge", not converted for ACL.
     """
     rng = np.random.RandomState(seed)
     weights: Floats = rng.standard_normal(layers * width * width).astype(np.float32)
@@ -50,7 +52,9 @@ def mlp(
     specs = [TensorSpec("x", shape, dtype)], [TensorSpec("y", shape, dtype)]
     size = size_mib * _MIB or weights.nbytes
     recorded = (";".join(map(str, gears)), f"x:-1,{width}") if told else ("", "")
-    model = ModelFile("mlp", layers, width, *specs, size, bundle, weights.tobytes(), _batches(gears), *recorded)
+    model = ModelFile(
+        "mlp", layers, width, *specs, size, bundle, weights.tobytes(), _batches(gears), *recorded, exported
+    )
     return modelfile.write(path, model, key)
 
 

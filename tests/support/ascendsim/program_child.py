@@ -35,14 +35,20 @@ class Library:
         context.ascend.provider = provider
         return context
 
-    def build(self, path: Any, pids: str = "", handle: str = "", options: Any = None, **place: Any) -> str:
-        """Build a new model; return the handle that it exports."""
+    def build(
+        self, path: Any, pids: str = "", handle: str = "", options: Any = None, config: Any = None, **place: Any
+    ) -> str:
+        """Build a new model; return the handle that it exports. `config` has sections, to which the keys are added."""
         keys = {"shareable_weight_pid_list": pids, "shareable_weight_mem_handle": handle}
         section = {key: value for key, value in keys.items() if value}
         self.model = ms_any.Model()
         where = self.context(**place)
-        config = {"ascend_context": section} if section else None
-        self.model.build_from_file(str(path), ms_any.ModelType.MINDIR, where, config_dict=config, **(options or {}))
+        sections = dict(config or {})
+        if section:
+            sections["ascend_context"] = {**sections.get("ascend_context", {}), **section}
+        self.model.build_from_file(
+            str(path), ms_any.ModelType.MINDIR, where, config_dict=sections or None, **(options or {})
+        )
         exported: str = self.model.get_model_info("shareable_weight_mem_handle")
         return exported
 

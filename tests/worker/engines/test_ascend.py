@@ -376,7 +376,9 @@ def test_where_libascendcl_cannot_be_loaded_only_the_memory_is_unknown(card: Car
 def test_a_model_that_the_library_does_not_share_is_not_served_as_if_it_were(
     case: str, card: Card, tmp_path: Path
 ) -> None:
-    model = models.mlp(tmp_path / "m.mindir", bundle=case == "bundle", key=KEY if case == "encrypted" else b"")
+    model = models.mlp(
+        tmp_path / "m.mindir", bundle=case == "bundle", key=KEY if case == "encrypted" else b"", exported=case == "ge"
+    )
     more = {"ge": options(provider="ge"), "encrypted": options(dec_key_file=key_file(tmp_path))}.get(case, ())
     card.start("h", *more, model=model, ENABLE_MULTI_BACKEND_RUNTIME="on" if case == "multi-backend" else "")
     cause = card.refused("h", Build(("1",)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, List, Sequence
 
+from ascendsim import glog
 from ascendsim.library import check
 
 _TARGETS = ("cpu", "gpu", "ascend")
@@ -50,12 +51,32 @@ class _Ascend:
     provider = _Checked("ascend_provider", "")  # any text: "ge" counts, everything else is ACL
 
 
+class _Gpu:
+    """A machine without the plugin for TensorRT: one rank, and a line in the log for each look (context.cc:381)."""
+
+    device_id = _Checked("gpu_device_id", 0)
+
+    @property
+    def rank_id(self) -> int:
+        return _without_plugin("GetGPURankID", 0)
+
+    @property
+    def group_size(self) -> int:
+        return _without_plugin("GetGPUGroupSize", 1)
+
+
+def _without_plugin(function: str, value: int) -> int:
+    glog.error("extendrt/cxx_api/context.cc:381", function, "Load tensorrt plugin failed.")
+    return value
+
+
 class Context:
     """The default target is the CPU, also for an empty list. Only the first target decides (infer_session.cc:125)."""
 
     def __init__(self) -> None:
         self.cpu = _Cpu()
         self.ascend = _Ascend()
+        self.gpu = _Gpu()
         self.target = ["cpu"]
 
     @property

@@ -21,6 +21,8 @@ from ascendsim.modelfile import Floats, ModelFile, ModelFileError
 _ASCEND = "ascend_context"
 _PIDS = "shareable_weight_pid_list"
 _HANDLE = "shareable_weight_mem_handle"
+_PROVIDER = "provider"
+_GE = "ge"
 _DECRYPT_MODES = ("AES-GCM", "AES-CBC", "SM4-CBC")
 _IMPL = "extendrt/cxx_api/model/model_impl.cc"
 
@@ -247,6 +249,15 @@ class NativeModel:
         if driver is None:
             glog.error("extendrt/infer_session.cc:130", "CreateSession", "Load libascend_kernel_plugin.so failed.")
             return None
+        is_ge = self._provider(place) == _GE
+        if is_ge and not model.exported:
+            text = "Offline converted MindIR is not supported currently"
+            glog.error("extendrt/delegate/graph_executor/ge/ge_graph_executor.cc:1357", "CompileGraph", text)
+            return None
+        if model.exported and not is_ge:
+            text = "The graph does not have exactly one node of the type Custom."
+            glog.error("extendrt/session/single_op_session.cc:280", "CompileGraph", text)
+            return None
         process = ModelProcess(driver, self._options(driver, place))
         try:
             faults.begin(driver, "build", process.who)
@@ -255,13 +266,17 @@ class NativeModel:
             glog.error("extendrt/session/single_op_session.cc:310", "CompileGraph", "Init kernel failed.")
             return None
 
+    def _provider(self, place: Place) -> str:
+        """The Context's; where that is empty the configuration's (UpdateProvider, model_impl.cc:436)."""
+        return place.provider or self._config.get(_ASCEND, {}).get(_PROVIDER, "")
+
     def _options(self, driver: Driver, place: Place) -> Options:
         device = place.device
         if device >= driver.cards:
             text = f"Invalid device id {device}, use 0"
             glog.warning("extendrt/kernel/ascend/src/custom_ascend_kernel.cc:70", "GenAclOptions", text)
             device = 0
-        if place.provider == "ge" or os.environ.get("ENABLE_MULTI_BACKEND_RUNTIME") == "on":
+        if self._provider(place) == _GE or os.environ.get("ENABLE_MULTI_BACKEND_RUNTIME") == "on":
             return Options(device)
         section = self._config.get(_ASCEND, {})
         return Options(device, section.get(_PIDS, ""), section.get(_HANDLE, ""))
