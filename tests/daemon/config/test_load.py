@@ -212,6 +212,7 @@ REFUSED_OF_A_MODEL = [
     (f'{CARD}engine = "onnxruntime"', f"{OF_NO_ENGINE} 'm.mindir'"),
     ('[models.m]\npath = "m.pt"\nengine = "onnxruntime"', f"{OF_NO_ENGINE} 'm.pt'"),
     (f'{MODEL}devices = ["ascend:0"]\n', "devices[0]: expected cpu: engine onnxruntime runs there only*"),
+    (f'{CARD}engine = "mindspore"', "engine: engine mindspore runs only the ranks of a model, *"),
     (f'{CARD}devices = ["cpu", "ascend:0"]', f"devices[0]: {MIXED}"),
     (f'{CARD}devices = ["ascend:0", "cpu"]', f"devices[1]: {MIXED}"),
     (f'{CARD}devices = ["ascend:0", "ascend:1", "ascend:0"]', "devices[0]: ascend:0 is given twice"),

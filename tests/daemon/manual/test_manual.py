@@ -131,7 +131,7 @@ def test_no_table_is_missing_and_a_meaning_is_that_of_its_own_key() -> None:
         "\\fBpath\\fR (\\fItext, 1 to 4096 bytes; required\\fR)",
         "\\fBworkers\\fR (\\fIinteger, 1 to 1024; default 1\\fR)",
         '; default ["cpu"]',
-        "\\fBengine\\fR (\\fIone of mindspore_lite, onnxruntime\\fR)",
+        "\\fBengine\\fR (\\fIone of mindspore, mindspore_lite, onnxruntime\\fR)",
         "\\fBspares\\fR (\\fIinteger, 0 to 1024\\fR)",
     ],
 )

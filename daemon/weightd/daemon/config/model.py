@@ -237,7 +237,7 @@ def _of_path(config: ModelConfig) -> Iterator[FieldError]:
     engine, suffix = _engine(config), Path(config.path).suffix
     expected = ""
     if not engine:
-        expected = f"a file that ends in {' or '.join(each.suffix for each in ENGINES.values())}"
+        expected = f"a file that ends in {' or '.join(dict.fromkeys(each.suffix for each in ENGINES.values()))}"
     elif suffix != ENGINES[engine].suffix:
         expected = f"a {ENGINES[engine].suffix} file for engine {engine}"
     if expected:
@@ -297,6 +297,9 @@ def _of_rows(config: ModelConfig) -> Iterator[FieldError]:
 
 def _of_engine(config: ModelConfig) -> Iterator[FieldError]:
     engine = _engine(config)
+    if ENGINES[engine].ranks_only:
+        yield FieldError(f"engine {engine} runs only the ranks of a model, which weightd does not serve").at(".engine")
+        return
     for index, device in enumerate(config.devices):
         if not ENGINES[engine].runs_on(device):
             yield FieldError(f"expected cpu: engine {engine} runs there only, got {device!r}").at(f".devices[{index}]")

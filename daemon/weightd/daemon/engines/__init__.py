@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from weightd.daemon.engines import mindspore_lite, onnxruntime
+from weightd.daemon.engines import mindspore, mindspore_lite, onnxruntime
 from weightd.daemon.engines.spec import EngineSpec
 
-ENGINES: Mapping[str, EngineSpec] = {each.name: each for each in (onnxruntime.SPEC, mindspore_lite.SPEC)}
-"""The engines by name."""
+ENGINES: Mapping[str, EngineSpec] = {
+    each.name: each for each in (onnxruntime.SPEC, mindspore_lite.SPEC, mindspore.SPEC)
+}
+"""The engines by name. Of several with one suffix, the first is the default."""
 
 
 def engine_for(suffix: str) -> str:
