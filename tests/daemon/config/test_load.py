@@ -169,7 +169,7 @@ REFUSED = [
     ("[models]", NO_TABLES),
     ("models = 3", NO_TABLES),
     (f"{MODEL}[model.n]\n", "model: unknown table; did you mean models?"),
-    (f"workers = 3\n{MODEL}", "workers: unknown table; expected one of daemon, listeners, models, devices"),
+    (f"workers = 3\n{MODEL}", "workers: unknown table; expected one of daemon, listeners, models, groups, devices"),
     (f"daemon = 3\n{MODEL}", "daemon: expected a table, got int*"),
     ("[models]\nm = 'm.onnx'\n", "models.m: expected a table, got str*"),
     (f"[daemon]\nruntime_dir = '/{'a' * 100}'\n{MODEL}", "daemon.runtime_dir: expected a socket path of at most 107 *"),
@@ -179,9 +179,11 @@ REFUSED = [
     (f'{CARD}[devices."ascend:0"]\nmemory = 5\n', "devices.ascend:0.memory: unknown key; did you mean memory_mib?"),
     (f'{CARD}[devices."ascend:0"]\nmemory_mib = -5\n', "devices.ascend:0.memory_mib: expected*"),
     (f'{CARD}[devices."ascend:0"]\nprocesses = 0\n', "devices.ascend:0.processes: expected*"),
+    (f'{CARD}[devices."ascend:0"]\nip = "192.168.1"\n', "devices.ascend:0.ip: expected an address*"),
     (f'{CARD}[devices."ascend:0"]\ncpus = "0"\n', "devices.ascend:0.cpus: it has no effect on a card*"),
     (f"{MODEL}{CORES}memory_mib = 5\n", f"devices.cpu:0.memory_mib: {ON_A_CARD}"),
     (f"{MODEL}{CORES}processes = 5\n", f"devices.cpu:0.processes: {ON_A_CARD}"),
+    (f'{MODEL}{CORES}ip = "192.168.1.8"\n', f"devices.cpu:0.ip: {ON_A_CARD}"),
     (f'{MODEL}[devices."cpu:01"]\ncpus = "0"\n', f"devices.cpu:01: {NO_CARD}"),
     (f'{MODEL}[devices."cpu:0"]\ncpus = 0\n', "devices.cpu:0.cpus: expected text*"),
     *(
@@ -342,6 +344,7 @@ MODEL_KEYS = {
     "default_priority": [*COUNTS[1:], "17"],
     "batching": ["1", '""', "[]"],
     "split": ["1", '""', "[]"],
+    "ranks": ["1", '""', "[]"],
 }
 INNER_KEYS = {
     "batching": {"max_rows": [*COUNTS, "4097"], "exact": ["1"], "sizes": ["4", "[0]", "[4097]"]},

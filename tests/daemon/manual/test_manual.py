@@ -17,6 +17,7 @@ from weightd.daemon.config import load as config
 from weightd.daemon.config import tables
 from weightd.daemon.config.daemon import DaemonConfig
 from weightd.daemon.config.devices import DeviceConfig
+from weightd.daemon.config.groups import GroupConfig
 from weightd.daemon.config.listeners import ListenerConfig
 from weightd.daemon.config.model import ModelConfig
 from weightd.daemon.manual import configuration, program
@@ -109,16 +110,15 @@ def test_each_key_is_there_with_its_meaning() -> None:
     for table, cls in configuration.TABLES.items():
         heading = table.replace('"', "\\(dq")
         part = TOML.partition(f'.SH "[{heading}]"\n')[2].partition("\n.SH")[0]
-        names = [field.name for field in tables.keys(cls) if not dataclasses.is_dataclass(field.default)]
+        names = [field.name for field in tables.keys(cls) if not field.metadata["kind"].record]
         assert re.findall(r"^\\fB(\w+)\\fR \(", part, re.MULTILINE) == names
         for key in keys(cls):
             assert " ".join(key.meaning.split()) in re.sub(r"\\f[BR]", "`", part).replace("\\&", "")
 
 
 def test_no_table_is_missing_and_a_meaning_is_that_of_its_own_key() -> None:
-    outer = {DaemonConfig, ListenerConfig, ModelConfig, DeviceConfig}
-    defaults = [field.default for cls in outer for field in dataclasses.fields(cls)]
-    inner = {type(each) for each in defaults if dataclasses.is_dataclass(each)}
+    outer = {DaemonConfig, ListenerConfig, ModelConfig, GroupConfig, DeviceConfig}
+    inner = {field.metadata["kind"].record for cls in outer for field in tables.keys(cls)} - {None}
     assert {*configuration.TABLES.values()} == outer | inner
     first, *_, last = keys(DaemonConfig)
     assert (first.name, first.meaning[:17]) == ("socket", "The daemon's name")
@@ -142,8 +142,11 @@ def test_a_key_tells_its_kind_and_its_default(text: str) -> None:
 # --- the file to begin with -----------------------------------------------------------------------------------------
 
 
+BASE = Path("/etc/weightd")
+
+
 def parsed(text: str) -> config.Config:
-    return config.parse(tomllib.loads(text), Path("/etc/weightd"))
+    return config.parse(tomllib.loads(text), BASE)
 
 
 def test_each_key_of_the_example_may_be_uncommented() -> None:
@@ -153,10 +156,12 @@ def test_each_key_of_the_example_may_be_uncommented() -> None:
     every = re.sub(r"^# (\[|\w+ = )", r"\1", example, flags=re.MULTILINE)
     file = tomllib.loads(every)
     there = [file["models"]["resnet50"], file["daemon"], file["listeners"]["NAME"], file["devices"]["ascend:0"]]
-    inner = [there[0][name] for name in ("batching", "split", "mindspore_lite")]
-    names = {name for table in [*there, *inner] for name in table}
+    # These say something by being there.
+    extra = [there[0].pop("ranks"), file.pop("groups")["NAME"]]
+    inner = [*(there[0][name] for name in ("batching", "split", "mindspore_lite")), *extra]
+    names = {"ranks", *(name for table in [*there, *inner] for name in table)}
     assert names == {field.name for cls in configuration.TABLES.values() for field in tables.keys(cls)}
-    assert dataclasses.replace(parsed(every), devices=only.devices, listeners=only.listeners) == only
+    assert dataclasses.replace(config.parse(file, BASE), devices=only.devices, listeners=only.listeners) == only
 
 
 def test_the_example_of_the_page_is_good() -> None:

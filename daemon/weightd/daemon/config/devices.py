@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -29,6 +30,10 @@ class DeviceConfig:
     cpus: str = field(default="", metadata=text(limits.MAX_NAME_BYTES, empty=True))
     """The cores of a set of cores, of those that weightd may use: "0-3,8". Required there, and only there."""
 
+    ip: str = field(default="", metadata=text(limits.MAX_NAME_BYTES, empty=True))
+    """The address of a card's own network port, for the rank tables that weightd writes. Default: what /etc/hccn.conf
+    says; without it none, which will do for cards of one host."""
+
     @property
     def cores(self) -> frozenset[int]:
         """The cores; none where `cpus` is no list of them."""
@@ -52,17 +57,27 @@ def read_devices(content: Any, problems: Problems) -> dict[str, DeviceConfig]:
             if card_of(name) is None and not has_cores(name):
                 raise FieldError('expected the name of a card, such as "ascend:0", or of a set of cores, "cpu:0"')
             devices[name] = device = tables.read(DeviceConfig, table, problems)
-            problems.note(_of_cores(device) if has_cores(name) else _of_card(device), "cpus")
+            problems.note(_of_cores(device) if has_cores(name) else _of_card(device), "cpus", "ip")
     return devices
 
 
 def _of_card(device: DeviceConfig) -> Iterator[FieldError]:
     if device.cpus:
         yield FieldError('it has no effect on a card, only on a set of cores such as "cpu:0"').at(".cpus")
+    if device.ip and not _is_address(device.ip):
+        yield FieldError(f'expected an address such as "192.168.1.8", got {shown(device.ip)}').at(".ip")
+
+
+def _is_address(text: str) -> bool:
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        return False
+    return "%" not in text
 
 
 def _of_cores(device: DeviceConfig) -> Iterator[FieldError]:
-    for key in ("memory_mib", "processes"):
+    for key in ("memory_mib", "processes", "ip"):
         if getattr(device, key) != getattr(DeviceConfig, key):
             yield FieldError("it has no effect on the cpu, only on a card").at(f".{key}")
     if not device.cores:

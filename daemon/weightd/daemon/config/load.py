@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, cast
 from weightd.daemon.config import tables
 from weightd.daemon.config.daemon import DaemonConfig, complete_daemon
 from weightd.daemon.config.devices import DeviceConfig, read_devices
+from weightd.daemon.config.groups import GroupConfig, read_groups
 from weightd.daemon.config.listeners import ListenerConfig, read_listeners
 from weightd.daemon.config.model import LOADING, ModelConfig, complete_model
 from weightd.daemon.config.tables import Problems
@@ -23,7 +24,13 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-_TABLES = ("daemon", "listeners", "models", "devices")
+_TABLES = ("daemon", "listeners", "models", "groups", "devices")
+
+# What is read and checked, and refused all the same until weightd serves it.
+NOT_SERVED: Mapping[str, str] = {
+    "ranks": "weightd does not serve the ranks of a model yet",
+    "groups": "weightd does not serve groups of models yet",
+}
 
 
 class ConfigError(WeightdError):
@@ -40,12 +47,21 @@ class ConfigError(WeightdError):
 
 @dataclass(frozen=True)
 class Config:
-    """A whole configuration file. `listeners` are all there are, by name: where clients that speak ZeroMQ connect."""
+    """A whole configuration file.
+
+    Attributes:
+        daemon: the table [daemon].
+        models: those that are served, by name.
+        devices: the tables of those that have one.
+        listeners: all there are, by name: where clients that speak ZeroMQ connect.
+        groups: models that share a process, by the name of their group.
+    """
 
     daemon: DaemonConfig
     models: Mapping[str, ModelConfig]
     devices: Mapping[str, DeviceConfig] = field(default_factory=dict[str, DeviceConfig])
     listeners: Mapping[str, ListenerConfig] = field(default_factory=dict[str, ListenerConfig])
+    groups: Mapping[str, GroupConfig] = field(default_factory=dict[str, GroupConfig])
 
 
 class Examined(NamedTuple):
@@ -137,6 +153,7 @@ def _parse(
     models: dict[str, ModelConfig] = {}
     loadable: dict[str, ModelConfig] = {}
     devices: dict[str, DeviceConfig] = {}
+    groups: dict[str, GroupConfig] = {}
     for key in content:
         if key not in _TABLES:
             problems.note([FieldError(tables.unknown("table", key, _TABLES)).at(f".{label(key)}")])
@@ -149,7 +166,16 @@ def _parse(
         devices = read_devices(content.get("devices", {}), problems)
     with problems.at(".models"):
         models, loadable = _models(content.get("models"), devices, base, problems)
-    return Config(daemon, models, devices, listeners), loadable, problems
+    with problems.at(".groups"):
+        groups = read_groups(content.get("groups", {}), models, problems)
+        if groups:
+            _refuse("groups", problems)
+    return Config(daemon, models, devices, listeners, groups), loadable, problems
+
+
+def _refuse(feature: str, problems: Problems) -> None:
+    if feature in NOT_SERVED:
+        problems.note([FieldError(NOT_SERVED[feature])])
 
 
 def _models(
@@ -168,6 +194,9 @@ def _models(
         with problems.at(f".{label(name)}"):
             model = tables.read(ModelConfig, table, problems, section=f"models.{name}")
             model = complete_model(name, model, devices, base, problems)
+            if model.ranks is not None:
+                with problems.at(".ranks"):
+                    _refuse("ranks", problems)
             if problems.wrong().isdisjoint(LOADING):
                 loadable[name] = model
             if len(problems.errors) == before:

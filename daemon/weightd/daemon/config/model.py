@@ -15,6 +15,7 @@ from weightd.daemon.config.canary import CanaryKey
 from weightd.daemon.config.devices import DeviceConfig
 from weightd.daemon.config.names import of_name
 from weightd.daemon.config.policies import Policy
+from weightd.daemon.config.ranks import Ranks, complete_ranks
 from weightd.daemon.config.tables import MAX_SECONDS, Problems, derived
 from weightd.daemon.engines import ENGINES, ascend, engine_for
 from weightd.daemon.engines.mindspore_lite import MindSporeLiteOptions
@@ -29,7 +30,7 @@ from weightd.shared.devices import CPU, card_of, has_cores, is_cpu
 _OF_REQUESTS = ("batching", "split", "default_priority")
 
 # What tells which files and which interpreter a model is loaded with.
-LOADING = ("path", "engine", "python", "devices", "sharing", "canary", *ENGINES)
+LOADING = ("path", "engine", "python", "devices", "sharing", "canary", "ranks", *ENGINES)
 
 
 @dataclass(frozen=True)
@@ -130,6 +131,9 @@ class ModelConfig:
     mindspore_lite: MindSporeLiteOptions = field(default=MindSporeLiteOptions(), metadata=record(MindSporeLiteOptions))
     """More for this engine."""
 
+    ranks: Ranks | None = field(default=None, metadata=record(Ranks))
+    """The processes that compute this model together, each with a slice of it."""
+
     cores: tuple[str, ...] = field(default=(), metadata=derived(many(text(limits.MAX_NAME_BYTES), limits.MAX_DEVICES)))
     """The cores of each of its devices, if they are sets of cores."""
 
@@ -162,8 +166,8 @@ class ModelConfig:
 
     @property
     def forks(self) -> bool:
-        """Whether processes are forked of one that has loaded the engine."""
-        return self.start == "fork" and not self.on_cards
+        """Whether processes are forked of one that has loaded the engine: ranks are of no template."""
+        return self.start == "fork" and not self.on_cards and self.ranks is None
 
     @property
     def forks_built(self) -> bool:
@@ -199,9 +203,14 @@ def complete_model(
     `devices` are the tables of those that have one.
     """
     problems.note(of_name("model", name))
-    problems.note(_of_tables(config, devices), "devices")
+    if config.ranks is not None:
+        problems.note(_of_ranks(config, config.ranks), "ranks")
+        ranks = complete_ranks(config.ranks, _engine(config), str(base / (config.path or "")), base, devices)
+        config = dataclasses.replace(config, ranks=ranks, devices=ranks.together)
+    problems.note(_of_tables(config, devices), "devices", "ranks")
     for needed, rule in _RULES:
-        problems.note(rule(config), *needed)
+        # Where there are ranks, the devices are theirs.
+        problems.note(rule(config), *needed, *(["ranks"] if "devices" in needed else []))
     sample = canary_config.sample(config.canary)
     # A name without a slash is a command of the PATH.
     python = str(base / config.python) if "/" in config.python else config.python or sys.executable
@@ -215,7 +224,7 @@ def complete_model(
         cores=tuple(
             cores.listed(devices[each].cores) for each in config.devices if has_cores(each) and each in devices
         ),
-        mindspore_lite=config.mindspore_lite.complete(base),
+        mindspore_lite=_options(config).complete(base),
         canary=str(base / sample) if sample else config.canary,
     )
 
@@ -228,9 +237,22 @@ def _engine(config: ModelConfig) -> str:
 
 
 def _spares(config: ModelConfig) -> int:
-    if config.spares is not None:
-        return config.spares
+    if config.spares is not None or config.ranks is not None:
+        return config.spares or 0
     return ascend.SPARES if config.on_cards else 0
+
+
+def _options(config: ModelConfig) -> MindSporeLiteOptions:
+    """The library runs ranks by its graph engine alone."""
+    if config.ranks is not None and _engine(config) == "mindspore_lite":
+        return dataclasses.replace(config.mindspore_lite, provider="ge")
+    return config.mindspore_lite
+
+
+def _of_ranks(config: ModelConfig, ranks: Ranks) -> Iterator[FieldError]:
+    if config.devices != ModelConfig.devices:
+        yield FieldError("the devices of ranks are a key of their table [models.NAME.ranks]").at(".devices")
+    yield from (error.at(".ranks") for error in ranks.problems())
 
 
 def _of_path(config: ModelConfig) -> Iterator[FieldError]:

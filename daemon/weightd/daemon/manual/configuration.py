@@ -9,8 +9,10 @@ from typing import Any
 from weightd.daemon.config.batching import Batching, Split
 from weightd.daemon.config.daemon import DaemonConfig
 from weightd.daemon.config.devices import DeviceConfig
+from weightd.daemon.config.groups import GroupConfig
 from weightd.daemon.config.listeners import ListenerConfig
 from weightd.daemon.config.model import ModelConfig
+from weightd.daemon.config.ranks import Ranks
 from weightd.daemon.engines.mindspore_lite import MindSporeLiteOptions
 from weightd.daemon.manual.reference import Key, keys
 from weightd.protocol.version import VERSION
@@ -24,6 +26,8 @@ TABLES: Mapping[str, type[Any]] = {
     "models.NAME.batching": Batching,
     "models.NAME.split": Split,
     "models.NAME.mindspore_lite": MindSporeLiteOptions,
+    "models.NAME.ranks": Ranks,
+    "groups.NAME": GroupConfig,
     "devices.NAME": DeviceConfig,
 }
 
@@ -47,6 +51,15 @@ _MEANINGS: Mapping[str, str] = {
         "is cut."
     ),
     "models.NAME.mindspore_lite": "More for a model that MindSpore Lite runs. The table may be left out.",
+    "models.NAME.ranks": (
+        "The processes, called ranks, that compute one model together, each with a slice of it that was exported for "
+        "it: in the model's `path`, {rank} stands for 0, 1 and so on. The table may be left out: then the model is one "
+        "file. Not served yet: it is checked, and refused."
+    ),
+    "groups.NAME": (
+        "Models of a card that one process serves, by MindSpore Lite from 2.1 on. The tables may be left out: then "
+        "each model has processes of its own. Not served yet: they are checked, and refused."
+    ),
     "devices.NAME": (
         'What of a card weightd may take, for a NAME such as `"ascend:0"`: the table may be left out. Or a set of '
         'cores, for a NAME such as `"cpu:0"`, on which a model runs that has it among its `devices`.'
@@ -74,7 +87,11 @@ workers = 8
 """
 
 # What stands in the example for keys without a default.
-_REQUIRED: Mapping[str, str] = {"path": "/srv/models/resnet50.onnx", "address": "ipc:///run/weightd/weightd.sock"}
+_REQUIRED: Mapping[str, str] = {
+    "path": '"/srv/models/resnet50.onnx"',
+    "address": '"ipc:///run/weightd/weightd.sock"',
+    "models": '["resnet50", "resnet101"]',
+}
 
 _FIRST = """\
 # The configuration of weightd, see weightd.toml(5); `weightd check FILE` says what is wrong with it.
@@ -122,5 +139,5 @@ def example() -> str:
 
 def _lines(key: Key, *, there: bool) -> Iterator[str]:
     yield from textwrap.wrap(" ".join(key.meaning.split()), 116, initial_indent="# ", subsequent_indent="# ")
-    value = f'"{_REQUIRED[key.name]}"' if key.required else key.default or 0
+    value = _REQUIRED[key.name] if key.required else key.default or 0
     yield f"{'' if there and key.required else '# '}{key.name} = {value}\n"

@@ -36,7 +36,7 @@ def keys(cls: type[Any]) -> Iterator[Key]:
     """Yield the keys of a table of the configuration, without those that are tables themselves."""
     meanings = _docstrings(cls)
     for field in tables.keys(cls):
-        if dataclasses.is_dataclass(field.default):
+        if field.metadata["kind"].record:
             continue
         required = field.default is dataclasses.MISSING
         default = "" if required or field.default is None else _toml(field.default)

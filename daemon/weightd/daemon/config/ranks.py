@@ -1,0 +1,203 @@
+"""The table [models.NAME.ranks]: one model that several processes compute together, each with a slice of its own.
+
+A group is one set of processes that holds the model once; a rank is one of them. Which keys go together is in
+`rankrules`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+from weightd.daemon.config.devices import DeviceConfig
+from weightd.daemon.config.tables import derived
+from weightd.daemon.host.memory import MIB
+from weightd.daemon.host.paths import user_path
+from weightd.protocol import limits
+from weightd.protocol.schema import FieldError, Kind, integer, many, mapping, shown, text
+from weightd.shared.devices import CPU, is_cpu
+
+# Of all groups of a model together: no host has more cards.
+MAX_RANKS = limits.MAX_DEVICES
+
+GENERATE = "generate"
+LAST = "last"
+CONCAT = "concat"
+
+Reply = str | int
+
+# The engine that reads a rank table: MindSpore's own ranks find each other by its scheduler.
+WITH_TABLE = "mindspore_lite"
+
+# What stands for numbers in paths.
+RANK = "{rank}"
+GROUP = "{group}"
+
+_NAME = text(limits.MAX_NAME_BYTES)
+_PATH = user_path(limits.MAX_PATH_BYTES, empty=True)
+_GROUP = many(_NAME, MAX_RANKS)
+_GROUPS = many(_GROUP, MAX_RANKS)
+_RANK = integer(0, MAX_RANKS - 1)["kind"]
+_REPLY = f'"{LAST}", "{CONCAT}", or a rank, 0 to {MAX_RANKS - 1}'
+
+
+def _devices() -> Mapping[str, Kind]:
+    """Lists of names, one for each group; the list of a single group may stand alone."""
+    one, several = _GROUP["kind"], _GROUPS["kind"]
+
+    def check(value: Any) -> Any:
+        items = cast("list[object]", value) if type(value) is list else []
+        alone = bool(items) and not any(type(each) is list for each in items)
+        return (one.check(value),) if alone else several.check(value)
+
+    return {"kind": Kind(check, check, several.plain, f"{one.description}; or a list of such lists")}
+
+
+def _reply() -> Mapping[str, Kind]:
+    def check(value: Any) -> Reply:
+        if type(value) is int:
+            number: int = _RANK.check(value)
+            return number
+        if value not in (LAST, CONCAT):
+            raise FieldError(f"expected {_REPLY}, got {shown(value)}")
+        word: str = value
+        return word
+
+    return {"kind": Kind(check, check, check, _REPLY)}
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The table [models.NAME.ranks]; the derived fields say what its keys and those of the model come to."""
+
+    devices: tuple[tuple[str, ...], ...] = field(default=(), metadata=_devices())
+    """The device of each rank, in the order of ranks: ["ascend:0", "ascend:1"]. Several groups, each with the whole
+    model, serve side by side: [["ascend:0", "ascend:1"], ["ascend:2", "ascend:3"]]. On the CPU "cpu" for each rank, or
+    sets of cores."""
+
+    size: int = field(default=0, metadata=integer(0, MAX_RANKS))
+    """On the CPU: the number of ranks of one group, in the place of `devices`. Default: as many as `devices` has."""
+
+    rank_table: str = field(default="", metadata=_PATH)
+    """On cards with MindSpore Lite: the rank table of the vendor's communication library, absolute or relative to this
+    file; {group} in it stands for the number of the group, from 0. Default: "generate", weightd writes one."""
+
+    device_ports: tuple[int, ...] = field(default=(), metadata=many(integer(1, 65535), 2))
+    """Where weightd writes the rank table: the port on which a card's communication listens. With two, a new group
+    comes up on the other one, beside the old group, where card and driver allow it. Default: the library's, 16666."""
+
+    group_info_file: str = field(default="", metadata=_PATH)
+    """On cards with MindSpore Lite: the groups of ranks within the model, as its export has written them, absolute or
+    relative to this file; {rank} in it stands for the rank. Default: none, there is no group but that of all ranks."""
+
+    reply: Reply = field(default=LAST, metadata=_reply())
+    """Whose outputs are the answer: those of the "last" rank, right for a model cut by operators or by layers, those of
+    a rank by its number, or "concat", those of all ranks in their order, joined along the first dimension."""
+
+    connect_timeout: int = field(default=120, metadata=integer(1, 7200))
+    """Seconds within which all ranks have to find each other: HCCL_CONNECT_TIMEOUT, from 120 on cards, or
+    MS_TOPO_TIMEOUT. Their first predict, and what it compiles, is within it."""
+
+    exec_timeout: int = field(default=68, metadata=integer(1, 17340))
+    """Seconds for which a rank waits for another one in a predict: HCCL_EXEC_TIMEOUT, or MS_NODE_TIMEOUT. From 68 on
+    cards, some of which take whole multiples of 68 and round down. More than `predict_timeout`."""
+
+    buffer_mib: int = field(default=200, metadata=integer(1, 2**20))
+    """On cards: HCCL_BUFFSIZE. Each group of ranks within the model takes twice as many MiB of each card."""
+
+    communicators: int = field(default=1, metadata=integer(1, 1024))
+    """On cards: the groups of ranks within the model that one rank belongs to. Default: 1, that of all ranks."""
+
+    groups: tuple[tuple[str, ...], ...] = field(default=(), metadata=derived(_GROUPS))
+    """The device of each rank, for each group; all have the same number of ranks."""
+
+    paths: tuple[str, ...] = field(default=(), metadata=derived(many(_PATH, MAX_RANKS)))
+    """The file of each rank."""
+
+    device_ips: Mapping[str, str] = field(
+        default_factory=dict[str, str], metadata=derived(mapping(_NAME, limits.MAX_DEVICES))
+    )
+    """The addresses that the tables [devices.NAME] give, by device."""
+
+    def problems(self) -> Iterator[FieldError]:
+        """Yield what is wrong with the devices, of which whatever else is checked depends."""
+        if self.devices and self.size:
+            yield FieldError("it has no effect beside devices, a list of which has one for each rank").at(".size")
+        if not self.devices and not self.size:
+            yield FieldError("expected the device of each rank, or on the cpu their number as size").at(".devices")
+        sizes = [len(group) for group in self.devices]
+        for index, size in enumerate(sizes):
+            if size == 0:
+                yield FieldError("expected at least one device").at(f".devices[{index}]")
+            elif size != sizes[0]:
+                yield FieldError(f"expected {sizes[0]} devices as the first group has, got {size}").at(
+                    f".devices[{index}]"
+                )
+        if sum(sizes) > MAX_RANKS:
+            yield FieldError(f"expected at most {MAX_RANKS} ranks in all groups, got {sum(sizes)}").at(".devices")
+
+    @property
+    def on_cards(self) -> bool:
+        """Whether the ranks are on cards, all of them: a mixture is refused."""
+        return any(not is_cpu(each) for group in self.groups for each in group)
+
+    @property
+    def together(self) -> tuple[str, ...]:
+        """The devices of all groups, each once."""
+        return tuple(dict.fromkeys(each for group in self.groups for each in group))
+
+    @property
+    def reply_rank(self) -> int | None:
+        """The rank whose outputs are the answer; None: those of all are joined."""
+        if self.reply == CONCAT:
+            return None
+        return self.reply if isinstance(self.reply, int) else self.size - 1
+
+    @property
+    def generates(self) -> bool:
+        """Whether weightd writes the rank table."""
+        return self.rank_table == GENERATE
+
+    @property
+    def buffer_bytes(self) -> int:
+        """The bytes of each card that communication takes."""
+        return 2 * self.buffer_mib * MIB * self.communicators if self.on_cards else 0
+
+    @property
+    def fits_beside(self) -> bool:
+        """Whether a new group may come up beside an old one on its devices: a card has one on each port."""
+        return not self.on_cards or len(self.device_ports) > 1
+
+    def table_of(self, group: int) -> str:
+        """Return the path of the rank table that was given for a group; "" where none was."""
+        return "" if self.generates else self.rank_table.replace(GROUP, str(group))
+
+    def group_info_of(self, rank: int) -> str:
+        """Return the path of what a rank is told of the groups within the model, or ""."""
+        return self.group_info_file.replace(RANK, str(rank))
+
+
+def complete_ranks(ranks: Ranks, engine: str, path: str, base: Path, devices: Mapping[str, DeviceConfig]) -> Ranks:
+    """Return the table with its defaults filled in and its paths made absolute.
+
+    Args:
+        ranks: as given.
+        engine: of the model.
+        path: of the model, absolute; {rank} stands in it for the rank.
+        base: what paths are relative to.
+        devices: the tables of those that have one.
+    """
+    groups = ranks.devices or ((CPU,) * ranks.size,)
+    size = len(groups[0])
+    ranks = dataclasses.replace(ranks, groups=groups, size=size)
+    table = ranks.rank_table or (GENERATE if ranks.on_cards and engine == WITH_TABLE else "")
+    return dataclasses.replace(
+        ranks,
+        rank_table=table if table in ("", GENERATE) else str(base / table),
+        group_info_file=str(base / ranks.group_info_file) if ranks.group_info_file else "",
+        paths=tuple(path.replace(RANK, str(rank)) for rank in range(size)),
+        device_ips={each: devices[each].ip for each in ranks.together if each in devices and devices[each].ip},
+    )
