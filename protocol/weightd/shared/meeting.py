@@ -1,0 +1,55 @@
+"""How the ranks of a group meet: what the daemon tells each of its processes on the command line, as JSON."""
+
+from __future__ import annotations
+
+import json
+from typing import NamedTuple, Optional
+
+
+class Meeting(NamedTuple):
+    """What a rank, or the broker of a group, is told.
+
+    Attributes:
+        rank: which one it is; that of a broker is -1.
+        size: how many ranks there are.
+        connect_timeout: seconds within which all have to find each other.
+        exec_timeout: seconds for which a rank waits for another one in a predict.
+        reply: the rank whose outputs are the answer; None: those of all are joined.
+        host: where the broker listens.
+        port: likewise; 0 where there is no broker.
+        table: the path of the rank table, or "".
+        group_info: the path of the groups of ranks within the model, or "".
+        buffer_mib: of communication on a card, for each of those groups; 0 where there is no card.
+    """
+
+    rank: int
+    size: int
+    connect_timeout: int
+    exec_timeout: int
+    reply: Optional[int] = None
+    host: str = "127.0.0.1"
+    port: int = 0
+    table: str = ""
+    group_info: str = ""
+    buffer_mib: int = 0
+
+    @property
+    def tells(self) -> bool:
+        """Whether this rank has an answer to give, or a part of one."""
+        return self.reply in (None, self.rank)
+
+    def json(self) -> str:
+        """Return it as text."""
+        return json.dumps(self._asdict(), separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str) -> Meeting:
+        """Return what a text says that `json` has made.
+
+        Raises:
+            ValueError: it says something else.
+        """
+        try:
+            return cls(**json.loads(text))
+        except TypeError as error:
+            raise ValueError(f"expected what ranks are told, got {text!r}: {error}") from None
