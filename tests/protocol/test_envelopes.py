@@ -43,11 +43,14 @@ texts = st.text(max_size=130) | st.integers(0, 40).map("i".__mul__)
 numbers = st.integers(-1, 2**64 - 1) | st.sampled_from([2**32 - 1, 2**32, 2**63 - 1, 2**63])
 timeouts = st.none() | st.integers(0, limits.MAX_TIMEOUT_US + 1)
 offered = st.none() | st.sampled_from([Regions(), PLACES])
+steps = st.integers(-1, 2**63) | st.booleans()
+members = st.integers(-1, 16) | st.booleans()
 placed = st.none() | st.lists(st.integers(-1, 64) | st.just(True), max_size=20).map(tuple)
 messages = (
     st.builds(Infer, texts, st.just(REQUEST), st.builds(Parameters, timeouts, offered))
     | st.builds(InferResponse, texts, st.just(RESPONSE), placed, st.none() | st.booleans())
     | st.builds(Predict, numbers, st.just(REQUEST), st.none() | st.sampled_from([MappedRegions(), MAPPED]))
+    | st.builds(Predict, numbers, st.just(REQUEST), st.none() | st.just(MAPPED), steps, members)
     | st.builds(Result, numbers, st.just(RESPONSE), placed)
 )
 
@@ -69,6 +72,7 @@ def frames(draw: Any) -> bytes:
                 ("infer_response", {**named, "running": True, "placed": [0]}),
                 ("predict", numbered),
                 ("predict", {**numbered, "regions": plain(MAPPED)}),
+                ("predict", {**numbered, "step": draw(st.integers(0, 2)), "member": draw(st.integers(0, 1))}),
                 ("result", numbered),
                 ("result", {**numbered, "placed": [2, 0]}),
             ]

@@ -22,7 +22,7 @@ from weightd.protocol import limits
 from weightd.protocol.codec import clip, decode, encode
 from weightd.protocol.errors import LocalProtocolError, RemoteProtocolError
 from weightd.protocol.messages import children as worker_messages
-from weightd.protocol.messages import control, regions, status
+from weightd.protocol.messages import control, findings, ranks, regions, status
 from weightd.protocol.messages import data as messages
 from weightd.protocol.messages.types import FROM_CLIENT, TO_CLIENT
 from weightd.protocol.schema import describe
@@ -39,7 +39,7 @@ TABLES: Sequence[Mapping[str, Type[Any]]] = (
 ALL: Dict[str, Type[Any]] = {tag: cls for table in TABLES for tag, cls in table.items()}
 RECORDS: Dict[str, Type[Any]] = {
     name: cls
-    for module in (messages, regions, control, status, worker_messages)
+    for module in (messages, regions, control, status, findings, ranks, worker_messages)
     for name, cls in inspect.getmembers(module, inspect.isclass)
     if dataclasses.is_dataclass(cls)
 }
@@ -246,7 +246,7 @@ def test_what_is_legal_decodes_and_makes_the_journey_back_unchanged(sample: Tupl
 
 
 def complete(description: str, raw: Any) -> Any:
-    """What is sent for `raw`: a field that it lacks has its default, and is absent if that is None."""
+    """What is sent for `raw`: a field that it lacks has its default, and is absent if that is None or left out."""
     found = LIST.fullmatch(description)
     if found:
         return [complete(found.group(2), item) for item in raw]
@@ -258,6 +258,9 @@ def complete(description: str, raw: Any) -> Any:
             whole[name] = complete(each, raw[name])
         elif default is not None:
             whole[name] = {} if default == messages.NO_PARAMETERS else [] if default == () else default
+    for field in dataclasses.fields(RECORDS[description]):
+        if "left_out" in field.metadata and whole[field.name] == field.default:
+            del whole[field.name]
     return whole
 
 

@@ -15,6 +15,7 @@ from weightd.protocol.schema import (
     describe,
     integer,
     label,
+    left_out,
     many,
     mapping,
     nullable,
@@ -38,6 +39,11 @@ class Leaf:
 class Tree:
     leaves: Tuple[Leaf, ...] = field(metadata=many(record(Leaf), 3))
     best: Optional[Leaf] = field(metadata=nullable(record(Leaf)))
+
+
+@dataclass(frozen=True)
+class Sparse:
+    step: int = field(default=0, metadata=left_out(integer(0, 9)))
 
 
 class Text(str):
@@ -72,6 +78,13 @@ def test_on_the_way_back_none_is_left_out_but_where_it_says_something() -> None:
     for tree, raw in ((Tree((), Leaf(1)), small), (Tree((), None), {**small, "best": None})):
         assert plain(tree) == raw
         assert decode(Tree, raw) == tree
+
+
+def test_what_is_left_out_at_its_default_is_checked_all_the_same() -> None:
+    assert (plain(Sparse()), plain(Sparse(2)), decode(Sparse, {"step": 0})) == ({}, {"step": 2}, Sparse())
+    for wrong in (False, 10):
+        with pytest.raises(FieldError, match="step: expected integer, 0 to 9"):
+            plain(Sparse(wrong))
 
 
 BROKEN: List[Tuple[Any, str]] = [

@@ -29,7 +29,6 @@ from weightd.protocol.messages.children import (
     Build,
     Built,
     ChildMessage,
-    DeviceMemory,
     Failed,
     Fork,
     Forked,
@@ -50,6 +49,7 @@ from weightd.protocol.messages.children import (
     Unmap,
 )
 from weightd.protocol.messages.data import RequestDescription, TensorSignature
+from weightd.protocol.messages.findings import DeviceMemory
 from weightd.protocol.messages.regions import MappedInput, MappedOutput, MappedRegions
 from weightd.protocol.tensors import NUMPY_DTYPE, describe_response, frame_of, spec_of, to_wire
 from weightd.protocol.version import VERSION

@@ -59,6 +59,8 @@ def remember(envelope: bytes, message: Any) -> None:
     """The envelope was written of this message: others with the same parameters or regions end with the same bytes."""
     cls = message.__class__
     shared = message.parameters if cls is Infer else getattr(message, "regions", None)
+    if cls is Predict and (message.step or message.member):
+        return  # these are not those of the next one
     split = SPLITS.get(cls)
     rest = None if split is None or shared is None else rest_of(split, envelope)
     if split is not None and rest is not None:
@@ -133,8 +135,10 @@ _TEXTS = [bytes([_SHORT_TEXT + size]) for size in range(_SHORT_BYTES)]
 
 
 def _write_predict(message: Predict) -> Optional[bytes]:
-    number, regions = message.request, message.regions
+    number, regions, step, member = message.request, message.regions, message.step, message.member
     if type(number) is not int or not _LEAST_NUMBER <= number <= limits.MAX_COUNT:
+        return None
+    if step or member or type(step) is not int or type(member) is not int:
         return None
     if regions is None:
         return _PREDICT + _NUMBER.pack(number)

@@ -61,8 +61,11 @@ MAX_TIMEOUT_US = 3_600_000_000
 # Models of one daemon: as many names of full length as fit in a header twice over.
 MAX_MODELS = 128
 
-# Cards of one host, and as many again.
+# Cards of one host, and as many again: so many ranks may a model be cut over.
 MAX_DEVICES = 64
+
+# Models of one process that has several: what all of them take and give fits in a header of a child.
+MAX_MEMBERS = 16
 
 # Places where clients connect that speak ZeroMQ: each is a process.
 MAX_LISTENERS = 64

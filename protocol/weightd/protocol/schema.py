@@ -255,6 +255,11 @@ def record(cls: Type[Any]) -> Metadata:
     }
 
 
+def left_out(kind: Metadata) -> Mapping[str, Any]:
+    """The given kind; on the wire the field is left out where it has its default."""
+    return {**kind, "left_out": True}
+
+
 def _fields(cls: Type[Any]) -> List[dataclasses.Field[Any]]:
     """The fields of its map."""
     return [field for field in dataclasses.fields(cls) if "kind" in field.metadata]
@@ -301,9 +306,15 @@ def _complete(checked: Dict[str, Any], defaults: Iterable[Tuple[str, Any]]) -> N
 
 
 def _record_plain(cls: Type[Any]) -> Callable[[Any], Dict[str, Any]]:
-    # Name, way back, and whether the field is left out when it is None.
-    fields: List[Tuple[str, Callable[[Any], Any], bool]] = [
-        (field.name, field.metadata["kind"].plain, field.default is None) for field in _fields(cls)
+    # Name, way back, whether the field is left out when it is None, and with which other value it is.
+    fields: List[Tuple[str, Callable[[Any], Any], bool, object]] = [
+        (
+            field.name,
+            field.metadata["kind"].plain,
+            field.default is None,
+            field.default if "left_out" in field.metadata else dataclasses.MISSING,
+        )
+        for field in _fields(cls)
     ]
 
     def plain(value: Any) -> Dict[str, Any]:
@@ -312,10 +323,12 @@ def _record_plain(cls: Type[Any]) -> Callable[[Any], Dict[str, Any]]:
         plained: Dict[str, Any] = {}
         name = ""
         try:
-            for name, plain_each, optional in fields:
+            for name, plain_each, optional, without in fields:
                 each = getattr(value, name)
                 if each is not None or not optional:
-                    plained[name] = plain_each(each)
+                    made = plain_each(each)
+                    if made != without:
+                        plained[name] = made
         except FieldError as error:
             raise error.at(f".{name}") from None
         return plained
@@ -334,7 +347,7 @@ def decode(cls: Type[T], value: object, *, tolerant: bool = False) -> T:
 
 
 def plain(message: object) -> Dict[str, Any]:
-    """Return `message` as a map of what msgpack can pack; a field that is None is left out.
+    """Return `message` as a map of what msgpack can pack; a field that is None, or `left_out`, is not there.
 
     Raises:
         FieldError: a value is not what its field allows; the text names the field.

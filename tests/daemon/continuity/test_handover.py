@@ -18,8 +18,9 @@ from weightd.daemon.continuity.handover import Handover, HandoverError
 from weightd.daemon.engines.mindspore_lite import MindSporeLiteOptions
 from weightd.daemon.generations.records import ChildRecord, GenerationRecord, SealRecord
 from weightd.daemon.models.records import DeviceRecord, ModelRecord, SourceRecord
-from weightd.protocol.messages.children import PROTOCOL, Built, DeviceMemory, Hello, Traits
+from weightd.protocol.messages.children import PROTOCOL, Built, Hello, Traits
 from weightd.protocol.messages.data import TensorSignature
+from weightd.protocol.messages.findings import DeviceMemory
 from weightd.protocol.version import VERSION
 
 SHA = "5" * 64
@@ -129,7 +130,7 @@ LATER_TEXT = f"weightd 9.9 speaks protocol {LATER} with its workers, {VERSION} {
         ({}, {"devices": [{"name": "cpu", "free": -1}]}, "{}: devices[0].free"),
         ({}, {"surprise": 1}, "{}: surprise"),
         ({}, {"version": 3}, "{}: version"),
-        ({}, {"protocol": True}, "{}: protocol"),
+        ({}, {"protocol": float(PROTOCOL)}, "{}: protocol"),
         ({"source": 1}, {}, "{}: models[0].source: expected the number of one of its sources, got 1"),
         (
             {"generations": (dataclasses.replace(GENERATION, source=1),)},

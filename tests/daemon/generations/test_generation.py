@@ -16,7 +16,8 @@ from weightd.daemon.generations.progress import Outlook, Teller
 from weightd.daemon.generations.restarts import MAX_FAILED_STARTS
 from weightd.daemon.generations.states import ACTIVE, ChildState, GenerationState
 from weightd.daemon.host.ends import End
-from weightd.protocol.messages.children import Attached, Build, Built, DeviceMemory, Hello, Rows, Settle, Traits
+from weightd.protocol.messages.children import Attached, Build, Built, Hello, Settle, Traits
+from weightd.protocol.messages.findings import DeviceMemory, Rows
 from weightd.protocol.version import VERSION
 
 from .life import (

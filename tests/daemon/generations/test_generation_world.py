@@ -24,7 +24,6 @@ from weightd.protocol.messages.children import (
     Broken,
     Build,
     Built,
-    Cases,
     Hello,
     OrderMessage,
     Probe,
@@ -32,6 +31,7 @@ from weightd.protocol.messages.children import (
     Stop,
     Traits,
 )
+from weightd.protocol.messages.findings import Cases
 from weightd.protocol.version import VERSION
 
 from .life import BUILT, FOREVER, SHA, pid

@@ -13,7 +13,8 @@ from weightd.daemon.generations.generation import ABORT_TIMEOUT_S
 from weightd.daemon.generations.resume import BACK_TIMEOUT_S, record
 from weightd.daemon.generations.states import GenerationState
 from weightd.daemon.host.ends import End
-from weightd.protocol.messages.children import DeviceMemory, Traits
+from weightd.protocol.messages.children import Traits
+from weightd.protocol.messages.findings import DeviceMemory
 
 from .life import (
     ATTACHED,

@@ -15,7 +15,8 @@ from weightd.daemon.generations.states import GenerationState
 from weightd.daemon.generations.tries import MAX_DEATHS
 from weightd.daemon.host.ends import By, End
 from weightd.protocol import limits
-from weightd.protocol.messages.children import Build, Case, Cases, Probe, Probing
+from weightd.protocol.messages.children import Build, Probe, Probing
+from weightd.protocol.messages.findings import Case, Cases
 
 from .life import BUILT, CARD, CPU, HOLDER, HOLDER2, HOLDER3, LOAD_TIMEOUT_S, W1, Life, abort, pid
 

@@ -19,7 +19,8 @@ from weightd.daemon.host.memory import MIB
 from weightd.daemon.models.budget import Device, Need
 from weightd.daemon.models.deployment import Deployment
 from weightd.daemon.models.stage import Succession
-from weightd.protocol.messages.children import Attached, Broken, Built, DeviceMemory, Hello
+from weightd.protocol.messages.children import Attached, Broken, Built, Hello
+from weightd.protocol.messages.findings import DeviceMemory
 from weightd.protocol.version import VERSION
 
 from .fakehost import ATTACHED, CARD, SHA, X

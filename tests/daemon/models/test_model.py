@@ -17,9 +17,10 @@ from weightd.daemon.host.ends import End
 from weightd.daemon.models.budget import Need
 from weightd.daemon.models.rows import told
 from weightd.protocol.errors import FailedPrecondition, InvalidArgument, RequestError, ResourceExhausted, Unavailable
-from weightd.protocol.messages.children import Attach, Broken, Build, Built, Failed, Result, Rows, Stop
+from weightd.protocol.messages.children import Attach, Broken, Build, Built, Failed, Result, Stop
 from weightd.protocol.messages.control import ModelMetadataResponse, UpdateResponse
 from weightd.protocol.messages.data import RequestDescription, ResponseDescription, TensorSignature, TensorSpec
+from weightd.protocol.messages.findings import Rows
 
 from .fakehost import ATTACHED, BAD, BUILT, CARD, HOLDER, OUT, W1, W2, W3, Stage, X, Y, request
 

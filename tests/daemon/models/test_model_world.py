@@ -46,7 +46,6 @@ from weightd.protocol.messages.children import (
     Build,
     Built,
     ChildMessage,
-    DeviceMemory,
     Failed,
     Hello,
     OrderMessage,
@@ -59,6 +58,7 @@ from weightd.protocol.messages.children import (
 )
 from weightd.protocol.messages.control import ModelMetadataResponse, UpdateResponse
 from weightd.protocol.messages.data import RequestDescription, ResponseDescription, TensorSignature, TensorSpec
+from weightd.protocol.messages.findings import DeviceMemory
 from weightd.protocol.schema import decode, plain
 from weightd.protocol.version import VERSION
 

@@ -9,8 +9,9 @@ from weightd.daemon.requests import signature
 from weightd.daemon.requests.signature import ANY_ROWS, Signature
 from weightd.daemon.requests.validation import RowBounds, check_gears, check_inputs, check_outputs, check_same
 from weightd.protocol.errors import InvalidArgument
-from weightd.protocol.messages.children import Built, Rows
+from weightd.protocol.messages.children import Built
 from weightd.protocol.messages.data import RequestDescription, TensorSignature, TensorSpec
+from weightd.protocol.messages.findings import Rows
 
 IMAGE, SCALE = TensorSpec("image", "FP32", (2, 8, 8)), TensorSpec("scale", "FP64", ())
 IMAGES, SCALES = TensorSignature("image", "FP32", (-1, 8, 8)), TensorSignature("scale", "FP64", ())

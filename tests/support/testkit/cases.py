@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Callable
 
-from weightd.protocol.messages.children import Build, Cases
+from weightd.protocol.messages.children import Build
+from weightd.protocol.messages.findings import Cases
 from weightd.worker.canary import search
 from weightd.worker.canary.canary import Canary
 from weightd.worker.engines.engine import Engine, ModelSignature

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Callable, ClassVar, Dict, List, Optional, Sequence
 
-from weightd.protocol.messages.children import DeviceMemory, Traits
+from weightd.protocol.messages.children import Traits
+from weightd.protocol.messages.findings import DeviceMemory
 from weightd.worker.engines.engine import Arrays, Engine, Gears, ModelSignature
 from weightd.worker.engines.sharing import Shared, Sharing
 

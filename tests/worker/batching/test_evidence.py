@@ -13,8 +13,9 @@ import pytest
 from testkit import cases
 from testkit.fakeengine import FakeEngine
 from weightd.protocol.errors import InvalidArgument
-from weightd.protocol.messages.children import Build, Cases, Rows
+from weightd.protocol.messages.children import Build
 from weightd.protocol.messages.data import TensorSignature
+from weightd.protocol.messages.findings import Cases, Rows
 from weightd.worker.batching import evidence
 from weightd.worker.canary import canary, search
 from weightd.worker.engines.engine import Engine, ModelSignature

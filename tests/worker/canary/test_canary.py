@@ -14,8 +14,9 @@ from testkit import cases
 from testkit.fakeengine import Answer, FakeEngine
 from weightd.protocol.datatypes import ITEM_BYTES
 from weightd.protocol.errors import InvalidArgument
-from weightd.protocol.messages.children import Build, Case, Cases
+from weightd.protocol.messages.children import Build
 from weightd.protocol.messages.data import TensorSignature
+from weightd.protocol.messages.findings import Case, Cases
 from weightd.protocol.tensors import NUMPY_DTYPE
 from weightd.worker.canary import canary, sample, search
 from weightd.worker.engines.engine import Arrays, ModelSignature

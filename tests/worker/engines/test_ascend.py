@@ -26,14 +26,13 @@ from weightd.protocol.messages.children import (
     Broken,
     Build,
     Built,
-    Cases,
-    DeviceMemory,
     Failed,
     Hello,
     Result,
     Traits,
 )
 from weightd.protocol.messages.data import TensorSignature
+from weightd.protocol.messages.findings import Cases, DeviceMemory
 from weightd.worker import exits
 from weightd.worker.engines.mindspore_lite.acl import Acl, AclError
 from weightd.worker.engines.mindspore_lite.gears import recorded

@@ -14,8 +14,8 @@ import pytest
 
 from testkit import cases
 from weightd.protocol.errors import RequestError
-from weightd.protocol.messages.children import Cases
 from weightd.protocol.messages.data import TensorSignature
+from weightd.protocol.messages.findings import Cases
 from weightd.worker.canary import canary
 from weightd.worker.engines import ENGINES
 from weightd.worker.engines.engine import Engine, Settings

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Dict, List
 import numpy as np
 import pytest
 
-from weightd.protocol.messages.children import DeviceMemory
+from weightd.protocol.messages.findings import DeviceMemory
 from weightd.worker.engines import ENGINES
 from weightd.worker.engines.engine import Engine, Settings
 from weightd.worker.engines.errors import BuildError, EngineMissing, NotAllowed

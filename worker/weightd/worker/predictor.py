@@ -8,8 +8,9 @@ from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
 from weightd.protocol.codec import clip
 from weightd.protocol.errors import Internal, InvalidArgument, RequestError
-from weightd.protocol.messages.children import Case, Failed, Predict, Result, Unequal
+from weightd.protocol.messages.children import Failed, Predict, Result, Unequal
 from weightd.protocol.messages.data import RequestDescription, ResponseDescription, TensorSpec
+from weightd.protocol.messages.findings import Case
 from weightd.protocol.messages.regions import MappedRegions
 from weightd.protocol.tensors import describe_response, frame_of, from_frame, to_wire
 from weightd.worker import exits

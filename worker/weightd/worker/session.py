@@ -29,7 +29,6 @@ from weightd.protocol.messages.children import (
     Broken,
     Build,
     Built,
-    Cases,
     Fork,
     Forked,
     Hello,
@@ -40,7 +39,6 @@ from weightd.protocol.messages.children import (
     Predict,
     Probe,
     Probing,
-    Rows,
     Settle,
     Skip,
     Skipped,
@@ -48,6 +46,7 @@ from weightd.protocol.messages.children import (
     Together,
     Unmap,
 )
+from weightd.protocol.messages.findings import Cases, Rows
 from weightd.protocol.version import VERSION
 from weightd.worker import exits, libraries, nativelog, weights
 from weightd.worker.batching import evidence

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from weightd.protocol import limits
-from weightd.protocol.messages.children import Case
+from weightd.protocol.messages.findings import Case
 from weightd.protocol.schema import FieldError, Kind, integer, many, mapping, shown, text
 
 if sys.version_info >= (3, 11):

@@ -6,6 +6,7 @@ import enum
 from dataclasses import dataclass
 
 from weightd.protocol.messages.children import Allow, Attach, Build, Probe, Settle, Stop
+from weightd.protocol.messages.ranks import Enter, Warm
 
 
 class Role(enum.Enum):
@@ -13,6 +14,8 @@ class Role(enum.Enum):
 
     HOLDER = "holder"
     WORKER = "worker"
+    RANK = "rank"  # has a slice of the model, and runs each predict with the other ranks of its unit
+    BROKER = "broker"  # lets the ranks of its unit find each other; takes no request
 
 
 @dataclass(frozen=True)
@@ -34,7 +37,7 @@ class Send:
     """Send an order to a child."""
 
     name: str
-    order: Build | Probe | Allow | Attach | Settle | Stop
+    order: Build | Probe | Allow | Attach | Enter | Warm | Settle | Stop
 
 
 @dataclass(frozen=True)

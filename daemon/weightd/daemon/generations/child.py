@@ -9,7 +9,8 @@ from typing import Any
 
 from weightd.daemon.generations.actions import Action, Dismiss, Enlist, Kill, Role, Send, Spawn
 from weightd.daemon.generations.states import ALIVE, CHILD, COUNTED, ChildEvent, ChildState, Machine
-from weightd.protocol.messages.children import DeviceMemory, Hello, Stop
+from weightd.protocol.messages.children import Hello, Stop
+from weightd.protocol.messages.findings import DeviceMemory
 
 FOREVER = float("inf")
 

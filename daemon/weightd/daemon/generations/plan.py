@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from weightd.daemon.config.canary import AUTO, CanaryKey
 from weightd.daemon.config.model import ModelConfig
-from weightd.protocol.messages.children import Cases
+from weightd.protocol.messages.findings import Cases
 
 # How long a driver takes to clean up after a killed process is not known. What has no room at all is told after that.
 _ROOM_TIMEOUT_S = 30.0
@@ -61,6 +61,32 @@ class Rows(NamedTuple):
 
 NO_ROWS = Rows()
 
+# Of `RankTerms.reply`: each rank answers with its share of the rows, in the order of ranks.
+CONCAT = -1
+
+
+@dataclass(frozen=True)
+class RankTerms:
+    """What the configuration says of a generation whose processes live and die together.
+
+    Attributes:
+        size: how many ranks there are.
+        devices: of each rank, in their order.
+        connect_timeout: seconds in which all have to come to the first predict.
+        reply: the rank that answers, or `CONCAT`.
+        has_broker: whether ranks find each other by a process of its own.
+        is_cut: whether the model is cut over ranks; else the one process serves several models.
+        members: how many models it serves.
+    """
+
+    size: int
+    devices: tuple[str, ...]
+    connect_timeout: float
+    reply: int
+    has_broker: bool = False
+    is_cut: bool = True
+    members: int = 1
+
 
 @dataclass(frozen=True)
 class Terms:
@@ -78,6 +104,7 @@ class Terms:
         forks_built: whether workers may be forked of a holder that has built: then none starts before that.
         devices: on which its workers are; none: where the generation is.
         rows: what its holder is to find out of rows.
+        ranks: of processes that live and die together; None: of a holder and its workers.
     """
 
     workers: int
@@ -90,6 +117,7 @@ class Terms:
     forks_built: bool = False
     devices: tuple[str, ...] = ()
     rows: Rows = NO_ROWS
+    ranks: RankTerms | None = None
 
     @classmethod
     def configured(cls, config: ModelConfig, devices: tuple[str, ...]) -> Terms:

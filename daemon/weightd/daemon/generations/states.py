@@ -21,8 +21,8 @@ class GenerationState(enum.Enum):
     PINNING = "pinning"  # the model's files are copied and digested
     SPAWNING = "spawning"  # holder and workers start
     GATHERING = "gathering"  # they say HELLO with their pids
-    BUILDING = "building"  # the holder builds the model and exports its weights
-    ATTACHING = "attaching"  # workers build on these weights, one after another
+    BUILDING = "building"  # the holder builds the model and exports its weights; or ranks join, and load their slices
+    ATTACHING = "attaching"  # workers build on these weights, one after another; or ranks run the canary, all at once
     RESUMING = "resuming"  # an earlier daemon has loaded it; its workers come back
     SERVING = "serving"  # at least one worker has been READY
     DRAINING = "draining"  # no new work; workers leave, then the holder
@@ -51,16 +51,17 @@ class GenerationEvent(enum.Enum):
 
 
 class ChildState(enum.Enum):
-    """Where a holder or a worker is in its life."""
+    """Where a process is in its life."""
 
     SPAWNED = "spawned"  # the process exists
     GREETED = "greeted"  # it has said HELLO
-    BUILDING = "building"  # holder: builds and exports
-    HOLDING = "holding"  # holder: keeps the weights alive
+    BUILDING = "building"  # holder: builds and exports; rank: joins its group, and loads
+    HOLDING = "holding"  # holder: keeps the weights alive; broker: lets ranks find each other
+    ENTERED = "entered"  # rank: in its group, and loaded
     ADMITTED = "admitted"  # worker: the engine lets it attach
-    ATTACHING = "attaching"  # worker: builds on the holder's weights
-    AWAITED = "awaited"  # worker: was READY for an earlier daemon, and is to come back
-    READY = "ready"  # worker: takes requests
+    ATTACHING = "attaching"  # worker: builds on the holder's weights; rank: runs the canary
+    AWAITED = "awaited"  # worker, rank: was READY for an earlier daemon, and is to come back
+    READY = "ready"  # worker: takes requests; rank: has run the canary rightly, and takes them once all have
     STOPPING = "stopping"  # told to leave
     ABORTED = "aborted"  # hangs: it is to write its stacks down, and to end of that
     KILLED = "killed"  # nothing is left but its exit
@@ -73,13 +74,15 @@ class ChildState(enum.Enum):
 
 
 class ChildEvent(enum.Enum):
-    """What happens to a holder or a worker."""
+    """What happens to a process."""
 
     KEEP = "keep"
     AWAIT = "await"
     HELLO = "hello"
     BUILD = "build"
     BUILT = "built"
+    ENTERED = "entered"
+    WARM = "warm"
     ADMIT = "admit"
     ATTACH = "attach"
     ATTACHED = "attached"
@@ -141,6 +144,7 @@ COUNTED = frozenset(
         ChildState.GREETED,
         ChildState.BUILDING,
         ChildState.HOLDING,
+        ChildState.ENTERED,
         ChildState.ADMITTED,
         ChildState.ATTACHING,
         ChildState.AWAITED,
@@ -177,10 +181,13 @@ CHILD: Mapping[tuple[ChildState, ChildEvent], ChildState] = {
     (ChildState.SPAWNED, ChildEvent.HELLO): ChildState.GREETED,
     (ChildState.GREETED, ChildEvent.BUILD): ChildState.BUILDING,
     (ChildState.BUILDING, ChildEvent.BUILT): ChildState.HOLDING,
+    (ChildState.BUILDING, ChildEvent.ENTERED): ChildState.ENTERED,
+    (ChildState.ENTERED, ChildEvent.WARM): ChildState.ATTACHING,
     (ChildState.GREETED, ChildEvent.ADMIT): ChildState.ADMITTED,
     (ChildState.ADMITTED, ChildEvent.ATTACH): ChildState.ATTACHING,
     (ChildState.ATTACHING, ChildEvent.ATTACHED): ChildState.READY,
     (ChildState.SPAWNED, ChildEvent.KEEP): ChildState.HOLDING,
+    (ChildState.GREETED, ChildEvent.KEEP): ChildState.HOLDING,
     (ChildState.SPAWNED, ChildEvent.AWAIT): ChildState.AWAITED,
     (ChildState.AWAITED, ChildEvent.BACK): ChildState.READY,
     **{(state, ChildEvent.STOP): ChildState.STOPPING for state in ChildState if state in COUNTED},

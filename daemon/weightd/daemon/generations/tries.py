@@ -11,7 +11,8 @@ from dataclasses import replace
 
 from weightd.daemon.generations.plan import NO_ROWS, Canary, Rows
 from weightd.protocol import limits
-from weightd.protocol.messages.children import Attach, Build, Built, Case, Cases, Probing
+from weightd.protocol.messages.children import Attach, Build, Built, Probing
+from weightd.protocol.messages.findings import Case, Cases
 
 # Holders that may die in the search for one canary.
 MAX_DEATHS = 6

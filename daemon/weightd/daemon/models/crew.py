@@ -37,6 +37,7 @@ from weightd.protocol.messages.children import (
     Skipped,
     Unequal,
 )
+from weightd.protocol.messages.ranks import Done, Entered, Warmed
 
 _log = logging.getLogger("weightd")
 
@@ -112,8 +113,8 @@ class Crew:
                 self.examine(deployment, generation, now)
             case Skipped() | Unequal() | Pong():
                 self._heard_serving(child, generation, message, now)
-            case Forked():
-                pass  # it is for who has asked for it, which no generation does
+            case Forked() | Entered() | Warmed() | Done():
+                pass  # what no generation has asked for
             case _:
                 self._heard_loading(child, deployment, generation, message, now)
                 self._changed(deployment, now)

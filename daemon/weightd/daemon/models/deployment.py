@@ -19,7 +19,7 @@ from weightd.daemon.generations.restarts import Restarts
 from weightd.daemon.generations.states import ACTIVE, GenerationState
 from weightd.daemon.models.budget import Device, Need
 from weightd.daemon.models.stage import LOADS, Deployed, Stage, StageEvent, Succession
-from weightd.protocol.messages.children import DeviceMemory
+from weightd.protocol.messages.findings import DeviceMemory
 
 _log = logging.getLogger("weightd.generation")
 

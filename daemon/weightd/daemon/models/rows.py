@@ -5,7 +5,8 @@ from __future__ import annotations
 from weightd.daemon.config.model import ModelConfig
 from weightd.daemon.generations.generation import Generation
 from weightd.daemon.requests.rows.terms import WHOLE, Dims, RowTerms
-from weightd.protocol.messages.children import Built, Rows
+from weightd.protocol.messages.children import Built
+from weightd.protocol.messages.findings import Rows
 
 
 def terms(config: ModelConfig, generation: Generation) -> RowTerms:

@@ -12,26 +12,18 @@ from typing import Dict, Optional, Tuple, Type, Union
 from weightd.protocol import limits
 from weightd.protocol.errors import ERRORS
 from weightd.protocol.messages.data import RequestDescription, ResponseDescription, TensorSignature
+from weightd.protocol.messages.findings import BYTES, CASE, CASES, DIGEST, ROWS, SIZES, Cases, DeviceMemory, Rows
+from weightd.protocol.messages.ranks import Done, Enter, Entered, Slice, Warm, Warmed
 from weightd.protocol.messages.regions import POSITIONS, MappedRegions
-from weightd.protocol.schema import boolean, described, integer, many, mapping, one_of, record, text
+from weightd.protocol.schema import boolean, described, integer, left_out, many, mapping, one_of, record, text
 
-PROTOCOL = 1
+PROTOCOL = 2
 """The number of this protocol. A daemon takes over the children of an earlier one only if both speak the same."""
 
-Case = Dict[str, Tuple[int, ...]]
-"""An input of the canary: the shape of each of the model's inputs, by its name."""
-
-Cases = Tuple[Case, ...]
-
 _REQUEST = integer(0, limits.MAX_COUNT)
-_BYTES = integer(0, limits.MAX_COUNT)
+_STEP = integer(0, limits.MAX_COUNT)
 _GEARS = many(many(integer(1, limits.MAX_GEAR_SIZE), limits.MAX_GEAR_DIMS), limits.MAX_GEARS)
-CASE = mapping(many(integer(0, limits.MAX_DIM), limits.MAX_RANK), limits.MAX_TENSORS)
-_CASES = many(CASE, limits.MAX_CANARY_CASES)
 _UNFIT = many(CASE, limits.MAX_CANARY_UNFIT)
-_ROWS = integer(1, limits.MAX_ROWS)
-_SIZES = many(_ROWS, limits.MAX_ROW_SIZES)
-_NAMES = many(text(limits.MAX_NAME_BYTES), limits.MAX_TENSORS)
 _ARGUMENTS = many(text(limits.MAX_ARGUMENT_BYTES, empty=True), limits.MAX_ARGUMENTS)
 
 ORIGINS = ("spawned", "forked", "template")
@@ -53,40 +45,14 @@ class Traits:
 
 
 @dataclass(frozen=True)
-class DeviceMemory:
-    """What a card says of its memory, in bytes: all processes of all users together."""
-
-    total_bytes: int = field(metadata=_BYTES)
-    free_bytes: int = field(metadata=_BYTES)
-
-
-@dataclass(frozen=True)
-class Rows:
-    """What a holder has found of the rows of its model: of tensors whose first dimension is that of each request.
-
-    `inputs` have rows, and `outputs` as many as these; where either has none, no requests can be put together, for the
-    reason that `note` gives. `equal`: those of many rows were, bit for bit, those of each alone; else `note` says which
-    differed, by how much, and of how many rows, or why that was not found out. `digest` is that of the answer to a
-    predict of many rows, "" where none is to be compared. `compared`: each number of rows up to this one, of the other
-    dimensions that the canary has, is among those that were compared.
-    """
-
-    inputs: Tuple[str, ...] = field(metadata=_NAMES)
-    outputs: Tuple[str, ...] = field(metadata=_NAMES)
-    equal: bool = field(metadata=boolean())
-    note: str = field(default="", metadata=text(limits.MAX_TEXT_BYTES, empty=True))
-    digest: str = field(default="", metadata=text(limits.MAX_DIGEST_BYTES, empty=True))
-    compared: int = field(default=0, metadata=integer(0, limits.MAX_ROWS))
-
-
-@dataclass(frozen=True)
 class Hello:
     """child → daemon: I am up, and this is what I am.
 
     `pid` is the engine's number for this process, which on Ascend is not `os.getpid()` in a container.
     `sha256` names the content of the model that this process would load (`weightd.shared.modelfile`).
     `origin` is how the process came to be, one of `ORIGINS`; `origin_note` why it was not forked, "" where it was.
-    `concurrency`: so many predicts run at once here, if they are there.
+    `concurrency`: so many predicts run at once here, if they are there. `slice`: which rank it is, and of what; None
+    where it is none. Then `sha256` is that of its slice.
     """
 
     pid: str = field(metadata=text(limits.MAX_PID_BYTES))
@@ -96,6 +62,7 @@ class Hello:
     origin: str = field(default="spawned", metadata=one_of(ORIGINS))
     origin_note: str = field(default="", metadata=text(limits.MAX_TEXT_BYTES, empty=True))
     concurrency: int = field(default=1, metadata=integer(1, limits.MAX_CONCURRENCY))
+    slice: Optional[Slice] = field(default=None, metadata=record(Slice))
 
 
 @dataclass(frozen=True)
@@ -122,7 +89,12 @@ class Forked:
 
 @dataclass(frozen=True)
 class Back:
-    """child → daemon: connected again, after the connection was lost: whoever is there now may have me go on."""
+    """child → daemon: connected again, after the connection was lost: whoever is there now may have me go on.
+
+    `step` is that of the last `Predict` that it has run, where it is a rank; 0: none.
+    """
+
+    step: int = field(default=0, metadata=left_out(_STEP))
 
 
 @dataclass(frozen=True)
@@ -138,10 +110,10 @@ class Build:
 
     pids: Tuple[str, ...] = field(metadata=many(text(limits.MAX_PID_BYTES), limits.MAX_PIDS))
     search: bool = field(default=True, metadata=boolean())
-    canary_cases: Cases = field(default=(), metadata=_CASES)
+    canary_cases: Cases = field(default=(), metadata=CASES)
     unfit: Cases = field(default=(), metadata=_UNFIT)
-    rows: int = field(default=1, metadata=_ROWS)
-    sizes: Tuple[int, ...] = field(default=(), metadata=_SIZES)
+    rows: int = field(default=1, metadata=ROWS)
+    sizes: Tuple[int, ...] = field(default=(), metadata=SIZES)
     exact: bool = field(default=True, metadata=boolean())
 
 
@@ -152,7 +124,7 @@ class Probing:
     It goes on when it hears `probe`, so that the daemon knows what it died of. With nothing to try the search is over.
     """
 
-    trying: Cases = field(metadata=_CASES)
+    trying: Cases = field(metadata=CASES)
     unfit: Cases = field(metadata=_UNFIT)
 
 
@@ -174,9 +146,9 @@ class Built:
     handle: str = field(metadata=text(limits.MAX_PATH_BYTES, empty=True))
     inputs: Tuple[TensorSignature, ...] = field(metadata=many(record(TensorSignature), limits.MAX_TENSORS))
     outputs: Tuple[TensorSignature, ...] = field(metadata=many(record(TensorSignature), limits.MAX_TENSORS))
-    canary_cases: Cases = field(metadata=_CASES)
-    canary: str = field(metadata=text(limits.MAX_DIGEST_BYTES, empty=True))
-    shared_bytes: int = field(metadata=_BYTES)
+    canary_cases: Cases = field(metadata=CASES)
+    canary: str = field(metadata=DIGEST)
+    shared_bytes: int = field(metadata=BYTES)
     note: str = field(default="", metadata=text(limits.MAX_TEXT_BYTES, empty=True))
     device: Optional[DeviceMemory] = field(default=None, metadata=record(DeviceMemory))
     """The card's memory after the build; None on the CPU."""
@@ -212,9 +184,9 @@ class Attach:
     """
 
     handle: str = field(metadata=text(limits.MAX_PATH_BYTES, empty=True))
-    canary_cases: Cases = field(metadata=_CASES)
-    rows: int = field(default=1, metadata=_ROWS)
-    sizes: Tuple[int, ...] = field(default=(), metadata=_SIZES)
+    canary_cases: Cases = field(metadata=CASES)
+    rows: int = field(default=1, metadata=ROWS)
+    sizes: Tuple[int, ...] = field(default=(), metadata=SIZES)
     exact: bool = field(default=True, metadata=boolean())
     found: Optional[Rows] = field(default=None, metadata=record(Rows))
 
@@ -223,8 +195,8 @@ class Attach:
 class Attached:
     """worker → daemon: the model is built; `canary` as in `Built`, `note` says why nothing is shared."""
 
-    canary: str = field(metadata=text(limits.MAX_DIGEST_BYTES, empty=True))
-    shared_bytes: int = field(metadata=_BYTES)
+    canary: str = field(metadata=DIGEST)
+    shared_bytes: int = field(metadata=BYTES)
     note: str = field(default="", metadata=text(limits.MAX_TEXT_BYTES, empty=True))
     device: Optional[DeviceMemory] = field(default=None, metadata=record(DeviceMemory))
     """The card's memory after the build; None on the CPU."""
@@ -243,12 +215,18 @@ class Broken:
 
 @dataclass(frozen=True)
 class Predict:
-    """daemon → worker: run the model on the tensors that follow."""
+    """daemon → worker: run the model on the tensors that follow.
+
+    `step` counts the predicts of a unit: 1, 2, 3 and so on, each part of a `Together` by itself; 0 where it is for no
+    rank. A rank that misses one, or sees one twice, is `Broken`. `member` is the model, of a process that has several.
+    """
 
     request: int = field(metadata=_REQUEST)
     description: RequestDescription = field(metadata=described(RequestDescription))
     regions: Optional[MappedRegions] = field(default=None, metadata=record(MappedRegions))
     """Which tensors are in regions that were mapped; none where it is absent."""
+    step: int = field(default=0, metadata=left_out(_STEP))
+    member: int = field(default=0, metadata=left_out(integer(0, limits.MAX_MEMBERS - 1)))
 
     @property
     def elsewhere(self) -> Tuple[int, ...]:
@@ -275,7 +253,8 @@ class Result:
 class Failed:
     """worker → daemon: the `Predict` ended in an error.
 
-    `leaving`: the failure may have spoilt the model, so the process exits and takes no further request.
+    `leaving`: the failure may have spoilt the model, so the process exits and takes no further request. Without it a
+    rank has refused the request before it ran anything.
     """
 
     request: int = field(metadata=_REQUEST)
@@ -346,7 +325,7 @@ class Ping:
 class Pong:
     """worker → daemon: the answer to a `Ping`; `canary` is the digest of what the canary gives now, else ""."""
 
-    canary: str = field(default="", metadata=text(limits.MAX_DIGEST_BYTES, empty=True))
+    canary: str = field(default="", metadata=DIGEST)
 
 
 @dataclass(frozen=True)
@@ -360,9 +339,26 @@ class Stop:
 
 
 ChildMessage = Union[
-    Hello, Forked, Back, Probing, Built, Allowed, Attached, Broken, Result, Failed, Skipped, Unequal, Pong
+    Hello,
+    Forked,
+    Back,
+    Probing,
+    Built,
+    Allowed,
+    Attached,
+    Entered,
+    Warmed,
+    Broken,
+    Result,
+    Failed,
+    Done,
+    Skipped,
+    Unequal,
+    Pong,
 ]
-OrderMessage = Union[Fork, Build, Probe, Allow, Attach, Together, Predict, Skip, Map, Unmap, Ping, Settle, Stop]
+OrderMessage = Union[
+    Fork, Build, Probe, Allow, Attach, Enter, Warm, Together, Predict, Skip, Map, Unmap, Ping, Settle, Stop
+]
 
 FROM_CHILD: Dict[str, Type[ChildMessage]] = {
     "hello": Hello,
@@ -372,9 +368,12 @@ FROM_CHILD: Dict[str, Type[ChildMessage]] = {
     "built": Built,
     "allowed": Allowed,
     "attached": Attached,
+    "entered": Entered,
+    "warmed": Warmed,
     "broken": Broken,
     "result": Result,
     "failed": Failed,
+    "done": Done,
     "skipped": Skipped,
     "unequal": Unequal,
     "pong": Pong,
@@ -385,6 +384,8 @@ TO_CHILD: Dict[str, Type[OrderMessage]] = {
     "probe": Probe,
     "allow": Allow,
     "attach": Attach,
+    "enter": Enter,
+    "warm": Warm,
     "together": Together,
     "predict": Predict,
     "skip": Skip,

@@ -20,9 +20,7 @@ from weightd.protocol.messages.children import (
     Attached,
     Build,
     Built,
-    Case,
     ChildMessage,
-    DeviceMemory,
     Hello,
     OrderMessage,
     Pong,
@@ -32,6 +30,7 @@ from weightd.protocol.messages.children import (
     Traits,
 )
 from weightd.protocol.messages.data import ResponseDescription, TensorSignature
+from weightd.protocol.messages.findings import Case, DeviceMemory
 
 M = TypeVar("M", bound=ChildMessage)
 

@@ -10,8 +10,9 @@ from weightd.daemon.doctor.trial.trial import Trial, is_doubtful
 from weightd.daemon.doctor.verdicts import trial as trial_checks
 from weightd.daemon.doctor.verdicts.finding import Finding, Verdict
 from weightd.daemon.doctor.verdicts.trial import ANSWER, ATTACH, BUILD, DEATH, LATER, MEMORY, NAMES, STRANGER, judge
-from weightd.protocol.messages.children import Allowed, Attached, Built, DeviceMemory
+from weightd.protocol.messages.children import Allowed, Attached, Built
 from weightd.protocol.messages.data import TensorSignature
+from weightd.protocol.messages.findings import DeviceMemory
 
 MIB = 1024 * 1024
 CANARY = "c" * 64

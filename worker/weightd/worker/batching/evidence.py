@@ -15,7 +15,8 @@ import numpy as np
 
 from weightd.protocol.codec import clip
 from weightd.protocol.errors import InvalidArgument
-from weightd.protocol.messages.children import Build, Case, Cases, Rows
+from weightd.protocol.messages.children import Build
+from weightd.protocol.messages.findings import Case, Cases, Rows
 from weightd.worker.batching import bits
 from weightd.worker.batching.bits import NotTogether
 from weightd.worker.batching.questions import LEAST, MAX_BYTES, Questions, has_rows

@@ -7,8 +7,8 @@ from typing import Any, Optional, Sequence
 import numpy as np
 
 from weightd.protocol.datatypes import ITEM_BYTES
-from weightd.protocol.messages.children import Case
 from weightd.protocol.messages.data import TensorSignature
+from weightd.protocol.messages.findings import Case
 from weightd.worker.canary import canary
 from weightd.worker.engines.engine import Arrays, ModelSignature
 

@@ -10,7 +10,7 @@ from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Set
 
 import numpy as np
 
-from weightd.protocol.messages.children import Case
+from weightd.protocol.messages.findings import Case
 from weightd.worker.batching import bits
 from weightd.worker.batching.bits import NotTogether
 from weightd.worker.batching.joint import Joint

@@ -11,8 +11,8 @@ from typing import Any, Dict, NamedTuple, Optional, Sequence, Tuple
 
 import numpy as np
 
-from weightd.protocol.messages.children import Case, Cases
 from weightd.protocol.messages.data import TensorSignature
+from weightd.protocol.messages.findings import Case, Cases
 from weightd.protocol.tensors import NUMPY_DTYPE
 from weightd.worker.engines.engine import Arrays, Engine, ModelSignature
 

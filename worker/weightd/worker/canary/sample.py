@@ -11,7 +11,7 @@ from typing import Any, Dict, List, Sequence, Tuple
 import numpy as np
 
 from weightd.protocol import limits
-from weightd.protocol.messages.children import Cases
+from weightd.protocol.messages.findings import Cases
 from weightd.protocol.schema import label
 from weightd.protocol.tensors import NUMPY_DTYPE
 from weightd.worker.canary import canary

@@ -15,8 +15,9 @@ from typing import Callable, Iterator, List, Optional, Tuple
 from weightd.protocol import limits
 from weightd.protocol.datatypes import ITEM_BYTES
 from weightd.protocol.errors import InvalidArgument, RequestError
-from weightd.protocol.messages.children import Build, Case, Cases
+from weightd.protocol.messages.children import Build
 from weightd.protocol.messages.data import TensorSignature
+from weightd.protocol.messages.findings import Case, Cases
 from weightd.worker.canary import canary
 from weightd.worker.canary.canary import Canary
 from weightd.worker.engines.engine import Arrays, Engine, Gears, ModelSignature

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Optional
 
-from weightd.protocol.messages.children import DeviceMemory
+from weightd.protocol.messages.findings import DeviceMemory
 from weightd.worker.engines.engine import Arrays, Engine, Settings
 from weightd.worker.engines.errors import BuildError
 from weightd.worker.engines.pages import PageSharing

@@ -6,8 +6,8 @@ import abc
 import types
 from typing import Any, ClassVar, Dict, Mapping, NamedTuple, Optional, Sequence, Tuple
 
-from weightd.protocol.messages.children import DeviceMemory
 from weightd.protocol.messages.data import TensorSignature
+from weightd.protocol.messages.findings import DeviceMemory
 from weightd.shared.devices import card_of, is_cpu
 from weightd.worker.engines.errors import BuildError
 from weightd.worker.engines.sharing import Sharing

@@ -26,7 +26,6 @@ from weightd.protocol.messages.children import (
     Attach,
     Attached,
     Built,
-    Case,
     Hello,
     Ping,
     Pong,
@@ -34,6 +33,7 @@ from weightd.protocol.messages.children import (
     Result,
 )
 from weightd.protocol.messages.data import RequestDescription, TensorSignature, TensorSpec
+from weightd.protocol.messages.findings import Case
 
 T = TypeVar("T")
 

@@ -11,7 +11,7 @@ import ctypes
 from typing import Any, Optional, Sequence
 
 from weightd.protocol.errors import WeightdError
-from weightd.protocol.messages.children import DeviceMemory
+from weightd.protocol.messages.findings import DeviceMemory
 
 _LIBRARY = "libascendcl.so"
 _HBM = 1  # aclrtMemAttr: ACL_HBM_MEM

@@ -28,7 +28,7 @@ from typing import Any, List, Optional, Sequence
 import numpy as np
 
 from weightd.protocol.errors import InvalidArgument
-from weightd.protocol.messages.children import DeviceMemory
+from weightd.protocol.messages.findings import DeviceMemory
 from weightd.worker.engines.engine import Arrays, Gears, Settings
 from weightd.worker.engines.errors import BuildError, NoRoom
 from weightd.worker.engines.mindspore_lite.acl import Acl, AclError

@@ -1,0 +1,50 @@
+"""What a child has found out of its model and its card: records that several of its messages have in common."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Dict, Tuple
+
+from weightd.protocol import limits
+from weightd.protocol.schema import boolean, integer, many, mapping, text
+
+Case = Dict[str, Tuple[int, ...]]
+"""An input of the canary: the shape of each of the model's inputs, by its name."""
+
+Cases = Tuple[Case, ...]
+
+CASE = mapping(many(integer(0, limits.MAX_DIM), limits.MAX_RANK), limits.MAX_TENSORS)
+CASES = many(CASE, limits.MAX_CANARY_CASES)
+BYTES = integer(0, limits.MAX_COUNT)
+ROWS = integer(1, limits.MAX_ROWS)
+SIZES = many(ROWS, limits.MAX_ROW_SIZES)
+DIGEST = text(limits.MAX_DIGEST_BYTES, empty=True)
+
+_NAMES = many(text(limits.MAX_NAME_BYTES), limits.MAX_TENSORS)
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """What a card says of its memory, in bytes: all processes of all users together."""
+
+    total_bytes: int = field(metadata=BYTES)
+    free_bytes: int = field(metadata=BYTES)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What a holder has found of the rows of its model: of tensors whose first dimension is that of each request.
+
+    `inputs` have rows, and `outputs` as many as these; where either has none, no requests can be put together, for the
+    reason that `note` gives. `equal`: those of many rows were, bit for bit, those of each alone; else `note` says which
+    differed, by how much, and of how many rows, or why that was not found out. `digest` is that of the answer to a
+    predict of many rows, "" where none is to be compared. `compared`: each number of rows up to this one, of the other
+    dimensions that the canary has, is among those that were compared.
+    """
+
+    inputs: Tuple[str, ...] = field(metadata=_NAMES)
+    outputs: Tuple[str, ...] = field(metadata=_NAMES)
+    equal: bool = field(metadata=boolean())
+    note: str = field(default="", metadata=text(limits.MAX_TEXT_BYTES, empty=True))
+    digest: str = field(default="", metadata=DIGEST)
+    compared: int = field(default=0, metadata=integer(0, limits.MAX_ROWS))

@@ -1,0 +1,88 @@
+"""What is said only to and by the processes of a unit, which live and die together.
+
+A unit is a model that is cut over several processes, its ranks, of which each has one slice; or one process that serves
+several models, its members.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Optional, Tuple
+
+from weightd.protocol import limits
+from weightd.protocol.messages.data import TensorSignature
+from weightd.protocol.messages.findings import CASES, DIGEST, ROWS, SIZES, Cases, DeviceMemory, Rows
+from weightd.protocol.schema import integer, many, record
+
+_SIGNATURES = many(record(TensorSignature), limits.MAX_TENSORS)
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Which rank a process is, and what the file of its slice says of the model's tensors."""
+
+    rank: int = field(metadata=integer(0, limits.MAX_DEVICES - 1))
+    inputs: Tuple[TensorSignature, ...] = field(metadata=_SIGNATURES)
+    outputs: Tuple[TensorSignature, ...] = field(metadata=_SIGNATURES)
+
+
+@dataclass(frozen=True)
+class Member:
+    """One of the models of a process that has several: what it takes and gives."""
+
+    inputs: Tuple[TensorSignature, ...] = field(metadata=_SIGNATURES)
+    outputs: Tuple[TensorSignature, ...] = field(metadata=_SIGNATURES)
+
+
+@dataclass(frozen=True)
+class Enter:
+    """daemon → each process of a unit: all are there; join the group, and load.
+
+    A broker, by which ranks find each other, answers nothing to it.
+    """
+
+
+@dataclass(frozen=True)
+class Entered:
+    """rank → daemon: I am in the group, and have loaded my slice, which takes and gives this.
+
+    `members` are those of a process that has several models; then `inputs` and `outputs` are empty.
+    """
+
+    inputs: Tuple[TensorSignature, ...] = field(metadata=_SIGNATURES)
+    outputs: Tuple[TensorSignature, ...] = field(metadata=_SIGNATURES)
+    device: Optional[DeviceMemory] = field(default=None, metadata=record(DeviceMemory))
+    """The card's memory after that; None on the CPU."""
+    members: Tuple[Member, ...] = field(default=(), metadata=many(record(Member), limits.MAX_MEMBERS))
+
+
+@dataclass(frozen=True)
+class Warm:
+    """daemon → rank: all have entered, and all are told this at once: run the canary. `rows`, `sizes` as in `Build`."""
+
+    rows: int = field(default=1, metadata=ROWS)
+    sizes: Tuple[int, ...] = field(default=(), metadata=SIZES)
+
+
+@dataclass(frozen=True)
+class Warmed:
+    """rank → daemon: I have run the canary, and what I had to compare was right.
+
+    `canary` is the digest of what was compared, "" where this rank has nothing to compare; of a process that has
+    several models, `members` has that of each, in their order, and it is itself "". `canary_cases` are its inputs.
+    """
+
+    canary: str = field(metadata=DIGEST)
+    canary_cases: Cases = field(metadata=CASES)
+    rows: Optional[Rows] = field(default=None, metadata=record(Rows))
+    """None where it was not to be found out."""
+    device: Optional[DeviceMemory] = field(default=None, metadata=record(DeviceMemory))
+    """The card's memory after that; None on the CPU."""
+    members: Tuple[str, ...] = field(default=(), metadata=many(DIGEST, limits.MAX_MEMBERS))
+
+
+@dataclass(frozen=True)
+class Done:
+    """rank → daemon: the `Predict` is run, and what came of it another rank tells."""
+
+    request: int = field(metadata=integer(0, limits.MAX_COUNT))
