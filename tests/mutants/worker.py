@@ -33,7 +33,7 @@ MUTANTS = [
         ("if asked.outputs is None and all(arrays[name] is outputs[name] for name in outputs):", "if True:"),
     ),
     *mutants("worker", _SESSION + " -k 'template or takes_no_request'",
-        ("                if self._heirs.forker is not None:\n", "                if False:\n"),
+        ("        if self._heirs.forker is not None:\n", "        if False:\n"),
         ("forker if known.digest and not self._engine.draws", "forker if not self._engine.draws"),
         ("if known.digest and not self._engine.draws else None", "if known.digest else None"),
         ("        if not is_worth(took, self._heirs.number, costs):", "        if False:"),

@@ -54,7 +54,7 @@ from weightd.protocol.messages.regions import MappedInput, MappedOutput, MappedR
 from weightd.protocol.tensors import NUMPY_DTYPE, describe_response, frame_of, spec_of, to_wire
 from weightd.protocol.version import VERSION
 from weightd.shared import memfd
-from weightd.worker import exits, nativelog
+from weightd.worker import exits, life, nativelog
 from weightd.worker import session as session_module
 from weightd.worker.batching import trials
 from weightd.worker.canary import canary
@@ -749,7 +749,7 @@ def test_log_and_heap_are_bounded_while_requests_come_and_nothing_is_kept_when_n
     assert heap == ["keep", *at_once, *rest, *at_once, *rest]
     assert engine.done.count("give back") == 1 + 2
     heap.clear()
-    monkeypatch.setattr(session_module, "_TIDY_S", 0)
+    monkeypatch.setattr(life, "TIDY_S", 0)
     play(engine, ATTACH, predict(1), encode(Ping(False)), STOP)
     assert heap == ["keep", *at_once, *at_once, *at_once]
     heap.clear()
@@ -962,7 +962,7 @@ def test_what_was_run_together_is_now_and_then_run_again_when_nothing_comes(
     tidy_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(trials, "_SELDOM", 1)
-    monkeypatch.setattr(session_module, "_TIDY_S", tidy_s)
+    monkeypatch.setattr(life, "TIDY_S", tidy_s)
     good, bad = together(of_rows(1, 1), of_rows(2, 2)), together(of_rows(3, 3), of_rows(4, 5))
     engine = fake(seldom)
     status, socket = play(engine, ATTACH, *good, *good, PAUSE, PAUSE, *bad, PAUSE, *good, STOP)

@@ -1,7 +1,6 @@
-"""The life of a child: HELLO, one build, then requests until it is told to stop.
+"""The life of a holder or a worker (`life`): one build, then requests until it is told to stop.
 
-One thread: while the engine works, messages wait in their sockets. That the process is alive is watched from outside,
-by its pidfd, and that it answers by pings.
+That the process is alive is watched from outside, by its pidfd, and that it answers by pings.
 """
 
 from __future__ import annotations
@@ -9,30 +8,21 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-import platform
-import time
 from pathlib import Path
 from typing import Any, Callable, NamedTuple, Optional, Sequence, Union
 
-import numpy as np
-
-from weightd.protocol import limits
-from weightd.protocol.codec import Decoder, clip, encode
-from weightd.protocol.errors import InvalidArgument, RemoteProtocolError, WeightdError
+from weightd.protocol.codec import clip, encode
+from weightd.protocol.errors import InvalidArgument, RemoteProtocolError
 from weightd.protocol.messages.children import (
-    TO_CHILD,
     Allow,
     Allowed,
     Attach,
     Attached,
-    Back,
-    Broken,
     Build,
     Built,
     Fork,
     Forked,
     Hello,
-    Map,
     OrderMessage,
     Ping,
     Pong,
@@ -40,37 +30,28 @@ from weightd.protocol.messages.children import (
     Probe,
     Probing,
     Settle,
-    Skip,
-    Skipped,
-    Stop,
-    Together,
-    Unmap,
 )
 from weightd.protocol.messages.findings import Cases, Rows
-from weightd.protocol.version import VERSION
-from weightd.worker import exits, libraries, nativelog, weights
+from weightd.worker import libraries, nativelog, weights
 from weightd.worker.batching import evidence
 from weightd.worker.canary import canary, sample, search
 from weightd.worker.canary.proof import Proof
 from weightd.worker.connection import Connection
 from weightd.worker.engines.engine import Arrays, Engine, ModelSignature
-from weightd.worker.engines.errors import BuildError, NoRoom, NotAllowed
+from weightd.worker.engines.errors import BuildError, NotAllowed
 from weightd.worker.engines.sharing import Shared
 from weightd.worker.forking.forker import Forker, Made
 from weightd.worker.heap import Heap, own_bytes
-from weightd.worker.inbox import Entry, Inbox
 from weightd.worker.lane import LaneConnection
-from weightd.worker.predictor import Predictor, Told
+from weightd.worker.life import Life
+from weightd.worker.predictor import Predictor
 from weightd.worker.worth import COSTS, is_worth
-
-_PYTHON = platform.python_version()
 
 _log = logging.getLogger("weightd.worker")
 
 _DIFFERS = "the answer of this process to many rows is not that of the one that has found out that they can be so"
 
-# How often what a predict leaves behind is looked at while they come, and when nothing is kept for the next one.
-_TIDY_S = 1.0
+# When nothing is kept for the next predict.
 _IDLE_S = 10.0
 
 # How long nothing has come before a worker looks again at what it has run: who comes then waits until that is done.
@@ -125,7 +106,7 @@ _SPAWNED = Origin("spawned")
 _NO_HEIRS = Heirs()
 
 
-class Session:
+class Session(Life):
     """Serves one engine over one connection.
 
     Args:
@@ -147,7 +128,7 @@ class Session:
         origin: Origin = _SPAWNED,
         heirs: Heirs = _NO_HEIRS,
     ) -> None:
-        self._connection = connection
+        super().__init__(connection)
         self._engine = engine
         self._files = files
         self._sample: Optional[Arrays] = None
@@ -158,84 +139,23 @@ class Session:
         self._gives: Optional[Made] = None
         self._sha256 = ""
         self._handle = ""
-        self._status = exits.OK
-        self._decoder = Decoder(TO_CHILD, max_bytes=limits.MAX_CHILD_HEADER_BYTES)
         self._predictor = Predictor(engine, self._answer)
         self._heap = Heap(engine.give_back)
-        self._tidy_at = 0.0
-        self._patience_s = -1.0
-        self._inbox = Inbox()
         # On what the model does not run, as far as it is known.
         self._unfit: Cases = ()
 
-    def run(self, sha256: str) -> int:
-        """Say HELLO and obey until told to stop; return the exit status."""
-        self._sha256 = sha256
-        self._send(self._hello())
-        while self._status == exits.OK:
-            order, tensors = self._next()
-            if isinstance(order, Predict):
-                self._status = self._predictor.predict(order, tensors)
-            elif isinstance(order, Together):
-                self._status = self._predictor.together(tensors, order.rows)
-            elif isinstance(order, Stop):
-                return exits.OK
-            else:
-                self._status = self._obey(order)
-            # They may be large, and the next wait long.
-            del order, tensors
-            if time.monotonic() >= self._tidy_at:
-                self._tidy()
-        # The daemon has the bad news and will say Stop: leaving before it does could lose them.
-        while not isinstance(self._next()[0], Stop):
-            pass
-        return self._status
-
-    def _next(self) -> Entry:
-        """Wait for an order. What has come meanwhile is read first: a Skip overtakes what it is about."""
-        while True:
-            messages = self._connection.receive(0 if self._inbox else self._patience_s)
-            if messages:
-                self._take(messages)
-            if self._inbox:
-                return self._inbox.take()
-            if messages is not None:
-                if not messages:
-                    self._when_quiet()
-            elif self._status == exits.OK:
-                self._inbox.drop_begun()
-                self._predictor.regions.clear()
-                self._send(Back())
-            else:
-                # This daemon may not have heard the bad news: that the process ends tells it.
-                return Stop(), ()
-
-    def _take(self, messages: Sequence[Sequence[Any]]) -> None:
-        for frames in messages:
-            order = self._decoder.decode(frames)
-            if isinstance(order, Predict):
-                if self._heirs.forker is not None:
-                    raise RemoteProtocolError("type: expected no predict where workers are forked, got one")
-                self._inbox.put(order, frames[limits.MAX_HEADER_FRAMES :])
-            elif isinstance(order, Skip):
-                if self._inbox.skip(order.request):
-                    self._answer((Skipped(order.request), ()))
-            elif isinstance(order, Map):
-                # No predict before it can mean another one: its number is new, or that of a region that is given again.
-                self._inbox.keep(order.region)
-                self._predictor.regions.map(order.region, self._connection.take_descriptor())
-            else:
-                self._inbox.put(order)
+    def _take_predict(self, order: Predict, tensors: Sequence[Any]) -> None:
+        if self._heirs.forker is not None:
+            raise RemoteProtocolError("type: expected no predict where workers are forked, got one")
+        super()._take_predict(order, tensors)
 
     def _tidy(self) -> None:
-        """Bound what libraries leave behind with each predict."""
-        nativelog.bound()
+        super()._tidy()
         self._heap.bound()
-        self._tidy_at = time.monotonic() + _TIDY_S
         self._patience_s = _AUDIT_S if self._predictor.is_audit_due else _IDLE_S
 
     def _when_quiet(self) -> None:
-        """Nothing has come for a while: what is to be done then comes next, if anything is."""
+        """What is to be done then comes next, if anything is."""
         if self._predictor.is_audit_due:
             self._inbox.put_back(_AUDIT)
         else:
@@ -248,37 +168,25 @@ class Session:
         self._tidy_at = 0.0
         self._patience_s = -1.0
 
-    def _hello(self) -> Hello:
-        versions = {"weightd": VERSION, "python": _PYTHON, "numpy": np.__version__}
-        versions.update(self._engine.versions())
+    def _hello(self, sha256: str) -> Hello:
+        self._sha256 = sha256
+        versions = self._versions(self._engine.versions())
         sharing, (origin, note, _) = self._engine.sharing, self._origin
-        return Hello(
-            sharing.current_pid(), self._sha256, versions, sharing.traits, origin, note, self._engine.concurrency
-        )
+        return Hello(sharing.current_pid(), sha256, versions, sharing.traits, origin, note, self._engine.concurrency)
 
-    def _obey(self, order: OrderMessage) -> int:
-        if isinstance(order, Unmap):
-            self._predictor.regions.unmap(order.region)
-            return exits.OK
-        try:
-            if isinstance(order, Build):
-                self._build(order)
-            elif isinstance(order, Attach):
-                self._attach(order)
-            elif isinstance(order, Fork):
-                self._fork(order)
-            elif isinstance(order, Allow):
-                self._allow(order)
-            elif isinstance(order, Ping):
-                self._ping(order)
-            elif isinstance(order, Settle):
-                self._settle(order)
-        except WeightdError as error:
-            return self._broken(str(error), exits.CANNOT_BUILD, no_room=isinstance(error, NoRoom))
-        except Exception as error:  # noqa: BLE001 - the daemon is told, whatever a library raises
-            _log.exception("%s", type(order).__name__)
-            return self._broken(f"{type(error).__name__}: {error}", exits.FAILED)
-        return exits.OK
+    def _do(self, order: OrderMessage) -> None:
+        if isinstance(order, Build):
+            self._build(order)
+        elif isinstance(order, Attach):
+            self._attach(order)
+        elif isinstance(order, Fork):
+            self._fork(order)
+        elif isinstance(order, Allow):
+            self._allow(order)
+        elif isinstance(order, Ping):
+            self._ping(order)
+        elif isinstance(order, Settle):
+            self._settle(order)
 
     def _build(self, order: Build) -> None:
         """Build, find the canary, export or be a template; and see that the answers are still the same."""
@@ -456,19 +364,6 @@ class Session:
 
     def _ping(self, order: Ping) -> None:
         self._send(Pong(self._predictor.proof.digest() if order.canary and self._predictor.proof is not None else ""))
-
-    def _broken(self, cause: str, status: int, *, no_room: bool = False) -> int:
-        _log.error("%s", cause)
-        self._send(Broken(clip(cause), no_room))
-        return status
-
-    def _send(self, message: object) -> None:
-        self._connection.send(encode(message, max_bytes=limits.MAX_CHILD_HEADER_BYTES))
-
-    def _answer(self, *answers: Told) -> None:
-        self._connection.answer(
-            *[[*encode(message, max_bytes=limits.MAX_CHILD_HEADER_BYTES), *tensors] for message, tensors in answers]
-        )
 
 
 def _check(signature: ModelSignature) -> None:

@@ -1,0 +1,181 @@
+"""What all children do: HELLO, then one order after another, until told to stop.
+
+One thread: while the engine works, messages wait in their sockets.
+"""
+
+from __future__ import annotations
+
+import abc
+import logging
+import platform
+import time
+from typing import Any, Dict, Sequence, Union
+
+import numpy as np
+
+from weightd.protocol import limits
+from weightd.protocol.codec import Decoder, clip, encode
+from weightd.protocol.errors import WeightdError
+from weightd.protocol.messages.children import (
+    TO_CHILD,
+    Back,
+    Broken,
+    Hello,
+    Map,
+    OrderMessage,
+    Predict,
+    Skip,
+    Skipped,
+    Stop,
+    Together,
+    Unmap,
+)
+from weightd.protocol.version import VERSION
+from weightd.worker import exits, nativelog
+from weightd.worker.connection import Connection
+from weightd.worker.engines.errors import NoRoom
+from weightd.worker.inbox import Entry, Inbox
+from weightd.worker.lane import LaneConnection
+from weightd.worker.predictor import Predictor, Told
+
+_PYTHON = platform.python_version()
+
+_log = logging.getLogger("weightd.worker")
+
+# How often what a predict leaves behind is looked at while they come.
+TIDY_S = 1.0
+
+
+class Life(abc.ABC):
+    """Obeys over one connection.
+
+    Args:
+        connection: to the daemon.
+    """
+
+    _predictor: Predictor
+    """Runs requests; set by the subclass."""
+
+    def __init__(self, connection: Union[Connection, LaneConnection]) -> None:
+        self._connection = connection
+        self._status = exits.OK
+        self._decoder = Decoder(TO_CHILD, max_bytes=limits.MAX_CHILD_HEADER_BYTES)
+        self._tidy_at = 0.0
+        self._patience_s = -1.0
+        self._inbox = Inbox()
+
+    def run(self, sha256: str) -> int:
+        """Say HELLO and obey until told to stop; return the exit status.
+
+        Args:
+            sha256: digest of the model.
+        """
+        self._send(self._hello(sha256))
+        while self._status == exits.OK:
+            order, tensors = self._next()
+            if isinstance(order, Predict):
+                self._status = self._predictor.predict(order, tensors)
+            elif isinstance(order, Together):
+                self._status = self._predictor.together(tensors, order.rows)
+            elif isinstance(order, Stop):
+                return exits.OK
+            else:
+                self._status = self._obey(order)
+            # They may be large, and the next wait long.
+            del order, tensors
+            if time.monotonic() >= self._tidy_at:
+                self._tidy()
+        # The daemon has the bad news and will say Stop: leaving before it does could lose them.
+        while not isinstance(self._next()[0], Stop):
+            pass
+        return self._status
+
+    @abc.abstractmethod
+    def _hello(self, sha256: str) -> Hello:
+        """Return what this process is."""
+
+    @abc.abstractmethod
+    def _do(self, order: OrderMessage) -> None:
+        """Obey one that is no request. Whatever is raised is told, and ends the process."""
+
+    def _versions(self, engine: Dict[str, str]) -> Dict[str, str]:
+        return {"weightd": VERSION, "python": _PYTHON, "numpy": np.__version__, **engine}
+
+    def _next(self) -> Entry:
+        """Wait for an order. What has come meanwhile is read first: a Skip overtakes what it is about."""
+        while True:
+            messages = self._connection.receive(0 if self._inbox else self._patience_s)
+            if messages:
+                self._take(messages)
+            if self._inbox:
+                return self._inbox.take()
+            if messages is not None:
+                if not messages:
+                    self._when_quiet()
+            elif self._status == exits.OK:
+                self._inbox.drop_begun()
+                self._predictor.regions.clear()
+                self._send(self._back())
+            else:
+                # This daemon may not have heard the bad news: that the process ends tells it.
+                return Stop(), ()
+
+    def _back(self) -> Back:
+        """What another daemon is told."""
+        return Back()
+
+    def _take(self, messages: Sequence[Sequence[Any]]) -> None:
+        for frames in messages:
+            order = self._decoder.decode(frames)
+            if isinstance(order, Predict):
+                self._take_predict(order, frames[limits.MAX_HEADER_FRAMES :])
+            elif isinstance(order, Skip):
+                self._skip(order)
+            elif isinstance(order, Map):
+                # No predict before it can mean another one: its number is new, or that of a region that is given again.
+                self._inbox.keep(order.region)
+                self._predictor.regions.map(order.region, self._connection.take_descriptor())
+            else:
+                self._inbox.put(order)
+
+    def _take_predict(self, order: Predict, tensors: Sequence[Any]) -> None:
+        self._inbox.put(order, tensors)
+
+    def _skip(self, order: Skip) -> None:
+        if self._inbox.skip(order.request):
+            self._answer((Skipped(order.request), ()))
+
+    def _tidy(self) -> None:
+        """Bound what libraries leave behind with each predict."""
+        nativelog.bound()
+        self._tidy_at = time.monotonic() + TIDY_S
+
+    @abc.abstractmethod
+    def _when_quiet(self) -> None:
+        """Nothing has come for as long as `_patience_s` says."""
+
+    def _obey(self, order: OrderMessage) -> int:
+        if isinstance(order, Unmap):
+            self._predictor.regions.unmap(order.region)
+            return exits.OK
+        try:
+            self._do(order)
+        except WeightdError as error:
+            return self._broken(str(error), exits.CANNOT_BUILD, no_room=isinstance(error, NoRoom))
+        except Exception as error:  # noqa: BLE001 - the daemon is told, whatever a library raises
+            _log.exception("%s", type(order).__name__)
+            return self._broken(f"{type(error).__name__}: {error}", exits.FAILED)
+        return exits.OK
+
+    def _broken(self, cause: str, status: int, *, no_room: bool = False) -> int:
+        _log.error("%s", cause)
+        self._send(Broken(clip(cause), no_room))
+        return status
+
+    def _send(self, message: object) -> None:
+        self._connection.send(encode(message, max_bytes=limits.MAX_CHILD_HEADER_BYTES))
+
+    def _answer(self, *answers: Told) -> None:
+        self._connection.answer(
+            *[[*encode(message, max_bytes=limits.MAX_CHILD_HEADER_BYTES), *tensors] for message, tensors in answers]
+        )
