@@ -19,6 +19,7 @@ from weightd.daemon.children.probing import Probing
 from weightd.daemon.children.running import Running
 from weightd.daemon.children.snapshotter import Taken
 from weightd.daemon.config.model import ModelConfig
+from weightd.daemon.config.ranks import Ranks
 from weightd.daemon.generations.plan import Source
 from weightd.daemon.host.loop import Loop
 from weightd.shared.modelfile import identity, model_files
@@ -84,7 +85,7 @@ def test_a_snapshot_is_told_with_what_it_holds(scene: Scene, tmp_path: Path) -> 
 
 
 def test_what_was_taken_of_a_file_is_known_until_it_is_removed(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    answer = json.dumps({"sha256": SHA, "nbytes": 7, "identity": "known", "origin": "from"})
+    answer = json.dumps({"taken": [[SHA, 7, "known", "from"]]})
     command = mock.Mock(return_value=["echo", answer])
     monkeypatch.setattr(snapshotter, "command", command)
     for number, gone in ((3, 0), (4, 3), (5, 5), (6, 0)):
@@ -93,7 +94,31 @@ def test_what_was_taken_of_a_file_is_known_until_it_is_removed(scene: Scene, mon
         scene.wait()
         scene.pinning.unpin("m", replace(scene.source, number=gone))
     taken = [Taken(snapshot.path, SHA, 7, "known", "from") for _, snapshot in scene.told]
-    assert [call.args[1] for call in command.call_args_list] == [None, *taken[:2], None]
+    assert [call.args[0][0].known for call in command.call_args_list] == [None, *taken[:2], None]
+
+
+def test_a_model_that_is_cut_has_a_snapshot_of_all_its_slices(scene: Scene, tmp_path: Path) -> None:
+    ranks = Ranks(size=2, groups=(("ascend:0", "ascend:1"),) * 2, rank_table=str(tmp_path / "t{group}.json"))
+    ranks = replace(ranks, group_info_file=str(tmp_path / "g"))
+    for name in ("t0.json", "t1.json", "g"):
+        (tmp_path / name).write_text(name)
+    digests: list[str] = []
+    for rank in range(2):
+        content = f"slice {rank}".encode()
+        (tmp_path / f"m{rank}.mindir").write_bytes(content)
+        digests.append(hashlib.sha256(content).hexdigest())
+    scene.source = Source(str(tmp_path / "m{rank}.mindir"), number=3)
+    scene.pin(replace(scene.config, path=scene.source.path, ranks=ranks))
+    scene.wait()
+    [(_, snapshot)] = scene.told
+    assert (snapshot.path, snapshot.nbytes) == (snapshot.slices[0].path, 14)
+    assert snapshot.sha256 == hashlib.sha256("".join(f"{each}\n" for each in digests).encode()).hexdigest()
+    for rank, each in enumerate(snapshot.slices):
+        assert (each.sha256, each.nbytes, Path(each.path).name) == (digests[rank], 7, f"m{rank}.mindir")
+        assert each.identity == identity(model_files(Path(each.path)))
+        assert Path(each.group_info).read_text() == "g"
+    assert [Path(each).read_text() for each in snapshot.tables] == ["t0.json", "t1.json"]
+    assert all(Path(each).is_relative_to(scene.directory) for each in snapshot.tables)
 
 
 def test_one_that_cannot_be_taken_is_told_with_the_cause_and_leaves_nothing(scene: Scene) -> None:

@@ -20,6 +20,7 @@ import pytest
 
 from testkit import models
 from weightd.daemon.children import snapshotter
+from weightd.daemon.children.snapshotter import Wanted
 from weightd.shared.modelfile import ModelFileError, digest, identity, model_files
 
 CONTENT = bytes(range(256)) * 1000
@@ -289,14 +290,15 @@ def test_a_copy_that_names_other_files_is_refused(
 def test_weights_are_copied_from_a_file_only(model: Path, directory: Path, tmp_path: Path) -> None:
     weights, copy = tmp_path / "weights.npz", tmp_path / "copy"
     weights.write_bytes(b"weights")
-    answer = snapshotter.answer(model, directory, weights, copy)
-    assert (answer["sha256"], answer["nbytes"]) == (digest(model), len(CONTENT))
+    wanted, files = [Wanted(str(model), str(directory))], [str(weights), str(copy)]
+    [(sha256, nbytes, *_)] = snapshotter.answer(wanted, files)["taken"]
+    assert (sha256, nbytes) == (digest(model), len(CONTENT))
     assert (copy.read_bytes(), mode(copy)) == (b"weights", 0o400)
     shutil.rmtree(directory)
     weights.unlink()
     os.mkfifo(weights)
     error = f"{weights}: expected a file, got a special file"
-    assert snapshotter.answer(model, directory, weights, copy) == {"error": error}
+    assert snapshotter.answer(wanted, files) == {"error": error}
 
 
 @pytest.mark.parametrize(
@@ -316,7 +318,21 @@ def test_what_goes_wrong_is_answered_in_a_line(
         model.unlink()
     elif spoilt == "directory":
         directory.mkdir()
-    assert snapshotter.answer(model, directory) == {"error": text.format(model=model, directory=directory)}
+    answer = snapshotter.answer([Wanted(str(model), str(directory))])
+    assert answer == {"error": text.format(model=model, directory=directory)}
+
+
+def test_of_several_models_the_one_is_named_that_cannot_be_copied(model: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other.mindir"
+    wanted = [Wanted(str(path), str(tmp_path / f"rank{rank}")) for rank, path in enumerate([model, other])]
+    assert snapshotter.answer(wanted) == {"error": f"{other}: No such file or directory"}
+    other.write_bytes(b"other")
+    shutil.rmtree(tmp_path / "rank0")
+    error = f"cannot copy {other} to {tmp_path / 'rank1'}: File exists"
+    assert snapshotter.answer(wanted) == {"error": error}
+    for rank in (0, 1):
+        shutil.rmtree(tmp_path / f"rank{rank}")
+    assert [each[0] for each in snapshotter.answer(wanted)["taken"]] == [digest(model), digest(other)]
 
 
 # Looks at the process's score for the end by want of memory when it ends.
@@ -331,7 +347,7 @@ atexit.register(lambda: print(before, int(score.read_text())))
 @pytest.mark.parametrize("limit", ["unlimited", "64"])
 def test_as_the_process_that_it_is(model: Path, directory: Path, limit: str) -> None:
     """It goes before the daemon when memory runs out. A limit on the size of files stands in for the full disk."""
-    argv = snapshotter.command([str(model), str(directory)])
+    argv = snapshotter.command([Wanted(str(model), str(directory))])
     argv[argv.index("-c") + 1] = SCORE + argv[argv.index("-c") + 1]
     done = subprocess.run(
         ["sh", "-c", f'ulimit -f {limit}; exec "$0" "$@"', *argv],
@@ -344,7 +360,7 @@ def test_as_the_process_that_it_is(model: Path, directory: Path, limit: str) -> 
     before, after = map(int, scores.split())
     assert (done.stderr, after) == ("", min(before + 400, 1000))
     if limit == "unlimited":
-        assert (done.returncode, json.loads(answer)["sha256"]) == (0, digest(model))
+        assert (done.returncode, json.loads(answer)["taken"][0][0]) == (0, digest(model))
     else:
         error = f"cannot copy {model} to {directory}: File too large"
         assert (done.returncode, json.loads(answer)) == (1, {"error": error})

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
+from weightd.daemon.children.owner import Snapshot
 from weightd.daemon.config.policies import Policy
 from weightd.daemon.generations.actions import Dismiss, Enlist, Forget, Kill, Pin, Role, Send, Spawn
 from weightd.daemon.generations.generation import Generation
@@ -16,7 +17,7 @@ from weightd.daemon.generations.plan import Source, Terms
 from weightd.daemon.generations.restarts import MAX_FAILED_STARTS
 from weightd.daemon.host.ends import End
 from weightd.daemon.host.memory import MIB
-from weightd.daemon.models.budget import Device, Need
+from weightd.daemon.models.budget import Device, Need, Room
 from weightd.daemon.models.deployment import Deployment
 from weightd.daemon.models.stage import Succession
 from weightd.protocol.messages.children import Attached, Broken, Built, Hello
@@ -53,7 +54,7 @@ class Life:
         self.deployment = Deployment(self.device, terms, Succession(policy, fall_back, EACH), self.make, self.wake)
         self.deployment.start(FIRST)
 
-    def make(self, device: Device, source: Source, terms: Terms) -> Generation:
+    def make(self, device: Room, source: Source, terms: Terms) -> Generation:
         number = next(self.numbers)
         self.there[f"m.{number}"] = Generation(f"m.{number}", terms, device.name, source, number)
         return self.there[f"m.{number}"]
@@ -92,7 +93,7 @@ class Life:
         return self.serving, self.coming, [each.label for each in self.deployment.leaving]
 
     def pinned(self, source: Source = FIRST) -> Life:
-        self.deployment.pinned(source, SHA, WEIGHTS, self.now)
+        self.deployment.pinned(source, Snapshot("", "", SHA, WEIGHTS), self.now)
         return self
 
     def greets(self, label: str) -> Life:

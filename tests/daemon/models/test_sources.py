@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from weightd.daemon.children.owner import Snapshot
+from weightd.daemon.children.owner import SliceSnapshot, Snapshot
 from weightd.daemon.generations.plan import Source
 from weightd.daemon.models.sources import Numbers, Sources
 
@@ -22,9 +22,14 @@ class Shelf(Sources):
         )
         self.snapshot(self.current)
 
+    @staticmethod
+    def taken(number: int) -> Snapshot:
+        slices = (SliceSnapshot(f"/cache/{number}", "5" * 64, number, "known", "/g"),) * 2
+        return Snapshot(f"/cache/{number}", "", "5" * 64, number, "/s", "known", slices, ("/t0", "/t1"))
+
     def snapshot(self, source: Source) -> Source:
         self.snapshots.want(source, float("inf"))
-        self.snapshots.taken(source, Snapshot(f"/cache/{source.number}", "", "5" * 64, source.number, "/s", "known"))
+        self.snapshots.taken(source, self.taken(source.number))
         return source
 
     def updated(self, path: str, weights: str = "") -> Source:

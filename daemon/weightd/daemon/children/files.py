@@ -20,6 +20,10 @@ class SnapshotFiles:
         """The model file that every process loads, and what belongs to it. Made by the snapshot process."""
         return self.directory / "model"
 
+    def slice_dir(self, rank: int) -> Path:
+        """Where a rank's slice is, and what belongs to it. As `model_dir`."""
+        return self.directory / f"rank{rank}"
+
     @property
     def weights(self) -> Path:
         """The arrays that every process loads over the model's weights, if there are any."""
@@ -29,6 +33,14 @@ class SnapshotFiles:
     def sample(self) -> Path:
         """The inputs that the canary asks, if they are configured."""
         return self.directory / "canary.npz"
+
+    def group_info(self, rank: int) -> Path:
+        """What a rank is told of the groups of ranks within the model, if that is configured."""
+        return self.directory / f"group_info{rank}"
+
+    def table(self, group: int) -> Path:
+        """The rank table of a group, if it is configured."""
+        return self.directory / f"rank_table{group}.json"
 
     @property
     def log(self) -> Path:

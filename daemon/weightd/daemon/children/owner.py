@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -12,16 +13,33 @@ from weightd.protocol.messages.children import ChildMessage
 
 
 @dataclass(frozen=True)
+class SliceSnapshot:
+    """The copy of what one rank loads; the fields are those of `Snapshot`.
+
+    Attributes:
+        group_info: the copy of what it is told of the groups of ranks within the model, or "".
+    """
+
+    path: str
+    sha256: str
+    nbytes: int
+    identity: str
+    group_info: str = ""
+
+
+@dataclass(frozen=True)
 class Snapshot:
     """The immutable copy of a source that every process of its generations loads.
 
     Attributes:
-        path: the copy of the model file.
+        path: the copy of the model file; where it is cut into slices, that of rank 0.
         weights: the copy of the arrays to load over its weights, or "".
-        sha256: of the model.
+        sha256: of the model, or of the digests of all slices in the order of their ranks.
         nbytes: of all files of the model.
         sample: the copy of the inputs that the canary is run on, or "".
         identity: of the files of the model: another one as soon as one was written or replaced.
+        slices: what each rank loads; none: the model is whole.
+        tables: the copy of the rank table of each group, if they are configured.
     """
 
     path: str
@@ -30,6 +48,13 @@ class Snapshot:
     nbytes: int
     sample: str = ""
     identity: str = ""
+    slices: tuple[SliceSnapshot, ...] = ()
+    tables: tuple[str, ...] = ()
+
+
+def digest_of(slices: Sequence[SliceSnapshot]) -> str:
+    """Return the sha256 that names a model that is cut into these: of their digests, each on a line."""
+    return hashlib.sha256("".join(f"{each.sha256}\n" for each in slices).encode()).hexdigest()
 
 
 class Owner(Protocol):

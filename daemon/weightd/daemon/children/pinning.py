@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from weightd.daemon.children import helpers, snapshotter
 from weightd.daemon.children.files import SnapshotFiles
 from weightd.daemon.children.helpers import Answer
-from weightd.daemon.children.owner import Owner, Snapshot
+from weightd.daemon.children.owner import Owner, SliceSnapshot, Snapshot, digest_of
 from weightd.daemon.children.probing import Probing
 from weightd.daemon.children.running import Running
-from weightd.daemon.children.snapshotter import Taken
+from weightd.daemon.children.snapshotter import Taken, Wanted
 from weightd.daemon.config import canary
 from weightd.daemon.config.model import ModelConfig
+from weightd.daemon.config.ranks import RANK
 from weightd.daemon.generations.plan import Source
 from weightd.daemon.host.directories import ClaimError
 from weightd.daemon.host.ends import End
@@ -49,15 +50,14 @@ class Pinning:
     def pin(self, owner: Owner, model: str, config: ModelConfig, source: Source) -> None:
         """Start the process that takes the snapshot."""
         files = self._files(model, source)
-        sample = canary.sample(config.canary)
-        arguments = [source.path, str(files.model_dir)]
-        arguments += [source.weights, str(files.weights)] if source.weights else []
-        arguments += [sample, str(files.sample)] if sample else []
+        wanted = [
+            Wanted(path, str(directory), self._taken.get(path)) for path, directory in _models(config, source, files)
+        ]
+        more = [str(each) for pair in _files(config, source, files) for each in pair]
         tell = functools.partial(self._on_answer, owner, config, source, files)
         try:
             files.create()
-            known = self._taken.get(source.path)
-            helpers.ask(self._running, files.directory.name, snapshotter.command(arguments, known), files.log, tell)
+            helpers.ask(self._running, files.directory.name, snapshotter.command(wanted, more), files.log, tell)
         except (ClaimError, OSError) as error:
             self._later(functools.partial(owner.pin_failed, source, f"cannot take a snapshot: {error}"))
 
@@ -65,9 +65,8 @@ class Pinning:
         """Remove the snapshot, or stop taking it."""
         files = self._files(model, source)
         name = files.directory.name
-        there = self._taken.get(source.path)
-        if there is not None and files.directory in Path(there.path).parents:
-            del self._taken[source.path]
+        for path in [path for path, there in self._taken.items() if files.directory in Path(there.path).parents]:
+            del self._taken[path]
         for each in list(self._running.processes):
             if each == name or each.startswith(f"{name}."):
                 self._running.kill(each)
@@ -80,19 +79,50 @@ class Pinning:
     def _on_answer(
         self, owner: Owner, config: ModelConfig, source: Source, files: SnapshotFiles, answer: Answer, end: End
     ) -> None:
-        sha256, nbytes = answer.get("sha256"), answer.get("nbytes")
-        if end.status != 0 or not isinstance(sha256, str) or not isinstance(nbytes, int):
+        models = _models(config, source, files)
+        try:
+            copies = [str(directory / Path(path).name) for path, directory in models]
+            taken = [Taken(copy, *each) for copy, each in zip(copies, answer.get("taken", ()), strict=True)]
+        except (TypeError, ValueError):
+            taken = []
+        if end.status != 0 or not taken:
             files.remove()
             cause = answer.get("error") or end.words or f"the snapshot {end.how}"
             owner.pin_failed(source, cause, time.monotonic())
             return
-        path = str(files.model_dir / Path(source.path).name)
-        taken = Taken(path, sha256, nbytes, str(answer.get("identity", "")), str(answer.get("origin", "")))
-        if taken.origin:
-            self._taken[source.path] = taken
-        weights = str(files.weights) if source.weights else ""
-        sample = str(files.sample) if canary.sample(config.canary) else ""
-        snapshot = Snapshot(path, weights, sha256, nbytes, sample, taken.identity)
+        self._taken.update((path, each) for (path, _), each in zip(models, taken, strict=True) if each.origin)
+        snapshot = _snapshot(config, source, files, taken)
         self._probing.ask(
             config.python, config.devices, files.log, lambda: owner.pinned(source, snapshot, time.monotonic())
         )
+
+
+def _models(config: ModelConfig, source: Source, files: SnapshotFiles) -> list[tuple[str, Path]]:
+    """Return what is copied with all that belongs to it, and to where: the model file, or the slice of each rank."""
+    if config.ranks is None:
+        return [(source.path, files.model_dir)]
+    return [(source.path.replace(RANK, str(rank)), files.slice_dir(rank)) for rank in range(config.ranks.size)]
+
+
+def _files(config: ModelConfig, source: Source, files: SnapshotFiles) -> list[tuple[str, Path]]:
+    """Return further files, and their copies."""
+    ranks = config.ranks
+    pairs = [(source.weights, files.weights), (canary.sample(config.canary), files.sample)]
+    if ranks is not None:
+        pairs += [(ranks.group_info_of(rank), files.group_info(rank)) for rank in range(ranks.size)]
+        pairs += [(ranks.table_of(group), files.table(group)) for group in range(len(ranks.groups))]
+    return [(path, copy) for path, copy in pairs if path]
+
+
+def _snapshot(config: ModelConfig, source: Source, files: SnapshotFiles, taken: Sequence[Taken]) -> Snapshot:
+    there = {copy for _, copy in _files(config, source, files)}
+    weights, sample = (str(copy) if copy in there else "" for copy in (files.weights, files.sample))
+    path, sha256, nbytes, identity, _ = taken[0]
+    ranks = config.ranks
+    if ranks is None:
+        return Snapshot(path, weights, sha256, nbytes, sample, identity)
+    infos = [str(files.group_info(rank)) if ranks.group_info_file else "" for rank in range(ranks.size)]
+    slices = tuple(SliceSnapshot(*each[:4], group_info=info) for each, info in zip(taken, infos, strict=True))
+    tables = tuple(str(files.table(group)) for group in range(len(ranks.groups)) if files.table(group) in there)
+    nbytes = sum(each.nbytes for each in taken)
+    return Snapshot(path, weights, digest_of(slices), nbytes, sample, identity, slices, tables)

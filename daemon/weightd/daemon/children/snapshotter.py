@@ -1,9 +1,9 @@
 """The immutable copy of a model from which every process of a generation builds.
 
 Runs as a process of its own, because copying and digesting gigabytes would stop the daemon's loop. Its arguments are
-PARENT KNOWN MODEL DIRECTORY [FILE COPY]..., the second in JSON what was `Taken` of the same file before, or null. It
-answers on stdout, a pipe, with an object in JSON: what is `Taken`, or an `error` and status 1. What it leaves of a copy
-that has failed, the daemon removes.
+PARENT WANTED [FILE COPY]..., the second in JSON what is `Wanted`, a model or one for each rank. It answers on stdout, a
+pipe, with an object in JSON: of each what is `taken`, but for the path, or an `error` and status 1. What it leaves of a
+copy that has failed, the daemon removes.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from io import FileIO
 from pathlib import Path
 from queue import SimpleQueue
@@ -65,13 +66,27 @@ class Taken(NamedTuple):
     origin: str
 
 
-def command(arguments: list[str], known: Taken | None = None) -> list[str]:
-    """Return how the process is started that takes a snapshot for this one, with these arguments but for the first two.
+class Wanted(NamedTuple):
+    """A model of which a snapshot is to be taken.
+
+    Attributes:
+        model: the path of its file.
+        directory: for the copy; it is made.
+        known: what was taken of the same file before, as a list of the fields of `Taken`.
+    """
+
+    model: str
+    directory: str
+    known: Sequence[Any] | None = None
+
+
+def command(wanted: Sequence[Wanted], files: Sequence[str] = ()) -> list[str]:
+    """Return how the process is started that takes snapshots for this one, and copies files: each, and then its copy.
 
     Isolated, and without site-packages: that saves half of its start.
     """
-    there = json.dumps(known and known._asdict())
-    return [sys.executable, "-I", "-S", "-c", _PROGRAM, json.dumps(sys.path), str(os.getpid()), there, *arguments]
+    python = [sys.executable, "-I", "-S", "-c", _PROGRAM, json.dumps(sys.path)]
+    return [*python, str(os.getpid()), json.dumps(wanted), *files]
 
 
 def take(model: Path, directory: Path, known: Taken | None = None) -> Taken:
@@ -196,18 +211,21 @@ def _piped(reader: FileIO, writer: FileIO) -> str:
     return state.hexdigest()
 
 
-def answer(model: Path, directory: Path, *more: Path, known: Taken | None = None) -> dict[str, Any]:
-    """Take the snapshot, and copy further files, each of which is followed by its copy; return what is answered."""
+def answer(wanted: Sequence[Wanted], files: Sequence[str] = ()) -> dict[str, Any]:
+    """Take the snapshots, and copy the files, each of which is followed by its copy; return what is answered."""
+    taken: list[Taken] = []
     try:
-        taken = take(model, directory, known)
-        for source, target in zip(more[::2], more[1::2], strict=True):
-            _copy(open_file(source), target)
+        for model, directory, known in wanted:
+            taken.append(take(Path(model), Path(directory), None if known is None else Taken(*known)))
+        for source, target in zip(files[::2], files[1::2], strict=True):
+            _copy(open_file(Path(source)), Path(target))
     except ModelFileError as error:
         return {"error": str(error)}
     except OSError as error:
-        what = error.filename if Path(error.filename or "") in more[::2] else model
+        model, directory, _ = wanted[min(len(taken), len(wanted) - 1)]
+        what = error.filename if str(error.filename) in files[::2] else model
         return {"error": f"cannot copy {what} to {directory}: {error.strerror}"}
-    return taken._asdict()
+    return {"taken": [each[1:] for each in taken]}
 
 
 def main() -> None:
@@ -215,7 +233,6 @@ def main() -> None:
     ignore_interrupts()
     die_with(int(sys.argv[1]))
     go_before_the_daemon("worker")
-    known = json.loads(sys.argv[2])
-    answered = answer(*map(Path, sys.argv[3:]), known=known and Taken(**known))
+    answered = answer([Wanted(*each) for each in json.loads(sys.argv[2])], sys.argv[3:])
     print(json.dumps(answered))
     sys.exit(int("error" in answered))

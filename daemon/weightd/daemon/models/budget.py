@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 from weightd.daemon.engines.ascend import on_card
 from weightd.daemon.host.memory import MIB
@@ -21,8 +22,10 @@ class Need:
         weights: bytes of one copy.
         copies: how many copies there are.
         users: how many processes answer requests from them, spares too.
-        processes: holder, workers and spares.
+        processes: holder, workers and spares, or the ranks.
         process_bytes: what each of them takes beside the weights.
+        buffer_bytes: what communication between ranks takes of each card.
+        slices: the bytes of what each rank loads, where the weights are cut over several cards.
     """
 
     weights: int
@@ -30,11 +33,59 @@ class Need:
     users: int
     processes: int
     process_bytes: int
+    buffer_bytes: int = 0
+    slices: tuple[int, ...] = ()
 
     @property
     def total(self) -> int:
-        """The bytes altogether."""
-        return self.copies * on_card(self.weights) + self.processes * self.process_bytes
+        """The bytes altogether, of one card."""
+        return self.copies * on_card(self.weights) + self.processes * self.process_bytes + self.buffer_bytes
+
+    def of_rank(self, rank: int) -> Need:
+        """Return what that takes on the card of this rank."""
+        return Need(self.slices[rank], 1, 1, 1, self.process_bytes, self.buffer_bytes)
+
+
+class Room(Protocol):
+    """Where a generation may find room: a device, or the cards of all ranks. The methods are those of `Device`."""
+
+    name: str
+
+    @property
+    def leaving(self) -> Collection[str]:
+        """The labels of those that will not need it for long."""
+        raise NotImplementedError
+
+    @property
+    def waiting(self) -> Collection[str]:
+        """The labels of those that wait."""
+        raise NotImplementedError
+
+    def reserve(self, label: str, need: Need) -> str:
+        """Promise `need` to a generation; return why that cannot be done, or ""."""
+        raise NotImplementedError
+
+    def refusal(self, label: str, need: Need, *, without: Collection[str] = ()) -> str:
+        """Return why `need` cannot be promised, though the generations `without` were gone, or ""."""
+        raise NotImplementedError
+
+    def restore(self, label: str, need: Need) -> None:
+        """A generation is there: whether there is room for it is no question."""
+
+    def will_leave(self, labels: Collection[str]) -> None:
+        """These generations will not need it for long."""
+
+    def wait(self, label: str, tell: Callable[[], object]) -> None:
+        """A generation waits for room: `tell` is called each time that something is released."""
+
+    def said_free(self, free: int, rank: int) -> None:
+        """The card has said what is free, after a process of that generation has loaded."""
+
+    def learn(self, label: str, process_bytes: int) -> None:
+        """A process of a generation was seen to take so much beside the weights."""
+
+    def release(self, label: str) -> None:
+        """Take back what a generation was promised."""
 
 
 @dataclass
@@ -49,6 +100,7 @@ class Device:
         promised: what each generation was promised, by its label.
         leaving: the labels of those that will not need it for long.
         waiting: whom to tell each time that something is released, by the label of the generation that waits for it.
+        ports: on which the communication of ranks listens, by the label of their generation.
     """
 
     name: str
@@ -59,6 +111,7 @@ class Device:
     promised: dict[str, Need] = field(default_factory=dict[str, Need])
     leaving: set[str] = field(default_factory=set[str])
     waiting: dict[str, Callable[[], object]] = field(default_factory=dict[str, Callable[[], object]])
+    ports: dict[str, int] = field(default_factory=dict[str, int])
 
     @property
     def used(self) -> int:
@@ -83,6 +136,22 @@ class Device:
         others = {each: had for each, had in self.promised.items() if each not in without}
         return self._too_many(label, need, others) or self._too_large(label, need, others)
 
+    def restore(self, label: str, need: Need) -> None:
+        """A generation is there: whether there is room for it is no question."""
+        self.promised[label] = need
+
+    def will_leave(self, labels: Collection[str]) -> None:
+        """These generations will not need it for long."""
+        self.leaving |= {*labels}
+
+    def wait(self, label: str, tell: Callable[[], object]) -> None:
+        """A generation waits for room: `tell` is called each time that something is released."""
+        self.waiting[label] = tell
+
+    def said_free(self, free: int, rank: int) -> None:
+        """The card has said what is free, after a process of that generation has loaded; `rank` is for several."""
+        self.free = free
+
     def learn(self, label: str, process_bytes: int) -> None:
         """A process of a generation was seen to take so much beside the weights."""
         need = self.promised.get(label)
@@ -94,6 +163,7 @@ class Device:
         self.promised.pop(label, None)
         self.leaving.discard(label)
         self.waiting.pop(label, None)
+        self.ports.pop(label, None)
         for tell in list(self.waiting.values()):
             tell()
 
@@ -101,10 +171,10 @@ class Device:
         used = sum(had.processes for had in others.values())
         if self.max_processes is None or used + need.processes <= self.max_processes:
             return ""
-        return (
-            f"{self.name} takes at most {self.max_processes} processes: {label} needs {need.processes} "
-            f"(holder, workers and spares){_listed({each: str(had.processes) for each, had in others.items()})}"
-        )
+        who = "its rank" if need.buffer_bytes else "holder, workers and spares"
+        had = {each: str(had.processes) for each, had in others.items()}
+        text = f"{self.name} takes at most {self.max_processes} processes: {label} needs {need.processes} ({who})"
+        return f"{text}{_listed(had)}"
 
     def _too_large(self, label: str, need: Need, others: Mapping[str, Need]) -> str:
         used = sum(had.total for had in others.values())
@@ -112,7 +182,7 @@ class Device:
             return ""
         return (
             f"{self.name} has no room: {label} needs {_mib(need.total)} ({_copies(need)} of "
-            f"{_mib(on_card(need.weights))} weights, {need.processes} processes of {_mib(need.process_bytes)}), "
+            f"{_mib(on_card(need.weights))} weights, {_processes(need)}), "
             f"{_mib(max(0, self.capacity - used))} of {_mib(self.capacity)} are free"
             f"{_listed({each: _mib(had.total) for each, had in others.items()})}"
         )
@@ -124,6 +194,12 @@ def _listed(had: Mapping[str, str]) -> str:
 
 def _copies(need: Need) -> str:
     return "one copy" if need.copies == 1 else f"{need.copies} copies"
+
+
+def _processes(need: Need) -> str:
+    if need.buffer_bytes:
+        return f"one process of {_mib(need.process_bytes)}, communication of {_mib(need.buffer_bytes)}"
+    return f"{need.processes} processes of {_mib(need.process_bytes)}"
 
 
 def _mib(size: int) -> str:

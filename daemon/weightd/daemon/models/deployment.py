@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
+from weightd.daemon.children.owner import Snapshot
 from weightd.daemon.config.policies import Policy
 from weightd.daemon.generations.actions import Action, Enlist, Forget
 from weightd.daemon.generations.generation import Generation
@@ -17,7 +18,7 @@ from weightd.daemon.generations.plan import Canary, Source, Terms
 from weightd.daemon.generations.progress import Outlook
 from weightd.daemon.generations.restarts import Restarts
 from weightd.daemon.generations.states import ACTIVE, GenerationState
-from weightd.daemon.models.budget import Device, Need
+from weightd.daemon.models.budget import Need, Room
 from weightd.daemon.models.stage import LOADS, Deployed, Stage, StageEvent, Succession
 from weightd.protocol.messages.findings import DeviceMemory
 
@@ -28,7 +29,7 @@ class Deployment(Deployed):
     """Keeps one generation serving; how it stands is that of `Deployed`.
 
     Args:
-        device: where, and what it has room for.
+        device: where, and what it has room for: one device, or the cards of all ranks.
         terms: of each generation.
         succession: how one follows another.
         make: makes a generation of a source, with a new number.
@@ -37,10 +38,10 @@ class Deployment(Deployed):
 
     def __init__(
         self,
-        device: Device,
+        device: Room,
         terms: Terms,
         succession: Succession,
-        make: Callable[[Device, Source, Terms], Generation],
+        make: Callable[[Room, Source, Terms], Generation],
         wake: Callable[[], object],
     ) -> None:
         super().__init__(device, terms)
@@ -51,7 +52,7 @@ class Deployment(Deployed):
         self._restarts = Restarts()
         self._since = 0.0
         # Of a generation that is pinned and waits for room.
-        self._pinned: tuple[str, int, Canary | None] | None = None
+        self._pinned: tuple[Snapshot, Canary | None] | None = None
         # Something has been released since it was refused.
         self._is_woken = False
         self._actions: list[tuple[Generation, Action]] = []
@@ -62,14 +63,14 @@ class Deployment(Deployed):
         """Load the first generation."""
         self._load(source)
 
-    def resume(self, generation: Generation, nbytes: int, now: float) -> None:
-        """Go on with a generation that a daemon before this one has loaded, of a model of so many bytes."""
+    def resume(self, generation: Generation, snapshot: Snapshot, now: float) -> None:
+        """Go on with a generation that a daemon before this one has loaded of this."""
         self.coming = self._last = generation
         self.terms = generation.terms
         self._machine.advance(StageEvent.SERVE)
         self._process_bytes = max(self._succession.process_bytes, generation.footprint.process_bytes)
         # It is there: whether there is room is no question.
-        self.device.promised[generation.label] = self._need(nbytes)
+        self.device.restore(generation.label, self._need(snapshot))
         self.reconcile(now)
 
     def update(self, source: Source, now: float) -> None:
@@ -86,13 +87,13 @@ class Deployment(Deployed):
         self._load(source)
         self._wanted = again
 
-    def pinned(self, source: Source, sha256: str, nbytes: int, now: float, canary: Canary | None = None) -> None:
+    def pinned(self, source: Source, snapshot: Snapshot, now: float, canary: Canary | None = None) -> None:
         """The snapshot of a source exists: the generation that waits for it goes on as soon as there is room.
 
         `canary` is what an earlier generation of the source has found out of it.
         """
         if self._pins(source):
-            self._pinned = sha256, nbytes, canary
+            self._pinned = snapshot, canary
             self.reconcile(now)
 
     def pin_failed(self, source: Source, cause: str, now: float) -> None:
@@ -113,16 +114,16 @@ class Deployment(Deployed):
             self.coming.failed(cause, now)
             self.reconcile(now)
 
-    def told(self, generation: Generation, memory: DeviceMemory | None) -> None:
-        """The card has said what is free after a process of the generation has loaded."""
+    def told(self, generation: Generation, memory: DeviceMemory | None, rank: int = 0) -> None:
+        """The card, or that of this rank, has said what is free after a process of the generation has loaded."""
         if memory is not None:
-            self.device.free = memory.free_bytes
+            self.device.said_free(memory.free_bytes, rank)
             self._process_bytes = max(self._succession.process_bytes, generation.footprint.process_bytes)
             self.device.learn(generation.label, self._process_bytes)
 
     def will_leave(self) -> None:
         """It will be drained: who needs the room may wait for that."""
-        self.device.leaving |= {generation.label for generation in self.generations}
+        self.device.will_leave([generation.label for generation in self.generations])
 
     def drain(self, now: float, *, patience: float = 0.0) -> None:
         """No new work, and no further generation: wind everything down; what runs may take `patience` seconds more."""
@@ -182,8 +183,8 @@ class Deployment(Deployed):
         self._is_woken = False
         if self._pinned is None or self.coming is None:
             return
-        sha256, nbytes, canary = self._pinned
-        coming, old, need = self.coming, self.serving, self._need(nbytes)
+        snapshot, canary = self._pinned
+        coming, old, need = self.coming, self.serving, self._need(snapshot)
         alone = self._succession.policy is Policy.REPLACE and not self.updating
         refusal = self.device.refusal(coming.label, need)
         if self.leaving and (alone or refusal or old is not None or len(self.leaving) > 1):
@@ -199,7 +200,7 @@ class Deployment(Deployed):
             if coming.label not in self.device.waiting:
                 labels = ", ".join(sorted(self.device.leaving))
                 _log.info("%s waits for the room of %s", coming.label, labels, extra=coming.about())
-                self.device.waiting[coming.label] = self._room_released
+                self.device.wait(coming.label, self._room_released)
             return
         if refusal:
             coming.failed(refusal, now)
@@ -207,7 +208,7 @@ class Deployment(Deployed):
         else:
             self._pinned = None
             self.device.reserve(coming.label, need)
-            coming.pinned(sha256, now, canary)
+            coming.pinned(snapshot.sha256, now, canary)
 
     def _room_released(self) -> None:
         self._is_woken = True
@@ -219,7 +220,11 @@ class Deployment(Deployed):
             return False
         return self._succession.policy is Policy.REPLACE or bool(refusal)
 
-    def _need(self, nbytes: int) -> Need:
+    def _need(self, snapshot: Snapshot) -> Need:
+        nbytes, slices = snapshot.nbytes, tuple(each.nbytes for each in snapshot.slices)
+        if slices:
+            buffers = self._succession.buffer_bytes
+            return Need(nbytes, 1, len(slices), len(slices), self._process_bytes, buffers, slices)
         users = self.terms.attached
         # Without sharing the holder has left, and its copy with it, before a worker loads.
         copies = 1 if self.terms.sharing else users

@@ -17,7 +17,7 @@ from weightd.daemon.host.memory import MIB
 from weightd.daemon.host.timers import Timer
 from weightd.daemon.models import standing
 from weightd.daemon.models.attaching import Attaching
-from weightd.daemon.models.budget import Device
+from weightd.daemon.models.budget import Device, Room
 from weightd.daemon.models.crew import Crew
 from weightd.daemon.models.deployment import Deployment
 from weightd.daemon.models.ports import Children, Clients
@@ -172,7 +172,7 @@ class Model:
                 deployment.start(self._sources.current)
             else:
                 self._bound(generation)
-                deployment.resume(generation, self._sources.snapshots[generation.source].nbytes, now)
+                deployment.resume(generation, self._sources.snapshots[generation.source], now)
         self._settle(now)
 
     def record(self) -> ModelRecord | None:
@@ -349,7 +349,7 @@ class Model:
 
     # --- within -------------------------------------------------------------------------------------------------
 
-    def _make(self, device: Device, source: Source, terms: Terms) -> Generation:
+    def _make(self, device: Room, source: Source, terms: Terms) -> Generation:
         number = self._numbers.generation()
         generation = Generation(f"{self.name}.{number}", terms, device.name, source, number=number)
         self._bound(generation)
@@ -398,7 +398,7 @@ class Model:
         for source, snapshot in self._sources.snapshots.ready():
             for deployment in self.deployments:
                 canary = self._sources.snapshots.canary(source)
-                deployment.pinned(source, snapshot.sha256, snapshot.nbytes, now, canary)
+                deployment.pinned(source, snapshot, now, canary)
 
     def _update_next_tick(self) -> None:
         due = self._sources.snapshots.next_event

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
 
+from weightd.daemon.children.owner import SliceSnapshot, Snapshot
 from weightd.daemon.children.pinning import directory_name
 from weightd.daemon.config.model import ModelConfig
+from weightd.daemon.generations.plan import Source
 from weightd.daemon.generations.records import GenerationRecord
 from weightd.protocol import limits
 from weightd.protocol.schema import integer, many, record, text
@@ -13,6 +16,17 @@ from weightd.protocol.schema import integer, many, record, text
 _NAME = text(limits.MAX_PATH_BYTES)
 _PATH = text(limits.MAX_PATH_BYTES, empty=True)
 _COUNT = integer(0, limits.MAX_COUNT)
+
+
+@dataclass(frozen=True)
+class SliceRecord:
+    """What one rank loads; the fields are those of `SliceSnapshot`."""
+
+    path: str = field(metadata=_NAME)
+    sha256: str = field(metadata=_NAME)
+    nbytes: int = field(metadata=_COUNT)
+    identity: str = field(metadata=_PATH)
+    group_info: str = field(default="", metadata=_PATH)
 
 
 @dataclass(frozen=True)
@@ -28,6 +42,23 @@ class SourceRecord:
     nbytes: int = field(metadata=_COUNT)
     sample: str = field(default="", metadata=_PATH)
     identity: str = field(default="", metadata=_PATH)
+    slices: tuple[SliceRecord, ...] = field(default=(), metadata=many(record(SliceRecord), limits.MAX_DEVICES))
+    tables: tuple[str, ...] = field(default=(), metadata=many(_NAME, limits.MAX_DEVICES))
+
+    @classmethod
+    def of(cls, source: Source, snapshot: Snapshot) -> SourceRecord:
+        """Return what is written down of this."""
+        there = snapshot
+        slices = tuple(SliceRecord(*dataclasses.astuple(each)) for each in there.slices)
+        whole = there.path, there.weights, there.sha256, there.nbytes, there.sample, there.identity
+        return cls(source.number, source.path, source.weights, *whole, slices, there.tables)
+
+    @property
+    def taken(self) -> Snapshot:
+        """The snapshot."""
+        slices = tuple(SliceSnapshot(*dataclasses.astuple(each)) for each in self.slices)
+        whole = self.snapshot, self.snapshot_weights, self.sha256, self.nbytes, self.sample, self.identity
+        return Snapshot(*whole, slices, self.tables)
 
 
 @dataclass(frozen=True)

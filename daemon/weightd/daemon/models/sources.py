@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
-from weightd.daemon.children.owner import Snapshot
 from weightd.daemon.generations.plan import Source
 from weightd.daemon.models.records import SourceRecord
 from weightd.daemon.models.snapshots import Snapshots
@@ -79,7 +77,7 @@ class Sources:
     def records(self) -> list[SourceRecord]:
         """Return what the next daemon needs to `restore` them: those with a snapshot, the present one first."""
         return [
-            SourceRecord(each.number, each.path, each.weights, *dataclasses.astuple(there))
+            SourceRecord.of(each, there)
             for each in (self.current, self.previous)
             if each is not None and (there := self.snapshots.find(each)) is not None
         ]
@@ -88,9 +86,6 @@ class Sources:
         """Go on with what a daemon before this one had; return every source by its number."""
         sources = {each.number: Source(each.path, each.weights, each.number) for each in records}
         for each in records:
-            snapshot = Snapshot(
-                each.snapshot, each.snapshot_weights, each.sha256, each.nbytes, each.sample, each.identity
-            )
-            self.snapshots.restore(sources[each.number], snapshot)
+            self.snapshots.restore(sources[each.number], each.taken)
         self.current, self.previous = sources[current], sources.get(previous)
         return sources

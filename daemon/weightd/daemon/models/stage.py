@@ -11,7 +11,7 @@ from weightd.daemon.generations.generation import Generation
 from weightd.daemon.generations.plan import Source, Terms
 from weightd.daemon.generations.progress import Outlook
 from weightd.daemon.generations.states import Machine
-from weightd.daemon.models.budget import Device
+from weightd.daemon.models.budget import Room
 
 
 class Stage(enum.Enum):
@@ -53,11 +53,13 @@ class Succession:
         policy: how one is replaced.
         fall_back: whether a generation that cannot share its weights is followed by one that does not.
         process_bytes: what each process takes on the device beside the weights; what was seen counts if it is more.
+        buffer_bytes: what communication between ranks takes of each card.
     """
 
     policy: Policy
     fall_back: bool = False
     process_bytes: int = 0
+    buffer_bytes: int = 0
 
 
 class Deployed:
@@ -74,7 +76,7 @@ class Deployed:
         terms: of the next generation.
     """
 
-    def __init__(self, device: Device, terms: Terms) -> None:
+    def __init__(self, device: Room, terms: Terms) -> None:
         self.device = device
         self.terms = terms
         self.serving: Generation | None = None
