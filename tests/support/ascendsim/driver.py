@@ -70,6 +70,42 @@ class Driver:
         """Whether this process has one open."""
         return bool(self._devices)
 
+    @property
+    def token(self) -> str:
+        """Names this process for ever."""
+        return self._identity.token
+
+    @property
+    def directory(self) -> Path:
+        """The host's."""
+        return self._directory
+
+    def physical(self, device: int) -> int:
+        """The number of a card on the host: that of /dev/davinciN."""
+        return self._cards[device]
+
+    def holds_memory(self, device: int) -> bool:
+        """Whether this process has taken memory of a card, but for its context."""
+        with self._open() as (entries, _):
+            mine = [each for each in entries.on(self._cards[device]) if each.owner == self._identity.token]
+            return any(each.kind != ledger.CONTEXT for each in mine)
+
+    def open_port(self, device: int, number: int, limit: int) -> bool:
+        """Take a port of a card for HCCL; False if it is taken, or as many processes as may have one."""
+        with self._open() as (entries, _):
+            taken = [each for each in entries.ports if each.device == self._cards[device]]
+            if len(taken) >= limit or any(each.number == number for each in taken):
+                self._store.say(f"{self.pid}: port {number} of card {device}: {len(taken)} are taken")
+                return False
+            entries.ports.append(ledger.Port(self._cards[device], number, self._identity.token))
+            return True
+
+    def close_port(self, device: int, number: int) -> None:
+        """Let go of a port."""
+        mine = (self._cards[device], number, self._identity.token)
+        with self._open() as (entries, _):
+            entries.ports = [each for each in entries.ports if (each.device, each.number, each.owner) != mine]
+
     def count(self, name: str) -> int:
         """Count something over all processes; return how often it was counted before."""
         with self._open() as (entries, _):

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any, Dict, List
 
-from ascendsim import ledger, switches
+from ascendsim import addresses, ledger, switches
 from ascendsim.switches import Fault, Switches
 
 _PATH = Path(__file__).resolve().parent / "path"
@@ -15,7 +15,7 @@ _SUPPORT = Path(__file__).resolve().parents[1]
 
 
 class Host:
-    """A machine with cards, in `directory`, which is made.
+    """A machine with cards, in `directory`, which is made; its hccn.conf is what /etc/hccn.conf would be there.
 
     Args:
         directory: holds everything; where it is memory, so is the cards'.
@@ -28,6 +28,8 @@ class Host:
         for each in ("processes", "memory"):
             (directory / each).mkdir(parents=True)
         (directory / "cards").write_text(str(cards), encoding="ascii")
+        lines = [f"address_{card}={addresses.of_card(card)}\n" for card in range(cards)]
+        (directory / "hccn.conf").write_text("".join(lines), encoding="ascii")
         self._store = ledger.Store(directory)
         self._faults = 0
         self._switches = Switches()
@@ -49,11 +51,12 @@ class Host:
         times: int = 0,
         seconds: float = 0.0,
         at: str = "start",
+        rank: int = -1,
     ) -> None:
         """Add a `Fault`; what it matches is counted from now on, over all processes."""
         switches.check(operation=operation, action=action, who=who, at=at)
         self._faults += 1
-        fault = Fault(self._faults, operation, action, who, skip, times, seconds, at)
+        fault = Fault(self._faults, operation, action, who, skip, times, seconds, at, rank)
         self.switch(faults=(*self._switches.faults, fault))
 
     def clear_faults(self) -> None:

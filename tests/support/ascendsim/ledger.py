@@ -23,6 +23,7 @@ WEIGHTS = "weights"  # physical memory that can be shared
 PRIVATE_WEIGHTS = "private weights"
 WORKSPACE = "workspace"
 CONTEXT = "context"
+BUFFERS = "buffers"  # of a communicator
 
 
 @dataclasses.dataclass
@@ -32,7 +33,7 @@ class Memory:
     Attributes:
         number: tells pieces apart.
         device: the card.
-        kind: "weights" (can be shared), "private weights", "workspace" or "context".
+        kind: "weights" (can be shared), "private weights", "workspace", "context" or "buffers".
         bytes: its size.
         owner: the token of the process that allocated it.
         listed: the pids that may import it, and when each was listed.
@@ -75,6 +76,16 @@ class Card(NamedTuple):
 
 
 @dataclasses.dataclass
+class Port:
+    """A port of a card's network interface; `until`: when it comes free, of a process that has ended."""
+
+    device: int
+    number: int
+    owner: str
+    until: float = 0.0
+
+
+@dataclasses.dataclass
 class Ledger:
     """Everything that the driver remembers; `members` are the tokens of the processes that it knows."""
 
@@ -82,6 +93,7 @@ class Ledger:
     members: List[str]
     memory: List[Memory]
     counters: Dict[str, int]
+    ports: List[Port]
 
     def on(self, device: int) -> List[Memory]:
         """The memory of one card."""
@@ -172,8 +184,12 @@ class Store:
                     memory.listed.pop(str(process.pid_of(token)), None)
                 if memory.owner == token or token in memory.importers:
                     self.release(ledger, memory, token, switches)
+            for port in ledger.ports:
+                if port.owner == token and not port.until:
+                    port.until = process.now() + switches.port_linger
             ledger.members.remove(token)
             process.bury(self._directory, token)
+        ledger.ports = [each for each in ledger.ports if not each.until or process.now() < each.until]
 
 
 _HEAD = struct.Struct("<QQI")  # which version it is, the bytes of the text, and their sum
@@ -202,4 +218,5 @@ def _write_page(file: Path, version: int, text: str) -> None:
 def _from_json(text: str) -> Ledger:
     values: Dict[str, Any] = json.loads(text)
     memory = [Memory(**each) for each in values.get("memory", [])]
-    return Ledger(values.get("numbers", 0), values.get("members", []), memory, values.get("counters", {}))
+    ports = [Port(**each) for each in values.get("ports", [])]
+    return Ledger(values.get("numbers", 0), values.get("members", []), memory, values.get("counters", {}), ports)

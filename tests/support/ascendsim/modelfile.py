@@ -1,6 +1,9 @@
 """The simulated model file: a magic, a header in JSON, and the weights, of which no checksum is kept.
 
 So a file with flipped bytes in the weights, or with other weights of the same size, loads as well as the right one.
+
+An exported model is a MindIR file as its inputs and outputs are concerned (mind_ir.proto: ModelProto.graph, of which
+input and output have a name, dimensions with -1 and a datatype), with all of the above in a field of its own.
 """
 
 from __future__ import annotations
@@ -13,11 +16,20 @@ from typing import Any, Dict, List, NamedTuple, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from ascendsim import protobuf
+
 Floats = NDArray[np.float32]
 
 _MAGIC = b"ASCENDSIM MINDIR\n"
 _ENCRYPTED = b"ASCENDSIM LOCKED\n"
 _HEADER_DIGITS = 8
+_PAYLOAD = 1000  # the field of a ModelProto that only the simulator knows
+
+# TensorProto.DataType, of those that simulated models have.
+_PROTO_TYPES = {
+    "FLOAT32": 1, "UINT8": 2, "INT8": 3, "UINT16": 4, "INT16": 5, "INT32": 6, "INT64": 7, "BOOL": 9, "FLOAT16": 10,
+    "FLOAT64": 11, "UINT32": 12, "UINT64": 13, "BFLOAT16": 16,
+}  # fmt: skip
 
 
 class ModelFileError(Exception):
@@ -36,7 +48,7 @@ class ModelFile(NamedTuple):
     """What a model file holds.
 
     Attributes:
-        kind: "mlp" or "pair".
+        kind: "mlp", "pair", or "slice" with the steps of `network`.
         layers: of an "mlp".
         width: the last dimension of every input and output.
         inputs: in order.
@@ -51,6 +63,7 @@ class ModelFile(NamedTuple):
         input_shape: recorded beside it: "x:-1,64;y:-1,4".
         exported: as the framework wrote it, with its operators: for the provider "ge". Otherwise converted for a card,
             to one operator that holds an OM: for ACL. Neither takes the other.
+        steps: of a "slice".
     """
 
     kind: str
@@ -65,6 +78,7 @@ class ModelFile(NamedTuple):
     dynamic_dims: str = ""
     input_shape: str = ""
     exported: bool = False
+    steps: Sequence[Sequence[Any]] = ()
 
     @property
     def largest(self) -> int:
@@ -79,6 +93,8 @@ def write(path: Path, model: ModelFile, key: bytes = b"") -> Path:
     fields["stored"] = len(model.weights)
     header = json.dumps(fields, sort_keys=True).encode()
     data = _MAGIC + f"{len(header):0{_HEADER_DIGITS}d}".encode() + header + model.weights
+    if model.exported:
+        data = _graph(model) + protobuf.data(_PAYLOAD, data)
     path.write_bytes(_ENCRYPTED + hashlib.sha256(key).digest() + data if key else data)
     return path
 
@@ -91,7 +107,9 @@ def read(path: Path, key: bytes = b"") -> ModelFile:
         raise ModelFileError(str(error)) from None
     if key:
         data = _decrypt(data, key)
-    if not data.startswith(_MAGIC):
+    graph, magic, data = data.partition(_MAGIC)
+    data = magic + data
+    if not magic:
         raise ModelFileError("not a model")
     begin = len(_MAGIC) + _HEADER_DIGITS
     try:
@@ -105,7 +123,23 @@ def read(path: Path, key: bytes = b"") -> ModelFile:
         raise ModelFileError(f"damaged: {error}") from None
     if len(model.weights) != stored:
         raise ModelFileError("truncated, or with something behind it")
+    if graph != (_graph(model) + protobuf.data(_PAYLOAD, data)[: -len(data)] if model.exported else b""):
+        raise ModelFileError("another graph than the one that runs")
     return model
+
+
+def _graph(model: ModelFile) -> bytes:
+    """ModelProto: producer_name, producer_version, graph (of which name, input, output)."""
+    inputs = [protobuf.data(5, _value_info(spec)) for spec in model.inputs]
+    outputs = [protobuf.data(6, _value_info(spec)) for spec in model.outputs]
+    graph = protobuf.data(2, model.kind.encode()) + b"".join([*inputs, *outputs])
+    return protobuf.data(2, b"MindSpore") + protobuf.data(3, b"2.7.0") + protobuf.data(7, graph)
+
+
+def _value_info(spec: TensorSpec) -> bytes:
+    dims = b"".join(protobuf.number(1, dim) for dim in spec.shape)
+    tensor = dims + protobuf.number(2, _PROTO_TYPES[spec.dtype]) + protobuf.data(7, spec.name.encode())
+    return protobuf.data(1, spec.name.encode()) + protobuf.data(2, tensor)
 
 
 def compute(model: ModelFile, weights: Floats, inputs: Sequence[Floats]) -> List[Floats]:

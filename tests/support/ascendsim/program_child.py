@@ -28,11 +28,15 @@ class Library:
     def __init__(self) -> None:
         self.model: Any = None
 
-    def context(self, target: str = "ascend", device: int = 0, provider: str = "") -> Any:
+    def context(
+        self, target: str = "ascend", device: int = 0, provider: str = "", rank: int = 0, groups: Any = ""
+    ) -> Any:
         context = ms_any.Context()
         context.target = [target]
         context.ascend.device_id = device
         context.ascend.provider = provider
+        context.ascend.rank_id = rank
+        context.group_info_file = str(groups)
         return context
 
     def build(
@@ -43,7 +47,8 @@ class Library:
         section = {key: value for key, value in keys.items() if value}
         self.model = ms_any.Model()
         where = self.context(**place)
-        sections = dict(config or {})
+        given: Dict[str, Dict[str, str]] = config or {}
+        sections = dict(given)
         if section:
             sections["ascend_context"] = {**sections.get("ascend_context", {}), **section}
         self.model.build_from_file(
@@ -51,6 +56,12 @@ class Library:
         )
         exported: str = self.model.get_model_info("shareable_weight_mem_handle")
         return exported
+
+    def rank(self, path: Any, table: Any, rank: int, device: int = -1, groups: Any = "", config: Any = None) -> str:
+        """Build a slice as this rank, on the card with its number unless another is given."""
+        sections = {**(config or {}), "ascend_context": {"rank_table_file": str(table)}}
+        device = rank if device < 0 else device
+        return self.build(path, config=sections, provider="ge", rank=rank, device=device, groups=groups)
 
     def predict(self, *arrays: Any) -> Any:
         """Resize, set the inputs, predict, and copy the first output."""
@@ -88,7 +99,7 @@ def serve(stream: Any) -> None:
     """Run what comes, until nothing comes."""
     library = Library()
     names: Dict[str, Any] = {"ms": ms_any, "np": np, "ctypes": ctypes, "os": os, "lib": library}
-    for name in ("build", "predict", "pid", "set_pids", "context"):
+    for name in ("build", "predict", "pid", "set_pids", "context", "rank"):
         names[name] = getattr(library, name)
     while True:
         try:

@@ -18,13 +18,18 @@ class Fault(NamedTuple):
         number: tells faults apart.
         operation: "build" or "predict".
         action: "fail" (a RuntimeError without a reason), "crash" (SIGSEGV to the process itself), "hang" (never
-            returns; Python's signal handlers do not run, as in native code), "slow" (`seconds` longer), or, in a
-            predict, "garbage" (a wrong answer).
-        who: "all", "holder" (builds with a pid list), "importer" (with a handle) or "private" (with neither).
+            returns; Python's signal handlers do not run, as in native code), "slow" (`seconds` longer), in a
+            predict "garbage" (a wrong answer; a rank gives the others wrong numbers, too) or, of a rank, "skip" (it
+            answers without having taken part), and in the build of a rank "table" (it reads the table of another
+            group).
+        who: "all", "holder" (builds with a pid list), "importer" (with a handle), "rank" (with a rank table) or
+            "private" (with none of these).
         skip: so many matching operations go well first.
         times: so many then suffer; 0 means all.
         seconds: for "slow".
-        at: "start", or in a build "loaded": memory is taken, and weights are written.
+        at: "start"; in a build "loaded": memory is taken, and weights are written; in a predict of a rank "sent": it
+            has sent its numbers, and has not taken the others'.
+        rank: only the process of this rank; -1: any.
     """
 
     number: int
@@ -35,6 +40,7 @@ class Fault(NamedTuple):
     times: int
     seconds: float
     at: str
+    rank: int = -1
 
 
 @dataclasses.dataclass
@@ -59,6 +65,11 @@ class Switches:
         libascendcl: False: loading libascendcl.so is an OSError.
         acl_set_pid: aclrtMemSetPidToShareableHandle, by ctypes and in a build: "ok", "unsupported" (returns 207000)
             or, by ctypes only, "missing" (no such symbol).
+        hccl_second: how long a second of HCCL's time-outs lasts: 120 s to connect, 1836 s in a predict.
+        libhccl: False: there is no libhccl.so, which the provider "ge" wants even for one card.
+        driver_version: decides whether a table's device_port counts.
+        port_linger: for so many seconds after its process has ended a card's port stays taken (a guess: nobody has
+            measured what the driver needs).
         noise: answers of a card differ by up to this share between predicts, as sums of atomic additions do.
         faults: see `Fault`.
     """
@@ -77,6 +88,10 @@ class Switches:
     exports: bool = True
     libascendcl: bool = True
     acl_set_pid: str = "ok"
+    hccl_second: float = 0.05
+    libhccl: bool = True
+    driver_version: str = "25.0.RC1"
+    port_linger: float = 0.0
     noise: float = 0.0
     faults: Tuple[Fault, ...] = ()
 
@@ -86,9 +101,9 @@ _CHOICES: Dict[str, Tuple[str, ...]] = {
     "after_death": ("error", "garbage"),
     "acl_set_pid": ("ok", "unsupported", "missing"),
     "operation": ("build", "predict"),
-    "action": ("fail", "crash", "hang", "slow", "garbage"),
-    "at": ("start", "loaded"),
-    "who": ("all", "holder", "importer", "private"),
+    "action": ("fail", "crash", "hang", "slow", "garbage", "skip", "table"),
+    "at": ("start", "loaded", "sent"),
+    "who": ("all", "holder", "importer", "rank", "private"),
 }
 
 

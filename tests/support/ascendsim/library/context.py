@@ -73,6 +73,8 @@ def _without_plugin(function: str, value: int) -> int:
 class Context:
     """The default target is the CPU, also for an empty list. Only the first target decides (infer_session.cc:125)."""
 
+    group_info_file = _Checked("group_info_file", "")
+
     def __init__(self) -> None:
         self.cpu = _Cpu()
         self.ascend = _Ascend()

@@ -52,7 +52,10 @@ class Model:
             check.instance("dec_mode", dec_mode, str)
             if dec_mode == "":
                 raise ValueError("dec_mode must not be empty string!")
-        place = Place(context.get_first_target(), context.ascend.device_id, context.ascend.provider)
+        ascend = context.ascend
+        place = Place(
+            context.get_first_target(), ascend.device_id, ascend.provider, ascend.rank_id, context.group_info_file
+        )
         is_mindir = model_type is ModelType.MINDIR
         if not self._model.build(model_path, place, is_mindir=is_mindir, key=dec_key or b"", mode=dec_mode):
             raise RuntimeError(f"build_from_file failed! Error is {_STATUS}")

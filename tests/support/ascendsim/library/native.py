@@ -11,9 +11,11 @@ from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Union
 
 import numpy as np
 
-from ascendsim import faults, glog, modelfile
+from ascendsim import faults, glog, modelfile, network
 from ascendsim.driver import AclError, Driver
+from ascendsim.library import ge
 from ascendsim.library import shapes as sizes
+from ascendsim.library.ge import Graph
 from ascendsim.library.load import ModelProcess, Options, open_driver
 from ascendsim.library.tensor import Tensor, data_type, numpy_type
 from ascendsim.modelfile import Floats, ModelFile, ModelFileError
@@ -33,6 +35,8 @@ class Place(NamedTuple):
     target: str
     device: int
     provider: str
+    rank: int = 0
+    group_info: str = ""
 
 
 class _RefusedError(Exception):
@@ -83,7 +87,7 @@ class NativeModel:
     def __init__(self) -> None:
         self._config: Dict[str, Dict[str, str]] = {}
         self._built = False
-        self._runner: Union[_Cpu, _Card, None] = None
+        self._runner: Union[_Cpu, _Card, Graph, None] = None
         self._handle = ""
         self._pid = ""
         self._shapes: List[List[int]] = []
@@ -95,7 +99,7 @@ class NativeModel:
     def __del__(self) -> None:
         runner = self._runner
         # A process that ends gives everything back anyway.
-        if isinstance(runner, _Card) and not sys.is_finalizing():
+        if isinstance(runner, (_Card, Graph)) and not sys.is_finalizing():
             # A forked child has nothing to give back; nor has a process whose host has been removed.
             try:
                 runner.unload()
@@ -152,7 +156,7 @@ class NativeModel:
         if any(dim <= 0 for shape in shapes for dim in shape):
             glog.error(f"{_IMPL}:610", "Resize", "New shape of input cannot be dynamic")
             return False
-        reason = sizes.refusal(runner.model, shapes) if isinstance(runner, _Card) and shapes != self._shapes else ""
+        reason = sizes.refusal(runner.model, shapes) if not isinstance(runner, _Cpu) and shapes != self._shapes else ""
         if reason:
             glog.error("extendrt/kernel/ascend/model/dyn_shape_process.cc:228", "GetRealBatchSize", reason)
             glog.error("extendrt/kernel/ascend/model/model_process.cc:1035", "Resize", "Failed to resize")
@@ -228,6 +232,14 @@ class NativeModel:
             return None
 
     def _create_session(self, model: ModelFile, place: Place, *, encrypted: bool) -> bool:
+        if place.target == "cpu" and model.kind == network.SLICE:
+            # Seen with 2.0.0: a model with an AllReduce is refused on the CPU.
+            glog.error(
+                "extendrt/delegate/graph_executor/litert/graph_executor.cc:320",
+                "CompileGraph",
+                "construct model failed",
+            )
+            return False
         if place.target == "cpu":
             self._runner = _Cpu(model)
         elif place.target == "ascend":
@@ -244,17 +256,14 @@ class NativeModel:
         self._buffers = [_Buffer() for _ in self._runner.model.outputs]
         return True
 
-    def _load(self, model: ModelFile, place: Place) -> Optional[_Card]:
+    def _load(self, model: ModelFile, place: Place) -> Union[_Card, Graph, None]:
         driver = open_driver()
         if driver is None:
             glog.error("extendrt/infer_session.cc:130", "CreateSession", "Load libascend_kernel_plugin.so failed.")
             return None
-        is_ge = self._provider(place) == _GE
-        if is_ge and not model.exported:
-            text = "Offline converted MindIR is not supported currently"
-            glog.error("extendrt/delegate/graph_executor/ge/ge_graph_executor.cc:1357", "CompileGraph", text)
-            return None
-        if model.exported and not is_ge:
+        if self._provider(place) == _GE:
+            return ge.build(driver, model, ge.Options(place.device, place.rank, place.group_info, self._config))
+        if model.exported:
             text = "The graph does not have exactly one node of the type Custom."
             glog.error("extendrt/session/single_op_session.cc:280", "CompileGraph", text)
             return None
@@ -276,7 +285,7 @@ class NativeModel:
             text = f"Invalid device id {device}, use 0"
             glog.warning("extendrt/kernel/ascend/src/custom_ascend_kernel.cc:70", "GenAclOptions", text)
             device = 0
-        if self._provider(place) == _GE or os.environ.get("ENABLE_MULTI_BACKEND_RUNTIME") == "on":
+        if os.environ.get("ENABLE_MULTI_BACKEND_RUNTIME") == "on":
             return Options(device)
         section = self._config.get(_ASCEND, {})
         return Options(device, section.get(_PIDS, ""), section.get(_HANDLE, ""))

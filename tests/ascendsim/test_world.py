@@ -1,0 +1,312 @@
+"""A world of ranks: real processes that compute together, and what becomes of them when they are not in step."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any, Callable, List
+
+import numpy as np
+import pytest
+
+from ascendsim import Host, ledger, ranks
+from ascendsim.program import Program, ProgramError
+from ascendsim.ranks import Slices
+
+from .support import Start, errors_of
+
+SECOND = 0.004
+"""Of HCCL: it connects within 0.56 s, and waits for 0.27 s (68 s) in a predict."""
+
+EXEC = {"HCCL_EXEC_TIMEOUT": "68"}
+CONNECT_S = 140 * SECOND
+EXEC_S = 68 * SECOND
+
+World = Callable[..., List[Program]]
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> Host:
+    """A machine with eight cards and little patience."""
+    host = Host(tmp_path / "host", cards=8)
+    host.switch(hccl_second=SECOND)
+    return host
+
+
+@pytest.fixture
+def cut(tmp_path: Path) -> Slices:
+    return ranks.mlp(tmp_path / "slices")
+
+
+@pytest.fixture
+def table(tmp_path: Path) -> Path:
+    return ranks.table(tmp_path / "table.json", [0, 1])
+
+
+@pytest.fixture
+def x() -> Any:
+    return np.random.RandomState(1).standard_normal((3, 16)).astype(np.float32)
+
+
+@pytest.fixture
+def world(start: Start, cut: Slices, table: Path) -> World:
+    """Start the ranks of a model, and build each."""
+
+    def world(cut: Slices = cut, table: Path = table, config: Any = None, **variables: str) -> List[Program]:
+        programs = [start(**{**EXEC, **variables}) for _ in cut.paths]
+        for rank, program in enumerate(programs):
+            groups = cut.group_infos[rank] if cut.group_infos else ""
+            build = "rank(path, table, number, groups=groups, config=config)"
+            program.do(build, path=cut.paths[rank], table=table, number=rank, groups=groups, config=config)
+        return programs
+
+    return world
+
+
+def predict(programs: List[Program], *inputs: Any) -> List[Any]:
+    """Let all predict at once, each its own input or all the only one; what each gets, or its error's type."""
+    for index, program in enumerate(programs):
+        program.begin("predict(x)", x=inputs[index % len(inputs)])
+    answers: List[Any] = []
+    for program in programs:
+        try:
+            answers.append(program.result())
+        except ProgramError as error:
+            answers.append(error.text)
+    return answers
+
+
+def assert_right(programs: List[Program], cut: Slices, x: Any) -> None:
+    assert all(map(np.array_equal, predict(programs, x), cut.answers(x)))
+
+
+def connected(world: World, cut: Slices, x: Any, **more: Any) -> List[Program]:
+    """A world that has answered once."""
+    programs = world(cut, **more)
+    assert_right(programs, cut, x)
+    return programs
+
+
+# --- In step ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_right_answers_need_all_ranks_in_any_batch(world: World, tmp_path: Path, x: Any, count: int) -> None:
+    cut = ranks.mlp(tmp_path / "slices", ranks=count)
+    table = ranks.table(tmp_path / "table.json", range(count))
+    programs = connected(world, cut, x, table=table)
+    for rows in (1, 64, 4):
+        assert_right(programs, cut, np.arange(rows * 16, dtype=np.float32).reshape(rows, 16))
+    assert not any(map(np.array_equal, cut.answers(x * 2), cut.answers(x)))
+
+
+@pytest.mark.parametrize("count", [1, 2, 4, 8])
+def test_every_cut_of_a_network_answers_as_the_whole(tmp_path: Path, count: int) -> None:
+    x = np.random.RandomState(2).randint(-3, 4, (5, 16)).astype(np.float32)
+    cut = ranks.mlp(tmp_path / "slices", ranks=count, layers=2)
+    assert all(np.array_equal(each, ranks.whole(x, layers=2)) for each in cut.answers(x))
+
+
+def test_a_build_talks_to_nobody_and_takes_no_memory_and_ranks_build_one_after_another(
+    world: World, host: Host, x: Any, cut: Slices
+) -> None:
+    """hcom_plugin.cc:207 and hcom.cc:70: local checks only; ge_graph_executor.cc:1352: loaded at the first predict."""
+    programs = world()
+    assert [each.kind for each in host.ledger().allocations] == [ledger.CONTEXT]
+    assert_right(programs, cut, x)
+    kinds = [ledger.CONTEXT, ledger.PRIVATE_WEIGHTS, ledger.WORKSPACE, ledger.BUFFERS]
+    assert [each.kind for each in host.ledger().allocations] == kinds
+
+
+def test_two_groups_of_four_cards_do_not_meet(world: World, start: Start, tmp_path: Path, cut: Slices, x: Any) -> None:
+    first = connected(world, cut, x)
+    table = ranks.table(tmp_path / "other.json", [2, 3])
+    second = [start(**EXEC) for _ in range(2)]
+    for rank, program in enumerate(second):
+        program.do("rank(p, t, r, device=r + 2)", p=cut.paths[rank], t=table, r=rank)
+    for group in (second, first):
+        assert_right(group, cut, x)
+
+
+# --- Out of step: wrong numbers, and no error -------------------------------------------------------------------
+
+
+def test_ranks_at_different_requests_agree_on_the_same_wrong_numbers(world: World, cut: Slices, x: Any) -> None:
+    """hccl HCCL_DFS_CONFIG.md: graph mode is not checked."""
+    programs = connected(world, cut, x)
+    first, second = predict(programs, x, x + 1)
+    assert np.array_equal(first, second)
+    assert not np.array_equal(first, cut.answers(x)[0])
+    assert not np.array_equal(first, cut.answers(x + 1)[0])
+
+
+def test_both_ranks_with_one_slice_agree_on_wrong_numbers(world: World, cut: Slices, x: Any) -> None:
+    """Equal digests of answers prove nothing."""
+    first, second = predict(world(cut._replace(paths=[cut.paths[0]] * 2)), x)
+    assert np.array_equal(first, second)
+    assert not np.array_equal(first, cut.answers(x)[0])
+
+
+def test_unequal_batches_are_computed_with_what_lies_in_the_buffer(world: World, cut: Slices, x: Any) -> None:
+    smaller, larger = predict(world(), x[2:], x)
+    assert (smaller.shape, larger.shape) == ((1, 16), (3, 16))
+    assert not np.array_equal(smaller, cut.answers(x[2:])[0])
+    assert np.abs(larger[1:]).max() > 1e30
+    assert not np.array_equal(larger, cut.answers(x)[0])
+
+
+def test_after_a_skipped_request_every_answer_is_wrong_and_only_the_last_one_times_out(
+    world: World, host: Host, cut: Slices, x: Any
+) -> None:
+    programs = connected(world, cut, x)
+    host.fault("predict", "skip", rank=1, times=1)
+    programs[0].begin("predict(x)", x=x)
+    assert programs[1].do("predict(x)").shape == (3, 16)  # at once
+    for number in (2, 3):
+        programs[1].begin("predict(x)", x=x * number)
+        assert not np.array_equal(programs[0].result(), cut.answers(x * (number - 1))[0])
+        programs[0].begin("predict(x)", x=x * number)
+    for program in programs[:1]:
+        with pytest.raises(ProgramError, match="predict failed!"):
+            program.result()
+    assert "EI0002" in programs[0].errors()[-2]
+
+
+def test_after_a_time_out_the_next_predict_takes_the_stale_numbers(world: World, cut: Slices, x: Any) -> None:
+    programs = connected(world, cut, x)
+    assert programs[0].refusal("predict(x)").text == "predict failed!"
+    answer = programs[1].refusal("predict(x * 2)")  # the second AllReduce has nothing to take
+    assert answer.text == "predict failed!"
+    assert not np.array_equal(predict(programs, x)[0], cut.answers(x)[0])
+
+
+# --- Somebody is not there --------------------------------------------------------------------------------------
+
+
+def test_a_missing_rank_at_the_first_predict_is_a_time_out_and_nobody_joins_later(
+    world: World, cut: Slices, x: Any
+) -> None:
+    """hccl HCCL_CONNECT_TIMEOUT.md: EI0006 after 120 s and 20."""
+    programs = world()
+    begin = time.monotonic()
+    assert programs[0].refusal("predict(x)").text == "predict failed!"
+    assert time.monotonic() - begin >= CONNECT_S
+    assert "EI0006" in programs[0].errors()[-2]
+    assert predict(programs, x) == ["predict failed!"] * 2
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_who_waits_for_one_that_died_or_hangs_waits_until_the_execution_time_out(
+    world: World, cut: Slices, x: Any, number: int
+) -> None:
+    """hccl HCCL_EXEC_TIMEOUT.md, task_exec_stage.md; heartbeat.h:37: LOST is a line in the log, and wakes nobody."""
+    programs = connected(world, cut, x)
+    os.kill(programs[1].pid, number)
+    begin = time.monotonic()
+    assert programs[0].refusal("predict(x)").text == "predict failed!"
+    assert time.monotonic() - begin >= EXEC_S
+    assert "EI0002" in programs[0].errors()[-2]
+    assert ("rank 1 is LOST" in programs[0].log()) is (number == signal.SIGKILL)
+
+
+@pytest.mark.parametrize(("action", "at"), [("crash", "start"), ("hang", "start"), ("crash", "sent")])
+def test_a_rank_that_dies_in_a_predict(world: World, host: Host, cut: Slices, x: Any, action: str, at: str) -> None:
+    programs = connected(world, cut, x)
+    host.fault("predict", action, rank=1, at=at)
+    programs[1].begin("predict(x)", x=x)
+    assert programs[0].refusal("predict(x)").text == "predict failed!"
+
+
+def test_garbage_of_one_rank_is_everybodys(world: World, host: Host, cut: Slices, x: Any) -> None:
+    programs = connected(world, cut, x)
+    host.fault("predict", "garbage", rank=1, times=1)
+    wrong = predict(programs, x)
+    assert not np.array_equal(wrong[0], cut.answers(x)[0])
+    assert_right(programs, cut, x)
+
+
+def test_a_slow_rank_is_waited_for(world: World, host: Host, cut: Slices, x: Any) -> None:
+    programs = connected(world, cut, x)
+    host.fault("predict", "slow", rank=0, seconds=EXEC_S / 4)
+    assert_right(programs, cut, x)
+
+
+def test_a_failed_rank_leaves_the_others_waiting(world: World, host: Host, cut: Slices, x: Any) -> None:
+    programs = connected(world, cut, x)
+    host.fault("predict", "fail", rank=1, times=1)
+    assert predict(programs, x) == ["predict failed!"] * 2
+    assert "EI0002" in programs[0].errors()[-2]
+
+
+def test_a_table_of_another_group_is_only_seen_when_ranks_link(world: World, host: Host, cut: Slices, x: Any) -> None:
+    """param_check.cc:106: a CRC over what was parsed, EI0005."""
+    host.fault("build", "table", rank=1)
+    programs = world()
+    assert predict(programs, x) == ["predict failed!"] * 2
+    for program in programs:
+        assert "EI0005" in program.errors()[-2]
+
+
+def test_after_stream_sync_timeout_the_next_predict_waits_for_ever(world: World, x: Any, cut: Slices) -> None:
+    """ge davinci_model.cc:5659: the model's run loop has ended."""
+    programs = connected(world, cut, x, config={"ge_session_options": {"stream_sync_timeout": "10000"}})
+    begin = time.monotonic()
+    assert programs[0].refusal("predict(x)").text == "predict failed!"
+    assert time.monotonic() - begin < EXEC_S
+    programs[0].begin("predict(x)")
+    assert not programs[0].has_answered(3 * EXEC_S)
+
+
+def test_a_predict_that_waits_is_deaf_to_signals_and_leaves_the_gil(world: World, cut: Slices, x: Any) -> None:
+    """ge_graph_executor.cc:1514: a future, waited for without a limit."""
+    programs = connected(world, cut, x, HCCL_EXEC_TIMEOUT="0")
+    programs[0].do("import signal, threading, time\nsignal.signal(signal.SIGTERM, lambda *_: os.write(2, b'handled'))")
+    programs[0].do(
+        "def tick():\n    while 'y' not in globals():\n        ticks.append(1)\n        time.sleep(.001)\nticks = []"
+    )
+    programs[0].begin("threading.Thread(target=tick, daemon=True).start()\ny = predict(x)\nlen(ticks)", x=x)
+    assert not programs[0].has_answered(0.1)
+    os.kill(programs[0].pid, signal.SIGTERM)
+    assert not programs[0].has_answered(0.1)
+    assert "handled" not in programs[0].log()
+    programs[1].do("predict(x)", x=x)
+    assert programs[0].result() > 20
+    assert "handled" in programs[0].log()
+
+
+# --- Where there is no table ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("section", [{}, {"rank_table_file": ""}, {"rank_table_path": "/t.json"}])
+def test_without_a_table_the_build_succeeds_and_the_first_predict_does_not(
+    program: Program, cut: Slices, x: Any, section: Any
+) -> None:
+    """ge_device_context.cc:246: an ordinary model; hcom_ops_kernel_info_store.cc:358: EI0004."""
+    program.do("build(path, provider='ge', config={'ascend_context': section})", path=cut.paths[0], section=section)
+    assert program.refusal("predict(x)", x=x).text == "predict failed!"
+    assert "EI0004: No valid communicator found" in program.errors()[-2]
+
+
+def test_the_options_of_the_first_model_count(start: Start, host: Host, cut: Slices, table: Path, x: Any) -> None:
+    """ge_device_context.cc:156: "GE Context has been initialized, skip"."""
+    program = start()
+    program.do("build(path, provider='ge')\nfirst = lib.model", path=cut.paths[0])
+    program.do("rank(path, table, 1)", path=cut.paths[1], table=table)
+    assert "has been initialized, skip" in program.log()
+    assert program.refusal("predict(x)", x=x).text == "predict failed!"
+    assert "EI0004" in program.errors()[-2]
+    assert host.ledger(1).used == 0
+
+
+def test_a_process_has_hccl_once(start: Start, cut: Slices, table: Path) -> None:
+    """hcom.cc:82: multiple initialization is not supported."""
+    program = start()
+    program.do("rank(path, table, 0)\nlib.model = None", path=cut.paths[0], table=table)
+    assert "multiple initialization" in errors_of(program, "rank(path, table, 0)")[-1]
+
+
+def test_a_slice_is_refused_on_the_cpu(program: Program, cut: Slices) -> None:
+    """Seen with 2.0.0: construct model failed."""
+    assert errors_of(program, "build(path, target='cpu')", path=cut.paths[0]) == ["construct model failed"]

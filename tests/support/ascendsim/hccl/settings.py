@@ -1,0 +1,47 @@
+"""HCCL's variables, read when it is initialised."""
+
+from __future__ import annotations
+
+from typing import Mapping, NamedTuple
+
+from ascendsim.hccl import products
+from ascendsim.hccl.errors import HcclError
+
+_CONNECT_S = 120  # hccl HCCL_CONNECT_TIMEOUT.md; hcomm platform/common/externalinput.cc:530
+_EXEC_S = 1836  # hccl HCCL_EXEC_TIMEOUT.md; externalinput.cc:972
+_EXEC_STEP_S = 68
+_EXEC_MAX_S = 17340
+_BUFFER_MIB = 200  # hccl HCCL_BUFFSIZE.md
+_INT_MAX = 2**31 - 1
+
+LINK_MORE_S = 20
+"""How much longer than the connect time-out a missing rank is waited for (hccl param_link_stage.md)."""
+
+
+class Settings(NamedTuple):
+    """Seconds, as the documents count them; `exec_s` 0 is for ever. `buffer_mib` is one of two for a communicator."""
+
+    connect_s: int
+    exec_s: int
+    buffer_mib: int
+
+
+def read(variables: Mapping[str, str], exec_option: str, product: str) -> Settings:
+    """What the environment says; `exec_option` is ge.exec.hcclExecuteTimeOut, which wins (ge hcom_plugin.cc:277)."""
+    exec_text = exec_option or variables.get("HCCL_EXEC_TIMEOUT", str(_EXEC_S))
+    exec_s = _number("HCCL_EXEC_TIMEOUT", exec_text, 0, _INT_MAX)
+    if product in (products.A1, products.DUO):
+        exec_s = min(max(exec_s // _EXEC_STEP_S, 1) * _EXEC_STEP_S, _EXEC_MAX_S)
+    connect = variables.get("HCCL_CONNECT_TIMEOUT", str(_CONNECT_S))
+    buffer = variables.get("HCCL_BUFFSIZE", str(_BUFFER_MIB))
+    return Settings(
+        _number("HCCL_CONNECT_TIMEOUT", connect, 120, 7200), exec_s, _number("HCCL_BUFFSIZE", buffer, 1, _INT_MAX)
+    )
+
+
+def _number(name: str, text: str, least: int, most: int) -> int:
+    if not text.isdigit() or not least <= int(text) <= most:
+        raise HcclError(
+            "EI0001", f"Environment variable [{name}] is invalid. Reason: {text} is not in [{least}, {most}]"
+        )
+    return int(text)

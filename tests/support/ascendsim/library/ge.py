@@ -1,0 +1,288 @@
+"""The graph engine: the provider "ge" (ge_graph_executor.cc, ge_device_context.cc).
+
+It is one for a process: the options of the first model count for as long as any lives. A build talks to no other rank,
+and takes no memory for the model: the first predict compiles, loads and, where the graph has operators for it, meets
+the other ranks.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import List, Mapping, NamedTuple, Optional
+
+import numpy as np
+
+from ascendsim import addresses, faults, glog, ledger, modelfile, network
+from ascendsim.driver import AclError, Driver
+from ascendsim.hccl import groupinfo, products, ranktable, settings
+from ascendsim.hccl.errors import HcclError
+from ascendsim.hccl.world import StreamSyncTimeout, World
+from ascendsim.ledger import MIB
+from ascendsim.modelfile import Floats, ModelFile
+
+Sections = Mapping[str, Mapping[str, str]]
+
+_ASCEND = "ascend_context"
+_GE_SECTIONS = ("ge_global_options", "ge_session_options", "ge_graph_options")
+_EXECUTOR = "extendrt/delegate/graph_executor/ge/ge_graph_executor.cc"
+_CONTEXT = "extendrt/delegate/graph_executor/ge/ge_device_context.cc"
+_MAX_PROCESSES = 8  # of one card, each with a port of its own (hccl constraints.md)
+
+
+class Options(NamedTuple):
+    """What a model is built with; of the second model of a process only the file counts."""
+
+    device: int
+    rank: int
+    group_info: str
+    sections: Sections
+
+    @property
+    def table(self) -> str:
+        """The key missing, misspelt or empty is a model of one card (ge_device_context.cc:246)."""
+        return self.sections.get(_ASCEND, {}).get("rank_table_file", "")
+
+    def ge_option(self, name: str) -> str:
+        """An option that is passed on as it is."""
+        return next((self.sections[each][name] for each in _GE_SECTIONS if name in self.sections.get(each, {})), "")
+
+
+class _Context:
+    """GE and HCCL in this process; `graphs` counts who uses it."""
+
+    def __init__(self, driver: Driver, options: Options, *, other_table: bool) -> None:
+        self._driver = driver
+        self._port = 0
+        self.device = options.device
+        self.rank = options.rank
+        self.graphs = 1
+        self.world: Optional[World] = None
+        self._product = products.kind(driver.switches.soc_name)
+        driver.set_device(self.device)
+        try:
+            if self._product != products.OLD and not driver.switches.libhccl:
+                raise HcclError("dlopen", "libhccl.so failed (ge_device_context.cc:218)")
+            if options.table:
+                self._init_hccl(options, other_table=other_table)
+            if options.group_info:
+                self._create_groups(options.group_info)
+        except (HcclError, OSError):
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """GEFinalize."""
+        if self.world is not None:
+            self.world.close()
+        if self._port:
+            self._driver.close_port(self.device, self._port)
+        self._driver.reset_device(self.device)
+
+    def _init_hccl(self, options: Options, *, other_table: bool) -> None:
+        driver, switches, product = self._driver, self._driver.switches, self._product
+        if _initialised:
+            raise HcclError("EI0004", "multiple initialization is not supported (hcom.cc:82)")
+        if switches.vnpu:
+            raise HcclError("EI0004", "HCCL does not run on a virtual instance (hccl constraints.md)")
+        if product == products.DUO and driver.holds_memory(self.device):
+            raise HcclError("EI0004", "HCCL is initialised before any memory is taken (hccl constraints.md)")
+        values = settings.read(os.environ, options.ge_option("ge.exec.hcclExecuteTimeOut"), product)
+        table = ranktable.load(options.table, lambda: faults.stall(switches.hccl_second))
+        card = driver.physical(self.device)
+        mine = ranktable.check_process(table, self.rank, card, addresses.of_card(card), product)
+        has_ports = products.has_ports(product, switches.driver_version)
+        port = mine.port if has_ports else ranktable.DEFAULT_PORT
+        if not driver.open_port(self.device, port, _MAX_PROCESSES if has_ports else 1):
+            raise HcclError("EI0019", f"The IP address and port {port} of device {card} have been bound already")
+        self._port = port
+        if other_table:
+            table = table._replace(crc=table.crc ^ 1)
+        self.buffer_bytes = 2 * values.buffer_mib * MIB
+        self.world = World(driver.directory, driver.token, table, self.rank, values, switches.hccl_second)
+        _initialised.append(True)
+
+    def _create_groups(self, file: str) -> None:
+        try:
+            groups = groupinfo.read(Path(file))
+        except ValueError:
+            glog.error("extendrt/delegate/comm_group_info.cc:60", "LoadGroupInfo", "Load strategy file failed")
+            raise HcclError("EI0004", "group info") from None
+        for name, ranks in groups.items():
+            if self.world is not None:
+                self.world.create_group(name, ranks)
+
+
+_contexts: List[_Context] = []  # that of this process, if it has one
+_initialised: List[bool] = []  # HCCL was, once
+
+
+def build(driver: Driver, model: ModelFile, options: Options) -> Optional[Graph]:
+    """Build; None, with its cause in the log, if that fails."""
+    who = "rank" if options.table else "private"
+    try:
+        other_table = False
+        try:
+            faults.begin(driver, "build", who, options.rank)
+        except faults.OtherTable:
+            other_table = True
+        context = _acquire(driver, options, other_table=other_table)
+    except (HcclError, AclError, OSError) as error:
+        glog.error(f"{_CONTEXT}:176", "InitGe", f"Init ge failed: {error}")
+        return None
+    except (faults.Failed, faults.Garbage, faults.Skipped):
+        glog.error(f"{_CONTEXT}:176", "InitGe", "Init ge failed")
+        return None
+    if not model.exported:
+        glog.error(f"{_EXECUTOR}:1357", "CompileGraph", "Offline converted MindIR is not supported currently")
+        _release(context)
+        return None
+    if options.sections.get(_ASCEND, {}).get("model_cache_mode"):
+        Path(f"model_build_cache_{context.rank}").mkdir(exist_ok=True)  # in the current directory, as there (:553)
+    graph = Graph(driver, context, model, options.ge_option("stream_sync_timeout"))
+    try:
+        faults.suffer(driver, "build", who, "loaded", options.rank)
+    except (faults.Failed, faults.Garbage, faults.Skipped, faults.OtherTable):
+        glog.error(f"{_EXECUTOR}:700", "AddGraph", "Failed to add graph")
+        graph.unload()
+        return None
+    return graph
+
+
+def _acquire(driver: Driver, options: Options, *, other_table: bool) -> _Context:
+    if _contexts:
+        glog.warning(f"{_CONTEXT}:156", "Initialize", "GE Context has been initialized, skip.")
+        _contexts[0].graphs += 1
+    else:
+        _contexts.append(_Context(driver, options, other_table=other_table))
+    return _contexts[0]
+
+
+def _release(context: _Context) -> None:
+    context.graphs -= 1
+    if context.graphs == 0:
+        _contexts.remove(context)
+        context.close()
+
+
+class Graph:
+    """One model in the graph engine. `handle` is 0: it shares nothing with other processes, whatever it was told."""
+
+    handle = 0
+
+    def __init__(self, driver: Driver, context: _Context, model: ModelFile, stream_sync_ms: str) -> None:
+        self._driver = driver
+        self._context = context
+        self.model = model
+        self._weights = modelfile.as_floats(model.weights, model)
+        self._groups = network.groups(model)
+        self._memory: List[int] = []
+        self._loaded = False
+        self._runs = True  # the model's run loop
+        self._outputs: List[Floats] = []
+        milliseconds = int(stream_sync_ms or -1)
+        second = driver.switches.hccl_second
+        self._limit_s = milliseconds / 1000 * second if milliseconds > 0 else float("inf")
+
+    def unload(self) -> None:
+        """Give everything back."""
+        for number in reversed(self._memory):
+            self._driver.free(number)
+        _release(self._context)
+
+    def run(self, inputs: List[Floats]) -> Optional[List[Floats]]:
+        """The outputs, or None. Waits on a future without a limit, and without the GIL (ge_graph_executor.cc:1514)."""
+        if not self._runs:
+            faults.stall(faults.FOREVER_S)
+        return faults.uninterrupted(lambda: self._run(inputs)) if self._groups else self._run(inputs)
+
+    def _run(self, inputs: List[Floats]) -> Optional[List[Floats]]:
+        garbage = False
+        try:
+            faults.begin(self._driver, "predict", self._who, self._context.rank)
+        except faults.Garbage:
+            garbage = True
+        except faults.Skipped:
+            return self._skip(inputs)
+        except (faults.Failed, faults.OtherTable):
+            _log_failure("")
+            return None
+        try:
+            self._load()
+            outputs = self._compute(inputs, garbage=garbage)
+        except (HcclError, AclError) as error:
+            _log_failure(f", {error}")
+            return None
+        except StreamSyncTimeout:
+            self._runs = False  # davinci_model.cc:5659
+            _log_failure(", stream sync timeout")
+            return None
+        self._outputs = outputs
+        noise = self._driver.switches.noise
+        if noise:
+            random = np.random.RandomState([os.getpid(), self._driver.count("noise")])
+            return [each * (1 + noise * random.rand(*each.shape)).astype(np.float32) for each in outputs]
+        return outputs
+
+    @property
+    def _who(self) -> str:
+        return "private" if self._context.world is None else "rank"
+
+    def _load(self) -> None:
+        if self._loaded:
+            return
+        world, device = self._context.world, self._context.device
+        if any(world is None or world.size(group) == 0 for group in self._groups):
+            # ge hcom_ops_kernel_info_store.cc:358
+            raise HcclError("EI0004", f"No valid communicator found for {self._groups}")
+        if not self._memory:
+            try:
+                self._take(device, self.model.weight_bytes, ledger.PRIVATE_WEIGHTS)
+                self._take(device, self._driver.switches.workspace_mib * MIB, ledger.WORKSPACE)
+                for _ in self._groups:
+                    self._take(device, self._context.buffer_bytes, ledger.BUFFERS)
+            except AclError:
+                for number in self._memory:
+                    self._driver.free(number)
+                self._memory.clear()
+                raise
+        if world is not None and self._groups:
+            world.link(self._groups)
+        self._loaded = True
+
+    def _take(self, device: int, size: int, kind: str) -> None:
+        if size:
+            self._memory.append(self._driver.allocate(device, size, kind))
+
+    def _compute(self, inputs: List[Floats], *, garbage: bool) -> List[Floats]:
+        if self.model.kind != network.SLICE:
+            outputs = modelfile.compute(self.model, self._weights, inputs)
+            return [-1 - each for each in outputs] if garbage else outputs
+        run, world = network.run(self.model, self._weights, inputs), self._context.world
+        try:
+            collective = next(run)
+            while True:
+                assert world is not None, "checked in _load"
+                mine = collective._replace(data=-1 - collective.data) if garbage else collective
+                collective = run.send(world.run(mine, self._limit_s, self._sent))
+        except StopIteration as end:
+            value: List[Floats] = end.value
+            return [-1 - each for each in value] if garbage else value
+
+    def _sent(self) -> None:
+        try:
+            faults.suffer(self._driver, "predict", self._who, "sent", self._context.rank)
+        except (faults.Failed, faults.Garbage, faults.Skipped, faults.OtherTable):
+            raise HcclError("EI0002", "a fault that a test has ordered") from None
+
+    def _skip(self, inputs: List[Floats]) -> List[Floats]:
+        """What the last request left, or nothing of use."""
+        rows = len(inputs[0])
+        shapes = [(rows, *spec.shape[1:]) for spec in self.model.outputs]
+        if [each.shape for each in self._outputs] == shapes:
+            return self._outputs
+        return [np.zeros(shape, np.float32) for shape in shapes]
+
+
+def _log_failure(why: str) -> None:
+    glog.error(f"{_EXECUTOR}:1508", "RunGraph", f"RunGraphAsync failed{why}")

@@ -1,0 +1,83 @@
+"""The slice of a network that one rank computes: steps, some of which need the other ranks.
+
+A step is a list: ["matmul", rows, columns] with the next weights, ["relu"], ["all_reduce", group],
+["send", group, rank], ["receive", group, rank, width], ["broadcast", group, root, width], ["part", index, count] (of
+dimension 0), ["useless", width] (an output in which nothing of use is).
+"""
+
+from __future__ import annotations
+
+from typing import Any, Generator, List, NamedTuple, Sequence
+
+import numpy as np
+
+from ascendsim.modelfile import Floats, ModelFile
+
+WORLD = "hccl_world_group"
+"""The group of all ranks; others need a `group_info_file`."""
+
+SLICE = "slice"
+"""`ModelFile.kind` of a slice."""
+
+_COLLECTIVES = ("all_reduce", "send", "receive", "broadcast")
+
+Run = Generator["Collective", Floats, List[Floats]]
+
+
+class Collective(NamedTuple):
+    """What this rank brings to an operation of a group, in the shape of what it gets.
+
+    `peer` is the other rank, of a broadcast the one that has the numbers.
+    """
+
+    operation: str
+    group: str
+    data: Floats
+    peer: int = -1
+
+
+def groups(model: ModelFile) -> List[str]:
+    """The groups whose operations a model has."""
+    return sorted({step[1] for step in model.steps if step[0] in _COLLECTIVES})
+
+
+def run(model: ModelFile, weights: Floats, inputs: Sequence[Floats]) -> Run:
+    """Compute; yield each `Collective`, and go on with what is sent. A ValueError comes before the first of them."""
+    value, used = inputs[0], 0
+    rows = len(value)
+    for step in model.steps:
+        if step[0] == "part" and rows % step[2]:
+            raise ValueError(f"{rows} rows cannot be cut for {step[2]} ranks")
+    for step in model.steps:
+        if step[0] == "matmul":
+            size = step[1] * step[2]
+            value = product(value, weights[used : used + size].reshape(step[1], step[2]))
+            used += size
+        elif step[0] == "relu":
+            value = np.maximum(value, np.float32(0))
+        elif step[0] == "part":
+            count = rows // step[2]
+            value = value[step[1] * count : (step[1] + 1) * count]
+        elif step[0] == "useless":
+            value = np.zeros((rows, step[1]), np.float32)
+        else:
+            value = yield _collective(step, value, rows)
+    return [value]
+
+
+def product(x: Floats, matrix: Floats) -> Floats:
+    """x @ matrix, by products and sums of single rows only: the same bits in every process and in every batch."""
+    total: Floats = np.zeros((len(x), matrix.shape[1]), np.float32)
+    with np.errstate(all="ignore"):
+        for k in range(matrix.shape[0]):
+            total += x[:, k : k + 1] * matrix[k]
+    return total
+
+
+def _collective(step: Sequence[Any], value: Floats, rows: int) -> Collective:
+    if step[0] == "all_reduce":
+        return Collective(step[0], step[1], value)
+    if step[0] == "send":
+        return Collective(step[0], step[1], value, step[2])
+    shape = (rows, step[3])
+    return Collective(step[0], step[1], value if value.shape == shape else np.zeros(shape, np.float32), step[2])
