@@ -11,7 +11,8 @@ import pytest
 
 from weightd.daemon.generations.access import ALLOW_TIMEOUT_S
 from weightd.daemon.generations.actions import Action, Dismiss, Enlist, Kill, Pin, Role, Send, Spawn
-from weightd.daemon.generations.generation import ABORT_TIMEOUT_S, HELLO_TIMEOUT_S, STOP_TIMEOUT_S
+from weightd.daemon.generations.generation import ABORT_TIMEOUT_S
+from weightd.daemon.generations.life import HELLO_TIMEOUT_S, STOP_TIMEOUT_S
 from weightd.daemon.generations.progress import Outlook, Teller
 from weightd.daemon.generations.restarts import MAX_FAILED_STARTS
 from weightd.daemon.generations.states import ACTIVE, ChildState, GenerationState

@@ -50,14 +50,14 @@ class Kill:
 
 @dataclass(frozen=True)
 class Enlist:
-    """The worker may be given requests from now on."""
+    """The seat of this name may be given requests from now on."""
 
     name: str
 
 
 @dataclass(frozen=True)
 class Dismiss:
-    """The worker gets no further request; what it still has is its own to answer, or lost."""
+    """The seat of this name gets no further request; what it still has is its own to answer, or lost."""
 
     name: str
 

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import dataclasses
 
-from weightd.daemon.generations.actions import Pin, Role, Send
+from weightd.daemon.generations.actions import Role, Send
 from weightd.daemon.generations.child import Child, Loss
+from weightd.daemon.generations.life import HELLO_TIMEOUT_S, STOP_TIMEOUT_S, Life, misfit
 from weightd.daemon.generations.plan import Canary
-from weightd.daemon.generations.progress import Cause, Outlook, Standing
+from weightd.daemon.generations.progress import Cause, Outlook
 from weightd.daemon.generations.states import (
     ACTIVE,
     COUNTED,
@@ -24,37 +25,19 @@ from weightd.daemon.generations.tries import Tries, described
 from weightd.daemon.host.ends import End
 from weightd.protocol.codec import clip
 from weightd.protocol.messages.children import Allowed, Attached, Broken, Built, Hello, Probe, Probing
-from weightd.protocol.version import VERSION
-
-# An interpreter on a loaded machine needs seconds to import an engine. What comes before HELLO beside that, CANN's
-# import and the digest of the model, may take as long as a build.
-HELLO_TIMEOUT_S = 60.0
-
-# A child that was told to stop only has to answer what it is computing.
-STOP_TIMEOUT_S = 10.0
 
 # What a child that hangs gets to write its stacks down.
 ABORT_TIMEOUT_S = 2.0
 
 
-class Generation(Standing):
-    """The life of a generation; what it is made of is that of `Standing`."""
-
-    _stop_timeout = STOP_TIMEOUT_S
+class Generation(Life):
+    """The life of a holder and its workers."""
 
     # --- events -------------------------------------------------------------------------------------------------
 
-    def start(self) -> None:
-        """Begin."""
-        self._actions.append(Pin())
-        self._tell_progress()
-
-    def resumed(self) -> None:
-        """It was made of what an earlier daemon has written down; its workers serve once they are `back`."""
-        self._machine.advance(GenerationEvent.RESUME)
-
-    def pinned(self, sha256: str, now: float, canary: Canary | None = None) -> None:
+    def pinned(self, sha256: str, now: float, canary: Canary | None = None, digests: tuple[str, ...] = ()) -> None:
         """The snapshot exists: start the processes. `canary` is what an earlier generation has found out of it."""
+        del digests  # of what is cut
         if self.state is not GenerationState.PINNING:
             return
         self.tries = Tries(canary or self.terms.canary, self.terms.rows)
@@ -63,20 +46,12 @@ class Generation(Standing):
         self._spawn(Role.HOLDER, now)
         self._reconcile(now)
 
-    def failed(self, cause: str, now: float) -> None:
-        """It cannot go on, for `cause`: everything that runs is wound down."""
-        self._fail(Cause(cause), now)
-
-    def given_up(self, what: str, now: float) -> None:
-        """Its cause has led to this: everything that runs is wound down."""
-        self._fail(self._cause.led_to(f"{what}: "), now)
-
     def hello(self, name: str, hello: Hello, now: float) -> None:
         """A child is up."""
         child = self.children.get(name)
         if child is None or child.state is not ChildState.SPAWNED:
             return
-        refusal = self._refusal(hello)
+        refusal = misfit(hello, self.sha256)
         if refusal:
             self.broken(name, Broken(refusal), now)
             return
@@ -161,8 +136,9 @@ class Generation(Standing):
             self.footprint.attached(attached.device)  # else that was its weights too
         self._became_ready(child, ChildEvent.ATTACHED, now)
 
-    def back(self, name: str, now: float) -> None:
+    def back(self, name: str, now: float, step: int = 0) -> None:
         """A worker that was READY for the daemon before this one is connected."""
+        del step  # of ranks
         child = self.children.get(name)
         if child is not None and child.state is ChildState.AWAITED:
             self._became_ready(child, ChildEvent.BACK, now)
@@ -264,9 +240,6 @@ class Generation(Standing):
             self._wind_down(now)
         self._tell_progress()
 
-    def _tell_progress(self) -> None:
-        self._teller.progress(self.progress, has_failed=self.state is GenerationState.FAILED)
-
     def _replace(self, now: float) -> None:
         """Start what is missing."""
         if self._restarts.due <= now:
@@ -309,15 +282,6 @@ class Generation(Standing):
         if self.state in LOADING:
             self._machine.advance(GenerationEvent.READY)
         self._reconcile(now)
-
-    def _refusal(self, hello: Hello) -> str:
-        """Why a child that said this must not serve, or ""."""
-        theirs = hello.versions.get("weightd", "unknown")
-        if theirs != VERSION:
-            return f"its interpreter has weightd {theirs}, the daemon is {VERSION}: install the same version in both"
-        if hello.sha256 != self.sha256:
-            return f"it would load a model of sha256 {hello.sha256:.12}, pinned is {self.sha256:.12}"
-        return ""
 
     def _spawn(self, role: Role, now: float, device: str = "") -> None:
         template = self._template if role is Role.WORKER else ""

@@ -151,6 +151,8 @@ class Standing:
         at_once: returns how many workers may attach at the same time; at least one.
     """
 
+    _rostered: type[Roster] = Roster
+
     def __init__(
         self, label: str, terms: Terms, device: str = CPU, source: Source | None = None, number: int = 1
     ) -> None:
@@ -167,7 +169,7 @@ class Standing:
         self.footprint = Footprint()
         self._actions: list[Action] = []
         self._teller = Teller(label, number)
-        self.roster = Roster(label, self._actions.append, self.about)
+        self.roster = self._rostered(label, self._actions.append, self.about)
         self.access = Access(label, self.roster, self._actions.append, self._teller.tell, self.about())
         self.children = self.roster.children
         self.enlisted = self.roster.enlisted
@@ -230,6 +232,11 @@ class Standing:
             return False
         there = self.roster.places()
         return self.access.is_frozen or any(there[device] < self.terms.workers for device in self._devices)
+
+    @property
+    def seats(self) -> Mapping[str, tuple[str, ...]]:
+        """The seats that take requests, by name: of which processes each is, in their order."""
+        return {name: (name,) for name in self.enlisted}
 
     @property
     def ready(self) -> list[str]:

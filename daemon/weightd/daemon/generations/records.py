@@ -18,7 +18,7 @@ _COUNT = integer(0, limits.MAX_COUNT)
 
 @dataclass(frozen=True)
 class ChildRecord:
-    """A holder that holds, or a worker that is READY, and on which device.
+    """A holder that holds, a broker, or a worker or a rank that is READY, and on which device.
 
     `shared_bytes` and `note` are what it said of its weights.
     """
@@ -41,9 +41,9 @@ class SealRecord:
 
 @dataclass(frozen=True)
 class GenerationRecord:
-    """A generation that serves. The fields are those of `Generation`; `source` is the number of its source.
+    """A generation that serves. The fields are those of `Generation` or `Unit`; `source` is the number of its source.
 
-    `access` is who may still attach, `closed` why nobody may.
+    `access` is who may still attach, `closed` why nobody may. `models` are those of a unit, none of workers.
     """
 
     number: int = field(metadata=_COUNT)
@@ -58,3 +58,4 @@ class GenerationRecord:
     built: Built = field(metadata=record(Built))
     children: tuple[ChildRecord, ...] = field(metadata=many(record(ChildRecord), limits.MAX_PIDS + 1))
     seal: SealRecord | None = field(default=None, metadata=record(SealRecord))
+    models: tuple[Built, ...] = field(default=(), metadata=many(record(Built), limits.MAX_MEMBERS))

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from weightd.daemon.generations.actions import Role
 from weightd.daemon.generations.generation import Generation
+from weightd.daemon.generations.life import Life
 from weightd.daemon.generations.plan import Source, Terms
 from weightd.daemon.generations.records import ChildRecord, GenerationRecord, SealRecord
 from weightd.daemon.generations.states import RESUMABLE, ChildEvent, ChildState
+from weightd.daemon.generations.unit import Unit
 
 # A child looks for the daemon many times a second. One that computes is not there before it has finished that.
 BACK_TIMEOUT_S = 5.0
@@ -14,7 +16,7 @@ BACK_TIMEOUT_S = 5.0
 _RECORDED = (ChildState.HOLDING, ChildState.READY, ChildState.AWAITED)
 
 
-def record(generation: Generation, seal: SealRecord | None) -> GenerationRecord | None:
+def record(generation: Life, seal: SealRecord | None) -> GenerationRecord | None:
     """Return what the next daemon has to know to `resume` a generation; None if it cannot."""
     if generation.built is None or generation.state not in RESUMABLE:
         return None
@@ -36,6 +38,7 @@ def record(generation: Generation, seal: SealRecord | None) -> GenerationRecord 
         built=generation.built,
         children=tuple(children),
         seal=seal,
+        models=generation.models if isinstance(generation, Unit) else (),
     )
 
 
@@ -57,3 +60,19 @@ def resume(label: str, terms: Terms, source: Source, record: GenerationRecord, n
             generation.guard(child)
     generation.resumed()
     return generation
+
+
+def resume_unit(label: str, terms: Terms, source: Source, record: GenerationRecord, now: float) -> Unit:
+    """Return a unit that a daemon before this one has loaded; it serves once all ranks are `back`, at the same step."""
+    unit = Unit(label, terms, record.device, source, record.number)
+    unit.sha256, unit.models, unit.built = record.sha256, record.models, record.built
+    unit.footprint.process_bytes = record.process_bytes
+    for each in record.children:
+        child = unit.roster.add(each.name, Role(each.role), each.device)
+        child.hello = each.hello
+        if child.role is Role.RANK:
+            child.advance(ChildEvent.AWAIT, now + BACK_TIMEOUT_S + terms.predict_timeout)
+        else:
+            child.advance(ChildEvent.KEEP)
+    unit.resumed()
+    return unit

@@ -250,7 +250,7 @@ class Crew:
 
     def _rate(self, generation: Generation) -> None:
         terms = rows.terms(self._config, generation)
-        for each in generation.enlisted:
+        for each in generation.seats:
             self._desk.scheduler.seats.rate(each, terms)
 
     def _is_sound(self, generation: Generation) -> bool:

@@ -256,7 +256,7 @@ class Deployment(Deployed):
             self._leave(old, now)
         # After the old one's workers are dismissed: no two generations are given requests.
         self._collect()
-        self._actions += [(coming, Enlist(name)) for name in coming.enlisted]
+        self._actions += [(coming, Enlist(name)) for name in coming.seats]
 
     def _renew(self, now: float) -> None:
         if self.serving is not None and self.serving.needs_renewal and not self.busy:

@@ -1,0 +1,175 @@
+"""A unit that is told what happens, and what it wants done after each event."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from weightd.daemon.generations.actions import Action, Kill, Role, Send
+from weightd.daemon.generations.plan import RankTerms, Rows, Source, Terms
+from weightd.daemon.generations.records import GenerationRecord
+from weightd.daemon.generations.resume import record, resume_unit
+from weightd.daemon.generations.states import GenerationState
+from weightd.daemon.generations.unit import Unit
+from weightd.daemon.host.ends import End
+from weightd.protocol.messages.children import Broken, Hello, Stop, Traits
+from weightd.protocol.messages.data import TensorSignature
+from weightd.protocol.messages.findings import Cases
+from weightd.protocol.messages.ranks import Enter, Entered, Slice, Warm, Warmed
+from weightd.protocol.schema import decode, plain
+from weightd.protocol.version import VERSION
+
+LOAD_TIMEOUT_S, CONNECT_TIMEOUT_S, PREDICT_TIMEOUT_S = 500.0, 120.0, 40.0
+SHA = "5" * 64
+X, Y = TensorSignature("x", "FP32", (-1, 4)), TensorSignature("y", "FP32", (2, 3))
+TRAITS = Traits(pids_fixed_at_build=False, holder_must_outlive=False, attach_rewrites_weights=False)
+SEAT = "m.7"
+BROKER = "m.7.broker"
+R0, R1, R2 = (f"m.7.rank{rank}" for rank in range(3))
+CASES: Cases = ({"x": (1, 4)},)
+WARMED = Warmed("canary", CASES)
+ENTER, WARM, STOP = Enter(), Warm(), Stop()
+EXITED = End(3)
+
+
+def digest(rank: int) -> str:
+    return str(rank) * 64
+
+
+def rank_of(name: str) -> int:
+    return int(name.rpartition("rank")[2])
+
+
+def hello_of(name: str, **fields: Any) -> Hello:
+    """What a good process says."""
+    if name == BROKER:
+        return Hello("pid", "broker", {"weightd": VERSION}, TRAITS, **fields)
+    rank = rank_of(name)
+    said = {"slice": Slice(rank, (X,), (Y,)), "sha256": digest(rank), "versions": {"weightd": VERSION}, **fields}
+    return Hello("pid", traits=TRAITS, **said)
+
+
+def kills(*names: str) -> list[Action]:
+    return [Kill(name) for name in names]
+
+
+def sends(order: Any, *names: str) -> list[Action]:
+    return [Send(name, order) for name in names]
+
+
+class Group:
+    """A unit. Each event returns what it wants done then; what it takes to come to a place returns the group."""
+
+    def __init__(self, size: int = 2, *, rows: Rows | None = None, **ranks: Any) -> None:
+        self.now = 1000.0
+        ranks = {"reply": size - 1, "has_broker": True, **ranks}
+        devices = tuple(f"ascend:{rank}" for rank in range(size))
+        self.ranks = RankTerms(size, devices, CONNECT_TIMEOUT_S, **ranks)
+        self.terms = Terms(
+            1,
+            LOAD_TIMEOUT_S,
+            sharing=False,
+            predict_timeout=PREDICT_TIMEOUT_S,
+            rows=rows or Rows(),
+            ranks=self.ranks,
+        )
+        self.unit = Unit("m.7", self.terms, "ascend:0", Source("/m{rank}.mindir", number=3), number=7)
+        self.unit.start()
+
+    @property
+    def state(self) -> GenerationState:
+        return self.unit.state
+
+    @property
+    def cause(self) -> str:
+        return self.unit.cause
+
+    @property
+    def names(self) -> list[str]:
+        return [*self.unit.children]
+
+    @property
+    def rank_names(self) -> list[str]:
+        return [each.name for each in self.unit.children.values() if each.role is Role.RANK]
+
+    # --- events ---
+
+    def wanted(self) -> list[Action]:
+        return self.unit.take_actions()
+
+    def pinned(self) -> list[Action]:
+        self.unit.pinned(SHA, self.now, digests=tuple(map(digest, range(self.ranks.size))))
+        return self.wanted()
+
+    def hello(self, *names: str, **fields: Any) -> list[Action]:
+        for name in names:
+            self.unit.hello(name, hello_of(name, **fields), self.now)
+        return self.wanted()
+
+    def entered(self, *names: str, entered: Entered | None = None) -> list[Action]:
+        for name in names:
+            self.unit.entered(name, entered or Entered((X,), (Y,)), self.now)
+        return self.wanted()
+
+    def warmed(self, *names: str, warmed: Warmed = WARMED) -> list[Action]:
+        for name in names:
+            self.unit.warmed(name, warmed, self.now)
+        return self.wanted()
+
+    def broken(self, name: str, cause: str, *, no_room: bool = False) -> list[Action]:
+        self.unit.broken(name, Broken(cause, no_room=no_room), self.now)
+        return self.wanted()
+
+    def leaves(self, name: str) -> list[Action]:
+        self.unit.leaving(name, self.now)
+        return self.wanted()
+
+    def hangs(self, name: str, why: str = "silence") -> list[Action]:
+        self.unit.hung(name, why, self.now)
+        return self.wanted()
+
+    def exits(self, *names: str, end: End = EXITED) -> list[Action]:
+        for name in names:
+            self.unit.exited(name, end, self.now)
+        return self.wanted()
+
+    def back(self, *names: str, step: int = 0) -> list[Action]:
+        for name in names:
+            self.unit.back(name, self.now, step)
+        return self.wanted()
+
+    def drain(self, patience: float = 0.0) -> list[Action]:
+        self.unit.drain(self.now, patience=patience)
+        return self.wanted()
+
+    def after(self, seconds: float) -> list[Action]:
+        self.now += seconds
+        self.unit.tick(self.now)
+        return self.wanted()
+
+    # --- to where a test begins ---
+
+    def spawned(self) -> Group:
+        self.pinned()
+        return self
+
+    def loading(self) -> Group:
+        self.spawned().hello(*self.names)
+        return self
+
+    def warming(self) -> Group:
+        self.loading().entered(*self.rank_names)
+        return self
+
+    def serving(self) -> Group:
+        self.warming().warmed(*self.rank_names)
+        return self
+
+    def resumed(self) -> Group:
+        """The next daemon has read what this one wrote."""
+        written = record(self.unit, None)
+        assert written is not None
+        written = decode(GenerationRecord, json.loads(json.dumps(plain(written))))
+        self.now += 1000.0
+        self.unit = resume_unit("m.7", self.terms, self.unit.source, written, self.now)
+        return self
