@@ -12,6 +12,7 @@ from weightd.ctl.status.render import as_json, render
 from weightd.ctl.status.verb import exit_status, only, pss_total
 from weightd.ctl.text import WIDTH, binary, count, duration, megabytes, milliseconds, size
 from weightd.protocol.messages.status import (
+    DeviceStatus,
     GateStatus,
     GenerationStatus,
     MemoryLimit,
@@ -118,6 +119,31 @@ def test_below_the_processes_stands_who_is_on_which_set_of_cores() -> None:
 def test_below_the_processes_stands_who_runs_several_predicts_at_once() -> None:
     there = [replace(each, concurrency=4) for each in (HOLDER, *WORKERS)]
     assert lines(of_digits(processes=tuple(there)))[9] == "    4 predicts at once: w1, w2"
+
+
+def test_of_ranks_it_is_told_where_each_is_and_which_slice_it_has() -> None:
+    broker = ProcessStatus("digits.3.broker", "broker", "holding", 99, 0, 0, device="cpu")
+    ranks = [
+        ProcessStatus(f"digits.3.rank{i}", "rank", "ready", 100 + i, 0, 0, device=f"ascend:{i}", sha256=f"{i:064d}")
+        for i in (1, 2)
+    ]
+    shown = of_digits(processes=(broker, *ranks), device="ascend:1+ascend:2")
+    after = [
+        "    on cpu: broker",
+        "    on ascend:1: rank1",
+        "    on ascend:2: rank2",
+        "    sha256 of slices: rank1 000000000000, rank2 000000000000",
+        "",
+    ]
+    assert lines(shown)[9:14] == after
+    assert lines(shown)[6].split()[4:6] == ["-", "-"]
+
+
+def test_a_card_has_a_line_for_the_communication_of_ranks_where_there_is_some() -> None:
+    card = DeviceStatus("ascend:0", 1, 63, 10 * MB, 20 * MB, 0, buffer_bytes=400 * MB)
+    shown = render(replace(response(), devices=(card,)), 0).splitlines()
+    assert shown[2] == "ascend:0: 430.0 MB of an unknown capacity, 1 of 63 processes"
+    assert shown[4] == "  communication between ranks 400.0 MB"
 
 
 def test_a_loading_model_shows_how_far_it_is_and_a_failed_one_its_cause() -> None:

@@ -10,6 +10,9 @@ from collections.abc import Callable, Collection, Sequence
 
 from weightd.daemon.models.budget import Device, Need
 
+# A name of more is not for people any more.
+_MOST_NAMES = 8
+
 
 class Cards:
     """The cards of a group, in the order of its ranks; a generation is promised all, or nothing.
@@ -23,7 +26,8 @@ class Cards:
     LIBRARYS = 0
 
     def __init__(self, devices: Sequence[Device], ports: Sequence[int] = ()) -> None:
-        self.name = "+".join(device.name for device in devices)
+        names = [device.name for device in devices]
+        self.name = "+".join(names) if len(names) <= _MOST_NAMES else f"{names[0]}+...+{names[-1]}, {len(names)} cards"
         self._devices = devices
         self._ports = tuple(ports) or (self.LIBRARYS,)
 

@@ -173,10 +173,10 @@ def _generation(
 def _process(model: Model, generation: Generation, child: Child, pid: int, survey: Survey) -> ProcessStatus:
     latencies = model.desk.by_process.get(child.name)
     hello = child.hello
-    is_spare = child.state is ChildState.READY and child.name not in generation.enlisted
+    is_worker, is_ready = child.role is Role.WORKER, child.state is ChildState.READY
     return ProcessStatus(
         name=child.name,
-        role="spare" if is_spare else child.role.value,
+        role="spare" if is_worker and is_ready and child.name not in generation.enlisted else child.role.value,
         state=child.state.told,
         pid=pid,
         served=latencies.count if latencies else 0,
@@ -191,6 +191,7 @@ def _process(model: Model, generation: Generation, child: Child, pid: int, surve
         origin_note=clip(hello.origin_note) if hello is not None else "",
         device=child.device,
         concurrency=hello.concurrency if hello is not None else 1,
+        sha256=hello.sha256 if hello is not None and child.role is Role.RANK else "",
     )
 
 
@@ -211,4 +212,5 @@ def _device(device: Device) -> DeviceStatus:
         saved_bytes=sum((need.users - need.copies) * on_card(need.weights) for need in needs),
         capacity_bytes=device.capacity,
         free_bytes=device.free,
+        buffer_bytes=sum(need.buffer_bytes for need in needs),
     )

@@ -22,6 +22,9 @@ _HEADING = (
 )
 _LEFT = 3
 
+# Who answers no request.
+_TAKE_NONE = ("holder", "broker")
+
 _ORIGINS = {"forked": "forked of the fork server", "template": "forked of the template"}
 _MOST_NAMES = 8
 
@@ -43,6 +46,7 @@ def lines_of(generation: GenerationStatus, prefix: str) -> Iterator[str]:
         if process.note:
             yield from paragraph(_short(process.name, prefix), process.note, "    ")
     yield from _places(generation, prefix)
+    yield from _slices(generation, prefix)
     yield from _concurrent(generation, prefix)
     yield from _origins(generation, prefix)
     if generation.note:
@@ -60,11 +64,18 @@ def _places(generation: GenerationStatus, prefix: str) -> Iterator[str]:
         yield from paragraph(f"on {clean(device)}", ", ".join(names), "    ")
 
 
+def _slices(generation: GenerationStatus, prefix: str) -> Iterator[str]:
+    """What each rank has loaded, where there are ranks."""
+    slices = [f"{_short(each.name, prefix)} {clean(each.sha256)[:12]}" for each in generation.processes if each.sha256]
+    if slices:
+        yield from paragraph("sha256 of slices", ", ".join(slices), "    ")
+
+
 def _concurrent(generation: GenerationStatus, prefix: str) -> Iterator[str]:
     """Who runs more than one predict at once: a paragraph for each number."""
     numbers: Dict[int, List[str]] = {}
     for process in generation.processes:
-        if process.concurrency > 1 and process.role != "holder":
+        if process.concurrency > 1 and process.role not in _TAKE_NONE:
             numbers.setdefault(process.concurrency, []).append(_short(process.name, prefix))
     for number, names in numbers.items():
         yield from paragraph(f"{number} predicts at once", ", ".join(names), "    ")
@@ -82,7 +93,7 @@ def _origins(generation: GenerationStatus, prefix: str) -> Iterator[str]:
 
 
 def _row(process: ProcessStatus, prefix: str) -> List[str]:
-    works = process.role != "holder"
+    works = process.role not in _TAKE_NONE
     return [
         _short(process.name, prefix),
         process.role,
@@ -104,6 +115,8 @@ def _short(name: str, prefix: str) -> str:
 
 
 def _savings(generation: GenerationStatus) -> Iterator[str]:
+    if any(process.role == "rank" for process in generation.processes):
+        return  # each has a slice that no other one has
     sharing = sum(1 for process in generation.processes if process.role != "holder" and process.shared_bytes)
     copy, saved = generation.copy_bytes, generation.saved_bytes
     workers = count(sharing, "worker")

@@ -88,12 +88,14 @@ def _up_to(most: int) -> str:
 
 def _device(device: DeviceStatus) -> Iterator[str]:
     has = "of an unknown capacity" if device.capacity_bytes is None else f"of {size(device.capacity_bytes)}"
-    used = device.weights_bytes + device.process_bytes
+    used = device.weights_bytes + device.process_bytes + device.buffer_bytes
     yield f"{clean(device.name)}: {size(used)} {has}, {device.processes} of {device.max_processes} processes"
     yield (
         f"  weights {size(device.weights_bytes)} once, processes {size(device.process_bytes)} beside them, "
         f"sharing saves {size(device.saved_bytes)}"
     )
+    if device.buffer_bytes:
+        yield f"  communication between ranks {size(device.buffer_bytes)}"
     if device.free_bytes is not None:
         yield f"  {size(device.free_bytes)} were free when the last process had loaded"
     yield ""

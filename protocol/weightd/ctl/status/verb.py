@@ -24,6 +24,9 @@ much of a worker's weights is memory that it has in common with the others. MB i
 A generation on several sets of cores, such as cpu:0 and cpu:1, is one "on cpu"; below its processes
 it is told who of them is on which.
 
+The ranks of a model that is cut over several processes are one generation, "on" the devices of all;
+below them it is told who is on which, and which slice each has. A broker lets them find each other.
+
 Processes are spawned with an interpreter of their own, forked of a fork server, which has loaded
 the engine, or forked of the template: that is the holder, which has built the model.
 

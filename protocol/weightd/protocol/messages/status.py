@@ -7,7 +7,7 @@ from typing import Optional, Tuple
 
 from weightd.protocol import limits
 from weightd.protocol.messages.children import ORIGINS
-from weightd.protocol.schema import integer, many, number, one_of, record, text
+from weightd.protocol.schema import integer, left_out, many, number, one_of, record, text
 
 _COUNT = integer(0, limits.MAX_COUNT)
 
@@ -27,11 +27,11 @@ class ProcessStatus:
     `origin` is how it came to be, absent while it has said nothing: by an interpreter of its own, `forked` of a fork
     server, or of the `template` that has built its model; `origin_note` why it was not forked. `device` is where it
     runs: that of its generation, or one of the sets of cores that have this copy of the weights in common. It runs
-    `concurrency` predicts at once.
+    `concurrency` predicts at once. `sha256` is that of its slice, of a rank.
     """
 
     name: str = field(metadata=text(limits.MAX_NAME_BYTES))
-    role: str = field(metadata=one_of(["holder", "worker", "spare"]))
+    role: str = field(metadata=one_of(["holder", "worker", "spare", "rank", "broker"]))
     state: str = field(metadata=text(limits.MAX_NAME_BYTES))
     pid: int = field(metadata=_COUNT)
     served: int = field(metadata=_COUNT)
@@ -46,6 +46,7 @@ class ProcessStatus:
     origin_note: str = field(default="", metadata=text(limits.MAX_TEXT_BYTES, empty=True))
     device: str = field(default="", metadata=text(limits.MAX_NAME_BYTES, empty=True))
     concurrency: int = field(default=1, metadata=integer(1, limits.MAX_CONCURRENCY))
+    sha256: str = field(default="", metadata=left_out(text(limits.MAX_DIGEST_BYTES, empty=True)))
 
 
 @dataclass(frozen=True)
@@ -128,8 +129,8 @@ class DeviceStatus:
 
     `capacity_bytes` is what weightd may use, absent where that is not known; `weights_bytes` is each copy of weights
     once; `process_bytes` is what the processes take beside them; `saved_bytes` is what the processes would take in
-    addition if each held its own weights. They are sums of what models need; `free_bytes` is what the card itself said
-    last, absent where it has said nothing.
+    addition if each held its own weights; `buffer_bytes` is what communication between ranks takes. They are sums of
+    what models need; `free_bytes` is what the card itself said last, absent where it has said nothing.
     """
 
     name: str = field(metadata=text(limits.MAX_NAME_BYTES))
@@ -140,6 +141,7 @@ class DeviceStatus:
     saved_bytes: int = field(metadata=_COUNT)
     capacity_bytes: Optional[int] = field(default=None, metadata=_COUNT)
     free_bytes: Optional[int] = field(default=None, metadata=_COUNT)
+    buffer_bytes: int = field(default=0, metadata=left_out(_COUNT))
 
 
 @dataclass(frozen=True)
