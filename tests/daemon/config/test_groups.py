@@ -40,8 +40,23 @@ def test_groups_are_refused_until_they_are_served() -> None:
 
 @pytest.mark.usefixtures("_served")
 def test_a_group_of_two() -> None:
-    config = parse(tables({"g": {"models": ["one", "two"], "share": "both"}}), BASE)
-    assert config.groups == {"g": GroupConfig(("one", "two"), "both", ("ascend:0",))}
+    config = parse(tables({"g": {"models": ["one", "two"]}}), BASE)
+    group = GroupConfig(("one", "two"), "workspace", ("ascend:0",))
+    assert config.groups == {"g": group}
+    assert (group.shares_workspace, group.shares_weights) == (True, False)
+    # Nobody takes a single one's place.
+    assert [model.spares for model in config.models.values()] == [0, 0]
+
+
+@pytest.mark.parametrize("share", ["weights", "both"])
+@pytest.mark.usefixtures("_served")
+def test_weights_are_shared_by_path(share: str) -> None:
+    same = {"path": "/srv/m.mindir"}
+    group = {"g": {"models": ["one", "two"], "share": share}}
+    assert parse(tables(group, one=same, two=same), BASE).groups["g"].shares_weights
+    assert problems(tables(group)) == [
+        'groups.g.share: weights are shared by models with the same path, and no two have one; set share = "workspace"'
+    ]
 
 
 @pytest.mark.parametrize(
@@ -62,3 +77,75 @@ def test_a_group_of_two() -> None:
 def test_a_table_that_is_wrong(groups: object, problem: str) -> None:
     [told] = problems(tables(groups))
     assert told.startswith(problem.rstrip("*"))
+
+
+MODELS = ["one", "two"]
+GROUP = {"g": {"models": MODELS}}
+
+
+@pytest.mark.parametrize(
+    ("groups", "problem"),
+    [
+        ({"g": {"models": []}}, "g.models: expected at least two models, got 0"),
+        ({"g": {"models": ["one"]}}, "g.models: expected at least two models, got 1"),
+        ({"g": {"models": ["one", "one"]}}, "g.models[1]: one is given twice"),
+        ({"g": {"models": ["one", "three"]}}, "g.models[1]: there is no model three"),
+        ({**GROUP, "h": {"models": ["two", "one"]}}, "h.models[0]: two is in the group g already"),
+    ],
+)
+@pytest.mark.usefixtures("_served")
+def test_members_that_are_none(groups: object, problem: str) -> None:
+    told, *_ = problems(tables(groups))
+    assert told == f"groups.{problem}"
+
+
+@pytest.mark.parametrize(
+    ("keys", "problem"),
+    [
+        ({"path": "/m.onnx", "devices": ["cpu"]}, "expected engine mindspore_lite, which alone has groups, got onnx*"),
+        ({"devices": ["cpu"]}, "expected a model on cards: on the cpu there is nothing to share"),
+        ({"sharing": "on"}, 'expected sharing = "off", got "on": the library ignores it in a group'),
+        ({"sharing": "auto"}, 'expected sharing = "off", got "auto": the library ignores it in a group'),
+        ({"workers": 2}, "expected workers = 1, got 2: the group has one process for a device"),
+        ({"spares": 1}, "expected spares = 0, got 1: the group has one process for a device"),
+        ({"mindspore_lite": {"provider": "ge"}}, 'provider "ge" shares in another way, which weightd does not serve'),
+        ({"mindspore_lite": {"variable_weights": True}}, "a model whose weights can be changed is refused by *"),
+        ({"batching": {"max_rows": 4}}, "expected batching.max_rows = 1, got 4: of a model for several sizes the *"),
+        ({"batching": {"sizes": [1, 8]}}, "expected batching.max_rows = 1, got 8: of a model for several sizes the *"),
+    ],
+)
+@pytest.mark.usefixtures("_served")
+def test_a_model_that_cannot_be_a_member(keys: dict[str, Any], problem: str) -> None:
+    told, *_ = problems(tables(GROUP, one={}, two=keys))
+    first, *rest = problem.split("*")
+    assert told.startswith(f"groups.g.models[1]: two: {first}")
+    assert rest or told == f"groups.g.models[1]: two: {first}"
+
+
+@pytest.mark.usefixtures("_served")
+def test_a_model_with_ranks_is_no_member() -> None:
+    content = tables(GROUP)
+    ranks = {"path": "/r{rank}.mindir", "ranks": {"devices": ["ascend:0", "ascend:1"]}, "canary": "/c.npz"}
+    content["models"]["two"] = {"sharing": "off", **ranks}
+    assert problems(content)[0] == "groups.g.models[1]: two: a model with ranks has groups of its own"
+
+
+@pytest.mark.parametrize(("key", "value"), [("devices", ["ascend:1"]), ("python", "/usr/bin/python3.9")])
+@pytest.mark.usefixtures("_served")
+def test_one_process_serves_all(key: str, value: object) -> None:
+    [told] = problems(tables(GROUP, one={}, two={key: value}))
+    assert told.startswith(f"groups.g.models[1]: two: expected the {key} of one, ")
+
+
+@pytest.mark.usefixtures("_served")
+def test_of_a_group_with_a_model_that_is_wrong_nothing_else_is_told() -> None:
+    assert [each.partition(":")[0] for each in problems(tables(GROUP, one={"worker": 1}, two={"sharing": "on"}))] == [
+        "models.one.worker"
+    ]
+
+
+@pytest.mark.usefixtures("_served")
+def test_rows_are_no_matter_of_weights() -> None:
+    same = {"path": "/srv/m.mindir", "batching": {"sizes": [1, 8]}}
+    config = parse(tables({"g": {"models": MODELS, "share": "weights"}}, one=same, two=same), BASE)
+    assert list(config.groups) == ["g"]

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -86,7 +88,7 @@ def test_whose_outputs_are_the_answer(reply: object, rank: int | None) -> None:
     [
         ({}, "devices: expected the device of each rank, or on the cpu their number as size"),
         ({"devices": CARDS, "size": 2}, "size: it has no effect beside devices, a list of which has one for each rank"),
-        ({"devices": [CARDS, []]}, "devices[1]: expected at least one device"),
+        ({"devices": [CARDS, []]}, "devices[1]: expected 2 devices as the first group has, got 0"),
         ({"devices": [CARDS, ["ascend:2"]]}, "devices[1]: expected 2 devices as the first group has, got 1"),
         ({"devices": [["cpu"] * 33] * 2}, "devices: expected at most 64 ranks in all groups, got 66"),
         ({"devices": "cpu"}, "devices: expected list, got str 'cpu'"),
@@ -99,8 +101,182 @@ def test_whose_outputs_are_the_answer(reply: object, rank: int | None) -> None:
         ({"devices": CARDS, "connect_timeout": 1.5}, "connect_timeout: expected integer, 1 to 7200, got float 1.5"),
         ({"devices": CARDS, "exec_timeout": 0}, "exec_timeout: expected integer, 1 to 17340, got int 0"),
         ({"devices": CARDS, "rank_tabel": ""}, "rank_tabel: unknown key; did you mean rank_table?"),
+        (
+            {"devices": ["ascend:0"]},
+            "devices: expected at least two ranks; a model of one is served *",
+        ),
+        ({"size": 1}, "size: expected at least two ranks; a model of one is served without this table"),
+        ({"devices": ["ascend:0", "ascend:0"]}, "devices[1]: ascend:0 is given twice"),
+        ({"devices": [CARDS, ["ascend:1", "ascend:2"]]}, "devices[1][0]: ascend:1 has a rank of group 0 already"),
+        ({"devices": ["ascend:0", "cpu"]}, "devices: expected the CPU alone or cards alone: their answers differ"),
+        ({"devices": ["ascend:0", "npu:1"]}, 'devices: expected "cpu", a set of cores such as*'),
     ],
 )
 @pytest.mark.usefixtures("_served")
 def test_a_key_that_is_wrong_by_itself(ranks: object, problem: str) -> None:
-    assert problems(tables(ranks)) == [f"models.big.ranks.{problem}"]
+    first, *rest = problems(tables(ranks))
+    assert first.startswith(f"models.big.ranks.{problem.rstrip('*')}")
+    assert rest == []
+
+
+# --- what goes together -----------------------------------------------------------------------------------------------
+
+MINDSPORE = {"engine": "mindspore", "sharing": "off"}
+ON_CPU = {"size": 2}
+ON_CARDS = {"devices": CARDS}
+NO_CPU = "it has no effect on the cpu, only on a card"
+
+
+@pytest.mark.usefixtures("_served")
+def test_ranks_on_the_cpu() -> None:
+    model = completed(ON_CPU, **MINDSPORE)
+    ranks = of(model)
+    assert (ranks.groups, ranks.size, ranks.rank_table, ranks.buffer_bytes) == ((("cpu", "cpu"),), 2, "", 0)
+    assert (ranks.fits_beside, model.devices, model.forks, model.spares) == (True, ("cpu",), False, 0)
+    several = of(completed({"devices": [["cpu", "cpu"], ["cpu", "cpu"]]}, **MINDSPORE, policy="overlap"))
+    assert several.groups == (("cpu", "cpu"), ("cpu", "cpu"))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "keys"),
+    [
+        (ON_CARDS, {"policy": "replace", "predict_timeout": 67.9, "process_mib": 300, "canary_tolerance": 0.1}),
+        ({**ON_CARDS, "device_ports": [16666, 16667]}, {"policy": "overlap"}),
+        ({**ON_CARDS, "exec_timeout": 200}, {"predict_timeout": 135}),
+        ({**ON_CARDS, "rank_table": "/srv/t.json", "group_info_file": "/srv/{rank}.pb", "communicators": 3}, {}),
+        (ON_CARDS, {"batching": {"max_rows": 8}, "split": {"part_rows": 4}}),
+        ({**ON_CARDS, "reply": "concat", "buffer_mib": 100}, {}),
+        (ON_CARDS, {"engine": "mindspore"}),
+        ({**ON_CPU, "exec_timeout": 5, "connect_timeout": 30}, {**MINDSPORE, "predict_timeout": 4}),
+    ],
+)
+@pytest.mark.usefixtures("_served")
+def test_what_goes_together(ranks: dict[str, Any], keys: dict[str, Any]) -> None:
+    completed(ranks, **keys)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "keys", "problem"),
+    [
+        (ON_CARDS, {"path": "/srv/big.mindir"}, "path: expected {rank} in it, which stands for 0, 1 and so on: each *"),
+        (ON_CARDS, {"path": "/srv/{rank}.onnx"}, "engine: expected mindspore, or on cards mindspore_lite*"),
+        (ON_CPU, {}, "engine: expected mindspore on the cpu: mindspore_lite has ranks on cards only"),
+        (ON_CARDS, {"sharing": "on"}, "sharing: expected \"off\": each rank has a slice of its own, *"),
+        (ON_CARDS, {"sharing": "auto"}, "sharing: expected \"off\": each rank has a slice of its own, *; got 'auto'"),
+        (ON_CARDS, {"workers": 2}, "workers: expected 1: a group has one process for each rank, got 2"),
+        (ON_CARDS, {"spares": 1}, "spares: expected 0: ranks are replaced all together, got 1"),
+        (ON_CARDS, {"start": "spawn"}, "start: it has no effect: each rank has an interpreter of its own anyway"),
+        (ON_CARDS, {"holder_loss": "frozen"}, "holder_loss: it has no effect on ranks: no process holds weights for *"),
+        (ON_CARDS, {"policy": "overlap"}, "policy: a card has one process of a group on each port: set two *"),
+        (ON_CARDS, {"canary": "auto"}, "canary: expected a path that ends in .npz, of inputs and *"),
+        (ON_CARDS, {"canary": {"x": [1]}}, "canary: expected a path that ends in .npz, of inputs and their right *"),
+        (ON_CARDS, {"canary": "off"}, "canary: expected a path that ends in .npz, of inputs and *"),
+        (ON_CARDS, {"batching": {"sizes": [1, 4]}}, "batching.sizes: only a model that was converted for a card has *"),
+        ({**ON_CARDS, "reply": "concat"}, {"batching": {"max_rows": 2}}, "batching.max_rows: rows have no place of *"),
+        ({**ON_CARDS, "reply": "concat"}, {"split": {"part_rows": 2}}, "split.part_rows: rows have no place of *"),
+        ({**ON_CARDS, "reply": 2}, {}, "ranks.reply: expected a rank, 0 to 1, got 2"),
+        ({**ON_CARDS, "connect_timeout": 119}, {}, "ranks.connect_timeout: expected at least 120 on cards, *, got 119"),
+        ({**ON_CARDS, "exec_timeout": 67}, {}, "ranks.exec_timeout: expected at least 68 on cards, got 67"),
+        (ON_CARDS, {"predict_timeout": 68}, "predict_timeout: expected less than ranks.exec_timeout, 68: weightd *68"),
+        ({**ON_CARDS, "exec_timeout": 135}, {"predict_timeout": 70}, "predict_timeout: expected less than *, 135, *"),
+        ({**ON_CPU, "exec_timeout": 9}, {**MINDSPORE, "predict_timeout": 9}, "predict_timeout: expected less *"),
+        ({**ON_CARDS, "rank_table": "/srv/t"}, {}, "ranks.rank_table: expected a path with .json once, at its end, *"),
+        ({"devices": [CARDS, ["ascend:2", "ascend:3"]], "rank_table": "/t.json"}, {}, "ranks.rank_table: expected *"),
+        ({**ON_CARDS, "rank_table": "/t.json"}, MINDSPORE, "ranks.rank_table: only mindspore_lite reads it, the *"),
+        ({**ON_CARDS, "group_info_file": "/g"}, MINDSPORE, "ranks.group_info_file: only mindspore_lite reads it, *"),
+        ({**ON_CARDS, "device_ports": [1]}, MINDSPORE, "ranks.device_ports: only a rank table has them, which *"),
+        ({**ON_CARDS, "device_ports": [1], "rank_table": "/t.json"}, {}, "ranks.device_ports: it has no *"),
+        ({**ON_CARDS, "device_ports": [1, 1]}, {}, "ranks.device_ports: 1 is given twice"),
+        ({**ON_CARDS, "communicators": 2}, {}, "ranks.communicators: without group_info_file, *"),
+        *(
+            ({**ON_CPU, **ranks}, MINDSPORE, f"ranks.{next(iter(ranks))}: {NO_CPU}")
+            for ranks in (
+                {"rank_table": "/t.json"},
+                {"group_info_file": "/g"},
+                {"device_ports": [1]},
+                {"buffer_mib": 100},
+                {"communicators": 2},
+            )
+        ),
+        (ON_CARDS, {"mindspore_lite": {"variable_weights": True}}, "mindspore_lite.variable_weights: a model whose *"),
+        (ON_CARDS, {"mindspore_lite": {"parallel_workers": 2}}, "mindspore_lite.parallel_workers: expected 1 on a *"),
+        (ON_CARDS, {"mindspore_lite": {"rank_table_file": "/r"}}, "mindspore_lite.rank_table_file: unknown key; *"),
+        (ON_CPU, {**MINDSPORE, "mindspore_lite": {"inter_op_parallel": 2}}, "mindspore_lite: the model's engine is *"),
+    ],
+)  # fmt: skip
+@pytest.mark.usefixtures("_served")
+def test_what_does_not_go_together(ranks: dict[str, Any], keys: dict[str, Any], problem: str) -> None:
+    [told] = problems(tables(ranks, **keys))
+    first, *rest = problem.split("*")
+    assert told.startswith(f"models.big.{first}")
+    assert told.endswith(rest[-1]) if rest else told == f"models.big.{first}"
+
+
+@pytest.mark.usefixtures("_served")
+def test_ranks_on_sets_of_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", mock.Mock(return_value={0, 1}))
+    sets = {f"cpu:{each}": {"cpus": str(each)} for each in (0, 1)}
+    ranks = {"devices": list(sets)}
+    model = completed(ranks, sets, **MINDSPORE)
+    assert (model.devices, model.cores_of("cpu:1")) == (("cpu:0", "cpu:1"), "1")
+    assert problems(tables(ranks, sets, **MINDSPORE, copies="each")) == [
+        "models.big.copies: it has no effect on ranks: a group has one copy, in slices"
+    ]
+    assert problems(tables(ranks, **MINDSPORE)) == [
+        f'models.big.ranks.devices: expected a table [devices."{each}"] that gives its cpus' for each in sets
+    ]
+
+
+@pytest.mark.usefixtures("_served")
+def test_the_devices_of_ranks_are_in_their_table() -> None:
+    content = tables(ON_CARDS)
+    content["models"]["big"]["devices"] = CARDS
+    assert problems(content) == [
+        "models.big.devices: where a model has ranks, its devices are a key of their table [models.NAME.ranks]"
+    ]
+
+
+# --- two models on one card -------------------------------------------------------------------------------------------
+
+
+def two(one: dict[str, Any], other: dict[str, Any], **keys: Any) -> dict[str, Any]:
+    first, second = (tables(ranks, **keys)["models"]["big"] for ranks in (one, other))
+    return {"models": {"one": first, "other": second}}
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({"devices": CARDS}, {"devices": ["ascend:2", "ascend:3"]}),
+        ({"devices": CARDS}, {"devices": CARDS, "device_ports": [16667]}),
+        ({"devices": CARDS, "device_ports": [1, 2]}, {"devices": ["ascend:1", "ascend:2"], "device_ports": [3, 4]}),
+        # What its ports are, the file says.
+        ({"devices": CARDS}, {"devices": CARDS, "rank_table": "/t.json"}),
+    ],
+)
+@pytest.mark.usefixtures("_served")
+def test_two_models_that_do_not_meet_on_a_card(one: dict[str, Any], other: dict[str, Any]) -> None:
+    assert len(parse(two(one, other), BASE).models) == 2
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "problem"),
+    [
+        ({"devices": CARDS}, {"devices": ["ascend:2", "ascend:1"]}, "on ascend:1 the ranks of one have port 16666 *"),
+        (
+            {"devices": CARDS},
+            {"devices": CARDS, "device_ports": [16666]},
+            "on ascend:0 the ranks of one have port 16666*",
+        ),
+        ({"devices": CARDS, "device_ports": [1, 2]}, {"devices": CARDS, "device_ports": [3, 2]}, "on ascend:0 the *"),
+    ],
+)
+@pytest.mark.usefixtures("_served")
+def test_two_models_that_meet_on_a_card(one: dict[str, Any], other: dict[str, Any], problem: str) -> None:
+    [*told] = problems(two(one, other))
+    assert told[0].startswith(f"models.other.ranks.devices: {problem.rstrip('*')}")
+
+
+@pytest.mark.usefixtures("_served")
+def test_ranks_on_the_cpu_never_meet() -> None:
+    assert len(parse(two(ON_CPU, ON_CPU, engine="mindspore"), BASE).models) == 2

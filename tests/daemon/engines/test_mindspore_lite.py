@@ -73,10 +73,10 @@ def test_a_value_that_is_none_is_refused_by_its_key(values: dict[str, Any], text
 
 
 def test_paths_are_relative_to_the_configuration() -> None:
-    given = options(config_file="lite.ini", rank_table_file="/abs/ranks.json", dec_key_file="../key")
+    given = options(config_file="lite.ini", dec_key_file="../key")
     done = given.complete(Path("/etc/weightd"))
-    assert (done.config_file, done.rank_table_file) == ("/etc/weightd/lite.ini", "/abs/ranks.json")
-    assert done.dec_key_file == "/etc/weightd/../key"
+    assert (done.config_file, done.dec_key_file) == ("/etc/weightd/lite.ini", "/etc/weightd/../key")
+    assert options(config_file="/abs/lite.ini").complete(Path("/etc")).config_file == "/abs/lite.ini"
     assert options().complete(Path("/etc")) == options()
 
 
@@ -88,7 +88,7 @@ def test_paths_are_relative_to_the_configuration() -> None:
         ({"thread_affinity_cores": [1], "inter_op_parallel": 2, "dec_key_file": "/k"}, ["cpu"], "on"),
         ({"thread_affinity_mode": 1, "config_file": "/c"}, ["cpu"], "off"),
         ({"precision_mode": "enforce_fp32", "config_file": "/c"}, CARDS, "on"),
-        ({"provider": "ge", "rank_table_file": "/r"}, CARDS, "off"),
+        ({"provider": "ge"}, CARDS, "off"),
         ({"variable_weights": True, "dec_key_file": "/k", "dec_mode": "AES-CBC"}, CARDS, "off"),
         ({"dec_key_file": "/k"}, CARDS, "auto"),
     ],
@@ -116,7 +116,6 @@ NOT_SHARED = {
     [
         ({"provider": "ge"}, ["cpu"], "provider", NO_CPU),
         ({"precision_mode": "enforce_fp16"}, ["cpu"], "precision_mode", NO_CPU),
-        ({"rank_table_file": "/r"}, ["cpu"], "rank_table_file", NO_CPU),
         ({"variable_weights": True}, ["cpu"], "variable_weights", NO_CPU),
         ({"thread_affinity_mode": 1}, CARDS, "thread_affinity_mode", NO_CARD),
         ({"thread_affinity_cores": [0]}, CARDS, "thread_affinity_cores", NO_CARD),
@@ -130,7 +129,6 @@ NOT_SHARED = {
         ),
         ({**TWO, "thread_affinity_mode": 2}, ["cpu"], "thread_affinity_mode", SLOW),
         (AFFINITY, ["cpu"], "thread_affinity_mode", "it has no effect beside thread_affinity_cores"),
-        ({"rank_table_file": "/r"}, CARDS, "rank_table_file", 'only the provider "ge" reads it'),
         ({"dec_mode": "AES-CBC"}, CARDS, "dec_mode", "it has no effect without dec_key_file"),
         *(
             (values, CARDS, key, f"{text}: {'it' if key == 'provider' else 'the library'} exports none; {OFF}")
@@ -147,15 +145,15 @@ def test_what_would_have_no_effect_is_refused(values: dict[str, Any], devices: l
 
 @pytest.mark.parametrize("mode", [0o600, 0o400])
 def test_files_as_they_have_to_be(mode: int, tmp_path: Path) -> None:
-    for name in ("lite.ini", "ranks.json", "key"):
+    for name in ("lite.ini", "key"):
         (tmp_path / name).write_text("[ascend_context]\n# shareable_weight_pid_list=1\nx=shareable_weight_pid_list\n")
     (tmp_path / "key").chmod(mode)
     (tmp_path / "link").symlink_to("lite.ini")
-    files = options(config_file="link", rank_table_file="ranks.json", dec_key_file="key").complete(tmp_path)
+    files = options(config_file="link", dec_key_file="key").complete(tmp_path)
     assert list(files.file_problems()) == list(options().file_problems()) == []
 
 
-@pytest.mark.parametrize("key", ["config_file", "rank_table_file", "dec_key_file"])
+@pytest.mark.parametrize("key", ["config_file", "dec_key_file"])
 def test_a_file_that_is_not_there_or_none(key: str, tmp_path: Path) -> None:
     for path, text in ((tmp_path / "gone", "No such file or directory"), (tmp_path, "expected a regular file")):
         assert refusal(options(**{key: str(path)}).file_problems) == f"{key}: {path}: {text}"

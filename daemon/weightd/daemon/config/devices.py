@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -10,6 +9,7 @@ from typing import Any, cast
 from weightd.daemon.config import tables
 from weightd.daemon.config.tables import Problems
 from weightd.daemon.engines import ascend
+from weightd.daemon.engines.ranktable import is_address
 from weightd.daemon.host.cores import allowed
 from weightd.protocol import limits
 from weightd.protocol.schema import FieldError, integer, label, shown, text
@@ -64,16 +64,8 @@ def read_devices(content: Any, problems: Problems) -> dict[str, DeviceConfig]:
 def _of_card(device: DeviceConfig) -> Iterator[FieldError]:
     if device.cpus:
         yield FieldError('it has no effect on a card, only on a set of cores such as "cpu:0"').at(".cpus")
-    if device.ip and not _is_address(device.ip):
+    if device.ip and not is_address(device.ip):
         yield FieldError(f'expected an address such as "192.168.1.8", got {shown(device.ip)}').at(".ip")
-
-
-def _is_address(text: str) -> bool:
-    try:
-        ipaddress.ip_address(text)
-    except ValueError:
-        return False
-    return "%" not in text
 
 
 def _of_cores(device: DeviceConfig) -> Iterator[FieldError]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -14,7 +14,14 @@ from weightd.daemon.config.tables import Problems, derived
 from weightd.protocol import limits
 from weightd.protocol.schema import FieldError, label, many, one_of, text
 
+# The only engine that has them, from 2.1 on.
+_ENGINE = "mindspore_lite"
+
 _NAME = text(limits.MAX_NAME_BYTES)
+
+WEIGHTS = "weights"
+WORKSPACE = "workspace"
+BOTH = "both"
 
 
 @dataclass(frozen=True)
@@ -25,20 +32,30 @@ class GroupConfig:
     """The models, by name, at least two: on each of their devices, one process serves all of them, one predict after
     another. Where one fails so that its process has to go, all of them come up again."""
 
-    share: str = field(default="workspace", metadata=one_of(["workspace", "weights", "both"]))
+    share: str = field(default=WORKSPACE, metadata=one_of([WORKSPACE, WEIGHTS, BOTH]))
     """What they have in common: the "workspace", as large as the largest of them needs; the "weights", which pays only
     for models with the same `path`; or both."""
 
     devices: tuple[str, ...] = field(default=(), metadata=derived(many(_NAME, limits.MAX_DEVICES)))
     """The devices of its models, which are the same for all."""
 
+    @property
+    def shares_workspace(self) -> bool:
+        """Whether its models work in the same memory."""
+        return self.share != WEIGHTS
 
-def read_groups(content: Any, models: Mapping[str, ModelConfig], problems: Problems) -> dict[str, GroupConfig]:
-    """Return the tables by name; what is wrong is added to `problems`.
+    @property
+    def shares_weights(self) -> bool:
+        """Whether models of the same path have one copy of their weights."""
+        return self.share != WORKSPACE
+
+
+def read_groups(content: Any, names: Collection[str], problems: Problems) -> dict[str, GroupConfig]:
+    """Return the tables by name, as far as they are good; what is wrong is added to `problems`.
 
     Args:
         content: the tables, as TOML has them.
-        models: those with which nothing is wrong.
+        names: of the models that have a table.
         problems: as in `tables.read`.
 
     Raises:
@@ -47,13 +64,90 @@ def read_groups(content: Any, models: Mapping[str, ModelConfig], problems: Probl
     if type(content) is not dict:
         raise FieldError("expected tables [groups.NAME]")
     groups: dict[str, GroupConfig] = {}
+    owners: dict[str, str] = {}
     for name, table in cast("dict[str, Any]", content).items():
         before = len(problems.errors)
         with problems.at(f".{label(name)}"):
             problems.note(of_name("group", name))
             group = tables.read(GroupConfig, table, problems, section=f"groups.{name}")
+            problems.note(_of_members(group.models or (), name, names, owners), "models")
             if len(problems.errors) == before:
-                members = [models[each] for each in group.models if each in models]
-                devices = dict.fromkeys(device for member in members for device in member.devices)
-                groups[name] = dataclasses.replace(group, devices=tuple(devices))
+                groups[name] = group
     return groups
+
+
+def as_member(config: ModelConfig) -> ModelConfig:
+    """Return a model of a group, as given, with what that says for its defaults: nobody takes a single one's place."""
+    return dataclasses.replace(config, spares=0) if config.spares is None else config
+
+
+def complete_groups(
+    groups: Mapping[str, GroupConfig], models: Mapping[str, ModelConfig], problems: Problems
+) -> dict[str, GroupConfig]:
+    """Return the groups with their devices.
+
+    Args:
+        groups: as read.
+        models: those with which nothing is wrong; of a group that has another one, nothing else is looked at.
+        problems: as in `tables.read`.
+    """
+    complete: dict[str, GroupConfig] = {}
+    for name, group in groups.items():
+        if not models.keys() >= {*group.models}:
+            continue
+        members = {each: models[each] for each in group.models}
+        with problems.at(f".{label(name)}"):
+            problems.note(_of_group(group, members))
+        complete[name] = dataclasses.replace(group, devices=members[group.models[0]].devices)
+    return complete
+
+
+def _of_members(
+    models: tuple[str, ...], group: str, names: Collection[str], owners: dict[str, str]
+) -> Iterator[FieldError]:
+    if len(models) < 2:
+        yield FieldError(f"expected at least two models, got {len(models)}").at(".models")
+    for index, name in enumerate(models):
+        at = f".models[{index}]"
+        if name in models[:index]:
+            yield FieldError(f"{label(name)} is given twice").at(at)
+        elif name not in names:
+            yield FieldError(f"there is no model {label(name)}").at(at)
+        elif owners.setdefault(name, group) != group:
+            yield FieldError(f"{label(name)} is in the group {label(owners[name])} already").at(at)
+
+
+def _of_group(group: GroupConfig, members: Mapping[str, ModelConfig]) -> Iterator[FieldError]:
+    first, *others = members.values()
+    for index, (name, model) in enumerate(members.items()):
+        problem = _of_member(model, group)
+        if problem:
+            yield FieldError(f"{label(name)}: {problem}").at(f".models[{index}]")
+    for key in ("devices", "python"):
+        for index, other in enumerate(others, 1):
+            theirs, own = getattr(other, key), getattr(first, key)
+            if theirs != own:
+                text = f"{label(group.models[index])}: expected the {key} of {label(group.models[0])}, {own}, for one "
+                yield FieldError(f"{text}process serves both; got {theirs}").at(f".models[{index}]")
+    if group.shares_weights and len({model.path for model in members.values()}) == len(members):
+        text = f'weights are shared by models with the same path, and no two have one; set share = "{WORKSPACE}"'
+        yield FieldError(text).at(".share")
+
+
+def _of_member(model: ModelConfig, group: GroupConfig) -> str:
+    """Say why a model cannot be in a group; the reasons in the order in which one would mend them."""
+    rows = model.batching.max_rows
+    reasons = {
+        f"expected engine {_ENGINE}, which alone has groups, got {model.engine}": model.engine != _ENGINE,
+        "expected a model on cards: on the cpu there is nothing to share": not model.on_cards,
+        "a model with ranks has groups of its own": model.ranks is not None,
+        'provider "ge" shares in another way, which weightd does not serve': model.mindspore_lite.provider == "ge",
+        f'expected sharing = "off", got "{model.sharing}": the library ignores it in a group': model.sharing != "off",
+        f"expected workers = 1, got {model.workers}: the group has one process for a device": model.workers != 1,
+        f"expected spares = 0, got {model.spares}: the group has one process for a device": bool(model.spares),
+        "a model whose weights can be changed is refused by the library": model.mindspore_lite.variable_weights,
+        f"expected batching.max_rows = 1, got {rows}: of a model for several sizes the library shares no workspace": (
+            rows > 1 and group.shares_workspace
+        ),
+    }
+    return next((reason for reason, applies in reasons.items() if applies), "")

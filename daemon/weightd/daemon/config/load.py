@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-from weightd.daemon.config import tables
+from weightd.daemon.config import rankrules, tables
 from weightd.daemon.config.daemon import DaemonConfig, complete_daemon
 from weightd.daemon.config.devices import DeviceConfig, read_devices
-from weightd.daemon.config.groups import GroupConfig, read_groups
+from weightd.daemon.config.groups import GroupConfig, as_member, complete_groups, read_groups
 from weightd.daemon.config.listeners import ListenerConfig, read_listeners
 from weightd.daemon.config.model import LOADING, ModelConfig, complete_model
 from weightd.daemon.config.tables import Problems
@@ -164,12 +164,16 @@ def _parse(
         listeners = read_listeners(content.get("listeners", {}), daemon, listening, problems)
     with problems.at(".devices"):
         devices = read_devices(content.get("devices", {}), problems)
-    with problems.at(".models"):
-        models, loadable = _models(content.get("models"), devices, base, problems)
     with problems.at(".groups"):
-        groups = read_groups(content.get("groups", {}), models, problems)
+        named = cast("Any", content.get("models"))
+        groups = read_groups(content.get("groups", {}), list(named) if type(named) is dict else [], problems)
         if groups:
             _refuse("groups", problems)
+    with problems.at(".models"):
+        members = {name for group in groups.values() for name in group.models}
+        models, loadable = _models(content.get("models"), devices, members, base, problems)
+    with problems.at(".groups"):
+        groups = complete_groups(groups, models, problems)
     return Config(daemon, models, devices, listeners, groups), loadable, problems
 
 
@@ -179,9 +183,9 @@ def _refuse(feature: str, problems: Problems) -> None:
 
 
 def _models(
-    content: Any, devices: Mapping[str, DeviceConfig], base: Path, problems: Problems
+    content: Any, devices: Mapping[str, DeviceConfig], members: Collection[str], base: Path, problems: Problems
 ) -> tuple[dict[str, ModelConfig], dict[str, ModelConfig]]:
-    """Return the models that are good, and those that are `loadable`."""
+    """Return the models that are good, and those that are `loadable`; `members` are those of groups."""
     if type(content) is not dict or not content:
         raise FieldError("expected at least one table [models.NAME]")
     models = cast("dict[str, Any]", content)
@@ -193,7 +197,10 @@ def _models(
         before = len(problems.errors)
         with problems.at(f".{label(name)}"):
             model = tables.read(ModelConfig, table, problems, section=f"models.{name}")
+            model = as_member(model) if name in members else model
+            model = rankrules.with_ranks(model, devices, base, problems)
             model = complete_model(name, model, devices, base, problems)
+            model = rankrules.checked(model, problems)
             if model.ranks is not None:
                 with problems.at(".ranks"):
                     _refuse("ranks", problems)
@@ -201,4 +208,5 @@ def _models(
                 loadable[name] = model
             if len(problems.errors) == before:
                 good[name] = model
+    problems.note(rankrules.of_cards(good))
     return good, loadable

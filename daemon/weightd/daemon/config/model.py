@@ -15,7 +15,7 @@ from weightd.daemon.config.canary import CanaryKey
 from weightd.daemon.config.devices import DeviceConfig
 from weightd.daemon.config.names import of_name
 from weightd.daemon.config.policies import Policy
-from weightd.daemon.config.ranks import Ranks, complete_ranks
+from weightd.daemon.config.ranks import MINDSPORE_LITE, Ranks
 from weightd.daemon.config.tables import MAX_SECONDS, Problems, derived
 from weightd.daemon.engines import ENGINES, ascend, engine_for
 from weightd.daemon.engines.mindspore_lite import MindSporeLiteOptions
@@ -200,31 +200,26 @@ def complete_model(
 ) -> ModelConfig:
     """Return `config` with its defaults filled in and its paths made absolute; `problems`: see `complete_daemon`.
 
-    `devices` are the tables of those that have one.
+    `devices` are the tables of those that have one. If it has ranks, their table is complete.
     """
     problems.note(of_name("model", name))
-    if config.ranks is not None:
-        problems.note(_of_ranks(config, config.ranks), "ranks")
-        ranks = complete_ranks(config.ranks, _engine(config), str(base / (config.path or "")), base, devices)
-        config = dataclasses.replace(config, ranks=ranks, devices=ranks.together)
-    problems.note(_of_tables(config, devices), "devices", "ranks")
+    problems.note(_named(config, _of_tables(config, devices)), "devices", "ranks")
     for needed, rule in _RULES:
-        # Where there are ranks, the devices are theirs.
-        problems.note(rule(config), *needed, *(["ranks"] if "devices" in needed else []))
+        problems.note(_named(config, rule(config)), *needed, *(["ranks"] if "devices" in needed else []))
     sample = canary_config.sample(config.canary)
     # A name without a slash is a command of the PATH.
     python = str(base / config.python) if "/" in config.python else config.python or sys.executable
     return dataclasses.replace(
         config,
         path=str(base / (config.path or "")),  # None where it is missing
-        engine=_engine(config),
+        engine=engine_of(config),
         python=python,
         spares=_spares(config),
         batching=config.batching.complete(),
         cores=tuple(
             cores.listed(devices[each].cores) for each in config.devices if has_cores(each) and each in devices
         ),
-        mindspore_lite=_options(config).complete(base),
+        mindspore_lite=config.mindspore_lite.complete(base),
         canary=str(base / sample) if sample else config.canary,
     )
 
@@ -232,7 +227,8 @@ def complete_model(
 # --- Which keys of a model go together ----------------------------------------------------------------------------
 
 
-def _engine(config: ModelConfig) -> str:
+def engine_of(config: ModelConfig) -> str:
+    """Return the engine that a model is given, or that its file's suffix tells; "" where it tells none."""
     return config.engine or engine_for(Path(config.path or "").suffix)
 
 
@@ -242,21 +238,15 @@ def _spares(config: ModelConfig) -> int:
     return ascend.SPARES if config.on_cards else 0
 
 
-def _options(config: ModelConfig) -> MindSporeLiteOptions:
-    """The library runs ranks by its graph engine alone."""
-    if config.ranks is not None and _engine(config) == "mindspore_lite":
-        return dataclasses.replace(config.mindspore_lite, provider="ge")
-    return config.mindspore_lite
-
-
-def _of_ranks(config: ModelConfig, ranks: Ranks) -> Iterator[FieldError]:
-    if config.devices != ModelConfig.devices:
-        yield FieldError("the devices of ranks are a key of their table [models.NAME.ranks]").at(".devices")
-    yield from (error.at(".ranks") for error in ranks.problems())
+def _named(config: ModelConfig, errors: Iterable[FieldError]) -> Iterator[FieldError]:
+    """Where there are ranks, the devices are theirs."""
+    for error in errors:
+        theirs = config.ranks is not None and error.path.startswith(".devices")
+        yield FieldError(error.problem).at(".ranks.devices") if theirs else error
 
 
 def _of_path(config: ModelConfig) -> Iterator[FieldError]:
-    engine, suffix = _engine(config), Path(config.path).suffix
+    engine, suffix = engine_of(config), Path(config.path).suffix
     expected = ""
     if not engine:
         expected = f"a file that ends in {' or '.join(dict.fromkeys(each.suffix for each in ENGINES.values()))}"
@@ -318,9 +308,14 @@ def _of_rows(config: ModelConfig) -> Iterator[FieldError]:
 
 
 def _of_engine(config: ModelConfig) -> Iterator[FieldError]:
-    engine = _engine(config)
-    if ENGINES[engine].ranks_only:
-        yield FieldError(f"engine {engine} runs only the ranks of a model, which weightd does not serve").at(".engine")
+    engine = engine_of(config)
+    if config.ranks is not None and not (engine == MINDSPORE_LITE or ENGINES[engine].ranks_only):
+        expected = f"expected mindspore, or on cards mindspore_lite: engine {engine} has no ranks"
+        yield FieldError(expected).at(".engine")
+        return
+    if config.ranks is None and ENGINES[engine].ranks_only:
+        text = f"engine {engine} runs only the ranks of a model, which the table [models.NAME.ranks] gives"
+        yield FieldError(text).at(".engine")
         return
     for index, device in enumerate(config.devices):
         if not ENGINES[engine].runs_on(device):
@@ -329,7 +324,7 @@ def _of_engine(config: ModelConfig) -> Iterator[FieldError]:
 
 
 def _of_options(config: ModelConfig) -> Iterator[FieldError]:
-    engine = _engine(config)
+    engine = engine_of(config)
     for name, options in config.engine_tables.items():
         if name == engine:
             yield from (error.at(f".{name}") for error in options.problems(config.devices, config.sharing))

@@ -29,12 +29,14 @@ CONCAT = "concat"
 
 Reply = str | int
 
-# The engine that reads a rank table: MindSpore's own ranks find each other by its scheduler.
-WITH_TABLE = "mindspore_lite"
+# The engine that reads a rank table and runs ranks on cards alone: those of MindSpore find each other by its scheduler.
+MINDSPORE_LITE = "mindspore_lite"
 
 # What stands for numbers in paths.
 RANK = "{rank}"
 GROUP = "{group}"
+
+_ALONE = "expected at least two ranks; a model of one is served without this table"
 
 _NAME = text(limits.MAX_NAME_BYTES)
 _PATH = user_path(limits.MAX_PATH_BYTES, empty=True)
@@ -128,16 +130,34 @@ class Ranks:
             yield FieldError("it has no effect beside devices, a list of which has one for each rank").at(".size")
         if not self.devices and not self.size:
             yield FieldError("expected the device of each rank, or on the cpu their number as size").at(".devices")
+        if self.size == 1:
+            yield FieldError(_ALONE).at(".size")
         sizes = [len(group) for group in self.devices]
         for index, size in enumerate(sizes):
-            if size == 0:
-                yield FieldError("expected at least one device").at(f".devices[{index}]")
+            if index == 0 and size < 2:
+                yield FieldError(_ALONE).at(self._at(index))
             elif size != sizes[0]:
-                yield FieldError(f"expected {sizes[0]} devices as the first group has, got {size}").at(
-                    f".devices[{index}]"
-                )
+                text = f"expected {sizes[0]} devices as the first group has, got {size}"
+                yield FieldError(text).at(self._at(index))
         if sum(sizes) > MAX_RANKS:
             yield FieldError(f"expected at most {MAX_RANKS} ranks in all groups, got {sum(sizes)}").at(".devices")
+        yield from self._doubles()
+
+    def _doubles(self) -> Iterator[FieldError]:
+        """Ranks run at the same time: two of them on one card, or on the same cores, would wait for each other."""
+        groups: dict[str, int] = {}
+        for index, group in enumerate(self.devices):
+            for rank, device in enumerate(group):
+                if device == CPU:
+                    continue
+                other = groups.setdefault(device, index)
+                if other != index:
+                    yield FieldError(f"{device} has a rank of group {other} already").at(f"{self._at(index)}[{rank}]")
+                elif device in group[:rank]:
+                    yield FieldError(f"{device} is given twice").at(f"{self._at(index)}[{rank}]")
+
+    def _at(self, group: int) -> str:
+        return f".devices[{group}]" if len(self.devices) > 1 else ".devices"
 
     @property
     def on_cards(self) -> bool:
@@ -193,7 +213,7 @@ def complete_ranks(ranks: Ranks, engine: str, path: str, base: Path, devices: Ma
     groups = ranks.devices or ((CPU,) * ranks.size,)
     size = len(groups[0])
     ranks = dataclasses.replace(ranks, groups=groups, size=size)
-    table = ranks.rank_table or (GENERATE if ranks.on_cards and engine == WITH_TABLE else "")
+    table = ranks.rank_table or (GENERATE if ranks.on_cards and engine == MINDSPORE_LITE else "")
     return dataclasses.replace(
         ranks,
         rank_table=table if table in ("", GENERATE) else str(base / table),

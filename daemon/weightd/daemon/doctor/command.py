@@ -13,7 +13,7 @@ from weightd.daemon.children.launch import Program
 from weightd.daemon.config import canary as canary_config
 from weightd.daemon.doctor import render
 from weightd.daemon.doctor.facts import interpreter, nodes
-from weightd.daemon.doctor.facts.host import Card, Host, logic_id, look, processes_on
+from weightd.daemon.doctor.facts.host import Card, Host, look, processes_on
 from weightd.daemon.doctor.facts.interpreter import Report
 from weightd.daemon.doctor.facts.unit import Identity, Unit, ask, identity_of, own_identity
 from weightd.daemon.doctor.trial.children import Children
@@ -22,6 +22,7 @@ from weightd.daemon.doctor.verdicts import access as access_checks
 from weightd.daemon.doctor.verdicts import host as checks
 from weightd.daemon.doctor.verdicts import trial as trial_checks
 from weightd.daemon.doctor.verdicts.finding import Finding, Verdict, exit_status
+from weightd.daemon.engines.ascend import physical_id
 from weightd.daemon.generations.plan import Canary
 from weightd.shared.modelfile import ModelFileError, model_files
 
@@ -69,7 +70,7 @@ def _findings(options: argparse.Namespace) -> Iterator[Finding]:
     yield checks.current_pid(report)
     yield checks.devices(report, options.device)
     yield checks.memory(report, options.device)
-    card = host.card(logic_id(options.device, environment.get("ASCEND_RT_VISIBLE_DEVICES", "")))
+    card = host.card(physical_id(options.device, environment.get("ASCEND_RT_VISIBLE_DEVICES", "")))
     yield checks.processes(host, card, _count(host, card, options.device), options.device)
     yield checks.virtual(host, report, imports=imports)
     yield from trial

@@ -18,3 +18,15 @@ _GRANULE = 2 * MIB
 def on_card(weights: int) -> int:
     """Return the bytes of a card that so many bytes of weights take."""
     return (weights // _GRANULE + 1) * _GRANULE
+
+
+def physical_id(device: int, visible: str) -> int | None:
+    """Return a host's own number of a device, of which a process sees only those that ASCEND_RT_VISIBLE_DEVICES lists.
+
+    None where the list is too short, or has something there that is no number.
+    """
+    if not visible.strip():
+        return device
+    listed = [each.strip() for each in visible.split(",")]
+    number = listed[device] if device < len(listed) else ""
+    return int(number) if number.isdecimal() else None

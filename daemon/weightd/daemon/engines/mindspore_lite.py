@@ -23,7 +23,7 @@ _PATH = user_path(limits.MAX_PATH_BYTES, empty=True)
 _PRECISIONS = ("enforce_fp32", "preferred_fp32", "enforce_fp16", "enforce_origin", "preferred_optimal")
 _TO_SLOW_CORES = 2
 _DEC_MODES = ("AES-GCM", "AES-CBC", "SM4-CBC")
-_FILES = ("config_file", "rank_table_file", "dec_key_file")
+_FILES = ("config_file", "dec_key_file")
 
 # The library reads them from its configuration file, too; who shares what is weightd's to say.
 _SHARING_KEYS = ("shareable_weight_pid_list", "shareable_weight_mem_handle")
@@ -55,8 +55,8 @@ class MindSporeLiteOptions(EngineOptions):
     config_file: str = field(default="", metadata=_PATH)
     """A configuration file of the library's own, absolute or relative to this file."""
 
-    rank_table_file: str = field(default="", metadata=_PATH)
-    """On Ascend with provider "ge": the table of a model that is spread over cards."""
+    rank_table_file: str = field(default="", metadata={**_PATH, "derived": True})
+    """Of a rank: the table of its group. No key of the file, where [models.NAME.ranks] says it."""
 
     dec_key_file: str = field(default="", metadata=_PATH)
     """The key of an encrypted model: all bytes of this file, which only weightd's user or root may read (mode 0600)."""
@@ -104,7 +104,7 @@ _Problem = tuple[str, str]
 
 
 def _without_effect_on_the_cpu(options: MindSporeLiteOptions) -> Iterator[_Problem]:
-    for key in ("provider", "precision_mode", "rank_table_file", "variable_weights"):
+    for key in ("provider", "precision_mode", "variable_weights"):
         if getattr(options, key):
             yield key, "it has no effect on the cpu, only on a card"
     if options.parallel_workers > 1:
@@ -120,8 +120,6 @@ def _without_effect_on_cards(options: MindSporeLiteOptions) -> Iterator[_Problem
             yield key, "it has no effect on a card, only on the cpu"
     if options.parallel_workers > 1:
         yield "parallel_workers", "expected 1 on a card, where each of them would have its own weights"
-    if options.rank_table_file and options.provider != "ge":
-        yield "rank_table_file", 'only the provider "ge" reads it'
 
 
 def _off_the_cores(options: MindSporeLiteOptions) -> Iterator[_Problem]:

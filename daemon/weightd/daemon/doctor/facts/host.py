@@ -89,14 +89,6 @@ class Host:
         return next((card for card in self.cards if card.logic == logic), None)
 
 
-def logic_id(device: int, visible: str) -> int | None:
-    """Return npu-smi's number of a device, of which a process sees only those that ASCEND_RT_VISIBLE_DEVICES lists."""
-    if not visible.strip():
-        return device
-    listed = [each.strip() for each in visible.split(",")]
-    return int(listed[device]) if device < len(listed) and listed[device].isdigit() else None
-
-
 Run = Callable[[list[str]], str]
 """Runs a command and returns what it prints; raises OSError with the reason if that cannot be had."""
 
