@@ -6,14 +6,19 @@ may be imported.
 
 from __future__ import annotations
 
-from typing import Callable, Dict
+from typing import Callable, Dict, Type
 
 from weightd.worker.engines import mindspore_lite
 from weightd.worker.engines.engine import Engine, Settings
+from weightd.worker.engines.mindspore import MindSporeRank
 from weightd.worker.engines.onnxruntime import OnnxRuntime
+from weightd.worker.engines.ranks import RankEngine
 
 ENGINES: Dict[str, Callable[[Settings], Engine]] = {
     "onnxruntime": OnnxRuntime,
     "mindspore_lite": mindspore_lite.make,
 }
 """What makes an engine: raises `EngineMissing` or, where the settings cannot be, `BuildError`."""
+
+RANK_ENGINES: Dict[str, Type[RankEngine]] = {"mindspore": MindSporeRank}
+"""What runs one rank of a model; raises as above."""

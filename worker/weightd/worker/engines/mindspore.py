@@ -1,0 +1,175 @@
+"""One rank by MindSpore itself, on the CPU or on an Ascend card.
+
+Seen with 2.7.1 on the CPU, and what this module does about it:
+
+- A group has a process more, the scheduler, by which its ranks find each other: `serve_broker`. What they are told is
+  in the environment, which has to be set before the import.
+- `init` returns when all have come. Beside predicts it is the only place at which somebody waits for others.
+- A model that is compiled for each shape takes a third of a second and memory for each, for ever. So the shape that its
+  file gives is set, with its free dimensions: it is compiled once, and its answers are the same, bit for bit.
+- The library checks inputs against that before it sends anything. Not so what has no elements: its collective
+  operators fail with that, in all ranks, which are lost. It is refused here.
+- After a failed predict every later one fails, too, and what it had sent spoils an answer of the others.
+- Two threads that predict hang for ever. All is done from one.
+- The file tells the signature; the library keeps no names.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import types
+from typing import Any, Dict, Generator, Iterator, List, Mapping, Optional, Sequence, cast
+
+from weightd.protocol.datatypes import ITEM_BYTES
+from weightd.protocol.messages.data import TensorSignature
+from weightd.protocol.messages.findings import DeviceMemory
+from weightd.shared import mindir
+from weightd.shared.devices import card_of, is_cpu
+from weightd.shared.protobuf import Malformed
+from weightd.worker.engines.engine import Arrays, ModelSignature
+from weightd.worker.engines.errors import BuildError, EngineMissing, Spoilt
+from weightd.worker.engines.ranks import Meeting, RankEngine, Refused
+
+
+class MindSporeRank(RankEngine):
+    """Runs a MindIR that MindSpore has exported. Only one in a process."""
+
+    name = "mindspore"
+    has_broker = True
+
+    def __init__(self, meeting: Meeting) -> None:
+        super().__init__(meeting)
+        self._library = _import("MS_WORKER", meeting)
+        card = card_of(meeting.device)
+        if card is None and not is_cpu(meeting.device):
+            raise BuildError(f"device: expected cpu, cpu:N or ascend:N, got {meeting.device!r}")
+        context: Dict[str, Any] = {"mode": self._library.GRAPH_MODE}
+        if card is None:
+            context.update(device_target="CPU", runtime_num_threads=meeting.threads)
+        else:
+            context.update(device_target="Ascend", device_id=card)
+        with _told("the context"):
+            self._library.set_context(**context)
+
+    @classmethod
+    def serve_broker(cls, meeting: Meeting) -> None:
+        """Be the library's scheduler. It lives in `init`, which imports all that a rank has."""
+        library = _import("MS_SCHED", meeting)
+        with _told("the scheduler"):
+            library.set_context(mode=library.GRAPH_MODE, device_target="CPU")
+            # In the end it raises SystemExit.
+            with contextlib.suppress(SystemExit):
+                library.communication.init()
+
+    def versions(self) -> Mapping[str, str]:
+        """Return the library's version."""
+        return {"mindspore": str(self._library.__version__)}
+
+    def enter(self) -> None:
+        """Join the group."""
+        with _told("the group"):
+            self._library.communication.init()
+
+    def load(self, path: str, options: Mapping[str, Any] = types.MappingProxyType({})) -> ModelSignature:
+        """Load the slice and have it compiled for the shapes that its file gives."""
+        for name in options:
+            raise BuildError(f"options.{name}: unknown; mindspore has none")
+        self._signature = signature(path)
+        with _told(path):
+            self._cell = self._library.nn.GraphCell(self._library.load(path))
+            self._cell.set_inputs(*(self._any(each) for each in self._signature.inputs))
+        return self._signature
+
+    def predict(self, inputs: Arrays) -> Arrays:
+        """Run the slice; its outputs are fresh arrays."""
+        for each in self._signature.inputs:
+            if inputs[each.name].size == 0:
+                raise Refused(f"input {each.name}: it has no elements, with which a group of ranks cannot compute")
+        given = [self._library.Tensor.from_numpy(inputs[each.name]) for each in self._signature.inputs]
+        try:
+            results = [each.asnumpy() for each in _flat(self._cell(*given))]
+        except Exception as error:
+            raise Spoilt(f"mindspore: {error}") from error
+        return {each.name: result for each, result in zip(self._signature.outputs, results)}
+
+    def memory(self) -> Optional[DeviceMemory]:
+        """Return None: the library tells what it has taken of a card, not what the card has."""
+        return None
+
+    def _any(self, each: TensorSignature) -> Any:
+        datatype = getattr(self._library, _LIBRARY_DTYPE[each.datatype])
+        shape = None if each.shape is None else [None if dim < 0 else dim for dim in each.shape]
+        return self._library.Tensor(shape=shape, dtype=datatype)
+
+
+def signature(path: str) -> ModelSignature:
+    """Return what a MindIR takes and gives, as its file says.
+
+    Raises:
+        BuildError: it is no MindIR that MindSpore has exported, or requests for it could not be answered.
+    """
+    try:
+        with open(path, "rb") as file:  # noqa: PTH123 - a path in a text
+            found = mindir.read(file)
+    except Malformed:
+        raise BuildError(f"{path}: expected a MindIR; this is something else, or only a part of one") from None
+    except OSError as error:
+        raise BuildError(f"{path}: {error.strerror}") from None
+    if not found.exported:
+        raise BuildError(f"{path}: expected a MindIR that MindSpore has exported; the Converter has made this one")
+    return ModelSignature(tuple(_checked(path, "input", found.inputs)), tuple(_checked(path, "output", found.outputs)))
+
+
+def _checked(path: str, what: str, tensors: Sequence[mindir.Tensor]) -> List[TensorSignature]:
+    for problem in mindir.problems(what, tensors):
+        raise BuildError(f"{path}: {problem}")
+    return [TensorSignature(*each) for each in tensors]
+
+
+_LIBRARY_DTYPE = {
+    "BOOL": "bool_",
+    "FP16": "float16",
+    "FP32": "float32",
+    "FP64": "float64",
+    **{name: name.lower() for name in ITEM_BYTES if "INT" in name},
+}
+
+
+def _import(role: str, meeting: Meeting) -> Any:
+    """Import the library as one of the group; it reads the environment where and when it likes."""
+    os.environ.update(
+        MS_ROLE=role,
+        MS_WORKER_NUM=str(meeting.size),
+        MS_SCHED_HOST=meeting.host,
+        MS_SCHED_PORT=str(meeting.port),
+        MS_NODE_TIMEOUT=str(meeting.exec_timeout),
+        MS_TOPO_TIMEOUT=str(meeting.connect_timeout),
+    )
+    if role == "MS_WORKER":
+        os.environ["MS_NODE_ID"] = str(meeting.rank)
+    # What it says below an error is of no use to who serves: a dozen lines at each start.
+    os.environ.setdefault("GLOG_v", "3")
+    try:
+        import mindspore  # noqa: PLC0415 - only an interpreter that runs this engine has it
+    except ImportError as error:
+        raise EngineMissing(f"{error}; install it with: pip install 'weightd[mindspore]'") from None
+    return mindspore
+
+
+@contextlib.contextmanager
+def _told(what: str) -> Generator[None, None, None]:
+    """Raise what the library says within the block as a BuildError: its first lines, without its own stack."""
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001 - RuntimeError, ValueError, TypeError and others
+        text = str(error).partition("\n\n---")[0].strip()
+        raise BuildError(f"mindspore: {what}: {text}") from None
+
+
+def _flat(results: Any) -> Iterator[Any]:
+    if isinstance(results, (tuple, list)):
+        for each in cast("Sequence[Any]", results):
+            yield from _flat(each)
+    else:
+        yield results
