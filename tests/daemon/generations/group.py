@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 from weightd.daemon.generations.actions import Action, Kill, Role, Send
@@ -43,10 +44,10 @@ def rank_of(name: str) -> int:
 def hello_of(name: str, **fields: Any) -> Hello:
     """What a good process says."""
     if name == BROKER:
-        return Hello("pid", "broker", {"weightd": VERSION}, TRAITS, **fields)
+        return replace(Hello("pid", "broker", {"weightd": VERSION}, TRAITS), **fields)
     rank = rank_of(name)
-    said = {"slice": Slice(rank, (X,), (Y,)), "sha256": digest(rank), "versions": {"weightd": VERSION}, **fields}
-    return Hello("pid", traits=TRAITS, **said)
+    hello = Hello("pid", digest(rank), {"weightd": VERSION}, TRAITS, slice=Slice(rank, (X,), (Y,)))
+    return replace(hello, **fields)
 
 
 def kills(*names: str) -> list[Action]:
@@ -120,8 +121,12 @@ class Group:
         self.unit.broken(name, Broken(cause, no_room=no_room), self.now)
         return self.wanted()
 
-    def leaves(self, name: str) -> list[Action]:
-        self.unit.leaving(name, self.now)
+    def leaves(self, name: str, why: str = "") -> list[Action]:
+        self.unit.leaving(name, self.now, why)
+        return self.wanted()
+
+    def strays(self, name: str, what: str) -> list[Action]:
+        self.unit.astray(name, what, self.now)
         return self.wanted()
 
     def hangs(self, name: str, why: str = "silence") -> list[Action]:

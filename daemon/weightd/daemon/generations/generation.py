@@ -153,8 +153,9 @@ class Generation(Life):
         self._lost(child, loss, now)
         self._reconcile(now)
 
-    def leaving(self, name: str, now: float) -> None:
+    def leaving(self, name: str, now: float, why: str = "") -> None:
         """A worker's model may be spoilt: it must go, and a fresh process take its place."""
+        del why  # the client is told
         child = self.children.get(name)
         if child is None or child.state is not ChildState.READY:
             return

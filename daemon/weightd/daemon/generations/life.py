@@ -66,8 +66,8 @@ class Life(Standing, abc.ABC):
         """A child says that it cannot do what it is for."""
 
     @abc.abstractmethod
-    def leaving(self, name: str, now: float) -> None:
-        """A child's model may be spoilt: it must go."""
+    def leaving(self, name: str, now: float, why: str = "") -> None:
+        """A child's model may be spoilt, for a predict has failed for this reason: it must go."""
 
     @abc.abstractmethod
     def hung(self, name: str, why: str, now: float, *, useful: bool = False) -> None:

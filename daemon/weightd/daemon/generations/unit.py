@@ -18,7 +18,7 @@ from weightd.daemon.generations.plan import Canary, RankTerms, Source, Terms
 from weightd.daemon.generations.progress import Cause, Outlook
 from weightd.daemon.generations.ranks import Ranks, broker_name, rank_name
 from weightd.daemon.generations.states import ACTIVE, COUNTED, ChildEvent, ChildState, GenerationEvent, GenerationState
-from weightd.daemon.host.ends import End
+from weightd.daemon.host.ends import By, End
 from weightd.protocol.messages.children import Broken, Built, Hello
 from weightd.protocol.messages.ranks import Enter, Entered, Warm, Warmed
 from weightd.shared.devices import CPU
@@ -163,11 +163,12 @@ class Unit(Life):
             loss = Loss(broken.cause, child.state, no_room=broken.no_room)
             self._lost(child, loss, is_symptom=symptoms.in_words(broken.cause))
 
-    def leaving(self, name: str, now: float) -> None:
+    def leaving(self, name: str, now: float, why: str = "") -> None:
         """A predict of a rank has failed: what the others have sent for it would be taken for the next one's."""
         child = self._present(name)
         if child is not None:
-            self._lost(child, Loss("a predict failed", child.state), is_symptom=True)
+            told = f"a predict failed: {why}" if why else "a predict failed"
+            self._lost(child, Loss(told, child.state), is_symptom=True)
 
     def hung(self, name: str, why: str, now: float, *, useful: bool = False) -> None:
         """A rank does not answer any more, be it that it waits for another one."""
@@ -344,8 +345,9 @@ class Unit(Life):
             self.roster.kill_all()
 
     def _outlook(self, child: Child, loss: Loss, *, is_symptom: bool) -> Outlook:
-        # A broker that cannot begin has most likely found its port taken.
-        if loss.no_room or (child.role is Role.BROKER and not self.models):
+        # A broker that ends when it is to begin has found its port taken: the next one gets another.
+        port_taken = child.role is Role.BROKER and loss.was is ChildState.HOLDING and not self.models
+        if loss.no_room or port_taken:
             return Outlook.ROOM
         return Outlook.BETTER if loss.by_signal or (is_symptom and not loss.is_slow) else Outlook.SAME
 
@@ -354,7 +356,8 @@ class Unit(Life):
         if self._cause.child == child.name:
             self._cause = replace(self._cause, words=end.words or self._cause.words)
         elif self._is_symptom and is_own:
-            self._cause = replace(self._cause, why=str(end), child=child.name, words="")
+            # By another signal than the one that the daemon has sent.
+            self._cause = replace(self._cause, why=str(replace(end, by=By.UNKNOWN)), child=child.name, words="")
             self._is_symptom = False
             self._teller.tell(f"the first that was lost is {self._cause}", child.name)
 
