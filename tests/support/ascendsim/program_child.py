@@ -47,13 +47,10 @@ class Library:
         section = {key: value for key, value in keys.items() if value}
         self.model = ms_any.Model()
         where = self.context(**place)
-        given: Dict[str, Dict[str, str]] = config or {}
-        sections = dict(given)
+        sections: Any = config or None
         if section:
-            sections["ascend_context"] = {**sections.get("ascend_context", {}), **section}
-        self.model.build_from_file(
-            str(path), ms_any.ModelType.MINDIR, where, config_dict=sections or None, **(options or {})
-        )
+            sections = {**(sections or {}), "ascend_context": {**(sections or {}).get("ascend_context", {}), **section}}
+        self.model.build_from_file(str(path), ms_any.ModelType.MINDIR, where, config_dict=sections, **(options or {}))
         exported: str = self.model.get_model_info("shareable_weight_mem_handle")
         return exported
 

@@ -123,13 +123,11 @@ def _check_server(devices: Sequence[int], product: str) -> None:
 
 
 def _check_strings(name: str, value: Any) -> None:
-    if isinstance(value, dict):
-        section = cast("Dict[str, Any]", value)
-        for key, each in section.items():
+    if _is(value, dict):
+        for key, each in value.items():
             _check_strings(key, each)
-    elif isinstance(value, list):
-        items: List[Any] = value
-        for each in items:
+    elif _is(value, list):
+        for each in value:
             _check_strings(name, each)
     elif not isinstance(value, str):
         # topoinfo_ranktableParser.cc:343, :396
@@ -144,13 +142,16 @@ def _check_pods(values: Dict[str, Any], servers: Sequence[Dict[str, Any]]) -> No
 
 
 def _items(values: Dict[str, Any], name: str) -> List[Dict[str, Any]]:
-    items = values.get(name)
-    if not isinstance(items, list) or not items:
+    items: Any = values.get(name)
+    if not _is(items, list) or not items or not all(_is(each, dict) for each in items):
         raise _invalid(f"there is no {name}")
-    listed: List[Any] = items
-    if not all(isinstance(each, dict) for each in listed):
-        raise _invalid(f"there is no {name}")
+    listed: List[Dict[str, Any]] = items
     return listed
+
+
+def _is(value: Any, kind: type) -> bool:
+    """As isinstance, without the checkers' conclusion that what is inside is of an unknown type."""
+    return isinstance(value, kind)
 
 
 def _device(server: Dict[str, Any], values: Dict[str, Any], version: str) -> Device:

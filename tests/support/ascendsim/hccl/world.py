@@ -45,11 +45,17 @@ class World:
         table: that of its process.
         rank: its own.
         settings: the time-outs.
-        second: how long one of their seconds lasts.
+        second: tells how long one of their seconds lasts.
     """
 
     def __init__(
-        self, directory: Path, token: str, table: RankTable, rank: int, settings: Settings, second: float
+        self,
+        directory: Path,
+        token: str,
+        table: RankTable,
+        rank: int,
+        settings: Settings,
+        second: Callable[[], float],
     ) -> None:
         self._directory = directory
         self._table = table
@@ -84,7 +90,7 @@ class World:
         if self._failed:
             raise HcclError("EI0006", f"the communicator was not set up: {self._failed}")
         wanted = {rank for group in groups for rank in self._groups[group]} - {self._rank} - set(self._links)
-        limit_s = (self._settings.connect_s + hccl_settings.LINK_MORE_S) * self._second
+        limit_s = (self._settings.connect_s + hccl_settings.LINK_MORE_S) * self._second()
         try:
             links = self._meeting.meet([self._table.devices[rank] for rank in wanted], limit_s)
         except HcclError as error:
@@ -124,7 +130,7 @@ class World:
         limit_s: float,
         sent: Callable[[], None],
     ) -> Dict[int, bytes]:
-        exec_s = self._settings.exec_s * self._second or float("inf")
+        exec_s = self._settings.exec_s * self._second() or float("inf")
         end = time.monotonic() + min(exec_s, limit_s)
         for rank, chunk in sends.items():
             self._links[rank].put(group, chunk)
@@ -181,12 +187,12 @@ class World:
         """The heartbeat (hcomm heartbeat.h:37): says who was lost, and does nothing about it."""
         lost: Set[int] = set()
         since: Dict[int, float] = {}
-        while len(lost) < len(links) and not self._closed.wait(_HEARTBEAT_S * self._second):
+        while len(lost) < len(links) and not self._closed.wait(_HEARTBEAT_S * self._second()):
             for rank, link in links.items():
                 with contextlib.suppress(OSError):
                     if rank not in lost and not process.is_alive(self._directory, link.token):
                         began = since.setdefault(rank, time.monotonic())
-                        if time.monotonic() - began >= _LOST_S * self._second:
+                        if time.monotonic() - began >= _LOST_S * self._second():
                             lost.add(rank)
                             _say(f"heartbeat: rank {rank} is LOST")
 

@@ -93,14 +93,17 @@ class _Context:
         mine = ranktable.check_process(table, self.rank, card, addresses.of_card(card), product)
         has_ports = products.has_ports(product, switches.driver_version)
         port = mine.port if has_ports else ranktable.DEFAULT_PORT
-        if not driver.open_port(self.device, port, _MAX_PROCESSES if has_ports else 1):
+        if not driver.open_port(self.device, port, _MAX_PROCESSES):
             raise HcclError("EI0019", f"The IP address and port {port} of device {card} have been bound already")
         self._port = port
         if other_table:
             table = table._replace(crc=table.crc ^ 1)
         self.buffer_bytes = 2 * values.buffer_mib * MIB
-        self.world = World(driver.directory, driver.token, table, self.rank, values, switches.hccl_second)
+        self.world = World(driver.directory, driver.token, table, self.rank, values, self._second)
         _initialised.append(True)
+
+    def _second(self) -> float:
+        return self._driver.switches.hccl_second
 
     def _create_groups(self, file: str) -> None:
         try:
@@ -181,8 +184,7 @@ class Graph:
         self._runs = True  # the model's run loop
         self._outputs: List[Floats] = []
         milliseconds = int(stream_sync_ms or -1)
-        second = driver.switches.hccl_second
-        self._limit_s = milliseconds / 1000 * second if milliseconds > 0 else float("inf")
+        self._sync_s = milliseconds / 1000 if milliseconds > 0 else float("inf")
 
     def unload(self) -> None:
         """Give everything back."""
@@ -264,7 +266,7 @@ class Graph:
             while True:
                 assert world is not None, "checked in _load"
                 mine = collective._replace(data=-1 - collective.data) if garbage else collective
-                collective = run.send(world.run(mine, self._limit_s, self._sent))
+                collective = run.send(world.run(mine, self._sync_s * self._driver.switches.hccl_second, self._sent))
         except StopIteration as end:
             value: List[Floats] = end.value
             return [-1 - each for each in value] if garbage else value

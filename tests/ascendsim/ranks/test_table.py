@@ -13,7 +13,7 @@ from ascendsim.hccl import groupinfo, products, ranktable, settings
 from ascendsim.hccl.errors import HcclError
 from ascendsim.program import Program
 
-from .support import Start, errors_of
+from ..support import Start, errors_of
 
 
 def written(tmp_path: Path, *devices: int, **changes: Any) -> Dict[str, Any]:
@@ -136,6 +136,7 @@ OWN = addresses.of_card(1)
         ("910", tuple(range(8)), (1, 1, OWN), ""),
         ("910", (8, 1), (1, 1, OWN), "EI0004"),  # ranktableConcise.cc:429
         ("310P", (0, 1), (1, 1, OWN), ""),
+        ("310P", (8, 1), (1, 1, OWN), "EI0004"),
     ],
 )
 def test_a_table_and_the_process_that_reads_it(

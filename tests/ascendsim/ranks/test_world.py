@@ -6,7 +6,7 @@ import os
 import signal
 import time
 from pathlib import Path
-from typing import Any, Callable, List
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,79 +15,8 @@ from ascendsim import Host, ledger, ranks
 from ascendsim.program import Program, ProgramError
 from ascendsim.ranks import Slices
 
-from .support import Start, errors_of
-
-SECOND = 0.004
-"""Of HCCL: it connects within 0.56 s, and waits for 0.27 s (68 s) in a predict."""
-
-EXEC = {"HCCL_EXEC_TIMEOUT": "68"}
-CONNECT_S = 140 * SECOND
-EXEC_S = 68 * SECOND
-
-World = Callable[..., List[Program]]
-
-
-@pytest.fixture
-def host(tmp_path: Path) -> Host:
-    """A machine with eight cards and little patience."""
-    host = Host(tmp_path / "host", cards=8)
-    host.switch(hccl_second=SECOND)
-    return host
-
-
-@pytest.fixture
-def cut(tmp_path: Path) -> Slices:
-    return ranks.mlp(tmp_path / "slices")
-
-
-@pytest.fixture
-def table(tmp_path: Path) -> Path:
-    return ranks.table(tmp_path / "table.json", [0, 1])
-
-
-@pytest.fixture
-def x() -> Any:
-    return np.random.RandomState(1).standard_normal((3, 16)).astype(np.float32)
-
-
-@pytest.fixture
-def world(start: Start, cut: Slices, table: Path) -> World:
-    """Start the ranks of a model, and build each."""
-
-    def world(cut: Slices = cut, table: Path = table, config: Any = None, **variables: str) -> List[Program]:
-        programs = [start(**{**EXEC, **variables}) for _ in cut.paths]
-        for rank, program in enumerate(programs):
-            groups = cut.group_infos[rank] if cut.group_infos else ""
-            build = "rank(path, table, number, groups=groups, config=config)"
-            program.do(build, path=cut.paths[rank], table=table, number=rank, groups=groups, config=config)
-        return programs
-
-    return world
-
-
-def predict(programs: List[Program], *inputs: Any) -> List[Any]:
-    """Let all predict at once, each its own input or all the only one; what each gets, or its error's type."""
-    for index, program in enumerate(programs):
-        program.begin("predict(x)", x=inputs[index % len(inputs)])
-    answers: List[Any] = []
-    for program in programs:
-        try:
-            answers.append(program.result())
-        except ProgramError as error:
-            answers.append(error.text)
-    return answers
-
-
-def assert_right(programs: List[Program], cut: Slices, x: Any) -> None:
-    assert all(map(np.array_equal, predict(programs, x), cut.answers(x)))
-
-
-def connected(world: World, cut: Slices, x: Any, **more: Any) -> List[Program]:
-    """A world that has answered once."""
-    programs = world(cut, **more)
-    assert_right(programs, cut, x)
-    return programs
-
+from ..support import Start, errors_of
+from .support import CONNECT_S, EXEC, EXEC_S, World, assert_right, connected, impatient, predict
 
 # --- In step ----------------------------------------------------------------------------------------------------
 
@@ -167,15 +96,19 @@ def test_after_a_skipped_request_every_answer_is_wrong_and_only_the_last_one_tim
     for number in (2, 3):
         programs[1].begin("predict(x)", x=x * number)
         assert not np.array_equal(programs[0].result(), cut.answers(x * (number - 1))[0])
+        if number == 3:
+            impatient(host)
         programs[0].begin("predict(x)", x=x * number)
-    for program in programs[:1]:
-        with pytest.raises(ProgramError, match="predict failed!"):
-            program.result()
+    with pytest.raises(ProgramError, match="predict failed!"):
+        programs[0].result()
     assert "EI0002" in programs[0].errors()[-2]
 
 
-def test_after_a_time_out_the_next_predict_takes_the_stale_numbers(world: World, cut: Slices, x: Any) -> None:
+def test_after_a_time_out_the_next_predict_takes_the_stale_numbers(
+    world: World, host: Host, cut: Slices, x: Any
+) -> None:
     programs = connected(world, cut, x)
+    impatient(host)
     assert programs[0].refusal("predict(x)").text == "predict failed!"
     answer = programs[1].refusal("predict(x * 2)")  # the second AllReduce has nothing to take
     assert answer.text == "predict failed!"
@@ -186,12 +119,13 @@ def test_after_a_time_out_the_next_predict_takes_the_stale_numbers(world: World,
 
 
 def test_a_missing_rank_at_the_first_predict_is_a_time_out_and_nobody_joins_later(
-    world: World, cut: Slices, x: Any
+    world: World, host: Host, x: Any
 ) -> None:
     """hccl HCCL_CONNECT_TIMEOUT.md: EI0006 after 120 s and 20."""
     programs = world()
+    impatient(host)
     begin = time.monotonic()
-    assert programs[0].refusal("predict(x)").text == "predict failed!"
+    assert programs[0].refusal("predict(x)", x=x).text == "predict failed!"
     assert time.monotonic() - begin >= CONNECT_S
     assert "EI0006" in programs[0].errors()[-2]
     assert predict(programs, x) == ["predict failed!"] * 2
@@ -199,10 +133,11 @@ def test_a_missing_rank_at_the_first_predict_is_a_time_out_and_nobody_joins_late
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_who_waits_for_one_that_died_or_hangs_waits_until_the_execution_time_out(
-    world: World, cut: Slices, x: Any, number: int
+    world: World, host: Host, cut: Slices, x: Any, number: int
 ) -> None:
     """hccl HCCL_EXEC_TIMEOUT.md, task_exec_stage.md; heartbeat.h:37: LOST is a line in the log, and wakes nobody."""
     programs = connected(world, cut, x)
+    impatient(host)
     os.kill(programs[1].pid, number)
     begin = time.monotonic()
     assert programs[0].refusal("predict(x)").text == "predict failed!"
@@ -214,6 +149,7 @@ def test_who_waits_for_one_that_died_or_hangs_waits_until_the_execution_time_out
 @pytest.mark.parametrize(("action", "at"), [("crash", "start"), ("hang", "start"), ("crash", "sent")])
 def test_a_rank_that_dies_in_a_predict(world: World, host: Host, cut: Slices, x: Any, action: str, at: str) -> None:
     programs = connected(world, cut, x)
+    impatient(host)
     host.fault("predict", action, rank=1, at=at)
     programs[1].begin("predict(x)", x=x)
     assert programs[0].refusal("predict(x)").text == "predict failed!"
@@ -229,12 +165,13 @@ def test_garbage_of_one_rank_is_everybodys(world: World, host: Host, cut: Slices
 
 def test_a_slow_rank_is_waited_for(world: World, host: Host, cut: Slices, x: Any) -> None:
     programs = connected(world, cut, x)
-    host.fault("predict", "slow", rank=0, seconds=EXEC_S / 4)
+    host.fault("predict", "slow", rank=0, seconds=0.05)
     assert_right(programs, cut, x)
 
 
 def test_a_failed_rank_leaves_the_others_waiting(world: World, host: Host, cut: Slices, x: Any) -> None:
     programs = connected(world, cut, x)
+    impatient(host)
     host.fault("predict", "fail", rank=1, times=1)
     assert predict(programs, x) == ["predict failed!"] * 2
     assert "EI0002" in programs[0].errors()[-2]
@@ -249,14 +186,16 @@ def test_a_table_of_another_group_is_only_seen_when_ranks_link(world: World, hos
         assert "EI0005" in program.errors()[-2]
 
 
-def test_after_stream_sync_timeout_the_next_predict_waits_for_ever(world: World, x: Any, cut: Slices) -> None:
+def test_after_stream_sync_timeout_the_next_predict_waits_for_ever(
+    world: World, host: Host, x: Any, cut: Slices
+) -> None:
     """ge davinci_model.cc:5659: the model's run loop has ended."""
-    programs = connected(world, cut, x, config={"ge_session_options": {"stream_sync_timeout": "10000"}})
-    begin = time.monotonic()
+    programs = connected(world, cut, x, config={"ge_session_options": {"stream_sync_timeout": "67000"}})
+    impatient(host)
     assert programs[0].refusal("predict(x)").text == "predict failed!"
-    assert time.monotonic() - begin < EXEC_S
+    assert "stream sync timeout" in programs[0].errors()[-2]
     programs[0].begin("predict(x)")
-    assert not programs[0].has_answered(3 * EXEC_S)
+    assert not programs[0].has_answered(2 * EXEC_S)
 
 
 def test_a_predict_that_waits_is_deaf_to_signals_and_leaves_the_gil(world: World, cut: Slices, x: Any) -> None:

@@ -1,0 +1,136 @@
+"""What HCCL takes of a card: a port of its network interface, and memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ascendsim import Host, ledger, ranks
+from ascendsim.program import Program, ProgramError
+from ascendsim.ranks import Slices
+
+from ..support import Start, errors_of
+from .support import World, connected
+
+MIB = 1024 * 1024
+BUILD = "rank(path, table, 0)"
+
+
+@pytest.fixture
+def first(start: Start, cut: Slices, table: Path) -> Program:
+    """A process that is rank 0 on card 0."""
+    program = start()
+    program.do(BUILD, path=cut.paths[0], table=table)
+    return program
+
+
+def beside(start: Start, cut: Slices, table: Path) -> str:
+    """What comes of another one there: "", or its error."""
+    program = start()
+    try:
+        program.do(BUILD, path=cut.paths[0], table=table)
+    except ProgramError:
+        return program.errors()[-1]
+    return ""
+
+
+def test_another_process_with_hccl_needs_another_port(
+    first: Program, start: Start, cut: Slices, table: Path, tmp_path: Path
+) -> None:
+    """hccl fault_diagnosis/param_link_stage.md: EI0019."""
+    assert "EI0019" in beside(start, cut, table)
+    assert beside(start, cut, ranks.table(tmp_path / "other.json", [0, 1], ports=[16700, 16700])) == ""
+    first.kill()
+    assert beside(start, cut, table) == ""
+
+
+@pytest.mark.parametrize(
+    "switches", [{"driver_version": "24.1.0"}, {"soc_name": "Ascend910A"}, {"soc_name": "Ascend310P3"}]
+)
+def test_elsewhere_a_port_does_not_count(host: Host, start: Start, cut: Slices, tmp_path: Path, switches: Any) -> None:
+    """hccl rank_table_config_a2.md, constraints.md: one process with HCCL for a card."""
+    host.switch(**switches)
+    one, two = (ranks.table(tmp_path / f"{port}.json", [0, 1], ports=[port, port]) for port in (16700, 16800))
+    start().do(BUILD, path=cut.paths[0], table=one)
+    assert "EI0019" in beside(start, cut, two)
+
+
+def test_a_card_takes_eight_processes_with_hccl(start: Start, cut: Slices, tmp_path: Path) -> None:
+    for number in range(9):
+        port = 17000 + number
+        failed = beside(start, cut, ranks.table(tmp_path / f"{port}.json", [0, 1], ports=[port, port]))
+        assert ("EI0019" in failed) is (number == 8)
+
+
+def test_a_port_may_stay_taken_for_a_while(first: Program, host: Host, start: Start, cut: Slices, table: Path) -> None:
+    host.switch(port_linger=100.0)
+    first.kill()
+    assert "EI0019" in beside(start, cut, table)
+    assert host.ledger().used == 0
+
+
+def test_a_port_comes_free_with_the_last_model(first: Program, start: Start, cut: Slices, table: Path) -> None:
+    first.do("lib.model = None")
+    assert beside(start, cut, table) == ""
+
+
+def test_a_communicator_takes_two_buffers_of_each_card(world: World, host: Host, cut: Slices, x: Any) -> None:
+    """hccl HCCL_BUFFSIZE.md: 200 MB unless told otherwise, in each direction."""
+    connected(world, cut, x, HCCL_BUFFSIZE="50")
+    for card in (0, 1):
+        [buffers] = [each for each in host.ledger(card).allocations if each.kind == ledger.BUFFERS]
+        assert buffers.bytes == 100 * MIB
+
+
+def test_a_card_that_is_full_shows_at_the_first_predict(world: World, host: Host, cut: Slices, x: Any) -> None:
+    host.switch(capacity_mib=300)
+    first, _ = world()
+    assert first.refusal("predict(x)", x=x).text == "predict failed!"
+    assert "207001" in first.errors()[-2]
+    assert [each.kind for each in host.ledger().allocations] == [ledger.CONTEXT]
+
+
+def test_a_world_that_ended_leaves_nothing_and_another_takes_its_place(
+    world: World, host: Host, cut: Slices, x: Any
+) -> None:
+    for program in connected(world, cut, x):
+        program.kill()
+    assert (host.ledger(0).used, host.ledger(1).used) == (0, 0)
+    connected(world, cut, x)
+
+
+def test_hccl_is_needed_even_for_one_card(program: Program, host: Host, cut: Slices) -> None:
+    """ge_device_context.cc:218, :236: unless the card is an Ascend310."""
+    host.switch(libhccl=False)
+    build = "build(path, provider='ge')"
+    assert "dlopen" in errors_of(program, build, path=cut.paths[0])[-1]
+    host.switch(soc_name="Ascend310")
+    program.do(build)
+
+
+def test_there_is_no_hccl_on_a_virtual_card(program: Program, host: Host, cut: Slices, table: Path) -> None:
+    """hccl constraints.md."""
+    host.switch(vnpu=True)
+    assert "virtual instance" in errors_of(program, BUILD, path=cut.paths[0], table=table)[-1]
+
+
+def test_on_a_300i_duo_hccl_comes_before_any_memory(
+    program: Program, start: Start, host: Host, cut: Slices, table: Path, path: Path
+) -> None:
+    """hccl constraints.md."""
+    host.switch(soc_name="Ascend310P3")
+    program.do("build(plain)\nkept = lib.model", plain=path)
+    assert "before any memory" in errors_of(program, BUILD, path=cut.paths[0], table=table)[-1]
+
+
+def test_a_cache_of_models_is_written_where_the_process_is(
+    start: Start, cut: Slices, table: Path, tmp_path: Path
+) -> None:
+    """ge_graph_executor.cc:553."""
+    program = start()
+    section = {"rank_table_file": str(table), "provider": "ge", "model_cache_mode": "mem_opt"}
+    program.do("os.chdir(where)", where=str(tmp_path))
+    program.do("build(path, config={'ascend_context': section})", path=cut.paths[0], section=section)
+    assert (tmp_path / "model_build_cache_0").is_dir()
