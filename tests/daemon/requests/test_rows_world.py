@@ -317,7 +317,7 @@ class World(RuleBasedStateMachine):
             self.desk.guard.look(self.now)
             self.desk.dispatch_gathered(self.now)
         while self.given_up:
-            self.desk.skipped(*self.given_up.pop())
+            self.desk.skipped(*self.given_up.pop(), self.now)
 
     @rule(
         source=st.integers(1, 2),

@@ -122,7 +122,7 @@ class Crew:
     def _heard_serving(self, child: str, generation: Generation, message: Skipped | Unequal | Pong, now: float) -> None:
         match message:
             case Skipped():
-                self._desk.skipped(child, message.request)
+                self._desk.skipped(child, message.request, now)
             case Unequal():
                 generation.unequal(message.note)
                 self._rate(generation)

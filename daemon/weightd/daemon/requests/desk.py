@@ -10,8 +10,9 @@ from weightd.daemon.host.ends import End
 from weightd.daemon.requests.blame.guard import Guard
 from weightd.daemon.requests.job import Job
 from weightd.daemon.requests.latency import Latencies
+from weightd.daemon.requests.lockstep import Answer, Breach, Lockstep, Outcome, Refusal
 from weightd.daemon.requests.part import Part
-from weightd.daemon.requests.regions import Memory
+from weightd.daemon.requests.regions import Memory, Places
 from weightd.daemon.requests.request import Request
 from weightd.daemon.requests.rows.cut import Cut
 from weightd.daemon.requests.rows.terms import WHOLE, RowTerms
@@ -23,6 +24,7 @@ from weightd.daemon.requests.writers import Writers
 from weightd.protocol.errors import Cancelled, RequestError, ResourceExhausted, Unavailable, request_error
 from weightd.protocol.messages.children import Built, Failed, OrderMessage, Predict, Result, Skip, Together
 from weightd.protocol.messages.control import ModelMetadataResponse
+from weightd.protocol.messages.data import RequestDescription
 
 # At what comes, before something runs that waits.
 _MOST_LOOKS = 64
@@ -84,6 +86,8 @@ class Desk:
         self.latencies = Latencies()
         self.by_process: dict[str, Latencies] = {}
         self.failed = 0
+        # Whether there is, or was, a seat whose processes compute together.
+        self._in_step = False
         # Requests wait for those that have come with them, and there is news since that was last looked at.
         self._looks = False
         self._has_news = False
@@ -146,13 +150,48 @@ class Desk:
         self.by_process[process] = Latencies()
         self.scheduler.seats.enlist(process, (process,), device=device, terms=terms, concurrency=concurrency)
 
+    def enlist_ranks(
+        self,
+        seat: str,
+        lockstep: Lockstep,
+        now: float,
+        *,
+        others: Sequence[str] = (),
+        device: str = "",
+        terms: RowTerms = WHOLE,
+    ) -> None:
+        """The ranks of a model are one seat that takes jobs from now on. They are pinged, and never with the canary.
+
+        Args:
+            seat: its name.
+            lockstep: of the ranks. Where that joins their outputs, requests may not share a job, nor be filled up:
+                nobody tells which of its rows a rank has.
+            now: the clock.
+            others: processes without which they are lost.
+            device: where they run.
+            terms: see `Seat`.
+        """
+        self._in_step = True
+        # What one answers all have run.
+        self.by_process.update(dict.fromkeys((*lockstep.processes, *others), Latencies()))
+        for each in lockstep.processes:
+            self.guard.watchdog.watch(each, now, proves=False)
+        self.scheduler.seats.add(Seat(seat, lockstep.processes, device, terms, lockstep=lockstep, others=tuple(others)))
+
     def dismiss(self, process: str) -> None:
         """Its seat gets nothing new, and nobody asks whether it still answers."""
         self.scheduler.seats.dismiss(process)
-        self.guard.watchdog.forget(process)
+        for each in self.mates(process):
+            self.guard.watchdog.forget(each)
 
-    def result(self, process: str, result: Result, frames: Sequence[Any], now: float) -> None:
-        """A part of a job has been answered."""
+    def result(self, process: str, result: Result, frames: Sequence[Any], now: float) -> str:
+        """A part of a job has been answered.
+
+        Returns:
+            Why the process has to be ended, and all of its seat, which is lost; "" if it has not.
+        """
+        if self._in_step and (lockstep := self.scheduler.seats.lockstep_of(process)) is not None:
+            return self._told(process, result.request, lockstep.answered(process, result, frames), now)
         if self.writers.begun:
             self._release(self.writers.end(process, result.request))
         part = self.scheduler.seats.finish(process, result.request, now)
@@ -166,12 +205,24 @@ class Desk:
                 self._look_on()
             else:
                 self.dispatch(now)
+        return ""
 
-    def job_failed(self, process: str, failed: Failed, now: float) -> None:
+    def done(self, process: str, number: int, now: float) -> str:
+        """A rank has run a part, and another one has the outputs; return as `result` does."""
+        lockstep = self.scheduler.seats.lockstep_of(process)
+        if lockstep is None:
+            # It was of a seat that is lost.
+            return ""
+        return self._told(process, number, lockstep.done(process, number), now)
+
+    def job_failed(self, process: str, failed: Failed, now: float) -> str:
         """A part of a job has ended in an error, or a job of several, which run again alone then.
 
-        Who leaves has lost what it had.
+        Who leaves has lost what it had. Return as `result` does.
         """
+        if self._in_step and (lockstep := self.scheduler.seats.lockstep_of(process)) is not None:
+            outcome = Breach(f"{process}: {failed.error}") if failed.leaving else lockstep.refused(process, failed)
+            return self._told(process, failed.request, outcome, now)
         self.guard.watchdog.heard(process, now)
         self._release(self.writers.end(process, failed.request))
         if failed.leaving:
@@ -188,10 +239,18 @@ class Desk:
             self.scheduler.release(process)
         else:
             self.dispatch(now)
+        return ""
 
-    def skipped(self, process: str, number: int) -> None:
-        """A part of a job was taken back before that had begun."""
+    def skipped(self, process: str, number: int, now: float) -> str:
+        """A part of a job was taken back before that had begun; return as `result` does."""
+        if self._in_step and self.scheduler.seats.lockstep_of(process) is not None:
+            return self._told(process, number, Breach(f"{process}: has left out {number}"), now)
         self._release(self.writers.end(process, number))
+        return ""
+
+    def broke(self, process: str, why: str, now: float) -> None:
+        """A process can go on no more, for this reason, and its seat is lost with it."""
+        self.guard.broke(process, why, now)
 
     def died(self, process: str, end: End, now: float) -> None:
         """A process has ended, and with it its seat."""
@@ -207,7 +266,7 @@ class Desk:
     def mates(self, process: str) -> tuple[str, ...]:
         """Return all processes of its seat: who loses one of them has lost all."""
         seat = self.scheduler.seats.of(process)
-        return (process,) if seat is None else seat.processes
+        return (process,) if seat is None else seat.lives_on
 
     def has_answered(self, process: str) -> bool:
         """Whether the process has answered any request."""
@@ -354,9 +413,56 @@ class Desk:
             frames, places, description = request.frames, request.places, request.description
         else:
             (frames, places), description = cut.contents(part.first, part.rows), cut.described(part.rows)
+        if seat.lockstep is not None:
+            self._predict_in_step(seat, seat.lockstep, part, description, frames, places)
+            return
         if places.outputs and not self.writers.begin(seat.processes, part):
             places = places.without_outputs()
         self._order_all(seat, Predict(part.number, description, places.mapped), frames, places.memories)
+
+    def _predict_in_step(
+        self,
+        seat: Seat,
+        lockstep: Lockstep,
+        part: Part,
+        description: RequestDescription,
+        frames: Sequence[Any],
+        places: Places,
+    ) -> None:
+        """All processes get the same; one of them alone may write outputs where the client has room for them."""
+        step, reply = lockstep.begin(part.number), lockstep.reply
+        read_only = places.without_outputs() if places.outputs else places
+        # Where there is an input, too, another one may still have to read that.
+        if places.outputs and (reply is None or places.overlap or not self.writers.begin((reply,), part)):
+            places = read_only
+        for process in seat.processes:
+            its = places if process == reply else read_only
+            self._order(process, Predict(part.number, description, its.mapped, step), frames, its.memories)
+
+    def _told(self, process: str, number: int, outcome: Outcome | None, now: float) -> str:
+        """A process has told of a part that all of its seat were given, and this comes of it; None: nothing yet."""
+        self.guard.watchdog.heard(process, now)
+        if isinstance(outcome, Breach):
+            # Nor is it believed that it does not write any more.
+            self.guard.broke(process, outcome.why, now)
+            return outcome.why
+        self._release(self.writers.end(process, number))
+        if outcome is None:
+            return ""
+        part = self.scheduler.seats.finish(process, number, now)
+        if part is not None and isinstance(outcome, Refusal):
+            self.refuse(part.request, outcome.error)
+        elif part is not None and isinstance(outcome, Answer):
+            result, frames = outcome.result, outcome.frames
+            if part.cut is not None:
+                self._join(part, part.cut, process, result, frames, now)
+            else:
+                self._answer(part.request, process, result, frames, now)
+        if self.scheduler.seats.merging:
+            self._look_on()
+        else:
+            self.dispatch(now)
+        return ""
 
     def _order_all(
         self, seat: Seat, order: OrderMessage, frames: Sequence[Any] = (), memories: Sequence[Memory] = ()

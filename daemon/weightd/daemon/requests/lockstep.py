@@ -63,6 +63,7 @@ class Lockstep:
         step: the number of the last part that they were given.
 
     Attributes:
+        processes: as above.
         reply: as above.
         step: as above; each part has the next one.
     """
@@ -72,7 +73,7 @@ class Lockstep:
             raise ValueError(f"reply: expected one of {', '.join(processes)}, got {reply}")
         self.reply = reply
         self.step = step
-        self._processes = tuple(processes)
+        self.processes = tuple(processes)
         self._under_way: dict[int, _Reports] = {}
 
     def begin(self, number: int) -> int:
@@ -100,12 +101,12 @@ class Lockstep:
 
     def _report(self, process: str, number: int, report: _Report) -> Outcome | None:
         reports = self._under_way.get(number)
-        if reports is None or process not in self._processes:
+        if reports is None or process not in self.processes:
             return Breach(f"{process}: expected nothing of {number}, which it was not given, got {_word(report)}")
         unexpected = self._unexpected(process, report, reports)
         if unexpected:
             return Breach(f"{process}: of {number} {unexpected}")
-        is_last = len(reports) + 1 == len(self._processes)
+        is_last = len(reports) + 1 == len(self.processes)
         reports[process] = report if is_last else self._kept(reports, report)
         refused = [name for name, each in reports.items() if isinstance(each, Failed)]
         if refused and len(refused) < len(reports):
@@ -139,7 +140,7 @@ class Lockstep:
     def _outcome(self, number: int, reports: _Reports) -> Outcome:
         """All have told of a part, and what they tell goes together."""
         answers: list[Answer] = []
-        for process in self._processes:
+        for process in self.processes:
             report = reports[process]
             if isinstance(report, Failed):
                 return Refusal(request_error(report.code, report.error))

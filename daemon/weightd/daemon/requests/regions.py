@@ -87,6 +87,11 @@ class Places:
         )
         self.mapped = _mapped(inputs, outputs) if self.memories else None
 
+    @property
+    def overlap(self) -> bool:
+        """Whether an output may be written where an input is."""
+        return any(room.overlaps(each) for room in self.outputs.values() for each in self.inputs.values())
+
     def without_outputs(self) -> Places:
         """Return the same with no room for outputs."""
         return Places(self.inputs, {})

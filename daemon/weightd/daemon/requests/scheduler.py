@@ -131,11 +131,15 @@ class Scheduler:
             self.tally.again += sum(part.request not in but for part in begun)
             self.line.put_back([part for part in self.seats.remove(seat) if part.request not in but])
 
-    def part(self, job: Job) -> None:
-        """Something became of a job that says nothing of any of its parts: each of them runs again, alone."""
+    def part(self, job: Job, *, but: Sequence[Request] = ()) -> None:
+        """Something became of a job that says nothing of any of its parts: each of them runs again, alone.
+
+        `but`: these have ended.
+        """
         job.keep_apart()
-        self.tally.again += len(job.awaited)
-        self.line.put_back(job.awaited)
+        again = [part for part in job.awaited if part.request not in but]
+        self.tally.again += len(again)
+        self.line.put_back(again)
 
     def overdue(self, now: float) -> list[tuple[Seat, Job]]:
         """Take out the seats that have computed for too long, each with what it runs.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from weightd.daemon.requests.job import Job
+from weightd.daemon.requests.lockstep import Lockstep
 from weightd.daemon.requests.request import Company
 from weightd.daemon.requests.rows.terms import WHOLE, RowTerms
 
@@ -25,6 +26,9 @@ class Seat:
         concurrency: how many jobs it runs at once.
         jobs: by their numbers, in the order in which it got them, and begins with them.
         is_quick: whether it was with its last job: then it may have one ready behind those that it runs.
+        lockstep: of its processes, if these compute together: then it has nothing ready, for what a process has been
+            given is never taken back from it.
+        others: processes that are given no jobs, but without which those of the seat are lost.
     """
 
     name: str
@@ -34,6 +38,13 @@ class Seat:
     concurrency: int = 1
     jobs: dict[int, Job] = field(default_factory=dict[int, Job])
     is_quick: bool = True
+    lockstep: Lockstep | None = None
+    others: tuple[str, ...] = ()
+
+    @property
+    def lives_on(self) -> tuple[str, ...]:
+        """The processes without any of which it is lost."""
+        return (*self.processes, *self.others)
 
     @property
     def is_free(self) -> bool:
@@ -59,6 +70,8 @@ class Seat:
         """Return whether it takes one more job that bears this company, be it behind what it has."""
         if not self.jobs:
             return True
+        if self.lockstep is not None:
+            return False
         if company is not Company.ANY or any(job.company is not Company.ANY for job in self.jobs.values()):
             return False
         if self.is_free:

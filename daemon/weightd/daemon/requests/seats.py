@@ -4,7 +4,8 @@ A seat that is quick has credit for two jobs: one runs and one is ready, so it n
 One that computes for long has nothing ready, and what waits behind it is taken back: no request waits for one seat
 while another is free.
 
-A seat is spoken of by its name, or by that of any of its processes where it is these that answer or die.
+A seat is spoken of by its name, or by that of any of its processes where it is these that answer or die. One whose
+processes compute together has credit for one job, and none is ever taken back from it.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from functools import partial
 from typing import NamedTuple
 
 from weightd.daemon.requests.job import Job
+from weightd.daemon.requests.lockstep import Lockstep
 from weightd.daemon.requests.part import Part
 from weightd.daemon.requests.request import Request
 from weightd.daemon.requests.rows import forming
@@ -73,7 +75,7 @@ class Seats:
         self._tally = tally
         self._seats: dict[str, Seat] = {}
         self.enlisted: dict[str, Seat] = {}
-        # By the name of each of its processes.
+        # By its name, and by that of each of its processes.
         self._seat_of: dict[str, Seat] = {}
         self.merging: dict[str, Seat] = {}
         self.look = float("inf")
@@ -89,10 +91,14 @@ class Seats:
         self, name: str, processes: tuple[str, ...], *, device: str = "", terms: RowTerms = WHOLE, concurrency: int = 1
     ) -> None:
         """The seat takes jobs from now on; it consists of these processes. See `Seat` for the rest."""
-        seat = self._seats.setdefault(name, Seat(name, processes, device, terms, concurrency))
-        self.enlisted[name] = seat
+        self.add(Seat(name, processes, device, terms, concurrency))
+
+    def add(self, seat: Seat) -> None:
+        """The seat takes jobs from now on; if there is one of its name already, that one does."""
+        seat = self._seats.setdefault(seat.name, seat)
+        self.enlisted[seat.name] = seat
         self._find_merging()
-        self._seat_of.update(dict.fromkeys(processes, seat))
+        self._seat_of.update(dict.fromkeys((seat.name, *seat.lives_on), seat))
 
     def rate(self, process: str, terms: RowTerms) -> None:
         """From now on this may be done with the rows of requests at the seat of the process."""
@@ -110,8 +116,8 @@ class Seats:
 
     def remove(self, seat: Seat) -> list[Part]:
         """The seat is gone, or as good as that: return what it has not answered and somebody waits for."""
-        for process in seat.processes:
-            del self._seat_of[process]
+        for name in {seat.name, *seat.lives_on}:
+            del self._seat_of[name]
         del self._seats[seat.name]
         self.enlisted.pop(seat.name, None)
         self._find_merging()
@@ -120,6 +126,11 @@ class Seats:
     def of(self, process: str) -> Seat | None:
         """Return where the process runs jobs, or has run some that it may still answer."""
         return self._seat_of.get(process)
+
+    def lockstep_of(self, process: str) -> Lockstep | None:
+        """Return that of its seat; None if it has none, or computes alone."""
+        seat = self._seat_of.get(process)
+        return None if seat is None else seat.lockstep
 
     def in_flight(self, process: str) -> int:
         """Jobs that the seat of the process has, whether or not somebody waits for them."""

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from weightd.daemon.config.model import ModelConfig
 from weightd.daemon.host.ends import By, End
 from weightd.daemon.requests.blame.contents import Reading, is_small
+from weightd.daemon.requests.blame.groups import MAX_GROUPS, Groups, Loss
 from weightd.daemon.requests.blame.quarantine import Quarantine
 from weightd.daemon.requests.blame.suspects import Suspects
 from weightd.daemon.requests.blame.watchdog import Watchdog
@@ -62,6 +63,7 @@ class Guard:
         )
         self._predict_timeout = config.predict_timeout
         self._scheduler = scheduler
+        self._groups = Groups(MAX_LOSSES)
         self._refuse = refuse
         self._due_by = due_by
         # Requests that something was learned of, and what follows from that once their digests are known.
@@ -125,9 +127,15 @@ class Guard:
 
     def died(self, process: str, end: End, now: float) -> None:
         """A process has ended, and may have died of what its seat had."""
+        forgiven = self._groups.exited(process, end)
+        if forgiven is not None:
+            self._learn(forgiven, self.quarantine.answered, now)
         seat = self._scheduler.seats.of(process)
         if seat is None or not seat.jobs:
             self._scheduler.release(process)
+            return
+        if seat.lockstep is not None:
+            self._lose(seat, Loss(f"{process} was {end.how}", Internal if end.blames else None), now)
             return
         jobs = list(seat.jobs.values())
         # The answer to the first may be lost with it, if it died of the next: all that it had runs alone from now on.
@@ -146,6 +154,14 @@ class Guard:
         for origin in origins:
             self._contain(origin, now)
 
+    def broke(self, process: str, why: str, now: float) -> None:
+        """A process can go on no more, for this reason, and its seat is lost with it; what that ran waits again."""
+        seat = self._scheduler.seats.of(process)
+        if seat is not None and seat.lockstep is not None:
+            self._lose(seat, Loss(why, Internal), now)
+        else:
+            self._scheduler.release(process)
+
     def leaves(self, process: str, number: int, now: float) -> None:
         """A seat ends, because its model may be spoilt by a job that failed: it is as lost as one that died."""
         seat = self._scheduler.seats.of(process)
@@ -160,6 +176,10 @@ class Guard:
         """
         for seat, job in self._scheduler.overdue(now):
             why = f"a predict took longer than predict_timeout, {self._predict_timeout:g} s"
+            if seat.lockstep is not None:
+                self._lost(seat, job, Loss(why, DeadlineExceeded), now)
+                yield seat, f"{why} (request {', '.join(each.id for each in job.requests)})"
+                continue
             request = job.sole
             if request is None:
                 self._scheduler.part(job)
@@ -178,6 +198,27 @@ class Guard:
         yield from ((process, None) for process in due.silent)
 
     # --- within -------------------------------------------------------------------------------------------------
+
+    def _lose(self, seat: Seat, loss: Loss, now: float) -> None:
+        """A group of ranks is lost, with the job that it may have."""
+        jobs = list(seat.jobs.values())
+        seat.jobs.clear()
+        self._scheduler.release(seat.name)
+        for job in jobs:
+            self._lost(seat, job, loss, now)
+
+    def _lost(self, seat: Seat, job: Job, loss: Loss, now: float) -> None:
+        """A group of ranks is lost, of which this job was taken: it waits again, but for what ends."""
+        ended = self._groups.lost(seat, job, loss, now)
+        self._scheduler.part(job, but=[request for request, _ in ended])
+        for request, error in ended:
+            self._refuse(request, error)
+        accused = job.sole if loss.error is not None else None
+        if accused is not None and accused.deaths >= MAX_GROUPS:
+            self._learn(accused, self._hold, now)
+            self._lost_to(job, now - job.began, now)
+        elif accused is not None:
+            self._learn(accused, self._costs, now)
 
     def _accuse(self, jobs: Sequence[Job]) -> set[Origin]:
         """A seat has died of one of these jobs: what they are of runs alone; return who has asked."""
@@ -258,6 +299,11 @@ class Guard:
     def _hung(self, request: Request, now: float) -> None:
         if self.quarantine.hung(request, now):
             _log.warning("request %s is in quarantine: workers hang in it", request.id)
+            self._refuse_equals(now)
+
+    def _costs(self, request: Request, now: float) -> None:
+        if self.quarantine.hung(request, now):
+            _log.warning("request %s is in quarantine: groups of ranks are lost to its content", request.id)
             self._refuse_equals(now)
 
     def _refuse_equals(self, now: float) -> None:

@@ -56,9 +56,9 @@ class Watchdog:
         # Nothing is due before this.
         self.next_event = float("inf")
 
-    def watch(self, process: str, now: float) -> None:
-        """The process is READY: it has just answered the canary."""
-        self._watched[process] = _Watched(now, now)
+    def watch(self, process: str, now: float, *, proves: bool = True) -> None:
+        """The process is READY: it has just answered the canary. Unless it `proves`, it is not asked for that again."""
+        self._watched[process] = _Watched(now, now if proves else float("inf"))
         self._look_ahead()
 
     def forget(self, process: str) -> None:
