@@ -20,14 +20,15 @@ TWO_AT_ONCE := --numprocesses 2 --dist loadfile --no-loadscope-reorder --max-wor
 
 VENV := .venv
 MSLITE := .venv-mslite
+MINDSPORE := .venv-mindspore
 RIVAL := .venv-rival
 BIN := $(VENV)/bin
 INSTALL := bin/python -m pip install --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: demo test test-systemd mutants check check-pyright check-mypy check-oldest check-rest bench fuzz chaos leak clean
-.PHONY: bench-rival help $(VENV) $(MSLITE) mslite-if-possible
+.PHONY: demo test test-ranks test-systemd mutants check check-pyright check-mypy check-oldest check-rest bench fuzz chaos leak clean
+.PHONY: bench-rival help $(VENV) $(MSLITE) $(MINDSPORE) mslite-if-possible mindspore-if-possible
 
 demo: $(VENV)/.made $(if $(filter mindspore_lite,$(ENGINE)),$(MSLITE)/.made)  ## one model, four workers, one copy of the weights [ENGINE=onnxruntime|mindspore_lite]
 	$(BIN)/python -m benchmarks.demo --engine $(ENGINE)
@@ -39,8 +40,12 @@ test: $(VENV)/.made mslite-if-possible  ## every test, on ONNX Runtime and where
 	@mkdir -p build; status=0; if [ -e $(MSLITE)/.made ]; then \
 	(set -ex; export EXAMPLES=0.2; for each in protocol shared client ctl worker; do \
 	$(MSLITE)/bin/python -m pytest tests/$$each --ignore tests/worker/engines/test_ascend.py; done) >build/test-3.7.log 2>&1 & fi; \
-	(set -x; EXAMPLES=$(EXAMPLES) $(BIN)/python -m pytest $(TWO_AT_ONCE)) || status=$$?; \
+	(set -x; EXAMPLES=$(EXAMPLES) $(BIN)/python -m pytest $(TWO_AT_ONCE) --ignore tests/ranks) || status=$$?; \
 	if [ -n "$$!" ]; then wait $$! || status=$$?; cat build/test-3.7.log; fi; exit $$status
+
+test-ranks: $(VENV)/.made mindspore-if-possible  ## groups of ranks on the real MindSpore
+	@# One after another: each group has three processes that compute, and a start takes ten seconds of two cores.
+	$(BIN)/python -m pytest tests/ranks
 
 test-systemd: $(VENV)/.made mslite-if-possible  ## the units under a real systemd, and whether a broken unit is noticed [root]
 	$(BIN)/python -m pytest tests/systemd
@@ -80,7 +85,7 @@ leak: $(VENV)/.made mslite-if-possible  ## 200,000 requests and 30 loads, and te
 	$(BIN)/python -m tests.chaos.sizes
 
 clean:  ## remove everything that the other targets made
-	rm -rf $(VENV) $(MSLITE) $(RIVAL) build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(MSLITE) $(MINDSPORE) $(RIVAL) build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 help:  ## this list
@@ -88,6 +93,7 @@ help:  ## this list
 
 $(VENV): $(VENV)/.made
 $(MSLITE): $(MSLITE)/.made
+$(MINDSPORE): $(MINDSPORE)/.made
 
 $(VENV)/.made: pyproject.toml
 	$(if $(PYTHON),,$(error no Python 3.10 or later with venv found; on Debian: apt install python3.11-venv, elsewhere: make PYTHON=...))
@@ -117,6 +123,21 @@ $(MSLITE)/.made: .ci/requirements-mslite.txt
 	$(MSLITE)/$(INSTALL) --requirement $<
 	printf '%s\n' $(addprefix '$(CURDIR)'/,worker protocol tests/support) > $(MSLITE)/lib/python3.7/site-packages/weightd.pth
 	@touch $@
+
+# 790 MB to download, and 2.8 GB on the disk. weightd gets in as above: the interpreter may be any that has a wheel.
+$(MINDSPORE)/.made: .ci/requirements-mindspore.txt
+	$(if $(PYTHON),,$(error no Python 3.10 or later with venv found))
+	$(PYTHON) -m venv $(MINDSPORE)
+	$(MINDSPORE)/$(INSTALL) --requirement $<
+	printf '%s\n' $(addprefix '$(CURDIR)'/,worker protocol tests/support) \
+	> "$$($(MINDSPORE)/bin/python -c 'import site; print(site.getsitepackages()[0])')/weightd.pth"
+	@touch $@
+
+mindspore-if-possible:
+	@$(MAKE) --no-print-directory $(MINDSPORE)/.made || { [ "$$CI" != true ] && printf '%s\n' \
+	'===============================================================================' \
+	'SKIPPED: the tests on the real MindSpore. The lines above say what is missing.' \
+	'==============================================================================='; }
 
 # A missing MindSpore Lite fails the build where CI=true; elsewhere it is a skip that nobody can overlook.
 mslite-if-possible:

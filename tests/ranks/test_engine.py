@@ -1,0 +1,80 @@
+"""The engine of one rank, in a real group of two: its answers are the library's own, bit for bit."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from testkit.ranks import Group, RankError, Slices, inputs
+
+
+@pytest.fixture(scope="module")
+def group(slices: Slices) -> Iterator[Group]:
+    with Group(slices.paths) as group:
+        yield group
+
+
+def outputs(answers: list[dict[str, Any]]) -> list[Any]:
+    return [each["output_0"] for each in answers]
+
+
+def test_the_answer_is_that_of_the_network_that_was_not_cut(group: Group, slices: Slices) -> None:
+    with np.load(slices.canary) as canary:
+        right = canary["output_0"]
+        for answer in outputs(group.ask("predict", {"x": canary["x"]})):
+            np.testing.assert_allclose(answer, right, rtol=0, atol=1e-5 * np.abs(right).max())
+
+
+@pytest.mark.parametrize("rows", [1, 5, 64, 2])
+def test_batches_of_any_size_are_answered_as_by_the_library_alone(group: Group, rows: int) -> None:
+    question = inputs(rows, seed=rows)
+    alone = outputs(group.ask("direct", question))
+    ours = outputs(group.ask("predict", question))
+    assert [each.tobytes() for each in ours] == [each.tobytes() for each in alone]
+    assert ours[0].tobytes() == ours[1].tobytes()
+    assert ours[0].shape == (rows, 8)
+
+
+def test_what_has_no_elements_is_refused_and_costs_nothing(group: Group) -> None:
+    before = outputs(group.ask("predict", inputs(3)))
+    with pytest.raises(RankError, match=r"Refused: input x: it has no elements"):
+        group.ask("predict", inputs(0))
+    assert np.array_equal(outputs(group.ask("predict", inputs(3))), before)
+
+
+def test_inputs_that_do_not_fit_never_reach_the_others(group: Group) -> None:
+    before = outputs(group.ask("predict", inputs(3)))
+    for wrong in (np.zeros((3, 17), np.float32), np.zeros((3, 16), np.float64), np.zeros(16, np.float32)):
+        with pytest.raises(RankError):
+            group.ask("predict", {"x": wrong})
+    assert np.array_equal(outputs(group.ask("predict", inputs(3))), before)
+
+
+def test_with_a_wrong_slice_all_ranks_agree_on_a_wrong_answer(group: Group, slices: Slices) -> None:
+    """Only an answer that is known shows it."""
+    right = outputs(group.ask("predict", inputs(3)))
+    for slice_of_rank_1 in (0, 1):
+        for rank, of in ((0, 0), (1, slice_of_rank_1)):
+            group.send(rank, "load", {"path": np.array(str(slices.paths[of]))})
+        for rank in (0, 1):
+            group.receive(rank)
+        now = outputs(group.ask("predict", inputs(3)))
+        assert np.array_equal(now[0], now[1])
+        assert np.array_equal(now, right) == (slice_of_rank_1 == 1)
+
+
+def test_the_kernel_ends_them_with_their_parent_still(group: Group) -> None:
+    """The library leaves what a child has asked for: nothing of it outlives a daemon that is killed."""
+    signals = group.ask("parent", {})
+    assert [int(each["signal"]) for each in signals] == [signal.SIGKILL, signal.SIGKILL]
+
+
+def test_ranks_end_without_their_scheduler(group: Group) -> None:
+    """The last test of this group. Within a second, on a quiet machine."""
+    os.kill(group.scheduler.pid, signal.SIGKILL)
+    assert {each.wait(30) for each in group.ranks} <= {-signal.SIGTERM, 128 + signal.SIGTERM}

@@ -1,0 +1,199 @@
+"""What a MindIR says of its model; also of files that are cut short, no MindIR, or meant to harm."""
+
+from __future__ import annotations
+
+import io
+import tempfile
+from pathlib import Path
+from typing import List, Tuple, Union
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from weightd.protocol import limits
+from weightd.shared import mindir
+from weightd.shared.mindir import MindIr, Tensor
+from weightd.shared.protobuf import Malformed
+
+Value = Union[int, bytes, str]
+FREE = 2**64 - 1  # -1, as an int64 is written
+
+
+def varint(value: int) -> bytes:
+    out = bytearray()
+    while value > 0x7F:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    out.append(value)
+    return bytes(out)
+
+
+def proto(*fields: Tuple[int, Value]) -> bytes:
+    out = b""
+    for number, value in fields:
+        if isinstance(value, int):
+            out += varint(number << 3) + varint(value)
+        else:
+            raw = value.encode() if isinstance(value, str) else value
+            out += varint(number << 3 | 2) + varint(len(raw)) + raw
+    return out
+
+
+def tensor(datatype: int, *dims: int) -> bytes:
+    return proto(*((1, dim) for dim in dims), (2, datatype))
+
+
+def described(name: str, datatype: int, *dims: int) -> bytes:
+    return proto((1, name), (2, tensor(datatype, *dims)))
+
+
+def leaf(datatype: int, *dims: int) -> bytes:
+    return proto((12, tensor(datatype, *dims)))
+
+
+def several(name: str, *values: bytes) -> bytes:
+    """An output that is a tuple; it says nothing of a tensor of its own."""
+    return proto((1, name), (4, "Tuple"), (5, proto((16, 20), *((17, each) for each in values))))
+
+
+def model(*parts: Tuple[int, bytes], producer: str = "MindSpore") -> bytes:
+    return proto((1, "0.1.1"), (2, producer), (7, proto((2, "g"), (3, b"\0" * 300), *parts)), (13, 3))
+
+
+def read(data: bytes) -> MindIr:
+    with tempfile.TemporaryFile() as file:
+        file.write(data)
+        file.flush()
+        return mindir.read(file)
+
+
+MODEL = model(
+    (5, described("3_1_net_construct_3:x", 1, FREE, 16)),
+    (5, described("3_1_net_construct_3:mask", 10, 4)),
+    (6, described("3_1_net_construct_3:CNode_14:15", 1, FREE, 8)),
+)
+
+
+def test_inputs_are_called_as_the_arguments_and_outputs_are_numbered() -> None:
+    assert read(MODEL) == MindIr(
+        (Tensor("x", "FP32", (-1, 16)), Tensor("mask", "FP16", (4,))), (Tensor("output_0", "FP32", (-1, 8)),), True
+    )
+
+
+def test_what_another_program_has_written_keeps_its_names() -> None:
+    data = model((5, described("a:0", 6)), (6, described("sum", 6)), producer="MindSpore Lite")
+    assert read(data) == MindIr((Tensor("a:0", "INT32", ()),), (Tensor("sum", "INT32", ()),), False)
+
+
+def test_each_tensor_of_tuples_is_an_output() -> None:
+    inner = proto((16, 20), (17, leaf(7, 2)), (17, leaf(9)))
+    data = model((6, several("f:CNode_3:1", leaf(6, FREE), inner, leaf(11, 1, 2))))
+    names = ["output_0", "output_1", "output_2", "output_3"]
+    kinds = [("INT32", (-1,)), ("INT64", (2,)), ("BOOL", ()), ("FP64", (1, 2))]
+    assert read(data).outputs == tuple(Tensor(name, *kind) for name, kind in zip(names, kinds))
+
+
+def test_packed_dimensions_are_read_as_the_others() -> None:
+    packed = proto((1, varint(FREE) + varint(300)), (2, 1))
+    assert read(model((6, proto((1, "y"), (2, packed))))).outputs[0].shape == (-1, 300)
+
+
+def test_one_dimension_of_minus_two_is_any_rank() -> None:
+    assert read(model((6, described("y", 1, 2**64 - 2)))).outputs[0].shape is None
+
+
+@pytest.mark.parametrize(
+    ("tensors", "problem"),
+    [
+        ([Tensor("x", "FP32", (-1,))], ""),
+        ([Tensor("x", "FP32", None)], ""),
+        ([Tensor("x", "bfloat16", ())], "bfloat16 has no datatype on the wire"),
+        ([Tensor("x", "datatype 99", ())], "datatype 99 has no datatype"),
+        ([Tensor("x", "FP32", ()), Tensor("x", "FP32", ())], "two of this name"),
+        ([Tensor("", "FP32", ())], "expected a name of 1 to 256 bytes"),
+        ([Tensor("x" * 257, "FP32", ())], "expected a name of 1 to 256 bytes"),
+        ([Tensor("x", "FP32", (1,) * 17)], "expected at most 16 dimensions"),
+        ([Tensor("x", "FP32", (2**41,))], "expected at most 1099511627776"),
+        ([Tensor(f"x{n}", "FP32", ()) for n in range(65)], "expected at most 64 inputs"),
+    ],
+)
+def test_what_could_not_be_sent_is_told(tensors: List[Tensor], problem: str) -> None:
+    found = list(mindir.problems("input", tensors))
+    assert (problem in found[0]) if problem else not found
+
+
+@pytest.mark.parametrize("data", [b"", b"\0" * 100, b"hello", MODEL[:-200], model(), proto((1, "0.1.1"), (13, 3))])
+def test_what_is_no_mindir_is_malformed(data: bytes) -> None:
+    with pytest.raises(Malformed):
+        read(data)
+
+
+def test_tuples_that_nest_without_end_are_malformed() -> None:
+    value = leaf(1)
+    for _ in range(1000):
+        value = proto((17, value))
+    with pytest.raises(Malformed):
+        read(model((6, proto((1, "y"), (5, value)))))
+
+
+def test_of_an_absurd_number_no_more_is_kept_than_shows_it() -> None:
+    many = [described(f"x{n}", 1) for n in range(10_000)]
+    wide = described("w", 1, *[1] * 10_000)
+    data = model(*((5, each) for each in many), (6, several("y", *[leaf(1)] * 10_000)), (6, wide))
+    found = read(data)
+    assert (len(found.inputs), len(found.outputs)) == (limits.MAX_TENSORS + 1, limits.MAX_TENSORS + 1)
+    assert len(read(model((6, wide))).outputs[0].shape or ()) == limits.MAX_RANK + 1
+
+
+def test_a_name_of_many_megabytes_is_not_kept() -> None:
+    [output] = read(model((6, described("n" * 10_000_000, 1)), producer="another")).outputs
+    assert limits.MAX_NAME_BYTES < len(output.name) < 10_000
+
+
+def test_weights_are_skipped(tmp_path: Path) -> None:
+    size = 2**33
+    graph = proto((6, described("y", 1, 3)))
+    head = varint(3 << 3 | 2) + varint(size)
+    path = tmp_path / "large.mindir"
+    with path.open("wb") as file:
+        file.write(proto((2, "MindSpore")) + varint(7 << 3 | 2) + varint(len(head) + size + len(graph)) + head)
+        file.seek(size, io.SEEK_CUR)
+        file.write(graph)
+    with path.open("rb") as file:
+        assert mindir.read(file).outputs == (Tensor("output_0", "FP32", (3,)),)
+
+
+def survives(data: bytes) -> None:
+    try:
+        found = read(data)
+    except Malformed:
+        return
+    for what, tensors in (("input", found.inputs), ("output", found.outputs)):
+        list(mindir.problems(what, tensors))
+
+
+@given(st.binary(max_size=300))
+def test_any_bytes_are_read_or_malformed(data: bytes) -> None:
+    survives(data)
+
+
+@given(st.data())
+def test_so_is_a_model_of_which_some_bytes_are_others(data: st.DataObject) -> None:
+    whole = bytearray(MODEL + model((6, several("y", leaf(1, 2), leaf(6)))))
+    for _ in range(data.draw(st.integers(1, 6))):
+        whole[data.draw(st.integers(0, len(whole) - 1))] = data.draw(st.integers(0, 255))
+    survives(bytes(whole[: data.draw(st.integers(0, len(whole)))]))
+
+
+def fields(depth: int) -> st.SearchStrategy[bytes]:
+    value: st.SearchStrategy[Value] = st.integers(0, 2**64 - 1) | st.binary(max_size=20) | st.text(max_size=20)
+    if depth:
+        value |= fields(depth - 1)
+    return st.lists(st.tuples(st.sampled_from([1, 2, 5, 6, 7, 12, 17]), value), max_size=6).map(lambda f: proto(*f))
+
+
+@given(fields(5))
+def test_so_are_fields_in_any_order_and_of_any_kind(data: bytes) -> None:
+    survives(data)
+    survives(proto((7, proto((6, data)))))

@@ -1,0 +1,209 @@
+"""Ranks of the real MindSpore without weightd: slices that are exported, and a group that is called directly.
+
+`export` makes what the example of docs/ranks.md makes, in three seconds. A `Group` is a scheduler and the ranks, each a
+process of `ranks_child.py`; it starts in ten seconds on two quiet cores, and takes 400 MB for each process, more than
+half of which is files that all map. So: few groups, and one at a time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+import signal
+import socket
+import struct
+import subprocess
+import time
+from pathlib import Path
+from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence
+
+import numpy as np
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+HOW_TO_GET_IT = "no working .venv-mindspore: `make .venv-mindspore` makes it"
+EXAMPLE = REPOSITORY / "examples" / "ranks"
+
+EXPORT_LIMIT_S = 120
+ANSWER_LIMIT_S = 90  # a group's start on a busy machine, too
+CONNECT_S = 60
+LONG_S = 60  # for which a rank waits for another one in a predict
+INPUTS, OUTPUTS = 16, 8  # of the example: x FP32 [N, 16] -> output_0 FP32 [N, 8]
+
+Arrays = Dict[str, Any]
+_LENGTH = struct.Struct(">I")
+
+
+class Slices(NamedTuple):
+    """What the example's script has written.
+
+    Attributes:
+        directory: where all of it lies, and `whole.ckpt`.
+        paths: of each rank's file, in the order of ranks; the pattern of all is `pattern`.
+        canary: an .npz with "x" and the right "output_0", of the network that was not cut.
+    """
+
+    directory: Path
+    paths: Sequence[Path]
+    canary: Path
+
+    @property
+    def pattern(self) -> str:
+        """The paths of all, as [models.NAME] has it."""
+        return str(self.directory / "rank{rank}.mindir")
+
+
+@functools.lru_cache(maxsize=None)
+def interpreter() -> Optional[Path]:
+    """The repository's `.venv-mindspore/bin/python` if it is complete, else None."""
+    python = REPOSITORY / ".venv-mindspore" / "bin" / "python"
+    return python if (REPOSITORY / ".venv-mindspore" / ".made").exists() and python.exists() else None
+
+
+def export(directory: Path, *, ranks: int = 2, hidden: int = 64) -> Slices:
+    """Cut the example's network, by the example's script; of `hidden` depends how large it is: 96 bytes for each."""
+    command = [str(_python()), str(EXAMPLE / "export.py"), str(directory), "--ranks", str(ranks)]
+    done = subprocess.run(
+        [*command, "--hidden", str(hidden)], capture_output=True, text=True, timeout=EXPORT_LIMIT_S, check=False
+    )
+    if done.returncode != 0:
+        raise RuntimeError(f"the slices could not be exported:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+    paths = [directory / f"rank{rank}.mindir" for rank in range(ranks)]
+    return Slices(directory, paths, directory / "canary.npz")
+
+
+def inputs(rows: int, seed: int = 0) -> Arrays:
+    """So many rows for the example's network, which differ from those of every other seed."""
+    return {"x": np.random.default_rng(seed).standard_normal((rows, INPUTS)).astype(np.float32)}
+
+
+class RankError(Exception):
+    """A rank has answered with an error; the text begins with the name of its class."""
+
+
+class Group:
+    """A scheduler and ranks that have met, each with its slice loaded; all end with the block.
+
+    Args:
+        paths: of each rank's file.
+        plain: by the library's own calls alone, nothing of weightd is imported: what weightd is measured against.
+        exec_timeout: seconds that a rank waits for another one.
+
+    Attributes:
+        scheduler, ranks: the processes.
+        start_s: seconds from the first process to the first answer.
+    """
+
+    def __init__(self, paths: Sequence[Path], *, plain: bool = False, exec_timeout: int = LONG_S) -> None:
+        self._paths = paths
+        self._how = "plain" if plain else "engine"
+        self._exec_timeout = exec_timeout
+        self._stack = contextlib.ExitStack()
+        self._sockets: List[socket.socket] = []
+
+    def __enter__(self) -> Group:
+        begun = time.perf_counter()
+        port = _free_port()
+        with contextlib.ExitStack() as stack:
+            self.scheduler = self._start(stack, "scheduler", 0, port, None)
+            self.ranks: List[subprocess.Popen[bytes]] = []
+            for rank in range(len(self._paths)):
+                mine, its = socket.socketpair()
+                mine.settimeout(ANSWER_LIMIT_S)
+                self._sockets.append(stack.enter_context(mine))
+                with its:
+                    self.ranks.append(self._start(stack, "rank", rank, port, its))
+            for rank, path in enumerate(self._paths):
+                self.send(rank, "load", {"path": np.array(str(path))})
+            for rank in range(len(self._paths)):
+                self.receive(rank)
+            self.ask("predict", inputs(1))
+            self._stack = stack.pop_all()
+        self.start_s = time.perf_counter() - begun
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def ask(self, order: str, arrays: Mapping[str, Any]) -> List[Arrays]:
+        """Give an order to all ranks; return what each answers.
+
+        - "predict": as weightd's engine does it; in a plain group as the library does.
+        - "direct": as the library does, without weightd.
+        - "measure": "times" direct predicts; the answer is "seconds", an array.
+        - "parent": "signal", with which the process ends when its parent does.
+        """
+        for rank in range(len(self.ranks)):
+            self.send(rank, order, arrays)
+        answers: List[Arrays] = []
+        errors: List[RankError] = []
+        for rank in range(len(self.ranks)):
+            try:
+                answers.append(self.receive(rank))
+            except RankError as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+        return answers
+
+    def send(self, rank: int, order: str, arrays: Mapping[str, Any]) -> None:
+        """Give an order to one rank alone. What others do not do with it, it waits for."""
+        data = io.BytesIO()
+        np.savez(data, _order=np.array(order), **arrays)
+        self._sockets[rank].sendall(_LENGTH.pack(data.tell()) + data.getvalue())
+
+    def receive(self, rank: int) -> Arrays:
+        """Return a rank's next answer.
+
+        Raises:
+            RankError: it is an error.
+            EOFError: the rank has ended.
+        """
+        file = self._sockets[rank]
+        [length] = _LENGTH.unpack(_exactly(file, _LENGTH.size))
+        with np.load(io.BytesIO(_exactly(file, length))) as answer:
+            arrays = dict(answer)
+        if "_error" in arrays:
+            raise RankError(str(arrays["_error"]))
+        return arrays
+
+    def _start(
+        self, stack: contextlib.ExitStack, role: str, rank: int, port: int, its: Optional[socket.socket]
+    ) -> subprocess.Popen[bytes]:
+        script = Path(__file__).with_name("ranks_child.py")
+        numbers = [rank, len(self._paths), port, CONNECT_S, self._exec_timeout, its.fileno() if its else -1]
+        command = [str(_python()), str(script), role, self._how, *map(str, numbers)]
+        process = subprocess.Popen(command, pass_fds=[its.fileno()] if its else [], stdout=subprocess.DEVNULL)
+        stack.callback(_end, process)
+        return process
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    # One that was stopped dies, too.
+    process.send_signal(signal.SIGCONT)
+    process.wait(ANSWER_LIMIT_S)
+
+
+def _exactly(file: socket.socket, count: int) -> bytes:
+    data = b""
+    while len(data) < count:
+        part = file.recv(count - len(data))
+        if not part:
+            raise EOFError("the rank has ended")
+        data += part
+    return data
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _python() -> Path:
+    python = interpreter()
+    if python is None:
+        raise RuntimeError(HOW_TO_GET_IT)
+    return python

@@ -1,0 +1,180 @@
+"""One process of a group of ranks, in the interpreter that has MindSpore: what `ranks.Group` starts.
+
+It dies with the process that has started it, and imports nothing of weightd where it is told to be plain.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import io
+import os
+import signal
+import socket
+import struct
+import sys
+import time
+from typing import Any, Dict, List, NamedTuple
+
+import numpy as np
+
+Arrays = Dict[str, Any]
+_LENGTH = struct.Struct(">I")
+_PR_SET_PDEATHSIG, _PR_GET_PDEATHSIG = 1, 2
+_HOST = "127.0.0.1"
+
+
+class Place(NamedTuple):
+    """What the command line says, as numbers; `fd` is the socket by which a rank is told what to do."""
+
+    rank: int
+    size: int
+    port: int
+    connect_timeout: int
+    exec_timeout: int
+    fd: int
+
+
+class Plain:
+    """A rank by nothing but the library's own calls."""
+
+    def __init__(self, place: Place) -> None:
+        join("MS_WORKER", place)
+        import mindspore
+
+        self._library = mindspore
+        mindspore.communication.init()
+
+    def load(self, path: str) -> None:
+        self._cell = self._library.nn.GraphCell(self._library.load(path))
+
+    def predict(self, inputs: Arrays) -> Arrays:
+        return direct(self._cell, inputs)
+
+    direct = predict
+
+
+class Engine:
+    """A rank by weightd's engine, and beside it the same file by the library's own calls."""
+
+    def __init__(self, place: Place) -> None:
+        from weightd.worker.engines.mindspore import MindSporeRank
+
+        self._rank = MindSporeRank(meeting(place))
+        self._rank.enter()
+
+    def load(self, path: str) -> None:
+        import mindspore
+
+        self._rank.load(path)
+        self._cell = mindspore.nn.GraphCell(mindspore.load(path))
+
+    def predict(self, inputs: Arrays) -> Arrays:
+        return self._rank.predict(inputs)
+
+    def direct(self, inputs: Arrays) -> Arrays:
+        return direct(self._cell, inputs)
+
+
+def join(role: str, place: Place) -> None:
+    os.environ.update(
+        MS_ROLE=role,
+        MS_NODE_ID=str(place.rank),
+        MS_WORKER_NUM=str(place.size),
+        MS_SCHED_HOST=_HOST,
+        MS_SCHED_PORT=str(place.port),
+        MS_TOPO_TIMEOUT=str(place.connect_timeout),
+        MS_NODE_TIMEOUT=str(place.exec_timeout),
+        GLOG_v="3",
+    )
+    if role == "MS_SCHED":
+        del os.environ["MS_NODE_ID"]
+    import mindspore
+
+    mindspore.set_context(mode=mindspore.GRAPH_MODE, device_target="CPU")
+
+
+def meeting(place: Place) -> Any:
+    from weightd.worker.engines.ranks import Meeting
+
+    return Meeting(
+        place.rank,
+        place.size,
+        "cpu",
+        host=_HOST,
+        port=place.port,
+        connect_timeout=place.connect_timeout,
+        exec_timeout=place.exec_timeout,
+    )
+
+
+def schedule(how: str, place: Place) -> None:
+    if how == "plain":
+        join("MS_SCHED", place)
+        import mindspore
+
+        mindspore.communication.init()
+    else:
+        from weightd.worker.engines.mindspore import MindSporeRank
+
+        MindSporeRank.serve_broker(meeting(place))
+
+
+def direct(cell: Any, inputs: Arrays) -> Arrays:
+    from mindspore import Tensor
+
+    return {"output_0": cell(*map(Tensor, inputs.values())).asnumpy()}
+
+
+def measured(rank: Any, inputs: Arrays) -> Arrays:
+    times = int(inputs.pop("times"))
+    seconds: List[float] = []
+    for _ in range(times):
+        begun = time.perf_counter()
+        rank.direct(inputs)
+        seconds.append(time.perf_counter() - begun)
+    return {"seconds": np.array(seconds)}
+
+
+def obey(rank: Any, order: str, arrays: Arrays) -> Arrays:
+    if order == "load":
+        rank.load(str(arrays["path"]))
+        return {}
+    if order == "parent":
+        number = ctypes.c_int()
+        ctypes.CDLL(None).prctl(_PR_GET_PDEATHSIG, ctypes.byref(number))
+        return {"signal": np.array(number.value)}
+    if order == "measure":
+        return measured(rank, arrays)
+    answer: Arrays = {"predict": rank.predict, "direct": rank.direct}[order](arrays)
+    return answer
+
+
+def serve(rank: Any, fd: int) -> None:
+    with socket.socket(fileno=fd) as sock, sock.makefile("rwb") as file:
+        while True:
+            head = file.read(_LENGTH.size)
+            if not head:
+                return
+            with np.load(io.BytesIO(file.read(*_LENGTH.unpack(head)))) as given:
+                arrays = dict(given)
+            try:
+                answer: Any = obey(rank, str(arrays.pop("_order")), arrays)
+            except Exception as error:  # noqa: BLE001 - whatever it is, the test is told
+                answer = {"_error": np.array(f"{type(error).__name__}: {error}")}
+            data = io.BytesIO()
+            np.savez(data, **answer)
+            file.write(_LENGTH.pack(data.tell()) + data.getvalue())
+            file.flush()
+
+
+def main(role: str, how: str, place: Place) -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if role == "scheduler":
+        schedule(how, place)
+    else:
+        serve((Plain if how == "plain" else Engine)(place), place.fd)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], Place(*map(int, sys.argv[3:])))
