@@ -6,7 +6,7 @@ import dataclasses
 import os
 import weakref
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, Type, TypeVar, Union, cast
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, Type, TypeVar, cast
 
 import numpy as np
 import pytest
@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from testkit import cases
 from testkit.fakeengine import Answer, FakeEngine, sequence
+from testkit.script import PAUSE, Script
 from weightd.protocol import limits
 from weightd.protocol.codec import clip, decode, encode
 from weightd.protocol.errors import InvalidArgument, RemoteProtocolError
@@ -28,7 +29,6 @@ from weightd.protocol.messages.children import (
     Broken,
     Build,
     Built,
-    ChildMessage,
     Failed,
     Fork,
     Forked,
@@ -37,7 +37,6 @@ from weightd.protocol.messages.children import (
     Ping,
     Pong,
     Predict,
-    Probe,
     Probing,
     Result,
     Settle,
@@ -74,58 +73,7 @@ STOP = encode(Stop())
 BUILD = encode(Build(("11", "12")))
 ATTACH = encode(Attach("7", CASES))
 CARD = DeviceMemory(100, 40)
-PAUSE: Sequence[Any] = ()
 ZEROS, ONES = np.zeros((1, 3), np.float32), np.ones((1, 3), np.float32)
-
-
-class Script:
-    """A connection: gives the orders one after another, keeps what is sent. More is not to be asked for than there is.
-
-    Where it says None another daemon is there, and where PAUSE, nothing comes for as long as is waited.
-    """
-
-    def __init__(self, *orders: Optional[Sequence[Any]]) -> None:
-        self.orders = list(orders)
-        self.sent: List[Union[ChildMessage, Forked]] = []
-        self.frames: List[List[bytes]] = []
-        self.probed: List[Probing] = []
-        # How many answers have come at once.
-        self.together: List[int] = []
-        # How many orders have come already when the first one is read, and when the one after that is begun with.
-        self.ahead = 0
-        self.late = 0
-
-    def receive(self, timeout: float = -1) -> Optional[List[Sequence[Any]]]:
-        if timeout:
-            count, self.ahead = 1 + self.ahead, 0
-        else:
-            count, self.late = self.late, 0
-        orders = [self.orders.pop(0) for _ in range(count)]
-        if orders == [PAUSE]:
-            assert timeout > 0
-            return []
-        return None if orders == [None] else [order for order in orders if order is not None]
-
-    def send(self, frames: Sequence[Any]) -> bool:
-        sent = decode(list(map(bytes, frames)), FROM_CHILD)
-        assert not isinstance(sent, (Result, Failed, Skipped)), "not to who has asked"
-        if isinstance(sent, Probing):
-            self.probed.append(sent)
-            if sent.trying:
-                self.orders.insert(0, encode(Probe()))
-            return True
-        self.sent.append(sent)
-        self.frames.append([])
-        return True
-
-    def answer(self, *messages: Sequence[Any]) -> None:
-        self.together.append(len(messages))
-        for frames in messages:
-            kept = list(map(bytes, frames))
-            answer = decode(kept, FROM_CHILD)  # this checks the lengths, too
-            assert isinstance(answer, (Result, Failed, Skipped, Unequal))
-            self.sent.append(answer)
-            self.frames.append(kept[2:])
 
 
 @pytest.fixture(autouse=True)

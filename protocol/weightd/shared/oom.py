@@ -12,7 +12,8 @@ from typing import Optional
 _log = logging.getLogger("weightd.protocol")
 
 # Above the daemon's own. A worker is replaced alone; with a holder on a card a whole generation is lost.
-ABOVE_DAEMON = {"holder": 200, "worker": 400}
+# With any process of a unit all of it is lost; one rank gives back no more than another one does.
+ABOVE_DAEMON = {"holder": 200, "broker": 200, "worker": 400, "rank": 400}
 
 _MOST = 1000
 

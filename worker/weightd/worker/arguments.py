@@ -8,7 +8,7 @@ import json
 from typing import Any, Dict, List, Optional, Sequence, Tuple, cast
 
 from weightd.shared.oom import ABOVE_DAEMON
-from weightd.worker.engines import ENGINES
+from weightd.worker.engines import ENGINES, RANK_ENGINES
 from weightd.worker.engines.errors import BuildError
 
 PROGRAM = ("-m", "weightd.worker")
@@ -33,7 +33,9 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--name", required=True, help="this process's name and routing id")
     parser.add_argument("--parent", required=True, type=int, help="pid of the process that starts it")
     parser.add_argument("--role", choices=sorted(ABOVE_DAEMON), default="worker", help="what the daemon has it for")
-    parser.add_argument("--engine", required=True, choices=sorted(ENGINES), help="the library that runs the model")
+    parser.add_argument(
+        "--engine", required=True, choices=sorted({*ENGINES, *RANK_ENGINES}), help="the library that runs the model"
+    )
     parser.add_argument("--model", required=True, help="path of the model's snapshot")
     parser.add_argument("--pinned", default="", help="the model's identity and digest, by which it is not read again")
     parser.add_argument("--store", required=True, help="path where the holder may write its page store")
@@ -49,6 +51,7 @@ def parser() -> argparse.ArgumentParser:
         "--users", default=0, type=int, help="how many share what a holder builds; 0: share in any case"
     )
     parser.add_argument("--template", action="store_true", help="a holder that workers are forked from, if it can be")
+    parser.add_argument("--ranks", default="", help="what a rank or a broker is told of its group, a JSON object")
     parser.add_argument("--origin-note", default="", help="why it is not forked, if it is not")
     return parser
 

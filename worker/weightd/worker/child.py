@@ -18,6 +18,7 @@ from weightd.protocol.codec import clip, encode
 from weightd.protocol.errors import WeightdError
 from weightd.protocol.messages.children import Broken
 from weightd.shared.cores import parse
+from weightd.shared.meeting import Meeting
 from weightd.shared.modelfile import ModelFileError, pinned_digest
 from weightd.shared.oom import go_before_the_daemon
 from weightd.shared.parent import die_with, ignore_interrupts
@@ -26,12 +27,16 @@ from weightd.worker import arguments as words_of
 from weightd.worker import exits, pagesharing
 from weightd.worker.concurrent import ConcurrentSession
 from weightd.worker.connection import Connection
-from weightd.worker.engines import ENGINES
+from weightd.worker.engines import ENGINES, RANK_ENGINES
 from weightd.worker.engines.engine import Engine, Settings
 from weightd.worker.engines.errors import BuildError
+from weightd.worker.engines.mindspore import signature
+from weightd.worker.engines.ranks import Meeting as RankMeeting
 from weightd.worker.forking.beginning import Beginning
 from weightd.worker.forking.forker import Forker, Made
 from weightd.worker.lane import LaneConnection
+from weightd.worker.ranks import broker
+from weightd.worker.ranks.session import Given, RankSession
 from weightd.worker.session import Files, Heirs, Origin, Session
 
 _log = logging.getLogger("weightd.worker")
@@ -132,6 +137,8 @@ def _serve(
     origin: str,
     made: Optional[Made],
 ) -> int:
+    if arguments.ranks:
+        return _serve_unit(connection, arguments)
     try:
         engine = _engine(arguments) if made is None else made.engine
     except BuildError as error:
@@ -155,7 +162,53 @@ def _serve(
     return session.run(sha256)
 
 
+def _serve_unit(connection: Union[Connection, LaneConnection], arguments: argparse.Namespace) -> int:
+    """Be one of the processes of a unit."""
+    try:
+        meeting = Meeting.from_json(arguments.ranks)
+        kind = RANK_ENGINES[arguments.engine]
+        _live_beside(arguments)
+        if arguments.role == "broker":
+            return broker.run(connection, functools.partial(kind.serve_broker, _told(meeting, arguments)))
+        says = signature(arguments.model)
+        engine = kind(_told(meeting, arguments))
+        sha256 = pinned_digest(Path(arguments.model), arguments.pinned)
+    except (BuildError, ModelFileError) as error:
+        return _broken(connection, str(error), exits.CANNOT_BUILD)
+    except Exception as error:  # noqa: BLE001 - an import runs foreign code: it can fail in any way
+        _log.error("%s", error, exc_info=not isinstance(error, WeightdError))
+        return _broken(connection, f"{sys.executable}: {error}", exits.NO_ENGINE)
+    given = Given(
+        arguments.model, says, words_of.options(arguments.options), arguments.sample, tolerance=arguments.tolerance
+    )
+    return RankSession(connection, engine, meeting, given).run(sha256)
+
+
+def _live_beside(arguments: argparse.Namespace) -> None:
+    """Have a directory to work in, where libraries write files that may have the same names in each process."""
+    directory = Path(arguments.store).with_name(f"{arguments.name}.files")
+    directory.mkdir(mode=0o700, exist_ok=True)
+    os.chdir(str(directory))
+
+
+def _told(meeting: Meeting, arguments: argparse.Namespace) -> RankMeeting:
+    return RankMeeting(
+        meeting.rank,
+        meeting.size,
+        arguments.device,
+        arguments.threads,
+        meeting.host,
+        meeting.port,
+        meeting.table,
+        meeting.group_info,
+        meeting.connect_timeout,
+        meeting.exec_timeout,
+    )
+
+
 def _engine(arguments: argparse.Namespace) -> Engine:
+    if arguments.engine not in ENGINES:
+        raise BuildError(f"engine: {arguments.engine} runs ranks only")
     options, sharing = words_of.options(arguments.options), arguments.sharing == "on"
     return ENGINES[arguments.engine](Settings(arguments.threads, arguments.device, sharing, options))
 

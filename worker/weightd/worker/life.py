@@ -9,7 +9,7 @@ import abc
 import logging
 import platform
 import time
-from typing import Any, Dict, Sequence, Union
+from typing import Any, Dict, Mapping, Sequence, Union
 
 import numpy as np
 
@@ -44,6 +44,11 @@ _log = logging.getLogger("weightd.worker")
 
 # How often what a predict leaves behind is looked at while they come.
 TIDY_S = 1.0
+
+
+def versions(engine: Mapping[str, str]) -> Dict[str, str]:
+    """Return the versions of all that computes here; `engine` are those of its libraries."""
+    return {"weightd": VERSION, "python": _PYTHON, "numpy": np.__version__, **engine}
 
 
 class Life(abc.ABC):
@@ -97,9 +102,6 @@ class Life(abc.ABC):
     @abc.abstractmethod
     def _do(self, order: OrderMessage) -> None:
         """Obey one that is no request. Whatever is raised is told, and ends the process."""
-
-    def _versions(self, engine: Dict[str, str]) -> Dict[str, str]:
-        return {"weightd": VERSION, "python": _PYTHON, "numpy": np.__version__, **engine}
 
     def _next(self) -> Entry:
         """Wait for an order. What has come meanwhile is read first: a Skip overtakes what it is about."""

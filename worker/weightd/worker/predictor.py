@@ -67,7 +67,7 @@ class Predictor:
         """Run the model on what has come, and answer; return the status with which the process is to end, or OK."""
         try:
             asked, regions, placed = order.description, order.regions, None
-            inputs = _inputs(asked.inputs, frames) if regions is None else self._mapped_inputs(order, regions, frames)
+            inputs = self._inputs_of(order, frames)
             outputs = self._engine.predict(inputs)
             if (asked, *outputs, *map(_form, outputs.values())) == self._usual:
                 description = self._usual_description
@@ -239,6 +239,14 @@ class Predictor:
             for place in order.regions.inputs
         }
         return [mapped[index] if index in mapped else next(left) for index in range(len(sizes))]
+
+    def _inputs_of(self, order: Predict, frames: Sequence[Any]) -> Arrays:
+        regions = order.regions
+        return (
+            _inputs(order.description.inputs, frames)
+            if regions is None
+            else self._mapped_inputs(order, regions, frames)
+        )
 
     def _mapped_inputs(self, order: Predict, regions: MappedRegions, frames: Sequence[bytes]) -> Arrays:
         """The inputs of a request of which some are in regions."""

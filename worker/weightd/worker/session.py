@@ -43,7 +43,7 @@ from weightd.worker.engines.sharing import Shared
 from weightd.worker.forking.forker import Forker, Made
 from weightd.worker.heap import Heap, own_bytes
 from weightd.worker.lane import LaneConnection
-from weightd.worker.life import Life
+from weightd.worker.life import Life, versions
 from weightd.worker.predictor import Predictor
 from weightd.worker.worth import COSTS, is_worth
 
@@ -170,9 +170,9 @@ class Session(Life):
 
     def _hello(self, sha256: str) -> Hello:
         self._sha256 = sha256
-        versions = self._versions(self._engine.versions())
+        found = versions(self._engine.versions())
         sharing, (origin, note, _) = self._engine.sharing, self._origin
-        return Hello(sharing.current_pid(), sha256, versions, sharing.traits, origin, note, self._engine.concurrency)
+        return Hello(sharing.current_pid(), sha256, found, sharing.traits, origin, note, self._engine.concurrency)
 
     def _do(self, order: OrderMessage) -> None:
         if isinstance(order, Build):

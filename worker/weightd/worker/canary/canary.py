@@ -70,7 +70,7 @@ def difference(one: Canary, other: Canary) -> float:
         return 0.0
     if len(one.answers) != len(other.answers):
         return float("inf")
-    return max(map(_apart, one.answers, other.answers))
+    return max(map(apart, one.answers, other.answers))
 
 
 def observed(signature: ModelSignature, canary: Canary) -> ModelSignature:
@@ -114,7 +114,8 @@ def made(tensor: TensorSignature, shape: Tuple[int, ...], *numbers: int) -> Any:
     return (array if count == drawn else np.resize(array, count)).reshape(shape)
 
 
-def _apart(one: Arrays, other: Arrays) -> float:
+def apart(one: Arrays, other: Arrays) -> float:
+    """Return how far two answers are apart, as `difference` does."""
     if one.keys() != other.keys():
         return float("inf")
     return max((_far(one[name], other[name]) for name in one), default=0.0)

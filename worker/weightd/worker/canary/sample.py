@@ -11,6 +11,7 @@ from typing import Any, Dict, List, Sequence, Tuple
 import numpy as np
 
 from weightd.protocol import limits
+from weightd.protocol.messages.data import TensorSignature
 from weightd.protocol.messages.findings import Cases
 from weightd.protocol.schema import label
 from weightd.protocol.tensors import NUMPY_DTYPE
@@ -49,14 +50,36 @@ def load(path: str, signature: ModelSignature) -> Arrays:
     names = [each.name for each in signature.inputs]
     if sorted(arrays) != sorted(names):
         raise BuildError(f"canary: {path}: expected arrays {', '.join(names)}, got {', '.join(arrays)}")
-    sample: Arrays = {}
-    for each in signature.inputs:
-        array = arrays[each.name]
-        expected = np.dtype(NUMPY_DTYPE[each.datatype])
-        if array.dtype.newbyteorder("=") != expected.newbyteorder("="):
-            raise BuildError(f"canary: {path}: {each.name}: expected {expected.name}, got {array.dtype}")
-        sample[each.name] = np.array(array, expected.newbyteorder("="), order="C")
-    return sample
+    return {each.name: _checked(path, each, arrays[each.name]) for each in signature.inputs}
+
+
+def load_known(path: str, signature: ModelSignature) -> Tuple[Arrays, Arrays]:
+    """Return a sample and what is right for it: an .npz with an array for each input, and one for each output.
+
+    Raises:
+        BuildError: as `load`.
+    """
+    arrays = _read(path, 2 * limits.MAX_TENSORS)
+    names = [each.name for tensors in signature for each in tensors]
+    twice = [name for name in names if names.count(name) > 1]
+    if twice:
+        raise BuildError(f"canary: {path}: {twice[0]} is an input and an output: no array can be named for both")
+    if sorted(arrays) != sorted(names):
+        raise BuildError(
+            f"canary: {path}: expected arrays {', '.join(names)}, the inputs and the right outputs, "
+            f"got {', '.join(arrays)}"
+        )
+    inputs, outputs = (
+        {each.name: _checked(path, each, arrays[each.name]) for each in each_of} for each_of in signature
+    )
+    return inputs, outputs
+
+
+def _checked(path: str, tensor: TensorSignature, array: Any) -> Any:
+    expected = np.dtype(NUMPY_DTYPE[tensor.datatype])
+    if array.dtype.newbyteorder("=") != expected.newbyteorder("="):
+        raise BuildError(f"canary: {path}: {tensor.name}: expected {expected.name}, got {array.dtype}")
+    return np.array(array, expected.newbyteorder("="), order="C")
 
 
 def save_answers(path: str, answers: Sequence[Arrays]) -> None:

@@ -1,0 +1,50 @@
+"""An engine of one rank whose share of the model is a Python function."""
+
+from __future__ import annotations
+
+import types
+from typing import Any, ClassVar, Dict, List, Mapping, Optional
+
+from testkit.fakeengine import Answer
+from weightd.protocol.messages.findings import DeviceMemory
+from weightd.worker.engines.engine import Arrays, ModelSignature
+from weightd.worker.engines.ranks import Meeting, RankEngine
+
+NOWHERE = Meeting(0, 2, "cpu")
+
+
+class FakeRank(RankEngine):
+    """Keeps a record of what was done with it; a step of that name in `fails` raises."""
+
+    name: ClassVar[str] = "fake"
+
+    def __init__(self, answer: Answer, signature: ModelSignature) -> None:
+        super().__init__(NOWHERE)
+        self.answer = answer
+        self.fails: Dict[str, Exception] = {}
+        self.done: List[str] = []
+        self.asked: List[Arrays] = []
+        self._signature = signature
+
+    def versions(self) -> Mapping[str, str]:
+        return {"fake": "1.2"}
+
+    def enter(self) -> None:
+        self._do("enter")
+
+    def load(self, path: str, options: Mapping[str, Any] = types.MappingProxyType({})) -> ModelSignature:
+        self._do("load", f"{path} {dict(options)}")
+        return self._signature
+
+    def memory(self) -> Optional[DeviceMemory]:
+        return DeviceMemory(100, 40)
+
+    def predict(self, inputs: Arrays) -> Arrays:
+        self._do("predict")
+        self.asked.append(inputs)
+        return self.answer(inputs)
+
+    def _do(self, step: str, what: str = "") -> None:
+        self.done.append(f"{step} {what}".rstrip())
+        if step in self.fails:
+            raise self.fails[step]

@@ -1,0 +1,71 @@
+"""A connection of a child that is a script."""
+
+from __future__ import annotations
+
+from typing import Any, List, Optional, Sequence, Union
+
+from weightd.protocol.codec import decode, encode
+from weightd.protocol.messages.children import (
+    FROM_CHILD,
+    ChildMessage,
+    Failed,
+    Forked,
+    Probe,
+    Probing,
+    Result,
+    Skipped,
+    Unequal,
+)
+from weightd.protocol.messages.ranks import Done
+
+PAUSE: Sequence[Any] = ()
+
+
+class Script:
+    """A connection: gives the orders one after another, keeps what is sent. More is not to be asked for than there is.
+
+    Where it says None another daemon is there, and where PAUSE, nothing comes for as long as is waited.
+    """
+
+    def __init__(self, *orders: Optional[Sequence[Any]]) -> None:
+        self.orders = list(orders)
+        self.sent: List[Union[ChildMessage, Forked]] = []
+        self.frames: List[List[bytes]] = []
+        self.probed: List[Probing] = []
+        # How many answers have come at once.
+        self.together: List[int] = []
+        # How many orders have come already when the first one is read, and when the one after that is begun with.
+        self.ahead = 0
+        self.late = 0
+
+    def receive(self, timeout: float = -1) -> Optional[List[Sequence[Any]]]:
+        if timeout:
+            count, self.ahead = 1 + self.ahead, 0
+        else:
+            count, self.late = self.late, 0
+        orders = [self.orders.pop(0) for _ in range(count)]
+        if orders == [PAUSE]:
+            assert timeout > 0
+            return []
+        return None if orders == [None] else [order for order in orders if order is not None]
+
+    def send(self, frames: Sequence[Any]) -> bool:
+        sent = decode(list(map(bytes, frames)), FROM_CHILD)
+        assert not isinstance(sent, (Result, Done, Failed, Skipped)), "not to who has asked"
+        if isinstance(sent, Probing):
+            self.probed.append(sent)
+            if sent.trying:
+                self.orders.insert(0, encode(Probe()))
+            return True
+        self.sent.append(sent)
+        self.frames.append([])
+        return True
+
+    def answer(self, *messages: Sequence[Any]) -> None:
+        self.together.append(len(messages))
+        for frames in messages:
+            kept = list(map(bytes, frames))
+            answer = decode(kept, FROM_CHILD)  # this checks the lengths, too
+            assert isinstance(answer, (Result, Done, Failed, Skipped, Unequal))
+            self.sent.append(answer)
+            self.frames.append(kept[2:])

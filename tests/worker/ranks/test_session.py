@@ -1,0 +1,436 @@
+"""The life of a rank, with a socket that is a script and an engine that is a function."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, Type, TypeVar
+
+import numpy as np
+import pytest
+
+from testkit.fakeengine import Answer, sequence
+from testkit.fakerank import FakeRank
+from testkit.script import Script
+from weightd.protocol.codec import encode
+from weightd.protocol.errors import RemoteProtocolError
+from weightd.protocol.messages.children import (
+    Attach,
+    Back,
+    Broken,
+    Failed,
+    Hello,
+    Map,
+    Ping,
+    Pong,
+    Predict,
+    Result,
+    Settle,
+    Skip,
+    Stop,
+    Together,
+)
+from weightd.protocol.messages.data import RequestDescription, TensorSignature
+from weightd.protocol.messages.findings import Cases, DeviceMemory, Rows
+from weightd.protocol.messages.ranks import Done, Enter, Entered, Slice, Warm, Warmed
+from weightd.protocol.messages.regions import MappedInput, MappedOutput, MappedRegions
+from weightd.protocol.tensors import frame_of, spec_of, to_wire
+from weightd.protocol.version import VERSION
+from weightd.shared import memfd
+from weightd.shared.meeting import Meeting
+from weightd.worker import exits
+from weightd.worker.canary import canary
+from weightd.worker.engines.engine import Arrays, ModelSignature
+from weightd.worker.engines.errors import BuildError, NoRoom, Spoilt
+from weightd.worker.engines.ranks import Refused
+from weightd.worker.ranks.session import Given, RankSession
+
+M = TypeVar("M")
+
+SHA256 = "ab" * 32
+SIGNATURE = ModelSignature((TensorSignature("x", "FP32", (-1, 3)),), (TensorSignature("y", "FP32", (-1, 3)),))
+FIXED = ModelSignature((TensorSignature("x", "FP32", (2, 3)),), (TensorSignature("y", "FP32", (2, 3)),))
+ENTER, WARM, STOP = encode(Enter()), encode(Warm()), encode(Stop())
+X = np.arange(6, dtype=np.float32).reshape(2, 3)
+CASES: Cases = ({"x": (2, 3)},)
+CARD = DeviceMemory(100, 40)
+
+Play = Callable[..., Tuple[int, Script]]
+Write = Callable[..., str]
+
+
+def twice(inputs: Arrays) -> Arrays:
+    return {"y": inputs["x"] * 2}
+
+
+def predict(number: int, step: int, rows: int = 1, *, regions: Optional[MappedRegions] = None) -> List[Any]:
+    array = to_wire(np.full((rows, 3), number, np.float32))
+    frames = [] if regions is not None else [bytes(frame_of(array))]
+    order = Predict(number, RequestDescription("m", (spec_of("x", array),)), regions, step=step)
+    return [*encode(order), *frames]
+
+
+def together(*orders: List[Any]) -> List[Any]:
+    return [encode(Together(len(orders))), *orders]
+
+
+@pytest.fixture
+def npz(tmp_path: Path) -> Write:
+    """Write the file of a canary."""
+
+    def write(**arrays: Any) -> str:
+        path = tmp_path / "canary.npz"
+        np.savez(str(path), **(arrays or {"x": X, "y": X * 2}))
+        return str(path)
+
+    return write
+
+
+@pytest.fixture
+def play(npz: Write) -> Play:
+    """Run a session over the orders, to its end."""
+
+    def run(
+        engine: FakeRank,
+        *orders: Optional[Sequence[Any]],
+        rank: int = 1,
+        reply: Optional[int] = 1,
+        canary: str = "",
+        tolerance: float = 0.0,
+    ) -> Tuple[int, Script]:
+        script: Any = Script(*orders)
+        given = Given("/m/rank1", SIGNATURE, {}, canary or npz(), tolerance)
+        status = RankSession(script, engine, Meeting(rank, 2, 120, 68, reply), given).run(SHA256)
+        assert not script.orders, "it ended before its last order"
+        return status, script
+
+    return run
+
+
+def fake(
+    answer: Answer = twice, signature: ModelSignature = SIGNATURE, fails: Optional[Dict[str, Exception]] = None
+) -> FakeRank:
+    """An engine; steps of these names fail."""
+    engine = FakeRank(answer, signature)
+    engine.fails.update(fails or {})
+    return engine
+
+
+def only(kind: Type[M], script: Script) -> M:
+    (message,) = (each for each in script.sent if isinstance(each, kind))
+    return message
+
+
+def kinds(script: Script) -> List[str]:
+    return [type(each).__name__ for each in script.sent]
+
+
+# --- coming up ------------------------------------------------------------------------------------------------
+
+
+def test_it_says_which_slice_of_what_it_has_and_stops_when_told(play: Play) -> None:
+    status, script = play(fake(), STOP)
+    assert status == exits.OK
+    hello = only(Hello, script)
+    assert (hello.pid, hello.sha256, hello.slice) == (str(os.getpid()), SHA256, Slice(1, *SIGNATURE))
+    assert hello.versions["weightd"] == VERSION
+    assert sorted(hello.versions) == ["fake", "numpy", "python", "weightd"]
+
+
+def test_it_enters_loads_its_slice_and_runs_the_canary_when_it_is_told_to(play: Play) -> None:
+    engine = fake()
+    status, script = play(engine, ENTER, WARM, STOP)
+    assert status == exits.OK
+    assert engine.done == ["enter", "load /m/rank1 {}", "predict"]
+    assert np.array_equal(engine.asked[0]["x"], X)
+    assert only(Entered, script) == Entered(*SIGNATURE, CARD)
+    assert only(Warmed, script) == Warmed(canary.of(CASES, [{"y": X * 2}]).digest, CASES, None, CARD)
+
+
+def test_a_rank_that_does_not_answer_compares_nothing(play: Play) -> None:
+    _, script = play(fake(lambda _: {"half": X}), ENTER, WARM, STOP, rank=0)
+    assert only(Warmed, script) == Warmed("", CASES, None, CARD)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_where_all_answer_each_compares_its_share_of_the_rows(play: Play, rank: int) -> None:
+    def mine(inputs: Arrays) -> Arrays:
+        half = len(inputs["x"]) // 2
+        return {"y": inputs["x"][rank * half : (rank + 1) * half] * 2}
+
+    _, script = play(fake(mine), ENTER, encode(Warm(8)), STOP, rank=rank, reply=None)
+    warmed = only(Warmed, script)
+    assert warmed.canary == canary.of(CASES, [mine({"x": X})]).digest
+    note = "each rank answers with rows of its own: requests are neither put together nor cut"
+    assert warmed.rows == Rows(("x",), (), equal=False, note=note)
+    _, script = play(fake(mine), ENTER, WARM, STOP, rank=1 - rank, reply=None)
+    assert only(Broken, script).cause.startswith("the canary's answer is not the known one: output y: ")
+
+
+@pytest.mark.parametrize("shape", [(3, 3), ()])
+def test_what_cannot_be_shared_equally_is_told(play: Play, npz: Write, shape: Tuple[int, ...]) -> None:
+    path = npz(x=X, y=np.zeros(shape, np.float32))
+    _, script = play(fake(), ENTER, WARM, STOP, reply=None, canary=path)
+    expected = f"canary: {path}: y: expected equal shares of rows for 2 ranks, got {list(shape)}"
+    assert only(Broken, script).cause == expected
+
+
+NOT_FAR = "it differs where it has to be equal: in whole numbers, in what is finite, or from an output of zeros"
+
+
+@pytest.mark.parametrize(
+    ("answer", "problem"),
+    [
+        (X * 2 + np.float32(0.1), "it is 0.01 of the largest value away, expected at most 0.001"),
+        ((X * 2).astype(np.float64), "expected float32 [2, 3], got float64 [2, 3]"),
+        (X[:1] * 2, "expected float32 [2, 3], got float32 [1, 3]"),
+        (X * np.float32("nan"), NOT_FAR),
+    ],
+)
+def test_a_wrong_answer_to_the_canary_ends_it_and_says_what_is_wrong(play: Play, answer: Any, problem: str) -> None:
+    status, script = play(fake(sequence(answer)), ENTER, WARM, predict(1, 1), STOP, tolerance=0.001)
+    assert status == exits.CANNOT_BUILD
+    assert only(Broken, script).cause == f"the canary's answer is not the known one: output y: {problem}"
+    assert kinds(script) == ["Hello", "Entered", "Broken"]
+
+
+def test_an_answer_within_the_tolerance_is_right(play: Play) -> None:
+    _, script = play(fake(sequence(X * 2 + np.float32(0.005))), ENTER, WARM, STOP, tolerance=0.001)
+    assert only(Warmed, script).canary
+
+
+def test_an_answer_with_other_outputs_is_told(play: Play) -> None:
+    _, script = play(fake(lambda _: {"z": X}), ENTER, WARM, STOP)
+    assert only(Broken, script).cause == "canary: expected outputs y, got z"
+
+
+def test_the_canary_must_have_the_right_answer(play: Play, npz: Write) -> None:
+    path = npz(x=X)
+    status, script = play(fake(), ENTER, WARM, STOP, canary=path)
+    assert status == exits.CANNOT_BUILD
+    expected = f"canary: {path}: expected arrays x, y, the inputs and the right outputs, got x"
+    assert only(Broken, script).cause == expected
+    same = ModelSignature(SIGNATURE.inputs, SIGNATURE.inputs)
+    _, script = play(fake(signature=same), ENTER, WARM, STOP, canary=path)
+    assert "x is an input and an output" in only(Broken, script).cause
+
+
+@pytest.mark.parametrize(("step", "orders"), [("enter", [ENTER]), ("load", [ENTER]), ("predict", [ENTER, WARM])])
+@pytest.mark.parametrize(
+    ("error", "told", "expected"),
+    [
+        (BuildError("the others have not come"), Broken("the others have not come"), exits.CANNOT_BUILD),
+        (NoRoom("the card is full"), Broken("the card is full", no_room=True), exits.CANNOT_BUILD),
+        (Spoilt("Launch kernel failed"), Broken("Launch kernel failed"), exits.CANNOT_BUILD),
+        (MemoryError("x"), Broken("MemoryError: x"), exits.FAILED),
+    ],
+)
+def test_what_fails_on_the_way_is_told(
+    play: Play, step: str, orders: List[Any], error: Exception, told: Broken, expected: int
+) -> None:
+    status, script = play(fake(fails={step: error}), *orders, STOP)
+    assert (status, script.sent[-1]) == (expected, told)
+
+
+def test_a_ping_is_answered_and_the_canary_run_for_none(play: Play) -> None:
+    engine = fake()
+    status, script = play(engine, ENTER, WARM, encode(Ping(canary=True)), encode(Settle()), STOP)
+    assert (status, only(Pong, script)) == (exits.OK, Pong())
+    assert engine.done.count("predict") == 1
+
+
+def test_an_order_for_who_is_no_rank_is_refused(play: Play) -> None:
+    _, script = play(fake(), encode(Attach("", ())), STOP)
+    assert only(Broken, script).cause == "type: expected what a rank is told, got attach"
+    with pytest.raises(RemoteProtocolError, match="expected no skip: what one rank runs, all run"):
+        play(fake(), encode(Skip(1)))
+
+
+# --- rows -----------------------------------------------------------------------------------------------------
+
+
+def test_with_more_rows_the_canary_is_run_a_second_time_with_twice_its_own(play: Play) -> None:
+    engine = fake()
+    _, script = play(engine, ENTER, encode(Warm(8)), STOP)
+    assert np.array_equal(engine.asked[1]["x"], np.concatenate([X, X]))
+    note = "it was not tested whether answers are the same: a rank runs nothing but what all ranks are asked"
+    assert only(Warmed, script).rows == Rows(("x",), ("y",), equal=False, note=note)
+
+
+def test_each_rank_runs_the_same_whatever_it_finds(play: Play) -> None:
+    engine = fake(lambda _: {"half": X})
+    _, script = play(engine, ENTER, encode(Warm(8)), STOP, rank=0)
+    assert [len(each["x"]) for each in engine.asked] == [2, 4]
+    assert only(Warmed, script).rows is None
+    # Also one whose answer is wrong: the others would wait for it.
+    engine = fake(lambda inputs: {"y": inputs["x"]})
+    _, script = play(engine, ENTER, encode(Warm(8)), STOP)
+    assert [len(each["x"]) for each in engine.asked] == [2, 4]
+    assert kinds(script)[-1] == "Broken"
+
+
+@pytest.mark.parametrize(("sizes", "rows"), [((1, 2, 4), 1), ((2, 4), 4)])
+def test_where_only_some_numbers_of_rows_are_taken_it_is_the_first_other_one(
+    play: Play, sizes: Tuple[int, ...], rows: int
+) -> None:
+    engine = fake()
+    play(engine, ENTER, encode(Warm(8, sizes)), STOP)
+    assert [len(each["x"]) for each in engine.asked] == [2, rows]
+
+
+TOO_MANY = "the model does not run on another number of rows than the canary has: too many"
+
+
+@pytest.mark.parametrize(
+    ("answers", "signature", "sizes", "inputs", "note"),
+    [
+        ([X * 2], FIXED, (), (), "input x has no rows"),
+        ([X * 2], SIGNATURE, (2,), ("x",), "the model takes 2 rows only"),
+        ([X * 2, X], SIGNATURE, (), ("x",), "output y has shape [2, 3] for 4 rows"),
+        ([X * 2, Refused("too many")], SIGNATURE, (), ("x",), TOO_MANY),
+    ],
+)
+def test_why_there_are_no_rows_is_told(
+    play: Play,
+    answers: List[Any],
+    signature: ModelSignature,
+    sizes: Tuple[int, ...],
+    inputs: Tuple[str, ...],
+    note: str,
+) -> None:
+    _, script = play(fake(sequence(*answers), signature), ENTER, encode(Warm(8, sizes)), STOP)
+    assert only(Warmed, script).rows == Rows(inputs, (), equal=False, note=note)
+
+
+# --- in step --------------------------------------------------------------------------------------------------
+
+
+def test_the_rank_that_answers_answers(play: Play) -> None:
+    status, script = play(fake(), ENTER, WARM, predict(7, 1), predict(9, 2, rows=2), STOP)
+    assert status == exits.OK
+    answers = [each for each in script.sent if isinstance(each, Result)]
+    assert [each.request for each in answers] == [7, 9]
+    values = [np.frombuffer(script.frames[script.sent.index(each)][0], np.float32) for each in answers]
+    assert [each.tolist() for each in values] == [[14.0] * 3, [18.0] * 6]
+
+
+def test_another_one_says_that_it_has_run_it(play: Play) -> None:
+    engine = fake(lambda _: {"half": X})
+    status, script = play(engine, ENTER, WARM, predict(7, 1), predict(9, 2), STOP, rank=0)
+    assert status == exits.OK
+    assert script.sent[-2:] == [Done(7), Done(9)]
+    assert engine.done.count("predict") == 3
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    ("orders", "cause"),
+    [
+        ([predict(1, 2)], "step: expected 1, got 2"),
+        ([predict(1, 0)], "step: expected 1, got 0"),
+        ([predict(1, 1), predict(2, 1)], "step: expected 2, got 1"),
+        ([predict(1, 1), *together(predict(2, 2), predict(3, 4))], "step: expected 3, got 4"),
+    ],
+)
+def test_a_gap_or_a_repeat_ends_it_before_anything_is_run(play: Play, orders: List[Any], cause: str, rank: int) -> None:
+    engine = fake()
+    status, script = play(engine, ENTER, WARM, *orders, predict(9, 9), STOP, rank=rank)
+    assert status == exits.SPOILT
+    assert script.sent[-1] == Broken(cause)
+    assert engine.done.count("predict") == 1 + (len(orders) > 1)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_is_refused_before_it_is_launched_costs_nothing(play: Play, rank: int) -> None:
+    engine = fake(sequence(X * 2, Refused("no elements"), X))
+    status, script = play(engine, ENTER, WARM, predict(1, 1), predict(2, 2), STOP, rank=rank)
+    assert status == exits.OK
+    assert script.sent[3] == Failed(1, "INVALID_ARGUMENT", "no elements", leaving=False)
+    assert kinds(script)[4:] == ["Result" if rank else "Done"]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    ("error", "told"), [(Spoilt("EI0002"), "EI0002"), (RuntimeError("who knows"), "RuntimeError: who knows")]
+)
+def test_any_other_failure_is_its_end(play: Play, error: Exception, told: str, rank: int) -> None:
+    for job in ([predict(1, 1)], together(predict(1, 1), predict(2, 2))):
+        status, script = play(fake(sequence(X * 2, error)), ENTER, WARM, *job, predict(9, 9), STOP, rank=rank)
+        assert status == exits.SPOILT
+        assert script.sent[3:] == [Failed(1, "INTERNAL", told, leaving=True)]
+
+
+def test_requests_that_are_together_are_run_in_one_predict(play: Play) -> None:
+    job = together(predict(4, 1, rows=1), predict(5, 2, rows=2))
+    for rank, expected in ((1, Result), (0, Done)):
+        engine = fake()
+        status, script = play(engine, ENTER, WARM, *job, predict(6, 3), STOP, rank=rank)
+        assert (status, engine.done.count("predict")) == (exits.OK, 3)
+        assert engine.asked[1]["x"][:, 0].tolist() == [4, 5, 5]
+        answers = [each for each in script.sent if isinstance(each, expected)]
+        assert [each.request for each in answers] == [4, 5, 6]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_of_those_that_are_together_none_is_run_alone(play: Play, rank: int) -> None:
+    job = together(predict(4, 1), predict(5, 2))
+    engine = fake(sequence(X * 2, Refused("no"), X))
+    status, script = play(engine, ENTER, WARM, *job, predict(6, 3), STOP, rank=rank)
+    assert (status, engine.done.count("predict")) == (exits.OK, 3)
+    refused = [Failed(number, "INVALID_ARGUMENT", "no", leaving=False) for number in (4, 5)]
+    assert script.sent[3:5] == refused
+
+
+def test_an_answer_that_cannot_be_divided_is_its_end(play: Play) -> None:
+    job = together(predict(4, 1), predict(5, 2))
+    engine = fake(sequence(X * 2, X[:1]))
+    status, script = play(engine, ENTER, WARM, *job, STOP)
+    assert (status, engine.done.count("predict")) == (exits.SPOILT, 2)
+    told = "output y has shape [1, 3] for 2 rows"
+    assert script.sent[3:] == [Failed(4, "INVALID_ARGUMENT", told, leaving=True)]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_inputs_are_read_from_a_clients_memory_and_outputs_written_there_by_the_one_that_answers(
+    play: Play, rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    descriptor = memfd.create(4096)
+    os.pwrite(descriptor, np.full(3, 21, np.float32).tobytes(), 0)
+
+    def take_descriptor(_: Script) -> int:
+        return os.dup(descriptor)
+
+    monkeypatch.setattr(Script, "take_descriptor", take_descriptor, raising=False)
+    outputs = (MappedOutput(0, 1, 1024, 12),) if rank else ()
+    regions = MappedRegions((MappedInput(0, 1, 0),), outputs)
+    engine = fake()
+    _, script = play(engine, ENTER, WARM, encode(Map(1)), predict(1, 1, regions=regions), STOP, rank=rank)
+    assert engine.asked[1]["x"].tolist() == [[21, 21, 21]]
+    written = np.frombuffer(os.pread(descriptor, 12, 1024), np.float32)
+    assert written.tolist() == [42 * rank] * 3
+    assert kinds(script)[3:] == ["Result" if rank else "Done"]
+    os.close(descriptor)
+
+
+# --- another daemon -------------------------------------------------------------------------------------------
+
+
+def test_another_daemon_is_told_the_last_step_that_was_run_and_goes_on_from_there(play: Play) -> None:
+    status, script = play(fake(), ENTER, WARM, None, predict(1, 1), predict(2, 2), None, predict(1, 3), STOP)
+    assert status == exits.OK
+    assert [each for each in script.sent if isinstance(each, Back)] == [Back(0), Back(2)]
+    assert kinds(script)[-1] == "Result"
+
+
+def test_of_those_that_are_together_and_have_not_all_come_none_is_run(play: Play) -> None:
+    begun = together(predict(1, 1), predict(2, 2))[:1]
+    engine = fake()
+    status, script = play(engine, ENTER, WARM, *begun, None, predict(1, 1), STOP)
+    assert (status, engine.done.count("predict")) == (exits.OK, 2)
+    assert only(Back, script) == Back(0)
+
+
+def test_another_daemon_does_not_hear_of_one_that_has_failed(play: Play) -> None:
+    status, script = play(fake(sequence(X * 2, Spoilt("x"))), ENTER, WARM, predict(1, 1), None)
+    assert status == exits.SPOILT
+    assert kinds(script)[3:] == ["Failed"]

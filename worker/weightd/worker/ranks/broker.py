@@ -1,0 +1,69 @@
+"""The life of a broker: by it the ranks of a group find each other, and it ends with them."""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import Callable, Union
+
+from weightd.protocol import limits
+from weightd.protocol.codec import Decoder, encode
+from weightd.protocol.errors import RemoteProtocolError, WeightdError
+from weightd.protocol.messages.children import TO_CHILD, Back, Hello, Ping, Pong, Stop
+from weightd.protocol.messages.ranks import Enter
+from weightd.worker import exits
+from weightd.worker.connection import Connection
+from weightd.worker.engines.errors import EngineMissing
+from weightd.worker.engines.sharing import NotShared
+from weightd.worker.lane import LaneConnection
+from weightd.worker.life import versions
+
+_log = logging.getLogger("weightd.worker")
+
+NO_MODEL = "none"
+"""What a broker says in the place of a digest."""
+
+RANK_LOST = 1
+"""The exit status of one whose ranks have not come, or were lost."""
+
+
+def run(connection: Union[Connection, LaneConnection], serve: Callable[[], None]) -> int:
+    """Say HELLO, and let ranks find each other once it is told to; return the exit status.
+
+    While it does, it hears nothing: the library has this thread, and MindSpore's the interpreter's lock with it, so
+    that no other thread runs either. It ends when the ranks have left, and otherwise by a signal.
+
+    Args:
+        connection: to the daemon.
+        serve: serves the ranks until they have left.
+    """
+    connection.send(encode(Hello(str(os.getpid()), NO_MODEL, versions({}), NotShared.traits)))
+    decoder = Decoder(TO_CHILD, max_bytes=limits.MAX_CHILD_HEADER_BYTES)
+    while True:
+        messages = connection.receive()
+        if messages is None:
+            connection.send(encode(Back()))
+            continue
+        for frames in messages:
+            order = decoder.decode(frames)
+            if isinstance(order, Stop):
+                return exits.OK
+            if isinstance(order, Ping):
+                connection.send(encode(Pong()))
+            elif isinstance(order, Enter):
+                return _serve(serve)
+            else:
+                raise RemoteProtocolError(f"type: expected enter, ping or stop, got {type(order).__name__.lower()}")
+
+
+def _serve(serve: Callable[[], None]) -> int:
+    """As a broker of the library alone it ends with 1 where a rank was lost; why, its log has as the last words."""
+    try:
+        serve()
+    except EngineMissing as error:
+        _log.error("%s", error)
+        return exits.NO_ENGINE
+    except WeightdError as error:
+        _log.error("%s", error)
+        return RANK_LOST
+    return exits.OK
