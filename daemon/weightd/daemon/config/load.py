@@ -165,8 +165,9 @@ def _parse(
     with problems.at(".devices"):
         devices = read_devices(content.get("devices", {}), problems)
     with problems.at(".groups"):
-        named = cast("Any", content.get("models"))
-        groups = read_groups(content.get("groups", {}), list(named) if type(named) is dict else [], problems)
+        named = content.get("models")
+        names = list(cast("dict[str, Any]", named)) if type(named) is dict else []
+        groups = read_groups(content.get("groups", {}), names, problems)
         if groups:
             _refuse("groups", problems)
     with problems.at(".models"):
