@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from weightd.daemon import exits
-from weightd.daemon.config.check import problems
+from weightd.daemon.config.check import described, problems
 from weightd.daemon.config.defaults import default_path
 from weightd.daemon.config.load import ConfigError, examine, parse
 from weightd.daemon.continuity.config_file import ConfigFile
@@ -101,7 +101,8 @@ def _check(options: argparse.Namespace) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _ended)
     config, loadable, found = examine(options.config)
-    wrong = problems(loadable)
+    members = {name for group in config.groups.values() for name in group.models}
+    wrong = problems(loadable, members)
     found += [f"{options.config}: {problem}" for name in wrong for problem in wrong[name]]
     for problem in found:
         logs.complain(problem)
@@ -114,8 +115,8 @@ def _check(options: argparse.Namespace) -> int:
             logs.complain(f"{options.config}: {problem}")
     if found or not loads:
         return exits.CONFIG if found else exits.MODEL_FAILED
-    for name, model in config.models.items():
-        print(f"{name}: {model.engine}, {model.workers} workers, {model.path}")
+    for line in described(config):
+        print(line)
     where = [f"unix://{config.daemon.unix_socket}", *(each.address for each in config.listeners.values())]
     print(f"{options.config}: good; clients connect to {', '.join(where)}")
     return exits.OK
@@ -186,17 +187,18 @@ def parser() -> argparse.ArgumentParser:
         help="check a configuration file, its models and interpreters",
         description=(
             "Says all that is wrong with a configuration, a line each: keys, files that cannot be read, interpreters "
-            "without the engine, and ONNX models whose inputs and outputs no request could carry. What a MindIR model "
-            "takes, and whether an engine can run a model at all, only a load tells. Exit status: 0 it is good, 1 a "
-            "model does not load, 78 something else is wrong."
+            "without the engine, and ONNX models whose inputs and outputs no request could carry. Of a model with "
+            "ranks it compares the slices, and reads rank tables. What another MindIR model takes, and whether an "
+            "engine can run a model at all, only a load tells. Exit status: 0 it is good, 1 a model does not load, "
+            "78 something else is wrong."
         ),
     )
     check.add_argument("config", type=Path, metavar="CONFIG", help="a TOML file")
     check.add_argument(
         "--load",
         action="store_true",
-        help="load each model, too, one after another, as a start would; nothing of it is left. It takes the memory of "
-        "one copy, on a card of two processes",
+        help="load each model without ranks, too, one after another, as a start would; nothing of it is left. It "
+        "takes the memory of one copy, on a card of two processes",
     )
     check.set_defaults(run=_check)
 

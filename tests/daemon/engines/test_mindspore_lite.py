@@ -167,6 +167,35 @@ def test_a_configuration_that_decides_who_shares(line: str, tmp_path: Path) -> N
     assert refusal(options(config_file=str(file)).file_problems) == f"config_file: {file}: {text}"
 
 
+@pytest.mark.parametrize(
+    ("section", "line", "text"),
+    [
+        ("ascend_context", "provider = ge", "provider = ge would run the model by the graph engine, unseen; set *"),
+        (" ascend_context ", " provider=ge ", "provider = ge would run the model by the graph engine, unseen; set *"),
+        ("ascend_context", "rank_table_file=/r.json", "rank_table_file makes a rank of a process, as [models.NAME*"),
+    ],
+)
+def test_a_configuration_that_decides_what_the_model_is(section: str, line: str, text: str, tmp_path: Path) -> None:
+    file = tmp_path / "lite.ini"
+    file.write_text(f"# of the library's own\n[{section}]\nprecision_mode=enforce_fp16\n{line}\n")
+    told = refusal(options(config_file=str(file)).file_problems)
+    assert told.startswith(f"config_file: {file}: {text.rstrip('*')}")
+
+
+@pytest.mark.parametrize(
+    ("content", "provider"),
+    [
+        ("[ascend_context]\nprovider=ge\n", "ge"),
+        ("[ascend_context]\n# provider=ge\nprovider=\n", ""),
+        ("[gpu_context]\nprovider=ge\nrank_table_file=/r\n", ""),
+    ],
+)
+def test_a_configuration_that_changes_nothing_of_that(content: str, provider: str, tmp_path: Path) -> None:
+    file = tmp_path / "lite.ini"
+    file.write_text(content)
+    assert list(options(config_file=str(file), provider=provider).file_problems()) == []
+
+
 @pytest.mark.parametrize("mode", [0o644, 0o640, 0o700, 0o4600])
 def test_a_key_that_others_may_read(mode: int, tmp_path: Path) -> None:
     file = tmp_path / "key"

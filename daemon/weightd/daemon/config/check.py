@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 from weightd.daemon.config import canary as canary_config
+from weightd.daemon.config import slices
+from weightd.daemon.config.load import Config
 from weightd.daemon.config.model import ModelConfig
+from weightd.daemon.config.ranks import Ranks
 from weightd.daemon.host.ends import explain
 from weightd.protocol.version import VERSION
 from weightd.shared.modelfile import Model, ModelFileError
@@ -24,21 +28,47 @@ from weightd.worker.engines.engine import Settings
 ENGINES[sys.argv[1]](Settings(1, sys.argv[2], sys.argv[3] == "on"))
 print(VERSION)
 """
+_PROBE_OF_RANKS = """
+import sys
+from weightd.protocol.version import VERSION
+import weightd.worker.session
+from weightd.worker.engines import RANK_ENGINES
+from weightd.worker.engines.ranks import Meeting
+RANK_ENGINES[sys.argv[1]](Meeting(0, 2, sys.argv[2]))
+print(VERSION)
+"""
+_PROBE_OF_GROUPS = """
+import sys
+from weightd.protocol.version import VERSION
+import mindspore_lite
+if not hasattr(mindspore_lite, "ModelGroup"):
+    sys.exit("expected mindspore_lite 2.1 or later, which has groups of models, got " + mindspore_lite.__version__)
+print(VERSION)
+"""
 
 
-def problems(models: Mapping[str, ModelConfig]) -> dict[str, list[str]]:
+def problems(models: Mapping[str, ModelConfig], members: Collection[str] = ()) -> dict[str, list[str]]:
     """Return, by model, what is wrong with its files and its interpreter; each text names the key.
 
-    What a MindIR file takes and gives is known to the library alone, and is not looked at.
+    Args:
+        models: those to be looked at.
+        members: the names of those that are in a group.
     """
     asked: dict[tuple[str, ...], str] = {}
-    return {
-        name: [f"models.{name}.{problem}" for problem in _model_problems(model, asked)]
-        for name, model in models.items()
-    }
+    owners: slices.Owners = {}
+    visible = os.environ.get("ASCEND_RT_VISIBLE_DEVICES", "")
+    found: dict[str, list[str]] = {}
+    for name, model in models.items():
+        if model.ranks is None:
+            of_files = _file_problems(model)
+        else:
+            of_files = slices.problems(name, model, model.ranks, visible, owners)
+        of_others = _other_problems(model, asked, is_member=name in members)
+        found[name] = [f"models.{name}.{problem}" for problem in (*of_files, *of_others)]
+    return found
 
 
-def _model_problems(model: ModelConfig, asked: dict[tuple[str, ...], str]) -> Iterator[str]:
+def _file_problems(model: ModelConfig) -> Iterator[str]:
     path = Path(model.path)
     try:
         with Model(path) as files, files.open(files.files[0]) as file:
@@ -47,26 +77,50 @@ def _model_problems(model: ModelConfig, asked: dict[tuple[str, ...], str]) -> It
         yield from (f"path: {problem}" for problem in str(error).splitlines())
     except OSError as error:
         yield f"path: {path}: {error.strerror}"
+
+
+def _other_problems(model: ModelConfig, asked: dict[tuple[str, ...], str], *, is_member: bool) -> Iterator[str]:
     sample = canary_config.sample(model.canary)
     if sample and not Path(sample).is_file():
         yield f"canary: {sample}: there is no such file"
     yield from (str(error.at(f".{model.engine}")) for error in model.options.file_problems())
     # What models have in common is asked once: an interpreter takes a second.
-    question = (model.python, model.engine, model.devices[0], _sharing(model))
-    if question not in asked:
-        asked[question] = _interpreter_problem(*question)
-    if asked[question]:
-        yield f"python: {model.python}: {asked[question]}"
+    probe = _PROBE if model.ranks is None else _PROBE_OF_RANKS
+    questions: list[tuple[str, ...]] = [(model.python, probe, model.engine, model.devices[0], _sharing(model))]
+    if is_member:
+        questions.append((model.python, _PROBE_OF_GROUPS))
+    for question in questions:
+        if question not in asked:
+            asked[question] = _interpreter_problem(*question)
+        if asked[question]:
+            yield f"python: {model.python}: {asked[question]}"
+            return
+
+
+def described(config: Config) -> Iterator[str]:
+    """Yield what each model will be, and each group of models; a line each."""
+    for name, model in config.models.items():
+        what = f"{model.workers} workers" if model.ranks is None else _of_ranks(model.ranks)
+        yield f"{name}: {model.engine}, {what}, {model.path}"
+    for name, group in config.groups.items():
+        shared = "workspace and weights" if group.shares_weights and group.shares_workspace else group.share
+        yield f"{name}: {', '.join(group.models)} in one process on {', '.join(group.devices)}, {shared} shared"
+
+
+def _of_ranks(ranks: Ranks) -> str:
+    groups = "; ".join(", ".join(group) for group in ranks.groups)
+    count = f"{len(ranks.groups)} groups of " if len(ranks.groups) > 1 else ""
+    return f"{count}{ranks.size} ranks on {groups}"
 
 
 def _sharing(model: ModelConfig) -> str:
     return "off" if model.sharing == "off" else "on"
 
 
-def _interpreter_problem(python: str, engine: str, device: str, sharing: str) -> str:
+def _interpreter_problem(python: str, probe: str, *arguments: str) -> str:
     try:
         done = subprocess.run(
-            [python, "-c", _PROBE, engine, device, sharing],
+            [python, "-c", probe, *arguments],
             capture_output=True,
             text=True,
             errors="replace",

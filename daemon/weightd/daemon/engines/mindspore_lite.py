@@ -90,11 +90,21 @@ class MindSporeLiteOptions(EngineOptions):
             path: str = getattr(self, key)
             if path:
                 try:
-                    _check_file(key, Path(path))
+                    self._check_file(key, Path(path))
                 except FieldError as error:
                     yield error
                 except OSError as error:
                     yield _refused(key, f"{path}: {error.strerror}")
+
+    def _check_file(self, key: str, path: Path) -> None:
+        # The key must be this very file: a link's target has another owner and mode.
+        status = path.lstat() if key == "dec_key_file" else path.stat()
+        if not stat.S_ISREG(status.st_mode):
+            raise _refused(key, f"{path}: expected a regular file")
+        if key == "dec_key_file":
+            _check_private(key, path, status)
+        else:
+            _check_config(key, path, self.provider)
 
 
 # Measured with 2.0.0, which has several copies of the weights at the same time: 6.0 for 192 MiB of matrices.
@@ -145,20 +155,6 @@ def _not_shared(options: MindSporeLiteOptions) -> Iterator[_Problem]:
         yield "variable_weights", f"weights that can be changed cannot be shared: the library exports none; {remedy}"
 
 
-def _check_file(key: str, path: Path) -> None:
-    # The key must be this very file: a link's target has another owner and mode.
-    status = path.lstat() if key == "dec_key_file" else path.stat()
-    if not stat.S_ISREG(status.st_mode):
-        raise _refused(key, f"{path}: expected a regular file")
-    if key == "dec_key_file":
-        _check_private(key, path, status)
-    elif key == "config_file":
-        _check_config(key, path)
-    else:
-        with path.open("rb"):
-            pass
-
-
 def _check_private(key: str, path: Path, status: os.stat_result) -> None:
     mode = stat.S_IMODE(status.st_mode)
     if mode not in (0o600, 0o400):
@@ -169,11 +165,35 @@ def _check_private(key: str, path: Path, status: os.stat_result) -> None:
         raise _refused(key, f"{path}: the file is empty")
 
 
-def _check_config(key: str, path: Path) -> None:
-    for line in path.read_text("utf-8", "replace").splitlines():
-        name = line.partition("=")[0].strip()
+def _check_config(key: str, path: Path, provider: str) -> None:
+    for section, name, value in config_items(path):
+        reason = ""
         if name in _SHARING_KEYS:
-            raise _refused(key, f"{path}: {name} is set by weightd; remove it from the file")
+            reason = f"{name} is set by weightd; remove it from the file"
+        elif section == "ascend_context" and name == "rank_table_file":
+            reason = f"{name} makes a rank of a process, as [models.NAME.ranks] does; remove it from the file"
+        elif section == "ascend_context" and name == "provider" and value == "ge" != provider:
+            reason = (
+                'provider = ge would run the model by the graph engine, unseen; set provider = "ge" beside this key'
+            )
+        if reason:
+            raise _refused(key, f"{path}: {reason}")
+
+
+def config_items(path: Path) -> Iterator[tuple[str, str, str]]:
+    """Yield section, name and value of what a configuration file of the library's own says.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    section = ""
+    for line in path.read_text("utf-8", "replace").splitlines():
+        text = line.strip()
+        if text.startswith("[") and text.endswith("]"):
+            section = text[1:-1].strip()
+        elif "=" in text and not text.startswith("#"):
+            name, _, value = text.partition("=")
+            yield section, name.strip(), value.strip()
 
 
 def _refused(key: str, reason: str) -> FieldError:

@@ -34,7 +34,10 @@ def failures(models: Mapping[str, ModelConfig]) -> Iterator[str]:
 
     What has been loaded is gone before the next one begins, and when the generator is closed.
     """
-    tries = [(name, model, device) for name, model in models.items() for device in model.groups]
+    alone = {name: model for name, model in models.items() if model.ranks is None}
+    for name in models.keys() - alone.keys():
+        _log.info("%s: its ranks are not loaded here; only a start does that", name)
+    tries = [(name, model, device) for name, model in alone.items() for device in model.groups]
     for count, (name, model, device) in enumerate(tries, 1):
         _log.info("%s on %s: loading, %d of %d", name, device, count, len(tries))
         begin = time.monotonic()

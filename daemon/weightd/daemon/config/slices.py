@@ -1,0 +1,222 @@
+"""What `weightd check` finds in the files of a model's ranks: slices, rank tables, and the canary's right answer."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import zipfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from weightd.daemon.config import canary as canary_config
+from weightd.daemon.config.model import ModelConfig
+from weightd.daemon.config.ranks import MINDSPORE_LITE, Ranks
+from weightd.daemon.engines import ranktable
+from weightd.daemon.engines.ascend import physical_id
+from weightd.daemon.engines.mindspore_lite import config_items
+from weightd.daemon.engines.ranktable import RankTable
+from weightd.protocol.schema import FieldError
+from weightd.shared import mindir
+from weightd.shared.devices import card_of
+from weightd.shared.mindir import MindIr, Tensor
+from weightd.shared.modelfile import Model, ModelFileError
+from weightd.shared.protobuf import Malformed
+
+_BLOCK = 1024 * 1024
+_ARRAY = ".npy"
+
+# By card, as the host numbers it, and port: whose ranks communicate there.
+Owners = dict[tuple[int, int], str]
+
+
+def problems(name: str, model: ModelConfig, ranks: Ranks, visible: str, owners: Owners) -> Iterator[str]:
+    """Yield what is wrong with the files of a model's ranks; each text names the key.
+
+    Args:
+        name: of the model.
+        model: complete.
+        ranks: its own.
+        visible: ASCEND_RT_VISIBLE_DEVICES.
+        owners: of the models that were looked at before; those of this one are added.
+    """
+    with contextlib.ExitStack() as stack:
+        slices = _Slices([], [])
+        for rank, path in enumerate(ranks.paths):
+            yield from (f"path: rank {rank}: {problem}" for problem in _opened(Path(path), stack, slices))
+        if len(slices.signatures) == ranks.size:
+            yield from _unequal(ranks, slices.signatures)
+            yield from _sample(model, slices.signatures[0])
+        if len(slices.models) == ranks.size:
+            yield from _same(ranks, slices.models)
+    yield from _group_info(ranks)
+    yield from _config_file(model)
+    yield from _tables(name, model, ranks, visible, owners)
+
+
+# --- Slices -----------------------------------------------------------------------------------------------------------
+
+
+class _Slices(NamedTuple):
+    """The models of the ranks that could be opened, and what those say that could be read."""
+
+    models: list[Model]
+    signatures: list[MindIr]
+
+
+def _opened(path: Path, stack: contextlib.ExitStack, slices: _Slices) -> Iterator[str]:
+    try:
+        model = stack.enter_context(Model(path))
+        slices.models.append(model)
+        with model.open(model.files[0]) as file:
+            found = mindir.read(file)
+    except ModelFileError as error:
+        yield from str(error).splitlines()
+    except OSError as error:
+        yield f"{path}: {error.strerror}"
+    except Malformed:
+        yield f"{path}: expected a MindIR; this is something else, or only a part of one"
+    else:
+        slices.signatures.append(found)
+        if not found.exported:
+            yield f"{path}: expected a MindIR that MindSpore has exported; the Converter has made this one"
+        for what, tensors in (("input", found.inputs), ("output", found.outputs)):
+            yield from (f"{path}: {problem}" for problem in mindir.problems(what, tensors))
+
+
+def _unequal(ranks: Ranks, signatures: Sequence[MindIr]) -> Iterator[str]:
+    """All ranks are given the same inputs, and each could be the one that answers."""
+    first = signatures[0]
+    for rank, other in enumerate(signatures[1:], 1):
+        for what, one, another in (("inputs", first.inputs, other.inputs), ("outputs", first.outputs, other.outputs)):
+            if one != another:
+                difference = f"expected the {what} of rank 0, {_told(one)}, got {_told(another)}"
+                yield f"path: rank {rank}: {ranks.paths[rank]}: {difference}"
+
+
+def _told(tensors: Sequence[Tensor]) -> str:
+    shapes = ["of any rank" if each.shape is None else str(list(each.shape)) for each in tensors]
+    return ", ".join(f"{each.name} {each.datatype} {shape}" for each, shape in zip(tensors, shapes, strict=True))
+
+
+def _same(ranks: Ranks, models: Sequence[Model]) -> Iterator[str]:
+    """Refuse slices that are equal to the last bit: a copy in the wrong place is the likeliest mistake of all.
+
+    Equal ones have the same weights, so that nothing was cut; and a group with one in the place of another has no error
+    of its own, but wrong answers.
+    """
+    for (rank, one), (other_rank, other) in itertools.combinations(enumerate(models), 2):
+        try:
+            equal = _equal(one, other)
+        except (OSError, ModelFileError) as error:
+            yield f"path: rank {other_rank}: {error}"
+            return
+        if equal:
+            text = f"has the same content as that of rank {rank}, {ranks.paths[rank]}; each rank has another slice"
+            yield f"path: rank {other_rank}: {ranks.paths[other_rank]}: {text}"
+
+
+def _equal(one: Model, other: Model) -> bool:
+    """Read no further than to the first difference: slices are large, and rarely equal."""
+    if [each.nbytes for each in one.files] != [each.nbytes for each in other.files]:
+        return False
+    for mine, theirs in zip(one.files, other.files, strict=True):
+        with one.open(mine) as file, other.open(theirs) as other_file:
+            while block := file.read(_BLOCK):
+                if block != other_file.read(_BLOCK):
+                    return False
+    return True
+
+
+# --- What belongs to them ---------------------------------------------------------------------------------------------
+
+
+def _sample(model: ModelConfig, signature: MindIr) -> Iterator[str]:
+    path = canary_config.sample(model.canary)
+    try:
+        with zipfile.ZipFile(path) as archive:
+            names = [each.removesuffix(_ARRAY) for each in archive.namelist()]
+    except OSError:
+        return  # it was looked for already
+    except (zipfile.BadZipFile, ValueError, NotImplementedError) as error:
+        yield f"canary: {path}: expected an .npz of plain arrays: {error}"
+        return
+    inputs = [each.name for each in signature.inputs]
+    outputs = [each.name for each in signature.outputs]
+    if sorted(names) != sorted(inputs + outputs):
+        expected = f"expected arrays {', '.join(inputs + outputs)}, the inputs and the right outputs"
+        yield f"canary: {path}: {expected}, got {', '.join(names)}"
+
+
+def _group_info(ranks: Ranks) -> Iterator[str]:
+    for path in dict.fromkeys(ranks.group_info_of(rank) for rank in range(ranks.size)):
+        if path and not Path(path).is_file():
+            yield f"ranks.group_info_file: {path}: there is no such file"
+
+
+def _config_file(model: ModelConfig) -> Iterator[str]:
+    path = model.mindspore_lite.config_file
+    if not path:
+        return
+    with contextlib.suppress(OSError):  # it was looked at already
+        for _, key, _ in config_items(Path(path)):
+            if key == "stream_sync_timeout":
+                reason = "after it the graph engine answers no further predict, and waits for ever"
+                yield f"mindspore_lite.config_file: {path}: {key}: {reason}; remove it from the file"
+
+
+# --- Rank tables ------------------------------------------------------------------------------------------------------
+
+
+def _tables(name: str, model: ModelConfig, ranks: Ranks, visible: str, owners: Owners) -> Iterator[str]:
+    for index, group in enumerate(ranks.groups):
+        cards = {each: _card(each, visible) for each in group if card_of(each) is not None}
+        for device, card in cards.items():
+            if card is None:
+                yield f"ranks.devices: {device}: ASCEND_RT_VISIBLE_DEVICES is {visible!r}, which has no such card"
+        ports = [ranks.device_ports or (ranktable.DEFAULT_PORT,)] * len(cards)
+        path = ranks.table_of(index)
+        if path and model.engine == MINDSPORE_LITE:
+            table = _read(Path(path))
+            if isinstance(table, str):
+                yield f"ranks.rank_table: {path}: {table}"
+                continue
+            yield from (f"ranks.rank_table: {path}: {each}" for each in ranktable.of_devices(table, cards))
+            ports = [(each.port or ranktable.DEFAULT_PORT,) for each in table.devices]
+        yield from _occupied(name, cards, ports, owners)
+
+
+def _card(device: str, visible: str) -> int | None:
+    number = card_of(device)
+    return None if number is None else physical_id(number, visible)
+
+
+def _occupied(
+    name: str, cards: Mapping[str, int | None], ports: Sequence[Sequence[int]], owners: Owners
+) -> Iterator[str]:
+    for (device, card), each in zip(cards.items(), ports, strict=False):
+        for port in each if card is not None else ():
+            other = owners.setdefault((card or 0, port), name)
+            if other != name:
+                yield f"ranks.devices: on {device} the ranks of {other} have port {port} already"
+
+
+def _read(path: Path) -> RankTable | str:
+    """Return a table, or what is wrong with it."""
+    try:
+        # HCCL follows links before it looks at the name.
+        real = os.path.realpath(path)
+        with Path(real).open("rb") as file:
+            content = file.read(ranktable.MAX_BYTES + 1)
+    except OSError as error:
+        return error.strerror or str(error)
+    wrong = next(ranktable.of_path(real), "")
+    if wrong:
+        return f"links resolved, {wrong}" if real != str(path) else wrong
+    if len(content) > ranktable.MAX_BYTES:
+        return f"expected at most {ranktable.MAX_BYTES} bytes"
+    try:
+        return ranktable.parse(content.decode("utf-8", "replace"))
+    except FieldError as error:
+        return str(error)
