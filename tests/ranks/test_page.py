@@ -1,0 +1,57 @@
+"""docs/ranks.md shows what the scripts of examples/ranks say, and the scripts do what the page says."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from testkit.ranks import EXAMPLE, REPOSITORY, Slices
+from weightd.shared import mindir
+
+PAGE = (REPOSITORY / "docs" / "ranks.md").read_text("utf-8")
+SCRIPTS = [each.read_text("utf-8") for each in sorted(EXAMPLE.iterdir()) if each.is_file()]
+SHOWN = re.findall(r"^```(?:python|toml)\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
+NOT_YET = "weightd does not serve the ranks of a model yet"
+
+
+@pytest.mark.parametrize("text", SHOWN)
+def test_what_the_page_shows_stands_in_a_script(text: str) -> None:
+    assert any(text in script for script in SCRIPTS)
+
+
+def test_the_page_shows_something() -> None:
+    assert len(SHOWN) > 5
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_slices_say_what_the_page_says_of_them(slices: Slices, rank: int) -> None:
+    with slices.paths[rank].open("rb") as file:
+        found = mindir.read(file)
+    assert found.exported
+    assert [tuple(each) for each in found.inputs] == [("x", "FP32", (-1, 16))]
+    assert [tuple(each) for each in found.outputs] == [("output_0", "FP32", (-1, 8))]
+    content = slices.paths[rank].read_bytes()
+    assert b"mccl_world_group" in content
+
+
+def test_the_canary_has_an_array_for_each_input_and_output(slices: Slices) -> None:
+    with np.load(slices.canary) as canary:
+        assert {name: canary[name].shape for name in canary} == {"x": (4, 16), "output_0": (4, 8)}
+
+
+def test_the_configuration_is_right(slices: Slices, python: Path, tmp_path: Path) -> None:
+    for each in (*slices.paths, slices.canary):
+        shutil.copy(each, tmp_path)
+    text = (EXAMPLE / "weightd.toml").read_text("utf-8")
+    file = tmp_path / "weightd.toml"
+    file.write_text(text.replace("/opt/mindspore/bin/python", str(python)), "utf-8")
+    command = [sys.executable, "-m", "weightd.daemon", "check", str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert [line for line in done.stderr.splitlines() if NOT_YET not in line] == []
+    assert ("does not serve ranks yet" in PAGE) == (NOT_YET in done.stderr)
