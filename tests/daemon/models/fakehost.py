@@ -11,7 +11,7 @@ from weightd.daemon.children.launch import Program
 from weightd.daemon.children.owner import Owner, Snapshot
 from weightd.daemon.config.model import ModelConfig
 from weightd.daemon.generations.actions import Role
-from weightd.daemon.generations.generation import Generation
+from weightd.daemon.generations.life import Life
 from weightd.daemon.generations.plan import Source
 from weightd.daemon.generations.records import SealRecord
 from weightd.daemon.host.ends import By, End
@@ -80,6 +80,7 @@ class FakeHost:
         self.names: set[str] = set()
         self.spawned: list[str] = []
         self.places: dict[str, tuple[str, str]] = {}
+        self.programs: dict[str, Program] = {}
         self.resumed: list[str] = []
         self.seals: dict[str, SealRecord] = {}
         self.damaged: set[str] = set()
@@ -104,29 +105,31 @@ class FakeHost:
         self.unpinned.append(source)
 
     def spawn(
-        self, owner: Owner, generation: Generation, program: Program, name: str, role: Role, template: str = ""
+        self, owner: Owner, generation: Life, program: Program, name: str, role: Role, template: str = ""
     ) -> None:
         assert name not in self.names, "its name was used before"
-        assert (program.model, program.weights) == (f"/snapshots/{generation.source.number}", "")
+        if program.meeting is None:
+            assert (program.model, program.weights) == (f"/snapshots/{generation.source.number}", "")
         assert (role is Role.HOLDER) == name.endswith(".holder")
         self.names.add(name)
         self.places[name] = program.device, program.cores
+        self.programs[name] = program
         self.spawned.append(name)
 
-    def resume(self, owner: Owner, generation: Generation, seal: SealRecord | None) -> bool:
+    def resume(self, owner: Owner, generation: Life, seal: SealRecord | None) -> bool:
         self.resumed.append(generation.label)
         return self.seal(generation) == seal
 
     def changed(self) -> None:
         pass
 
-    def seal(self, generation: Generation) -> SealRecord | None:
+    def seal(self, generation: Life) -> SealRecord | None:
         return self.seals.get(generation.label)
 
-    def exported(self, generation: Generation) -> None:
+    def exported(self, generation: Life) -> None:
         self.seals[generation.label] = SEAL
 
-    def intact(self, generation: Generation) -> bool:
+    def intact(self, generation: Life) -> bool:
         return generation.label not in self.damaged
 
     def lives(self, name: str) -> bool:
@@ -142,7 +145,7 @@ class FakeHost:
         self.frames += frames
         self.memories += memories
 
-    def forget(self, generation: Generation) -> None:
+    def forget(self, generation: Life) -> None:
         self.seals.pop(generation.label, None)
 
     def answer(self, request: Request, result: Result, frames: Sequence[Any]) -> None:

@@ -14,7 +14,7 @@ from weightd.daemon.config.batching import Batching, Split
 from weightd.daemon.generations.plan import Source
 from weightd.daemon.generations.states import GenerationState
 from weightd.daemon.host.ends import End
-from weightd.daemon.models.budget import Need
+from weightd.daemon.models.budget import Device, Need
 from weightd.daemon.models.rows import told
 from weightd.protocol.errors import FailedPrecondition, InvalidArgument, RequestError, ResourceExhausted, Unavailable
 from weightd.protocol.messages.children import Attach, Broken, Build, Built, Failed, Result, Stop
@@ -143,6 +143,7 @@ def test_only_auto_on_a_card_falls_back_to_copies_in_each_process(sharing: str, 
 def test_who_waits_for_the_room_of_another_model_is_due_once_that_has_left() -> None:
     stage = Stage(CARD, devices=("ascend:0",))
     device = stage.model.deployments[0].device
+    assert isinstance(device, Device)
     device.max_processes, device.leaving = 3, {"other.1"}
     device.promised["other.1"] = Need(weights=100, copies=1, users=2, processes=3, process_bytes=10)
     stage.pinned()

@@ -20,7 +20,7 @@ from weightd.daemon.config.model import ModelConfig
 from weightd.daemon.config.policies import Policy
 from weightd.daemon.engines.ascend import on_card
 from weightd.daemon.generations.actions import Role
-from weightd.daemon.generations.generation import Generation
+from weightd.daemon.generations.life import Life
 from weightd.daemon.generations.plan import Source
 from weightd.daemon.generations.records import SealRecord
 from weightd.daemon.generations.states import ACTIVE, COUNTED, ChildState
@@ -85,7 +85,7 @@ GOOD, UNREADABLE, UNBUILDABLE, OTHER_INPUTS = "/good.onnx", "/unreadable.onnx", 
 class Process:
     """A child as the world knows it. What it has of its card is free again as soon as it is dead."""
 
-    def __init__(self, name: str, role: Role, generation: Generation) -> None:
+    def __init__(self, name: str, role: Role, generation: Life) -> None:
         self.name = name
         self.role = role
         self.generation = generation
@@ -187,7 +187,7 @@ class ModelWorld(RuleBasedStateMachine):
             assert not used, "processes that stay have lost their snapshot"
 
     def spawn(
-        self, owner: Owner, generation: Generation, program: Program, name: str, role: Role, template: str = ""
+        self, owner: Owner, generation: Life, program: Program, name: str, role: Role, template: str = ""
     ) -> None:
         assert not self.stopped
         assert name not in self.names
@@ -196,7 +196,7 @@ class ModelWorld(RuleBasedStateMachine):
         self.names.add(name)
         self.processes[name] = Process(name, role, generation)
 
-    def resume(self, owner: Owner, generation: Generation, seal: SealRecord | None) -> bool:
+    def resume(self, owner: Owner, generation: Life, seal: SealRecord | None) -> bool:
         for name in generation.children:
             process = self.processes[name]
             process.generation = generation
@@ -208,16 +208,16 @@ class ModelWorld(RuleBasedStateMachine):
     def changed(self) -> None:
         pass
 
-    def seal(self, generation: Generation) -> SealRecord | None:
+    def seal(self, generation: Life) -> SealRecord | None:
         return None
 
     def lives(self, name: str) -> bool:
         return name in self.processes and not self.processes[name].dead
 
-    def exported(self, generation: Generation) -> None:
+    def exported(self, generation: Life) -> None:
         pass
 
-    def intact(self, generation: Generation) -> bool:
+    def intact(self, generation: Life) -> bool:
         return True
 
     def kill(self, name: str, *, abort: bool = False) -> None:
@@ -246,7 +246,7 @@ class ModelWorld(RuleBasedStateMachine):
                 pass
         process.orders.append(order)
 
-    def forget(self, generation: Generation) -> None:
+    def forget(self, generation: Life) -> None:
         assert not any(each.generation is generation for each in self.processes.values())
 
     # --- what the model tells clients -----------------------------------------------------------------------------
@@ -717,6 +717,7 @@ class ModelWorld(RuleBasedStateMachine):
 
     def is_well(self, deployment: Deployment) -> None:
         promised = {each.label for each in deployment.generations if each.children}
+        assert isinstance(deployment.device, Device)
         assert set(deployment.device.promised) == promised
         if self.stopped:
             assert not deployment.generations

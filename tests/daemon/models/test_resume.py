@@ -10,7 +10,7 @@ import pytest
 
 from weightd.daemon.children.owner import Snapshot
 from weightd.daemon.config.model import ModelConfig
-from weightd.daemon.generations.generation import Generation
+from weightd.daemon.generations.life import Life
 from weightd.daemon.generations.plan import Source
 from weightd.daemon.generations.records import SealRecord
 from weightd.daemon.generations.states import GenerationState
@@ -91,7 +91,7 @@ class Daemon:
         following.fleet.resume(records, configs, following.now)
         return following
 
-    def generation(self, name: str = "m") -> Generation:
+    def generation(self, name: str = "m") -> Life:
         return self.fleet.models[name].main
 
     def update(self, *, rollback: bool = False) -> Daemon:

@@ -31,7 +31,7 @@ from weightd.daemon.children.seals import Seals
 from weightd.daemon.config.daemon import DaemonConfig
 from weightd.daemon.config.model import ModelConfig
 from weightd.daemon.generations.actions import Role
-from weightd.daemon.generations.generation import Generation
+from weightd.daemon.generations.life import Life
 from weightd.daemon.generations.plan import Source
 from weightd.daemon.generations.records import SealRecord
 from weightd.daemon.host import processes
@@ -162,7 +162,7 @@ class Backend:
 
     # --- what the daemon before this one has left -----------------------------------------------------------------
 
-    def resume(self, owner: Owner, generation: Generation, seal: SealRecord | None) -> bool:
+    def resume(self, owner: Owner, generation: Life, seal: SealRecord | None) -> bool:
         """Take over the children of a generation that a daemon before this one has loaded."""
         files = self.files[generation.label] = self._files_of(generation)
         self.exported(generation)
@@ -217,27 +217,27 @@ class Backend:
         """Remove the snapshot, or stop taking it."""
         self._pinning.unpin(model, source)
 
-    def forget(self, generation: Generation) -> None:
+    def forget(self, generation: Life) -> None:
         """Remove the files of a generation of which nothing is left."""
         files = self.files.pop(generation.label, None)
         if files is not None:
             files.remove()
         self._seals.forget(generation.label)
 
-    def exported(self, generation: Generation) -> None:
+    def exported(self, generation: Life) -> None:
         """Remember what the holder has left in the page store, if it has one."""
         files = self.files.get(generation.label)
         if files is not None:
             self._seals.add(generation.label, files.store)
 
-    def seal(self, generation: Generation) -> SealRecord | None:
+    def seal(self, generation: Life) -> SealRecord | None:
         """Return what the page store of the generation was when it was exported, if it has one."""
         return self._seals.find(generation.label)
 
     # --- children -------------------------------------------------------------------------------------------------
 
     def spawn(
-        self, owner: Owner, generation: Generation, program: Program, name: str, role: Role, template: str = ""
+        self, owner: Owner, generation: Life, program: Program, name: str, role: Role, template: str = ""
     ) -> None:
         """Start a holder or a worker: forked of `template`, if that is one, else of a fork server, if that can be."""
         self._owners[name] = owner
@@ -245,8 +245,8 @@ class Backend:
         try:
             if generation.label not in self.files:
                 self.files[generation.label] = self._files_of(generation)
-                self.files[generation.label].create()
-        except ClaimError as error:
+                self.files[generation.label].create(program.table)
+        except (ClaimError, OSError) as error:
             self._give_up(name, str(error))
             return
         told = launch.child(program, name, role, self._address, self.files[generation.label])
@@ -319,7 +319,7 @@ class Backend:
         for tell in later:
             tell(now)
 
-    def _files_of(self, generation: Generation) -> GenerationFiles:
+    def _files_of(self, generation: Life) -> GenerationFiles:
         return GenerationFiles(self._directory / generation.label)
 
     def _watch(self, name: str, process: Process) -> None:

@@ -58,7 +58,7 @@ class SnapshotFiles:
 
 @dataclass(frozen=True)
 class GenerationFiles:
-    """Where a generation's page store and logs are."""
+    """Where a generation's page store, rank table and logs are."""
 
     directory: Path
 
@@ -67,13 +67,25 @@ class GenerationFiles:
         """The page store that the holder may write."""
         return self.directory / "pages"
 
+    @property
+    def table(self) -> Path:
+        """The rank table that is written for it."""
+        return self.directory / "rank_table.json"
+
     def log(self, child: str) -> Path:
         """Where a child's stdout and stderr go."""
         return self.directory / f"{child}.log"
 
-    def create(self) -> None:
-        """Make the directory."""
+    def create(self, table: str = "") -> None:
+        """Make the directory, with this rank table in it if there is one.
+
+        Raises:
+            ClaimError: the directory cannot be made.
+            OSError: the table cannot be written.
+        """
         make_directory(self.directory, mode=0o700)
+        if table:
+            self.table.write_text(table, "ascii")
 
     def remove(self) -> None:
         """Remove everything."""

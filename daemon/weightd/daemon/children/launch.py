@@ -1,4 +1,4 @@
-"""What is started: the command line of a holder or a worker, with all that it runs in."""
+"""What is started: the command line of a holder, a worker or a rank, with all that it runs in."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from weightd.daemon.children.files import GenerationFiles
 from weightd.daemon.children.owner import Snapshot
 from weightd.daemon.config.model import ModelConfig
 from weightd.daemon.generations.actions import Role
-from weightd.daemon.generations.generation import Generation
+from weightd.daemon.generations.life import Life
+from weightd.shared.meeting import Meeting
 
 
 @dataclass(frozen=True)
 class Program:
-    """What holders and workers run, whichever of them they are.
+    """What holders and workers run, whichever of them they are, or one process of a unit.
 
     Attributes:
         python: the interpreter.
@@ -35,6 +36,8 @@ class Program:
         pinned: by what it knows the model again, and its digest.
         users: how many share what it builds, where it is to ask whether that is worth a process; else 0.
         cores: on which all its threads stay, "" for those that weightd itself has.
+        meeting: how it meets the other processes of its unit; None: it is of none.
+        table: what the rank table is to say that is written for them, or "".
     """
 
     python: str
@@ -53,6 +56,8 @@ class Program:
     pinned: str = ""
     users: int = 0
     cores: str = ""
+    meeting: Meeting | None = None
+    table: str = ""
 
 
 @dataclass(frozen=True)
@@ -85,7 +90,7 @@ class Launch:
         return replace(self, arguments=[*self.arguments, "--origin-note", why])
 
 
-def program(config: ModelConfig, generation: Generation, snapshot: Snapshot, device: str) -> Program:
+def program(config: ModelConfig, generation: Life, snapshot: Snapshot, device: str) -> Program:
     """Return what the children of a generation run on a device."""
     return Program(
         config.python,
@@ -120,14 +125,14 @@ def fork_server(python: str, engine: str, name: str, address: str, log: Path) ->
 
 
 def child(program: Program, name: str, role: Role, address: str, files: GenerationFiles) -> Launch:
-    """Return how a holder or a worker is started: one program for both, the orders it gets make the difference.
+    """Return how a child is started: one program for all, the orders it gets make the difference.
 
     Args:
         program: what it runs.
         name: of the child, under which it connects.
         role: for who looks at its command line.
         address: where it connects.
-        files: where its log is, and the page store that a holder may write.
+        files: where its log is, the page store that a holder may write, and the rank table.
     """
     argv = ["--address", address, "--name", name, "--role", role.value]
     argv += ["--engine", program.engine, "--model", program.model, "--threads", str(program.threads)]
@@ -146,6 +151,9 @@ def child(program: Program, name: str, role: Role, address: str, files: Generati
         argv += ["--sample", program.sample]
     if program.tolerance:
         argv += ["--tolerance", repr(program.tolerance)]
+    if program.meeting is not None:
+        meeting = program.meeting._replace(table=str(files.table)) if program.table else program.meeting
+        argv += ["--ranks", meeting.json()]
     if role is Role.HOLDER:
         argv += ["--users", str(program.users)] if program.users else []
         argv += ["--template"] if program.may_be_template else []

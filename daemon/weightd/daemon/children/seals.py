@@ -6,7 +6,7 @@ import contextlib
 import os
 from pathlib import Path
 
-from weightd.daemon.generations.generation import Generation
+from weightd.daemon.generations.life import Life
 from weightd.daemon.generations.records import SealRecord
 
 
@@ -61,7 +61,7 @@ class Seals:
         if sealed is not None:
             self._all[label] = sealed
 
-    def intact(self, generation: Generation) -> bool:
+    def intact(self, generation: Life) -> bool:
         """Return whether the page store, if there is one, is still what it was then."""
         sealed = self._all.get(generation.label)
         return sealed is None or sealed.intact()

@@ -4,4 +4,4 @@ from __future__ import annotations
 
 from weightd.daemon.engines.spec import EngineSpec
 
-SPEC = EngineSpec("mindspore", suffix=".mindir", on_cards=True, ranks_only=True)
+SPEC = EngineSpec("mindspore", suffix=".mindir", on_cards=True, ranks_only=True, has_broker=True)

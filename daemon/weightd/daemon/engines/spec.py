@@ -59,6 +59,7 @@ class EngineSpec:
         options: the class of its own keys; the table in the configuration is called as the engine.
         on_cards: whether it runs on cards, too; on the CPU each engine does.
         ranks_only: it runs nothing but the ranks of a model, [models.NAME.ranks].
+        has_broker: its ranks find each other by a process of its own.
         build_factor: how many times the bytes of a model's files a process takes at most while it builds on the CPU.
         template_threads: with at most so many threads a predict, a process that has built a model has one thread and no
             other: so others may be forked of it.
@@ -71,6 +72,7 @@ class EngineSpec:
     options: type[EngineOptions] = EngineOptions
     on_cards: bool = False
     ranks_only: bool = False
+    has_broker: bool = False
     build_factor: float = 1.0
     template_threads: int = 0
     refusals: Callable[[BinaryIO], list[str]] = _nothing

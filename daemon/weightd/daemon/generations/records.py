@@ -43,7 +43,8 @@ class SealRecord:
 class GenerationRecord:
     """A generation that serves. The fields are those of `Generation` or `Unit`; `source` is the number of its source.
 
-    `access` is who may still attach, `closed` why nobody may. `models` are those of a unit, none of workers.
+    `access` is who may still attach, `closed` why nobody may. `models` are those of a unit, none of workers;
+    `port` is that of its ranks' communication, 0 where none was told one.
     """
 
     number: int = field(metadata=_COUNT)
@@ -58,4 +59,5 @@ class GenerationRecord:
     built: Built = field(metadata=record(Built))
     children: tuple[ChildRecord, ...] = field(metadata=many(record(ChildRecord), limits.MAX_PIDS + 1))
     seal: SealRecord | None = field(default=None, metadata=record(SealRecord))
+    port: int = field(default=0, metadata=_COUNT)
     models: tuple[Built, ...] = field(default=(), metadata=many(record(Built), limits.MAX_MEMBERS))

@@ -16,7 +16,7 @@ BACK_TIMEOUT_S = 5.0
 _RECORDED = (ChildState.HOLDING, ChildState.READY, ChildState.AWAITED)
 
 
-def record(generation: Life, seal: SealRecord | None) -> GenerationRecord | None:
+def record(generation: Life, seal: SealRecord | None, port: int = 0) -> GenerationRecord | None:
     """Return what the next daemon has to know to `resume` a generation; None if it cannot."""
     if generation.built is None or generation.state not in RESUMABLE:
         return None
@@ -38,6 +38,7 @@ def record(generation: Life, seal: SealRecord | None) -> GenerationRecord | None
         built=generation.built,
         children=tuple(children),
         seal=seal,
+        port=port,
         models=generation.models if isinstance(generation, Unit) else (),
     )
 

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
-from weightd.daemon.generations.generation import Generation
+from weightd.daemon.generations.life import Life
 from weightd.daemon.generations.states import ChildState
 from weightd.daemon.host import cores, memory
 from weightd.daemon.host.memory import MIB
@@ -18,7 +18,7 @@ _PROCESS_BYTES = 64 * MIB
 class _There(NamedTuple):
     """A generation, and how much memory one of its processes takes while it builds."""
 
-    generation: Generation
+    generation: Life
     need: Callable[[], int]
 
     @property
@@ -42,7 +42,7 @@ class Attaching:
         self._usable_cores = usable_cores
         self._there: list[_There] = []
 
-    def bound(self, generation: Generation, nbytes: Callable[[], int], factor: float) -> None:
+    def bound(self, generation: Life, nbytes: Callable[[], int], factor: float) -> None:
         """Tell a generation how many of its workers may attach at once, whenever it asks.
 
         Args:

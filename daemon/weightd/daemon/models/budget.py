@@ -69,8 +69,12 @@ class Room(Protocol):
         """Return why `need` cannot be promised, though the generations `without` were gone, or ""."""
         raise NotImplementedError
 
-    def restore(self, label: str, need: Need) -> None:
-        """A generation is there: whether there is room for it is no question."""
+    def restore(self, label: str, need: Need, port: int = 0) -> None:
+        """A generation is there, with that port: whether there is room for it is no question."""
+
+    def port(self, label: str) -> int:
+        """Return the port that the communication of a generation's ranks has; 0 where nobody was told one."""
+        raise NotImplementedError
 
     def will_leave(self, labels: Collection[str]) -> None:
         """These generations will not need it for long."""
@@ -136,9 +140,15 @@ class Device:
         others = {each: had for each, had in self.promised.items() if each not in without}
         return self._too_many(label, need, others) or self._too_large(label, need, others)
 
-    def restore(self, label: str, need: Need) -> None:
-        """A generation is there: whether there is room for it is no question."""
+    def restore(self, label: str, need: Need, port: int = 0) -> None:
+        """A generation is there, with that port: whether there is room for it is no question."""
         self.promised[label] = need
+        if port:
+            self.ports[label] = port
+
+    def port(self, label: str) -> int:
+        """Return the port that the communication of a generation's ranks has; 0 where nobody was told one."""
+        return self.ports.get(label, 0)
 
     def will_leave(self, labels: Collection[str]) -> None:
         """These generations will not need it for long."""

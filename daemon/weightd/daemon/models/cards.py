@@ -61,12 +61,12 @@ class Cards:
     def restore(self, label: str, need: Need, port: int = LIBRARYS) -> None:
         """A generation is there, with that port: whether there is room for it is no question."""
         for rank, device in enumerate(self._devices):
-            device.promised[label] = need.of_rank(rank)
+            device.restore(label, need.of_rank(rank))
             device.ports[label] = port
 
     def port(self, label: str) -> int:
         """Return the port that a generation has; 0 where that is the library's own."""
-        return self._devices[0].ports.get(label, self.LIBRARYS)
+        return self._devices[0].port(label)
 
     def will_leave(self, labels: Collection[str]) -> None:
         """These generations will not need the cards for long."""

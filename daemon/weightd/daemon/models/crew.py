@@ -7,20 +7,23 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from weightd.daemon.children.launch import program
 from weightd.daemon.children.owner import Owner
 from weightd.daemon.config.model import ModelConfig
 from weightd.daemon.generations.actions import Action, Dismiss, Enlist, Forget, Kill, Pin, Send, Spawn
 from weightd.daemon.generations.generation import Generation
+from weightd.daemon.generations.life import Life
 from weightd.daemon.generations.plan import Source
 from weightd.daemon.generations.records import GenerationRecord
-from weightd.daemon.generations.resume import resume
+from weightd.daemon.generations.resume import resume, resume_unit
+from weightd.daemon.generations.unit import Unit
 from weightd.daemon.host.ends import End
-from weightd.daemon.models import rows
+from weightd.daemon.models import rows, units
 from weightd.daemon.models.deployment import Deployment
 from weightd.daemon.models.ports import Children
+from weightd.daemon.models.ranks import Places
 from weightd.daemon.models.snapshots import Snapshots
 from weightd.daemon.requests.desk import Desk
+from weightd.protocol.codec import clip
 from weightd.protocol.messages.children import (
     Allowed,
     Attached,
@@ -37,7 +40,7 @@ from weightd.protocol.messages.children import (
     Skipped,
     Unequal,
 )
-from weightd.protocol.messages.ranks import Done, Entered, Warmed
+from weightd.protocol.messages.ranks import Done
 
 _log = logging.getLogger("weightd")
 
@@ -74,17 +77,19 @@ class Crew:
         self._desk = desk
         self._settle = settle
         # Whose child it is, by the child's name.
-        self._owners: dict[str, tuple[Deployment, Generation]] = {}
+        self._owners: dict[str, tuple[Deployment, Life]] = {}
+        self._places = Places()
 
     def __bool__(self) -> bool:
         return bool(self._owners)
 
     def resume(
         self, label: str, deployment: Deployment, sources: Mapping[int, Source], record: GenerationRecord, now: float
-    ) -> Generation | None:
+    ) -> Life | None:
         """Go on with a generation that a daemon before this one has loaded; None if its page store was changed."""
         terms = deployment.terms if record.sharing else deployment.terms.private()
-        generation = resume(label, terms, sources[record.source], record, now)
+        again = resume if terms.ranks is None else resume_unit
+        generation: Life = again(label, terms, sources[record.source], record, now)
         if not self._children.resume(self._owner, generation, record.seal):
             _log.error(
                 "%s: loaded anew: the page store was changed while no daemon was there", label, extra=generation.about()
@@ -106,43 +111,46 @@ class Crew:
         deployment, generation = owner
         match message:
             case Result() if self._is_sound(generation):
-                self._desk.result(child, message, frames, now)
+                self._breached(child, deployment, generation, self._desk.result(child, message, frames, now), now)
+            case Done() if self._is_sound(generation) and isinstance(generation, Unit):
+                self._breached(child, deployment, generation, self._desk.done(child, message.request, now), now)
             case Failed() if self._is_sound(generation):
                 self._job_failed(child, deployment, generation, message, now)
             case Result() | Failed():
                 self.examine(deployment, generation, now)
-            case Skipped() | Unequal() | Pong():
-                self._heard_serving(child, generation, message, now)
-            case Forked() | Entered() | Warmed() | Done():
-                pass  # what no generation has asked for
+            case Skipped():
+                self._breached(child, deployment, generation, self._desk.skipped(child, message.request, now), now)
+            case Pong():
+                self._pong(child, generation, message, now)
+            case Forked():
+                pass  # it is for who has asked for it, which no generation does
             case _:
                 self._heard_loading(child, deployment, generation, message, now)
                 self._changed(deployment, now)
 
-    def _heard_serving(self, child: str, generation: Generation, message: Skipped | Unequal | Pong, now: float) -> None:
-        match message:
-            case Skipped():
-                self._desk.skipped(child, message.request, now)
-            case Unequal():
-                generation.unequal(message.note)
-                self._rate(generation)
-            case Pong():
-                self._pong(child, generation, message, now)
-
     def _heard_loading(
-        self,
-        child: str,
-        deployment: Deployment,
-        generation: Generation,
-        message: Hello | Back | Probing | Built | Allowed | Attached | Broken,
-        now: float,
+        self, child: str, deployment: Deployment, generation: Life, message: ChildMessage, now: float
     ) -> None:
         match message:
             case Hello():
                 generation.hello(child, message, now)
             case Back():
-                generation.back(child, now)
+                generation.back(child, now, message.step)
                 self._watch_if_ready(child, generation, now)
+            case Broken():
+                if child in generation.ready:
+                    # By its own word: what it has is not to blame.
+                    self._desk.broke(child, message.cause, now)
+                generation.broken(child, message, now)
+            case _ if isinstance(generation, Generation):
+                self._heard_sharing(child, deployment, generation, message, now)
+            case _:
+                units.heard(child, deployment, generation, self._desk, message, now)
+
+    def _heard_sharing(
+        self, child: str, deployment: Deployment, generation: Generation, message: ChildMessage, now: float
+    ) -> None:
+        match message:
             case Probing():
                 generation.probing(child, message)
             case Built():
@@ -156,11 +164,11 @@ class Crew:
                 generation.attached(child, message, now)
                 self._watch_if_ready(child, generation, now)
                 deployment.told(generation, message.device)
-            case Broken():
-                if child in generation.ready:
-                    # By its own word: what it has is not to blame.
-                    self._desk.release(child)
-                generation.broken(child, message, now)
+            case Unequal():
+                generation.unequal(message.note)
+                self._rate(generation)
+            case _:
+                units.heard(child, deployment, generation, self._desk, message, now)
 
     def exited(self, child: str, end: End, now: float) -> None:
         """A child has exited."""
@@ -172,7 +180,8 @@ class Crew:
         useful, mates = self._desk.has_answered(child), self._desk.mates(child)
         self._desk.died(child, end, now)
         for mate in mates:
-            if mate != child:
+            # A unit ends all that it has, and tells the first cause.
+            if mate != child and owner is not None and isinstance(owner[1], Generation):
                 self.drop(mate, f"{child}, without which it is of no use, is gone", now)
         if owner is not None:
             deployment, generation = owner
@@ -181,22 +190,22 @@ class Crew:
 
     # --- what is done to them -----------------------------------------------------------------------------------
 
-    def perform(self, deployment: Deployment, generation: Generation, action: Action, now: float) -> None:
+    def perform(self, deployment: Deployment, generation: Life, action: Action, now: float) -> None:
         """Do what a generation wants."""
         match action:
             case Pin():
                 self._snapshots.want(generation.source, now + self._config.load_timeout)
             case Spawn(name, role, template):
                 self._owners[name] = deployment, generation
-                device = generation.children[name].device
-                what = program(self._config, generation, self._snapshots[generation.source], device)
+                snapshot = self._snapshots[generation.source]
+                what = self._places.program(self._config, generation, snapshot, name, deployment.device)
                 self._children.spawn(self._owner, generation, what, name, role, template)
             case Send(name, order):
                 self._children.order(name, order)
             case Kill(name, abort):
                 self._children.kill(name, abort=abort)
             case Enlist(name):
-                self._enlist(name, generation)
+                self._enlist(name, generation, now)
             case Dismiss(name):
                 self._desk.dismiss(name)
                 if not generation.access.is_valid:
@@ -204,15 +213,16 @@ class Crew:
                     self._desk.release(name)
             case Forget():
                 self.past_deaths += generation.deaths
+                self._places.forget(generation.label)
                 self._children.forget(generation)
 
-    def reconfigure(self, config: ModelConfig, serving: Iterable[Generation]) -> None:
+    def reconfigure(self, config: ModelConfig, serving: Iterable[Life]) -> None:
         """Have what serves do as another configuration says that has the same loaded."""
         self._config = config
         for generation in serving:
             self._rate(generation)
 
-    def watch(self, serving: Iterable[tuple[Deployment, Generation]], now: float) -> None:
+    def watch(self, serving: Iterable[tuple[Deployment, Life]], now: float) -> None:
         """End who computes for too long, ping who has been idle and end who does not answer; look at the stores."""
         for process, why in self._desk.overdue(now):
             self.drop(process, why, now)
@@ -225,35 +235,40 @@ class Crew:
 
     def drop(self, process: str, why: str, now: float) -> None:
         """End a process that is of no use any more, and its seat with it."""
-        mates = self._desk.mates(process)
+        everyone = dict.fromkeys((process, *self._desk.mates(process)))
         self._desk.release(process)
-        for mate in mates:
+        for mate in everyone:
             owner = self._owners.get(mate)
             if owner is not None:
                 deployment, generation = owner
                 generation.hung(mate, why, now, useful=self._desk.has_answered(mate))
                 self._changed(deployment, now)
 
-    def examine(self, deployment: Deployment, generation: Generation, now: float) -> None:
+    def examine(self, deployment: Deployment, generation: Life, now: float) -> None:
         """Have a generation replaced whose page store was changed; of a holder that is dead it will be told."""
+        if not isinstance(generation, Generation):
+            return  # a unit has none
         if generation.access.trusts(self._children.lives) and not self._children.intact(generation):
             generation.store_lost("the page store was changed or truncated by somebody: its pages are not trusted", now)
             self._changed(deployment, now)
 
     # --- within -------------------------------------------------------------------------------------------------
 
-    def _enlist(self, name: str, generation: Generation) -> None:
+    def _enlist(self, name: str, generation: Life, now: float) -> None:
+        if isinstance(generation, Unit):
+            units.enlist(generation, self._config, self._desk, now)
+            return
         terms = rows.terms(self._config, generation)
         child = generation.children[name]
         concurrency = child.hello.concurrency if child.hello is not None else 1
         self._desk.enlist(name, device=child.device, terms=terms, concurrency=concurrency)
 
-    def _rate(self, generation: Generation) -> None:
+    def _rate(self, generation: Life) -> None:
         terms = rows.terms(self._config, generation)
         for each in generation.seats:
             self._desk.scheduler.seats.rate(each, terms)
 
-    def _is_sound(self, generation: Generation) -> bool:
+    def _is_sound(self, generation: Life) -> bool:
         """Whether what the generation's workers say can be passed on."""
         return generation.access.trusts(self._children.lives) and self._children.intact(generation)
 
@@ -261,22 +276,28 @@ class Crew:
         deployment.reconcile(now)
         self._settle(now)
 
-    def _job_failed(
-        self, child: str, deployment: Deployment, generation: Generation, failed: Failed, now: float
-    ) -> None:
-        self._desk.job_failed(child, failed, now)
+    def _job_failed(self, child: str, deployment: Deployment, generation: Life, failed: Failed, now: float) -> None:
+        why = self._desk.job_failed(child, failed, now)
         if failed.leaving:
             generation.leaving(child, now)
             self._changed(deployment, now)
+        else:
+            self._breached(child, deployment, generation, why, now)
 
-    def _pong(self, child: str, generation: Generation, pong: Pong, now: float) -> None:
+    def _breached(self, child: str, deployment: Deployment, generation: Life, why: str, now: float) -> None:
+        """End who computes together and is not in step any more, for this reason; "": they are."""
+        if why:
+            generation.broken(child, Broken(clip(why)), now)
+            self._changed(deployment, now)
+
+    def _pong(self, child: str, generation: Life, pong: Pong, now: float) -> None:
         self._desk.guard.watchdog.pong(child, now)
         built = generation.built
         if built is not None and pong.canary and built.canary and pong.canary != built.canary:
             self.drop(child, "the canary's answer is not the holder's any more: it would answer wrongly", now)
 
-    def _watch_if_ready(self, child: str, generation: Generation, now: float) -> None:
-        if child in generation.ready:
+    def _watch_if_ready(self, child: str, generation: Life, now: float) -> None:
+        if child in generation.ready and isinstance(generation, Generation):
             self._desk.guard.watchdog.watch(child, now)
 
     def _built(self, child: str, generation: Generation, built: Built, now: float) -> None:

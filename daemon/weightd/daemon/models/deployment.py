@@ -13,7 +13,7 @@ from collections.abc import Callable
 from weightd.daemon.children.owner import Snapshot
 from weightd.daemon.config.policies import Policy
 from weightd.daemon.generations.actions import Action, Enlist, Forget
-from weightd.daemon.generations.generation import Generation
+from weightd.daemon.generations.life import Life
 from weightd.daemon.generations.plan import Canary, Source, Terms
 from weightd.daemon.generations.progress import Outlook
 from weightd.daemon.generations.restarts import Restarts
@@ -41,7 +41,7 @@ class Deployment(Deployed):
         device: Room,
         terms: Terms,
         succession: Succession,
-        make: Callable[[Room, Source, Terms], Generation],
+        make: Callable[[Room, Source, Terms], Life],
         wake: Callable[[], object],
     ) -> None:
         super().__init__(device, terms)
@@ -55,7 +55,7 @@ class Deployment(Deployed):
         self._pinned: tuple[Snapshot, Canary | None] | None = None
         # Something has been released since it was refused.
         self._is_woken = False
-        self._actions: list[tuple[Generation, Action]] = []
+        self._actions: list[tuple[Life, Action]] = []
 
     # --- events -------------------------------------------------------------------------------------------------
 
@@ -63,14 +63,14 @@ class Deployment(Deployed):
         """Load the first generation."""
         self._load(source)
 
-    def resume(self, generation: Generation, snapshot: Snapshot, now: float) -> None:
-        """Go on with a generation that a daemon before this one has loaded of this."""
+    def resume(self, generation: Life, snapshot: Snapshot, now: float, port: int = 0) -> None:
+        """Go on with a generation that a daemon before this one has loaded of this, and given that port."""
         self.coming = self._last = generation
         self.terms = generation.terms
         self._machine.advance(StageEvent.SERVE)
         self._process_bytes = max(self._succession.process_bytes, generation.footprint.process_bytes)
         # It is there: whether there is room is no question.
-        self.device.restore(generation.label, self._need(snapshot))
+        self.device.restore(generation.label, self._need(snapshot), port)
         self.reconcile(now)
 
     def update(self, source: Source, now: float) -> None:
@@ -114,7 +114,7 @@ class Deployment(Deployed):
             self.coming.failed(cause, now)
             self.reconcile(now)
 
-    def told(self, generation: Generation, memory: DeviceMemory | None, rank: int = 0) -> None:
+    def told(self, generation: Life, memory: DeviceMemory | None, rank: int = 0) -> None:
         """The card, or that of this rank, has said what is free after a process of the generation has loaded."""
         if memory is not None:
             self.device.said_free(memory.free_bytes, rank)
@@ -165,7 +165,7 @@ class Deployment(Deployed):
         due = min((each.next_tick for each in self.generations), default=float("inf"))
         return min(due, self._restarts.due) if self._may_load() else due
 
-    def take_actions(self) -> list[tuple[Generation, Action]]:
+    def take_actions(self) -> list[tuple[Life, Action]]:
         """Return what is to be done, in order, and forget it."""
         actions, self._actions = self._actions, []
         return actions
@@ -208,7 +208,7 @@ class Deployment(Deployed):
         else:
             self._pinned = None
             self.device.reserve(coming.label, need)
-            coming.pinned(snapshot.sha256, now, canary)
+            coming.pinned(snapshot.sha256, now, canary, tuple(each.sha256 for each in snapshot.slices))
 
     def _room_released(self) -> None:
         self._is_woken = True
@@ -242,7 +242,7 @@ class Deployment(Deployed):
         elif self.serving is None or coming.complete:
             self._take_over(coming, now)
 
-    def _take_over(self, coming: Generation, now: float) -> None:
+    def _take_over(self, coming: Life, now: float) -> None:
         old, self.serving, self.coming = self.serving, coming, None
         self._wanted, self._since = None, now
         if self._stage is Stage.FIRST:
@@ -271,7 +271,7 @@ class Deployment(Deployed):
         coming = self.coming
         return coming is not None and coming.state is GenerationState.PINNING and coming.source == source
 
-    def _coming_failed(self, coming: Generation, now: float) -> None:
+    def _coming_failed(self, coming: Life, now: float) -> None:
         self.coming, self._pinned = None, None
         self.leaving.append(coming)
         self._blamed = coming
@@ -310,7 +310,7 @@ class Deployment(Deployed):
             self._try_again(coming)
         self._tell_failed(coming)
 
-    def _try_again(self, coming: Generation) -> None:
+    def _try_again(self, coming: Life) -> None:
         if self._stage is Stage.KEEPING or not self._restarts.failing:
             # What has served before was good: it is not given up, whatever is in its way now.
             self._wanted = coming.source
@@ -319,18 +319,18 @@ class Deployment(Deployed):
         else:
             self._fail(coming)
 
-    def _fail(self, last: Generation) -> None:
+    def _fail(self, last: Life) -> None:
         self._machine.advance(StageEvent.FAIL)
         _log.error(
             "%s failed: %s; no other is tried on %s", last.label, last.cause, self.device.name, extra=last.about()
         )
 
-    def _tell_failed(self, generation: Generation) -> None:
+    def _tell_failed(self, generation: Life) -> None:
         """Tell why, unless that was told with what follows."""
         if not self.failed and generation.state is GenerationState.FAILED:
             _log.warning("%s failed: %s", generation.label, generation.cause, extra=generation.about())
 
-    def _serving_failed(self, serving: Generation, now: float) -> None:
+    def _serving_failed(self, serving: Life, now: float) -> None:
         self.serving = None
         self.leaving.append(serving)
         self._blamed = serving
@@ -340,7 +340,7 @@ class Deployment(Deployed):
         self._wanted = serving.source
         self._tell_failed(serving)
 
-    def _leave(self, old: Generation, now: float) -> None:
+    def _leave(self, old: Life, now: float) -> None:
         if self.serving is old:
             self.serving = None
         self.leaving.append(old)

@@ -8,12 +8,13 @@ from collections.abc import Mapping
 
 from weightd.daemon.children.owner import Snapshot
 from weightd.daemon.config.model import ModelConfig
-from weightd.daemon.config.policies import Policy
 from weightd.daemon.generations.generation import Generation
+from weightd.daemon.generations.life import Life
 from weightd.daemon.generations.plan import Rows, Source, Terms
+from weightd.daemon.generations.records import GenerationRecord
 from weightd.daemon.generations.resume import record as record_generation
 from weightd.daemon.generations.states import GenerationState, advance
-from weightd.daemon.host.memory import MIB
+from weightd.daemon.generations.unit import Unit
 from weightd.daemon.host.timers import Timer
 from weightd.daemon.models import standing
 from weightd.daemon.models.attaching import Attaching
@@ -21,9 +22,9 @@ from weightd.daemon.models.budget import Device, Room
 from weightd.daemon.models.crew import Crew
 from weightd.daemon.models.deployment import Deployment
 from weightd.daemon.models.ports import Children, Clients
+from weightd.daemon.models.ranks import rooms, succession
 from weightd.daemon.models.records import ModelRecord
 from weightd.daemon.models.sources import Numbers, Sources
-from weightd.daemon.models.stage import Succession
 from weightd.daemon.models.standing import PHASE, Phase, PhaseEvent, Refusal
 from weightd.daemon.models.update import Updates
 from weightd.daemon.requests.desk import Desk
@@ -39,7 +40,8 @@ class Model:
 
     Attributes:
         desk: where its requests are.
-        deployments: one for each device, but one for all sets of cores that have one copy of the weights.
+        deployments: one for each device, but one for all sets of cores that have one copy of the weights, and one for
+            each group of ranks.
         note: what went wrong with the last change of the configuration.
         successor: what loads to replace it, after such a change.
         timer: when `tick` is due.
@@ -64,19 +66,8 @@ class Model:
         self.timer = Timer(self.tick)
         self.desk = Desk(name, config, clients, children.order, self.timer.due_by)
         self.deployments = [
-            Deployment(
-                devices[device],
-                Terms.configured(config, together),
-                Succession(
-                    Policy(config.policy),
-                    # On the CPU each process falls back by itself.
-                    fall_back=config.sharing == "auto" and not is_cpu(device),
-                    process_bytes=config.process_mib * MIB,
-                ),
-                make=self._make,
-                wake=self._wake,
-            )
-            for device, together in config.groups.items()
+            Deployment(room, terms, succession(config), make=self._make, wake=self._wake)
+            for room, terms in rooms(config, devices)
         ]
         self._children = children
         self._numbers = numbers or Numbers()
@@ -160,26 +151,24 @@ class Model:
     def resume(self, record: ModelRecord, now: float) -> None:
         """Begin with what a daemon before this one has loaded; load what is not there."""
         sources = self._sources.restore(record.source, record.previous, record.sources)
-        loaded = {each.device: each for each in record.generations}
+        loaded = list(record.generations)
         for deployment in self.deployments:
-            there = loaded.get(deployment.device.name)
-            generation = (
-                self._crew.resume(f"{self.name}.{there.number}", deployment, sources, there, now)
-                if there is not None
-                else None
-            )
-            if generation is None:
+            # Several groups of ranks on the CPU are on one device.
+            there = next((each for each in loaded if each.device == deployment.device.name), None)
+            loaded = [each for each in loaded if each is not there]
+            if there is None or not self._resume(deployment, sources, there, now):
                 deployment.start(self._sources.current)
-            else:
-                self._bound(generation)
-                deployment.resume(generation, self._sources.snapshots[generation.source], now)
         self._settle(now)
 
     def record(self) -> ModelRecord | None:
         """Return what the next daemon has to know to `resume` it; None if it has to load it anew."""
         source, sources = self._sources.current.number, self._sources.records()
-        kept = [each.serving or each.coming for each in self.deployments]
-        generations = [record_generation(each, self._children.seal(each)) for each in kept if each is not None]
+        kept = [(each.device, each.serving or each.coming) for each in self.deployments]
+        generations = [
+            record_generation(each, self._children.seal(each), device.port(each.label))
+            for device, each in kept
+            if each is not None
+        ]
         known = [each for each in generations if each is not None and each.source == source]
         if self.draining or not known or source not in [each.number for each in sources]:
             return None
@@ -311,7 +300,7 @@ class Model:
         return self._updates.under_way
 
     @property
-    def generations(self) -> list[Generation]:
+    def generations(self) -> list[Life]:
         """Every generation of which something is left; where nothing is, the last one that was."""
         there = [generation for deployment in self.deployments for generation in deployment.generations]
         for deployment in self.deployments:
@@ -343,19 +332,30 @@ class Model:
         return standing.unready(self.name, self.deployments, self.desk.guard.watchdog, now)
 
     @property
-    def main(self) -> Generation:
+    def main(self) -> Life:
         """The generation that tells how it stands."""
         return standing.main(self.deployments).main
 
     # --- within -------------------------------------------------------------------------------------------------
 
-    def _make(self, device: Room, source: Source, terms: Terms) -> Generation:
+    def _make(self, device: Room, source: Source, terms: Terms) -> Life:
         number = self._numbers.generation()
-        generation = Generation(f"{self.name}.{number}", terms, device.name, source, number=number)
+        kind = Generation if terms.ranks is None else Unit
+        generation: Life = kind(f"{self.name}.{number}", terms, device.name, source, number=number)
         self._bound(generation)
         return generation
 
-    def _bound(self, generation: Generation) -> None:
+    def _resume(
+        self, deployment: Deployment, sources: Mapping[int, Source], there: GenerationRecord, now: float
+    ) -> bool:
+        generation = self._crew.resume(f"{self.name}.{there.number}", deployment, sources, there, now)
+        if generation is None:
+            return False
+        self._bound(generation)
+        deployment.resume(generation, self._sources.snapshots[generation.source], now, there.port)
+        return True
+
+    def _bound(self, generation: Life) -> None:
         # On a card an attach may write what others compute on, and what it takes is told by what is free after it.
         if self.attaching is not None and is_cpu(generation.device):
             nbytes = functools.partial(self._nbytes, generation.source)

@@ -9,7 +9,7 @@ from weightd.daemon.children.launch import Program
 from weightd.daemon.children.owner import Owner
 from weightd.daemon.config.model import ModelConfig
 from weightd.daemon.generations.actions import Role
-from weightd.daemon.generations.generation import Generation
+from weightd.daemon.generations.life import Life
 from weightd.daemon.generations.plan import Source
 from weightd.daemon.generations.records import SealRecord
 from weightd.daemon.models.update import Operators
@@ -28,11 +28,11 @@ class Children(Protocol):
         """Remove the snapshot, or stop taking it."""
 
     def spawn(
-        self, owner: Owner, generation: Generation, program: Program, name: str, role: Role, template: str = ""
+        self, owner: Owner, generation: Life, program: Program, name: str, role: Role, template: str = ""
     ) -> None:
         """Start a child, forked of `template` if that is one; answer by `heard` and, in the end, `exited`."""
 
-    def resume(self, owner: Owner, generation: Generation, seal: SealRecord | None) -> bool:
+    def resume(self, owner: Owner, generation: Life, seal: SealRecord | None) -> bool:
         """Take over the children of a generation that a daemon before this one has loaded; answer as for `spawn`.
 
         Return False if its page store is not what it was.
@@ -42,7 +42,7 @@ class Children(Protocol):
     def changed(self) -> None:
         """Something has changed that the next daemon would have to know."""
 
-    def seal(self, generation: Generation) -> SealRecord | None:
+    def seal(self, generation: Life) -> SealRecord | None:
         """Return what the page store of the generation was when it was exported, if it has one."""
         raise NotImplementedError
 
@@ -50,10 +50,10 @@ class Children(Protocol):
         """Return whether a child has not begun to exit: what it holds is there."""
         raise NotImplementedError
 
-    def exported(self, generation: Generation) -> None:
+    def exported(self, generation: Life) -> None:
         """Remember what the holder has left in the page store, if it has one."""
 
-    def intact(self, generation: Generation) -> bool:
+    def intact(self, generation: Life) -> bool:
         """Return whether the page store of the generation, if it has one, is still what it was then."""
         raise NotImplementedError
 
@@ -65,7 +65,7 @@ class Children(Protocol):
     ) -> None:
         """Send an order to a child."""
 
-    def forget(self, generation: Generation) -> None:
+    def forget(self, generation: Life) -> None:
         """Remove the files of a generation of which nothing is left."""
 
 

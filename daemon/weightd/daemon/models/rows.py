@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from weightd.daemon.config.model import ModelConfig
-from weightd.daemon.generations.generation import Generation
+from weightd.daemon.generations.life import Life
 from weightd.daemon.requests.rows.terms import WHOLE, Dims, RowTerms
 from weightd.protocol.messages.children import Built
 from weightd.protocol.messages.findings import Rows
 
 
-def terms(config: ModelConfig, generation: Generation) -> RowTerms:
+def terms(config: ModelConfig, generation: Life) -> RowTerms:
     """Return what is configured, as far as the generation's holder has found it to be right."""
     built = generation.built
     found = None if built is None else built.rows
@@ -29,7 +29,7 @@ def terms(config: ModelConfig, generation: Generation) -> RowTerms:
     )
 
 
-def told(config: ModelConfig, generation: Generation) -> str:
+def told(config: ModelConfig, generation: Life) -> str:
     """Return for people what is done with rows, and why not what is configured; "" where nothing is."""
     found = None if generation.built is None else generation.built.rows
     if found is None:
@@ -60,7 +60,7 @@ def _tested(built: Built, found: Rows) -> Dims | None:
     return frozenset((name, tuple(shape[1:] if name in found.inputs else shape)) for name, shape in shapes)
 
 
-def _rowless(generation: Generation) -> list[str]:
+def _rowless(generation: Life) -> list[str]:
     """The inputs that have no rows: what one request gives there is not what another does."""
     built = generation.built
     if built is None or built.rows is None:
@@ -68,6 +68,6 @@ def _rowless(generation: Generation) -> list[str]:
     return [each.name for each in built.inputs if each.name not in built.rows.inputs]
 
 
-def _has_others(generation: Generation) -> bool:
+def _has_others(generation: Life) -> bool:
     """Whether a request may have more free dimensions than its rows."""
     return generation.built is not None and any(-1 in (each.shape or ())[1:] for each in generation.built.inputs)

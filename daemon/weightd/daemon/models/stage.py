@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from weightd.daemon.config.policies import Policy
-from weightd.daemon.generations.generation import Generation
+from weightd.daemon.generations.life import Life
 from weightd.daemon.generations.plan import Source, Terms
 from weightd.daemon.generations.progress import Outlook
 from weightd.daemon.generations.states import Machine
@@ -79,12 +79,12 @@ class Deployed:
     def __init__(self, device: Room, terms: Terms) -> None:
         self.device = device
         self.terms = terms
-        self.serving: Generation | None = None
-        self.coming: Generation | None = None
-        self.leaving: list[Generation] = []
+        self.serving: Life | None = None
+        self.coming: Life | None = None
+        self.leaving: list[Life] = []
         # The one that tells why there is none, or no better one.
-        self._blamed: Generation | None = None
-        self._last: Generation | None = None
+        self._blamed: Life | None = None
+        self._last: Life | None = None
         # What the next generation loads, once there may be one.
         self._wanted: Source | None = None
         self._machine = Machine(STAGE, Stage.FIRST, f"a deployment on {device.name}", {})
@@ -94,7 +94,7 @@ class Deployed:
         return self._machine.state
 
     @property
-    def generations(self) -> list[Generation]:
+    def generations(self) -> list[Life]:
         """Every generation of which something is left, the one that serves first."""
         return [each for each in (self.serving, self.coming, *self.leaving) if each is not None]
 
@@ -109,7 +109,7 @@ class Deployed:
         return self._blamed is None or self._blamed.outlook is Outlook.BETTER or self._stage is Stage.STOPPING
 
     @property
-    def main(self) -> Generation:
+    def main(self) -> Life:
         """The generation that tells how it stands."""
         generation = self.serving or self.coming or self._last
         if generation is None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from weightd.daemon.config.model import ModelConfig
+from weightd.daemon.config.ranks import RANK
 from weightd.daemon.generations.plan import Source
 from weightd.daemon.models.deployment import Deployment
 from weightd.daemon.models.sources import Sources
@@ -144,3 +145,5 @@ class Updates:
         suffix = self._config.spec.suffix
         if path and Path(path).suffix != suffix:
             raise InvalidArgument(f"expected a {suffix} file for engine {self._config.engine}, got {path!r}")
+        if path and self._config.ranks is not None and RANK not in path:
+            raise InvalidArgument(f"expected {RANK} in the path, for each rank has a file of its own, got {path!r}")

@@ -13,7 +13,7 @@ from weightd.daemon.children.forkservers import ForkServer
 from weightd.daemon.engines.ascend import on_card
 from weightd.daemon.generations.actions import Role
 from weightd.daemon.generations.child import Child
-from weightd.daemon.generations.generation import Generation
+from weightd.daemon.generations.life import Life
 from weightd.daemon.generations.states import ChildState
 from weightd.daemon.host import cgroup
 from weightd.daemon.host.memory import resident_bytes
@@ -142,7 +142,7 @@ def _note(model: Model) -> str:
 
 def _generation(
     model: Model,
-    generation: Generation,
+    generation: Life,
     survey: Survey,
     processes: Mapping[str, Process],
     files: GenerationFiles | None,
@@ -170,7 +170,7 @@ def _generation(
     )
 
 
-def _process(model: Model, generation: Generation, child: Child, pid: int, survey: Survey) -> ProcessStatus:
+def _process(model: Model, generation: Life, child: Child, pid: int, survey: Survey) -> ProcessStatus:
     latencies = model.desk.by_process.get(child.name)
     hello = child.hello
     is_worker, is_ready = child.role is Role.WORKER, child.state is ChildState.READY

@@ -1,0 +1,115 @@
+"""What the processes of a unit are started with: each its slice, and all the same place where they meet.
+
+The place is new for each generation: nothing of one that was killed is met there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from weightd.daemon.children.launch import Program
+from weightd.daemon.children.owner import Snapshot
+from weightd.daemon.config.model import ModelConfig
+from weightd.daemon.config.ranks import Ranks
+from weightd.daemon.engines import ranktable
+from weightd.daemon.engines.ascend import physical_id
+from weightd.shared.devices import card_of
+from weightd.shared.meeting import Meeting
+
+_HOST = "127.0.0.1"
+
+# Where the driver's tools keep the addresses of the cards' own network ports.
+_HCCN_CONF = Path("/etc/hccn.conf")
+
+# What a broker has in the place of a rank.
+_NO_RANK = -1
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the ranks of one generation meet.
+
+    Attributes:
+        port: on which the broker listens; 0 where there is none.
+        table: the path of a rank table that is given, or "".
+        text: of the rank table that is written for them, or "".
+    """
+
+    port: int = 0
+    table: str = ""
+    text: str = ""
+
+
+def free_port() -> int:
+    """Return a port of this host's own on which nobody listens now.
+
+    Somebody may, by the time that it is used: then the broker cannot come up, and the next generation has another.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.bind((_HOST, 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def written_table(devices: Sequence[str], ips: Mapping[str, str], port: int) -> str:
+    """Return the rank table of ranks on these cards of this host.
+
+    Args:
+        devices: of each rank, in their order.
+        ips: of the cards' own network ports, as far as they are configured.
+        port: on which the communication of each listens; 0: the library's own.
+    """
+    visible = os.environ.get("ASCEND_RT_VISIBLE_DEVICES", "")
+    known: dict[int, str] = {}
+    with contextlib.suppress(OSError, ValueError):
+        known = ranktable.addresses(_HCCN_CONF.read_text("ascii"))
+    entries: list[ranktable.Device] = []
+    for device in devices:
+        card = card_of(device) or 0
+        number = physical_id(card, visible)
+        number = card if number is None else number
+        entries.append(ranktable.Device(number, ips.get(device) or known.get(number, ""), port))
+    return ranktable.generate(entries)
+
+
+def rank_program(config: ModelConfig, snapshot: Snapshot, device: str, rank: int | None, place: Place) -> Program:
+    """Return what the process of a rank runs; None: the broker's."""
+    if config.ranks is None:
+        raise ValueError("expected a model with ranks")
+    own = snapshot.slices[rank or 0]
+    return Program(
+        config.python,
+        config.engine,
+        own.path,
+        device,
+        threads=config.threads,
+        sharing=False,
+        options=config.options.json(),
+        sample=snapshot.sample,
+        tolerance=config.canary_tolerance,
+        why_spawned="ranks are of no fork server",
+        pinned=f"{own.identity}:{own.sha256}",
+        cores=config.cores_of(device) if rank is not None else "",
+        meeting=_meeting(config.ranks, own.group_info, _NO_RANK if rank is None else rank, place),
+        table=place.text,
+    )
+
+
+def _meeting(ranks: Ranks, group_info: str, rank: int, place: Place) -> Meeting:
+    return Meeting(
+        rank,
+        ranks.size,
+        ranks.connect_timeout,
+        ranks.exec_timeout,
+        reply=ranks.reply_rank,
+        host=_HOST,
+        port=place.port,
+        table=place.table,
+        group_info=group_info,
+        buffer_mib=ranks.buffer_mib if ranks.on_cards else 0,
+    )

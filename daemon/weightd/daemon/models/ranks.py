@@ -1,0 +1,94 @@
+"""What the table [models.NAME.ranks] comes to: which generation is on which devices, and where its ranks meet."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from weightd.daemon.children.launch import Program, program
+from weightd.daemon.children.meeting import Place, free_port, rank_program, written_table
+from weightd.daemon.children.owner import Snapshot
+from weightd.daemon.config.model import ModelConfig
+from weightd.daemon.config.policies import Policy
+from weightd.daemon.config.ranks import Ranks
+from weightd.daemon.generations.actions import Role
+from weightd.daemon.generations.child import Child
+from weightd.daemon.generations.life import Life
+from weightd.daemon.generations.plan import CONCAT, RankTerms, Terms
+from weightd.daemon.host.memory import MIB
+from weightd.daemon.models.budget import Device, Room
+from weightd.daemon.models.cards import Cards
+from weightd.daemon.models.stage import Succession
+from weightd.shared.devices import CPU
+
+
+def rooms(config: ModelConfig, devices: Mapping[str, Device]) -> list[tuple[Room, Terms]]:
+    """Return where the model has a copy of the weights each, and what is configured of it."""
+    if config.ranks is None:
+        return [(devices[device], Terms.configured(config, together)) for device, together in config.groups.items()]
+    return [(_room(config.ranks, group, devices), _terms(config, config.ranks, group)) for group in config.ranks.groups]
+
+
+def succession(config: ModelConfig) -> Succession:
+    """Return how one generation of the model follows another."""
+    return Succession(
+        Policy(config.policy),
+        # On the CPU each process falls back by itself.
+        fall_back=config.sharing == "auto" and config.on_cards,
+        process_bytes=config.process_mib * MIB,
+        buffer_bytes=0 if config.ranks is None else config.ranks.buffer_bytes,
+    )
+
+
+def rank_of(child: Child) -> int | None:
+    """Return which rank a process of a unit is; None: it is the broker."""
+    return None if child.role is Role.BROKER else int(child.name.rpartition(".rank")[2])
+
+
+class Places:
+    """Where the ranks of each generation meet, from its first process to its end."""
+
+    def __init__(self) -> None:
+        self._all: dict[str, Place] = {}
+
+    def program(self, config: ModelConfig, generation: Life, snapshot: Snapshot, name: str, room: Room) -> Program:
+        """Return what a child of the generation runs, whatever that is."""
+        child, terms = generation.children[name], generation.terms.ranks
+        if terms is None:
+            return program(config, generation, snapshot, child.device)
+        place = self._all.get(generation.label)
+        if place is None:
+            port = room.port(generation.label) if isinstance(room, Cards) else 0
+            place = self._all[generation.label] = _place(config, terms, snapshot, port)
+        return rank_program(config, snapshot, child.device, rank_of(child), place)
+
+    def forget(self, label: str) -> None:
+        """Nothing is left of the generation."""
+        self._all.pop(label, None)
+
+
+def _room(ranks: Ranks, group: tuple[str, ...], devices: Mapping[str, Device]) -> Room:
+    return Cards([devices[each] for each in group], ranks.device_ports) if ranks.on_cards else devices[CPU]
+
+
+def _terms(config: ModelConfig, ranks: Ranks, group: tuple[str, ...]) -> Terms:
+    reply = ranks.reply_rank
+    terms = RankTerms(
+        ranks.size,
+        group,
+        float(ranks.connect_timeout),
+        CONCAT if reply is None else reply,
+        has_broker=config.spec.has_broker,
+    )
+    return dataclasses.replace(Terms.configured(config, ()), sharing=False, forks_built=False, ranks=terms)
+
+
+def _place(config: ModelConfig, terms: RankTerms, snapshot: Snapshot, card_port: int) -> Place:
+    ranks = config.ranks
+    port = free_port() if terms.has_broker else 0
+    if ranks is not None and snapshot.tables:
+        return Place(port, table=snapshot.tables[ranks.groups.index(terms.devices)])
+    return Place(
+        port,
+        text=written_table(terms.devices, ranks.device_ips, card_port) if ranks is not None and ranks.generates else "",
+    )

@@ -1,0 +1,59 @@
+"""Where ranks meet: a port that is free, and a table of their cards."""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+
+import pytest
+
+from weightd.daemon.children import launch, meeting
+from weightd.daemon.children.files import GenerationFiles
+from weightd.daemon.children.launch import Program
+from weightd.daemon.generations.actions import Role
+from weightd.shared.meeting import Meeting
+
+
+def test_a_port_is_one_on_which_nobody_listens() -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", meeting.free_port()))
+
+
+@pytest.mark.parametrize(
+    ("visible", "ips", "expected"),
+    [
+        ("", {}, [("0", "10.0.0.1"), ("1", "10.0.0.2")]),
+        ("3,2", {"ascend:0": "10.0.0.9", "ascend:1": "10.0.0.8"}, [("3", "10.0.0.9"), ("2", "10.0.0.8")]),
+        ("3,2", {"ascend:0": "10.0.0.9"}, [("3", None), ("2", None)]),
+        # Of one that is not listed nothing is known but its number.
+        ("0", {}, [("0", "10.0.0.1"), ("1", "10.0.0.2")]),
+    ],
+)
+def test_a_table_names_cards_as_the_host_does(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    visible: str,
+    ips: dict[str, str],
+    expected: list[tuple[str, str | None]],
+) -> None:
+    monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", visible)
+    conf = tmp_path / "hccn.conf"
+    conf.write_text("address_0=10.0.0.1\naddress_1=10.0.0.2\n")
+    monkeypatch.setattr(meeting, "_HCCN_CONF", conf)
+    table = json.loads(meeting.written_table(["ascend:0", "ascend:1"], ips, 7000))
+    devices = table["server_list"][0]["device"]
+    assert [(each["device_id"], each.get("device_ip")) for each in devices] == expected
+    assert {each["device_port"] for each in devices} == {"7000"}
+
+
+@pytest.mark.parametrize("table", ["", "{}"])
+def test_a_rank_is_told_how_it_meets_the_others(tmp_path: Path, table: str) -> None:
+    files = GenerationFiles(tmp_path / "m.1")
+    files.create(table)
+    told = Meeting(0, 2, 120, 68, table="/given.json")
+    program = Program("/python", "mindspore", "/m", "cpu", meeting=told, table=table)
+    argv = launch.child(program, "m.1.rank0", Role.RANK, "ipc://s", files).argv
+    expected = told._replace(table=str(files.table)) if table else told
+    assert Meeting.from_json(argv[argv.index("--ranks") + 1]) == expected
+    assert [path.read_text() for path in files.directory.iterdir()] == ([table] if table else [])

@@ -1,0 +1,339 @@
+"""A model that is cut over ranks, as the daemon has it: its groups, what they are started with, and what ends them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import signal
+from typing import Any
+
+import pytest
+
+from weightd.daemon.children.owner import SliceSnapshot, Snapshot
+from weightd.daemon.config.model import ModelConfig
+from weightd.daemon.config.ranks import Ranks
+from weightd.daemon.host.ends import By, End
+from weightd.daemon.host.memory import MIB
+from weightd.daemon.models.budget import Device
+from weightd.daemon.models.model import Model
+from weightd.daemon.models.records import ModelRecord
+from weightd.daemon.models.sources import Numbers
+from weightd.protocol.messages.children import Back, Broken, ChildMessage, Failed, Hello, Ping, Predict, Result, Unequal
+from weightd.protocol.messages.data import ResponseDescription, TensorSignature
+from weightd.protocol.messages.findings import Cases, DeviceMemory
+from weightd.protocol.messages.ranks import Done, Enter, Entered, Slice, Warm, Warmed
+from weightd.protocol.schema import decode, plain
+from weightd.protocol.version import VERSION
+
+from .fakehost import CPU, OUT, FakeHost, X, Y, request
+
+CASES: Cases = ({"x": (5, 2)},)
+WARMED = Warmed("canary", CASES)
+ON_CARDS = Ranks(
+    size=2,
+    groups=(("ascend:0", "ascend:1"),),
+    rank_table="generate",
+    reply="last",
+    device_ips={"ascend:0": "10.0.0.1", "ascend:1": "10.0.0.2"},
+)
+
+
+def digest(source: int, rank: int) -> str:
+    return f"{source}{rank}" * 32
+
+
+def taken(source: int, size: int = 2) -> Snapshot:
+    slices = tuple(
+        SliceSnapshot(f"/snapshots/{source}/{rank}", digest(source, rank), (rank + 1) * 10 * MIB, f"known{rank}")
+        for rank in range(size)
+    )
+    whole = f"{source}" * 64
+    return Snapshot(slices[0].path, "", whole, 30 * MIB, "/snapshots/s.npz", "known0", slices)
+
+
+class Cut:
+    """A model of two ranks, and their side of the talk."""
+
+    def __init__(
+        self, ranks: Ranks = ON_CARDS, host: FakeHost | None = None, numbers: Numbers | None = None, **config: Any
+    ) -> None:
+        self.host, self.now = host or FakeHost(), 1000.0
+        config = {"engine": "mindspore_lite", "spares": 0, "sharing": "off", **config}
+        self.config = ModelConfig("/m{rank}.mindir", devices=ranks.together, ranks=ranks, **config)
+        self.devices = {name: Device(name) for name in ("cpu", *ranks.together)}
+        self.model = Model("big", self.config, self.devices, self.host, self.host, numbers)
+
+    def started(self) -> Cut:
+        self.model.start(self.now)
+        return self.pinned()
+
+    def pinned(self) -> Cut:
+        source = self.host.pinned[-1]
+        self.model.pinned(source, taken(source.number), self.now)
+        return self
+
+    def of(self, generation: int) -> list[str]:
+        return [name for name in self.host.spawned if name.startswith(f"big.{generation}.")]
+
+    def ranks(self, generation: int) -> list[str]:
+        return [name for name in self.of(generation) if ".rank" in name]
+
+    def says(self, child: str, message: ChildMessage) -> Cut:
+        self.model.heard(child, message, (), self.now)
+        return self
+
+    def greet(self, generation: int = 1, source: int = 1) -> Cut:
+        for name in self.of(generation):
+            hello = Hello("1", "broker", {"weightd": VERSION}, CPU)
+            if ".rank" in name:
+                rank = int(name[-1])
+                hello = dataclasses.replace(hello, sha256=digest(source, rank), slice=Slice(rank, (X,), (Y,)))
+            self.says(name, hello)
+        return self
+
+    def enters(self, generation: int = 1, y: TensorSignature = Y, device: DeviceMemory | None = None) -> Cut:
+        for name in self.ranks(generation):
+            self.says(name, Entered((X,), (y,), device))
+        return self
+
+    def loads(self, generation: int = 1, source: int = 1) -> Cut:
+        self.greet(generation, source).enters(generation)
+        for name in self.ranks(generation):
+            self.says(name, WARMED)
+        return self
+
+    def serving(self) -> Cut:
+        self.started().loads()
+        self.host.orders.clear()
+        return self
+
+    def asks(self) -> int:
+        asked = request()
+        self.model.infer(asked, self.now)
+        return asked.number
+
+    def answers(self, number: int, generation: int = 1) -> Cut:
+        first, last = self.ranks(generation)
+        return self.says(first, Done(number)).says(last, Result(number, ResponseDescription("m", (OUT,))))
+
+    def ends(self, *names: str, end: End | None = None) -> Cut:
+        for name in names:
+            self.model.exited(name, end or End(-signal.SIGKILL, by=By.DAEMON), self.now)
+        return self
+
+    def given(self) -> list[tuple[str, int, int]]:
+        """Who was given which request since the last time, with which step."""
+        steps = [(name, order.request, order.step) for name, order in self.host.orders if isinstance(order, Predict)]
+        self.host.orders = [each for each in self.host.orders if not isinstance(each[1], Predict)]
+        return steps
+
+
+R0, R1 = "big.1.rank0", "big.1.rank1"
+
+
+def test_all_ranks_are_started_each_with_its_slice_and_all_with_the_same_table() -> None:
+    stage = Cut().started()
+    assert stage.host.spawned == [R0, R1]
+    programs = [stage.host.programs[name] for name in (R0, R1)]
+    assert [(each.model, each.device, each.pinned) for each in programs] == [
+        (f"/snapshots/1/{rank}", f"ascend:{rank}", f"known{rank}:{digest(1, rank)}") for rank in range(2)
+    ]
+    assert [each.meeting and (each.meeting.rank, each.meeting.reply, each.meeting.port) for each in programs] == [
+        (0, 1, 0),
+        (1, 1, 0),
+    ]
+    assert programs[0].table == programs[1].table
+    table = json.loads(programs[0].table)
+    assert [each["device_ip"] for each in table["server_list"][0]["device"]] == ["10.0.0.1", "10.0.0.2"]
+    assert [each.why_spawned != "" for each in programs] == [True, True]
+
+
+def test_where_ranks_need_a_broker_all_of_a_generation_know_its_port() -> None:
+    stage = Cut(Ranks(size=2, groups=(("cpu", "cpu"),)), engine="mindspore").started()
+    assert stage.host.spawned == ["big.1.broker", R0, R1]
+    meetings = [stage.host.programs[name].meeting for name in stage.host.spawned]
+    assert [each and each.rank for each in meetings] == [-1, 0, 1]
+    [port] = {each.port for each in meetings if each is not None}
+    assert port > 0
+    assert {program.table for program in stage.host.programs.values()} == {""}
+
+
+def test_they_enter_and_run_the_canary_together_and_then_take_requests_in_step() -> None:
+    stage = Cut().started()
+    asked = stage.asks()
+    stage.greet().enters()
+    assert stage.host.told(Enter) == [(R0, Enter()), (R1, Enter())]
+    assert stage.host.told(Warm) == [(R0, Warm()), (R1, Warm())]
+    stage.says(R1, WARMED)
+    assert not stage.model.serves
+    stage.says(R0, Warmed("", ()))
+    assert (stage.model.serves, stage.model.complete, stage.model.unready(stage.now)) == (True, True, "")
+    assert stage.given() == [(R0, asked, 1), (R1, asked, 1)]
+    second = stage.asks()
+    stage.says(R1, Result(asked, ResponseDescription("m", (OUT,))))
+    assert (stage.host.answers, stage.given()) == ([], [])
+    stage.says(R0, Done(asked))
+    assert (stage.host.answers, stage.given()) == ([asked], [(R0, second, 2), (R1, second, 2)])
+
+
+def _dies(stage: Cut, asked: int) -> None:
+    stage.ends(R0, end=End(-signal.SIGKILL))
+
+
+def _breaks(stage: Cut, asked: int) -> None:
+    stage.says(R0, Broken("step: expected 1, got 2"))
+
+
+def _fails(stage: Cut, asked: int) -> None:
+    stage.says(R0, Failed(asked, "INTERNAL", "predict failed", leaving=True))
+
+
+def _tells_what_it_was_not_asked(stage: Cut, asked: int) -> None:
+    stage.says(R0, Done(asked + 1000))
+
+
+def _answers_instead_of_another(stage: Cut, asked: int) -> None:
+    stage.says(R0, Result(asked, ResponseDescription("m", (OUT,))))
+
+
+def _says_what_no_rank_says(stage: Cut, asked: int) -> None:
+    stage.says(R0, Unequal("rows differ"))
+
+
+def _does_not_end(stage: Cut, asked: int) -> None:
+    stage.now += stage.config.predict_timeout + 1.0
+    stage.model.tick(stage.now)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        _dies,
+        _breaks,
+        _fails,
+        _tells_what_it_was_not_asked,
+        _answers_instead_of_another,
+        _says_what_no_rank_says,
+        _does_not_end,
+    ],
+)
+def test_with_one_rank_all_are_lost_and_what_they_had_runs_on_the_next_group(loss: Any) -> None:
+    stage = Cut().serving()
+    asked = stage.asks()
+    assert len(stage.given()) == 2
+    loss(stage, asked)
+    alive = [name for name in (R0, R1) if not (loss is _dies and name == R0)]
+    assert (stage.host.killed, stage.host.aborted, stage.host.answers) == (alive, [], [])
+    stage.ends(*alive)
+    stage.now += 10.0
+    stage.model.tick(stage.now)
+    assert stage.of(2) == ["big.2.rank0", "big.2.rank1"]
+    stage.loads(2)
+    assert stage.given() == [("big.2.rank0", asked, 1), ("big.2.rank1", asked, 1)]
+    stage.answers(asked, 2)
+    assert (stage.host.answers, stage.host.refusals, stage.model.deaths) == ([asked], [], 1)
+
+
+def test_the_first_cause_is_told() -> None:
+    stage = Cut().serving()
+    stage.ends(R1, end=End(-signal.SIGSEGV))
+    [cause] = [each.cause for each in stage.model.generations if each.label == "big.1"]
+    assert cause.startswith(f"{R1}: killed by SIGSEGV")
+
+
+def test_what_all_refuse_is_its_requests_error() -> None:
+    stage = Cut().serving()
+    asked = stage.asks()
+    for name in (R0, R1):
+        stage.says(name, Failed(asked, "INVALID_ARGUMENT", "x: no such shape", leaving=False))
+    assert stage.host.refused() == [(asked, "INVALID_ARGUMENT")]
+    assert (stage.model.serves, stage.host.killed) == (True, [])
+
+
+def test_idle_ranks_are_pinged_without_the_canary() -> None:
+    stage = Cut(canary_interval=0.001).serving()
+    told: set[tuple[str, Any]] = set()
+    for _ in range(3):
+        stage.now = stage.model.next_event
+        stage.model.tick(stage.now)
+        told.update(stage.host.told(Ping))
+    assert told == {(name, Ping(canary=False)) for name in (R0, R1)}
+
+
+def test_on_cards_a_new_group_takes_the_place_of_the_old_one_unless_there_is_a_port() -> None:
+    for ports, spawned in (((), []), ((16666, 16667), ["big.2.rank0", "big.2.rank1"])):
+        stage = Cut(dataclasses.replace(ON_CARDS, device_ports=ports)).serving()
+        stage.model.update(b"o", "u", stage.now, path="/new{rank}.mindir", weights="", rollback=False)
+        stage.pinned()
+        assert stage.of(2) == spawned
+        if not ports:
+            assert stage.host.errors[0][1] == "FAILED_PRECONDITION"
+            assert "no port" in stage.host.errors[0][2]
+            continue
+        tables = [json.loads(stage.host.programs[name].table) for name in (R0, "big.2.rank0")]
+        assert [each["server_list"][0]["device"][0]["device_port"] for each in tables] == ["16666", "16667"]
+        stage.loads(2, source=2)
+        assert (stage.host.updated[0].path, stage.model.main.label) == ("/new{rank}.mindir", "big.2")
+        stage.model.update(b"o", "u", stage.now, path="", weights="", rollback=True)
+        assert stage.of(3) == []
+        stage.ends(R0, R1, end=End(0))
+        assert stage.of(3) == ["big.3.rank0", "big.3.rank1"]
+        stage.loads(3)
+        assert (stage.host.updated[1].path, stage.model.main.label) == ("/m{rank}.mindir", "big.3")
+
+
+@pytest.mark.parametrize("path", ["/new.mindir", "/new{rank}.onnx"])
+def test_an_update_is_to_one_file_for_each_rank(path: str) -> None:
+    stage = Cut().serving()
+    with pytest.raises(Exception, match="expected"):
+        stage.model.update(b"o", "u", stage.now, path=path, weights="", rollback=False)
+
+
+def test_a_model_that_takes_something_else_does_not_take_over() -> None:
+    stage = Cut(dataclasses.replace(ON_CARDS, device_ports=(1, 2))).serving()
+    stage.model.update(b"o", "u", stage.now, path="/new{rank}.mindir", weights="", rollback=False)
+    stage.pinned().greet(2, 2).enters(2, TensorSignature("y", "FP32", (-1, 4)))
+    assert "is not a drop-in for the one that serves" in stage.host.errors[0][2]
+    assert stage.model.main.label == "big.1"
+
+
+def test_several_groups_share_the_queue() -> None:
+    groups = (("ascend:0", "ascend:1"), ("ascend:2", "ascend:3"))
+    stage = Cut(dataclasses.replace(ON_CARDS, groups=groups, device_ips={})).started()
+    assert stage.host.spawned == [R0, R1, "big.2.rank0", "big.2.rank1"]
+    stage.loads(1).loads(2)
+    first, second = stage.asks(), stage.asks()
+    given = stage.given()
+    assert {name.rpartition(".")[0]: number for name, number, _ in given} == {"big.1": first, "big.2": second}
+    stage.answers(second, 2).answers(first, 1)
+    assert stage.host.answers == [second, first]
+
+
+def test_each_card_says_what_is_free() -> None:
+    stage = Cut().started().greet().enters(device=DeviceMemory(100 * MIB, 50 * MIB))
+    assert [stage.devices[f"ascend:{rank}"].free for rank in range(2)] == [50 * MIB] * 2
+
+
+@pytest.mark.parametrize(("steps", "goes_on"), [((7, 7), True), ((7, 6), False)])
+def test_the_next_daemon_goes_on_with_a_group_whose_ranks_are_in_step(steps: tuple[int, int], goes_on: bool) -> None:
+    stage = Cut(dataclasses.replace(ON_CARDS, device_ports=(16666, 16667))).serving()
+    record = stage.model.record()
+    written: ModelRecord = decode(ModelRecord, json.loads(json.dumps(plain(record))))
+    following = Cut(stage.config.ranks or ON_CARDS, stage.host, numbers=Numbers(written.made))
+    following.host.spawned.clear()
+    following.model.resume(written, following.now)
+    assert following.devices["ascend:0"].ports == {"big.1": 16666}
+    asked = following.asks()
+    for name, step in zip((R0, R1), steps, strict=True):
+        following.says(name, Back(step))
+    assert following.model.serves == goes_on
+    assert following.given() == [(R0, asked, 8), (R1, asked, 8)] * goes_on
+    assert following.host.killed == ([] if goes_on else [R0, R1])
+    if not goes_on:
+        [cause] = [each.cause for each in following.model.generations if each.label == "big.1"]
+        assert cause.startswith("the ranks are not in step")
+        following.ends(R0, R1)
+        following.now += 10.0
+        following.model.tick(following.now)
+        following.loads(2)
+        assert following.given() == [("big.2.rank0", asked, 1), ("big.2.rank1", asked, 1)]
