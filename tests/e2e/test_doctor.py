@@ -19,8 +19,11 @@ from ascendsim import Host, environment, models
 from testkit import mindir
 from testkit.waiting import until
 from weightd.daemon.doctor.verdicts import host as checks
+from weightd.daemon.doctor.verdicts import ranks as rank_checks
 from weightd.daemon.doctor.verdicts import trial as trial_checks
 from weightd.daemon.doctor.verdicts.trial import ATTACH, BUILD, DEATH, MEMORY
+from weightd.daemon.engines import ranktable
+from weightd.daemon.engines.ranktable import Device
 
 from .support import LIMIT_S, children_of
 
@@ -29,6 +32,9 @@ pytestmark = pytest.mark.e2e
 COMMAND = [sys.executable, "-m", "weightd.daemon", "doctor"]
 # Of files of the vendor's installers and of device nodes, which no test can put there; and there is no service.
 UNSEEN = {"driver", "cann", "device nodes", "service"}
+
+# As npu-smi says it of a chip.
+NOBODY = "    No process in device.\n    Chip ID                        : {}\n"
 
 
 class Done(NamedTuple):
@@ -160,16 +166,32 @@ def test_the_environment_of_the_service_counts_and_not_that_of_the_shell(
     not_reached(done)
 
 
+def test_what_ranks_need(tmp_path: Path, variables: dict[str, str], programs: Callable[[str, str], None]) -> None:
+    two = {**variables, **environment(Host(tmp_path / "two", cards=2)), "PATH": variables["PATH"]}
+    programs("npu-smi", "  0  0  0  Ascend910\n  0  1  1  Ascend910\n" + NOBODY.format(0) + NOBODY.format(1))
+    (tmp_path / "libhccl.so").touch()
+    two["LD_LIBRARY_PATH"] = str(tmp_path)
+    table = tmp_path / "table.json"
+    table.write_text(ranktable.generate([Device(0), Device(1)]))
+    done = doctor(two, "--ranks", "--rank-table", table)
+    assert done.status == 0, done
+    # Where this machine has no /etc/hccn.conf, no addresses are known.
+    assert {*rank_checks.NAMES} - done.those("pass") <= {rank_checks.ADDRESSES}
+    assert done.text(rank_checks.TABLE) == f"pass: {table}: 2 ranks on localhost -> "
+    done = doctor({**two, "ASCEND_RT_VISIBLE_DEVICES": "1"}, "--ranks", "ascend:0,ascend:1", "--rank-table", table)
+    assert (done.status, done.those("fail")) == (1, {rank_checks.CARDS, rank_checks.TABLE})
+
+
 @pytest.mark.parametrize("python", [sys.executable, "/nonexistent/python"])
 def test_no_ascend_at_all(python: str) -> None:
     if list(Path("/dev").glob("davinci[0-9]*")):
         pytest.skip("this machine has cards")
-    done = doctor(dict(os.environ), "--model", "any.mindir", "--python", python)
+    done = doctor(dict(os.environ), "--model", "any.mindir", "--ranks", "--python", python)
     good = python == sys.executable
     assert (done.status, done.those("pass")) == ((69, {"interpreter"}) if good else (1, set()))
     assert good or "cannot be run: No such file or directory" in done.text("interpreter")
     assert "no Ascend driver or library is here" in done.text("ascend")
-    assert len(done.those("not testable")) == 1 + len(checks.NAMES) + len(trial_checks.NAMES)
+    assert len(done.those("not testable")) == 1 + len(checks.NAMES) + len(rank_checks.NAMES) + len(trial_checks.NAMES)
     not_reached(done)
 
 

@@ -18,6 +18,8 @@ def parser() -> argparse.ArgumentParser:
     ("given", "text"),
     [
         (["--device", "cpu"], "expected ascend:N"),
+        (["--ranks", "cpu,cpu"], "expected ascend:N, got 'cpu'"),
+        (["--ranks", "ascend:0,ascend:0"], "expected each device once, got 'ascend:0,ascend:0'"),
         (["--limit", "0"], "expected seconds"),
         (["--limit", "soon"], "expected seconds"),
         (["--canary", "{x = 3}"], "x: expected list, got int 3"),
@@ -37,3 +39,12 @@ def test_a_wrong_command_line(
 def test_what_is_given(parser: argparse.ArgumentParser) -> None:
     options = parser.parse_args(["--device", "ascend:3", "--canary-tolerance", "1e-3", "--limit", "7"])
     assert (options.device, options.canary_tolerance, options.limit) == (3, 1e-3, 7.0)
+
+
+@pytest.mark.parametrize(
+    ("given", "ranks"), [([], None), (["--ranks"], ()), (["--ranks", "ascend:2,ascend:0"], (2, 0))]
+)
+def test_which_devices_have_ranks(
+    parser: argparse.ArgumentParser, given: list[str], ranks: tuple[int, ...] | None
+) -> None:
+    assert parser.parse_args(given).ranks == ranks

@@ -12,6 +12,7 @@ import pytest
 from weightd.daemon.config import load as config
 from weightd.daemon.config import tables as config_tables
 from weightd.daemon.doctor.verdicts import host as checks
+from weightd.daemon.doctor.verdicts import ranks as rank_checks
 from weightd.daemon.doctor.verdicts import trial as trial_checks
 from weightd.daemon.doctor.verdicts.finding import INTERPRETER
 from weightd.daemon.engines.ascend import on_card
@@ -59,7 +60,8 @@ def test_every_check_is_in_the_trouble_shooting_or_needs_no_cure() -> None:
     section = TEXT.partition("## Trouble-shooting")[2].partition("\n## ")[0]
     cells = [row.split("|")[2] for row in section.splitlines() if row.startswith("|")]
     named = {name.strip() for cell in cells for name in cell.split(",")}
-    assert {INTERPRETER, *checks.NAMES, *trial_checks.NAMES, "clean-up"} - named == {"mindspore_lite", "driver"}
+    names = {INTERPRETER, *checks.NAMES, *trial_checks.NAMES, *rank_checks.NAMES, "clean-up"}
+    assert names - named == {"mindspore_lite", "driver"}
 
 
 def test_the_links_lead_somewhere() -> None:

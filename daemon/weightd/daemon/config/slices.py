@@ -178,7 +178,7 @@ def _tables(name: str, model: ModelConfig, ranks: Ranks, visible: str, owners: O
         ports = [ranks.device_ports or (ranktable.DEFAULT_PORT,)] * len(cards)
         path = ranks.table_of(index)
         if path and model.engine == MINDSPORE_LITE:
-            table = _read(Path(path))
+            table = read_table(Path(path))
             if isinstance(table, str):
                 yield f"ranks.rank_table: {path}: {table}"
                 continue
@@ -202,7 +202,7 @@ def _occupied(
                 yield f"ranks.devices: on {device} the ranks of {other} have port {port} already"
 
 
-def _read(path: Path) -> RankTable | str:
+def read_table(path: Path) -> RankTable | str:
     """Return a table, or what is wrong with it."""
     try:
         # HCCL follows links before it looks at the name.

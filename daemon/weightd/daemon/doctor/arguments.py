@@ -20,6 +20,8 @@ found, and what to do. With --model it shares the weights of that model among re
 built them, and starts one that must be refused: not on a device that is in use. It takes one copy of the weights
 there, for a small model a second one to compare, and up to four processes at a time.
 
+With --ranks it says what a model that is spread over several cards would lack here; no rank is started.
+
 Where systemd has a unit for weightd, its environment counts and not that of this shell; the line `service` says so.
 Each check runs in child processes with a time limit; none is left behind.
 
@@ -58,6 +60,15 @@ def describe(parser: argparse.ArgumentParser) -> None:
         help="as the key canary_tolerance of the model (default: 0)",
     )
     parser.add_argument(
+        "--ranks",
+        type=_devices,
+        nargs="?",
+        const=(),
+        metavar="ascend:N,...",
+        help="look at what a model with ranks on these devices needs, in their order (default: on all there are)",
+    )
+    parser.add_argument("--rank-table", type=Path, metavar="FILE", help="with --ranks: the rank table of these devices")
+    parser.add_argument(
         "--limit",
         type=_seconds,
         default=_LIMIT_S,
@@ -86,6 +97,13 @@ def _device(text: str) -> int:
     if card is None:
         raise argparse.ArgumentTypeError(f"expected ascend:N, got {text!r}")
     return card
+
+
+def _devices(text: str) -> tuple[int, ...]:
+    devices = tuple(_device(each.strip()) for each in text.split(","))
+    if len(set(devices)) < len(devices):
+        raise argparse.ArgumentTypeError(f"expected each device once, got {text!r}")
+    return devices
 
 
 def _canary(text: str) -> CanaryKey:

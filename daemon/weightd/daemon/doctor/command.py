@@ -11,18 +11,23 @@ from pathlib import Path
 
 from weightd.daemon.children.launch import Program
 from weightd.daemon.config import canary as canary_config
+from weightd.daemon.config.slices import read_table
 from weightd.daemon.doctor import render
 from weightd.daemon.doctor.facts import interpreter, nodes
 from weightd.daemon.doctor.facts.host import Card, Host, look, processes_on
 from weightd.daemon.doctor.facts.interpreter import Report
+from weightd.daemon.doctor.facts.ranks import Network
+from weightd.daemon.doctor.facts.ranks import look as network_of
 from weightd.daemon.doctor.facts.unit import Identity, Unit, ask, identity_of, own_identity
 from weightd.daemon.doctor.trial.children import Children
 from weightd.daemon.doctor.trial.trial import run as share
 from weightd.daemon.doctor.verdicts import access as access_checks
 from weightd.daemon.doctor.verdicts import host as checks
+from weightd.daemon.doctor.verdicts import ranks as rank_checks
 from weightd.daemon.doctor.verdicts import trial as trial_checks
 from weightd.daemon.doctor.verdicts.finding import Finding, Verdict, exit_status
 from weightd.daemon.engines.ascend import physical_id
+from weightd.daemon.engines.ranktable import RankTable
 from weightd.daemon.generations.plan import Canary
 from weightd.shared.modelfile import ModelFileError, model_files
 
@@ -54,6 +59,9 @@ def _findings(options: argparse.Namespace) -> Iterator[Finding]:
     yield checks.interpreter(options.python, report)
     if not checks.has_ascend(host, report):
         yield from checks.nowhere()
+        if options.ranks is not None:
+            yield from rank_checks.nowhere()
+            yield rank_checks.table({}, Network(), *_table(options.rank_table))
         if options.model:
             yield from trial_checks.not_tried(checks.NO_ASCEND)
         return
@@ -73,7 +81,30 @@ def _findings(options: argparse.Namespace) -> Iterator[Finding]:
     card = host.card(physical_id(options.device, environment.get("ASCEND_RT_VISIBLE_DEVICES", "")))
     yield checks.processes(host, card, _count(host, card, options.device), options.device)
     yield checks.virtual(host, report, imports=imports)
+    if options.ranks is not None:
+        yield from _ranks(options, host, report, environment)
     yield from trial
+
+
+def _ranks(
+    options: argparse.Namespace, host: Host, report: Report, environment: Mapping[str, str]
+) -> Iterator[Finding]:
+    visible = environment.get("ASCEND_RT_VISIBLE_DEVICES", "")
+    count = report.value("devices", "count")
+    devices = options.ranks or range(int(count or 0))
+    cards = {f"ascend:{each}": physical_id(each, visible) for each in devices}
+    network = network_of(environment)
+    yield rank_checks.library(network)
+    yield rank_checks.cards(cards, None if count is None else int(count))
+    yield rank_checks.addresses(cards, network)
+    yield rank_checks.port(
+        {f"ascend:{each}": _count(host, host.card(cards[f"ascend:{each}"]), each) for each in devices}
+    )
+    yield rank_checks.table(cards, network, *_table(options.rank_table))
+
+
+def _table(path: Path | None) -> tuple[str, RankTable | str | None]:
+    return ("", None) if path is None else (str(path), read_table(path.absolute()))
 
 
 def _count(host: Host, card: Card | None, device: int) -> int | OSError:

@@ -48,7 +48,8 @@ ENVIRONMENT: Mapping[str, str] = {
     "XDG_RUNTIME_DIR": "Without systemd and not as root: `runtime_dir` is weightd in it by default.",
     "XDG_CACHE_HOME": "Without systemd and not as root: `cache_dir` is weightd in it by default.",
     "ASCEND_HOME_PATH": "Where CANN is installed; `weightd doctor` looks there, and set_env.sh of CANN sets it.",
-    "ASCEND_RT_VISIBLE_DEVICES": "Which cards the processes see. CANN reads it, and `weightd doctor`.",
+    "LD_LIBRARY_PATH": "Where `weightd doctor --ranks` looks for libhccl.so, as the loader of the processes does.",
+    "ASCEND_RT_VISIBLE_DEVICES": "Which cards the processes see. CANN reads it, and weightd for rank tables.",
 }
 
 FILES: Mapping[str, str] = {

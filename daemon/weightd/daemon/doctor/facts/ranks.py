@@ -1,0 +1,57 @@
+"""What ranks need of a host beside its cards: HCCL's library, and the addresses of the cards' own network ports."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from weightd.daemon.engines import ranktable
+
+LIBRARY = "libhccl.so"
+CONF = "/etc/hccn.conf"
+
+# More than one for each card of the largest host takes.
+_MAX_CONF_BYTES = 1024 * 1024
+
+# Where CANN has its libraries, by its age.
+_IN_HOME = ("lib64", "{machine}-linux/lib64", "compiler/lib64")
+
+
+@dataclass(frozen=True)
+class Network:
+    """What was seen.
+
+    Attributes:
+        library: where HCCL is; "" if it was not found.
+        searched: the directories that were looked into.
+        addresses: of the cards, by their physical number.
+        conf: "" if /etc/hccn.conf could be read, else why not.
+    """
+
+    library: str = ""
+    searched: tuple[str, ...] = ()
+    addresses: Mapping[int, str] = field(default_factory=dict[int, str])
+    conf: str = ""
+
+
+def look(environment: Mapping[str, str], root: Path = Path("/")) -> Network:
+    """Look at the host below `root`; `environment` is the one that counts. Nothing is loaded."""
+    searched = tuple(dict.fromkeys(_directories(environment)))
+    found = (f"{each.rstrip('/')}/{LIBRARY}" for each in searched)
+    library = next((each for each in found if (root / each.lstrip("/")).is_file()), "")
+    try:
+        with (root / CONF.lstrip("/")).open("rb") as file:
+            text = file.read(_MAX_CONF_BYTES).decode("utf-8", "replace")
+    except OSError as error:
+        return Network(library, searched, conf=error.strerror or str(error))
+    return Network(library, searched, ranktable.addresses(text))
+
+
+def _directories(environment: Mapping[str, str]) -> Iterator[str]:
+    """As the loader goes, and where set_env.sh of CANN would lead it."""
+    yield from (each for each in environment.get("LD_LIBRARY_PATH", "").split(":") if each.startswith("/"))
+    home = environment.get("ASCEND_HOME_PATH", "").rstrip("/")
+    if home:
+        yield from (f"{home}/{each.format(machine=platform.machine())}" for each in _IN_HOME)
