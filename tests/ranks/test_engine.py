@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from testkit.ranks import Group, RankError, Slices, inputs
+from testkit.ranks import Group, RankError, Slices, export_pair, inputs
 
 
 @pytest.fixture(scope="module")
@@ -55,14 +56,35 @@ def test_inputs_that_do_not_fit_never_reach_the_others(group: Group) -> None:
     assert np.array_equal(outputs(group.ask("predict", inputs(3))), before)
 
 
+def load(group: Group, *paths: Path) -> None:
+    for rank, path in enumerate(paths):
+        group.send(rank, "load", {"path": np.array(str(path))})
+    for rank in range(len(paths)):
+        group.receive(rank)
+
+
+def test_free_dimensions_that_do_not_fit_each_other_are_refused_before_anything_is_sent(
+    group: Group, slices: Slices, tmp_path: Path
+) -> None:
+    pair = export_pair(tmp_path / "pair.mindir")
+    load(group, pair, pair)
+    rows = {rows: np.full((rows, 4), rows, np.float32) for rows in (1, 2, 3)}
+    for a, b in ((2, 2), (2, 3), (3, 3), (1, 3), (3, 2), (2, 2)):
+        if a in (1, b):
+            expected = 2 * (2 * rows[a] + rows[b])
+            answers = outputs(group.ask("predict", {"a": rows[a], "b": rows[b]}))
+            assert all(np.array_equal(each, expected) for each in answers)
+        else:
+            with pytest.raises(RankError, match=r"Refused: mindspore: For 'Add'"):
+                group.ask("predict", {"a": rows[a], "b": rows[b]})
+    load(group, *slices.paths)
+
+
 def test_with_a_wrong_slice_all_ranks_agree_on_a_wrong_answer(group: Group, slices: Slices) -> None:
     """Only an answer that is known shows it."""
     right = outputs(group.ask("predict", inputs(3)))
     for slice_of_rank_1 in (0, 1):
-        for rank, of in ((0, 0), (1, slice_of_rank_1)):
-            group.send(rank, "load", {"path": np.array(str(slices.paths[of]))})
-        for rank in (0, 1):
-            group.receive(rank)
+        load(group, slices.paths[0], slices.paths[slice_of_rank_1])
         now = outputs(group.ask("predict", inputs(3)))
         assert np.array_equal(now[0], now[1])
         assert np.array_equal(now, right) == (slice_of_rank_1 == 1)

@@ -14,6 +14,7 @@ import signal
 import socket
 import struct
 import subprocess
+import tempfile
 import time
 from pathlib import Path
 from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence
@@ -32,6 +33,25 @@ INPUTS, OUTPUTS = 16, 8  # of the example: x FP32 [N, 16] -> output_0 FP32 [N, 8
 
 Arrays = Dict[str, Any]
 _LENGTH = struct.Struct(">I")
+
+
+_PAIR = """
+import sys
+import mindspore as ms
+from mindspore import Tensor, nn, ops
+
+class Pair(nn.Cell):
+    def __init__(self):
+        super().__init__()
+        self.sum, self.add = ops.AllReduce(group="mccl_world_group"), ops.Add()
+
+    def construct(self, a, b):
+        return self.sum(self.add(self.sum(a), b))
+
+ms.set_context(mode=ms.GRAPH_MODE, device_target="CPU")
+free = Tensor(shape=[None, 4], dtype=ms.float32)
+ms.export(Pair(), free, free, file_name=sys.argv[1], file_format="MINDIR")
+"""
 
 
 class Slices(NamedTuple):
@@ -62,14 +82,21 @@ def interpreter() -> Optional[Path]:
 
 def export(directory: Path, *, ranks: int = 2, hidden: int = 64) -> Slices:
     """Cut the example's network, by the example's script; of `hidden` depends how large it is: 96 bytes for each."""
-    command = [str(_python()), str(EXAMPLE / "export.py"), str(directory), "--ranks", str(ranks)]
-    done = subprocess.run(
-        [*command, "--hidden", str(hidden)], capture_output=True, text=True, timeout=EXPORT_LIMIT_S, check=False
-    )
-    if done.returncode != 0:
-        raise RuntimeError(f"the slices could not be exported:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+    _run(str(EXAMPLE / "export.py"), str(directory), "--ranks", str(ranks), "--hidden", str(hidden))
     paths = [directory / f"rank{rank}.mindir" for rank in range(ranks)]
     return Slices(directory, paths, directory / "canary.npz")
+
+
+def export_pair(path: Path) -> Path:
+    """Export the slice of every rank of: a, b FP32 [N, 4], [M, 4] -> output_0; N and M have to fit each other.
+
+    It sums a over the ranks, adds b, and sums again: where they do not fit, something was sent already.
+    """
+    # The library reads the source of what it compiles, which has to be in a file.
+    script = path.with_suffix(".py")
+    script.write_text(_PAIR, "utf-8")
+    _run(str(script), str(path.with_suffix("")))
+    return path
 
 
 def inputs(rows: int, seed: int = 0) -> Arrays:
@@ -173,9 +200,19 @@ class Group:
         script = Path(__file__).with_name("ranks_child.py")
         numbers = [rank, len(self._paths), port, CONNECT_S, self._exec_timeout, its.fileno() if its else -1]
         command = [str(_python()), str(script), role, self._how, *map(str, numbers)]
-        process = subprocess.Popen(command, pass_fds=[its.fileno()] if its else [], stdout=subprocess.DEVNULL)
+        # What it refuses, the library describes in files of the directory in which it runs.
+        home = stack.enter_context(tempfile.TemporaryDirectory())
+        fds = [its.fileno()] if its else []
+        process = subprocess.Popen(command, pass_fds=fds, cwd=home, stdout=subprocess.DEVNULL)
         stack.callback(_end, process)
         return process
+
+
+def _run(*arguments: str) -> None:
+    command = [str(_python()), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=EXPORT_LIMIT_S, check=False)
+    if done.returncode != 0:
+        raise RuntimeError(f"the slices could not be exported:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -7,8 +7,10 @@ Seen with 2.7.1 on the CPU, and what this module does about it:
 - `init` returns when all have come. Beside predicts it is the only place at which somebody waits for others.
 - A model that is compiled for each shape takes a third of a second and memory for each, for ever. So the shape that its
   file gives is set, with its free dimensions: it is compiled once, and its answers are the same, bit for bit.
-- The library checks inputs against that before it sends anything. Not so what has no elements: its collective
-  operators fail with that, in all ranks, which are lost. It is refused here.
+- The library checks inputs against that before it sends anything. Not so whether free dimensions fit each other, as
+  those of two inputs that are added: that fails in the middle of a predict, and all ranks are lost. Where there is more
+  than one, each new combination is compiled once, which sends nothing, and refused where that fails.
+- With what has no elements its collective operators fail, to the same effect. It is refused, too.
 - After a failed predict every later one fails, too, and what it had sent spoils an answer of the others.
 - Two threads that predict hang for ever. All is done from one.
 - The file tells the signature; the library keeps no names.
@@ -19,7 +21,7 @@ from __future__ import annotations
 import contextlib
 import os
 import types
-from typing import Any, Dict, Generator, Iterator, List, Mapping, Optional, Sequence, cast
+from typing import Any, Dict, Generator, Iterator, List, Mapping, Optional, Sequence, Set, Tuple, cast
 
 from weightd.protocol.datatypes import ITEM_BYTES
 from weightd.protocol.messages.data import TensorSignature
@@ -30,6 +32,9 @@ from weightd.shared.protobuf import Malformed
 from weightd.worker.engines.engine import Arrays, ModelSignature
 from weightd.worker.engines.errors import BuildError, EngineMissing, Spoilt
 from weightd.worker.engines.ranks import Meeting, RankEngine, Refused
+
+# Of which it is known that they fit; a model that is asked with more of them in turn has them compiled again.
+_MOST_SHAPES = 4096
 
 
 class MindSporeRank(RankEngine):
@@ -75,7 +80,10 @@ class MindSporeRank(RankEngine):
         """Load the slice and have it compiled for the shapes that its file gives."""
         for name in options:
             raise BuildError(f"options.{name}: unknown; mindspore has none")
+        self._path = path
         self._signature = signature(path)
+        self._free = sum(((-1, -1) if each.shape is None else each.shape).count(-1) for each in self._signature.inputs)
+        self._fitting: Set[Tuple[Tuple[int, ...], ...]] = set()
         with _told(path):
             self._cell = self._library.nn.GraphCell(self._library.load(path))
             self._cell.set_inputs(*(self._any(each) for each in self._signature.inputs))
@@ -87,15 +95,30 @@ class MindSporeRank(RankEngine):
             if inputs[each.name].size == 0:
                 raise Refused(f"input {each.name}: it has no elements, with which a group of ranks cannot compute")
         given = [self._library.Tensor.from_numpy(inputs[each.name]) for each in self._signature.inputs]
+        if self._free > 1:
+            self._check_fitting(given)
         try:
             results = [each.asnumpy() for each in _flat(self._cell(*given))]
         except Exception as error:
-            raise Spoilt(f"mindspore: {error}") from error
+            raise Spoilt(f"mindspore: {_first_lines(error)}") from error
         return {each.name: result for each, result in zip(self._signature.outputs, results)}
 
     def memory(self) -> Optional[DeviceMemory]:
         """Return None: the library tells what it has taken of a card, not what the card has."""
         return None
+
+    def _check_fitting(self, given: Sequence[Any]) -> None:
+        """Have the model compiled for these shapes, if that was not done; nothing of it is left."""
+        shapes = tuple(tuple(each.shape) for each in given)
+        if shapes in self._fitting:
+            return
+        try:
+            self._library.nn.GraphCell(self._library.load(self._path)).compile(*given)
+        except Exception as error:  # noqa: BLE001 - RuntimeError, ValueError, TypeError and others
+            raise Refused(f"mindspore: {_first_lines(error)}") from None
+        if len(self._fitting) == _MOST_SHAPES:
+            self._fitting.clear()
+        self._fitting.add(shapes)
 
     def _any(self, each: TensorSignature) -> Any:
         datatype = getattr(self._library, _LIBRARY_DTYPE[each.datatype])
@@ -159,12 +182,16 @@ def _import(role: str, meeting: Meeting) -> Any:
 
 @contextlib.contextmanager
 def _told(what: str) -> Generator[None, None, None]:
-    """Raise what the library says within the block as a BuildError: its first lines, without its own stack."""
+    """Raise what the library says within the block as a BuildError."""
     try:
         yield
     except Exception as error:  # noqa: BLE001 - RuntimeError, ValueError, TypeError and others
-        text = str(error).partition("\n\n---")[0].strip()
-        raise BuildError(f"mindspore: {what}: {text}") from None
+        raise BuildError(f"mindspore: {what}: {_first_lines(error)}") from None
+
+
+def _first_lines(error: Exception) -> str:
+    """What the library says, without its own stack."""
+    return str(error).partition("\n\n---")[0].strip()
 
 
 def _flat(results: Any) -> Iterator[Any]:
