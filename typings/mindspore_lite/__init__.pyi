@@ -69,11 +69,21 @@ class _Parallel:
     workers_num: int
     config_info: dict[str, dict[str, str]]
     config_path: str
+    device_ids: list[int]  # 2.7
+
+class _Gpu:
+    device_id: int
+    @property
+    def rank_id(self) -> int: ...
+    @property
+    def group_size(self) -> int: ...
 
 class Context:
     target: list[str]
+    group_info_file: str  # 2.7
     cpu: _Cpu
     ascend: _Ascend
+    gpu: _Gpu
     parallel: _Parallel
     def __init__(self) -> None: ...
 
@@ -101,7 +111,17 @@ class ModelParallelRunner:
     def __init__(self) -> None: ...
     def build_from_file(self, model_path: str, context: Context | None = ...) -> None: ...
     def get_inputs(self) -> list[Tensor]: ...
-    def predict(self, inputs: list[Tensor]) -> list[Tensor]: ...
+    def predict(self, inputs: list[Tensor], outputs: list[Tensor] | None = ...) -> list[Tensor]: ...  # outputs: 2.7
+
+class ModelGroupFlag(Enum):  # 2.7
+    SHARE_WEIGHT = 1
+    SHARE_WORKSPACE = 2
+    SHARE_WEIGHT_WORKSPACE = 3
+
+class ModelGroup:  # 2.7
+    def __init__(self, flags: ModelGroupFlag = ...) -> None: ...
+    def add_model(self, models: list[str] | list[Model]) -> None: ...
+    def cal_max_size_of_workspace(self, model_type: ModelType, context: Context) -> None: ...
 
 class Converter:
     input_shape: dict[str, list[int]]

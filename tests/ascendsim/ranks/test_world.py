@@ -45,8 +45,8 @@ def test_a_build_talks_to_nobody_and_takes_no_memory_and_ranks_build_one_after_a
     programs = world()
     assert [each.kind for each in host.ledger().allocations] == [ledger.CONTEXT]
     assert_right(programs, cut, x)
-    kinds = [ledger.CONTEXT, ledger.PRIVATE_WEIGHTS, ledger.WORKSPACE, ledger.BUFFERS]
-    assert [each.kind for each in host.ledger().allocations] == kinds
+    kinds = {ledger.CONTEXT, ledger.PRIVATE_WEIGHTS, ledger.WORKSPACE, ledger.BUFFERS}
+    assert {each.kind for each in host.ledger().allocations} == kinds
 
 
 def test_two_groups_of_four_cards_do_not_meet(world: World, start: Start, tmp_path: Path, cut: Slices, x: Any) -> None:
@@ -57,6 +57,28 @@ def test_two_groups_of_four_cards_do_not_meet(world: World, start: Start, tmp_pa
         program.do("rank(p, t, r, device=r + 2)", p=cut.paths[rank], t=table, r=rank)
     for group in (second, first):
         assert_right(group, cut, x)
+
+
+def test_two_models_of_a_rank_share_weights_communicator_and_buffers(
+    start: Start, host: Host, table: Path, tmp_path: Path, x: Any
+) -> None:
+    """A prompt and a decode model in one ModelGroup (docs runtime_cpp.md:646)."""
+    cuts = [ranks.mlp(tmp_path / str(batch), batch=batch, size_mib=64) for batch in (1, 3)]
+    pair = "ms.ModelGroup(ms.ModelGroupFlag.SHARE_WEIGHT).add_model(both)\nfor each, path in zip(both, paths):"
+    build = (
+        "    each.build_from_file(path, ms.ModelType.MINDIR, context(provider='ge', rank=r, device=r), '', sections)"
+    )
+    sections = {"ascend_context": {"rank_table_file": str(table)}, "ge_session_options": {"ge.externalWeight": "1"}}
+    programs = [start(**EXEC) for _ in range(2)]
+    for rank, program in enumerate(programs):
+        paths = [str(cut.paths[rank]) for cut in cuts]
+        program.do(f"both = ms.Model(), ms.Model()\n{pair}\n{build}", r=rank, paths=paths, sections=sections)
+    for number, cut in enumerate(cuts):
+        for program in programs:
+            program.do(f"lib.model = both[{number}]")
+        assert_right(programs, cut, x[: (1, 3)[number]])
+    kinds = [each.kind for each in host.ledger().allocations]
+    assert (host.copies_of_weights(), kinds.count(ledger.BUFFERS)) == (1, 1)
 
 
 # --- Out of step: wrong numbers, and no error -------------------------------------------------------------------

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
 import threading
 import time
-from typing import Callable, List, TypeVar
+from typing import Callable, Generator, List, TypeVar
 
 from ascendsim.driver import Driver
 
@@ -68,11 +69,24 @@ def _do(action: str, seconds: float) -> None:
 
 def stall(seconds: float) -> None:
     """Wait as native code does: for a mutex that nobody lets go of. Unlike a sleep, no signal interrupts that."""
-    libc = ctypes.CDLL(None)
+    libc = ctypes.PyDLL(None) if _gil_holders else ctypes.CDLL(None)
     mutex = ctypes.create_string_buffer(_MUTEX_BYTES)
     libc.pthread_mutex_lock(mutex)
     end = time.time() + seconds
     libc.pthread_mutex_timedlock(mutex, ctypes.byref(_TimeSpec(int(end), int(end % 1 * 1e9))))
+
+
+_gil_holders: List[int] = []
+
+
+@contextlib.contextmanager
+def holding_the_gil() -> Generator[None, None, None]:
+    """What stalls in here lets no other thread run: a call that does not release the GIL."""
+    _gil_holders.append(1)
+    try:
+        yield
+    finally:
+        _gil_holders.pop()
 
 
 def uninterrupted(work: Callable[[], Result]) -> Result:

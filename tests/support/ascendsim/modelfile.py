@@ -64,6 +64,7 @@ class ModelFile(NamedTuple):
         exported: as the framework wrote it, with its operators: for the provider "ge". Otherwise converted for a card,
             to one operator that holds an OM: for ACL. Neither takes the other.
         steps: of a "slice".
+        workspace_bytes: 0: what the host's switches say.
     """
 
     kind: str
@@ -79,6 +80,7 @@ class ModelFile(NamedTuple):
     input_shape: str = ""
     exported: bool = False
     steps: Sequence[Sequence[Any]] = ()
+    workspace_bytes: int = 0
 
     @property
     def largest(self) -> int:

@@ -28,6 +28,7 @@ def mlp(
     gears: Sequence[int] = (),
     told: bool = False,
     exported: bool = False,
+    workspace_mib: int = 0,
 ) -> Path:
     """`layers` times relu(x @ W), W [width, width]: "x" [batch, width] -> "y" of the same shape and dtype.
 
@@ -44,6 +45,7 @@ def mlp(
         gears: the batches that it takes on a card; none: any.
         told: whether `get_model_info` knows of them.
         exported: for the provider "ge", not converted for ACL.
+        workspace_mib: what it takes beside the weights; 0: what the host's switches say.
     """
     rng = np.random.RandomState(seed)
     weights: Floats = rng.standard_normal(layers * width * width).astype(np.float32)
@@ -55,7 +57,7 @@ def mlp(
     model = ModelFile(
         "mlp", layers, width, *specs, size, bundle, weights.tobytes(), _batches(gears), *recorded, exported
     )
-    return modelfile.write(path, model, key)
+    return modelfile.write(path, model._replace(workspace_bytes=workspace_mib * _MIB), key)
 
 
 def two_inputs(path: Path, seed: int = 0, *, padding: str = "", gears: Sequence[int] = ()) -> Path:

@@ -7,7 +7,7 @@ dimension 0), ["useless", width] (an output in which nothing of use is).
 
 from __future__ import annotations
 
-from typing import Any, Generator, List, NamedTuple, Sequence
+from typing import Any, Generator, List, NamedTuple, Sequence, Tuple
 
 import numpy as np
 
@@ -39,6 +39,14 @@ class Collective(NamedTuple):
 def groups(model: ModelFile) -> List[str]:
     """The groups whose operations a model has."""
     return sorted({step[1] for step in model.steps if step[0] in _COLLECTIVES})
+
+
+def parameters(model: ModelFile) -> List[Tuple[str, int]]:
+    """The names of the weights, and how many numbers each has, in their order."""
+    sizes = [step[1] * step[2] for step in model.steps if step[0] == "matmul"]
+    if model.kind != SLICE:
+        sizes = [model.width**2] * model.layers or [model.width]
+    return [(f"w{index}", size) for index, size in enumerate(sizes)]
 
 
 def run(model: ModelFile, weights: Floats, inputs: Sequence[Floats]) -> Run:

@@ -19,7 +19,15 @@ import numpy as np
 
 _PR_SET_PDEATHSIG = 1
 
+Sections = Dict[str, Dict[str, str]]
+
 ms_any: Any = ms  # the simulator under the vendor's name; the checkers know another description of it
+
+
+def with_section(config: Optional[Sections], section: Dict[str, str]) -> Optional[Sections]:
+    """The configuration with these keys in ascend_context."""
+    given: Sections = config or {}
+    return {**given, "ascend_context": {**given.get("ascend_context", {}), **section}} if section else config
 
 
 class Library:
@@ -40,23 +48,35 @@ class Library:
         return context
 
     def build(
-        self, path: Any, pids: str = "", handle: str = "", options: Any = None, config: Any = None, **place: Any
+        self,
+        path: Any,
+        pids: str = "",
+        handle: str = "",
+        options: Any = None,
+        config: Optional[Sections] = None,
+        **place: Any,
     ) -> str:
         """Build a new model; return the handle that it exports. `config` has sections, to which the keys are added."""
         keys = {"shareable_weight_pid_list": pids, "shareable_weight_mem_handle": handle}
         section = {key: value for key, value in keys.items() if value}
         self.model = ms_any.Model()
         where = self.context(**place)
-        sections: Any = config or None
-        if section:
-            sections = {**(sections or {}), "ascend_context": {**(sections or {}).get("ascend_context", {}), **section}}
+        sections = with_section(config, section)
         self.model.build_from_file(str(path), ms_any.ModelType.MINDIR, where, config_dict=sections, **(options or {}))
         exported: str = self.model.get_model_info("shareable_weight_mem_handle")
         return exported
 
-    def rank(self, path: Any, table: Any, rank: int, device: int = -1, groups: Any = "", config: Any = None) -> str:
+    def rank(
+        self,
+        path: Any,
+        table: Any,
+        rank: int,
+        device: int = -1,
+        groups: Any = "",
+        config: Optional[Sections] = None,
+    ) -> str:
         """Build a slice as this rank, on the card with its number unless another is given."""
-        sections = {**(config or {}), "ascend_context": {"rank_table_file": str(table)}}
+        sections = with_section(config, {"rank_table_file": str(table)})
         device = rank if device < 0 else device
         return self.build(path, config=sections, provider="ge", rank=rank, device=device, groups=groups)
 

@@ -22,8 +22,8 @@ class Fault(NamedTuple):
             predict "garbage" (a wrong answer; a rank gives the others wrong numbers, too) or, of a rank, "skip" (it
             answers without having taken part), and in the build of a rank "table" (it reads the table of another
             group).
-        who: "all", "holder" (builds with a pid list), "importer" (with a handle), "rank" (with a rank table) or
-            "private" (with none of these).
+        who: "all", "holder" (builds with a pid list), "importer" (with a handle), "rank" (with a rank table),
+            "group" (the builds of a ModelGroup's calculation) or "private" (with none of these).
         skip: so many matching operations go well first.
         times: so many then suffer; 0 means all.
         seconds: for "slow".
@@ -103,7 +103,7 @@ _CHOICES: Dict[str, Tuple[str, ...]] = {
     "operation": ("build", "predict"),
     "action": ("fail", "crash", "hang", "slow", "garbage", "skip", "table"),
     "at": ("start", "loaded", "sent"),
-    "who": ("all", "holder", "importer", "rank", "private"),
+    "who": ("all", "holder", "importer", "rank", "group", "private"),
 }
 
 

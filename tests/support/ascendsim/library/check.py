@@ -11,6 +11,11 @@ def instance(name: str, value: Any, kind: type) -> None:
         raise TypeError(f"{name} must be {kind.__name__}, but got {type(value)}.")
 
 
+def is_sequence(value: Any) -> bool:
+    """Whether it is a list or a tuple."""
+    return isinstance(value, (list, tuple))
+
+
 def elements(name: str, value: Any, kind: type) -> None:
     """Refuse what is no list, or has an element of another type."""
     instance(name, value, list)

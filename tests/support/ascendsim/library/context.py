@@ -80,6 +80,7 @@ class Context:
         self.ascend = _Ascend()
         self.gpu = _Gpu()
         self.target = ["cpu"]
+        self._uses = 0
 
     @property
     def target(self) -> List[str]:
@@ -94,6 +95,11 @@ class Context:
                 raise ValueError(f"target elements must be in {list(_TARGETS)}, but got {each.lower()}.")
         self._target = target
         self._first = target[0].lower()  # changing the list later changes nothing
+
+    def claim(self) -> bool:
+        """Use it for a model of a group; False if it was used for one before. Not part of the vendor's API."""
+        self._uses += 1
+        return self._uses == 1
 
     def get_first_target(self) -> str:
         """The target that counts, as it was when it was set. Not part of the vendor's API."""

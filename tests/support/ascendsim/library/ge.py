@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import List, Mapping, NamedTuple, Optional
+from typing import Dict, List, Mapping, NamedTuple, Optional, Sequence
 
 import numpy as np
 
@@ -54,6 +54,8 @@ class _Context:
     def __init__(self, driver: Driver, options: Options, *, other_table: bool) -> None:
         self._driver = driver
         self._port = 0
+        self._buffers: Dict[str, int] = {}
+        self._buffer_bytes = 0
         self.device = options.device
         self.rank = options.rank
         self.graphs = 1
@@ -71,8 +73,16 @@ class _Context:
             self.close()
             raise
 
+    def take_buffers(self, groups: Sequence[str]) -> None:
+        """Take the memory of the communicators of these groups, once."""
+        for group in groups:
+            if group not in self._buffers:
+                self._buffers[group] = self._driver.allocate(self.device, self._buffer_bytes, ledger.BUFFERS)
+
     def close(self) -> None:
         """GEFinalize."""
+        for number in self._buffers.values():
+            self._driver.free(number)
         if self.world is not None:
             self.world.close()
         if self._port:
@@ -98,7 +108,7 @@ class _Context:
         self._port = port
         if other_table:
             table = table._replace(crc=table.crc ^ 1)
-        self.buffer_bytes = 2 * values.buffer_mib * MIB
+        self._buffer_bytes = 2 * values.buffer_mib * MIB
         self.world = World(driver.directory, driver.token, table, self.rank, values, self._second)
         _initialised.append(True)
 
@@ -116,12 +126,67 @@ class _Context:
                 self.world.create_group(name, ranks)
 
 
+class Session:
+    """ge::Session: what the models of a ModelGroup share, by the name of a parameter; of one model, nothing.
+
+    A parameter of the same name has the values of the model that was loaded first, whatever the other file says.
+    """
+
+    def __init__(self) -> None:
+        self._options: Optional[Mapping[str, str]] = None
+        self._parameters: Dict[str, Floats] = {}
+        self._memory: List[int] = []
+        self._graphs = 0
+
+    def enter(self, options: Mapping[str, str]) -> bool:
+        """One more model; False if its options are others (:2001)."""
+        if self._options is None:
+            self._options = dict(options)
+        self._graphs += self._options == options
+        return self._options == options
+
+    def leave(self, driver: Driver) -> None:
+        """One model less."""
+        self._graphs -= 1
+        if self._graphs == 0:
+            for number in self._memory:
+                driver.free(number)
+            self._memory.clear()
+            self._parameters.clear()
+            self._options = None
+
+    def take(self, driver: Driver, device: int, model: ModelFile) -> Floats:
+        """The weights of a model; constants are common with ge.externalWeight=1, and all of a simulated one's are."""
+        own = modelfile.as_floats(model.weights, model)
+        if (self._options or {}).get("ge.externalWeight") != "1":
+            self._allocate(driver, device, model.weight_bytes)
+            return own
+        used = new = 0
+        parts: List[Floats] = []
+        for name, size in network.parameters(model):
+            known = self._parameters.get(name)
+            if known is not None and known.size != size:
+                raise HcclError("E13999", f"the variable {name} is there with another size")
+            if known is None:
+                new += size
+                known = self._parameters[name] = own[used : used + size]
+            used += size
+            parts.append(known)
+        if new:
+            self._allocate(driver, device, model.weight_bytes * new // used)
+        return np.concatenate(parts)
+
+    def _allocate(self, driver: Driver, device: int, size: int) -> None:
+        self._memory.append(driver.allocate(device, size, ledger.PRIVATE_WEIGHTS))
+
+
 _contexts: List[_Context] = []  # that of this process, if it has one
 _initialised: List[bool] = []  # HCCL was, once
 
 
-def build(driver: Driver, model: ModelFile, options: Options) -> Optional[Graph]:
+def build(driver: Driver, model: ModelFile, options: Options, session: Optional[Session]) -> Optional[Graph]:
     """Build; None, with its cause in the log, if that fails."""
+    session = session or Session()
     who = "rank" if options.table else "private"
     try:
         other_table = False
@@ -142,7 +207,11 @@ def build(driver: Driver, model: ModelFile, options: Options) -> Optional[Graph]
         return None
     if options.sections.get(_ASCEND, {}).get("model_cache_mode"):
         Path(f"model_build_cache_{context.rank}").mkdir(exist_ok=True)  # in the current directory, as there (:553)
-    graph = Graph(driver, context, model, options.ge_option("stream_sync_timeout"))
+    if not session.enter(options.sections.get("ge_session_options", {})):
+        glog.error(f"{_EXECUTOR}:2001", "InitSession", "The session options of the models of a group are not equal")
+        _release(context)
+        return None
+    graph = Graph(driver, context, session, model, options.ge_option("stream_sync_timeout"))
     try:
         faults.suffer(driver, "build", who, "loaded", options.rank)
     except (faults.Failed, faults.Garbage, faults.Skipped, faults.OtherTable):
@@ -173,11 +242,14 @@ class Graph:
 
     handle = 0
 
-    def __init__(self, driver: Driver, context: _Context, model: ModelFile, stream_sync_ms: str) -> None:
+    def __init__(
+        self, driver: Driver, context: _Context, session: Session, model: ModelFile, stream_sync_ms: str
+    ) -> None:
         self._driver = driver
         self._context = context
+        self._session = session
         self.model = model
-        self._weights = modelfile.as_floats(model.weights, model)
+        self._weights: Floats = np.zeros(0, np.float32)
         self._groups = network.groups(model)
         self._memory: List[int] = []
         self._loaded = False
@@ -190,6 +262,7 @@ class Graph:
         """Give everything back."""
         for number in reversed(self._memory):
             self._driver.free(number)
+        self._session.leave(self._driver)
         _release(self._context)
 
     def run(self, inputs: List[Floats]) -> Optional[List[Floats]]:
@@ -239,10 +312,10 @@ class Graph:
             raise HcclError("EI0004", f"No valid communicator found for {self._groups}")
         if not self._memory:
             try:
-                self._take(device, self.model.weight_bytes, ledger.PRIVATE_WEIGHTS)
-                self._take(device, self._driver.switches.workspace_mib * MIB, ledger.WORKSPACE)
-                for _ in self._groups:
-                    self._take(device, self._context.buffer_bytes, ledger.BUFFERS)
+                workspace = self.model.workspace_bytes or self._driver.switches.workspace_mib * MIB
+                self._memory.append(self._driver.allocate(device, workspace, ledger.WORKSPACE))
+                self._context.take_buffers(self._groups)
+                self._weights = self._session.take(self._driver, device, self.model)
             except AclError:
                 for number in self._memory:
                     self._driver.free(number)
@@ -251,10 +324,6 @@ class Graph:
         if world is not None and self._groups:
             world.link(self._groups)
         self._loaded = True
-
-    def _take(self, device: int, size: int, kind: str) -> None:
-        if size:
-            self._memory.append(self._driver.allocate(device, size, kind))
 
     def _compute(self, inputs: List[Floats], *, garbage: bool) -> List[Floats]:
         if self.model.kind != network.SLICE:

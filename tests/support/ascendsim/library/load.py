@@ -8,12 +8,14 @@ one step later, without its cause - or not at all, if this process has a model w
 from __future__ import annotations
 
 import re
+import threading
 from typing import Dict, List, NamedTuple, Optional
 
 from ascendsim import driver as drivers
 from ascendsim import faults, glog, ledger, modelfile
 from ascendsim.driver import AclError, Driver
 from ascendsim.ledger import GRANULE, MIB
+from ascendsim.library import groups
 from ascendsim.modelfile import Floats, ModelFile
 
 _INT_MAX = 2**31 - 1
@@ -25,11 +27,12 @@ _PIDS = re.compile(r"(?!,\Z)(\d+(,\s*\d+)*,?)?", re.ASCII)
 
 
 class Options(NamedTuple):
-    """How to load: `pids` and `handle` as they were given."""
+    """How to load: `pids` and `handle` as they were given; `path` as it was, which is what groups know."""
 
     device: int
     pids: str = ""
     handle: str = ""
+    path: str = ""
 
 
 class Loaded(NamedTuple):
@@ -55,6 +58,7 @@ class ModelProcess:
         self._infer_id = 0
         self._memory: List[int] = []
         self.shareable_handle = 0
+        self.lock: Optional[threading.Lock] = None
         self.who = self._role()
 
     @property
@@ -69,8 +73,11 @@ class ModelProcess:
         except AclError as error:
             _error(118, "Init", f"Acl open device {self._options.device} failed. ret = {error.code}")
             return False
-        self.who = "private" if model.bundle else self.who
+        # Groups are looked at first, then bundles: in both the keys are ignored without a word (:828).
+        is_grouped = bool(groups.flags(self._options.path))
+        self.who = "private" if is_grouped or model.bundle else self.who
         load = {"holder": self._main, "importer": self._sub, "private": self._plain}[self.who]
+        load = self._grouped if is_grouped else load
         if not load(model):
             return False
         faults.suffer(self._driver, "build", self.who, "loaded")
@@ -108,6 +115,8 @@ class ModelProcess:
             return
         for number in reversed(self._memory):
             self._driver.free(number)
+        if not _loaded:
+            groups.give_back(self._driver, self._options.path, self._options.device)
         self._driver.reset_device(self._options.device)
 
     def _role(self) -> str:
@@ -155,7 +164,7 @@ class ModelProcess:
         return self._load_there(model, memory, weights, "Sub")
 
     def _load_there(self, model: ModelFile, memory: int, mapped: object, who: str) -> bool:
-        if not self._take_workspace():
+        if not self._take_workspace(model):
             _error(860, "Load", f"{who} process failed!")
             return False
         weights = modelfile.as_floats(mapped, model)
@@ -170,13 +179,22 @@ class ModelProcess:
         except AclError as error:
             _error(855, "Load", f"Call aclmdlLoadFromMem failed, ret = {error.code}")
             return False
-        if not self._take_workspace():
+        if not self._take_workspace(model):
             return False
         self._loaded(model, modelfile.as_floats(model.weights, model).copy(), 0)
         return True
 
-    def _take_workspace(self) -> bool:
-        size = self._driver.switches.workspace_mib * MIB
+    def _grouped(self, model: ModelFile) -> bool:
+        path, device = self._options.path, self._options.device
+        weights = groups.take(self._driver, path, device, model, self._memory)
+        if weights is None:
+            return False
+        self.lock = groups.lock(path, device, model, self._driver)
+        self._loaded(model, weights, 0)
+        return True
+
+    def _take_workspace(self, model: ModelFile) -> bool:
+        size = model.workspace_bytes or self._driver.switches.workspace_mib * MIB
         if size:
             try:
                 self._memory.append(self._driver.allocate(self._options.device, size, ledger.WORKSPACE))

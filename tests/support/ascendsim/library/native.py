@@ -37,6 +37,7 @@ class Place(NamedTuple):
     provider: str
     rank: int = 0
     group_info: str = ""
+    is_own: bool = True
 
 
 class _RefusedError(Exception):
@@ -66,6 +67,12 @@ class _Card:
         self.unload = process.unload
 
     def run(self, inputs: List[Floats]) -> Optional[List[Floats]]:
+        if self._process.lock is None:
+            return self._run(inputs)
+        with self._process.lock:
+            return self._run(inputs)
+
+    def _run(self, inputs: List[Floats]) -> Optional[List[Floats]]:
         try:
             faults.begin(self._driver, "predict", self._process.who)
         except (AclError, faults.Failed):
@@ -89,12 +96,13 @@ class NativeModel:
         self._built = False
         self._runner: Union[_Cpu, _Card, Graph, None] = None
         self._handle = ""
-        self._pid = ""
+        self._path = ""
         self._shapes: List[List[int]] = []
         self._buffers: List[_Buffer] = []
         self._outputs: List[Tensor] = []
         self._poisoned = False
         self._mutex = threading.Lock()
+        self._session: Optional[ge.Session] = None
 
     def __del__(self) -> None:
         runner = self._runner
@@ -105,6 +113,13 @@ class NativeModel:
                 runner.unload()
             except (AclError, OSError):
                 return
+
+    def join(self, session: ge.Session) -> bool:
+        """Be in a group for the graph engine. After the build nothing comes of it."""
+        if self._session is not None:
+            return False
+        self._session = session
+        return True
 
     def load_config(self, path: str) -> None:
         """Read a file of sections; what is none is ignored. What was given as a dict stays."""
@@ -130,6 +145,7 @@ class NativeModel:
             glog.error(f"{_IMPL}:478", "BuildByBufferImpl", "Model has been called Build")
             return False
         self._built = True
+        self._path = path
         model = self._read(path, key) if is_mindir else None
         sharing = self._config.get(_ASCEND, {})
         if sharing.get(_PIDS) and sharing.get(_HANDLE):
@@ -262,12 +278,17 @@ class NativeModel:
             glog.error("extendrt/infer_session.cc:130", "CreateSession", "Load libascend_kernel_plugin.so failed.")
             return None
         if self._provider(place) == _GE:
-            return ge.build(driver, model, ge.Options(place.device, place.rank, place.group_info, self._config))
+            options = ge.Options(place.device, place.rank, place.group_info, self._config)
+            return ge.build(driver, model, options, self._session)
         if model.exported:
             text = "The graph does not have exactly one node of the type Custom."
             glog.error("extendrt/session/single_op_session.cc:280", "CompileGraph", text)
             return None
-        process = ModelProcess(driver, self._options(driver, place))
+        if not place.is_own:
+            text = "The device info of the context is that of another model of the group."
+            glog.error(f"{_IMPL}:420", "Build", text)
+            return None
+        process = ModelProcess(driver, self._options(driver, place)._replace(path=self._path))
         try:
             faults.begin(driver, "build", process.who)
             return _Card(driver, process) if process.load(model) else None
