@@ -211,6 +211,7 @@ def test_a_group_is_not_held_against_its_request_where_a_process_was_ended_from_
         assert bench.desk.job_failed(f"{name}.rank0", Failed(1, "INTERNAL", "lost", leaving=True), bench.now) != ""
         assert request.deaths == 1
         bench.desk.died(f"{name}.{who}", KILL, bench.now)
+        bench.desk.died(f"{name}.rank0", KILL, bench.now)
         assert request.deaths == 0
         assert not bench.desk.guard.quarantine.suspects
         bench.bury(name, but=who)
@@ -293,3 +294,55 @@ def test_all_ranks_are_given_the_same_with_the_next_step_one_at_a_time() -> None
     assert predicts == [(f"{name}.rank{rank}", step, step) for step in (1, 2) for rank in (0, 1)]
     assert [bench.desk.has_answered(f"{name}.{each}") for each in ("rank0", "rank1", "broker")] == [True] * 3
     assert bench.desk.mates(f"{name}.rank0") == (f"{name}.rank0", f"{name}.rank1", f"{name}.broker")
+
+
+def test_what_all_ranks_refuse_costs_nothing_but_the_request() -> None:
+    bench = Bench()
+    for number in (1, 2):
+        bench.ask(number)
+    name = bench.load()
+    for rank in (0, 1):
+        assert bench.answers == {}
+        failed = Failed(1, "INVALID_ARGUMENT", "no", leaving=False)
+        assert bench.desk.job_failed(f"{name}.rank{rank}", failed, bench.now) == ""
+    assert bench.answers == {1: "INVALID_ARGUMENT: no"}
+    assert (bench.running(name), bench.desk.guard.suspects.known) == ([2], {})
+
+
+def test_rows_are_divided_among_groups_as_among_devices() -> None:
+    bench = Bench(RowTerms(1, frozenset("x"), frozenset("y"), part_rows=4))
+    groups = [bench.load() for _ in range(2)]
+    x = TensorSpec("x", "UINT8", (8, 1))
+    request = Request(1, b"ann", "id1", RequestDescription("m", (x,)), [b"abcdefgh"], 0.0, 1e9, 8, ANN)
+    bench.desk.infer(request, bench.now)
+    parts = {process: each for process, each in bench.orders if isinstance(each, Predict)}
+    assert [*parts] == [f"{name}.rank{rank}" for name in groups for rank in (0, 1)]
+    assert {(each.step, each.description.inputs[0].shape) for each in parts.values()} == {(1, (4, 1))}
+    spec = TensorSpec("y", "UINT8", (4, 1))
+    for name in reversed(groups):
+        assert bench.answers == {}
+        number = parts[f"{name}.rank0"].request
+        assert bench.desk.done(f"{name}.rank0", number, bench.now) == ""
+        result = Result(number, ResponseDescription("m", (spec,)))
+        assert bench.desk.result(f"{name}.rank1", result, [b"1234"], bench.now) == ""
+    assert bench.answers == {1: "answer"}
+
+
+def test_of_a_lost_group_its_part_alone_runs_again_on_the_next() -> None:
+    bench = Bench(RowTerms(1, frozenset("x"), frozenset("y"), part_rows=4))
+    lost, other = bench.load(), bench.load()
+    x = TensorSpec("x", "UINT8", (8, 1))
+    request = Request(1, b"ann", "id1", RequestDescription("m", (x,)), [b"abcdefgh"], 0.0, 1e9, 8, ANN)
+    bench.desk.infer(request, bench.now)
+    [part] = {each.request for process, each in bench.orders if process.startswith(other) and isinstance(each, Predict)}
+    crash(bench, lost)
+    bench.orders.clear()
+    name = bench.load()
+    again = [(process, each) for process, each in bench.orders if isinstance(each, Predict)]
+    assert [process for process, _ in again] == [f"{name}.rank0", f"{name}.rank1"]
+    spec = TensorSpec("y", "UINT8", (4, 1))
+    for group, number in ((other, part), (name, again[0][1].request)):
+        assert bench.answers == {}
+        bench.desk.done(f"{group}.rank0", number, bench.now)
+        bench.desk.result(f"{group}.rank1", Result(number, ResponseDescription("m", (spec,))), [b"1234"], bench.now)
+    assert bench.answers == {1: "answer"}
