@@ -7,7 +7,6 @@ from unittest import mock
 
 import pytest
 
-from weightd.daemon.config import load
 from weightd.daemon.config.load import ConfigError, parse
 from weightd.daemon.config.model import ModelConfig
 from weightd.daemon.config.ranks import Ranks
@@ -17,11 +16,6 @@ from weightd.protocol.schema import decode, plain
 BASE = Path("/etc/weightd")
 SHARDS = "/srv/big/rank{rank}.mindir"
 CARDS = ["ascend:0", "ascend:1"]
-
-
-@pytest.fixture
-def _served(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(load, "NOT_SERVED", {})
 
 
 def tables(ranks: object, devices: object = None, **keys: Any) -> dict[str, Any]:
@@ -44,11 +38,6 @@ def problems(content: dict[str, Any]) -> list[str]:
     return list(caught.value.problems)
 
 
-def test_ranks_are_refused_until_they_are_served() -> None:
-    assert problems(tables({"devices": CARDS})) == ["models.big.ranks: weightd does not serve the ranks of a model yet"]
-
-
-@pytest.mark.usefixtures("_served")
 def test_what_two_ranks_on_cards_come_to() -> None:
     model = completed({"devices": CARDS}, {"ascend:1": {"ip": "192.168.1.9"}})
     ranks = of(model)
@@ -61,14 +50,12 @@ def test_what_two_ranks_on_cards_come_to() -> None:
     assert model.mindspore_lite.provider == "ge"
 
 
-@pytest.mark.usefixtures("_served")
 def test_what_is_written_down_is_read_again() -> None:
     model = completed({"devices": [CARDS, ["ascend:2", "ascend:3"]], "reply": 1, "device_ports": [16666, 16667]})
     assert of(model).fits_beside
     assert decode(ModelConfig, plain(model)) == model
 
 
-@pytest.mark.usefixtures("_served")
 def test_paths_are_absolute_and_have_the_numbers_of_rank_and_group() -> None:
     keys = {"rank_table": "hccl{group}.json", "group_info_file": "groups{rank}.pb"}
     ranks = of(completed({"devices": [CARDS, ["ascend:2", "ascend:3"]], **keys}))
@@ -78,7 +65,6 @@ def test_paths_are_absolute_and_have_the_numbers_of_rank_and_group() -> None:
 
 
 @pytest.mark.parametrize(("reply", "rank"), [("last", 1), (0, 0), (1, 1), ("concat", None)])
-@pytest.mark.usefixtures("_served")
 def test_whose_outputs_are_the_answer(reply: object, rank: int | None) -> None:
     assert of(completed({"devices": CARDS, "reply": reply})).reply_rank == rank
 
@@ -112,7 +98,6 @@ def test_whose_outputs_are_the_answer(reply: object, rank: int | None) -> None:
         ({"devices": ["ascend:0", "npu:1"]}, 'devices: expected "cpu", a set of cores such as*'),
     ],
 )
-@pytest.mark.usefixtures("_served")
 def test_a_key_that_is_wrong_by_itself(ranks: object, problem: str) -> None:
     first, *rest = problems(tables(ranks))
     assert first.startswith(f"models.big.ranks.{problem.rstrip('*')}")
@@ -127,7 +112,6 @@ ON_CARDS = {"devices": CARDS}
 NO_CPU = "it has no effect on the cpu, only on a card"
 
 
-@pytest.mark.usefixtures("_served")
 def test_ranks_on_the_cpu() -> None:
     model = completed(ON_CPU, **MINDSPORE)
     ranks = of(model)
@@ -150,7 +134,6 @@ def test_ranks_on_the_cpu() -> None:
         ({**ON_CPU, "exec_timeout": 5, "connect_timeout": 30}, {**MINDSPORE, "predict_timeout": 4}),
     ],
 )
-@pytest.mark.usefixtures("_served")
 def test_what_goes_together(ranks: dict[str, Any], keys: dict[str, Any]) -> None:
     completed(ranks, **keys)
 
@@ -204,7 +187,6 @@ def test_what_goes_together(ranks: dict[str, Any], keys: dict[str, Any]) -> None
         (ON_CPU, {**MINDSPORE, "mindspore_lite": {"inter_op_parallel": 2}}, "mindspore_lite: the model's engine is *"),
     ],
 )  # fmt: skip
-@pytest.mark.usefixtures("_served")
 def test_what_does_not_go_together(ranks: dict[str, Any], keys: dict[str, Any], problem: str) -> None:
     [told] = problems(tables(ranks, **keys))
     first, *rest = problem.split("*")
@@ -212,7 +194,6 @@ def test_what_does_not_go_together(ranks: dict[str, Any], keys: dict[str, Any], 
     assert told.endswith(rest[-1]) if rest else told == f"models.big.{first}"
 
 
-@pytest.mark.usefixtures("_served")
 def test_ranks_on_sets_of_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", mock.Mock(return_value={0, 1}))
     sets = {f"cpu:{each}": {"cpus": str(each)} for each in (0, 1)}
@@ -227,7 +208,6 @@ def test_ranks_on_sets_of_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
 
 
-@pytest.mark.usefixtures("_served")
 def test_the_devices_of_ranks_are_in_their_table() -> None:
     content = tables(ON_CARDS)
     content["models"]["big"]["devices"] = CARDS
@@ -254,7 +234,6 @@ def two(one: dict[str, Any], other: dict[str, Any], **keys: Any) -> dict[str, An
         ({"devices": CARDS}, {"devices": CARDS, "rank_table": "/t.json"}),
     ],
 )
-@pytest.mark.usefixtures("_served")
 def test_two_models_that_do_not_meet_on_a_card(one: dict[str, Any], other: dict[str, Any]) -> None:
     assert len(parse(two(one, other), BASE).models) == 2
 
@@ -271,12 +250,10 @@ def test_two_models_that_do_not_meet_on_a_card(one: dict[str, Any], other: dict[
         ({"devices": CARDS, "device_ports": [1, 2]}, {"devices": CARDS, "device_ports": [3, 2]}, "on ascend:0 the *"),
     ],
 )
-@pytest.mark.usefixtures("_served")
 def test_two_models_that_meet_on_a_card(one: dict[str, Any], other: dict[str, Any], problem: str) -> None:
     [*told] = problems(two(one, other))
     assert told[0].startswith(f"models.other.ranks.devices: {problem.rstrip('*')}")
 
 
-@pytest.mark.usefixtures("_served")
 def test_ranks_on_the_cpu_never_meet() -> None:
     assert len(parse(two(ON_CPU, ON_CPU, engine="mindspore"), BASE).models) == 2

@@ -12,7 +12,7 @@ import tempfile
 import threading
 import time
 from pathlib import Path
-from typing import IO, Callable, Mapping, Type, TypeVar, cast
+from typing import IO, Any, Callable, Mapping, Type, TypeVar, cast
 
 from testkit import census, memory, mindir
 from weightd.client import Client, Unavailable, WeightdError
@@ -278,10 +278,15 @@ class _Log:
 
 
 def _ready_workers(generation: GenerationStatus) -> int:
-    return sum(process.role == "worker" and process.state == "ready" for process in generation.processes)
+    return sum(process.role in ("worker", "rank") and process.state == "ready" for process in generation.processes)
 
 
 def _wanted_workers(table: Mapping[str, object]) -> int:
+    """How many workers, or ranks of all groups."""
+    ranks = cast("Mapping[str, Any]", table.get("ranks", {}))
+    if ranks:
+        groups = cast("list[str | list[str]]", ranks.get("devices", []))
+        return ranks.get("size") or sum(1 if isinstance(each, str) else len(each) for each in groups)
     devices = cast("list[str]", table.get("devices", ["cpu"]))
     return cast(int, table.get("workers", 1)) * len(devices)
 

@@ -28,7 +28,6 @@ _TABLES = ("daemon", "listeners", "models", "groups", "devices")
 
 # What is read and checked, and refused all the same until weightd serves it.
 NOT_SERVED: Mapping[str, str] = {
-    "ranks": "weightd does not serve the ranks of a model yet",
     "groups": "weightd does not serve groups of models yet",
 }
 
