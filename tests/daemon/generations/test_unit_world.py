@@ -1,0 +1,403 @@
+"""A unit in a world whose processes obey, crash, hang, talk nonsense and come late, in any order."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from dataclasses import replace
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from testkit.examples import examples
+from weightd.daemon.generations.actions import Dismiss, Enlist, Forget, Kill, Pin, Role, Send, Spawn
+from weightd.daemon.generations.plan import CONCAT, RankTerms, Terms
+from weightd.daemon.generations.resume import record, resume_unit
+from weightd.daemon.generations.states import ACTIVE, GenerationState
+from weightd.daemon.generations.unit import Unit
+from weightd.daemon.host.ends import By, End
+from weightd.protocol.messages.children import Broken
+from weightd.protocol.messages.data import TensorSignature
+from weightd.protocol.messages.ranks import Enter, Entered, Slice, Warm, Warmed
+
+from .group import BROKER, CASES, SEAT, SHA, X, Y, digest, hello_of, rank_of
+
+OTHER = TensorSignature("x", "FP32", (-1, 5))
+ENDS = {
+    "clean": End(0),
+    "status": End(3),
+    "crash": End(-signal.SIGSEGV),
+    "killed": End(-signal.SIGKILL),
+    "sigterm": End(143),
+    "words": End(1, "Launch kernel failed"),
+    "unseen": End(None, by=By.KEEPER),
+}
+# What may only follow from another one's loss, of a rank and of a broker whose ranks have met.
+SYMPTOMS = {"sigterm", "words"}
+
+
+class Process:
+    """A child as the world knows it."""
+
+    def __init__(self, role: Role) -> None:
+        self.role = role
+        self.phase = "spawned"
+        self.killed = False
+        self.stopping = False
+        self.slice = ""
+        self.loaded = ""
+        self.proven = False
+        self.step = -1
+
+
+class World(RuleBasedStateMachine):
+    """Does what the unit wants, and lets its processes do anything at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 1000.0
+        self.processes: dict[str, Process] = {}
+        self.spawned: list[str] = []
+        self.enlisted = False
+        self.have_met = False
+        # Whose loss it was, and whether that may have followed from another one.
+        self.first: str | None = None
+        self.is_doubtful = False
+
+    @initialize(size=st.integers(2, 3), has_broker=st.booleans(), concat=st.booleans(), steps=st.integers(0, 12))
+    def begin(self, size: int, steps: int, *, has_broker: bool, concat: bool) -> None:
+        self.size = size
+        self.answering = [*range(size)] if concat else [size - 1]
+        ranks = RankTerms(size, ("cpu",) * size, 120.0, CONCAT if concat else size - 1, has_broker)
+        self.terms = Terms(1, 500.0, sharing=False, ranks=ranks)
+        self.unit = Unit(SEAT, self.terms, number=7)
+        self.unit.start()
+        self.expected = [*([BROKER] if has_broker else []), *(f"{SEAT}.rank{rank}" for rank in range(size))]
+        assert self.unit.take_actions() == [Pin()]
+        # Whoever says something out of turn ends all: so it begins somewhere on the way.
+        for _ in range(steps):
+            self.obey(0)
+
+    @property
+    def ranks(self) -> list[Process]:
+        return [each for each in self.processes.values() if each.role is Role.RANK]
+
+    def all_are(self, phase: str) -> bool:
+        return len(self.ranks) == self.size and all(each.phase == phase for each in self.ranks)
+
+    # --- the daemon's part: what is wanted is done ---
+
+    def perform(self) -> None:
+        for action in self.unit.take_actions():
+            match action:
+                case Pin() | Forget():
+                    raise AssertionError(f"{action}: pinned twice, or what only a deployment wants")
+                case Spawn(name, role):
+                    assert name not in self.spawned
+                    self.spawned.append(name)
+                    self.processes[name] = Process(role)
+                case Send(name, order):
+                    self.send(self.processes[name], order)
+                case Kill(name, abort):
+                    assert not abort
+                    assert not self.processes[name].killed
+                    self.processes[name].killed = True
+                case Enlist(name):
+                    assert name == SEAT
+                    assert not self.enlisted
+                    # Never of fewer than all, and of none that has not shown what it computes.
+                    assert self.all_are("warm")
+                    assert not any(each.killed or each.stopping for each in self.processes.values())
+                    self.enlisted = True
+                case Dismiss(name):
+                    assert name == SEAT
+                    assert self.enlisted
+                    self.enlisted = False
+
+    def send(self, process: Process, order: object) -> None:
+        assert not process.killed
+        assert not process.stopping
+        match order:
+            case Enter():
+                # All are there, or nobody waits for anybody.
+                assert [*self.processes] == self.expected
+                assert all(each.phase in ("greeted", "entering", "holding") for each in self.processes.values())
+                process.phase = "entering" if process.role is Role.RANK else "holding"
+            case Warm():
+                assert all(each.phase in ("entered", "warming") for each in self.ranks)
+                assert len(self.ranks) == self.size
+                process.phase = "warming"
+            case _:
+                process.stopping = True
+
+    def happens(self, name: str, event: Callable[[], None], *, is_loss: bool, is_doubtful: bool = False) -> None:
+        """Something happens to a process; if that is a loss, all others are killed in the same step, else nobody."""
+        was_active, killed = self.unit.state in ACTIVE, self.killed
+        event()
+        self.perform()
+        if is_loss:
+            assert all(each.killed for each in self.processes.values())
+            if was_active:
+                self.first, self.is_doubtful = name, is_doubtful
+                assert self.unit.state is GenerationState.FAILED
+        else:
+            assert self.killed <= killed
+
+    @property
+    def killed(self) -> set[str]:
+        return {name for name, each in self.processes.items() if each.killed}
+
+    def counts(self, name: str) -> bool:
+        """Whether what it says out of turn ends all."""
+        process = self.processes.get(name)
+        return process is not None and not process.killed and not process.stopping
+
+    def present(self, name: str) -> bool:
+        return name in self.processes and not self.processes[name].killed
+
+    # --- what happens ---
+
+    @rule(chosen=st.integers(0, 3))
+    def obey(self, chosen: int) -> None:
+        """One of the processes does the next thing that it should."""
+        if not self.spawned:
+            self.pin()
+        ready = [name for name, each in self.processes.items() if each.phase in _DUE and self.counts(name)]
+        if ready:
+            name = ready[chosen % len(ready)]
+            _DUE[self.processes[name].phase](self, name)
+
+    @rule()
+    def pin(self) -> None:
+        self.unit.pinned(SHA, self.now, digests=tuple(map(digest, range(self.size))))
+        self.perform()
+
+    @rule(chosen=st.integers(0, 3), how=st.sampled_from(["good", "version", "digest", "rank", "none", "other"]))
+    def hello(self, chosen: int, how: str) -> None:
+        self.say_hello(self.expected[chosen % len(self.expected)], how)
+
+    def say_hello(self, name: str, how: str = "good") -> None:
+        said = hello_of(name)
+        process = self.processes.get(name)
+        is_due = process is not None and process.phase == "spawned" and self.counts(name)
+        if how == "version":
+            said = replace(said, versions={})
+        elif name != BROKER and how != "good":
+            rank = rank_of(name)
+            wrong = {
+                "digest": replace(said, sha256=SHA),
+                "rank": replace(said, slice=Slice((rank + 1) % self.size, (X,), (Y,))),
+                "none": replace(said, slice=None),
+                "other": replace(said, slice=Slice(rank, (OTHER,), (Y,))),
+            }
+            said = wrong[how]
+        is_good = how in ("good", "other") or (name == BROKER and how != "version")
+        is_last = False
+        if process is not None and is_due and is_good:
+            process.phase, process.slice = "greeted", how
+            is_last = {*self.processes} == {*self.expected} and self.all_greeted
+        disagree = is_last and len({each.slice == "other" for each in self.ranks}) > 1
+        is_loss = disagree or (self.counts(name) and not (is_due and is_good))
+        self.happens("" if disagree else name, lambda: self.unit.hello(name, said, self.now), is_loss=is_loss)
+
+    @property
+    def all_greeted(self) -> bool:
+        return all(each.phase == "greeted" for each in self.processes.values())
+
+    @rule(chosen=st.integers(0, 3), how=st.sampled_from(["good", "other"]))
+    def entered(self, chosen: int, how: str) -> None:
+        self.say_entered(self.expected[chosen % len(self.expected)], how)
+
+    def say_entered(self, name: str, how: str = "good") -> None:
+        process = self.processes.get(name)
+        is_due = process is not None and process.phase == "entering" and self.counts(name)
+        disagree = False
+        if process is not None and is_due:
+            process.phase, process.loaded = "entered", how
+            disagree = self.all_are("entered") and len({each.loaded for each in self.ranks}) > 1
+            self.have_met = self.have_met or (self.all_are("entered") and not disagree)
+        said = Entered((X,) if how == "good" else (OTHER,), (Y,))
+        is_loss = disagree or (self.counts(name) and not is_due)
+        self.happens("" if disagree else name, lambda: self.unit.entered(name, said, self.now), is_loss=is_loss)
+
+    @rule(chosen=st.integers(0, 3), proven=st.booleans())
+    def warmed(self, chosen: int, *, proven: bool) -> None:
+        self.say_warmed(self.expected[chosen % len(self.expected)], proven=proven)
+
+    def say_warmed(self, name: str, *, proven: bool = True) -> None:
+        process = self.processes.get(name)
+        is_due = process is not None and process.phase == "warming" and self.counts(name)
+        wrong = False
+        if process is not None and is_due:
+            process.phase, process.proven = "warm", proven
+            named = [self.processes.get(f"{SEAT}.rank{rank}") for rank in self.answering]
+            wrong = self.all_are("warm") and not all(each is not None and each.proven for each in named)
+        said = Warmed("canary" if proven else "", CASES)
+        is_loss = wrong or (self.counts(name) and not is_due)
+        self.happens("" if wrong else name, lambda: self.unit.warmed(name, said, self.now), is_loss=is_loss)
+
+    @rule(chosen=st.integers(0, 3), step=st.sampled_from([7, 8]))
+    def back(self, chosen: int, step: int) -> None:
+        self.say_back(self.expected[chosen % len(self.expected)], step)
+
+    def say_back(self, name: str, step: int = 7) -> None:
+        process = self.processes.get(name)
+        is_due = process is not None and process.phase == "awaited" and self.counts(name)
+        uneven = False
+        if process is not None and is_due:
+            process.phase, process.step = "warm", step
+            uneven = self.all_are("warm") and len({each.step for each in self.ranks}) > 1
+        is_loss = uneven or (self.counts(name) and not is_due)
+        self.happens("" if uneven else name, lambda: self.unit.back(name, self.now, step), is_loss=is_loss)
+
+    @rule(chosen=st.integers(0, 3), cause=st.sampled_from(["no such file", "Launch kernel failed"]))
+    def broken(self, chosen: int, cause: str) -> None:
+        name = self.expected[chosen % len(self.expected)]
+        is_doubtful = cause == "Launch kernel failed"
+        event = lambda: self.unit.broken(name, Broken(cause), self.now)  # noqa: E731
+        self.happens(name, event, is_loss=self.present(name), is_doubtful=is_doubtful)
+
+    @rule(chosen=st.integers(0, 3), how=st.sampled_from(["leaving", "hung"]))
+    def useless(self, chosen: int, how: str) -> None:
+        name = self.expected[chosen % len(self.expected)]
+
+        def event() -> None:
+            if how == "leaving":
+                self.unit.leaving(name, self.now)
+            else:
+                self.unit.hung(name, "silence", self.now)
+
+        self.happens(name, event, is_loss=self.present(name), is_doubtful=True)
+
+    @rule(chosen=st.integers(0, 3))
+    def stray(self, chosen: int) -> None:
+        name = self.expected[chosen % len(self.expected)]
+        self.happens(name, lambda: self.unit.astray(name, "built", self.now), is_loss=self.counts(name))
+
+    @precondition(lambda self: self.processes)
+    @rule(chosen=st.integers(0, 3), how=st.sampled_from([*ENDS]))
+    def exit(self, chosen: int, how: str) -> None:
+        name = [*self.processes][chosen % len(self.processes)]
+        process, end = self.processes[name], ENDS[how]
+        if process.killed and end.status is not None and end.status < 0:
+            end = replace(end, by=By.DAEMON)
+        draining = self.unit.state is GenerationState.DRAINING
+        is_loss = not process.killed and not ((draining or process.stopping) and end.status == 0)
+        broker_follows = self.have_met and end.status == 1
+        is_symptom = broker_follows if process.role is Role.BROKER else how in SYMPTOMS
+        # It had ended before it was killed: so it was what the others have died of.
+        had_ended = process.killed and how in ("clean", "status", "crash", "words", "sigterm") and not is_symptom
+        if had_ended and self.is_doubtful and name != self.first:
+            self.first, self.is_doubtful = name, False
+        del self.processes[name]
+        event = lambda: self.unit.exited(name, end, self.now)  # noqa: E731
+        self.happens(name, event, is_loss=is_loss, is_doubtful=is_symptom)
+
+    @rule(seconds=st.sampled_from([0.0, 5.0, 11.0, 70.0, 130.0, 600.0]))
+    def time_passes(self, seconds: float) -> None:
+        self.now += seconds
+        was_active, killed, due = self.unit.state in ACTIVE, self.killed, self.unit.next_tick <= self.now
+        self.unit.tick(self.now)
+        self.perform()
+        if due:
+            assert all(each.killed for each in self.processes.values())
+            if was_active:
+                self.first, self.is_doubtful = None, True
+                found = [name for name in self.expected if self.unit.cause.startswith(f"{name}: ")]
+                [self.first] = found
+        else:
+            assert self.killed == killed
+
+    @rule()
+    def drain(self) -> None:
+        was_serving = self.unit.state is GenerationState.SERVING
+        was_active, killed = self.unit.state in ACTIVE, self.killed
+        self.unit.drain(self.now)
+        self.perform()
+        if was_active and not was_serving:
+            assert all(each.killed for each in self.processes.values())
+        else:
+            assert self.killed == killed
+        if was_serving:
+            assert all(each.stopping for each in self.ranks)
+
+    @rule()
+    def fail(self) -> None:
+        was_active = self.unit.state in ACTIVE
+        self.unit.failed("the daemon says so", self.now)
+        self.perform()
+        if was_active:
+            self.first, self.is_doubtful = "", False
+            assert all(each.killed for each in self.processes.values())
+
+    @rule()
+    def another_daemon_comes(self) -> None:
+        written = record(self.unit, None)
+        assert (written is None) == (self.unit.state not in (GenerationState.SERVING, GenerationState.RESUMING))
+        if written is None:
+            return
+        self.enlisted = False
+        self.now += 1.0
+        self.unit = resume_unit(SEAT, self.terms, self.unit.source, written, self.now)
+        for each in self.ranks:
+            each.phase, each.step = "awaited", -1
+        self.perform()
+
+    # --- what always holds ---
+
+    @invariant()
+    def a_seat_has_all_ranks_or_there_is_none(self) -> None:
+        if not hasattr(self, "unit"):
+            return
+        assert bool(self.unit.seats) == self.enlisted
+        if self.enlisted:
+            assert self.unit.state is GenerationState.SERVING
+            assert self.unit.seats == {SEAT: tuple(name for name in self.expected if name != BROKER)}
+            assert {*self.processes} == {*self.expected}
+            assert not any(each.killed or each.stopping for each in self.processes.values())
+        assert self.unit.complete == self.unit.full == self.enlisted
+
+    @invariant()
+    def nobody_is_started_for_another_one(self) -> None:
+        assert self.spawned in ([], getattr(self, "expected", []))
+
+    @invariant()
+    def what_has_failed_is_killed_and_its_cause_is_the_first(self) -> None:
+        if not hasattr(self, "unit"):
+            return
+        assert {*self.unit.children} == {*self.processes}
+        assert self.unit.deaths <= 1
+        if self.unit.state is GenerationState.FAILED:
+            assert all(each.killed for each in self.processes.values())
+            told = [name for name in self.expected if self.unit.cause.startswith(f"{name}: ")]
+            assert told == ([self.first] if self.first else [])
+            assert self.unit.cause
+        if self.unit.state is GenerationState.GONE:
+            assert not self.processes
+
+    def teardown(self) -> None:
+        if not hasattr(self, "unit"):
+            return
+        self.unit.drain(self.now)
+        self.perform()
+        for _ in range(2 * len(self.expected)):
+            for name in [name for name, each in self.processes.items() if each.killed or each.stopping]:
+                del self.processes[name]
+                self.unit.exited(name, End(0), self.now)
+                self.perform()
+        assert self.unit.ended
+        assert self.unit.state in (GenerationState.GONE, GenerationState.FAILED)
+        assert self.unit.next_tick == float("inf")
+
+
+# By what it has come to: what a process that obeys says next.
+_DUE: dict[str, Callable[[World, str], None]] = {
+    "spawned": World.say_hello,
+    "entering": World.say_entered,
+    "warming": World.say_warmed,
+    "awaited": World.say_back,
+}
+
+TestWorld = World.TestCase
+TestWorld.settings = settings(max_examples=examples(150), stateful_step_count=40, deadline=None)
