@@ -416,7 +416,7 @@ def test_who_cannot_finish_without_another_does_not_wait(how: str) -> None:
     gone = {"crash": R0, "broker": BROKER}.get(how)
     assert killed == kills(*(each for each in (BROKER, R0, R1) if each != gone))
     group.exits(*group.names, end=OUR_KILL)
-    assert (group.state, group.unit.cause) == (GenerationState.GONE, "")
+    assert (group.state, group.unit.cause, group.unit.deaths) == (GenerationState.GONE, "", int(how == "broker"))
 
 
 def test_a_broker_may_end_by_itself_when_its_ranks_have() -> None:
@@ -510,6 +510,14 @@ def test_one_process_serves_several_models() -> None:
     models = group.unit.models
     group.resumed()
     assert (group.back(R0), group.unit.models) == ([Enlist(SEAT)], models)
+
+
+def test_the_end_of_the_only_process_is_the_end_of_its_seat() -> None:
+    group = household()
+    group.entered(R0, entered=MEMBERS)
+    group.warmed(R0, warmed=Warmed("", CASES, members=("one", "")))
+    assert group.exits(R0) == [Dismiss(SEAT)]
+    assert (group.state, group.unit.ended) == (GenerationState.FAILED, True)
 
 
 def test_a_process_of_other_models_is_refused() -> None:

@@ -37,6 +37,10 @@ ENDS = {
 SYMPTOMS = {"sigterm", "words"}
 
 
+# So many are taken by the longest way to serving, and a few are left.
+_STEPS = st.sampled_from([0, 2, 5, 8, 14, 14])
+
+
 class Process:
     """A child as the world knows it."""
 
@@ -57,6 +61,19 @@ class World(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.now = 1000.0
+
+    @initialize(size=st.integers(2, 3), has_broker=st.booleans(), concat=st.booleans(), steps=_STEPS)
+    def begin(self, size: int, steps: int, *, has_broker: bool, concat: bool) -> None:
+        self.size = size
+        self.answering = [*range(size)] if concat else [size - 1]
+        ranks = RankTerms(size, ("cpu",) * size, 120.0, CONCAT if concat else size - 1, has_broker)
+        self.terms = Terms(1, 500.0, sharing=False, ranks=ranks)
+        self.expected = [*([BROKER] if has_broker else []), *(f"{SEAT}.rank{rank}" for rank in range(size))]
+        self.another_unit(steps)
+
+    @precondition(lambda self: self.unit.ended)
+    @rule(steps=_STEPS)
+    def another_unit(self, steps: int) -> None:
         self.processes: dict[str, Process] = {}
         self.spawned: list[str] = []
         self.enlisted = False
@@ -64,16 +81,8 @@ class World(RuleBasedStateMachine):
         # Whose loss it was, and whether that may have followed from another one.
         self.first: str | None = None
         self.is_doubtful = False
-
-    @initialize(size=st.integers(2, 3), has_broker=st.booleans(), concat=st.booleans(), steps=st.integers(0, 12))
-    def begin(self, size: int, steps: int, *, has_broker: bool, concat: bool) -> None:
-        self.size = size
-        self.answering = [*range(size)] if concat else [size - 1]
-        ranks = RankTerms(size, ("cpu",) * size, 120.0, CONCAT if concat else size - 1, has_broker)
-        self.terms = Terms(1, 500.0, sharing=False, ranks=ranks)
         self.unit = Unit(SEAT, self.terms, number=7)
         self.unit.start()
-        self.expected = [*([BROKER] if has_broker else []), *(f"{SEAT}.rank{rank}" for rank in range(size))]
         assert self.unit.take_actions() == [Pin()]
         # Whoever says something out of turn ends all: so it begins somewhere on the way.
         for _ in range(steps):
@@ -158,24 +167,63 @@ class World(RuleBasedStateMachine):
 
     # --- what happens ---
 
-    @rule(chosen=st.integers(0, 3))
-    def obey(self, chosen: int) -> None:
-        """One of the processes does the next thing that it should."""
+    @rule(chosen=st.integers(0, 3), times=st.sampled_from([1, 1, 2, 12]))
+    def obey(self, chosen: int, times: int = 1) -> None:
+        """Some of the processes do the next thing that they should."""
         if not self.spawned:
             self.pin()
+        for _ in range(times):
+            ready = [name for name, each in self.processes.items() if each.stopping and not each.killed]
+            ready += [name for name, each in self.processes.items() if each.phase in _DUE and self.counts(name)]
+            if ready:
+                name = ready[chosen % len(ready)]
+                process = self.processes[name]
+                if process.stopping:
+                    self.end(name, "clean")
+                else:
+                    _DUE[process.phase](self, name)
+
+    @rule(chosen=st.integers(0, 3), how=st.sampled_from(["version", "digest", "rank", "none", "other"]))
+    def obey_wrongly(self, chosen: int, how: str) -> None:
+        """One of the processes says at the right time what it should not."""
         ready = [name for name, each in self.processes.items() if each.phase in _DUE and self.counts(name)]
         if ready:
             name = ready[chosen % len(ready)]
-            _DUE[self.processes[name].phase](self, name)
+            match self.processes[name].phase:
+                case "spawned":
+                    self.say_hello(name, how)
+                case "entering":
+                    self.say_entered(name, "other")
+                case "warming":
+                    self.say_warmed(name, proven=False)
+                case _:
+                    self.say_back(name, 8)
 
     @rule()
     def pin(self) -> None:
         self.unit.pinned(SHA, self.now, digests=tuple(map(digest, range(self.size))))
         self.perform()
 
-    @rule(chosen=st.integers(0, 3), how=st.sampled_from(["good", "version", "digest", "rank", "none", "other"]))
-    def hello(self, chosen: int, how: str) -> None:
-        self.say_hello(self.expected[chosen % len(self.expected)], how)
+    @rule(
+        chosen=st.integers(0, 3),
+        what=st.sampled_from(["hello", "entered", "warmed", "back", "astray", "broken", "symptom", "leaving", "hung"]),
+    )
+    def talk(self, chosen: int, what: str) -> None:
+        """Somebody says anything, also one that was killed and is not dead yet, or one of which nothing was heard."""
+        name = self.expected[chosen % len(self.expected)]
+        broken = Broken("no such file" if what == "broken" else "Launch kernel failed")
+        said: dict[str, tuple[Callable[[], None], bool]] = {
+            "astray": (lambda: self.unit.astray(name, "built", self.now), self.counts(name)),
+            "broken": (lambda: self.unit.broken(name, broken, self.now), self.present(name)),
+            "symptom": (lambda: self.unit.broken(name, broken, self.now), self.present(name)),
+            "leaving": (lambda: self.unit.leaving(name, self.now), self.present(name)),
+            "hung": (lambda: self.unit.hung(name, "silence", self.now), self.present(name)),
+        }
+        if what in said:
+            event, is_loss = said[what]
+            self.happens(name, event, is_loss=is_loss, is_doubtful=what in ("symptom", "leaving", "hung"))
+        else:
+            _SAY[what](self, name)
 
     def say_hello(self, name: str, how: str = "good") -> None:
         said = hello_of(name)
@@ -205,10 +253,6 @@ class World(RuleBasedStateMachine):
     def all_greeted(self) -> bool:
         return all(each.phase == "greeted" for each in self.processes.values())
 
-    @rule(chosen=st.integers(0, 3), how=st.sampled_from(["good", "other"]))
-    def entered(self, chosen: int, how: str) -> None:
-        self.say_entered(self.expected[chosen % len(self.expected)], how)
-
     def say_entered(self, name: str, how: str = "good") -> None:
         process = self.processes.get(name)
         is_due = process is not None and process.phase == "entering" and self.counts(name)
@@ -220,10 +264,6 @@ class World(RuleBasedStateMachine):
         said = Entered((X,) if how == "good" else (OTHER,), (Y,))
         is_loss = disagree or (self.counts(name) and not is_due)
         self.happens("" if disagree else name, lambda: self.unit.entered(name, said, self.now), is_loss=is_loss)
-
-    @rule(chosen=st.integers(0, 3), proven=st.booleans())
-    def warmed(self, chosen: int, *, proven: bool) -> None:
-        self.say_warmed(self.expected[chosen % len(self.expected)], proven=proven)
 
     def say_warmed(self, name: str, *, proven: bool = True) -> None:
         process = self.processes.get(name)
@@ -237,10 +277,6 @@ class World(RuleBasedStateMachine):
         is_loss = wrong or (self.counts(name) and not is_due)
         self.happens("" if wrong else name, lambda: self.unit.warmed(name, said, self.now), is_loss=is_loss)
 
-    @rule(chosen=st.integers(0, 3), step=st.sampled_from([7, 8]))
-    def back(self, chosen: int, step: int) -> None:
-        self.say_back(self.expected[chosen % len(self.expected)], step)
-
     def say_back(self, name: str, step: int = 7) -> None:
         process = self.processes.get(name)
         is_due = process is not None and process.phase == "awaited" and self.counts(name)
@@ -251,34 +287,12 @@ class World(RuleBasedStateMachine):
         is_loss = uneven or (self.counts(name) and not is_due)
         self.happens("" if uneven else name, lambda: self.unit.back(name, self.now, step), is_loss=is_loss)
 
-    @rule(chosen=st.integers(0, 3), cause=st.sampled_from(["no such file", "Launch kernel failed"]))
-    def broken(self, chosen: int, cause: str) -> None:
-        name = self.expected[chosen % len(self.expected)]
-        is_doubtful = cause == "Launch kernel failed"
-        event = lambda: self.unit.broken(name, Broken(cause), self.now)  # noqa: E731
-        self.happens(name, event, is_loss=self.present(name), is_doubtful=is_doubtful)
-
-    @rule(chosen=st.integers(0, 3), how=st.sampled_from(["leaving", "hung"]))
-    def useless(self, chosen: int, how: str) -> None:
-        name = self.expected[chosen % len(self.expected)]
-
-        def event() -> None:
-            if how == "leaving":
-                self.unit.leaving(name, self.now)
-            else:
-                self.unit.hung(name, "silence", self.now)
-
-        self.happens(name, event, is_loss=self.present(name), is_doubtful=True)
-
-    @rule(chosen=st.integers(0, 3))
-    def stray(self, chosen: int) -> None:
-        name = self.expected[chosen % len(self.expected)]
-        self.happens(name, lambda: self.unit.astray(name, "built", self.now), is_loss=self.counts(name))
-
     @precondition(lambda self: self.processes)
     @rule(chosen=st.integers(0, 3), how=st.sampled_from([*ENDS]))
     def exit(self, chosen: int, how: str) -> None:
-        name = [*self.processes][chosen % len(self.processes)]
+        self.end([*self.processes][chosen % len(self.processes)], how)
+
+    def end(self, name: str, how: str) -> None:
         process, end = self.processes[name], ENDS[how]
         if process.killed and end.status is not None and end.status < 0:
             end = replace(end, by=By.DAEMON)
@@ -293,6 +307,12 @@ class World(RuleBasedStateMachine):
         del self.processes[name]
         event = lambda: self.unit.exited(name, end, self.now)  # noqa: E731
         self.happens(name, event, is_loss=is_loss, is_doubtful=is_symptom)
+
+    @precondition(lambda self: any(each.killed for each in self.processes.values()))
+    @rule()
+    def all_that_were_killed_end(self) -> None:
+        for name in sorted(self.killed):
+            self.end(name, "killed")
 
     @rule(seconds=st.sampled_from([0.0, 5.0, 11.0, 70.0, 130.0, 600.0]))
     def time_passes(self, seconds: float) -> None:
@@ -331,12 +351,11 @@ class World(RuleBasedStateMachine):
             self.first, self.is_doubtful = "", False
             assert all(each.killed for each in self.processes.values())
 
+    @precondition(lambda self: self.unit.state in (GenerationState.SERVING, GenerationState.RESUMING))
     @rule()
     def another_daemon_comes(self) -> None:
         written = record(self.unit, None)
-        assert (written is None) == (self.unit.state not in (GenerationState.SERVING, GenerationState.RESUMING))
-        if written is None:
-            return
+        assert written is not None
         self.enlisted = False
         self.now += 1.0
         self.unit = resume_unit(SEAT, self.terms, self.unit.source, written, self.now)
@@ -375,6 +394,8 @@ class World(RuleBasedStateMachine):
             assert self.unit.cause
         if self.unit.state is GenerationState.GONE:
             assert not self.processes
+        if self.unit.state not in (GenerationState.SERVING, GenerationState.RESUMING):
+            assert record(self.unit, None) is None
 
     def teardown(self) -> None:
         if not hasattr(self, "unit"):
@@ -391,12 +412,19 @@ class World(RuleBasedStateMachine):
         assert self.unit.next_tick == float("inf")
 
 
+_SAY: dict[str, Callable[[World, str], None]] = {
+    "hello": World.say_hello,
+    "entered": World.say_entered,
+    "warmed": World.say_warmed,
+    "back": World.say_back,
+}
+
 # By what it has come to: what a process that obeys says next.
 _DUE: dict[str, Callable[[World, str], None]] = {
-    "spawned": World.say_hello,
-    "entering": World.say_entered,
-    "warming": World.say_warmed,
-    "awaited": World.say_back,
+    "spawned": _SAY["hello"],
+    "entering": _SAY["entered"],
+    "warming": _SAY["warmed"],
+    "awaited": _SAY["back"],
 }
 
 TestWorld = World.TestCase
