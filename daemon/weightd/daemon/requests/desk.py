@@ -449,9 +449,14 @@ class Desk:
         self._release(self.writers.end(process, number))
         if outcome is None:
             return ""
+        seat = self.scheduler.seats.of(process)
+        job = seat.job_of(number) if seat is not None else None
         part = self.scheduler.seats.finish(process, number, now)
         if part is not None and isinstance(outcome, Refusal):
-            self.refuse(part.request, outcome.error)
+            if job is not None and job.count > 1:
+                self.scheduler.again_alone(part)
+            else:
+                self.refuse(part.request, outcome.error)
         elif part is not None and isinstance(outcome, Answer):
             result, frames = outcome.result, outcome.frames
             if part.cut is not None:

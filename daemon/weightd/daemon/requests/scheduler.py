@@ -141,6 +141,12 @@ class Scheduler:
         self.tally.again += len(again)
         self.line.put_back(again)
 
+    def again_alone(self, part: Part) -> None:
+        """A job was refused that had more parts than this one, which runs again without the others."""
+        part.request.narrow(Company.ALONE)
+        self.tally.again += 1
+        self.line.put_back([part])
+
     def overdue(self, now: float) -> list[tuple[Seat, Job]]:
         """Take out the seats that have computed for too long, each with what it runs.
 

@@ -309,6 +309,23 @@ def test_what_all_ranks_refuse_costs_nothing_but_the_request() -> None:
     assert (bench.running(name), bench.desk.guard.suspects.known) == ([2], {})
 
 
+def test_what_all_ranks_refuse_of_several_runs_again_each_alone() -> None:
+    bench = Bench(RowTerms(1, frozenset("x"), frozenset("y"), max_rows=8))
+    for number in (1, 2):
+        bench.ask(number)
+    name = bench.load()
+    assert bench.running(name) == [1, 2]
+    for number in (1, 2):
+        for rank in (0, 1):
+            failed = Failed(number, "INVALID_ARGUMENT", "no", leaving=False)
+            assert bench.desk.job_failed(f"{name}.rank{rank}", failed, bench.now) == ""
+    for _ in range(2):
+        bench.look()
+        [number] = bench.running(name)
+        bench.serve(name, number)
+    assert bench.answers == {1: "answer", 2: "answer"}
+
+
 def test_rows_are_divided_among_groups_as_among_devices() -> None:
     bench = Bench(RowTerms(1, frozenset("x"), frozenset("y"), part_rows=4))
     groups = [bench.load() for _ in range(2)]
