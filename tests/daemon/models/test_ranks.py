@@ -18,7 +18,18 @@ from weightd.daemon.models.budget import Device
 from weightd.daemon.models.model import Model
 from weightd.daemon.models.records import ModelRecord
 from weightd.daemon.models.sources import Numbers
-from weightd.protocol.messages.children import Back, Broken, ChildMessage, Failed, Hello, Ping, Predict, Result, Unequal
+from weightd.protocol.messages.children import (
+    Back,
+    Broken,
+    ChildMessage,
+    Failed,
+    Hello,
+    Ping,
+    Predict,
+    Result,
+    Stop,
+    Unequal,
+)
 from weightd.protocol.messages.data import ResponseDescription, TensorSignature
 from weightd.protocol.messages.findings import Cases, DeviceMemory
 from weightd.protocol.messages.ranks import Done, Enter, Entered, Slice, Warm, Warmed
@@ -260,26 +271,48 @@ def test_idle_ranks_are_pinged_without_the_canary() -> None:
     assert told == {(name, Ping(canary=False)) for name in (R0, R1)}
 
 
-def test_on_cards_a_new_group_takes_the_place_of_the_old_one_unless_there_is_a_port() -> None:
-    for ports, spawned in (((), []), ((16666, 16667), ["big.2.rank0", "big.2.rank1"])):
-        stage = Cut(dataclasses.replace(ON_CARDS, device_ports=ports)).serving()
-        stage.model.update(b"o", "u", stage.now, path="/new{rank}.mindir", weights="", rollback=False)
-        stage.pinned()
-        assert stage.of(2) == spawned
-        if not ports:
-            assert stage.host.errors[0][1] == "FAILED_PRECONDITION"
-            assert "no port" in stage.host.errors[0][2]
-            continue
-        tables = [json.loads(stage.host.programs[name].table) for name in (R0, "big.2.rank0")]
-        assert [each["server_list"][0]["device"][0]["device_port"] for each in tables] == ["16666", "16667"]
+def updated(stage: Cut, path: str = "/new{rank}.mindir", *, rollback: bool = False) -> Cut:
+    path = "" if rollback else path
+    stage.model.update(b"o", "u", stage.now, path=path, weights="", rollback=rollback)
+    return stage
+
+
+def test_where_there_is_a_port_another_group_comes_up_beside_the_old_one() -> None:
+    stage = updated(Cut(dataclasses.replace(ON_CARDS, device_ports=(16666, 16667))).serving()).pinned()
+    tables = [json.loads(stage.host.programs[name].table) for name in (R0, "big.2.rank0")]
+    assert [each["server_list"][0]["device"][0]["device_port"] for each in tables] == ["16666", "16667"]
+    stage.loads(2, source=2)
+    assert (stage.host.updated[0].path, stage.model.main.label) == ("/new{rank}.mindir", "big.2")
+    updated(stage, rollback=True)
+    assert (stage.of(3), stage.model.serves) == ([], True)
+    stage.ends(R0, R1, end=End(0))
+    assert stage.of(3) == ["big.3.rank0", "big.3.rank1"]
+    stage.loads(3)
+    assert (stage.host.updated[1].path, stage.model.main.label) == ("/m{rank}.mindir", "big.3")
+
+
+@pytest.mark.parametrize("succeeds", [True, False])
+def test_else_it_takes_its_place_and_requests_wait(succeeds: bool) -> None:
+    stage = updated(Cut().serving()).pinned()
+    assert ([name for name, _ in stage.host.told(Stop)], stage.of(2), stage.model.serves) == ([R0, R1], [], False)
+    asked = stage.asks()
+    stage.ends(R0, R1, end=End(0))
+    assert stage.of(2) == ["big.2.rank0", "big.2.rank1"]
+    if succeeds:
         stage.loads(2, source=2)
-        assert (stage.host.updated[0].path, stage.model.main.label) == ("/new{rank}.mindir", "big.2")
-        stage.model.update(b"o", "u", stage.now, path="", weights="", rollback=True)
-        assert stage.of(3) == []
-        stage.ends(R0, R1, end=End(0))
-        assert stage.of(3) == ["big.3.rank0", "big.3.rank1"]
+        assert stage.host.updated[0].path == "/new{rank}.mindir"
+    else:
+        stage.says("big.2.rank0", Broken("no model")).ends("big.2.rank0", "big.2.rank1")
+        assert stage.host.errors[0][1:] == ("FAILED_PRECONDITION", "not updated: big.2.rank0: no model")
         stage.loads(3)
-        assert (stage.host.updated[1].path, stage.model.main.label) == ("/m{rank}.mindir", "big.3")
+    label = "big.2" if succeeds else "big.3"
+    assert stage.given() == [(f"{label}.rank0", asked, 1), (f"{label}.rank1", asked, 1)]
+
+
+def test_with_policy_overlap_what_has_no_place_beside_is_refused() -> None:
+    stage = updated(Cut(policy="overlap").serving()).pinned()
+    [(_, code, why)] = stage.host.errors
+    assert (code, "no port is free" in why, stage.model.serves) == ("FAILED_PRECONDITION", True, True)
 
 
 @pytest.mark.parametrize("path", ["/new.mindir", "/new{rank}.onnx"])

@@ -194,6 +194,9 @@ class Deployment(Deployed):
             refusal = self.device.refusal(coming.label, need, without=[old.label])
             if not refusal:
                 _log.info("%s leaves before %s is loaded: %s", old.label, coming.label, why, extra=old.about())
+                if self.updating:
+                    # Should that fail, what serves now comes again.
+                    self._wanted = old.source
                 self._leave(old, now)
                 return
         if refusal and not self.device.refusal(coming.label, need, without=self.device.leaving):
@@ -216,7 +219,9 @@ class Deployment(Deployed):
 
     def _makes_way(self, refusal: str) -> bool:
         """Whether the generation that serves leaves before the next one is loaded."""
-        if self.updating or self._succession.policy is Policy.OVERLAP:
+        # Two groups of ranks may not go beside each other, whatever room there is: they are updated in their place.
+        is_beside = self.updating and self.terms.ranks is None
+        if is_beside or self._succession.policy is Policy.OVERLAP:
             return False
         return self._succession.policy is Policy.REPLACE or bool(refusal)
 
