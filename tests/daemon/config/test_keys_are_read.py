@@ -30,7 +30,11 @@ TABLES = {
     OPTIONS: ("Options",),
 }
 # Tables that are keys of others: where those have another name, nobody knows what is within.
-INNER = {CONFIG / "batching.py": ("Batching", "Split")}
+INNER = {
+    CONFIG / "batching.py": ("Batching", "Split"),
+    CONFIG / "groups.py": ("GroupConfig",),
+    CONFIG / "ranks.py": ("Ranks",),
+}
 
 MISSED = re.compile(r'^(?P<file>.+?):(?P<line>\d+): error: "(?P<table>\w+)" has no attribute "(?P<key>\w+)"', re.M)
 

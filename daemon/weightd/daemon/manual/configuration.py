@@ -11,6 +11,7 @@ from weightd.daemon.config.daemon import DaemonConfig
 from weightd.daemon.config.devices import DeviceConfig
 from weightd.daemon.config.groups import GroupConfig
 from weightd.daemon.config.listeners import ListenerConfig
+from weightd.daemon.config.load import NOT_SERVED
 from weightd.daemon.config.model import ModelConfig
 from weightd.daemon.config.ranks import Ranks
 from weightd.daemon.engines.mindspore_lite import MindSporeLiteOptions
@@ -54,11 +55,11 @@ _MEANINGS: Mapping[str, str] = {
     "models.NAME.ranks": (
         "The processes, called ranks, that compute one model together, each with a slice of it that was exported for "
         "it: in the model's `path`, {rank} stands for 0, 1 and so on. The table may be left out: then the model is one "
-        "file. Not served yet: it is checked, and refused."
+        "file."
     ),
     "groups.NAME": (
         "Models of a card that one process serves, by MindSpore Lite from 2.1 on. The tables may be left out: then "
-        "each model has processes of its own. Not served yet: they are checked, and refused."
+        "each model has processes of its own."
     ),
     "devices.NAME": (
         'What of a card weightd may take, for a NAME such as `"ascend:0"`: the table may be left out. Or a set of '
@@ -107,7 +108,7 @@ def page() -> str:
     page.text(_DESCRIPTION)
     for table, cls in TABLES.items():
         page.heading(f"[{table}]")
-        page.text(_MEANINGS[table])
+        page.text(f"{_MEANINGS[table]}{_not_served(table)}")
         for key in keys(cls):
             page.entry(f"{bold(key.name)} ({italic(_kind(key))})", key.meaning)
     page.heading("FILES")
@@ -116,6 +117,11 @@ def page() -> str:
     page.code(_EXAMPLE)
     page.see_also([("weightd", 8), ("weightctl", 1)])
     return page.source()
+
+
+def _not_served(table: str) -> str:
+    is_refused = any(feature in table.split(".") for feature in NOT_SERVED)
+    return " Not served yet: it is checked, and refused." if is_refused else ""
 
 
 def _kind(key: Key) -> str:
