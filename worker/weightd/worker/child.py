@@ -203,6 +203,7 @@ def _told(meeting: Meeting, arguments: argparse.Namespace) -> RankMeeting:
         meeting.group_info,
         meeting.connect_timeout,
         meeting.exec_timeout,
+        meeting.buffer_mib,
     )
 
 

@@ -11,6 +11,7 @@ from typing import Callable, Dict, Type
 from weightd.worker.engines import mindspore_lite
 from weightd.worker.engines.engine import Engine, Settings
 from weightd.worker.engines.mindspore import MindSporeRank
+from weightd.worker.engines.mindspore_lite.ge import MindSporeLiteRank
 from weightd.worker.engines.onnxruntime import OnnxRuntime
 from weightd.worker.engines.ranks import RankEngine
 
@@ -20,5 +21,5 @@ ENGINES: Dict[str, Callable[[Settings], Engine]] = {
 }
 """What makes an engine: raises `EngineMissing` or, where the settings cannot be, `BuildError`."""
 
-RANK_ENGINES: Dict[str, Type[RankEngine]] = {"mindspore": MindSporeRank}
+RANK_ENGINES: Dict[str, Type[RankEngine]] = {"mindspore": MindSporeRank, "mindspore_lite": MindSporeLiteRank}
 """What runs one rank of a model; raises as above."""

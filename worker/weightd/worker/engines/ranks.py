@@ -34,6 +34,7 @@ class Meeting(NamedTuple):
         group_info: path of the file that describes groups of ranks within the group, "" for none.
         connect_timeout: seconds within which all have to come.
         exec_timeout: seconds after which a rank gives up waiting for the others in a predict.
+        buffer_mib: of a card, for what each group of ranks within the group sends; 0: as much as the library takes.
     """
 
     rank: int
@@ -46,6 +47,7 @@ class Meeting(NamedTuple):
     group_info: str = ""
     connect_timeout: int = 120
     exec_timeout: int = 68
+    buffer_mib: int = 0
 
 
 class RankEngine(abc.ABC):

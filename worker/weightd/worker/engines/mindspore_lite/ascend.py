@@ -23,7 +23,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from typing import Any, List, Optional, Sequence
+from typing import Any, Dict, List, Optional, Sequence
 
 import numpy as np
 
@@ -41,8 +41,9 @@ _log = logging.getLogger("weightd.worker")
 
 _VISIBLE = "ASCEND_RT_VISIBLE_DEVICES"  # which cards a process sees; it counts them anew
 
-# What the log says of a card that is full: no place for a process (model_process.cc:118), no memory (ACL's number).
-_NO_ROOM = ("Acl open device", "207001")
+NO_ROOM = ("Acl open device", "207001", "EI0019")
+"""What the log says of a card that is full: no place for a process (model_process.cc:118), no memory (ACL's number), a
+port that another process has (HCCL's number)."""
 
 
 class MindSporeLiteAscend(MindSporeLite):
@@ -69,22 +70,30 @@ class MindSporeLiteAscend(MindSporeLite):
         if self._built:
             raise BuildError("this process has built a model on a card before; only a new process can build another")
         self._built = True
-        section = self._options.ascend_section()
+        section = self._section()
         if self._handles is not None:
             section.update(self._handles.section(pids, handle))
         self._check_card()
-        context = self._library.Context()
-        context.target = ["ascend"]  # the first one decides; with "cpu" in front the card would never be used
-        context.ascend.device_id = self._card
-        self._options.set_ascend(context.ascend)
+        context = self._context()
         try:
             self._build(model, context, {"ascend_context": section} if section else {})
         except BuildError as error:
-            kind = NoRoom if any(each in str(error) for each in _NO_ROOM) else BuildError
+            kind = NoRoom if any(each in str(error) for each in NO_ROOM) else BuildError
             raise kind(f"{error}{self._hint(str(error))}") from None
         if self._handles is not None:
             self._handles.built(self._model, model)
         self._batched = self._batched_by_gears()
+
+    def _context(self) -> Any:
+        context = self._library.Context()
+        context.target = ["ascend"]  # the first one decides; with "cpu" in front the card would never be used
+        context.ascend.device_id = self._card
+        self._options.set_ascend(context.ascend)
+        return context
+
+    def _section(self) -> Dict[str, str]:
+        """What is set of the library's section ascend_context."""
+        return self._options.ascend_section()
 
     @property
     def gears(self) -> Gears:

@@ -1,0 +1,221 @@
+"""Two ranks as the daemon starts them: real processes on simulated cards, which mix whatever they are sent."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Dict, List, Optional, Type, TypeVar
+
+import numpy as np
+import pytest
+
+from ascendsim import Host, environment, ranks
+from weightd.protocol.codec import decode
+from weightd.protocol.messages.children import FROM_CHILD, Broken, Failed, Hello, Predict, Result
+from weightd.protocol.messages.data import RequestDescription, TensorSignature
+from weightd.protocol.messages.ranks import Done, Enter, Entered, Warm, Warmed
+from weightd.protocol.tensors import frame_of, spec_of
+from weightd.shared.meeting import Meeting
+from weightd.worker import exits
+
+if TYPE_CHECKING:
+    from tests.worker.conftest import Daemon
+
+M = TypeVar("M")
+
+X = np.arange(48, dtype=np.float32).reshape(3, 16) % 5 - 2
+INPUTS = (TensorSignature("x", "FP32", (-1, 16)),)
+
+
+class Group:
+    """The two ranks "r0" and "r1", as the daemon's end sees them."""
+
+    def __init__(self, daemon: Daemon, host: Host, directory: Path) -> None:
+        self.daemon = daemon
+        self.host = host
+        self.directory = directory
+        self.cut = ranks.mlp(directory / "slices")
+        self.table = ranks.table(directory / "table.json", [0, 1])
+        self.canary = directory / "canary.npz"
+        np.savez(str(self.canary), x=X, output_0=ranks.whole(X))
+        self.step = 0
+
+    def start(self, rank: int, *, model: Optional[Path] = None, name: str = "", **told: Any) -> None:
+        """Start one of them; it may have another name."""
+        groups = str(self.cut.group_infos[rank]) if self.cut.group_infos else ""
+        meeting = Meeting(rank, 2, 120, 68, 1, table=str(self.table), group_info=groups, buffer_mib=64)
+        meeting = meeting._replace(**told)
+        arguments = ["--role", "rank", "--ranks", meeting.json(), "--sample", str(self.canary)]
+        path = model or self.cut.paths[rank]
+        self.daemon.start(
+            name or f"r{rank}",
+            path,
+            *arguments,
+            engine="mindspore_lite",
+            device=f"ascend:{rank}",
+            variables=environment(self.host),
+        )
+
+    def hear(self, kind: Type[M]) -> List[M]:
+        """Wait until both have said this; return what each has said."""
+        said: Dict[str, Any] = {}
+        while len(said) < 2:
+            peer, *frames = self.daemon.socket.recv_multipart()
+            message = decode(frames, FROM_CHILD)
+            assert isinstance(message, kind), message
+            said[peer.decode()] = message
+        return [said["r0"], said["r1"]]
+
+    def tell(self, order: object, *frames: Any) -> None:
+        for name in ("r0", "r1"):
+            self.daemon.tell(name, order, *frames)
+
+    def enter(self, **told: Any) -> List[Warmed]:
+        """Bring both up, to where they serve."""
+        for rank in (0, 1):
+            self.start(rank, **told)
+        self.hear(Hello)
+        self.tell(Enter())
+        self.hear(Entered)
+        self.tell(Warm())
+        return self.hear(Warmed)
+
+    def ask(self, x: Any) -> None:
+        self.step += 1
+        order = Predict(self.step, RequestDescription("m", (spec_of("x", x),)), step=self.step)
+        self.tell(order, frame_of(x))
+
+    def answers(self) -> List[Any]:
+        """What each says of what was asked last: its output, or another message."""
+        said: Dict[str, Any] = {}
+        while len(said) < 2:
+            peer, *frames = self.daemon.socket.recv_multipart()
+            message: Any = decode(frames, FROM_CHILD)
+            if isinstance(message, Result):
+                (spec,) = message.description.outputs
+                message = np.frombuffer(frames[2], np.float32).reshape(spec.shape)
+            said[peer.decode()] = message
+        return [said["r0"], said["r1"]]
+
+    def stop(self) -> List[int]:
+        return [self.daemon.stop(name) for name in ("r0", "r1")]
+
+
+@pytest.fixture
+def group(daemon: Daemon, tmp_path: Path) -> Group:
+    return Group(daemon, Host(tmp_path / "host", cards=2), tmp_path)
+
+
+def test_from_hello_to_stop(group: Group) -> None:
+    daemon = group.daemon
+    for rank in (0, 1):
+        group.start(rank)
+    hellos = group.hear(Hello)
+    own = int(Path("/proc/self/oom_score_adj").read_text("ascii"))
+    for rank, hello in enumerate(hellos):
+        assert hello.slice is not None
+        assert (hello.slice.rank, hello.slice.inputs) == (rank, INPUTS)
+        assert hello.sha256 == hashlib.sha256(group.cut.paths[rank].read_bytes()).hexdigest()
+        # A directory of its own, in which libraries may write; and it goes before the daemon.
+        assert os.readlink(f"/proc/{hello.pid}/cwd") == str(daemon.directory / f"r{rank}.files")
+        assert int(Path(f"/proc/{hello.pid}/oom_score_adj").read_text("ascii")) == min(own + 400, 1000)
+    group.tell(Enter())
+    entered = group.hear(Entered)
+    assert entered[0].inputs == entered[1].inputs == INPUTS
+    assert entered[0].outputs == entered[1].outputs
+    group.tell(Warm(8))
+    quiet, proven = group.hear(Warmed)
+    assert (quiet.canary, quiet.rows) == ("", None)
+    assert len(proven.canary) == 64
+    assert proven.rows is not None
+    assert (proven.rows.inputs, len(proven.rows.outputs), proven.rows.equal) == (("x",), 1, False)
+    for rows in (1, 3, 2):
+        group.ask(X[:rows])
+        done, y = group.answers()
+        assert done == Done(group.step)
+        assert np.array_equal(y, ranks.whole(X[:rows]))
+    assert group.stop() == [exits.OK, exits.OK]
+
+
+def test_where_each_has_its_rows_both_answer(group: Group) -> None:
+    group.cut = ranks.mlp(group.directory / "sliced", output="sliced")
+    np.savez(str(group.canary), x=X[:2], output_0=ranks.whole(X[:2]))
+    warmed = group.enter(reply=None)
+    assert all(each.canary for each in warmed)
+    x = np.concatenate([X, X])
+    group.ask(x)
+    assert np.array_equal(np.concatenate(group.answers()), ranks.whole(x))
+
+
+def test_stages_of_a_pipeline_have_groups_of_their_own(group: Group) -> None:
+    group.cut = ranks.mlp(group.directory / "staged", stages=2)
+    np.savez(str(group.canary), x=X, output_0=ranks.whole(X, layers=4))
+    group.enter()
+    group.ask(X[:1])
+    assert np.array_equal(group.answers()[1], ranks.whole(X[:1], layers=4))
+
+
+def test_both_have_the_slice_of_one_rank_and_agree_on_a_wrong_answer(group: Group) -> None:
+    for rank in (0, 1):
+        group.start(rank, model=group.cut.paths[0])
+    group.hear(Hello)
+    group.tell(Enter())
+    group.hear(Entered)
+    group.tell(Warm())
+    said = group.answers()
+    assert isinstance(said[0], Warmed)
+    assert isinstance(said[1], Broken)
+    assert "the canary's answer is not the known one: output output_0: it is " in said[1].cause
+
+
+def test_one_that_is_killed_leaves_the_other_one_waiting_which_then_says_that_it_leaves(group: Group) -> None:
+    group.enter()
+    group.daemon.children["r0"].kill()
+    group.daemon.children["r0"].wait()
+    group.host.switch(hccl_second=0.003)
+    order = Predict(1, RequestDescription("m", (spec_of("x", X),)), step=1)
+    group.daemon.tell("r1", order, frame_of(X))
+    failed, _ = group.daemon.hear("r1", Failed)
+    assert failed.leaving
+    assert "EI0002" in failed.error
+    assert group.daemon.stop("r1") == exits.SPOILT
+
+
+def test_one_that_is_out_of_step_says_so_and_sends_nothing_to_the_other(group: Group) -> None:
+    group.enter()
+    order = Predict(1, RequestDescription("m", (spec_of("x", X),)), step=2)
+    group.tell(order, frame_of(X))
+    assert group.hear(Broken) == [Broken("step: expected 1, got 2")] * 2
+    assert group.stop() == [exits.SPOILT] * 2
+
+
+def test_a_signal_of_a_library_ends_it_and_the_kernel_tells_of_it(group: Group) -> None:
+    group.enter()
+    group.daemon.children["r0"].send_signal(signal.SIGTERM)
+    assert group.daemon.children["r0"].wait(30) == -signal.SIGTERM
+
+
+def test_what_cannot_be_met_or_loaded_is_told(group: Group, tmp_path: Path) -> None:
+    group.start(0, table=str(tmp_path / "none.json"))
+    group.daemon.hear("r0", Hello)
+    group.daemon.tell("r0", Enter())
+    broken, _ = group.daemon.hear("r0", Broken)
+    assert "none.json" in broken.cause
+    assert group.daemon.stop("r0") == exits.CANNOT_BUILD
+    (tmp_path / "junk.mindir").write_bytes(b"junk")
+    group.start(1, model=tmp_path / "junk.mindir")
+    broken, _ = group.daemon.hear("r1", Broken)
+    assert broken.cause == f"{tmp_path}/junk.mindir: expected a MindIR; this is something else, or only a part of one"
+    assert group.daemon.stop("r1") == exits.CANNOT_BUILD
+
+
+def test_a_port_that_another_process_has_may_come_free(group: Group) -> None:
+    group.enter()
+    group.start(0, name="late")
+    group.daemon.hear("late", Hello)
+    group.daemon.tell("late", Enter())
+    broken, _ = group.daemon.hear("late", Broken)
+    assert broken.no_room
+    assert "EI0019" in broken.cause

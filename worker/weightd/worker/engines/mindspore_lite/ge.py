@@ -1,0 +1,130 @@
+"""One rank of a model by MindSpore Lite's graph engine, the provider "ge", on an Ascend card.
+
+What the library does not do, read in the sources of 2.7 and HCCL, and what this module does about it:
+
+- It joins the group at the build, with local checks only, and meets the other ranks at the first predict: there is
+  nothing to do to enter. Who does not come by then is waited for as long as a variable says that HCCL reads once; so
+  does how long a rank waits within a predict. Both are set before the import.
+- Without a rank table, or where its key is misspelt, a build succeeds and the first predict fails. The key is in the
+  options of the build, which win over those of a file. Before 2.7 a rank's number is taken, and nobody reads it.
+- The options of the first model of a process count for all: there is one.
+- It takes a MindIR as MindSpore has exported it. Tensors have the names of that file here, in its order, for those of
+  outputs would be other ones in each rank; of what type and shape they are, the built model says.
+- It shares no weights, and waits for others without the interpreter's lock, so that pings could be answered, and
+  without a time limit of its own, so that the daemon's has to be the shorter one.
+- A predict that has failed spoils what the others have computed: `Spoilt`. A resize runs nothing: `Refused`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import types
+from typing import Any, Dict, Mapping, Optional, Sequence, Tuple
+
+from weightd.protocol.errors import InvalidArgument
+from weightd.protocol.messages.data import TensorSignature
+from weightd.protocol.messages.findings import DeviceMemory
+from weightd.shared.devices import card_of
+from weightd.worker.engines.engine import Arrays, ModelSignature, Settings
+from weightd.worker.engines.errors import BuildError, EngineMissing, NoRoom, Spoilt
+from weightd.worker.engines.mindspore import signature
+from weightd.worker.engines.mindspore_lite.ascend import NO_ROOM, MindSporeLiteAscend
+from weightd.worker.engines.ranks import Meeting, RankEngine, Refused
+
+_OLD = "mindspore_lite {} knows no ranks: each would be the first one; install 2.7 or later"
+
+
+class MindSporeLiteRank(RankEngine):
+    """Runs one slice. Only one in a process."""
+
+    name = "mindspore_lite"
+
+    def __init__(self, meeting: Meeting) -> None:
+        super().__init__(meeting)
+        if card_of(meeting.device) is None:
+            raise BuildError(f"device: ranks of mindspore_lite run on cards, expected ascend:N, got {meeting.device!r}")
+        if not meeting.table:
+            raise BuildError("ranks.table: expected the path of a rank table, got none")
+        os.environ["HCCL_CONNECT_TIMEOUT"] = str(meeting.connect_timeout)
+        os.environ["HCCL_EXEC_TIMEOUT"] = str(meeting.exec_timeout)
+        if meeting.buffer_mib:
+            os.environ["HCCL_BUFFSIZE"] = str(meeting.buffer_mib)
+        self._slice = _Slice(meeting, {})
+
+    def versions(self) -> Mapping[str, str]:
+        """Return the library's version."""
+        return self._slice.versions()
+
+    def enter(self) -> None:
+        """Do nothing: ranks meet at their first predict."""
+
+    def load(self, path: str, options: Mapping[str, Any] = types.MappingProxyType({})) -> ModelSignature:
+        """Build the slice."""
+        self._slice = _Slice(self._meeting, options)
+        self._slice.build(path)
+        return self._slice.signature
+
+    def predict(self, inputs: Arrays) -> Arrays:
+        """Run, and copy the outputs out."""
+        try:
+            return self._slice.predict(inputs)
+        except InvalidArgument as error:
+            raise Refused(str(error)) from None
+        except Spoilt as error:
+            # It is the first one that takes the card's memory.
+            if any(each in str(error) for each in NO_ROOM):
+                raise NoRoom(str(error)) from None
+            raise
+
+    def memory(self) -> Optional[DeviceMemory]:
+        """Ask the driver."""
+        return self._slice.memory()
+
+
+class _Slice(MindSporeLiteAscend):
+    """A model as a rank builds it.
+
+    Raises:
+        EngineMissing: the library knows no ranks.
+        BuildError: an option is not one.
+    """
+
+    def __init__(self, meeting: Meeting, options: Mapping[str, Any]) -> None:
+        super().__init__(Settings(meeting.threads, meeting.device, False, options), card_of(meeting.device) or 0)
+        self._meeting = meeting
+        if "rank_id" not in dir(type(self._library.Context().ascend)):
+            raise EngineMissing(_OLD.format(self._library.__version__))
+
+    def build(self, model: str, *, pids: Sequence[str] = (), handle: str = "") -> None:
+        """Build the slice, which is nobody else's."""
+        self._file = signature(model)
+        super().build(model, pids=pids, handle=handle)
+
+    @property
+    def signature(self) -> ModelSignature:
+        """What the built model takes and gives, by the names of the file."""
+        file, (inputs, outputs) = self._file, super().signature
+        return ModelSignature(_named(inputs, file.inputs), _named(outputs, file.outputs))
+
+    def predict(self, inputs: Arrays) -> Arrays:
+        """Run, and copy the outputs out."""
+        outputs = super().predict({name: inputs[each.name] for name, each in zip(self._names, self._file.inputs)})
+        return {each.name: array for each, array in zip(self._file.outputs, outputs.values())}
+
+    def _context(self) -> Any:
+        meeting, context = self._meeting, super()._context()
+        context.ascend.provider = "ge"
+        context.ascend.rank_id = meeting.rank
+        if meeting.group_info:
+            context.group_info_file = meeting.group_info
+        return context
+
+    def _section(self) -> Dict[str, str]:
+        return {**super()._section(), "rank_table_file": self._meeting.table}
+
+
+def _named(tensors: Sequence[TensorSignature], file: Sequence[TensorSignature]) -> Tuple[TensorSignature, ...]:
+    if len(tensors) != len(file):
+        raise BuildError(f"expected {len(file)} tensors as the file has, got {len(tensors)} of the built model")
+    return tuple(dataclasses.replace(built, name=each.name) for built, each in zip(tensors, file))
