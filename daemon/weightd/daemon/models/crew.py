@@ -279,7 +279,7 @@ class Crew:
     def _job_failed(self, child: str, deployment: Deployment, generation: Life, failed: Failed, now: float) -> None:
         why = self._desk.job_failed(child, failed, now)
         if failed.leaving:
-            generation.leaving(child, now)
+            generation.leaving(child, now, failed.error)
             self._changed(deployment, now)
         else:
             self._breached(child, deployment, generation, why, now)
