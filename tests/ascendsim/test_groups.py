@@ -118,7 +118,7 @@ def test_what_is_taken(grouped: Program, code: str) -> None:
 def test_models_share_a_workspace_as_large_as_the_largest(
     grouped: Program, host: Host, small: Path, large: Path, x: Any
 ) -> None:
-    grouped.do("group(small, large)\nbuild(small)\nfirst = lib.model\nbuild(large)", small=small, large=large)
+    grouped.do("group(large, small)\nbuild(small)\nfirst = lib.model\nbuild(large)", small=small, large=large)
     assert workspaces(host) == [30]
     assert kinds(host) == ["private weights"] * 2
     assert answers(grouped, large, x)
@@ -272,6 +272,7 @@ def test_a_group_switches_sharing_between_processes_off_without_a_word(
     grouped: Program, host: Host, small: Path
 ) -> None:
     """model_process.cc:828: the group is looked at first."""
+    host.fault("build", "crash", who="holder", at="loaded")
     assert grouped.do("group(small)\nbuild(small, pids='1')", small=small) == ""
     assert kinds(host) == ["private weights"]
 

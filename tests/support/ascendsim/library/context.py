@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, List, Sequence
+import os
+from typing import Any, Dict, List, Sequence
 
 from ascendsim import glog
 from ascendsim.library import check
@@ -51,6 +52,39 @@ class _Ascend:
     provider = _Checked("ascend_provider", "")  # any text: "ge" counts, everything else is ACL
 
 
+class _Parallel:
+    workers_num = _Checked("workers_num", 0)
+    device_ids = _Checked("device_ids", [])
+
+    def __init__(self) -> None:
+        self._config_info: Dict[str, Dict[str, str]] = {}
+        self._config_path = ""
+
+    @property
+    def config_info(self) -> Dict[str, Dict[str, str]]:
+        return self._config_info
+
+    @config_info.setter
+    def config_info(self, sections: Dict[str, Dict[str, str]]) -> None:
+        check.instance("config_info", sections, dict)
+        for section, items in sections.items():
+            check.instance("config_info_key", section, str)
+            check.instance("config_info_value", items, dict)
+            check.elements("config_info_value", [*items, *items.values()], str)
+        self._config_info = sections
+
+    @property
+    def config_path(self) -> str:
+        return self._config_path
+
+    @config_path.setter
+    def config_path(self, path: str) -> None:
+        check.instance("config_path", path, str)
+        if not os.path.exists(path):  # noqa: PTH110 - a str, as there
+            raise ValueError("config_path does not exist.")
+        self._config_path = path
+
+
 class _Gpu:
     """A machine without the plugin for TensorRT: one rank, and a line in the log for each look (context.cc:381)."""
 
@@ -79,6 +113,7 @@ class Context:
         self.cpu = _Cpu()
         self.ascend = _Ascend()
         self.gpu = _Gpu()
+        self.parallel = _Parallel()
         self.target = ["cpu"]
         self._uses = 0
 

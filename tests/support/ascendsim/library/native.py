@@ -7,7 +7,7 @@ import signal
 import sys
 import threading
 from pathlib import Path
-from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Union
+from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple, Union
 
 import numpy as np
 
@@ -102,6 +102,8 @@ class NativeModel:
         self._outputs: List[Tensor] = []
         self._poisoned = False
         self._mutex = threading.Lock()
+        self.turn = threading.Lock()
+        """For who sets shapes and predicts with them, from several threads."""
         self._session: Optional[ge.Session] = None
 
     def __del__(self) -> None:
@@ -136,8 +138,10 @@ class NativeModel:
         """Take a section of a dict; unknown names are ignored without a word."""
         self._config.setdefault(section, {}).update(items)
 
-    def build(self, path: str, place: Place, *, is_mindir: bool, key: bytes = b"", mode: str = "") -> bool:
-        """Build from a file; with a key, an encrypted one."""
+    def build(
+        self, path: str, place: Place, *, is_mindir: bool, key: bytes = b"", mode: str = "", is_pooled: bool = False
+    ) -> bool:
+        """Build from a file; with a key, an encrypted one. A pool's has no path: no group ever has it."""
         if key and mode not in _DECRYPT_MODES:
             glog.error("../python/src/model_pybind.cc:146", "PyModelBuild", "Decrypt failed!")
             return False
@@ -145,7 +149,7 @@ class NativeModel:
             glog.error(f"{_IMPL}:478", "BuildByBufferImpl", "Model has been called Build")
             return False
         self._built = True
-        self._path = path
+        self._path = "" if is_pooled else path
         model = self._read(path, key) if is_mindir else None
         sharing = self._config.get(_ASCEND, {})
         if sharing.get(_PIDS) and sharing.get(_HANDLE):
@@ -277,17 +281,14 @@ class NativeModel:
         if driver is None:
             glog.error("extendrt/infer_session.cc:130", "CreateSession", "Load libascend_kernel_plugin.so failed.")
             return None
-        if self._provider(place) == _GE:
+        is_ge = self._provider(place) == _GE
+        misfit = self._misfit(model, place, is_ge=is_ge)
+        if misfit is not None:
+            glog.error(*misfit)
+            return None
+        if is_ge:
             options = ge.Options(place.device, place.rank, place.group_info, self._config)
             return ge.build(driver, model, options, self._session)
-        if model.exported:
-            text = "The graph does not have exactly one node of the type Custom."
-            glog.error("extendrt/session/single_op_session.cc:280", "CompileGraph", text)
-            return None
-        if not place.is_own:
-            text = "The device info of the context is that of another model of the group."
-            glog.error(f"{_IMPL}:420", "Build", text)
-            return None
         process = ModelProcess(driver, self._options(driver, place)._replace(path=self._path))
         try:
             faults.begin(driver, "build", process.who)
@@ -295,6 +296,17 @@ class NativeModel:
         except (AclError, faults.Failed, faults.Garbage):
             glog.error("extendrt/session/single_op_session.cc:310", "CompileGraph", "Init kernel failed.")
             return None
+
+    def _misfit(self, model: ModelFile, place: Place, *, is_ge: bool) -> Optional[Tuple[str, str, str]]:
+        """Why such a model is not built here, for the log."""
+        if model.exported and not self._path:
+            return f"{_IMPL}:729", "Build", "not supported on Ascend, due to the func_graph is unoptimized!"
+        if model.exported and not is_ge:
+            text = "The graph does not have exactly one node of the type Custom."
+            return "extendrt/session/single_op_session.cc:280", "CompileGraph", text
+        if not place.is_own and not is_ge:
+            return f"{_IMPL}:420", "Build", "The device info of the context is that of another model of the group."
+        return None
 
     def _provider(self, place: Place) -> str:
         """The Context's; where that is empty the configuration's (UpdateProvider, model_impl.cc:436)."""

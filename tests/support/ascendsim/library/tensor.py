@@ -56,12 +56,18 @@ class TensorMeta(NamedTuple):
 class Tensor:
     """A tensor of the model, or one around an array, which is not copied."""
 
-    def __init__(self, array: Array) -> None:
-        check.instance("tensor", array, np.ndarray)
+    def __init__(self, tensor: Array = None) -> None:
         self._name = ""
-        self._dtype: Optional[DataType] = _data_type(array)
-        self._shape: List[int] = list(array.shape)
+        self._dtype: Optional[DataType] = DataType.FLOAT32
+        self._shape: List[int] = []
         self._array: Array = None
+        if tensor is not None:
+            self._hold(tensor)
+
+    def _hold(self, array: Array) -> None:
+        check.instance("tensor", array, np.ndarray)
+        self._dtype = _data_type(array)
+        self._shape = list(array.shape)
         self.set_data_from_numpy(array)
 
     @classmethod
@@ -84,9 +90,22 @@ class Tensor:
     def dtype(self) -> Optional[DataType]:
         return self._dtype
 
+    @dtype.setter
+    def dtype(self, dtype: DataType) -> None:
+        check.instance("dtype", dtype, DataType)
+        self._dtype = dtype
+
     @property
     def shape(self) -> List[int]:
         return list(self._shape)
+
+    @shape.setter
+    def shape(self, shape: List[int]) -> None:
+        check.elements("shape", shape, int)
+        if self._array is not None:
+            glog.error("../python/src/tensor_pybind.cc:60", "SetShape", "The tensor holds data.")
+            return
+        self._shape = list(shape)
 
     @property
     def element_num(self) -> int:
