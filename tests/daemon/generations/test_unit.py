@@ -20,7 +20,7 @@ from weightd.daemon.generations.unit import Unit
 from weightd.daemon.host.ends import By, End
 from weightd.protocol.messages.data import TensorSignature
 from weightd.protocol.messages.findings import Rows as Found
-from weightd.protocol.messages.ranks import Entered, Member, Slice, Warm, Warmed
+from weightd.protocol.messages.ranks import Entered, Member, Proof, Slice, Warm, Warmed
 from weightd.protocol.version import VERSION
 
 from .group import (
@@ -502,10 +502,11 @@ def household() -> Group:
 def test_one_process_serves_several_models() -> None:
     group = household()
     assert group.entered(R0, entered=MEMBERS) == sends(WARM, R0)
-    assert group.warmed(R0, warmed=Warmed("", CASES, members=("one", ""))) == [Enlist(SEAT)]
+    assert group.warmed(R0, warmed=Warmed("", (), members=(Proof("one", CASES), Proof("", ())))) == [Enlist(SEAT)]
     one, other = group.unit.models
     assert (one.inputs, one.outputs, one.canary, one.canary_cases) == ((X,), (Y,), "one", CASES)
-    assert (other.inputs, other.outputs, other.canary, other.canary_note) == ((Y,), (X,), "", "none was configured")
+    assert (other.inputs, other.outputs, other.canary, other.canary_cases) == ((Y,), (X,), "", ())
+    assert other.canary_note == "none was configured"
     assert (group.unit.built, group.unit.seats) == (one, {SEAT: (R0,)})
     models = group.unit.models
     group.resumed()
@@ -515,7 +516,7 @@ def test_one_process_serves_several_models() -> None:
 def test_the_end_of_the_only_process_is_the_end_of_its_seat() -> None:
     group = household()
     group.entered(R0, entered=MEMBERS)
-    group.warmed(R0, warmed=Warmed("", CASES, members=("one", "")))
+    group.warmed(R0, warmed=Warmed("", (), members=(Proof("one", CASES), Proof("", ()))))
     assert group.exits(R0) == [Dismiss(SEAT)]
     assert (group.state, group.unit.ended) == (GenerationState.FAILED, True)
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from weightd.daemon.generations.plan import CONCAT, RankTerms
 from weightd.protocol.messages.children import Built, Hello
 from weightd.protocol.messages.data import TensorSignature
-from weightd.protocol.messages.ranks import Entered, Member, Slice, Warmed
+from weightd.protocol.messages.ranks import Entered, Member, Proof, Slice, Warmed
 
 
 def misplaced(hello: Hello, rank: int) -> str:
@@ -48,17 +48,17 @@ def loaded(entered: Entered, terms: RankTerms) -> tuple[Built, ...]:
 def proven(built: tuple[Built, ...], warmed: Mapping[int, Warmed], terms: RankTerms) -> tuple[Built, ...]:
     """Return the same, whose canary all ranks have run."""
     said = warmed[max(terms.reply, 0)]
-    digests = [said.canary] if terms.is_cut else said.members
+    proofs: Sequence[Warmed | Proof] = [said] if terms.is_cut else said.members
     return tuple(
         replace(
             each,
-            canary_cases=said.canary_cases if digest else (),
-            canary=digest,
-            canary_note="" if digest else "none was configured",
+            canary_cases=proof.canary_cases if proof.canary else (),
+            canary=proof.canary,
+            canary_note="" if proof.canary else "none was configured",
             device=said.device,
             rows=said.rows,
         )
-        for each, digest in zip(built, digests, strict=True)
+        for each, proof in zip(built, proofs, strict=True)
     )
 
 

@@ -11,7 +11,7 @@ from typing import Optional, Tuple
 
 from weightd.protocol import limits
 from weightd.protocol.messages.data import TensorSignature
-from weightd.protocol.messages.findings import CASES, DIGEST, ROWS, SIZES, Cases, DeviceMemory, Rows
+from weightd.protocol.messages.findings import CASE, CASES, DIGEST, ROWS, SIZES, Cases, DeviceMemory, Rows
 from weightd.protocol.schema import integer, many, record
 
 _SIGNATURES = many(record(TensorSignature), limits.MAX_TENSORS)
@@ -32,6 +32,14 @@ class Member:
 
     inputs: Tuple[TensorSignature, ...] = field(metadata=_SIGNATURES)
     outputs: Tuple[TensorSignature, ...] = field(metadata=_SIGNATURES)
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What the canary of one of the models of a process has shown: the digest of its answer, "" where it has none."""
+
+    canary: str = field(metadata=DIGEST)
+    canary_cases: Cases = field(metadata=many(CASE, 1))
 
 
 @dataclass(frozen=True)
@@ -68,8 +76,8 @@ class Warm:
 class Warmed:
     """rank → daemon: I have run the canary, and what I had to compare was right.
 
-    `canary` is the digest of what was compared, "" where this rank has nothing to compare; of a process that has
-    several models, `members` has that of each, in their order, and it is itself "". `canary_cases` are its inputs.
+    `canary` is the digest of what was compared, "" where this rank has nothing to compare, and `canary_cases` are its
+    inputs. Of a process that has several models `members` has both of each, in their order; then these are empty.
     """
 
     canary: str = field(metadata=DIGEST)
@@ -78,7 +86,7 @@ class Warmed:
     """None where it was not to be found out."""
     device: Optional[DeviceMemory] = field(default=None, metadata=record(DeviceMemory))
     """The card's memory after that; None on the CPU."""
-    members: Tuple[str, ...] = field(default=(), metadata=many(DIGEST, limits.MAX_MEMBERS))
+    members: Tuple[Proof, ...] = field(default=(), metadata=many(record(Proof), limits.MAX_MEMBERS))
 
 
 @dataclass(frozen=True)
