@@ -76,6 +76,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.hidden % options.ranks:
         parser.error("--hidden: expected a multiple of --ranks")
+    options.directory.mkdir(parents=True, exist_ok=True)
     ms.set_context(mode=ms.GRAPH_MODE, device_target="CPU")
 
     net = Whole(options.hidden)

@@ -1,0 +1,86 @@
+"""The model of a run that ranks compute together: on simulated cards, or with the real MindSpore on the CPU."""
+
+from __future__ import annotations
+
+import shlex
+import stat
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+import ascendsim
+from ascendsim import ranks as simulated
+from testkit import ranks as real
+
+NAME = "cut"
+
+RANKS = 2
+# Each other number of rows is compiled anew, by the real one in a fifth of a second.
+_MOST_ROWS = 4
+
+Arrays = Mapping[str, NDArray[Any]]
+
+
+class Cut(NamedTuple):
+    """A model that is cut, and questions with the answers of ranks that are in step.
+
+    Attributes:
+        path: of its slices, with {rank} in it.
+        engine: the library that runs it.
+        python: the interpreter that has this.
+        table: what is configured of it beside that.
+        questions: each with its answer.
+    """
+
+    path: Path
+    engine: str
+    python: Path
+    table: Mapping[str, object]
+    questions: Sequence[tuple[Arrays, Arrays]]
+
+
+def make(directory: Path, count: int, rng: np.random.Generator, *, is_real: bool) -> Cut:
+    """Write it into the directory, with so many questions."""
+    return _real(directory, count) if is_real else _simulated(directory, count, rng)
+
+
+def _simulated(directory: Path, count: int, rng: np.random.Generator) -> Cut:
+    host = ascendsim.Host(directory / "host", cards=RANKS)
+    slices = simulated.mlp(directory / NAME, RANKS)
+    asked = [{"x": _whole_numbers(rng, 1 + index % _MOST_ROWS)} for index in range(count)]
+    answered = [{"y": slices.answers(each["x"])[-1]} for each in asked]
+    canary = directory / "canary.npz"
+    np.savez(canary, allow_pickle=False, **asked[0], **answered[0])
+    table = {"canary": canary, "ranks.devices": [f"ascend:{card}" for card in range(RANKS)]}
+    python = _interpreter(directory / "python", ascendsim.environment(host))
+    path = slices.paths[0].with_name("rank{rank}.mindir")
+    return Cut(path, "mindspore_lite", python, table, list(zip(asked, answered, strict=True)))
+
+
+def _real(directory: Path, count: int) -> Cut:
+    slices = real.export(directory / NAME, ranks=RANKS)
+    python = real.interpreter()
+    if python is None:
+        raise RuntimeError(real.HOW_TO_GET_IT)
+    asked = [real.inputs(1 + index % _MOST_ROWS, index) for index in range(count)]
+    with real.Group(slices.paths, plain=True) as group:
+        answered = [group.ask("predict", each)[-1] for each in asked]
+    table = {"canary": slices.canary, "canary_tolerance": 1e-5, "ranks.devices": ["cpu"] * RANKS}
+    return Cut(Path(slices.pattern), "mindspore", python, table, list(zip(asked, answered, strict=True)))
+
+
+def _whole_numbers(rng: np.random.Generator, rows: int) -> NDArray[np.float32]:
+    """Small ones: of these the cut makes the same bits as the whole."""
+    return rng.integers(-3, 4, (rows, 16)).astype(np.float32)
+
+
+def _interpreter(path: Path, environment: Mapping[str, str]) -> Path:
+    """This interpreter, in which the simulated library is found: the other models' processes have the real one."""
+    lines = [f"export {name}={shlex.quote(value)}\n" for name, value in environment.items()]
+    path.write_text(f'#!/bin/sh\n{"".join(lines)}exec {shlex.quote(sys.executable)} "$@"\n', encoding="utf-8")
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return path

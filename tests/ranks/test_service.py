@@ -1,0 +1,149 @@
+"""Ranks of the real MindSpore behind a real daemon: right answers, whatever becomes of a rank or of their scheduler."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from testkit.managed import ManagedService
+from testkit.ranks import Group, Slices, export, inputs
+from testkit.service import Service
+from testkit.waiting import until
+from weightd.client import Client, FailedPrecondition
+from weightd.protocol.messages.status import GenerationStatus
+
+from ..e2e.support import Load, Question, ask_all
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
+
+MODEL = "cut"
+SIZES = (1, 4, 2, 7, 3)
+START_S = 120.0
+# Who waits for a rank that is stopped, or for a broker, gives up soon after the daemon has.
+RANKS = {"size": 2, "exec_timeout": 6}
+PREDICT_TIMEOUT_S = 5.0
+
+
+def table(python: Path, slices: Slices, **more: object) -> dict[str, object]:
+    """Return the table of the model, with two ranks on the CPU."""
+    own = {"path": slices.pattern, "engine": "mindspore", "python": python, "sharing": "off"}
+    return {
+        **own,
+        "canary": slices.canary,
+        "canary_tolerance": 1e-5,
+        "ranks": RANKS,
+        "predict_timeout": PREDICT_TIMEOUT_S,
+        **more,
+    }
+
+
+@pytest.fixture(scope="module")
+def questions(slices: Slices) -> list[Question]:
+    """Requests of several sizes, with what the same group answers that is called directly."""
+    asked = [inputs(rows, seed=rows) for rows in SIZES]
+    with Group(slices.paths, plain=True) as bare:
+        return [Question(each, bare.ask("predict", each)[-1]) for each in asked]
+
+
+@pytest.fixture(scope="module")
+def service(python: Path, slices: Slices) -> Iterator[ManagedService]:
+    with ManagedService({MODEL: table(python, slices)}) as service:
+        service.ready(START_S)
+        yield service
+
+
+@pytest.fixture
+def client(service: Service) -> Iterator[Client]:
+    with service.client() as client:
+        yield client
+
+
+def serving(service: Service) -> GenerationStatus:
+    """Return the generation that serves; none of those that have gone."""
+    [model] = service.status().models
+    return next(each for each in model.generations if each.state == "serving")
+
+
+def test_every_batch_is_answered_as_by_the_same_group_called_directly(
+    client: Client, questions: Sequence[Question]
+) -> None:
+    ask_all(client, MODEL, [*questions] * 3)
+
+
+def test_status_tells_which_rank_is_where_and_which_slice_it_has(service: Service) -> None:
+    there = {each.role: each for each in service.processes()}
+    assert {*there} == {"rank", "broker"}
+    ranks = [each for each in service.processes() if each.role == "rank"]
+    assert [each.name.rpartition(".")[2] for each in ranks] == ["rank0", "rank1"]
+
+
+def test_a_group_goes_on_when_the_daemon_is_restarted(service: ManagedService, questions: Sequence[Question]) -> None:
+    before = serving(service)
+    pids = {each.pid for each in before.processes}
+    with service.client() as client:
+        ask_all(client, MODEL, questions)
+    assert service.restart(signal.SIGTERM) == 0
+    with service.client() as client:
+        ask_all(client, MODEL, questions)
+    after = serving(service)
+    assert (after.number, {each.pid for each in after.processes}) == (before.number, pids)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+@pytest.mark.parametrize("who", ["rank0", "rank1", "broker"])
+def test_who_is_lost_takes_the_group_along_and_no_request(
+    service: Service, questions: Sequence[Question], who: str, number: signal.Signals
+) -> None:
+    before = serving(service)
+    victim = next(each for each in before.processes if each.name.endswith(f".{who}"))
+    with Load(service.address, MODEL, questions) as load:
+        load.wait_for(20)
+        os.kill(victim.pid, number)
+        until(lambda: serving_after(service, before.number), "another group serves", START_S)
+        load.wait_for(20)
+    # Nobody of it is left, whether he was struck or not.
+    assert not [each.pid for each in before.processes if Path(f"/proc/{each.pid}").exists()]
+    if number is signal.SIGKILL:
+        # The others have ended because of it, or by the daemon's hand.
+        assert f"{MODEL}.{before.number} failed: {victim.name}: " in service.log
+
+
+def serving_after(service: Service, number: int) -> bool:
+    """Whether a generation serves that is not the one of this number."""
+    [model] = service.status().models
+    return any(each.state == "serving" and each.number > number for each in model.generations)
+
+
+def test_a_slice_of_another_network_is_refused_by_the_canary(python: Path, slices: Slices, tmp_path: Path) -> None:
+    """It loads, has the same signature, and both ranks agree on the answer: that it is wrong only the canary tells."""
+    other = export(tmp_path / "other", hidden=128)
+    mixed = tmp_path / "mixed"
+    mixed.mkdir()
+    (mixed / "rank0.mindir").write_bytes(slices.paths[0].read_bytes())
+    (mixed / "rank1.mindir").write_bytes(other.paths[1].read_bytes())
+    wrong = table(python, slices, path=mixed / "rank{rank}.mindir")
+    with (
+        Service({MODEL: wrong}) as service,
+        service.client(START_S) as client,
+        pytest.raises(FailedPrecondition, match=r"canary"),
+    ):
+        client.infer(MODEL, inputs(1))
+
+
+def test_two_groups_share_the_queue(python: Path, slices: Slices, questions: Sequence[Question]) -> None:
+    groups = [["cpu", "cpu"], ["cpu", "cpu"]]
+    with Service({MODEL: table(python, slices, ranks={"devices": groups})}) as service:
+        service.ready(START_S)
+
+        def both_have_served() -> bool:
+            with service.client() as client:
+                ask_all(client, MODEL, questions)
+            return all(each.served for each in service.processes() if each.role == "rank")
+
+        until(both_have_served, "both have served")
+        for each in service.processes():
+            assert each.role in ("rank", "broker")
