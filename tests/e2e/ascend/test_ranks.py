@@ -1,0 +1,153 @@
+"""A model that is cut over ranks, on simulated cards: what arrives is mixed as on real ones, without an error."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ascendsim import Host, environment, ranks
+from ascendsim.ranks import Slices
+from testkit.managed import ManagedService
+from testkit.service import Service
+from testkit.waiting import until
+from weightd.client import FailedPrecondition
+
+from ..support import Load, Question, ask_all
+from .support import serves, status
+
+pytestmark = pytest.mark.e2e
+
+MODEL = "mlp"  # of `support`
+RANKS = 2
+
+
+@dataclass
+class Cut:
+    """A model that is cut, and the host that has the cards."""
+
+    directory: Path
+    host: Host
+    slices: Slices
+
+    def table(self, **more: object) -> dict[str, object]:
+        """Return the table of the model, on two cards."""
+        path = pattern(self.slices)
+        cards = [f"ascend:{card}" for card in range(RANKS)]
+        table = {"path": path, "python": sys.executable, "sharing": "off", "canary": str(self.canary)}
+        return {**table, "ranks": {"devices": cards}, **more}
+
+    @property
+    def canary(self) -> Path:
+        """The question whose right answer is known."""
+        path = self.directory / "canary.npz"
+        if not path.exists():
+            x = rows(3, seed=99)
+            np.savez(path, x=x, output_0=self.slices.answers(x)[-1])
+        return path
+
+    def service(self, **more: object) -> Service:
+        """Serve it."""
+        return Service({MODEL: self.table(**more)}, env=environment(self.host))
+
+    def questions(self) -> list[Question]:
+        """Requests of several sizes, and what ranks answer that are in step."""
+        asked = [rows(count, seed=count) for count in (1, 4, 2, 7)]
+        return [Question({"x": x}, {"output_0": self.slices.answers(x)[-1]}) for x in asked]
+
+
+def pattern(slices: Slices) -> str:
+    """Return the paths of all slices, as the configuration has them."""
+    return str(slices.paths[0].with_name("rank{rank}.mindir"))
+
+
+def rows(count: int, seed: int) -> Any:
+    """Small whole numbers: of these the cut makes the same bits as the whole."""
+    return np.random.default_rng(seed).integers(-3, 4, (count, 16)).astype(np.float32)
+
+
+@pytest.fixture
+def cut(tmp_path: Path) -> Cut:
+    return Cut(tmp_path, Host(tmp_path / "host", cards=4), ranks.mlp(tmp_path / "slices", RANKS))
+
+
+@pytest.fixture
+def service(cut: Cut) -> Iterator[Service]:
+    with cut.service() as service:
+        service.ready()
+        yield service
+
+
+@pytest.mark.parametrize("rank", range(RANKS))
+def test_ranks_answer_and_those_that_have_lost_one_are_replaced(cut: Cut, service: Service, rank: int) -> None:
+    with service.client() as client:
+        ask_all(client, MODEL, cut.questions())
+        first = {each.name: each for each in service.processes()}
+        assert [(each.role, each.device) for each in first.values()] == [("rank", "ascend:0"), ("rank", "ascend:1")]
+        assert len({each.sha256 for each in first.values()}) == RANKS
+        os.kill(first[f"{MODEL}.1.rank{rank}"].pid, signal.SIGKILL)
+        ask_all(client, MODEL, cut.questions())
+        until(lambda: serves(service, 2), "all that is left serves")
+        assert f"{MODEL}.1 failed: {MODEL}.1.rank{rank}: killed by SIGKILL" in service.log
+        assert status(service).deaths == 1
+
+
+def test_a_wrong_slice_is_found_by_the_canary(cut: Cut, tmp_path: Path) -> None:
+    """All ranks agree on its answer."""
+    wrong = ranks.mlp(tmp_path / "wrong", RANKS, seed=1)
+    wrong.paths[0].write_bytes(cut.slices.paths[0].read_bytes())
+    with cut.service(path=pattern(wrong)) as service:
+        until(lambda: status(service).state == "failed", "it is refused")
+        assert "canary" in status(service).generations[-1].cause
+
+
+def test_an_update_takes_the_place_of_the_group_and_can_be_gone_back_from(
+    cut: Cut, service: Service, tmp_path: Path
+) -> None:
+    """Requests wait meanwhile: a card has one group. The canary is the same, so other weights are refused by it."""
+    same = ranks.mlp(tmp_path / "same", RANKS)
+    other = ranks.mlp(tmp_path / "other", RANKS, seed=5)
+    with service.client() as client, Load(service.address, MODEL, cut.questions()) as load:
+        load.wait_for(20)
+        told = client.update(MODEL, path=pattern(same))
+        assert told.generations == (2,)
+        load.wait_for(20)
+        with pytest.raises(FailedPrecondition, match="canary"):
+            client.update(MODEL, path=pattern(other))
+        load.wait_for(20)
+        until(lambda: serves(service, 4), "what served before serves again")
+        client.update(MODEL, rollback=True)
+        until(lambda: serves(service, 5), "the file of the start serves")
+        load.wait_for(20)
+
+
+def test_two_groups_serve_side_by_side(cut: Cut) -> None:
+    cards = [["ascend:0", "ascend:1"], ["ascend:2", "ascend:3"]]
+    with cut.service(ranks={"devices": cards}) as service, service.client() as client:
+        until(lambda: [each.progress for each in status(service).generations] == ["serving"] * 2, "both serve")
+        with Load(service.address, MODEL, cut.questions(), clients=4) as load:
+            load.wait_for(50)
+            os.kill(next(each.pid for each in service.processes() if each.name == "mlp.2.rank1"), signal.SIGKILL)
+            load.wait_for(50)
+            until(lambda: [each.number for each in status(service).generations] == [1, 3], "one is replaced")
+            load.wait_for(50)
+        ask_all(client, MODEL, cut.questions())
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_group_survives_a_restart_of_the_daemon(cut: Cut, number: int) -> None:
+    with ManagedService({MODEL: cut.table()}, env=environment(cut.host)) as service, service.client() as client:
+        service.ready()
+        ask_all(client, MODEL, cut.questions())
+        before = {each.name: each.pid for each in service.processes()}
+        service.restart(number)
+        ask_all(client, MODEL, cut.questions())
+        assert {each.name: each.pid for each in service.processes()} == before
+        assert status(service).generations[-1].number == 1
