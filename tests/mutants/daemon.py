@@ -144,7 +144,7 @@ GENERATIONS = [
         ("        self._cause = cause\n        self.access.invalidate()", "        self._cause = cause"),
         ("if {*self.children} != expected:", "if False:"),
         ("now + max(self.terms.load_timeout, self.ranks.connect_timeout)", "now + self.terms.load_timeout"),
-        ("return have_met and end.status == _RANK_GONE", "return end.status == _RANK_GONE"),
+        ("return have_met and end.status in _RANK_GONE", "return end.status in _RANK_GONE"),
         ("return end.status in _BROKER_GONE or in_words(end.words)", "return end.status in _BROKER_GONE"),
         ("return end.status != -signal.SIGKILL or end.by is not By.DAEMON", "return end.by is not By.DAEMON"),
         ("said = warmed[max(terms.reply, 0)]", "said = warmed[0]"),

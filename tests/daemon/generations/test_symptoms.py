@@ -37,6 +37,8 @@ def test_what_a_library_says_because_of_another_process(words: str, *, is_sympto
         (Role.RANK, End(-signal.SIGKILL), True, False),
         (Role.RANK, End(None, "no such file"), False, False),
         (Role.BROKER, End(1), True, True),
+        (Role.BROKER, End(0), True, True),
+        (Role.BROKER, End(3), True, False),
         # Its port is taken.
         (Role.BROKER, End(1), False, False),
         (Role.BROKER, End(-signal.SIGKILL), True, False),

@@ -373,9 +373,9 @@ def test_what_the_next_one_may_expect(how: str) -> None:
     assert group.unit.outlook is outlook
 
 
-def test_a_broker_that_is_not_about_to_begin_has_not_lost_its_port() -> None:
-    for group in (Group().spawned(), Group().warming()):
-        group.exits(BROKER, end=End(5))
+def test_a_broker_that_ends_otherwise_has_not_lost_its_port() -> None:
+    for group, status in ((Group().spawned(), 1), (Group().warming(), 5), (Group().loading(), 69)):
+        group.exits(BROKER, end=End(status))
         assert group.unit.outlook is Outlook.SAME
 
 

@@ -298,7 +298,7 @@ class World(RuleBasedStateMachine):
             end = replace(end, by=By.DAEMON)
         draining = self.unit.state is GenerationState.DRAINING
         is_loss = not process.killed and not ((draining or process.stopping) and end.status == 0)
-        broker_follows = self.have_met and end.status == 1
+        broker_follows = self.have_met and end.status in (0, 1)
         is_symptom = broker_follows if process.role is Role.BROKER else how in SYMPTOMS
         # It had ended before it was killed: so it was what the others have died of.
         had_ended = process.killed and how in ("clean", "status", "crash", "words", "sigterm") and not is_symptom

@@ -18,8 +18,9 @@ _WORDS = ("Launch kernel failed", "EI0006", "EI0002", "previous step")
 # MindSpore ends its process by SIGTERM when its broker has gone; as a status where that signal is handled.
 _BROKER_GONE = frozenset({-signal.SIGTERM, 128 + signal.SIGTERM})
 
-# With this MindSpore's broker ends when a rank has gone.
-_RANK_GONE = 1
+# With these MindSpore's broker ends when a rank has gone, with the second when it cannot listen.
+_RANK_GONE = frozenset({0, 1})
+_NOT_LISTENING = 1
 
 
 def in_words(words: str) -> bool:
@@ -36,8 +37,13 @@ def in_end(role: Role, end: End, *, have_met: bool) -> bool:
         have_met: whether ranks had found each other. Before that a broker ends of a reason of its own.
     """
     if role is Role.BROKER:
-        return have_met and end.status == _RANK_GONE
+        return have_met and end.status in _RANK_GONE
     return end.status in _BROKER_GONE or in_words(end.words)
+
+
+def is_port_taken(end: End, *, have_met: bool) -> bool:
+    """Return whether a broker that was told to begin has most likely found its port taken: the next gets another."""
+    return not have_met and end.status == _NOT_LISTENING
 
 
 def is_own(end: End) -> bool:

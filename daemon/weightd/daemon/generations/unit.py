@@ -187,7 +187,8 @@ class Unit(Life):
         is_symptom = symptoms.in_end(child.role, end, have_met=have_met)
         # A broker may end by itself when its ranks have left.
         if was in COUNTED and not (self.state is GenerationState.DRAINING and end.status == 0):
-            loss = Loss(str(end), was, is_useful=useful, by_signal=end.killed)
+            port_taken = was is ChildState.HOLDING and symptoms.is_port_taken(end, have_met=have_met)
+            loss = Loss(str(end), was, is_useful=useful, by_signal=end.killed, no_room=port_taken)
             self._lost(child, loss, is_symptom=is_symptom)
         elif was is ChildState.KILLED:
             self._learned(child, end, is_own=symptoms.is_own(end) and not is_symptom)
@@ -336,7 +337,7 @@ class Unit(Life):
     def _lost(self, child: Child, loss: Loss, *, is_symptom: bool = False) -> None:
         """One is of no use any more: all end."""
         self.deaths += loss.was in COUNTED
-        cause = Cause(loss.why, child.name, outlook=self._outlook(child, loss, is_symptom=is_symptom))
+        cause = Cause(loss.why, child.name, outlook=self._outlook(loss, is_symptom=is_symptom))
         if self.state in ACTIVE:
             self._is_symptom = is_symptom
             self._end(cause)
@@ -344,10 +345,8 @@ class Unit(Life):
             self._teller.tell(f"{child.name} lost: {loss.why}", child.name)
             self.roster.kill_all()
 
-    def _outlook(self, child: Child, loss: Loss, *, is_symptom: bool) -> Outlook:
-        # A broker that ends when it is to begin has found its port taken: the next one gets another.
-        port_taken = child.role is Role.BROKER and loss.was is ChildState.HOLDING and not self.models
-        if loss.no_room or port_taken:
+    def _outlook(self, loss: Loss, *, is_symptom: bool) -> Outlook:
+        if loss.no_room:
             return Outlook.ROOM
         return Outlook.BETTER if loss.by_signal or (is_symptom and not loss.is_slow) else Outlook.SAME
 
