@@ -44,12 +44,39 @@ def test_the_canary_has_an_array_for_each_input_and_output(slices: Slices) -> No
         assert {name: canary[name].shape for name in canary} == {"x": (4, 16), "output_0": (4, 8)}
 
 
-def test_the_configuration_is_right(slices: Slices, python: Path, tmp_path: Path) -> None:
+@pytest.fixture
+def configuration(slices: Slices, python: Path, tmp_path: Path) -> Path:
+    """The page's, beside what it names; with a socket and directories of its own."""
     for each in (*slices.paths, slices.canary):
         shutil.copy(each, tmp_path)
-    text = (EXAMPLE / "weightd.toml").read_text("utf-8")
+    text = (EXAMPLE / "weightd.toml").read_text("utf-8").replace("/opt/mindspore/bin/python", str(python))
+    own = {"socket": f"ipc://{tmp_path}/weightd.sock", "runtime_dir": tmp_path / "run", "cache_dir": tmp_path / "cache"}
+    lines = [f'{key} = "{value}"\n' for key, value in own.items()]
     file = tmp_path / "weightd.toml"
-    file.write_text(text.replace("/opt/mindspore/bin/python", str(python)), "utf-8")
-    command = [sys.executable, "-m", "weightd.daemon", "check", str(file)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    file.write_text("".join(["[daemon]\n", *lines, text]), "utf-8")
+    return file
+
+
+def weightd(*arguments: object) -> list[str]:
+    return [sys.executable, "-m", "weightd.daemon", *map(str, arguments)]
+
+
+def test_the_configuration_is_right(configuration: Path) -> None:
+    done = subprocess.run(weightd("check", configuration), capture_output=True, text=True, timeout=100, check=False)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_what_the_page_serves_answers_what_the_page_asks(configuration: Path, slices: Slices) -> None:
+    socket = configuration.parent / "weightd.sock"
+    call = [sys.executable, str(EXAMPLE / "call.py"), str(slices.canary), "--socket", str(socket)]
+    with subprocess.Popen(weightd("serve", configuration), stderr=subprocess.PIPE, text=True) as daemon:
+        try:
+            assert daemon.stderr
+            assert next(line for line in daemon.stderr if "listens on" in line)
+            done = subprocess.run(call, capture_output=True, text=True, timeout=100, check=False)
+            assert done.returncode == 0, done.stderr
+            assert float(done.stdout.split()[-1]) < 1e-5
+        finally:
+            daemon.terminate()
+            rest = daemon.communicate(timeout=60)[1]
+    assert daemon.returncode == 0, rest
