@@ -169,6 +169,7 @@ def _serve_unit(connection: Union[Connection, LaneConnection], arguments: argpar
         kind = RANK_ENGINES[arguments.engine]
         _live_beside(arguments)
         if arguments.role == "broker":
+            kind.load_broker(_told(meeting, arguments))
             return broker.run(connection, functools.partial(kind.serve_broker, _told(meeting, arguments)))
         says = signature(arguments.model)
         engine = kind(_told(meeting, arguments))

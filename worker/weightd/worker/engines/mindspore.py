@@ -58,8 +58,13 @@ class MindSporeRank(RankEngine):
             self._library.set_context(**context)
 
     @classmethod
+    def load_broker(cls, meeting: Meeting) -> None:
+        """Import all that a rank has."""
+        _import("MS_SCHED", meeting)
+
+    @classmethod
     def serve_broker(cls, meeting: Meeting) -> None:
-        """Be the library's scheduler. It lives in `init`, which imports all that a rank has."""
+        """Be the library's scheduler. It lives in `init`."""
         library = _import("MS_SCHED", meeting)
         with _told("the scheduler"):
             library.set_context(mode=library.GRAPH_MODE, device_target="CPU")

@@ -66,6 +66,15 @@ class RankEngine(abc.ABC):
         self._meeting = meeting
 
     @classmethod
+    def load_broker(cls, meeting: Meeting) -> None:
+        """Load what a broker needs, which may take seconds: meanwhile the ranks load what they need.
+
+        Raises:
+            EngineMissing: as the class.
+        """
+        del meeting
+
+    @classmethod
     def serve_broker(cls, meeting: Meeting) -> None:
         """Be the process by which the ranks find each other; returns when all of them have left.
 
