@@ -19,6 +19,7 @@ from weightd.daemon.requests.rows.terms import WHOLE, RowTerms
 from weightd.daemon.requests.scheduler import AT_ONCE, Scheduler
 from weightd.daemon.requests.seat import Seat
 from weightd.daemon.requests.signature import Signature
+from weightd.daemon.requests.turns import MemberSeat, Turns
 from weightd.daemon.requests.validation import RowBounds
 from weightd.daemon.requests.writers import Writers
 from weightd.protocol.errors import Cancelled, RequestError, ResourceExhausted, Unavailable, request_error
@@ -178,6 +179,26 @@ class Desk:
             self.guard.watchdog.watch(each, now, proves=False)
         self.scheduler.seats.add(Seat(seat, lockstep.processes, device, terms, lockstep=lockstep, others=tuple(others)))
 
+    def enlist_member(
+        self, process: str, turns: Turns, member: int, now: float, *, device: str = "", terms: RowTerms = WHOLE
+    ) -> None:
+        """The process, which serves several models in turn, takes jobs of this one from now on.
+
+        It is pinged, and never with the canary. Whatever becomes of it, all desks of its models have to be told.
+
+        Args:
+            process: its name.
+            turns: of the process.
+            member: which of its models this is.
+            now: the clock.
+            device: where it runs.
+            terms: see `Seat`.
+        """
+        self.by_process[process] = Latencies()
+        self.guard.watchdog.watch(process, now, proves=False)
+        seat = MemberSeat(process, (process,), device, terms, member=member, turns=turns)
+        turns.join(seat, self.scheduler.seats, self.scheduler.line, self.dispatch)
+
     def dismiss(self, process: str) -> None:
         """Its seat gets nothing new, and nobody asks whether it still answers."""
         self.scheduler.seats.dismiss(process)
@@ -225,9 +246,11 @@ class Desk:
             return self._told(process, failed.request, outcome, now)
         self.guard.watchdog.heard(process, now)
         self._release(self.writers.end(process, failed.request))
+        seat = self.scheduler.seats.of(process)
         if failed.leaving:
             self.guard.leaves(process, failed.request, now)
-        seat = self.scheduler.seats.of(process)
+            if seat is not None:
+                seat.lost()
         job = seat.job_of(failed.request) if seat is not None else None
         if job is not None and failed.leaving and job.sole is None:
             job.keep_apart()
@@ -418,7 +441,8 @@ class Desk:
             return
         if places.outputs and not self.writers.begin(seat.processes, part):
             places = places.without_outputs()
-        self._order_all(seat, Predict(part.number, description, places.mapped), frames, places.memories)
+        predict = Predict(part.number, description, places.mapped, 0, seat.member)
+        self._order_all(seat, predict, frames, places.memories)
 
     def _predict_in_step(
         self,

@@ -29,6 +29,7 @@ class Seat:
         lockstep: of its processes, if these compute together: then it has nothing ready, for what a process has been
             given is never taken back from it.
         others: processes that are given no jobs, but without which those of the seat are lost.
+        member: which of the models of its process.
     """
 
     name: str
@@ -40,6 +41,12 @@ class Seat:
     is_quick: bool = True
     lockstep: Lockstep | None = None
     others: tuple[str, ...] = ()
+    member: int = 0
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether its processes compute."""
+        return bool(self.jobs)
 
     @property
     def lives_on(self) -> tuple[str, ...]:
@@ -102,6 +109,9 @@ class Seat:
         if self.jobs:
             self._begin(now)
         return took
+
+    def lost(self) -> None:
+        """Its processes are of no use any more."""
 
     def _begin(self, now: float) -> None:
         """What was ready begins where there is room."""

@@ -75,6 +75,8 @@ class Seats:
         self._tally = tally
         self._seats: dict[str, Seat] = {}
         self.enlisted: dict[str, Seat] = {}
+        # Those that would be, if it were their turn.
+        self._paused: dict[str, Seat] = {}
         # By its name, and by that of each of its processes.
         self._seat_of: dict[str, Seat] = {}
         self.merging: dict[str, Seat] = {}
@@ -112,6 +114,21 @@ class Seats:
         seat = self._seat_of.get(process)
         if seat is not None:
             self.enlisted.pop(seat.name, None)
+            self._paused.pop(seat.name, None)
+            self._find_merging()
+
+    def pause(self, name: str) -> None:
+        """The seat gets nothing new before it goes on."""
+        seat = self.enlisted.pop(name, None)
+        if seat is not None:
+            self._paused[name] = seat
+            self._find_merging()
+
+    def go_on(self, name: str) -> None:
+        """The seat takes jobs again, if it has not been dismissed meanwhile."""
+        seat = self._paused.pop(name, None)
+        if seat is not None:
+            self.enlisted[name] = seat
             self._find_merging()
 
     def remove(self, seat: Seat) -> list[Part]:
@@ -120,7 +137,9 @@ class Seats:
             del self._seat_of[name]
         del self._seats[seat.name]
         self.enlisted.pop(seat.name, None)
+        self._paused.pop(seat.name, None)
         self._find_merging()
+        seat.lost()
         return [part for job in seat.jobs.values() for part in job.awaited]
 
     def of(self, process: str) -> Seat | None:
@@ -136,6 +155,11 @@ class Seats:
         """Jobs that the seat of the process has, whether or not somebody waits for them."""
         seat = self._seat_of.get(process)
         return 0 if seat is None else len(seat.jobs)
+
+    def is_busy(self, process: str) -> bool:
+        """Return whether the process computes, be it for another model."""
+        seat = self._seat_of.get(process)
+        return seat is not None and seat.is_busy
 
     # --- what they are given ------------------------------------------------------------------------------------
 
@@ -256,10 +280,11 @@ class Seats:
         It has moved on by one place for each seat after the time that a request takes. Before anything was answered
         nobody knows how long that is.
         """
-        if not self._ran or not self.enlisted:
+        taking = len(self.enlisted) + len(self._paused)
+        if not self._ran or not taking:
             return None
         running = max((now - seat.since for seat in self._seats.values() if seat.jobs), default=0.0)
-        seconds = max(sum(self._ran) / len(self._ran), running) * queued / len(self.enlisted)
+        seconds = max(sum(self._ran) / len(self._ran), running) * queued / taking
         return max(seconds, _LEAST_RETRY_S)
 
     # --- within -------------------------------------------------------------------------------------------------

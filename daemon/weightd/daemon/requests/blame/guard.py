@@ -192,7 +192,7 @@ class Guard:
 
     def pings(self, now: float) -> Iterator[tuple[str, Ping | None]]:
         """Yield the processes that have to be pinged, and those that have to be ended (None) as they did not answer."""
-        due = self.watchdog.due(now, lambda process: self._scheduler.seats.in_flight(process) > 0)
+        due = self.watchdog.due(now, self._scheduler.seats.is_busy)
         yield from ((process, Ping(canary=False)) for process in due.plain)
         yield from ((process, Ping(canary=True)) for process in due.canary)
         yield from ((process, None) for process in due.silent)
