@@ -52,8 +52,9 @@ from .support import LIMIT_S
 
 pytestmark = pytest.mark.e2e
 
-# Here a real session is told each order.
-SESSION = Path(__file__).parents[1] / "worker" / "test_session.py"
+# Here a real session is told each order, that of a worker or of a rank.
+WORKER = Path(__file__).parents[1] / "worker"
+SESSIONS = WORKER / "test_session.py", WORKER / "ranks" / "test_session.py", WORKER.parent / "support/testkit/script.py"
 
 MODEL = "tiny"
 X = TensorSpec("x", "FP32", (1, 64))
@@ -189,5 +190,6 @@ def test_every_command(program: str, verb: str, service: Service, names: dict[st
 @pytest.mark.parametrize("table", [TO_CHILD, FROM_CHILD], ids=["orders", "words of a child"])
 def test_every_message_of_a_child_is_in_the_tests_of_its_session(table: dict[str, type[object]]) -> None:
     # What is only imported is no name in this sense.
-    named = {node.id for node in ast.walk(ast.parse(SESSION.read_text("utf-8"))) if isinstance(node, ast.Name)}
+    nodes = [node for path in SESSIONS for node in ast.walk(ast.parse(path.read_text("utf-8")))]
+    named = {node.id for node in nodes if isinstance(node, ast.Name)}
     assert {message.__name__ for message in table.values()} - named <= {"Map", "Unmap"}
