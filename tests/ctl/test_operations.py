@@ -92,6 +92,15 @@ def test_a_file_that_is_not_there_is_not_even_asked_for(
     assert daemon.seen.empty()
 
 
+def test_of_the_files_of_ranks_the_first_one_has_to_be_there(ctl: Ctl, daemon: FakeDaemon, tmp_path: Path) -> None:
+    path = str(tmp_path / "rank{rank}.onnx")
+    daemon.handle = updates(path)
+    ran = ctl("update", "m", path)
+    assert ran.err.endswith(f"{tmp_path}/rank0.onnx: no such file\n")
+    (tmp_path / "rank0.onnx").touch()
+    assert ctl("update", "m", path).status == exits.OK
+
+
 def test_an_update_that_takes_its_time_is_told_from_a_daemon_that_does_not_answer(ctl: Ctl, daemon: FakeDaemon) -> None:
     daemon.handle = lambda message, tensors: [] if isinstance(message, Update) else echo(message, tensors)
     ran = ctl("--timeout", "0.3", "update", "m", "--rollback")

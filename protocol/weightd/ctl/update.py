@@ -25,7 +25,8 @@ the cause is shown.
   weightctl update resnet50 --rollback
 
 For a while there are two copies of the weights: where a card has no room for them, the update is
-refused with the figures.
+refused with the figures. A model that is cut over ranks has a path with {rank} in it; where a card
+has no second port for its communication, the old one leaves first, and requests wait.
 
 --rollback goes back once: a second one is refused, as it would bring back what was given up.
 
@@ -116,8 +117,10 @@ def _check_npz(path: str) -> None:
 def _absolute(path: str) -> str:
     """The daemon has another working directory; that the file is there is looked at here, where it is cheap."""
     absolute = Path(path).absolute()
-    if not absolute.is_file():
-        raise BadInput(f"{path}: no such file")
+    # Of the files of ranks the first one is looked at.
+    first = Path(str(absolute).replace("{rank}", "0"))
+    if not first.is_file():
+        raise BadInput(f"{first if first != absolute else path}: no such file")
     return str(absolute)
 
 
