@@ -199,6 +199,7 @@ REFUSED_OF_A_MODEL = [
     (f"{MODEL}Threads = 3", "Threads: unknown key; did you mean threads?"),
     (f"{MODEL}[models.m.mindspore_light]", "mindspore_light: unknown key; did you mean mindspore_lite?"),
     (f"{MODEL}[models.m.v1]", f"v1: {QUOTED}"),
+    (f'{MODEL}"v\\n1" = {{}}', "'v\\n1': unknown key; expected one of path, engine, *"),
     (f"{MODEL}port = 1", "port: unknown key; expected one of path, engine, python, start, *"),
     (f"{MODEL}{'p' * 10_000} = 1", f"'{'p' * 36}...: unknown key; expected one of path, *"),
     ("[models.m]\nworkers = 1\n", "path: missing"),

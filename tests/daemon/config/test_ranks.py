@@ -154,6 +154,7 @@ def test_what_goes_together(ranks: dict[str, Any], keys: dict[str, Any]) -> None
         (ON_CARDS, {"canary": "auto"}, "canary: expected a path that ends in .npz, of inputs and *"),
         (ON_CARDS, {"canary": {"x": [1]}}, "canary: expected a path that ends in .npz, of inputs and their right *"),
         (ON_CARDS, {"canary": "off"}, "canary: expected a path that ends in .npz, of inputs and *"),
+        (ON_CARDS, {"canary_interval": 60}, "canary_interval: ranks run the canary when they start: later all would *"),
         (ON_CARDS, {"batching": {"sizes": [1, 4]}}, "batching.sizes: only a model that was converted for a card has *"),
         ({**ON_CARDS, "reply": "concat"}, {"batching": {"max_rows": 2}}, "batching.max_rows: rows have no place of *"),
         ({**ON_CARDS, "reply": "concat"}, {"split": {"part_rows": 2}}, "split.part_rows: rows have no place of *"),

@@ -12,9 +12,11 @@ from pathlib import Path
 from weightd.daemon.config import load as config
 from weightd.daemon.config.daemon import DaemonConfig
 from weightd.daemon.config.devices import DeviceConfig
+from weightd.daemon.config.groups import GroupConfig
 from weightd.daemon.config.listeners import ListenerConfig
 from weightd.daemon.config.load import Config, ConfigError
 from weightd.daemon.config.model import ModelConfig
+from weightd.daemon.config.ranks import MAX_RANKS, Ranks
 from weightd.daemon.engines import ENGINES
 from weightd.daemon.engines.mindspore_lite import MindSporeLiteOptions
 from weightd.protocol import limits
@@ -26,6 +28,8 @@ else:
 
 _BASE = Path("/etc/weightd")
 
+_TABLES = (DaemonConfig, DeviceConfig, ListenerConfig, ModelConfig, GroupConfig, Ranks)
+
 MAX_BYTES = 8192
 WORDS = (
     b"[daemon]\n",
@@ -35,13 +39,12 @@ WORDS = (
     b'[devices."ascend:0"]\n',
     b'path = "m.onnx"\n',
     b'path = "m.mindir"\n',
+    b'[models.m.ranks]\ndevices = ["ascend:0", "ascend:1"]\n',
+    b'path = "r{rank}.mindir"\ncanary = "c.npz"\nsharing = "off"\n',
+    b"[groups.g]\nmodels = [",
     b'"ascend:1"',
     *sorted(
-        {
-            f"{field.name} = ".encode()
-            for cls in (DaemonConfig, DeviceConfig, ListenerConfig, ModelConfig, MindSporeLiteOptions)
-            for field in dataclasses.fields(cls)
-        }
+        {f"{field.name} = ".encode() for cls in (*_TABLES, MindSporeLiteOptions) for field in dataclasses.fields(cls)}
     ),
 )
 
@@ -88,4 +91,17 @@ def _check(parsed: Config) -> None:
         assert min(model.load_timeout, model.predict_timeout, model.watchdog) > 0
         assert model.devices
         assert model.mindspore_lite.json().isprintable()
+        _check_ranks(model)
     assert "cpu" not in parsed.devices
+
+
+def _check_ranks(model: ModelConfig) -> None:
+    if model.ranks is None:
+        assert not ENGINES[model.engine].ranks_only
+        return
+    assert {len(group) for group in model.ranks.groups} == {model.ranks.size}
+    assert 2 <= model.ranks.size <= len(model.ranks.paths) <= MAX_RANKS
+    assert len({*model.ranks.paths}) == model.ranks.size
+    assert model.devices == model.ranks.together
+    assert (model.workers, model.spares, model.sharing) == (1, 0, "off")
+    assert model.predict_timeout < model.ranks.exec_timeout

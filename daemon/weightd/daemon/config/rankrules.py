@@ -129,6 +129,9 @@ def _of_canary(config: ModelConfig, ranks: Ranks) -> Iterator[FieldError]:
         yield FieldError(f"expected a path that ends in .npz, of inputs and their right outputs: {reason}").at(
             ".canary"
         )
+    if config.canary_interval:
+        text = "ranks run the canary when they start: later all would have to run it at once, among the requests"
+        yield FieldError(text).at(".canary_interval")
 
 
 def _of_rows(config: ModelConfig, ranks: Ranks) -> Iterator[FieldError]:
@@ -210,7 +213,7 @@ _RULES: Sequence[tuple[Sequence[str], _Rule]] = (
     (("workers", "spares", "start", "policy", "ranks"), _of_life),
     (("sharing", "copies", "holder_loss"), _of_weights),
     (("mindspore_lite",), _of_options),
-    (("canary",), _of_canary),
+    (("canary", "canary_interval"), _of_canary),
     (("batching", "split", "ranks"), _of_rows),
     (("ranks",), _of_reply),
     (("predict_timeout", "ranks"), _of_time),

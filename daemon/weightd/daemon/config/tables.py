@@ -123,4 +123,6 @@ def _quoted(section: str, key: str, value: object, kinds: Mapping[str, Kind]) ->
         [(step, inner)] = inner.items()
         name += f".{step}"
     head, _, first = section.partition(".")
+    if not (first + name).isprintable():
+        return ""  # it would not be a name even so
     return f'unknown table; a name with a dot is quoted: [{head}."{first}.{name}"]'
