@@ -15,6 +15,7 @@ from benchmarks import (
     latency,
     memory,
     overload,
+    ranks,
     recovery,
     rival,
     split,
@@ -35,6 +36,7 @@ from benchmarks.material import (
 from benchmarks.report import Result, as_json, as_table, progress
 
 MEMORY = "memory"
+RANKS = "ranks"
 RIVAL = "rival"
 
 
@@ -68,13 +70,16 @@ BENCHMARKS: Mapping[str, Benchmark] = {
     "split": Benchmark(
         split.run, split.WORKERS, "a request in parts on two cores against one, and against a bare script"
     ),
+    RANKS: Benchmark(
+        ranks.run, ranks.WORKERS, "two ranks of MindSpore against the same without weightd; `make .venv-mindspore` *"
+    ),
     RIVAL: Benchmark(rival.run, rival.WORKERS, "weightd and mosec side by side; see `make bench-rival` *"),
 }
 
 _EPILOG = """\
 benchmarks, with the workers that each has unless --workers is given:
 {benchmarks}
-  all         each of them but rival
+  all         each of them but ranks and rival
 
 * over --transport unix, the unix socket, or zmq, ZeroMQ and the daemon's gate. latency shows the gate beside it.
 † of --model mlp (192 MiB, the default), conv (10 MB, 3 workers) or tiny (16 KB, 1 worker), --models times.
@@ -87,7 +92,7 @@ Exit status: 0 measured, 1 an answer differs from the bare engine's, 2 it cannot
 def main() -> int:
     """Run what the command line asks for; return the exit status."""
     options = _parser().parse_args()
-    names = [each for each in BENCHMARKS if each != RIVAL] if options.name == "all" else [options.name]
+    names = [each for each in BENCHMARKS if each not in (RANKS, RIVAL)] if options.name == "all" else [options.name]
     results: dict[str, Any] = {}
     try:
         compile_weightd(options.engine)

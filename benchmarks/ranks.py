@@ -1,0 +1,171 @@
+"""Two ranks of the real MindSpore under weightd, against the same two called directly without it."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.material import DifferenceError, Setup, UnavailableError
+from benchmarks.report import MB, Result, Target, progress
+from testkit import ranks
+from testkit.memory import pss_total
+from testkit.ranks import Arrays, Group, Slices
+from testkit.service import Service
+from weightd.client import Client
+
+WORKERS = 1
+MODEL = "mlp"
+HIDDEN = 8192
+ROWS = 4
+ROUNDS = 9  # of latency, in turn
+REQUESTS = 300  # in each
+STARTS = 3  # of the bare group, and as many blows
+
+_LIMIT_S = 120.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Ranks(Result):
+    """Medians: of `rounds` rounds in turn, and of `n` starts in turn with blows.
+
+    Attributes:
+        added_ms: what a request takes longer than a predict of the bare group, which the ranks time themselves.
+        predict_ms, request_ms: both of them.
+        again_ratio: from kill -9 of a rank to the next answer, by the bare group's start up to its first answer.
+        again_s, start_s: both of them.
+        first_s: from the start of weightd to its first answer.
+        memory_ratio: PSS of the daemon, its helpers, the ranks and the scheduler, by that of the bare group.
+        memory_mb, bare_memory_mb: both of them, each measured without the other.
+        rounds: of latency.
+    """
+
+    benchmark = "ranks"
+    added_ms: float
+    predict_ms: float
+    request_ms: float
+    again_ratio: float
+    again_s: float
+    start_s: float
+    first_s: float
+    memory_ratio: float
+    memory_mb: float
+    bare_memory_mb: float
+    rounds: int = ROUNDS
+
+    def targets(self) -> Sequence[Target]:
+        """Return the bounds."""
+        return [
+            Target("added_ms", 1.0 + 0.1 * self.predict_ms),
+            Target("again_ratio", 1.15),
+            Target("memory_ratio", 1.05),
+        ]
+
+    def rows(self) -> Sequence[tuple[str, str]]:
+        """Return the table."""
+        return [
+            ("a predict of the bare group, p50", f"{self.predict_ms:8.3f} ms"),
+            ("a request, p50", f"{self.request_ms:8.3f} ms"),
+            ("start of the bare group", f"{self.start_s:8.1f} s"),
+            ("weightd's first answer", f"{self.first_s:8.1f} s"),
+            ("answers again after kill -9 of a rank", f"{self.again_s:8.1f} s"),
+            ("the bare group", f"{self.bare_memory_mb:8,.0f} MB"),
+            ("weightd with the same", f"{self.memory_mb:8,.0f} MB"),
+        ]
+
+
+def run(setup: Setup) -> Ranks:
+    """Measure the bare group's memory, then weightd's, then both in turn."""
+    if ranks.interpreter() is None:
+        raise UnavailableError(ranks.HOW_TO_GET_IT)
+    with tempfile.TemporaryDirectory(prefix="weightd-") as directory:
+        slices = ranks.export(Path(directory), hidden=HIDDEN)
+        question = ranks.inputs(ROWS)
+        progress("the bare group")
+        with Group(slices.paths, plain=True) as bare:
+            right = bare.ask("predict", question)[-1]
+            bare_memory = pss_total(each.pid for each in (bare.scheduler, *bare.ranks))
+        progress("weightd")
+        with Service({MODEL: _table(slices)}) as service, setup.client(service, _LIMIT_S) as client:
+            _ask(client, question, right)
+            first = time.perf_counter() - service.begin
+            memory = sum(service.pss_at_rest().values())
+            predicts, requests = _latency(client, slices, question, right)
+            starts, agains = _starts(service, client, slices, question, right)
+    return Ranks(
+        engine="mindspore",
+        workers=setup.workers,
+        n=STARTS,
+        added_ms=1e3 * statistics.median(ours - theirs for ours, theirs in zip(requests, predicts, strict=True)),
+        predict_ms=1e3 * statistics.median(predicts),
+        request_ms=1e3 * statistics.median(requests),
+        again_ratio=statistics.median(ours / theirs for ours, theirs in zip(agains, starts, strict=True)),
+        again_s=statistics.median(agains),
+        start_s=statistics.median(starts),
+        first_s=first,
+        memory_ratio=memory / bare_memory,
+        memory_mb=memory / MB,
+        bare_memory_mb=bare_memory / MB,
+    )
+
+
+def _latency(client: Client, slices: Slices, question: Arrays, right: Arrays) -> tuple[list[float], list[float]]:
+    """Return the medians of each round, of the bare group's predicts and of requests."""
+    predicts: list[float] = []
+    requests: list[float] = []
+    times = {**question, "times": np.array(REQUESTS)}
+    with Group(slices.paths, plain=True) as bare:
+        for number in range(ROUNDS):
+            progress(f"round {number + 1} of {ROUNDS}")
+            predicts.append(float(np.median(bare.ask("measure", times)[-1]["seconds"])))
+            requests.append(statistics.median(_ask(client, question, right) for _ in range(REQUESTS)))
+    return predicts, requests
+
+
+def _starts(
+    service: Service, client: Client, slices: Slices, question: Arrays, right: Arrays
+) -> tuple[list[float], list[float]]:
+    """Return the seconds of each start of a bare group, and until an answer after each blow."""
+    starts: list[float] = []
+    agains: list[float] = []
+    for number in range(STARTS):
+        progress(f"start {number + 1} of {STARTS}")
+        with Group(slices.paths, plain=True) as bare:
+            starts.append(bare.start_s)
+        victim = next(each.pid for each in service.processes() if each.role == "rank")
+        begun = time.perf_counter()
+        os.kill(victim, signal.SIGKILL)
+        _ask(client, question, right)
+        agains.append(time.perf_counter() - begun)
+    return starts, agains
+
+
+def _ask(client: Client, question: Arrays, right: Arrays) -> float:
+    """Return the seconds of a request, whose answer is the bare group's to the last bit."""
+    begun = time.perf_counter()
+    answer = client.infer(MODEL, question)
+    took = time.perf_counter() - begun
+    for name, array in right.items():
+        if answer[name].tobytes() != array.tobytes():
+            raise DifferenceError(f"{name} of two ranks is another than that of the bare group")
+    return took
+
+
+def _table(slices: Slices) -> dict[str, object]:
+    return {
+        "engine": "mindspore",
+        "path": slices.pattern,
+        "python": ranks.interpreter(),
+        "sharing": "off",
+        "canary": slices.canary,
+        "canary_tolerance": 1e-5,
+        "timeout": _LIMIT_S,
+        "ranks": {"size": len(slices.paths)},
+    }
