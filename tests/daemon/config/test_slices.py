@@ -268,6 +268,13 @@ def test_what_each_model_will_be(place: Place) -> None:
     card = {"devices": ["ascend:4", "ascend:5"], "sharing": "off"}
     models = {
         "big": {"path": "rank{rank}.mindir", "canary": "canary.npz", "sharing": "off", "ranks": ranks},
+        "cut": {
+            "path": "{rank}.mindir",
+            "canary": "c.npz",
+            "sharing": "off",
+            "engine": "mindspore",
+            "ranks": {"size": 3},
+        },
         "small": {"path": "m.onnx", "workers": 3},
         "one": {"path": "m.mindir", **card},
         "two": {"path": "n.mindir", **card},
@@ -275,6 +282,7 @@ def test_what_each_model_will_be(place: Place) -> None:
     config = parse({"models": models, "groups": {"g": {"models": ["one", "two"]}}}, Path("/srv"))
     assert list(check.described(config)) == [
         "big: mindspore_lite, 2 groups of 2 ranks on ascend:0, ascend:1; ascend:2, ascend:3, /srv/rank{rank}.mindir",
+        "cut: mindspore, 3 ranks on cpu, /srv/{rank}.mindir",
         "small: onnxruntime, 3 workers, /srv/m.onnx",
         "one: mindspore_lite, 1 workers, /srv/m.mindir",
         "two: mindspore_lite, 1 workers, /srv/n.mindir",

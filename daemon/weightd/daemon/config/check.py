@@ -108,7 +108,7 @@ def described(config: Config) -> Iterator[str]:
 
 
 def _of_ranks(ranks: Ranks) -> str:
-    groups = "; ".join(", ".join(group) for group in ranks.groups)
+    groups = "; ".join(", ".join(dict.fromkeys(group)) for group in ranks.groups)
     count = f"{len(ranks.groups)} groups of " if len(ranks.groups) > 1 else ""
     return f"{count}{ranks.size} ranks on {groups}"
 
