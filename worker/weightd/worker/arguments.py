@@ -51,6 +51,7 @@ def parser() -> argparse.ArgumentParser:
         "--users", default=0, type=int, help="how many share what a holder builds; 0: share in any case"
     )
     parser.add_argument("--template", action="store_true", help="a holder that workers are forked from, if it can be")
+    parser.add_argument("--members", default="", help="the models of a process that serves several, a JSON object")
     parser.add_argument("--ranks", default="", help="what a rank or a broker is told of its group, a JSON object")
     parser.add_argument("--origin-note", default="", help="why it is not forked, if it is not")
     return parser

@@ -19,6 +19,7 @@ from weightd.protocol.errors import WeightdError
 from weightd.protocol.messages.children import Broken
 from weightd.shared.cores import parse
 from weightd.shared.meeting import Meeting
+from weightd.shared.members import Members, joint_digest
 from weightd.shared.modelfile import ModelFileError, pinned_digest
 from weightd.shared.oom import go_before_the_daemon
 from weightd.shared.parent import die_with, ignore_interrupts
@@ -31,10 +32,12 @@ from weightd.worker.engines import ENGINES, RANK_ENGINES
 from weightd.worker.engines.engine import Engine, Settings
 from weightd.worker.engines.errors import BuildError
 from weightd.worker.engines.mindspore import signature
+from weightd.worker.engines.mindspore_lite.group import ModelGroup
 from weightd.worker.engines.ranks import Meeting as RankMeeting
 from weightd.worker.forking.beginning import Beginning
 from weightd.worker.forking.forker import Forker, Made
 from weightd.worker.lane import LaneConnection
+from weightd.worker.members import MembersSession
 from weightd.worker.ranks import broker
 from weightd.worker.ranks.session import Given, RankSession
 from weightd.worker.session import Files, Heirs, Origin, Session
@@ -139,6 +142,8 @@ def _serve(
 ) -> int:
     if arguments.ranks:
         return _serve_unit(connection, arguments)
+    if arguments.members:
+        return _serve_members(connection, arguments)
     try:
         engine = _engine(arguments) if made is None else made.engine
     except BuildError as error:
@@ -183,6 +188,22 @@ def _serve_unit(connection: Union[Connection, LaneConnection], arguments: argpar
         arguments.model, says, words_of.options(arguments.options), arguments.sample, tolerance=arguments.tolerance
     )
     return RankSession(connection, engine, meeting, given).run(sha256)
+
+
+def _serve_members(connection: Union[Connection, LaneConnection], arguments: argparse.Namespace) -> int:
+    """Be the process of several models."""
+    try:
+        told = Members.from_json(arguments.members)
+        group = ModelGroup(
+            arguments.device, told.share, [(each.model, words_of.options(each.options)) for each in told.models]
+        )
+        digests = [pinned_digest(Path(each.model), each.pinned) for each in told.models]
+    except (BuildError, ModelFileError) as error:
+        return _broken(connection, str(error), exits.CANNOT_BUILD)
+    except Exception as error:  # noqa: BLE001 - an import runs foreign code: it can fail in any way
+        _log.error("%s", error, exc_info=not isinstance(error, WeightdError))
+        return _broken(connection, f"{sys.executable}: {error}", exits.NO_ENGINE)
+    return MembersSession(connection, group, told.models).run(joint_digest(digests))
 
 
 def _live_beside(arguments: argparse.Namespace) -> None:

@@ -20,6 +20,7 @@ from weightd.protocol.messages.children import (
     TO_CHILD,
     Back,
     Broken,
+    Built,
     Hello,
     Map,
     OrderMessage,
@@ -33,7 +34,8 @@ from weightd.protocol.messages.children import (
 from weightd.protocol.version import VERSION
 from weightd.worker import exits, nativelog
 from weightd.worker.connection import Connection
-from weightd.worker.engines.errors import NoRoom
+from weightd.worker.engines.engine import ModelSignature
+from weightd.worker.engines.errors import BuildError, NoRoom
 from weightd.worker.inbox import Entry, Inbox
 from weightd.worker.lane import LaneConnection
 from weightd.worker.predictor import Predictor, Told
@@ -49,6 +51,20 @@ TIDY_S = 1.0
 def versions(engine: Mapping[str, str]) -> Dict[str, str]:
     """Return the versions of all that computes here; `engine` are those of its libraries."""
     return {"weightd": VERSION, "python": _PYTHON, "numpy": np.__version__, **engine}
+
+
+def check(signature: ModelSignature) -> None:
+    """Requests and answers give tensors by name: no two may have the same. And the wire has to carry it.
+
+    Raises:
+        BuildError: it cannot be.
+    """
+    for what, tensors in zip(ModelSignature._fields, signature):
+        names = [each.name for each in tensors]
+        for name in names:
+            if names.count(name) > 1:
+                raise BuildError(f"two {what} of the model have the name {name}")
+    encode(Built("", signature.inputs, signature.outputs, (), "", 0))
 
 
 class Life(abc.ABC):

@@ -37,13 +37,13 @@ from weightd.worker.batching import evidence
 from weightd.worker.canary import canary, sample, search
 from weightd.worker.canary.proof import Proof
 from weightd.worker.connection import Connection
-from weightd.worker.engines.engine import Arrays, Engine, ModelSignature
+from weightd.worker.engines.engine import Arrays, Engine
 from weightd.worker.engines.errors import BuildError, NotAllowed
 from weightd.worker.engines.sharing import Shared
 from weightd.worker.forking.forker import Forker, Made
 from weightd.worker.heap import Heap, own_bytes
 from weightd.worker.lane import LaneConnection
-from weightd.worker.life import Life, versions
+from weightd.worker.life import Life, check, versions
 from weightd.worker.predictor import Predictor
 from weightd.worker.worth import COSTS, is_worth
 
@@ -194,7 +194,7 @@ class Session(Life):
         before = own_bytes()
         build = functools.partial(self._make, pids=order.pids)
         build()
-        _check(engine.signature)
+        check(engine.signature)
         self._load_sample()
         known = search.find(engine, order, build, self._probing, sample=self._sample, tolerance=self._tolerance)
         if known.digest and self._tolerance:
@@ -364,13 +364,3 @@ class Session(Life):
 
     def _ping(self, order: Ping) -> None:
         self._send(Pong(self._predictor.proof.digest() if order.canary and self._predictor.proof is not None else ""))
-
-
-def _check(signature: ModelSignature) -> None:
-    """Requests and answers give tensors by name: no two may have the same. And the wire has to carry it."""
-    for what, tensors in zip(ModelSignature._fields, signature):
-        names = [each.name for each in tensors]
-        for name in names:
-            if names.count(name) > 1:
-                raise BuildError(f"two {what} of the model have the name {name}")
-    encode(Built("", signature.inputs, signature.outputs, (), "", 0))

@@ -15,7 +15,7 @@ from weightd.worker.engines.engine import Arrays, ModelSignature
 from weightd.worker.engines.ranks import RankEngine, Refused
 from weightd.worker.engines.sharing import NotShared
 from weightd.worker.lane import LaneConnection
-from weightd.worker.life import Life, versions
+from weightd.worker.life import Life, check, versions
 from weightd.worker.ranks.known import Known, Share
 from weightd.worker.ranks.lockstep import Lockstep
 
@@ -83,6 +83,7 @@ class RankSession(Life):
     def _enter(self) -> None:
         self._engine.enter()
         self._signature = self._engine.load(self._given.model, self._given.options)
+        check(self._signature)
         self._send(Entered(self._signature.inputs, self._signature.outputs, self._engine.memory()))
 
     def _warm(self, order: Warm) -> None:

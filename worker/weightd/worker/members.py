@@ -1,0 +1,136 @@
+"""The life of a process that serves several models, one predict after another: they share what they work with."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, List, NamedTuple, Optional, Sequence, Union, cast
+
+from weightd.protocol.errors import RemoteProtocolError
+from weightd.protocol.messages.children import Back, Hello, OrderMessage, Ping, Pong, Predict, Settle
+from weightd.protocol.messages.findings import Case, Cases
+from weightd.protocol.messages.ranks import Enter, Entered, Member, Proof, Warm, Warmed
+from weightd.shared import members as told
+from weightd.worker.canary import canary, sample
+from weightd.worker.canary import proof as proofs
+from weightd.worker.connection import Connection
+from weightd.worker.engines.engine import Arrays, Engine
+from weightd.worker.engines.errors import BuildError
+from weightd.worker.engines.mindspore_lite.group import ModelGroup
+from weightd.worker.engines.sharing import NotShared
+from weightd.worker.lane import LaneConnection
+from weightd.worker.life import Life, check, versions
+from weightd.worker.predictor import Asked, Predictor
+from weightd.worker.regions import Regions
+
+
+class _Question(NamedTuple):
+    """What a model is proved by: no case where there is none."""
+
+    cases: Cases
+    sample: Optional[Arrays]
+
+
+class MembersSession(Life):
+    """Serves the models of a group over one connection.
+
+    Args:
+        connection: to the daemon.
+        group: not built yet.
+        members: what was told of each model.
+    """
+
+    def __init__(
+        self, connection: Union[Connection, LaneConnection], group: ModelGroup, members: Sequence[told.Member]
+    ) -> None:
+        super().__init__(connection)
+        self._group = group
+        self._members = members
+        self._each = _Each([Predictor(engine, self._answer) for engine in group.engines])
+        self._predictor = cast(Predictor, self._each)
+
+    def _hello(self, sha256: str) -> Hello:
+        return Hello(str(os.getpid()), sha256, versions(self._group.engines[0].versions()), NotShared.traits)
+
+    def _do(self, order: OrderMessage) -> None:
+        if isinstance(order, Enter):
+            self._enter()
+        elif isinstance(order, Warm):
+            self._warm()
+        elif isinstance(order, Ping):
+            self._send(Pong())
+        elif not isinstance(order, Settle):
+            raise RemoteProtocolError(f"type: expected what a group is told, got {type(order).__name__.lower()}")
+
+    def _enter(self) -> None:
+        self._group.build()
+        signatures = [each.signature for each in self._group.engines]
+        for each in signatures:
+            check(each)
+        self._send(Entered((), (), self._group.engines[0].memory(), tuple(Member(*each) for each in signatures)))
+
+    def _warm(self) -> None:
+        """Run each canary before and after those of all others: what they share must change no answer."""
+        questions = [_question(engine, each) for engine, each in zip(self._group.engines, self._members)]
+        first = [_asked(engine, each) for engine, each in zip(self._group.engines, questions)]
+        shown: List[Proof] = []
+        for number, (engine, question, before) in enumerate(zip(self._group.engines, questions, first)):
+            tolerance = self._members[number].tolerance
+            after = _asked(engine, question)
+            if canary.difference(before, after) > tolerance:
+                path = self._members[number].model
+                raise BuildError(f"{path}: the canary's answer changed when the other models of the group had run")
+            predictor = self._each.predictors[number]
+            predictor.proof = proofs.Proof(engine, before, question.sample, tolerance)
+            shown.append(Proof(before.digest, question.cases))
+        self._send(Warmed("", (), None, self._group.engines[0].memory(), tuple(shown)))
+
+    def _back(self) -> Back:
+        return Back(self._each.step)
+
+    def _when_quiet(self) -> None:
+        """Do nothing."""
+
+
+class _Each:
+    """The predictors of the models, of which a request names one.
+
+    Attributes:
+        regions: the memory of clients, which all have in common.
+        step: of the last request that has come.
+    """
+
+    def __init__(self, predictors: Sequence[Predictor]) -> None:
+        self.predictors = predictors
+        self.regions = Regions()
+        self.step = 0
+        for each in predictors:
+            each.regions = self.regions
+
+    def predict(self, order: Predict, frames: Sequence[Any]) -> int:
+        return self._of([order]).predict(order, frames)
+
+    def together(self, parts: Sequence[Asked], rows: int = 0) -> int:
+        return self._of([order for order, _ in parts]).together(parts, rows)
+
+    def _of(self, orders: Sequence[Predict]) -> Predictor:
+        members = {order.member for order in orders}
+        if len(members) != 1 or max(members) >= len(self.predictors):
+            raise RemoteProtocolError(f"member: expected one below {len(self.predictors)}, got {sorted(members)}")
+        self.step = orders[-1].step
+        return self.predictors[members.pop()]
+
+
+def _question(engine: Engine, member: told.Member) -> _Question:
+    """What a model is asked: its sample, or what is made up where only one shape can be."""
+    signature = engine.signature
+    if member.sample:
+        arrays = sample.load(member.sample, signature)
+        case: Case = {name: tuple(array.shape) for name, array in arrays.items()}
+        return _Question((case,), arrays)
+    if any(each.shape is None or -1 in each.shape for each in signature.inputs):
+        return _Question((), None)
+    return _Question(({each.name: each.shape or () for each in signature.inputs},), None)
+
+
+def _asked(engine: Engine, question: _Question) -> canary.Canary:
+    return canary.run(engine, question.cases, question.sample)
