@@ -184,3 +184,14 @@ def test_a_tensor_that_holds_data_keeps_its_shape(running: Program) -> None:
     assert running.do("t = ms.Tensor()\nt.shape = [2]\nt.shape") == [2]
     assert running.do("t = ms.Tensor(np.ones(3))\nt.shape = [4]\nt.shape") == [3]
     assert running.errors()[-1] == "The tensor holds data."
+
+
+def test_a_queue_that_is_full_denies_service(on_card: Program, host: Host, x: Any) -> None:
+    """model_pool.cc:39, :1137: kLiteServiceDeny, at 1000."""
+    on_card.do("import ascendsim.library.runner as library\nlibrary._MAX_QUEUE = 1\nask(x)")
+    host.fault("predict", "hang")
+    on_card.do("ts = [threading.Thread(target=ask, args=(x,), daemon=True) for _ in range(3)]\nfor t in ts: t.start()")
+    while host.count("predict") < 4 or not on_card.do("r._pool._queued"):  # two workers, and one that waits for one
+        assert not on_card.has_answered(0.01)
+    assert on_card.refusal("ask(x)").text == "predict failed!"
+    assert "queue reaches the limit" in on_card.errors()[-1]
