@@ -42,9 +42,10 @@ class Running:
         return name in self.processes and processes.lives(self.processes[name])
 
     def kill(self, name: str, *, abort: bool = False) -> None:
-        """Kill a child; its exit is told as any other."""
+        """Kill a child; its exit is told as any other, and that of one that was ending already as what it was."""
         if name in self.processes:
-            self._coroner.signalled(name)
+            if self.lives(name):
+                self._coroner.signalled(name)
             processes.kill(self.processes[name], signal.SIGABRT if abort else signal.SIGKILL)
 
     def kill_all(self) -> None:

@@ -1,0 +1,51 @@
+"""Who has ended a child, where it may have been the daemon or another."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from weightd.daemon.children.running import Running
+from weightd.daemon.host import processes
+from weightd.daemon.host.ends import By
+from weightd.daemon.host.loop import Loop
+
+
+@pytest.fixture
+def running() -> Iterator[Running]:
+    loop = Loop()
+    yield Running(loop)
+    loop.close()
+
+
+def start(running: Running, directory: Path) -> int:
+    process = processes.start(["sleep", "1000"], directory / "log")
+    running.add("child", process, lambda: None)
+    return process.pid
+
+
+def wait(running: Running) -> None:
+    gone = select.poll()
+    gone.register(running.processes["child"].pidfd, select.POLLIN)
+    assert gone.poll(30_000)
+
+
+def test_what_the_daemon_kills_it_has_ended(running: Running, tmp_path: Path) -> None:
+    start(running, tmp_path)
+    running.kill("child")
+    wait(running)
+    end = running.reap("child")
+    assert (end.status, end.by) == (-signal.SIGKILL, By.DAEMON)
+
+
+def test_what_had_been_killed_before_the_daemon_did_so_another_has_ended(running: Running, tmp_path: Path) -> None:
+    os.kill(start(running, tmp_path), signal.SIGKILL)
+    wait(running)
+    running.kill("child")
+    end = running.reap("child")
+    assert (end.status, end.by, end.from_outside) == (-signal.SIGKILL, By.UNKNOWN, True)
