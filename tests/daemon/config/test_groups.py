@@ -88,6 +88,7 @@ GROUP = {"g": {"models": MODELS}}
     [
         ({"g": {"models": []}}, "g.models: expected at least two models, got 0"),
         ({"g": {"models": ["one"]}}, "g.models: expected at least two models, got 1"),
+        ({"g": {"models": ["one"] * 17}}, "g.models: expected at most 16 items, got 17"),
         ({"g": {"models": ["one", "one"]}}, "g.models[1]: one is given twice"),
         ({"g": {"models": ["one", "three"]}}, "g.models[1]: there is no model three"),
         ({**GROUP, "h": {"models": ["two", "one"]}}, "h.models[0]: two is in the group g already"),

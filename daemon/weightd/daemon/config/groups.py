@@ -28,7 +28,7 @@ BOTH = "both"
 class GroupConfig:
     """A table [groups.NAME]."""
 
-    models: tuple[str, ...] = field(metadata=many(_NAME, limits.MAX_MODELS))
+    models: tuple[str, ...] = field(metadata=many(_NAME, limits.MAX_MEMBERS))
     """The models, by name, at least two: on each of their devices, one process serves all of them, one predict after
     another. Where one fails so that its process has to go, all of them come up again."""
 
