@@ -165,6 +165,7 @@ def test_who_waits_for_one_that_died_or_hangs_waits_until_the_execution_time_out
     assert programs[0].refusal("predict(x)").text == "predict failed!"
     assert time.monotonic() - begin >= EXEC_S
     assert "EI0002" in programs[0].errors()[-2]
+    assert "ranks [1] may be stuck" in programs[0].log()
     while number == signal.SIGKILL and "rank 1 is LOST" not in programs[0].log():
         assert not programs[0].has_answered(0.01)
     assert ("rank 1 is LOST" in programs[0].log()) is (number == signal.SIGKILL)
