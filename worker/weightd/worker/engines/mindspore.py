@@ -91,7 +91,8 @@ class MindSporeRank(RankEngine):
         self._fitting: Set[Tuple[Tuple[int, ...], ...]] = set()
         with _told(path):
             self._cell = self._library.nn.GraphCell(self._library.load(path))
-            self._cell.set_inputs(*(self._any(each) for each in self._signature.inputs))
+            if self._free:
+                self._cell.set_inputs(*(self._any(each) for each in self._signature.inputs))
         return self._signature
 
     def predict(self, inputs: Arrays) -> Arrays:
