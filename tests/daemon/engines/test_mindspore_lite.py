@@ -23,7 +23,6 @@ ALL: dict[str, Any] = {
     "inter_op_parallel": 2,
     "parallel_workers": 4,
     "config_file": "/c/lite.ini",
-    "rank_table_file": "/c/ranks.json",
     "dec_key_file": "/c/key",
     "dec_mode": "SM4-CBC",
     "variable_weights": True,

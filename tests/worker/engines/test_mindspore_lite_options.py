@@ -96,15 +96,13 @@ def test_what_options_become(device: str, options: Dict[str, Any], side: Dict[st
     assert told(library, device, **options) == {"target": [kind], "cpu": {}, "ascend": {}, kind: side}
 
 
-def test_a_rank_table_stands_beside_what_is_shared(library: Library) -> None:
+def test_what_is_shared_stands_in_the_librarys_configuration(library: Library) -> None:
     most = "18446744073709551615"
-    make("ascend:0", rank_table_file="/r").build("/m", pids=("1", "007", "2147483647"))
+    make("ascend:0").build("/m", pids=("1", "007", "2147483647"))
     make("ascend:0").build("/m", handle=most)
-    make("ascend:0", sharing=False, rank_table_file="/r").build("/m")
     assert [call["config_dict"]["ascend_context"] for call in library.calls] == [
-        {"rank_table_file": "/r", "shareable_weight_pid_list": "1,7,2147483647"},
+        {"shareable_weight_pid_list": "1,7,2147483647"},
         {"shareable_weight_mem_handle": most},
-        {"rank_table_file": "/r"},
     ]
 
 

@@ -55,9 +55,6 @@ class MindSporeLiteOptions(EngineOptions):
     config_file: str = field(default="", metadata=_PATH)
     """A configuration file of the library's own, absolute or relative to this file."""
 
-    rank_table_file: str = field(default="", metadata={**_PATH, "derived": True})
-    """Of a rank: the table of its group. No key of the file, where [models.NAME.ranks] says it."""
-
     dec_key_file: str = field(default="", metadata=_PATH)
     """The key of an encrypted model: all bytes of this file, which only weightd's user or root may read (mode 0600)."""
 

@@ -92,8 +92,8 @@ class MindSporeLiteAscend(MindSporeLite):
         return context
 
     def _section(self) -> Dict[str, str]:
-        """What is set of the library's section ascend_context."""
-        return self._options.ascend_section()
+        """What is set of the library's section ascend_context, beside what is shared."""
+        return {}
 
     @property
     def gears(self) -> Gears:

@@ -121,7 +121,7 @@ class _Slice(MindSporeLiteAscend):
         return context
 
     def _section(self) -> Dict[str, str]:
-        return {**super()._section(), "rank_table_file": self._meeting.table}
+        return {"rank_table_file": self._meeting.table}
 
 
 def _named(tensors: Sequence[TensorSignature], file: Sequence[TensorSignature]) -> Tuple[TensorSignature, ...]:

@@ -33,7 +33,6 @@ class Options:
     inter_op_parallel: int = field(default=0, metadata=integer(0, 1024))
     parallel_workers: int = field(default=1, metadata=integer(1, limits.MAX_CONCURRENCY))
     config_file: str = field(default="", metadata=_PATH)
-    rank_table_file: str = field(default="", metadata=_PATH)
     dec_key_file: str = field(default="", metadata=_PATH)
     dec_mode: str = field(default="AES-GCM", metadata=one_of(["AES-GCM", "AES-CBC", "SM4-CBC"]))
     variable_weights: bool = field(default=False, metadata=boolean())
@@ -66,10 +65,6 @@ class Options:
             ascend.precision_mode = self.precision_mode
         if self.provider:
             ascend.provider = self.provider
-
-    def ascend_section(self) -> Dict[str, str]:
-        """Return the items of the library's section ascend_context."""
-        return {"rank_table_file": self.rank_table_file} if self.rank_table_file else {}
 
     def arguments(self) -> Dict[str, Any]:
         """Return the arguments of `build_from_file` that these options need; no other, for 2.0 knows fewer.
