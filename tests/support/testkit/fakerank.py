@@ -36,6 +36,9 @@ class FakeRank(RankEngine):
         self._do("load", f"{path} {dict(options)}")
         return self._signature
 
+    def leave(self) -> None:
+        self._do("leave")
+
     def memory(self) -> Optional[DeviceMemory]:
         return DeviceMemory(100, 40)
 

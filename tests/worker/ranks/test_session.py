@@ -141,10 +141,22 @@ def test_it_enters_loads_its_slice_and_runs_the_canary_when_it_is_told_to(play: 
     engine = fake()
     status, script = play(engine, ENTER, WARM, STOP)
     assert status == exits.OK
-    assert engine.done == ["enter", "load /m/rank1 {}", "predict"]
+    assert engine.done == ["enter", "load /m/rank1 {}", "predict", "leave"]
     assert np.array_equal(engine.asked[0]["x"], X)
     assert only(Entered, script) == Entered(*SIGNATURE, CARD)
     assert only(Warmed, script) == Warmed(canary.of(CASES, [{"y": X * 2}]).digest, CASES, None, CARD)
+
+
+@pytest.mark.parametrize(
+    ("orders", "fails"),
+    [([STOP], {}), ([ENTER, WARM, predict(1, 2), STOP], {}), ([ENTER, STOP], {"enter": BuildError("no")})],
+)
+def test_who_is_in_no_group_or_does_not_end_well_takes_no_leave(
+    play: Play, orders: List[Any], fails: Dict[str, Exception]
+) -> None:
+    engine = fake(fails=fails)
+    play(engine, *orders)
+    assert "leave" not in engine.done
 
 
 def test_a_rank_that_does_not_answer_compares_nothing(play: Play) -> None:

@@ -18,6 +18,7 @@ Seen with 2.7.1 on the CPU, and what this module does about it:
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import types
@@ -108,6 +109,13 @@ class MindSporeRank(RankEngine):
         except Exception as error:
             raise Spoilt(f"mindspore: {_first_lines(error)}") from error
         return {each.name: result for each, result in zip(self._signature.outputs, results)}
+
+    def leave(self) -> None:
+        """Have the library leave the group, as it does where an interpreter ends; the scheduler ends with the last one.
+
+        Otherwise that takes each for lost, once `exec_timeout` is over.
+        """
+        atexit._run_exitfuncs()  # pyright: ignore[reportPrivateUsage]
 
     def memory(self) -> Optional[DeviceMemory]:
         """Return None: the library tells what it has taken of a card, not what the card has."""

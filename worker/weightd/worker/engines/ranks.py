@@ -120,5 +120,9 @@ class RankEngine(abc.ABC):
         """
 
     @abc.abstractmethod
+    def leave(self) -> None:
+        """Tell the broker, if there is one, that this rank ends well: before its process does, and after all else."""
+
+    @abc.abstractmethod
     def memory(self) -> Optional[DeviceMemory]:
         """Return what the card says of its memory; None on the CPU, or where it cannot be had."""

@@ -58,6 +58,14 @@ class RankSession(Life):
         self._lockstep = Lockstep(engine, self._answer, self._out_of_step, replies=meeting.tells)
         self._predictor = self._lockstep
         self._signature = given.says
+        self._has_entered = False
+
+    def run(self, sha256: str) -> int:
+        """As any life; who ends well takes leave."""
+        status = super().run(sha256)
+        if status == exits.OK and self._has_entered:
+            self._engine.leave()
+        return status
 
     def _hello(self, sha256: str) -> Hello:
         inputs, outputs = self._given.says
@@ -82,6 +90,7 @@ class RankSession(Life):
 
     def _enter(self) -> None:
         self._engine.enter()
+        self._has_entered = True
         self._signature = self._engine.load(self._given.model, self._given.options)
         check(self._signature)
         self._send(Entered(self._signature.inputs, self._signature.outputs, self._engine.memory()))

@@ -77,6 +77,9 @@ class MindSporeLiteRank(RankEngine):
                 raise NoRoom(str(error)) from None
             raise
 
+    def leave(self) -> None:
+        """Do nothing: nobody waits for it."""
+
     def memory(self) -> Optional[DeviceMemory]:
         """Ask the driver."""
         return self._slice.memory()
