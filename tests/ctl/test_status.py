@@ -139,6 +139,15 @@ def test_of_ranks_it_is_told_where_each_is_and_which_slice_it_has() -> None:
     assert lines(shown)[6].split()[4:6] == ["-", "-"]
 
 
+def test_of_a_model_in_a_group_it_is_told_and_its_process_counts_once() -> None:
+    twins = [replace(DIGITS, name=name, group="both") for name in ("one", "two")]
+    assert (
+        "  of the group both: one process serves all its models, and they come and go together"
+        in render(response(*twins), 0).splitlines()
+    )
+    assert pss_total(response(*twins)) == pss_total(response(twins[0]))
+
+
 def test_a_card_has_a_line_for_the_communication_of_ranks_where_there_is_some() -> None:
     card = DeviceStatus("ascend:0", 1, 63, 10 * MB, 20 * MB, 0, buffer_bytes=400 * MB)
     shown = render(replace(response(), devices=(card,)), 0).splitlines()

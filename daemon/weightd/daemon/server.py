@@ -37,6 +37,7 @@ from weightd.daemon.host.timers import Timer
 from weightd.daemon.models.attaching import Attaching
 from weightd.daemon.models.budget import Device
 from weightd.daemon.models.fleet import Change, Fleet
+from weightd.daemon.models.household import Households
 from weightd.daemon.models.model import Model
 from weightd.daemon.models.records import DeviceRecord
 from weightd.daemon.models.sources import Numbers
@@ -92,6 +93,7 @@ class Server:
         self._one_shot = one_shot
         self._zygote = zygote
         self._loop = Loop()
+        self._households = Households()
         self._fleet = Fleet(self._make)
         self._surveys: list[Survey] = []
         self._measured = Measured()
@@ -183,7 +185,7 @@ class Server:
         self._herald.resumed(before)
 
     def _make(self, name: str, config: ModelConfig, numbers: Numbers) -> Model:
-        model = Model(name, config, self._devices, self._backend, self._frontend, numbers)
+        model = self._households.make(name, config, self._devices, self._backend, self._frontend, numbers)
         model.attaching = self._attaching
         self._loop.add_timer(model.timer)
         return model

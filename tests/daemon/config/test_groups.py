@@ -5,16 +5,10 @@ from typing import Any
 
 import pytest
 
-from weightd.daemon.config import load
 from weightd.daemon.config.groups import GroupConfig
 from weightd.daemon.config.load import ConfigError, parse
 
 BASE = Path("/etc/weightd")
-
-
-@pytest.fixture
-def _served(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(load, "NOT_SERVED", {})
 
 
 def tables(groups: object, **models: Any) -> dict[str, Any]:
@@ -32,13 +26,6 @@ def problems(content: dict[str, Any]) -> list[str]:
     return list(caught.value.problems)
 
 
-def test_groups_are_refused_until_they_are_served() -> None:
-    assert problems(tables({"g": {"models": ["one", "two"]}})) == [
-        "groups: weightd does not serve groups of models yet"
-    ]
-
-
-@pytest.mark.usefixtures("_served")
 def test_a_group_of_two() -> None:
     config = parse(tables({"g": {"models": ["one", "two"]}}), BASE)
     group = GroupConfig(("one", "two"), "workspace", ("ascend:0",))
@@ -49,7 +36,6 @@ def test_a_group_of_two() -> None:
 
 
 @pytest.mark.parametrize("share", ["weights", "both"])
-@pytest.mark.usefixtures("_served")
 def test_weights_are_shared_by_path(share: str) -> None:
     same = {"path": "/srv/m.mindir"}
     group = {"g": {"models": ["one", "two"], "share": share}}
@@ -73,7 +59,6 @@ def test_weights_are_shared_by_path(share: str) -> None:
         ({".g": {"models": ["one", "two"]}}, "groups..g: expected a group name of 1 to 64 *"),
     ],
 )
-@pytest.mark.usefixtures("_served")
 def test_a_table_that_is_wrong(groups: object, problem: str) -> None:
     [told] = problems(tables(groups))
     assert told.startswith(problem.rstrip("*"))
@@ -94,7 +79,6 @@ GROUP = {"g": {"models": MODELS}}
         ({**GROUP, "h": {"models": ["two", "one"]}}, "h.models[0]: two is in the group g already"),
     ],
 )
-@pytest.mark.usefixtures("_served")
 def test_members_that_are_none(groups: object, problem: str) -> None:
     told, *_ = problems(tables(groups))
     assert told == f"groups.{problem}"
@@ -115,7 +99,6 @@ def test_members_that_are_none(groups: object, problem: str) -> None:
         ({"batching": {"sizes": [1, 8]}}, "expected batching.max_rows = 1, got 8: of a model for several sizes the *"),
     ],
 )
-@pytest.mark.usefixtures("_served")
 def test_a_model_that_cannot_be_a_member(keys: dict[str, Any], problem: str) -> None:
     told, *_ = problems(tables(GROUP, one={}, two=keys))
     first, *rest = problem.split("*")
@@ -123,7 +106,6 @@ def test_a_model_that_cannot_be_a_member(keys: dict[str, Any], problem: str) -> 
     assert rest or told == f"groups.g.models[1]: two: {first}"
 
 
-@pytest.mark.usefixtures("_served")
 def test_a_model_with_ranks_is_no_member() -> None:
     content = tables(GROUP)
     ranks = {"path": "/r{rank}.mindir", "ranks": {"devices": ["ascend:0", "ascend:1"]}, "canary": "/c.npz"}
@@ -132,20 +114,17 @@ def test_a_model_with_ranks_is_no_member() -> None:
 
 
 @pytest.mark.parametrize(("key", "value"), [("devices", ["ascend:1"]), ("python", "/usr/bin/python3.9")])
-@pytest.mark.usefixtures("_served")
 def test_one_process_serves_all(key: str, value: object) -> None:
     [told] = problems(tables(GROUP, one={}, two={key: value}))
     assert told.startswith(f"groups.g.models[1]: two: expected the {key} of one, ")
 
 
-@pytest.mark.usefixtures("_served")
 def test_of_a_group_with_a_model_that_is_wrong_nothing_else_is_told() -> None:
     assert [each.partition(":")[0] for each in problems(tables(GROUP, one={"worker": 1}, two={"sharing": "on"}))] == [
         "models.one.worker"
     ]
 
 
-@pytest.mark.usefixtures("_served")
 def test_rows_are_no_matter_of_weights() -> None:
     same = {"path": "/srv/m.mindir", "batching": {"sizes": [1, 8]}}
     config = parse(tables({"g": {"models": MODELS, "share": "weights"}}, one=same, two=same), BASE)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from weightd.daemon.config import check, load, slices
+from weightd.daemon.config import check, slices
 from weightd.daemon.config.load import parse
 from weightd.daemon.config.model import ModelConfig
 from weightd.daemon.engines import ranktable
@@ -23,8 +23,7 @@ X, OUT = ("main:x", FP32, [4, 2]), ("main:CNode_1:1", FP32, [4, 3])
 
 
 @pytest.fixture(autouse=True)
-def _served(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(load, "NOT_SERVED", {})
+def _all_visible(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ASCEND_RT_VISIBLE_DEVICES", raising=False)
 
 

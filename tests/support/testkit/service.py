@@ -44,9 +44,9 @@ class Service:
             client.infer("mlp", {"x": x})
 
     A model whose file ends in .mindir gets the repository's interpreter that has MindSpore Lite. `daemon` is more
-    for the table [daemon], `devices` are the tables [devices.NAME], `env` is added to the daemon's environment, which
-    its children have too; `verbose` logs what each process does. At the start of the block the daemon listens and
-    the models load: requests wait for them, `ready` waits for every worker.
+    for the table [daemon], `devices` are the tables [devices.NAME], `groups` those of [groups.NAME], `env` is added to
+    the daemon's environment, which its children have too; `verbose` logs what each process does. At the start of the
+    block the daemon listens and the models load: requests wait for them, `ready` waits for every worker.
 
     Attributes:
         address: where clients connect, by whatever transport they choose.
@@ -62,12 +62,14 @@ class Service:
         daemon: Mapping[str, object] | None = None,
         *,
         devices: Models | None = None,
+        groups: Models | None = None,
         env: Mapping[str, str] | None = None,
         verbose: bool = False,
     ) -> None:
         self._models = models
         self._daemon = daemon or {}
         self._devices = devices or {}
+        self._groups = groups or {}
         self._env = {**os.environ, **(env or {})}
         self._verbose = verbose
 
@@ -187,6 +189,7 @@ class Service:
         tables = {"daemon": {**self._directories(), **self._daemon}}
         tables.update((f"models.{name}", _model(table)) for name, table in self._models.items())
         tables.update((f'devices."{name}"', dict(table)) for name, table in self._devices.items())
+        tables.update((f"groups.{name}", dict(table)) for name, table in self._groups.items())
         self.config.write_text(_toml(tables), encoding="utf-8")
 
     def _launch(self, config: Path) -> None:

@@ -38,6 +38,7 @@ class Program:
         cores: on which all its threads stay, "" for those that weightd itself has.
         meeting: how it meets the other processes of its unit; None: it is of none.
         table: what the rank table is to say that is written for them, or "".
+        members: the models of a process that serves several, as JSON, or "".
     """
 
     python: str
@@ -58,6 +59,7 @@ class Program:
     cores: str = ""
     meeting: Meeting | None = None
     table: str = ""
+    members: str = ""
 
 
 @dataclass(frozen=True)
@@ -151,15 +153,23 @@ def child(program: Program, name: str, role: Role, address: str, files: Generati
         argv += ["--sample", program.sample]
     if program.tolerance:
         argv += ["--tolerance", repr(program.tolerance)]
-    if program.meeting is not None:
-        meeting = program.meeting._replace(table=str(files.table)) if program.table else program.meeting
-        argv += ["--ranks", meeting.json()]
+    argv += _of_a_unit(program, files)
     if role is Role.HOLDER:
         argv += ["--users", str(program.users)] if program.users else []
         argv += ["--template"] if program.may_be_template else []
     command, log = [program.python, "-m", "weightd.worker"], files.log(name)
     is_template = program.may_be_template and role is Role.HOLDER
     return Launch(name, command, argv, log, _environment(program.environment, log), by_lane=is_template)
+
+
+def _of_a_unit(program: Program, files: GenerationFiles) -> list[str]:
+    argv: list[str] = []
+    if program.meeting is not None:
+        meeting = program.meeting._replace(table=str(files.table)) if program.table else program.meeting
+        argv += ["--ranks", meeting.json()]
+    if program.members:
+        argv += ["--members", program.members]
+    return argv
 
 
 def _environment(given: Mapping[str, str] | None, log: Path) -> Mapping[str, str]:

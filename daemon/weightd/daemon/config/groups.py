@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 from weightd.daemon.config import tables
+from weightd.daemon.config.membership import Membership
 from weightd.daemon.config.model import ModelConfig
 from weightd.daemon.config.names import of_name
 from weightd.daemon.config.tables import Problems, derived
@@ -100,6 +102,17 @@ def complete_groups(
             problems.note(_of_group(group, members))
         complete[name] = dataclasses.replace(group, devices=members[group.models[0]].devices)
     return complete
+
+
+def memberships(groups: Mapping[str, GroupConfig], models: Mapping[str, ModelConfig]) -> dict[str, ModelConfig]:
+    """Return the models of groups that are complete, with the group of each."""
+    members: dict[str, ModelConfig] = {}
+    for name, group in groups.items():
+        there = [models[each] for each in group.models]
+        digest = hashlib.sha256(repr((group, there)).encode()).hexdigest()
+        ours = Membership(name, group.share, group.models, digest)
+        members.update((each, dataclasses.replace(models[each], group=ours)) for each in group.models)
+    return members
 
 
 def _of_members(

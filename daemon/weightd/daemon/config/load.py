@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, cast
 from weightd.daemon.config import rankrules, tables
 from weightd.daemon.config.daemon import DaemonConfig, complete_daemon
 from weightd.daemon.config.devices import DeviceConfig, read_devices
-from weightd.daemon.config.groups import GroupConfig, as_member, complete_groups, read_groups
+from weightd.daemon.config.groups import GroupConfig, as_member, complete_groups, memberships, read_groups
 from weightd.daemon.config.listeners import ListenerConfig, read_listeners
 from weightd.daemon.config.model import LOADING, ModelConfig, complete_model
 from weightd.daemon.config.tables import Problems
@@ -25,11 +25,6 @@ else:
     import tomli as tomllib
 
 _TABLES = ("daemon", "listeners", "models", "groups", "devices")
-
-# What is read and checked, and refused all the same until weightd serves it.
-NOT_SERVED: Mapping[str, str] = {
-    "groups": "weightd does not serve groups of models yet",
-}
 
 
 class ConfigError(WeightdError):
@@ -167,19 +162,13 @@ def _parse(
         named = content.get("models")
         names = list(cast("dict[str, Any]", named)) if type(named) is dict else []
         groups = read_groups(content.get("groups", {}), names, problems)
-        if groups:
-            _refuse("groups", problems)
     with problems.at(".models"):
         members = {name for group in groups.values() for name in group.models}
         models, loadable = _models(content.get("models"), devices, members, base, problems)
     with problems.at(".groups"):
         groups = complete_groups(groups, models, problems)
+    models.update(memberships(groups, models))
     return Config(daemon, models, devices, listeners, groups), loadable, problems
-
-
-def _refuse(feature: str, problems: Problems) -> None:
-    if feature in NOT_SERVED:
-        problems.note([FieldError(NOT_SERVED[feature])])
 
 
 def _models(
@@ -201,9 +190,6 @@ def _models(
             model = rankrules.with_ranks(model, devices, base, problems)
             model = complete_model(name, model, devices, base, problems)
             model = rankrules.checked(model, problems)
-            if model.ranks is not None:
-                with problems.at(".ranks"):
-                    _refuse("ranks", problems)
             if problems.wrong().isdisjoint(LOADING):
                 loadable[name] = model
             if len(problems.errors) == before:

@@ -13,6 +13,7 @@ from weightd.daemon.config import canary as canary_config
 from weightd.daemon.config.batching import Batching, Split
 from weightd.daemon.config.canary import CanaryKey
 from weightd.daemon.config.devices import DeviceConfig
+from weightd.daemon.config.membership import Membership
 from weightd.daemon.config.names import of_name
 from weightd.daemon.config.policies import Policy
 from weightd.daemon.config.ranks import MINDSPORE_LITE, Ranks
@@ -136,6 +137,9 @@ class ModelConfig:
 
     cores: tuple[str, ...] = field(default=(), metadata=derived(many(text(limits.MAX_NAME_BYTES), limits.MAX_DEVICES)))
     """The cores of each of its devices, if they are sets of cores."""
+
+    group: Membership | None = field(default=None, metadata=derived(record(Membership)))
+    """The group whose process serves it, if it is of one."""
 
     @property
     def on_cards(self) -> bool:

@@ -123,6 +123,13 @@ class Teller:
             self.tell(note, child, level=level)
 
 
+def proved(built: Built | None) -> str:
+    """Return what the canary of a model is run on, or why it has none; "" before that is known. For people."""
+    if built is None:
+        return ""
+    return described(built.canary_cases) if built.canary else f"none: {built.canary_note}"
+
+
 def one_after_another() -> int:
     """Let workers attach in this way: right wherever nothing is known of the room that there is."""
     return 1
@@ -264,9 +271,7 @@ class Standing:
     @property
     def canary(self) -> str:
         """What its canary is run on, or why it has none; "" before that is known. For people."""
-        if self.built is None:
-            return ""
-        return described(self.built.canary_cases) if self.built.canary else f"none: {self.built.canary_note}"
+        return proved(self.built)
 
     def about(self, child: str = "") -> Mapping[str, Any]:
         """Return `extra` of an event of this generation, or of one of its children."""

@@ -11,7 +11,6 @@ from weightd.daemon.config.daemon import DaemonConfig
 from weightd.daemon.config.devices import DeviceConfig
 from weightd.daemon.config.groups import GroupConfig
 from weightd.daemon.config.listeners import ListenerConfig
-from weightd.daemon.config.load import NOT_SERVED
 from weightd.daemon.config.model import ModelConfig
 from weightd.daemon.config.ranks import Ranks
 from weightd.daemon.engines.mindspore_lite import MindSporeLiteOptions
@@ -108,7 +107,7 @@ def page() -> str:
     page.text(_DESCRIPTION)
     for table, cls in TABLES.items():
         page.heading(f"[{table}]")
-        page.text(f"{_MEANINGS[table]}{_not_served(table)}")
+        page.text(_MEANINGS[table])
         for key in keys(cls):
             page.entry(f"{bold(key.name)} ({italic(_kind(key))})", key.meaning)
     page.heading("FILES")
@@ -117,11 +116,6 @@ def page() -> str:
     page.code(_EXAMPLE)
     page.see_also([("weightd", 8), ("weightctl", 1)])
     return page.source()
-
-
-def _not_served(table: str) -> str:
-    is_refused = any(feature in table.split(".") for feature in NOT_SERVED)
-    return " Not served yet: it is checked, and refused." if is_refused else ""
 
 
 def _kind(key: Key) -> str:

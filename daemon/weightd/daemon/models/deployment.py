@@ -230,6 +230,8 @@ class Deployment(Deployed):
         if slices:
             buffers = self._succession.buffer_bytes
             return Need(nbytes, 1, len(slices), len(slices), self._process_bytes, buffers, slices)
+        if self.terms.ranks is not None:
+            return Need(nbytes, 1, 1, 1, self._process_bytes)
         users = self.terms.attached
         # Without sharing the holder has left, and its copy with it, before a worker loads.
         copies = 1 if self.terms.sharing else users

@@ -14,7 +14,9 @@ from weightd.daemon.engines.ascend import on_card
 from weightd.daemon.generations.actions import Role
 from weightd.daemon.generations.child import Child
 from weightd.daemon.generations.life import Life
+from weightd.daemon.generations.progress import proved
 from weightd.daemon.generations.states import ChildState
+from weightd.daemon.generations.unit import Unit
 from weightd.daemon.host import cgroup
 from weightd.daemon.host.memory import resident_bytes
 from weightd.daemon.host.processes import Process
@@ -25,6 +27,7 @@ from weightd.daemon.observe.survey import Survey
 from weightd.daemon.requests.tally import Tally
 from weightd.protocol import limits
 from weightd.protocol.codec import clip
+from weightd.protocol.messages.children import Built
 from weightd.protocol.messages.status import (
     DeviceStatus,
     ExecutionsStatus,
@@ -126,6 +129,7 @@ def _model(
         note=clip(_note(model)),
         weights=clip(model.source.weights),
         executions=_executions(model.desk.scheduler.tally),
+        group=model.config.group.name if model.config.group is not None else "",
     )
 
 
@@ -163,11 +167,19 @@ def _generation(
         copy_bytes=copy,
         # Of a copy that nobody has used yet, all is on disk: that is no merit of sharing.
         saved_bytes=None if copy is None else max(0, shared - copy) if copy else 0,
-        canary=clip(generation.canary),
+        canary=clip(proved(_built(model, generation))),
         processes=tuple(_process(model, generation, child, processes[child.name].pid, survey) for child in children),
         note=clip(generation.built.note) if generation.built is not None else "",
         rows=clip(rows.told(model.config, generation)),
     )
+
+
+def _built(model: Model, generation: Life) -> Built | None:
+    """What a generation has told of this model: its process may have others, too."""
+    group = model.config.group
+    if group is None or not isinstance(generation, Unit):
+        return generation.built
+    return generation.models[group.models.index(model.name)] if generation.models else None
 
 
 def _process(model: Model, generation: Life, child: Child, pid: int, survey: Survey) -> ProcessStatus:

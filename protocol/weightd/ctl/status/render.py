@@ -61,6 +61,8 @@ def _model(model: ModelStatus) -> Iterator[str]:
         yield f"  {count(model.deaths, 'unexpected death')}, {model.quarantined:,} requests in quarantine"
     if model.note:
         yield from paragraph("note", model.note, "  ")
+    if model.group:
+        yield f"  of the group {clean(model.group)}: one process serves all its models, and they come and go together"
     for generation in model.generations:
         yield from lines_of(generation, f"{model.name}.{generation.number}.")
 

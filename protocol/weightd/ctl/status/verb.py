@@ -84,16 +84,14 @@ def exit_status(response: StatusResponse) -> int:
 def pss_total(response: StatusResponse) -> int:
     """Return the memory of the whole service: the daemon and all its processes."""
     servers = sum(each.pss_bytes or 0 for each in response.fork_servers)
-    return (
-        response.pss_bytes
-        + servers
-        + sum(
-            process.pss_bytes or 0
-            for model in response.models
-            for generation in model.generations
-            for process in generation.processes
-        )
-    )
+    # A process that serves several models is told with each.
+    processes = {
+        process.pid: process.pss_bytes or 0
+        for model in response.models
+        for generation in model.generations
+        for process in generation.processes
+    }
+    return response.pss_bytes + servers + sum(processes.values())
 
 
 VERB = Verb("show the models, their processes and their memory", _DESCRIPTION, _add_arguments, _run)
