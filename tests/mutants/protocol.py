@@ -136,7 +136,7 @@ CTL = [
         ("return exits.OK if answer.ready else exits.NOT_YET", "return exits.OK"),
         ("if options.rollback == bool(options.path):", "if False:"),
         ("if start not in NPZ:", "if False:"),
-        ("if not absolute.is_file():", "if False:"),
+        ("if not first.is_file():", "if False:"),
         ("return State.CHANGED if is_ours(there) else State.KEPT", "return State.CHANGED"),
         ("if path.is_symlink() or path.is_dir():", "if path.is_dir():"),
         ("os.fchmod(file.fileno(), 0o644)", "pass"),

@@ -52,9 +52,9 @@ class Home:
                 **config,
             )
             devices = {"ascend:0": self.device}
+            # As the fleet does: one is started before the next one is made.
             self.models[name] = households.make(name, there, devices, self.host, self.host, Numbers())
-        for model in self.models.values():
-            model.start(self.now)
+            self.models[name].start(self.now)
 
     def pinned(self, *names: str) -> Home:
         for name in names or NAMES:

@@ -370,3 +370,12 @@ def test_the_next_daemon_goes_on_with_a_group_whose_ranks_are_in_step(steps: tup
         following.model.tick(following.now)
         following.loads(2)
         assert following.given() == [("big.2.rank0", asked, 1), ("big.2.rank1", asked, 1)]
+
+
+def test_the_next_daemon_tells_groups_on_one_device_apart() -> None:
+    two = Ranks(size=2, groups=(("cpu", "cpu"),) * 2)
+    stage = Cut(two, engine="mindspore").started().loads(1).loads(2)
+    written: ModelRecord = decode(ModelRecord, json.loads(json.dumps(plain(stage.model.record()))))
+    following = Cut(two, stage.host, Numbers(written.made), engine="mindspore")
+    following.model.resume(written, following.now)
+    assert following.host.resumed == ["big.1", "big.2"]

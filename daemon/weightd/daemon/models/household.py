@@ -94,7 +94,7 @@ class Household:
     def pinned(self, now: float) -> None:
         """One more snapshot exists; when all do, the process may start."""
         there = self._snapshots()
-        if there is not None and len(there) == len(self.group.models):
+        if there is not None:
             nbytes = sum({each.path: each.nbytes for each in there}.values())
             joint = Snapshot(there[0].path, "", joint_digest([each.sha256 for each in there]), nbytes)
             for deployment in self.deployments:
