@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import random
 
+from testkit import ranks
+
 from .kinds import LACKING, Fault, UnknownFaultError, parse
 from .material import NoEngineError
 from .run import Run
@@ -40,10 +42,14 @@ def main() -> int:
         parser.error(str(error))
     for fault in faults & LACKING.keys():
         print(f"LEFT OUT: {fault.value}: {LACKING[fault]}", flush=True)
+    real_ranks = ranks.interpreter() is not None
+    if not real_ranks:
+        print(f"RANKS ON SIMULATED CARDS: {ranks.HOW_TO_GET_IT}", flush=True)
     seed = random.randrange(2**31) if options.seed is None else options.seed
     print(f"seed {seed}, {options.minutes:g} minutes", flush=True)
     try:
-        report = Run(seed, 60.0 * options.minutes, faults - LACKING.keys(), options.managed).run()
+        faults -= LACKING.keys()
+        report = Run(seed, 60.0 * options.minutes, faults, options.managed, real_ranks=real_ranks).run()
     except NoEngineError as error:
         print(error)
         return 2

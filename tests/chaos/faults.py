@@ -104,6 +104,7 @@ class Injector:
         act: Mapping[Fault, Callable[[Event, random.Random], bool]] = {
             **dict.fromkeys(_SIGNALS, self._signal_worker),
             Fault.KILL_HOLDER: self._kill_holder,
+            Fault.KILL_BROKER: self._kill_broker,
             **dict.fromkeys(_AT_FORK_SERVERS, self._signal_fork_server),
             Fault.KILL_GATE: self._kill_gate,
             Fault.STOP_GATE: self._stop_gate,
@@ -181,6 +182,18 @@ class Injector:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(holder.pid, signal.SIGKILL)
         return bool(holders)
+
+    def _kill_broker(self, event: Event, rng: random.Random) -> bool:
+        """Ranks end with it, so it is replaced once all are."""
+        status = self._status()
+        there = processes(status, event.model) if status is not None else []
+        brokers = [each for each in there if each.role == "broker"]
+        if brokers:
+            broker = rng.choice(brokers)
+            self._begin(event, self._replaced(event.model, [broker]), f"{broker.name}, pid {broker.pid}")
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(broker.pid, signal.SIGKILL)
+        return bool(brokers)
 
     def _signal_fork_server(self, event: Event, rng: random.Random) -> bool:
         """What it has forked goes on; it is missed only when the next one is to be."""
@@ -382,7 +395,8 @@ class Injector:
         if not self.service.listens:
             return False
         # What has the model loaded anew, and what does not.
-        changes = {"max_queue": self.max_queue + rng.randrange(2)}, {"batching.max_rows": rng.choice((16, 64))}
+        anew = {"max_queue": self.max_queue + rng.randrange(2)}
+        changes = [anew] if self.models[event.model].table else [anew, {"batching.max_rows": rng.choice((16, 64))}]
         self.service.configure(event.model, rng.choice(changes))
         self._begin(event, _at_once)
         self.service.reload()

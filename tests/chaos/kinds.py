@@ -14,6 +14,7 @@ class Fault(enum.Enum):
     SEGV_WORKER = "segv-worker"
     HANG_WORKER = "hang-worker"
     KILL_HOLDER = "kill-holder"
+    KILL_BROKER = "kill-broker"
     KILL_FORK_SERVER = "kill-fork-server"
     STOP_FORK_SERVER = "stop-fork-server"
     KILL_GATE = "kill-gate"
@@ -40,10 +41,11 @@ class Fault(enum.Enum):
 
 
 ALL = frozenset(Fault)
+# To a model that is cut over ranks a rank is a worker, and the broker is what its ranks end with.
+AT_RANKS = frozenset({Fault.KILL_WORKER, Fault.SEGV_WORKER, Fault.HANG_WORKER, Fault.KILL_BROKER})
+AT_STORES = frozenset({Fault.TRUNCATE_STORE, Fault.OVERWRITE_STORE})
 # Each ends at least one worker of a model, sooner or later.
-LETHAL = frozenset(
-    {Fault.KILL_WORKER, Fault.SEGV_WORKER, Fault.HANG_WORKER, Fault.TRUNCATE_STORE, Fault.OVERWRITE_STORE}
-)
+LETHAL = AT_RANKS | AT_STORES
 # What a worker that ends by it was running is blamed for that: by each of these once.
 BLAMING = frozenset({Fault.SEGV_WORKER, Fault.HANG_WORKER})
 # Each ends the connections of ZeroMQ's clients, and of nobody else.

@@ -86,7 +86,7 @@ def main() -> int:
     options = parser.parse_args()
     place = workspace("leak-")
     try:
-        models = {model.name: model for model in material.make(place, seed=0)}
+        models = {model.name: model for model in material.make(place, seed=0) if not model.table}
     except NoEngineError as error:
         print(error)
         return 2

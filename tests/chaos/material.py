@@ -6,8 +6,8 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,8 @@ from onnx import TensorProto, helper, numpy_helper
 
 from testkit import mindir, models
 from testkit.plain import PlainProcess
+
+from . import cut
 
 QUESTIONS = 40
 # The number of every question that kills.
@@ -38,13 +40,23 @@ class NoEngineError(RuntimeError):
 
 @dataclass(frozen=True)
 class Model:
-    """A model of the run. `dense`: each answer depends on each weight. `python`: the interpreter with its engine."""
+    """A model of the run.
+
+    Attributes:
+        name: of it.
+        path: of its file.
+        engine: the library that runs it.
+        python: the interpreter that has this.
+        dense: each answer depends on each weight.
+        table: what is configured of it, if it is cut over ranks.
+    """
 
     name: str
     path: Path
     engine: str
     python: Path
     dense: bool
+    table: Mapping[str, object] = field(default_factory=dict[str, object])
 
 
 @dataclass(frozen=True)
@@ -62,8 +74,8 @@ class Question:
         )
 
 
-def make(directory: Path, seed: int) -> list[Model]:
-    """Write the models and their questions into the directory.
+def make(directory: Path, seed: int, *, real_ranks: bool = False) -> list[Model]:
+    """Write the models and their questions into the directory; the ranks of one are real ones, or simulated.
 
     Raises:
         NoEngineError: there is no MindSpore Lite and CI=true; elsewhere ONNX Runtime takes its place, visibly.
@@ -84,7 +96,9 @@ def make(directory: Path, seed: int) -> list[Model]:
     chosen = [tiny, elastic, mlp]
     for number, model in enumerate(chosen):
         _ask(model, np.random.default_rng([seed, number]))
-    return chosen
+    made = cut.make(directory, QUESTIONS, np.random.default_rng([seed, len(chosen)]), is_real=real_ranks)
+    _keep(made.path, made.questions)
+    return [*chosen, Model(cut.NAME, made.path, made.engine, made.python, dense=True, table=made.table)]
 
 
 def load(model: Path) -> list[Question]:
@@ -110,16 +124,20 @@ def _pool(model: Path) -> Path:
 
 
 def _ask(model: Model, rng: np.random.Generator) -> None:
+    with PlainProcess(model.path, model.engine, model.python) as plain:
+        asked = [_INPUTS[model.name](rng, i) for i in range(QUESTIONS)]
+        _keep(model.path, [(inputs, plain.infer(inputs)) for inputs in asked])
+
+
+def _keep(path: Path, questions: Iterable[tuple[Arrays, Arrays]]) -> None:
+    """Write the questions for the model at this path, each with its answer."""
     arrays: dict[str, NDArray[Any]] = {}
     order: list[tuple[list[str], list[str]]] = []
-    with PlainProcess(model.path, model.engine, model.python) as plain:
-        for i in range(QUESTIONS):
-            inputs = _INPUTS[model.name](rng, i)
-            outputs = plain.infer(inputs)
-            order.append((list(inputs), list(outputs)))
-            arrays.update({f"{i}.in.{name}": array for name, array in inputs.items()})
-            arrays.update({f"{i}.out.{name}": array for name, array in outputs.items()})
-    np.savez(_pool(model.path), allow_pickle=False, order=np.array(json.dumps(order)), **arrays)
+    for i, (inputs, outputs) in enumerate(questions):
+        order.append((list(inputs), list(outputs)))
+        arrays.update({f"{i}.in.{name}": array for name, array in inputs.items()})
+        arrays.update({f"{i}.out.{name}": array for name, array in outputs.items()})
+    np.savez(_pool(path), allow_pickle=False, order=np.array(json.dumps(order)), **arrays)
 
 
 def _table(path: Path) -> Path:

@@ -77,6 +77,7 @@ class Run:
         faults: which may strike.
         managed: whether a daemon that is killed or restarted leaves its processes to the next one, as under systemd.
         recovery_s: how soon after the last fault every model has all of its workers.
+        real_ranks: whether the ranks of a model are those of MindSpore; else they are on simulated cards.
     """
 
     seed: int
@@ -84,12 +85,13 @@ class Run:
     faults: Collection[Fault]
     managed: bool = False
     recovery_s: float = RECOVERY_LIMIT_S
+    real_ranks: bool = False
     _problems: list[str] = field(default_factory=list[str])
 
     def run(self) -> Report:
         """Run; the daemon and all that it has started are gone afterwards."""
         place = workspace("chaos-")
-        self._models = {model.name: model for model in material.make(place, self.seed)}
+        self._models = {model.name: model for model in material.make(place, self.seed, real_ranks=self.real_ranks)}
         self._service = Service(place, {"max_memory_bytes": MAX_MEMORY_BYTES}, self._tables(), managed=self.managed)
         self._fleet = Fleet(place)
         self._report = Report(self.seed, self.seconds, self.faults, place, managed=self.managed)
@@ -104,15 +106,16 @@ class Run:
         return self._report
 
     def _tables(self) -> dict[str, dict[str, object]]:
-        common = {
-            "workers": WORKERS,
-            "max_queue": MAX_QUEUE,
-            "predict_timeout": PREDICT_TIMEOUT_S,
-            "watchdog": WATCHDOG_S,
-            "canary_interval": CANARY_INTERVAL_S,
-        }
+        common = {"max_queue": MAX_QUEUE, "predict_timeout": PREDICT_TIMEOUT_S, "watchdog": WATCHDOG_S}
+        whole = {"workers": WORKERS, "canary_interval": CANARY_INTERVAL_S}
         return {
-            each.name: {"path": each.path, "python": each.python, **common, **ROWS[each.name]}
+            each.name: {
+                "path": each.path,
+                "python": each.python,
+                "engine": each.engine,
+                **common,
+                **(each.table if each.table else {**whole, **ROWS[each.name]}),
+            }
             for each in self._models.values()
         }
 
@@ -147,7 +150,7 @@ class Run:
         self._problems += self._fleet.end()
 
     def _storm(self) -> None:
-        targets = [Target(model.name, model.dense) for model in self._models.values()]
+        targets = [Target(model.name, model.dense, cut=bool(model.table)) for model in self._models.values()]
         events = plan(self.seed, self.seconds, self.faults, targets)
         members = [self._member(number) for number in range(CLIENTS)]
         injector = Injector(self._service, self._fleet, self._models, MAX_QUEUE, self._member, members)

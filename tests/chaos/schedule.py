@@ -6,7 +6,7 @@ import random
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
-from .kinds import BEHAVIOUR, LETHAL, Fault
+from .kinds import AT_RANKS, BEHAVIOUR, LETHAL, Fault
 
 # weightd replaces a worker at once if the one that died had lived for ten seconds, and waits longer and longer for
 # those that die young. A model gets as many blows at once as one likes, then this long to grow old again.
@@ -34,10 +34,25 @@ class Event:
 
 @dataclass(frozen=True)
 class Target:
-    """A model, and whether it computes with all of its weights each time: a damaged one is then always noticed."""
+    """A model.
+
+    Attributes:
+        name: of it.
+        dense: whether it computes with all of its weights each time: a damaged one is then always noticed.
+        cut: whether ranks compute it together.
+    """
 
     name: str
     dense: bool
+    cut: bool = False
+
+    @property
+    def blows(self) -> frozenset[Fault]:
+        """What ends workers of it."""
+        if self.cut:
+            return AT_RANKS
+        whole = LETHAL - {Fault.KILL_BROKER}
+        return whole if self.dense else whole - {Fault.OVERWRITE_STORE}
 
 
 def plan(seed: int, seconds: float, faults: Collection[Fault], models: Sequence[Target]) -> list[Event]:
@@ -46,7 +61,7 @@ def plan(seed: int, seconds: float, faults: Collection[Fault], models: Sequence[
     end = max(0.0, seconds - _TAIL_S)
     events: list[Event] = []
     for model in models:
-        blows = [each for each in chosen if each in LETHAL and (model.dense or each is not Fault.OVERWRITE_STORE)]
+        blows = [each for each in chosen if each in model.blows]
         events += _blows(random.Random(f"{seed} {model.name}"), end, blows, model.name)
     others = [each for each in chosen if each not in LETHAL and each is not Fault.KILL_DAEMON]
     events += _others(random.Random(f"{seed} others"), end, others, [model.name for model in models])

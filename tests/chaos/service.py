@@ -236,7 +236,7 @@ class Service:
         models = [
             name
             for name, table in self._models.items()
-            if name not in serving or len(ready_workers(status, name)) != table["workers"]
+            if name not in serving or len(ready_workers(status, name)) != _workers(table)
         ]
         return sorted(models) + ["gate"] * ("gate" not in self.front())
 
@@ -310,10 +310,10 @@ def processes(status: StatusResponse, model: str) -> list[ProcessStatus]:
 
 
 def ready_workers(status: StatusResponse, model: str) -> list[ProcessStatus]:
-    """Return the workers of the generation that serves."""
+    """Return the workers, or the ranks, of the generation that serves."""
     serving = [generation for generation in generations(status, model) if generation.state == "serving"]
     there = [process for generation in serving for process in generation.processes]
-    return [process for process in there if process.role == "worker" and process.state == "ready"]
+    return [process for process in there if process.role in ("worker", "rank") and process.state == "ready"]
 
 
 def workspace(prefix: str) -> Path:
@@ -321,6 +321,12 @@ def workspace(prefix: str) -> Path:
     build = REPOSITORY / "build"
     build.mkdir(exist_ok=True)
     return Path(tempfile.mkdtemp(prefix=prefix, dir=build))
+
+
+def _workers(table: Table) -> int:
+    """How many processes of a model take requests."""
+    devices = table.get("ranks.devices")
+    return len(devices) if isinstance(devices, list) else int(str(table["workers"]))
 
 
 def _toml(table: Table) -> list[str]:

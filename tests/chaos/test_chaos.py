@@ -10,7 +10,7 @@ from .run import Run, patience
 from .verdict import Strike
 
 # One whose first seconds have each fault.
-SEED, SECONDS = 20_260_448, 20.0
+SEED, SECONDS = 20_264_039, 20.0
 # The machine may be busy with other tests: that all is well again is asked for here, how soon is not.
 BUSY_S = 60.0
 

@@ -7,7 +7,7 @@ import pytest
 from .kinds import ALL, BEHAVIOUR, LETHAL, Fault, UnknownFaultError, parse, text_of
 from .schedule import CALM_S, LAST_RESTART, MAX_BLOWS, Target, plan
 
-MODELS = [Target("a", dense=True), Target("b", dense=False)]
+MODELS = [Target("a", dense=True), Target("b", dense=False), Target("c", dense=True, cut=True)]
 CHOSEN = frozenset({Fault.KILL_WORKER, Fault.FLOOD, Fault.RELOAD})
 
 
@@ -21,6 +21,9 @@ def test_what_every_schedule_is(seed: int) -> None:
     assert {event.fault for event in events} == ALL - BEHAVIOUR
     assert {event.fault for event in plan(seed, 300, CHOSEN, MODELS)} == CHOSEN
     assert plan(seed, 300, [], MODELS) == []
+    # Ranks alone have a broker, and no page store.
+    assert {event.model for event in events if event.fault is Fault.KILL_BROKER} == {"c"}
+    assert {event.model for event in events if event.fault is Fault.TRUNCATE_STORE} == {"a", "b"}
     # A damage that may stay unnoticed is done to no model.
     assert {event.model for event in events if event.fault is Fault.OVERWRITE_STORE} == {"a"}
     # A model that was struck hard gets time to recover.
