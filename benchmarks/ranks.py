@@ -163,7 +163,6 @@ def _table(slices: Slices) -> dict[str, object]:
         "engine": "mindspore",
         "path": slices.pattern,
         "python": ranks.interpreter(),
-        "sharing": "off",
         "canary": slices.canary,
         "canary_tolerance": 1e-5,
         "timeout": _LIMIT_S,

@@ -55,7 +55,7 @@ def _simulated(directory: Path, count: int, rng: np.random.Generator) -> Cut:
     answered = [{"output_0": slices.answers(each["x"])[-1]} for each in asked]
     canary = directory / "canary.npz"
     np.savez(canary, allow_pickle=False, **asked[0], **answered[0])
-    table = {"sharing": "off", "canary": canary, "ranks.devices": [f"ascend:{card}" for card in range(RANKS)]}
+    table = {"canary": canary, "ranks.devices": [f"ascend:{card}" for card in range(RANKS)]}
     python = _interpreter(directory / "python", ascendsim.environment(host))
     path = slices.paths[0].with_name("rank{rank}.mindir")
     return Cut(path, "mindspore_lite", python, table, list(zip(asked, answered, strict=True)))
@@ -69,7 +69,7 @@ def _real(directory: Path, count: int) -> Cut:
     asked = [real.inputs(1 + index % _MOST_ROWS, index) for index in range(count)]
     with real.Group(slices.paths, plain=True) as group:
         answered = [group.ask("predict", each)[-1] for each in asked]
-    table = {"sharing": "off", "canary": slices.canary, "canary_tolerance": 1e-5, "ranks.devices": ["cpu"] * RANKS}
+    table = {"canary": slices.canary, "canary_tolerance": 1e-5, "ranks.devices": ["cpu"] * RANKS}
     return Cut(Path(slices.pattern), "mindspore", python, table, list(zip(asked, answered, strict=True)))
 
 

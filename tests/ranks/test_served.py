@@ -24,7 +24,6 @@ def service(slices: Slices, python: Path) -> Iterator[Service]:
         "engine": "mindspore",
         "path": slices.pattern,
         "python": str(python),
-        "sharing": "off",
         "canary": str(slices.canary),
         "canary_tolerance": 1e-5,
         "ranks": {"devices": ["cpu", "cpu"]},

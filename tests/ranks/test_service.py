@@ -30,7 +30,7 @@ PREDICT_TIMEOUT_S = 5.0
 
 def table(python: Path, slices: Slices, **more: object) -> dict[str, object]:
     """Return the table of the model, with two ranks on the CPU."""
-    own = {"path": slices.pattern, "engine": "mindspore", "python": python, "sharing": "off"}
+    own = {"path": slices.pattern, "engine": "mindspore", "python": python}
     return {
         **own,
         "canary": slices.canary,

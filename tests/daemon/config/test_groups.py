@@ -12,7 +12,7 @@ BASE = Path("/etc/weightd")
 
 
 def tables(groups: object, **models: Any) -> dict[str, Any]:
-    card = {"devices": ["ascend:0"], "sharing": "off"}
+    card = {"devices": ["ascend:0"]}
     given = models or {"one": {}, "two": {}}
     return {
         "models": {name: {"path": f"/srv/{name}.mindir", **card, **keys} for name, keys in given.items()},
@@ -31,8 +31,8 @@ def test_a_group_of_two() -> None:
     group = GroupConfig(("one", "two"), "workspace", ("ascend:0",))
     assert config.groups == {"g": group}
     assert (group.shares_workspace, group.shares_weights) == (True, False)
-    # Nobody takes a single one's place.
-    assert [model.spares for model in config.models.values()] == [0, 0]
+    # Nobody takes a single one's place, and the library ignores a handle in a group.
+    assert [(model.spares, model.sharing) for model in config.models.values()] == [(0, "off")] * 2
 
 
 @pytest.mark.parametrize("share", ["weights", "both"])
@@ -109,7 +109,7 @@ def test_a_model_that_cannot_be_a_member(keys: dict[str, Any], problem: str) -> 
 def test_a_model_with_ranks_is_no_member() -> None:
     content = tables(GROUP)
     ranks = {"path": "/r{rank}.mindir", "ranks": {"devices": ["ascend:0", "ascend:1"]}, "canary": "/c.npz"}
-    content["models"]["two"] = {"sharing": "off", **ranks}
+    content["models"]["two"] = ranks
     assert problems(content)[0] == "groups.g.models[1]: two: a model with ranks has groups of its own"
 
 

@@ -66,7 +66,7 @@ def test_the_smallest_file_is_completed_with_defaults(file: Path) -> None:
     model = config.models["m"]
     assert dict(config.models) == {"m": model}
     path = str(file.parent / "m.onnx")
-    assert model == ModelConfig(path=path, engine="onnxruntime", python=sys.executable, spares=0)
+    assert model == ModelConfig(path=path, engine="onnxruntime", python=sys.executable, spares=0, sharing="on")
     assert (model.workers, model.threads, model.timeout, model.load_timeout) == (1, 1, 30.0, 600.0)
     assert (model.devices, model.sharing, model.policy, model.holder_loss) == (("cpu",), "on", "auto", "strict")
     assert config.devices == {}

@@ -19,7 +19,7 @@ CARDS = ["ascend:0", "ascend:1"]
 
 
 def tables(ranks: object, devices: object = None, **keys: Any) -> dict[str, Any]:
-    model = {"path": SHARDS, "sharing": "off", "canary": "/srv/big/canary.npz", **keys, "ranks": ranks}
+    model = {"path": SHARDS, "canary": "/srv/big/canary.npz", **keys, "ranks": ranks}
     return {"models": {"big": model}, "devices": devices or {}}
 
 
@@ -106,7 +106,7 @@ def test_a_key_that_is_wrong_by_itself(ranks: object, problem: str) -> None:
 
 # --- what goes together -----------------------------------------------------------------------------------------------
 
-MINDSPORE = {"engine": "mindspore", "sharing": "off"}
+MINDSPORE = {"engine": "mindspore"}
 ON_CPU = {"size": 2}
 ON_CARDS = {"devices": CARDS}
 NO_CPU = "it has no effect on the cpu, only on a card"
@@ -117,6 +117,7 @@ def test_ranks_on_the_cpu() -> None:
     ranks = of(model)
     assert (ranks.groups, ranks.size, ranks.rank_table, ranks.buffer_bytes) == ((("cpu", "cpu"),), 2, "", 0)
     assert (ranks.fits_beside, model.devices, model.forks, model.spares) == (True, ("cpu",), False, 0)
+    assert model.sharing == "off"
     several = of(completed({"devices": [["cpu", "cpu"], ["cpu", "cpu"]]}, **MINDSPORE, policy="overlap"))
     assert several.groups == (("cpu", "cpu"), ("cpu", "cpu"))
 
@@ -131,6 +132,7 @@ def test_ranks_on_the_cpu() -> None:
         (ON_CARDS, {"batching": {"max_rows": 8}, "split": {"part_rows": 4}}),
         ({**ON_CARDS, "reply": "concat", "buffer_mib": 100}, {}),
         (ON_CARDS, {"engine": "mindspore"}),
+        (ON_CARDS, {"sharing": "off"}),
         ({**ON_CPU, "exec_timeout": 5, "connect_timeout": 30}, {**MINDSPORE, "predict_timeout": 4}),
     ],
 )

@@ -67,7 +67,7 @@ class Place:
         np.savez(self.directory / "canary.npz", **arrays)
 
     def model(self, ranks: dict[str, Any] | None = None, **keys: Any) -> ModelConfig:
-        given = {"path": "rank{rank}.mindir", "canary": "canary.npz", "sharing": "off", **keys}
+        given = {"path": "rank{rank}.mindir", "canary": "canary.npz", **keys}
         given["ranks"] = ranks or {"devices": ["ascend:0", "ascend:1"]}
         return parse({"models": {"big": given}}, self.directory).models["big"]
 
@@ -264,13 +264,12 @@ def test_a_member_of_a_group_needs_a_library_that_has_them(tmp_path: Path, monke
 
 def test_what_each_model_will_be(place: Place) -> None:
     ranks = {"devices": [["ascend:0", "ascend:1"], ["ascend:2", "ascend:3"]]}
-    card = {"devices": ["ascend:4", "ascend:5"], "sharing": "off"}
+    card = {"devices": ["ascend:4", "ascend:5"]}
     models = {
-        "big": {"path": "rank{rank}.mindir", "canary": "canary.npz", "sharing": "off", "ranks": ranks},
+        "big": {"path": "rank{rank}.mindir", "canary": "canary.npz", "ranks": ranks},
         "cut": {
             "path": "{rank}.mindir",
             "canary": "c.npz",
-            "sharing": "off",
             "engine": "mindspore",
             "ranks": {"size": 3},
         },

@@ -34,7 +34,7 @@ GROUPS = {"both": {"models": list(NAMES)}}
 
 
 def tables(paths: dict[str, Path]) -> dict[str, dict[str, object]]:
-    more = {"python": sys.executable, "sharing": "off", "devices": ["ascend:0"]}
+    more = {"python": sys.executable, "devices": ["ascend:0"]}
     return {name: {"path": path, **more} for name, path in paths.items()}
 
 

@@ -41,7 +41,7 @@ class Cut:
         """Return the table of the model, on two cards."""
         path = pattern(self.slices)
         cards = [f"ascend:{card}" for card in range(RANKS)]
-        table = {"path": path, "python": sys.executable, "sharing": "off", "canary": str(self.canary)}
+        table = {"path": path, "python": sys.executable, "canary": str(self.canary)}
         return {**table, "ranks": {"devices": cards}, **more}
 
     @property

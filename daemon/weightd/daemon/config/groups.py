@@ -80,7 +80,7 @@ def read_groups(content: Any, names: Collection[str], problems: Problems) -> dic
 
 def as_member(config: ModelConfig) -> ModelConfig:
     """Return a model of a group, as given, with what that says for its defaults: nobody takes a single one's place."""
-    return dataclasses.replace(config, spares=0) if config.spares is None else config
+    return dataclasses.replace(config, spares=config.spares or 0, sharing=config.sharing or "off")
 
 
 def complete_groups(

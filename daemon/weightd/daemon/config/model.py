@@ -69,8 +69,9 @@ class ModelConfig:
     """Of the weights, on sets of cores: "one" for all of them, or one for "each", in memory near to it. A card always
     has its own."""
 
-    sharing: str = field(default="on", metadata=one_of(["on", "auto", "off"]))
-    """Whether the weights are shared. On a card "on" fails where they cannot be, "auto" then loads them per worker."""
+    sharing: str = field(default="", metadata=one_of(["on", "auto", "off"]))
+    """Whether the weights are shared. On a card "on" fails where they cannot be, "auto" then loads them per worker.
+    Default: "on"; "off" for a model with ranks or in a group, which has no processes to share them with."""
 
     process_mib: int = field(default=0, metadata=integer(0, 2**30))
     """MiB of a card that each process takes beside the weights. Default: 0, then what the first generation takes."""
@@ -204,8 +205,9 @@ def complete_model(
 ) -> ModelConfig:
     """Return `config` with its defaults filled in and its paths made absolute; `problems`: see `complete_daemon`.
 
-    `devices` are the tables of those that have one. If it has ranks, their table is complete.
+    `devices` are the tables of those that have one. Ranks and groups have filled in what they say for its defaults.
     """
+    config = dataclasses.replace(config, sharing=config.sharing or "on")
     problems.note(of_name("model", name))
     problems.note(_named(config, _of_tables(config, devices)), "devices", "ranks")
     for needed, rule in _RULES:

@@ -41,7 +41,7 @@ def with_ranks(config: ModelConfig, devices: Mapping[str, DeviceConfig], base: P
     problems.note((error.at(".ranks") for error in config.ranks.problems()), "ranks")
     path = str(base / (config.path or ""))
     ranks = complete_ranks(config.ranks, engine_of(config), path, base, devices)
-    return dataclasses.replace(config, ranks=ranks, devices=ranks.together)
+    return dataclasses.replace(config, ranks=ranks, devices=ranks.together, sharing=config.sharing or "off")
 
 
 def checked(config: ModelConfig, problems: Problems) -> ModelConfig:
