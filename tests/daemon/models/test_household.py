@@ -192,3 +192,12 @@ def test_the_process_goes_with_the_last_of_them() -> None:
     home.ends(P1, End(0))
     assert [model.gone for model in home.models.values()] == [True, True]
     assert (home.device.promised, home.models["one"].record()) == ({}, None)
+
+
+def test_nobody_is_to_wait_for_its_room_while_one_of_them_is_served() -> None:
+    """One was removed, and what the other one is to become needs the room: it would wait for ever."""
+    home = Home().serving()
+    home.models["two"].will_leave()
+    assert [*home.device.leaving] == []
+    home.models["one"].will_leave()
+    assert [*home.device.leaving] == ["g@group.1"]

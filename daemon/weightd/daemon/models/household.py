@@ -104,6 +104,12 @@ class Household:
             deployment.pin_failed(self._source, cause, now)
         self.settle(now)
 
+    def will_leave(self) -> None:
+        """One more member will be drained: once all will, who needs the room may wait for that."""
+        if all(each.is_leaving for each in self.members):
+            for deployment in self.deployments:
+                deployment.will_leave()
+
     def drain(self, now: float, patience: float) -> None:
         """A member winds down; the process goes with the last one that is served."""
         if all(each.draining for each in self.members):
@@ -171,12 +177,16 @@ class Member(Model):
     Args:
         household: all of them.
         model: as those of `Model`.
+
+    Attributes:
+        is_leaving: it was removed, and will be drained.
     """
 
     def __init__(self, household: Household, *model: Any) -> None:
         super().__init__(*model)
         self._household = household
         self._index = len(household.members)
+        self.is_leaving = False
         self.deployments = household.deployments
         if household.members:
             self._house = household.members[0].house
@@ -231,6 +241,11 @@ class Member(Model):
         """There is no snapshot of a source."""
         self._sources.snapshots.failed(source)
         self._household.pin_failed(f"{self.name}: {cause}", now)
+
+    def will_leave(self) -> None:
+        """It is served no more; who waits for the room of the process waits for all members."""
+        self.is_leaving = True
+        self._household.will_leave()
 
     def drain(self, now: float, *, patience: float = 0.0, replaced: bool = False) -> None:
         """Take no new work; the process goes when all members wind down."""
