@@ -30,6 +30,8 @@ class FakeModel:
         self.successor: FakeModel | None = None
         self.note = ""
         self.updating = self.will_serve = self.complete = self.has_failed = self.draining = self.gone = False
+        self.replaced: FakeModel | None = None
+        self.comes_again = False
         self.deaths = 0
         self.done: list[str] = []
 
@@ -40,6 +42,12 @@ class FakeModel:
 
     def start(self, now: float) -> None:
         self.done.append("start")
+
+    def replaces(self, old: FakeModel) -> None:
+        self.replaced = old
+
+    def come_again(self, now: float) -> None:
+        self.comes_again = True
 
     def will_leave(self) -> None:
         self.done.append("will leave")
@@ -115,6 +123,7 @@ def test_a_changed_model_takes_over_once_it_is_complete() -> None:
     assert yard.reload(a=TWO) == Change((), ("a",), ())
     old, new = yard.made
     assert (yard.serving(), new.done, len(yard.fleet.changing)) == ([("a", ONE)], ["start"], 1)
+    assert (new.replaced, old.comes_again) == (old, False)
     new.complete = True
     for _ in range(2):
         assert yard.serving() == [("a", TWO)]
@@ -146,6 +155,7 @@ def test_a_change_that_fails_leaves_what_serves_and_says_why() -> None:
     assert yard.serving() == [("a", ONE)]
     assert old.note == "the changed configuration is not in force: no such file"
     assert failed.done == ["start", "drain 0"]
+    assert (failed.replaced, old.comes_again) == (old, True)
     # The next reload tries it again.
     assert yard.reload(a=TWO) == Change((), ("a",), ())
     assert (old.note, len(yard.made)) == ("", 3)

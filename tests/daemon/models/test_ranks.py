@@ -315,6 +315,61 @@ def test_with_policy_overlap_what_has_no_place_beside_is_refused() -> None:
     assert (code, "no port is free" in why, stage.model.serves) == ("FAILED_PRECONDITION", True, True)
 
 
+class Reloaded(Cut):
+    """A model that serves, and another one of its name that is to replace it on the same cards."""
+
+    def __init__(self, **config: Any) -> None:
+        numbers = Numbers()
+        super().__init__(numbers=numbers)
+        self.old = self.serving().model
+        config = {"engine": "mindspore_lite", "spares": 0, "sharing": "off", "max_queue": 7, **config}
+        self.config = ModelConfig("/m{rank}.mindir", devices=ON_CARDS.together, ranks=ON_CARDS, **config)
+        self.model = Model("big", self.config, self.devices, self.host, self.host, numbers)
+        self.model.replaces(self.old)
+        self.started()
+
+    def old_is_gone(self) -> Cut:
+        for name in (R0, R1):
+            self.old.exited(name, End(0), self.now)
+        return self
+
+
+def test_a_changed_configuration_takes_the_place_of_the_old_where_there_is_no_room_for_both() -> None:
+    stage = Reloaded()
+    assert ([name for name, _ in stage.host.told(Stop)], stage.of(2)) == ([R0, R1], [])
+    # Requests wait at the old one, which would serve again if the new one could not be loaded.
+    asked = request()
+    stage.old.infer(asked, stage.now)
+    assert (stage.old.serves, stage.old.will_serve) == (False, True)
+    stage.old_is_gone().model.tick(stage.now)
+    assert stage.of(2) == ["big.2.rank0", "big.2.rank1"]
+    stage.loads(2, source=2)
+    stage.model.adopt(stage.old, stage.now)
+    stage.old.drain(stage.now, replaced=True)
+    assert [number for _, number, _ in stage.given()] == [asked.number] * 2
+    assert stage.old.gone
+
+
+def test_what_has_made_way_comes_again_where_the_other_cannot_be_loaded() -> None:
+    stage = Reloaded()
+    stage.old_is_gone().model.tick(stage.now)
+    stage.says("big.2.rank0", Broken("no model"))
+    assert stage.model.has_failed
+    stage.model.drain(stage.now)
+    stage.old.come_again(stage.now)
+    assert stage.of(3) == []
+    stage.ends("big.2.rank0", "big.2.rank1")
+    stage.old.tick(stage.now)
+    stage.model = stage.old
+    stage.loads(3)
+    assert (stage.old.serves, stage.old.main.label) == (True, "big.3")
+
+
+def test_with_policy_overlap_nobody_makes_way_for_a_changed_configuration() -> None:
+    stage = Reloaded(policy="overlap")
+    assert (stage.model.has_failed, stage.old.serves, stage.host.told(Stop)) == (True, True, [])
+
+
 @pytest.mark.parametrize("path", ["/new.mindir", "/new{rank}.onnx"])
 def test_an_update_is_to_one_file_for_each_rank(path: str) -> None:
     stage = Cut().serving()

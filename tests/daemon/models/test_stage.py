@@ -14,10 +14,10 @@ def reached(start: Stage) -> set[Stage]:
 
 def test_every_stage_is_reached_and_only_from_those_that_load_is_there_a_way_out() -> None:
     assert reached(Stage.FIRST) == set(Stage)
-    assert {stage for stage, _ in STAGE} == LOADS == set(Stage) - {Stage.FAILED, Stage.STOPPING}
+    assert {stage for stage, _ in STAGE} == LOADS | {Stage.AWAY} == set(Stage) - {Stage.FAILED, Stage.STOPPING}
     assert {event for _, event in STAGE} == set(StageEvent)
 
 
 def test_what_has_served_is_never_given_up_and_only_what_has_served_is_updated() -> None:
-    assert reached(Stage.KEEPING) == {Stage.KEEPING, Stage.UPDATING, Stage.STOPPING}
+    assert reached(Stage.KEEPING) == {Stage.KEEPING, Stage.UPDATING, Stage.AWAY, Stage.STOPPING}
     assert (Stage.FIRST, StageEvent.UPDATE) not in STAGE

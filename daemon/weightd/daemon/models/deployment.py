@@ -125,9 +125,30 @@ class Deployment(Deployed):
         """It will be drained: who needs the room may wait for that."""
         self.device.will_leave([generation.label for generation in self.generations])
 
+    def make_way(self, now: float) -> None:
+        """Another model of the name comes in the place of this one: what serves leaves, and nothing is loaded."""
+        if self._stage is not Stage.KEEPING:
+            return
+        self._machine.advance(StageEvent.MAKE_WAY)
+        self.will_leave()
+        self._wanted = None
+        for generation in (self.serving, self.coming):
+            if generation is not None:
+                _log.info("%s leaves: another one is to take its place", generation.label, extra=generation.about())
+                self._leave(generation, now)
+        self.coming = self._pinned = None
+        self.reconcile(now)
+
+    def come_again(self, now: float) -> None:
+        """The other one could not be loaded: what served before does again, as soon as there is room."""
+        if self.is_away:
+            self._machine.advance(StageEvent.COME_AGAIN)
+            self._wanted = self.main.source
+            self.reconcile(now)
+
     def drain(self, now: float, *, patience: float = 0.0) -> None:
         """No new work, and no further generation: wind everything down; what runs may take `patience` seconds more."""
-        if self._stage in LOADS:
+        if self._stage in LOADS or self.is_away:
             self._machine.advance(StageEvent.STOP)
         self._wanted = None
         self.will_leave()
@@ -186,7 +207,7 @@ class Deployment(Deployed):
         snapshot, canary = self._pinned
         coming, old, need = self.coming, self.serving, self._need(snapshot)
         alone = self._succession.policy is Policy.REPLACE and not self.updating
-        refusal = self.device.refusal(coming.label, need)
+        refusal = self._refusal(coming.label, need, now)
         if self.leaving and (alone or refusal or old is not None or len(self.leaving) > 1):
             return  # they make room, and there are never more than two
         if old is not None and self._makes_way(refusal):
@@ -212,6 +233,16 @@ class Deployment(Deployed):
             self._pinned = None
             self.device.reserve(coming.label, need)
             coming.pinned(snapshot.sha256, now, canary, tuple(each.sha256 for each in snapshot.slices))
+
+    def _refusal(self, label: str, need: Need, now: float) -> str:
+        """Why there is no room for a generation, or ""; whose place it may take has made way for it."""
+        refusal = self.device.refusal(label, need)
+        if not refusal or self.predecessor is None:
+            return refusal
+        others = [*self.device.leaving, *self.predecessor.labels()]
+        if not self.device.refusal(label, need, without=others):
+            self.predecessor.make_way(now)
+        return self.device.refusal(label, need)
 
     def _room_released(self) -> None:
         self._is_woken = True

@@ -1,8 +1,9 @@
 """The models that are served, and how another configuration becomes true without an interruption.
 
 A model whose configuration changes is loaded anew beside the one that serves, and takes over once it serves; if it
-cannot, everything stays as it was. Nothing is loaded where only other requests go together, or are cut. A model that is
-removed takes no further request, and finishes what it has accepted.
+cannot, everything stays as it was. Two groups of ranks may have no room beside each other: then the old one makes way,
+requests wait, and it comes again if the new one cannot be loaded. Nothing is loaded where only other requests go
+together, or are cut. A model that is removed takes no further request, and finishes what it has accepted.
 """
 
 from __future__ import annotations
@@ -158,6 +159,7 @@ class Fleet:
         elif model.config != config:
             self.changing.append(model)
             model.successor = self._new(name, config)
+            model.successor.replaces(model)
             model.successor.start(now)
 
     def _discard_successor(self, model: Model, now: float) -> None:
@@ -166,6 +168,7 @@ class Fleet:
             self.changing.remove(model)
             self.changing.append(model.successor)
             model.successor = None
+            model.come_again(now)
 
     def _settle(self, old: Model, new: Model, now: float) -> None:
         """Let the new model take over once it serves, or at once where the old one does not."""

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 from weightd.daemon.children.owner import Snapshot
 from weightd.daemon.config.model import ModelConfig
+from weightd.daemon.config.policies import Policy
 from weightd.daemon.generations.generation import Generation
 from weightd.daemon.generations.life import Life
 from weightd.daemon.generations.plan import Rows, Source, Terms
@@ -25,6 +26,7 @@ from weightd.daemon.models.ports import Children, Clients
 from weightd.daemon.models.ranks import rooms, succession
 from weightd.daemon.models.records import ModelRecord
 from weightd.daemon.models.sources import Numbers, Sources
+from weightd.daemon.models.stage import Predecessor
 from weightd.daemon.models.standing import PHASE, Phase, PhaseEvent, Refusal
 from weightd.daemon.models.update import Updates
 from weightd.daemon.requests.desk import Desk
@@ -237,6 +239,26 @@ class Model:
         for deployment in self.deployments:
             deployment.will_leave()
 
+    def replaces(self, old: Model) -> None:
+        """It is to take the place of another model, and its room, where there is none for both."""
+        if old.config.ranks is None or self.config.ranks is None or self.config.policy == Policy.OVERLAP.value:
+            return
+        predecessor = Predecessor(lambda: [each.label for each in old.generations], old.make_way)
+        for deployment in self.deployments:
+            deployment.predecessor = predecessor
+
+    def make_way(self, now: float) -> None:
+        """The model that is to replace it needs its room: what serves leaves, and what comes waits."""
+        for deployment in self.deployments:
+            deployment.make_way(now)
+        self._settle(now)
+
+    def come_again(self, now: float) -> None:
+        """What was to replace it cannot: where it has made way it is loaded again."""
+        for deployment in self.deployments:
+            deployment.come_again(now)
+        self._settle(now)
+
     def leave(self, now: float) -> None:
         """The daemon ends before its workers: answer what has not been answered."""
         self.desk.leave(now)
@@ -279,8 +301,12 @@ class Model:
 
     @property
     def will_serve(self) -> bool:
-        """Whether any device serves it, or will as soon as a worker of the daemon before this one is back."""
-        return self.serves or any(generation.awaits for each in self.deployments for generation in each.generations)
+        """Whether any device serves it, or will as soon as a worker of the daemon before this one is back.
+
+        Or if that cannot be loaded for which it has made way.
+        """
+        awaits = any(generation.awaits for each in self.deployments for generation in each.generations)
+        return self.serves or awaits or any(each.is_away for each in self.deployments)
 
     @property
     def complete(self) -> bool:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from weightd.daemon.config.policies import Policy
 from weightd.daemon.generations.life import Life
@@ -20,6 +21,7 @@ class Stage(enum.Enum):
     FIRST = "first"  # nothing has served yet: what cannot be loaded is given up
     KEEPING = "keeping"  # something has served: what is lost is loaded again and again
     UPDATING = "updating"  # something else is loaded beside it, to take over on all devices at once
+    AWAY = "away"  # it has made room for another model of its name, and comes again if that cannot be loaded
     FAILED = "failed"  # no further generation is tried
     STOPPING = "stopping"  # everything winds down
 
@@ -30,6 +32,8 @@ class StageEvent(enum.Enum):
     SERVE = "serve"
     UPDATE = "update"
     SETTLE = "settle"
+    MAKE_WAY = "make way"
+    COME_AGAIN = "come again"
     FAIL = "fail"
     STOP = "stop"
 
@@ -41,8 +45,23 @@ STAGE: Mapping[tuple[Stage, StageEvent], Stage] = {
     (Stage.FIRST, StageEvent.FAIL): Stage.FAILED,
     (Stage.KEEPING, StageEvent.UPDATE): Stage.UPDATING,
     (Stage.UPDATING, StageEvent.SETTLE): Stage.KEEPING,
+    (Stage.KEEPING, StageEvent.MAKE_WAY): Stage.AWAY,
+    (Stage.AWAY, StageEvent.COME_AGAIN): Stage.KEEPING,
+    (Stage.AWAY, StageEvent.STOP): Stage.STOPPING,
     **{(stage, StageEvent.STOP): Stage.STOPPING for stage in Stage if stage in LOADS},
 }
+
+
+class Predecessor(NamedTuple):
+    """The deployment of another model of the name, in whose place this one may come.
+
+    Attributes:
+        labels: returns those of its generations.
+        make_way: has it leave, so that its room is free.
+    """
+
+    labels: Callable[[], list[str]]
+    make_way: Callable[[float], object]
 
 
 @dataclass(frozen=True)
@@ -74,6 +93,7 @@ class Deployed:
         coming: the one that loads.
         leaving: those that wind down.
         terms: of the next generation.
+        predecessor: whose place it may take where there is no room for both; None: nobody's.
     """
 
     def __init__(self, device: Room, terms: Terms) -> None:
@@ -88,6 +108,7 @@ class Deployed:
         # What the next generation loads, once there may be one.
         self._wanted: Source | None = None
         self._machine = Machine(STAGE, Stage.FIRST, f"a deployment on {device.name}", {})
+        self.predecessor: Predecessor | None = None
 
     @property
     def _stage(self) -> Stage:
@@ -138,6 +159,11 @@ class Deployed:
         return self._stage is Stage.KEEPING and self.serving is None and not awaits
 
     @property
+    def is_away(self) -> bool:
+        """Whether it has made room for another model of its name."""
+        return self._stage is Stage.AWAY
+
+    @property
     def busy(self) -> bool:
-        """Whether a generation loads, or has to."""
-        return self.coming is not None or self._wanted is not None
+        """Whether a generation loads, or has to, or may have to again."""
+        return self.coming is not None or self._wanted is not None or self.is_away
