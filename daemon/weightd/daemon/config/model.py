@@ -69,7 +69,7 @@ class ModelConfig:
     """Of the weights, on sets of cores: "one" for all of them, or one for "each", in memory near to it. A card always
     has its own."""
 
-    sharing: str = field(default="", metadata=one_of(["on", "auto", "off"]))
+    sharing: str = field(default="", metadata=one_of(["", "on", "auto", "off"]))
     """Whether the weights are shared. On a card "on" fails where they cannot be, "auto" then loads them per worker.
     Default: "on"; "off" for a model with ranks or in a group, which has no processes to share them with."""
 
