@@ -326,7 +326,7 @@ MODEL_KEYS = {
     "spares": ["-1", "1.5", '"1"', "true", "1025"],
     "devices": ["0", '"cpu"', "[]"],
     "copies": ["2", '"both"', '""'],
-    "sharing": ["true", '"yes"', '""'],
+    "sharing": ["true", '"yes"'],
     "process_mib": ["-1", "0.5", '"1"'],
     "policy": ["1", '""', '"Overlap"'],
     "holder_loss": ["false", '""', '"keep"'],
