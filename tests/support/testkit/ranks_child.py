@@ -21,6 +21,7 @@ Arrays = Dict[str, Any]
 _LENGTH = struct.Struct(">I")
 _PR_SET_PDEATHSIG, _PR_GET_PDEATHSIG = 1, 2
 _HOST = "127.0.0.1"
+_THREADS = 1  # as weightd has it unless it is told otherwise
 
 
 class Place(NamedTuple):
@@ -90,7 +91,8 @@ def join(role: str, place: Place) -> None:
         del os.environ["MS_NODE_ID"]
     import mindspore
 
-    mindspore.set_context(mode=mindspore.GRAPH_MODE, device_target="CPU")
+    threads = {} if role == "MS_SCHED" else {"runtime_num_threads": _THREADS}
+    mindspore.set_context(mode=mindspore.GRAPH_MODE, device_target="CPU", **threads)
 
 
 def meeting(place: Place) -> Any:
