@@ -147,6 +147,13 @@ def test_where_each_has_its_rows_both_answer(group: Group) -> None:
     x = np.concatenate([X, X])
     group.ask(x)
     assert np.array_equal(np.concatenate(group.answers()), ranks.whole(x))
+    # All refuse what leaves a rank without its share, before it is sent, and go on.
+    group.ask(np.concatenate([X, X])[:3])
+    refused = group.answers()
+    assert [(each.leaving, each.code) for each in refused] == [(False, "INVALID_ARGUMENT")] * 2
+    assert refused[0].error == "input x: expected a multiple of 2 rows, one for each rank, got 3"
+    group.ask(x)
+    assert np.array_equal(np.concatenate(group.answers()), ranks.whole(x))
 
 
 def test_stages_of_a_pipeline_have_groups_of_their_own(group: Group) -> None:

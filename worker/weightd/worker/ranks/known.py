@@ -36,6 +36,7 @@ class Known:
 
     Attributes:
         inputs: what is asked.
+        divided: those of which each rank answers with its share of the rows; none where one rank answers.
 
     Raises:
         BuildError: the file is not such, or cannot be divided into shares.
@@ -46,6 +47,10 @@ class Known:
         self._share = share
         self._tolerance = tolerance
         self.inputs, right = sample.load_known(path, signature)
+        lengths = {len(each) for each in right.values() if each.ndim}
+        is_divided = share is not None and share.of > 1
+        names = self._with_rows if is_divided else ()
+        self.divided = tuple(name for name in names if len(self.inputs[name]) in lengths)
         self._right = {} if share is None else {name: _cut(path, name, each, share) for name, each in right.items()}
 
     @property

@@ -9,9 +9,34 @@ from weightd.protocol.messages.children import Predict
 from weightd.protocol.messages.ranks import Done
 from weightd.worker import exits
 from weightd.worker.batching.bits import NotTogether
-from weightd.worker.engines.engine import Engine
+from weightd.worker.engines.engine import Arrays, Engine
 from weightd.worker.engines.ranks import RankEngine, Refused
 from weightd.worker.predictor import Asked, Predictor, Told
+
+
+class Divided:
+    """An engine each of whose ranks answers with its share of the rows: there have to be as many for each.
+
+    What has not is refused alike by all, before any has sent anything to the others.
+
+    Args:
+        engine: in a group.
+        inputs: that have these rows.
+        ranks: how many.
+    """
+
+    def __init__(self, engine: RankEngine, inputs: Sequence[str], ranks: int) -> None:
+        self._engine = engine
+        self._inputs = inputs
+        self._ranks = ranks
+
+    def predict(self, inputs: Arrays) -> Arrays:
+        """As that of the engine."""
+        for name in self._inputs:
+            rows = len(inputs[name])
+            if rows % self._ranks:
+                raise Refused(f"input {name}: expected a multiple of {self._ranks} rows, one for each rank, got {rows}")
+        return self._engine.predict(inputs)
 
 
 class Lockstep(Predictor):
@@ -38,6 +63,10 @@ class Lockstep(Predictor):
         self.step = 0
         self._broken = broken
         self._replies = replies
+
+    def divide(self, inputs: Sequence[str], ranks: int) -> None:
+        """From now on as many rows of these inputs are needed for each rank."""
+        self._engine = cast(Engine, Divided(cast(RankEngine, self._engine), inputs, ranks))
 
     def predict(self, order: Predict, frames: Sequence[Any]) -> int:
         """Run the next one."""

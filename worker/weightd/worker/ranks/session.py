@@ -111,6 +111,8 @@ class RankSession(Life):
             except Refused as error:
                 why = f"the model does not run on another number of rows than the canary has: {error}"
         digest = known.digest_of(answer)
+        if known.divided:
+            self._lockstep.divide(known.divided, meeting.size)
         rows = known.rows(more, outputs, why) if order.rows > 1 else None
         self._send(Warmed(digest, (known.case,), rows, self._engine.memory()))
 
