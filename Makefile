@@ -128,7 +128,7 @@ $(MSLITE)/.made: .ci/requirements-mslite.txt
 $(MINDSPORE)/.made: .ci/requirements-mindspore.txt
 	$(if $(PYTHON),,$(error no Python 3.10 or later with venv found))
 	$(PYTHON) -m venv $(MINDSPORE)
-	$(MINDSPORE)/$(INSTALL) --requirement $<
+	$(MINDSPORE)/$(INSTALL) --no-compile --requirement $<
 	printf '%s\n' $(addprefix '$(CURDIR)'/,worker protocol tests/support) \
 	> "$$($(MINDSPORE)/bin/python -c 'import site; print(site.getsitepackages()[0])')/weightd.pth"
 	@touch $@

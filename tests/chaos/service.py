@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import cast
 
 from testkit.manager import Manager
 from testkit.mindir import REPOSITORY
@@ -325,8 +326,8 @@ def workspace(prefix: str) -> Path:
 
 def _workers(table: Table) -> int:
     """How many processes of a model take requests."""
-    devices = table.get("ranks.devices")
-    return len(devices) if isinstance(devices, list) else int(str(table["workers"]))
+    devices = cast("list[str]", table.get("ranks.devices", []))
+    return len(devices) or cast(int, table["workers"])
 
 
 def _toml(table: Table) -> list[str]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +99,76 @@ def test_ranks_answer_and_those_that_have_lost_one_are_replaced(cut: Cut, servic
         until(lambda: serves(service, 2), "all that is left serves")
         assert f"{MODEL}.1 failed: {MODEL}.1.rank{rank}: killed by SIGKILL" in service.log
         assert status(service).deaths == 1
+
+
+# What goes wrong with rank 1 in a predict, and what is told of it. A rank that left out the collective answers at once,
+# and nobody sees that: the other one waits for it, and what only one says is no answer.
+FAULTS = {
+    "fail": r"mlp\.\d+\.rank1: a predict failed: ",
+    "crash": r"mlp\.\d+\.rank1: killed by SIGSEGV",
+    "hang": r"a predict took longer than predict_timeout, 1 s",
+    "skip": r"a predict took longer than predict_timeout, 1 s",
+    "slow": "",
+}
+
+
+def test_whatever_goes_wrong_in_one_rank_each_answer_is_right(cut: Cut) -> None:
+    number = 1
+    with cut.service(predict_timeout=1.0) as service, service.client() as client:
+        service.ready()
+        for action, told in FAULTS.items():
+            cut.host.fault("predict", action, rank=1, times=1, seconds=0.05)
+            seen = len(service.log)
+            ask_all(client, MODEL, cut.questions())
+            number += bool(told)
+            until(partial(serves, service, number), f"{action}: generation {number} serves")
+            assert re.search(told, service.log[seen:]), action
+        assert status(service).failed == 0
+
+
+def test_who_waits_in_vain_for_a_rank_ends_by_the_librarys_time_out_before_weightds(cut: Cut) -> None:
+    with cut.service() as service, service.client() as client:
+        service.ready()
+        cut.host.switch(hccl_second=0.005)
+        cut.host.fault("predict", "hang", rank=0, times=1)
+        ask_all(client, MODEL, cut.questions())
+        assert f"{MODEL}.1 failed: {MODEL}.1.rank1: a predict failed: " in service.log
+        assert "EI0002" in service.log
+
+
+def test_a_group_that_has_not_met_in_time_is_followed_by_another_one(cut: Cut) -> None:
+    cut.host.switch(hccl_second=0.005)
+    cut.host.fault("predict", "hang", rank=1, times=1)
+    with cut.service() as service, service.client() as client:
+        ask_all(client, MODEL, cut.questions())
+        assert "EI0006" in service.log
+        assert serves(service, 2)
+
+
+@pytest.mark.parametrize(
+    ("operation", "action", "cause"), [("predict", "garbage", "canary"), ("build", "table", "EI0005")]
+)
+def test_a_rank_that_computes_something_else_never_serves(cut: Cut, operation: str, action: str, cause: str) -> None:
+    cut.host.fault(operation, action, rank=1)
+    with cut.service() as service:
+        until(lambda: status(service).state == "failed", "it is refused")
+        assert cause in status(service).generations[-1].cause
+
+
+def test_a_port_that_comes_free_late_is_waited_for(cut: Cut, service: Service) -> None:
+    cut.host.switch(port_linger=1.0)
+    with service.client() as client:
+        os.kill(next(each.pid for each in service.processes()), signal.SIGKILL)
+        ask_all(client, MODEL, cut.questions())
+    assert "EI0019" in service.log
+
+
+def test_four_ranks_on_four_cards(cut: Cut, tmp_path: Path) -> None:
+    four = Cut(tmp_path / "four", cut.host, ranks.mlp(tmp_path / "four" / "slices", 4))
+    cards = [f"ascend:{card}" for card in range(4)]
+    with four.service(ranks={"devices": cards}) as service, service.client() as client:
+        ask_all(client, MODEL, four.questions())
+        assert [each.device for each in service.processes()] == cards
 
 
 def test_a_wrong_slice_is_found_by_the_canary(cut: Cut, tmp_path: Path) -> None:
