@@ -70,7 +70,7 @@ def test_it_needs_python_37_and_three_packages_and_has_four_extras(wheel: Path) 
     assert core == ["msgpack", "numpy", "pyzmq"]
     assert sorted(fields.get_all("Provides-Extra", [])) == ["daemon", "mindspore", "mindspore-lite", "onnxruntime"]
     extras = [each for each in requirements if "extra ==" in each]
-    assert sorted(each.partition(">")[0] for each in extras) == ["mindspore-lite", "onnxruntime", "tomli"]
+    assert sorted(each.partition(">")[0] for each in extras) == ["mindspore", "mindspore-lite", "onnxruntime", "tomli"]
     assert wheel.name == f"weightd-{VERSION}-py3-none-any.whl"
 
 

@@ -77,6 +77,13 @@ class ConcurrentSession(Session):
                 else:
                     return order, tensors
 
+    def _when_quiet(self) -> None:
+        """As in any session. What the crew has said was heard, but it may wake this thread for that only now."""
+        if self._status == exits.OK:
+            super()._when_quiet()
+        else:
+            self._crew.hear()
+
     def _can_go_on(self) -> bool:
         """Whether it is the turn of the first in the inbox."""
         if not self._inbox:
