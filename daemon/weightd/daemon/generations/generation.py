@@ -9,7 +9,7 @@ import dataclasses
 
 from weightd.daemon.generations.actions import Role, Send
 from weightd.daemon.generations.child import Child, Loss
-from weightd.daemon.generations.life import HELLO_TIMEOUT_S, STOP_TIMEOUT_S, Life, misfit
+from weightd.daemon.generations.life import HELLO_TIMEOUT_S, Life, misfit
 from weightd.daemon.generations.plan import Canary
 from weightd.daemon.generations.progress import Cause, Outlook
 from weightd.daemon.generations.states import (
@@ -195,10 +195,7 @@ class Generation(Life):
 
     def drain(self, now: float, *, patience: float = 0.0) -> None:
         """No new work: wind down, workers first; to finish what they have, they may take `patience` seconds more."""
-        self._stop_timeout = STOP_TIMEOUT_S + patience
-        for child in self.children.values():
-            if child.state is ChildState.STOPPING:
-                child.deadline = min(child.deadline, now + self._stop_timeout)
+        self._bound_stops(now, patience)
         if self.state in ACTIVE:
             self._machine.advance(GenerationEvent.DRAIN)
         self._reconcile(now)

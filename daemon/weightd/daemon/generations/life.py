@@ -7,7 +7,7 @@ import abc
 from weightd.daemon.generations.actions import Pin
 from weightd.daemon.generations.plan import Canary
 from weightd.daemon.generations.progress import Cause, Standing
-from weightd.daemon.generations.states import GenerationEvent, GenerationState
+from weightd.daemon.generations.states import ChildState, GenerationEvent, GenerationState
 from weightd.daemon.host.ends import End
 from weightd.protocol.messages.children import Broken, Hello
 from weightd.protocol.version import VERSION
@@ -88,6 +88,13 @@ class Life(Standing, abc.ABC):
     @abc.abstractmethod
     def _fail(self, cause: Cause, now: float) -> None:
         """It cannot go on."""
+
+    def _bound_stops(self, now: float, patience: float) -> None:
+        """Who was told to leave, and who will be, may take as long, and no one longer than he was given."""
+        self._stop_timeout = STOP_TIMEOUT_S + patience
+        for child in self.children.values():
+            if child.state is ChildState.STOPPING:
+                child.deadline = min(child.deadline, now + self._stop_timeout)
 
     def _tell_progress(self) -> None:
         self._teller.progress(self.progress, has_failed=self.state is GenerationState.FAILED)

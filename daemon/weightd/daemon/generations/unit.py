@@ -13,7 +13,7 @@ from dataclasses import replace
 from weightd.daemon.generations import accord, symptoms
 from weightd.daemon.generations.actions import Role, Send
 from weightd.daemon.generations.child import FOREVER, Child, Loss
-from weightd.daemon.generations.life import HELLO_TIMEOUT_S, STOP_TIMEOUT_S, Life, misfit
+from weightd.daemon.generations.life import HELLO_TIMEOUT_S, Life, misfit
 from weightd.daemon.generations.plan import Canary, RankTerms, Source, Terms
 from weightd.daemon.generations.progress import Cause, Outlook
 from weightd.daemon.generations.ranks import Ranks, broker_name, rank_name
@@ -199,10 +199,7 @@ class Unit(Life):
 
     def drain(self, now: float, *, patience: float = 0.0) -> None:
         """No new work: ranks finish what they have, and leave, then the broker. Who loads finishes nothing."""
-        self._stop_timeout = STOP_TIMEOUT_S + patience
-        for child in self.children.values():
-            if child.state is ChildState.STOPPING:
-                child.deadline = min(child.deadline, now + self._stop_timeout)
+        self._bound_stops(now, patience)
         if self.state in ACTIVE:
             was_serving = self.state is GenerationState.SERVING
             self._machine.advance(GenerationEvent.DRAIN)
