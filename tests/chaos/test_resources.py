@@ -43,12 +43,12 @@ def test_usage_of_this_process_and_of_one_that_is_gone() -> None:
 
 def test_what_a_process_has_of_its_own_is_told_by_what_it_is_for() -> None:
     before = own_by_mapping(os.getpid())
-    with mmap.mmap(-1, 8 * MIB, flags=mmap.MAP_PRIVATE) as private, mmap.mmap(_region(4 * MIB), 4 * MIB) as region:
+    with mmap.mmap(-1, 64 * MIB, flags=mmap.MAP_PRIVATE) as private, mmap.mmap(_region(4 * MIB), 4 * MIB) as region:
         private.write(b"x" * len(private))
         region.write(b"x" * len(region))
         after = own_by_mapping(os.getpid())
     assert after["regions"] - before.get("regions", 0) == 4 * MIB
-    assert after["anonymous"] - before["anonymous"] >= 8 * MIB
+    assert after["anonymous"] - before["anonymous"] >= 56 * MIB  # something else may have been given back
     with pytest.raises(ProcessLookupError):
         own_by_mapping(2**22 + 1)
 

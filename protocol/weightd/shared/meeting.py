@@ -20,6 +20,7 @@ class Meeting(NamedTuple):
         table: the path of the rank table, or "".
         group_info: the path of the groups of ranks within the model, or "".
         buffer_mib: of communication on a card, for each of those groups; 0 where there is no card.
+        cores: on which it stays once it serves; "": on those that it has.
     """
 
     rank: int
@@ -32,6 +33,7 @@ class Meeting(NamedTuple):
     table: str = ""
     group_info: str = ""
     buffer_mib: int = 0
+    cores: str = ""
 
     @property
     def tells(self) -> bool:

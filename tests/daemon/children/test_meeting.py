@@ -11,6 +11,9 @@ import pytest
 from weightd.daemon.children import launch, meeting
 from weightd.daemon.children.files import GenerationFiles
 from weightd.daemon.children.launch import Program
+from weightd.daemon.children.owner import SliceSnapshot, Snapshot
+from weightd.daemon.config.model import ModelConfig
+from weightd.daemon.config.ranks import Ranks
 from weightd.daemon.generations.actions import Role
 from weightd.shared.meeting import Meeting
 
@@ -57,3 +60,16 @@ def test_a_rank_is_told_how_it_meets_the_others(tmp_path: Path, table: str) -> N
     expected = told._replace(table=str(files.table)) if table else told
     assert Meeting.from_json(argv[argv.index("--ranks") + 1]) == expected
     assert [path.read_text() for path in files.directory.iterdir()] == ([table] if table else [])
+
+
+@pytest.mark.parametrize(
+    ("there", "shares"),
+    [({0, 1, 2, 5, 6}, ["0-1", "2,5"]), ({0, 1}, ["0", "1"]), ({3}, ["", ""])],
+    ids=["several", "one", "too few"],
+)
+def test_ranks_on_the_cpu_have_cores_apart(monkeypatch: pytest.MonkeyPatch, there: set[int], shares: list[str]) -> None:
+    monkeypatch.setattr(meeting, "allowed", lambda: frozenset(there))
+    config = ModelConfig("/m", engine="mindspore", ranks=Ranks(groups=(("cpu", "cpu"),), size=2))
+    snapshot = Snapshot("/m", "", "", 1, slices=tuple(SliceSnapshot(f"/m{each}", "", 1, "") for each in range(2)))
+    told = [meeting.rank_program(config, snapshot, "cpu", rank, meeting.Place()).meeting for rank in (0, 1, None)]
+    assert [each and each.cores for each in told] == [*shares, ""]

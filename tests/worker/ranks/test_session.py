@@ -43,6 +43,7 @@ from weightd.worker.canary import canary
 from weightd.worker.engines.engine import Arrays, ModelSignature
 from weightd.worker.engines.errors import BuildError, NoRoom, Spoilt
 from weightd.worker.engines.ranks import Refused
+from weightd.worker.ranks import session
 from weightd.worker.ranks.session import Given, RankSession
 
 M = TypeVar("M")
@@ -97,10 +98,11 @@ def play(npz: Write) -> Play:
         reply: Optional[int] = 1,
         canary: str = "",
         tolerance: float = 0.0,
+        cores: str = "",
     ) -> Tuple[int, Script]:
         script: Any = Script(*orders)
         given = Given("/m/rank1", SIGNATURE, {}, canary or npz(), tolerance)
-        status = RankSession(script, engine, Meeting(rank, 2, 120, 68, reply), given).run(SHA256)
+        status = RankSession(script, engine, Meeting(rank, 2, 120, 68, reply, cores=cores), given).run(SHA256)
         assert not script.orders, "it ended before its last order"
         return status, script
 
@@ -157,6 +159,14 @@ def test_who_is_in_no_group_or_does_not_end_well_takes_no_leave(
     engine = fake(fails=fails)
     play(engine, *orders)
     assert "leave" not in engine.done
+
+
+def test_it_keeps_to_its_cores_once_it_has_run_the_canary(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: List[Tuple[List[str], Any]] = []
+    engine = fake()
+    monkeypatch.setattr(session, "keep_to", lambda cores: kept.append((list(engine.done), cores)))
+    play(engine, ENTER, WARM, STOP, cores="2-3")
+    assert kept == [(["enter", "load /m/rank1 {}", "predict"], {2, 3})]
 
 
 def test_a_rank_that_does_not_answer_compares_nothing(play: Play) -> None:

@@ -18,6 +18,8 @@ from weightd.daemon.config.model import ModelConfig
 from weightd.daemon.config.ranks import Ranks
 from weightd.daemon.engines import ranktable
 from weightd.daemon.engines.ascend import physical_id
+from weightd.daemon.host.cores import allowed
+from weightd.shared.cores import listed
 from weightd.shared.devices import card_of
 from weightd.shared.meeting import Meeting
 
@@ -94,15 +96,17 @@ def rank_program(config: ModelConfig, snapshot: Snapshot, device: str, rank: int
         tolerance=config.canary_tolerance,
         why_spawned="ranks are of no fork server",
         pinned=f"{own.identity}:{own.sha256}",
-        cores=config.cores_of(device) if rank is not None else "",
-        meeting=_meeting(config.ranks, own.group_info, _NO_RANK if rank is None else rank, place),
+        cores="" if rank is None else config.cores_of(device),
+        meeting=_meeting(config, config.ranks, own.group_info, device, rank, place),
         table=place.text,
     )
 
 
-def _meeting(ranks: Ranks, group_info: str, rank: int, place: Place) -> Meeting:
+def _meeting(
+    config: ModelConfig, ranks: Ranks, group_info: str, device: str, rank: int | None, place: Place
+) -> Meeting:
     return Meeting(
-        rank,
+        _NO_RANK if rank is None else rank,
         ranks.size,
         ranks.connect_timeout,
         ranks.exec_timeout,
@@ -112,4 +116,16 @@ def _meeting(ranks: Ranks, group_info: str, rank: int, place: Place) -> Meeting:
         table=place.table,
         group_info=group_info,
         buffer_mib=ranks.buffer_mib if ranks.on_cards else 0,
+        cores="" if rank is None or ranks.on_cards or config.cores_of(device) else _share(rank, ranks.size),
     )
+
+
+def _share(rank: int, size: int) -> str:
+    """Return the cores that a rank on the whole CPU stays on; "": there are not as many as ranks.
+
+    One process wakes all of them, near to which the kernel puts them: on the same core more often than not, where they
+    compute in turn while others idle. To start, each uses all there are.
+    """
+    cores = sorted(allowed())
+    each = len(cores) // size
+    return listed(cores[rank * each :][:each])

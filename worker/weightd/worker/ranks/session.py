@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from typing import Any, Mapping, NamedTuple, Union
 
 from weightd.protocol.errors import RemoteProtocolError
 from weightd.protocol.messages.children import Back, Hello, OrderMessage, Ping, Pong, Settle, Skip
 from weightd.protocol.messages.ranks import Enter, Entered, Slice, Warm, Warmed
+from weightd.shared.cores import parse
 from weightd.shared.meeting import Meeting
 from weightd.worker import exits
+from weightd.worker.affinity import keep_to
 from weightd.worker.connection import Connection
 from weightd.worker.engines.engine import Arrays, ModelSignature
 from weightd.worker.engines.ranks import RankEngine, Refused
@@ -114,6 +117,10 @@ class RankSession(Life):
         if known.divided:
             self._lockstep.divide(known.divided, meeting.size)
         rows = known.rows(more, outputs, why) if order.rows > 1 else None
+        if meeting.cores:
+            # All threads are there by now. A core that is gone since costs time, and nothing else.
+            with contextlib.suppress(OSError):
+                keep_to(parse(meeting.cores))
         self._send(Warmed(digest, (known.case,), rows, self._engine.memory()))
 
     def _back(self) -> Back:

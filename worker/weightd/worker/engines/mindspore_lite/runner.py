@@ -20,13 +20,12 @@ not do beyond what a Model does not (`model`), measured on 2.0.0, and what this 
 
 from __future__ import annotations
 
-import contextlib
 import os
-from pathlib import Path
 from typing import Any, Dict, List, Sequence, Set, Tuple
 
 from weightd.protocol.errors import InvalidArgument
 from weightd.protocol.messages.data import TensorSignature
+from weightd.worker.affinity import keep_to
 from weightd.worker.engines.engine import Arrays, Settings
 from weightd.worker.engines.errors import BuildError, Doubtful, Spoilt
 from weightd.worker.engines.mindspore_lite.cpu import MindSporeLiteCpu
@@ -73,7 +72,7 @@ class MindSporeLiteRunner(MindSporeLiteCpu):
             self._model = self._library.ModelParallelRunner()
             self._model.build_from_file(model, context)
         if not (self._options.thread_affinity_mode or self._options.thread_affinity_cores):
-            _bring_back(cores)
+            keep_to(cores)
         self._learn()
         self._accounted = self._log.size()
 
@@ -125,14 +124,6 @@ class MindSporeLiteRunner(MindSporeLiteCpu):
             with self._turns.alone():
                 pass
         self._accounted = size
-
-
-def _bring_back(cores: Set[int]) -> None:
-    """Have all threads of this process on these cores again."""
-    for task in Path("/proc/self/task").iterdir():
-        # One may have ended meanwhile.
-        with contextlib.suppress(ProcessLookupError):
-            os.sched_setaffinity(int(task.name), cores)
 
 
 def _check(signature: TensorSignature, shape: Tuple[int, ...]) -> None:
