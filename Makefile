@@ -27,25 +27,32 @@ INSTALL := bin/python -m pip install --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: demo test test-ranks test-systemd mutants check check-pyright check-mypy check-oldest check-rest bench fuzz chaos leak clean
+.PHONY: demo test test-most test-oldest test-beside test-ranks test-systemd mutants check check-pyright check-mypy check-oldest check-rest bench fuzz chaos leak clean
 .PHONY: bench-rival help $(VENV) $(MSLITE) $(MINDSPORE) mslite-if-possible mindspore-if-possible
 
 demo: $(VENV)/.made $(if $(filter mindspore_lite,$(ENGINE)),$(MSLITE)/.made)  ## one model, four workers, one copy of the weights [ENGINE=onnxruntime|mindspore_lite]
 	$(BIN)/python -m benchmarks.demo --engine $(ENGINE)
 
 test: $(VENV)/.made mslite-if-possible  ## every test, on ONNX Runtime and where CPython 3.7 is found on MindSpore Lite [EXAMPLES=1]
+	@$(MAKE) --no-print-directory --jobs 2 test-most test-oldest
+
+test-most: ; EXAMPLES=$(EXAMPLES) $(BIN)/python -m pytest $(TWO_AT_ONCE) --ignore tests/ranks
+
+test-oldest:
 	@# The packages that run on 3.7 are tested there meanwhile. In processes of their own: importing mindspore_lite makes the
 	@# whole process, Python's own floats included, take subnormal numbers for 0, and the tests of the protocol would notice.
 	@# A fifth of the examples is enough there for what the interpreter changes; no release for cards runs there.
-	@mkdir -p build; status=0; if [ -e $(MSLITE)/.made ]; then \
+	@[ -e $(MSLITE)/.made ] || exit 0; mkdir -p build; status=0; \
 	(set -ex; export EXAMPLES=0.2; for each in protocol shared client ctl worker; do \
-	$(MSLITE)/bin/python -m pytest tests/$$each --ignore tests/worker/engines/test_ascend.py; done) >build/test-3.7.log 2>&1 & fi; \
-	(set -x; EXAMPLES=$(EXAMPLES) $(BIN)/python -m pytest $(TWO_AT_ONCE) --ignore tests/ranks) || status=$$?; \
-	if [ -n "$$!" ]; then wait $$! || status=$$?; cat build/test-3.7.log; fi; exit $$status
+	$(MSLITE)/bin/python -m pytest tests/$$each --ignore tests/worker/engines/test_ascend.py; done) >build/test-3.7.log 2>&1 || \
+	status=$$?; cat build/test-3.7.log; exit $$status
 
 test-ranks: $(VENV)/.made mindspore-if-possible  ## groups of ranks on the real MindSpore
 	@# One after another: each group has three processes that compute, and a start takes ten seconds of two cores.
 	$(BIN)/python -m pytest tests/ranks
+
+test-beside: test-oldest  # what leaves a core to the other tests, one after another
+	@status=0; $(MAKE) --no-print-directory test-ranks >build/test-ranks.log 2>&1 || status=$$?; cat build/test-ranks.log; exit $$status
 
 test-systemd: $(VENV)/.made mslite-if-possible  ## the units under a real systemd, and whether a broken unit is noticed [root]
 	$(BIN)/python -m pytest tests/systemd
