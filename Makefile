@@ -42,9 +42,9 @@ test-oldest:
 	@# The packages that run on 3.7 are tested there meanwhile. In processes of their own: importing mindspore_lite makes the
 	@# whole process, Python's own floats included, take subnormal numbers for 0, and the tests of the protocol would notice.
 	@# A fifth of the examples is enough there for what the interpreter changes; no release for cards runs there.
-	@[ -e $(MSLITE)/.made ] || exit 0; mkdir -p build; status=0; \
+	@[ -e $(MSLITE)/.made ] || exit 0; mkdir -p build; \
 	(set -ex; export EXAMPLES=0.2; for each in protocol shared client ctl worker; do \
-	$(MSLITE)/bin/python -m pytest tests/$$each --ignore tests/worker/engines/test_ascend.py; done) >build/test-3.7.log 2>&1 || \
+	$(MSLITE)/bin/python -m pytest tests/$$each --ignore tests/worker/engines/test_ascend.py; done) >build/test-3.7.log 2>&1; \
 	status=$$?; cat build/test-3.7.log; exit $$status
 
 test-ranks: $(VENV)/.made mindspore-if-possible  ## groups of ranks on the real MindSpore
@@ -52,7 +52,7 @@ test-ranks: $(VENV)/.made mindspore-if-possible  ## groups of ranks on the real 
 	$(BIN)/python -m pytest tests/ranks
 
 test-beside: test-oldest  # what leaves a core to the other tests, one after another
-	@status=0; $(MAKE) --no-print-directory test-ranks >build/test-ranks.log 2>&1 || status=$$?; cat build/test-ranks.log; exit $$status
+	@$(MAKE) --no-print-directory test-ranks >build/test-ranks.log 2>&1; status=$$?; cat build/test-ranks.log; exit $$status
 
 test-systemd: $(VENV)/.made mslite-if-possible  ## the units under a real systemd, and whether a broken unit is noticed [root]
 	$(BIN)/python -m pytest tests/systemd
