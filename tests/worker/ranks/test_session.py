@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, Type, TypeVar
+from typing import Any, Callable, Collection, Dict, List, Optional, Sequence, Tuple, Type, TypeVar
 
 import numpy as np
 import pytest
@@ -164,7 +164,11 @@ def test_who_is_in_no_group_or_does_not_end_well_takes_no_leave(
 def test_it_keeps_to_its_cores_once_it_has_run_the_canary(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
     kept: List[Tuple[List[str], Any]] = []
     engine = fake()
-    monkeypatch.setattr(session, "keep_to", lambda cores: kept.append((list(engine.done), cores)))
+
+    def keep_to(cores: Collection[int]) -> None:
+        kept.append((list(engine.done), cores))
+
+    monkeypatch.setattr(session, "keep_to", keep_to)
     play(engine, ENTER, WARM, STOP, cores="2-3")
     assert kept == [(["enter", "load /m/rank1 {}", "predict"], {2, 3})]
 
