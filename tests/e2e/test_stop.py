@@ -80,7 +80,8 @@ def test_a_stop_answers_what_was_accepted_and_leaves_nothing(
             pending = submit(client, question, 40)
             to(daemon.pid, number)
             daemon.wait_for("stopping: finishing what was accepted")
-            with pytest.raises(Unavailable, match="stopping"):
+            # On a busy host it has finished, and gone, before this one asks.
+            with pytest.raises(Unavailable, match=r"stopping|no daemon"):
                 client.infer("mlp", question.inputs)
             for each in pending:
                 assert_same(each.result(), question.answer)
