@@ -20,6 +20,7 @@ from weightd.daemon.config.devices import DeviceConfig
 from weightd.daemon.config.groups import GroupConfig
 from weightd.daemon.config.listeners import ListenerConfig
 from weightd.daemon.config.model import ModelConfig
+from weightd.daemon.config.tenants import TenantConfig
 from weightd.daemon.manual import configuration, program
 from weightd.daemon.manual.reference import keys
 from weightd.shared.manual.commands import read
@@ -117,7 +118,7 @@ def test_each_key_is_there_with_its_meaning() -> None:
 
 
 def test_no_table_is_missing_and_a_meaning_is_that_of_its_own_key() -> None:
-    outer = {DaemonConfig, ListenerConfig, ModelConfig, GroupConfig, DeviceConfig}
+    outer = {DaemonConfig, ListenerConfig, TenantConfig, ModelConfig, GroupConfig, DeviceConfig}
     inner = {field.metadata["kind"].record for cls in outer for field in tables.keys(cls)} - {None}
     assert {*configuration.TABLES.values()} == outer | inner
     first, *_, last = keys(DaemonConfig)
@@ -157,7 +158,7 @@ def test_each_key_of_the_example_may_be_uncommented() -> None:
     file = tomllib.loads(every)
     there = [file["models"]["resnet50"], file["daemon"], file["listeners"]["NAME"], file["devices"]["ascend:0"]]
     # These say something by being there.
-    extra = [there[0].pop("ranks"), file.pop("groups")["NAME"]]
+    extra = [there[0].pop("ranks"), *(file.pop(table)["NAME"] for table in ("groups", "tenants"))]
     inner = [*(there[0][name] for name in ("batching", "split", "mindspore_lite")), *extra]
     names = {"ranks", *(name for table in [*there, *inner] for name in table)}
     assert names == {field.name for cls in configuration.TABLES.values() for field in tables.keys(cls)}

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from weightd.daemon.host.credentials import credentials
 from weightd.daemon.requests.request import Origin
+from weightd.daemon.tenants.tenant import EVERYONE, Tenant
 from weightd.shared.stream import Stream
 
 
@@ -49,6 +50,7 @@ class Connection:
         key: by which the rest of the daemon knows it; none is used twice.
         stream: the way to it.
         identity: who it is.
+        tenant: that it is; None where nobody knows it.
         since: when it came, in monotonic seconds.
         has_spoken: whether a whole message of it has come.
         leaving: it was hung up, and is on its way out.
@@ -57,13 +59,16 @@ class Connection:
         drops: whether it was told of last that it does not read.
     """
 
-    __slots__ = ("arriving", "drops", "has_spoken", "identity", "key", "leaving", "since", "stream", "unread")
+    __slots__ = ("arriving", "drops", "has_spoken", "identity", "key", "leaving", "since", "stream", "tenant", "unread")
 
-    def __init__(self, key: bytes, stream: Stream, identity: Identity, since: float) -> None:
+    def __init__(
+        self, key: bytes, stream: Stream, identity: Identity, since: float, tenant: Tenant | None = EVERYONE
+    ) -> None:
         self.key = key
         self.stream = stream
         self.identity = identity
         self.since = since
+        self.tenant = tenant
         self.has_spoken = False
         self.leaving = False
         self.arriving = 0

@@ -22,6 +22,7 @@ from weightd.daemon.models.fleet import Fleet
 from weightd.daemon.models.model import Model
 from weightd.daemon.requests.regions import NOWHERE
 from weightd.daemon.requests.request import Request
+from weightd.daemon.tenants.tenant import EVERYONE
 from weightd.protocol import limits
 from weightd.protocol.codec import Decoder, clip, encode, id_of
 from weightd.protocol.errors import (
@@ -259,6 +260,7 @@ class Frontend:
             sum(map(len, tensors)),
             connection.identity.origin,
             places,
+            connection.tenant or EVERYONE,
             _level(parameters.priority, model.config),
         )
         kept_bytes = request.kept_bytes

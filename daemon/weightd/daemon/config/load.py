@@ -15,6 +15,7 @@ from weightd.daemon.config.groups import GroupConfig, as_member, complete_groups
 from weightd.daemon.config.listeners import ListenerConfig, read_listeners
 from weightd.daemon.config.model import LOADING, ModelConfig, complete_model
 from weightd.daemon.config.tables import Problems
+from weightd.daemon.config.tenants import TenantConfig, read_tenants
 from weightd.protocol import limits
 from weightd.protocol.errors import WeightdError
 from weightd.protocol.schema import FieldError, label
@@ -24,7 +25,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-_TABLES = ("daemon", "listeners", "models", "groups", "devices")
+_TABLES = ("daemon", "listeners", "tenants", "models", "groups", "devices")
 
 
 class ConfigError(WeightdError):
@@ -49,6 +50,7 @@ class Config:
         devices: the tables of those that have one.
         listeners: all there are, by name: where clients that speak ZeroMQ connect.
         groups: models that share a process, by the name of their group.
+        tenants: who may ask what, by name; none: everyone is one.
     """
 
     daemon: DaemonConfig
@@ -56,6 +58,7 @@ class Config:
     devices: Mapping[str, DeviceConfig] = field(default_factory=dict[str, DeviceConfig])
     listeners: Mapping[str, ListenerConfig] = field(default_factory=dict[str, ListenerConfig])
     groups: Mapping[str, GroupConfig] = field(default_factory=dict[str, GroupConfig])
+    tenants: Mapping[str, TenantConfig] = field(default_factory=dict[str, TenantConfig])
 
 
 class Examined(NamedTuple):
@@ -148,6 +151,7 @@ def _parse(
     loadable: dict[str, ModelConfig] = {}
     devices: dict[str, DeviceConfig] = {}
     groups: dict[str, GroupConfig] = {}
+    tenants: dict[str, TenantConfig] = {}
     for key in content:
         if key not in _TABLES:
             problems.note([FieldError(tables.unknown("table", key, _TABLES)).at(f".{label(key)}")])
@@ -156,6 +160,8 @@ def _parse(
         daemon = complete_daemon(daemon, base, listening, problems)
     with problems.at(".listeners"):
         listeners = read_listeners(content.get("listeners", {}), daemon, listening, problems)
+    with problems.at(".tenants"):
+        tenants = read_tenants(content.get("tenants", {}), problems)
     with problems.at(".devices"):
         devices = read_devices(content.get("devices", {}), problems)
     with problems.at(".groups"):
@@ -168,7 +174,7 @@ def _parse(
     with problems.at(".groups"):
         groups = complete_groups(groups, models, problems)
     models.update(memberships(groups, models))
-    return Config(daemon, models, devices, listeners, groups), loadable, problems
+    return Config(daemon, models, devices, listeners, groups, tenants), loadable, problems
 
 
 def _models(

@@ -13,6 +13,7 @@ from weightd.daemon.config.groups import GroupConfig
 from weightd.daemon.config.listeners import ListenerConfig
 from weightd.daemon.config.model import ModelConfig
 from weightd.daemon.config.ranks import Ranks
+from weightd.daemon.config.tenants import TenantConfig
 from weightd.daemon.engines.mindspore_lite import MindSporeLiteOptions
 from weightd.daemon.manual.reference import Key, keys
 from weightd.protocol.version import VERSION
@@ -22,6 +23,7 @@ from weightd.shared.manual.roff import Page, bold, italic
 TABLES: Mapping[str, type[Any]] = {
     "daemon": DaemonConfig,
     "listeners.NAME": ListenerConfig,
+    "tenants.NAME": TenantConfig,
     "models.NAME": ModelConfig,
     "models.NAME.batching": Batching,
     "models.NAME.split": Split,
@@ -37,6 +39,10 @@ _MEANINGS: Mapping[str, str] = {
         "Where clients connect that speak ZeroMQ. NAME is chosen as that of a model. The tables may be left out: then "
         "such clients connect to the daemon's `socket`, or wherever a service manager listens for them. If there are "
         "tables, they name all such places, those where a service manager listens among them."
+    ),
+    "tenants.NAME": (
+        "Who may ask what, and how much of it. `default` is who is in no other. The tables may be left out: then "
+        "whoever may connect is one tenant."
     ),
     "models.NAME": (
         "A model; at least one is needed. Clients ask for it as NAME: 1 to 64 ASCII letters, digits, `_`, `.` and "

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from weightd.daemon.requests.regions import NOWHERE, Places
+from weightd.daemon.tenants.tenant import EVERYONE, Tenant
 from weightd.protocol.messages.data import RequestDescription
 
 # What a request takes beside its tensors, about: the header's objects.
@@ -46,6 +47,7 @@ class Request:
         frames: the tensors' bytes; only `contents` looks at them.
         places: of the tensors that have no frame.
         origin: who has sent it, as far as the kernel tells.
+        tenant: on whose account it goes.
         level: how many levels of priority come before its own.
         company: what else may run while it does.
         deaths: seats that died of it, or so it seems.
@@ -68,6 +70,7 @@ class Request:
     nbytes: int
     origin: Origin = NOBODY
     places: Places = NOWHERE
+    tenant: Tenant = EVERYONE
     level: int = 0
     company: Company = Company.ANY
     deaths: int = 0

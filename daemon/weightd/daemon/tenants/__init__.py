@@ -1,0 +1,1 @@
+"""Who asks, and what they may: tenants, and how a peer is known to be one."""

@@ -1,0 +1,87 @@
+"""Which tenant a peer is, by what the kernel or a key proves of it; a message proves nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from weightd.daemon.config.tenants import DEFAULT, RIGHTS, TenantConfig
+from weightd.daemon.tenants.tenant import EVERYONE, Tenant
+
+# Whom the kernel cannot name: users that a namespace hides (/proc/sys/kernel/overflowuid).
+_OVERFLOW_UID = 65534
+
+# Who operates by its user and is in no table.
+_OPERATORS = TenantConfig(may=RIGHTS)
+
+
+class Proof(NamedTuple):
+    """What is proven of a peer.
+
+    Attributes:
+        uid: of a unix socket's peer; None over TCP.
+        gids: its groups, likewise.
+        key: its public key in Z85; "" where it has shown none.
+        operates: it is root, or the user that the daemon runs as, and has connected to the daemon itself.
+    """
+
+    uid: int | None = None
+    gids: tuple[int, ...] = ()
+    key: str = ""
+    operates: bool = False
+
+
+class Directory:
+    """All tenants. Where there are no tables, everyone is one.
+
+    Args:
+        tenants: the tables, by name.
+    """
+
+    def __init__(self, tenants: Mapping[str, TenantConfig]) -> None:
+        self._tenants: dict[str, Tenant] = {}
+        # Its name cannot be that of a table.
+        self._operators = Tenant("(operators)", _OPERATORS)
+        self.renew(tenants)
+
+    def renew(self, tenants: Mapping[str, TenantConfig]) -> None:
+        """Other tables are in force; a tenant that stays is the same object."""
+        before, self._tenants = self._tenants, {}
+        self._by_uid: dict[int, Tenant] = {}
+        self._by_gid: dict[int, Tenant] = {}
+        self._by_key: dict[str, Tenant] = {}
+        for name, config in tenants.items():
+            tenant = self._tenants[name] = before.get(name) or Tenant(name, config)
+            tenant.renew(config)
+            self._by_uid.update(dict.fromkeys(config.user_ids, tenant))
+            self._by_gid.update(dict.fromkeys(config.group_ids, tenant))
+            self._by_key.update(dict.fromkeys(config.public_keys, tenant))
+
+    def __iter__(self) -> Iterator[Tenant]:
+        return iter(self._tenants.values() or (EVERYONE,))
+
+    @property
+    def tells_apart(self) -> bool:
+        """Whether there are tables."""
+        return bool(self._tenants)
+
+    def get(self, name: str) -> Tenant | None:
+        """Return the tenant of a table, or None."""
+        return self._tenants.get(name)
+
+    def of(self, proof: Proof) -> Tenant | None:
+        """Return who a peer is; None where it is nobody.
+
+        Its key comes before its uid, and that before its groups: of these the first that the kernel names.
+        """
+        if not self._tenants:
+            return EVERYONE
+        known = self._by_key.get(proof.key)
+        if known is not None or proof.uid == _OVERFLOW_UID:
+            return known
+        if proof.uid is not None:
+            known = self._by_uid.get(proof.uid) or self._of_groups(proof.gids)
+        return known or (self._operators if proof.operates else self._tenants.get(DEFAULT))
+
+    def _of_groups(self, gids: Sequence[int]) -> Tenant | None:
+        return next((self._by_gid[gid] for gid in gids if gid in self._by_gid), None)
