@@ -169,7 +169,10 @@ REFUSED = [
     ("[models]", NO_TABLES),
     ("models = 3", NO_TABLES),
     (f"{MODEL}[model.n]\n", "model: unknown table; did you mean models?"),
-    (f"workers = 3\n{MODEL}", "workers: unknown table; expected one of daemon, listeners, tenants, models, groups, devices"),
+    (
+        f"workers = 3\n{MODEL}",
+        "workers: unknown table; expected one of daemon, listeners, tenants, models, groups, devices",
+    ),
     (f"daemon = 3\n{MODEL}", "daemon: expected a table, got int*"),
     ("[models]\nm = 'm.onnx'\n", "models.m: expected a table, got str*"),
     (f"[daemon]\nruntime_dir = '/{'a' * 100}'\n{MODEL}", "daemon.runtime_dir: expected a socket path of at most 107 *"),
