@@ -98,6 +98,7 @@ WEIGHTCTL = {
     "update": Use("tiny {other}", 0, "tiny"),
     "update-weights": Use("tiny {weights}", 1, "cannot update weights on the CPU"),
     "reload": Use("", 0, "no model changes"),
+    "keygen": Use("{none}", 0, ".key: the secret key"),
     "install-units": Use("--dry-run --prefix {prefix}", 0, "weightd.service"),
 }
 

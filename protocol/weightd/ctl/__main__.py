@@ -12,7 +12,7 @@ from typing import Dict, List, Optional
 from weightd.client.address import default_address
 from weightd.client.client import Client
 from weightd.client.session import DEFAULT_TIMEOUT_S
-from weightd.ctl import exits, health, predict, reload, update
+from weightd.ctl import exits, health, keygen, predict, reload, update
 from weightd.ctl.advise import verb as advise
 from weightd.ctl.bench import verb as bench
 from weightd.ctl.install import verb as install
@@ -34,6 +34,7 @@ VERBS: Dict[str, Verb] = {
     "update": update.VERB,
     "update-weights": update.WEIGHTS_VERB,
     "reload": reload.VERB,
+    "keygen": keygen.VERB,
     "install-units": install.VERB,
 }
 

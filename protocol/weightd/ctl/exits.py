@@ -33,7 +33,8 @@ MEANINGS: Mapping[int, str] = {
     "`install-units`: a file was left alone.",
     USAGE: "The command line is wrong.",
     NO_INPUT: "An input file is missing, or is not what it should be.",
-    UNAVAILABLE: "The daemon cannot be reached, or does not answer; `install-units`: there is no weightd to install.",
+    UNAVAILABLE: "The daemon cannot be reached, or does not answer; `install-units`: there is no weightd to install; "
+    "`keygen`: this ZeroMQ has no CURVE.",
     CANNOT_WRITE: "The output cannot be written.",
     NOT_YET: "A model does not serve, and has not failed either; `health`: it is not ready; `update`: it still loads.",
     PROTOCOL: "The daemon speaks another version of the protocol.",
