@@ -14,12 +14,13 @@ from weightd.daemon.clients.frontend import Daemon, Frontend
 from weightd.daemon.host.loop import Loop
 from weightd.daemon.models.fleet import Fleet
 from weightd.daemon.requests.request import Origin, Request
+from weightd.daemon.tenants.accounts import Accounts
 from weightd.protocol import limits
 from weightd.protocol.codec import decode, encode
 from weightd.protocol.errors import InvalidArgument, RequestError, ResourceExhausted, Unavailable
 from weightd.protocol.framing import Message
 from weightd.protocol.messages.children import Result
-from weightd.protocol.messages.control import Update
+from weightd.protocol.messages.control import ModelMetadata, Update
 from weightd.protocol.messages.data import Error, Infer, Parameters, RequestDescription, ResponseDescription, TensorSpec
 from weightd.protocol.messages.types import FROM_CLIENT, TO_CLIENT
 from weightd.shared.stream import Stream
@@ -86,7 +87,15 @@ class World:
         fleet = SimpleNamespace(models={"m": self.model}, everyone=lambda: [self.model])
         kept = Request(1, b"", "", RequestDescription("m", ()), (), 0.0, 0.0, NBYTES).kept_bytes
         daemon = SimpleNamespace(stopping=False)
-        self.frontend = Frontend(self.loop, cast(Fleet, fleet), 3 * kept, cast(Daemon, daemon), max_shm_bytes=0)
+        self.accounts = Accounts()
+        self.frontend = Frontend(
+            self.loop,
+            cast(Fleet, fleet),
+            3 * kept,
+            cast(Daemon, daemon),
+            max_shm_bytes=0,
+            accounts=self.accounts,
+        )
         self.model.frontend = self.frontend
 
     def client(self, *, may_operate: bool = False) -> Peer:
@@ -242,3 +251,22 @@ def test_what_breaks_the_framing_is_told_without_an_id(world: World) -> None:
     error = client.error()
     assert (error.id, error.code) == ("", "INVALID_ARGUMENT")
     assert error.error.startswith("frames: expected a message of 1 to 66 frames, got ")
+
+
+def test_each_request_is_on_the_account_of_its_tenant_and_model(world: World) -> None:
+    client = world.client()
+    for name in ("wrong", "answered", "refused", "waits"):
+        world.ask(client, name)
+    client.stream.send(encode(Infer("unknown", RequestDescription("n", ()))))
+    client.stream.send(encode(ModelMetadata("elsewhere", "n")))
+    world.refusals(client, 3)
+    answered, refused = world.model.waiting[:2]
+    world.frontend.answer(answered, Result(1, ResponseDescription("m", ())), [bytes(7)])
+    world.frontend.refuse(refused, InvalidArgument("as a test"))
+    account = world.accounts.of("default", "m")
+    assert account is answered.account
+    assert (account.requests, account.served, account.in_flight) == (4, 1, 1)
+    assert (account.bytes_in, account.bytes_out) == (3 * NBYTES, 7)
+    assert account.refused == {"INVALID_ARGUMENT": 2}
+    elsewhere = world.accounts.of("default", "")
+    assert (elsewhere.requests, elsewhere.refused) == (1, {"NOT_FOUND": 2})

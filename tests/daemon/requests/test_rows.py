@@ -436,3 +436,30 @@ def test_answers_are_put_together_in_the_order_of_the_rows() -> None:
 def test_answers_that_do_not_fit_together_are_an_error(other: Piece, text: str) -> None:
     with pytest.raises(Internal, match=text):
         joined([piece(1, b"aa"), other], "y")
+
+
+# --- whose time it is -----------------------------------------------------------------------------------------------
+
+
+def test_the_seconds_of_a_job_are_divided_by_rows() -> None:
+    small, large, whole = request(1), request(3), request(2)
+    made = scheduler(ROWS, small, large)
+    [(seat, job)] = [*made.assign(2.0)]
+    for number in [*job.parts]:
+        made.seats.finish(seat.name, number, 6.0)
+    accounts = [each.account for each in (small, large)]
+    assert [(each.rows, each.seat_seconds, each.waited_seconds) for each in accounts] == [(1, 1.0, 2.0), (3, 3.0, 2.0)]
+    alone = scheduler(RowTerms(), whole)
+    [(seat, job)] = [*alone.assign(0.0)]
+    alone.seats.finish(seat.name, job.number, 5.0)
+    # How many rows it has nobody knows here.
+    assert (whole.account.rows, whole.account.seat_seconds) == (0, 5.0)
+
+
+def test_a_request_that_is_cut_has_waited_once_and_its_rows_count_once() -> None:
+    cut = request(8)
+    made = scheduler(CUT, cut)
+    # The second part is ready behind the first.
+    for end, (seat, job) in zip((3.0, 5.0), [*made.assign(1.0)], strict=True):
+        made.seats.finish(seat.name, job.number, end)
+    assert (cut.account.rows, cut.account.seat_seconds, cut.account.waited_seconds) == (8, 4.0, 1.0)

@@ -22,6 +22,7 @@ from weightd.daemon.models.fleet import Fleet
 from weightd.daemon.models.model import Model
 from weightd.daemon.requests.regions import NOWHERE
 from weightd.daemon.requests.request import Request
+from weightd.daemon.tenants.accounts import ELSEWHERE, Accounts
 from weightd.daemon.tenants.tenant import EVERYONE
 from weightd.protocol import limits
 from weightd.protocol.codec import Decoder, clip, encode, id_of
@@ -106,6 +107,7 @@ class Frontend:
         fleet: the models.
         max_memory_bytes: that are kept for clients, see `Room`.
         max_shm_bytes: of the regions of one user.
+        accounts: of all tenants.
         daemon: is asked what no model knows.
 
     Attributes:
@@ -113,9 +115,19 @@ class Frontend:
         regions: the memory that they have registered.
     """
 
-    def __init__(self, loop: Loop, fleet: Fleet, max_memory_bytes: int, daemon: Daemon, *, max_shm_bytes: int) -> None:
+    def __init__(
+        self,
+        loop: Loop,
+        fleet: Fleet,
+        max_memory_bytes: int,
+        daemon: Daemon,
+        *,
+        max_shm_bytes: int,
+        accounts: Accounts | None = None,
+    ) -> None:
         self._fleet = fleet
         self._daemon = daemon
+        self._accounts = accounts or Accounts()
         # A worker may still give an answer that the daemon before this one has asked for: no number is used twice.
         self._numbers = itertools.count(time.time_ns() // 1000)
         self._decoder = Decoder(FROM_CLIENT)
@@ -169,6 +181,7 @@ class Frontend:
 
     def answer(self, request: Request, result: Result, frames: Sequence[Any]) -> None:
         """Send the model's answer."""
+        request.account.answers(sum(map(len, frames)))
         self.room.give(request.client, request.kept_bytes)
         self._tell(
             request.client,
@@ -178,6 +191,7 @@ class Frontend:
 
     def refuse(self, request: Request, error: RequestError) -> None:
         """Send an error in the place of an answer."""
+        request.account.fails(error)
         self.room.give(request.client, request.kept_bytes)
         self.tell_error(request.client, request.id, error, running=request.running)
 
@@ -232,6 +246,7 @@ class Frontend:
         try:
             self._verbs[message.__class__](connection, message, frames, now)
         except RequestError as error:
+            self._count_refusal(connection, message, error)
             self.tell_error(connection.key, message.id, error)
 
     # --- what a client may ask: each raises a RequestError where it is refused --------------------------------------
@@ -248,6 +263,7 @@ class Frontend:
             if not connection.identity.is_near and (regions.inputs or regions.outputs):
                 raise InvalidArgument(f"parameters.regions: {_ELSEWHERE}")
             places = self.regions.places(client, regions, description.inputs)
+        tenant = connection.tenant or EVERYONE
         tensors = frames[_TENSORS]
         request = Request(
             next(self._numbers),
@@ -260,8 +276,9 @@ class Frontend:
             sum(map(len, tensors)),
             connection.identity.origin,
             places,
-            connection.tenant or EVERYONE,
-            _level(parameters.priority, model.config),
+            tenant,
+            account=self._accounts.of(tenant.name, description.model_name),
+            level=_level(parameters.priority, model.config),
         )
         kept_bytes = request.kept_bytes
         self._take(client, kept_bytes)
@@ -270,6 +287,7 @@ class Frontend:
         except RequestError:
             self.room.give(client, kept_bytes)
             raise
+        request.account.accepts(request.nbytes)
 
     def _cancel(self, connection: Connection, message: Cancel, frames: Sequence[Any], now: float) -> None:
         for each in self._fleet.everyone():
@@ -339,6 +357,12 @@ class Frontend:
 
     def _on_broken(self, connection: Connection, how: str) -> None:
         self.tell_error(connection.key, "", InvalidArgument(how))
+
+    def _count_refusal(self, connection: Connection, message: Any, error: RequestError) -> None:
+        tenant = connection.tenant or EVERYONE
+        name = message.description.model_name if isinstance(message, Infer) else ELSEWHERE
+        account = self._accounts.of(tenant.name, name if name in self._fleet.models else ELSEWHERE)
+        account.refuses(error, requests=isinstance(message, Infer))
 
     def _on_gone(self, connection: Connection) -> None:
         for model in self._fleet.everyone():

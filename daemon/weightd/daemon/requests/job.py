@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 
 from weightd.daemon.requests.part import Part
 from weightd.daemon.requests.request import Company, Origin, Request
@@ -25,6 +25,7 @@ class Job:
         count: how many parts it had.
         form: of its rows, if it has some.
         rows: how many they are.
+        answered: its parts that were.
         began: when it began to run, in monotonic seconds; later than any clock says while it is only ready.
     """
 
@@ -34,6 +35,7 @@ class Job:
     form: Form | None = None
     rows: int = 0
     began: float = _NOT_YET
+    answered: list[Part] = field(default_factory=list[Part])
 
     @classmethod
     def of(cls, parts: Sequence[Part], form: Form | None = None, rows: int = 0) -> Job:
@@ -49,6 +51,13 @@ class Job:
         """Whatever has to run again of it, does so alone."""
         for request in self.requests:
             request.narrow(Company.ALONE)
+
+    def bill(self, seconds: float, parts: Collection[Part]) -> None:
+        """It has run for so long: that goes on the accounts of these of its parts, by their rows."""
+        rows = sum([part.rows for part in parts]) if self.count > 1 else 0
+        for part in parts:
+            share = seconds * part.rows / rows if rows else seconds / len(parts)
+            part.request.account.ran(share, part.rows)
 
     @property
     def sole(self) -> Request | None:
@@ -74,3 +83,15 @@ class Job:
     def company(self) -> Company:
         """What else may run: as the narrowest of its parts bears."""
         return max(request.company for request in self.requests)
+
+
+def bill_loss(jobs: Sequence[Job], now: float) -> None:
+    """A seat was lost to these jobs: that, and the time for which they ran, goes on the accounts of who has asked."""
+    for job in jobs:
+        if job.has_begun and job.parts:
+            job.bill(now - job.began, job.parts.values())
+    accounts = {id(request.account): request.account for job in jobs for request in job.requests}
+    if len(accounts) == 1:
+        # Of several nobody can tell whose fault it was.
+        [account] = accounts.values()
+        account.deaths += 1

@@ -23,7 +23,7 @@ class Part:
         request: whose it is.
         cut: the request, if this is not all of it.
         first: the first of the rows, then.
-        rows: how many there are, then.
+        rows: how many there are, as far as that is known.
     """
 
     number: int

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from weightd.daemon.requests.regions import NOWHERE, Places
+from weightd.daemon.tenants.accounts import Account
 from weightd.daemon.tenants.tenant import EVERYONE, Tenant
 from weightd.protocol.messages.data import RequestDescription
 
@@ -48,9 +49,11 @@ class Request:
         places: of the tensors that have no frame.
         origin: who has sent it, as far as the kernel tells.
         tenant: on whose account it goes.
+        account: of the tenant, for the model.
         level: how many levels of priority come before its own.
         company: what else may run while it does.
         deaths: seats that died of it, or so it seems.
+        begun: a seat was given it, or some of it.
         losses: seats that ended while they ran it, for whatever reason; those that ran it at once count once.
         lost_at: when the last one did that counts.
         digest: of its content, once that has been computed.
@@ -71,9 +74,11 @@ class Request:
     origin: Origin = NOBODY
     places: Places = NOWHERE
     tenant: Tenant = EVERYONE
+    account: Account = field(default_factory=Account)
     level: int = 0
     company: Company = Company.ANY
     deaths: int = 0
+    begun: bool = False
     losses: int = 0
     lost_at: float = -float("inf")
     digest: bytes = b""

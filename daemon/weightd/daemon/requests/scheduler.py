@@ -268,7 +268,11 @@ class Scheduler:
         group = self.seats.together(seat, request, form, waiting, now)
         for each in group.requests[1:]:
             waiting.remove(each)
-        return Job.of([Part(each.number, each) for each in group.requests], form, group.rows)
+        parts = [Part(each.number, each) for each in group.requests]
+        for part in parts:
+            its_form = terms.form(part.request.description)
+            part.rows = its_form.rows if its_form is not None else 0
+        return Job.of(parts, form, group.rows)
 
     def _cut(self, request: Request, terms: RowTerms, form: Form) -> Cut:
         """Have a request run in parts."""

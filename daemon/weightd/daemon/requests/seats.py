@@ -190,6 +190,11 @@ class Seats:
 
     def give(self, seat: Seat, job: Job, now: float) -> None:
         """Have the seat run a job, as soon as it has nothing before it."""
+        for part in job.parts.values():
+            request = part.request
+            if not request.begun:
+                request.begun = True
+                request.account.waited(now - request.arrived)
         look = now + self._predict_timeout if seat.give(job, now) else seat.since + QUICK_S
         if look < self.look:
             self.look = look
@@ -202,8 +207,10 @@ class Seats:
         if seat is None or job is None:
             return None
         part = job.parts.pop(number)
+        job.answered.append(part)
         if not job.parts:
             took = seat.finished(job, now)
+            job.bill(took, job.answered)
             self._ran.append(took / job.count)
             self._tally.executions += 1
             if job.form is not None:

@@ -17,7 +17,7 @@ from weightd.daemon.requests.blame.groups import MAX_GROUPS, Groups, Loss
 from weightd.daemon.requests.blame.quarantine import Quarantine
 from weightd.daemon.requests.blame.suspects import Suspects
 from weightd.daemon.requests.blame.watchdog import Watchdog
-from weightd.daemon.requests.job import Job
+from weightd.daemon.requests.job import Job, bill_loss
 from weightd.daemon.requests.request import Company, Origin, Request
 from weightd.daemon.requests.scheduler import AT_ONCE, Scheduler
 from weightd.daemon.requests.seat import Seat
@@ -141,6 +141,7 @@ class Guard:
         # The answer to the first may be lost with it, if it died of the next: all that it had runs alone from now on.
         accused = jobs if end.blames else []
         origins = self._accuse(accused)
+        bill_loss(accused, now)
         self._suspect(origins, now - seat.since, now)
         proven = accused[0].sole if len(accused) == 1 else None
         awaited = {part.request for job in jobs for part in job.awaited}
@@ -218,6 +219,7 @@ class Guard:
             self._learn(accused, self._hold, now)
             self._lost_to(job, now - job.began, now)
         elif accused is not None:
+            bill_loss([job], now)
             self._learn(accused, self._costs, now)
 
     def _accuse(self, jobs: Sequence[Job]) -> set[Origin]:
@@ -230,6 +232,7 @@ class Guard:
 
     def _lost_to(self, job: Job, ran: float, now: float) -> None:
         """A seat is lost to a job that it has run for `ran` seconds."""
+        bill_loss([job], now)
         self._suspect(job.origins, ran, now)
         for origin in job.origins:
             self._contain(origin, now)

@@ -1,0 +1,253 @@
+"""What each tenant has asked of each model, and what that has taken: plain counters.
+
+There are as many as tenants and models are configured. What a tenant has asked of models that are gone is kept in one
+account; a tenant that is gone takes its own with it. Neither goes while something of it is in flight.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, field
+
+from weightd.protocol import limits
+from weightd.protocol.errors import ERRORS, RequestError, ResourceExhausted
+from weightd.protocol.schema import integer, mapping, number, text
+
+# The bounds of a tenant of which a refusal names the one that was reached.
+QUOTAS = (
+    "max_in_flight",
+    "max_queue",
+    "max_queue_bytes",
+    "max_rate",
+    "max_rows",
+    "max_connections",
+    "max_shared_bytes",
+    "priority_max",
+)
+
+# All reasons: those, and the codes of the errors in which a request may end otherwise.
+REASONS = (*QUOTAS, *ERRORS)
+
+# The account of what is no request of a model that there is.
+ELSEWHERE = ""
+
+# Of so many of the last ticks a share is taken.
+_TICKS = 6
+
+_COUNT = integer(0, limits.MAX_COUNT)
+_SECONDS = number(1e15)
+
+
+class QuotaExceeded(ResourceExhausted):
+    """A bound of the tenant is reached.
+
+    Attributes:
+        quota: which, one of `QUOTAS`.
+    """
+
+    def __init__(self, quota: str, text: str, *, retry_after: float | None = None) -> None:
+        super().__init__(text, retry_after=retry_after)
+        self.quota = quota
+
+
+@dataclass(frozen=True)
+class Figures:
+    """An account as it is written down; the fields are those of `Account`."""
+
+    tenant: str = field(metadata=text(limits.MAX_NAME_BYTES))
+    model: str = field(metadata=text(limits.MAX_MODEL_NAME_BYTES, empty=True))
+    requests: int = field(metadata=_COUNT)
+    served: int = field(metadata=_COUNT)
+    rows: int = field(metadata=_COUNT)
+    seat_seconds: float = field(metadata=_SECONDS)
+    waited_seconds: float = field(metadata=_SECONDS)
+    bytes_in: int = field(metadata=_COUNT)
+    bytes_out: int = field(metadata=_COUNT)
+    deaths: int = field(metadata=_COUNT)
+    refused: dict[str, int] = field(metadata=mapping(_COUNT, len(REASONS)))
+
+
+class Account:
+    """What a tenant has asked of a model. One request counts in `served`, or in `refused`, once it has ended.
+
+    Attributes:
+        requests: that have come, those included that were refused at once.
+        served: that were answered.
+        rows: of them, as far as those of the model are known.
+        seat_seconds: for which seats ran them; a job of several is divided by their rows.
+        waited_seconds: from the arrival of each to when a seat was given it.
+        bytes_in: of their tensors, as far as these were sent.
+        bytes_out: of the answers, likewise.
+        deaths: seats that were lost to them.
+        in_flight: that were accepted and have not ended.
+        refused: that have ended in an error, by reason; messages that are no requests, too.
+    """
+
+    __slots__ = (
+        "bytes_in",
+        "bytes_out",
+        "deaths",
+        "in_flight",
+        "refused",
+        "requests",
+        "rows",
+        "seat_seconds",
+        "served",
+        "waited_seconds",
+    )
+
+    def __init__(self) -> None:
+        self.requests = 0
+        self.served = 0
+        self.rows = 0
+        self.seat_seconds = 0.0
+        self.waited_seconds = 0.0
+        self.bytes_in = 0
+        self.bytes_out = 0
+        self.deaths = 0
+        self.in_flight = 0
+        self.refused: dict[str, int] = {}
+
+    def accepts(self, nbytes: int) -> None:
+        """A request is accepted, with tensors of so many bytes."""
+        self.requests += 1
+        self.in_flight += 1
+        self.bytes_in += nbytes
+
+    def waited(self, seconds: float) -> None:
+        """A seat was given it, or the first of it, so long after it had come."""
+        self.waited_seconds += seconds
+
+    def ran(self, seconds: float, rows: int) -> None:
+        """A seat has run it, or a part of it."""
+        self.seat_seconds += seconds
+        self.rows += rows
+
+    def answers(self, nbytes: int) -> None:
+        """It is answered, with tensors of so many bytes."""
+        self.in_flight -= 1
+        self.served += 1
+        self.bytes_out += nbytes
+
+    def fails(self, error: RequestError) -> None:
+        """It has ended in an error."""
+        self.in_flight -= 1
+        self.refuses(error)
+
+    def refuses(self, error: RequestError, *, requests: int = 0) -> None:
+        """A message is refused; `requests`: how many it is."""
+        self.requests += requests
+        reason = error.quota if isinstance(error, QuotaExceeded) else error.code
+        self.refused[reason] = self.refused.get(reason, 0) + 1
+
+    @property
+    def failed(self) -> int:
+        """All that was refused."""
+        return sum(self.refused.values())
+
+    @property
+    def is_blank(self) -> bool:
+        """Whether nothing was counted."""
+        return not (self.requests or self.refused or self.deaths or self.seat_seconds)
+
+    def add(self, other: Account | Figures) -> None:
+        """Count what another one has counted, but for what is in flight there."""
+        self.requests += other.requests
+        self.served += other.served
+        self.rows += other.rows
+        self.seat_seconds += other.seat_seconds
+        self.waited_seconds += other.waited_seconds
+        self.bytes_in += other.bytes_in
+        self.bytes_out += other.bytes_out
+        self.deaths += other.deaths
+        for reason, count in other.refused.items():
+            self.refused[reason] = self.refused.get(reason, 0) + count
+
+    def figures(self, tenant: str, model: str) -> Figures:
+        """Return what it has counted, as it is written down."""
+        return Figures(
+            tenant,
+            model,
+            self.requests,
+            self.served,
+            self.rows,
+            self.seat_seconds,
+            self.waited_seconds,
+            self.bytes_in,
+            self.bytes_out,
+            self.deaths,
+            dict(self.refused),
+        )
+
+
+class Accounts:
+    """The accounts of all tenants."""
+
+    def __init__(self) -> None:
+        self._tenants: dict[str, dict[str, Account]] = {}
+        self._ticks: deque[dict[str, float]] = deque(maxlen=_TICKS)
+
+    def of(self, tenant: str, model: str) -> Account:
+        """Return the account of a tenant for a model that there is, or for what is `ELSEWHERE`."""
+        accounts = self._tenants.get(tenant)
+        if accounts is None:
+            accounts = self._tenants[tenant] = {}
+        account = accounts.get(model)
+        if account is None:
+            account = accounts[model] = Account()
+        return account
+
+    def items(self, tenant: str) -> Iterator[tuple[str, Account]]:
+        """Yield the models of which a tenant has asked anything, each with the account."""
+        for model, account in self._tenants.get(tenant, {}).items():
+            if not account.is_blank:
+                yield model, account
+
+    def total(self, tenant: str) -> Account:
+        """Return the sum of all that a tenant has; what is in flight, too."""
+        total = Account()
+        for account in self._tenants.get(tenant, {}).values():
+            total.add(account)
+            total.in_flight += account.in_flight
+        return total
+
+    def seat_seconds(self, tenant: str) -> float:
+        """Return those that all requests of a tenant have taken."""
+        return sum(account.seat_seconds for account in self._tenants.get(tenant, {}).values())
+
+    def tick(self) -> None:
+        """Some seconds have passed, about as many as since the last call: shares are those since the first of some."""
+        self._ticks.append({tenant: self.seat_seconds(tenant) for tenant in self._tenants})
+
+    def shares(self) -> dict[str, float]:
+        """Return of each tenant its part of the seat seconds of late; empty where nothing has run."""
+        before = self._ticks[0] if self._ticks else {}
+        taken = {tenant: max(0.0, self.seat_seconds(tenant) - before.get(tenant, 0.0)) for tenant in self._tenants}
+        total = sum(taken.values())
+        return {tenant: seconds / total for tenant, seconds in taken.items()} if total else {}
+
+    def keep(self, tenants: Collection[str], models: Collection[str]) -> None:
+        """These are all there are: forget the other tenants, and put together what was asked of other models."""
+        for tenant, accounts in list(self._tenants.items()):
+            is_idle = not any(account.in_flight for account in accounts.values())
+            if tenant not in tenants and is_idle:
+                del self._tenants[tenant]
+                continue
+            for model, account in list(accounts.items()):
+                if model != ELSEWHERE and model not in models and not account.in_flight:
+                    del accounts[model]
+                    self.of(tenant, ELSEWHERE).add(account)
+
+    def figures(self) -> Iterator[Figures]:
+        """Yield what is to be written down. What is asked meanwhile may be in it, or not."""
+        for tenant in list(self._tenants):
+            for model, account in list(self.items(tenant)):
+                yield account.figures(tenant, model)
+
+    def restore(self, written: Iterable[Figures]) -> None:
+        """Go on from what was written down."""
+        for each in written:
+            self.of(each.tenant, each.model).add(each)
+        # What was before is nobody's share.
+        self.tick()
