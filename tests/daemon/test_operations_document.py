@@ -12,6 +12,7 @@ import pytest
 
 from weightd.daemon import exits
 from weightd.daemon.__main__ import parser
+from weightd.daemon.config import identities
 from weightd.daemon.config import load as config
 from weightd.shared.manual.commands import read
 
@@ -39,6 +40,9 @@ def test_each_exit_status_is_there() -> None:
 def test_the_configurations_are_good(block: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # A host on which a model has sets of cores has more of them than one that runs tests.
     monkeypatch.setattr(os, "sched_getaffinity", mock.Mock(return_value=set(range(16))))
+    # And has users, groups and keys of its own.
+    for name in ("user_id", "group_id", "public_key"):
+        monkeypatch.setattr(identities, name, str)
     config.parse(tomllib.loads(block), Path("/etc/weightd"))
 
 

@@ -56,6 +56,16 @@ def test_check_loads_each_model_and_leaves_nothing(zoo: Zoo, place: Place, tmp_p
     assert place.left == []
 
 
+def test_check_tells_who_tenants_are_and_warns(zoo: Zoo, place: Place) -> None:
+    config = place.config({"m": {"path": zoo.path("two_inputs", "onnxruntime")}})
+    with config.open("a", encoding="utf-8") as file:
+        file.write('\n[tenants.research]\nuids = ["root"]\nmodels = ["m", "gone"]\n')
+    done = weightd("check", config)
+    assert done.returncode == 0
+    assert "tenant research: user 0; may infer; models m, gone\n" in done.stdout
+    assert done.stderr == f"weightd: {config}: warning: tenants.research.models: there is no model 'gone'\n"
+
+
 def test_run_serves_one_model_without_a_configuration(
     engine: str, zoo: Zoo, bare: Bare, place: Place, tmp_path: Path
 ) -> None:

@@ -13,6 +13,7 @@ from weightd.daemon import exits
 from weightd.daemon.config.check import described, problems
 from weightd.daemon.config.defaults import default_path
 from weightd.daemon.config.load import ConfigError, examine, parse
+from weightd.daemon.config.tenants import warnings
 from weightd.daemon.continuity.config_file import ConfigFile
 from weightd.daemon.continuity.service import Manager
 from weightd.daemon.doctor import arguments as doctor
@@ -117,6 +118,8 @@ def _check(options: argparse.Namespace) -> int:
         return exits.CONFIG if found else exits.MODEL_FAILED
     for line in described(config):
         print(line)
+    for warning in warnings(config.tenants, config.models):
+        logs.complain(f"{options.config}: warning: {warning}")
     where = [f"unix://{config.daemon.unix_socket}", *(each.address for each in config.listeners.values())]
     print(f"{options.config}: good; clients connect to {', '.join(where)}")
     return exits.OK

@@ -9,7 +9,10 @@ from onnx import TensorProto, helper
 
 from testkit import models
 from weightd.daemon.config import check
+from weightd.daemon.config.daemon import DaemonConfig
+from weightd.daemon.config.load import Config
 from weightd.daemon.config.model import ModelConfig
+from weightd.daemon.config.tenants import TenantConfig
 from weightd.protocol.version import VERSION
 
 
@@ -63,6 +66,20 @@ def test_what_an_interpreter_says(tmp_path: Path, model: ModelConfig, script: st
     python = interpreter(tmp_path, script)
     expected = [f"models.m.python: {python}: {problem}"] if problem else []
     assert problems(m=dataclasses.replace(model, python=python)) == expected
+
+
+def test_tenants_are_told_as_the_kernel_knows_them(model: ModelConfig) -> None:
+    tenants = {
+        "research": TenantConfig(uids=("alice", "7"), keys=("a.pub",), user_ids=(1001, 7), models=("m", "bert-*")),
+        "default": TenantConfig(may=()),
+        "site": TenantConfig(may=("infer", "status")),
+    }
+    config = Config(DaemonConfig(), {"m": model}, tenants=tenants)
+    assert list(check.described(config))[1:] == [
+        "tenant research: user 1001, 7; key a.pub; may infer; models m, bert-*",
+        "tenant default: whoever is in no other; may do nothing; all models",
+        "tenant site: whom others ask for; may infer, status; all models",
+    ]
 
 
 def test_an_interpreter_that_cannot_be_run(tmp_path: Path, model: ModelConfig) -> None:

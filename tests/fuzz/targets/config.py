@@ -7,16 +7,19 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from itertools import chain
 from pathlib import Path
 
 from weightd.daemon.config import load as config
 from weightd.daemon.config.daemon import DaemonConfig
 from weightd.daemon.config.devices import DeviceConfig
 from weightd.daemon.config.groups import GroupConfig
+from weightd.daemon.config.identities import OVERFLOW_ID
 from weightd.daemon.config.listeners import ListenerConfig
 from weightd.daemon.config.load import Config, ConfigError
 from weightd.daemon.config.model import ModelConfig
 from weightd.daemon.config.ranks import MAX_RANKS, Ranks
+from weightd.daemon.config.tenants import MAX_TENANTS, TenantConfig
 from weightd.daemon.engines import ENGINES
 from weightd.daemon.engines.mindspore_lite import MindSporeLiteOptions
 from weightd.protocol import limits
@@ -28,12 +31,15 @@ else:
 
 _BASE = Path("/etc/weightd")
 
-_TABLES = (DaemonConfig, DeviceConfig, ListenerConfig, ModelConfig, GroupConfig, Ranks)
+_TABLES = (DaemonConfig, DeviceConfig, ListenerConfig, ModelConfig, GroupConfig, Ranks, TenantConfig)
 
 MAX_BYTES = 8192
 WORDS = (
     b"[daemon]\n",
     b"[listeners.l]\n",
+    b"[tenants.t]\n",
+    b"[tenants.default]\n",
+    b'uids = ["root", 65534]\n',
     b"[models.m]\n",
     b'[models.m.mindspore_lite]\nprovider = "ge"\n',
     b'[devices."ascend:0"]\n',
@@ -79,6 +85,7 @@ def _check(parsed: Config) -> None:
     assert 0 < len(parsed.listeners) <= limits.MAX_LISTENERS
     assert all(each.address.startswith(("ipc:///", "tcp://")) for each in parsed.listeners.values())
     assert parsed.daemon.private_dir.is_absolute()
+    _check_tenants(parsed)
     for name, model in parsed.models.items():
         assert name.isprintable()
         assert "/" not in name
@@ -93,6 +100,18 @@ def _check(parsed: Config) -> None:
         assert model.mindspore_lite.json().isprintable()
         _check_ranks(model)
     assert "cpu" not in parsed.devices
+
+
+def _check_tenants(parsed: Config) -> None:
+    assert len(parsed.tenants) <= MAX_TENANTS
+    tenants = parsed.tenants.values()
+    for every in ([*chain.from_iterable(getattr(each, key) for each in tenants)] for key in ("user_ids", "group_ids")):
+        assert len({*every}) == len(every)
+        assert OVERFLOW_ID not in every
+    for tenant in parsed.tenants.values():
+        assert len(tenant.public_keys) <= len(tenant.keys)
+        assert 1e-3 <= tenant.weight <= 1e3
+        assert all(each.isprintable() for each in (*tenant.models, *tenant.acts_for))
 
 
 def _check_ranks(model: ModelConfig) -> None:

@@ -12,6 +12,7 @@ from weightd.daemon.config import slices
 from weightd.daemon.config.load import Config
 from weightd.daemon.config.model import ModelConfig
 from weightd.daemon.config.ranks import Ranks
+from weightd.daemon.config.tenants import DEFAULT, TenantConfig
 from weightd.daemon.host.ends import explain
 from weightd.protocol.version import VERSION
 from weightd.shared.modelfile import Model, ModelFileError
@@ -98,13 +99,24 @@ def _other_problems(model: ModelConfig, asked: dict[tuple[str, ...], str], *, is
 
 
 def described(config: Config) -> Iterator[str]:
-    """Yield what each model will be, and each group of models; a line each."""
+    """Yield what each model will be, each group of models, and who each tenant is; a line each."""
     for name, model in config.models.items():
         what = f"{model.workers} workers" if model.ranks is None else _of_ranks(model.ranks)
         yield f"{name}: {model.engine}, {what}, {model.path}"
     for name, group in config.groups.items():
         shared = "workspace and weights" if group.shares_weights and group.shares_workspace else group.share
         yield f"{name}: {', '.join(group.models)} in one process on {', '.join(group.devices)}, {shared} shared"
+    for name, tenant in config.tenants.items():
+        models = "all models" if "*" in tenant.models else f"models {', '.join(tenant.models)}"
+        yield f"tenant {name}: {_who(name, tenant)}; may {', '.join(tenant.may) or 'do nothing'}; {models}"
+
+
+def _who(name: str, tenant: TenantConfig) -> str:
+    several = {"user": tenant.user_ids, "group": tenant.group_ids, "key": tenant.keys}
+    parts = [f"{what} {', '.join(map(str, each))}" for what, each in several.items() if each]
+    if name == DEFAULT:
+        parts.append("whoever is in no other")
+    return "; ".join(parts) or "whom others ask for"
 
 
 def _of_ranks(ranks: Ranks) -> str:

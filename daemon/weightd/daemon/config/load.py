@@ -161,7 +161,7 @@ def _parse(
     with problems.at(".listeners"):
         listeners = read_listeners(content.get("listeners", {}), daemon, listening, problems)
     with problems.at(".tenants"):
-        tenants = read_tenants(content.get("tenants", {}), problems)
+        tenants = read_tenants(content.get("tenants", {}), base, problems)
     with problems.at(".devices"):
         devices = read_devices(content.get("devices", {}), problems)
     with problems.at(".groups"):

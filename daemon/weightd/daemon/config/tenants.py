@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import dataclasses
+import fnmatch
+import re
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, cast
 
-from weightd.daemon.config import tables
+from weightd.daemon.config import identities, tables
+from weightd.daemon.config.identities import Identities
 from weightd.daemon.config.names import of_name
 from weightd.daemon.config.tables import Problems, derived
+from weightd.daemon.host.paths import user_path
 from weightd.protocol import limits
-from weightd.protocol.schema import FieldError, Kind, Metadata, integer, label, many, number, one_of, text
+from weightd.protocol.schema import FieldError, Kind, Metadata, got, integer, label, many, number, one_of, text
 
 # Of the rights: to ask models, to see what concerns others, and to change what the daemon does.
 INFER = "infer"
@@ -30,7 +36,11 @@ _MOST_EACH = 256
 _MOST_BYTES = 2**62
 _MOST_COUNT = 2**31
 
-_PATTERN = text(limits.MAX_NAME_BYTES)
+# The shares of two tenants are no further apart than its square: seconds divided by a weight stay seconds.
+_MOST_WEIGHT = 1000.0
+
+_PATTERN = re.compile(r"[A-Za-z0-9_.*?-]+")
+_WILD = re.compile(r"[*?]")
 
 
 def _account() -> Metadata:
@@ -43,6 +53,20 @@ def _account() -> Metadata:
     return {"kind": Kind(check, check, check, "name, or number")}
 
 
+def _pattern() -> Metadata:
+    """A name, or with * for any characters and ? for one, all that are like it."""
+    names = text(limits.MAX_NAME_BYTES)["kind"]
+
+    def check(value: Any) -> str:
+        checked: str = names.check(value)
+        if not _PATTERN.fullmatch(checked):
+            expected = "a name, or a pattern of ASCII letters, digits, '_', '.', '-', '*' and '?'"
+            raise FieldError(f"expected {expected}, got {got(checked)}")
+        return checked
+
+    return {"kind": Kind(check, check, check, "name, or pattern with * and ?")}
+
+
 @dataclass(frozen=True)
 class TenantConfig:
     """A table [tenants.NAME]."""
@@ -53,20 +77,21 @@ class TenantConfig:
     groups: tuple[str, ...] = field(default=(), metadata=many(_account(), _MOST_EACH))
     """Groups of this host, by name or number: whoever is in one, and is in no tenant's `uids`."""
 
-    keys: tuple[str, ...] = field(default=(), metadata=many(text(limits.MAX_PATH_BYTES), _MOST_EACH))
+    keys: tuple[str, ...] = field(default=(), metadata=many(user_path(limits.MAX_PATH_BYTES), _MOST_EACH))
     """Files with public keys, of clients that connect to a listener with `security = "curve"`; see weightctl keygen."""
 
-    models: tuple[str, ...] = field(default=("*",), metadata=many(_PATTERN, _MOST_EACH))
+    models: tuple[str, ...] = field(default=("*",), metadata=many(_pattern(), _MOST_EACH))
     """The models that there are for it, by name or by a pattern with * and ?."""
 
     may: tuple[str, ...] = field(default=(INFER,), metadata=many(one_of(RIGHTS), len(RIGHTS)))
     """What it may do: "infer"; "status", to see what concerns others, too; "operate", to update models and reload."""
 
-    acts_for: tuple[str, ...] = field(default=(), metadata=many(_PATTERN, _MOST_EACH))
+    acts_for: tuple[str, ...] = field(default=(), metadata=many(_pattern(), _MOST_EACH))
     """Tenants for which it may ask, by name or pattern: its requests say for whom they are, as those of a gateway."""
 
-    weight: float = field(default=1.0, metadata=number(1000.0, positive=True))
-    """Its share of the seconds of each device, among those who wait for some."""
+    weight: float = field(default=1.0, metadata=number(_MOST_WEIGHT, positive=True))
+    """Its share of the seconds of each device, among those who wait for some: 2 is twice as many as 1. At least
+    0.001."""
 
     max_in_flight: int = field(default=0, metadata=integer(0, _MOST_COUNT))
     """Requests that wait or run. 0: as many as the models take."""
@@ -102,8 +127,13 @@ class TenantConfig:
     """What is in `keys`, in Z85."""
 
 
-def read_tenants(content: Any, problems: Problems) -> dict[str, TenantConfig]:
+def read_tenants(content: Any, base: Path, problems: Problems) -> dict[str, TenantConfig]:
     """Return the tenants by name; what is wrong is added to `problems`.
+
+    Args:
+        content: the tables, as TOML has them.
+        base: the directory of the file: paths are relative to it.
+        problems: as in `tables.read`.
 
     Raises:
         FieldError: these are no tables, or too many.
@@ -114,19 +144,55 @@ def read_tenants(content: Any, problems: Problems) -> dict[str, TenantConfig]:
     if len(given) > MAX_TENANTS:
         raise FieldError(f"expected at most {MAX_TENANTS} tenants, got {len(given)}")
     tenants: dict[str, TenantConfig] = {}
+    found: dict[str, Identities] = {}
     for name, table in given.items():
         with problems.at(f".{label(name)}"):
             problems.note(of_name("tenant", name))
-            tenants[name] = tables.read(TenantConfig, table, problems, section=f"tenants.{name}")
-    problems.note(_of_all(tenants))
+            tenant = tables.read(TenantConfig, table, problems, section=f"tenants.{name}")
+            problems.note(_of_one(tenant, given))
+            who = found[name] = identities.look_up(tenant.uids, tenant.groups, tenant.keys, base, problems)
+            tenants[name] = dataclasses.replace(
+                tenant, user_ids=tuple(who.users), group_ids=tuple(who.groups), public_keys=tuple(who.keys)
+            )
+    problems.note(_of_all(found))
     return tenants
 
 
-def _of_all(tenants: Mapping[str, TenantConfig]) -> Iterator[FieldError]:
+def _of_one(tenant: TenantConfig, names: Collection[str]) -> Iterator[FieldError]:
+    if tenant.weight < 1 / _MOST_WEIGHT:
+        yield FieldError(f"expected at least {1 / _MOST_WEIGHT:g}, got {tenant.weight:g}").at(".weight")
+    for index, each in enumerate(tenant.acts_for):
+        if is_name(each) and each not in names:
+            yield FieldError(f"expected a tenant that has a table, got {got(each)}").at(f"[{index}]").at(".acts_for")
+
+
+def _of_all(found: Mapping[str, Identities]) -> Iterator[FieldError]:
     """Nobody is two tenants."""
-    for key in ("uids", "groups", "keys"):
-        owners: dict[str, str] = {}
-        for name, tenant in tenants.items():
-            for each in getattr(tenant, key):
-                if owners.setdefault(each, name) != name:
-                    yield FieldError(f"{each} is in tenant {owners[each]} already").at(f".{label(name)}.{key}")
+    for name, error in identities.twice({name: each.users for name, each in found.items()}):
+        yield error.at(".uids").at(f".{label(name)}")
+    for name, error in identities.twice({name: each.groups for name, each in found.items()}):
+        yield error.at(".groups").at(f".{label(name)}")
+    for name, error in identities.twice({name: each.keys for name, each in found.items()}):
+        yield error.at(".keys").at(f".{label(name)}")
+
+
+def is_name(pattern: str) -> bool:
+    """Return whether a pattern is that of one name alone."""
+    return not _WILD.search(pattern)
+
+
+def warnings(tenants: Mapping[str, TenantConfig], models: Collection[str]) -> Iterator[str]:
+    """Yield what of the tables is probably not what was meant; each text names the key."""
+    for name, tenant in tenants.items():
+        where = f"tenants.{label(name)}"
+        for each in tenant.models:
+            if is_name(each) and each not in models:
+                yield f"{where}.models: there is no model {each!r}"
+        if not tenant.may:
+            yield f"{where}.may: it may do nothing"
+        if name != DEFAULT and not (tenant.uids or tenant.groups or tenant.keys or _is_acted_for(name, tenants)):
+            yield f"{where}: nobody is it: it has neither uids nor groups nor keys, and no tenant acts for it"
+
+
+def _is_acted_for(name: str, tenants: Mapping[str, TenantConfig]) -> bool:
+    return any(fnmatch.fnmatchcase(name, each) for other in tenants.values() for each in other.acts_for)

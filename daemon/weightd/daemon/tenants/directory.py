@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from weightd.daemon.config.identities import OVERFLOW_ID
 from weightd.daemon.config.tenants import DEFAULT, RIGHTS, TenantConfig
 from weightd.daemon.tenants.tenant import EVERYONE, Tenant
-
-# Whom the kernel cannot name: users that a namespace hides (/proc/sys/kernel/overflowuid).
-_OVERFLOW_UID = 65534
 
 # Who operates by its user and is in no table.
 _OPERATORS = TenantConfig(may=RIGHTS)
@@ -77,7 +75,7 @@ class Directory:
         if not self._tenants:
             return EVERYONE
         known = self._by_key.get(proof.key)
-        if known is not None or proof.uid == _OVERFLOW_UID:
+        if known is not None or proof.uid == OVERFLOW_ID:
             return known
         if proof.uid is not None:
             known = self._by_uid.get(proof.uid) or self._of_groups(proof.gids)
