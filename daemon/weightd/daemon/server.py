@@ -43,6 +43,7 @@ from weightd.daemon.models.records import DeviceRecord
 from weightd.daemon.models.sources import Numbers
 from weightd.daemon.observe.status import Subject, report
 from weightd.daemon.observe.survey import Measured, Survey, crowding
+from weightd.daemon.requests.shares import Clocks
 from weightd.daemon.shutdown import Event, Shutdown
 from weightd.protocol.errors import InvalidArgument, RequestError, ResourceExhausted, Unavailable
 from weightd.protocol.messages.control import ReloadResponse
@@ -90,6 +91,7 @@ class Server:
         self._keeping: Keeping | None = None
         self._devices: dict[str, Device] = {}
         self._attaching = Attaching()
+        self._clocks = Clocks()
         self._one_shot = one_shot
         self._zygote = zygote
         self._loop = Loop()
@@ -187,6 +189,7 @@ class Server:
     def _make(self, name: str, config: ModelConfig, numbers: Numbers) -> Model:
         model = self._households.make(name, config, self._devices, self._backend, self._frontend, numbers)
         model.attaching = self._attaching
+        model.desk.scheduler.clocks = self._clocks
         self._loop.add_timer(model.timer)
         return model
 

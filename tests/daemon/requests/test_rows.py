@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 from dataclasses import replace
 from functools import partial
@@ -336,21 +337,21 @@ def test_parts_are_as_devices_are_quick_and_leave_no_few_rows(
     times = known(whole, a=a, b=b)
     taken: list[int] = []
     while whole.is_pending:
-        rows = rows_of_part(whole, "ab"[len(taken) % 2], ["a", "b"], times, others_wait=False)
+        rows = rows_of_part(whole, "ab"[len(taken) % 2], ["a", "b"], times, math.inf)
         taken.append(whole.take(rows)[1])
     assert taken == parts
 
 
 def test_a_part_has_one_of_the_sizes_of_the_model() -> None:
-    assert rows_of_part(cut(sizes=(8, 16)), "a", ["a", "b"], Times(), others_wait=False) == 16
-    assert rows_of_part(cut(sizes=(64,)), "a", ["a", "b"], Times(), others_wait=False) == 64
+    assert rows_of_part(cut(sizes=(8, 16)), "a", ["a", "b"], Times(), math.inf) == 16
+    assert rows_of_part(cut(sizes=(64,)), "a", ["a", "b"], Times(), math.inf) == 64
 
 
 def test_a_part_is_short_only_while_others_wait() -> None:
     whole = cut()
     slow = known(whole, a=4 * LONG_S)
-    assert rows_of_part(whole, "a", ["a"], slow, others_wait=False) == 64
-    assert rows_of_part(whole, "a", ["a"], slow, others_wait=True) == 16
+    assert rows_of_part(whole, "a", ["a"], slow, math.inf) == 64
+    assert rows_of_part(whole, "a", ["a"], slow, LONG_S) == 16
 
 
 def test_one_long_job_does_not_make_parts_short_for_good() -> None:

@@ -18,6 +18,7 @@ from weightd.daemon.requests.rows.cut import Cut
 from weightd.daemon.requests.rows.terms import WHOLE, RowTerms
 from weightd.daemon.requests.scheduler import AT_ONCE, Scheduler
 from weightd.daemon.requests.seat import Seat
+from weightd.daemon.requests.shares import Clocks
 from weightd.daemon.requests.signature import Signature
 from weightd.daemon.requests.turns import MemberSeat, Turns
 from weightd.daemon.requests.validation import RowBounds
@@ -68,6 +69,7 @@ class Desk:
         askers: are told.
         order: sends an order, with the frames that follow it and the memory that it names, to a process.
         due_by: called with a time that may be sooner than what `next_event` was.
+        clocks: of the devices, for all models.
 
     Attributes:
         latencies: from a request's arrival to its answer, in the daemon.
@@ -76,11 +78,16 @@ class Desk:
     """
 
     def __init__(
-        self, name: str, config: ModelConfig, askers: Askers, order: Order, due_by: Callable[[float], object]
+        self,
+        name: str,
+        config: ModelConfig,
+        askers: Askers,
+        order: Order,
+        due_by: Callable[[float], object],
+        clocks: Clocks | None = None,
     ) -> None:
-        self.scheduler = Scheduler(
-            config.max_queue, config.max_queue_bytes, config.predict_timeout, due_by, levels=config.priority_levels
-        )
+        bounds = config.max_queue, config.max_queue_bytes, config.predict_timeout
+        self.scheduler = Scheduler(*bounds, due_by, levels=config.priority_levels, clocks=clocks)
         self.guard = Guard(config, self.scheduler, self.refuse, due_by)
         self.signature = Signature(_bounds(config))
         self.writers = Writers()
@@ -108,6 +115,7 @@ class Desk:
             RequestError: it is refused.
         """
         self.signature.check(request.description)
+        self.scheduler.asks(request, now)
         aside = False
         if self.guard.suspects.known or self.guard.quarantine.held:
             aside = self.guard.check(request, now)
@@ -117,9 +125,10 @@ class Desk:
         started = None if aside else self.scheduler.start(request, now)
         if started is None:
             self.scheduler.submit(request, now, aside=aside)
+            self._tell_evicted()
         else:
             self._run(*started)
-        if self.scheduler.line.begun.count:
+        if self.scheduler.line.begun.count or self.scheduler.line.shared:
             self.dispatch(now)
 
     def metadata(self, client: bytes, request_id: str) -> None:
@@ -401,12 +410,17 @@ class Desk:
     def _gather(self, request: Request, now: float) -> None:
         """What comes with it may share its job: it runs once all of that has been taken in."""
         try:
-            self.scheduler.submit(request, now)
+            self.scheduler.submit(request, now, evicts=False)
         except ResourceExhausted:
             # There is room again once those run that could.
             self.dispatch(now)
             self.scheduler.submit(request, now)
+            self._tell_evicted()
         self._look_on()
+
+    def _tell_evicted(self) -> None:
+        for request, error in self.scheduler.take_evicted():
+            self.refuse(request, error)
 
     def _look_on(self) -> None:
         self._has_news = self._looks = True

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from weightd.daemon.requests.part import Part
 from weightd.daemon.requests.request import Company, Origin, Request
 from weightd.daemon.requests.rows.terms import Form
+from weightd.daemon.requests.shares import Bill
 
 _NOT_YET = float("inf")
 
@@ -25,7 +26,9 @@ class Job:
         count: how many parts it had.
         form: of its rows, if it has some.
         rows: how many they are.
+        bill: what it has been charged, where there are several tenants.
         answered: its parts that were.
+        is_settled: its seconds have been told.
         began: when it began to run, in monotonic seconds; later than any clock says while it is only ready.
     """
 
@@ -35,7 +38,9 @@ class Job:
     form: Form | None = None
     rows: int = 0
     began: float = _NOT_YET
+    bill: Bill | None = None
     answered: list[Part] = field(default_factory=list[Part])
+    is_settled: bool = False
 
     @classmethod
     def of(cls, parts: Sequence[Part], form: Form | None = None, rows: int = 0) -> Job:
@@ -47,17 +52,26 @@ class Job:
         """Whether it runs, as far as can be told from here."""
         return self.began != _NOT_YET
 
+    def settle(self, seconds: float) -> None:
+        """It has had its seat for so many seconds, and has it no more. Only the first word counts.
+
+        They go on the accounts of who has asked, by rows, whoever is to blame for the end.
+        """
+        if self.is_settled:
+            return
+        self.is_settled = True
+        if self.bill is not None:
+            self.bill.settle(seconds)
+        ran = [*self.answered, *self.parts.values()]
+        rows = sum([part.rows for part in ran]) if self.count > 1 else 0
+        for part in ran:
+            share = seconds * part.rows / rows if rows else seconds / len(ran)
+            part.request.account.ran(share, 0 if part.number in self.parts else part.rows)
+
     def keep_apart(self) -> None:
         """Whatever has to run again of it, does so alone."""
         for request in self.requests:
             request.narrow(Company.ALONE)
-
-    def bill(self, seconds: float, parts: Collection[Part]) -> None:
-        """It has run for so long: that goes on the accounts of these of its parts, by their rows."""
-        rows = sum([part.rows for part in parts]) if self.count > 1 else 0
-        for part in parts:
-            share = seconds * part.rows / rows if rows else seconds / len(parts)
-            part.request.account.ran(share, part.rows)
 
     @property
     def sole(self) -> Request | None:
@@ -85,11 +99,8 @@ class Job:
         return max(request.company for request in self.requests)
 
 
-def bill_loss(jobs: Sequence[Job], now: float) -> None:
-    """A seat was lost to these jobs: that, and the time for which they ran, goes on the accounts of who has asked."""
-    for job in jobs:
-        if job.has_begun and job.parts:
-            job.bill(now - job.began, job.parts.values())
+def blame(jobs: Sequence[Job]) -> None:
+    """A seat was lost to these jobs: that goes on the account of who has asked, if all are one tenant's."""
     accounts = {id(request.account): request.account for job in jobs for request in job.requests}
     if len(accounts) == 1:
         # Of several nobody can tell whose fault it was.

@@ -3,20 +3,34 @@
 First come, first served, but for priorities. Requests of clients under suspicion (`suspects`) are confined: one of
 them is with a seat at a time. A request that runs in parts takes turns with what else waits: it does not hold all
 seats.
+
+All of this is so among the requests of one tenant. Where there are several it is first a tenant's turn: that of the
+one that has had least of the device whose seat is free (`shares`).
 """
 
 from __future__ import annotations
 
+import heapq
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
 
+from weightd.daemon.requests.by_tenant import ByTenant, waiting
 from weightd.daemon.requests.part import Part
+from weightd.daemon.requests.presence import Presence
 from weightd.daemon.requests.request import Company, Request
 from weightd.daemon.requests.rows.cut import Cut
-from weightd.daemon.requests.waiting import Levels, Queue, Waiting, turn
+from weightd.daemon.requests.shares import Clock
+from weightd.daemon.requests.waiting import Waiting, turn
+from weightd.daemon.tenants.tenant import Tenant
 
 # Of what has begun so many are looked at.
 _MOST_BEGUN = 16
+
+Queued = Waiting | ByTenant
+"""What waits, of one tenant or of each by itself."""
+
+_Q = TypeVar("_Q", Waiting, Queued)
 
 
 class Line:
@@ -33,20 +47,27 @@ class Line:
         begun: what runs in parts, of which some have still to be given to seats: those of the first, then the next's.
         cuts: the requests that run in parts and have not ended, by their numbers.
         was_part: whether the last job was a part of a request.
+        shared: whether there are several tenants: then what waits of each is in queues of its own.
+        presence: of tenants, while it is shared.
     """
 
     def __init__(self, max_queue: int, max_queue_bytes: int, levels: int, runs_confined: Callable[[], bool]) -> None:
         self._max_queue = max_queue
         self._max_queue_bytes = max_queue_bytes
+        self._levels = levels
         self._runs_confined = runs_confined
-        self.normal: Waiting = Queue() if levels == 1 else Levels(levels)
-        self.begun: Waiting = Queue() if levels == 1 else Levels(levels)
-        self._confined = Queue()
-        # What is looked at before it may run.
-        self._aside = Queue()
-        self._queues: Sequence[Waiting] = (self.normal, self._confined, self.begun, self._aside)
         self.cuts: dict[int, Cut] = {}
         self.was_part = False
+        self.shared = False
+        self.presence = Presence(lambda tenant: any(queue.count for queue in self._of(tenant)))
+        # Those whose last job was a part of a request.
+        self._had_part: set[Tenant] = set()
+        # The last is what is looked at before it may run.
+        self._put(waiting(levels), waiting(1), waiting(levels), waiting(1))
+
+    def _put(self, normal: Queued, confined: Queued, begun: Queued, aside: Queued) -> None:
+        self.normal, self._confined, self.begun, self._aside = normal, confined, begun, aside
+        self._queues: Sequence[Queued] = (normal, confined, begun, aside)
 
     # --- who comes and goes -------------------------------------------------------------------------------------
 
@@ -65,7 +86,7 @@ class Line:
         self.put_first(again)
 
     def put_first(self, requests: Sequence[Request]) -> None:
-        """They wait before what is there, in their order."""
+        """They wait before what is there of their tenants, in their order."""
         for queue in (self._confined, self.begun, self.normal):
             queue.put_back([request for request in requests if self._queue_of(request) is queue])
 
@@ -110,31 +131,106 @@ class Line:
         """Take out a client's requests, or those of its requests that have this id."""
         return [request for queue in self._queues for request in queue.withdraw_of(client, request_id)]
 
+    # --- tenants ------------------------------------------------------------------------------------------------
+
+    def share(self) -> None:
+        """There are several tenants from now on; what waits is of one so far."""
+        self.shared = True
+        levels = (self._levels, 1, self._levels, 1)
+        whose = self.presence.changed
+        for request in itertools.islice(self, 1):
+            whose(request.tenant)
+        pairs = zip(levels, self._queues, strict=True)
+        self._put(*(had if isinstance(had, ByTenant) else ByTenant(each, had, whose) for each, had in pairs))
+
+    def share_no_more(self) -> None:
+        """There is one tenant at most, and nothing of any other waits."""
+        self.shared = False
+        self.presence.over()
+        self._had_part.clear()
+        self._put(*(queue.sole() if isinstance(queue, ByTenant) else queue for queue in self._queues))
+
+    @property
+    def tenants(self) -> set[Tenant]:
+        """Those of which anything waits, while it is shared."""
+        return {each for queue in self._apart for each in queue.tenants}
+
+    def has_begun(self, tenant: Tenant) -> bool:
+        """Return whether anything of a tenant runs in parts, of which some have still to be given to seats."""
+        begun = self.begun
+        return (begun.of(tenant) if isinstance(begun, ByTenant) else begun).count > 0
+
+    def others_wait(self, tenant: Tenant) -> bool:
+        """Return whether something of another tenant waits that may run."""
+        return self.shared and not self.presence.look() <= {tenant}
+
+    def gave(self, tenant: Tenant, *, part: bool) -> None:
+        """A job has been made of what waited of a tenant: a part of a request, or not."""
+        self.was_part = part
+        if self.shared:
+            (self._had_part.add if part else self._had_part.discard)(tenant)
+
+    def make_room(self, request: Request) -> list[Request] | None:
+        """Return what has given way to a request that finds no room; None if it is the one that has to.
+
+        That is, one after another, the newest of the tenant that has most waiting by its weight: requests, or bytes,
+        whichever bound is in the way.
+        """
+        gone: list[tuple[Queued, Request]] = []
+        while self.full(request, self.count):
+            is_many = self.count >= self._max_queue
+            amounts = {each: self._amount(each, is_many=is_many) for each in self.tenants}
+            amounts[request.tenant] = amounts.get(request.tenant, 0) + (1 if is_many else request.nbytes)
+            most = max(amounts, key=lambda each: (amounts[each] / each.config.weight, each is request.tenant))
+            # What has begun stays: part of it has been done.
+            newest = [(queue, queue.last_of(most)) for queue in self._apart if queue is not self.begun]
+            there = [(queue, each) for queue, each in newest if each is not None]
+            if most is request.tenant or not there:
+                for queue, each in reversed(gone):
+                    queue.append(each)
+                return None
+            queue, each = max(there, key=lambda pair: pair[1].number)
+            queue.remove(each)
+            gone.append((queue, each))
+        return [each for _, each in gone]
+
     # --- whose turn it is ---------------------------------------------------------------------------------------
 
-    def turns(self) -> Iterator[tuple[Waiting, Request]]:
+    def turns(self) -> Iterator[tuple[Queued, Request]]:
         """Yield the requests that may run next, each with its queue, in the order of their turns.
 
         That is the one that has come first, and some of what has begun; these take turns, if both are of the same
         priority.
         """
-        queue, begun = self.next_whole(), self.begun
-        several = ((begun, request) for request in itertools.islice(begun, _MOST_BEGUN))
-        if queue is None:
-            yield from several
-        elif not begun.count or self._goes_before(begun.first, queue.first):
-            yield queue, queue.first
-            yield from several
-        else:
-            yield from several
-            yield queue, queue.first
+        return _turns(self.next_whole(), self.begun, was_part=self.was_part)
 
-    def next_whole(self) -> Waiting | None:
+    def fair_turns(self, clock: Clock) -> Iterator[tuple[Queued, Request]]:
+        """Yield what `turns` does of one tenant after another, in their order on the device with this clock."""
+        for tenant in sorted(self.presence.look(), key=clock.order):
+            normal, confined, begun = self._of(tenant)
+            whole, had_part = self._whole(normal, confined), tenant in self._had_part
+            for queue, request in _turns(whole, begun, was_part=had_part):
+                yield self._confined if queue is confined else self.begun if queue is begun else self.normal, request
+
+    def fair(self, clock: Clock, guess: float) -> Iterator[Request]:
+        """Yield what waits for nothing but its turn, as if each took so many seconds of the device with this clock."""
+        heads = [
+            (clock.order(tenant), index, tenant, iter(self._of(tenant)[0]))
+            for index, tenant in enumerate(self.presence.look())
+        ]
+        heapq.heapify(heads)
+        while heads:
+            (had, last), index, tenant, requests = heads[0]
+            request = next(requests, None)
+            if request is None:
+                heapq.heappop(heads)
+                continue
+            heapq.heapreplace(heads, ((had + guess / tenant.config.weight, last), index, tenant, requests))
+            yield request
+
+    def next_whole(self) -> Queued | None:
         """Return the queue of which the first runs next, but for what has begun; None if nothing else may run."""
-        normal, confined = self.normal, self._confined
-        if not confined.count or self._runs_confined():
-            return normal if normal.count else None
-        return normal if normal.count and turn(normal.first) < turn(confined.first) else confined
+        return self._whole(self.normal, self._confined)
 
     # --- what it tells ------------------------------------------------------------------------------------------
 
@@ -166,13 +262,46 @@ class Line:
             return f"{nbytes} bytes wait already, {request.nbytes} more are over {bound}"
         return ""
 
-    def _queue_of(self, request: Request) -> Waiting:
+    # --- within -------------------------------------------------------------------------------------------------
+
+    @property
+    def _apart(self) -> list[ByTenant]:
+        return [queue for queue in self._queues if isinstance(queue, ByTenant)]
+
+    def _of(self, tenant: Tenant) -> list[Waiting]:
+        """What waits of a tenant and may run, in the order of `_queues`."""
+        return [queue.of(tenant) for queue in self._apart[:3]]
+
+    def _amount(self, tenant: Tenant, *, is_many: bool) -> int:
+        queues = [queue.of(tenant) for queue in self._apart]
+        return sum(queue.count if is_many else queue.nbytes for queue in queues)
+
+    def _queue_of(self, request: Request) -> Queued:
         if request.company is Company.CONFINED:
             return self._confined
         return self.begun if request.number in self.cuts else self.normal
 
-    def _goes_before(self, begun: Request, request: Request) -> bool:
-        return _precedes(request, begun) or (self.was_part and not _precedes(begun, request))
+    def _whole(self, normal: _Q, confined: _Q) -> _Q | None:
+        if not confined.count or self._runs_confined():
+            return normal if normal.count else None
+        return normal if normal.count and turn(normal.first) < turn(confined.first) else confined
+
+
+def _turns(whole: _Q | None, begun: _Q, *, was_part: bool) -> Iterator[tuple[_Q, Request]]:
+    """Yield what runs next of the first of a queue, and of what has begun."""
+    several = ((begun, request) for request in itertools.islice(begun, _MOST_BEGUN))
+    if whole is None:
+        yield from several
+    elif not begun.count or _goes_before(begun.first, whole.first, was_part=was_part):
+        yield whole, whole.first
+        yield from several
+    else:
+        yield from several
+        yield whole, whole.first
+
+
+def _goes_before(begun: Request, request: Request, *, was_part: bool) -> bool:
+    return _precedes(request, begun) or (was_part and not _precedes(begun, request))
 
 
 def _precedes(one: Request, other: Request) -> bool:

@@ -8,10 +8,11 @@ with the clock.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 
 from weightd.daemon.requests.job import Job
-from weightd.daemon.requests.line import Line
+from weightd.daemon.requests.line import Line, Queued
 from weightd.daemon.requests.part import FIRST_PART, Part
 from weightd.daemon.requests.request import Company, Request
 from weightd.daemon.requests.rows import forming
@@ -19,12 +20,16 @@ from weightd.daemon.requests.rows.cut import Cut
 from weightd.daemon.requests.rows.terms import Form, RowTerms
 from weightd.daemon.requests.seat import Seat
 from weightd.daemon.requests.seats import Seats
+from weightd.daemon.requests.shares import SEVERAL_S, Clocks
 from weightd.daemon.requests.tally import Tally
-from weightd.daemon.requests.waiting import Waiting
+from weightd.daemon.tenants.tenant import Tenant
 from weightd.protocol.errors import DeadlineExceeded, RequestError, ResourceExhausted
 
 # When it is due to look at what is aside.
 AT_ONCE = 0.0
+
+# So long after another tenant has asked a model, a seat gets nothing ahead: it may ask again.
+_LATELY_S = 1.0
 
 
 class Scheduler:
@@ -36,11 +41,13 @@ class Scheduler:
         predict_timeout: seconds after which a seat that computes is held to hang.
         due_by: called with a time that is sooner than what `next_event` was, and AT_ONCE for what is put `aside`.
         levels: of priority.
+        clocks: of the devices, for all models.
 
     Attributes:
         tally: what has run.
         seats: where it runs.
         line: what waits.
+        clocks: as above.
     """
 
     def __init__(
@@ -50,18 +57,47 @@ class Scheduler:
         predict_timeout: float = float("inf"),
         due_by: Callable[[float], object] = lambda _: None,
         levels: int = 1,
+        clocks: Clocks | None = None,
     ) -> None:
         self._due_by = due_by
         self.tally = Tally()
-        self.seats = Seats(predict_timeout, due_by, self.tally)
+        self.clocks = clocks if clocks is not None else Clocks()
+        self.seats = Seats(predict_timeout, due_by, self.tally, self._on)
         self.line = Line(max_queue, max_queue_bytes, levels, self.seats.run_confined)
         self._part_numbers = itertools.count(FIRST_PART)
         # No outstanding request has an earlier deadline than this.
         self._earliest = float("inf")
         # Their deadline had passed when it was their turn: `expire` tells.
         self._late: list[Request] = []
+        # Who has asked this model last, and when; and when anybody else has. While there is one tenant no time is told.
+        self._last: Tenant | None = None
+        self._last_at = self._others_at = -math.inf
+        # They have given way to others.
+        self._evicted: list[tuple[Request, RequestError]] = []
 
     # --- events -------------------------------------------------------------------------------------------------
+
+    def asks(self, request: Request, now: float) -> None:
+        """A request has come. While one tenant alone asks anything of any model, there is nothing to do."""
+        clocks, tenant = self.clocks, request.tenant
+        if tenant is clocks.last and tenant is self._last and now >= clocks.until:
+            return
+        clocks.asks(tenant, now)
+        if self._last not in (None, tenant):
+            clocks.until = now + SEVERAL_S
+        if now >= clocks.until:
+            self._last = tenant
+            return
+        if not self.line.shared:
+            self._share()
+            self._last_at = now
+        if tenant is not self._last:
+            self._last, self._others_at = tenant, self._last_at
+        self._last_at = now
+        # Whoever comes waits for what runs, and no longer.
+        parts = self.seats.take_back(tenant)
+        if parts:
+            self.line.put_back(sorted(parts, key=lambda part: part.number))
 
     def start(self, request: Request, now: float) -> tuple[Seat, Job] | None:
         """Have a request run that has just come, if it is its turn and a seat is free; return None if it has to wait.
@@ -70,7 +106,7 @@ class Scheduler:
         `assign` after it, unless something has begun, and goes on.
         """
         line = self.line
-        if line.next_whole() is not None or request.deadline <= now:
+        if line.shared or line.next_whole() is not None or request.deadline <= now:
             return None
         if request.company is Company.CONFINED and self.seats.run_confined():
             return None
@@ -83,8 +119,10 @@ class Scheduler:
         self._ends_by(request)
         return seat, self._give(seat, request, form, now)
 
-    def submit(self, request: Request, now: float, *, aside: bool = False) -> None:
+    def submit(self, request: Request, now: float, *, aside: bool = False, evicts: bool = True) -> None:
         """Put a request into the line; `aside`: it does not run before it is admitted.
+
+        Where there are several tenants, those of another one may give way to it, if it `evicts`: see `take_evicted`.
 
         Raises:
             ResourceExhausted: the line is full.
@@ -92,7 +130,11 @@ class Scheduler:
         count = self.line.count
         full = self.line.full(request, count) if count else ""
         if full:
-            raise ResourceExhausted(full, retry_after=self.seats.retry_after(count, now))
+            error = ResourceExhausted(full, retry_after=self.seats.retry_after(count, now))
+            gone = self.line.make_room(request) if evicts and self.line.shared else None
+            if gone is None:
+                raise error
+            self._evicted += [(each, error) for each in gone]
         if aside:
             self.line.put_aside(request)
             self._due_by(AT_ONCE)
@@ -100,9 +142,18 @@ class Scheduler:
             self.line.append(request)
         self._ends_by(request)
 
+    def take_evicted(self) -> Sequence[tuple[Request, RequestError]]:
+        """Return what has given way to other requests, each with its error, and forget it."""
+        if not self._evicted:
+            return ()
+        evicted, self._evicted = self._evicted, []
+        return evicted
+
     def assign(self, now: float) -> Iterator[tuple[Seat, Job]]:
         """Yield each pair of seat and job that is due now; what is yielded is running."""
         line = self.line
+        if line.shared or now < self.clocks.until:
+            self._see_tenants(now)
         if line.cuts:
             self._begin_anew()
         while (turn := self._turn(now)) is not None:
@@ -113,7 +164,8 @@ class Scheduler:
                 self.end_whole(request)
                 continue
             form = seat.terms.form(request.description)
-            if line.begun.count and queue is line.normal and form is not None and seat.terms.cuts(form):
+            has_begun = queue is line.normal and line.has_begun(request.tenant)
+            if has_begun and form is not None and seat.terms.cuts(form):
                 # One after another: what is answered to parts is kept until the last of them.
                 self._cut(request, seat.terms, form)
                 line.append(request)
@@ -204,6 +256,7 @@ class Scheduler:
         gone = self.line.withdraw(unfit)
         for request in gone:
             self.end_whole(request)
+        self.line.presence.look()
         return gone
 
     def give_up(self) -> list[Request]:
@@ -232,18 +285,36 @@ class Scheduler:
 
     # --- within -------------------------------------------------------------------------------------------------
 
-    def _turn(self, now: float) -> tuple[Waiting, Request, Seat] | None:
+    def _turn(self, now: float) -> tuple[Queued, Request, Seat] | None:
         """The request that runs now, out of which queue, and where.
 
         Nothing is made ready that would run before the one whose turn it is. What has begun may have to wait for seats
         of the model that it has begun on, while others are free that the next can have.
         """
         line, is_first = self.line, True
+        if line.shared and self._others_may_ask(now):
+            return self._fair_turn(now)
         for queue, request in line.turns():
             seat = self.seats.freest(request, line.cuts.get(request.number), line.normal, now)
             if seat is not None and (seat.is_free or is_first):
                 return queue, request, seat
             is_first = False
+        return None
+
+    def _others_may_ask(self, now: float) -> bool:
+        """Whether another tenant waits beside the first that does, or has asked of late, and may do so again."""
+        there = self.line.presence.look()
+        others_at = self._others_at if self._last in there else self._last_at
+        return len(there) > 1 or now < others_at + _LATELY_S
+
+    def _fair_turn(self, now: float) -> tuple[Queued, Request, Seat] | None:
+        """The same where there are several tenants: nothing is made ready, so that who comes waits for what runs."""
+        line = self.line
+        for seat in self.seats.open(now):
+            for queue, request in line.fair_turns(self.clocks.of(seat.device)):
+                cut = line.cuts.get(request.number)
+                if (cut is None or cut.terms == seat.terms) and seat.takes(request.company, now):
+                    return queue, request, seat
         return None
 
     def _give(self, seat: Seat, request: Request, form: Form | None, now: float) -> Job:
@@ -253,9 +324,20 @@ class Scheduler:
             job = Job(number, {number: Part(number, request)})
         else:
             job = self._formed(seat, request, form, now)
-        self.line.was_part = job.number >= FIRST_PART
+        self.line.gave(request.tenant, part=job.number >= FIRST_PART)
+        if self.line.shared:
+            self._charge(seat, job)
         self.seats.give(seat, job, now)
         return job
+
+    def _charge(self, seat: Seat, job: Job) -> None:
+        """What a job takes goes by its rows, if it is of several tenants."""
+        shares: dict[Tenant, float] = {}
+        for part in job.parts.values():
+            form = seat.terms.form(part.request.description) if job.count > 1 else None
+            shares.setdefault(part.request.tenant, 0.0)
+            shares[part.request.tenant] += form.rows / job.rows if form is not None else 1.0
+        job.bill = self.clocks.of(seat.device).begin(shares, self.seats.expected(seat, job))
 
     def _formed(self, seat: Seat, request: Request, form: Form, now: float) -> Job:
         """The job of a request, and of what goes with it, or of some of its rows."""
@@ -265,7 +347,9 @@ class Scheduler:
             cut = self._cut(request, terms, form)
         if cut is not None:
             return self._part_of(cut, seat)
-        group = self.seats.together(seat, request, form, waiting, now)
+        longest = self.clocks.max_job_s if self.line.others_wait(request.tenant) else math.inf
+        fair = self.line.fair(self.clocks.of(seat.device), self.seats.mean) if self.line.shared else waiting
+        group = self.seats.together(seat, request, form, forming.Mates(fair, waiting.count, longest), now)
         for each in group.requests[1:]:
             waiting.remove(each)
         parts = [Part(each.number, each) for each in group.requests]
@@ -282,12 +366,40 @@ class Scheduler:
 
     def _part_of(self, cut: Cut, seat: Seat) -> Job:
         devices, times = self.seats.devices(cut.terms), self.seats.times
-        rows = forming.rows_of_part(cut, seat.device, devices, times, others_wait=not self.line.is_still)
+        longest = math.inf if self.line.is_still else forming.LONG_S
+        if self.line.others_wait(cut.request.tenant):
+            longest = self.clocks.max_job_s
+        rows = forming.rows_of_part(cut, seat.device, devices, times, longest)
         first, rows = cut.take(rows)
         if cut.is_pending:
             self.line.put_first([cut.request])
         part = Part(next(self._part_numbers), cut.request, cut, first, rows)
         return Job.of([part], cut.form, rows)
+
+    def _see_tenants(self, now: float) -> None:
+        """See whether there are still several tenants, or by now."""
+        line, clocks = self.line, self.clocks
+        if not line.shared:
+            self._share()
+        elif len(line.tenants) > 1:
+            clocks.until = max(clocks.until, now + SEVERAL_S)
+        elif now >= clocks.until:
+            # Whoever asks next is another one, if it is not the one who waits.
+            self._last = next(iter(line.tenants), self._last)
+            line.share_no_more()
+
+    def _share(self) -> None:
+        """What runs has not been charged yet."""
+        self.line.share()
+        self._on()
+        for seat in self.seats:
+            for job in seat.jobs.values():
+                self._charge(seat, job)
+
+    def _on(self) -> None:
+        """The model runs on other devices than before."""
+        if self.line.shared:
+            self.line.presence.on([self.clocks.of(device) for device in self.seats.everywhere])
 
     def _begin_anew(self) -> None:
         """What has begun on a model that no seat serves any more runs on the one that is served, all of it."""

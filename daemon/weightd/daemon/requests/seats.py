@@ -19,7 +19,7 @@ from typing import NamedTuple
 from weightd.daemon.requests.job import Job
 from weightd.daemon.requests.lockstep import Lockstep
 from weightd.daemon.requests.part import Part
-from weightd.daemon.requests.request import Request
+from weightd.daemon.requests.request import Company, Request
 from weightd.daemon.requests.rows import forming
 from weightd.daemon.requests.rows.cut import Cut
 from weightd.daemon.requests.rows.peak import Peak
@@ -27,7 +27,7 @@ from weightd.daemon.requests.rows.terms import WHOLE, Form, RowTerms
 from weightd.daemon.requests.rows.times import Times
 from weightd.daemon.requests.seat import QUICK_S, Seat
 from weightd.daemon.requests.tally import Tally
-from weightd.daemon.requests.waiting import Waiting
+from weightd.daemon.tenants.tenant import Tenant
 from weightd.protocol import limits
 
 # A hint to try again sooner would only bring the next refusal.
@@ -60,6 +60,7 @@ class Seats:
         predict_timeout: seconds after which a seat that computes is held to hang.
         due_by: called with a time that is sooner than `look` was.
         tally: of what has run.
+        moved: called when there is a seat on a device where there was none before.
 
     Attributes:
         enlisted: those that take jobs, by name. One that is not among them gets nothing new but may still answer.
@@ -67,12 +68,21 @@ class Seats:
             it is assigned.
         look: no seat has computed for too long before this.
         times: of what has run.
+        everywhere: the devices on which there are seats, or were: the next one may be there.
     """
 
-    def __init__(self, predict_timeout: float, due_by: Callable[[float], object], tally: Tally) -> None:
+    def __init__(
+        self,
+        predict_timeout: float,
+        due_by: Callable[[float], object],
+        tally: Tally,
+        moved: Callable[[], object] = lambda: None,
+    ) -> None:
         self._predict_timeout = predict_timeout
         self._due_by = due_by
         self._tally = tally
+        self._moved = moved
+        self.everywhere: set[str] = set()
         self._seats: dict[str, Seat] = {}
         self.enlisted: dict[str, Seat] = {}
         # Those that would be, if it were their turn.
@@ -101,6 +111,9 @@ class Seats:
         self.enlisted[seat.name] = seat
         self._find_merging()
         self._seat_of.update(dict.fromkeys((seat.name, *seat.lives_on), seat))
+        if seat.device not in self.everywhere:
+            self.everywhere.add(seat.device)
+            self._moved()
 
     def rate(self, process: str, terms: RowTerms) -> None:
         """From now on this may be done with the rows of requests at the seat of the process."""
@@ -140,6 +153,8 @@ class Seats:
         self._paused.pop(seat.name, None)
         self._find_merging()
         seat.lost()
+        for job in seat.jobs.values():
+            job.settle(0.0)
         return [part for job in seat.jobs.values() for part in job.awaited]
 
     def of(self, process: str) -> Seat | None:
@@ -183,10 +198,25 @@ class Seats:
                 freest, least = seat, load
         return freest
 
-    def together(self, seat: Seat, request: Request, form: Form, waiting: Waiting, now: float) -> forming.Group:
+    def open(self, now: float) -> list[Seat]:
+        """Return those that would begin with a job at once, the one with the least to do first."""
+        free = [seat for seat in self.enlisted.values() if seat.is_free and seat.takes(Company.ANY, now)]
+        return sorted(free, key=lambda seat: len(seat.jobs) / seat.concurrency)
+
+    def together(self, seat: Seat, request: Request, form: Form, waiting: forming.Mates, now: float) -> forming.Group:
         """Return what shares a job of a seat that is free with a request of this form, of all that waits."""
-        where = self._where(seat, most=self._share(seat, form, 1 + waiting.count, now))
-        return forming.together(request, form, waiting, where, now)
+        where = self._where(seat, self._share(seat, form, 1 + waiting.number, now), waiting.longest)
+        return forming.together(request, form, waiting.requests, where, now)
+
+    def expected(self, seat: Seat, job: Job) -> float:
+        """Return how many seconds a job will take at a seat, about; 0.0 where nobody knows."""
+        known = self.times.expected(seat.device, job.form.kind, job.rows) if job.form is not None else 0.0
+        return known or job.count * self.mean
+
+    @property
+    def mean(self) -> float:
+        """The seconds that a part took of late; 0.0 before anything was answered."""
+        return sum(self._ran) / len(self._ran) if self._ran else 0.0
 
     def give(self, seat: Seat, job: Job, now: float) -> None:
         """Have the seat run a job, as soon as it has nothing before it."""
@@ -210,7 +240,7 @@ class Seats:
         job.answered.append(part)
         if not job.parts:
             took = seat.finished(job, now)
-            job.bill(took, job.answered)
+            job.settle(took)
             self._ran.append(took / job.count)
             self._tally.executions += 1
             if job.form is not None:
@@ -255,11 +285,21 @@ class Seats:
             if now >= seat.since + self._predict_timeout:
                 longest = min(seat.jobs.values(), key=lambda job: job.began)
                 del seat.jobs[longest.number]
+                longest.settle(now - longest.began)
                 yield Overdue(seat, longest, self.remove(seat))
             elif now >= seat.since + QUICK_S:
                 again = [part for job in seat.ready for part in self._recall(seat, job, list(job.parts))]
                 yield Overdue(seat, None, again)
         self.look = min((self._due(seat) for seat in self._seats.values()), default=float("inf"))
+
+    def take_back(self, but: Tenant) -> list[Part]:
+        """Take back what seats have not begun with and is another tenant's; return what is awaited of that."""
+        again: list[Part] = []
+        for seat in self._seats.values():
+            for job in seat.ready:
+                if any(request.tenant is not but for request in job.requests):
+                    again += self._recall(seat, job, list(job.parts))
+        return again
 
     def take_recalled(self) -> Sequence[tuple[Seat, int]]:
         """Return what seats have in vain, by the part's number, so that they need not begin with it; and forget it."""
@@ -291,7 +331,7 @@ class Seats:
         if not self._ran or not taking:
             return None
         running = max((now - seat.since for seat in self._seats.values() if seat.jobs), default=0.0)
-        seconds = max(sum(self._ran) / len(self._ran), running) * queued / taking
+        seconds = max(self.mean, running) * queued / taking
         return max(seconds, _LEAST_RETRY_S)
 
     # --- within -------------------------------------------------------------------------------------------------
@@ -301,8 +341,8 @@ class Seats:
         form = seat.terms.form(request.description) if seat.terms.merges and not seat.is_free else None
         return form is None or forming.together(request, form, waiting, self._where(seat), now).is_full
 
-    def _where(self, seat: Seat, most: int = limits.MAX_PARTS) -> forming.Where:
-        return forming.Where(seat.terms, partial(self.times.expected, seat.device), most)
+    def _where(self, seat: Seat, most: int = limits.MAX_PARTS, longest: float = math.inf) -> forming.Where:
+        return forming.Where(seat.terms, partial(self.times.expected, seat.device), most, longest)
 
     def _share(self, seat: Seat, form: Form, waiting: int, now: float) -> int:
         """How many of the requests that wait may share a job: those of the seats that are free share all there are.
@@ -330,6 +370,7 @@ class Seats:
         parts = [job.parts.pop(number) for number in numbers]
         self._recalled += [(seat, number) for number in numbers]
         if not job.parts:
+            job.settle(0.0)
             del seat.jobs[job.number]
         return [part for part in parts if part.is_awaited]
 

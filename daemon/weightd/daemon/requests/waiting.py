@@ -50,6 +50,11 @@ class Queue:
         """The one whose turn it is."""
         return next(iter(self._requests.values()))
 
+    @property
+    def last(self) -> Request:
+        """The one that has come last, but for what was put back."""
+        return next(reversed(self._requests.values()))
+
     def append(self, request: Request) -> None:
         """Put a request at the end."""
         self._requests[request.number] = request
@@ -133,6 +138,11 @@ class Levels:
     def first(self) -> Request:
         """The one whose turn it is."""
         return min((queue.first for queue in self._queues if queue.count), key=turn)
+
+    @property
+    def last(self) -> Request:
+        """The one that has come last, but for what was put back."""
+        return max((queue.last for queue in self._queues if queue.count), key=lambda each: each.number)
 
     def append(self, request: Request) -> None:
         """Put a request at the end of its level."""

@@ -17,7 +17,7 @@ from weightd.daemon.requests.blame.groups import MAX_GROUPS, Groups, Loss
 from weightd.daemon.requests.blame.quarantine import Quarantine
 from weightd.daemon.requests.blame.suspects import Suspects
 from weightd.daemon.requests.blame.watchdog import Watchdog
-from weightd.daemon.requests.job import Job, bill_loss
+from weightd.daemon.requests.job import Job, blame
 from weightd.daemon.requests.request import Company, Origin, Request
 from weightd.daemon.requests.scheduler import AT_ONCE, Scheduler
 from weightd.daemon.requests.seat import Seat
@@ -138,10 +138,11 @@ class Guard:
             self._lose(seat, Loss(f"{process} was {end.how}", Internal if end.blames else None), now)
             return
         jobs = list(seat.jobs.values())
+        _charge(jobs, now)
         # The answer to the first may be lost with it, if it died of the next: all that it had runs alone from now on.
         accused = jobs if end.blames else []
         origins = self._accuse(accused)
-        bill_loss(accused, now)
+        blame(accused)
         self._suspect(origins, now - seat.since, now)
         proven = accused[0].sole if len(accused) == 1 else None
         awaited = {part.request for job in jobs for part in job.awaited}
@@ -161,6 +162,7 @@ class Guard:
         if seat is not None and seat.lockstep is not None:
             self._lose(seat, Loss(why, Internal), now)
         else:
+            _charge([] if seat is None else list(seat.jobs.values()), now)
             self._scheduler.release(process)
 
     def leaves(self, process: str, number: int, now: float) -> None:
@@ -168,6 +170,7 @@ class Guard:
         seat = self._scheduler.seats.of(process)
         job = seat.job_of(number) if seat is not None else None
         if job is not None:
+            _charge([job], now)
             self._lost_to(job, now - job.began, now)
 
     def overdue(self, now: float) -> Iterator[tuple[Seat, str]]:
@@ -203,6 +206,7 @@ class Guard:
     def _lose(self, seat: Seat, loss: Loss, now: float) -> None:
         """A group of ranks is lost, with the job that it may have."""
         jobs = list(seat.jobs.values())
+        _charge(jobs, now)
         seat.jobs.clear()
         self._scheduler.release(seat.name)
         for job in jobs:
@@ -219,7 +223,7 @@ class Guard:
             self._learn(accused, self._hold, now)
             self._lost_to(job, now - job.began, now)
         elif accused is not None:
-            bill_loss([job], now)
+            blame([job])
             self._learn(accused, self._costs, now)
 
     def _accuse(self, jobs: Sequence[Job]) -> set[Origin]:
@@ -232,7 +236,7 @@ class Guard:
 
     def _lost_to(self, job: Job, ran: float, now: float) -> None:
         """A seat is lost to a job that it has run for `ran` seconds."""
-        bill_loss([job], now)
+        blame([job])
         self._suspect(job.origins, ran, now)
         for origin in job.origins:
             self._contain(origin, now)
@@ -324,3 +328,10 @@ class Guard:
             self._refuse(request, error)
         else:
             self._scheduler.line.admit(request)
+
+
+def _charge(jobs: Sequence[Job], now: float) -> None:
+    """A seat is lost: what ran there has had it, whoever is to blame."""
+    for job in jobs:
+        if job.has_begun:
+            job.settle(now - job.began)

@@ -32,11 +32,27 @@ class Where(NamedTuple):
         terms: what may be done with rows there.
         expected: returns the seconds that so many rows of a kind take there at most, about.
         most: requests that share the job: what waits is divided among all seats that are free.
+        longest: seconds that a job of several may take, about.
     """
 
     terms: RowTerms
     expected: Callable[[Kind, int], float]
     most: int = limits.MAX_PARTS
+    longest: float = math.inf
+
+
+class Mates(NamedTuple):
+    """What may share a job.
+
+    Attributes:
+        requests: in the order in which they are to run.
+        number: how many they are.
+        longest: seconds that a job of several may take, about.
+    """
+
+    requests: Iterable[Request]
+    number: int
+    longest: float = math.inf
 
 
 class Group(NamedTuple):
@@ -81,7 +97,11 @@ def together(first: Request, form: Form, waiting: Iterable[Request], where: Wher
             continue
         total, size, least = rows + other.rows, nbytes + each.content_bytes, min(deadline, each.deadline)
         seconds = where.expected(form.kind, total)
-        if total > terms.max_rows or size > _MOST_BYTES or (misfits and seconds > LONG_S):
+        if (
+            total > terms.max_rows
+            or size > _MOST_BYTES
+            or seconds > (min(LONG_S, where.longest) if misfits else where.longest)
+        ):
             is_full = True
         elif now + seconds < least:
             chosen.append(each)
@@ -92,25 +112,25 @@ def together(first: Request, form: Form, waiting: Iterable[Request], where: Wher
     return Group(chosen, rows, is_full)
 
 
-def rows_of_part(cut: Cut, device: str, devices: Sequence[str], times: Times, *, others_wait: bool) -> int:
+def rows_of_part(cut: Cut, device: str, devices: Sequence[str], times: Times, longest: float) -> int:
     """Return how many rows of a request that runs in parts the next part has at most.
 
-    All devices are to be ready at once, and while others wait no part is so long that these wait for it.
+    All devices are to be ready at once, and while others wait no part is so long that these wait for long.
 
     Args:
         cut: the request, of which rows are left.
         device: of the seat that is free.
         devices: of all seats that run it, this one among them.
         times: of earlier jobs.
-        others_wait: whether any other request does.
+        longest: seconds that it may take, about.
     """
     terms, form = cut.terms, cut.form
     share = math.ceil(form.rows * times.share(device, devices, form.kind, form.rows))
     most = min(terms.part_rows, cut.next_rows)
     # A few rows that were left would be a job of their own: shares are never known that well.
     rows = most if share >= _NEARLY * most else share
-    if others_wait:
-        rows = times.most(device, form.kind, rows, LONG_S)
+    if longest < math.inf:
+        rows = times.most(device, form.kind, rows, longest)
     return max((size for size in terms.sizes if size <= rows), default=min(terms.sizes, default=rows))
 
 

@@ -1,0 +1,113 @@
+"""Requests that wait, of each tenant by themselves: like one queue to those who do not ask whose they are."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+
+from weightd.daemon.requests.request import Request
+from weightd.daemon.requests.waiting import Levels, Queue, Waiting, turn
+from weightd.daemon.tenants.tenant import Tenant
+
+# Of who has none.
+_NOTHING = Queue()
+
+
+class ByTenant:
+    """A queue, or one of levels, for each tenant that has something in it.
+
+    Args:
+        levels: of priority.
+        first: what waited before there were several tenants, all of one; whose it is is told by what is in it.
+        changed: called with a tenant that has something now and had nothing, and with one that has nothing any more.
+    """
+
+    def __init__(self, levels: int, first: Waiting, changed: Callable[[Tenant], None]) -> None:
+        self._levels = levels
+        self._changed = changed
+        self._queues: dict[Tenant, Waiting] = {}
+        if first.count:
+            self._queues[first.first.tenant] = first
+
+    def of(self, tenant: Tenant) -> Waiting:
+        """Return what waits of a tenant."""
+        return self._queues.get(tenant, _NOTHING)
+
+    @property
+    def tenants(self) -> list[Tenant]:
+        """Those that have something here."""
+        return [*self._queues]
+
+    def sole(self) -> Waiting:
+        """Return the queue of the only tenant that has something here, or an empty one."""
+        return next(iter(self._queues.values()), None) or waiting(self._levels)
+
+    def last_of(self, tenant: Tenant) -> Request | None:
+        """Return what has come last of a tenant's, None if nothing of it is there."""
+        queue = self._queues.get(tenant)
+        return None if queue is None else queue.last
+
+    def __iter__(self) -> Iterator[Request]:
+        return itertools.chain(*self._queues.values())
+
+    def __contains__(self, request: Request) -> bool:
+        return request in self.of(request.tenant)
+
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        return sum([queue.count for queue in self._queues.values()])
+
+    @property
+    def nbytes(self) -> int:
+        """Of the tensors of all of them."""
+        return sum([queue.nbytes for queue in self._queues.values()])
+
+    @property
+    def first(self) -> Request:
+        """The one that would run first if nobody's share mattered."""
+        return min((queue.first for queue in self._queues.values()), key=turn)
+
+    def append(self, request: Request) -> None:
+        """Put a request at the end of its tenant's."""
+        self._queue_for(request.tenant).append(request)
+
+    def put_back(self, requests: Sequence[Request]) -> None:
+        """Put requests at the heads of their tenants', in their order."""
+        for tenant in dict.fromkeys(request.tenant for request in requests):
+            self._queue_for(tenant).put_back([each for each in requests if each.tenant is tenant])
+
+    def remove(self, request: Request) -> None:
+        """Take one out."""
+        self._queues[request.tenant].remove(request)
+        self._tidy(request.tenant)
+
+    def withdraw(self, unfit: Callable[[Request], bool]) -> list[Request]:
+        """Take out all that are `unfit`, at the cost of a look at each."""
+        return self._withdrawn([queue.withdraw(unfit) for queue in self._queues.values()])
+
+    def withdraw_of(self, client: bytes, request_id: str | None = None) -> list[Request]:
+        """Take out a client's requests, or those of its requests that have this id."""
+        return self._withdrawn([queue.withdraw_of(client, request_id) for queue in self._queues.values()])
+
+    def _withdrawn(self, each: list[list[Request]]) -> list[Request]:
+        for tenant in [*self._queues]:
+            self._tidy(tenant)
+        return [request for requests in each for request in requests]
+
+    def _queue_for(self, tenant: Tenant) -> Waiting:
+        queue = self._queues.get(tenant)
+        if queue is None:
+            queue = self._queues[tenant] = waiting(self._levels)
+            self._changed(tenant)
+        return queue
+
+    def _tidy(self, tenant: Tenant) -> None:
+        if not self._queues[tenant].count:
+            del self._queues[tenant]
+            self._changed(tenant)
+
+
+def waiting(levels: int) -> Waiting:
+    """Return an empty queue."""
+    return Queue() if levels == 1 else Levels(levels)

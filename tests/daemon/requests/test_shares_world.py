@@ -1,0 +1,551 @@
+"""Tenants that share seats, in a simulated world: what each has had of the devices is counted, to the last second."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import random
+import signal
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from testkit.examples import examples
+from weightd.daemon.config.model import ModelConfig
+from weightd.daemon.config.tenants import TenantConfig
+from weightd.daemon.host.ends import End
+from weightd.daemon.requests.desk import Desk
+from weightd.daemon.requests.request import Origin, Request
+from weightd.daemon.requests.rows.terms import WHOLE, RowTerms
+from weightd.daemon.requests.scheduler import AT_ONCE
+from weightd.daemon.requests.shares import Clocks
+from weightd.daemon.tenants.tenant import Tenant
+from weightd.protocol.errors import RequestError
+from weightd.protocol.messages.children import OrderMessage, Predict, Result, Skip, Together
+from weightd.protocol.messages.control import ModelMetadataResponse
+from weightd.protocol.messages.data import RequestDescription, ResponseDescription, TensorSpec
+
+SHARES_FOR_S = 30.0
+ERROR = 0.05
+CRASH = End(-signal.SIGSEGV)
+ASKED = [RequestDescription("m", (TensorSpec("x", "UINT8", (rows, 1)),)) for rows in range(9)]
+ANSWERED = ResponseDescription("m", (TensorSpec("y", "UINT8", (1, 1)),))
+ROWS = RowTerms(1, frozenset("x"), frozenset("y"), max_rows=8)
+
+
+def tenant(name: str, weight: float = 1.0) -> Tenant:
+    return Tenant(name, TenantConfig(weight=weight))
+
+
+@dataclass
+class Seat:
+    """A worker: the first of its jobs runs since then, and is over at `ends`."""
+
+    model: Model
+    device: str
+    jobs: deque[list[int]] = field(default_factory=deque[list[int]])
+    missing: int = 0
+    since: float = 0.0
+    ends: float = 0.0
+
+
+class Model:
+    """A desk, and what it is told to do."""
+
+    def __init__(self, world: World, max_queue: int, max_queue_bytes: int) -> None:
+        bounds = {"max_queue": max_queue, "max_queue_bytes": max_queue_bytes, "predict_timeout": 1000.0}
+        config = ModelConfig(path="/m.onnx", engine="onnxruntime", **bounds)  # type: ignore[arg-type]
+        self.desk = Desk("m", config, self, self.order, lambda _: None, world.clocks)
+        self.world = world
+
+    def answer(self, request: Request, result: Result, frames: Sequence[Any]) -> None:
+        self.world.ended(request, "")
+
+    def refuse(self, request: Request, error: RequestError) -> None:
+        self.world.ended(request, error.code)
+
+    def gathered(self, request: Request, nbytes: int) -> None:
+        """Nothing is cut."""
+
+    def released(self, request: Request) -> None:
+        """Nobody has room in its memory."""
+
+    def tell_metadata(self, client: bytes, metadata: ModelMetadataResponse) -> None:
+        """Nobody asks."""
+
+    def tell_error(self, client: bytes, request_id: str, error: RequestError) -> None:
+        """Nobody asks."""
+
+    def order(self, process: str, order: OrderMessage, frames: Sequence[Any], _: object) -> None:
+        seat = self.world.seats.get(process)
+        match order:
+            case Skip(number):
+                if seat is not None:
+                    for job in itertools.islice(seat.jobs, 1, None):
+                        job[:] = [each for each in job if each != number]
+                    seat.jobs = deque(job for job in seat.jobs if job)
+            case Together(parts):
+                assert seat is not None
+                seat.missing = parts
+                seat.jobs.append([])
+            case Predict(number):
+                assert seat is not None
+                self.world.ordered.append(number)
+                if seat.missing:
+                    seat.missing -= 1
+                    seat.jobs[-1].append(number)
+                else:
+                    seat.jobs.append([number])
+                if not seat.missing:
+                    self.world.given(process, seat)
+            case _:
+                raise AssertionError(order)
+
+
+class World:
+    """Models on devices, tenants who ask, and a clock that runs from event to event."""
+
+    def __init__(self, max_job_s: float = 0.1) -> None:
+        self.clocks = Clocks(max_job_s)
+        self.now = 100.0
+        self.seats: dict[str, Seat] = {}
+        self.models: list[Model] = []
+        self.asked: dict[int, Request] = {}
+        self.seconds: dict[int, float] = {}
+        self.whose: dict[int, Model] = {}
+        self.begun: list[int] = []
+        self.ordered: list[int] = []
+        self.answers: dict[int, str] = {}
+        self.waited: dict[int, float] = {}
+        self.had: Counter[str] = Counter()
+        self.jobs: list[list[int]] = []
+        self.again: dict[int, Callable[[], object]] = {}
+        self._numbers = itertools.count(1)
+        self._events: list[tuple[float, int, Callable[[], object]]] = []
+
+    def model(
+        self,
+        *devices: str,
+        max_queue: int = 20_000,
+        terms: RowTerms = WHOLE,
+        max_queue_bytes: int = 2**40,
+    ) -> Model:
+        made = Model(self, max_queue, max_queue_bytes)
+        self.models.append(made)
+        for device in devices:
+            self.enlist(made, device, terms)
+        return made
+
+    def enlist(self, model: Model, device: str, terms: RowTerms = WHOLE) -> str:
+        name = f"w{next(self._numbers)}"
+        self.seats[name] = Seat(model, device)
+        model.desk.enlist(name, device=device, terms=terms)
+        model.desk.dispatch(self.now)
+        return name
+
+    def ask(
+        self, model: Model, who: Tenant, seconds: float, then: Callable[[], object] | None = None, rows: int = 1
+    ) -> Request:
+        number = next(self._numbers)
+        origin = Origin(who.name, f"tenant {who.name}")
+        request = Request(
+            number, who.name.encode(), f"id{number}", ASKED[rows], (b"",), self.now, 1e9, rows, origin, tenant=who
+        )
+        self.asked[number], self.seconds[number], self.whose[number] = request, seconds, model
+        if then is not None:
+            self.again[number] = then
+        try:
+            model.desk.infer(request, self.now)
+        except RequestError as error:
+            self.ended(request, error.code)
+        self.gather(model)
+        return request
+
+    def load(self, model: Model, who: Tenant, seconds: Callable[[], float], depth: int) -> None:
+        """So many are asked, and another one whenever one of them is answered."""
+
+        def ask() -> None:
+            self.ask(model, who, seconds(), lambda: self.at(self.now, ask))
+
+        for _ in range(depth):
+            ask()
+
+    def gather(self, model: Model) -> None:
+        while model.desk.next_event == AT_ONCE:
+            model.desk.dispatch_gathered(self.now)
+
+    def at(self, when: float, what: Callable[[], object]) -> None:
+        heapq.heappush(self._events, (when, next(self._numbers), what))
+
+    def given(self, name: str, seat: Seat) -> None:
+        if len(seat.jobs) == 1:
+            self.begin(name, seat)
+
+    def begin(self, name: str, seat: Seat) -> None:
+        job = seat.jobs[0]
+        self.begun += job
+        self.jobs.append([*job])
+        for number in job:
+            self.waited[number] = self.now - self.asked[number].arrived
+        seat.since, seat.ends = self.now, self.now + sum(self.seconds[number] for number in job)
+        self.at(seat.ends, lambda: self.finish(name, job))
+
+    def finish(self, name: str, job: list[int]) -> None:
+        seat = self.seats.get(name)
+        if seat is None or not seat.jobs or seat.jobs[0] is not job:
+            return
+        seat.jobs.popleft()
+        for number in job:
+            self.had[self.asked[number].tenant.name] += self.seconds[number]  # type: ignore[assignment]
+        if seat.jobs:
+            self.begin(name, seat)
+        for number in job:
+            seat.model.desk.result(name, Result(number, ANSWERED), (b"",), self.now)
+        self.gather(seat.model)
+
+    def die(self, name: str, end: End = CRASH) -> None:
+        seat = self.seats.pop(name)
+        for number in seat.jobs[0] if seat.jobs else ():
+            self.had[self.asked[number].tenant.name] += self.now - seat.since  # type: ignore[assignment]
+        seat.model.desk.died(name, end, self.now)
+        seat.model.desk.dispatch(self.now)
+
+    def ended(self, request: Request, code: str) -> None:
+        assert request.number not in self.answers
+        self.answers[request.number] = code
+        again = self.again.pop(request.number, None)
+        if again is not None:
+            again()
+
+    def run(self, seconds: float) -> Mapping[str, float]:
+        """Time passes; return what each tenant has had in it."""
+        end, before = self.now + seconds, self.running()
+        while self._events and self._events[0][0] <= end:
+            self.now, _, what = heapq.heappop(self._events)
+            what()
+        self.now = end
+        after = self.running()
+        return {name: after[name] - before[name] for name in after}
+
+    def running(self) -> Counter[str]:
+        """What each has had, with what it has had by now of what runs."""
+        had = self.had.copy()
+        for seat in self.seats.values():
+            total = sum(self.seconds[number] for number in seat.jobs[0]) if seat.jobs else 0.0
+            for number in seat.jobs[0] if seat.jobs else ():
+                share = self.seconds[number] / total
+                had[self.asked[number].tenant.name] += (self.now - seat.since) * share  # type: ignore[assignment]
+        return had
+
+    def conserves(self) -> bool:
+        """Whether no seat idles while something waits that it could run."""
+        return all(
+            seat.jobs or not any(True for each in seat.model.desk.scheduler.line if not each.company)
+            for seat in self.seats.values()
+        )
+
+
+def error(had: Mapping[str, float], expected: Mapping[str, float]) -> float:
+    """How far the worst is from its share, as a part of that."""
+    total, parts = sum(had.values()), sum(expected.values())
+    return max(abs(had[name] / total - part / parts) / (part / parts) for name, part in expected.items())
+
+
+def always(seconds: float) -> Callable[[], float]:
+    return lambda: seconds
+
+
+# --- shares ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seats", [1, 3])
+@pytest.mark.parametrize("weight", [1.0, 3.0, 10.0])
+@pytest.mark.parametrize(("of_a", "of_b"), [(0.01, 0.01), (0.005, 0.05), (0.05, 0.005)])
+def test_two_that_ask_without_end_have_seconds_by_their_weights(
+    weight: float, of_a: float, of_b: float, seats: int
+) -> None:
+    world, a, b = World(), tenant("a"), tenant("b", weight)
+    model = world.model(*["cpu"] * seats)
+    world.load(model, a, always(of_a), 64)
+    world.load(model, b, always(of_b), 64)
+    assert error(world.run(SHARES_FOR_S), {"a": 1.0, "b": weight}) < ERROR
+
+
+def test_the_share_of_who_asks_nothing_goes_to_the_others() -> None:
+    world = World()
+    model = world.model("cpu", "cpu")
+    idle = tenant("idle", 5.0)
+    world.ask(model, idle, 0.01)
+    for each, weight in (("a", 1.0), ("b", 2.0)):
+        world.load(model, tenant(each, weight), always(0.02), 20)
+    had = world.run(SHARES_FOR_S)
+    assert error({"a": had["a"], "b": had["b"]}, {"a": 1.0, "b": 2.0}) < ERROR
+    assert had["a"] + had["b"] == pytest.approx(2 * SHARES_FOR_S, rel=0.01)
+
+
+def test_who_was_idle_has_no_credit() -> None:
+    world, a, b = World(), tenant("a"), tenant("b")
+    model = world.model("cpu")
+    world.load(model, b, always(0.01), 1)
+    world.load(model, a, always(0.01), 64)
+    world.run(1.0)
+    world.again.clear()
+    world.load(model, a, always(0.01), 64)
+    world.run(20.0)
+    world.load(model, b, always(0.01), 64)
+    assert error(world.run(1.0), {"a": 1.0, "b": 1.0}) < ERROR
+
+
+def test_who_had_more_than_its_share_while_nobody_else_asked_owes_nothing() -> None:
+    world, a, b = World(), tenant("a"), tenant("b")
+    model = world.model("cpu")
+    world.ask(model, b, 0.01)
+    world.load(model, a, always(0.01), 64)
+    world.run(20.0)
+    world.load(model, b, always(0.01), 64)
+    assert error(world.run(1.0), {"a": 1.0, "b": 1.0}) < ERROR
+
+
+def test_who_comes_waits_for_one_job_however_many_wait_of_another() -> None:
+    world, a, b = World(), tenant("a"), tenant("b")
+    model = world.model("cpu")
+    for _ in range(10_000):
+        world.ask(model, a, 0.05)
+    world.run(3.01)
+    # The first of its requests finds one running, and one ready, which is taken back.
+    first = world.ask(model, b, 0.05)
+    world.run(1.0)
+    assert world.waited[first.number] <= 0.05
+    waits: list[float] = []
+    for _ in range(20):
+        each = world.ask(model, b, 0.05)
+        world.run(0.13)
+        waits.append(world.waited[each.number])
+    assert max(waits) <= 0.05
+    assert not world.again
+
+
+def test_one_at_a_time_beside_a_thousand_takes_about_twice_as_long_as_alone() -> None:
+    world, a, b = World(), tenant("a"), tenant("b")
+    model = world.model("cpu", "cpu")
+    world.load(model, a, always(0.01), 1000)
+    latencies: list[float] = []
+
+    def ask() -> None:
+        request = world.ask(model, b, 0.01)
+        world.again[request.number] = lambda: answered(request)
+
+    def answered(request: Request) -> None:
+        latencies.append(world.now - request.arrived)
+        world.at(world.now + 0.0003, ask)
+
+    ask()
+    world.run(5.0)
+    assert sorted(latencies)[len(latencies) // 2] <= 2.0 * 0.01 + 1e-9
+    assert max(latencies[1:]) <= 2.0 * 0.01 + 1e-9
+
+
+@pytest.mark.parametrize("depth", [1, 64])
+def test_a_guess_that_is_wrong_by_a_hundred_times_is_corrected(depth: int) -> None:
+    world, a, b = World(), tenant("a"), tenant("b")
+    model = world.model("cpu", "cpu")
+    some = random.Random(1)
+    world.load(model, a, lambda: some.choice([0.001, 0.1]), 64)
+    world.load(model, b, always(0.001), 64)
+    assert error(world.run(SHARES_FOR_S), {"a": 1.0, "b": 1.0}) < ERROR
+
+
+def test_a_second_model_on_the_same_device_gives_no_second_share() -> None:
+    world, a, b = World(), tenant("a"), tenant("b")
+    one, other = world.model("cpu", "cpu", "cpu"), world.model("cpu")
+    for model in (one, other):
+        world.load(model, a, always(0.01), 20)
+    world.load(one, b, always(0.01), 20)
+    assert error(world.run(SHARES_FOR_S), {"a": 1.0, "b": 1.0}) < ERROR
+
+
+def test_devices_have_shares_of_their_own() -> None:
+    world, a, b = World(), tenant("a"), tenant("b")
+    one, other = world.model("cpu:0"), world.model("cpu:1")
+    world.load(one, a, always(0.01), 20)
+    for model in (one, other):
+        world.load(model, b, always(0.01), 20)
+    assert error(world.run(SHARES_FOR_S), {"a": 1.0, "b": 3.0}) < ERROR
+
+
+def test_who_could_use_one_slow_seat_alone_is_not_owed_all_others_for_as_long() -> None:
+    world, a, b = World(), tenant("a"), tenant("b")
+    wide, narrow = world.model(*["cpu"] * 8), world.model("cpu")
+    world.load(wide, a, always(0.01), 100)
+    world.load(narrow, b, always(0.01), 10)
+    world.run(SHARES_FOR_S)
+    world.load(wide, b, always(0.01), 100)
+    # All eight for half a second at most, in which it has what it is owed.
+    had = world.run(2.0)
+    assert had["a"] > 0.5 * had["b"]
+
+
+def test_what_a_seat_ran_until_it_died_is_charged() -> None:
+    world, a, b = World(), tenant("a"), tenant("b")
+    model = world.model("cpu")
+    world.load(model, b, always(0.01), 20)
+    world.ask(model, a, 1000.0)
+    world.run(0.1)
+    victim = next(name for name, seat in world.seats.items() if world.asked[seat.jobs[0][0]].tenant is a)
+    world.run(1.0)
+    world.die(victim)
+    world.enlist(model, "cpu")
+    # It is its turn again only when the other one has had as much.
+    before = world.had["b"]
+    world.run(0.9)
+    assert world.had["b"] - before == pytest.approx(0.9, abs=0.011)
+    world.run(0.5)
+    assert world.had["b"] - before == pytest.approx(1.0, abs=0.1)
+
+
+def test_a_weight_that_changes_counts_from_then_on() -> None:
+    world, a, b = World(), tenant("a"), tenant("b")
+    model = world.model("cpu")
+    for each in (a, b):
+        world.load(model, each, always(0.01), 20)
+    world.run(5.0)
+    b.renew(TenantConfig(weight=4.0))
+    assert error(world.run(SHARES_FOR_S), {"a": 1.0, "b": 4.0}) < ERROR
+
+
+# --- rows -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_job_of_several_tenants_is_charged_by_its_rows() -> None:
+    world, a, b = World(), tenant("a"), tenant("b", 3.0)
+    model = world.model("cpu", terms=ROWS)
+    world.load(model, a, always(0.001), 64)
+    world.load(model, b, always(0.001), 64)
+    had = world.run(SHARES_FOR_S)
+    assert error(had, {"a": 1.0, "b": 3.0}) < ERROR
+    assert any(len({world.asked[number].tenant for number in job}) == 2 for job in world.jobs)
+
+
+def test_rows_that_go_together_are_few_while_another_tenant_waits() -> None:
+    world, a, b = World(max_job_s=0.05), tenant("a"), tenant("b")
+    model = world.model("cpu", terms=ROWS)
+    world.load(model, a, always(0.02), 64)
+    world.run(1.0)
+    assert max(map(len, world.jobs)) == 8
+    world.load(model, b, always(0.02), 1)
+    world.run(1.0)
+    world.jobs.clear()
+    world.run(2.0)
+    both = [job for job in world.jobs if any(world.asked[number].tenant is b for number in job)]
+    assert both
+    assert max(map(len, both)) <= 3
+
+
+# --- the bound of what waits ------------------------------------------------------------------------------------------
+
+
+def test_of_a_full_line_the_newest_of_the_tenant_that_has_most_gives_way() -> None:
+    world, a, b = World(), tenant("a"), tenant("b")
+    model = world.model(max_queue=10)
+    of_a = [world.ask(model, a, 1.0).number for _ in range(9)]
+    of_b = [world.ask(model, b, 1.0).number for _ in range(4)]
+    assert world.answers == dict.fromkeys(of_a[:5:-1], "RESOURCE_EXHAUSTED")
+    # It is b's own that gives way when that has most.
+    of_b += [world.ask(model, b, 1.0).number for _ in range(3)]
+    assert world.answers == dict.fromkeys([*of_a[5:], *of_b[5:]], "RESOURCE_EXHAUSTED")
+
+
+def test_weights_count_for_what_waits() -> None:
+    world, a, b = World(), tenant("a", 4.0), tenant("b")
+    model = world.model(max_queue=10)
+    for each in (a, b):
+        for _ in range(10):
+            world.ask(model, each, 1.0)
+    left = Counter(each.tenant.name for each in model.desk.scheduler.line)
+    assert left == {"a": 8, "b": 2}
+
+
+def test_bytes_give_way_to_bytes_or_nothing_does() -> None:
+    world, a, b = World(), tenant("a"), tenant("b")
+    model = world.model(max_queue_bytes=20)
+    of_a = [world.ask(model, a, 1.0, rows=8).number for _ in range(2)]
+    small = world.ask(model, b, 1.0, rows=6).number
+    assert world.answers == {of_a[1]: "RESOURCE_EXHAUSTED"}
+    large = world.ask(model, b, 1.0, rows=8).number
+    assert world.answers.keys() == {of_a[1], large}
+    assert [each.number for each in model.desk.scheduler.line] == [of_a[0], small]
+
+
+# --- anything at all --------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=examples(60), deadline=None)
+@given(seed=st.integers(0, 2**32), merges=st.booleans(), tenants=st.integers(1, 4), models=st.integers(1, 3))
+def test_each_is_answered_once_no_seat_idles_in_vain_and_who_is_gone_is_forgotten(
+    seed: int, merges: bool, tenants: int, models: int
+) -> None:
+    world, some = World(), random.Random(seed)
+    who = [tenant(f"t{index}", some.choice([0.5, 1.0, 10.0])) for index in range(tenants)]
+    terms = ROWS if merges else WHOLE
+    made = [world.model(*some.choices(["cpu:0", "cpu:1"], k=some.randrange(3)), terms=terms) for _ in range(models)]
+    for _ in range(150):
+        model = some.choice(made)
+        match some.randrange(12):
+            case 0:
+                world.enlist(model, some.choice(["cpu:0", "cpu:1"]), terms)
+            case 1 if world.seats:
+                world.die(some.choice([*world.seats]), End(-signal.SIGKILL))
+            case 2 if world.asked:
+                number = some.choice([*world.asked])
+                if number not in world.answers:
+                    each = world.asked[number]
+                    world.whose[number].desk.cancel(each.client, each.id, world.now)
+            case 3:
+                world.run(some.choice([0.5, 5.0, 20.0]))
+            case 4 | 5 | 6:
+                world.run(some.choice([0.001, 0.01, 0.1]))
+            case _:
+                rows = some.randrange(1, 9)
+                world.ask(model, some.choice(who), some.choice([0.001, 0.01, 0.3]), rows=rows)
+        assert world.conserves()
+    for model in made:
+        world.enlist(model, "cpu:0", terms)
+    world.run(1000.0)
+    assert world.answers.keys() == world.asked.keys()
+    assert all(model.desk.scheduler.idle for model in made)
+    for model in made:
+        model.desk.dispatch(world.now)
+    assert [len(world.clocks.of(device)) for device in ("cpu:0", "cpu:1")] == [0, 0]
+
+
+@settings(max_examples=examples(60), deadline=None)
+@given(st.lists(st.sampled_from(["ask", "ask", "run", "enlist"]), max_size=60), st.booleans())
+def test_one_tenant_is_served_in_the_order_in_which_it_asks(events: Iterable[str], is_second: bool) -> None:
+    """As if there were no tenants: each seat has one job that runs, and one that is ready."""
+    world, a = World(), tenant("a")
+    model = world.model("cpu")
+    if is_second:
+        # Another one was there, long ago.
+        world.ask(model, tenant("b"), 0.01)
+        world.run(20.0)
+        world.ordered.clear()
+    asked: list[int] = []
+    for event in events:
+        match event:
+            case "ask":
+                asked.append(world.ask(model, a, 0.05).number)
+            case "run":
+                world.run(0.05)
+            case _:
+                world.enlist(model, "cpu")
+    world.run(100.0)
+    assert world.ordered == asked
+    for _ in range(2):
+        world.ask(model, a, 0.05)
+        world.run(20.0)
+    assert not model.desk.scheduler.line.shared
