@@ -11,6 +11,7 @@ from weightd.ctl import exits
 from weightd.ctl.status.render import as_json, render
 from weightd.ctl.status.verb import exit_status, only, pss_total
 from weightd.ctl.text import WIDTH, binary, count, duration, megabytes, milliseconds, size
+from weightd.protocol.messages.accounts import AccountStatus, TenantStatus
 from weightd.protocol.messages.status import (
     DeviceStatus,
     GateStatus,
@@ -172,6 +173,51 @@ def test_a_loading_model_shows_how_far_it_is_and_a_failed_one_its_cause() -> Non
 
 def test_what_is_wrong_with_the_configuration_comes_first() -> None:
     assert render(replace(response(), note="c: not TOML"), 0).splitlines()[1:3] == ["  note: c: not TOML", ""]
+
+
+def account(model: str, **changes: Any) -> AccountStatus:
+    whole = AccountStatus(model, 1200, 1000, 4000, 12.345, 0.5, 7 * MB, 3 * MB, 2, 1, {"max_rate": 200})
+    return replace(whole, **changes)
+
+
+def test_tenants_have_a_row_for_each_model_that_they_have_asked() -> None:
+    research = TenantStatus("research", 2.0, (account("digits"), account("", served=0, deaths=1)), 0.75, 3)
+    tenants = (research, TenantStatus("web", 1.0, (account("large"),)), TenantStatus("default", 1.0, ()))
+    assert render(replace(response(DIGITS), tenants=tenants), 0).splitlines()[-8:-1] == [
+        "TENANT    MODEL    REQUESTS  SERVED  REFUSED  NOW  QUEUED   ROWS  SEAT s  WAIT ms  IN MB  OUT MB",
+        "research  digits      1,200   1,000      200    2       1  4,000    12.3      0.5    7.0     3.0",
+        "          (other)     1,200       0      200    2       1  4,000    12.3        -    7.0     3.0",
+        "research: weight 2; 75% of the seconds of the last minute; refused: max_rate 400; 1 worker lost to",
+        "  its requests; (other) has 3 models for which there is no room",
+        "no requests of: web, default",
+        "",
+    ]
+
+
+def test_a_tenant_that_sees_itself_alone_is_shown_no_process_and_no_memory() -> None:
+    own = StatusResponse(
+        *("id", "0.1.0", "running", 0, 5.0, 0),
+        (ModelStatus("digits", "onnxruntime", "", "serving", 1, 5, 2, ()),),
+        tenants=(TenantStatus("ann", 1.0, ()),),
+    )
+    assert render(own, pss_total(own)).splitlines() == [
+        "weightd 0.1.0: running, up 5 s",
+        "",
+        "digits: SERVING, onnxruntime",
+        "  served 5, failed 2, queued 1",
+        "",
+        "no requests of: ann",
+        "",
+        "only this tenant's own requests are shown: it may not see the status of others",
+    ]
+    assert exit_status(own) == exits.OK
+
+
+def test_tenants_are_in_the_json() -> None:
+    whole = replace(response(), tenants=(TenantStatus("ann", 1.0, (account("m"),)),))
+    [ann] = as_json(whole, 0)["tenants"]
+    assert (ann["name"], ann["accounts"][0]["refused"]) == ("ann", {"max_rate": 200})
+    json.dumps(ann)
 
 
 def test_notes_stand_below_the_table() -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -15,8 +16,10 @@ from weightd.daemon.continuity import handover
 from weightd.daemon.continuity.config_file import ConfigFile
 from weightd.daemon.continuity.service import Manager
 from weightd.daemon.models.budget import Device
+from weightd.daemon.observe.tenants import Viewer
 from weightd.daemon.server import Server
 from weightd.protocol.errors import RequestError, Unavailable
+from weightd.protocol.messages.status import StatusResponse
 
 
 def begun(path: Path) -> Any:
@@ -142,3 +145,40 @@ def test_who_asks_for_the_status_too_often_is_refused(tmp_path: Path) -> None:
     for number in range(16):
         server.ask_status(b"greedy", str(number))
     assert refused == [(b"greedy", "15", "RESOURCE_EXHAUSTED")]
+
+
+def test_who_may_not_see_others_is_told_at_once_and_nothing_is_measured_for_it(tmp_path: Path) -> None:
+    path = tmp_path / "weightd.toml"
+    path.write_text('[tenants.ann]\nuids = [1]\n[models.m]\npath = "/models/m.onnx"\npython = "python3"\n')
+    server = begun(path)
+    told: list[tuple[bytes, StatusResponse]] = []
+
+    def tell_status(client: bytes, response: StatusResponse) -> None:
+        told.append((client, response))
+
+    server._frontend = SimpleNamespace(tell_status=tell_status)
+    ann = server._tenants.get("ann")
+    server.ask_status(b"c", "7", Viewer(ann, sees_all=False))
+    [(client, response)] = told
+    assert (client, response.id, response.state, response.pid) == (b"c", "7", "running", 0)
+    assert [each.name for each in response.tenants] == ["ann"]
+    assert server._surveys == []
+
+
+def test_a_reload_puts_tenants_and_their_accounting_in_force(tmp_path: Path) -> None:
+    path = tmp_path / "weightd.toml"
+    model = '[models.m]\npath = "/models/m.onnx"\npython = "python3"\n'
+    path.write_text(model)
+    server = begun(path)
+    server._fleet, server._backend = mock.MagicMock(models=["m"]), mock.MagicMock()
+    path.write_text(f"[daemon]\naccounting_interval = 5\n[tenants.ann]\nuids = [1, 1001]\n{model}")
+    server._reload(0.0)
+    assert [tenant.name for tenant in server._tenants] == ["ann"]
+    assert sorted(timer.due for timer in server._accounting.timers) == [5.0, 10.0]
+    ann = server._tenants.get("ann")
+    for broken in ('uids = ["no such user"]', 'keys = ["none.pub"]', 'models = ["[a]"]'):
+        path.write_text(f"[tenants.ann]\n{broken}\n{model}")
+        with pytest.raises(RequestError):
+            server._reload(1.0)
+        assert server._tenants.get("ann") is ann
+        assert ann.config.user_ids == (1, 1001)

@@ -16,8 +16,8 @@ from weightd.protocol import limits
 from weightd.protocol.codec import decode, encode
 from weightd.protocol.datatypes import ITEM_BYTES
 from weightd.protocol.errors import ERRORS, RemoteProtocolError
+from weightd.protocol.messages import accounts, control, findings, ranks, regions, status
 from weightd.protocol.messages import children as worker_messages
-from weightd.protocol.messages import control, findings, ranks, regions, status
 from weightd.protocol.messages import data as messages
 from weightd.protocol.messages.children import FROM_CHILD, TO_CHILD
 from weightd.protocol.messages.data import NO_PARAMETERS
@@ -37,7 +37,7 @@ CHAPTERS: Mapping[str, Mapping[str, Type[Any]]] = {
 MESSAGES: Dict[str, Type[Any]] = {tag: cls for table in CHAPTERS.values() for tag, cls in table.items()}
 RECORDS: Dict[str, Type[Any]] = {
     name: cls
-    for module in (messages, regions, control, status, findings, ranks, worker_messages)
+    for module in (messages, regions, control, status, accounts, findings, ranks, worker_messages)
     for name, cls in inspect.getmembers(module, inspect.isclass)
     if dataclasses.is_dataclass(cls) and cls not in MESSAGES.values()
 }

@@ -21,8 +21,8 @@ from hypothesis.strategies import SearchStrategy
 from weightd.protocol import limits
 from weightd.protocol.codec import clip, decode, encode
 from weightd.protocol.errors import LocalProtocolError, RemoteProtocolError
+from weightd.protocol.messages import accounts, control, findings, ranks, regions, status
 from weightd.protocol.messages import children as worker_messages
-from weightd.protocol.messages import control, findings, ranks, regions, status
 from weightd.protocol.messages import data as messages
 from weightd.protocol.messages.types import FROM_CLIENT, TO_CLIENT
 from weightd.protocol.schema import describe
@@ -39,7 +39,7 @@ TABLES: Sequence[Mapping[str, Type[Any]]] = (
 ALL: Dict[str, Type[Any]] = {tag: cls for table in TABLES for tag, cls in table.items()}
 RECORDS: Dict[str, Type[Any]] = {
     name: cls
-    for module in (messages, regions, control, status, findings, ranks, worker_messages)
+    for module in (messages, regions, control, status, accounts, findings, ranks, worker_messages)
     for name, cls in inspect.getmembers(module, inspect.isclass)
     if dataclasses.is_dataclass(cls)
 }
@@ -91,7 +91,7 @@ def a_nil_or(kind: str) -> Domain:
 def a_list(most: str, item: str) -> Domain:
     one, count = smallest(item), int(most)
     bad: List[Any] = [[one] * (count + 1), {}, None, "", 0, b""]
-    return Domain([[], [one] * count], bad, st.lists(domain(item).some, max_size=2))
+    return Domain([[], [one] * count], bad, st.lists(domain(item).some, max_size=min(2, count)))
 
 
 def a_map(most: str, item: str) -> Domain:
@@ -259,7 +259,8 @@ def complete(description: str, raw: Any) -> Any:
         elif default is not None:
             whole[name] = {} if default == messages.NO_PARAMETERS else [] if default == () else default
     for field in dataclasses.fields(RECORDS[description]):
-        if "left_out" in field.metadata and whole[field.name] == field.default:
+        without = [] if field.default == () else field.default
+        if "left_out" in field.metadata and whole[field.name] == without:
             del whole[field.name]
     return whole
 

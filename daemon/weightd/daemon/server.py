@@ -41,10 +41,15 @@ from weightd.daemon.models.household import Households
 from weightd.daemon.models.model import Model
 from weightd.daemon.models.records import DeviceRecord
 from weightd.daemon.models.sources import Numbers
+from weightd.daemon.observe.accounting import Accounting
+from weightd.daemon.observe.own import own_report
 from weightd.daemon.observe.status import Subject, report
 from weightd.daemon.observe.survey import Measured, Survey, crowding
+from weightd.daemon.observe.tenants import ANYBODY, Viewer
 from weightd.daemon.requests.shares import Clocks
 from weightd.daemon.shutdown import Event, Shutdown
+from weightd.daemon.tenants.accounts import Accounts
+from weightd.daemon.tenants.directory import Directory
 from weightd.protocol.errors import InvalidArgument, RequestError, ResourceExhausted, Unavailable
 from weightd.protocol.messages.control import ReloadResponse
 from weightd.protocol.schema import label
@@ -97,6 +102,9 @@ class Server:
         self._loop = Loop()
         self._households = Households()
         self._fleet = Fleet(self._make)
+        self._tenants = Directory(config.tenants)
+        self._accounts = Accounts()
+        self._accounting = Accounting(self._tenants, self._accounts, lambda: self._fleet.models)
         self._surveys: list[Survey] = []
         self._measured = Measured()
         self._started = time.monotonic()
@@ -147,7 +155,7 @@ class Server:
         self._backend = Backend(context, daemon, self._loop, self._devices, self._keeping, self._look_soon)
         most = daemon.max_memory_bytes or host_bytes() // _SHARE_OF_MEMORY
         shared = daemon.max_shm_bytes or host_bytes() // _SHARE_OF_MEMORY
-        self._frontend = Frontend(self._loop, self._fleet, most, self, max_shm_bytes=shared)
+        self._frontend = Frontend(self._loop, self._fleet, most, self, max_shm_bytes=shared, accounts=self._accounts)
         self._backend.on_several(self._frontend.hold)
         for listener in sockets.unix:
             self._frontend.listen(listener)
@@ -155,6 +163,8 @@ class Server:
         self._loop.add(wakeups, lambda: self._on_signals(os.read(wakeups, 64)))
         self._loop.add_timer(self._patience)
         self._loop.add_timer(self._sign)
+        for timer in self._accounting.timers:
+            self._loop.add_timer(timer)
         if self._manager.there:
             self._sign.set(0.0)
         _log.info("weightd %s, pid %d, listens on %s", VERSION, os.getpid(), ", ".join(sockets.addresses))
@@ -166,6 +176,7 @@ class Server:
             # They load while snapshots are taken.
             self._backend.prepare(self._config.models.values())
             self._fleet.start(self._config.models, time.monotonic())
+        self._accounting.renew(daemon.accounting_interval, time.monotonic())
 
     def _adopt(self, connection: socket.socket, peer: PeerIdentity) -> None:
         self._frontend.adopt(connection, foreign_identity(connection, *peer))
@@ -361,6 +372,8 @@ class Server:
         self._fleet.apply(change, config.models, now)
         self._look_soon()
         self._config = config
+        self._tenants.renew(config.tenants)
+        self._accounting.renew(config.daemon.accounting_interval, now)
         file.note = ""
         if self._keeping is not None:
             file.in_force()
@@ -379,8 +392,13 @@ class Server:
 
     # --- status -------------------------------------------------------------------------------------------------
 
-    def ask_status(self, client: bytes, request_id: str) -> None:
+    def ask_status(self, client: bytes, request_id: str, viewer: Viewer = ANYBODY) -> None:
         """A client wants to know how it stands: it is told once that has been measured."""
+        if not viewer.sees_all:
+            models = list(self._fleet.models.values())
+            told = own_report(request_id, *self._standing(), viewer.tenant, models, self._accounts)
+            self._frontend.tell_status(client, told)
+            return
         pids = [*self._own_pids(), *(process.pid for process in self._backend.processes.values())]
         self._surveys.append(Survey(client, request_id, pids, self._measured))
         self._loop.soon(self._measure)
@@ -401,9 +419,10 @@ class Server:
         keeper = [] if self._keeping is None else [self._keeping.pid]
         return [os.getpid(), *keeper, *self._gates.pids]
 
+    def _standing(self) -> tuple[str, float]:
+        return "stopping" if self._shutdown.begun else "running", time.monotonic() - self._started
+
     def _answer_status(self, survey: Survey) -> None:
-        state = "stopping" if self._shutdown.begun else "running"
-        uptime = time.monotonic() - self._started
         backend = self._backend
         subject = Subject(
             self._fleet.models.values(),
@@ -417,14 +436,17 @@ class Server:
             self._note,
             self._gates.gates,
             backend.fork_servers,
+            self._tenants.known if self._tenants.tells_apart else (),
+            self._accounts,
         )
-        self._frontend.tell_status(survey.client, report(survey, state, uptime, subject))
+        self._frontend.tell_status(survey.client, report(survey, *self._standing(), subject))
 
 
 def _fixed(config: Config) -> dict[str, object]:
     """Return what only a start puts in force, by key."""
     fixed: dict[str, object] = {f"daemon.{key}": value for key, value in vars(config.daemon).items()}
-    del fixed["daemon.drain_timeout"]
+    for key in ("drain_timeout", "accounting_interval"):
+        del fixed[f"daemon.{key}"]
     return fixed | {f"listeners.{label(name)}.address": each.address for name, each in config.listeners.items()}
 
 

@@ -67,6 +67,15 @@ MAX_DEVICES = 64
 # Models of one process that has several: what all of them take and give fits in a header of a child.
 MAX_MEMBERS = 16
 
+# Tenants of one daemon: some hundred departments, not the users of a site.
+MAX_TENANTS = 256
+
+# Accounts that a status answer lists, less than a kilobyte each: the sum of those that have no room is one of them.
+MAX_ACCOUNTS = 1024
+
+# Bounds of a tenant and codes of errors: twice as many as there are.
+MAX_REASONS = 64
+
 # Places where clients connect that speak ZeroMQ: each is a process.
 MAX_LISTENERS = 64
 

@@ -306,13 +306,13 @@ def _complete(checked: Dict[str, Any], defaults: Iterable[Tuple[str, Any]]) -> N
 
 
 def _record_plain(cls: Type[Any]) -> Callable[[Any], Dict[str, Any]]:
-    # Name, way back, whether the field is left out when it is None, and with which other value it is.
+    # Name, way back, whether the field is left out when it is None, and as which other plain value it is.
     fields: List[Tuple[str, Callable[[Any], Any], bool, object]] = [
         (
             field.name,
             field.metadata["kind"].plain,
             field.default is None,
-            field.default if "left_out" in field.metadata else dataclasses.MISSING,
+            field.metadata["kind"].plain(field.default) if "left_out" in field.metadata else dataclasses.MISSING,
         )
         for field in _fields(cls)
     ]

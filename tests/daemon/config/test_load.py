@@ -319,6 +319,7 @@ SECONDS = ["31536001", "-1", "-0.1", "nan", "inf", "-inf", "9" * 400, "true", '"
 DAEMON_KEYS = {"socket": TEXTS, "runtime_dir": TEXTS, "cache_dir": TEXTS, "drain_timeout": SECONDS}
 DAEMON_KEYS["max_memory_bytes"] = ["1", "16_777_215", *COUNTS[1:]]
 DAEMON_KEYS["max_shm_bytes"] = COUNTS[1:]
+DAEMON_KEYS["accounting_interval"] = [*SECONDS, "0.5"]
 MODEL_KEYS = {
     "path": [*TEXTS, '""'],
     "engine": ["3", '"tensorflow"'],

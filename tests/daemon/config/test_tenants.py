@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from weightd.daemon.config.load import Config, ConfigError, parse
-from weightd.daemon.config.tenants import MAX_TENANTS, TenantConfig, warnings
+from weightd.daemon.config.tenants import TenantConfig, warnings
+from weightd.protocol import limits
 from weightd.shared.keys import PUBLIC, SECRET, text_of
 
 KEY = "rq:rM>}U?@Lns47E1%kR.o@n%FcmmsL/@{H8]yf7"
@@ -107,8 +108,10 @@ def test_what_is_refused(table: Any, problem: str, tmp_path: Path) -> None:
 
 def test_what_is_no_table_of_tenants(tmp_path: Path) -> None:
     assert refusals(tmp_path, 3) == ["tenants: expected tables [tenants.NAME]"]
-    many: dict[str, Any] = {f"t{number}": {} for number in range(MAX_TENANTS + 1)}
-    assert refusals(tmp_path, many) == [f"tenants: expected at most {MAX_TENANTS} tenants, got {MAX_TENANTS + 1}"]
+    many: dict[str, Any] = {f"t{number}": {} for number in range(limits.MAX_TENANTS + 1)}
+    assert refusals(tmp_path, many) == [
+        f"tenants: expected at most {limits.MAX_TENANTS} tenants, got {limits.MAX_TENANTS + 1}"
+    ]
     assert refusals(tmp_path, {"-a": {}})[0].startswith("tenants.-a: expected a tenant name of 1 to 64 ASCII letters")
 
 

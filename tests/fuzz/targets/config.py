@@ -19,7 +19,7 @@ from weightd.daemon.config.listeners import ListenerConfig
 from weightd.daemon.config.load import Config, ConfigError
 from weightd.daemon.config.model import ModelConfig
 from weightd.daemon.config.ranks import MAX_RANKS, Ranks
-from weightd.daemon.config.tenants import MAX_TENANTS, TenantConfig
+from weightd.daemon.config.tenants import TenantConfig
 from weightd.daemon.engines import ENGINES
 from weightd.daemon.engines.mindspore_lite import MindSporeLiteOptions
 from weightd.protocol import limits
@@ -103,7 +103,7 @@ def _check(parsed: Config) -> None:
 
 
 def _check_tenants(parsed: Config) -> None:
-    assert len(parsed.tenants) <= MAX_TENANTS
+    assert len(parsed.tenants) <= limits.MAX_TENANTS
     tenants = parsed.tenants.values()
     for every in ([*chain.from_iterable(getattr(each, key) for each in tenants)] for key in ("user_ids", "group_ids")):
         assert len({*every}) == len(every)

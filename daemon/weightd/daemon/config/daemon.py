@@ -46,6 +46,9 @@ class DaemonConfig:
     """Bytes of memory that one user may share with the workers, for tensors that are not sent. It takes memory where it
     is written to, and is the user's own but for outputs. Default: a quarter of the memory of host or control group."""
 
+    accounting_interval: float = field(default=0.0, metadata=number(MAX_SECONDS))
+    """Seconds after which the log has a line for each tenant that has asked anything meanwhile. 0: none."""
+
     @property
     def key(self) -> str:
         """A short name for this daemon, made from its socket: two daemons never share a file."""
@@ -92,6 +95,7 @@ def complete_daemon(config: DaemonConfig, base: Path, listening: Sequence[str], 
     problems.note((each.at(".runtime_dir") for each in longest), "runtime_dir")
     problems.note(_of_socket(socket, expected), "socket", "runtime_dir")
     problems.note(_too_little(config.max_memory_bytes), "max_memory_bytes")
+    problems.note(_too_often(config.accounting_interval), "accounting_interval")
     return complete
 
 
@@ -107,3 +111,8 @@ def _too_little(max_memory_bytes: int) -> Iterator[FieldError]:
     if 0 < max_memory_bytes < _LEAST_MEMORY_BYTES:
         expected = f"expected 0 or at least {_LEAST_MEMORY_BYTES}, got {max_memory_bytes}"
         yield FieldError(expected).at(".max_memory_bytes")
+
+
+def _too_often(interval: float) -> Iterator[FieldError]:
+    if 0 < interval < 1:
+        yield FieldError(f"expected 0 or at least 1, got {interval:g}").at(".accounting_interval")

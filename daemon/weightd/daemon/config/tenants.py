@@ -27,9 +27,6 @@ RIGHTS = (INFER, STATUS, OPERATE)
 # Who is in no other.
 DEFAULT = "default"
 
-# Tables of one file.
-MAX_TENANTS = 256
-
 # Users, groups, keys and patterns of one.
 _MOST_EACH = 256
 
@@ -141,8 +138,8 @@ def read_tenants(content: Any, base: Path, problems: Problems) -> dict[str, Tena
     if type(content) is not dict:
         raise FieldError("expected tables [tenants.NAME]")
     given = cast("dict[str, Any]", content)
-    if len(given) > MAX_TENANTS:
-        raise FieldError(f"expected at most {MAX_TENANTS} tenants, got {len(given)}")
+    if len(given) > limits.MAX_TENANTS:
+        raise FieldError(f"expected at most {limits.MAX_TENANTS} tenants, got {len(given)}")
     tenants: dict[str, TenantConfig] = {}
     found: dict[str, Identities] = {}
     for name, table in given.items():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from weightd.daemon.children.files import GenerationFiles
@@ -24,7 +24,10 @@ from weightd.daemon.models import rows
 from weightd.daemon.models.budget import Device
 from weightd.daemon.models.model import Model
 from weightd.daemon.observe.survey import Survey
+from weightd.daemon.observe.tenants import told, waiting
 from weightd.daemon.requests.tally import Tally
+from weightd.daemon.tenants.accounts import Accounts
+from weightd.daemon.tenants.tenant import Tenant
 from weightd.protocol import limits
 from weightd.protocol.codec import clip
 from weightd.protocol.messages.children import Built
@@ -68,6 +71,8 @@ class Subject(NamedTuple):
         note: what is wrong with the configuration file.
         gates: how they stand.
         fork_servers: of which children are forked.
+        tenants: those of the configuration, and who is none of them but asks; none where there are no tables.
+        accounts: of all.
     """
 
     models: Iterable[Model]
@@ -81,10 +86,13 @@ class Subject(NamedTuple):
     note: str
     gates: Iterable[Gate] = ()
     fork_servers: Iterable[ForkServer] = ()
+    tenants: Sequence[Tenant] = ()
+    accounts: Accounts = Accounts()
 
 
 def report(survey: Survey, state: str, uptime: float, subject: Subject) -> StatusResponse:
     """Return the answer to a status request, with the memory that `survey` has read."""
+    tenants = subject.tenants
     return StatusResponse(
         id=survey.request_id,
         version=VERSION,
@@ -104,6 +112,7 @@ def report(survey: Survey, state: str, uptime: float, subject: Subject) -> Statu
             for each in subject.gates
         ),
         fork_servers=tuple(_fork_server(each, survey, subject.processes) for each in subject.fork_servers),
+        tenants=told(tenants, subject.accounts, waiting(subject.models)) if tenants else (),
     )
 
 

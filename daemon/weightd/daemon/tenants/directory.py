@@ -9,7 +9,6 @@ from weightd.daemon.config.identities import OVERFLOW_ID
 from weightd.daemon.config.tenants import DEFAULT, RIGHTS, TenantConfig
 from weightd.daemon.tenants.tenant import EVERYONE, Tenant
 
-# Who operates by its user and is in no table.
 _OPERATORS = TenantConfig(may=RIGHTS)
 
 
@@ -34,12 +33,15 @@ class Directory:
 
     Args:
         tenants: the tables, by name.
+
+    Attributes:
+        operators: who operates by its user and is in no table.
     """
 
     def __init__(self, tenants: Mapping[str, TenantConfig]) -> None:
         self._tenants: dict[str, Tenant] = {}
         # Its name cannot be that of a table.
-        self._operators = Tenant("(operators)", _OPERATORS)
+        self.operators = Tenant("(operators)", _OPERATORS)
         self.renew(tenants)
 
     def renew(self, tenants: Mapping[str, TenantConfig]) -> None:
@@ -63,6 +65,11 @@ class Directory:
         """Whether there are tables."""
         return bool(self._tenants)
 
+    @property
+    def known(self) -> list[Tenant]:
+        """All of them, and the operators."""
+        return [*self, self.operators]
+
     def get(self, name: str) -> Tenant | None:
         """Return the tenant of a table, or None."""
         return self._tenants.get(name)
@@ -79,7 +86,7 @@ class Directory:
             return known
         if proof.uid is not None:
             known = self._by_uid.get(proof.uid) or self._of_groups(proof.gids)
-        return known or (self._operators if proof.operates else self._tenants.get(DEFAULT))
+        return known or (self.operators if proof.operates else self._tenants.get(DEFAULT))
 
     def _of_groups(self, gids: Sequence[int]) -> Tenant | None:
         return next((self._by_gid[gid] for gid in gids if gid in self._by_gid), None)

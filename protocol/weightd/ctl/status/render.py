@@ -1,11 +1,11 @@
-"""The service, its models, devices, gates and fork servers, for people and as JSON."""
+"""The service, its models, devices, gates, fork servers and tenants, for people and as JSON."""
 
 from __future__ import annotations
 
 import dataclasses
 from typing import Any, Dict, Iterator
 
-from weightd.ctl.status.generation import lines_of
+from weightd.ctl.status import generation, tenants
 from weightd.ctl.text import binary, clean, count, duration, milliseconds, paragraph, size
 from weightd.protocol.messages.status import (
     DeviceStatus,
@@ -30,18 +30,24 @@ def render(response: StatusResponse, total: int) -> str:
         total: the memory of the whole service, which may hold more models than `response` shows.
     """
     up = duration(response.uptime_s)
-    lines = [f"weightd {clean(response.version)}: {clean(response.state)}, pid {response.pid}, up {up}"]
+    # Whoever sees its own alone is told of no process.
+    pid = f", pid {response.pid}" if response.pid else ""
+    lines = [f"weightd {clean(response.version)}: {clean(response.state)}{pid}, up {up}"]
     if response.note:
         lines += paragraph("note", response.note, "  ")
     lines.append("")
     for model in response.models:
         lines += [*_model(model), ""]
     lines += [line for device in response.devices for line in _device(device)]
+    lines += tenants.lines_of(response.tenants, [model.name for model in response.models])
     lines += map(_gate, response.gates)
     lines += map(_fork_server, response.fork_servers)
     if response.dropped:
         lines.append(f"{response.dropped:,} answers dropped: their clients were gone, or did not read")
-    lines.append(f"memory of the service: {size(total)} PSS, of which the daemon {size(response.pss_bytes)}")
+    if response.pid:
+        lines.append(f"memory of the service: {size(total)} PSS, of which the daemon {size(response.pss_bytes)}")
+    else:
+        lines.append("only this tenant's own requests are shown: it may not see the status of others")
     if response.held_bytes:
         lines.append(f"kept for clients: {binary(response.held_bytes)} of {binary(response.max_memory_bytes)}")
     if response.memory is not None:
@@ -51,7 +57,8 @@ def render(response: StatusResponse, total: int) -> str:
 
 def _model(model: ModelStatus) -> Iterator[str]:
     weights = f" with {clean(model.weights)}" if model.weights else ""
-    yield f"{clean(model.name)}: {clean(model.state).upper()}, {clean(model.engine)}, {clean(model.path)}{weights}"
+    path = f", {clean(model.path)}" if model.path else ""
+    yield f"{clean(model.name)}: {clean(model.state).upper()}, {clean(model.engine)}{path}{weights}"
     counts = f"served {model.served:,}, failed {model.failed:,}, queued {model.queued:,}"
     if model.p50_us is not None:
         counts += f", p50 {milliseconds(model.p50_us)} ms, p99 {milliseconds(model.p99_us)} ms"
@@ -63,8 +70,8 @@ def _model(model: ModelStatus) -> Iterator[str]:
         yield from paragraph("note", model.note, "  ")
     if model.group:
         yield f"  of the group {clean(model.group)}: one process serves all its models, and they come and go together"
-    for generation in model.generations:
-        yield from lines_of(generation, f"{model.name}.{generation.number}.")
+    for each in model.generations:
+        yield from generation.lines_of(each, f"{model.name}.{each.number}.")
 
 
 def _executions(model: ModelStatus) -> Iterator[str]:

@@ -38,6 +38,15 @@ takes, cached files included, of what it and those above it may take. Beyond "hi
 the processes down, beyond the limit it kills one. Pressure is the share of the last 10 s in which
 some process waited for memory. MiB is 2^20 bytes, as in MemoryMax= of systemd.
 
+Where there are tenants, a table shows what each has asked of each model since it is there, restarts
+of the daemon included: its requests, how many of them were served and refused, those under way NOW
+and of these QUEUED, its ROWS, the seconds for which workers were busy with it (SEAT), how long a
+request waited for a worker on average (WAIT), and the bytes of tensors that were sent IN and OUT.
+"(other)" is what was asked of models that are gone, and what was refused before a model was known.
+Below stand weights, shares of the last minute, and why requests were refused: by a bound of the
+tenant, as max_rate, or with the code of an error. A tenant that may not see the "status" of others
+is shown its own requests alone.
+
 --json prints one object: the daemon's answer, and pss_total_bytes, the memory of the whole service.
 
 Exit status: 0 every model serves, 75 one does not serve yet, 1 one has failed (its cause is shown)."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Optional, Tuple
 
 from weightd.protocol import limits
+from weightd.protocol.messages.accounts import TenantStatus
 from weightd.protocol.messages.children import ORIGINS
 from weightd.protocol.schema import integer, left_out, many, number, one_of, record, text
 
@@ -101,6 +102,9 @@ class ExecutionsStatus:
 class ModelStatus:
     """One model of the configuration. Latency in microseconds, from arrival to answer, in the daemon.
 
+    Whoever may not see what concerns others is told the name, the engine and the state, and in `queued`, `served` and
+    `failed` of its own requests.
+
     `path` and `weights` are what serves, or is to: after an update not what the configuration names.
     `deaths` are processes that ended without being asked to; `quarantined` are contents of requests that are refused
     because workers died of them; `note` is what went wrong last with a change of the model. `group` is that of the
@@ -109,7 +113,7 @@ class ModelStatus:
 
     name: str = field(metadata=text(limits.MAX_NAME_BYTES))
     engine: str = field(metadata=text(limits.MAX_NAME_BYTES))
-    path: str = field(metadata=text(limits.MAX_PATH_BYTES))
+    path: str = field(metadata=text(limits.MAX_PATH_BYTES, empty=True))
     state: str = field(metadata=text(limits.MAX_NAME_BYTES))
     queued: int = field(metadata=_COUNT)
     served: int = field(metadata=_COUNT)
@@ -200,7 +204,8 @@ class StatusResponse:
     `note` says why what is in force is not what the configuration file says. `dropped` are answers that could not be
     sent because their client was gone or did not read. `memory` is absent where the control group is not known.
     `held_bytes` is what the daemon keeps for clients, requests and answers that are not read, `max_memory_bytes` the
-    bound for it.
+    bound for it. `tenants` is empty where the configuration has none. Whoever may not see what concerns others is told
+    the models that there are for it and its own tenant; all else is 0 or empty.
     """
 
     id: str = field(metadata=text(limits.MAX_ID_BYTES))
@@ -219,4 +224,7 @@ class StatusResponse:
     gates: Tuple[GateStatus, ...] = field(default=(), metadata=many(record(GateStatus), limits.MAX_LISTENERS))
     fork_servers: Tuple[ForkServerStatus, ...] = field(
         default=(), metadata=many(record(ForkServerStatus), limits.MAX_MODELS)
+    )
+    tenants: Tuple[TenantStatus, ...] = field(
+        default=(), metadata=left_out(many(record(TenantStatus), limits.MAX_TENANTS + 1))
     )
