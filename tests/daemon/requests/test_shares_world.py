@@ -23,7 +23,7 @@ from weightd.daemon.requests.desk import Desk
 from weightd.daemon.requests.request import Origin, Request
 from weightd.daemon.requests.rows.terms import WHOLE, RowTerms
 from weightd.daemon.requests.scheduler import AT_ONCE
-from weightd.daemon.requests.shares import Clocks
+from weightd.daemon.requests.shares import SEVERAL_S, Clocks
 from weightd.daemon.tenants.tenant import Tenant
 from weightd.protocol.errors import RequestError
 from weightd.protocol.messages.children import OrderMessage, Predict, Result, Skip, Together
@@ -418,6 +418,39 @@ def test_a_weight_that_changes_counts_from_then_on() -> None:
     assert error(world.run(SHARES_FOR_S), {"a": 1.0, "b": 4.0}) < ERROR
 
 
+def test_what_ran_for_long_while_only_another_asked_waits_again_beside_that() -> None:
+    world, a, b = World(), tenant("a"), tenant("b")
+    model = world.model("cpu")
+    world.ask(model, b, 1000.0)
+    world.load(model, a, always(0.01), 3)
+    world.run(2 * SEVERAL_S)
+    world.die(next(iter(world.seats)))
+    world.again.clear()
+    world.ask(model, b, 0.01)
+    for _ in range(2):
+        world.enlist(model, "cpu")
+    world.run(2000.0)
+    assert {*world.answers.values()} == {""}
+    assert len(world.answers) == len(world.asked)
+    assert len(world.clocks.of("cpu")) == 0
+
+
+def test_what_runs_is_charged_once_though_there_are_several_tenants_again() -> None:
+    world, a, b = World(), tenant("a"), tenant("b")
+    model = world.model("cpu", "cpu")
+    for _ in range(2):
+        world.ask(model, a, 0.01)
+        world.ask(model, b, 100.0)
+        world.run(2 * SEVERAL_S)
+        model.desk.dispatch(world.now)
+        assert not model.desk.scheduler.line.shared
+    world.run(200.0)
+    world.ask(model, a, 0.01)
+    world.run(1.0)
+    assert len(world.answers) == len(world.asked)
+    assert len(world.clocks.of("cpu")) == 0
+
+
 # --- rows -----------------------------------------------------------------------------------------------------------
 
 
@@ -511,7 +544,7 @@ def test_each_is_answered_once_no_seat_idles_in_vain_and_who_is_gone_is_forgotte
                 world.run(some.choice([0.001, 0.01, 0.1]))
             case _:
                 rows = some.randrange(1, 9)
-                world.ask(model, some.choice(who), some.choice([0.001, 0.01, 0.3]), rows=rows)
+                world.ask(model, some.choice(who), some.choice([0.001, 0.01, 0.3, 15.0]), rows=rows)
         assert world.conserves()
     for model in made:
         world.enlist(model, "cpu:0", terms)

@@ -384,8 +384,13 @@ class Scheduler:
         elif len(line.tenants) > 1:
             clocks.until = max(clocks.until, now + SEVERAL_S)
         elif now >= clocks.until:
-            # Whoever asks next is another one, if it is not the one who waits.
-            self._last = next(iter(line.tenants), self._last)
+            # What runs may have to wait again.
+            there = {request.tenant for request in self._outstanding()}
+            if len(there) > 1:
+                clocks.until = now + SEVERAL_S
+                return
+            # Whoever asks next is another one, if it is not the one who is there.
+            self._last = next(iter(there), self._last)
             line.share_no_more()
 
     def _share(self) -> None:
@@ -394,7 +399,8 @@ class Scheduler:
         self._on()
         for seat in self.seats:
             for job in seat.jobs.values():
-                self._charge(seat, job)
+                if job.bill is None:
+                    self._charge(seat, job)
 
     def _on(self) -> None:
         """The model runs on other devices than before."""
