@@ -32,6 +32,7 @@ from weightd.protocol.messages.data import RequestDescription, ResponseDescripti
 
 SHARES_FOR_S = 30.0
 ERROR = 0.05
+DEVICES = ["ascend:0", "ascend:1"]
 CRASH = End(-signal.SIGSEGV)
 ASKED = [RequestDescription("m", (TensorSpec("x", "UINT8", (rows, 1)),)) for rows in range(9)]
 ANSWERED = ResponseDescription("m", (TensorSpec("y", "UINT8", (1, 1)),))
@@ -371,11 +372,21 @@ def test_a_second_model_on_the_same_device_gives_no_second_share() -> None:
 
 def test_devices_have_shares_of_their_own() -> None:
     world, a, b = World(), tenant("a"), tenant("b")
-    one, other = world.model("cpu:0"), world.model("cpu:1")
+    one, other = world.model("ascend:0"), world.model("ascend:1")
     world.load(one, a, always(0.01), 20)
     for model in (one, other):
         world.load(model, b, always(0.01), 20)
     assert error(world.run(SHARES_FOR_S), {"a": 1.0, "b": 3.0}) < ERROR
+
+
+def test_sets_of_cores_are_one_device() -> None:
+    world, a, b = World(), tenant("a"), tenant("b")
+    one, other = world.model("cpu:0"), world.model("cpu:1")
+    world.load(one, a, always(0.01), 20)
+    for model in (one, other):
+        world.load(model, b, always(0.01), 20)
+    # One has the one, the other the other.
+    assert error(world.run(SHARES_FOR_S), {"a": 1.0, "b": 1.0}) < ERROR
 
 
 def test_who_could_use_one_slow_seat_alone_is_not_owed_all_others_for_as_long() -> None:
@@ -474,9 +485,9 @@ def test_rows_that_go_together_are_few_while_another_tenant_waits() -> None:
     world.run(1.0)
     world.jobs.clear()
     world.run(2.0)
-    both = [job for job in world.jobs if any(world.asked[number].tenant is b for number in job)]
-    assert both
-    assert max(map(len, both)) <= 3
+    # Those, too, that begin while nothing of it waits: it has just been answered.
+    assert len({world.asked[number].tenant for job in world.jobs for number in job}) == 2
+    assert max(map(len, world.jobs)) <= 3
 
 
 # --- the bound of what waits ------------------------------------------------------------------------------------------
@@ -525,12 +536,14 @@ def test_each_is_answered_once_no_seat_idles_in_vain_and_who_is_gone_is_forgotte
     world, some = World(), random.Random(seed)
     who = [tenant(f"t{index}", some.choice([0.5, 1.0, 10.0])) for index in range(tenants)]
     terms = ROWS if merges else WHOLE
-    made = [world.model(*some.choices(["cpu:0", "cpu:1"], k=some.randrange(3)), terms=terms) for _ in range(models)]
+    made = [
+        world.model(*some.choices(["ascend:0", "ascend:1"], k=some.randrange(3)), terms=terms) for _ in range(models)
+    ]
     for _ in range(150):
         model = some.choice(made)
         match some.randrange(12):
             case 0:
-                world.enlist(model, some.choice(["cpu:0", "cpu:1"]), terms)
+                world.enlist(model, some.choice(DEVICES), terms)
             case 1 if world.seats:
                 world.die(some.choice([*world.seats]), End(-signal.SIGKILL))
             case 2 if world.asked:
@@ -547,13 +560,13 @@ def test_each_is_answered_once_no_seat_idles_in_vain_and_who_is_gone_is_forgotte
                 world.ask(model, some.choice(who), some.choice([0.001, 0.01, 0.3, 15.0]), rows=rows)
         assert world.conserves()
     for model in made:
-        world.enlist(model, "cpu:0", terms)
+        world.enlist(model, DEVICES[0], terms)
     world.run(1000.0)
     assert world.answers.keys() == world.asked.keys()
     assert all(model.desk.scheduler.idle for model in made)
     for model in made:
         model.desk.dispatch(world.now)
-    assert [len(world.clocks.of(device)) for device in ("cpu:0", "cpu:1")] == [0, 0]
+    assert [len(world.clocks.of(device)) for device in DEVICES] == [0, 0]
 
 
 @settings(max_examples=examples(60), deadline=None)

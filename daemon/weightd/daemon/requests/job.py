@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from weightd.daemon.requests.part import Part
 from weightd.daemon.requests.request import Company, Origin, Request
@@ -27,7 +27,7 @@ class Job:
         form: of its rows, if it has some.
         rows: how many they are.
         bill: what it has been charged, where there are several tenants.
-        answered: its parts that were.
+        answered: its parts that were, but for the last.
         is_settled: its seconds have been told.
         began: when it began to run, in monotonic seconds; later than any clock says while it is only ready.
     """
@@ -39,7 +39,7 @@ class Job:
     rows: int = 0
     began: float = _NOT_YET
     bill: Bill | None = None
-    answered: list[Part] = field(default_factory=list[Part])
+    answered: tuple[Part, ...] = ()
     is_settled: bool = False
 
     @classmethod
@@ -52,17 +52,21 @@ class Job:
         """Whether it runs, as far as can be told from here."""
         return self.began != _NOT_YET
 
-    def settle(self, seconds: float) -> None:
+    def settle(self, seconds: float, last: Part | None = None) -> None:
         """It has had its seat for so many seconds, and has it no more. Only the first word counts.
 
-        They go on the accounts of who has asked, by rows, whoever is to blame for the end.
+        They go on the accounts of who has asked, by rows, whoever is to blame for the end. `last`: this part was
+        answered as the last, if all were.
         """
         if self.is_settled:
             return
         self.is_settled = True
         if self.bill is not None:
             self.bill.settle(seconds)
-        ran = [*self.answered, *self.parts.values()]
+        if last is not None and self.count == 1:
+            last.request.account.ran(seconds, last.rows)
+            return
+        ran = [*self.answered, *self.parts.values()] if last is None else [*self.answered, last]
         rows = sum([part.rows for part in ran]) if self.count > 1 else 0
         for part in ran:
             share = seconds * part.rows / rows if rows else seconds / len(ran)

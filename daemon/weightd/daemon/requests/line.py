@@ -160,15 +160,9 @@ class Line:
         begun = self.begun
         return (begun.of(tenant) if isinstance(begun, ByTenant) else begun).count > 0
 
-    def others_wait(self, tenant: Tenant) -> bool:
-        """Return whether something of another tenant waits that may run."""
-        return self.shared and not self.presence.look() <= {tenant}
-
     def gave(self, tenant: Tenant, *, part: bool) -> None:
-        """A job has been made of what waited of a tenant: a part of a request, or not."""
-        self.was_part = part
-        if self.shared:
-            (self._had_part.add if part else self._had_part.discard)(tenant)
+        """While it is shared, a job has been made of what waited of a tenant: a part of a request, or not."""
+        (self._had_part.add if part else self._had_part.discard)(tenant)
 
     def make_room(self, request: Request) -> list[Request] | None:
         """Return what has given way to a request that finds no room; None if it is the one that has to.

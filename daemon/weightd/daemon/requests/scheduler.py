@@ -164,8 +164,8 @@ class Scheduler:
                 self.end_whole(request)
                 continue
             form = seat.terms.form(request.description)
-            has_begun = queue is line.normal and line.has_begun(request.tenant)
-            if has_begun and form is not None and seat.terms.cuts(form):
+            will_cut = form is not None and seat.terms.cuts(form) and queue is line.normal
+            if form is not None and will_cut and line.has_begun(request.tenant):
                 # One after another: what is answered to parts is kept until the last of them.
                 self._cut(request, seat.terms, form)
                 line.append(request)
@@ -324,8 +324,10 @@ class Scheduler:
             job = Job(number, {number: Part(number, request)})
         else:
             job = self._formed(seat, request, form, now)
-        self.line.gave(request.tenant, part=job.number >= FIRST_PART)
-        if self.line.shared:
+        line = self.line
+        line.was_part = job.number >= FIRST_PART
+        if line.shared:
+            line.gave(request.tenant, part=line.was_part)
             self._charge(seat, job)
         self.seats.give(seat, job, now)
         return job
@@ -333,10 +335,10 @@ class Scheduler:
     def _charge(self, seat: Seat, job: Job) -> None:
         """What a job takes goes by its rows, if it is of several tenants."""
         shares: dict[Tenant, float] = {}
+        rows = sum([part.rows for part in job.parts.values()])
         for part in job.parts.values():
-            form = seat.terms.form(part.request.description) if job.count > 1 else None
-            shares.setdefault(part.request.tenant, 0.0)
-            shares[part.request.tenant] += form.rows / job.rows if form is not None else 1.0
+            share = part.rows / rows if rows else 1.0 / len(job.parts)
+            shares[part.request.tenant] = shares.get(part.request.tenant, 0.0) + share
         job.bill = self.clocks.of(seat.device).begin(shares, self.seats.expected(seat, job))
 
     def _formed(self, seat: Seat, request: Request, form: Form, now: float) -> Job:
@@ -346,8 +348,8 @@ class Scheduler:
         if cut is None and terms.cuts(form):
             cut = self._cut(request, terms, form)
         if cut is not None:
-            return self._part_of(cut, seat)
-        longest = self.clocks.max_job_s if self.line.others_wait(request.tenant) else math.inf
+            return self._part_of(cut, seat, now)
+        longest = self._longest(math.inf, now)
         fair = self.line.fair(self.clocks.of(seat.device), self.seats.mean) if self.line.shared else waiting
         group = self.seats.together(seat, request, form, forming.Mates(fair, waiting.count, longest), now)
         for each in group.requests[1:]:
@@ -364,11 +366,13 @@ class Scheduler:
         self.tally.cuts += 1
         return cut
 
-    def _part_of(self, cut: Cut, seat: Seat) -> Job:
+    def _longest(self, alone: float, now: float) -> float:
+        """How many seconds a job may take of which that can be told; `alone`: where no other tenant asks."""
+        return self.clocks.max_job_s if self.line.shared and self._others_may_ask(now) else alone
+
+    def _part_of(self, cut: Cut, seat: Seat, now: float) -> Job:
         devices, times = self.seats.devices(cut.terms), self.seats.times
-        longest = math.inf if self.line.is_still else forming.LONG_S
-        if self.line.others_wait(cut.request.tenant):
-            longest = self.clocks.max_job_s
+        longest = self._longest(math.inf if self.line.is_still else forming.LONG_S, now)
         rows = forming.rows_of_part(cut, seat.device, devices, times, longest)
         first, rows = cut.take(rows)
         if cut.is_pending:
@@ -405,7 +409,7 @@ class Scheduler:
     def _on(self) -> None:
         """The model runs on other devices than before."""
         if self.line.shared:
-            self.line.presence.on([self.clocks.of(device) for device in self.seats.everywhere])
+            self.line.presence.on(dict.fromkeys(self.clocks.of(device) for device in self.seats.everywhere))
 
     def _begin_anew(self) -> None:
         """What has begun on a model that no seat serves any more runs on the one that is served, all of it."""

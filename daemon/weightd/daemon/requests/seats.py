@@ -237,10 +237,11 @@ class Seats:
         if seat is None or job is None:
             return None
         part = job.parts.pop(number)
-        job.answered.append(part)
-        if not job.parts:
+        if job.parts:
+            job.answered += (part,)
+        else:
             took = seat.finished(job, now)
-            job.settle(took)
+            job.settle(took, part)
             self._ran.append(took / job.count)
             self._tally.executions += 1
             if job.form is not None:

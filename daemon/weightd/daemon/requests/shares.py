@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from weightd.daemon.tenants.tenant import Tenant
+from weightd.shared.devices import CPU, is_cpu
 
 # While somebody waits who has had less than the others, it is owed no more than this, in seconds of its weight: it may
 # have waited for a model that has few seats, and would otherwise have all seats of another one for as long, one day.
@@ -139,7 +140,7 @@ class Bill:
 
 
 class Clocks:
-    """The clocks of all devices: one object for all models.
+    """The clocks of all devices: one object for all models. The CPU is one device, and so are all sets of its cores.
 
     Args:
         max_job_s: while another tenant waits, rows that go together, or are cut, take no longer than this, about.
@@ -158,7 +159,11 @@ class Clocks:
 
     def of(self, device: str) -> Clock:
         """Return the clock of a device."""
-        return self._clocks.setdefault(device, Clock())
+        clock = self._clocks.get(device)
+        if clock is None:
+            whole = CPU if is_cpu(device) else device
+            clock = self._clocks[device] = self._clocks.setdefault(whole, Clock())
+        return clock
 
     def asks(self, tenant: Tenant, now: float) -> None:
         """Somebody asks for anything."""
