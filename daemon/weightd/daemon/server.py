@@ -26,6 +26,7 @@ from weightd.daemon.continuity.config_file import ConfigFile
 from weightd.daemon.continuity.handover import Handover
 from weightd.daemon.continuity.herald import Herald
 from weightd.daemon.continuity.keeping import Keeping
+from weightd.daemon.continuity.ledger import Ledger
 from weightd.daemon.continuity.listening import Listening, listen
 from weightd.daemon.continuity.service import CLIENTS, KEEPER, Manager
 from weightd.daemon.gate.link import PeerIdentity
@@ -105,6 +106,7 @@ class Server:
         self._tenants = Directory(config.tenants)
         self._accounts = Accounts()
         self._accounting = Accounting(self._tenants, self._accounts, lambda: self._fleet.models)
+        self._ledger = Ledger(config.daemon.accounts_file, self._accounts, self._loop.soon)
         self._surveys: list[Survey] = []
         self._measured = Measured()
         self._started = time.monotonic()
@@ -163,7 +165,7 @@ class Server:
         self._loop.add(wakeups, lambda: self._on_signals(os.read(wakeups, 64)))
         self._loop.add_timer(self._patience)
         self._loop.add_timer(self._sign)
-        for timer in self._accounting.timers:
+        for timer in (*self._accounting.timers, self._ledger.timer):
             self._loop.add_timer(timer)
         if self._manager.there:
             self._sign.set(0.0)
@@ -176,7 +178,7 @@ class Server:
             # They load while snapshots are taken.
             self._backend.prepare(self._config.models.values())
             self._fleet.start(self._config.models, time.monotonic())
-        self._accounting.renew(daemon.accounting_interval, time.monotonic())
+        self._account(time.monotonic())
 
     def _adopt(self, connection: socket.socket, peer: PeerIdentity) -> None:
         self._frontend.adopt(connection, foreign_identity(connection, *peer))
@@ -204,8 +206,15 @@ class Server:
         self._loop.add_timer(model.timer)
         return model
 
+    def _account(self, now: float) -> None:
+        """The tables of tenants are in force."""
+        if self._tenants.tells_apart:
+            self._ledger.open(now)
+        self._accounting.renew(self._config.daemon.accounting_interval, now)
+
     def _close(self) -> None:
         """Let clients go, those of the gates first: they still have to be passed on what was said to them."""
+        self._ledger.close()
         self._frontend.close()
         self._gates.close()
 
@@ -373,7 +382,7 @@ class Server:
         self._look_soon()
         self._config = config
         self._tenants.renew(config.tenants)
-        self._accounting.renew(config.daemon.accounting_interval, now)
+        self._account(now)
         file.note = ""
         if self._keeping is not None:
             file.in_force()

@@ -60,6 +60,11 @@ class DaemonConfig:
         return Path(self.cache_dir, self.key)
 
     @property
+    def accounts_file(self) -> Path:
+        """The file with the accounts of tenants, which stays when the daemon ends."""
+        return Path(self.cache_dir, f"{self.key}.accounts")
+
+    @property
     def children_socket(self) -> Path:
         """The socket of this daemon's children."""
         return Path(self.runtime_dir, f"{self.key}.sock")

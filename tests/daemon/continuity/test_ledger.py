@@ -1,0 +1,186 @@
+from __future__ import annotations
+
+import os
+import stat
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from weightd.daemon.continuity import ledger
+from weightd.daemon.continuity.ledger import INTERVAL_S, Ledger, LedgerError, read
+from weightd.daemon.tenants.accounts import ELSEWHERE, Accounts
+from weightd.protocol.errors import NotFound
+
+
+class Daemon:
+    """What keeps accounts, on a file; and what it has to do soon."""
+
+    def __init__(self, path: Path) -> None:
+        self.accounts = Accounts()
+        self.soon: list[Callable[[], object]] = []
+        self.ledger = Ledger(path, self.accounts, self.soon.append)
+        self.ledger.open(0.0)
+
+    def turns(self) -> int:
+        """Do it; return how many turns that took."""
+        count = 0
+        while self.soon:
+            self.soon.pop(0)()
+            count += 1
+        return count
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "w.accounts"
+
+
+def ask(accounts: Accounts, tenant: str, model: str) -> None:
+    account = accounts.of(tenant, model)
+    account.accepts(100)
+    account.waited(0.125)
+    account.ran(0.5, 4)
+    account.answers(10)
+    account.refuses(NotFound("no"))
+
+
+def test_the_next_daemon_goes_on_with_what_was_counted(path: Path) -> None:
+    first = Daemon(path)
+    ask(first.accounts, "ann", "m")
+    first.accounts.of("bob", ELSEWHERE).refuses(NotFound("no"), requests=1)
+    running = first.accounts.of("ann", "m")
+    running.accepts(5)
+    first.ledger.close()
+    second = Daemon(path)
+    assert [*second.accounts.figures()] == [*first.accounts.figures()]
+    # What was under way has ended with the daemon.
+    assert second.accounts.of("ann", "m").in_flight == 0
+    ask(second.accounts, "ann", "m")
+    second.ledger.close()
+    assert Daemon(path).accounts.of("ann", "m").served == 2
+    # What was before is no share of late.
+    assert Daemon(path).accounts.shares() == {}
+
+
+def test_it_is_written_now_and_then_and_others_have_their_turns(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ledger, "_MOST_AT_ONCE", 10)
+    daemon = Daemon(path)
+    for number in range(25):
+        ask(daemon.accounts, "ann", f"m{number}")
+    assert daemon.ledger.timer.due == INTERVAL_S
+    daemon.ledger.timer.fire(INTERVAL_S)
+    assert not path.exists()
+    assert daemon.turns() == 3
+    assert len(read(path)) == 25
+    assert daemon.ledger.timer.due == 2 * INTERVAL_S
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert [each.name for each in path.parent.iterdir()] == [path.name]
+
+
+def test_what_is_written_at_the_end_is_whole_whatever_was_begun(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ledger, "_MOST_AT_ONCE", 10)
+    daemon = Daemon(path)
+    for number in range(25):
+        ask(daemon.accounts, "ann", f"m{number}")
+    daemon.ledger.timer.fire(INTERVAL_S)
+    daemon.soon.pop(0)()
+    daemon.ledger.close()
+    assert len(read(path)) == 25
+
+
+def test_where_there_are_no_tenants_there_is_no_file(path: Path) -> None:
+    unused = Ledger(path, Accounts(), lambda _: None)
+    unused.close()
+    assert unused.timer.due == float("inf")
+    assert not path.exists()
+
+
+def test_what_is_there_already_is_not_written_again(path: Path) -> None:
+    daemon = Daemon(path)
+    ask(daemon.accounts, "ann", "m")
+    daemon.ledger.close()
+    path.unlink()
+    daemon.ledger.close()
+    assert not path.exists()
+    ask(daemon.accounts, "ann", "m")
+    daemon.ledger.close()
+    assert read(path)[0].served == 2
+
+
+def test_it_is_opened_once(path: Path) -> None:
+    daemon = Daemon(path)
+    ask(daemon.accounts, "ann", "m")
+    daemon.ledger.close()
+    daemon.ledger.open(5.0)
+    assert daemon.accounts.of("ann", "m").served == 1
+    assert daemon.ledger.timer.due == INTERVAL_S
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"\n", b"{", b"[]", b"\xff", b'{"accounts": 1}\n', b'{"tenant": "ann"}\n{"accounts": 1}\n', b"[" * 100_000],
+)
+def test_what_is_no_such_file_is_as_good_as_none(path: Path, content: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    path.write_bytes(content)
+    daemon = Daemon(path)
+    assert [*daemon.accounts.figures()] == []
+    [record] = caplog.records
+    assert record.getMessage().startswith(f"the accounts of tenants begin anew: {path}: ")
+    daemon.ledger.close()
+    assert read(path) == []
+
+
+def test_half_a_file_is_none(path: Path) -> None:
+    daemon = Daemon(path)
+    for name in ("m", "n"):
+        ask(daemon.accounts, "ann", name)
+    daemon.ledger.close()
+    whole = path.read_bytes()
+    for size in range(len(whole) - 1):
+        path.write_bytes(whole[:size])
+        with pytest.raises(LedgerError):
+            read(path)
+
+
+def test_neither_a_pipe_nor_a_link_nor_something_huge_is_read(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    os.mkfifo(path)
+    with pytest.raises(LedgerError):
+        read(path)
+    path.unlink()
+    path.symlink_to("/dev/zero")
+    with pytest.raises(OSError, match="symbolic links"):
+        read(path)
+    path.unlink()
+    monkeypatch.setattr(ledger, "_MOST_BYTES", 100)
+    path.write_bytes(bytes(101))
+    with pytest.raises(LedgerError):
+        read(path)
+
+
+def test_what_cannot_be_written_is_said_once(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    daemon = Daemon(path / "missing")
+    for _ in range(3):
+        daemon.ledger.close()
+    assert [record.getMessage() for record in caplog.records] == [
+        f"the accounts of tenants are not written: {path}/missing: No such file or directory"
+    ]
+
+
+COUNTS = st.integers(0, 2**62)
+
+
+@given(
+    st.lists(st.tuples(st.text(min_size=1, max_size=8), st.text(max_size=8), COUNTS, st.floats(0, 1e12)), max_size=5)
+)
+def test_whatever_was_counted_comes_back(accounts: list[tuple[str, str, int, float]]) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        daemon = Daemon(Path(directory, "a"))
+        for tenant, model, count, seconds in accounts:
+            account = daemon.accounts.of(tenant, model)
+            account.requests, account.seat_seconds = count, seconds
+        daemon.ledger.close()
+        assert [*Daemon(Path(directory, "a")).accounts.figures()] == [*daemon.accounts.figures()]

@@ -1,0 +1,57 @@
+"""What tenants use is counted, shown, logged, and goes on after a restart."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from testkit.waiting import until
+from weightd.client import Client
+from weightd.protocol.messages.accounts import AccountStatus
+
+from .support import ONE_ENGINE, Bare, Place, Weightd, ask_all, mlp_inputs
+
+pytestmark = [pytest.mark.e2e, ONE_ENGINE]
+
+TABLES = '\n[tenants.default]\nmay = ["infer", "status"]\nweight = 2\n'
+
+
+def accounts(client: Client) -> Mapping[str, AccountStatus]:
+    """Those of the tenant, by model."""
+    tenant = next(each for each in client.status().tenants if each.name == "default")
+    return {each.model: each for each in tenant.accounts}
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=["ended", "killed"])
+def test_accounts_survive_a_restart(mlp: Path, bare: Bare, place: Place, tmp_path: Path, number: int) -> None:
+    config = place.config({"mlp": {"path": mlp}}, accounting_interval=1)
+    with config.open("a", encoding="utf-8") as file:
+        file.write(TABLES)
+    questions = bare.questions(mlp, mlp_inputs((1, 2)))
+    with Weightd(tmp_path / "one.log", "serve", config) as daemon, daemon.client(place.address) as client:
+        ask_all(client, "mlp", questions)
+        before = accounts(client)["mlp"]
+        assert (before.served, before.in_flight, dict(before.refused)) == (2, 0, {})
+        assert before.seat_seconds > 0
+        assert before.bytes_in == sum(each.nbytes for question in questions for each in question.inputs.values())
+        daemon.wait_for("tenant default: 2 requests in 1 s, 2 served, none refused, ")
+        if number == signal.SIGKILL:
+            until(lambda: [*place.cache.glob("*.accounts")], "the accounts are written", limit=90)
+        daemon.end(number)
+    with Weightd(tmp_path / "two.log", "serve", config) as daemon, daemon.client(place.address) as client:
+        assert accounts(client)["mlp"] == before
+        ask_all(client, "mlp", questions)
+        assert accounts(client)["mlp"].served == 4
+        command = [sys.executable, "-m", "weightd.ctl", "--socket", place.address, "status"]
+        shown = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False).stdout
+        assert "default: weight 2; 100% of the seconds of the last minute\n" in shown
+        told = subprocess.run([*command, "--json"], capture_output=True, text=True, timeout=60, check=False).stdout
+        assert [each["name"] for each in json.loads(told)["tenants"]] == ["default", "(operators)"]
+        assert daemon.end() == 0
+    assert [Path(each).suffix for each in place.left] == [".accounts"]
