@@ -259,7 +259,7 @@ def complete(description: str, raw: Any) -> Any:
         elif default is not None:
             whole[name] = {} if default == messages.NO_PARAMETERS else [] if default == () else default
     for field in dataclasses.fields(RECORDS[description]):
-        without = [] if field.default == () else field.default
+        without: Any = [] if field.default == () else field.default
         if "left_out" in field.metadata and whole[field.name] == without:
             del whole[field.name]
     return whole

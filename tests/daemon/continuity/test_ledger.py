@@ -157,7 +157,7 @@ def test_neither_a_pipe_nor_a_link_nor_something_huge_is_read(path: Path, monkey
     path.unlink()
     monkeypatch.setattr(ledger, "_MOST_BYTES", 100)
     path.write_bytes(bytes(101))
-    with pytest.raises(LedgerError):
+    with pytest.raises(LedgerError, match="expected a file of at most 100 bytes"):
         read(path)
 
 

@@ -86,6 +86,8 @@ def test_a_line_comes_with_each_interval_and_a_reload_changes_it(caplog: pytest.
     daemon.accounting.renew(30.0, 100.0)
     assert daemon.run(100.0, 129.0) == []
     ask(daemon.accounts, "ann", "m", 1.0)
+    # One that changes nothing of it puts nothing off.
+    daemon.accounting.renew(30.0, 129.0)
     [line] = daemon.run(129.0, 135.0)
     assert line.startswith("tenant ann: 1 requests in 30 s, ")
     ask(daemon.accounts, "(operators)", "m", 1.0)
