@@ -16,8 +16,8 @@ from weightd.daemon.continuity import handover
 from weightd.daemon.continuity.config_file import ConfigFile
 from weightd.daemon.continuity.service import Manager
 from weightd.daemon.models.budget import Device
-from weightd.daemon.observe.tenants import Viewer
 from weightd.daemon.server import Server
+from weightd.daemon.tenants.tenant import EVERYONE, Viewer
 from weightd.protocol.errors import RequestError, Unavailable
 from weightd.protocol.messages.status import StatusResponse
 
@@ -141,9 +141,10 @@ def test_who_asks_for_the_status_too_often_is_refused(tmp_path: Path) -> None:
 
     server._backend, server._gates = SimpleNamespace(processes={}), SimpleNamespace(pids=[])
     server._frontend = SimpleNamespace(room=SimpleNamespace(user=bytes.decode), tell_error=tell_error)
-    server.ask_status(b"modest", "0")
+    viewer = Viewer(EVERYONE, sees_all=True)
+    server.ask_status(b"modest", "0", viewer)
     for number in range(16):
-        server.ask_status(b"greedy", str(number))
+        server.ask_status(b"greedy", str(number), viewer)
     assert refused == [(b"greedy", "15", "RESOURCE_EXHAUSTED")]
 
 
@@ -170,10 +171,11 @@ def test_a_reload_puts_tenants_and_their_accounting_in_force(tmp_path: Path) -> 
     model = '[models.m]\npath = "/models/m.onnx"\npython = "python3"\n'
     path.write_text(model)
     server = begun(path)
-    server._fleet, server._backend = mock.MagicMock(models=["m"]), mock.MagicMock()
+    server._fleet, server._backend, server._frontend = mock.MagicMock(models=["m"]), mock.MagicMock(), mock.Mock()
     path.write_text(f"[daemon]\naccounting_interval = 5\n[tenants.ann]\nuids = [1, 1001]\n{model}")
     server._reload(0.0)
     assert [tenant.name for tenant in server._tenants] == ["ann"]
+    server._frontend.renew.assert_called_once_with()
     assert sorted(timer.due for timer in server._accounting.timers) == [5.0, 10.0]
     ann = server._tenants.get("ann")
     for broken in ('uids = ["no such user"]', 'keys = ["none.pub"]', 'models = ["[a]"]'):

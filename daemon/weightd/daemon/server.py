@@ -14,6 +14,7 @@ import zmq
 
 from weightd.daemon import exits
 from weightd.daemon.children.backend import Backend
+from weightd.daemon.clients.access import Access
 from weightd.daemon.clients.connection import foreign_identity
 from weightd.daemon.clients.frontend import Frontend
 from weightd.daemon.clients.gates import Gates
@@ -46,11 +47,11 @@ from weightd.daemon.observe.accounting import Accounting
 from weightd.daemon.observe.own import own_report
 from weightd.daemon.observe.status import Subject, report
 from weightd.daemon.observe.survey import Measured, Survey, crowding
-from weightd.daemon.observe.tenants import ANYBODY, Viewer
 from weightd.daemon.requests.shares import Clocks
 from weightd.daemon.shutdown import Event, Shutdown
 from weightd.daemon.tenants.accounts import Accounts
 from weightd.daemon.tenants.directory import Directory
+from weightd.daemon.tenants.tenant import Viewer
 from weightd.protocol.errors import InvalidArgument, RequestError, ResourceExhausted, Unavailable
 from weightd.protocol.messages.control import ReloadResponse
 from weightd.protocol.schema import label
@@ -105,6 +106,7 @@ class Server:
         self._fleet = Fleet(self._make)
         self._tenants = Directory(config.tenants)
         self._accounts = Accounts()
+        self._access = Access(self._tenants, self._accounts, {})
         self._accounting = Accounting(self._tenants, self._accounts, lambda: self._fleet.models)
         self._ledger = Ledger(config.daemon.accounts_file, self._accounts, self._loop.soon)
         self._surveys: list[Survey] = []
@@ -157,7 +159,7 @@ class Server:
         self._backend = Backend(context, daemon, self._loop, self._devices, self._keeping, self._look_soon)
         most = daemon.max_memory_bytes or host_bytes() // _SHARE_OF_MEMORY
         shared = daemon.max_shm_bytes or host_bytes() // _SHARE_OF_MEMORY
-        self._frontend = Frontend(self._loop, self._fleet, most, self, max_shm_bytes=shared, accounts=self._accounts)
+        self._frontend = Frontend(self._loop, self._fleet, most, self, max_shm_bytes=shared, access=self._access)
         self._backend.on_several(self._frontend.hold)
         for listener in sockets.unix:
             self._frontend.listen(listener)
@@ -180,8 +182,8 @@ class Server:
             self._fleet.start(self._config.models, time.monotonic())
         self._account(time.monotonic())
 
-    def _adopt(self, connection: socket.socket, peer: PeerIdentity) -> None:
-        self._frontend.adopt(connection, foreign_identity(connection, *peer))
+    def _adopt(self, listener: str, connection: socket.socket, peer: PeerIdentity) -> None:
+        self._frontend.adopt(connection, foreign_identity(connection, listener, peer))
 
     def _resume(self, keeping: Keeping, handover: Handover) -> None:
         """Go on with what the daemon before this one has loaded."""
@@ -379,9 +381,11 @@ class Server:
         _update_devices(self._devices, config)
         self._backend.prepare(config.models.values())
         self._fleet.apply(change, config.models, now)
+        if config.tenants != self._config.tenants:
+            self._tenants.renew(config.tenants)
+            self._frontend.renew()
         self._look_soon()
         self._config = config
-        self._tenants.renew(config.tenants)
         self._account(now)
         file.note = ""
         if self._keeping is not None:
@@ -401,7 +405,7 @@ class Server:
 
     # --- status -------------------------------------------------------------------------------------------------
 
-    def ask_status(self, client: bytes, request_id: str, viewer: Viewer = ANYBODY) -> None:
+    def ask_status(self, client: bytes, request_id: str, viewer: Viewer) -> None:
         """A client wants to know how it stands: it is told once that has been measured."""
         if not viewer.sees_all:
             models = list(self._fleet.models.values())

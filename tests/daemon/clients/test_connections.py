@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import socket
 import struct
@@ -14,10 +15,13 @@ import pytest
 
 from weightd.daemon.clients import connections
 from weightd.daemon.clients.connection import Connection, Identity, foreign_identity, unix_identity
-from weightd.daemon.clients.connections import Connections
+from weightd.daemon.clients.connections import Calls, Connections
 from weightd.daemon.clients.room import Room
+from weightd.daemon.gate.link import PeerIdentity
 from weightd.daemon.host.loop import Loop
 from weightd.daemon.requests.request import Origin
+from weightd.daemon.tenants.directory import Proof
+from weightd.protocol.errors import RequestError, ResourceExhausted
 from weightd.protocol.framing import Message, head
 from weightd.shared.stream import Stream
 
@@ -34,15 +38,16 @@ class Hall:
         self.room = Room(ROOM, lambda _: SOMEBODY.origin.far)
         self.messages: list[tuple[Connection, Message]] = []
         self.broken: list[str] = []
+        self.excess: RequestError | None = None
         self.gone: list[Connection] = []
-        self.connections = Connections(
-            self.loop,
-            self.room,
+        self.calls = Calls(
             make_room=lambda key, nbytes: False,
+            introduce=lambda connection: self.excess,
             handle=lambda connection, message: self.messages.append((connection, message)),
-            broken=lambda connection, how: self.broken.append(how),
+            dismiss=lambda connection, error: self.broken.append(str(error)),
             gone=self.gone.append,
         )
+        self.connections = Connections(self.loop, self.room, self.calls)
         self.stack = contextlib.ExitStack()
 
     def come(self, identity: Identity = SOMEBODY) -> socket.socket:
@@ -124,7 +129,7 @@ def test_who_is_hung_up_has_nothing_more_heard(hall: Hall, monkeypatch: pytest.M
             hall.connections.hang_up(connection, "for a test")
 
     count: list[int] = []
-    monkeypatch.setattr(hall.connections, "_handle", hang_up)
+    monkeypatch.setattr(hall.connections, "_calls", dataclasses.replace(hall.calls, handle=hang_up))
     client.send(message(b"x") * 1000)
     other.send(message(b"end"))
     hall.until(lambda: hall.gone)
@@ -266,7 +271,7 @@ def test_behind_the_message_for_which_it_is_hung_up_nothing_is_heard(
         hall.messages.append((connection, message))
         hall.connections.hang_up(connection, "as a test")
 
-    monkeypatch.setattr(hall.connections, "_handle", refuse)
+    monkeypatch.setattr(hall.connections, "_calls", dataclasses.replace(hall.calls, handle=refuse))
     client.send(message(b"bad") + message(b"worse"))
     hall.until(lambda: hall.gone)
     assert hall.frames == [[b"bad"]]
@@ -312,17 +317,20 @@ def test_whoever_connects_is_known_by_the_kernels_word(hall: Hall, listener: soc
         hall.until(lambda: hall.keys)
         [connection] = hall.connections
         user = f"uid {os.getuid()}"
-        assert connection.identity == Identity(
-            Origin(f"process {os.getpid()} of {user}", user), may_operate=True, is_near=True
-        )
+        gids = (os.getgid(), *os.getgroups())
+        origin = Origin(f"process {os.getpid()} of {user}", user)
+        assert connection.identity == Identity(origin, is_near=True, proof=Proof(os.getuid(), gids, operates=True))
 
 
 def test_a_gates_word_is_no_reason_to_obey() -> None:
     with socket.socket() as connection:
         number = connection.fileno()
-        assert foreign_identity(connection, 0, 12, "") == Identity(Origin("process 12 of uid 0", "uid 0"))
-        far = foreign_identity(connection, None, None, "10.0.0.1")
-        assert far == Identity(Origin(f"connection {number} of host 10.0.0.1", "host 10.0.0.1"))
+        near = foreign_identity(connection, "inside", PeerIdentity(0, 12, "", (7, 8)))
+        proof = Proof(0, (7, 8))
+        assert near == Identity(Origin("process 12 of uid 0", "uid 0"), proof=proof, listener="inside")
+        far = foreign_identity(connection, "outside", PeerIdentity(None, None, "10.0.0.1", key="k"))
+        origin = Origin(f"connection {number} of host 10.0.0.1", "host 10.0.0.1")
+        assert far == Identity(origin, proof=Proof(key="k"), listener="outside")
 
 
 @pytest.mark.parametrize("uid", [os.getuid() + 1, 12345])
@@ -331,14 +339,22 @@ def test_another_user_may_not_operate_and_a_process_without_a_number_here_is_its
     uid: int, pid: int, near: str
 ) -> None:
     class Connected:
-        def getsockopt(self, *_: object) -> bytes:
-            return struct.pack("=iII", pid, uid, 0)
+        def getsockopt(self, level: int, option: int, *_: object) -> bytes:
+            return struct.pack("=iII", pid, uid, 3) if option == socket.SO_PEERCRED else struct.pack("=II", 4, 5)
 
         def fileno(self) -> int:
             return 5
 
     identity = unix_identity(cast(socket.socket, Connected()))
-    assert identity == Identity(Origin(f"{near} of uid {uid}", f"uid {uid}"), is_near=True)
+    proof = Proof(uid, (3, 4, 5))
+    assert identity == Identity(Origin(f"{near} of uid {uid}", f"uid {uid}"), is_near=True, proof=proof)
+
+
+def test_who_is_one_too_many_is_told_and_hung_up(hall: Hall) -> None:
+    hall.excess = ResourceExhausted("as a test")
+    hall.come()
+    hall.until(lambda: hall.gone)
+    assert (hall.broken, hall.keys) == (["as a test"], [])
 
 
 def test_few_keep_descriptors_open_by_a_message_that_does_not_end(hall: Hall, monkeypatch: pytest.MonkeyPatch) -> None:

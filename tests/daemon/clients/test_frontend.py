@@ -9,12 +9,14 @@ from typing import cast
 
 import pytest
 
+from weightd.daemon.clients.access import Access
 from weightd.daemon.clients.connection import Identity
 from weightd.daemon.clients.frontend import Daemon, Frontend
 from weightd.daemon.host.loop import Loop
 from weightd.daemon.models.fleet import Fleet
 from weightd.daemon.requests.request import Origin, Request
 from weightd.daemon.tenants.accounts import Accounts
+from weightd.daemon.tenants.directory import Directory, Proof
 from weightd.protocol import limits
 from weightd.protocol.codec import decode, encode
 from weightd.protocol.errors import InvalidArgument, RequestError, ResourceExhausted, Unavailable
@@ -47,13 +49,13 @@ class FakeModel:
     def update(self, client: bytes, request_id: str, now: float, *, path: str, weights: str, rollback: bool) -> None:
         raise Unavailable("it loads")
 
-    def shed(self, client: bytes, error: RequestError, now: float) -> None:
-        for request in [each for each in self.waiting if each.client == client]:
+    def shed(self, unfit: Callable[[Request], bool], error: RequestError, now: float) -> None:
+        for request in [each for each in self.waiting if unfit(each)]:
             self.waiting.remove(request)
             self.frontend.refuse(request, error)
 
     def vanished(self, client: bytes, now: float) -> None:
-        self.shed(client, InvalidArgument("it is gone"), now)
+        self.shed(lambda each: each.client == client, InvalidArgument("it is gone"), now)
 
     @property
     def ids(self) -> list[str]:
@@ -94,14 +96,14 @@ class World:
             3 * kept,
             cast(Daemon, daemon),
             max_shm_bytes=0,
-            accounts=self.accounts,
+            access=Access(Directory({}), self.accounts, {}),
         )
         self.model.frontend = self.frontend
 
     def client(self, *, may_operate: bool = False) -> Peer:
         ours, theirs = socket.socketpair()
         near = f"process {len(self._peers)}"
-        self.frontend.adopt(ours, Identity(Origin(near, near), may_operate))
+        self.frontend.adopt(ours, Identity(Origin(near, near), proof=Proof(operates=may_operate)))
         self._peers.append(Peer(theirs))
         return self._peers[-1]
 

@@ -12,11 +12,14 @@ from typing import Any, cast
 
 import pytest
 
+from weightd.daemon.clients.access import Access
 from weightd.daemon.clients.connection import Identity
 from weightd.daemon.clients.frontend import Daemon, Frontend
 from weightd.daemon.host.loop import Loop
 from weightd.daemon.models.fleet import Fleet
 from weightd.daemon.requests.request import Origin, Request
+from weightd.daemon.tenants.accounts import Accounts
+from weightd.daemon.tenants.directory import Directory
 from weightd.protocol.codec import decode, encode
 from weightd.protocol.errors import Cancelled, InvalidArgument
 from weightd.protocol.messages.children import Result
@@ -57,7 +60,10 @@ class World:
         fleet = SimpleNamespace(models={"m": self}, everyone=lambda: [self])
         self.unmapped: list[int] = []
         daemon = SimpleNamespace(stopping=False, unmap=self.unmapped.extend)
-        self.frontend = Frontend(self.loop, cast(Fleet, fleet), 10**9, cast(Daemon, daemon), max_shm_bytes=10_000)
+        access = Access(Directory({}), Accounts(), {})
+        self.frontend = Frontend(
+            self.loop, cast(Fleet, fleet), 10**9, cast(Daemon, daemon), max_shm_bytes=10_000, access=access
+        )
         self._clients: list[Stream] = []
 
     def infer(self, request: Request, now: float) -> None:

@@ -46,7 +46,7 @@ class Daemon:
 
     def __init__(self, listeners: dict[str, socket.socket], max_memory_bytes: int = 256 * MIB) -> None:
         self.loop = Loop()
-        self.lanes: dict[Stream, PeerIdentity] = {}
+        self.lanes: dict[Stream, tuple[str, PeerIdentity]] = {}
         self.gates = Gates(listeners, self.loop, self._adopt, max_memory_bytes)
         self.answered = 0
         self._ends = threading.Event()
@@ -75,9 +75,9 @@ class Daemon:
         while not self._ends.is_set():
             self.loop.wait(0.05)
 
-    def _adopt(self, connection: socket.socket, identity: PeerIdentity) -> None:
+    def _adopt(self, listener: str, connection: socket.socket, identity: PeerIdentity) -> None:
         lane = Stream(connection)
-        self.lanes[lane] = identity
+        self.lanes[lane] = listener, identity
         self.loop.add(lane.fileno(), functools.partial(self._answer, lane))
 
     def _answer(self, lane: Stream) -> None:
@@ -156,9 +156,8 @@ def test_messages_pass_as_they_are_and_who_says_them_is_told(
         large = os.urandom(5 * MIB)
         for frames in ([b"one"], [b"", b"", b""], [b"a", b"", large, b"", large[: 2 * MIB]], [b"x"] * MAX_FRAMES):
             assert ask(client, *frames) == frames
-        expected = (
-            PeerIdentity(os.getuid(), os.getpid(), "") if kind == "ipc" else PeerIdentity(None, None, "127.0.0.1")
-        )
+        near = PeerIdentity(os.getuid(), os.getpid(), "", (os.getgid(), *os.getgroups()))
+        expected = ("default", near) if kind == "ipc" else ("other", PeerIdentity(None, None, "127.0.0.1"))
         assert list(daemon.lanes.values()) == [expected]
 
 

@@ -12,11 +12,12 @@ from weightd.daemon.gate.kernel import handle, identity, shut_down, write
 from weightd.daemon.gate.link import PeerIdentity
 
 
-def test_over_a_unix_socket_it_knows_user_and_process() -> None:
+def test_over_a_unix_socket_it_knows_user_groups_and_process() -> None:
     ours, theirs = socket.socketpair()
     with theirs, ours:
         connection = handle(ours.fileno())
-        assert identity(connection) == PeerIdentity(os.getuid(), os.getpid(), "")
+        expected = PeerIdentity(os.getuid(), os.getpid(), "", (os.getgid(), *os.getgroups()))
+        assert identity(connection) == expected
     assert identity(connection) == PeerIdentity(None, None, "")
 
 

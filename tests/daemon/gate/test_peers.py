@@ -80,7 +80,7 @@ def test_a_connection_is_known_as_long_as_it_lasts_and_its_end_is_told_once(
     two = connect()
     second = door.known()
     assert (list(peers.connections.values()), peers.ended()) == ([first, second], [])
-    assert first.identity == PeerIdentity(os.getuid(), os.getpid(), "")
+    assert first.identity == PeerIdentity(os.getuid(), os.getpid(), "", (os.getgid(), *os.getgroups()))
     one.send(b"again")
     assert door.known() is first
     one.close(linger=0)
@@ -152,7 +152,7 @@ def test_what_was_sent_before_another_came_on_the_descriptor_is_not_taken_for_hi
         heard = door.heard()
         while len(heard) < 2:
             heard += door.heard()
-        assert two.identity == PeerIdentity(uids[1], second.pid, "")
+        assert (two.identity.uid, two.identity.pid) == (uids[1], second.pid)
         assert dict(heard) == {b"%d" % first.pid: None, b"%d" % second.pid: two}
 
 

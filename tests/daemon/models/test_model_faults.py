@@ -439,7 +439,7 @@ def test_what_is_taken_back_ends_wherever_it_is() -> None:
 def test_what_a_client_asked_that_is_shed_or_gone_is_dropped() -> None:
     stage = Stage(workers=1)
     [shed] = stage.some(1)
-    stage.model.shed(b"client", ResourceExhausted("it reads nothing"), stage.now)
+    stage.model.shed(lambda request: request.client == b"client", ResourceExhausted("it reads nothing"), stage.now)
     assert stage.host.refused() == [(shed, "RESOURCE_EXHAUSTED")]
     stage.some(3)
     stage.model.metadata(b"client", "q")

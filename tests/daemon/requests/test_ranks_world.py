@@ -460,7 +460,8 @@ class World(RuleBasedStateMachine):
                 rank.reports.clear()
                 rank.given.clear()
             if any(rank.orders for rank in group.ranks) or len({rank.step for rank in group.ranks}) > 1:
-                del self.groups[group.name]
+                # It may have been lost to what one of them has just said.
+                self.groups.pop(group.name, None)
         self.written.clear()
         self.heard.clear()
         self.desk = self.new_desk()

@@ -7,9 +7,12 @@ import os
 import socket
 from typing import NamedTuple
 
-from weightd.daemon.host.credentials import credentials
+from weightd.daemon.gate.link import PeerIdentity
+from weightd.daemon.host.credentials import credentials, groups
 from weightd.daemon.requests.request import Origin
+from weightd.daemon.tenants.directory import Proof
 from weightd.daemon.tenants.tenant import EVERYONE, Tenant
+from weightd.protocol.errors import RequestError, Unauthenticated
 from weightd.shared.stream import Stream
 
 
@@ -17,25 +20,32 @@ class Identity(NamedTuple):
     """Who is at the other end.
 
     Attributes:
-        origin: on whose account its requests go.
-        may_operate: whether it may change what the daemon does.
+        origin: on whose account its requests go where nobody tells tenants apart.
         is_near: whether it has connected itself, so that it can share memory.
+        proof: what is proven of it.
+        listener: where it has connected; "" for the daemon's own socket.
     """
 
     origin: Origin
-    may_operate: bool = False
     is_near: bool = False
+    proof: Proof = Proof()
+    listener: str = ""
 
 
 def unix_identity(connection: socket.socket) -> Identity:
     """Return who has connected to a unix socket."""
-    pid, uid, _ = credentials(connection)
-    return Identity(_origin(f"uid {uid}", pid, connection), uid in (os.getuid(), 0), is_near=True)
+    pid, uid, gid = credentials(connection)
+    # Operators may do what they may whatever tenant they are: nobody locks himself out.
+    proof = Proof(uid, (gid, *groups(connection)), operates=uid in (os.getuid(), 0))
+    return Identity(_origin(f"uid {uid}", pid, connection), is_near=True, proof=proof)
 
 
-def foreign_identity(connection: socket.socket, uid: int | None, pid: int | None, host: str) -> Identity:
-    """Return who is behind a gate, by the gate's word: that is enough for inference and for looking."""
-    return Identity(_origin(f"uid {uid}" if uid is not None else f"host {host}", pid or 0, connection))
+def foreign_identity(connection: socket.socket, listener: str, peer: PeerIdentity) -> Identity:
+    """Return who is behind the gate of a listener, by the gate's word."""
+    user = f"uid {peer.uid}" if peer.uid is not None else f"host {peer.host}"
+    return Identity(
+        _origin(user, peer.pid or 0, connection), proof=Proof(peer.uid, peer.gids, peer.key), listener=listener
+    )
 
 
 def _origin(user: str, pid: int, connection: socket.socket) -> Origin:
@@ -50,7 +60,9 @@ class Connection:
         key: by which the rest of the daemon knows it; none is used twice.
         stream: the way to it.
         identity: who it is.
-        tenant: that it is; None where nobody knows it.
+        tenant: that it is; None where each of its messages is refused.
+        refusal: with what.
+        origin: on whose account its requests go.
         since: when it came, in monotonic seconds.
         has_spoken: whether a whole message of it has come.
         leaving: it was hung up, and is on its way out.
@@ -59,16 +71,29 @@ class Connection:
         drops: whether it was told of last that it does not read.
     """
 
-    __slots__ = ("arriving", "drops", "has_spoken", "identity", "key", "leaving", "since", "stream", "tenant", "unread")
+    __slots__ = (
+        "arriving",
+        "drops",
+        "has_spoken",
+        "identity",
+        "key",
+        "leaving",
+        "origin",
+        "refusal",
+        "since",
+        "stream",
+        "tenant",
+        "unread",
+    )
 
-    def __init__(
-        self, key: bytes, stream: Stream, identity: Identity, since: float, tenant: Tenant | None = EVERYONE
-    ) -> None:
+    def __init__(self, key: bytes, stream: Stream, identity: Identity, since: float) -> None:
         self.key = key
         self.stream = stream
         self.identity = identity
         self.since = since
-        self.tenant = tenant
+        self.tenant: Tenant | None = EVERYONE
+        self.refusal: RequestError = Unauthenticated("nobody knows who this is")
+        self.origin = identity.origin
         self.has_spoken = False
         self.leaving = False
         self.arriving = 0
@@ -78,7 +103,7 @@ class Connection:
     @property
     def user(self) -> str:
         """On whose account it goes."""
-        return self.identity.origin.far
+        return self.origin.far
 
     def hang_up(self) -> None:
         """End it: what it has been told already it can still read."""

@@ -8,6 +8,7 @@ import logging
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from weightd.daemon.clients.closing import Closing
@@ -17,7 +18,7 @@ from weightd.daemon.clients.room import Room
 from weightd.daemon.host.accepting import Accepting
 from weightd.daemon.host.loop import Loop
 from weightd.protocol import limits
-from weightd.protocol.errors import RemoteProtocolError
+from weightd.protocol.errors import InvalidArgument, RemoteProtocolError, RequestError
 from weightd.protocol.framing import Incoming, Message
 from weightd.shared.stream import Stream
 
@@ -35,7 +36,24 @@ _LINGER_S = 1.0
 
 _log = logging.getLogger("weightd.frontend")
 
-Handle = Callable[[Connection, Message], object]
+
+@dataclass(frozen=True)
+class Calls:
+    """What connections call.
+
+    Attributes:
+        make_room: with a client and the bytes that it wants kept; returns whether there is room.
+        introduce: with who has come: says on whose account it goes, and returns why it is hung up at once.
+        handle: with each message, also with those of which not everything was kept.
+        dismiss: with who is hung up because of an error, before that.
+        gone: with who has gone.
+    """
+
+    make_room: Callable[[bytes, int], bool]
+    introduce: Callable[[Connection], RequestError | None]
+    handle: Callable[[Connection, Message], object]
+    dismiss: Callable[[Connection, RequestError], object]
+    gone: Callable[[Connection], object]
 
 
 class Connections:
@@ -44,10 +62,7 @@ class Connections:
     Args:
         loop: calls when something can be read, or written.
         room: counts what is kept for them.
-        make_room: called with a client and the bytes that it wants kept; returns whether there is room.
-        handle: called with each message, also with those of which not everything was kept.
-        broken: called with who has broken the framing, and how, before it is hung up.
-        gone: called with who has gone.
+        calls: what is done with what they say.
 
     Attributes:
         closing: takes descriptors that nobody wants.
@@ -58,20 +73,13 @@ class Connections:
         self,
         loop: Loop,
         room: Room,
-        *,
-        make_room: Callable[[bytes, int], bool],
-        handle: Handle,
-        broken: Callable[[Connection, str], object],
-        gone: Callable[[Connection], object],
+        calls: Calls,
     ) -> None:
         self.closing = Closing()
         self.dropped = 0
         self._loop = loop
         self._room = room
-        self._make_room = make_room
-        self._handle = handle
-        self._broken = broken
-        self._tell_gone = gone
+        self._calls = calls
         self._by_key: dict[bytes, Connection] = {}
         self._keys = itertools.count(1)
         self._doorkeeper = Doorkeeper()
@@ -101,14 +109,24 @@ class Connections:
         takes_descriptors = identity.is_near and not self.closing.is_behind
         stream = Stream(connection, incoming, takes_descriptors=takes_descriptors)
         found = self._by_key[key] = Connection(key, stream, identity, time.monotonic())
+        excess = self._calls.introduce(found)
         self._loop.add(stream.fileno(), functools.partial(self._receive, found))
         for each in self._doorkeeper.came(found, len(self._by_key)):
             self.hang_up(each, "too many are connected, and most of them are this user's")
+        if excess is not None and not found.leaving:
+            self._calls.dismiss(found, excess)
+            self.hang_up(found, str(excess))
+
+    def introduce_again(self) -> None:
+        """Who is who may have changed."""
+        for each in self:
+            self._calls.introduce(each)
+        self._doorkeeper.renew(each for each in self if not each.leaving)
 
     def hang_up(self, connection: Connection, why: str) -> None:
         """End a connection; what its client has asked ends with it, in a moment."""
         if not connection.leaving:
-            _log.warning("a connection of %s is hung up: %s", connection.identity.origin.near, why)
+            _log.warning("a connection of %s is hung up: %s", connection.origin.near, why)
             connection.hang_up()
             self._doorkeeper.leaves(connection)
             # It is told of its end, and of nothing that it has said.
@@ -140,7 +158,7 @@ class Connections:
         self._room.forget(connection.key)
         self._doorkeeper.leaves(connection)
         self._doorkeeper.went(len(self._by_key))
-        self._tell_gone(connection)
+        self._calls.gone(connection)
 
     def _close(self, stream: Stream) -> None:
         while stream.descriptors:
@@ -160,7 +178,7 @@ class Connections:
             return
         except RemoteProtocolError as error:
             # Nobody can tell where its next message would begin.
-            self._broken(connection, str(error))
+            self._calls.dismiss(connection, InvalidArgument(str(error)))
             self.hang_up(connection, str(error))
             return
         if connection.arriving and not incoming.announced:
@@ -168,7 +186,7 @@ class Connections:
             connection.arriving = 0
         for message in messages:
             connection.has_spoken = True
-            self._handle(connection, message)
+            self._calls.handle(connection, message)
             if connection.leaving:
                 # That was its last.
                 break
@@ -199,7 +217,10 @@ class Connections:
         connection = self._by_key[key]
         self._room.give(key, connection.arriving)
         connection.arriving = 0
-        if nbytes > self._room.most or (not self._room.fits(nbytes) and not self._make_room(key, nbytes)):
+        if connection.tenant is None:
+            # It is refused, whatever it says.
+            return False
+        if nbytes > self._room.most or (not self._room.fits(nbytes) and not self._calls.make_room(key, nbytes)):
             return False
         self._room.take(key, nbytes)
         connection.arriving = nbytes
@@ -253,11 +274,11 @@ class Connections:
 
     def _may_wait(self, connection: Connection, nbytes: int) -> bool:
         if connection.unread + nbytes <= MAX_UNREAD_BYTES:
-            return self._room.fits(nbytes) or self._make_room(connection.key, nbytes)
+            return self._room.fits(nbytes) or self._calls.make_room(connection.key, nbytes)
         if not connection.drops:
             connection.drops = True
             text = "%s does not read: %d MiB wait for it, further answers are dropped"
-            _log.warning(text, connection.identity.origin.near, connection.unread // 2**20)
+            _log.warning(text, connection.origin.near, connection.unread // 2**20)
         return False
 
     def _flush(self, connection: Connection) -> None:

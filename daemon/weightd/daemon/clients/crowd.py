@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import resource
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from weightd.daemon.clients.connection import Connection
 from weightd.daemon.host.crowding import REOPEN, Crowd, for_clients
@@ -39,6 +39,12 @@ class Doorkeeper:
             self._is_full = True
             _log.error("%d clients are connected: some of the user who has the most are turned away", most)
         return self._staying.reduce(most)
+
+    def renew(self, connections: Iterable[Connection]) -> None:
+        """Their accounts are others: all that stay, the oldest first."""
+        self._staying = Crowd()
+        for each in connections:
+            self._staying.add(each)
 
     def leaves(self, connection: Connection) -> None:
         """Somebody is hung up, or has gone."""

@@ -6,24 +6,26 @@ import functools
 import itertools
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from time import monotonic
-from typing import Any, NoReturn, Protocol
+from typing import Any, Protocol
 
+from weightd.daemon.clients.access import LOST, Access, check_infer
 from weightd.daemon.clients.connection import Connection, Identity
-from weightd.daemon.clients.connections import Connections
+from weightd.daemon.clients.connections import Calls, Connections
 from weightd.daemon.clients.regions import Registry
 from weightd.daemon.clients.room import Room
 from weightd.daemon.clients.upkeep import Upkeep
 from weightd.daemon.config.model import ModelConfig
+from weightd.daemon.config.tenants import TenantConfig
 from weightd.daemon.host.loop import Loop
 from weightd.daemon.models.fleet import Fleet
 from weightd.daemon.models.model import Model
 from weightd.daemon.requests.regions import NOWHERE
 from weightd.daemon.requests.request import Request
-from weightd.daemon.tenants.accounts import ELSEWHERE, Accounts
-from weightd.daemon.tenants.tenant import EVERYONE
+from weightd.daemon.tenants.accounts import ELSEWHERE, QuotaExceeded
+from weightd.daemon.tenants.tenant import Tenant, Viewer
 from weightd.protocol import limits
 from weightd.protocol.codec import Decoder, clip, encode, id_of
 from weightd.protocol.errors import (
@@ -80,7 +82,7 @@ class Daemon(Protocol):
         """Whether no new request is taken."""
         ...
 
-    def ask_status(self, client: bytes, request_id: str) -> None:
+    def ask_status(self, client: bytes, request_id: str, viewer: Viewer) -> None:
         """Tell the client how everything stands, when that is known.
 
         Raises:
@@ -107,8 +109,8 @@ class Frontend:
         fleet: the models.
         max_memory_bytes: that are kept for clients, see `Room`.
         max_shm_bytes: of the regions of one user.
-        accounts: of all tenants.
         daemon: is asked what no model knows.
+        access: tells who is who, may what, and on which account that goes.
 
     Attributes:
         room: what is kept for clients.
@@ -123,25 +125,20 @@ class Frontend:
         daemon: Daemon,
         *,
         max_shm_bytes: int,
-        accounts: Accounts | None = None,
+        access: Access,
     ) -> None:
         self._fleet = fleet
         self._daemon = daemon
-        self._accounts = accounts or Accounts()
+        self._access = access
+        self._accounts = access.accounts
         # A worker may still give an answer that the daemon before this one has asked for: no number is used twice.
         self._numbers = itertools.count(time.time_ns() // 1000)
         self._decoder = Decoder(FROM_CLIENT)
         self.room = Room(max_memory_bytes, self._user, lambda: self._upkeep.seen(monotonic()))
         self.regions = Registry(max_shm_bytes, self._user, functools.partial(loop.soon, self._unmap_closed))
         self._upkeep = Upkeep(self.room)
-        self._connections = Connections(
-            loop,
-            self.room,
-            make_room=self._make_room,
-            handle=self._on_message,
-            broken=self._on_broken,
-            gone=self._on_gone,
-        )
+        calls = Calls(self._make_room, self._access.introduce, self._on_message, self._dismiss, self._on_gone)
+        self._connections = Connections(loop, self.room, calls)
         self._unrecorded: list[tuple[bytes, UpdateResponse]] = []
         self._verbs: dict[type[Any], Verb] = {
             Infer: self._infer,
@@ -171,6 +168,14 @@ class Frontend:
         """Serve a client that has come by another way; the socket is this object's from now on."""
         self._connections.adopt(connection, identity)
 
+    def renew(self) -> None:
+        """The tables of tenants have changed: what waits of who may not ask for it any more ends."""
+        before = {each.key: each.tenant for each in self._connections}
+        self._connections.introduce_again()
+        may_not = self._access.revoked(self._connections.get, before)
+        for model in self._fleet.everyone():
+            model.shed(may_not, PermissionDenied(LOST), monotonic())
+
     def close(self) -> None:
         """Let all clients go."""
         self._connections.close()
@@ -182,7 +187,7 @@ class Frontend:
     def answer(self, request: Request, result: Result, frames: Sequence[Any]) -> None:
         """Send the model's answer."""
         request.account.answers(sum(map(len, frames)))
-        self.room.give(request.client, request.kept_bytes)
+        self._ends(request)
         self._tell(
             request.client,
             InferResponse(request.id, result.description, result.placed, request.running or None),
@@ -192,8 +197,12 @@ class Frontend:
     def refuse(self, request: Request, error: RequestError) -> None:
         """Send an error in the place of an answer."""
         request.account.fails(error)
-        self.room.give(request.client, request.kept_bytes)
+        self._ends(request)
         self.tell_error(request.client, request.id, error, running=request.running)
+
+    def _ends(self, request: Request) -> None:
+        request.tenant.quota.ends(request.nbytes, begun=request.begun)
+        self.room.give(request.client, request.kept_bytes)
 
     def gathered(self, request: Request, nbytes: int) -> None:
         """Keep so much more of a request.
@@ -235,6 +244,16 @@ class Frontend:
     def _on_message(self, connection: Connection, received: Message) -> None:
         frames, lengths = received
         now = monotonic()
+        tenant = connection.tenant
+        if tenant is None:
+            self.tell_error(connection.key, id_of(frames), connection.refusal)
+            return
+        try:
+            tenant.quota.speaks(tenant.config, now)
+        except QuotaExceeded as error:
+            self._accounts.of(tenant.name, ELSEWHERE).refuses(error)
+            self.tell_error(connection.key, id_of(frames), error)
+            return
         try:
             if len(frames) < len(lengths):
                 self.tell_error(connection.key, id_of(frames), _too_long(received, self.room.most))
@@ -246,14 +265,18 @@ class Frontend:
         try:
             self._verbs[message.__class__](connection, message, frames, now)
         except RequestError as error:
-            self._count_refusal(connection, message, error)
+            self._count_refusal(tenant, message, error)
             self.tell_error(connection.key, message.id, error)
 
     # --- what a client may ask: each raises a RequestError where it is refused --------------------------------------
 
     def _infer(self, connection: Connection, message: Infer, frames: Sequence[Any], now: float) -> None:
         client, description, parameters = connection.key, message.description, message.parameters
-        model = self._fleet.models.get(description.model_name) or self._unknown(description.model_name)
+        tenant = self._access.account(connection, parameters.tenant)
+        if tenant is not connection.tenant:
+            tenant.quota.speaks(tenant.config, now)
+        check_infer(tenant)
+        model = self._model(description.model_name, tenant)
         if self._daemon.stopping:
             raise Unavailable("weightd is stopping")
         timeout = parameters.timeout
@@ -263,8 +286,10 @@ class Frontend:
             if not connection.identity.is_near and (regions.inputs or regions.outputs):
                 raise InvalidArgument(f"parameters.regions: {_ELSEWHERE}")
             places = self.regions.places(client, regions, description.inputs)
-        tenant = connection.tenant or EVERYONE
         tensors = frames[_TENSORS]
+        nbytes = sum(map(len, tensors))
+        level = _level(parameters.priority, model.config, tenant.config)
+        tenant.quota.check(tenant.config, description, nbytes)
         request = Request(
             next(self._numbers),
             client,
@@ -273,21 +298,22 @@ class Frontend:
             tensors,
             now,
             now + seconds,
-            sum(map(len, tensors)),
-            connection.identity.origin,
+            nbytes,
+            self._access.origin(connection, tenant),
             places,
             tenant,
             account=self._accounts.of(tenant.name, description.model_name),
-            level=_level(parameters.priority, model.config),
+            level=level,
         )
         kept_bytes = request.kept_bytes
         self._take(client, kept_bytes)
+        tenant.quota.accepts(nbytes)
         try:
             model.infer(request, now)
         except RequestError:
-            self.room.give(client, kept_bytes)
+            self._ends(request)
             raise
-        request.account.accepts(request.nbytes)
+        request.account.accepts(nbytes)
 
     def _cancel(self, connection: Connection, message: Cancel, frames: Sequence[Any], now: float) -> None:
         for each in self._fleet.everyone():
@@ -307,64 +333,73 @@ class Frontend:
         self.regions.unregister(connection.key, message.region)
 
     def _tell_metadata(self, connection: Connection, message: ModelMetadata, frames: Sequence[Any], now: float) -> None:
-        self._model(message.model_name).metadata(connection.key, message.id)
+        self._model(message.model_name, self._access.viewer(connection).tenant).metadata(connection.key, message.id)
 
     def _tell_server_metadata(
         self, connection: Connection, message: ServerMetadata, frames: Sequence[Any], now: float
     ) -> None:
-        models = tuple(self._fleet.models)
+        models = tuple(self._seen(self._access.viewer(connection).tenant))
         self._tell(connection.key, ServerMetadataResponse(message.id, "weightd", VERSION, models, EXTENSIONS))
 
     def _tell_ready(
         self, connection: Connection, message: ServerReady | ModelReady, frames: Sequence[Any], now: float
     ) -> None:
-        models = list(self._fleet.models.values())
         if isinstance(message, ModelReady):
-            models = [self._model(message.model_name)]
+            models = [self._model(message.model_name, self._access.viewer(connection).tenant)]
+        else:
+            models = list(self._seen(self._access.viewer(connection).tenant).values())
         reasons = (
             ["weightd is stopping"] if self._daemon.stopping else [why for each in models if (why := each.unready(now))]
         )
         self._tell(connection.key, ReadyResponse(message.id, not reasons, clip("; ".join(reasons))))
 
     def _ask_status(self, connection: Connection, message: Status, frames: Sequence[Any], now: float) -> None:
-        self._daemon.ask_status(connection.key, message.id)
+        self._daemon.ask_status(connection.key, message.id, self._access.viewer(connection))
 
     def _reload(self, connection: Connection, message: Reload, frames: Sequence[Any], now: float) -> None:
-        _check_operator(connection, "reload the configuration")
+        self._access.check_operator(connection, "reload the configuration")
         self._tell(connection.key, self._daemon.reload(message.id))
 
     def _update(self, connection: Connection, message: Update, frames: Sequence[Any], now: float) -> None:
-        _check_operator(connection, "update a model")
+        self._access.check_operator(connection, "update a model")
         if message.rollback == bool(message.path or message.weights):
             raise InvalidArgument("expected a path, weights, or rollback alone")
         for path in (message.path, message.weights):
             if path and (not Path(path).is_absolute() or "\0" in path):
                 raise InvalidArgument(f"expected an absolute path on the daemon's host, got {path!r}")
-        model = self._model(message.model_name)
+        model = self._model(message.model_name, self._access.viewer(connection).tenant)
         if self._daemon.stopping:
             raise Unavailable("weightd is stopping")
         model.update(
             connection.key, message.id, now, path=message.path, weights=message.weights, rollback=message.rollback
         )
 
-    def _model(self, name: str) -> Model:
-        return self._fleet.models.get(name) or self._unknown(name)
+    def _model(self, name: str, viewer: Tenant) -> Model:
+        """Return a model that there is for this tenant.
 
-    def _unknown(self, name: str) -> NoReturn:
-        raise NotFound(f"no model {name!r}; there are: {', '.join(self._fleet.models)}")
+        Raises:
+            NotFound: there is none, and the text is that of one that there is for nobody.
+        """
+        model = self._fleet.models.get(name)
+        if model is None or not viewer.sees(name):
+            raise NotFound(f"no model {name!r}; there are: {', '.join(self._seen(viewer)) or 'none'}")
+        return model
+
+    def _seen(self, viewer: Tenant) -> Mapping[str, Model]:
+        return {name: model for name, model in self._fleet.models.items() if viewer.sees(name)}
 
     # --- within -------------------------------------------------------------------------------------------------
 
-    def _on_broken(self, connection: Connection, how: str) -> None:
-        self.tell_error(connection.key, "", InvalidArgument(how))
+    def _dismiss(self, connection: Connection, error: RequestError) -> None:
+        self.tell_error(connection.key, "", error)
 
-    def _count_refusal(self, connection: Connection, message: Any, error: RequestError) -> None:
-        tenant = connection.tenant or EVERYONE
+    def _count_refusal(self, tenant: Tenant, message: Any, error: RequestError) -> None:
         name = message.description.model_name if isinstance(message, Infer) else ELSEWHERE
         account = self._accounts.of(tenant.name, name if name in self._fleet.models else ELSEWHERE)
         account.refuses(error, requests=isinstance(message, Infer))
 
     def _on_gone(self, connection: Connection) -> None:
+        self._access.leaves(connection)
         for model in self._fleet.everyone():
             model.vanished(connection.key, monotonic())
         self.regions.forget(connection.key)
@@ -393,14 +428,18 @@ class Frontend:
             connection = self._connections.get(largest)
             unread = 0 if connection is None else connection.unread
             if 2 * unread < held:
-                for model in self._fleet.everyone():
-                    model.shed(largest, ResourceExhausted(_FULL, retry_after=_RETRY_S), monotonic())
+                self._shed(largest)
             if self.room.of(largest) == held:
                 if connection is not None:
                     why = f"{held // 2**20} MiB are kept for it, {unread // 2**20} of them not read"
                     self._connections.hang_up(connection, why)
                 self.room.forget(largest)
         return True
+
+    def _shed(self, client: bytes) -> None:
+        error = ResourceExhausted(_FULL, retry_after=_RETRY_S)
+        for model in self._fleet.everyone():
+            model.shed(lambda request: request.client == client, error, monotonic())
 
     def _tell(
         self,
@@ -430,18 +469,14 @@ def _too_long(received: Message, most: int) -> RequestError:
     return ResourceExhausted(_FULL, retry_after=_RETRY_S)
 
 
-def _level(priority: int | None, config: ModelConfig) -> int:
+def _level(priority: int | None, model: ModelConfig, tenant: TenantConfig) -> int:
     """How many levels of priority come before that of a request."""
     if not priority:
-        return config.level - 1
-    if priority > config.priority_levels:
-        expected = f"expected at most priority_levels of the model, {config.priority_levels}, got {priority}"
+        return max(model.level, tenant.priority_max) - 1
+    if priority > model.priority_levels:
+        expected = f"expected at most priority_levels of the model, {model.priority_levels}, got {priority}"
         raise InvalidArgument(f"parameters.priority: {expected}")
+    if priority < tenant.priority_max:
+        text = f"parameters.priority: priority_max of this tenant is {tenant.priority_max}, got {priority}"
+        raise QuotaExceeded("priority_max", text)
     return priority - 1
-
-
-def _check_operator(connection: Connection, what: str) -> None:
-    if not connection.identity.may_operate:
-        raise PermissionDenied(
-            f"only the user that weightd runs as, and root, may {what}, and only on the daemon's unix socket"
-        )

@@ -91,7 +91,8 @@ class Gates:
     Args:
         listeners: sockets that listen, by the names of the listeners; they stay the caller's.
         loop: calls when a gate has something to say.
-        adopt: called with the socket on which a gate speaks for a client that has come, and who that is.
+        adopt: called with the name of a listener, the socket on which its gate speaks for a client that has come, and
+            who that is.
         max_memory_bytes: that each gate may take for its clients.
         zygote: makes the gates; None to start one. It is this object's.
 
@@ -101,7 +102,7 @@ class Gates:
         self,
         listeners: Mapping[str, socket.socket],
         loop: Loop,
-        adopt: Callable[[socket.socket, PeerIdentity], object],
+        adopt: Callable[[str, socket.socket, PeerIdentity], object],
         max_memory_bytes: int,
         zygote: Zygote | None = None,
     ) -> None:
@@ -204,7 +205,7 @@ class Gates:
                 continue
             post.gate.peers = said.peers
             if stream.descriptors:
-                self._adopt(socket.socket(fileno=stream.descriptors.popleft()), said.identity)
+                self._adopt(post.gate.name, socket.socket(fileno=stream.descriptors.popleft()), said.identity)
             else:
                 # The kernel has closed it: the gate hangs the client up.
                 _log.error("no descriptor is left for a client of listener %s", post.gate.name)

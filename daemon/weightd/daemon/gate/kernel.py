@@ -16,7 +16,7 @@ from collections.abc import Generator
 from typing import NamedTuple
 
 from weightd.daemon.gate.link import PeerIdentity
-from weightd.daemon.host.credentials import credentials
+from weightd.daemon.host.credentials import credentials, groups
 
 
 class Handle(NamedTuple):
@@ -38,8 +38,8 @@ def identity(connection: Handle) -> PeerIdentity:
     """Return who is at the other end; nobody where that is closed by now."""
     with contextlib.suppress(OSError), _own(connection) as own:
         if own.family == socket.AF_UNIX:
-            pid, uid, _ = credentials(own)
-            return PeerIdentity(uid, pid, "")
+            pid, uid, gid = credentials(own)
+            return PeerIdentity(uid, pid, "", (gid, *groups(own)))
         name = own.getpeername()
         # A socket that takes both writes addresses of version 4 so.
         return PeerIdentity(None, None, str(name[0]).removeprefix("::ffff:"))

@@ -44,17 +44,21 @@ class Terms(NamedTuple):
 
 
 class PeerIdentity(NamedTuple):
-    """Who a peer is, as the kernel knows it: over a unix socket user and process, over TCP the host.
+    """Who a peer is, as the kernel knows it: over a unix socket user, groups and process, over TCP the host.
 
     Attributes:
         uid: None over TCP.
         pid: None there, too; 0 in another pid namespace.
         host: "" over a unix socket.
+        gids: its groups, its own first; none over TCP.
+        key: the public key that it has proven to have, in Z85; "" where it was not asked.
     """
 
     uid: int | None
     pid: int | None
     host: str
+    gids: tuple[int, ...] = ()
+    key: str = ""
 
 
 class Met(NamedTuple):
@@ -120,4 +124,7 @@ def of_gate(frame: Any) -> Met | Said | int:
     first, *rest = json.loads(bytes(frame))
     if not rest:
         return int(first)
-    return Said(first, *rest) if len(rest) == 1 else Met(first, PeerIdentity(*rest))
+    if len(rest) == 1:
+        return Said(first, *rest)
+    uid, pid, host, gids, key = rest
+    return Met(first, PeerIdentity(uid, pid, host, tuple(gids), key))

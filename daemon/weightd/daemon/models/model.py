@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from weightd.daemon.children.owner import Snapshot
 from weightd.daemon.config.model import ModelConfig
@@ -109,9 +109,9 @@ class Model:
         """The client is gone: nobody waits for what it asked."""
         self.desk.vanished(client, now)
 
-    def shed(self, client: bytes, error: RequestError, now: float) -> None:
-        """Refuse what the client has waiting; what runs goes on."""
-        self.desk.shed(client, error, now)
+    def shed(self, unfit: Callable[[Request], bool], error: RequestError, now: float) -> None:
+        """Refuse what waits and is `unfit`; what runs goes on."""
+        self.desk.shed(unfit, error, now)
 
     def metadata(self, client: bytes, request_id: str) -> None:
         """Tell the client what the model takes and gives, at once or when it is known.

@@ -4,32 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
 
 from weightd.daemon.models.model import Model
 from weightd.daemon.tenants.accounts import ELSEWHERE, Account, Accounts
-from weightd.daemon.tenants.tenant import EVERYONE, Tenant
+from weightd.daemon.tenants.tenant import Tenant
 from weightd.protocol import limits
 from weightd.protocol.messages.accounts import AccountStatus, TenantStatus
 
 # Requests that wait, by tenant and model.
 Queued = Mapping[tuple[str, str], int]
-
-
-class Viewer(NamedTuple):
-    """Who asks for a status.
-
-    Attributes:
-        tenant: on whose account.
-        sees_all: whether it is told what concerns others, too.
-    """
-
-    tenant: Tenant
-    sees_all: bool
-
-
-# Where there are no tenants.
-ANYBODY = Viewer(EVERYONE, sees_all=True)
 
 
 def waiting(models: Iterable[Model]) -> Counter[tuple[str, str]]:

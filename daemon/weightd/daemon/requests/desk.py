@@ -149,9 +149,9 @@ class Desk:
         self.signature.take_waiters(lambda waiter: waiter[0] == client)
         self._end(self.scheduler.end_of(client), Cancelled("its client is gone"), now)
 
-    def shed(self, client: bytes, error: RequestError, now: float) -> None:
-        """Refuse what the client has waiting; what runs goes on."""
-        self._end(self.scheduler.withdraw(lambda request: request.client == client), error, now)
+    def shed(self, unfit: Callable[[Request], bool], error: RequestError, now: float) -> None:
+        """Refuse what waits and is `unfit`; what runs goes on."""
+        self._end(self.scheduler.withdraw(unfit), error, now)
 
     # --- from seats ---------------------------------------------------------------------------------------------
 

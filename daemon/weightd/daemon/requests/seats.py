@@ -225,6 +225,7 @@ class Seats:
             if not request.begun:
                 request.begun = True
                 request.account.waited(now - request.arrived)
+                request.tenant.quota.begins(request.nbytes)
         look = now + self._predict_timeout if seat.give(job, now) else seat.since + QUICK_S
         if look < self.look:
             self.look = look

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import fnmatch
+from typing import NamedTuple
 
 from weightd.daemon.config.tenants import DEFAULT, RIGHTS, STATUS, TenantConfig
+from weightd.daemon.tenants.quota import Quota
 
 
 class Tenant:
@@ -16,14 +18,16 @@ class Tenant:
 
     Attributes:
         config: what is in force; a reload puts another in its place.
+        quota: what it has of what that bounds.
     """
 
-    __slots__ = ("_seen", "config", "name")
+    __slots__ = ("_seen", "config", "name", "quota")
 
     def __init__(self, name: str, config: TenantConfig) -> None:
         self.name = name
         self._seen: dict[str, bool] = {}
         self.config = config
+        self.quota = Quota()
 
     def renew(self, config: TenantConfig) -> None:
         """Another configuration is in force."""
@@ -44,6 +48,18 @@ class Tenant:
     def acts_for(self, name: str) -> bool:
         """Return whether its requests may go on another's account."""
         return matches(name, self.config.acts_for)
+
+
+class Viewer(NamedTuple):
+    """Who asks for what there is.
+
+    Attributes:
+        tenant: for whom it has to be there.
+        sees_all: whether it is told what concerns others, too.
+    """
+
+    tenant: Tenant
+    sees_all: bool
 
 
 def matches(name: str, patterns: tuple[str, ...]) -> bool:

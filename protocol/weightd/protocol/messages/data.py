@@ -64,6 +64,8 @@ class Parameters:
     """Which tensors are in shared memory, and where; none where it is absent."""
     priority: Optional[int] = field(default=None, metadata=integer(0, limits.MAX_PRIORITY))
     """1 goes first, higher numbers later, as far as the model's configuration allows; its default for 0 or none."""
+    tenant: Optional[str] = field(default=None, metadata=text(limits.MAX_NAME_BYTES))
+    """For whom a gateway asks (`acts_for`): rights, quotas and shares are that tenant's; the sender's own for none."""
 
 
 NO_PARAMETERS = Parameters()

@@ -1,0 +1,161 @@
+"""Who each client is, and what it may: by what is proven of it, as the tables say now."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from weightd.daemon.clients.connection import Connection, Identity
+from weightd.daemon.config.tenants import INFER, OPERATE, STATUS
+from weightd.daemon.requests.request import Origin, Request
+from weightd.daemon.tenants.accounts import Accounts, QuotaExceeded
+from weightd.daemon.tenants.directory import Directory
+from weightd.daemon.tenants.tenant import Tenant, Viewer
+from weightd.protocol.errors import PermissionDenied, RequestError, Unauthenticated
+
+# Whom the kernel cannot name.
+_HIDDEN_UID = 65534
+
+_HIDDEN = (
+    "a user namespace hides who this is (PrivateUsers=, a rootless container): it has to connect from outside of that, "
+    "or with a key"
+)
+
+LOST = "a reload has taken the right to ask for this away"
+
+
+class Access:
+    """Tells who a client is, and whether it may do what it asks.
+
+    Args:
+        tenants: as they are now.
+        accounts: of all of them.
+        admitted: by the name of a listener, the tenants that it is for; none: all.
+    """
+
+    def __init__(self, tenants: Directory, accounts: Accounts, admitted: Mapping[str, Sequence[str]]) -> None:
+        self.tenants = tenants
+        self.accounts = accounts
+        self.admitted = admitted
+
+    def introduce(self, connection: Connection) -> RequestError | None:
+        """A client has come, or the tables have changed: it is from now on who it is by them.
+
+        Returns:
+            Why it is hung up, if it has just come: its tenant has as many as it may.
+        """
+        self.leaves(connection)
+        identity = connection.identity
+        tenant = self.tenants.of(identity.proof)
+        admitted = self.admitted.get(identity.listener, ())
+        connection.tenant = None
+        if tenant is None:
+            connection.refusal = Unauthenticated(_stranger(identity))
+        elif admitted and tenant.name not in admitted:
+            connection.refusal = PermissionDenied(f"listener {identity.listener} is not for tenant {tenant.name}")
+        else:
+            connection.tenant = tenant
+            near, far = identity.origin
+            connection.origin = Origin(near, f"tenant {tenant.name}" if self.tenants.tells_apart else far)
+            try:
+                tenant.quota.connects(tenant.config)
+            except QuotaExceeded as error:
+                return error
+        return None
+
+    def leaves(self, connection: Connection) -> None:
+        """A client has gone, or is about to be somebody else."""
+        if connection.tenant is not None:
+            connection.tenant.quota.connections -= 1
+
+    def origin(self, connection: Connection, tenant: Tenant) -> Origin:
+        """Return on whose account a request of a client for a tenant goes."""
+        if tenant is connection.tenant:
+            return connection.origin
+        return Origin(f"{connection.identity.origin.near} for tenant {tenant.name}", f"tenant {tenant.name}")
+
+    def account(self, connection: Connection, name: str | None) -> Tenant:
+        """Return whose a request is that names a tenant, or none.
+
+        Raises:
+            RequestError: its client may not name that.
+        """
+        own = connection.tenant
+        if own is None:
+            raise connection.refusal
+        if name is None:
+            return own
+        named = self.tenants.get(name)
+        if named is None or (named is not own and not own.acts_for(name)):
+            # The same for those that there are: names are nobody else's business.
+            raise PermissionDenied(f"parameters.tenant: tenant {own.name} does not act for {name!r} (acts_for)")
+        return named
+
+    def viewer(self, connection: Connection) -> Viewer:
+        """Return for whom there are the models of which a client asks, and whether it is told what concerns others.
+
+        For who operates by its user there are all.
+        """
+        if connection.tenant is None:
+            raise connection.refusal
+        if connection.identity.proof.operates:
+            return Viewer(self.tenants.operators, sees_all=True)
+        return Viewer(connection.tenant, connection.tenant.may(STATUS))
+
+    def check_operator(self, connection: Connection, what: str) -> None:
+        """See to it that who asks for a change may.
+
+        Raises:
+            PermissionDenied: it may not.
+        """
+        tenant = connection.tenant
+        if not (connection.identity.proof.operates or (tenant is not None and tenant.may(OPERATE))):
+            raise PermissionDenied(
+                f'only a tenant that may "operate" may {what}, and on the daemon\'s unix socket the user that weightd '
+                "runs as, and root"
+                if self.tenants.tells_apart
+                else f"only the user that weightd runs as, and root, may {what}, and only on the daemon's unix socket"
+            )
+
+    def revoked(
+        self, find: Callable[[bytes], Connection | None], before: Mapping[bytes, Tenant | None]
+    ) -> Callable[[Request], bool]:
+        """Return what tells of a request that waits whether its client may not ask for that any more.
+
+        Args:
+            find: called with a client; returns who it is now.
+            before: who each client was.
+        """
+
+        def may_not(request: Request) -> bool:
+            connection = find(request.client)
+            own = None if connection is None else connection.tenant
+            if own is None:
+                return True
+            account = own
+            if request.tenant is not before.get(request.client):
+                named = self.tenants.get(request.tenant.name)
+                if named is None or not own.acts_for(named.name):
+                    return True
+                account = named
+            return not (account.may(INFER) and account.sees(request.description.model_name))
+
+        return may_not
+
+
+def check_infer(tenant: Tenant) -> None:
+    """See to it that requests for answers may go on this account.
+
+    Raises:
+        PermissionDenied: they may not.
+    """
+    if not tenant.may(INFER):
+        raise PermissionDenied(f'tenant {tenant.name} may not ask models: "{INFER}" is not in its `may`')
+
+
+def _stranger(identity: Identity) -> str:
+    proof = identity.proof
+    if proof.uid == _HIDDEN_UID:
+        return f"the kernel says uid {_HIDDEN_UID}: {_HIDDEN}"
+    who = f"key {proof.key}" if proof.key else identity.origin.far
+    what = "its public key to `keys`" if proof.uid is None else "its user to `uids`, or a group of it to `groups`,"
+    return f"{who} is no tenant's: the operator has to add {what} of a table [tenants.NAME], or have [tenants.default]"
