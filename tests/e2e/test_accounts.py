@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -19,12 +20,12 @@ from .support import ONE_ENGINE, Bare, Place, Weightd, ask_all, mlp_inputs
 
 pytestmark = [pytest.mark.e2e, ONE_ENGINE]
 
-TABLES = '\n[tenants.default]\nmay = ["infer", "status"]\nweight = 2\n'
+TABLES = f'\n[tenants.research]\nuids = [{os.getuid()}]\nmay = ["infer", "status"]\nweight = 2\n'
 
 
 def accounts(client: Client) -> Mapping[str, AccountStatus]:
     """Those of the tenant, by model."""
-    tenant = next(each for each in client.status().tenants if each.name == "default")
+    tenant = next(each for each in client.status().tenants if each.name == "research")
     return {each.model: each for each in tenant.accounts}
 
 
@@ -40,7 +41,7 @@ def test_accounts_survive_a_restart(mlp: Path, bare: Bare, place: Place, tmp_pat
         assert (before.served, before.in_flight, dict(before.refused)) == (2, 0, {})
         assert before.seat_seconds > 0
         assert before.bytes_in == sum(each.nbytes for question in questions for each in question.inputs.values())
-        daemon.wait_for("tenant default: 2 requests in 1 s, 2 served, none refused, ")
+        daemon.wait_for("tenant research: 2 requests in 1 s, 2 served, none refused, ")
         if number == signal.SIGKILL:
             until(lambda: [*place.cache.glob("*.accounts")], "the accounts are written", limit=90)
         daemon.end(number)
@@ -50,8 +51,8 @@ def test_accounts_survive_a_restart(mlp: Path, bare: Bare, place: Place, tmp_pat
         assert accounts(client)["mlp"].served == 4
         command = [sys.executable, "-m", "weightd.ctl", "--socket", place.address, "status"]
         shown = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False).stdout
-        assert "default: weight 2; 100% of the seconds of the last minute\n" in shown
+        assert "research: weight 2; 100% of the seconds of the last minute\n" in shown
         told = subprocess.run([*command, "--json"], capture_output=True, text=True, timeout=60, check=False).stdout
-        assert [each["name"] for each in json.loads(told)["tenants"]] == ["default", "(operators)"]
+        assert [each["name"] for each in json.loads(told)["tenants"]] == ["research", "(operators)"]
         assert daemon.end() == 0
     assert [Path(each).suffix for each in place.left] == [".accounts"]

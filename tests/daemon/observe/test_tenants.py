@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,7 +22,7 @@ BOB = Tenant("bob", TenantConfig())
 
 
 def model(name: str, *queued: Tenant) -> Any:
-    line = [SimpleNamespace(tenant=tenant) for tenant in queued]
+    line = SimpleNamespace(counts=Counter(queued))
     return SimpleNamespace(
         name=name,
         config=SimpleNamespace(engine="onnxruntime"),

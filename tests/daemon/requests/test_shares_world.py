@@ -257,6 +257,12 @@ def error(had: Mapping[str, float], expected: Mapping[str, float]) -> float:
     return max(abs(had[name] / total - part / parts) / (part / parts) for name, part in expected.items())
 
 
+def counted(models: Iterable[Model]) -> bool:
+    """Whether each line tells of each tenant how many of its requests wait."""
+    lines = [model.desk.scheduler.line for model in models]
+    return all(Counter(line.counts) == Counter(request.tenant for request in line) for line in lines)
+
+
 def always(seconds: float) -> Callable[[], float]:
     return lambda: seconds
 
@@ -559,6 +565,7 @@ def test_each_is_answered_once_no_seat_idles_in_vain_and_who_is_gone_is_forgotte
                 rows = some.randrange(1, 9)
                 world.ask(model, some.choice(who), some.choice([0.001, 0.01, 0.3, 15.0]), rows=rows)
         assert world.conserves()
+        assert counted(made)
     for model in made:
         world.enlist(model, DEVICES[0], terms)
     world.run(1000.0)

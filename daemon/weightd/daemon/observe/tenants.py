@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from weightd.daemon.models.model import Model
@@ -15,9 +14,13 @@ from weightd.protocol.messages.accounts import AccountStatus, TenantStatus
 Queued = Mapping[tuple[str, str], int]
 
 
-def waiting(models: Iterable[Model]) -> Counter[tuple[str, str]]:
+def waiting(models: Iterable[Model]) -> Queued:
     """Return how many requests wait, by tenant and model."""
-    return Counter((request.tenant.name, model.name) for model in models for request in model.desk.scheduler.line)
+    queued: dict[tuple[str, str], int] = {}
+    for model in models:
+        for tenant, count in model.desk.scheduler.line.counts.items():
+            queued[tenant.name, model.name] = count
+    return queued
 
 
 def told(tenants: Iterable[Tenant], accounts: Accounts, queued: Queued) -> tuple[TenantStatus, ...]:

@@ -155,6 +155,14 @@ class Line:
         """Those of which anything waits, while it is shared."""
         return {each for queue in self._apart for each in queue.tenants}
 
+    @property
+    def counts(self) -> dict[Tenant, int]:
+        """How many requests of each tenant wait, at the cost of a look at each tenant."""
+        if self.shared:
+            return {tenant: self._amount(tenant, is_many=True) for tenant in self.tenants}
+        # They are of one.
+        return {request.tenant: self.count for request in itertools.islice(self, 1)}
+
     def has_begun(self, tenant: Tenant) -> bool:
         """Return whether anything of a tenant runs in parts, of which some have still to be given to seats."""
         begun = self.begun
