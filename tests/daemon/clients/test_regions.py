@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from weightd.daemon.clients.regions import MAX_USERS_REGIONS, Registry
 from weightd.daemon.requests.regions import Places
+from weightd.daemon.tenants.accounts import QuotaExceeded
 from weightd.protocol import limits
 from weightd.protocol.errors import InvalidArgument, NotFound, RequestError, ResourceExhausted
 from weightd.protocol.messages.data import TensorSpec
@@ -62,6 +63,20 @@ def test_a_region_is_named_at_random_and_known_to_its_connection_alone(registry:
         with pytest.raises(NotFound) as refusal:
             places(registry, client, region, 0)
         assert str(refusal.value) == "parameters.regions.inputs[0].region: this connection has no such region"
+
+
+def test_a_tenant_has_a_bound_of_its_own_in_the_place_of_the_daemons() -> None:
+    registry = Registry(100, user, nothing)
+    with pytest.raises(ResourceExhausted, match="max_shm_bytes"):
+        registry.register(b"a1", deque([memfd.create(101)]))
+    region = registry.register(b"a1", deque([memfd.create(150)]), 200)
+    with pytest.raises(QuotaExceeded, match="has 150 bytes in regions already, max_shared_bytes is 200") as told:
+        registry.register(b"a2", deque([memfd.create(51)]), 200)
+    assert told.value.quota == "max_shared_bytes"
+    registry.register(b"a2", deque([memfd.create(50)]), 200)
+    registry.register(b"b1", deque([memfd.create(100)]))
+    registry.unregister(b"a1", region)
+    registry.register(b"a1", deque([memfd.create(150)]), 200)
 
 
 @given(offset=st.integers(0, 200) | st.integers(0, limits.MAX_COUNT), room=st.integers(0, 200))

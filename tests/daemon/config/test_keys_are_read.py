@@ -34,6 +34,7 @@ INNER = {
     CONFIG / "batching.py": ("Batching", "Split"),
     CONFIG / "groups.py": ("GroupConfig",),
     CONFIG / "ranks.py": ("Ranks",),
+    CONFIG / "tenants.py": ("TenantConfig",),
 }
 
 MISSED = re.compile(r'^(?P<file>.+?):(?P<line>\d+): error: "(?P<table>\w+)" has no attribute "(?P<key>\w+)"', re.M)

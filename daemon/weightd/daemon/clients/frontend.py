@@ -323,7 +323,8 @@ class Frontend:
         if not connection.identity.is_near:
             raise InvalidArgument(_ELSEWHERE)
         try:
-            region = self.regions.register(connection.key, connection.stream.descriptors)
+            most = self._access.account(connection, None).config.max_shared_bytes
+            region = self.regions.register(connection.key, connection.stream.descriptors, most)
         except RequestError:
             self._connections.refuse_descriptors(connection)
             raise

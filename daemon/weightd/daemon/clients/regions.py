@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from weightd.daemon.clients.closing import Closing
 from weightd.daemon.clients.crowd import max_regions
 from weightd.daemon.requests.regions import Memory, Place, Places
+from weightd.daemon.tenants.accounts import QuotaExceeded
 from weightd.protocol import limits
 from weightd.protocol.errors import InvalidArgument, NotFound, ResourceExhausted
 from weightd.protocol.messages.data import TensorSpec
@@ -29,7 +30,7 @@ class Registry:
     """Regions by the client that has registered them: nobody else can name one, whatever it guesses.
 
     Args:
-        most_bytes: of all regions of one user.
+        most_bytes: of all regions of one user, where no other bound is told for it.
         user: called with a client; returns on whose account it goes.
         on_closed: called when there is something to `take_closed`: from anywhere, so it must not wait or take a lock.
 
@@ -52,8 +53,10 @@ class Registry:
         # A worker may still have one of the daemon before this one: no number is used twice.
         self._numbers = itertools.count(time.time_ns() // 1000)
 
-    def register(self, client: bytes, descriptors: deque[int]) -> str:
+    def register(self, client: bytes, descriptors: deque[int], most_bytes: int = 0) -> str:
         """Take the memory that came with a client's message; return the name of the region.
+
+        `most_bytes` is the bound of its tenant for all that it has, 0 for none.
 
         Raises:
             InvalidArgument: what came cannot be shared so; it is left where it is.
@@ -62,7 +65,8 @@ class Registry:
         if len(descriptors) != 1:
             raise InvalidArgument(f"register: expected one descriptor, got {len(descriptors)}")
         user, nbytes = self._user(client), _size(descriptors[0])
-        self._check_room(client, user, nbytes)
+        self._check_count(client, user)
+        self._check_bytes(user, nbytes, most_bytes)
         self._bytes[user] += nbytes
         self._count[user] += 1
         number = next(self._numbers)
@@ -123,14 +127,19 @@ class Registry:
             self._closing.close(descriptor)
         return [number for number, _ in closed]
 
-    def _check_room(self, client: bytes, user: str, nbytes: int) -> None:
+    def _check_count(self, client: bytes, user: str) -> None:
         if len(self._by_client.get(client, ())) >= limits.MAX_REGIONS:
             raise ResourceExhausted(f"this connection has {limits.MAX_REGIONS} regions already")
         if self._count[user] >= MAX_USERS_REGIONS:
             raise ResourceExhausted(f"this user has {MAX_USERS_REGIONS} regions already")
         if sum(self._count.values()) >= max_regions():
             raise ResourceExhausted(f"all clients together have {max_regions()} regions already (LimitNOFILE=)")
-        if self._bytes[user] + nbytes > self._most_bytes:
+
+    def _check_bytes(self, user: str, nbytes: int, most_bytes: int) -> None:
+        if most_bytes and self._bytes[user] + nbytes > most_bytes:
+            text = f"this tenant has {self._bytes[user]} bytes in regions already, max_shared_bytes is {most_bytes}"
+            raise QuotaExceeded("max_shared_bytes", text)
+        if not most_bytes and self._bytes[user] + nbytes > self._most_bytes:
             bound = f"the bound is {self._most_bytes} (max_shm_bytes)"
             raise ResourceExhausted(f"this user has {self._bytes[user]} bytes in regions already; {bound}")
 

@@ -123,6 +123,10 @@ class TenantConfig:
     public_keys: tuple[str, ...] = field(default=(), metadata=derived(many(text(40), _MOST_EACH)))
     """What is in `keys`, in Z85."""
 
+    def look_up(self, base: Path, problems: Problems) -> Identities:
+        """Return who its users, groups and keys are; what is wrong is added to `problems`."""
+        return identities.look_up(self.uids, self.groups, self.keys, base, problems)
+
 
 def read_tenants(content: Any, base: Path, problems: Problems) -> dict[str, TenantConfig]:
     """Return the tenants by name; what is wrong is added to `problems`.
@@ -147,7 +151,7 @@ def read_tenants(content: Any, base: Path, problems: Problems) -> dict[str, Tena
             problems.note(of_name("tenant", name))
             tenant = tables.read(TenantConfig, table, problems, section=f"tenants.{name}")
             problems.note(_of_one(tenant, given))
-            who = found[name] = identities.look_up(tenant.uids, tenant.groups, tenant.keys, base, problems)
+            who = found[name] = tenant.look_up(base, problems)
             tenants[name] = dataclasses.replace(
                 tenant, user_ids=tuple(who.users), group_ids=tuple(who.groups), public_keys=tuple(who.keys)
             )
