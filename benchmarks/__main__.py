@@ -12,6 +12,7 @@ from typing import Any
 from benchmarks import (
     batching,
     engine,
+    fairness,
     latency,
     memory,
     overload,
@@ -35,6 +36,7 @@ from benchmarks.material import (
 )
 from benchmarks.report import Result, as_json, as_table, progress
 
+FAIRNESS = "fairness"
 MEMORY = "memory"
 RANKS = "ranks"
 RIVAL = "rival"
@@ -70,6 +72,7 @@ BENCHMARKS: Mapping[str, Benchmark] = {
     "split": Benchmark(
         split.run, split.WORKERS, "a request in parts on two cores against one, and against a bare script"
     ),
+    FAIRNESS: Benchmark(fairness.run, fairness.WORKERS, "what one tenant can do to another; as root ‡"),
     RANKS: Benchmark(
         ranks.run, ranks.WORKERS, "two ranks of MindSpore against the same without weightd; `make .venv-mindspore` *"
     ),
@@ -79,9 +82,10 @@ BENCHMARKS: Mapping[str, Benchmark] = {
 _EPILOG = """\
 benchmarks, with the workers that each has unless --workers is given:
 {benchmarks}
-  all         each of them but ranks and rival
+  all         each of them but fairness, ranks and rival
 
 * over --transport unix, the unix socket, or zmq, ZeroMQ and the daemon's gate. latency shows the gate beside it.
+‡ --part chooses some of it, --no-tenants tells nobody apart, --quick takes shorter rounds, of which less can be said.
 † of --model mlp (192 MiB, the default), conv (10 MB, 3 workers) or tiny (16 KB, 1 worker), --models times.
 
 Each compares within one run, checks every answer bit by bit against the engine called directly, and prints its n.
@@ -92,7 +96,11 @@ Exit status: 0 measured, 1 an answer differs from the bare engine's, 2 it cannot
 def main() -> int:
     """Run what the command line asks for; return the exit status."""
     options = _parser().parse_args()
-    names = [each for each in BENCHMARKS if each not in (RANKS, RIVAL)] if options.name == "all" else [options.name]
+    names = (
+        [each for each in BENCHMARKS if each not in (FAIRNESS, RANKS, RIVAL)]
+        if options.name == "all"
+        else [options.name]
+    )
     results: dict[str, Any] = {}
     try:
         compile_weightd(options.engine)
@@ -100,7 +108,7 @@ def main() -> int:
             benchmark = BENCHMARKS[name]
             progress(f"{name}, {options.engine}")
             workers = options.workers or (memory.MODELS[options.model][1] if name == MEMORY else benchmark.workers)
-            result = benchmark.run(Setup(options.engine, workers, options.transport, options.model, options.models))
+            result = benchmark.run(_setup(options, workers))
             results[name] = as_json(result)
             if not options.json:
                 print(as_table(result), end="\n\n", flush=True)
@@ -113,6 +121,19 @@ def main() -> int:
     if options.json:
         print(json.dumps(results if options.name == "all" else results[options.name]))
     return 0
+
+
+def _setup(options: argparse.Namespace, workers: int) -> Setup:
+    return Setup(
+        options.engine,
+        workers,
+        options.transport,
+        options.model,
+        options.models,
+        parts=tuple(options.part),
+        quick=options.quick,
+        tenants=not options.no_tenants,
+    )
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -131,6 +152,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--model", choices=[*memory.MODELS], default=MLP, help="of memory (default: %(default)s)")
     parser.add_argument("--models", type=_positive, default=1, metavar="N", help="how many of it (default: 1)")
+    parser.add_argument(
+        "--part", action="append", default=[], choices=[*fairness.PARTS], help="of fairness; several times for several"
+    )
+    parser.add_argument("--quick", action="store_true", help="fairness in shorter rounds")
+    parser.add_argument("--no-tenants", action="store_true", help="fairness without [tenants], where all are one")
     parser.add_argument("--json", action="store_true", help="print one JSON object, and progress on stderr only")
     return parser
 

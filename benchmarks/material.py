@@ -51,6 +51,9 @@ class Setup:
     transport: str = DEFAULT_TRANSPORT
     model: str = MLP
     models: int = 1
+    parts: tuple[str, ...] = ()
+    quick: bool = False
+    tenants: bool = True
 
     def client(self, service: Service, timeout: float = 60.0) -> Client:
         """Return a client of `service` over the transport."""

@@ -309,7 +309,7 @@ class ClientCore:
         """Take in what is no answer to an inference request, or an error."""
         if isinstance(message, Error):
             if not message.id:
-                raise RemoteProtocolError(f"the daemon could not read a request: {message.error}")
+                raise RemoteProtocolError(f"the daemon ends this connection: {message.error}")
             after = None if message.retry_after is None else message.retry_after / 1e6
             if not self.sharing.refused(message.id):
                 self._fail(message.id, request_error(message.code, message.error, retry_after=after))

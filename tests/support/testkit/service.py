@@ -44,9 +44,10 @@ class Service:
             client.infer("mlp", {"x": x})
 
     A model whose file ends in .mindir gets the repository's interpreter that has MindSpore Lite. `daemon` is more
-    for the table [daemon], `devices` are the tables [devices.NAME], `groups` those of [groups.NAME], `env` is added to
-    the daemon's environment, which its children have too; `verbose` logs what each process does. At the start of the
-    block the daemon listens and the models load: requests wait for them, `ready` waits for every worker.
+    for the table [daemon], `devices` are the tables [devices.NAME], `groups`, `listeners` and `tenants` likewise, `env`
+    is added to the daemon's environment, which its children have too; `verbose` logs what each process does. Users of
+    the group `gid` may connect, if it is given. At the start of the block the daemon listens and the models load:
+    requests wait for them, `ready` waits for every worker.
 
     Attributes:
         address: where clients connect, by whatever transport they choose.
@@ -63,6 +64,9 @@ class Service:
         *,
         devices: Models | None = None,
         groups: Models | None = None,
+        listeners: Models | None = None,
+        tenants: Models | None = None,
+        gid: int | None = None,
         env: Mapping[str, str] | None = None,
         verbose: bool = False,
     ) -> None:
@@ -70,12 +74,19 @@ class Service:
         self._daemon = daemon or {}
         self._devices = devices or {}
         self._groups = groups or {}
+        self._listeners = listeners or {}
+        self._tenants = tenants or {}
+        self._gid = gid
         self._env = {**os.environ, **(env or {})}
         self._verbose = verbose
 
     def __enter__(self) -> Service:
         # Short, for a socket's path has at most 107 bytes; TMPDIR may be long.
         self._runtime = Path(tempfile.mkdtemp(prefix="weightd-", dir="/tmp"))
+        if self._gid is not None:
+            # The sockets are of the directory's group.
+            os.chown(self._runtime, -1, self._gid)
+            self._runtime.chmod(0o2750)
         # Beside the repository's other builds: /tmp may be a memory file system, where a page store costs memory.
         build = mindir.REPOSITORY / "build"
         build.mkdir(exist_ok=True)
@@ -174,9 +185,10 @@ class Service:
         """Kill the daemon without a warning; the kernel takes its children along, a moment later."""
         return self._end(signal.SIGKILL, STOP_LIMIT_S)
 
-    def reload(self, models: Models, timeout: float = 60.0) -> None:
-        """Have the daemon read a configuration with these models."""
-        self._models = models
+    def reload(self, models: Models | None = None, tenants: Models | None = None, timeout: float = 60.0) -> None:
+        """Have the daemon read a configuration with these models, or tenants."""
+        self._models = self._models if models is None else models
+        self._tenants = self._tenants if tenants is None else tenants
         self._write()
         with self.client(timeout) as client:
             client.reload()
@@ -190,6 +202,8 @@ class Service:
         tables.update((f"models.{name}", _model(table)) for name, table in self._models.items())
         tables.update((f'devices."{name}"', dict(table)) for name, table in self._devices.items())
         tables.update((f"groups.{name}", dict(table)) for name, table in self._groups.items())
+        tables.update((f"listeners.{name}", dict(table)) for name, table in self._listeners.items())
+        tables.update((f"tenants.{name}", dict(table)) for name, table in self._tenants.items())
         self.config.write_text(_toml(tables), encoding="utf-8")
 
     def _launch(self, config: Path) -> None:

@@ -1,0 +1,493 @@
+"""What one tenant can do to another: A does its worst, and B asks as it does alone.
+
+A and B are two users of this host with a process each, of equal weights unless it is said. B asks one
+request at a time. It is measured alone and beside A in turn, round by round, of the same daemon; the ratios are medians
+over the rounds. Each of B's answers is compared with the bare engine's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import statistics
+import threading
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks import material
+from benchmarks.material import (
+    LARGEST,
+    MLP,
+    MLP_WIDTH,
+    TINY,
+    TINY_WIDTH,
+    TRANSFORMER,
+    TRANSFORMER_SHAPE,
+    Arrays,
+    DifferenceError,
+    Setup,
+    UnavailableError,
+)
+from benchmarks.report import Result, Target, percentile, progress, ratio
+from testkit import loads, models, users
+from testkit.loads import OK, WRONG, Asked
+from testkit.plain import PlainProcess
+from testkit.service import Service
+from testkit.users import User
+from weightd.client import RequestError
+
+WORKERS = 1
+
+ROUNDS = 7
+ROUND_S = 1.0  # of B alone, and of B beside A
+SHARES_S = 30.0
+QUICK_ROUNDS, QUICK_ROUND_S, QUICK_SHARES_S = 3, 0.5, 5.0
+
+WEIGHTS = (1, 3, 10)
+BACKLOG = 32  # requests in flight of each of two tenants that always wait
+QUEUE = 64  # of the model whose queue A fills
+ASKED = 36  # requests of B meanwhile
+LARGE_BYTES = 8 * 1024 * 1024
+LONG_ROWS = 1024
+MAX_ROWS = 16  # of a request of A's, where there are tenants
+CONNECTIONS = 3000
+POISON_WORKERS = 3
+POISON_S = 8.0
+QUICK_POISON_S = 4.0
+CURVE_ROUNDS, CURVE_REQUESTS = 11, 100
+
+POISONED = "poisoned"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Fairness(Result):
+    """Ratios are B's p50 beside A by its p50 alone, medians of the rounds; a part that was left out has None.
+
+    Attributes:
+        tenants: whether A and B are told apart; else there is no table [tenants].
+        p50_ratio_64: A has 64 requests in flight on the same model.
+        p50_ratio_1000: 1,000.
+        refused: of so many requests of B (`asked`) while A fills the queue.
+        large_ratio: A has 8 in flight of 8 MiB each, on another model.
+        long_jobs: B's p99 while A has long jobs on every worker, by its p99 alone and one job of A's `max_rows`.
+        long_jobs_p99_s: this p99.
+        poison: B's errors while A sends poison.
+        poison_workers_lost: workers that were missing at once then, of three.
+        storms: the largest ratio of those in `storm_ratios`, by what A sends as much of as it can.
+        connections: how often B was hung up or refused while A opens 3,000.
+        share_error_percent: the largest of those in `share_errors`: by how much the share of the heavier of two
+            backlogged tenants differs from that of its weight.
+        work_conserving: requests per second of both together, by those of one alone.
+        curve_ratio: p50 of a small request over TCP with CURVE, by that without.
+        seconds: p50 of B alone and beside A, of each part.
+        spreads: quartiles of the ratios.
+    """
+
+    benchmark = "fairness"
+    tenants: bool
+    p50_ratio_64: float | None = None
+    p50_ratio_1000: float | None = None
+    refused: int | None = None
+    asked: int | None = None
+    large_ratio: float | None = None
+    long_jobs: float | None = None
+    long_jobs_p99_s: float | None = None
+    poison: int | None = None
+    poison_workers_lost: int | None = None
+    storms: float | None = None
+    storm_ratios: Mapping[str, float] = dataclasses.field(default_factory=dict[str, float])
+    connections: int | None = None
+    share_error_percent: float | None = None
+    share_errors: Mapping[str, float] = dataclasses.field(default_factory=dict[str, float])
+    work_conserving: float | None = None
+    curve_ratio: float | None = None
+    seconds: Mapping[str, tuple[float, float]] = dataclasses.field(default_factory=dict[str, tuple[float, float]])
+    spreads: Mapping[str, tuple[float, float]] = dataclasses.field(default_factory=dict[str, tuple[float, float]])
+
+    def targets(self) -> Sequence[Target]:
+        """Return the bounds of what was measured."""
+        bounds = [
+            Target("p50_ratio_64", 2.2),
+            Target("p50_ratio_1000", 2.2),
+            Target("refused", 0),
+            Target("large_ratio", 3.0),
+            Target("long_jobs", 2.0),
+            Target("poison", 0),
+            Target("poison_workers_lost", 1),
+            Target("storms", 1.5),
+            Target("connections", 0),
+            Target("share_error_percent", 5.0),
+            Target("curve_ratio", 2.0),
+        ]
+        return [each for each in bounds if getattr(self, each.key) is not None]
+
+    def rows(self) -> Sequence[tuple[str, str]]:
+        """Return the table."""
+        rows = [("told apart", "yes" if self.tenants else "no, without [tenants]")]
+        for part, (alone, beside) in self.seconds.items():
+            low, high = self.spreads[part]
+            rows.append(
+                (
+                    f"B, {part}",
+                    f"p50 {1e3 * alone:8.2f} ms alone {1e3 * beside:8.2f} ms   {low:.2f} to {high:.2f} times",
+                )
+            )
+        rows += [(f"shares {name}", f"{error:.1f} % off") for name, error in self.share_errors.items()]
+        return rows
+
+
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+    """What is measured, and for how long."""
+
+    setup: Setup
+
+    @property
+    def rounds(self) -> int:
+        return QUICK_ROUNDS if self.setup.quick else ROUNDS
+
+    @property
+    def round_s(self) -> float:
+        return QUICK_ROUND_S if self.setup.quick else ROUND_S
+
+    def tenants(self, **weights: float) -> dict[str, dict[str, object]]:
+        """Return the tables of A and B, and of one who never asks."""
+        if not self.setup.tenants:
+            return {}
+        given = {"a": 1.0, "b": 1.0, **weights}
+        tables: dict[str, dict[str, object]] = {
+            "a": {"uids": [users.ALICE], "weight": given["a"]},
+            "b": {"uids": [users.BOB], "weight": given["b"]},
+            "idle": {"uids": [users.CAROL], "weight": 5.0},
+        }
+        # The gates of this benchmark ask in nobody's name, and who watches it is root.
+        tables["watcher"] = {"uids": [0], "may": ["infer", "status", "operate"]}
+        return tables
+
+
+@dataclasses.dataclass(frozen=True)
+class _Question:
+    """What B asks, and the right answers."""
+
+    model: str
+    inputs: Sequence[Arrays]
+    answers: Sequence[Arrays]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Stage:
+    """A daemon, and the two of them connected."""
+
+    service: Service
+    a: User
+    b: User
+
+    def asked(self, question: _Question, seconds: float, least: int = 3) -> Asked:
+        """Have B ask for so long."""
+        return _checked(self.b.do(loads.ask, question.model, question.inputs, question.answers, seconds, least))
+
+
+Found = dict[str, Any]
+Part = Callable[[_Plan], Found]
+
+
+def run(setup: Setup) -> Fairness:
+    """Measure the parts that were chosen."""
+    if os.getuid() != 0:
+        raise UnavailableError("fairness: only root can start processes of two other users")
+    plan = _Plan(setup)
+    found: Found = {"n": 0, "seconds": {}, "spreads": {}}
+    for name, part in PARTS.items():
+        if not setup.parts or name in setup.parts:
+            progress(name)
+            for key, value in part(plan).items():
+                if key == "n":
+                    found["n"] += value
+                elif key in ("seconds", "spreads"):
+                    found[key].update(value)
+                else:
+                    found[key] = value
+    return Fairness(engine=setup.engine, workers=setup.workers, tenants=setup.tenants, **found)
+
+
+# --- the parts ----------------------------------------------------------------------------------------------------
+
+
+def _in_flight(key: str, count: int) -> Part:
+    def part(plan: _Plan) -> Found:
+        question = _question(TRANSFORMER, plan, *TRANSFORMER_SHAPE)
+        # 1,000 in flight are to be that many.
+        with _stage(plan, {TRANSFORMER: {"max_queue": 2000}}) as stage:
+            a = (loads.keep, TRANSFORMER, question.inputs, count)
+            found, told = _compared(plan, stage, question, a, f"{count} in flight")
+        return {**told, key: found}
+
+    return part
+
+
+def _full(plan: _Plan) -> Found:
+    question = _question(TRANSFORMER, plan, *TRANSFORMER_SHAPE)
+    with _stage(plan, {TRANSFORMER: {"max_queue": QUEUE}}) as stage:
+        stage.a.begin(loads.keep, TRANSFORMER, question.inputs, 4 * QUEUE)
+        stage.a.heard()
+        asked = stage.asked(question, 0.0, ASKED)
+        stage.a.end()
+    return {"refused": _failed(asked), "asked": ASKED, "n": ASKED}
+
+
+def _large(plan: _Plan) -> Found:
+    question = _question(TINY, plan, TINY_WIDTH)
+    inputs = material.inputs(LARGE_BYTES // 4, count=2)
+    with _stage(plan, {TINY: {}, LARGEST: {}}) as stage:
+        found, told = _compared(plan, stage, question, (loads.keep, LARGEST, inputs, 8), "large")
+    return {**told, "large_ratio": found}
+
+
+def _long_jobs(plan: _Plan) -> Found:
+    question = _question(MLP, plan, MLP_WIDTH)
+    rows = MAX_ROWS if plan.setup.tenants else LONG_ROWS
+    tenants = plan.tenants()
+    if tenants:
+        tenants["a"]["max_rows"] = MAX_ROWS
+    long, short = (material.inputs(MLP_WIDTH, count=1, rows=each) for each in (LONG_ROWS, MAX_ROWS))
+    with _stage(plan, {MLP: {}}, tenants) as stage:
+        alone = stage.asked(question, plan.rounds * plan.round_s / 2)
+        job = statistics.median(stage.b.do(loads.time_of, MLP, short[0], 5))
+        if tenants:
+            with contextlib.suppress(RequestError):
+                stage.a.ask("infer", MLP, long[0])
+                raise DifferenceError(f"a request of {LONG_ROWS} rows is taken where max_rows is {MAX_ROWS}")
+        stage.a.begin(loads.keep, MLP, short if tenants else long, 4)
+        stage.a.heard()
+        beside = stage.asked(question, plan.rounds * plan.round_s, 10)
+        stage.a.end()
+    p99 = percentile(beside.seconds, 99)
+    progress(f"A has jobs of {rows} rows; one of {MAX_ROWS} takes {1e3 * job:.0f} ms, B's p99 is {1e3 * p99:.0f} ms")
+    return {
+        "long_jobs": p99 / (percentile(alone.seconds, 99) + job),
+        "long_jobs_p99_s": p99,
+        "n": len(beside.seconds),
+    }
+
+
+def _poison(plan: _Plan) -> Found:
+    path = _poisoned()
+    inputs = [{"a": np.arange(1, 7, dtype=np.int64) + number} for number in range(4)]
+    question = _Question(POISONED, inputs, [{"y": -each["a"]} for each in inputs])
+    seconds = QUICK_POISON_S if plan.setup.quick else POISON_S
+    with _stage(plan, {POISONED: {"path": path, "workers": POISON_WORKERS}}) as stage, _Watch(stage.service) as watch:
+        stage.a.begin(loads.poison, POISONED, [{"a": np.array([-(2**63)], np.int64)}], 8)
+        stage.a.heard()
+        asked = stage.asked(question, seconds)
+        outcomes = stage.a.end().outcomes
+    progress(f"A's poison ended in {outcomes}, B's requests in {asked.outcomes}")
+    return {
+        "poison": _failed(asked),
+        "poison_workers_lost": POISON_WORKERS - watch.least,
+        "n": sum(asked.outcomes.values()),
+    }
+
+
+def _storms(plan: _Plan) -> Found:
+    question = _question(TINY, plan, TINY_WIDTH)
+    found: Found = {"n": 0, "seconds": {}, "spreads": {}}
+    ratios: dict[str, float] = {}
+    with _stage(plan, {TINY: {}}) as stage:
+        for kind in loads.STORMS:
+            storm = (loads.storm, f"{stage.service.address}.unix", kind, TINY)
+            ratios[kind], told = _compared(plan, stage, question, storm, f"{kind} storm")
+            found["n"] += told["n"]
+            found["seconds"].update(told["seconds"])
+            found["spreads"].update(told["spreads"])
+    return {**found, "storm_ratios": ratios, "storms": max(ratios.values())}
+
+
+def _connections(plan: _Plan) -> Found:
+    question = _question(TINY, plan, TINY_WIDTH)
+    with _stage(plan, {TINY: {}}) as stage:
+        stage.asked(question, 0.1)
+        addresses = [f"{stage.service.address}.unix", stage.service.address]
+        stage.b.begin(loads.ask_until_stopped, TINY, question.inputs, question.answers)
+        stage.b.heard()
+        stage.a.begin(loads.crowd, addresses, CONNECTIONS)
+        stage.a.heard()
+        asked = _checked(stage.b.end())
+        bad = _failed(asked)
+        for address in ("unix://", "ipc://"):
+            try:
+                stage.b.connect(address + stage.service.address, timeout=5.0)
+                bad += _failed(stage.asked(question, 0.0, 10))
+            except RequestError:
+                bad += 1
+        progress(f"A has {stage.a.end()}, B {asked.outcomes}")
+    return {"connections": bad, "n": CONNECTIONS}
+
+
+def _shares(plan: _Plan) -> Found:
+    question = _question(TRANSFORMER, plan, *TRANSFORMER_SHAPE)
+    errors: dict[str, float] = {}
+    count = 0
+    seconds = QUICK_SHARES_S if plan.setup.quick else SHARES_S
+    together = alone = 0.0
+    for weight in WEIGHTS:
+        with _stage(plan, {TRANSFORMER: {}}, plan.tenants(a=1.0, b=float(weight))) as stage:
+            load = (loads.keep, TRANSFORMER, question.inputs, BACKLOG, BACKLOG)
+            if not alone:
+                stage.a.begin(*load)
+                stage.a.heard()
+                time.sleep(seconds / 3)
+                ended = stage.a.end()
+                alone = ended.outcomes[OK] / ended.busy_s
+            for user in (stage.a, stage.b):
+                user.begin(*load)
+            for user in (stage.a, stage.b):
+                user.heard()
+            before = _seat_seconds(stage.service)
+            begin = time.perf_counter()
+            time.sleep(seconds)
+            after = _seat_seconds(stage.service)
+            took = time.perf_counter() - begin
+            a, b = (user.end() for user in (stage.a, stage.b))
+            rates = [each.outcomes.get(OK, 0) / each.busy_s for each in (a, b)]
+            if after:
+                mine = [after[name] - before.get(name, 0.0) for name in ("a", "b")]
+                progress(f"1:{weight}: seat seconds {mine[0]:.2f} and {mine[1]:.2f} of {took:.1f}, requests {rates}")
+            else:
+                mine = rates
+            share = mine[1] / sum(mine)
+            wanted = weight / (1 + weight)
+            errors[f"1:{weight}"] = 100 * abs(share - wanted) / wanted
+            together = max(together, sum(rates))
+            count += a.outcomes.get(OK, 0) + b.outcomes.get(OK, 0)
+    return {
+        "share_errors": errors,
+        "share_error_percent": max(errors.values()),
+        "work_conserving": together / alone,
+        "n": count,
+    }
+
+
+def _seat_seconds(service: Service) -> dict[str, float]:
+    """Return what each tenant has had so far, as the daemon's accounts say; nothing where nobody is told apart."""
+    with service.client() as client:
+        tenants = client.status().tenants
+    return {each.name: sum(account.seat_seconds for account in each.accounts) for each in tenants}
+
+
+def _question(model: str, plan: _Plan, *shape: int) -> _Question:
+    inputs = material.inputs(*shape)
+    with PlainProcess(material.model(model, plan.setup.engine), plan.setup.engine) as bare:
+        return _Question(model, inputs, [bare.infer(each) for each in inputs])
+
+
+@contextlib.contextmanager
+def _stage(
+    plan: _Plan, tables: Mapping[str, Mapping[str, object]], tenants: Mapping[str, Mapping[str, object]] | None = None
+) -> Generator[_Stage, None, None]:
+    """Serve these models to A and B; a file and workers are chosen where the table has none."""
+    tables = {
+        name: {"workers": plan.setup.workers, **({} if "path" in table else _path(name, plan)), **table}
+        for name, table in tables.items()
+    }
+    tenants = plan.tenants() if tenants is None else tenants
+    with (
+        Service(tables, tenants=tenants, gid=users.CLIENTS_GID) as service,
+        User(users.ALICE) as a,
+        User(users.BOB) as b,
+    ):
+        service.ready()
+        for each in (a, b):
+            each.connect(f"unix://{service.address}", timeout=60.0)
+        yield _Stage(service, a, b)
+
+
+def _path(name: str, plan: _Plan) -> dict[str, object]:
+    return {"path": material.model(name, plan.setup.engine)}
+
+
+def _poisoned() -> Path:
+    """A model that dies of some inputs, whatever the engine of the others."""
+    path = material.model(TINY, material.ENGINES[0]).with_name(f"{POISONED}.onnx")
+    return path if path.exists() else models.negated(path)
+
+
+def _compared(plan: _Plan, stage: _Stage, question: _Question, load: Sequence[Any], name: str) -> tuple[float, Found]:
+    """Measure B alone and beside A in turn; return the ratio, and what is told of it."""
+    alone: list[float] = []
+    beside: list[float] = []
+    count = 0
+    stage.asked(question, 0.2)
+    for _ in range(plan.rounds):
+        asked = stage.asked(question, plan.round_s)
+        stage.a.begin(*load)
+        stage.a.heard()
+        pressed = stage.asked(question, plan.round_s)
+        stage.a.end()
+        if not (asked.seconds and pressed.seconds):
+            raise UnavailableError(f"fairness: {name}: B is not answered: {pressed.outcomes}")
+        alone.append(_p50(asked))
+        beside.append(_p50(pressed))
+        count += len(asked.seconds) + len(pressed.seconds)
+    found = ratio(beside, alone)
+    progress(f"{name}: {found.median:.2f} times ({found.spread[0]:.2f} to {found.spread[1]:.2f})")
+    p50 = statistics.median(alone), statistics.median(beside)
+    return found.median, {"n": count, "seconds": {name: p50}, "spreads": {name: found.spread}}
+
+
+def _p50(asked: Asked) -> float:
+    return percentile(asked.seconds, 50)
+
+
+def _checked(asked: Asked) -> Asked:
+    if asked.outcomes.get(WRONG):
+        raise DifferenceError(f"{asked.outcomes[WRONG]} of B's answers are not the bare engine's")
+    return asked
+
+
+def _failed(asked: Asked) -> int:
+    return sum(count for code, count in asked.outcomes.items() if code != OK)
+
+
+class _Watch:
+    """Looks how many workers of a model are READY, as long as the block lasts; `least` is the least that was seen."""
+
+    def __init__(self, service: Service) -> None:
+        self.least = POISON_WORKERS
+        self._service = service
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._look)
+
+    def __enter__(self) -> _Watch:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _look(self) -> None:
+        with self._service.client() as client:
+            while not self._stop.wait(0.05):
+                (model,) = client.status().models
+                ready = [each for each in model.generations[-1].processes if (each.role, each.state) == _READY]
+                self.least = min(self.least, len(ready))
+
+
+_READY = ("worker", "ready")
+
+PARTS: Mapping[str, Part] = {
+    "64": _in_flight("p50_ratio_64", 64),
+    "1000": _in_flight("p50_ratio_1000", 1000),
+    "refused": _full,
+    "large": _large,
+    "long": _long_jobs,
+    "poison": _poison,
+    "storms": _storms,
+    "connections": _connections,
+    "shares": _shares,
+}

@@ -1,0 +1,193 @@
+"""Tenants are users of this host, in processes of their own: what each may, and how much of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from testkit import loads, models, users
+from testkit.loads import OK
+from testkit.service import Service
+from testkit.users import ALICE, BOB, CAROL, User
+from weightd.client import NotFound, PermissionDenied, ResourceExhausted, Unauthenticated
+from weightd.protocol.errors import RemoteProtocolError
+
+from .support import ONE_ENGINE, Arrays
+
+pytestmark = [pytest.mark.e2e, ONE_ENGINE]
+
+Tables = Mapping[str, Mapping[str, object]]
+
+ANN: Mapping[str, object] = {"uids": [ALICE], "models": ["slow"]}
+BEN: Mapping[str, object] = {"groups": [BOB], "may": ["infer", "status", "operate"]}
+TENANTS: Tables = {"ann": ANN, "ben": BEN}
+
+# Of "slow": it counts up to the largest, about a million a second.
+SOME: Arrays = {"n": np.array([3, 5], np.int64)}
+LONG: Arrays = {"n": np.array([200_000], np.int64)}
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    users.need_other_users()
+    directory = tmp_path_factory.mktemp("tenants")
+    tables = {
+        "slow": {"path": models.patient(directory / "slow.onnx"), "workers": 1},
+        "fatal": {"path": models.negated(directory / "fatal.onnx"), "workers": 2},
+    }
+    with Service(tables, tenants=TENANTS, gid=users.CLIENTS_GID) as service:
+        service.ready()
+        yield service
+
+
+@pytest.fixture(autouse=True)
+def tables(service: Service) -> None:
+    service.reload(tenants=TENANTS)
+
+
+@pytest.fixture(scope="module")
+def crowd(service: Service) -> Iterator[Mapping[int, User]]:
+    with User(ALICE) as ann, User(BOB) as ben, User(CAROL) as nobody:
+        yield {ALICE: ann, BOB: ben, CAROL: nobody}
+
+
+@pytest.fixture
+def ann(service: Service, crowd: Mapping[int, User]) -> User:
+    crowd[ALICE].connect(service.address)
+    return crowd[ALICE]
+
+
+@pytest.fixture
+def ben(service: Service, crowd: Mapping[int, User]) -> User:
+    crowd[BOB].connect(service.address)
+    return crowd[BOB]
+
+
+def bounded(service: Service, **bounds: object) -> None:
+    service.reload(tenants={**TENANTS, "ann": {**ANN, **bounds}})
+
+
+def codes(outcomes: Sequence[str]) -> list[str]:
+    return [each.partition(" ")[0] for each in outcomes]
+
+
+# --- rights ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("address", ["unix://{}", "ipc://{}"])
+def test_who_is_in_no_table_is_told_who_the_kernel_says_it_is(
+    service: Service, crowd: Mapping[int, User], address: str
+) -> None:
+    crowd[CAROL].connect(address.format(service.address))
+    with pytest.raises(Unauthenticated, match=rf"uid {CAROL} is no tenant's: .*\[tenants.NAME\]"):
+        crowd[CAROL].ask("infer", "slow", SOME)
+
+
+@pytest.mark.parametrize("address", ["unix://{}", "ipc://{}"])
+def test_a_tenant_has_its_answers_and_sees_its_models_alone(
+    service: Service, crowd: Mapping[int, User], address: str
+) -> None:
+    ann, ben = crowd[ALICE], crowd[BOB]
+    for each in (ann, ben):
+        each.connect(address.format(service.address))
+        assert each.ask("infer", "slow", SOME)["y"].tolist() == [3, 5]
+    assert ann.ask("server").models == ("slow",)
+    assert [each.name for each in ann.ask("status").models] == ["slow"]
+    assert [each.name for each in ann.ask("status").tenants] == ["ann"]
+    for method, arguments in (("infer", (SOME,)), ("metadata", ()), ("ready", ())):
+        texts: list[str] = []
+        for name in ("fatal", "fetal"):
+            with pytest.raises(NotFound) as caught:
+                ann.ask(method, name, *arguments)
+            texts.append(str(caught.value).replace(name, ""))
+        assert texts[0] == texts[1]
+    assert ben.ask("server").models == ("slow", "fatal")
+    assert {"ann", "ben"} <= {each.name for each in ben.ask("status").tenants}
+
+
+def test_only_who_may_operates_or_asks(service: Service, ann: User, ben: User) -> None:
+    with pytest.raises(PermissionDenied, match='a tenant that may "operate"'):
+        ann.ask("reload")
+    assert ben.ask("reload").changed == ()
+    service.reload(tenants={**TENANTS, "ann": {**ANN, "may": ["status"]}})
+    with pytest.raises(PermissionDenied, match="tenant ann may not ask models"):
+        ann.ask("infer", "slow", SOME)
+    assert len(ann.ask("status").tenants) > 1
+
+
+def test_what_a_reload_takes_away_is_gone_with_the_next_message_and_what_waits_ends(
+    service: Service, ann: User, ben: User
+) -> None:
+    ann.begin(loads.hold, "slow", [LONG] * 3)
+    ann.heard()
+    service.reload(tenants={"ben": BEN})
+    running, *waiting = ann.end()
+    assert running == OK
+    assert codes(waiting) == ["PERMISSION_DENIED"] * 2
+    with pytest.raises(Unauthenticated):
+        ann.ask("infer", "slow", SOME)
+    assert ben.ask("infer", "slow", SOME)["y"].tolist() == [3, 5]
+    service.reload(tenants=TENANTS)
+    assert ann.ask("infer", "slow", SOME)["y"].tolist() == [3, 5]
+
+
+# --- quotas ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("bound", "most", "asked", "refused"),
+    [
+        ("max_in_flight", 2, ([LONG] * 4, loads.NOTHING), 2),
+        ("max_queue", 1, ([LONG] * 4, loads.NOTHING), 2),
+        ("max_queue_bytes", 8, ([LONG] * 4, loads.NOTHING), 2),
+        ("max_rows", 1, ([SOME], loads.NOTHING), 1),
+        ("priority_max", 2, ([LONG], {"priority": 1}), 1),
+    ],
+)
+def test_more_than_a_bound_is_refused_and_nobody_else_is(
+    service: Service, crowd: Mapping[int, User], bound: str, most: int, asked: tuple[Any, Any], refused: int
+) -> None:
+    ann, ben = crowd[ALICE], crowd[BOB]
+    bounded(service, **{bound: most})
+    outcomes = ann.do(loads.at_once, "slow", *asked)
+    assert codes(outcomes) == [OK] * (len(outcomes) - refused) + ["RESOURCE_EXHAUSTED"] * refused
+    assert all(f"{bound} of this tenant is {most}" in each for each in outcomes[-refused:])
+    assert codes(ben.do(loads.at_once, "slow", [SOME] * 4)) == [OK] * 4
+
+
+def test_messages_of_any_kind_have_one_rate(service: Service, ann: User, ben: User) -> None:
+    bounded(service, max_rate=3)
+    for method in ("server", "status", "server"):
+        ann.ask(method)
+    with pytest.raises(ResourceExhausted, match="max_rate of this tenant is 3") as caught:
+        ann.ask("status")
+    assert caught.value.retry_after is not None
+    assert 0 < caught.value.retry_after <= 1 / 3
+    for _ in range(20):
+        ben.ask("server")
+
+
+def test_one_connection_too_many_is_told_so_and_ends(service: Service, ann: User, ben: User) -> None:
+    bounded(service, max_connections=1)
+    assert ann.ask("infer", "slow", SOME)["y"].tolist() == [3, 5]
+    with pytest.raises(RemoteProtocolError, match="ends this connection: max_connections of this tenant is 1"):
+        ann.do(loads.with_another, "slow", SOME)
+    assert ben.do(loads.with_another, "slow", SOME) == [3, 5]
+
+
+# --- suspicion ------------------------------------------------------------------------------------------------------
+
+
+def test_poison_of_one_tenant_costs_the_others_nothing(service: Service, ann: User, ben: User) -> None:
+    bounded(service, models=["*"])
+    inputs = [{"a": np.array([2, 3, number], np.int64)} for number in range(4)]
+    answers = [{"y": -each["a"]} for each in inputs]
+    ann.begin(loads.poison, "fatal", [{"a": np.array([-(2**63)], np.int64)}], 4)
+    ann.heard()
+    asked = ben.do(loads.ask, "fatal", inputs, answers, 1.0)
+    ann.end()
+    assert asked.outcomes.keys() == {OK}
+    assert asked.outcomes[OK] >= 3

@@ -1,0 +1,253 @@
+"""What users do to a daemon, each in a process of its own (see `users.User`): ask, flood, poison, storm, crowd."""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+import socket
+import threading
+import time
+from collections import Counter, deque
+from typing import Any, Callable, Deque, Dict, List, Mapping, NamedTuple, Sequence
+
+import numpy as np
+
+from testkit.users_child import Hands
+from weightd.client import RequestError
+from weightd.client.client import Pending
+from weightd.protocol.codec import encode
+from weightd.protocol.framing import head
+from weightd.protocol.messages.control import ModelMetadata
+from weightd.protocol.messages.data import Cancel
+from weightd.protocol.messages.status import Status
+
+Arrays = Mapping[str, "np.ndarray[Any, Any]"]
+
+NOTHING: Mapping[str, Any] = {}
+
+OK = "OK"
+WRONG = "WRONG"
+
+# Messages of a storm that are sent at once over a connection.
+_GUST = 16
+
+STORMS: Mapping[str, Callable[[str, str], Any]] = {
+    "status": lambda id, _: Status(id),
+    "metadata": ModelMetadata,
+    "cancel": lambda id, _: Cancel(id),
+}
+
+
+class Asked(NamedTuple):
+    """What became of requests.
+
+    Attributes:
+        seconds: of each that was answered.
+        outcomes: how many ended how: in OK, WRONG or the code of an error.
+        busy_s: how long it took.
+    """
+
+    seconds: List[float]
+    outcomes: Dict[str, int]
+    busy_s: float
+
+
+def ask(
+    hands: Hands, model: str, inputs: Sequence[Arrays], answers: Sequence[Arrays], seconds: float, least: int = 3
+) -> Asked:
+    """Ask one request at a time for so long, and so many at least; each must have its answer bit by bit."""
+    took: List[float] = []
+    outcomes: Counter[str] = Counter()
+    begin = time.perf_counter()
+    number = 0
+    while number < least or time.perf_counter() - begin < seconds:
+        index = number % len(inputs)
+        number += 1
+        sent = time.perf_counter()
+        try:
+            answer = hands.client.infer(model, inputs[index])
+        except RequestError as error:
+            outcomes[error.code] += 1
+            continue
+        took.append(time.perf_counter() - sent)
+        outcomes[OK if _same(answer, answers[index]) else WRONG] += 1
+    return Asked(took, dict(outcomes), time.perf_counter() - begin)
+
+
+def at_once(hands: Hands, model: str, inputs: Sequence[Arrays], options: Mapping[str, Any] = NOTHING) -> List[str]:
+    """Send all of these at once, and return what each has ended in: OK, or the code of its error with the text."""
+    pending = [hands.client.submit(model, each, **options) for each in inputs]
+    return [_end_of(each, with_text=True) for each in pending]
+
+
+def hold(hands: Hands, model: str, inputs: Sequence[Arrays]) -> List[str]:
+    """As `at_once`; it tells when all are sent, and the daemon has taken them in."""
+    pending = [hands.client.submit(model, each) for each in inputs]
+    # Messages of one connection are handled in their order.
+    hands.client.server()
+    hands.tell("begun")
+    return [_end_of(each, with_text=True) for each in pending]
+
+
+def with_another(hands: Hands, model: str, inputs: Arrays) -> Any:
+    """Return what one more client is answered, the only output of it, as a list."""
+    with hands.another() as client:
+        (answer,) = client.infer(model, inputs).values()
+    return answer.tolist()
+
+
+def time_of(hands: Hands, model: str, inputs: Arrays, count: int) -> List[float]:
+    """Return the seconds that each of so many requests takes, whose answers nobody looks at."""
+    took: List[float] = []
+    for _ in range(count):
+        sent = time.perf_counter()
+        hands.client.infer(model, inputs)
+        took.append(time.perf_counter() - sent)
+    return took
+
+
+def ask_until_stopped(hands: Hands, model: str, inputs: Sequence[Arrays], answers: Sequence[Arrays]) -> Asked:
+    """As `ask`, until it is told to end; it tells when its first answer has come."""
+    took: List[float] = []
+    outcomes: Counter[str] = Counter()
+    begin = time.perf_counter()
+    while not hands.stopping.is_set():
+        asked = ask(hands, model, inputs, answers, 0.0, len(inputs))
+        if not outcomes:
+            hands.tell("begun")
+        took += asked.seconds
+        outcomes.update(asked.outcomes)
+    return Asked(took, dict(outcomes), time.perf_counter() - begin)
+
+
+def keep(hands: Hands, model: str, inputs: Sequence[Arrays], in_flight: int, warm_up: int = 1) -> Asked:
+    """Keep so many requests in flight until told to end, and leave them then.
+
+    It tells when so many have ended; what it returns is of those after that. Who is refused asks again at once.
+    """
+    outcomes: Counter[str] = Counter()
+    begin = time.perf_counter()
+    with hands.another() as client:
+        pending: Deque[Pending] = deque()
+        number = ended = 0
+        while not hands.stopping.is_set():
+            while len(pending) < in_flight and not hands.stopping.is_set():
+                pending.append(client.submit(model, inputs[number % len(inputs)]))
+                number += 1
+            outcomes[_end_of(pending.popleft())] += 1
+            ended += 1
+            if ended == warm_up:
+                hands.tell("begun")
+                outcomes.clear()
+                begin = time.perf_counter()
+        busy_s = time.perf_counter() - begin
+    return Asked([], dict(outcomes), busy_s)
+
+
+def poison(hands: Hands, model: str, inputs: Sequence[Arrays], in_flight: int) -> Asked:
+    """Send requests that kill workers, each another one, until told to end.
+
+    Each of `inputs` gets a number added, so that none is known already.
+    """
+    outcomes: Counter[str] = Counter()
+    begin = time.perf_counter()
+    with hands.another() as client:
+        pending: Deque[Pending] = deque()
+        number = 0
+        while not hands.stopping.is_set():
+            while len(pending) < in_flight:
+                number += 1
+                given = inputs[number % len(inputs)]
+                changed = {name: np.append(array, np.array([number], array.dtype)) for name, array in given.items()}
+                pending.append(client.submit(model, changed))
+            code = _end_of(pending.popleft())
+            if not outcomes:
+                hands.tell("begun")
+            outcomes[code] += 1
+    return Asked([], dict(outcomes), time.perf_counter() - begin)
+
+
+def storm(hands: Hands, path: str, kind: str, model: str, connections: int = 4) -> Dict[str, int]:
+    """Send messages of a kind over some connections to the unix socket at `path`, as many as go, until told to end.
+
+    Each connection has a bounded number of them unanswered, and reads the answers without a look at them. Return how
+    many were sent.
+    """
+    threads: List[threading.Thread] = []
+    sent: List[int] = []
+    for number in range(connections):
+        thread = threading.Thread(target=_blow, args=(hands, path, kind, model, number, sent))
+        thread.start()
+        threads.append(thread)
+    hands.tell("begun")
+    for thread in threads:
+        thread.join()
+    return {"sent": sum(sent)}
+
+
+def _blow(hands: Hands, path: str, kind: str, model: str, number: int, sent: List[int]) -> None:
+    """One connection; one that is ended is followed by another."""
+    count = 0
+    while not hands.stopping.is_set():
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as peer:
+            peer.connect(path)
+            peer.settimeout(0.2)
+            while not hands.stopping.is_set():
+                # After each gust one question with an answer, by which it is seen that all before it are done.
+                gust = [STORMS[kind](f"{number}.{count + each}", model) for each in range(_GUST)]
+                gust.append(ModelMetadata(f"last.{number}.{count}", model))
+                peer.sendall(b"".join(map(_framed, gust)))
+                count += _GUST
+                _read_up_to(peer, f"last.{number}.{count - _GUST}".encode(), hands)
+    sent.append(count)
+
+
+def _read_up_to(peer: socket.socket, last: bytes, hands: Hands) -> None:
+    tail = b""
+    while last not in tail and not hands.stopping.is_set():
+        with contextlib.suppress(socket.timeout):
+            part = peer.recv(1 << 20)
+            if not part:
+                raise ConnectionError("hung up")
+            tail = tail[-len(last) :] + part
+
+
+def crowd(hands: Hands, addresses: Sequence[Any], count: int) -> Dict[str, int]:
+    """Open so many connections, as they are, to each of these sockets in turn, and hold them until told to end."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(most, count + 100), most))
+    outcomes: Counter[str] = Counter()
+    with contextlib.ExitStack() as stack:
+        for number in range(count):
+            address = addresses[number % len(addresses)]
+            peer = stack.enter_context(socket.socket(socket.AF_UNIX if isinstance(address, str) else socket.AF_INET))
+            peer.settimeout(5.0)
+            try:
+                peer.connect(address)
+                outcomes["connected"] += 1
+            except OSError as error:
+                outcomes[type(error).__name__] += 1
+        hands.tell("begun")
+        hands.stopping.wait()
+    return dict(outcomes)
+
+
+def _framed(message: Any) -> bytes:
+    frames = encode(message)
+    return head(frames) + b"".join(frames)
+
+
+def _end_of(pending: Pending, *, with_text: bool = False) -> str:
+    try:
+        pending.result()
+    except RequestError as error:
+        return f"{error.code} {error}" if with_text else error.code
+    return OK
+
+
+def _same(answer: Arrays, expected: Arrays) -> bool:
+    return answer.keys() == expected.keys() and all(
+        (answer[name].dtype, answer[name].shape) == (array.dtype, array.shape)
+        and answer[name].tobytes() == array.tobytes()
+        for name, array in expected.items()
+    )
