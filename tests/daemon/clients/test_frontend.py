@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Iterator
-from types import SimpleNamespace
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType, SimpleNamespace
 from typing import cast
 
 import pytest
@@ -12,6 +12,7 @@ import pytest
 from weightd.daemon.clients.access import Access
 from weightd.daemon.clients.connection import Identity
 from weightd.daemon.clients.frontend import Daemon, Frontend
+from weightd.daemon.config.tenants import TenantConfig
 from weightd.daemon.host.loop import Loop
 from weightd.daemon.models.fleet import Fleet
 from weightd.daemon.requests.request import Origin, Request
@@ -82,7 +83,7 @@ class Peer:
 class World:
     """A frontend with one model and room for three requests, and its clients."""
 
-    def __init__(self) -> None:
+    def __init__(self, tenants: Mapping[str, TenantConfig] = MappingProxyType({})) -> None:
         self.model = FakeModel()
         self.loop = Loop()
         self._peers: list[Peer] = []
@@ -96,7 +97,7 @@ class World:
             3 * kept,
             cast(Daemon, daemon),
             max_shm_bytes=0,
-            access=Access(Directory({}), self.accounts, {}),
+            access=Access(Directory(tenants), self.accounts, {}),
         )
         self.model.frontend = self.frontend
 
@@ -253,6 +254,17 @@ def test_what_breaks_the_framing_is_told_without_an_id(world: World) -> None:
     error = client.error()
     assert (error.id, error.code) == ("", "INVALID_ARGUMENT")
     assert error.error.startswith("frames: expected a message of 1 to 66 frames, got ")
+
+
+def test_no_account_is_called_as_a_model_that_there_is_not_for_a_tenant() -> None:
+    world = World({"default": TenantConfig(models=("other",))})
+    client = world.client()
+    world.ask(client, "hidden")
+    client.stream.send(encode(Infer("unknown", RequestDescription("n", ()))))
+    assert [code for _, code in world.refusals(client, 2)] == ["NOT_FOUND", "NOT_FOUND"]
+    assert [model for model, _ in world.accounts.items("default")] == [""]
+    assert world.accounts.of("default", "").requests == 2
+    world.close()
 
 
 def test_each_request_is_on_the_account_of_its_tenant_and_model(world: World) -> None:

@@ -108,5 +108,11 @@ def test_who_may_not_see_others_is_told_of_its_models_and_of_itself() -> None:
     assert (response.id, response.state, response.uptime_s) == ("7", "running", 2.0)
     assert (response.pid, response.pss_bytes, response.held_bytes, response.max_memory_bytes) == (0, 0, 0, 0)
     assert (response.gates, response.fork_servers, response.devices, response.memory) == ((), (), (), None)
+    # What it has asked before its table was another one is in the sum, without a name.
+    busy(accounts, "ann", "secret", 3)
+    response = own_report("7", "running", 2.0, ANN, models, accounts)
+    [ann] = response.tenants
+    assert [(each.model, each.served) for each in ann.accounts] == [("m", 2), ("", 3)]
+    assert ann.summed == 0
     for secret in ("bob", "secret"):
         assert secret not in str(response)

@@ -396,7 +396,9 @@ class Frontend:
 
     def _count_refusal(self, tenant: Tenant, message: Any, error: RequestError) -> None:
         name = message.description.model_name if isinstance(message, Infer) else ELSEWHERE
-        account = self._accounts.of(tenant.name, name if name in self._fleet.models else ELSEWHERE)
+        # A tenant is told its own accounts: none is called as a model that there is not for it.
+        is_there = name in self._fleet.models and tenant.sees(name)
+        account = self._accounts.of(tenant.name, name if is_there else ELSEWHERE)
         account.refuses(error, requests=isinstance(message, Infer))
 
     def _on_gone(self, connection: Connection) -> None:

@@ -24,7 +24,7 @@ def own_report(
         uptime_s=uptime,
         pss_bytes=0,
         models=tuple(_model(model, tenant, accounts, queued) for model in seen),
-        tenants=told([tenant], accounts, queued),
+        tenants=told([tenant], accounts, queued, {model.name for model in seen}),
     )
 
 

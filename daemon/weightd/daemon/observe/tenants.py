@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
 
 from weightd.daemon.models.model import Model
 from weightd.daemon.tenants.accounts import ELSEWHERE, Account, Accounts
@@ -23,34 +24,45 @@ def waiting(models: Iterable[Model]) -> Queued:
     return queued
 
 
-def told(tenants: Iterable[Tenant], accounts: Accounts, queued: Queued) -> tuple[TenantStatus, ...]:
+def told(
+    tenants: Iterable[Tenant], accounts: Accounts, queued: Queued, names: Collection[str] | None = None
+) -> tuple[TenantStatus, ...]:
     """Return what is told of tenants: all accounts, or those of the models that were asked most where these are many.
 
-    What is left out is in the sum of its tenant, so that nothing is missing.
+    What is left out is in the sum of its tenant, so that nothing is missing. `names`: of no other models anything is
+    told but that sum; None for all.
     """
     there = list(tenants)
     found = {tenant.name: dict(accounts.items(tenant.name)) for tenant in there}
-    every = [(name, model, each) for name, models in found.items() for model, each in models.items() if model]
+    every = [
+        (name, model, each)
+        for name, models in found.items()
+        for model, each in models.items()
+        if model != ELSEWHERE and (names is None or model in names)
+    ]
     every.sort(key=lambda each: each[2].requests, reverse=True)
     # A tenant has a sum beside them.
-    listed = {(name, model) for name, model, _ in every[: limits.MAX_ACCOUNTS - len(there)]}
+    room = limits.MAX_ACCOUNTS - len(there)
+    listed = {(name, model) for name, model, _ in every[:room]}
+    summed = Counter(name for name, _, _ in every[room:])
     shares = accounts.shares()
     return tuple(
-        _tenant(tenant, found[tenant.name], listed, queued, shares.get(tenant.name) if shares else None)
+        TenantStatus(
+            tenant.name,
+            tenant.config.weight,
+            _accounts(tenant.name, found[tenant.name], listed, queued),
+            shares.get(tenant.name) if shares else None,
+            summed[tenant.name],
+        )
         for tenant in there
     )
 
 
-def _tenant(
-    tenant: Tenant,
-    accounts: Mapping[str, Account],
-    listed: set[tuple[str, str]],
-    queued: Queued,
-    share: float | None,
-) -> TenantStatus:
-    name = tenant.name
+def _accounts(
+    name: str, accounts: Mapping[str, Account], listed: Collection[tuple[str, str]], queued: Queued
+) -> tuple[AccountStatus, ...]:
     others = Account()
-    summed = queued_there = 0
+    queued_there = 0
     shown: list[AccountStatus] = []
     for model, account in accounts.items():
         if (name, model) in listed:
@@ -59,10 +71,9 @@ def _tenant(
             others.add(account)
             others.in_flight += account.in_flight
             queued_there += queued.get((name, model), 0)
-            summed += model != ELSEWHERE
     if not others.is_blank:
         shown.append(_account(ELSEWHERE, others, queued_there))
-    return TenantStatus(name, tenant.config.weight, tuple(shown), share, summed)
+    return tuple(shown)
 
 
 def _account(model: str, account: Account, queued: int) -> AccountStatus:
