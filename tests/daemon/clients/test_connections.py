@@ -7,6 +7,7 @@ import dataclasses
 import os
 import socket
 import struct
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -17,10 +18,12 @@ from weightd.daemon.clients import connections
 from weightd.daemon.clients.connection import Connection, Identity, foreign_identity, unix_identity
 from weightd.daemon.clients.connections import Calls, Connections
 from weightd.daemon.clients.room import Room
+from weightd.daemon.config.tenants import TenantConfig
 from weightd.daemon.gate.link import PeerIdentity
 from weightd.daemon.host.loop import Loop
 from weightd.daemon.requests.request import Origin
 from weightd.daemon.tenants.directory import Proof
+from weightd.daemon.tenants.tenant import Tenant
 from weightd.protocol.errors import RequestError, ResourceExhausted
 from weightd.protocol.framing import Message, head
 from weightd.shared.stream import Stream
@@ -39,16 +42,21 @@ class Hall:
         self.messages: list[tuple[Connection, Message]] = []
         self.broken: list[str] = []
         self.excess: RequestError | None = None
+        self.tenants: dict[str, Tenant] = {}
         self.gone: list[Connection] = []
         self.calls = Calls(
             make_room=lambda key, nbytes: False,
-            introduce=lambda connection: self.excess,
+            introduce=self._introduce,
             handle=lambda connection, message: self.messages.append((connection, message)),
             dismiss=lambda connection, error: self.broken.append(str(error)),
             gone=self.gone.append,
         )
         self.connections = Connections(self.loop, self.room, self.calls)
         self.stack = contextlib.ExitStack()
+
+    def _introduce(self, connection: Connection) -> RequestError | None:
+        connection.tenant = self.tenants.setdefault(connection.user, Tenant(connection.user, TenantConfig()))
+        return self.excess
 
     def come(self, identity: Identity = SOMEBODY) -> socket.socket:
         """Return the other end of a new client's connection."""
@@ -374,3 +382,46 @@ def test_few_keep_descriptors_open_by_a_message_that_does_not_end(hall: Hall, mo
     socket.send_fds(late, [b"\1"], [0])
     hall.until(lambda: hall.gone)
     assert len(hall.keys) == 3
+
+
+def test_a_tenant_that_says_much_over_many_connections_keeps_no_other_waiting(
+    hall: Hall, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections, "_SLICE_S", 0.0)
+    loud, modest = Identity(Origin("loud", "loud")), Identity(Origin("modest", "modest"))
+    first, storm = hall.come(modest), [hall.come(loud) for _ in range(10)]
+    # Both have spoken of late.
+    for number, each in enumerate((first, storm[0])):
+        each.sendall(message(b"%d" % number))
+        hall.until(lambda: len(hall.messages) > number)  # noqa: B023 - it is called at once
+    hall.messages.clear()
+    for each in storm:
+        each.sendall(message(b"noise") * 20)
+    hall.until(lambda: hall.messages)
+    for answer in range(3):
+        before = len(hall.messages)
+        first.sendall(message(b"%d" % answer))
+        hall.until(lambda: [b"%d" % answer] in hall.frames[before:])  # noqa: B023 - it is called at once
+        assert len(hall.messages) - before <= 3
+    # Nobody's is lost, and each connection's come in their order.
+    hall.until(lambda: len(hall.messages) == 10 * 20 + 3)
+    assert {*Counter(connection.key for connection, _ in hall.messages).values()} == {3, 20}
+
+
+def test_who_goes_while_it_waits_for_its_turn_is_gone(hall: Hall, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "_SLICE_S", 0.0)
+    one, other = (hall.come(Identity(Origin(name, name))) for name in ("one", "other"))
+    for each in (one, other):
+        each.sendall(message(b"x") * 3)
+    hall.until(lambda: len(hall.messages) == 6)
+    other.sendall(message(b"x") * 10)
+    hall.until(lambda: len(hall.messages) > 6)
+    [mine, its] = hall.connections
+    hall.connections.hang_up(its, "as a test")
+    heard = len(hall.messages)
+    one.sendall(message(b"y"))
+    hall.until(lambda: [b"y"] in hall.frames)
+    other.close()
+    hall.until(lambda: hall.gone == [its])
+    assert len(hall.messages) == heard + 1
+    assert [*hall.connections] == [mine]

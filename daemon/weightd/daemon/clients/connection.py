@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+from collections import deque
 from typing import NamedTuple
 
 from weightd.daemon.gate.link import PeerIdentity
@@ -13,6 +14,7 @@ from weightd.daemon.requests.request import Origin
 from weightd.daemon.tenants.directory import Proof
 from weightd.daemon.tenants.tenant import EVERYONE, Tenant
 from weightd.protocol.errors import RequestError, Unauthenticated
+from weightd.protocol.framing import Message
 from weightd.shared.stream import Stream
 
 
@@ -69,10 +71,13 @@ class Connection:
         arriving: bytes of the message that is coming, as they are counted in the room.
         unread: bytes that it has not read, likewise.
         drops: whether it was told of last that it does not read.
+        waits: for its turn to be read, see `Lanes`.
+        backlog: messages that have been read, and not handled.
     """
 
     __slots__ = (
         "arriving",
+        "backlog",
         "drops",
         "has_spoken",
         "identity",
@@ -84,6 +89,7 @@ class Connection:
         "stream",
         "tenant",
         "unread",
+        "waits",
     )
 
     def __init__(self, key: bytes, stream: Stream, identity: Identity, since: float) -> None:
@@ -97,6 +103,8 @@ class Connection:
         self.has_spoken = False
         self.leaving = False
         self.arriving = 0
+        self.waits = False
+        self.backlog: deque[Message] = deque()
         self.unread = 0
         self.drops = False
 

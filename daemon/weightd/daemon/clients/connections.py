@@ -5,8 +5,10 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
+import math
 import socket
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +16,7 @@ from typing import Any
 from weightd.daemon.clients.closing import Closing
 from weightd.daemon.clients.connection import Connection, Identity, unix_identity
 from weightd.daemon.clients.crowd import Doorkeeper
+from weightd.daemon.clients.lanes import Lanes
 from weightd.daemon.clients.room import Room
 from weightd.daemon.host.accepting import Accepting
 from weightd.daemon.host.loop import Loop
@@ -27,6 +30,9 @@ MAX_UNREAD_BYTES = 256 * 1024 * 1024
 
 # Of one client, before others have their turn.
 _MOST_HANDLED = 16
+
+# Of one tenant, before that of another has its turn.
+_SLICE_S = 1e-4
 
 # So many clients may have sent a descriptor and not yet all of the message with which it goes.
 _MOST_EXPECTANT = 64
@@ -85,6 +91,7 @@ class Connections:
         self._doorkeeper = Doorkeeper()
         self._expectant: set[Connection] = set()
         self._behind: dict[Connection, None] = {}
+        self._lanes = Lanes()
         # Those to whom something is kept back; None where nothing is.
         self._held: set[Connection] | None = None
 
@@ -126,6 +133,7 @@ class Connections:
     def hang_up(self, connection: Connection, why: str) -> None:
         """End a connection; what its client has asked ends with it, in a moment."""
         if not connection.leaving:
+            self._skip(connection)
             _log.warning("a connection of %s is hung up: %s", connection.origin.near, why)
             connection.hang_up()
             self._doorkeeper.leaves(connection)
@@ -151,7 +159,15 @@ class Connections:
             self._close(each.stream)
         self._by_key.clear()
 
+    def _skip(self, connection: Connection) -> None:
+        """Nothing more is heard of it."""
+        connection.backlog.clear()
+        if connection.waits:
+            connection.waits = False
+            self._lanes.forget(connection)
+
     def _leave(self, connection: Connection) -> None:
+        self._skip(connection)
         del self._by_key[connection.key]
         self._loop.remove(connection.stream.fileno())
         self._close(connection.stream)
@@ -168,31 +184,14 @@ class Connections:
     # --- from a client --------------------------------------------------------------------------------------------
 
     def _receive(self, connection: Connection) -> None:
-        """Something has come, or the client has gone: read once, so that others have their turn."""
-        stream = connection.stream
-        incoming = stream.incoming
-        try:
-            messages = incoming.receive(b"") if incoming.is_behind else stream.receive()
-        except ConnectionError:
-            self._leave(connection)
-            return
-        except RemoteProtocolError as error:
-            # Nobody can tell where its next message would begin.
-            self._calls.dismiss(connection, InvalidArgument(str(error)))
-            self.hang_up(connection, str(error))
-            return
-        if connection.arriving and not incoming.announced:
-            self._room.give(connection.key, connection.arriving)
-            connection.arriving = 0
-        for message in messages:
-            connection.has_spoken = True
-            self._calls.handle(connection, message)
-            if connection.leaving:
-                # That was its last.
-                break
-        if stream.descriptors:
-            self._wait_for_message(connection)
-        if incoming.is_behind:
+        """Something has come, or the client has gone."""
+        if self._lanes.are_needed(connection.tenant):
+            if not connection.waits:
+                connection.waits = True
+                self._loop.pause(connection.stream.fileno())
+                self._lanes.wait(connection)
+            self._loop.soon(self._serve)
+        elif not self._handle(connection):
             self._behind[connection] = None
             self._loop.soon(self._catch_up)
 
@@ -202,6 +201,58 @@ class Connections:
         for connection in behind:
             if connection.key in self._by_key and not connection.leaving:
                 self._receive(connection)
+
+    def _serve(self) -> None:
+        """Handle what one connection has sent, for a moment, where several tenants speak."""
+        if not self._lanes:
+            return
+        begin = time.monotonic()
+        tenant, connection = self._lanes.take()
+        is_done = self._handle(connection, begin + _SLICE_S)
+        if connection.waits:
+            if is_done:
+                connection.waits = False
+                self._loop.resume(connection.stream.fileno())
+            else:
+                self._lanes.wait(connection)
+        self._lanes.spent(tenant, time.monotonic() - begin)
+        if self._lanes:
+            self._loop.soon(self._serve)
+
+    def _handle(self, connection: Connection, until: float = math.inf) -> bool:
+        """Handle what was read, or read once, so that others have their turn; return whether that is all for now."""
+        messages = connection.backlog or self._read(connection)
+        while messages:
+            connection.has_spoken = True
+            self._calls.handle(connection, messages.popleft())
+            if connection.leaving:
+                # That was its last.
+                messages.clear()
+                return True
+            if messages and until < math.inf and time.monotonic() >= until:
+                connection.backlog = messages
+                return False
+        if connection.stream.descriptors:
+            self._wait_for_message(connection)
+        return not connection.stream.incoming.is_behind
+
+    def _read(self, connection: Connection) -> deque[Message]:
+        stream = connection.stream
+        incoming = stream.incoming
+        try:
+            messages = incoming.receive(b"") if incoming.is_behind else stream.receive()
+        except ConnectionError:
+            self._leave(connection)
+            return deque()
+        except RemoteProtocolError as error:
+            # Nobody can tell where its next message would begin.
+            self._calls.dismiss(connection, InvalidArgument(str(error)))
+            self.hang_up(connection, str(error))
+            return deque()
+        if connection.arriving and not incoming.announced:
+            self._room.give(connection.key, connection.arriving)
+            connection.arriving = 0
+        return deque(messages)
 
     def _wait_for_message(self, connection: Connection) -> None:
         """A client's descriptors are there: they are refused where no message is that they may go with."""

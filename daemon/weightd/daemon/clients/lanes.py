@@ -1,0 +1,81 @@
+"""Whose messages the daemon reads next: where several tenants speak, its own time is shared among them, too.
+
+A message costs the daemon's one loop some tens of microseconds, and who sends enough of them, of whatever kind, would
+have all of its time. So connections wait for their turn in lanes, one for each tenant, and the tenant is next that has
+had least of that time, by its weight: a clock like that of a device. Plain decisions, fed with the clock.
+"""
+
+from __future__ import annotations
+
+from time import monotonic
+
+from weightd.daemon.clients.connection import Connection
+from weightd.daemon.config.tenants import TenantConfig
+from weightd.daemon.requests.shares import SEVERAL_S, Clock
+from weightd.daemon.tenants.tenant import Tenant
+
+# Those whose messages are all refused are one.
+_NOBODY = Tenant("(nobody)", TenantConfig())
+
+
+class Lanes:
+    """Connections from which something has come that has not been read."""
+
+    def __init__(self) -> None:
+        self._clock = Clock()
+        self._lanes: dict[Tenant, dict[Connection, None]] = {}
+        self._last: Tenant | None = None
+        self._several_until = -float("inf")
+
+    def are_needed(self, tenant: Tenant | None) -> bool:
+        """A tenant speaks: return whether another one has of late. While one alone does, this costs no look at a clock.
+
+        None is whoever is nobody's.
+        """
+        tenant = tenant or _NOBODY
+        if tenant is not self._last:
+            if self._last is not None:
+                self._several_until = monotonic() + SEVERAL_S
+            self._last = tenant
+        elif self._several_until < 0.0:
+            return False
+        if monotonic() < self._several_until:
+            return True
+        self._several_until = -float("inf")
+        return bool(self._lanes)
+
+    def wait(self, connection: Connection) -> None:
+        """Something has come from it."""
+        tenant = connection.tenant or _NOBODY
+        lane = self._lanes.get(tenant)
+        if lane is None:
+            lane = self._lanes[tenant] = {}
+            self._clock.comes(tenant)
+        lane[connection] = None
+
+    def __bool__(self) -> bool:
+        return bool(self._lanes)
+
+    def take(self) -> tuple[Tenant, Connection]:
+        """Return whose turn it is, and take it out; it may wait again, behind the others of its tenant."""
+        tenant = min(self._lanes, key=self._clock.order)
+        lane = self._lanes[tenant]
+        connection = next(iter(lane))
+        del lane[connection]
+        return tenant, connection
+
+    def spent(self, tenant: Tenant, seconds: float) -> None:
+        """The one that was taken last has had so much of the loop's time, and waits again if it has to."""
+        self._clock.begin({tenant: 1.0}, 0.0).settle(seconds)
+        if not self._lanes[tenant]:
+            del self._lanes[tenant]
+            self._clock.goes(tenant)
+
+    def forget(self, connection: Connection) -> None:
+        """It has gone."""
+        for tenant, lane in list(self._lanes.items()):
+            if connection in lane:
+                del lane[connection]
+                if not lane:
+                    del self._lanes[tenant]
+                    self._clock.goes(tenant)

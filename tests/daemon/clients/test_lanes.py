@@ -1,0 +1,85 @@
+from __future__ import annotations
+
+import socket
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+
+from weightd.daemon.clients.connection import Connection, Identity
+from weightd.daemon.clients.lanes import Lanes
+from weightd.daemon.config.tenants import TenantConfig
+from weightd.daemon.requests.request import Origin
+from weightd.daemon.tenants.tenant import Tenant
+from weightd.shared.stream import Stream
+
+
+@pytest.fixture
+def stream() -> Iterator[Stream]:
+    ours, theirs = socket.socketpair()
+    with theirs:
+        made = Stream(ours)
+        yield made
+        made.close()
+
+
+def connection(stream: Stream, tenant: Tenant | None) -> Connection:
+    made = Connection(b"", stream, Identity(Origin("", "")), 0.0)
+    made.tenant = tenant
+    return made
+
+
+def turns(lanes: Lanes, seconds: dict[Connection, float], count: int) -> Counter[str]:
+    """Who has its turn, where all wait again; in seconds."""
+    had: Counter[str] = Counter()
+    for _ in range(count):
+        tenant, each = lanes.take()
+        had[tenant.name] += seconds[each]  # type: ignore[assignment]
+        lanes.wait(each)
+        lanes.spent(tenant, seconds[each])
+    return had
+
+
+def test_time_goes_by_tenants_and_their_weights_and_not_by_connections(stream: Stream) -> None:
+    a, b = Tenant("a", TenantConfig()), Tenant("b", TenantConfig(weight=3.0))
+    many, few = [connection(stream, a) for _ in range(30)], [connection(stream, b)]
+    lanes = Lanes()
+    for each in many + few:
+        lanes.wait(each)
+    seconds = {**dict.fromkeys(many, 1e-3), **dict.fromkeys(few, 1e-4)}
+    had = turns(lanes, seconds, 5000)
+    assert had["b"] == pytest.approx(3 * had["a"], rel=0.01)
+
+
+def test_who_comes_is_next_and_has_no_credit_for_its_silence(stream: Stream) -> None:
+    a, b = Tenant("a", TenantConfig()), Tenant("b", TenantConfig())
+    loud, modest = connection(stream, a), connection(stream, b)
+    lanes = Lanes()
+    lanes.wait(loud)
+    seconds = dict.fromkeys((loud, modest), 1e-4)
+    turns(lanes, seconds, 1000)
+    lanes.wait(modest)
+    assert lanes.take() == (b, modest)
+    lanes.wait(modest)
+    lanes.spent(b, 1e-4)
+    had = turns(lanes, seconds, 100)
+    assert abs(had["a"] - had["b"]) < 3e-4
+
+
+def test_there_are_lanes_only_while_several_speak(stream: Stream, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr("weightd.daemon.clients.lanes.monotonic", lambda: now)
+    a, lanes = Tenant("a", TenantConfig()), Lanes()
+    assert [lanes.are_needed(each) for each in (a, a, None, a)] == [False, False, True, True]
+    now = 60.0
+    assert not lanes.are_needed(a)
+    now = 0.0
+    assert not lanes.are_needed(a)
+
+
+def test_who_has_gone_has_no_turn(stream: Stream) -> None:
+    lanes = Lanes()
+    nobody = connection(stream, None)
+    lanes.wait(nobody)
+    lanes.forget(nobody)
+    assert not lanes
