@@ -14,6 +14,7 @@ from testkit.service import Service
 from testkit.users import ALICE, BOB, CAROL, User
 from weightd.client import NotFound, PermissionDenied, ResourceExhausted, Unauthenticated
 from weightd.protocol.errors import RemoteProtocolError
+from weightd.protocol.messages.accounts import AccountStatus
 
 from .support import ONE_ENGINE, Arrays
 
@@ -28,6 +29,8 @@ TENANTS: Tables = {"ann": ANN, "ben": BEN}
 # Of "slow": it counts up to the largest, about a million a second.
 SOME: Arrays = {"n": np.array([3, 5], np.int64)}
 LONG: Arrays = {"n": np.array([200_000], np.int64)}
+
+NONE = AccountStatus("slow", 0, 0, 0, 0.0, 0.0, 0, 0, 0, 0, {})
 
 
 @pytest.fixture(scope="module")
@@ -176,6 +179,31 @@ def test_one_connection_too_many_is_told_so_and_ends(service: Service, ann: User
     with pytest.raises(RemoteProtocolError, match="ends this connection: max_connections of this tenant is 1"):
         ann.do(loads.with_another, "slow", SOME)
     assert ben.do(loads.with_another, "slow", SOME) == [3, 5]
+
+
+# --- accounts -------------------------------------------------------------------------------------------------------
+
+
+def account(user: User, name: str) -> AccountStatus:
+    """Return what a user is told of a tenant and the model "slow"."""
+    [told] = [each for each in user.ask("status").tenants if each.name == name]
+    return next((each for each in told.accounts if each.model == "slow"), NONE)
+
+
+def test_what_each_asks_is_on_its_own_account_and_refusals_are_there_by_their_bound(
+    service: Service, ann: User, ben: User
+) -> None:
+    bounded(service, max_rows=1)
+    before = {name: account(ben, name) for name in ("ann", "ben")}
+    assert codes(ann.do(loads.at_once, "slow", [LONG, SOME, SOME], loads.NOTHING)).count(OK) == 1
+    assert codes(ben.do(loads.at_once, "slow", [SOME] * 4)) == [OK] * 4
+    after = {name: account(ben, name) for name in ("ann", "ben")}
+    assert {name: each.requests - before[name].requests for name, each in after.items()} == {"ann": 3, "ben": 4}
+    assert {name: each.served - before[name].served for name, each in after.items()} == {"ann": 1, "ben": 4}
+    assert after["ann"].refused["max_rows"] - before["ann"].refused.get("max_rows", 0) == 2
+    assert after["ann"].seat_seconds > before["ann"].seat_seconds
+    assert after["ben"].bytes_in - before["ben"].bytes_in == 4 * SOME["n"].nbytes
+    assert account(ann, "ann") == after["ann"]
 
 
 # --- suspicion ------------------------------------------------------------------------------------------------------
