@@ -231,7 +231,8 @@ class Place:
         directories = {"socket": self.zmq_address, "runtime_dir": self.runtime, "cache_dir": self.cache}
         lines = ["[daemon]", *_toml({**directories, **daemon})]
         for name, address in listeners.items():
-            lines += [f"[listeners.{name}]", *_toml({"address": address})]
+            insecure = {"insecure": True} if address.startswith("tcp://") else {}
+            lines += [f"[listeners.{name}]", *_toml({"address": address, **insecure})]
         for name, table in tables.items():
             lines += [f"[models.{name}]", *_toml(with_interpreter(table))]
         path = self.runtime / "weightd.toml"

@@ -63,7 +63,7 @@ def test_a_second_daemon_on_the_same_socket_names_the_first_and_does_it_no_harm(
 def test_a_second_daemon_on_the_same_port_is_refused(table: dict[str, dict[str, object]], place: Place) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
-        done = weightd("serve", place.config(table, socket=address))
+        done = weightd("serve", place.config(table, {"lan": address}))
     assert done.returncode == CANNOT_CREATE
     assert f"cannot listen on {address}: Address already in use" in done.stderr
     assert place.left == []

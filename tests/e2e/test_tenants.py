@@ -150,6 +150,7 @@ def test_what_a_reload_takes_away_is_gone_with_the_next_message_and_what_waits_e
         ("priority_max", 2, ([LONG], {"priority": 1}), 1),
     ],
 )
+@pytest.mark.usefixtures("ann", "ben")
 def test_more_than_a_bound_is_refused_and_nobody_else_is(
     service: Service, crowd: Mapping[int, User], bound: str, most: int, asked: tuple[Any, Any], refused: int
 ) -> None:

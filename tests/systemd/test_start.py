@@ -95,6 +95,9 @@ def test_it_listens_on_tcp_too_if_the_socket_unit_does(weightd: Weightd) -> None
     manager = weightd.manager
     manager.write(f"{INSTALLED}/{example}", (DIRECTORY / "examples" / example).read_text("utf-8"))
     manager.systemctl("daemon-reload")
+    listeners: dict[str, dict[str, object]] = {"listeners.local": {"address": f"ipc://{weightd.address}"}}
+    listeners["listeners.lan"] = {"address": TCP, "insecure": True}
+    weightd.write_config("".join(table(name, keys) for name, keys in {**listeners, "models.mlp": MLP}.items()))
     try:
         manager.systemctl("restart", weightd.socket)
         for verb in ("start", "restart"):

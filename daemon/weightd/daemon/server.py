@@ -17,8 +17,9 @@ from weightd.daemon.children.backend import Backend
 from weightd.daemon.clients.access import Access
 from weightd.daemon.clients.connection import foreign_identity
 from weightd.daemon.clients.frontend import Frontend
-from weightd.daemon.clients.gates import Gates
+from weightd.daemon.clients.gates import Gates, Lock
 from weightd.daemon.config.devices import DeviceConfig
+from weightd.daemon.config.listeners import keys_of
 from weightd.daemon.config.load import Config, ConfigError
 from weightd.daemon.config.model import ModelConfig
 from weightd.daemon.continuity import handover
@@ -106,7 +107,7 @@ class Server:
         self._fleet = Fleet(self._make)
         self._tenants = Directory(config.tenants)
         self._accounts = Accounts()
-        self._access = Access(self._tenants, self._accounts, {})
+        self._access = Access(self._tenants, self._accounts, _admitted(config))
         self._accounting = Accounting(self._tenants, self._accounts, lambda: self._fleet.models)
         self._ledger = Ledger(config.daemon.accounts_file, self._accounts, self._loop.soon)
         self._surveys: list[Survey] = []
@@ -163,7 +164,8 @@ class Server:
         self._backend.on_several(self._frontend.hold)
         for listener in sockets.unix:
             self._frontend.listen(listener)
-        self._gates = Gates(sockets.listeners, self._loop, self._adopt, most, self._zygote)
+        listeners = {name: (each, self._lock(name)) for name, each in sockets.listeners.items()}
+        self._gates = Gates(listeners, self._loop, self._adopt, most, self._zygote)
         self._loop.add(wakeups, lambda: self._on_signals(os.read(wakeups, 64)))
         self._loop.add_timer(self._patience)
         self._loop.add_timer(self._sign)
@@ -172,6 +174,9 @@ class Server:
         if self._manager.there:
             self._sign.set(0.0)
         _log.info("weightd %s, pid %d, listens on %s", VERSION, os.getpid(), ", ".join(sockets.addresses))
+        for name, each in self._config.listeners.items():
+            if each.insecure:
+                _log.warning("listener %s, %s, is insecure: whoever reaches it may ask", name, each.address)
         if self._keeping is not None and self._file is not None:
             self._file.in_force()
         if self._keeping is not None and self._keeping.inheritance is not None:
@@ -181,6 +186,10 @@ class Server:
             self._backend.prepare(self._config.models.values())
             self._fleet.start(self._config.models, time.monotonic())
         self._account(time.monotonic())
+
+    def _lock(self, listener: str) -> Lock:
+        config = self._config.listeners[listener]
+        return Lock(config.secret, keys_of(config, self._config.tenants), config.max_connections)
 
     def _adopt(self, listener: str, connection: socket.socket, peer: PeerIdentity) -> None:
         self._frontend.adopt(connection, foreign_identity(connection, listener, peer))
@@ -381,11 +390,13 @@ class Server:
         _update_devices(self._devices, config)
         self._backend.prepare(config.models.values())
         self._fleet.apply(change, config.models, now)
-        if config.tenants != self._config.tenants:
+        before, self._config = self._config, config
+        if (config.tenants, _admitted(config)) != (before.tenants, _admitted(before)):
             self._tenants.renew(config.tenants)
+            self._access.admitted = _admitted(config)
+            self._gates.admit({name: self._lock(name).keys for name in config.listeners})
             self._frontend.renew()
         self._look_soon()
-        self._config = config
         self._account(now)
         file.note = ""
         if self._keeping is not None:
@@ -460,7 +471,20 @@ def _fixed(config: Config) -> dict[str, object]:
     fixed: dict[str, object] = {f"daemon.{key}": value for key, value in vars(config.daemon).items()}
     for key in ("drain_timeout", "accounting_interval"):
         del fixed[f"daemon.{key}"]
-    return fixed | {f"listeners.{label(name)}.address": each.address for name, each in config.listeners.items()}
+    for name, each in config.listeners.items():
+        shown = {
+            "address": each.address,
+            "security": each.security,
+            "key": each.key,
+            "max_connections": each.max_connections,
+        }
+        fixed.update((f"listeners.{label(name)}.{key}", value) for key, value in shown.items())
+    return fixed
+
+
+def _admitted(config: Config) -> dict[str, Sequence[str]]:
+    """Return the tenants that each listener is for; none: all."""
+    return {name: each.tenants for name, each in config.listeners.items()}
 
 
 def _update_devices(devices: dict[str, Device], config: Config) -> None:

@@ -9,8 +9,10 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple, Type, cast
 
+from weightd.client import curve
 from weightd.client.connection import Connection, Gone
 from weightd.client.core import Call, Question
+from weightd.client.curve import KeyFile
 from weightd.client.session import BUSY_S, DEFAULT_TIMEOUT_S, LOST, Session
 from weightd.protocol.errors import WeightdError
 from weightd.protocol.messages.control import (
@@ -43,13 +45,24 @@ class AsyncClient:
     Args:
         address: as `Client`.
         timeout: as `Client`.
+        tenant: as `Client`.
+        key: as `Client`.
+        server_key: as `Client`.
 
     Raises:
-        InvalidArgument: `address` is none, or `timeout` is out of bounds.
+        InvalidArgument: `address` is none, or `timeout` is out of bounds, or a key cannot be used.
     """
 
-    def __init__(self, address: Optional[str] = None, *, timeout: float = DEFAULT_TIMEOUT_S) -> None:
-        self._session = Session(address, timeout)
+    def __init__(
+        self,
+        address: Optional[str] = None,
+        *,
+        timeout: float = DEFAULT_TIMEOUT_S,
+        tenant: Optional[str] = None,
+        key: Optional[KeyFile] = None,
+        server_key: Optional[KeyFile] = None,
+    ) -> None:
+        self._session = Session(address, timeout, tenant, curve.read(key, server_key))
         self._core = self._session.core
         self._loop: Optional[asyncio.AbstractEventLoop] = None
         self._connects = False
@@ -206,7 +219,13 @@ class AsyncClient:
             sent_at = session.send(frames, call)
         except Gone:
             await self._make_ready(deadline)
-            sent_at = session.send(frames, call)
+            try:
+                sent_at = session.send(frames, call)
+            except Gone as error:
+                # Hung up as soon as it was there: the daemon has said why.
+                while not session.connection.closed:
+                    self._read()
+                raise session.verdict or error from None
         connection = session.connection
         self._has_sent(connection)
         while connection.sent < sent_at and not connection.closed:

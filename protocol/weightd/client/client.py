@@ -10,8 +10,10 @@ from time import monotonic
 from types import TracebackType
 from typing import Any, Callable, Dict, Generator, Mapping, Optional, Sequence, Tuple, Type, cast
 
+from weightd.client import curve
 from weightd.client.connection import Connection, Gone
 from weightd.client.core import Call, Question
+from weightd.client.curve import KeyFile
 from weightd.client.session import BUSY_S, DEFAULT_TIMEOUT_S, LOST, Session
 from weightd.client.turns import Turn, Turns
 from weightd.client.waker import Waker
@@ -76,16 +78,28 @@ class Client:
             unix:///PATH for its unix socket only; ipc:///PATH or tcp://HOST:PORT for ZeroMQ only.
             Default: $WEIGHTD_SOCKET, or where the daemon of this user or of the system listens by default.
         timeout: seconds that a call waits unless it says otherwise; at most one hour.
+        tenant: for whom it asks, where that is another than its own: the daemon knows for whom it may (`acts_for`).
+        key: the file with its secret key, for a listener with CURVE: `weightctl keygen` writes it.
+        server_key: the file with the public key of that listener.
 
     Raises:
-        InvalidArgument: `address` is none, or `timeout` is out of bounds.
+        InvalidArgument: `address` is none, or `timeout` is out of bounds, or a key cannot be used.
+        Unauthenticated: no tenant has this key, or the listener has another.
         PermissionDenied: this user may not connect.
         Unavailable: nobody listens there.
         DeadlineExceeded: somebody listens there and does not answer.
     """
 
-    def __init__(self, address: Optional[str] = None, *, timeout: float = DEFAULT_TIMEOUT_S) -> None:
-        self._session = Session(address, timeout)
+    def __init__(
+        self,
+        address: Optional[str] = None,
+        *,
+        timeout: float = DEFAULT_TIMEOUT_S,
+        tenant: Optional[str] = None,
+        key: Optional[KeyFile] = None,
+        server_key: Optional[KeyFile] = None,
+    ) -> None:
+        self._session = Session(address, timeout, tenant, curve.read(key, server_key))
         self._core = self._session.core
         # A signal's handler may close the client wherever its thread is.
         self._lock = threading.RLock()
@@ -321,7 +335,12 @@ class Client:
                 sent_at = self._session.send(frames, call)
             except Gone:
                 self._make_ready(deadline)
-                sent_at = self._session.send(frames, call)
+                try:
+                    sent_at = self._session.send(frames, call)
+                except Gone as error:
+                    # Hung up as soon as it was there: the daemon has said why.
+                    self._until_sent(self._session.connection, math.inf, deadline)
+                    raise self._session.verdict or error from None
             if sent_at or (self._turns.reader and not self._session.connection.is_plain):
                 self._see_off(sent_at, deadline)
         return call

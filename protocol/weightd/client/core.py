@@ -124,9 +124,15 @@ class ClientCore:
     Attributes:
         calls: those that are under way, by id, and some of those that were given up: none where nothing can come.
         sharing: where their tensors are.
+
+    Args:
+        tenant: for whom inference is asked, if that is another than who asks.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, tenant: Optional[str] = None) -> None:
+        if tenant is not None and not (type(tenant) is str and 0 < len(tenant.encode()) <= limits.MAX_NAME_BYTES):
+            raise InvalidArgument(f"tenant: expected its name, got {tenant!r}")
+        self._tenant = tenant
         # The process is not a secret, only a help to tell clients apart in logs.
         self._ids: Iterator[str] = map(f"{os.getpid()}-{{}}".format, itertools.count(1))
         # Plain weak references: a WeakValueDictionary costs a small request more than its encoding.
@@ -169,9 +175,9 @@ class ClientCore:
                 raise InvalidArgument(f"input {name}: {error}") from None
         description = describe_request(model, arrays, outputs)
         if out or description.largest >= LEAST_BYTES or id(description) in self.sharing.large:
-            asked = _parameters(timeout, priority)
+            asked = _parameters(timeout, priority, self._tenant)
             return self._lending(description, asked, [*arrays.values()], _checked_out(out) if out else {})
-        request = Infer(next(self._ids), description, _parameters(timeout, priority))
+        request = Infer(next(self._ids), description, _parameters(timeout, priority, self._tenant))
         return Call(request.id, InferResponse, request), [*encode(request), *map(frame_of, arrays.values())]
 
     def _lending(
@@ -350,10 +356,10 @@ class ClientCore:
 
 
 @functools.lru_cache(maxsize=64)
-def _parameters(timeout: float, priority: Optional[int]) -> Parameters:
+def _parameters(timeout: float, priority: Optional[int], tenant: Optional[str]) -> Parameters:
     if priority is not None and not (type(priority) is int and 0 <= priority <= limits.MAX_PRIORITY):
         raise InvalidArgument(f"priority: expected an integer from 0 to {limits.MAX_PRIORITY}, got {priority!r}")
-    return Parameters(max(1, int(timeout * 1e6)), priority=priority)
+    return Parameters(max(1, int(timeout * 1e6)), priority=priority, tenant=tenant)
 
 
 @functools.lru_cache(maxsize=64)

@@ -10,6 +10,7 @@ from weightd.client import unix, zeromq
 from weightd.client.address import Address, default_address, parse
 from weightd.client.connection import Connection, Making, Nowhere
 from weightd.client.core import Call, ClientCore
+from weightd.client.curve import Curve
 from weightd.protocol import limits
 from weightd.protocol.codec import encode
 from weightd.protocol.errors import (
@@ -23,6 +24,8 @@ from weightd.protocol.errors import (
 )
 
 DEFAULT_TIMEOUT_S = 30.0
+
+_TCP = "tcp://"
 
 # Where somebody listens who is too busy to accept, after which time one looks again.
 BUSY_S = 0.01
@@ -57,16 +60,23 @@ class Session:
         connection: the one there is, or the last one: then it is closed.
         closed: whether the user has closed it.
         is_foreign: whether this process was forked from the one that made it.
+        verdict: why the daemon has ended the last connection, if it has said that.
     """
 
-    def __init__(self, address: Optional[str], timeout: float) -> None:
+    def __init__(
+        self, address: Optional[str], timeout: float, tenant: Optional[str] = None, curve: Optional[Curve] = None
+    ) -> None:
         self.address: Address = parse(default_address() if address is None else address)
+        if curve is not None and not self.address.given.startswith(_TCP):
+            raise InvalidArgument(f"expected no keys for {self.address.given}: the kernel tells who connects there")
+        self._curve = curve
         self.timeout = timeout
         self.patience = self.patience_of(timeout)
-        self.core = ClientCore()
+        self.core = ClientCore(tenant)
         self.connection: Connection = Nowhere()
         self.closed = False
         self.is_foreign = False
+        self.verdict: Optional[RemoteProtocolError] = None
         _sessions.add(self)
 
     def check(self) -> None:
@@ -102,7 +112,7 @@ class Session:
         """
         _, path, zeromq_address = self.address
         if not path:
-            return (yield from zeromq.connecting(zeromq_address))
+            return (yield from zeromq.connecting(zeromq_address, self._curve))
         try:
             return (yield from unix.connecting(path))
         except RequestError as error:
@@ -156,6 +166,7 @@ class Session:
         kind = type(error) if isinstance(error, LOST) else Unavailable
         text = str(error) or f"the connection to {self.connection.address} was given up in the middle of a message"
         self.connection.close()
+        self.verdict = error if isinstance(error, RemoteProtocolError) else None
         self.core.sharing.disconnected()
         self.core.fail_all(kind, text)
 

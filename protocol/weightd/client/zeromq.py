@@ -10,14 +10,15 @@ import os
 import select
 import threading
 from collections import deque
-from typing import Any, Deque, List, Sequence, cast
+from typing import Any, Deque, List, Optional, Sequence, cast
 
 import zmq
 
 from weightd.client import address as addresses
 from weightd.client.connection import Connection, Making
+from weightd.client.curve import Curve
 from weightd.protocol import limits
-from weightd.protocol.errors import InvalidArgument, Unavailable
+from weightd.protocol.errors import InvalidArgument, Unauthenticated, Unavailable
 from weightd.protocol.framing import Message
 from weightd.shared import monitor, multipart
 
@@ -33,6 +34,12 @@ _HANDSHAKE_FAILED = (
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
 _MONITORED = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | _REFUSED | _HANDSHAKE_FAILED
+
+
+_UNKNOWN = (
+    "no handshake with {}: either no tenant there has the client's key, or the server_key is not the listener's, or "
+    "only one of the two speaks CURVE"
+)
 
 
 class _Contexts:
@@ -70,7 +77,7 @@ class ZeroMqConnection(Connection):
     transport = "zmq"
     is_plain = False
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, curve: Optional[Curve] = None) -> None:
         super().__init__(address)
         # A socket is for one thread at a time; a signal's handler may come to it in the middle of what its thread does.
         self._lock = threading.RLock()
@@ -89,6 +96,12 @@ class ZeroMqConnection(Connection):
         if address.startswith("tcp://"):
             self._socket.setsockopt(zmq.HEARTBEAT_IVL, _TCP_HEARTBEAT_MS)
             self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _TCP_SILENCE_MS)
+        if curve is not None:
+            secret = curve.secret.encode()
+            self._socket.setsockopt(zmq.CURVE_SERVERKEY, curve.server.encode())
+            self._socket.setsockopt(zmq.CURVE_PUBLICKEY, zmq.curve_public(secret))
+            self._socket.setsockopt(zmq.CURVE_SECRETKEY, secret)
+        self._is_secured = curve is not None
         self._monitor = self._socket.get_monitor_socket(_MONITORED)
         # To poll the monitor as a ZeroMQ socket would cost a few microseconds in every call. Its file descriptor is
         # readable from the moment that libzmq has something to say on it, until `_has_ended` has looked.
@@ -102,6 +115,7 @@ class ZeroMqConnection(Connection):
 
         Raises:
             InvalidArgument, PermissionDenied, Unavailable: as `address.check`.
+            Unauthenticated: the daemon knows no such key, or the two do not speak CURVE with one another.
         """
         try:
             self._socket.connect(self.address)
@@ -113,6 +127,10 @@ class ZeroMqConnection(Connection):
             event = monitor.receive(self._monitor).number
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED and not self._has_ended():
                 return
+            if event in (zmq.EVENT_HANDSHAKE_FAILED_AUTH, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL) or (
+                self._is_secured and event != _REFUSED
+            ):
+                raise Unauthenticated(_UNKNOWN.format(self.address))
             if event != _REFUSED:
                 raise Unavailable(f"who listens at {self.address} hung up: it is stopping, overloaded, or no weightd")
             if self.address.startswith("tcp://"):
@@ -205,15 +223,15 @@ class ZeroMqConnection(Connection):
         return bool(cast(int, self._monitor.getsockopt(_EVENTS)) & _POLLIN)
 
 
-def connecting(address: str) -> Making[Connection]:
-    """Connect to the ZeroMQ socket at `address`.
+def connecting(address: str, curve: Optional[Curve] = None) -> Making[Connection]:
+    """Connect to the ZeroMQ socket at `address`, with these keys.
 
     Raises:
         RequestError: as `ZeroMqConnection.opening`.
     """
     addresses.check(address)
     try:
-        connection = ZeroMqConnection(address)
+        connection = ZeroMqConnection(address, curve)
     except zmq.ZMQError as error:
         raise Unavailable(f"cannot make a socket: {error.strerror}") from None
     try:

@@ -84,7 +84,8 @@ def _run(options: argparse.Namespace) -> int:
 
 def _connect(options: argparse.Namespace) -> Client:
     try:
-        return Client(options.socket or default_address(), timeout=options.timeout)
+        keys = {"key": options.key, "server_key": options.server_key}
+        return Client(options.socket or default_address(), timeout=options.timeout, tenant=options.tenant, **keys)
     except RequestError as error:
         raise NotReached(error) from None
 
@@ -111,7 +112,7 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"weightctl {VERSION}")
-    _add_common(parser, socket="", timeout=DEFAULT_TIMEOUT_S, json=False)
+    _add_common(parser, {"socket": "", "timeout": DEFAULT_TIMEOUT_S, "json": False})
     verbs = parser.add_subparsers(metavar="VERB", dest="name")
     verbs.required = True
     for name, verb in VERBS.items():
@@ -119,16 +120,18 @@ def parser() -> argparse.ArgumentParser:
             name, help=verb.help, description=verb.description, formatter_class=argparse.RawDescriptionHelpFormatter
         )
         # Common options may stand before the verb or after it; the later one counts.
-        _add_common(sub, socket=argparse.SUPPRESS, timeout=argparse.SUPPRESS, json=argparse.SUPPRESS)
+        _add_common(sub, {})
         verb.add_arguments(sub)
         sub.set_defaults(verb=verb, fail=sub.error, parser=parser)
     return parser
 
 
-def _add_common(parser: argparse.ArgumentParser, *, socket: object, timeout: object, json: object) -> None:
+def _add_common(parser: argparse.ArgumentParser, defaults: Dict[str, object]) -> None:
+    """Add the common options; what has no default here keeps what it has elsewhere, or none."""
+    default = defaults.get if defaults else _suppressed
     parser.add_argument(
         "--socket",
-        default=socket,
+        default=default("socket"),
         metavar="ADDRESS",
         help="where the daemon listens: /PATH, or unix:///PATH for its unix socket only, ipc:///PATH or "
         "tcp://HOST:PORT for ZeroMQ only (default: $WEIGHTD_SOCKET, or the running daemon of this user or of the "
@@ -136,12 +139,25 @@ def _add_common(parser: argparse.ArgumentParser, *, socket: object, timeout: obj
     )
     parser.add_argument(
         "--timeout",
-        default=timeout,
+        default=default("timeout"),
         type=_seconds,
         metavar="S",
         help=f"seconds to wait for the answer (default: {DEFAULT_TIMEOUT_S:g})",
     )
-    parser.add_argument("--json", action="store_true", default=json, help="print one JSON object")
+    parser.add_argument("--json", action="store_true", default=default("json"), help="print one JSON object")
+    parser.add_argument(
+        "--key", default=default("key"), metavar="FILE", help="this client's secret key, for a listener with CURVE"
+    )
+    parser.add_argument(
+        "--server-key", default=default("server_key"), metavar="FILE", help="the public key of that listener"
+    )
+    parser.add_argument(
+        "--tenant", default=default("tenant"), metavar="NAME", help="ask models for this tenant, if it may be acted for"
+    )
+
+
+def _suppressed(_: str) -> object:
+    return argparse.SUPPRESS
 
 
 def _seconds(argument: str) -> float:

@@ -70,6 +70,9 @@ MAX_MEMBERS = 16
 # Tenants of one daemon: some hundred departments, not the users of a site.
 MAX_TENANTS = 256
 
+# Of all tenants: a gate is told them in one message.
+MAX_KEYS = 1024
+
 # Accounts that a status answer lists, less than a kilobyte each: the sum of those that have no room is one of them.
 MAX_ACCOUNTS = 1024
 

@@ -22,7 +22,7 @@ import pytest
 import zmq
 
 from testkit.waiting import until
-from weightd.daemon.clients.gates import Gates, delay
+from weightd.daemon.clients.gates import Gates, Lock, delay
 from weightd.daemon.gate.lane import MAX_UNREAD_BYTES
 from weightd.daemon.gate.link import PeerIdentity
 from weightd.daemon.host.listening import listening
@@ -35,6 +35,8 @@ MIB = 2**20
 
 Socket = zmq.Socket[bytes]
 
+OPEN = Lock()
+
 
 class Daemon:
     """A daemon that says to each client what it has said, but "leave" ends a connection.
@@ -42,12 +44,16 @@ class Daemon:
     Args:
         listeners: that have gates.
         max_memory_bytes: of a gate.
+        lock: who is let in by each.
     """
 
-    def __init__(self, listeners: dict[str, socket.socket], max_memory_bytes: int = 256 * MIB) -> None:
+    def __init__(
+        self, listeners: dict[str, socket.socket], max_memory_bytes: int = 256 * MIB, lock: Lock = OPEN
+    ) -> None:
         self.loop = Loop()
         self.lanes: dict[Stream, tuple[str, PeerIdentity]] = {}
-        self.gates = Gates(listeners, self.loop, self._adopt, max_memory_bytes)
+        each = {name: (listener, lock) for name, listener in listeners.items()}
+        self.gates = Gates(each, self.loop, self._adopt, max_memory_bytes)
         self.answered = 0
         self._ends = threading.Event()
         self._thread = threading.Thread(target=self._run)
@@ -108,8 +114,8 @@ def serve(address: str) -> Iterator[Callable[..., Daemon]]:
     made: list[Daemon] = []
     with listening(address) as listener:
 
-        def started(max_memory_bytes: int = 256 * MIB, **others: socket.socket) -> Daemon:
-            made.append(Daemon({"default": listener, **others}, max_memory_bytes))
+        def started(max_memory_bytes: int = 256 * MIB, lock: Lock = OPEN, **others: socket.socket) -> Daemon:
+            made.append(Daemon({"default": listener, **others}, max_memory_bytes, lock))
             return made[-1]
 
         yield started
@@ -159,6 +165,45 @@ def test_messages_pass_as_they_are_and_who_says_them_is_told(
         near = PeerIdentity(os.getuid(), os.getpid(), "", (os.getgid(), *os.getgroups()))
         expected = ("default", near) if kind == "ipc" else ("other", PeerIdentity(None, None, "127.0.0.1"))
         assert list(daemon.lanes.values()) == [expected]
+
+
+def test_with_curve_only_keys_that_are_known_are_let_in_and_the_daemon_is_told_whose(
+    serve: Callable[..., Daemon], connect: Callable[..., Socket]
+) -> None:
+    (server, secret), (one, its), (other, others) = (zmq.curve_keypair() for _ in range(3))
+    daemon = serve(lock=Lock(secret.decode(), [one.decode()]))
+
+    def come(public: bytes, private: bytes, of: bytes = server) -> tuple[Socket, Socket]:
+        client = connect(CURVE_SERVERKEY=of, CURVE_PUBLICKEY=public, CURVE_SECRETKEY=private)
+        monitor = client.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_DISCONNECTED)
+        return client, monitor
+
+    known, _ = come(one, its)
+    assert ask(known, b"hello") == [b"hello"]
+    [(_, identity)] = daemon.lanes.values()
+    assert (identity.key, identity.uid) == (one.decode(), os.getuid())
+    for stranger, monitor in (come(other, others), come(one, others), come(one, its, other)):
+        stranger.send(b"hello")
+        assert monitor.poll(LIMIT_MS)
+        assert not stranger.poll(0)
+    plain = connect()
+    plain.send(b"hello")
+    # A reload has another key in the place of the first; who is there, the daemon ends if it wants that.
+    daemon.gates.admit({"default": [other.decode()]})
+    stranger, monitor = come(one, its)
+    assert monitor.poll(LIMIT_MS)
+    welcome, _ = come(other, others)
+    assert ask(welcome, b"hello") == [b"hello"]
+    assert ask(known, b"again") == [b"again"]
+    assert not plain.poll(0)
+    # A gate that takes the place of another knows it, too.
+    [gate] = daemon.gates.gates
+    before = gate.pid
+    os.kill(before, signal.SIGKILL)
+    until(lambda: gate.pid not in (0, before), "there is another gate")
+    welcome, _ = come(other, others)
+    assert ask(welcome, b"hello") == [b"hello"]
+    assert {identity.key for _, identity in daemon.lanes.values()} >= {other.decode()}
 
 
 def test_who_goes_is_gone_for_the_daemon_and_whom_it_ends_is_hung_up_after_its_last_words(
@@ -296,14 +341,14 @@ def test_when_the_daemon_ends_its_last_answers_arrive_and_no_process_is_left(
 
 _DAEMON = """
 import sys
-from weightd.daemon.clients.gates import Gates
+from weightd.daemon.clients.gates import Gates, Lock
 from weightd.daemon.gate import zygote
 from weightd.daemon.host.listening import listening
 from weightd.daemon.host.loop import Loop
 forked = zygote.fork()
 loop = Loop()
 with listening(sys.argv[1]) as listener:
-    gates = Gates({"default": listener}, loop, lambda *_: None, 1 << 28, forked)
+    gates = Gates({"default": (listener, Lock())}, loop, lambda *_: None, 1 << 28, forked)
     while len(gates.pids) < 2:
         loop.wait()
     print(*gates.pids, flush=True)

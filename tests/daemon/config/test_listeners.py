@@ -5,9 +5,12 @@ from typing import Any
 
 import pytest
 
+from weightd.daemon.config.listeners import keys_of
 from weightd.daemon.config.load import Config, ConfigError, parse
 from weightd.protocol import limits
+from weightd.shared import keys as keys_module
 from weightd.shared import tcp
+from weightd.shared.keys import text_of
 
 DEFAULT = "ipc:///run/w/weightd.sock"
 
@@ -29,13 +32,27 @@ def refusal(listeners: Any, *listening: str, socket: str = "") -> str:
     return problem
 
 
-def at(*addresses: str) -> dict[str, dict[str, str]]:
-    return {f"l{number}": {"address": address} for number, address in enumerate(addresses)}
+def at(*addresses: str) -> dict[str, dict[str, object]]:
+    return {
+        f"l{number}": {"address": address, **({"insecure": True} if address.startswith("tcp://") else {})}
+        for number, address in enumerate(addresses)
+    }
 
 
 def test_without_tables_the_daemons_socket_is_the_one_listener() -> None:
     assert addresses(parsed({})) == {"default": DEFAULT}
-    assert addresses(parsed({}, socket="tcp://127.0.0.1:5555")) == {"default": "tcp://127.0.0.1:5555"}
+    over_tcp = parsed(at("tcp://127.0.0.1:5555"), socket="tcp://127.0.0.1:5555")
+    assert addresses(over_tcp) == {"l0": "tcp://127.0.0.1:5555"}
+
+
+@pytest.mark.parametrize("listening", [(), ("tcp://127.0.0.1:5555", "unix:///run/x.sock.unix")])
+def test_nobody_listens_over_tcp_without_having_said_what_that_means(listening: tuple[str, ...]) -> None:
+    socket = "" if listening else "tcp://127.0.0.1:5555"
+    assert refusal({}, *listening, socket=socket) == (
+        'listeners: expected a table [listeners.NAME] with address = "tcp://127.0.0.1:5555" that has security = '
+        '"curve", or insecure = true: over TCP without CURVE whoever reaches the port may ask, and whoever is on the '
+        "way may read and change what is said"
+    )
 
 
 def test_with_tables_the_daemons_socket_is_none() -> None:
@@ -52,9 +69,9 @@ def test_with_tables_the_daemons_socket_is_none() -> None:
         ({"a": 3}, "listeners.a: expected a table, got int 3"),
         ({"a": {}}, "listeners.a.address: missing"),
         ({"a": {"adress": "x"}, "b": {}}, None),
-        ({"a": {"address": "tcp://*:1", "port": 1}}, "listeners.a.port: unknown key; expected one of address"),
+        ({"a": {"address": "ipc:///a", "port": 1}}, "listeners.a.port: unknown key; expected one of address, *"),
         ({"a": {"address": 3}}, "listeners.a.address: expected text*"),
-        ({"-a": {"address": "tcp://*:1"}}, "listeners.-a: expected a listener name of 1 to 64 ASCII letters, *"),
+        ({"-a": {"address": "ipc:///a"}}, "listeners.-a: expected a listener name of 1 to 64 ASCII letters, *"),
         *(
             (at(address), f"listeners.l0.address: expected ipc:///ABSOLUTE/PATH or {tcp.FORM}, got {address!r}")
             for address in ("/run/a", "ipc://a", "unix:///run/a", "tcp://127.0.0.1:0", "ipc:///run/")
@@ -99,13 +116,13 @@ PASSED = ("tcp://127.0.0.1:5555", "ipc:///run/x.sock", "unix:///run/x.sock.unix"
 
 
 def test_without_tables_all_that_is_open_are_listeners_and_the_unix_socket_names_the_daemon() -> None:
-    config = parsed({}, *PASSED)
+    config = parsed({}, "ipc:///run/y.sock", *PASSED[1:])
     assert config.daemon.socket == "ipc:///run/x.sock"
-    assert addresses(config) == {"default": "ipc:///run/x.sock", "default-2": "tcp://127.0.0.1:5555"}
+    assert addresses(config) == {"default": "ipc:///run/x.sock", "default-2": "ipc:///run/y.sock"}
     # Who opens nothing but the unix socket wants no ZeroMQ.
     assert addresses(parsed({}, PASSED[2])) == {}
     expected = "daemon.socket: expected ipc:///run/x.sock, where the service manager listens (weightd.socket), got "
-    assert refusal({}, *PASSED, socket="tcp://127.0.0.1:5555") == f"{expected}'tcp://127.0.0.1:5555'"
+    assert refusal({}, *PASSED[1:], socket="ipc:///run/y.sock") == f"{expected}'ipc:///run/y.sock'"
 
 
 def test_tables_name_all_that_is_open_and_may_name_more() -> None:
@@ -113,3 +130,60 @@ def test_tables_name_all_that_is_open_and_may_name_more() -> None:
     assert [*addresses(parsed(more, *PASSED)).values()] == [*PASSED[:2], "tcp://127.0.0.1:6666"]
     expected = "listeners: expected one at ipc:///run/x.sock, where the service manager listens (weightd.socket)"
     assert refusal(at(PASSED[0]), *PASSED) == expected
+
+
+# --- keys -----------------------------------------------------------------------------------------------------------
+
+SECRET, PUBLIC = "D:)Q[IlAW!ahhC2ac:9*A}h:p?([4%wOTJ%JR%cs", "Yne@$w-vo<fVvi]a<NY6T1ed:M$fCG*[IaLV{hID"
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> Path:
+    (tmp_path / "listener.key").write_text(text_of(keys_module.SECRET, SECRET))
+    (tmp_path / "listener.key").chmod(0o600)
+    (tmp_path / "ann.pub").write_text(text_of(keys_module.PUBLIC, PUBLIC))
+    return tmp_path
+
+
+def curve(base: Path, tenants: Any, /, **more: object) -> Config:
+    """A configuration with one listener, "lan", over TCP with CURVE."""
+    lan = {"address": "tcp://*:5555", "security": "curve", "key": "listener.key", **more}
+    tables = {"listeners": {"lan": lan}, "tenants": tenants, "models": {"m": {"path": "/m.onnx"}}}
+    return parse(tables, base)
+
+
+ANN = {"keys": ["ann.pub"]}
+
+
+def test_a_listener_has_its_secret_key_and_those_of_the_tenants_that_it_is_for(keys: Path) -> None:
+    config = curve(keys, {"ann": ANN, "ben": {"uids": [1]}})
+    lan = config.listeners["lan"]
+    assert (lan.secret, keys_of(lan, config.tenants)) == (SECRET, (PUBLIC,))
+    assert SECRET not in repr(config)
+    config = curve(keys, {"ann": ANN, "default": {}})
+    assert keys_of(config.listeners["lan"], config.tenants) is None
+    config = curve(keys, {"ann": ANN, "default": {}}, tenants=["ann"])
+    assert keys_of(config.listeners["lan"], config.tenants) == (PUBLIC,)
+
+
+@pytest.mark.parametrize(
+    ("more", "tenants", "problem"),
+    [
+        ({"key": ""}, {"ann": ANN}, "key: missing: security = "),
+        ({"key": "none.key"}, {"ann": ANN}, "key: {}/none.key: No such file"),
+        ({"key": "ann.pub"}, {"ann": ANN}, "key: {}/ann.pub: expected mode 0600 or 0400, got 0644"),
+        ({"insecure": True}, {"ann": ANN}, 'insecure: expected false with security = "curve"'),
+        ({"address": "ipc:///run/a"}, {"ann": ANN}, 'security: expected "none" for ipc://'),
+        ({}, {"ben": {"uids": [1]}}, "security: nobody could connect: "),
+        ({}, {}, "security: nobody could connect: "),
+        ({"tenants": ["ben"]}, {"ann": ANN, "ben": {"uids": [1]}}, "security: nobody could connect: "),
+        ({"tenants": ["ann", "eve"]}, {"ann": ANN}, "tenants[1]: expected a tenant that has a table, got str 'eve'"),
+        ({"security": "none"}, {"ann": ANN}, 'key: expected none without security = "curve"'),
+        ({"security": "none", "key": ""}, {"ann": ANN}, 'insecure: missing: expected security = "curve" with a key'),
+        ({"security": "tls"}, {"ann": ANN}, "security: expected one of curve, none, got str 'tls'"),
+    ],
+)
+def test_a_listener_that_is_not_secured_as_it_says(keys: Path, more: Any, tenants: Any, problem: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        curve(keys, tenants, **more)
+    assert caught.value.problems[0].startswith(f"listeners.lan.{problem.format(keys)}")

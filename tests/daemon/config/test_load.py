@@ -74,7 +74,7 @@ def test_the_smallest_file_is_completed_with_defaults(file: Path) -> None:
 
 
 GIVEN_DAEMON: dict[str, Any] = {
-    "socket": "tcp://127.0.0.1:5555",
+    "socket": "ipc:///run/other/weightd.sock",
     "runtime_dir": "/run/other",
     "cache_dir": "/var/other",
 }
@@ -452,7 +452,9 @@ def test_the_suffix_tells_the_engine(file: Path, path: str, engine: str) -> None
     ["ipc:///run/a.sock", "ipc:///a", "tcp://127.0.0.1:5555", "tcp://*:1", "tcp://[::1]:65535", "tcp://localhost:80"],
 )
 def test_good_sockets(file: Path, socket: str) -> None:
-    assert loaded(file, f'[daemon]\nsocket = "{socket}"\n{MODEL}').daemon.socket == socket
+    insecure = "insecure = true\n" if socket.startswith("tcp://") else ""
+    listener = f'[listeners.one]\naddress = "{socket}"\n{insecure}'
+    assert loaded(file, f'[daemon]\nsocket = "{socket}"\n{listener}{MODEL}').daemon.socket == socket
 
 
 def test_a_socket_path_has_at_most_107_bytes_with_the_suffix_of_the_unix_socket(file: Path) -> None:
@@ -521,14 +523,14 @@ def test_the_services_configuration_is_where_systemd_says(
 
 # --- sockets that a service manager has opened ----------------------------------------------------------------------
 
-LISTENING = ["ipc:///run/weightd.sock", "ipc:///run/other.sock", "tcp://127.0.0.1:5555"]
+LISTENING = ["ipc:///run/weightd.sock", "ipc:///run/other.sock", "ipc:///run/third.sock"]
 
 
 def test_the_socket_is_the_first_that_is_open_already_and_gives_files_their_names(file: Path) -> None:
     config = loaded(file, MODEL).daemon
-    taken = load(file, ["tcp://[::]:5555", "tcp://127.0.0.1:6666"]).daemon
-    assert taken.socket == "tcp://[::]:5555"
-    assert taken.key == dataclasses.replace(config, socket="tcp://[::]:5555").key
+    taken = load(file, ["ipc:///run/one.sock", "ipc:///run/two.sock"]).daemon
+    assert taken.socket == "ipc:///run/one.sock"
+    assert taken.key == dataclasses.replace(config, socket="ipc:///run/one.sock").key
 
 
 def test_a_configuration_may_name_any_socket_that_is_open_and_no_other(file: Path) -> None:

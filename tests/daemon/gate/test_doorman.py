@@ -66,12 +66,18 @@ def peers() -> Iterator[FakePeers]:
 
 @pytest.fixture(autouse=True)
 def _at_most_ten(monkeypatch: pytest.MonkeyPatch) -> None:  # pyright: ignore[reportUnusedFunction]
-    monkeypatch.setattr(doorman, "max_connections", lambda: 10)
+    monkeypatch.setattr(doorman, "max_connections", lambda bound=0: min(10, bound or 10))
 
 
 @pytest.fixture
 def keeper(peers: FakePeers) -> Doorman:
-    return Doorman(cast(Peers, peers), b"another has the same", peers.log)
+    return Doorman(cast(Peers, peers), 0, b"another has the same", peers.log)
+
+
+def test_a_listener_may_have_a_bound_of_its_own(peers: FakePeers) -> None:
+    peers.come(10)
+    Doorman(cast(Peers, peers), 3, b"", peers.log).look()
+    assert sum(peers.shut()) == 7
 
 
 def test_who_comes_beyond_the_bound_is_turned_away_and_who_was_there_stays(peers: FakePeers, keeper: Doorman) -> None:

@@ -20,7 +20,7 @@ from weightd.shared.stream import Stream
 
 LIMIT_MS = 20_000
 MIB = 2**20
-TERMS = Terms("default", "", 2**30, 64 * MIB, b"twin", b"too long")
+TERMS = Terms("default", "", 2**30, 64 * MIB, 0, "", None, b"twin", b"too long")
 
 Socket = zmq.Socket[bytes]
 

@@ -194,7 +194,7 @@ def test_who_has_the_same_routing_id_as_another_is_told(
         assert not peers.ended()  # it is let in
         assert not door.router.poll(10)  # the library drops what it says
     assert peers.any_named
-    Doorman(peers, b"another has the same", lambda level, text: None).tick(time.monotonic() + PATIENCE_S)
+    Doorman(peers, 0, b"another has the same", lambda level, text: None).tick(time.monotonic() + PATIENCE_S)
     assert other.poll(LIMIT_MS)
     assert other.recv() == b"another has the same"
     door.gone()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import os
@@ -9,6 +10,7 @@ import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from weightd.daemon.gate import link
 from weightd.daemon.gate.doorman import PATIENCE_S
@@ -85,11 +87,19 @@ class _Post:
     due: float = _NEVER
 
 
+class Lock(NamedTuple):
+    """Who is let in at a listener: see `Terms`."""
+
+    secret: str = ""
+    keys: Sequence[str] | None = None
+    max_connections: int = 0
+
+
 class Gates:
     """The gates of all listeners.
 
     Args:
-        listeners: sockets that listen, by the names of the listeners; they stay the caller's.
+        listeners: by name, each with the socket that listens, which stays the caller's, and who is let in.
         loop: calls when a gate has something to say.
         adopt: called with the name of a listener, the socket on which its gate speaks for a client that has come, and
             who that is.
@@ -100,7 +110,7 @@ class Gates:
 
     def __init__(
         self,
-        listeners: Mapping[str, socket.socket],
+        listeners: Mapping[str, tuple[socket.socket, Lock]],
         loop: Loop,
         adopt: Callable[[str, socket.socket, PeerIdentity], object],
         max_memory_bytes: int,
@@ -115,9 +125,9 @@ class Gates:
         # Those that were asked for and have not been made yet, and until when they have to be: the first one first.
         self._asked: dict[int, float] = {}
         self._posts = [
-            _Post(Gate(name, address), listener, _terms(name, address, max_memory_bytes))
-            for (name, listener), address in zip(
-                listeners.items(), addresses([each.fileno() for each in listeners.values()]), strict=True
+            _Post(Gate(name, address), listener, _terms(name, address, max_memory_bytes, lock))
+            for (name, (listener, lock)), address in zip(
+                listeners.items(), addresses([each.fileno() for each, _ in listeners.values()]), strict=True
             )
         ]
         self._timer = Timer(self._start_due)
@@ -139,6 +149,15 @@ class Gates:
         """Of all processes that this object has."""
         zygote = [] if self._zygote is None else [self._zygote.pid]
         return [*zygote, *(each.pid for each in self.gates if each.pid)]
+
+    def admit(self, keys: Mapping[str, Sequence[str] | None]) -> None:
+        """From now on clients with these keys are let in, by the names of listeners; None for any."""
+        for post in self._posts:
+            post.terms = post.terms._replace(keys=keys[post.gate.name])
+            # One that is being started has the others yet; what it lets in, the daemon knows better.
+            if post.stream is not None:
+                with contextlib.suppress(ConnectionError):  # it has died: the next one has them
+                    post.stream.send([link.admits(post.terms.keys)])
 
     def close(self) -> None:
         """Have all end, once they have passed on what was said to them; wait for that some seconds."""
@@ -278,7 +297,7 @@ def delay(failures: int) -> float:
     return min(_FIRST_DELAY_S * 2 ** min(failures - 2, 16), _LONGEST_DELAY_S) if failures > 1 else 0.0
 
 
-def _terms(name: str, address: str, max_memory_bytes: int) -> Terms:
+def _terms(name: str, address: str, max_memory_bytes: int, lock: Lock) -> Terms:
     texts = (_TWIN, _TOO_LONG)
     [twin], [too_long] = (encode(Error("", InvalidArgument.code, text)) for text in texts)
     return Terms(
@@ -286,6 +305,9 @@ def _terms(name: str, address: str, max_memory_bytes: int) -> Terms:
         address=address,
         max_frame_bytes=min(max_memory_bytes, limits.MAX_FRAME_BYTES),
         max_memory_bytes=max_memory_bytes,
+        max_connections=lock.max_connections,
+        secret=lock.secret,
+        keys=lock.keys,
         twin=twin,
         too_long=too_long,
     )

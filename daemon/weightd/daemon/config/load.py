@@ -158,10 +158,10 @@ def _parse(
     with problems.at(".daemon"):
         daemon = tables.read(DaemonConfig, content.get("daemon", {}), problems)
         daemon = complete_daemon(daemon, base, listening, problems)
-    with problems.at(".listeners"):
-        listeners = read_listeners(content.get("listeners", {}), daemon, listening, problems)
     with problems.at(".tenants"):
         tenants = read_tenants(content.get("tenants", {}), base, problems)
+    with problems.at(".listeners"):
+        listeners = read_listeners(content.get("listeners", {}), daemon, tenants, base, listening, problems)
     with problems.at(".devices"):
         devices = read_devices(content.get("devices", {}), problems)
     with problems.at(".groups"):

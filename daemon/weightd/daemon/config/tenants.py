@@ -168,7 +168,9 @@ def _of_one(tenant: TenantConfig, names: Collection[str]) -> Iterator[FieldError
 
 
 def _of_all(found: Mapping[str, Identities]) -> Iterator[FieldError]:
-    """Nobody is two tenants."""
+    """Nobody is two tenants, and gates can be told all keys."""
+    if (count := sum(len(each.keys) for each in found.values())) > limits.MAX_KEYS:
+        yield FieldError(f"expected at most {limits.MAX_KEYS} keys of all tenants, got {count}")
     for name, error in identities.twice({name: each.users for name, each in found.items()}):
         yield error.at(".uids").at(f".{label(name)}")
     for name, error in identities.twice({name: each.groups for name, each in found.items()}):

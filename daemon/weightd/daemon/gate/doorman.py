@@ -22,9 +22,10 @@ PATIENCE_S = 2 * HANDSHAKE_MS / 1000
 _DESCRIPTORS = 2
 
 
-def max_connections() -> int:
-    """Return how many clients may be connected under the process's present limit."""
-    return max(1, for_clients() // _DESCRIPTORS)
+def max_connections(bound: int = 0) -> int:
+    """Return how many clients may be connected under the process's present limit, and this bound if it is none of 0."""
+    most = max(1, for_clients() // _DESCRIPTORS)
+    return min(most, bound) if bound else most
 
 
 class Doorman:
@@ -32,6 +33,7 @@ class Doorman:
 
     Args:
         peers: who is there.
+        bound: of clients, see `max_connections`.
         twin: the message for who may not be heard.
         log: writes what happens.
 
@@ -39,9 +41,10 @@ class Doorman:
         timer: when `tick` is due.
     """
 
-    def __init__(self, peers: Peers, twin: bytes, log: Log) -> None:
+    def __init__(self, peers: Peers, bound: int, twin: bytes, log: Log) -> None:
         self.timer = Timer(self.tick)
         self._peers = peers
+        self._bound = bound
         self._twin = twin
         self._log = log
         self._full = False
@@ -51,7 +54,7 @@ class Doorman:
     def look(self) -> None:
         """Somebody has come or gone."""
         peers = self._peers
-        most = max_connections()
+        most = max_connections(self._bound)
         count = len(peers.connections)
         if count > most:
             crowd: Crowd[Connection] = Crowd()

@@ -66,10 +66,10 @@ class Gate:
         self._router = router
         self._link = link
         self._terms = terms
-        self._peers = Peers(router)
+        self._peers = Peers(router, terms.keys)
         self._given = self._peers.given
         self._reader = Reader(router)
-        self._doorman = Doorman(self._peers, terms.twin, self._log)
+        self._doorman = Doorman(self._peers, terms.max_connections, terms.twin, self._log)
         self._upkeep = Upkeep(memory, self._peers, self._counted, terms.max_memory_bytes, self._log)
         self._lanes: dict[Connection, Lane] = {}
         # Those that the daemon has to read, and since when it has not; those whose client has to read.
@@ -313,7 +313,8 @@ class Gate:
 
     def _on_link(self) -> None:
         try:
-            self._link.receive()
+            for message in self._link.receive():
+                self._peers.admit(link.of_gates_daemon(message.frames[0]))
         except ConnectionError:
             # What it has said last is still passed on; nothing new is taken.
             self._loop.remove(self._link.fileno())

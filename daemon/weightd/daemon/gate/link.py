@@ -2,6 +2,7 @@
 
 daemon to zygote   Terms.frames, with the gate's end of its link and its listening socket: make a gate
 zygote to daemon   News: a gate's pid, and once it has ended how
+daemon to gate     the keys of CURVE that are let in from now on
 gate to daemon     Met, with the end of a pair of sockets: somebody new, who speaks over that;
 how many are left, once somebody has gone; Said, for the log
 """
@@ -27,6 +28,9 @@ class Terms(NamedTuple):
         address: of the listening socket that it is given, as ZeroMQ writes it.
         max_frame_bytes: who announces a larger frame is hung up.
         max_memory_bytes: that it may take for what its peers send and do not read.
+        max_connections: clients that may be there; 0 for as many as there are descriptors for.
+        secret: its key of CURVE in Z85; "" where clients speak without.
+        keys: those of clients that are let in, with CURVE; None for any.
         twin: the message for who is not heard, because another has the same routing id.
         too_long: for who has sent more frames than there may be.
     """
@@ -35,12 +39,19 @@ class Terms(NamedTuple):
     address: str
     max_frame_bytes: int
     max_memory_bytes: int
+    max_connections: int
+    secret: str
+    keys: Sequence[str] | None
     twin: bytes
     too_long: bytes
 
     def frames(self, number: int) -> list[bytes]:
         """Return the message by which the zygote is asked for the gate of this number."""
-        return [json.dumps([number, *self[:4]]).encode(), *self[4:]]
+        return [json.dumps([number, *self[:7]]).encode(), *self[7:]]
+
+    def __repr__(self) -> str:
+        """Return what may be shown: no secret."""
+        return f"Terms({self.name!r}, {self.address!r})"
 
 
 class PeerIdentity(NamedTuple):
@@ -95,8 +106,19 @@ class News(NamedTuple):
 
 def of_daemon(frames: Sequence[Any]) -> tuple[int, Terms]:
     """Return what `Terms.frames` has written."""
-    number, name, address, max_frame_bytes, max_memory_bytes = json.loads(frames[0])
-    return number, Terms(name, address, max_frame_bytes, max_memory_bytes, *map(bytes, frames[1:]))
+    number, *terms = json.loads(frames[0])
+    return number, Terms(*terms, *map(bytes, frames[1:]))
+
+
+def admits(keys: Sequence[str] | None) -> bytes:
+    """Return the word to a gate that from now on these are let in, see `Terms`; to be read by `of_gates_daemon`."""
+    return json.dumps([keys]).encode()
+
+
+def of_gates_daemon(frame: Any) -> Sequence[str] | None:
+    """Return what `admits` has written."""
+    [keys] = json.loads(bytes(frame))
+    return None if keys is None else [*keys]
 
 
 def of_zygote(frame: Any) -> News:

@@ -24,12 +24,13 @@ _OPTIONS = {
 }
 
 
-def make_router(context: zmq.Context[zmq.Socket[bytes]], max_frame_bytes: int) -> zmq.Socket[bytes]:
+def make_router(context: zmq.Context[zmq.Socket[bytes]], max_frame_bytes: int, secret: str = "") -> zmq.Socket[bytes]:
     """Return a ROUTER socket.
 
     Args:
         context: makes it.
         max_frame_bytes: a peer that announces a larger frame is hung up before there is memory for it.
+        secret: key of CURVE, in Z85; "" for a socket without.
     """
     seed()
     router = context.socket(zmq.ROUTER)
@@ -39,6 +40,9 @@ def make_router(context: zmq.Context[zmq.Socket[bytes]], max_frame_bytes: int) -
     router.setsockopt(zmq.ROUTER_MANDATORY, 1)
     for option, value in _OPTIONS.items():
         router.setsockopt(option, value)
+    if secret:
+        router.setsockopt(zmq.CURVE_SERVER, 1)
+        router.setsockopt(zmq.CURVE_SECRETKEY, secret.encode())
     return router
 
 

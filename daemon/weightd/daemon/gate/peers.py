@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import zmq
 
@@ -69,6 +69,7 @@ class Peers:
 
     Args:
         socket: not bound yet; its monitor is this object's.
+        keys: of CURVE that are let in, see `Terms`.
         clock: monotonic seconds.
 
     Attributes:
@@ -79,9 +80,14 @@ class Peers:
             that. Who has chosen one may have gone, and be back with it.
     """
 
-    def __init__(self, socket: zmq.Socket[bytes], clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        socket: zmq.Socket[bytes],
+        keys: Iterable[str] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._monitor: zmq.Socket[bytes] = socket.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
-        self._handshakes = Handshakes(socket)
+        self._handshakes = Handshakes(socket, keys)
         self.sources = (self._monitor, self._handshakes.socket)
         self._socket = socket
         self._clock = clock
@@ -90,6 +96,10 @@ class Peers:
         self.silent: dict[int, Connection] = {}
         self.given: dict[bytes, Connection] = {}
         self._named: dict[bytes, Connection] = {}
+
+    def admit(self, keys: Iterable[str] | None) -> None:
+        """From now on clients with these keys are let in. Who is there stays: what he may, the daemon says."""
+        self._handshakes.know(keys)
 
     @property
     def any_named(self) -> bool:
@@ -109,7 +119,7 @@ class Peers:
     def sender(self, route: bytes, frame: zmq.Frame) -> Connection | None:
         """Return the connection over which a message came, by its routing id and a frame; None where it has ended."""
         try:
-            descriptor, accepted = int(frame.get(zmq.SRCFD)), mark(frame)
+            descriptor, (accepted, key) = int(frame.get(zmq.SRCFD)), mark(frame)
         except zmq.ZMQError:
             return None  # the library knows nothing of one that had gone when it was accepted
         connection = self.connections.get(descriptor)
@@ -117,6 +127,7 @@ class Peers:
             return None
         if not connection.route:
             connection.route = route
+            connection.identity = connection.identity._replace(key=key)
             self.silent.pop(descriptor, None)
         self._with(route)[route] = connection
         return connection

@@ -32,7 +32,7 @@ def run(link: socket.socket, listener: socket.socket, terms: Terms) -> None:
     library_frames.start()
     most = memory.mapped_bytes() + terms.max_memory_bytes + _MARGIN_BYTES
     confinement.give_up_growth(most)
-    router = make_router(context, terms.max_frame_bytes)
+    router = make_router(context, terms.max_frame_bytes, terms.secret)
     gate = Gate(router, Stream(link), terms, memory)
     accept(router, listener, terms.address)
     gate.run()

@@ -1,0 +1,141 @@
+"""Over TCP a client is who its key says: CURVE from the client's key to the tenant, and what a reload changes."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from testkit import models
+from testkit.service import Service
+from weightd.client import Client, InvalidArgument, NotFound, PermissionDenied, RequestError, Unauthenticated
+
+from .support import ONE_ENGINE, Arrays
+
+pytestmark = [pytest.mark.e2e, ONE_ENGINE]
+
+NAMES = ("lan", "ann", "gateway", "eve")
+
+SOME: Arrays = {"a": np.array([3, 5], np.int64)}
+
+LIMIT_S = 10.0
+
+
+def weightctl(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "weightd.ctl", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("keys")
+    for name in NAMES:
+        assert weightctl("keygen", directory / name).returncode == 0
+    return directory
+
+
+def tenants(keys: Path) -> dict[str, dict[str, object]]:
+    return {
+        "ann": {"keys": [str(keys / "ann.pub")], "models": ["negated"]},
+        "ben": {"uids": [4242], "models": ["other"]},
+        "gateway": {"keys": [str(keys / "gateway.pub")], "acts_for": ["ben"], "may": ["infer", "status"]},
+    }
+
+
+@pytest.fixture(scope="module")
+def address() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory, keys: Path, address: str) -> Iterator[Service]:
+    path = models.negated(tmp_path_factory.mktemp("models") / "negated.onnx")
+    tables = {name: {"path": path, "workers": 1} for name in ("negated", "other")}
+    lan = {"address": address, "security": "curve", "key": str(keys / "lan.key")}
+    with Service(tables, tenants=tenants(keys), listeners={"lan": lan}) as service:
+        service.ready()
+        yield service
+
+
+def client(address: str, keys: Path, name: str, server: str = "lan", tenant: str | None = None) -> Client:
+    files = {"key": keys / f"{name}.key", "server_key": keys / f"{server}.pub"}
+    return Client(address, timeout=LIMIT_S, tenant=tenant, **files)
+
+
+@pytest.mark.usefixtures("service")
+def test_a_key_makes_a_client_its_tenant(address: str, keys: Path) -> None:
+    with client(address, keys, "ann") as ann:
+        assert ann.infer("negated", SOME)["y"].tolist() == [-3, -5]
+        assert ann.server().models == ("negated",)
+        with pytest.raises(NotFound):
+            ann.infer("other", SOME)
+        with pytest.raises(PermissionDenied):
+            ann.reload()
+    files = ("--key", keys / "gateway.key", "--server-key", keys / "lan.pub")
+    done = weightctl("--socket", address, *files, "status")
+    assert done.returncode == 0, done.stderr
+    assert "ann: weight 1" in done.stdout
+
+
+@pytest.mark.usefixtures("service")
+def test_who_has_no_key_that_is_known_does_not_get_in(address: str, keys: Path) -> None:
+    for name, server in (("eve", "lan"), ("ann", "eve")):
+        with pytest.raises(Unauthenticated, match=f"no handshake with {address}"):
+            client(address, keys, name, server)
+    with pytest.raises(RequestError):
+        Client(address, timeout=1.0)
+    with pytest.raises(InvalidArgument, match="both keys of CURVE"):
+        Client(address, key=keys / "ann.key")
+    with pytest.raises(InvalidArgument, match="expected no keys for unix:///"):
+        client("unix:///run/none", keys, "ann")
+    done = weightctl("--socket", address, "--key", keys / "eve.key", "--server-key", keys / "lan.pub", "status")
+    assert done.returncode != 0
+    assert "UNAUTHENTICATED: no handshake" in done.stderr
+
+
+@pytest.mark.usefixtures("service")
+def test_a_gateway_asks_for_those_alone_for_whom_it_acts(address: str, keys: Path) -> None:
+    with client(address, keys, "gateway", tenant="ben") as gateway:
+        assert gateway.infer("other", SOME)["y"].tolist() == [-3, -5]
+        # What ben may not see there is not for who acts for it.
+        with pytest.raises(NotFound):
+            gateway.infer("negated", SOME)
+        accounts = {each.name: each.accounts for each in gateway.status().tenants}
+        assert {each.model: each.served for each in accounts["ben"] if each.served} == {"other": 1}
+    texts: set[str] = set()
+    for name in ("ann", "none"):
+        with client(address, keys, "gateway", tenant=name) as gateway, pytest.raises(PermissionDenied) as caught:
+            gateway.infer("negated", SOME)
+        texts.add(str(caught.value).replace(name, "NAME"))
+    assert len(texts) == 1
+
+
+def test_a_key_that_a_reload_takes_away_is_refused_from_the_next_message_on(
+    service: Service, address: str, keys: Path
+) -> None:
+    with client(address, keys, "ann") as ann:
+        ann.infer("negated", SOME)
+        tables = tenants(keys)
+        tables["ann"]["keys"] = [str(keys / "eve.pub")]
+        service.reload(tenants=tables)
+        with pytest.raises(Unauthenticated, match="is no tenant's"):
+            ann.infer("negated", SOME)
+    with pytest.raises(Unauthenticated):
+        client(address, keys, "ann")
+    with client(address, keys, "eve") as eve:
+        assert eve.infer("negated", SOME)["y"].tolist() == [-3, -5]
+    service.reload(tenants=tenants(keys))
+
+
+def test_no_secret_is_anywhere_that_others_could_read_it(service: Service, keys: Path) -> None:
+    secrets = [(keys / f"{name}.key").read_text().split()[-1] for name in NAMES]
+    shown = service.log
+    for pid in service.pids():
+        shown += Path(f"/proc/{pid}/cmdline").read_text() + Path(f"/proc/{pid}/environ").read_text()
+    assert not [each for each in secrets if each in shown]
