@@ -19,7 +19,7 @@ from weightd.daemon.clients.connection import foreign_identity
 from weightd.daemon.clients.frontend import Frontend
 from weightd.daemon.clients.gates import Gates, Lock
 from weightd.daemon.config.devices import DeviceConfig
-from weightd.daemon.config.listeners import keys_of
+from weightd.daemon.config.listeners import NONE, keys_of
 from weightd.daemon.config.load import Config, ConfigError
 from weightd.daemon.config.model import ModelConfig
 from weightd.daemon.continuity import handover
@@ -472,13 +472,9 @@ def _fixed(config: Config) -> dict[str, object]:
     for key in ("drain_timeout", "accounting_interval"):
         del fixed[f"daemon.{key}"]
     for name, each in config.listeners.items():
-        shown = {
-            "address": each.address,
-            "security": each.security,
-            "key": each.key,
-            "max_connections": each.max_connections,
-        }
-        fixed.update((f"listeners.{label(name)}.{key}", value) for key, value in shown.items())
+        keys = {"address": each.address, "key": each.key, "max_connections": each.max_connections}
+        keys["security"] = "" if each.security == NONE else each.security
+        fixed.update((f"listeners.{label(name)}.{key}", value) for key, value in keys.items() if value)
     return fixed
 
 
