@@ -48,6 +48,7 @@ from weightd.daemon.observe.accounting import Accounting
 from weightd.daemon.observe.own import own_report
 from weightd.daemon.observe.status import Subject, report
 from weightd.daemon.observe.survey import Measured, Survey, crowding
+from weightd.daemon.requests.blame.suspects import Known
 from weightd.daemon.requests.shares import Clocks
 from weightd.daemon.shutdown import Event, Shutdown
 from weightd.daemon.tenants.accounts import Accounts
@@ -99,6 +100,7 @@ class Server:
         self._keeping: Keeping | None = None
         self._devices: dict[str, Device] = {}
         self._attaching = Attaching()
+        self._suspects = Known()
         self._clocks = Clocks()
         self._one_shot = one_shot
         self._zygote = zygote
@@ -214,6 +216,7 @@ class Server:
         model = self._households.make(name, config, self._devices, self._backend, self._frontend, numbers)
         model.attaching = self._attaching
         model.desk.scheduler.clocks = self._clocks
+        model.desk.guard.suspects.tenants = self._suspects
         self._loop.add_timer(model.timer)
         return model
 

@@ -459,8 +459,9 @@ class World(RuleBasedStateMachine):
             for rank in group.ranks:
                 rank.reports.clear()
                 rank.given.clear()
+                # It may have been lost to what one of them has just said: nobody is there to hear how it ends.
+                self.dying.pop(rank.name, None)
             if any(rank.orders for rank in group.ranks) or len({rank.step for rank in group.ranks}) > 1:
-                # It may have been lost to what one of them has just said.
                 self.groups.pop(group.name, None)
         self.written.clear()
         self.heard.clear()

@@ -196,7 +196,7 @@ def test_a_death_blames_the_one_whose_job_ran_alone() -> None:
     [killer], [innocent] = one.asked.values(), other.asked.values()
     assert (killer.deaths, innocent.deaths, one.answers) == (2, 0, {killer.number: "INTERNAL"})
     assert (innocent.losses, other.answers) == (0, {})
-    assert other.desk.guard.suspects.known == {}
+    assert other.desk.guard.suspects.are_known is False
     made.serve(made.load())
     assert other.answers == {innocent.number: "answer"}
 

@@ -54,8 +54,8 @@ class Access:
             connection.refusal = PermissionDenied(f"listener {identity.listener} is not for tenant {tenant.name}")
         else:
             connection.tenant = tenant
-            near, far = identity.origin
-            connection.origin = Origin(near, f"tenant {tenant.name}" if self.tenants.tells_apart else far)
+            told_apart = Origin(identity.origin.near, f"tenant {tenant.name}", is_tenant=True)
+            connection.origin = told_apart if self.tenants.tells_apart else identity.origin
             try:
                 tenant.quota.connects(tenant.config)
             except QuotaExceeded as error:
@@ -71,7 +71,8 @@ class Access:
         """Return on whose account a request of a client for a tenant goes."""
         if tenant is connection.tenant:
             return connection.origin
-        return Origin(f"{connection.identity.origin.near} for tenant {tenant.name}", f"tenant {tenant.name}")
+        near = f"{connection.identity.origin.near} for tenant {tenant.name}"
+        return Origin(near, f"tenant {tenant.name}", is_tenant=True)
 
     def account(self, connection: Connection, name: str | None) -> Tenant:
         """Return whose a request is that names a tenant, or none.

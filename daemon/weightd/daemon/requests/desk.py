@@ -117,7 +117,7 @@ class Desk:
         self.signature.check(request.description)
         self.scheduler.asks(request, now)
         aside = False
-        if self.guard.suspects.known or self.guard.quarantine.held:
+        if self.guard.has_to(request):
             aside = self.guard.check(request, now)
         if not aside and self.scheduler.seats.merging:
             self._gather(request, now)
@@ -532,7 +532,7 @@ class Desk:
         latency = now - request.arrived
         self.latencies.add(latency)
         self.by_process[process].add(latency)
-        if self.guard.quarantine.suspects:
+        if request.origin.is_tenant or self.guard.quarantine.suspects:
             self.guard.answered(request, now)
 
     def _release(self, requests: Iterable[Request]) -> None:

@@ -1,8 +1,8 @@
 """What waits for the seats of one model, and whose turn it is.
 
 First come, first served, but for priorities. Requests of clients under suspicion (`suspects`) are confined: one of
-them is with a seat at a time. A request that runs in parts takes turns with what else waits: it does not hold all
-seats.
+them, where there are several tenants one of each, is with a seat at a time. A request that runs in parts takes turns
+with what else waits: it does not hold all seats.
 
 All of this is so among the requests of one tenant. Where there are several it is first a tenant's turn: that of the
 one that has had least of the device whose seat is free (`shares`).
@@ -40,7 +40,7 @@ class Line:
         max_queue: requests that may wait.
         max_queue_bytes: tensor bytes that may wait.
         levels: of priority.
-        runs_confined: whether a seat has a request that is confined.
+        runs_confined: whether a seat has a request that is confined; of a tenant, if one is given.
 
     Attributes:
         normal: what waits for nothing but its turn and a seat, and has not begun.
@@ -51,7 +51,9 @@ class Line:
         presence: of tenants, while it is shared.
     """
 
-    def __init__(self, max_queue: int, max_queue_bytes: int, levels: int, runs_confined: Callable[[], bool]) -> None:
+    def __init__(
+        self, max_queue: int, max_queue_bytes: int, levels: int, runs_confined: Callable[[Tenant | None], bool]
+    ) -> None:
         self._max_queue = max_queue
         self._max_queue_bytes = max_queue_bytes
         self._levels = levels
@@ -210,7 +212,7 @@ class Line:
         """Yield what `turns` does of one tenant after another, in their order on the device with this clock."""
         for tenant in sorted(self.presence.look(), key=clock.order):
             normal, confined, begun = self._of(tenant)
-            whole, had_part = self._whole(normal, confined), tenant in self._had_part
+            whole, had_part = self._whole(normal, confined, tenant), tenant in self._had_part
             for queue, request in _turns(whole, begun, was_part=had_part):
                 yield self._confined if queue is confined else self.begun if queue is begun else self.normal, request
 
@@ -283,8 +285,8 @@ class Line:
             return self._confined
         return self.begun if request.number in self.cuts else self.normal
 
-    def _whole(self, normal: _Q, confined: _Q) -> _Q | None:
-        if not confined.count or self._runs_confined():
+    def _whole(self, normal: _Q, confined: _Q, tenant: Tenant | None = None) -> _Q | None:
+        if not confined.count or self._runs_confined(tenant):
             return normal if normal.count else None
         return normal if normal.count and turn(normal.first) < turn(confined.first) else confined
 

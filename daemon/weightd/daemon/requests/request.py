@@ -21,11 +21,13 @@ class Origin(NamedTuple):
 
     Attributes:
         near: the process of a unix socket's peer; of TCP the connection.
-        far: all that a process may just be one of: the user, or the address.
+        far: all that a process may just be one of: the user, or the address; where there are tenants, that.
+        is_tenant: whether it is.
     """
 
     near: str
     far: str
+    is_tenant: bool = False
 
 
 NOBODY = Origin("", "")

@@ -156,6 +156,7 @@ class Scheduler:
             self._see_tenants(now)
         if line.cuts:
             self._begin_anew()
+        self.seats.look_for_missed(now)
         while (turn := self._turn(now)) is not None:
             queue, request, seat = turn
             queue.remove(request)

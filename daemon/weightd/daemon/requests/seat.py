@@ -8,6 +8,7 @@ from weightd.daemon.requests.job import Job
 from weightd.daemon.requests.lockstep import Lockstep
 from weightd.daemon.requests.request import Company
 from weightd.daemon.requests.rows.terms import WHOLE, RowTerms
+from weightd.daemon.tenants.tenant import Tenant
 
 # A seat that has computed for longer than this gets nothing ahead: handing it the next job then costs it less than a
 # hundredth of its time (a round trip is a fraction of a millisecond, one with 8 MiB a few).
@@ -62,6 +63,11 @@ class Seat:
     def has_confined(self) -> bool:
         """Whether one of its jobs is confined."""
         return any(job.company is Company.CONFINED for job in self.jobs.values())
+
+    @property
+    def tenants(self) -> set[Tenant]:
+        """Whose jobs it has."""
+        return {request.tenant for job in self.jobs.values() for request in job.requests}
 
     @property
     def since(self) -> float:

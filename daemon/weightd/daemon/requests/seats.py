@@ -33,6 +33,9 @@ from weightd.protocol import limits
 # A hint to try again sooner would only bring the next refusal.
 _LEAST_RETRY_S = 0.01
 
+# A seat that was lost is replaced by then, or there are to be fewer.
+REPLACED_S = 10.0
+
 # Of so many of the last answers the mean duration is taken.
 _LATEST = 16
 
@@ -85,6 +88,8 @@ class Seats:
         self.everywhere: set[str] = set()
         self._seats: dict[str, Seat] = {}
         self.enlisted: dict[str, Seat] = {}
+        # How many seats there were when one was lost to a tenant, and for how long they are waited for.
+        self._missed: dict[Tenant, tuple[int, float]] = {}
         # Those that would be, if it were their turn.
         self._paused: dict[str, Seat] = {}
         # By its name, and by that of each of its processes.
@@ -319,9 +324,26 @@ class Seats:
         """Return where those are that take jobs on these terms."""
         return [seat.device for seat in self.enlisted.values() if seat.terms == terms]
 
-    def run_confined(self) -> bool:
-        """Return whether a seat has a job that is confined."""
-        return any(seat.has_confined for seat in self._seats.values())
+    def run_confined(self, tenant: Tenant | None = None) -> bool:
+        """Return whether a seat has a job that is confined, or was lost to one; of this tenant where one is given."""
+        if self._missed and (tenant is None or tenant in self._missed):
+            return True
+        return any(seat.has_confined and (tenant is None or tenant in seat.tenants) for seat in self._seats.values())
+
+    def lost_to(self, tenant: Tenant, now: float) -> None:
+        """A seat is about to be lost to what a tenant has asked: that was its seat until another one is there."""
+        until = now + REPLACED_S
+        self._missed[tenant] = len(self.enlisted) + len(self._paused), until
+        self._due_by(until)
+
+    def look_for_missed(self, now: float) -> None:
+        """See which seats that were lost to tenants have been replaced."""
+        if not self._missed:
+            return
+        there = len(self.enlisted) + len(self._paused)
+        self._missed = {
+            tenant: (count, until) for tenant, (count, until) in self._missed.items() if there < count and now < until
+        }
 
     def retry_after(self, queued: int, now: float) -> float | None:
         """Return in how many seconds there may be room in a queue that is full.

@@ -162,14 +162,14 @@ def test_the_second_group_that_is_lost_to_a_request_ends_it(lose: Lose, words: s
     bench.ask()
     for _ in range(2):
         assert bench.answers == {}
-        assert bench.desk.guard.suspects.known == {}
+        assert bench.desk.guard.suspects.are_known is False
         first = bench.load()
         assert bench.running(first) == [1]
         lose(bench, first)
         bench.look()
     assert bench.answers == {1: words}
     assert bench.desk.guard.quarantine.count(bench.now) == 1
-    assert bench.desk.guard.suspects.known != {}
+    assert bench.desk.guard.suspects.are_known
 
 
 @pytest.mark.parametrize("lose", [crash, hang, leave, break_up, speak_twice])
@@ -229,7 +229,7 @@ def test_what_comes_from_outside_ends_a_request_only_if_it_never_stops(who: str)
         bench.bury(name, but=who)
     assert request.deaths == 0
     assert bench.answers[1].startswith("UNAVAILABLE: request id1: 5 groups of ranks were lost while they ran it")
-    assert (bench.desk.guard.quarantine.count(bench.now), bench.desk.guard.suspects.known) == (0, {})
+    assert (bench.desk.guard.quarantine.count(bench.now), bench.desk.guard.suspects.are_known) == (0, False)
 
 
 def test_a_deadline_holds_while_a_request_waits_for_another_group() -> None:
@@ -306,7 +306,7 @@ def test_what_all_ranks_refuse_costs_nothing_but_the_request() -> None:
         failed = Failed(1, "INVALID_ARGUMENT", "no", leaving=False)
         assert bench.desk.job_failed(f"{name}.rank{rank}", failed, bench.now) == ""
     assert bench.answers == {1: "INVALID_ARGUMENT: no"}
-    assert (bench.running(name), bench.desk.guard.suspects.known) == ([2], {})
+    assert (bench.running(name), bench.desk.guard.suspects.are_known) == ([2], False)
 
 
 def test_what_all_ranks_refuse_of_several_runs_again_each_alone() -> None:

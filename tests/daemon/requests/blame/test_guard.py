@@ -7,12 +7,15 @@ import signal
 import pytest
 
 from weightd.daemon.config.model import ModelConfig
+from weightd.daemon.config.tenants import TenantConfig
 from weightd.daemon.host.ends import End
 from weightd.daemon.requests.blame.guard import MAX_LOSSES, Guard
 from weightd.daemon.requests.job import Job
 from weightd.daemon.requests.part import Part
 from weightd.daemon.requests.request import Company, Origin, Request
 from weightd.daemon.requests.scheduler import Scheduler
+from weightd.daemon.requests.seats import REPLACED_S
+from weightd.daemon.tenants.tenant import Tenant
 from weightd.protocol.errors import RequestError
 from weightd.protocol.messages.data import RequestDescription
 
@@ -205,3 +208,51 @@ def test_a_seat_that_was_lost_is_on_the_account_of_who_has_asked(end: End, death
     bench.guard.died(process, end, bench.now)
     assert (one.account.deaths, other.account.deaths) == (deaths, 0)
     assert other.account.seat_seconds == 1.0
+
+
+def test_until_a_tenant_was_answered_it_has_one_seat_at_a_time() -> None:
+    bench = Bench()
+    ann, ben = (Origin("process", f"tenant {name}", is_tenant=True) for name in ("ann", "ben"))
+    first, other, later, nobody = bench.requests(ann, ben, ann, ANN)
+    first.tenant = later.tenant = Tenant("ann", TenantConfig())
+    other.tenant = Tenant("ben", TenantConfig())
+    for each in (first, other, nobody):
+        if bench.guard.has_to(each):
+            bench.guard.check(each, 0.0)
+    assert [each.company for each in (first, other, nobody)] == [Company.CONFINED, Company.CONFINED, Company.ANY]
+    bench.guard.answered(first, 0.0)
+    assert not bench.guard.has_to(later)
+    assert bench.guard.has_to(other)
+    bench.guard.clear()
+    assert bench.guard.has_to(later)
+
+
+def test_a_tenant_to_whom_a_seat_was_lost_has_no_other_before_that_is_replaced() -> None:
+    bench = Bench()
+    eve, ben = (Origin("process", f"tenant {name}", is_tenant=True) for name in ("eve", "ben"))
+    poison, more, innocent = bench.requests(eve, eve, ben)
+    poison.tenant = more.tenant = Tenant("eve", TenantConfig())
+    innocent.tenant = Tenant("ben", TenantConfig())
+    seats = bench.scheduler.seats
+    bench.guard.died(bench.seat(batch(poison)), CRASH, bench.now)
+    assert bench.guard.suspects.names(bench.now) == ["tenant eve"]
+    assert (bench.refused, poison.deaths) == ({}, 1)
+    assert (seats.run_confined(poison.tenant), seats.run_confined(innocent.tenant)) == (True, False)
+    bench.seat()
+    seats.look_for_missed(bench.now)
+    assert not seats.run_confined(poison.tenant)
+    # The second one ends the request; where nothing replaces the seat, that is waited for so long and no longer.
+    bench.guard.died(bench.seat(batch(more)), CRASH, bench.now)
+    assert bench.refused == {1: "INTERNAL"}
+    for now, waits in ((REPLACED_S - 0.1, True), (REPLACED_S, False)):
+        seats.look_for_missed(now)
+        assert seats.run_confined(more.tenant) is waits
+
+
+def test_no_seat_is_missed_that_was_ended_from_outside() -> None:
+    bench = Bench()
+    [request] = bench.requests(Origin("process", "tenant eve", is_tenant=True))
+    request.tenant = Tenant("eve", TenantConfig())
+    bench.guard.died(bench.seat(batch(request)), KILL, bench.now)
+    assert not bench.scheduler.seats.run_confined(request.tenant)
+    assert bench.guard.suspects.names(bench.now) == []

@@ -12,6 +12,7 @@ from weightd.daemon.requests.blame.suspects import (
     LONGEST_REFUSAL_S,
     MEMORY_S,
     NEAR_DEATHS,
+    TENANT_DEATHS,
     Suspects,
 )
 from weightd.daemon.requests.request import Origin
@@ -124,3 +125,25 @@ def test_what_it_remembers_is_bounded_and_the_oldest_gives_way() -> None:
     assert ONE.near in suspects.names(0.0)
     suspects.clear()  # another model begins anew
     assert not suspects.confines(ONE, 0.0)
+
+
+def test_a_tenant_is_confined_at_its_first_death_and_refused_soon_whatever_its_process_and_the_model() -> None:
+    one, other = (Origin(f"process {number}", "tenant ann", is_tenant=True) for number in (1, 2))
+    here, elsewhere = Suspects(), Suspects()
+    elsewhere.tenants = here.tenants
+    stranger = Origin("process 1", "tenant ben", is_tenant=True)
+    deaths(here, one, 1)
+    for each in (here, elsewhere):
+        assert each.are_known
+        assert [each.confines(who, 0.0) for who in (one, other, stranger)] == [True, True, False]
+        assert refused_for(each, other, 0.0) == 0.0
+    # Another model is served: what the tenant has done to the last one, it may do to this one, too.
+    here.clear()
+    deaths(elsewhere, other, TENANT_DEATHS)
+    assert refused_for(here, one, 0.0) == FIRST_REFUSAL_S
+    deaths(here, one, 1)
+    assert refused_for(here, one, 0.0) == 2 * FIRST_REFUSAL_S
+    assert refused_for(here, stranger, 0.0) == 0.0
+    assert here.names(0.0) == elsewhere.names(0.0) == ["tenant ann"]
+    later = 2 * FIRST_REFUSAL_S + MEMORY_S
+    assert not any(each.confines(one, later) for each in (here, elsewhere))

@@ -67,21 +67,28 @@ class Guard:
         self._refuse = refuse
         self._due_by = due_by
         # Requests that something was learned of, and what follows from that once their digests are known.
+        # Tenants that this model has answered: until then one has one seat at a time, so that the first of its requests
+        # cannot take several seats along at once.
+        self._trusted: set[str] = set()
         self._evidence: deque[tuple[Request, Then]] = deque()
         self._reading: Reading | None = None
 
     # --- requests -----------------------------------------------------------------------------------------------
 
+    def has_to(self, request: Request) -> bool:
+        """Whether a request that has come has to be checked: cheap, where nobody is a suspect."""
+        return self.suspects.are_known or bool(self.quarantine.held) or self._is_new(request)
+
     def check(self, request: Request, now: float) -> bool:
         """A request has come: return whether it may be one that has killed, so that it is put `aside` for a look.
 
-        While nobody is a suspect, and nothing is held, there is nothing to check.
+        While nobody `has_to` be checked, there is nothing to check.
 
         Raises:
             RequestError: it is refused.
         """
         self.suspects.check(request.origin, now)
-        if self.suspects.confines(request.origin, now):
+        if self.suspects.confines(request.origin, now) or self._is_new(request):
             request.narrow(Company.CONFINED)
         if not self.quarantine.may_hold(request, now):
             return False
@@ -91,7 +98,9 @@ class Guard:
         return True
 
     def answered(self, request: Request, now: float) -> None:
-        """A seat has answered the request: of no matter while no content is under suspicion."""
+        """A seat has answered the request."""
+        if request.origin.is_tenant:
+            self._trusted.add(request.tenant.name)
         if not self.quarantine.may_suspect(request, now):
             return
         # One at a time: if that is another content, there will be further answers.
@@ -100,6 +109,7 @@ class Guard:
 
     def clear(self) -> None:
         """Another model is served: what killed the last one says nothing."""
+        self._trusted.clear()
         self.quarantine.clear()
         self.suspects.clear()
 
@@ -144,6 +154,7 @@ class Guard:
         origins = self._accuse(accused)
         blame(accused)
         self._suspect(origins, now - seat.since, now)
+        self._missed(accused, now)
         proven = accused[0].sole if len(accused) == 1 else None
         awaited = {part.request for job in jobs for part in job.awaited}
         errors = self._verdicts([job for job in jobs if job.has_begun], end, now, proven=proven is not None)
@@ -226,6 +237,9 @@ class Guard:
             blame([job])
             self._learn(accused, self._costs, now)
 
+    def _is_new(self, request: Request) -> bool:
+        return request.origin.is_tenant and request.tenant.name not in self._trusted
+
     def _accuse(self, jobs: Sequence[Job]) -> set[Origin]:
         """A seat has died of one of these jobs: what they are of runs alone; return who has asked."""
         for job in jobs:
@@ -238,6 +252,7 @@ class Guard:
         """A seat is lost to a job that it has run for `ran` seconds."""
         blame([job])
         self._suspect(job.origins, ran, now)
+        self._missed([job], now)
         for origin in job.origins:
             self._contain(origin, now)
 
@@ -246,6 +261,13 @@ class Guard:
         if len(origins) == 1:
             [origin] = origins
             self.suspects.died(origin, ran, now)
+
+    def _missed(self, jobs: Sequence[Job], now: float) -> None:
+        """A seat is about to be lost to these jobs: to a tenant, if all of it is one's."""
+        tenants = {request.tenant for job in jobs for request in job.requests if request.origin.is_tenant}
+        if len(tenants) == 1:
+            [tenant] = tenants
+            self._scheduler.seats.lost_to(tenant, now)
 
     def _verdicts(
         self, ran: Sequence[Job], end: End, now: float, *, proven: bool
@@ -264,7 +286,7 @@ class Guard:
         if proven and request.deaths >= MAX_DEATHS:
             words = f"was on {request.deaths} workers when they died, the last one {end.how}"
             return Internal(f"request {request.id} {words}")
-        if proven and self.suspects.confines(request.origin, now):
+        if proven and self.suspects.condemns(request.origin, now):
             return Internal(f"request {request.id} was on a worker that was {end.how}, as others of its client were")
         if request.losses >= MAX_LOSSES:
             text = f"request {request.id} was on {request.losses} workers when they ended, the last one {end.how}"
@@ -289,7 +311,8 @@ class Guard:
         self._scheduler.withdraw(is_refused)
         for request, error in refusals:
             self._refuse(request, error)
-        _log.warning("workers were lost to requests of %s: they run one at a time, or are refused", origin.near)
+        who = origin.far if origin.is_tenant else origin.near
+        _log.warning("workers were lost to requests of %s: they run one at a time, or are refused", who)
 
     def _learn(self, request: Request, then: Then, now: float) -> None:
         if is_small(request):
