@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import random
 import sys
 import threading
@@ -24,6 +25,7 @@ from unittest import mock
 
 import msgpack
 
+from testkit import users
 from weightd.client import Client, RequestError, WeightdError
 from weightd.client import session as client_session
 from weightd.client.client import Pending
@@ -46,7 +48,10 @@ _CANCELLED = 0.05
 
 @dataclass(frozen=True)
 class Orders:
-    """What a client process is to do: `paths` are models by name, `count` 0 is endless, `poisons`: it kills workers."""
+    """What a client process is to do.
+
+    `paths` are models by name, `count` 0 is endless, `poisons`: it kills workers, `uid`: whose it is; 0: its starter's.
+    """
 
     address: str
     paths: dict[str, str]
@@ -55,6 +60,7 @@ class Orders:
     count: int = 0
     cancels: bool = False
     poisons: bool = False
+    uid: int = 0
 
 
 class _CountingCore(ClientCore):
@@ -231,6 +237,11 @@ def main() -> None:
 
     threading.Thread(target=watch, daemon=True).start()
     asker = Asker(orders, stopping)
+    if orders.uid:
+        # What it had to read, it has read.
+        os.setgroups([users.CLIENTS_GID])
+        os.setresgid(orders.uid, orders.uid, orders.uid)
+        os.setresuid(orders.uid, orders.uid, orders.uid)
     asker.run()
     asker.tell_totals()
     _tell(problems=asker.ledger.problems)

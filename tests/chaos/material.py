@@ -101,6 +101,18 @@ def make(directory: Path, seed: int, *, real_ranks: bool = False) -> list[Model]
     return [*chosen, Model(cut.NAME, made.path, made.engine, made.python, dense=True, table=made.table)]
 
 
+def make_two(directory: Path, seed: int) -> list[Model]:
+    """Write two models, one of which computes for long what is sent in no time, and their questions."""
+    here = Path(sys.executable)
+    made = [
+        Model("tiny", models.negated(directory / "tiny.onnx"), "onnxruntime", here, dense=True),
+        Model("slow", models.transformer(directory / "slow.onnx"), "onnxruntime", here, dense=True),
+    ]
+    for number, model in enumerate(made):
+        _ask(model, np.random.default_rng([seed, number]))
+    return made
+
+
 def load(model: Path) -> list[Question]:
     """Read what `make` has written for the model at this path."""
     with np.load(_pool(model)) as pool:
@@ -161,6 +173,7 @@ def _size(rng: np.random.Generator, number: int, most: int) -> int:
 
 _INPUTS: Mapping[str, Callable[[np.random.Generator, int], Arrays]] = {
     "tiny": lambda rng, _: {"a": rng.integers(-(2**63) + 1, 2**63, 6, np.int64)},
+    "slow": lambda rng, number: {"x": rng.standard_normal((1 + number % 3, 64, 256), dtype=np.float32)},
     "elastic": lambda rng, number: {"ids": rng.integers(0, _ROWS, (_size(rng, number, MAX_BYTES // 16), 2))},
     "dense": lambda rng, number: {"x": rng.standard_normal((_size(rng, number, _MAX_BATCH), _WIDTH), dtype=np.float32)},
 }

@@ -55,7 +55,7 @@ REQUESTS = [
         ("accused = jobs if end.blames else []", "accused = jobs"),
         ("proven = accused[0].sole if len(accused) == 1 else None", "proven = accused[0].sole if accused else None"),
         ("if not self.quarantine.may_suspect(request, now):", "if True:"),
-        ("if proven and self.suspects.confines(request.origin, now):", "if False:"),
+        ("if proven and self.suspects.condemns(request.origin, now):", "if False:"),
     ),
     *mutants("requests", "daemon/requests/blame",
         ("again = [part for part in job.awaited if part.request not in but]",

@@ -1,0 +1,135 @@
+"""Three tenants, one of them hostile, and workers that are killed: the books of the others balance, and their shares.
+
+The two ask one model without end, and have every answer looked at, bit for bit. The third does its worst meanwhile: it
+sends poison, storms, more requests than there is room for, and opens connections that it does not use.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from testkit import loads, users
+from testkit.service import Service
+from testkit.users import ALICE, BOB, CAROL, User
+from weightd.daemon.requests.blame.guard import MAX_LOSSES
+
+from . import material
+from .client import Orders
+from .fleet import Fleet, Member
+from .service import workspace
+
+SEED = 20_261_124
+SECONDS = 10.0
+IN_FLIGHT = 24
+WORKERS = 3
+
+WEIGHTS = {"ann": 1.0, "ben": 2.0}
+UIDS = {"ann": ALICE, "ben": BOB}
+
+# The machine is busy with other tests, and what is cut off at both ends counts: a tenth more than measured in quiet.
+MOST_OFF = 0.15
+
+LEAST_FATAL = np.array([-(2**63)], np.int64)
+
+
+@pytest.fixture
+def place() -> Iterator[Path]:
+    users.need_other_users()
+    made = workspace("tenants-")
+    yield made
+    for each in made.iterdir():
+        each.unlink()
+    made.rmdir()
+
+
+def seat_seconds(service: Service, model: str) -> Mapping[str, float]:
+    """What each tenant has had of the workers of a model so far."""
+    tenants = service.status().tenants
+    return {each.name: account.seat_seconds for each in tenants for account in each.accounts if account.model == model}
+
+
+def misdeeds(service: Service) -> list[Callable[[User], None]]:
+    """What the hostile one does, one thing after another."""
+    many = [{"a": np.arange(6, dtype=np.int64)}]
+    return [
+        lambda eve: eve.begin(loads.poison, "tiny", [{"a": LEAST_FATAL}], 8),
+        lambda eve: eve.begin(loads.keep, "tiny", many, 1000),
+        lambda eve: eve.begin(loads.storm, f"{service.address}.unix", "status", "tiny"),
+        lambda eve: eve.begin(loads.crowd, [f"{service.address}.unix", service.address], 600),
+        lambda eve: eve.begin(loads.storm, f"{service.address}.unix", "cancel", "tiny"),
+    ]
+
+
+def kill_one(service: Service, rng: random.Random) -> None:
+    """A worker is killed from outside: nobody is to blame."""
+    workers = [each.pid for each in service.processes() if each.role == "worker"]
+    with contextlib.suppress(ProcessLookupError, IndexError):
+        os.kill(rng.choice(workers), signal.SIGKILL)
+
+
+def legal(member: Member) -> bool:
+    """Whether whatever did not end in the right answer was too late by its own word, or was killed again and again."""
+    return all(
+        (each.code == "DEADLINE_EXCEEDED" and each.timeout < IN_FLIGHT)
+        or (each.code == "UNAVAILABLE" and f"on {MAX_LOSSES} workers" in each.text)
+        for each in member.incidents
+    )
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(240)
+def test_two_tenants_have_right_answers_and_their_shares_whatever_a_third_does(place: Path) -> None:
+    made = {model.name: model for model in material.make_two(place, SEED)}
+    tables = {name: {"path": model.path, "workers": WORKERS, "max_queue": 256} for name, model in made.items()}
+    tenants = {name: {"uids": [UIDS[name]], "weight": WEIGHTS[name]} for name in WEIGHTS}
+    tenants["eve"] = {"uids": [CAROL], "max_connections": 64}
+    rng, fleet = random.Random(SEED), Fleet(place)
+    with (
+        Service(tables, tenants=tenants, gid=users.CLIENTS_GID) as service,
+        User(CAROL) as eve,
+        contextlib.ExitStack() as stack,
+    ):
+        stack.callback(fleet.kill)
+        before = len(service.ready().models[0].generations)
+        eve.connect(f"unix://{service.address}")
+        crew = [
+            fleet.launch(name, Orders(address, {"slow": str(made["slow"].path)}, name, IN_FLIGHT, uid=UIDS[name]))
+            for name, address in zip(WEIGHTS, (f"unix://{service.address}", service.zmq_address), strict=True)
+        ]
+        loads_of_eve = misdeeds(service)
+        at_first = seat_seconds(service, "slow")
+        while not all(at_first.get(name) for name in WEIGHTS):
+            assert all(member.running for member in crew)
+            at_first = seat_seconds(service, "slow")
+        for misdeed in loads_of_eve:
+            misdeed(eve)
+            eve.heard()
+            end = time.monotonic() + SECONDS / len(loads_of_eve)
+            while time.monotonic() < end:
+                time.sleep(SECONDS / len(loads_of_eve) / 3)
+                kill_one(service, rng)
+            eve.end()
+        at_last = seat_seconds(service, "slow")
+        assert fleet.end() == []
+        status = service.ready()
+        print({member.name: dict(member.outcomes) for member in crew}, at_first, at_last)
+        assert all(legal(member) and member.outcomes["OK"] > 100 for member in crew), [
+            member.incidents for member in crew
+        ]
+        had = {name: at_last[name] - at_first[name] for name in WEIGHTS}
+        share = had["ben"] / sum(had.values())
+        wanted = WEIGHTS["ben"] / sum(WEIGHTS.values())
+        assert abs(share - wanted) / wanted < MOST_OFF, had
+        assert len(status.models[0].generations) == before
+        refused = {each.name: sum(sum(a.refused.values()) for a in each.accounts) for each in status.tenants}
+        assert refused["eve"] > 0
+        assert service.stop() in (0, 2)
