@@ -9,8 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import os
+import socket
 import statistics
+import subprocess
+import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -34,12 +39,13 @@ from benchmarks.material import (
     UnavailableError,
 )
 from benchmarks.report import Result, Target, percentile, progress, ratio
+from benchmarks.rounds import seconds_of
 from testkit import loads, models, users
 from testkit.loads import OK, WRONG, Asked
 from testkit.plain import PlainProcess
 from testkit.service import Service
 from testkit.users import User
-from weightd.client import RequestError
+from weightd.client import Client, RequestError
 
 WORKERS = 1
 
@@ -62,6 +68,8 @@ QUICK_POISON_S = 4.0
 CURVE_ROUNDS, CURVE_REQUESTS = 11, 100
 
 POISONED = "poisoned"
+
+_ANY: Mapping[str, Mapping[str, object]] = {"default": {}}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -372,6 +380,49 @@ def _shares(plan: _Plan) -> Found:
     }
 
 
+def _curve(plan: _Plan) -> Found:
+    inputs = material.inputs(TINY_WIDTH)
+    path = material.model(TINY, plan.setup.engine)
+    plain, curve = (f"tcp://127.0.0.1:{port}" for port in _free_ports(2))
+    with contextlib.ExitStack() as stack:
+        bare = stack.enter_context(PlainProcess(path, plan.setup.engine))
+        reference = material.Reference(bare, inputs)
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        ours, theirs = directory / "ours", directory / "theirs"
+        made = [sys.executable, "-m", "weightd.ctl", "keygen", str(ours), str(theirs)]
+        subprocess.run(made, check=True, stdout=subprocess.DEVNULL)
+        listeners: dict[str, dict[str, object]] = {
+            "plain": {"address": plain, "insecure": True},
+            "curve": {"address": curve, "security": "curve", "key": f"{theirs}.key"},
+        }
+        tables = {TINY: {"path": path, "workers": 1}}
+        service = stack.enter_context(Service(tables, tenants=_ANY, listeners=listeners))
+        service.ready()
+        clients = {
+            "plain": stack.enter_context(Client(plain)),
+            "curve": stack.enter_context(Client(curve, key=f"{ours}.key", server_key=f"{theirs}.pub")),
+        }
+        p50: dict[str, list[float]] = {name: [] for name in clients}
+        for _ in range(CURVE_ROUNDS):
+            for name, client in clients.items():
+                ask = functools.partial(client.infer, TINY)
+                p50[name].append(percentile(seconds_of(ask, inputs, CURVE_REQUESTS, reference.check), 50))
+    found = ratio(p50["curve"], p50["plain"])
+    told = "TCP, and CURVE"
+    return {
+        "curve_ratio": found.median,
+        "seconds": {told: (statistics.median(p50["plain"]), statistics.median(p50["curve"]))},
+        "spreads": {told: found.spread},
+        "n": 2 * CURVE_ROUNDS * CURVE_REQUESTS,
+    }
+
+
+def _free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        probes = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [each.getsockname()[1] for each in probes]
+
+
 def _seat_seconds(service: Service) -> dict[str, float]:
     """Return what each tenant has had so far, as the daemon's accounts say; nothing where nobody is told apart."""
     with service.client() as client:
@@ -490,4 +541,5 @@ PARTS: Mapping[str, Part] = {
     "storms": _storms,
     "connections": _connections,
     "shares": _shares,
+    "curve": _curve,
 }
