@@ -224,6 +224,7 @@ class Server:
         """The tables of tenants are in force."""
         if self._tenants.tells_apart:
             self._ledger.open(now)
+        self._clocks.max_job_s = self._config.daemon.max_job_s
         self._accounting.renew(self._config.daemon.accounting_interval, now)
 
     def _close(self) -> None:
@@ -472,7 +473,7 @@ class Server:
 def _fixed(config: Config) -> dict[str, object]:
     """Return what only a start puts in force, by key."""
     fixed: dict[str, object] = {f"daemon.{key}": value for key, value in vars(config.daemon).items()}
-    for key in ("drain_timeout", "accounting_interval"):
+    for key in ("drain_timeout", "accounting_interval", "max_job_s"):
         del fixed[f"daemon.{key}"]
     for name, each in config.listeners.items():
         keys = {"address": each.address, "key": each.key, "max_connections": each.max_connections}

@@ -320,6 +320,7 @@ DAEMON_KEYS = {"socket": TEXTS, "runtime_dir": TEXTS, "cache_dir": TEXTS, "drain
 DAEMON_KEYS["max_memory_bytes"] = ["1", "16_777_215", *COUNTS[1:]]
 DAEMON_KEYS["max_shm_bytes"] = COUNTS[1:]
 DAEMON_KEYS["accounting_interval"] = [*SECONDS, "0.5"]
+DAEMON_KEYS["max_job_s"] = [*SECONDS, "0", "0.0009"]
 MODEL_KEYS = {
     "path": [*TEXTS, '""'],
     "engine": ["3", '"tensorflow"'],

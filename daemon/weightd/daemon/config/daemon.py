@@ -19,6 +19,9 @@ from weightd.shared import paths
 # With less, a few requests of ordinary size would be too many.
 _LEAST_MEMORY_BYTES = 16 * MIB
 
+# Below it, seconds would be spent on messages between parts, not on parts.
+_LEAST_JOB_S = 0.001
+
 
 @dataclass(frozen=True)
 class DaemonConfig:
@@ -48,6 +51,10 @@ class DaemonConfig:
 
     accounting_interval: float = field(default=0.0, metadata=number(MAX_SECONDS))
     """Seconds after which the log has a line for each tenant that has asked anything meanwhile. 0: none."""
+
+    max_job_s: float = field(default=0.1, metadata=number(MAX_SECONDS))
+    """Seconds that one predict of many rows may take, about, while another tenant asks: less has nobody wait for long,
+    more makes better use of a device. A request whose rows cannot be told apart takes as long as it takes."""
 
     @property
     def key(self) -> str:
@@ -101,6 +108,7 @@ def complete_daemon(config: DaemonConfig, base: Path, listening: Sequence[str], 
     problems.note(_of_socket(socket, expected), "socket", "runtime_dir")
     problems.note(_too_little(config.max_memory_bytes), "max_memory_bytes")
     problems.note(_too_often(config.accounting_interval), "accounting_interval")
+    problems.note(_too_short(config.max_job_s), "max_job_s")
     return complete
 
 
@@ -116,6 +124,11 @@ def _too_little(max_memory_bytes: int) -> Iterator[FieldError]:
     if 0 < max_memory_bytes < _LEAST_MEMORY_BYTES:
         expected = f"expected 0 or at least {_LEAST_MEMORY_BYTES}, got {max_memory_bytes}"
         yield FieldError(expected).at(".max_memory_bytes")
+
+
+def _too_short(max_job_s: float) -> Iterator[FieldError]:
+    if max_job_s < _LEAST_JOB_S:
+        yield FieldError(f"expected at least {_LEAST_JOB_S}, got {max_job_s:g}").at(".max_job_s")
 
 
 def _too_often(interval: float) -> Iterator[FieldError]:
