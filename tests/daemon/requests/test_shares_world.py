@@ -160,6 +160,7 @@ class World:
         self.asked[number], self.seconds[number], self.whose[number] = request, seconds, model
         if then is not None:
             self.again[number] = then
+        who.quota.accepts(request.nbytes)
         try:
             model.desk.infer(request, self.now)
         except RequestError as error:
@@ -219,9 +220,16 @@ class World:
     def ended(self, request: Request, code: str) -> None:
         assert request.number not in self.answers
         self.answers[request.number] = code
+        request.tenant.quota.ends(request.nbytes, begun=request.begun)
         again = self.again.pop(request.number, None)
         if again is not None:
             again()
+
+    def standing(self, who: Tenant) -> tuple[int, int, int]:
+        """Return how many of a tenant have not ended, how many of those never began, and the bytes of these."""
+        there = [each for number, each in self.asked.items() if each.tenant is who and number not in self.answers]
+        waiting = [each.nbytes for each in there if not each.begun]
+        return len(there), len(waiting), sum(waiting)
 
     def run(self, seconds: float) -> Mapping[str, float]:
         """Time passes; return what each tenant has had in it."""
@@ -534,6 +542,10 @@ def test_bytes_give_way_to_bytes_or_nothing_does() -> None:
 # --- anything at all --------------------------------------------------------------------------------------------------
 
 
+def of_quota(who: Tenant) -> tuple[int, int, int]:
+    return who.quota.in_flight, who.quota.waiting, who.quota.waiting_bytes
+
+
 @settings(max_examples=examples(60), deadline=None)
 @given(seed=st.integers(0, 2**32), merges=st.booleans(), tenants=st.integers(1, 4), models=st.integers(1, 3))
 def test_each_is_answered_once_no_seat_idles_in_vain_and_who_is_gone_is_forgotten(
@@ -566,10 +578,12 @@ def test_each_is_answered_once_no_seat_idles_in_vain_and_who_is_gone_is_forgotte
                 world.ask(model, some.choice(who), some.choice([0.001, 0.01, 0.3, 15.0]), rows=rows)
         assert world.conserves()
         assert counted(made)
+        assert all(of_quota(each) == world.standing(each) for each in who)
     for model in made:
         world.enlist(model, DEVICES[0], terms)
     world.run(1000.0)
     assert world.answers.keys() == world.asked.keys()
+    assert all(of_quota(each) == (0, 0, 0) for each in who)
     assert all(model.desk.scheduler.idle for model in made)
     for model in made:
         model.desk.dispatch(world.now)

@@ -1,0 +1,137 @@
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+
+from weightd.daemon.clients.access import Access
+from weightd.daemon.clients.connection import Connection, Identity
+from weightd.daemon.config.tenants import RIGHTS, TenantConfig
+from weightd.daemon.requests.request import Origin, Request
+from weightd.daemon.tenants.accounts import Accounts, QuotaExceeded
+from weightd.daemon.tenants.directory import Directory, Proof
+from weightd.protocol.errors import PermissionDenied, RequestError
+
+KEY = "k" * 40
+
+ANN = TenantConfig(user_ids=(1001,), public_keys=(KEY,))
+GATEWAY = TenantConfig(user_ids=(1002,), acts_for=("an?",))
+STAFF = TenantConfig(user_ids=(1003,), may=RIGHTS)
+TABLES = {"ann": ANN, "gateway": GATEWAY, "staff": STAFF}
+
+
+def access(tables: Mapping[str, TenantConfig], admitted: Mapping[str, Sequence[str]] | None = None) -> Access:
+    return Access(Directory(tables), Accounts(), admitted or {})
+
+
+def comes(there: Access, proof: Proof, listener: str = "") -> Connection:
+    who = f"uid {proof.uid}" if proof.uid is not None else "host 192.0.2.1"
+    connection = Connection(b"1", mock.Mock(), Identity(Origin("pid 7", who), True, proof, listener), 0.0)
+    assert there.introduce(connection) is None
+    return connection
+
+
+@pytest.mark.parametrize(
+    ("proof", "text"),
+    [
+        (Proof(65534), "UNAUTHENTICATED: the kernel says uid 65534: a user namespace hides who this is"),
+        (Proof(4242, (4242,)), "UNAUTHENTICATED: uid 4242 is no tenant's: the operator has to add its user to `uids`"),
+        (
+            Proof(key="x" * 40),
+            f"UNAUTHENTICATED: key {'x' * 40} is no tenant's: the operator has to add its public key",
+        ),
+        (Proof(), "UNAUTHENTICATED: host 192.0.2.1 is no tenant's: the operator has to add"),
+    ],
+)
+def test_who_is_nobody_is_told_how_it_could_be_somebody(proof: Proof, text: str) -> None:
+    there = access(TABLES)
+    stranger = comes(there, proof)
+    assert stranger.tenant is None
+    for name in (None, "ann"):
+        with pytest.raises(RequestError) as told:
+            there.account(stranger, name)
+        assert f"{told.value.code}: {told.value}".startswith(text)
+    with pytest.raises(RequestError):
+        there.viewer(stranger)
+    with pytest.raises(PermissionDenied):
+        there.check_operator(stranger, "update")
+
+
+def test_a_listener_is_for_those_alone_whom_it_admits() -> None:
+    there = access(TABLES, {"lan": ("ann",)})
+    assert comes(there, Proof(key=KEY), "lan").tenant is there.tenants.get("ann")
+    assert comes(there, Proof(1002)).tenant is there.tenants.get("gateway")
+    refused = comes(there, Proof(1002), "lan")
+    with pytest.raises(PermissionDenied, match="listener lan is not for tenant gateway"):
+        there.account(refused, None)
+
+
+def test_only_for_whom_it_acts_does_a_tenant_ask_and_it_learns_no_names() -> None:
+    there = access(TABLES)
+    gateway, ann = comes(there, Proof(1002)), comes(there, Proof(1001))
+    of_ann = there.account(gateway, "ann")
+    assert of_ann is ann.tenant
+    assert there.account(gateway, "gateway") is there.account(gateway, None) is gateway.tenant
+    # What ann's requests do through a gateway is ann's; what one of them does is told apart from her own.
+    assert there.origin(gateway, of_ann).far == ann.origin.far == "tenant ann"
+    for asks, name in ((gateway, "staff"), (gateway, "none"), (ann, "gateway")):
+        with pytest.raises(PermissionDenied, match=rf"does not act for '{name}' \(acts_for\)$"):
+            there.account(asks, name)
+
+
+def test_who_operates() -> None:
+    there = access(TABLES)
+    root = Proof(0, operates=True)
+    for proof in (Proof(1003), root):
+        there.check_operator(comes(there, proof), "update")
+    with pytest.raises(PermissionDenied, match='only a tenant that may "operate" may update'):
+        there.check_operator(comes(there, Proof(1001)), "update")
+    alone = access({})
+    alone.check_operator(comes(alone, root), "update")
+    with pytest.raises(PermissionDenied, match="only the user that weightd runs as, and root, may update"):
+        alone.check_operator(comes(alone, Proof(1001)), "update")
+
+
+def test_one_connection_too_many_counts_until_it_leaves() -> None:
+    there = access({"ann": TenantConfig(user_ids=(1001,), max_connections=1)})
+    first = comes(there, Proof(1001))
+    second = Connection(b"2", mock.Mock(), first.identity, 0.0)
+    assert isinstance(there.introduce(second), QuotaExceeded)
+    there.leaves(second)
+    there.leaves(first)
+    comes(there, Proof(1001))
+
+
+def asked(there: Access, client: Connection, name: str | None = None) -> Request:
+    described = SimpleNamespace(model_name="m")
+    tenant = there.account(client, name)
+    return mock.Mock(spec=Request, client=client.key, tenant=tenant, description=described)
+
+
+@pytest.mark.parametrize(
+    ("tables", "own", "others"),
+    [
+        (TABLES, False, False),
+        ({"ann": ANN, "staff": STAFF}, True, True),
+        ({**TABLES, "gateway": TenantConfig(user_ids=(1002,))}, False, True),
+        ({**TABLES, "gateway": TenantConfig(user_ids=(1002,), acts_for=("ann",), may=())}, True, False),
+        ({**TABLES, "ann": TenantConfig(user_ids=(1001,), may=())}, False, True),
+        ({**TABLES, "ann": TenantConfig(user_ids=(1001,), models=("other",))}, False, True),
+        ({"gateway": GATEWAY}, False, True),
+    ],
+)
+def test_what_a_reload_takes_away_is_what_waits_of_it(
+    tables: Mapping[str, TenantConfig], own: bool, others: bool
+) -> None:
+    there = access(TABLES)
+    gateway = comes(there, Proof(1002))
+    requests = asked(there, gateway), asked(there, gateway, "ann")
+    before = {gateway.key: gateway.tenant}
+    there.tenants.renew(tables)
+    there.introduce(gateway)
+    may_not = there.revoked(lambda key: gateway if key == gateway.key else None, before)
+    assert [may_not(each) for each in requests] == [own, others]
+    gone = there.revoked(lambda _: None, before)
+    assert [gone(each) for each in requests] == [True, True]

@@ -1,0 +1,104 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from weightd.daemon.config.tenants import TenantConfig
+from weightd.daemon.tenants.accounts import QuotaExceeded
+from weightd.daemon.tenants.quota import Quota
+from weightd.protocol.messages.data import RequestDescription, TensorSpec
+
+
+def asked(*shapes: tuple[int, ...]) -> RequestDescription:
+    return RequestDescription("m", tuple(TensorSpec(f"x{index}", "FP32", each) for index, each in enumerate(shapes)))
+
+
+def bounded(bound: str, most: int) -> TenantConfig:
+    change: Any = {bound: most}
+    return replace(TenantConfig(), **change)
+
+
+def busy() -> Quota:
+    """One runs, one waits."""
+    quota = Quota()
+    for _ in range(2):
+        quota.accepts(100)
+    quota.begins(100)
+    return quota
+
+
+@pytest.mark.parametrize(
+    ("bound", "most", "enough"),
+    [("max_in_flight", 2, 3), ("max_queue", 1, 2), ("max_queue_bytes", 150, 151), ("max_rows", 7, 8)],
+)
+def test_what_is_at_its_bound_gets_no_more_and_is_told_which(bound: str, most: int, enough: int) -> None:
+    with pytest.raises(QuotaExceeded, match=rf"{bound} of this tenant is {most}\b") as told:
+        busy().check(bounded(bound, most), asked((3,), (8, 2)), 51)
+    assert told.value.quota == bound
+    # Fewer rows are a matter of the request, not of time.
+    assert (told.value.retry_after is None) == (bound == "max_rows")
+    busy().check(bounded(bound, enough), asked((3,), (8, 2)), 51)
+    busy().check(TenantConfig(), asked((3,), (8, 2)), 51)
+
+
+def test_one_that_waits_alone_may_have_more_bytes() -> None:
+    Quota().check(TenantConfig(max_queue_bytes=1), asked(()), 2**40)
+
+
+def test_what_has_ended_counts_no_more_begun_or_not() -> None:
+    quota = busy()
+    quota.ends(100, begun=True)
+    assert (quota.in_flight, quota.waiting, quota.waiting_bytes) == (1, 1, 100)
+    quota.ends(100, begun=False)
+    assert (quota.in_flight, quota.waiting, quota.waiting_bytes) == (0, 0, 0)
+
+
+def too_soon(quota: Quota, config: TenantConfig, now: float) -> QuotaExceeded | None:
+    try:
+        quota.speaks(config, now)
+    except QuotaExceeded as error:
+        return error
+    return None
+
+
+@given(
+    rate=st.floats(0.1, 1e4),
+    steps=st.lists(st.floats(0, 5), min_size=1, max_size=60),
+)
+def test_in_no_stretch_of_time_are_there_more_messages_than_the_rate_and_a_second_more(
+    rate: float, steps: list[float]
+) -> None:
+    quota, config, now = Quota(), TenantConfig(max_rate=rate), 1000.0
+    passed: list[float] = []
+    for step in steps:
+        now += step
+        refused = too_soon(quota, config, now)
+        if refused is not None:
+            assert refused.quota == "max_rate"
+            assert refused.retry_after is not None
+            assert 0 < refused.retry_after <= 1 / rate + 1e-9
+            # Who waits as long is heard.
+            now += refused.retry_after + 1e-6
+            quota.speaks(config, now)
+        passed.append(now)
+    for first, start in enumerate(passed):
+        for last, end in enumerate(passed[first:], first):
+            assert last - first + 1 <= max(1.0, rate) + (end - start) * rate + 1e-3
+
+
+def test_who_is_not_bounded_may_say_what_he_wants() -> None:
+    quota = Quota()
+    for _ in range(1000):
+        quota.speaks(TenantConfig(), 0.0)
+
+
+def test_a_connection_too_many_counts_until_it_has_gone() -> None:
+    quota, config = Quota(), TenantConfig(max_connections=1)
+    quota.connects(config)
+    with pytest.raises(QuotaExceeded, match="max_connections of this tenant is 1: this connection ends"):
+        quota.connects(config)
+    assert quota.connections == 2
