@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import random
 import socket
 import subprocess
 import sys
@@ -11,8 +13,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from testkit import models
+from testkit import loads, models, users
+from testkit.loads import OK
 from testkit.service import Service
+from testkit.users import ALICE, BOB, User
 from weightd.client import Client, InvalidArgument, NotFound, PermissionDenied, RequestError, Unauthenticated
 
 from .support import ONE_ENGINE, Arrays
@@ -24,6 +28,11 @@ NAMES = ("lan", "ann", "gateway", "eve")
 SOME: Arrays = {"a": np.array([3, 5], np.int64)}
 
 LIMIT_S = 10.0
+
+HOSTILE = 6_000
+
+NULL_GREETING = b"\xff\0\0\0\0\0\0\0\1\x7f\3\0NULL" + bytes(48)
+CURVE_GREETING = NULL_GREETING.replace(b"NULL\0", b"CURVE")
 
 
 def weightctl(*arguments: object) -> subprocess.CompletedProcess[str]:
@@ -42,7 +51,7 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tenants(keys: Path) -> dict[str, dict[str, object]]:
     return {
         "ann": {"keys": [str(keys / "ann.pub")], "models": ["negated"]},
-        "ben": {"uids": [4242], "models": ["other"]},
+        "ben": {"uids": [BOB], "models": ["other"]},
         "gateway": {"keys": [str(keys / "gateway.pub")], "acts_for": ["ben"], "may": ["infer", "status"]},
     }
 
@@ -58,7 +67,8 @@ def service(tmp_path_factory: pytest.TempPathFactory, keys: Path, address: str) 
     path = models.negated(tmp_path_factory.mktemp("models") / "negated.onnx")
     tables = {name: {"path": path, "workers": 1} for name in ("negated", "other")}
     lan = {"address": address, "security": "curve", "key": str(keys / "lan.key")}
-    with Service(tables, tenants=tenants(keys), listeners={"lan": lan}) as service:
+    gid = users.CLIENTS_GID if os.getuid() == 0 else None
+    with Service(tables, tenants=tenants(keys), listeners={"lan": lan}, gid=gid) as service:
         service.ready()
         yield service
 
@@ -131,6 +141,38 @@ def test_a_key_that_a_reload_takes_away_is_refused_from_the_next_message_on(
     with client(address, keys, "eve") as eve:
         assert eve.infer("negated", SOME)["y"].tolist() == [-3, -5]
     service.reload(tenants=tenants(keys))
+
+
+def test_thousands_with_no_key_cost_nobody_who_is_at_another_listener(
+    service: Service, address: str, keys: Path
+) -> None:
+    users.need_other_users()
+    rng = random.Random(16)
+    curve = CURVE_GREETING + b"\x04\xc8\x05HELLO\1\0" + rng.randbytes(193)
+    says = (b"", b"\xff", CURVE_GREETING, curve, NULL_GREETING, rng.randbytes(4096), b"GET / HTTP/1.1\r\n\r\n")
+    _, host, port = address.replace("//", "").split(":")
+    question = ("other", [{"a": np.array([number], np.int64)} for number in range(100)])
+    answers = [{"y": np.array([-number], np.int64)} for number in range(100)]
+    with User(BOB) as ben, User(ALICE) as eve:
+        ben.connect(service.address)
+        before = served_of_ben(service)
+        ben.begin(loads.ask_until_stopped, *question, answers)
+        ben.heard()
+        eve.begin(loads.crowd, [(host, int(port))], HOSTILE, says)
+        eve.heard()
+        asked = ben.end()
+        assert asked.outcomes.keys() == {OK}
+        assert served_of_ben(service) - before == asked.outcomes[OK]
+        opened = eve.end()
+        assert opened["connected"] > HOSTILE // 2, opened
+    with client(address, keys, "ann") as ann:
+        assert ann.infer("negated", SOME)["y"].tolist() == [-3, -5]
+
+
+def served_of_ben(service: Service) -> int:
+    (ben,) = (each for each in service.status().tenants if each.name == "ben")
+    assert not any(each.refused for each in ben.accounts)
+    return sum(each.served for each in ben.accounts)
 
 
 def test_no_secret_is_anywhere_that_others_could_read_it(service: Service, keys: Path) -> None:

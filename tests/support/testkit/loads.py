@@ -212,8 +212,8 @@ def _read_up_to(peer: socket.socket, last: bytes, hands: Hands) -> None:
             tail = tail[-len(last) :] + part
 
 
-def crowd(hands: Hands, addresses: Sequence[Any], count: int) -> Dict[str, int]:
-    """Open so many connections, as they are, to each of these sockets in turn, and hold them until told to end."""
+def crowd(hands: Hands, addresses: Sequence[Any], count: int, says: Sequence[bytes] = (b"",)) -> Dict[str, int]:
+    """Open so many connections to these sockets, say one of these on each, and hold all until told to end."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(most, count + 100), most))
     outcomes: Counter[str] = Counter()
@@ -224,6 +224,7 @@ def crowd(hands: Hands, addresses: Sequence[Any], count: int) -> Dict[str, int]:
             peer.settimeout(5.0)
             try:
                 peer.connect(address)
+                peer.sendall(says[number % len(says)])
                 outcomes["connected"] += 1
             except OSError as error:
                 outcomes[type(error).__name__] += 1
