@@ -1,0 +1,78 @@
+"""The daemon's answers in the words of the Open Inference Protocol."""
+
+from __future__ import annotations
+
+import pytest
+
+from weightd.gateway.model_view import model_config, model_metadata, repository_index, server_metadata, statistics
+from weightd.protocol.errors import NotFound
+from weightd.protocol.messages.control import ModelMetadataResponse, ServerMetadataResponse
+from weightd.protocol.messages.data import TensorSignature
+from weightd.protocol.messages.status import ModelStatus, StatusResponse
+
+METADATA = ModelMetadataResponse(
+    "1",
+    "digits",
+    "onnxruntime",
+    (TensorSignature("x", "FP32", (-1, 2)), TensorSignature("any", "FP16", None)),
+    (TensorSignature("label", "INT64", ()),),
+)
+
+
+def _model(name: str, state: str, note: str = "") -> ModelStatus:
+    return ModelStatus(name, "onnxruntime", "/m.onnx", state, 0, 20, 1, (), note=note)
+
+
+STATUS = StatusResponse(
+    "1", "9.9", "running", 1, 1.0, 1, (_model("digits", "serving"), _model("ocr", "building"), _model("bad", "failed"))
+)
+
+
+def test_the_server() -> None:
+    answer = ServerMetadataResponse("1", "weightd", "9.9", ("digits",), ())
+    plain = server_metadata(answer, shared_memory=False)
+    assert (plain["name"], plain["version"]) == ("weightd", "9.9")
+    assert "binary_tensor_data" in plain["extensions"]
+    assert "system_shared_memory" not in plain["extensions"]
+    assert "system_shared_memory" in server_metadata(answer, shared_memory=True)["extensions"]
+
+
+def test_the_metadata_of_a_model() -> None:
+    assert model_metadata(METADATA) == {
+        "name": "digits",
+        "versions": ["1"],
+        "platform": "onnxruntime_onnx",
+        "inputs": [
+            {"name": "x", "datatype": "FP32", "shape": [-1, 2]},
+            {"name": "any", "datatype": "FP16", "shape": [-1]},
+        ],
+        "outputs": [{"name": "label", "datatype": "INT64", "shape": []}],
+    }
+
+
+def test_the_configuration_of_a_model_has_the_names_of_its_metadata() -> None:
+    config = model_config(METADATA)
+    assert config["max_batch_size"] == 0
+    assert config["input"][0] == {"name": "x", "data_type": "TYPE_FP32", "dims": [-1, 2]}
+    assert config["output"] == [{"name": "label", "data_type": "TYPE_INT64", "dims": []}]
+    assert config["model_transaction_policy"] == {"decoupled": False}
+    assert not {"sequence_batching", "ensemble_scheduling"} & {*config}
+
+
+def test_statistics_are_of_all_models_or_of_one() -> None:
+    assert [each["name"] for each in statistics(STATUS)["model_stats"]] == ["digits", "ocr", "bad"]
+    [digits] = statistics(STATUS, "digits")["model_stats"]
+    assert digits["inference_count"] == 20
+    assert digits["inference_stats"]["success"]["count"] == 20
+    assert digits["inference_stats"]["fail"]["count"] == 1
+    with pytest.raises(NotFound, match="no model 'cats'; there are: digits, ocr, bad"):
+        statistics(STATUS, "cats")
+
+
+def test_the_index_of_the_repository() -> None:
+    assert [(each["name"], each["state"]) for each in repository_index(STATUS)] == [
+        ("digits", "READY"),
+        ("ocr", "LOADING"),
+        ("bad", "UNAVAILABLE"),
+    ]
+    assert [each["name"] for each in repository_index(STATUS, ready=True)] == ["digits"]
