@@ -8,7 +8,8 @@ from weightd.gateway.model_view import model_config, model_metadata, repository_
 from weightd.protocol.errors import NotFound
 from weightd.protocol.messages.control import ModelMetadataResponse, ServerMetadataResponse
 from weightd.protocol.messages.data import TensorSignature
-from weightd.protocol.messages.status import ModelStatus, StatusResponse
+from weightd.protocol.messages.accounts import AccountStatus, TenantStatus
+from weightd.protocol.messages.metrics import Histogram, MetricsResponse, ModelMetrics, ReloadCounts
 
 METADATA = ModelMetadataResponse(
     "1",
@@ -19,12 +20,42 @@ METADATA = ModelMetadataResponse(
 )
 
 
-def _model(name: str, state: str, note: str = "") -> ModelStatus:
-    return ModelStatus(name, "onnxruntime", "/m.onnx", state, 0, 20, 1, (), note=note)
+NOTHING = Histogram((), 0.0)
 
 
-STATUS = StatusResponse(
-    "1", "9.9", "running", 1, 1.0, 1, (_model("digits", "serving"), _model("ocr", "building"), _model("bad", "failed"))
+def _model(name: str, state: str, requests: Histogram = NOTHING, rows: Histogram = NOTHING) -> ModelMetrics:
+    counters = dict.fromkeys(("executions", "deaths", "restarts", "canary_failures", "mismatches", "quarantined"), 0)
+    counters["executions"] = 12
+    histograms = {"request_seconds": requests, "queue_seconds": NOTHING, "compute_seconds": NOTHING, "job_rows": rows}
+    return ModelMetrics(
+        name, "onnxruntime", state, state == "serving", 1, "", 0, 0, processes=(), **counters, **histograms
+    )
+
+
+def _account(model: str, refused: dict[str, int]) -> AccountStatus:
+    return AccountStatus(model, 0, 0, 0, 0.0, 0.0, 0, 0, 0, 0, refused)
+
+
+METRICS = MetricsResponse(
+    "1",
+    "9.9",
+    "running",
+    1.0,
+    (0.1,),
+    (1,),
+    (
+        _model("digits", "serving", Histogram((15, 5), 2.5), Histogram((0, 12), 40.0)),
+        _model("ocr", "building", Histogram((1, 1), 1.0)),
+        _model("bad", "failed"),
+    ),
+    (
+        TenantStatus("a", 1.0, (_account("digits", {"max_rows": 1, "INTERNAL": 2}), _account("", {"NOT_FOUND": 7}))),
+        TenantStatus("b", 1.0, (_account("digits", {"CANCELLED": 4}),)),
+    ),
+    0,
+    0,
+    0,
+    ReloadCounts(0, 0),
 )
 
 
@@ -60,19 +91,24 @@ def test_the_configuration_of_a_model_has_the_names_of_its_metadata() -> None:
 
 
 def test_statistics_are_of_all_models_or_of_one() -> None:
-    assert [each["name"] for each in statistics(STATUS)["model_stats"]] == ["digits", "ocr", "bad"]
-    [digits] = statistics(STATUS, "digits")["model_stats"]
-    assert digits["inference_count"] == 20
-    assert digits["inference_stats"]["success"]["count"] == 20
-    assert digits["inference_stats"]["fail"]["count"] == 1
+    assert [each["name"] for each in statistics(METRICS)["model_stats"]] == ["digits", "ocr", "bad"]
+    [digits] = statistics(METRICS, "digits")["model_stats"]
+    assert (digits["inference_count"], digits["execution_count"]) == (40, 12)
+    assert digits["inference_stats"]["success"] == {"count": 20, "ns": 2_500_000_000}
+    assert digits["inference_stats"]["fail"]["count"] == 7
     with pytest.raises(NotFound, match="no model 'cats'; there are: digits, ocr, bad"):
-        statistics(STATUS, "cats")
+        statistics(METRICS, "cats")
+
+
+def test_where_rows_are_not_known_requests_are_counted() -> None:
+    [ocr] = statistics(METRICS, "ocr")["model_stats"]
+    assert ocr["inference_count"] == 2
 
 
 def test_the_index_of_the_repository() -> None:
-    assert [(each["name"], each["state"]) for each in repository_index(STATUS)] == [
+    assert [(each["name"], each["state"]) for each in repository_index(METRICS)] == [
         ("digits", "READY"),
         ("ocr", "LOADING"),
         ("bad", "UNAVAILABLE"),
     ]
-    assert [each["name"] for each in repository_index(STATUS, ready=True)] == ["digits"]
+    assert [each["name"] for each in repository_index(METRICS, ready=True)] == ["digits"]

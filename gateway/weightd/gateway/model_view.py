@@ -5,13 +5,13 @@ Plain values under the names that these have in JSON; gRPC has the same names, a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from weightd.protocol.errors import NotFound
 from weightd.protocol.messages.control import ModelMetadataResponse, ServerMetadataResponse
 from weightd.protocol.messages.data import TensorSignature
-from weightd.protocol.messages.status import ModelStatus, StatusResponse
+from weightd.protocol.messages.metrics import Histogram, MetricsResponse, ModelMetrics
 
 VERSION = "1"
 """Of every model: there is one at a time, and an update takes its place."""
@@ -26,9 +26,8 @@ _EXTENSIONS = (
 )
 _SHARED_MEMORY = "system_shared_memory"
 
-# Of a state of a model: what a repository index calls it. Any other is on its way.
-_READY, _LOADING, _UNAVAILABLE = "READY", "LOADING", "UNAVAILABLE"
-_STATES: Mapping[str, str] = {"serving": _READY, "failed": _UNAVAILABLE, "gone": _UNAVAILABLE, "draining": "UNLOADING"}
+# What a repository index calls a model that cannot answer, by its state; any other is on its way.
+_STATES: Mapping[str, str] = {"failed": "UNAVAILABLE", "gone": "UNAVAILABLE", "draining": "UNLOADING"}
 
 # Triton's word for the library that runs a model, by weightd's: tools choose icons by it, and ask for nothing.
 _BACKENDS: Mapping[str, str] = {"onnxruntime": "onnxruntime"}
@@ -73,33 +72,33 @@ def model_config(answer: ModelMetadataResponse) -> View:
     return config
 
 
-def statistics(status: StatusResponse, model: str = "") -> View:
+def statistics(metrics: MetricsResponse, model: str = "") -> View:
     """Return the statistics of a model, or of all.
+
+    Durations are from the daemon: those of requests, of their waiting for a worker, and of what workers computed. What
+    has failed is counted, but not its time. When the last request came, and which batches there were, nobody knows.
 
     Raises:
         NotFound: there is no such model.
     """
-    return {"model_stats": [_statistics(each) for each in _chosen(status, model)]}
-
-
-def repository_index(status: StatusResponse, *, ready: bool = False) -> list[View]:
-    """Return the models that there are; `ready`: those that can answer."""
-    index = [
-        {"name": each.name, "version": VERSION, "state": state_of(each), "reason": each.note} for each in status.models
-    ]
-    return [each for each in index if each["state"] == _READY] if ready else index
-
-
-def state_of(model: ModelStatus) -> str:
-    """Return the state of a model in the words of a repository index."""
-    return _STATES.get(model.state, _LOADING)
-
-
-def _chosen(status: StatusResponse, model: str) -> Iterable[ModelStatus]:
-    chosen = [each for each in status.models if model in ("", each.name)]
+    chosen = [each for each in metrics.models if model in ("", each.name)]
     if model and not chosen:
-        raise NotFound(f"no model {model!r}; there are: {', '.join(each.name for each in status.models) or 'none'}")
-    return chosen
+        raise NotFound(f"no model {model!r}; there are: {', '.join(each.name for each in metrics.models) or 'none'}")
+    return {"model_stats": [_statistics(each, _failures(metrics, each.name)) for each in chosen]}
+
+
+def repository_index(metrics: MetricsResponse, *, ready: bool = False) -> list[View]:
+    """Return the models that there are; `ready`: those that can answer."""
+    return [
+        {"name": each.name, "version": VERSION, "state": state_of(each), "reason": "" if each.ready else each.state}
+        for each in metrics.models
+        if each.ready or not ready
+    ]
+
+
+def state_of(model: ModelMetrics) -> str:
+    """Return the state of a model in the words of a repository index."""
+    return "READY" if model.ready else _STATES.get(model.state, "LOADING")
 
 
 def _tensor(signature: TensorSignature) -> View:
@@ -115,24 +114,34 @@ def _shape(signature: TensorSignature) -> list[int]:
     return [-1] if signature.shape is None else [*signature.shape]
 
 
-def _statistics(model: ModelStatus) -> View:
-    nothing = {"count": 0, "ns": 0}
-    executions = model.served if model.executions is None else model.executions.count
+def _statistics(model: ModelMetrics, failures: int) -> View:
+    requests = _duration(model.request_seconds)
+    nothing = {"count": requests["count"], "ns": 0}
     return {
         "name": model.name,
         "version": VERSION,
         "last_inference": 0,
-        "inference_count": model.served,
-        "execution_count": executions,
+        # Of rows where they are known, as Triton counts.
+        "inference_count": round(model.job_rows.sum) or requests["count"],
+        "execution_count": model.executions,
         "inference_stats": {
-            "success": {"count": model.served, "ns": 0},
-            "fail": {"count": model.failed, "ns": 0},
-            "queue": {"count": model.served, "ns": 0},
-            "compute_input": {"count": model.served, "ns": 0},
-            "compute_infer": {"count": model.served, "ns": 0},
-            "compute_output": {"count": model.served, "ns": 0},
-            "cache_hit": nothing,
-            "cache_miss": nothing,
+            "success": requests,
+            "fail": {"count": failures, "ns": 0},
+            "queue": _duration(model.queue_seconds),
+            "compute_input": nothing,
+            "compute_infer": _duration(model.compute_seconds),
+            "compute_output": nothing,
+            "cache_hit": {"count": 0, "ns": 0},
+            "cache_miss": {"count": 0, "ns": 0},
         },
         "batch_stats": [],
     }
+
+
+def _duration(histogram: Histogram) -> View:
+    return {"count": sum(histogram.counts), "ns": round(1e9 * histogram.sum)}
+
+
+def _failures(metrics: MetricsResponse, model: str) -> int:
+    accounts = (account for tenant in metrics.tenants for account in tenant.accounts if account.model == model)
+    return sum(sum(account.refused.values()) for account in accounts)

@@ -14,6 +14,7 @@ from weightd.gateway.question import Answer, Question
 from weightd.gateway.seats import Seats
 from weightd.protocol.errors import WeightdError
 from weightd.protocol.messages.control import ModelMetadataResponse, ReadyResponse, ServerMetadataResponse
+from weightd.protocol.messages.metrics import MetricsResponse
 from weightd.protocol.messages.status import StatusResponse
 
 T = TypeVar("T")
@@ -41,6 +42,7 @@ class Service:
         self._timeout = timeout
         self._clients: dict[str | None, AsyncClient] = {}
         self._statuses: dict[str | None, _Latest[StatusResponse]] = {}
+        self._metrics: dict[str | None, _Latest[MetricsResponse]] = {}
         self.seats = Seats(max_in_flight)
 
     async def server(self, caller: Caller) -> ServerMetadataResponse:
@@ -63,6 +65,12 @@ class Service:
         """Return what the daemon is doing, or was a second ago."""
         client = self._client(caller)
         latest = self._statuses.setdefault(caller.tenant, _Latest(lambda: _answered(client.status())))
+        return await latest.get()
+
+    async def metrics(self, caller: Caller) -> MetricsResponse:
+        """Return what the daemon has counted, or had a second ago."""
+        client = self._client(caller)
+        latest = self._metrics.setdefault(caller.tenant, _Latest(lambda: _answered(client.metrics())))
         return await latest.get()
 
     async def infer(self, caller: Caller, question: Question) -> Answer:
