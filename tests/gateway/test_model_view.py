@@ -6,9 +6,9 @@ import pytest
 
 from weightd.gateway.model_view import model_config, model_metadata, repository_index, server_metadata, statistics
 from weightd.protocol.errors import NotFound
+from weightd.protocol.messages.accounts import AccountStatus, TenantStatus
 from weightd.protocol.messages.control import ModelMetadataResponse, ServerMetadataResponse
 from weightd.protocol.messages.data import TensorSignature
-from weightd.protocol.messages.accounts import AccountStatus, TenantStatus
 from weightd.protocol.messages.metrics import Histogram, MetricsResponse, ModelMetrics, ReloadCounts
 
 METADATA = ModelMetadataResponse(
@@ -24,11 +24,26 @@ NOTHING = Histogram((), 0.0)
 
 
 def _model(name: str, state: str, requests: Histogram = NOTHING, rows: Histogram = NOTHING) -> ModelMetrics:
-    counters = dict.fromkeys(("executions", "deaths", "restarts", "canary_failures", "mismatches", "quarantined"), 0)
-    counters["executions"] = 12
-    histograms = {"request_seconds": requests, "queue_seconds": NOTHING, "compute_seconds": NOTHING, "job_rows": rows}
     return ModelMetrics(
-        name, "onnxruntime", state, state == "serving", 1, "", 0, 0, processes=(), **counters, **histograms
+        name,
+        "onnxruntime",
+        state,
+        ready=state == "serving",
+        generation=1,
+        sha256="",
+        queued=0,
+        running=0,
+        processes=(),
+        executions=12,
+        deaths=0,
+        restarts=0,
+        canary_failures=0,
+        mismatches=0,
+        quarantined=0,
+        request_seconds=requests,
+        queue_seconds=NOTHING,
+        compute_seconds=NOTHING,
+        job_rows=rows,
     )
 
 

@@ -14,6 +14,7 @@ from weightd.gateway.config.load import ConfigError, default_path, load
 from weightd.gateway.front import Front
 from weightd.gateway.gateway import Gateway
 from weightd.gateway.manager import Manager
+from weightd.gateway.regions import Regions
 from weightd.gateway.server import Server
 from weightd.gateway.service import Service
 from weightd.shared import gatewaycommand
@@ -41,7 +42,7 @@ def main(arguments: list[str] | None = None) -> int:
     manager = Manager(os.environ)
     settings = config.gateway
     service = Service(settings.daemon or None, settings.timeout, settings.max_in_flight)
-    gateway = Gateway(settings, identities, service, manager.sockets)
+    gateway = Gateway(settings, identities, service, Regions(enabled=settings.shared_memory), manager.sockets)
     try:
         asyncio.run(Server(path, config, gateway, _fronts(gateway), manager).run())
     except OSError as error:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from weightd.gateway.callers import Identities
 from weightd.gateway.config.table import GatewayConfig
+from weightd.gateway.regions import Regions
 from weightd.gateway.service import Service
 
 
@@ -19,10 +20,12 @@ class Gateway:
         config: as the file says.
         identities: who is who, now: a reload has others.
         service: the daemon.
+        regions: memory that callers share.
         sockets: on which a service manager listens for HTTP.
     """
 
     config: GatewayConfig
     identities: Identities
     service: Service
+    regions: Regions
     sockets: Sequence[socket.socket] = ()

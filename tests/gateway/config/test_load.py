@@ -90,6 +90,10 @@ def test_a_file_with_callers_of_every_kind(tmp_path: Path) -> None:
             {"gateway": {"http": ["unix:/x"]}, "users": {"0": "-", "root": "x"}},
             "users.root: this user is there already",
         ),
+        (
+            {"gateway": {"grpc": ["0.0.0.0:8001"], "insecure": True, "shared_memory": True}},
+            "gateway.shared_memory: expected addresses on this host alone, got 0.0.0.0:8001",
+        ),
         ({"users": 1}, "users: expected map, got int 1"),
     ],
 )

@@ -131,6 +131,7 @@ def _complete(config: GatewayConfig, base: Path, problems: Problems) -> GatewayC
         http, grpc = (tuple(map(places.parse, each)) for each in (config.http, config.grpc))
         config = dataclasses.replace(config, http_places=http, grpc_places=grpc)
         problems.note(_of_strangers(config), "tls_cert", "anonymous", "insecure")
+        problems.note(_of_sharing(config), "shared_memory")
         if not (http or grpc):
             problems.note([FieldError("expected an address here, or among grpc").at(".http")])
     return config
@@ -159,6 +160,12 @@ def _of_strangers(config: GatewayConfig) -> Iterator[FieldError]:
             if not place.is_local:
                 text = f"{place}: other hosts reach it, and {whose} {what}, or insecure = true"
                 yield FieldError(text).at(f".{key}[{index}]")
+
+
+def _of_sharing(config: GatewayConfig) -> Iterator[FieldError]:
+    others = [place for place in (*config.http_places, *config.grpc_places) if not place.is_local]
+    if config.shared_memory and others:
+        yield FieldError(f"expected addresses on this host alone, got {others[0]}").at(".shared_memory")
 
 
 def _users(named: Mapping[str, str], problems: Problems) -> dict[int, str]:

@@ -88,8 +88,8 @@ class GatewayConfig:
     """Seconds that requests may take that are under way when the gateway is asked to stop."""
 
     shared_memory: bool = field(default=False, metadata=boolean())
-    """Whether callers on this host may have tensors in files of /dev/shm, as Triton's clients do it. The gateway reads
-    and writes such a file as its own user: only of that user's processes it takes any."""
+    """Whether callers may have tensors in files of /dev/shm, as Triton's clients do it; only where all addresses are on
+    this host. Whoever may ask can name any such file of the user that the gateway runs as, and no other."""
 
     page: bool = field(default=True, metadata=boolean())
     """Whether there is a page at / that shows what goes on."""
