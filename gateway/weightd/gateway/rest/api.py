@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, cast
 
@@ -19,6 +20,7 @@ from weightd.gateway.rest.infer import Inference
 from weightd.gateway.rest.reply import Reply, as_json, of_error, refusal
 from weightd.gateway.rest.routes import Verb, route
 from weightd.protocol.errors import InvalidArgument, WeightdError
+from weightd.shared.exposition import CONTENT_TYPE, exposition
 
 _log = logging.getLogger("weightd.gateway.rest")
 
@@ -84,13 +86,14 @@ class Api:
             Verb.TRACE: self._trace,
             Verb.LOGGING: self._logging,
             Verb.SET: self._set,
+            Verb.METRICS: self._metrics,
         }
 
     async def handle(self, request: web.BaseRequest) -> Reply:
         """Return the answer to a request, whatever comes of it."""
         connection = cast(Connection, request.protocol)
         connection.enter(Phase.ANSWER)
-        trace = trace_of(request)
+        begun, trace = time.monotonic(), trace_of(request)
         caller = _PROBE
         try:
             check_host(request, self._hosts)
@@ -111,7 +114,7 @@ class Api:
             reply.headers[TRACEPARENT] = trace
         level = logging.WARNING if reply.status >= _SERVER_ERROR else logging.DEBUG
         if _log.isEnabledFor(level):
-            took = 1000 * (connection.age)
+            took = 1000 * (time.monotonic() - begun)
             what = f"{request.method} {request.raw_path}"
             _log.log(level, "%s for %s: %d in %.1f ms %s", what, caller.name, reply.status, took, trace)
         return reply
@@ -146,6 +149,9 @@ class Api:
     async def _index(self, request: web.BaseRequest, caller: Caller, name: str) -> Reply:
         ready = (await self._asked(request)).get("ready", False)
         return as_json(model_view.repository_index(await self._service.metrics(caller), ready=ready is True))
+
+    async def _metrics(self, request: web.BaseRequest, caller: Caller, name: str) -> Reply:
+        return Reply([exposition(await self._service.metrics(caller)).encode()], CONTENT_TYPE)
 
     # --- what Triton has and weightd does otherwise ------------------------------------------------------------
 

@@ -32,6 +32,9 @@ _LINGERING_S = 5.0
 
 _SWEEP_S = 1.0
 
+# When aiohttp would end a silent connection: that is the crowd's to do.
+_NEVER_S = 1e8
+
 # Of a socket in a directory that others may enter: its owner and group may connect.
 _MODE = 0o660
 
@@ -82,7 +85,7 @@ class Rest:
             self._crowd,
             self._manager,
             loop=asyncio.get_running_loop(),
-            keepalive_timeout=0,
+            keepalive_timeout=_NEVER_S,
             access_log=None,
             max_line_size=_MOST_HEADER_BYTES,
             max_field_size=_MOST_HEADER_BYTES,

@@ -34,6 +34,7 @@ class Verb(enum.Enum):
     TRACE = enum.auto()
     LOGGING = enum.auto()
     SET = enum.auto()
+    METRICS = enum.auto()
 
 
 class Route(NamedTuple):
@@ -57,6 +58,8 @@ def route(path: str) -> Route:
             return _of_model(name, rest)
         case ["v2", *rest]:
             return _of_server(rest)
+        case ["metrics"]:
+            return Route({"GET": Verb.METRICS})
     raise _nothing(segments)
 
 
