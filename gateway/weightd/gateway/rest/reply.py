@@ -115,7 +115,7 @@ class Refused(Exception):
     def __init__(self, status: int, text: str, allowed: str = "") -> None:
         super().__init__(text)
         self._status = status
-        self._headers = {hdrs.ALLOW: allowed} if allowed else {}
+        self._headers: dict[str, str] = {hdrs.ALLOW: allowed} if allowed else {}
 
     def reply(self) -> Reply:
         """Return the answer; what came late may still come, where the next request is expected."""
