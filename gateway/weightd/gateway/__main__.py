@@ -53,7 +53,12 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _fronts(gateway: Gateway) -> list[Front]:
     """Return the protocols that are spoken, each of which is imported only then."""
-    return []
+    fronts: list[Front] = []
+    if gateway.config.grpc_places:
+        from weightd.gateway.rpc.front import RpcFront  # noqa: PLC0415
+
+        fronts.append(RpcFront(gateway))
+    return fronts
 
 
 def parser() -> argparse.ArgumentParser:

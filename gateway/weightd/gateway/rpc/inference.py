@@ -1,0 +1,71 @@
+"""`ModelInfer` and `ModelStreamInfer`: what a model is asked, and answers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import grpc
+
+from weightd.gateway.codes import told
+from weightd.gateway.rpc.calls import Call, Calls, Context, Handler, guarded, parsed
+from weightd.gateway.rpc.messages import INFERENCE
+from weightd.gateway.rpc.requests import Memory, asked
+from weightd.gateway.rpc.responses import response, streamed, streamed_error
+from weightd.gateway.rpc.streams import Streams
+from weightd.gateway.seats import Seats
+from weightd.gateway.service import Service
+from weightd.protocol.errors import WeightdError
+
+NAME = "inference.GRPCInferenceService"
+
+_parse = INFERENCE["ModelInferRequest"].FromString
+
+
+class Inference:
+    """Has models run.
+
+    Args:
+        service: the daemon.
+        memory: where tensors may be that are not in messages.
+        streams: calls with many requests are among them.
+    """
+
+    def __init__(self, service: Service, memory: Memory, streams: Streams) -> None:
+        self._service = service
+        self._memory = memory
+        self._streams = streams
+
+    def handlers(self, calls: Calls) -> dict[str, Handler]:
+        """Return what gRPC wants for each method."""
+
+        async def stream(messages: object, context: Context) -> None:
+            call = calls.taken(context)
+            with self._streams.one():
+                # What is sent ahead waits where it is: at most a message has been read.
+                while (message := await self._streams.wait(context.read)) is not grpc.aio.EOF:
+                    call = call._replace(left=context.time_remaining())
+                    await context.write(await self._of_stream(call, message, calls.seats))
+
+        return {
+            "ModelInfer": calls.single(_parse, self._single),
+            "ModelStreamInfer": grpc.stream_stream_rpc_method_handler(guarded(stream)),
+        }
+
+    async def _single(self, call: Call, request: Any) -> bytes:
+        what = asked(request, call, self._memory)
+        # It has a copy of what is in there, which may be large.
+        del request
+        return response(what, await self._service.infer(call.caller, what.question))
+
+    async def _of_stream(self, call: Call, message: bytes, seats: Seats) -> bytes:
+        """Return the answer to one request of a stream, which goes on if that is an error."""
+        request_id = ""
+        try:
+            request = parsed(message, _parse)
+            request_id = request.id
+            with seats.one():
+                what = asked(request, call, self._memory)
+                del request, message
+                return streamed(response(what, await self._service.infer(call.caller, what.question), final=True))
+        except WeightdError as error:
+            return streamed_error(request_id, str(told(error)))

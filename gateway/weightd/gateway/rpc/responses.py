@@ -1,0 +1,87 @@
+"""An answer, as the bytes of a `ModelInferResponse`: each output is copied once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from weightd.gateway import arrays
+from weightd.gateway.arrays import Array
+from weightd.gateway.model_view import VERSION
+from weightd.gateway.question import Answer
+from weightd.gateway.rpc import parameters
+from weightd.gateway.rpc.messages import INFERENCE
+from weightd.gateway.rpc.requests import Asked, Target
+from weightd.protocol.errors import InvalidArgument
+from weightd.protocol.schema import label
+
+_Response, _Streamed = INFERENCE["ModelInferResponse"], INFERENCE["ModelStreamInferResponse"]
+
+# Fields 6 and 2, of bytes, of which the length follows.
+_RAW_OUTPUT = b"\x32"
+_INFER_RESPONSE = b"\x12"
+
+# What clients of streams wait for: the answer to a request has one response here.
+_FINAL = "triton_final_response"
+
+
+def response(asked: Asked, answer: Answer, *, final: bool = False) -> bytes:
+    """Return the bytes of the response; what is to be in shared memory is written there.
+
+    Args:
+        asked: what was asked.
+        answer: what was answered.
+        final: whether it says that no other one follows.
+
+    Raises:
+        InvalidArgument: an output does not fit where it is to be.
+    """
+    head = _Response(model_name=asked.question.model, model_version=VERSION, id=asked.question.id)
+    if final:
+        head.parameters[_FINAL].bool_param = True
+    contents: list[memoryview] = []
+    for name, array in answer.items():
+        output = head.outputs.add(name=name, datatype=arrays.datatype_of(array), shape=array.shape)
+        target = asked.targets.get(name)
+        contents.append(arrays.to_bytes(array) if target is None else _placed(name, array, target, output))
+    parts: list[bytes | memoryview] = [head.SerializeToString()]
+    for content in contents:
+        parts += (_RAW_OUTPUT, _varint(len(content)), content)
+    return b"".join(parts)
+
+
+def streamed(response: bytes) -> bytes:
+    """Return the bytes of a `ModelStreamInferResponse` with a response."""
+    return b"".join((_INFER_RESPONSE, _varint(len(response)), response))
+
+
+def streamed_error(request_id: str, text: str) -> bytes:
+    """Return the bytes of a `ModelStreamInferResponse` with the error of a request."""
+    message = _Streamed(error_message=text)
+    message.infer_response.id = request_id
+    message.infer_response.parameters[_FINAL].bool_param = True
+    content: bytes = message.SerializeToString()
+    return content
+
+
+def _placed(name: str, array: Array, target: Target, output: Any) -> memoryview:
+    """Write an output where it is wanted, say so in what describes it, and return what is sent in its place."""
+    region, place = target
+    if array.nbytes > place.nbytes:
+        raise InvalidArgument(
+            f"output {label(name)}: {parameters.SIZE}: expected at least {array.nbytes}, got {place.nbytes}"
+        )
+    place.region.write(place.offset, arrays.to_bytes(array))
+    output.parameters[parameters.REGION].string_param = region
+    output.parameters[parameters.OFFSET].int64_param = place.offset
+    output.parameters[parameters.SIZE].int64_param = array.nbytes
+    # Contents are counted by clients as outputs are: it has one that is empty.
+    return memoryview(b"")
+
+
+def _varint(number: int) -> bytes:
+    parts = bytearray()
+    while number > 0x7F:
+        parts.append(number & 0x7F | 0x80)
+        number >>= 7
+    parts.append(number)
+    return bytes(parts)
