@@ -10,6 +10,7 @@ import threading
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
+import grpc
 import numpy as np
 
 from weightd.gateway.callers import Caller, Identities
@@ -19,6 +20,7 @@ from weightd.gateway.gateway import Gateway
 from weightd.gateway.question import Answer, Question
 from weightd.gateway.regions import Regions
 from weightd.gateway.rpc.front import RpcFront
+from weightd.gateway.seats import Seats
 from weightd.gateway.service import Service
 from weightd.protocol.messages.control import ModelMetadataResponse, ReadyResponse, ServerMetadataResponse
 from weightd.protocol.messages.data import TensorSignature
@@ -45,8 +47,8 @@ class FakeService(Service):
         is_ready: or, an error that is raised.
     """
 
-    def __init__(self, max_in_flight: int) -> None:
-        super().__init__("unix:///nowhere", 30.0, max_in_flight)
+    def __init__(self, seats: Seats) -> None:
+        super().__init__("unix:///nowhere", 30.0, seats)
         self.model: Model = echo
         self.asked: list[tuple[Caller, Question]] = []
         self.is_ready: bool | Exception = True
@@ -81,7 +83,7 @@ class Served:
     """
 
     def __init__(self, config: GatewayConfig, identities: Identities) -> None:
-        self.service = FakeService(config.max_in_flight)
+        self.service = FakeService(Seats(config.max_in_flight, config.max_memory_bytes))
         self.gateway = Gateway(config, identities, self.service, Regions(enabled=config.shared_memory))
         self.target = ""
         self._front = RpcFront(self.gateway)
@@ -90,7 +92,7 @@ class Served:
 
     def __enter__(self) -> Served:
         self._thread.start()
-        self.target = str(self.call(self._front.start)[0]).partition("://")[2]
+        self.target = str(self.call(self._front.start)[0]).partition(" ")[2]
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -110,6 +112,13 @@ class Served:
     def stop(self, grace: float) -> None:
         """Stop the front, as the process does."""
         self.call(lambda: self._front.stop(grace))
+
+
+@contextlib.contextmanager
+def connected(target: str, *options: tuple[str, Any]) -> Iterator[Any]:
+    """Have a channel whose messages are bytes."""
+    with grpc.insecure_channel(target, options=options) as channel:
+        yield channel
 
 
 @contextlib.contextmanager

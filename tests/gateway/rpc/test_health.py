@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -20,7 +22,7 @@ NOBODY = Identities({}, {}, {})
 def test_a_probe_hears_whether_all_models_are_ready_whoever_it_is() -> None:
     request = health_pb2.HealthCheckRequest(service="inference.GRPCInferenceService")
     with served(NOBODY) as server, grpc.insecure_channel(server.target) as channel:
-        health = health_pb2_grpc.HealthStub(channel)
+        health: Any = health_pb2_grpc.HealthStub(channel)
         assert health.Check(request, timeout=LIMIT_S).status == SERVING
         assert health.Check(health_pb2.HealthCheckRequest(), timeout=LIMIT_S).status == SERVING
         server.service.is_ready = Unavailable("nobody")
@@ -30,7 +32,7 @@ def test_a_probe_hears_whether_all_models_are_ready_whoever_it_is() -> None:
 def test_a_service_that_there_is_not_is_not_found() -> None:
     request = health_pb2.HealthCheckRequest(service="other")
     with served(NOBODY) as server, grpc.insecure_channel(server.target) as channel:
-        health = health_pb2_grpc.HealthStub(channel)
+        health: Any = health_pb2_grpc.HealthStub(channel)
         with pytest.raises(grpc.RpcError) as refused:
             health.Check(request, timeout=LIMIT_S)
         assert refused.value.code() == grpc.StatusCode.NOT_FOUND
@@ -39,7 +41,8 @@ def test_a_service_that_there_is_not_is_not_found() -> None:
 
 def test_who_watches_hears_each_change_and_the_end() -> None:
     with served(NOBODY) as server, grpc.insecure_channel(server.target) as channel:
-        watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), timeout=LIMIT_S)
+        health: Any = health_pb2_grpc.HealthStub(channel)
+        watch = health.Watch(health_pb2.HealthCheckRequest(), timeout=LIMIT_S)
         assert next(watch).status == SERVING
         server.service.is_ready = False
         assert next(watch).status == NOT_SERVING

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
-import grpc
 import pytest
 from google.protobuf.descriptor_pb2 import FileDescriptorProto
 from google.protobuf.descriptor_pool import DescriptorPool
@@ -14,7 +14,7 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoRe
 
 from weightd.gateway.callers import Identities
 
-from .served import LIMIT_S, served
+from .served import LIMIT_S, connected, served
 
 NAMES = [
     "grpc.health.v1.Health",
@@ -25,12 +25,12 @@ NAMES = [
 
 
 @pytest.fixture(scope="module")
-def channel() -> Iterator[grpc.Channel]:
-    with served(Identities({}, {}, {})) as server, grpc.insecure_channel(server.target) as channel:
+def channel() -> Iterator[Any]:
+    with served(Identities({}, {}, {})) as server, connected(server.target) as channel:
         yield channel
 
 
-def test_services_are_listed_and_described(channel: grpc.Channel) -> None:
+def test_services_are_listed_and_described(channel: Any) -> None:
     database = ProtoReflectionDescriptorDatabase(channel)
     assert sorted(database.get_services()) == NAMES
     pool = DescriptorPool(database)
@@ -38,7 +38,7 @@ def test_services_are_listed_and_described(channel: grpc.Channel) -> None:
     assert service.methods_by_name["ModelInfer"].input_type.full_name == "inference.ModelInferRequest"
 
 
-def test_what_is_described_is_enough_to_ask(channel: grpc.Channel) -> None:
+def test_what_is_described_is_enough_to_ask(channel: Any) -> None:
     pool = DescriptorPool(ProtoReflectionDescriptorDatabase(channel))
     method = pool.FindMethodByName("inference.GRPCInferenceService.ServerMetadata")
     request, answer = GetMessageClass(method.input_type), GetMessageClass(method.output_type)
@@ -65,7 +65,7 @@ def test_what_is_described_is_enough_to_ask(channel: grpc.Channel) -> None:
         ({}, None),
     ],
 )
-def test_each_question_is_answered(channel: grpc.Channel, version: str, asked: dict[str, object], found: str) -> None:
+def test_each_question_is_answered(channel: Any, version: str, asked: dict[str, Any], found: str) -> None:
     stream = channel.stream_stream(f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo")
     request = reflection_pb2.ServerReflectionRequest(host="h", **asked)
     (content,) = stream(iter([request.SerializeToString()]), timeout=LIMIT_S)
@@ -76,7 +76,7 @@ def test_each_question_is_answered(channel: grpc.Channel, version: str, asked: d
     assert bool(answer.error_response.error_code) == (not found)
 
 
-def test_nothing_has_extensions(channel: grpc.Channel) -> None:
+def test_nothing_has_extensions(channel: Any) -> None:
     stream = channel.stream_stream("/grpc.reflection.v1.ServerReflection/ServerReflectionInfo")
     request = reflection_pb2.ServerReflectionRequest(all_extension_numbers_of_type="inference.ModelConfig")
     (content,) = stream(iter([request.SerializeToString()]), timeout=LIMIT_S)

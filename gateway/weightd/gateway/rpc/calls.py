@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
 from collections.abc import Awaitable, Callable, Generator
 from contextlib import contextmanager
 from typing import Any, NamedTuple, NoReturn, TypeAlias, TypeVar, cast
@@ -15,8 +14,9 @@ from google.protobuf.message import DecodeError
 from weightd.gateway.callers import Caller, Identities, bearer
 from weightd.gateway.codes import told
 from weightd.gateway.rpc.errors import ending
-from weightd.gateway.seats import Seats
-from weightd.protocol.errors import DeadlineExceeded, Internal, InvalidArgument, WeightdError
+from weightd.gateway.seats import Seat, Seats
+from weightd.gateway.traces import TRACEPARENT, trace
+from weightd.protocol.errors import DeadlineExceeded, Internal, InvalidArgument, Unauthenticated, WeightdError
 
 _log = logging.getLogger("weightd.gateway")
 
@@ -27,11 +27,11 @@ Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 Parse = Callable[[bytes], Any]
 
-# As W3C Trace Context has it: whoever says something else says nothing.
-_TRACE = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
-
 # How gRPC writes where somebody on the same host is.
 _LOCAL = ("unix:", "ipv4:127.", "ipv6:%5B::1%5D:", "ipv6:[::1]:")
+
+PROBE = Caller(None, "probe")
+"""Who asks no more than whether there is somebody: for the gateway itself, as nobody has to say who that is."""
 
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
 
@@ -41,12 +41,14 @@ class Call(NamedTuple):
 
     Attributes:
         caller: who makes it.
+        seat: of the request that is made, or will be.
         traceparent: of W3C Trace Context; "" where there is none.
         left: seconds until its deadline; None where it has none.
         is_local: whether the caller is on this host.
     """
 
     caller: Caller
+    seat: Seat
     traceparent: str = ""
     left: float | None = None
     is_local: bool = False
@@ -89,52 +91,57 @@ class Calls:
         self._peers = peers
         self.seats = seats
 
-    def single(self, parse: Parse, method: Method) -> Handler:
-        """Return what answers one message with one."""
+    def single(self, parse: Parse, method: Method, *, is_open: bool = False) -> Handler:
+        """Return what answers one message with one; `is_open`: whoever asks."""
 
         async def handle(messages: object, context: Context) -> bytes:
-            call = self.taken(context)
-            with self.seats.one():
-                return await method(call, parsed(await self.received(context), parse))
+            with self.seats.one() as seat:
+                call = self.taken(context, seat, is_open=is_open)
+                message = await self._received(context)
+                seat.take(len(message))
+                return await method(call, parsed(message, parse))
 
         return grpc.stream_unary_rpc_method_handler(guarded(handle))
 
-    def taken(self, context: Context) -> Call:
+    def taken(self, context: Context, seat: Seat, *, is_open: bool = False) -> Call:
         """Return the call, of somebody who may make one.
 
         Raises:
             Unauthenticated: nobody knows that one.
         """
-        token, traceparent = None, ""
+        token, parent = None, ""
         for key, value in context.invocation_metadata() or ():
             if key == "authorization":
+                if token is not None:
+                    raise Unauthenticated("expected one authorization")
                 token = bearer(str(value))
-            elif key == "traceparent" and _TRACE.fullmatch(str(value)):
-                traceparent = str(value)
-                context.set_trailing_metadata(((key, traceparent),))
+            elif key == TRACEPARENT and (parent := trace(str(value))):
+                context.set_trailing_metadata(((TRACEPARENT, parent),))
         name = _common_name(context) if self._certificates else None
-        caller = self._identities().of(token=token, common_name=name)
+        caller = PROBE if is_open else self._identities().of(token=token, common_name=name)
         is_local = self._peers and context.peer().startswith(_LOCAL)
-        return Call(caller, traceparent, context.time_remaining(), is_local)
+        return Call(caller, seat, parent, context.time_remaining(), is_local)
 
-    async def received(self, context: Context) -> Any:
-        """Return the next message, as bytes, or `grpc.aio.EOF`.
+    async def _received(self, context: Context) -> Any:
+        """Return the message, as bytes.
 
         Raises:
+            InvalidArgument: there is none.
             DeadlineExceeded: it does not come in time.
         """
         with _within(self._patience):
-            return await context.read()
+            message = await context.read()
+        if message is grpc.aio.EOF:
+            raise InvalidArgument("the call has no message")
+        return message
 
 
-def parsed(message: Any, parse: Parse) -> Any:
+def parsed(message: bytes, parse: Parse) -> Any:
     """Return what the bytes of a message say.
 
     Raises:
-        InvalidArgument: there are none, or they are not what they should be.
+        InvalidArgument: they are not what they should be.
     """
-    if message is grpc.aio.EOF:
-        raise InvalidArgument("the call has no message")
     try:
         return parse(message)
     except DecodeError:

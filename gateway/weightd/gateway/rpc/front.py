@@ -41,6 +41,9 @@ _LEAST_PING_S = 5
 _METADATA_BYTES = 8 * 1024
 _MOST_METADATA_BYTES = 16 * 1024
 
+# Of a socket in a directory that others may enter: its owner and group may connect.
+_MODE = 0o660
+
 # gRPC's library writes to stderr what it thinks of its peers, past every log.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
@@ -68,9 +71,12 @@ class RpcFront:
         for name, handlers in self._services().items():
             self._server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(name, handlers)])
         credentials = _credentials(config)
-        places = [self._listen(each, credentials) for each in config.grpc_places]
+        told = [self._listen(each, credentials) for each in config.grpc_places]
         await self._server.start()
-        return places
+        for place in config.grpc_places:
+            if place.path:
+                Path(place.path).chmod(_MODE)
+        return told
 
     async def stop(self, grace: float) -> None:
         """Take nothing new, and return when what is under way has been answered, or after so many seconds."""
@@ -108,9 +114,9 @@ class RpcFront:
         try:
             if credentials is None or place.path:
                 port = self._server.add_insecure_port(str(place))
-                return f"grpc://{place if place.path else place._replace(port=port)}"
+                return f"grpc {place if place.path else place._replace(port=port)}"
             port = self._server.add_secure_port(str(place), credentials)
-            return f"grpcs://{place._replace(port=port)}"
+            return f"grpcs {place._replace(port=port)}"
         except RuntimeError:
             raise OSError(f"cannot listen for gRPC at {place}: it is taken, or there is no such address") from None
 

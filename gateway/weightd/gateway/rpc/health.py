@@ -9,8 +9,7 @@ from functools import partial
 
 import grpc
 
-from weightd.gateway.callers import Caller
-from weightd.gateway.rpc.calls import Context, Handler, guarded, parsed
+from weightd.gateway.rpc.calls import PROBE, Context, Handler, guarded, parsed
 from weightd.gateway.rpc.messages import HEALTH
 from weightd.gateway.rpc.streams import Streams
 from weightd.gateway.service import Service
@@ -22,9 +21,6 @@ SERVING, NOT_SERVING, SERVICE_UNKNOWN = 1, 2, 3
 
 # How old an answer may be, and how often those who watch look: what strangers ask costs the daemon no more than this.
 FRESH_S = 1.0
-
-# The daemon is asked by the gateway itself: who asks here has not said who it is.
-_PROBE = Caller(None, "probe")
 
 _Request, _Response = HEALTH["HealthCheckRequest"], HEALTH["HealthCheckResponse"]
 
@@ -68,7 +64,7 @@ class Health:
         async with self._lock:
             if self._clock() - self._at >= FRESH_S:
                 try:
-                    self._latest = SERVING if (await self._service.ready(_PROBE)).ready else NOT_SERVING
+                    self._latest = SERVING if (await self._service.ready(PROBE)).ready else NOT_SERVING
                 except RequestError:
                     self._latest = NOT_SERVING
                 self._at = self._clock()

@@ -39,9 +39,10 @@ class Inference:
         """Return what gRPC wants for each method."""
 
         async def stream(messages: object, context: Context) -> None:
-            call = calls.taken(context)
+            with calls.seats.one() as seat:
+                call = calls.taken(context, seat)
             with self._streams.one():
-                # What is sent ahead waits where it is: at most a message has been read.
+                # What is sent ahead waits where it is: at most one message has been read.
                 while (message := await self._streams.wait(context.read)) is not grpc.aio.EOF:
                     call = call._replace(left=context.time_remaining())
                     await context.write(await self._of_stream(call, message, calls.seats))
@@ -63,8 +64,9 @@ class Inference:
         try:
             request = parsed(message, _parse)
             request_id = request.id
-            with seats.one():
-                what = asked(request, call, self._memory)
+            with seats.one() as seat:
+                seat.take(len(message))
+                what = asked(request, call._replace(seat=seat), self._memory)
                 del request, message
                 return streamed(response(what, await self._service.infer(call.caller, what.question), final=True))
         except WeightdError as error:

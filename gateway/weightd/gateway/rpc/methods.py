@@ -15,17 +15,28 @@ from weightd.gateway.rpc.requests import check_version, model_of
 from weightd.gateway.service import Service
 from weightd.protocol.errors import InvalidArgument, Unavailable
 
-_NO_LOADING = "models are those of the daemon's configuration: `weightctl reload` and `weightctl update` change them"
+# For probes, which have no token.
+_OPEN = frozenset({"ServerLive", "ServerReady"})
 
-_TRACES = {"trace_level": {"value": ["OFF"]}}
-_LOG = {
+# What Triton would say that traces nothing, each in a list.
+_TRACE_SETTINGS = {
+    "trace_level": "OFF",
+    "trace_rate": "0",
+    "trace_count": "-1",
+    "log_frequency": "0",
+    "trace_file": "",
+    "trace_mode": "triton",
+}
+_LOG_SETTINGS = {
+    "log_file": {"string_param": ""},
     "log_info": {"bool_param": True},
     "log_warning": {"bool_param": True},
     "log_error": {"bool_param": True},
     "log_verbose_level": {"uint32_param": 0},
     "log_format": {"string_param": "default"},
-    "log_file": {"string_param": ""},
 }
+
+_NO_SETTING = "this setting is the operator's, in the configuration of weightd"
 
 
 class Methods:
@@ -64,7 +75,10 @@ class Methods:
             "TraceSetting": self._trace_setting,
             "LogSettings": self._log_settings,
         }
-        return {name: calls.single(INFERENCE.requests[name].FromString, method) for name, method in methods.items()}
+        return {
+            name: calls.single(INFERENCE.requests[name].FromString, method, is_open=name in _OPEN)
+            for name, method in methods.items()
+        }
 
     async def _server_live(self, call: Call, request: Any) -> bytes:
         return _answer("ServerLiveResponse", {"live": True})
@@ -107,7 +121,7 @@ class Methods:
         return _answer("RepositoryIndexResponse", {"models": models})
 
     async def _load(self, call: Call, request: Any) -> bytes:
-        raise InvalidArgument(_NO_LOADING)
+        raise InvalidArgument("models are loaded and changed by `weightctl update` and `weightctl reload` alone")
 
     async def _memory_status(self, call: Call, request: Any) -> bytes:
         check_local(call)
@@ -128,7 +142,7 @@ class Methods:
         return _answer("CudaSharedMemoryStatusResponse", {})
 
     async def _cuda_register(self, call: Call, request: Any) -> bytes:
-        raise Unimplemented("weightd takes no tensors in the memory of CUDA")
+        raise Unimplemented("weightd has no memory of CUDA devices")
 
     async def _cuda_unregister(self, call: Call, request: Any) -> bytes:
         # There is none, which is what was asked for: some clients do so to begin with, whatever they use.
@@ -136,13 +150,15 @@ class Methods:
 
     async def _trace_setting(self, call: Call, request: Any) -> bytes:
         if request.settings:
-            raise InvalidArgument("weightd has no traces to set")
-        return _answer("TraceSettingResponse", {"settings": _TRACES})
+            raise InvalidArgument(_NO_SETTING)
+        return _answer(
+            "TraceSettingResponse", {"settings": {name: {"value": [value]} for name, value in _TRACE_SETTINGS.items()}}
+        )
 
     async def _log_settings(self, call: Call, request: Any) -> bytes:
         if request.settings:
-            raise InvalidArgument("the gateway's log is set by its command line")
-        return _answer("LogSettingsResponse", {"settings": _LOG})
+            raise InvalidArgument(_NO_SETTING)
+        return _answer("LogSettingsResponse", {"settings": _LOG_SETTINGS})
 
 
 def _answer(name: str, view: View) -> bytes:

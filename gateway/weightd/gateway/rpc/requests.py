@@ -152,7 +152,8 @@ def _shared(name: str, datatype: str, shape: Sequence[int], place: Place, call: 
         raise InvalidArgument(
             f"{label(name)}: shared_memory_byte_size: expected {expected} for {datatype} {[*shape]}, got {place.nbytes}"
         )
-    content = memoryview(memory.room(call.caller, expected))
+    call.seat.take(expected)
+    content = memoryview(memory.room(call.caller, expected) if expected else b"")
     place.region.read(place.offset, content)
     return arrays.from_bytes(name, datatype, shape, content)
 

@@ -13,6 +13,7 @@ from weightd.gateway.rpc.messages import INFERENCE
 from weightd.gateway.rpc.requests import Asked, Target
 from weightd.protocol.errors import InvalidArgument
 from weightd.protocol.schema import label
+from weightd.protocol.tensors import frame_of
 
 _Response, _Streamed = INFERENCE["ModelInferResponse"], INFERENCE["ModelStreamInferResponse"]
 
@@ -42,7 +43,7 @@ def response(asked: Asked, answer: Answer, *, final: bool = False) -> bytes:
     for name, array in answer.items():
         output = head.outputs.add(name=name, datatype=arrays.datatype_of(array), shape=array.shape)
         target = asked.targets.get(name)
-        contents.append(arrays.to_bytes(array) if target is None else _placed(name, array, target, output))
+        contents.append(frame_of(array) if target is None else _placed(name, array, target, output))
     parts: list[bytes | memoryview] = [head.SerializeToString()]
     for content in contents:
         parts += (_RAW_OUTPUT, _varint(len(content)), content)
@@ -70,7 +71,7 @@ def _placed(name: str, array: Array, target: Target, output: Any) -> memoryview:
         raise InvalidArgument(
             f"output {label(name)}: {parameters.SIZE}: expected at least {array.nbytes}, got {place.nbytes}"
         )
-    place.region.write(place.offset, arrays.to_bytes(array))
+    place.region.write(place.offset, frame_of(array))
     output.parameters[parameters.REGION].string_param = region
     output.parameters[parameters.OFFSET].int64_param = place.offset
     output.parameters[parameters.SIZE].int64_param = array.nbytes
