@@ -42,6 +42,6 @@ def test_in_a_stream_a_response_says_that_it_is_the_only_one() -> None:
 
 
 def test_in_a_stream_an_error_names_its_request() -> None:
-    read = ModelStreamInferResponse.FromString(streamed_error("42", "no"))
+    read = ModelStreamInferResponse.FromString(streamed_error(b"42", "no"))
     assert (read.error_message, read.infer_response.id) == ("no", "42")
     assert read.infer_response.parameters["triton_final_response"].bool_param

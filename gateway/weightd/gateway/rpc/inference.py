@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import grpc
 
 from weightd.gateway.codes import told
-from weightd.gateway.rpc.calls import Call, Calls, Context, Handler, guarded, parsed
-from weightd.gateway.rpc.messages import INFERENCE
+from weightd.gateway.rpc.calls import Call, Calls, Context, Handler, guarded
+from weightd.gateway.rpc.cutting import cut
 from weightd.gateway.rpc.requests import Memory, asked
 from weightd.gateway.rpc.responses import response, streamed, streamed_error
 from weightd.gateway.rpc.streams import Streams
@@ -17,8 +15,6 @@ from weightd.gateway.service import Service
 from weightd.protocol.errors import WeightdError
 
 NAME = "inference.GRPCInferenceService"
-
-_parse = INFERENCE["ModelInferRequest"].FromString
 
 
 class Inference:
@@ -48,26 +44,24 @@ class Inference:
                     await context.write(await self._of_stream(call, message, calls.seats))
 
         return {
-            "ModelInfer": calls.single(_parse, self._single),
+            "ModelInfer": calls.single(_whole, self._single),
             "ModelStreamInfer": grpc.stream_stream_rpc_method_handler(guarded(stream)),
         }
 
-    async def _single(self, call: Call, request: Any) -> bytes:
-        what = asked(request, call, self._memory)
-        # It has a copy of what is in there, which may be large.
-        del request
+    async def _single(self, call: Call, message: bytes) -> bytes:
+        what = asked(message, call, self._memory)
         return response(what, await self._service.infer(call.caller, what.question))
 
     async def _of_stream(self, call: Call, message: bytes, seats: Seats) -> bytes:
         """Return the answer to one request of a stream, which goes on if that is an error."""
-        request_id = ""
         try:
-            request = parsed(message, _parse)
-            request_id = request.id
             with seats.one() as seat:
                 seat.take(len(message))
-                what = asked(request, call._replace(seat=seat), self._memory)
-                del request, message
+                what = asked(message, call._replace(seat=seat), self._memory)
                 return streamed(response(what, await self._service.infer(call.caller, what.question), final=True))
         except WeightdError as error:
-            return streamed_error(request_id, str(told(error)))
+            return streamed_error(cut(message).id, str(told(error)))
+
+
+def _whole(message: bytes) -> bytes:
+    return message

@@ -8,7 +8,7 @@ from typing import Any
 from weightd.gateway.regions import Place, Regions
 from weightd.gateway.rpc.calls import Call
 from weightd.protocol import limits
-from weightd.protocol.errors import InvalidArgument
+from weightd.protocol.errors import DeadlineExceeded, InvalidArgument
 from weightd.protocol.schema import got
 
 REGION, OFFSET, SIZE = "shared_memory_region", "shared_memory_offset", "shared_memory_byte_size"
@@ -37,22 +37,31 @@ def check(given: Mapping[str, Any]) -> None:
             raise InvalidArgument(f"parameters.{name}: weightd has no sequences of requests")
 
 
-def timeout_of(given: Mapping[str, Any], left: float | None) -> float | None:
-    """Return the seconds that a request may take: its own, or those of its call; None: as many as it takes.
+def timeout_of(given: Mapping[str, Any]) -> float | None:
+    """Return the seconds that a request says it may take; None: it does not.
 
     Raises:
-        InvalidArgument: its own are none.
+        InvalidArgument: it says something else.
     """
     asked = given.get("timeout", 0)
     if type(asked) is not int or not 0 <= asked <= limits.MAX_TIMEOUT_US:
         raise InvalidArgument(
             f"parameters.timeout: expected integer, 0 to {limits.MAX_TIMEOUT_US}, in microseconds, got {got(asked)}"
         )
-    own = asked / 1e6 if asked else None
+    return asked / 1e6 if asked else None
+
+
+def earlier(own: float | None, left: float | None) -> float | None:
+    """Return the seconds that a request may take, by what it says and by its call; None: as many as it takes.
+
+    Raises:
+        DeadlineExceeded: its call has none left.
+    """
     if left is None:
         return own
-    left = min(left, limits.MAX_TIMEOUT_US / 1e6)
-    return left if own is None else min(own, left)
+    if left <= 0.0:
+        raise DeadlineExceeded("the deadline of the call has passed")
+    return min(left, limits.MAX_TIMEOUT_US / 1e6 if own is None else own)
 
 
 def priority_of(given: Mapping[str, Any]) -> int | None:

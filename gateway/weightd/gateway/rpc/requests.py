@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from weightd.gateway import arrays
@@ -12,7 +13,9 @@ from weightd.gateway.model_view import VERSION
 from weightd.gateway.question import Question
 from weightd.gateway.regions import Place, Regions
 from weightd.gateway.rpc import parameters
-from weightd.gateway.rpc.calls import Call
+from weightd.gateway.rpc.calls import Call, parsed
+from weightd.gateway.rpc.cutting import cut
+from weightd.gateway.rpc.messages import INFERENCE
 from weightd.protocol import limits
 from weightd.protocol.errors import InvalidArgument, NotFound
 from weightd.protocol.schema import got, label
@@ -31,6 +34,13 @@ _CONTENTS: Mapping[str, str] = {
     "FP32": "fp32_contents",
     "FP64": "fp64_contents",
 }
+
+
+_NOTHING = INFERENCE["InferTensorContents"]()
+
+# Of a header that is remembered with what it means: a client sends the same again and again.
+_REMEMBERED_BYTES = 2048
+_REMEMBERED = 1024
 
 
 class Memory(NamedTuple):
@@ -69,30 +79,78 @@ class Asked(NamedTuple):
     targets: Mapping[str, Target]
 
 
-def asked(request: Any, call: Call, memory: Memory) -> Asked:
-    """Return what a request asks.
+class Input(NamedTuple):
+    """One input, and where it is: `values`, or in a region, or else among the raw contents."""
+
+    name: str
+    datatype: str
+    shape: Sequence[int]
+    values: Array | None
+    region: Mapping[str, Any] | None
+
+
+class Form(NamedTuple):
+    """What a request says, but for its tensors: the same for many.
+
+    Attributes:
+        regions: of outputs that are to be in one: its parameters, by their names.
+        contents, id: of a message that was not cut.
+    """
+
+    model: str
+    inputs: Sequence[Input]
+    outputs: tuple[str, ...] | None
+    regions: Mapping[str, Mapping[str, Any]]
+    timeout: float | None
+    priority: int | None
+    contents: Sequence[memoryview]
+    id: str
+
+
+def asked(message: bytes, call: Call, memory: Memory) -> Asked:
+    """Return what the bytes of a request ask.
 
     Raises:
-        InvalidArgument: it is not what the protocol says; the text names the field.
+        InvalidArgument: they are not what the protocol says; the text names the field.
         NotFound: the version, or a region, is none.
     """
+    header, request_id, contents = cut(message)
+    form = _remembered(header) if len(header) <= _REMEMBERED_BYTES else _form(header)
+    question = Question(
+        form.model,
+        _inputs(form, contents or form.contents, call, memory),
+        form.outputs,
+        parameters.earlier(form.timeout, call.left),
+        form.priority,
+        call.traceparent,
+        _id(request_id) if request_id else form.id,
+    )
+    targets = {
+        name: Target(given[parameters.REGION], parameters.place_of(given, call, memory.regions))
+        for name, given in form.regions.items()
+    }
+    return Asked(question, targets)
+
+
+def _form(header: bytes) -> Form:
+    request = parsed(header, INFERENCE["ModelInferRequest"].FromString)
     check_version(request.model_version)
-    size = len(request.id.encode())
-    if size > limits.MAX_ID_BYTES:
-        raise InvalidArgument(f"id: expected at most {limits.MAX_ID_BYTES} bytes, got {size}")
     given = parameters.values(request.parameters)
     parameters.check(given)
-    names, targets = _outputs(request.outputs, call, memory.regions)
-    question = Question(
+    outputs, regions = _outputs(request.outputs)
+    return Form(
         model_of(request.model_name),
-        _inputs(request, call, memory),
-        names,
-        parameters.timeout_of(given, call.left),
+        _described(request.inputs),
+        outputs,
+        regions,
+        parameters.timeout_of(given),
         parameters.priority_of(given),
-        call.traceparent,
-        request.id,
+        [memoryview(each) for each in request.raw_input_contents],
+        _id(request.id.encode()),
     )
-    return Asked(question, targets)
+
+
+_remembered = functools.lru_cache(_REMEMBERED)(_form)
 
 
 def model_of(name: str) -> str:
@@ -114,39 +172,59 @@ def check_version(version: str) -> None:
         raise NotFound(f"model_version: expected {VERSION!r} or none, got {got(version)}")
 
 
-def _inputs(request: Any, call: Call, memory: Memory) -> dict[str, Array]:
-    tensors, raw = request.inputs, request.raw_input_contents
+def _id(given: bytes) -> str:
+    if len(given) > limits.MAX_ID_BYTES:
+        raise InvalidArgument(f"id: expected at most {limits.MAX_ID_BYTES} bytes, got {len(given)}")
+    try:
+        return given.decode()
+    except UnicodeDecodeError:
+        raise InvalidArgument("id: expected UTF-8") from None
+
+
+def _described(tensors: Sequence[Any]) -> Sequence[Input]:
     _check_count("inputs", tensors)
-    inputs: dict[str, Array] = {}
-    contents: Iterator[bytes] = iter(raw)
-    taken = 0
+    inputs: dict[str, Input] = {}
     for index, tensor in enumerate(tensors):
         name = _name(f"inputs[{index}].name", tensor.name)
         if name in inputs:
             raise InvalidArgument(f"inputs[{index}].name: {label(name)} is there already")
         datatype = arrays.checked_datatype(name, tensor.datatype)
         shape = arrays.checked_shape(name, tuple(tensor.shape))
-        given = parameters.values(tensor.parameters) if tensor.parameters else {}
-        if (raw or parameters.REGION in given) and tensor.HasField("contents"):
-            raise InvalidArgument(
-                f"{label(name)}: contents: expected none, as its values are, or others' are, elsewhere"
-            )
-        if parameters.REGION in given:
-            inputs[name] = _shared(
-                name, datatype, shape, parameters.place_of(given, call, memory.regions), call, memory
-            )
-        elif raw:
-            inputs[name] = arrays.from_bytes(name, datatype, shape, memoryview(_next(contents, name)))
+        given = parameters.values(tensor.parameters)
+        region = given if parameters.REGION in given else None
+        values = _typed(name, datatype, shape, tensor.contents) if tensor.HasField("contents") else None
+        if values is not None and region is not None:
+            raise InvalidArgument(f"{label(name)}: contents: expected none, as it is in a region")
+        inputs[name] = Input(name, datatype, shape, values, region)
+    return tuple(inputs.values())
+
+
+def _inputs(form: Form, contents: Sequence[memoryview], call: Call, memory: Memory) -> dict[str, Array]:
+    inputs: dict[str, Array] = {}
+    taken = 0
+    for each in form.inputs:
+        if each.region is not None:
+            inputs[each.name] = _shared(each, parameters.place_of(each.region, call, memory.regions), call, memory)
+        elif each.values is not None:
+            if contents:
+                raise InvalidArgument(f"{label(each.name)}: contents: expected none beside raw_input_contents")
+            inputs[each.name] = each.values
+        elif taken < len(contents):
+            inputs[each.name] = arrays.from_bytes(each.name, each.datatype, each.shape, contents[taken])
             taken += 1
+        elif contents:
+            raise InvalidArgument(f"raw_input_contents: expected one for {label(each.name)}, too")
         else:
-            inputs[name] = _typed(name, datatype, shape, tensor.contents)
-    if taken != len(raw):
-        raise InvalidArgument(f"raw_input_contents: expected {taken}, one for each input that is not in shared memory")
+            # One without elements is said so.
+            inputs[each.name] = _typed(each.name, each.datatype, each.shape, _NOTHING)
+    if taken != len(contents):
+        raise InvalidArgument(f"raw_input_contents: expected {taken}, one for each input that is not in a region")
     return inputs
 
 
-def _shared(name: str, datatype: str, shape: Sequence[int], place: Place, call: Call, memory: Memory) -> Array:
+def _shared(each: Input, place: Place, call: Call, memory: Memory) -> Array:
     """Return a tensor that is in shared memory: a copy, that nobody else changes."""
+    name, datatype, shape, _, _ = each
     expected = arrays.size_of(name, datatype, shape)
     if place.nbytes != expected:
         raise InvalidArgument(
@@ -156,13 +234,6 @@ def _shared(name: str, datatype: str, shape: Sequence[int], place: Place, call: 
     content = memoryview(memory.room(call.caller, expected) if expected else b"")
     place.region.read(place.offset, content)
     return arrays.from_bytes(name, datatype, shape, content)
-
-
-def _next(contents: Iterator[bytes], name: str) -> bytes:
-    try:
-        return next(contents)
-    except StopIteration:
-        raise InvalidArgument(f"raw_input_contents: expected one for {label(name)}, too") from None
 
 
 def _typed(name: str, datatype: str, shape: Sequence[int], contents: Any) -> Array:
@@ -176,14 +247,12 @@ def _typed(name: str, datatype: str, shape: Sequence[int], contents: Any) -> Arr
     return arrays.from_values(name, datatype, shape, list(getattr(contents, expected)))
 
 
-def _outputs(
-    wanted: Sequence[Any], call: Call, regions: Regions
-) -> tuple[tuple[str, ...] | None, Mapping[str, Target]]:
+def _outputs(wanted: Sequence[Any]) -> tuple[tuple[str, ...] | None, Mapping[str, Mapping[str, Any]]]:
     if not wanted:
         return None, {}
     _check_count("outputs", wanted)
     names: list[str] = []
-    targets: dict[str, Target] = {}
+    regions: dict[str, Mapping[str, Any]] = {}
     for index, output in enumerate(wanted):
         name = _name(f"outputs[{index}].name", output.name)
         if name in names:
@@ -192,9 +261,9 @@ def _outputs(
         if given.get("classification"):
             raise InvalidArgument(f"{label(name)}: weightd has no classification of outputs")
         if parameters.REGION in given:
-            targets[name] = Target(given[parameters.REGION], parameters.place_of(given, call, regions))
+            regions[name] = given
         names.append(name)
-    return tuple(names), targets
+    return tuple(names), regions
 
 
 def _check_count(field: str, tensors: Sequence[Any]) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 from weightd.gateway import arrays
 from weightd.gateway.arrays import Array
+from weightd.gateway.codes import TooLarge
 from weightd.gateway.model_view import VERSION
 from weightd.gateway.question import Answer
 from weightd.gateway.rpc import parameters
@@ -17,9 +20,13 @@ from weightd.protocol.tensors import frame_of
 
 _Response, _Streamed = INFERENCE["ModelInferResponse"], INFERENCE["ModelStreamInferResponse"]
 
-# Fields 6 and 2, of bytes, of which the length follows.
+# Fields 3, 6 and 2, of bytes, of which the length follows.
+_ID = b"\x1a"
 _RAW_OUTPUT = b"\x32"
 _INFER_RESPONSE = b"\x12"
+
+# Of a protobuf, by what its libraries read.
+_MOST_BYTES = 2**31 - 1
 
 # What clients of streams wait for: the answer to a request has one response here.
 _FINAL = "triton_final_response"
@@ -36,17 +43,53 @@ def response(asked: Asked, answer: Answer, *, final: bool = False) -> bytes:
     Raises:
         InvalidArgument: an output does not fit where it is to be.
     """
-    head = _Response(model_name=asked.question.model, model_version=VERSION, id=asked.question.id)
-    if final:
-        head.parameters[_FINAL].bool_param = True
+    question, targets = asked
+    if targets:
+        head, contents = _partly_placed(asked, answer, final=final)
+    else:
+        shapes = tuple([(name, arrays.datatype_of(array), array.shape) for name, array in answer.items()])
+        head, contents = _head(question.model, shapes, final=final), [*map(frame_of, answer.values())]
+    parts: list[bytes | memoryview] = [head]
+    if question.id:
+        request_id = question.id.encode()
+        parts += (_ID, _varint(len(request_id)), request_id)
+    for content in contents:
+        parts += (_RAW_OUTPUT, _varint(len(content)), content)
+    return _joined(parts)
+
+
+@functools.lru_cache(maxsize=256)
+def _head(model: str, shapes: tuple[tuple[str, str, tuple[int, ...]], ...], *, final: bool) -> bytes:
+    """Return the bytes of a response but for its id and its contents: the same for many."""
+    head = _begun(model, final=final)
+    for name, datatype, shape in shapes:
+        head.outputs.add(name=name, datatype=datatype, shape=shape)
+    content: bytes = head.SerializeToString()
+    return content
+
+
+def _partly_placed(asked: Asked, answer: Answer, *, final: bool) -> tuple[bytes, list[memoryview]]:
+    """Return the same, and the contents, where outputs are to be elsewhere."""
+    head = _begun(asked.question.model, final=final)
     contents: list[memoryview] = []
     for name, array in answer.items():
         output = head.outputs.add(name=name, datatype=arrays.datatype_of(array), shape=array.shape)
         target = asked.targets.get(name)
         contents.append(frame_of(array) if target is None else _placed(name, array, target, output))
-    parts: list[bytes | memoryview] = [head.SerializeToString()]
-    for content in contents:
-        parts += (_RAW_OUTPUT, _varint(len(content)), content)
+    return head.SerializeToString(), contents
+
+
+def _begun(model: str, *, final: bool) -> Any:
+    head = _Response(model_name=model, model_version=VERSION)
+    if final:
+        head.parameters[_FINAL].bool_param = True
+    return head
+
+
+def _joined(parts: Sequence[bytes | memoryview]) -> bytes:
+    size = sum(map(len, parts))
+    if size > _MOST_BYTES:
+        raise TooLarge(f"the answer has {size} bytes, and a message of gRPC at most {_MOST_BYTES}")
     return b"".join(parts)
 
 
@@ -55,10 +98,10 @@ def streamed(response: bytes) -> bytes:
     return b"".join((_INFER_RESPONSE, _varint(len(response)), response))
 
 
-def streamed_error(request_id: str, text: str) -> bytes:
+def streamed_error(request_id: bytes, text: str) -> bytes:
     """Return the bytes of a `ModelStreamInferResponse` with the error of a request."""
     message = _Streamed(error_message=text)
-    message.infer_response.id = request_id
+    message.infer_response.id = request_id.decode(errors="replace")
     message.infer_response.parameters[_FINAL].bool_param = True
     content: bytes = message.SerializeToString()
     return content
