@@ -14,11 +14,12 @@ from weightd.gateway.callers import Caller
 from weightd.gateway.codes import told
 from weightd.gateway.gateway import Gateway
 from weightd.gateway.rest import body, form
-from weightd.gateway.rest.asking import TRACEPARENT, caller_of, check_host, trace_of
+from weightd.gateway.rest.asking import caller_of, check_host, trace_of
 from weightd.gateway.rest.connection import Connection, Phase
 from weightd.gateway.rest.infer import Inference
 from weightd.gateway.rest.reply import Refused, Reply, as_json, of_error
 from weightd.gateway.rest.routes import Verb, route
+from weightd.gateway.traces import TRACEPARENT
 from weightd.protocol.errors import InvalidArgument, WeightdError
 from weightd.protocol.schema import label
 from weightd.shared.exposition import CONTENT_TYPE, exposition
