@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -73,3 +74,15 @@ def test_a_process_of_several_models_counts_once() -> None:
 
 def test_whoever_sees_its_own_alone_is_told_none() -> None:
     assert of_service(looks.status(1.0, pid=0)) is None
+
+
+@pytest.mark.parametrize(("origin", "weights_twice"), [("template", False), ("forked", True)])
+def test_what_a_fork_has_in_common_with_others_a_plain_process_has_alone(origin: str, weights_twice: bool) -> None:
+    workers = [
+        replace(each, anonymous_bytes=130 * MB, origin=origin)
+        for each in looks.processes("m", 2, private=10 * MB, weights=90 * MB)[1:]
+    ]
+    memory = of_model(looks.model("m", workers, copy=90 * MB))
+    assert memory is not None
+    # Of the template, the weights are among what is no file's.
+    assert memory.plain_bytes == 2 * (130 + (90 if weights_twice else 0)) * MB

@@ -32,5 +32,6 @@ def test_it_is_what_json_can_hold_and_has_all_that_is_shown() -> None:
 
 def test_numbers_are_as_long_as_can_be_seen() -> None:
     history = History()
-    history.counted(looks.metrics(3.0000012, looks.counted("m")))
-    assert values(history.overview())["uptime_s"] == 3.0
+    history.counted(looks.metrics(1234567.8901, looks.counted("m"), tenants=[looks.tenant("t", share=1 / 3)]))
+    told = values(history.overview())
+    assert (told["uptime_s"], told["tenants"][0]["share"]) == (1234567.9, 0.3333)

@@ -1,11 +1,11 @@
 """What the processes of a model take of memory, and what as many plain processes would.
 
-A plain process has what a worker has alone, and a copy of the weights of its own:
+A plain process has a copy of the weights of its own, and what a worker has besides that is no file's:
 
     plain = N x (private + copy)
 
-What workers have in common besides the weights, such as libraries, is left out of that: so plain processes would take
-rather more than is told here.
+That is more than a worker has alone: after a fork, most of its interpreter and its engine are those of all others.
+Files, such as libraries, the kernel shares among plain processes, too: they do not count.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Iterable, Iterator, Optional, Set
 
-from weightd.protocol.messages.status import GenerationStatus, ModelStatus, StatusResponse
+from weightd.protocol.messages.status import GenerationStatus, ModelStatus, ProcessStatus, StatusResponse
 from weightd.shared.devices import is_cpu
 
 # Who takes requests, and has the weights in common with others.
@@ -30,7 +30,7 @@ class Memory:
         workers: how many processes use them.
         beside_bytes: what these have alone, all together.
         other_bytes: all else: who holds the weights, libraries, processes that share nothing.
-        plain_bytes: what would be taken if each worker were a plain process.
+        plain_bytes: what would be taken if each worker were a plain process, at least.
     """
 
     copy_bytes: int
@@ -86,8 +86,15 @@ def _of_generation(generation: GenerationStatus) -> Memory:
     copy = min(copy, pss)
     beside = min(sum(each.own_bytes or 0 for each in sharing), pss - copy)
     alone = sum(each.pss_bytes or 0 for each in workers if not each.shared_bytes)
-    plain = beside + sum(each.shared_bytes or 0 for each in sharing) + alone
+    plain = sum(_private(each) + (each.shared_bytes or 0) for each in sharing) + alone
     return Memory(copy, len(sharing), beside, pss - copy - beside, plain)
+
+
+def _private(worker: ProcessStatus) -> int:
+    """What it would have for itself if nothing had been forked."""
+    # Weights that were inherited of the template are no file's, those in a page store are.
+    weights = worker.shared_bytes if worker.origin == "template" else 0
+    return max(worker.own_bytes or 0, (worker.anonymous_bytes or 0) - (weights or 0))
 
 
 def _sum(memories: Iterable[Memory]) -> Memory:

@@ -13,6 +13,7 @@ def values(overview: Overview) -> Dict[str, Any]:
     """Return what JSON can hold; seconds and bytes, as the rows have them."""
     return {
         **_fields(overview),
+        "uptime_s": round(overview.uptime_s, 1),
         "pace": _pace(overview.pace),
         "memory": _memory(overview.memory),
         "models": [_model(each) for each in overview.models],
