@@ -106,7 +106,7 @@ $(VENV)/.made: pyproject.toml
 	$(if $(PYTHON),,$(error no Python 3.10 or later with venv found; on Debian: apt install python3.11-venv, elsewhere: make PYTHON=...))
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/$(INSTALL) --upgrade 'pip>=25.1'  # the first that knows --group
-	$(VENV)/$(INSTALL) --editable '.[daemon,onnxruntime]' --group test
+	$(VENV)/$(INSTALL) --editable '.[daemon,gateway,onnxruntime]' --group test
 	@touch $@
 
 $(VENV)/.made-lint: $(VENV)/.made

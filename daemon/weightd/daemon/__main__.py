@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 from weightd.daemon import exits
 from weightd.daemon.config.check import described, problems
@@ -23,7 +24,7 @@ from weightd.daemon.host.directories import ClaimError
 from weightd.daemon.server import Server
 from weightd.protocol.schema import label
 from weightd.protocol.version import VERSION
-from weightd.shared import paths
+from weightd.shared import gatewaycommand, paths
 from weightd.shared.commandline import Parser
 from weightd.shared.devices import CPU
 
@@ -125,6 +126,12 @@ def _check(options: argparse.Namespace) -> int:
     return exits.OK
 
 
+def _gateway(options: argparse.Namespace) -> NoReturn:
+    """Become the gateway: nothing of the daemon is in that process."""
+    program = [sys.executable, "-m", "weightd.gateway"]
+    os.execv(sys.executable, [*program, *gatewaycommand.arguments(options)])  # noqa: S606 - no shell is wanted
+
+
 def _ended(number: int, _: object) -> None:
     raise SystemExit(128 + number)
 
@@ -207,6 +214,10 @@ def parser() -> argparse.ArgumentParser:
     check.set_defaults(run=_check)
 
     doctor.describe(commands.add_parser("doctor", help=doctor.HELP))
+
+    gateway = commands.add_parser("gateway", help=gatewaycommand.HELP)
+    gatewaycommand.describe(gateway)
+    gateway.set_defaults(run=_gateway)
     return parser
 
 

@@ -127,7 +127,7 @@ class ClientCore:
         sharing: where their tensors are.
 
     Args:
-        tenant: for whom inference is asked, if that is another than who asks.
+        tenant: for whom it is asked, if that is another than who asks; changes are always asked for by that one.
     """
 
     def __init__(self, tenant: Optional[str] = None) -> None:
@@ -241,27 +241,27 @@ class ClientCore:
     def ready(self, model: str) -> Question:
         """Return the question whether a model, or with "" all of them, can answer, and its frames."""
         call = Call(self._next_id(), ReadyResponse)
-        return call, encode(ModelReady(call.id, model) if model else ServerReady(call.id))
+        return call, encode(ModelReady(call.id, model, self._tenant) if model else ServerReady(call.id, self._tenant))
 
     def model_metadata(self, model: str) -> Question:
         """Return a question about a model and its frames."""
         call = Call(self._next_id(), ModelMetadataResponse)
-        return call, encode(ModelMetadata(call.id, model))
+        return call, encode(ModelMetadata(call.id, model, self._tenant))
 
     def server_metadata(self) -> Question:
         """Return a question about the server and its frames."""
         call = Call(self._next_id(), ServerMetadataResponse)
-        return call, encode(ServerMetadata(call.id))
+        return call, encode(ServerMetadata(call.id, self._tenant))
 
     def status(self) -> Question:
         """Return a question about everything and its frames."""
         call = Call(self._next_id(), StatusResponse)
-        return call, encode(Status(call.id))
+        return call, encode(Status(call.id, self._tenant))
 
     def metrics(self) -> Question:
         """Return a question about what was counted and its frames."""
         call = Call(self._next_id(), MetricsResponse)
-        return call, encode(Metrics(call.id))
+        return call, encode(Metrics(call.id, self._tenant))
 
     def update(self, model: str, path: str, weights: str, *, rollback: bool) -> Question:
         """Return a wish for another model or other weights, and its frames.

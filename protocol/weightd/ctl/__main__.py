@@ -154,7 +154,7 @@ def _add_common(parser: argparse.ArgumentParser, defaults: Dict[str, object]) ->
         "--server-key", default=default("server_key"), metavar="FILE", help="the public key of that listener"
     )
     parser.add_argument(
-        "--tenant", default=default("tenant"), metavar="NAME", help="ask models for this tenant, if it may be acted for"
+        "--tenant", default=default("tenant"), metavar="NAME", help="ask for this tenant, if it may be acted for"
     )
 
 

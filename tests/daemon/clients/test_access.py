@@ -81,6 +81,18 @@ def test_only_for_whom_it_acts_does_a_tenant_ask_and_it_learns_no_names() -> Non
             there.account(asks, name)
 
 
+def test_who_asks_for_another_sees_what_that_one_does() -> None:
+    there = access({**TABLES, "gateway": TenantConfig(user_ids=(1002,), may=RIGHTS, acts_for=("ann", "staff"))})
+    gateway, root = comes(there, Proof(1002)), comes(there, Proof(1003, operates=True))
+    assert there.viewer(gateway) == (gateway.tenant, True)
+    assert there.viewer(gateway, "ann") == (there.tenants.get("ann"), False)
+    assert there.viewer(gateway, "staff") == (there.tenants.get("staff"), True)
+    assert there.viewer(root) == (there.tenants.operators, True)
+    assert there.viewer(root, "staff") == (there.tenants.get("staff"), True)
+    with pytest.raises(PermissionDenied, match="does not act for 'ann'"):
+        there.viewer(root, "ann")
+
+
 def test_who_operates() -> None:
     there = access(TABLES)
     root = Proof(0, operates=True)

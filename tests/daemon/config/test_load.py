@@ -12,7 +12,7 @@ from unittest import mock
 
 import pytest
 
-from weightd.daemon.config import defaults, tables
+from weightd.daemon.config import defaults
 from weightd.daemon.config.batching import Batching, Split
 from weightd.daemon.config.daemon import DaemonConfig
 from weightd.daemon.config.defaults import default_path
@@ -20,7 +20,7 @@ from weightd.daemon.config.devices import DeviceConfig
 from weightd.daemon.config.load import Config, ConfigError, examine, load, parse
 from weightd.daemon.config.model import ModelConfig
 from weightd.daemon.engines.mindspore_lite import MindSporeLiteOptions
-from weightd.shared import tcp
+from weightd.shared import tables, tcp
 
 MODEL = '[models.m]\npath = "m.onnx"\n'
 

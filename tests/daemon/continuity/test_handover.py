@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from weightd.daemon.config.model import ModelConfig, complete_model
-from weightd.daemon.config.tables import Problems
 from weightd.daemon.continuity import handover
 from weightd.daemon.continuity.handover import Handover, HandoverError
 from weightd.daemon.engines.mindspore_lite import MindSporeLiteOptions
@@ -22,6 +21,7 @@ from weightd.protocol.messages.children import PROTOCOL, Built, Hello, Traits
 from weightd.protocol.messages.data import TensorSignature
 from weightd.protocol.messages.findings import DeviceMemory
 from weightd.protocol.version import VERSION
+from weightd.shared.tables import Problems
 
 SHA = "5" * 64
 X = TensorSignature("x", "FP32", (-1, 4))

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from weightd.daemon.config import load as config
-from weightd.daemon.config import tables as config_tables
 from weightd.daemon.doctor.verdicts import host as checks
 from weightd.daemon.doctor.verdicts import ranks as rank_checks
 from weightd.daemon.doctor.verdicts import trial as trial_checks
@@ -19,6 +18,7 @@ from weightd.daemon.engines.ascend import on_card
 from weightd.daemon.engines.mindspore_lite import MindSporeLiteOptions
 from weightd.daemon.host.memory import MIB
 from weightd.protocol.schema import decode
+from weightd.shared import tables as config_tables
 
 if sys.version_info >= (3, 11):
     import tomllib

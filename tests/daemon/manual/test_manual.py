@@ -14,7 +14,6 @@ import pytest
 from weightd.daemon import exits
 from weightd.daemon.__main__ import parser
 from weightd.daemon.config import load as config
-from weightd.daemon.config import tables
 from weightd.daemon.config.daemon import DaemonConfig
 from weightd.daemon.config.devices import DeviceConfig
 from weightd.daemon.config.groups import GroupConfig
@@ -22,8 +21,9 @@ from weightd.daemon.config.listeners import ListenerConfig
 from weightd.daemon.config.model import ModelConfig
 from weightd.daemon.config.tenants import TenantConfig
 from weightd.daemon.manual import configuration, program
-from weightd.daemon.manual.reference import keys
+from weightd.shared import tables
 from weightd.shared.manual.commands import read
+from weightd.shared.manual.reference import keys
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -91,16 +91,18 @@ class Access:
             raise PermissionDenied(f"parameters.tenant: tenant {own.name} does not act for {name!r} (acts_for)")
         return named
 
-    def viewer(self, connection: Connection) -> Viewer:
+    def viewer(self, connection: Connection, name: str | None = None) -> Viewer:
         """Return for whom there are the models of which a client asks, and whether it is told what concerns others.
 
-        For who operates by its user there are all.
+        For who operates by its user there are all, unless it names a tenant.
+
+        Raises:
+            RequestError: it may not name that.
         """
-        if connection.tenant is None:
-            raise connection.refusal
-        if connection.identity.proof.operates:
+        account = self.account(connection, name)
+        if name is None and connection.identity.proof.operates:
             return Viewer(self.tenants.operators, sees_all=True)
-        return Viewer(connection.tenant, connection.tenant.may(STATUS))
+        return Viewer(account, account.may(STATUS))
 
     def check_operator(self, connection: Connection, what: str) -> None:
         """See to it that who asks for a change may.

@@ -340,31 +340,33 @@ class Frontend:
         self.regions.unregister(connection.key, message.region)
 
     def _tell_metadata(self, connection: Connection, message: ModelMetadata, frames: Sequence[Any], now: float) -> None:
-        self._model(message.model_name, self._access.viewer(connection).tenant).metadata(connection.key, message.id)
+        viewer = self._viewer(connection, message.tenant, now)
+        self._model(message.model_name, viewer.tenant).metadata(connection.key, message.id)
 
     def _tell_server_metadata(
         self, connection: Connection, message: ServerMetadata, frames: Sequence[Any], now: float
     ) -> None:
-        models = tuple(self._seen(self._access.viewer(connection).tenant))
+        models = tuple(self._seen(self._viewer(connection, message.tenant, now).tenant))
         self._tell(connection.key, ServerMetadataResponse(message.id, "weightd", VERSION, models, EXTENSIONS))
 
     def _tell_ready(
         self, connection: Connection, message: ServerReady | ModelReady, frames: Sequence[Any], now: float
     ) -> None:
+        viewer = self._viewer(connection, message.tenant, now).tenant
         if isinstance(message, ModelReady):
-            models = [self._model(message.model_name, self._access.viewer(connection).tenant)]
+            models = [self._model(message.model_name, viewer)]
         else:
-            models = list(self._seen(self._access.viewer(connection).tenant).values())
+            models = list(self._seen(viewer).values())
         reasons = (
             ["weightd is stopping"] if self._daemon.stopping else [why for each in models if (why := each.unready(now))]
         )
         self._tell(connection.key, ReadyResponse(message.id, not reasons, clip("; ".join(reasons))))
 
     def _ask_status(self, connection: Connection, message: Status, frames: Sequence[Any], now: float) -> None:
-        self._daemon.ask_status(connection.key, message.id, self._access.viewer(connection))
+        self._daemon.ask_status(connection.key, message.id, self._viewer(connection, message.tenant, now))
 
     def _tell_metrics(self, connection: Connection, message: Metrics, frames: Sequence[Any], now: float) -> None:
-        told = self._daemon.metrics(message.id, self._access.viewer(connection))
+        told = self._daemon.metrics(message.id, self._viewer(connection, message.tenant, now))
         self._tell(connection.key, told, max_bytes=limits.MAX_STATUS_BYTES)
 
     def _reload(self, connection: Connection, message: Reload, frames: Sequence[Any], now: float) -> None:
@@ -384,6 +386,17 @@ class Frontend:
         model.update(
             connection.key, message.id, now, path=message.path, weights=message.weights, rollback=message.rollback
         )
+
+    def _viewer(self, connection: Connection, name: str | None, now: float) -> Viewer:
+        """Return for whom a client asks what there is, on whose account the question goes.
+
+        Raises:
+            RequestError: it may not, or not now.
+        """
+        viewer = self._access.viewer(connection, name)
+        if name is not None and viewer.tenant is not connection.tenant:
+            viewer.tenant.quota.speaks(viewer.tenant.config, now)
+        return viewer
 
     def _model(self, name: str, viewer: Tenant) -> Model:
         """Return a model that there is for this tenant.

@@ -9,12 +9,12 @@ from pathlib import Path
 
 from weightd.daemon.config import addresses
 from weightd.daemon.config.defaults import default_cache_dir, default_runtime_dir
-from weightd.daemon.config.tables import MAX_SECONDS, Problems
 from weightd.daemon.host.memory import MIB
-from weightd.daemon.host.paths import user_path
 from weightd.protocol import limits
 from weightd.protocol.schema import FieldError, integer, number
 from weightd.shared import paths
+from weightd.shared.tables import MAX_SECONDS, Problems
+from weightd.shared.userpaths import user_path
 
 # With less, a few requests of ordinary size would be too many.
 _LEAST_MEMORY_BYTES = 16 * MIB

@@ -6,15 +6,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from weightd.daemon.config import tables
-from weightd.daemon.config.tables import Problems
 from weightd.daemon.engines import ascend
 from weightd.daemon.engines.ranktable import is_address
 from weightd.daemon.host.cores import allowed
 from weightd.protocol import limits
 from weightd.protocol.schema import FieldError, integer, label, shown, text
-from weightd.shared import cores
+from weightd.shared import cores, tables
 from weightd.shared.devices import card_of, has_cores
+from weightd.shared.tables import Problems
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,13 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from weightd.daemon.config import tables
 from weightd.daemon.config.membership import Membership
 from weightd.daemon.config.model import ModelConfig
 from weightd.daemon.config.names import of_name
-from weightd.daemon.config.tables import Problems, derived
 from weightd.protocol import limits
 from weightd.protocol.schema import FieldError, label, many, one_of, text
+from weightd.shared import tables
+from weightd.shared.tables import Problems, derived
 
 # The only engine that has them, from 2.1 on.
 _ENGINE = "mindspore_lite"

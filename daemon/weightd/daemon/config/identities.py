@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TypeVar
 
-from weightd.daemon.config.tables import Problems
 from weightd.protocol.schema import FieldError, got, label
 from weightd.shared.keys import KeyFileError, read_public
+from weightd.shared.tables import Problems
 
 T = TypeVar("T")
 

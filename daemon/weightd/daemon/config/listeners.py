@@ -9,16 +9,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-from weightd.daemon.config import addresses, tables
+from weightd.daemon.config import addresses
 from weightd.daemon.config.daemon import DaemonConfig
 from weightd.daemon.config.names import of_name
-from weightd.daemon.config.tables import Problems, derived
 from weightd.daemon.config.tenants import DEFAULT, TenantConfig
-from weightd.daemon.host.paths import user_path
 from weightd.protocol import limits
 from weightd.protocol.schema import FieldError, boolean, got, integer, label, many, one_of, text
-from weightd.shared import tcp
+from weightd.shared import tables, tcp
 from weightd.shared.keys import KEY_CHARACTERS, KeyFileError, read_secret
+from weightd.shared.tables import Problems, derived
+from weightd.shared.userpaths import user_path
 
 # The listener where no table names one, or the first of those that a service manager has opened.
 _DEFAULT = "default"

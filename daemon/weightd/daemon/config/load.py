@@ -8,17 +8,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-from weightd.daemon.config import rankrules, tables
+from weightd.daemon.config import rankrules
 from weightd.daemon.config.daemon import DaemonConfig, complete_daemon
 from weightd.daemon.config.devices import DeviceConfig, read_devices
 from weightd.daemon.config.groups import GroupConfig, as_member, complete_groups, memberships, read_groups
 from weightd.daemon.config.listeners import ListenerConfig, read_listeners
 from weightd.daemon.config.model import LOADING, ModelConfig, complete_model
-from weightd.daemon.config.tables import Problems
 from weightd.daemon.config.tenants import TenantConfig, read_tenants
 from weightd.protocol import limits
 from weightd.protocol.errors import WeightdError
 from weightd.protocol.schema import FieldError, label
+from weightd.shared import tables
+from weightd.shared.tables import Problems
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -17,15 +17,15 @@ from weightd.daemon.config.membership import Membership
 from weightd.daemon.config.names import of_name
 from weightd.daemon.config.policies import Policy
 from weightd.daemon.config.ranks import MINDSPORE_LITE, Ranks
-from weightd.daemon.config.tables import MAX_SECONDS, Problems, derived
 from weightd.daemon.engines import ENGINES, ascend, engine_for
 from weightd.daemon.engines.mindspore_lite import MindSporeLiteOptions
 from weightd.daemon.engines.spec import EngineOptions, EngineSpec
-from weightd.daemon.host.paths import user_path
 from weightd.protocol import limits
 from weightd.protocol.schema import FieldError, boolean, integer, many, number, one_of, record, text
 from weightd.shared import cores
 from weightd.shared.devices import CPU, card_of, has_cores, is_cpu
+from weightd.shared.tables import MAX_SECONDS, Problems, derived
+from weightd.shared.userpaths import user_path
 
 # What tells what is done with requests, and of what is loaded only what has to be tested there.
 _OF_REQUESTS = ("batching", "split", "default_priority")

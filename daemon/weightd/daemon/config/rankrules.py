@@ -15,10 +15,10 @@ from weightd.daemon.config.devices import DeviceConfig
 from weightd.daemon.config.model import ModelConfig, engine_of
 from weightd.daemon.config.policies import Policy
 from weightd.daemon.config.ranks import GROUP, MINDSPORE_LITE, RANK, Ranks, complete_ranks
-from weightd.daemon.config.tables import Problems
 from weightd.daemon.engines import ranktable
 from weightd.protocol.schema import FieldError, label
 from weightd.shared.devices import card_of
+from weightd.shared.tables import Problems
 
 # HCCL_CONNECT_TIMEOUT is refused below, with the whole library.
 _LEAST_CONNECT_S = 120

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any, cast
 
 from weightd.daemon.config.devices import DeviceConfig
-from weightd.daemon.config.tables import derived
 from weightd.daemon.host.memory import MIB
-from weightd.daemon.host.paths import user_path
 from weightd.protocol import limits
 from weightd.protocol.schema import FieldError, Kind, integer, many, mapping, shown, text
 from weightd.shared.devices import CPU, is_cpu
+from weightd.shared.tables import derived
+from weightd.shared.userpaths import user_path
 
 # Of all groups of a model together: no host has more cards.
 MAX_RANKS = limits.MAX_DEVICES

@@ -10,13 +10,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-from weightd.daemon.config import identities, tables
+from weightd.daemon.config import identities
 from weightd.daemon.config.identities import Identities
 from weightd.daemon.config.names import of_name
-from weightd.daemon.config.tables import Problems, derived
-from weightd.daemon.host.paths import user_path
 from weightd.protocol import limits
 from weightd.protocol.schema import FieldError, Kind, Metadata, got, integer, label, many, number, one_of, text
+from weightd.shared import tables
+from weightd.shared.tables import Problems, derived
+from weightd.shared.userpaths import user_path
 
 # Of the rights: to ask models, to see what concerns others, and to change what the daemon does.
 INFER = "infer"

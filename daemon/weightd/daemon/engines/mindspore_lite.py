@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from weightd.daemon.engines.spec import EngineOptions, EngineSpec
-from weightd.daemon.host.paths import user_path
 from weightd.protocol import limits
 from weightd.protocol.schema import FieldError, boolean, integer, many, one_of
 from weightd.shared.devices import has_cores, is_cpu
+from weightd.shared.userpaths import user_path
 
 _PATH = user_path(limits.MAX_PATH_BYTES, empty=True)
 _PRECISIONS = ("enforce_fp32", "preferred_fp32", "enforce_fp16", "enforce_origin", "preferred_optimal")

@@ -15,8 +15,8 @@ from weightd.daemon.config.model import ModelConfig
 from weightd.daemon.config.ranks import Ranks
 from weightd.daemon.config.tenants import TenantConfig
 from weightd.daemon.engines.mindspore_lite import MindSporeLiteOptions
-from weightd.daemon.manual.reference import Key, keys
 from weightd.protocol.version import VERSION
+from weightd.shared.manual.reference import Key, keys
 from weightd.shared.manual.roff import Page, bold, italic
 
 # As they stand in the file, in the order in which one writes them.

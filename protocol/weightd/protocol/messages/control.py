@@ -17,6 +17,8 @@ class ServerReady:
     """client → daemon: is every model ready?"""
 
     id: str = field(metadata=text(limits.MAX_ID_BYTES))
+    tenant: Optional[str] = field(default=None, metadata=text(limits.MAX_NAME_BYTES))
+    """For whom a gateway asks (`acts_for`); the sender itself for none."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,8 @@ class ModelReady:
 
     id: str = field(metadata=text(limits.MAX_ID_BYTES))
     model_name: str = field(metadata=text(limits.MAX_NAME_BYTES))
+    tenant: Optional[str] = field(default=None, metadata=text(limits.MAX_NAME_BYTES))
+    """For whom a gateway asks (`acts_for`); the sender itself for none."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,8 @@ class ServerMetadata:
     """client → daemon: who answers here?"""
 
     id: str = field(metadata=text(limits.MAX_ID_BYTES))
+    tenant: Optional[str] = field(default=None, metadata=text(limits.MAX_NAME_BYTES))
+    """For whom a gateway asks (`acts_for`); the sender itself for none."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +72,8 @@ class ModelMetadata:
 
     id: str = field(metadata=text(limits.MAX_ID_BYTES))
     model_name: str = field(metadata=text(limits.MAX_NAME_BYTES))
+    tenant: Optional[str] = field(default=None, metadata=text(limits.MAX_NAME_BYTES))
+    """For whom a gateway asks (`acts_for`); the sender itself for none."""
 
 
 @dataclass(frozen=True)

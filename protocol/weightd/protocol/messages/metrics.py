@@ -18,6 +18,8 @@ class Metrics:
     """client → daemon: what have you counted?"""
 
     id: str = field(metadata=text(limits.MAX_ID_BYTES))
+    tenant: Optional[str] = field(default=None, metadata=text(limits.MAX_NAME_BYTES))
+    """For whom a gateway asks (`acts_for`); the sender itself for none."""
 
 
 @dataclass(frozen=True)

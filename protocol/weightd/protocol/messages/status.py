@@ -21,6 +21,8 @@ class Status:
     """client → daemon: what are you doing?"""
 
     id: str = field(metadata=text(limits.MAX_ID_BYTES))
+    tenant: Optional[str] = field(default=None, metadata=text(limits.MAX_NAME_BYTES))
+    """For whom a gateway asks (`acts_for`); the sender itself for none."""
 
 
 @dataclass(frozen=True)

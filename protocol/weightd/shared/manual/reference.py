@@ -5,13 +5,12 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
-import itertools
 import json
 import textwrap
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from weightd.daemon.config import tables
+from weightd.shared import tables
 
 
 class Key(NamedTuple):
@@ -55,7 +54,7 @@ def _docstrings(cls: type[Any]) -> dict[str, str]:
     body = definition.body
     return {
         field.target.id: inspect.cleandoc(text.value.value)
-        for field, text in itertools.pairwise(body)
+        for field, text in zip(body, body[1:])
         if isinstance(field, ast.AnnAssign)
         and isinstance(field.target, ast.Name)
         and isinstance(text, ast.Expr)

@@ -1,0 +1,1 @@
+"""HTTP and gRPC in front of the daemon: a client of it, in a process of its own."""

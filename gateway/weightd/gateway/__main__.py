@@ -1,0 +1,68 @@
+"""The command `weightd gateway`."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+import sys
+from pathlib import Path
+
+from weightd.gateway import logs
+from weightd.gateway.config.load import ConfigError, default_path, load
+from weightd.gateway.front import Front
+from weightd.gateway.gateway import Gateway
+from weightd.gateway.manager import Manager
+from weightd.gateway.regions import Regions
+from weightd.gateway.server import Server
+from weightd.gateway.service import Service
+from weightd.shared import gatewaycommand
+from weightd.shared.commandline import Parser
+
+OK = 0
+CANNOT_CREATE = 73  # EX_CANTCREAT: an address cannot be had
+CONFIG = 78  # EX_CONFIG: the configuration is wrong; starting again would end the same
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command; return its exit status."""
+    options = parser().parse_args(arguments)
+    logs.set_up(logging.DEBUG if options.verbose else logging.INFO)
+    path = (Path(options.config) if options.config else default_path()).absolute()
+    try:
+        config, identities = load(path)
+    except ConfigError as error:
+        for problem in error.problems:
+            logs.complain(problem)
+        return CONFIG
+    if options.check:
+        print(f"{path}: good")
+        return OK
+    manager = Manager(os.environ)
+    settings = config.gateway
+    service = Service(settings.daemon or None, settings.timeout, settings.max_in_flight)
+    gateway = Gateway(settings, identities, service, Regions(enabled=settings.shared_memory), manager.sockets)
+    try:
+        asyncio.run(Server(path, config, gateway, _fronts(gateway), manager).run())
+    except OSError as error:
+        logs.complain(str(error))
+        return CANNOT_CREATE
+    return OK
+
+
+def _fronts(gateway: Gateway) -> list[Front]:
+    """Return the protocols that are spoken, each of which is imported only then."""
+    return []
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return what reads the command line."""
+    parser = Parser(prog="weightd gateway")
+    parser.add_argument("-v", "--verbose", action="store_true", help="log each request")
+    gatewaycommand.describe(parser)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

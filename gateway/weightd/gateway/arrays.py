@@ -1,0 +1,180 @@
+"""Tensors as the Open Inference Protocol has them, bytes or lists of values, to numpy arrays and back; without I/O.
+
+What is not exactly what it says is refused, with the name of the tensor: nothing is cut, rounded or guessed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weightd.protocol import limits
+from weightd.protocol.datatypes import ITEM_BYTES
+from weightd.protocol.errors import InvalidArgument
+from weightd.protocol.schema import got, label
+from weightd.protocol.tensors import NUMPY_DTYPE
+
+Array = NDArray[Any]
+
+DTYPES: Mapping[str, np.dtype[Any]] = {name: np.dtype(text) for name, text in NUMPY_DTYPE.items()}
+_DATATYPES: Mapping[np.dtype[Any], str] = {dtype: name for name, dtype in DTYPES.items()}
+
+# What a value in JSON, or of a typed list, may be, by the kind of numpy's dtype. A boolean is an int for Python.
+_TYPES: Mapping[str, frozenset[type]] = {
+    "b": frozenset({bool}),
+    "i": frozenset({int}),
+    "u": frozenset({int}),
+    "f": frozenset({int, float}),
+}
+_CALLED: Mapping[str, str] = {"b": "booleans", "i": "integers", "u": "integers", "f": "numbers"}
+
+# What could not be described is refused even if a dimension is 0: offsets into it would not fit in 64 bits.
+_MOST_ELEMENTS = 2**59
+
+# They have no form but their bytes.
+_RAW_ALONE = frozenset({"FP16"})
+
+
+def datatype_of(array: Array) -> str:
+    """Return the datatype of an answer of the daemon."""
+    return _DATATYPES[array.dtype]
+
+
+def size_of(name: str, datatype: object, shape: object) -> int:
+    """Return how many bytes a tensor has.
+
+    Raises:
+        InvalidArgument: weightd has no such datatype, or there is no such shape.
+    """
+    count = math.prod(checked_shape(name, shape))
+    return count * ITEM_BYTES[checked_datatype(name, datatype)]
+
+
+def checked_datatype(name: str, datatype: object) -> str:
+    """Return the datatype of a tensor.
+
+    Raises:
+        InvalidArgument: weightd has no such one.
+    """
+    if type(datatype) is not str or datatype not in ITEM_BYTES:
+        raise InvalidArgument(f"{label(name)}: datatype: expected one of {', '.join(ITEM_BYTES)}, got {got(datatype)}")
+    return datatype
+
+
+def checked_shape(name: str, shape: object) -> Sequence[int]:
+    """Return the shape of a tensor.
+
+    Raises:
+        InvalidArgument: it is none.
+    """
+    if not isinstance(shape, (list, tuple)) or len(shape) > limits.MAX_RANK:
+        raise InvalidArgument(
+            f"{label(name)}: shape: expected a list of at most {limits.MAX_RANK} integers, got {got(shape)}"
+        )
+    for dim in shape:
+        if type(dim) is not int or not 0 <= dim <= limits.MAX_DIM:
+            raise InvalidArgument(f"{label(name)}: shape: expected integers, 0 to {limits.MAX_DIM}, got {got(dim)}")
+    if math.prod(dim for dim in shape if dim) > _MOST_ELEMENTS:
+        raise InvalidArgument(f"{label(name)}: shape: expected at most {_MOST_ELEMENTS} elements, got {list(shape)}")
+    return shape
+
+
+def from_bytes(name: str, datatype: str, shape: Sequence[int], content: memoryview) -> Array:
+    """Return the tensor that is in `content`: a view. Datatype and shape have been checked.
+
+    Raises:
+        InvalidArgument: there are more or fewer bytes than the shape has.
+    """
+    dtype = DTYPES[datatype]
+    expected = math.prod(shape) * dtype.itemsize
+    if len(content) != expected:
+        raise InvalidArgument(
+            f"{label(name)}: expected {expected} bytes for {datatype} {list(shape)}, got {len(content)}"
+        )
+    array: Array = np.ndarray(shape, dtype, content)
+    return _checked_bool(name, array) if dtype.kind == "b" else array
+
+
+def _checked_bool(name: str, array: Array) -> Array:
+    """The daemon looks at no tensor, and engines compute nonsense with a byte that is neither."""
+    if array.size and array.view(np.uint8).max() > 1:
+        raise InvalidArgument(f"{label(name)}: expected 0 or 1 in each byte of a BOOL")
+    return array
+
+
+def from_values(name: str, datatype: str, shape: Sequence[int], values: object) -> Array:
+    """Return the tensor of a list of values, flat in C order or nested as its shape is, each of which it can hold.
+
+    Raises:
+        InvalidArgument: it cannot, or they are more or fewer.
+    """
+    if datatype in _RAW_ALONE:
+        raise InvalidArgument(f"{label(name)}: {datatype} has no form but its bytes: send it as binary data")
+    if type(values) is not list:
+        raise InvalidArgument(f"{label(name)}: data: expected a list, got {got(values)}")
+    flat = _flat(name, shape, values) if values and type(values[0]) is list else values
+    if len(flat) != math.prod(shape):
+        raise InvalidArgument(f"{label(name)}: data: expected {math.prod(shape)} values, got {len(flat)}")
+    return _array(name, datatype, flat).reshape(shape)
+
+
+def _flat(name: str, shape: Sequence[int], values: Sequence[Any]) -> Sequence[Any]:
+    for depth in range(len(shape)):
+        if depth:
+            values = list(itertools.chain.from_iterable(_lists(name, shape, values)))
+        expected = math.prod(shape[: depth + 1])
+        if len(values) != expected:
+            text = f"expected lists nested as the shape {list(shape)}, got {len(values)} items at depth {depth}"
+            raise InvalidArgument(f"{label(name)}: data: {text}, not {expected}")
+    return values
+
+
+def _lists(name: str, shape: Sequence[int], values: Iterable[Any]) -> Iterable[list[Any]]:
+    for each in values:
+        if type(each) is not list:
+            raise InvalidArgument(
+                f"{label(name)}: data: expected lists nested as the shape {list(shape)}, got {got(each)}"
+            )
+        yield each
+
+
+def _array(name: str, datatype: str, flat: Sequence[Any]) -> Array:
+    dtype = DTYPES[datatype]
+    wrong = {*map(type, flat)} - _TYPES[dtype.kind]
+    if wrong:
+        first = next(each for each in flat if type(each) in wrong)
+        raise InvalidArgument(f"{label(name)}: data: expected {_CALLED[dtype.kind]} for {datatype}, got {got(first)}")
+    try:
+        with np.errstate(over="ignore"):
+            array = np.array(flat, dtype)
+    except OverflowError:
+        array = None
+    # What is too large for 32 bits has become infinity; JSON has none, and gRPC's lists hold what they say.
+    if array is None or (dtype.kind == "f" and not np.isfinite(array).all() and all(map(math.isfinite, flat))):
+        raise InvalidArgument(f"{label(name)}: data: expected values that {datatype} can hold")
+    return array
+
+
+def to_values(name: str, array: Array) -> list[Any]:
+    """Return the values of an answer, flat in C order, as JSON has them.
+
+    Raises:
+        InvalidArgument: JSON does not have them.
+    """
+    if datatype_of(array) in _RAW_ALONE:
+        raise InvalidArgument(f"output {label(name)}: FP16 has no form in JSON: ask for binary data")
+    if array.dtype.kind == "f" and not np.isfinite(array).all():
+        raise InvalidArgument(f"output {label(name)}: JSON has neither NaN nor infinity: ask for binary data")
+    values: list[Any] = array.ravel().tolist()
+    return values
+
+
+def to_bytes(array: Array) -> memoryview:
+    """Return the bytes of an answer, little-endian and in C order, without a copy."""
+    # A view without elements cannot be cast.
+    return memoryview(array).cast("B") if array.size else memoryview(b"")

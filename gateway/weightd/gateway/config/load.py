@@ -1,0 +1,197 @@
+"""The file, read and checked."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pwd
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+from weightd.gateway import tokens
+from weightd.gateway.callers import Identities
+from weightd.gateway.config import places
+from weightd.gateway.config.table import Config, GatewayConfig
+from weightd.protocol import limits
+from weightd.protocol.errors import WeightdError
+from weightd.protocol.schema import FieldError, got, label, mapping, text
+from weightd.shared import tables
+from weightd.shared.tables import Problems
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+DEFAULT = Path("/etc/weightd/gateway.toml")
+
+_TABLES = ("gateway", "certificates", "users")
+
+# Of a table that names callers.
+_MOST_CALLERS = 65536
+
+# Whom the kernel cannot name, as those whom a user namespace hides: nobody in particular.
+_HIDDEN_UID = 65534
+
+_FILES = ("tokens", "tls_cert", "tls_key", "client_ca")
+
+_NAMED = mapping(text(limits.MAX_NAME_BYTES), _MOST_CALLERS)["kind"]
+
+
+class ConfigError(WeightdError):
+    """The configuration is not usable.
+
+    Attributes:
+        problems: all that is wrong, a line each: file, key and what was expected.
+    """
+
+    def __init__(self, *problems: str) -> None:
+        super().__init__("\n".join(problems))
+        self.problems = problems
+
+
+def default_path() -> Path:
+    """Return the file that is read where none is named."""
+    directory = os.environ.get("CONFIGURATION_DIRECTORY", "")
+    return Path(directory, DEFAULT.name) if directory else DEFAULT
+
+
+def load(path: Path) -> tuple[Config, Identities]:
+    """Return what a file says, and who is who by it and its file of tokens.
+
+    Raises:
+        ConfigError: it is unreadable, not TOML, or says something that it must not.
+    """
+    try:
+        # Some editors begin a text with a byte order mark.
+        content = tomllib.loads(path.read_text("utf-8-sig"))
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}: not TOML: {error}") from None
+    problems = Problems()
+    config = parse(content, path.resolve().parent, problems)
+    found = [f"{path}: {error}" for error in problems.errors]
+    try:
+        identities = identities_of(config)
+    except tokens.TokenFileError as error:
+        found += error.problems
+    if found:
+        raise ConfigError(*found)
+    return config, identities
+
+
+def parse(content: Mapping[str, Any], base: Path, problems: Problems) -> Config:
+    """Return the configuration that parsed TOML is; relative paths are relative to `base`.
+
+    What is wrong is added to `problems`; what is returned is of use if there is nothing.
+    """
+    gateway, certificates, users = GatewayConfig(), dict[str, str](), dict[int, str]()
+    for key in content:
+        if key not in _TABLES:
+            problems.note([FieldError(tables.unknown("table", key, _TABLES)).at(f".{label(key)}")])
+    with problems.at(".gateway"):
+        gateway = tables.read(GatewayConfig, content.get("gateway", {}), problems)
+        gateway = _complete(gateway, base, problems)
+    with problems.at(".certificates"):
+        certificates = _NAMED.check(content.get("certificates", {}))
+        if certificates and not gateway.client_ca:
+            raise FieldError("it has no effect without client_ca in [gateway]")
+    with problems.at(".users"):
+        users = _users(_NAMED.check(content.get("users", {})), problems)
+        if users and not any(each.startswith(places.UNIX) for each in gateway.http):
+            raise FieldError("it has no effect without a unix: address among http in [gateway]")
+    return Config(gateway, certificates, users)
+
+
+def identities_of(config: Config) -> Identities:
+    """Return who is who.
+
+    Raises:
+        TokenFileError: the file with tokens cannot be used.
+    """
+    gateway = config.gateway
+    return Identities(
+        tokens.read(Path(gateway.tokens)) if gateway.tokens else {},
+        {name: tokens.caller(tenant, f"certificate {name}") for name, tenant in config.certificates.items()},
+        {uid: tokens.caller(tenant, f"uid {uid}") for uid, tenant in config.users.items()},
+        tokens.caller(gateway.anonymous, "anonymous") if gateway.anonymous else None,
+    )
+
+
+def _complete(config: GatewayConfig, base: Path, problems: Problems) -> GatewayConfig:
+    paths = {key: str((base / value).absolute()) for key in _FILES if (value := getattr(config, key))}
+    config = dataclasses.replace(config, **cast("dict[str, Any]", paths))
+    problems.note((each.at(".http") for each in places.problems(config.http)), "http")
+    problems.note((each.at(".grpc") for each in places.problems(config.grpc)), "grpc")
+    problems.note(_of_tls(config), "tls_cert", "tls_key", "client_ca")
+    if problems.wrong().isdisjoint({"http", "grpc"}):
+        http, grpc = (tuple(map(places.parse, each)) for each in (config.http, config.grpc))
+        config = dataclasses.replace(config, http_places=http, grpc_places=grpc)
+        problems.note(_of_strangers(config), "tls_cert", "anonymous", "insecure")
+        problems.note(_of_sharing(config), "shared_memory")
+        if not (http or grpc):
+            problems.note([FieldError("expected an address here, or among grpc").at(".http")])
+    return config
+
+
+def _of_tls(config: GatewayConfig) -> Iterator[FieldError]:
+    if bool(config.tls_cert) != bool(config.tls_key):
+        missing = "tls_key" if config.tls_cert else "tls_cert"
+        yield FieldError("missing: a certificate and its key go together").at(f".{missing}")
+    if config.client_ca and not config.tls_cert:
+        yield FieldError("it has no effect without tls_cert and tls_key").at(".client_ca")
+    for key in ("tls_cert", "tls_key", "client_ca"):
+        path = getattr(config, key)
+        if path and not os.access(path, os.R_OK):
+            yield FieldError(f"expected a file that this user may read, got {path!r}").at(f".{key}")
+
+
+def _of_strangers(config: GatewayConfig) -> Iterator[FieldError]:
+    """Say which addresses are open to whoever reaches them, unless that is what was said."""
+    if config.insecure or (config.tls_cert and (config.client_ca or not config.anonymous)):
+        return
+    what = "lets them ask: expected no `anonymous`" if config.tls_cert else "is read on the way: expected tls_cert"
+    whose = "`anonymous`" if config.tls_cert else "what is said"
+    for key, named in (("http", config.http_places), ("grpc", config.grpc_places)):
+        for index, place in enumerate(named):
+            if not place.is_local:
+                text = f"{place}: other hosts reach it, and {whose} {what}, or insecure = true"
+                yield FieldError(text).at(f".{key}[{index}]")
+
+
+def _of_sharing(config: GatewayConfig) -> Iterator[FieldError]:
+    others = [place for place in (*config.http_places, *config.grpc_places) if not place.is_local]
+    if config.shared_memory and others:
+        yield FieldError(f"expected addresses on this host alone, got {others[0]}").at(".shared_memory")
+
+
+def _users(named: Mapping[str, str], problems: Problems) -> dict[int, str]:
+    users: dict[int, str] = {}
+    for name, tenant in named.items():
+        with problems.at(f".{label(name)}"):
+            uid = _user_id(name)
+            if uid == _HIDDEN_UID:
+                raise FieldError("expected another user: so the kernel calls each that it cannot name")
+            if uid in users:
+                raise FieldError("this user is there already")
+            users[uid] = tenant
+    return users
+
+
+def _user_id(name: str) -> int:
+    if name.isascii() and name.isdecimal():
+        return int(name)
+    try:
+        return pwd.getpwnam(name).pw_uid
+    except (KeyError, ValueError, OSError):
+        raise FieldError(f"expected a user of this host, by name or number, got {got(name)}") from None
+
+
+def changed(before: Config, after: Config) -> list[str]:
+    """Return the keys of [gateway] that differ and take a restart."""
+    taken = {"tokens", "anonymous"}
+    fields = [each.name for each in tables.keys(GatewayConfig)]
+    return [key for key in fields if key not in taken and getattr(before.gateway, key) != getattr(after.gateway, key)]

@@ -1,0 +1,31 @@
+"""What all protocols of a gateway share."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from weightd.gateway.callers import Identities
+from weightd.gateway.config.table import GatewayConfig
+from weightd.gateway.regions import Regions
+from weightd.gateway.service import Service
+
+
+@dataclass
+class Gateway:
+    """What the fronts are made of.
+
+    Attributes:
+        config: as the file says.
+        identities: who is who, now: a reload has others.
+        service: the daemon.
+        regions: memory that callers share.
+        sockets: on which a service manager listens for HTTP.
+    """
+
+    config: GatewayConfig
+    identities: Identities
+    service: Service
+    regions: Regions
+    sockets: Sequence[socket.socket] = ()

@@ -1,0 +1,149 @@
+"""The gateway's file: what it says, and every mistake by its key."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import pwd
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from weightd.gateway.callers import Caller, digest
+from weightd.gateway.config.load import ConfigError, changed, default_path, load, parse
+from weightd.gateway.config.places import Place
+from weightd.gateway.config.table import Config
+from weightd.shared.tables import Problems
+
+_ME = pwd.getpwuid(os.geteuid()).pw_name
+
+
+def parsed(content: dict[str, Any], base: Path = Path("/etc/weightd")) -> tuple[Config, list[str]]:
+    problems = Problems()
+    config = parse(content, base, problems)
+    return config, [str(each) for each in problems.errors]
+
+
+def test_nothing_needs_to_be_said() -> None:
+    config, problems = parsed({})
+    assert problems == []
+    assert config.gateway.http_places == (Place(host="127.0.0.1", port=8000),)
+    assert config.gateway.grpc_places == (Place(host="127.0.0.1", port=8001),)
+
+
+def test_a_file_with_callers_of_every_kind(tmp_path: Path) -> None:
+    for name in ("cert.pem", "key.pem", "ca.pem"):
+        (tmp_path / name).touch()
+    (tmp_path / "tokens").write_text(f"{hashlib.sha256(b'secret').hexdigest()} research alice\n", "utf-8")
+    path = tmp_path / "gateway.toml"
+    path.write_text(
+        f"""
+        [gateway]
+        http = ["0.0.0.0:8000", "unix:/run/weightd-gateway/http.sock"]
+        grpc = ["[::]:8001"]
+        tls_cert = "cert.pem"
+        tls_key = "key.pem"
+        client_ca = "ca.pem"
+        tokens = "tokens"
+        anonymous = "guests"
+        [certificates]
+        shop = "sales"
+        [users]
+        {_ME} = "-"
+        """,
+        "utf-8",
+    )
+    config, identities = load(path)
+    assert config.gateway.tls_cert == str(tmp_path / "cert.pem")
+    assert identities.tokens == {digest("secret"): Caller("research", "alice")}
+    assert identities.certificates == {"shop": Caller("sales", "certificate shop")}
+    assert identities.users == {os.geteuid(): Caller(None, f"uid {os.geteuid()}")}
+    assert identities.anonymous == Caller("guests", "anonymous")
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        ({"gatway": {}}, "gatway: unknown table; did you mean gateway?"),
+        ({"gateway": {"htp": []}}, "gateway.htp: unknown key; did you mean http?"),
+        ({"gateway": {"http": ["localhost"]}}, "gateway.http[0]: expected HOST:PORT"),
+        ({"gateway": {"grpc": ["127.0.0.1:8001", "h:70000"]}}, "gateway.grpc[1]: expected HOST:PORT"),
+        ({"gateway": {"http": ["unix:relative"]}}, "gateway.http[0]: expected HOST:PORT"),
+        ({"gateway": {"http": [f"unix:/{'x' * 107}"]}}, "gateway.http[0]: expected a path of at most 107 bytes"),
+        ({"gateway": {"http": [], "grpc": []}}, "gateway.http: expected an address here, or among grpc"),
+        ({"gateway": {"http": ["0.0.0.0:8000"]}}, "gateway.http[0]: 0.0.0.0:8000: other hosts reach it"),
+        ({"gateway": {"grpc": ["example.org:8001"]}}, "gateway.grpc[0]: example.org:8001: other hosts reach it"),
+        ({"gateway": {"tls_cert": "/dev/null"}}, "gateway.tls_key: missing"),
+        ({"gateway": {"client_ca": "/dev/null"}}, "gateway.client_ca: it has no effect without tls_cert"),
+        (
+            {"gateway": {"tls_cert": "/dev/null", "tls_key": "/nowhere"}},
+            "gateway.tls_key: expected a file that this user may read, got '/nowhere'",
+        ),
+        ({"gateway": {"tokens": "~/tokens"}}, "gateway.tokens: expected a path without ~"),
+        ({"gateway": {"max_body_bytes": 0}}, "gateway.max_body_bytes: expected integer"),
+        ({"certificates": {"shop": "sales"}}, "certificates: it has no effect without client_ca"),
+        ({"users": {"root": "-"}}, "users: it has no effect without a unix: address"),
+        ({"gateway": {"http": ["unix:/x"]}, "users": {"65534": "-"}}, "users.65534: expected another user"),
+        ({"gateway": {"http": ["unix:/x"]}, "users": {"no such": "-"}}, "users.no such: expected a user of this host"),
+        (
+            {"gateway": {"http": ["unix:/x"]}, "users": {"0": "-", "root": "x"}},
+            "users.root: this user is there already",
+        ),
+        (
+            {"gateway": {"grpc": ["0.0.0.0:8001"], "insecure": True, "shared_memory": True}},
+            "gateway.shared_memory: expected addresses on this host alone, got 0.0.0.0:8001",
+        ),
+        ({"users": 1}, "users: expected map, got int 1"),
+    ],
+)
+def test_a_mistake_is_told_by_its_key(content: dict[str, Any], problem: str) -> None:
+    _, problems = parsed(content)
+    assert len(problems) == 1
+    assert problems[0].startswith(problem)
+
+
+def test_addresses_that_others_reach_have_tls_and_know_who_asks_unless_said_otherwise() -> None:
+    others: dict[str, Any] = {"http": ["0.0.0.0:8000"], "tls_cert": "/dev/null", "tls_key": "/dev/null"}
+    assert parsed({"gateway": others})[1] == []
+    assert "`anonymous` lets them ask" in parsed({"gateway": {**others, "anonymous": "guests"}})[1][0]
+    assert parsed({"gateway": {**others, "anonymous": "guests", "client_ca": "/dev/null"}})[1] == []
+    assert parsed({"gateway": {"http": ["0.0.0.0:8000"], "anonymous": "guests", "insecure": True}})[1] == []
+
+
+def test_all_mistakes_are_told_at_once_and_name_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "gateway.toml"
+    path.write_text("[gateway]\nhttp = 1\nmax_in_flight = 0\ntokens = '/nowhere'\n", "utf-8")
+    with pytest.raises(ConfigError) as caught:
+        load(path)
+    assert [each.partition(": expected")[0] for each in caught.value.problems] == [
+        f"{path}: gateway.http",
+        f"{path}: gateway.max_in_flight",
+        "/nowhere: No such file or directory",
+    ]
+
+
+@pytest.mark.parametrize(("content", "problem"), [(b"[gateway", "not TOML"), (b"\xff", "not TOML")])
+def test_what_is_no_toml(tmp_path: Path, content: bytes, problem: str) -> None:
+    path = tmp_path / "gateway.toml"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=problem):
+        load(path)
+
+
+def test_a_file_that_there_is_not(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="No such file"):
+        load(tmp_path / "none")
+
+
+def test_what_takes_a_restart() -> None:
+    before, _ = parsed({})
+    after, _ = parsed({"gateway": {"tokens": "/t", "anonymous": "x", "max_in_flight": 1, "http": ["127.0.0.1:1"]}})
+    assert changed(before, after) == ["http", "max_in_flight"]
+
+
+def test_where_the_file_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CONFIGURATION_DIRECTORY", raising=False)
+    assert default_path() == Path("/etc/weightd/gateway.toml")
+    monkeypatch.setenv("CONFIGURATION_DIRECTORY", "/etc/elsewhere")
+    assert default_path() == Path("/etc/elsewhere/gateway.toml")

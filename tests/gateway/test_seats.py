@@ -1,0 +1,28 @@
+"""How much is under way at once."""
+
+from __future__ import annotations
+
+import pytest
+
+from weightd.gateway.seats import Seats
+from weightd.protocol.errors import ResourceExhausted
+
+
+def test_who_comes_beyond_the_bound_is_told_so_and_a_seat_is_another_s_again() -> None:
+    seats = Seats(2)
+    with seats.one():
+        with seats.one():
+            with pytest.raises(ResourceExhausted, match="max_in_flight") as caught, seats.one():
+                pass
+            assert caught.value.retry_after
+        assert seats.taken == 1
+        with seats.one():
+            assert seats.taken == 2
+    assert seats.taken == 0
+
+
+def test_a_seat_is_given_back_whatever_happens() -> None:
+    seats = Seats(1)
+    with pytest.raises(ValueError, match="x"), seats.one():
+        raise ValueError("x")
+    assert seats.taken == 0
