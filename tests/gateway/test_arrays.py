@@ -19,11 +19,11 @@ from weightd.gateway.arrays import (
     from_bytes,
     from_values,
     size_of,
-    to_bytes,
     to_values,
 )
 from weightd.protocol import limits
 from weightd.protocol.errors import InvalidArgument
+from weightd.protocol.tensors import frame_of
 
 SHAPES = hnp.array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=4)
 
@@ -37,7 +37,7 @@ def arrays(draw: st.DrawFn, datatypes: list[str], *, finite: bool) -> Any:
 
 @given(arrays([*DTYPES], finite=False))
 def test_bytes_are_the_tensor_bit_for_bit(array: Any) -> None:
-    content = bytes(to_bytes(array))
+    content = bytes(frame_of(array))
     datatype = datatype_of(array)
     assert len(content) == size_of("x", datatype, list(array.shape))
     again = from_bytes("x", datatype, array.shape, memoryview(content))

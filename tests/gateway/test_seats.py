@@ -9,7 +9,7 @@ from weightd.protocol.errors import ResourceExhausted
 
 
 def test_who_comes_beyond_the_bound_is_told_so_and_a_seat_is_another_s_again() -> None:
-    seats = Seats(2)
+    seats = Seats(2, 100)
     with seats.one():
         with seats.one():
             with pytest.raises(ResourceExhausted, match="max_in_flight") as caught, seats.one():
@@ -22,7 +22,20 @@ def test_who_comes_beyond_the_bound_is_told_so_and_a_seat_is_another_s_again() -
 
 
 def test_a_seat_is_given_back_whatever_happens() -> None:
-    seats = Seats(1)
+    seats = Seats(1, 100)
     with pytest.raises(ValueError, match="x"), seats.one():
         raise ValueError("x")
     assert seats.taken == 0
+
+
+def test_bytes_are_kept_until_the_end_of_their_request() -> None:
+    seats = Seats(2, 100)
+    with seats.one() as one:
+        one.take(60)
+        with seats.one() as other:
+            other.take(40)
+            with pytest.raises(ResourceExhausted, match="max_memory_bytes"):
+                other.take(1)
+            assert seats.taken_bytes == 100
+        one.take(40)
+    assert seats.taken_bytes == 0

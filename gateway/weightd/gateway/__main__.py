@@ -15,6 +15,7 @@ from weightd.gateway.front import Front
 from weightd.gateway.gateway import Gateway
 from weightd.gateway.manager import Manager
 from weightd.gateway.regions import Regions
+from weightd.gateway.seats import Seats
 from weightd.gateway.server import Server
 from weightd.gateway.service import Service
 from weightd.shared import gatewaycommand
@@ -41,7 +42,8 @@ def main(arguments: list[str] | None = None) -> int:
         return OK
     manager = Manager(os.environ)
     settings = config.gateway
-    service = Service(settings.daemon or None, settings.timeout, settings.max_in_flight)
+    seats = Seats(settings.max_in_flight, settings.max_memory_bytes)
+    service = Service(settings.daemon or None, settings.timeout, seats)
     gateway = Gateway(settings, identities, service, Regions(enabled=settings.shared_memory), manager.sockets)
     try:
         asyncio.run(Server(path, config, gateway, _fronts(gateway), manager).run())
@@ -52,8 +54,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _fronts(gateway: Gateway) -> list[Front]:
-    """Return the protocols that are spoken, each of which is imported only then."""
-    return []
+    """Return the protocols that are spoken."""
+    from weightd.gateway.rest.front import Rest  # noqa: PLC0415 - the command line is told what is wrong without it
+
+    return [Rest(gateway)]
 
 
 def parser() -> argparse.ArgumentParser:

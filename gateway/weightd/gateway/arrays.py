@@ -172,9 +172,3 @@ def to_values(name: str, array: Array) -> list[Any]:
         raise InvalidArgument(f"output {label(name)}: JSON has neither NaN nor infinity: ask for binary data")
     values: list[Any] = array.ravel().tolist()
     return values
-
-
-def to_bytes(array: Array) -> memoryview:
-    """Return the bytes of an answer, little-endian and in C order, without a copy."""
-    # A view without elements cannot be cast.
-    return memoryview(array).cast("B") if array.size else memoryview(b"")

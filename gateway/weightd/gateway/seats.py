@@ -16,17 +16,21 @@ class Seats:
 
     Args:
         most: of them.
+        most_bytes: of all of them.
 
     Attributes:
         taken: how many there are.
+        taken_bytes: how many bytes.
     """
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int, most_bytes: int) -> None:
         self._most = most
+        self._most_bytes = most_bytes
         self.taken = 0
+        self.taken_bytes = 0
 
     @contextlib.contextmanager
-    def one(self) -> Generator[None, None, None]:
+    def one(self) -> Generator[Seat, None, None]:
         """Have a request under way within the block.
 
         Raises:
@@ -37,7 +41,39 @@ class Seats:
                 f"{self._most} requests are under way at this gateway (max_in_flight)", retry_after=_RETRY_S
             )
         self.taken += 1
+        seat = Seat(self)
         try:
-            yield
+            yield seat
         finally:
             self.taken -= 1
+            self.taken_bytes -= seat.nbytes
+
+    def take(self, seat: Seat, nbytes: int) -> None:
+        """Have so many more bytes of a request; see `Seat.take`."""
+        if self.taken_bytes + nbytes > self._most_bytes:
+            raise ResourceExhausted(
+                f"{self._most_bytes} bytes of requests are under way at this gateway (max_memory_bytes)",
+                retry_after=_RETRY_S,
+            )
+        self.taken_bytes += nbytes
+        seat.nbytes += nbytes
+
+
+class Seat:
+    """A request that is under way.
+
+    Attributes:
+        nbytes: what is kept of it.
+    """
+
+    def __init__(self, seats: Seats) -> None:
+        self._seats = seats
+        self.nbytes = 0
+
+    def take(self, nbytes: int) -> None:
+        """Keep so many more bytes of the request, until its end.
+
+        Raises:
+            ResourceExhausted: there is no room for them.
+        """
+        self._seats.take(self, nbytes)

@@ -31,19 +31,16 @@ class Service:
     Args:
         address: of the daemon; None: where `weightctl` looks.
         timeout: seconds that a question takes at most which says nothing of that itself.
-        max_in_flight: see `Seats`.
-
-    Attributes:
-        seats: to be had by each request before anything of it is kept.
+        seats: one is to be had by each request before anything of it is kept.
     """
 
-    def __init__(self, address: str | None, timeout: float, max_in_flight: int) -> None:
+    def __init__(self, address: str | None, timeout: float, seats: Seats) -> None:
         self._address = address
         self._timeout = timeout
         self._clients: dict[str | None, AsyncClient] = {}
         self._statuses: dict[str | None, _Latest[StatusResponse]] = {}
         self._metrics: dict[str | None, _Latest[MetricsResponse]] = {}
-        self.seats = Seats(max_in_flight)
+        self.seats = seats
 
     async def server(self, caller: Caller) -> ServerMetadataResponse:
         """Return the daemon's version and the names of the models that there are for the caller.

@@ -126,6 +126,7 @@ def _complete(config: GatewayConfig, base: Path, problems: Problems) -> GatewayC
     config = dataclasses.replace(config, **cast("dict[str, Any]", paths))
     problems.note((each.at(".http") for each in places.problems(config.http)), "http")
     problems.note((each.at(".grpc") for each in places.problems(config.grpc)), "grpc")
+    problems.note(_of_memory(config), "max_memory_bytes", "max_body_bytes")
     problems.note(_of_tls(config), "tls_cert", "tls_key", "client_ca")
     if problems.wrong().isdisjoint({"http", "grpc"}):
         http, grpc = (tuple(map(places.parse, each)) for each in (config.http, config.grpc))
@@ -135,6 +136,12 @@ def _complete(config: GatewayConfig, base: Path, problems: Problems) -> GatewayC
         if not (http or grpc):
             problems.note([FieldError("expected an address here, or among grpc").at(".http")])
     return config
+
+
+def _of_memory(config: GatewayConfig) -> Iterator[FieldError]:
+    if config.max_memory_bytes < config.max_body_bytes:
+        expected = f"expected at least max_body_bytes, {config.max_body_bytes}, got {config.max_memory_bytes}"
+        yield FieldError(expected).at(".max_memory_bytes")
 
 
 def _of_tls(config: GatewayConfig) -> Iterator[FieldError]:

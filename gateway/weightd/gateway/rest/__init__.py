@@ -1,0 +1,1 @@
+"""HTTP: the REST form of the Open Inference Protocol, with the extensions that Triton's clients use."""

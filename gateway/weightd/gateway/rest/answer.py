@@ -1,0 +1,55 @@
+"""An answer as a caller wants it: JSON, and the bytes of tensors that are not in it; without I/O."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from weightd.gateway import arrays
+from weightd.gateway.codes import TooLarge
+from weightd.gateway.model_view import VERSION
+from weightd.gateway.question import Answer
+from weightd.gateway.rest.form import MOST_JSON_BYTES, Form, OutputForm
+from weightd.protocol.schema import label
+from weightd.protocol.tensors import frame_of
+
+# Of a value in JSON, about, for each byte of it in memory.
+_JSON_PER_BYTE = 3
+
+# Puts the bytes of an output where the caller wants it.
+Placing = Callable[[OutputForm, memoryview], None]
+
+
+def encode(model: str, form: Form, answer: Answer, place: Placing) -> tuple[bytes, Sequence[memoryview]]:
+    """Return the JSON of an answer, and what follows it.
+
+    Raises:
+        InvalidArgument: an output has no form in JSON; or what `place` raises.
+        TooLarge: an output is too large for JSON.
+    """
+    outputs: list[dict[str, Any]] = []
+    content: list[memoryview] = []
+    wanted = {each.name: each for each in form.outputs or ()}
+    for name, array in answer.items():
+        how = wanted.get(name) or OutputForm(name, form.binary)
+        told: dict[str, Any] = {"name": name, "datatype": arrays.datatype_of(array), "shape": array.shape}
+        if how.region is not None:
+            place(how, frame_of(array))
+            told["parameters"] = {
+                "shared_memory_region": how.region["shared_memory_region"],
+                "shared_memory_offset": how.region.get("shared_memory_offset", 0),
+                "shared_memory_byte_size": array.nbytes,
+            }
+        elif how.binary:
+            content.append(frame_of(array))
+            told["parameters"] = {"binary_data_size": array.nbytes}
+        elif array.nbytes * _JSON_PER_BYTE > MOST_JSON_BYTES:
+            raise TooLarge(f"output {label(name)}: {array.nbytes} bytes are too many for JSON: ask for binary data")
+        else:
+            told["data"] = arrays.to_values(name, array)
+        outputs.append(told)
+    header: dict[str, Any] = {"model_name": model, "model_version": VERSION, "outputs": outputs}
+    if form.id:
+        header["id"] = form.id
+    return json.dumps(header, separators=(",", ":")).encode(), content

@@ -1,0 +1,208 @@
+"""What is done for each request: who asks, what is asked, and the answer that comes of it."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, cast
+
+from aiohttp import hdrs, web
+
+from weightd.gateway import model_view
+from weightd.gateway.callers import Caller
+from weightd.gateway.codes import told
+from weightd.gateway.gateway import Gateway
+from weightd.gateway.rest import body, form
+from weightd.gateway.rest.asking import TRACEPARENT, caller_of, check_host, trace_of
+from weightd.gateway.rest.connection import Connection, Late, Phase
+from weightd.gateway.rest.infer import Inference
+from weightd.gateway.rest.reply import Reply, as_json, of_error, refusal
+from weightd.gateway.rest.routes import Verb, route
+from weightd.protocol.errors import InvalidArgument, WeightdError
+from weightd.shared.exposition import CONTENT_TYPE, exposition
+
+_log = logging.getLogger("weightd.gateway.rest")
+
+# What is not a tensor is short: the parameters of a region, or of an index.
+_MOST_ASKED_BYTES = 64 * 1024
+
+# What is asked of no model, and answered with no more than whether there is somebody: for probes, which have no token.
+_OPEN = frozenset({Verb.LIVE, Verb.READY})
+_PROBE = Caller(None, "probe")
+
+_SERVER_ERROR = 500
+
+# What Triton would say that traces nothing.
+_TRACE_SETTINGS: Mapping[str, Any] = {
+    "trace_level": ["OFF"],
+    "trace_rate": "0",
+    "trace_count": "-1",
+    "log_frequency": "0",
+    "trace_file": "",
+    "trace_mode": "triton",
+}
+_LOG_SETTINGS: Mapping[str, Any] = {
+    "log_file": "",
+    "log_info": True,
+    "log_warning": True,
+    "log_error": True,
+    "log_verbose_level": 0,
+    "log_format": "default",
+}
+
+Handler = Callable[[web.BaseRequest, Caller, str], Awaitable[Reply]]
+
+
+class Api:
+    """Answers requests.
+
+    Args:
+        gateway: what all protocols share.
+        hosts: names under which callers may know this host.
+    """
+
+    def __init__(self, gateway: Gateway, hosts: frozenset[str]) -> None:
+        self._gateway = gateway
+        self._service = gateway.service
+        self._hosts = hosts
+        self._handlers: dict[Verb, Handler] = {
+            Verb.LIVE: self._live,
+            Verb.READY: self._ready,
+            Verb.SERVER: self._server,
+            Verb.MODEL: self._model,
+            Verb.MODEL_READY: self._model_ready,
+            Verb.CONFIG: self._config,
+            Verb.STATISTICS: self._statistics,
+            Verb.INFER: Inference(gateway).infer,
+            Verb.INDEX: self._index,
+            Verb.LOAD: self._load,
+            Verb.REGIONS: self._regions,
+            Verb.REGISTER: self._register,
+            Verb.UNREGISTER: self._unregister,
+            Verb.CUDA_REGIONS: self._nothing,
+            Verb.CUDA_REGISTER: self._register_cuda,
+            Verb.CUDA_UNREGISTER: self._nothing,
+            Verb.TRACE: self._trace,
+            Verb.LOGGING: self._logging,
+            Verb.SET: self._set,
+            Verb.METRICS: self._metrics,
+        }
+
+    async def handle(self, request: web.BaseRequest) -> Reply:
+        """Return the answer to a request, whatever comes of it."""
+        connection = cast(Connection, request.protocol)
+        connection.enter(Phase.ANSWER)
+        begun, trace = time.monotonic(), trace_of(request)
+        caller = _PROBE
+        try:
+            check_host(request, self._hosts)
+            methods, name = route(request.raw_path.partition("?")[0])
+            verb = methods.get("GET" if request.method == "HEAD" else request.method)
+            if verb is None:
+                reply = _wrong_method(request.method, methods)
+            else:
+                if verb not in _OPEN:
+                    caller = caller_of(request, self._gateway.identities)
+                reply = await self._handlers[verb](request, caller, name)
+        except WeightdError as error:
+            reply = of_error(told(error))
+        except Late:
+            reply = refusal(408, "the body of the request has not come in time (receive_timeout)")
+            reply.keep_alive = False
+        if trace:
+            reply.headers[TRACEPARENT] = trace
+        level = logging.WARNING if reply.status >= _SERVER_ERROR else logging.DEBUG
+        if _log.isEnabledFor(level):
+            took = 1000 * (time.monotonic() - begun)
+            what = f"{request.method} {request.raw_path}"
+            _log.log(level, "%s for %s: %d in %.1f ms %s", what, caller.name, reply.status, took, trace)
+        return reply
+
+    # --- health, metadata --------------------------------------------------------------------------------------
+
+    async def _live(self, request: web.BaseRequest, caller: Caller, name: str) -> Reply:
+        return as_json({"live": True})
+
+    async def _ready(self, request: web.BaseRequest, caller: Caller, name: str) -> Reply:
+        ready = (await self._service.ready(caller)).ready
+        return as_json({"ready": ready}, 200 if ready else 503)
+
+    async def _model_ready(self, request: web.BaseRequest, caller: Caller, name: str) -> Reply:
+        answer = await self._service.ready(caller, name)
+        told = {"name": name, "ready": answer.ready}
+        return as_json(told if answer.ready else {**told, "error": answer.reason}, 200 if answer.ready else 503)
+
+    async def _server(self, request: web.BaseRequest, caller: Caller, name: str) -> Reply:
+        shared_memory = self._gateway.config.shared_memory
+        return as_json(model_view.server_metadata(await self._service.server(caller), shared_memory=shared_memory))
+
+    async def _model(self, request: web.BaseRequest, caller: Caller, name: str) -> Reply:
+        return as_json(model_view.model_metadata(await self._service.metadata(caller, name)))
+
+    async def _config(self, request: web.BaseRequest, caller: Caller, name: str) -> Reply:
+        return as_json(model_view.model_config(await self._service.metadata(caller, name)))
+
+    async def _statistics(self, request: web.BaseRequest, caller: Caller, name: str) -> Reply:
+        return as_json(model_view.statistics(await self._service.metrics(caller), name))
+
+    async def _index(self, request: web.BaseRequest, caller: Caller, name: str) -> Reply:
+        ready = (await self._asked(request)).get("ready", False)
+        return as_json(model_view.repository_index(await self._service.metrics(caller), ready=ready is True))
+
+    async def _metrics(self, request: web.BaseRequest, caller: Caller, name: str) -> Reply:
+        return Reply([exposition(await self._service.metrics(caller)).encode()], CONTENT_TYPE)
+
+    # --- what Triton has and weightd does otherwise ------------------------------------------------------------
+
+    async def _load(self, request: web.BaseRequest, caller: Caller, name: str) -> Reply:
+        raise InvalidArgument("models are loaded and changed by `weightctl update` and `weightctl reload` alone")
+
+    async def _trace(self, request: web.BaseRequest, caller: Caller, name: str) -> Reply:
+        return as_json(_TRACE_SETTINGS)
+
+    async def _logging(self, request: web.BaseRequest, caller: Caller, name: str) -> Reply:
+        return as_json(_LOG_SETTINGS)
+
+    async def _set(self, request: web.BaseRequest, caller: Caller, name: str) -> Reply:
+        if await self._asked(request):
+            raise InvalidArgument("this setting is the operator's, in the configuration of weightd")
+        return await (self._logging if "logging" in request.raw_path else self._trace)(request, caller, name)
+
+    # --- shared memory -----------------------------------------------------------------------------------------
+
+    async def _regions(self, request: web.BaseRequest, caller: Caller, name: str) -> Reply:
+        return as_json(self._gateway.regions.status(caller, name))
+
+    async def _register(self, request: web.BaseRequest, caller: Caller, name: str) -> Reply:
+        asked = await self._asked(request)
+        place = asked.get("key"), asked.get("offset", 0), asked.get("byte_size")
+        self._gateway.regions.register(caller, name, *place)
+        return as_json({})
+
+    async def _unregister(self, request: web.BaseRequest, caller: Caller, name: str) -> Reply:
+        self._gateway.regions.unregister(caller, name)
+        return as_json({})
+
+    async def _register_cuda(self, request: web.BaseRequest, caller: Caller, name: str) -> Reply:
+        raise InvalidArgument("weightd has no memory of CUDA devices")
+
+    async def _nothing(self, request: web.BaseRequest, caller: Caller, name: str) -> Reply:
+        """There is none of it, and so it is when it is gone."""
+        return as_json([] if request.method == "GET" else {})
+
+    # --- within ------------------------------------------------------------------------------------------------
+
+    async def _asked(self, request: web.BaseRequest) -> dict[str, Any]:
+        """Return the map that a request has, which may be empty."""
+        connection = cast(Connection, request.protocol)
+        with self._service.seats.one() as seat:
+            connection.reads(request.content)
+            content = await body.read(request, seat, _MOST_ASKED_BYTES, bytearray)
+            connection.enter(Phase.ANSWER)
+            return form.parsed(bytes(content)) if content else {}
+
+
+def _wrong_method(method: str, methods: Mapping[str, Verb]) -> Reply:
+    allowed = ", ".join(methods)
+    return refusal(405, f"expected method {allowed}, got {method}", {hdrs.ALLOW: allowed})

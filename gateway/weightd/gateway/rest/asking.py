@@ -1,0 +1,58 @@
+"""Who asks in HTTP, and whether the request is meant for this host at all."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from typing import cast
+
+from aiohttp import hdrs, web
+
+from weightd.gateway.callers import Caller, Identities, bearer
+from weightd.gateway.rest.connection import Connection
+from weightd.protocol.errors import PermissionDenied, Unauthenticated
+from weightd.protocol.schema import label
+
+TRACEPARENT = "traceparent"
+
+ANY_HOST = "*"
+
+_PORT = re.compile(r":[0-9]*$")
+
+# W3C Trace Context: version, trace, parent, flags; version ff is forbidden, and so are ids of zeros.
+_TRACEPARENT = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
+
+
+def caller_of(request: web.BaseRequest, identities: Identities) -> Caller:
+    """Return who asks.
+
+    Raises:
+        Unauthenticated: nobody whom the gateway knows.
+    """
+    connection = cast(Connection, request.protocol)
+    authorization = request.headers.getall(hdrs.AUTHORIZATION, ())
+    if len(authorization) > 1:
+        raise Unauthenticated("expected one authorization")
+    return identities.of(
+        token=bearer(authorization[0]) if authorization else None,
+        common_name=connection.common_name(),
+        uid=connection.uid(),
+    )
+
+
+def check_host(request: web.BaseRequest, hosts: Collection[str]) -> None:
+    """See to it that a request is for this host: a page in a browser can have a name of its own point here.
+
+    Raises:
+        PermissionDenied: it is for another one.
+    """
+    host = _PORT.sub("", request.headers.get(hdrs.HOST, "")).lower()
+    if host in hosts or ANY_HOST in hosts or cast(Connection, request.protocol).uid() is not None:
+        return
+    raise PermissionDenied(f"expected a host that is among `hosts` of the gateway's configuration, got {label(host)}")
+
+
+def trace_of(request: web.BaseRequest) -> str:
+    """Return the traceparent of a request, "" where it has none that is one."""
+    given = request.headers.get(TRACEPARENT, "")
+    return given if given and _TRACEPARENT.fullmatch(given) else ""

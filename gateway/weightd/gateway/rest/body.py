@@ -1,0 +1,119 @@
+"""The body of a request, read into one piece of memory, within bounds that hold for what it is when decompressed."""
+
+from __future__ import annotations
+
+import asyncio
+import zlib
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+from aiohttp import StreamReader, hdrs, web
+from aiohttp.http_exceptions import PayloadEncodingError
+
+from weightd.gateway.codes import TooLarge
+from weightd.gateway.seats import Seat
+from weightd.protocol.errors import InvalidArgument
+
+# Below it a body that lies elsewhere is copied in no time.
+_LEAST_ROOM = 64 * 1024
+
+# Of what is decompressed at once, before others have their turn.
+_SLICE = 256 * 1024
+
+# Of addresses at which processors read fastest.
+_ALIGNMENT = 64
+
+ENCODINGS = GZIP, DEFLATE, IDENTITY = ("gzip", "deflate", "identity")
+
+_CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+
+
+async def read(
+    request: web.BaseRequest, seat: Seat, most: int, room: Callable[[int], Any], lead: int = 0
+) -> memoryview:
+    """Return the body.
+
+    Args:
+        request: nothing of its body has been read.
+        seat: takes the bytes before there is memory for them.
+        most: bytes that it may have.
+        room: returns an array of so many bytes.
+        lead: so many bytes are not tensors; what follows them is where processors like to have it.
+
+    Raises:
+        InvalidArgument: it is not what it says.
+        TooLarge: it has more.
+        ResourceExhausted: there is no memory for it now.
+    """
+    headers = request.headers
+    encoding = headers.get(hdrs.CONTENT_ENCODING, IDENTITY).strip().lower()
+    length = request.content_length
+    if length is not None and length > most:
+        raise TooLarge(f"expected a body of at most {most} bytes (max_body_bytes), got {length}")
+    if hdrs.EXPECT in headers and request.transport is not None:
+        request.transport.write(_CONTINUE)
+    content = request.content
+    try:
+        if encoding == IDENTITY and length is not None:
+            seat.take(length)
+            # What has come already, and is all of it, is one piece mostly.
+            if length < _LEAST_ROOM:
+                return memoryview(await content.readexactly(length))
+            return await _exactly(content, length, room, -lead % _ALIGNMENT)
+        chunks = content.iter_any()
+        return await _collected(chunks if encoding == IDENTITY else _decompressed(chunks, encoding), seat, most)
+    except (asyncio.IncompleteReadError, PayloadEncodingError) as error:
+        raise InvalidArgument(f"the body ends early, or is not chunked as it should be: {error}") from None
+
+
+async def _exactly(content: StreamReader, length: int, room: Callable[[int], Any], offset: int) -> memoryview:
+    view = memoryview(room(offset + length))[offset:]
+    done = 0
+    while done < length:
+        chunk = await content.readany()
+        if not chunk:
+            raise InvalidArgument(f"expected a body of {length} bytes, got {done}")
+        view[done : done + len(chunk)] = chunk
+        done += len(chunk)
+    return view
+
+
+async def _collected(chunks: AsyncIterator[bytes], seat: Seat, most: int) -> memoryview:
+    body = bytearray()
+    async for chunk in chunks:
+        if len(body) + len(chunk) > most:
+            raise TooLarge(f"expected a body of at most {most} bytes (max_body_bytes)")
+        seat.take(len(chunk))
+        body += chunk
+    return memoryview(body)
+
+
+async def _decompressed(chunks: AsyncIterator[bytes], encoding: str) -> AsyncIterator[bytes]:
+    """Yield what is compressed in slices: a few bytes can be a thousand times as many."""
+    inflater = None
+    async for chunk in chunks:
+        inflater = inflater or _inflater(encoding, chunk)
+        if inflater.eof:
+            raise InvalidArgument(f"there is more after the end of what is compressed ({encoding})")
+        rest, is_full = chunk, True
+        while rest or is_full:
+            try:
+                piece = inflater.decompress(rest, _SLICE)
+            except zlib.error as error:
+                raise InvalidArgument(f"expected a body in {encoding}: {error}") from None
+            rest, is_full = inflater.unconsumed_tail, len(piece) == _SLICE
+            if piece:
+                yield piece
+            await asyncio.sleep(0)
+        if inflater.unused_data:
+            raise InvalidArgument(f"there is more after the end of what is compressed ({encoding})")
+    if inflater is not None and not inflater.eof:
+        raise InvalidArgument(f"the body ends before what is compressed does ({encoding})")
+
+
+def _inflater(encoding: str, first: bytes) -> Any:
+    if encoding == GZIP:
+        return zlib.decompressobj(16 + zlib.MAX_WBITS)
+    # Some call so what has no header of zlib.
+    has_header = first[0] & 0x0F == zlib.DEFLATED
+    return zlib.decompressobj(zlib.MAX_WBITS if has_header else -zlib.MAX_WBITS)

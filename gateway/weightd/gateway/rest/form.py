@@ -1,0 +1,234 @@
+"""An inference request as JSON describes it, and the tensors that are cut from what follows; without I/O."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from weightd.gateway import arrays
+from weightd.gateway.codes import TooLarge
+from weightd.gateway.model_view import VERSION
+from weightd.protocol import limits
+from weightd.protocol.errors import InvalidArgument
+from weightd.protocol.schema import got, label
+
+# Of the JSON of a request, or of an answer: so much takes the loop a third of a second, in which nobody else is served.
+# Binary data has no such bound.
+MOST_JSON_BYTES = 16 * 1024 * 1024
+
+# Of a header that is remembered with what it means: a client sends the same again and again.
+_REMEMBERED_BYTES = 2048
+
+_FIELDS = frozenset({"id", "parameters", "inputs", "outputs", "model_name", "model_version"})
+
+# What only makes sense if requests know of each other.
+_SEQUENCE = ("sequence_id", "sequence_start", "sequence_end")
+
+_REGION = "shared_memory_region"
+
+
+@dataclass(frozen=True)
+class InputForm:
+    """One input, and where it is: `values`, or `nbytes` of binary data, or a region."""
+
+    name: str
+    datatype: str
+    shape: Sequence[int]
+    size: int
+    values: object = None
+    nbytes: int | None = None
+    region: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class OutputForm:
+    """One output that is wanted, and in which form: binary data, in a region, or else values."""
+
+    name: str
+    binary: bool = False
+    region: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class Form:
+    """What the JSON of a request says.
+
+    Attributes:
+        outputs: those that are wanted; None: all, as binary data or as values, as `binary` says.
+    """
+
+    inputs: Sequence[InputForm]
+    outputs: Sequence[OutputForm] | None
+    binary: bool
+    id: str = ""
+    timeout: float | None = None
+    priority: int | None = None
+
+    @property
+    def wanted(self) -> Sequence[str] | None:
+        """The names of the outputs that are wanted; None: all."""
+        return None if self.outputs is None else [each.name for each in self.outputs]
+
+
+def read(header: memoryview, model: str) -> Form:
+    """Return what the JSON of a request says.
+
+    Raises:
+        InvalidArgument: it is no request; the text names the field.
+        TooLarge: it is longer than JSON may be.
+    """
+    if len(header) <= _REMEMBERED_BYTES:
+        return _remembered(bytes(header), model)
+    if len(header) > MOST_JSON_BYTES:
+        raise TooLarge(
+            f"expected at most {MOST_JSON_BYTES} bytes of JSON, got {len(header)}: send tensors as binary data"
+        )
+    return _read(bytes(header), model)
+
+
+def _read(header: bytes, model: str) -> Form:
+    return _form(parsed(header), model)
+
+
+_remembered = functools.lru_cache(maxsize=1024)(_read)
+
+
+def parsed(text: bytes) -> dict[str, Any]:
+    """Return a map of JSON.
+
+    Raises:
+        InvalidArgument: it is none.
+    """
+    try:
+        content = json.loads(text.decode(), parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:
+        raise InvalidArgument(f"expected a map in JSON: {error}") from None
+    return _a_map("", content)
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"JSON has no {name}: send it as binary data")
+
+
+def _form(content: Mapping[str, Any], model: str) -> Form:
+    unknown = content.keys() - _FIELDS
+    if unknown:
+        raise InvalidArgument(f"{label(min(unknown))}: unknown field; expected one of {', '.join(sorted(_FIELDS))}")
+    for field, expected in (("model_name", model), ("model_version", VERSION)):
+        if content.get(field, expected) not in (expected, ""):
+            raise InvalidArgument(f"{field}: expected {expected!r}, as in the path, got {got(content[field])}")
+    parameters = _a_map("parameters", content.get("parameters", {}))
+    for key in _SEQUENCE:
+        if parameters.get(key):
+            raise InvalidArgument(f"parameters.{key}: weightd has no sequences of requests")
+    binary = _a_boolean("parameters.binary_data_output", parameters.get("binary_data_output", False))
+    request_id = content.get("id", "")
+    if type(request_id) is not str or len(request_id.encode("utf-8", "surrogatepass")) > limits.MAX_ID_BYTES:
+        raise InvalidArgument(f"id: expected text of at most {limits.MAX_ID_BYTES} bytes, got {got(request_id)}")
+    named = content.get("outputs")
+    return Form(
+        _inputs(content.get("inputs")),
+        None if named is None or named == [] else _outputs(named, binary=binary),
+        binary,
+        request_id,
+        _timeout(parameters.get("timeout", 0)),
+        _priority(parameters.get("priority", 0)),
+    )
+
+
+def _timeout(microseconds: object) -> float | None:
+    if type(microseconds) is not int or not 0 <= microseconds <= limits.MAX_TIMEOUT_US:
+        expected = f"expected integer, 0 to {limits.MAX_TIMEOUT_US}, in microseconds"
+        raise InvalidArgument(f"parameters.timeout: {expected}, got {got(microseconds)}")
+    return microseconds / 1e6 if microseconds else None
+
+
+def _priority(priority: object) -> int | None:
+    if type(priority) is not int or not 0 <= priority <= limits.MAX_PRIORITY:
+        raise InvalidArgument(f"parameters.priority: expected integer, 0 to {limits.MAX_PRIORITY}, got {got(priority)}")
+    return priority or None
+
+
+def _inputs(content: object) -> list[InputForm]:
+    inputs = [_input(each) for each in _maps("inputs", content)]
+    if len({each.name for each in inputs}) < len(inputs):
+        raise InvalidArgument("inputs: expected each name once")
+    return inputs
+
+
+def _input(content: Mapping[str, Any]) -> InputForm:
+    name = _a_name("inputs", content.get("name"))
+    datatype = arrays.checked_datatype(name, content.get("datatype"))
+    shape = arrays.checked_shape(name, content.get("shape"))
+    size = arrays.size_of(name, datatype, shape)
+    parameters = _a_map(f"{label(name)}: parameters", content.get("parameters", {}))
+    nbytes = parameters.get("binary_data_size")
+    region = parameters if _REGION in parameters else None
+    ways = (("data", "data" in content), ("binary_data_size", nbytes is not None), (_REGION, region is not None))
+    there = [way for way, is_there in ways if is_there]
+    if len(there) != 1:
+        expected = "expected data, or binary_data_size or shared_memory_region among its parameters"
+        raise InvalidArgument(f"{label(name)}: {expected}, got {' and '.join(there) or 'none of them'}")
+    if nbytes is not None and (type(nbytes) is not int or nbytes != size):
+        raise InvalidArgument(
+            f"{label(name)}: binary_data_size: expected {size}, for {datatype} {list(shape)}, got {got(nbytes)}"
+        )
+    return InputForm(name, datatype, shape, size, content.get("data"), nbytes, region)
+
+
+def _outputs(content: object, *, binary: bool) -> list[OutputForm]:
+    outputs: list[OutputForm] = []
+    for each in _maps("outputs", content):
+        name = _a_name("outputs", each.get("name"))
+        parameters = _a_map(f"{label(name)}: parameters", each.get("parameters", {}))
+        if parameters.get("classification"):
+            raise InvalidArgument(f"{label(name)}: weightd has no classification of outputs")
+        is_binary = _a_boolean(f"{label(name)}: binary_data", parameters.get("binary_data", binary))
+        outputs.append(OutputForm(name, is_binary, parameters if _REGION in parameters else None))
+    if len({each.name for each in outputs}) < len(outputs):
+        raise InvalidArgument("outputs: expected each name once")
+    return outputs
+
+
+def _maps(what: str, content: object) -> list[Mapping[str, Any]]:
+    if not isinstance(content, list) or len(content) > limits.MAX_TENSORS:
+        raise InvalidArgument(f"{what}: expected a list of at most {limits.MAX_TENSORS} tensors, got {got(content)}")
+    return [_a_map(f"{what}[{index}]", each) for index, each in enumerate(content)]
+
+
+def _a_map(what: str, content: object) -> dict[str, Any]:
+    if not isinstance(content, dict):
+        raise InvalidArgument(f"{what}{': ' if what else ''}expected a map, got {got(content)}")
+    return content
+
+
+def _a_name(what: str, name: object) -> str:
+    if type(name) is not str or not name:
+        raise InvalidArgument(f"{what}: expected each with its name, got {got(name)}")
+    return name
+
+
+def _a_boolean(what: str, value: object) -> bool:
+    if type(value) is not bool:
+        raise InvalidArgument(f"{what}: expected a boolean, got {got(value)}")
+    return value
+
+
+def cut(form: Form, content: memoryview) -> dict[str, memoryview]:
+    """Return the bytes of each input that has binary data, in the order in which they follow.
+
+    Raises:
+        InvalidArgument: there are more or fewer than were announced.
+    """
+    cuts: dict[str, memoryview] = {}
+    begin = 0
+    for each in form.inputs:
+        if each.nbytes is not None:
+            cuts[each.name] = content[begin : begin + each.nbytes]
+            begin += each.nbytes
+    if begin != len(content):
+        raise InvalidArgument(f"binary data: expected {begin} bytes after the JSON, got {len(content)}")
+    return cuts

@@ -1,0 +1,167 @@
+"""The front that speaks HTTP: its sockets, from start to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+import socket
+import ssl
+from collections.abc import Sequence
+from pathlib import Path
+
+from aiohttp import web
+
+from weightd.gateway.config.places import Place
+from weightd.gateway.config.table import GatewayConfig
+from weightd.gateway.gateway import Gateway
+from weightd.gateway.rest.api import Api
+from weightd.gateway.rest.connection import Connection, Crowd, Phase
+
+# Who connects while the loop is busy waits there.
+_BACKLOG = 1024
+
+# Descriptors for all that is no caller's connection: to the daemon, regions, files of Python.
+_OTHERS = 128
+
+# Of headers, together with the request line: eight times what ordinary clients send.
+_MOST_HEADER_BYTES = 8190
+_MOST_HEADERS = 64
+
+# What follows a request that was refused is read and dropped for so long, so that its sender reads why.
+_LINGERING_S = 5.0
+
+_SWEEP_S = 1.0
+
+# When aiohttp would end a silent connection: that is the crowd's to do.
+_NEVER_S = 1e8
+
+# Of a socket in a directory that others may enter: its owner and group may connect.
+_MODE = 0o660
+
+
+class Rest:
+    """Speaks HTTP.
+
+    Args:
+        gateway: what all protocols share.
+    """
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+        self._servers: list[asyncio.Server] = []
+        self._paths: list[Path] = []
+
+    async def start(self) -> Sequence[str]:
+        """Listen; return where, for people.
+
+        Raises:
+            OSError: an address cannot be had.
+        """
+        config, loop = self._gateway.config, asyncio.get_running_loop()
+        limits = {Phase.HEADER: config.receive_timeout, Phase.BODY: config.receive_timeout}
+        limits |= {Phase.IDLE: config.idle_timeout, Phase.READING: config.receive_timeout}
+        self._crowd = Crowd(_most_connections(config), limits, loop.time)
+        self._manager = web.Server(Api(self._gateway, _hosts(config)).handle, handler_cancellation=True)  # type: ignore[arg-type]
+        self._sweeping = asyncio.create_task(self._sweep())
+        told: list[str] = []
+        for listener in self._listeners():
+            tls = _tls(config) if config.tls_cert and listener.family != socket.AF_UNIX else None
+            self._servers.append(await loop.create_server(self._connection, sock=listener, ssl=tls, backlog=_BACKLOG))
+            told.append(f"{'https' if tls else 'http'} {_told(listener)}")
+        return told
+
+    async def stop(self, grace: float) -> None:
+        """Take nothing new, and return when what is under way has been answered, or after so many seconds."""
+        for server in self._servers:
+            server.close()
+        self._manager.pre_shutdown()
+        await self._manager.shutdown(grace)
+        self._sweeping.cancel()
+        for path in self._paths:
+            path.unlink(missing_ok=True)
+
+    def _connection(self) -> Connection:
+        return Connection(
+            self._crowd,
+            self._manager,
+            loop=asyncio.get_running_loop(),
+            keepalive_timeout=_NEVER_S,
+            access_log=None,
+            max_line_size=_MOST_HEADER_BYTES,
+            max_field_size=_MOST_HEADER_BYTES,
+            max_headers=_MOST_HEADERS,
+            lingering_time=_LINGERING_S,
+            auto_decompress=False,
+        )
+
+    async def _sweep(self) -> None:
+        while True:
+            await asyncio.sleep(_SWEEP_S)
+            self._crowd.sweep()
+
+    def _listeners(self) -> list[socket.socket]:
+        if self._gateway.sockets:
+            return [*self._gateway.sockets]
+        return [self._listener(place) for place in self._gateway.config.http_places]
+
+    def _listener(self, place: Place) -> socket.socket:
+        try:
+            if not place.path:
+                return _tcp(place)
+            path = Path(place.path)
+            listener = _unix(path)
+        except OSError as error:
+            raise OSError(error.errno, f"http: {place}: {error.strerror or error}") from None
+        self._paths.append(path)
+        return listener
+
+
+def _tcp(place: Place) -> socket.socket:
+    family, kind, protocol, _, address = socket.getaddrinfo(place.host, place.port, type=socket.SOCK_STREAM)[0]
+    listener = socket.socket(family, kind, protocol)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if family == socket.AF_INET6:
+        listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+    listener.bind(address)
+    return listener
+
+
+def _unix(path: Path) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX)
+    if path.is_socket() and _is_dead(path):
+        path.unlink()
+    listener.bind(str(path))
+    path.chmod(_MODE)
+    return listener
+
+
+def _is_dead(path: Path) -> bool:
+    """Whether nobody listens there any more: a gateway was killed."""
+    with socket.socket(socket.AF_UNIX) as asking:
+        return asking.connect_ex(str(path)) != 0
+
+
+def _told(listener: socket.socket) -> str:
+    if listener.family == socket.AF_UNIX:
+        return f"unix:{listener.getsockname()}"
+    host, port = listener.getsockname()[:2]
+    return str(Place(host=host, port=port))
+
+
+def _tls(config: GatewayConfig) -> ssl.SSLContext:
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=config.client_ca or None)
+    context.load_cert_chain(config.tls_cert, config.tls_key)
+    if config.client_ca:
+        context.verify_mode = ssl.CERT_REQUIRED
+    return context
+
+
+def _hosts(config: GatewayConfig) -> frozenset[str]:
+    """Return what requests may be for: what is configured, and the addresses themselves."""
+    own = {str(place).rpartition(":")[0] for place in config.http_places if place.host}
+    return frozenset(each.lower() for each in {*config.hosts, *own})
+
+
+def _most_connections(config: GatewayConfig) -> int:
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return max(1, min(config.max_connections, limit - _OTHERS))

@@ -1,0 +1,128 @@
+"""POST …/infer: the path that is to be fast, so it is flat."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, cast
+
+from aiohttp import web
+
+from weightd.gateway import arrays
+from weightd.gateway.callers import Caller
+from weightd.gateway.gateway import Gateway
+from weightd.gateway.question import Question
+from weightd.gateway.rest import answer, body, form
+from weightd.gateway.rest.asking import trace_of
+from weightd.gateway.rest.connection import Connection, Phase
+from weightd.gateway.rest.form import Form, InputForm, OutputForm
+from weightd.gateway.rest.reply import BINARY, JSON, Reply
+from weightd.protocol.errors import InvalidArgument
+from weightd.protocol.schema import got
+
+HEADER_LENGTH = "Inference-Header-Content-Length"
+
+Array = arrays.Array
+
+
+class Inference:
+    """Asks models.
+
+    Args:
+        gateway: what all protocols share.
+    """
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._service = gateway.service
+        self._regions = gateway.regions
+        self._most_bytes = gateway.config.max_body_bytes
+
+    async def infer(self, request: web.BaseRequest, caller: Caller, model: str) -> Reply:
+        """Return what a model answers.
+
+        Raises:
+            RequestError: that is what comes of it.
+        """
+        connection = cast(Connection, request.protocol)
+        with self._service.seats.one() as seat:
+            length = _header_length(request)
+            connection.reads(request.content)
+            content = await body.read(
+                request, seat, self._most_bytes, partial(self._service.room, caller), lead=length or 0
+            )
+            connection.enter(Phase.ANSWER)
+            header, tensors = _cut(content, length)
+            asked = form.read(header, model)
+            inputs = self._inputs(caller, asked, tensors)
+            places = self._places(caller, asked)
+            answered = await self._service.infer(
+                caller,
+                Question(model, inputs, asked.wanted, asked.timeout, asked.priority, trace_of(request), asked.id),
+            )
+            described, pieces = answer.encode(model, asked, answered, places)
+        if not pieces:
+            return Reply([described], JSON)
+        return Reply([described, *pieces], BINARY, headers={HEADER_LENGTH: str(len(described))})
+
+    def _inputs(self, caller: Caller, asked: Form, tensors: memoryview) -> dict[str, Array]:
+        cuts = form.cut(asked, tensors)
+        inputs: dict[str, Array] = {}
+        for each in asked.inputs:
+            if each.nbytes is not None:
+                inputs[each.name] = arrays.from_bytes(each.name, each.datatype, each.shape, cuts[each.name])
+            elif each.region is not None:
+                inputs[each.name] = self._shared(caller, each, each.region)
+            else:
+                inputs[each.name] = arrays.from_values(each.name, each.datatype, each.shape, each.values)
+        return inputs
+
+    def _shared(self, caller: Caller, each: InputForm, parameters: Any) -> Array:
+        place = self._regions.place(caller, *_place(parameters))
+        if place.nbytes != each.size:
+            text = f"{each.name}: shared_memory_byte_size: expected {each.size}, for {each.datatype} {list(each.shape)}"
+            raise InvalidArgument(f"{text}, got {place.nbytes}")
+        content = memoryview(self._service.room(caller, each.size) if each.size else b"")
+        place.region.read(place.offset, content)
+        return arrays.from_bytes(each.name, each.datatype, each.shape, content)
+
+    def _places(self, caller: Caller, asked: Form) -> answer.Placing:
+        """Return what puts outputs where they are wanted; that there is room is known before it runs."""
+        places = {
+            each.name: self._regions.place(caller, *_place(each.region))
+            for each in asked.outputs or ()
+            if each.region is not None
+        }
+
+        def put(how: OutputForm, content: memoryview) -> None:
+            place = places[how.name]
+            if len(content) > place.nbytes:
+                text = f"output {how.name}: expected room for {len(content)} bytes in its region, got {place.nbytes}"
+                raise InvalidArgument(text)
+            place.region.write(place.offset, content)
+
+        return put
+
+
+def _place(parameters: Any) -> tuple[object, object, object]:
+    return (
+        parameters["shared_memory_region"],
+        parameters.get("shared_memory_offset", 0),
+        parameters.get("shared_memory_byte_size"),
+    )
+
+
+def _header_length(request: web.BaseRequest) -> int | None:
+    """Return how many bytes of the body are JSON, once it is decompressed; None: all of them."""
+    values = request.headers.getall(HEADER_LENGTH, None)
+    if values is None:
+        return None
+    if len(values) > 1 or not (values[0].isascii() and values[0].isdecimal()) or len(values[0]) > 12:
+        raise InvalidArgument(f"{HEADER_LENGTH}: expected one number of bytes, got {got(', '.join(values))}")
+    return int(values[0])
+
+
+def _cut(content: memoryview, length: int | None) -> tuple[memoryview, memoryview]:
+    if length is None:
+        return content, content[:0]
+    if length > len(content):
+        raise InvalidArgument(f"{HEADER_LENGTH}: expected at most {len(content)}, the bytes of the body, got {length}")
+    return content[:length], content[length:]

@@ -1,0 +1,105 @@
+"""Answers in HTTP, written at once: status, headers and content, with no more copies than a small one takes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from http import HTTPStatus
+from typing import Any
+
+from aiohttp import web
+
+from weightd.gateway.codes import retry_after, status_of
+from weightd.protocol.errors import RequestError, Unauthenticated
+
+JSON = "application/json"
+BINARY = "application/octet-stream"
+
+# Below it one copy costs less than another call of the kernel.
+_COPIED_BYTES = 64 * 1024
+
+_PHRASES = {each.value: each.phrase for each in HTTPStatus} | {499: "Client Closed Request"}
+
+Piece = bytes | memoryview
+
+
+class Reply:
+    """One answer: what aiohttp asks of a response, and no more of it.
+
+    Args:
+        content: of it, in pieces that stay as they are until they are written.
+        kind: its media type.
+        status: of HTTP.
+        headers: more of them, with values that hold no line breaks.
+
+    Attributes:
+        headers: as above; more may be added.
+        keep_alive: whether the connection may go on.
+    """
+
+    def __init__(
+        self,
+        content: Sequence[Piece],
+        kind: str = JSON,
+        status: int = 200,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        self.content = content
+        self.status = status
+        self.keep_alive = True
+        self.body_length = sum(map(len, content))
+        self._kind = kind
+        self.headers = dict(headers or {})
+
+    async def prepare(self, request: web.BaseRequest) -> None:
+        """Write all of it."""
+        transport = request.transport
+        if transport is None or transport.is_closing():
+            raise ConnectionResetError("the caller is gone")
+        self.keep_alive = self.keep_alive and request.keep_alive
+        head = self._head(request)
+        content = () if request.method == "HEAD" else self.content
+        if self.body_length <= _COPIED_BYTES:
+            transport.write(b"".join((head, *content)))
+            return
+        transport.write(head)
+        for each in content:
+            transport.write(each)
+        await request.writer.drain()
+
+    async def write_eof(self) -> None:
+        """Nothing is left to be written."""
+
+    def _head(self, request: web.BaseRequest) -> bytes:
+        lines = [
+            f"HTTP/1.1 {self.status} {_PHRASES.get(self.status, '')}",
+            f"Content-Type: {self._kind}",
+            f"Content-Length: {self.body_length}",
+        ]
+        lines += [f"{name}: {value}" for name, value in self.headers.items()]
+        if not self.keep_alive:
+            lines.append("Connection: close")
+        elif request.version < (1, 1):
+            lines.append("Connection: keep-alive")
+        return "\r\n".join((*lines, "\r\n")).encode("latin-1")
+
+
+def as_json(content: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Reply:
+    """Return an answer in JSON."""
+    return Reply([json.dumps(content, separators=(",", ":")).encode()], JSON, status, headers)
+
+
+def of_error(error: RequestError, headers: Mapping[str, str] | None = None) -> Reply:
+    """Return the answer that an error is: always JSON, for Triton's client reads no other."""
+    after = retry_after(error)
+    more = dict(headers or {})
+    if after is not None:
+        more["Retry-After"] = str(after)
+    if isinstance(error, Unauthenticated):
+        more["WWW-Authenticate"] = "Bearer"
+    return as_json({"error": str(error)}, status_of(error).http, more)
+
+
+def refusal(status: int, text: str, headers: Mapping[str, str] | None = None) -> Reply:
+    """Return the answer that is an error of HTTP alone."""
+    return as_json({"error": text}, status, headers)

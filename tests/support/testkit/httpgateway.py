@@ -1,0 +1,92 @@
+"""A gateway that speaks HTTP, in a thread of the test's own process."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import threading
+from collections.abc import Coroutine, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from weightd.gateway.callers import Identities
+from weightd.gateway.config.load import identities_of, parse
+from weightd.gateway.gateway import Gateway
+from weightd.gateway.regions import Regions
+from weightd.gateway.rest.front import Rest
+from weightd.gateway.seats import Seats
+from weightd.gateway.service import Service
+from weightd.shared.tables import Problems
+
+T = TypeVar("T")
+
+LIMIT_S = 30.0
+
+
+class HttpGateway:
+    """Serves within the block.
+
+    Args:
+        daemon: the address of the daemon.
+        tables: of the configuration; without any, whoever is on this host may ask, at any free port.
+        regions: where files that callers share are.
+
+    Attributes:
+        port: of the first address, if it has one.
+        gateway: what is shared.
+    """
+
+    def __init__(self, daemon: str, tables: Mapping[str, Any] | None = None, regions: Path | None = None) -> None:
+        given = dict(tables or {})
+        settings = {"daemon": daemon, "http": ["127.0.0.1:0"], "grpc": [], "anonymous": "-"}
+        given["gateway"] = {**settings, **given.get("gateway", {})}
+        problems = Problems()
+        config = parse(given, Path("/"), problems)
+        assert not problems.errors, problems.errors
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        table = config.gateway
+        service = Service(table.daemon, table.timeout, Seats(table.max_in_flight, table.max_memory_bytes))
+        shared = Regions(enabled=table.shared_memory, **({} if regions is None else {"directory": regions}))
+        self.gateway = Gateway(table, identities_of(config), service, shared)
+        self._rest = Rest(self.gateway)
+
+    def __enter__(self) -> HttpGateway:
+        self._thread.start()
+        told = self.run(self._rest.start())
+        self.port = int(told[0].rpartition(":")[2]) if told and "unix:" not in told[0] else 0
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.run(self._rest.stop(0.0))
+        self.run(self.gateway.service.close())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(LIMIT_S)
+        self._loop.close()
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine in the loop of the gateway, and return what it returns."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(LIMIT_S)
+
+    def become(self, identities: Identities) -> None:
+        """Have other callers, as a reload has."""
+        self.gateway.identities = identities
+
+    def ask(
+        self, method: str, path: str, content: Any = None, headers: Mapping[str, str] | None = None
+    ) -> tuple[int, Any, http.client.HTTPMessage]:
+        """Send one request over a connection of its own; return status, content and headers of the answer.
+
+        What is sent, and what is answered, is JSON unless it is bytes.
+        """
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=LIMIT_S)
+        try:
+            body = content if content is None or isinstance(content, bytes) else json.dumps(content).encode()
+            connection.request(method, path, body, dict(headers or {}))
+            response = connection.getresponse()
+            answer = response.read()
+            kind = response.headers["Content-Type"]
+            return response.status, json.loads(answer) if kind == "application/json" else answer, response.headers
+        finally:
+            connection.close()
