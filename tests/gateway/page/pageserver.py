@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import NamedTuple
 
@@ -22,28 +22,26 @@ class PageServer:
 
     Attributes:
         numbers: what status.json is; may be exchanged at any time. It is given the header `Authorization`.
-        paths: all that were asked for.
     """
 
     def __init__(self, numbers: Callable[[str], Answer]) -> None:
         self.numbers = numbers
-        self.paths: list[str] = []
         page = self
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
-                page.paths.append(self.path)
                 if self.path == "/status.json":
                     status, body = page.numbers(self.headers.get("Authorization", ""))
-                    self._answer(status, body, NUMBERS_HEADERS)
+                    self._answer(status, body, {**NUMBERS_HEADERS, "Content-Type": "application/json"})
                 elif self.path in FILES:
-                    self._answer(200, FILES[self.path].body, FILES[self.path].headers)
+                    file = FILES[self.path]
+                    self._answer(200, file.body, {**file.headers, "Content-Type": file.content_type})
                 else:
-                    self._answer(404, b"", {})
+                    self.send_error(404)
 
-            def _answer(self, status: int, body: bytes, headers: object) -> None:
+            def _answer(self, status: int, body: bytes, headers: Mapping[str, str]) -> None:
                 self.send_response(status)
-                for name, value in dict(headers).items():  # type: ignore[call-overload]
+                for name, value in headers.items():
                     self.send_header(name, value)
                 self.end_headers()
                 self.wfile.write(body)

@@ -30,11 +30,7 @@ HEADERS: Mapping[str, str] = {
 }
 """Of each answer that belongs to the page, the numbers included."""
 
-NUMBERS_HEADERS: Mapping[str, str] = {
-    **HEADERS,
-    "Cache-Control": "no-store",
-    "Content-Type": "application/json; charset=utf-8",
-}
+NUMBERS_HEADERS: Mapping[str, str] = {**HEADERS, "Cache-Control": "no-store"}
 """Of status.json."""
 
 
@@ -44,21 +40,22 @@ class File:
 
     Attributes:
         body: its content.
+        content_type: its media type.
         etag: by which a browser knows that it has it.
-        headers: of the answer, that of its type and `etag` included.
+        headers: of the answer, besides its type.
     """
 
     body: bytes
+    content_type: str
     etag: str
     headers: Mapping[str, str]
 
 
-def _file(name: str, content_type: str) -> File:
+def _file(name: str, kind: str) -> File:
     body = resources.files(__package__).joinpath(name).read_bytes()
     etag = f'"{hashlib.sha256(body).hexdigest()[:16]}"'
     # Asked for each time, and mostly answered with 304: an upgrade is seen at once.
-    headers = {"Content-Type": f"{content_type}; charset=utf-8", "Cache-Control": "no-cache", "ETag": etag}
-    return File(body, etag, {**HEADERS, **headers})
+    return File(body, f"{kind}; charset=utf-8", etag, {**HEADERS, "Cache-Control": "no-cache", "ETag": etag})
 
 
 FILES: Mapping[str, File] = {
