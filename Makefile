@@ -27,7 +27,7 @@ INSTALL := bin/python -m pip install --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: demo test test-most test-oldest test-beside test-ranks test-systemd mutants check check-pyright check-mypy check-oldest check-rest bench fuzz chaos leak clean
+.PHONY: demo test test-most test-oldest test-beside test-ranks test-systemd mutants check check-pyright check-mypy check-oldest check-rest bench browser fuzz chaos leak clean
 .PHONY: bench-rival help $(VENV) $(MSLITE) $(MINDSPORE) mslite-if-possible mindspore-if-possible
 
 demo: $(VENV)/.made $(if $(filter mindspore_lite,$(ENGINE)),$(MSLITE)/.made)  ## one model, four workers, one copy of the weights [ENGINE=onnxruntime|mindspore_lite]
@@ -97,6 +97,11 @@ clean:  ## remove everything that the other targets made
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*##  */  make \1\t/p' $(MAKEFILE_LIST) | expand -t 22
+
+# What the tests of the status page look at it with. Without it they fail where CI=true, and say so elsewhere.
+browser:
+	@command -v chromium-headless-shell chromium >/dev/null || { apt-get update --quiet=2 && DEBIAN_FRONTEND=noninteractive \
+	apt-get install --quiet=2 --yes --no-install-recommends chromium-headless-shell >/dev/null; } || true
 
 $(VENV): $(VENV)/.made
 $(MSLITE): $(MSLITE)/.made

@@ -18,6 +18,7 @@ from weightd.ctl.bench import verb as bench
 from weightd.ctl.install import verb as install
 from weightd.ctl.status import verb as status
 from weightd.ctl.text import clean
+from weightd.ctl.top import verb as top
 from weightd.ctl.verb import Ended, NotReached, Verb
 from weightd.protocol import limits
 from weightd.protocol.errors import RequestError, WeightdError
@@ -27,6 +28,7 @@ from weightd.shared.journal import prefixed, to_journal
 
 VERBS: Dict[str, Verb] = {
     "status": status.VERB,
+    "top": top.VERB,
     "metrics": metrics.VERB,
     "health": health.VERB,
     "predict": predict.VERB,

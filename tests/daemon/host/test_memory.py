@@ -3,6 +3,8 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import subprocess
+import sys
 from pathlib import Path
 from unittest import mock
 
@@ -73,3 +75,25 @@ def test_what_is_free_is_the_least_of_host_and_group(
     (tmp_path / "meminfo").write_text(said)
     monkeypatch.setattr(cgroup, "free_bytes", lambda: group)
     assert memory.free_bytes(tmp_path / "meminfo") == free
+
+
+# A process that has something, and a fork of it, until its input ends.
+FORKS = """
+import os, signal, sys
+inherited = bytearray(b"x" * 64 * 2**20)
+child = os.fork()
+if not child:
+    signal.pause()
+print(child, flush=True)
+sys.stdin.read()
+os.kill(child, signal.SIGKILL)
+"""
+
+
+def test_what_a_fork_has_inherited_is_no_file_s_and_not_its_own() -> None:
+    command = [sys.executable, "-c", FORKS]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        held = memory.held(int(process.stdout.readline()))
+    assert held is not None
+    assert held.own < 64 * 2**20 < held.anonymous

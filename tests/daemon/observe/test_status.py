@@ -39,7 +39,7 @@ def test_what_a_model_on_a_card_is_and_takes() -> None:
         model.heard(name, Attached("canary", WEIGHTS), (), 0.0)
     processes: dict[str, Any] = {name: SimpleNamespace(pid=pid) for pid, name in enumerate((HOLDER, WORKER, SPARE), 10)}
     survey = Survey(b"c", "s", (), Measured())
-    survey.held = {1: Held(7, 6), 2: None, 10: Held(1000, 900), 11: Held(100, 90)}
+    survey.held = {1: Held(7, 6, 5), 2: None, 10: Held(1000, 900, 950), 11: Held(100, 90, 95)}
     subject = Subject(
         [model],
         [card, Device("cpu"), Device("cpu:0")],
@@ -56,10 +56,12 @@ def test_what_a_model_on_a_card_is_and_takes() -> None:
     assert (told.pss_bytes, told.dropped, told.held_bytes, told.max_memory_bytes, told.note) == (7, 3, 4, 5, "a note")
     assert told.gates == (GateStatus("lan", "tcp://*:1", 2, 3, 4, None),)
     [generation] = told.models[0].generations
-    assert [(each.name, each.role, each.pss_bytes, each.own_bytes) for each in generation.processes] == [
-        (HOLDER, "holder", 1000, 900),
-        (WORKER, "worker", 100, 90),
-        (SPARE, "spare", None, None),
+    assert [
+        (each.name, each.role, each.pss_bytes, each.own_bytes, each.anonymous_bytes) for each in generation.processes
+    ] == [
+        (HOLDER, "holder", 1000, 900, 950),
+        (WORKER, "worker", 100, 90, 95),
+        (SPARE, "spare", None, None, None),
     ]
     assert {each.device for each in generation.processes} == {"ascend:0"}
     assert (generation.copy_bytes, generation.saved_bytes) == (WEIGHTS, WEIGHTS)

@@ -19,10 +19,13 @@ class Held(NamedTuple):
     Attributes:
         pss: its proportional set size: its own pages, and its share of pages that it shares.
         own: the pages that no other process has: what its end would give back.
+        anonymous: the pages that are no file's, whoever else has them, too: what it would have alone if nothing were
+            forked.
     """
 
     pss: int
     own: int
+    anonymous: int
 
 
 def held(pid: int) -> Held | None:
@@ -30,7 +33,7 @@ def held(pid: int) -> Held | None:
     try:
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text("ascii").splitlines()[1:]
         sizes = {words[0]: int(words[1]) * 1024 for words in map(str.split, lines)}
-        return Held(sizes["Pss:"], sizes["Private_Clean:"] + sizes["Private_Dirty:"])
+        return Held(sizes["Pss:"], sizes["Private_Clean:"] + sizes["Private_Dirty:"], sizes["Anonymous:"])
     except (OSError, ValueError, KeyError):
         return None
 

@@ -207,6 +207,7 @@ def _process(model: Model, generation: Life, child: Child, pid: int, survey: Sur
         shared_bytes=child.shared_bytes,
         note=clip(child.note),
         own_bytes=survey.own(pid),
+        anonymous_bytes=survey.anonymous(pid),
         origin=hello.origin if hello is not None else None,
         origin_note=clip(hello.origin_note) if hello is not None else "",
         device=child.device,

@@ -75,6 +75,11 @@ class Survey:
         held = self.held.get(pid)
         return None if held is None else held.own
 
+    def anonymous(self, pid: int) -> int | None:
+        """Return likewise what was no file's."""
+        held = self.held.get(pid)
+        return None if held is None else held.anonymous
+
 
 def crowding(surveys: Sequence[Survey], user: Callable[[bytes], str]) -> Survey:
     """Return which one gives way: the last one of who has most, of all clients of the user that has most."""

@@ -7,12 +7,14 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, cast
 
-from aiohttp import web
+from aiohttp import hdrs, web
 
 from weightd.gateway import model_view
 from weightd.gateway.callers import Caller
 from weightd.gateway.codes import told
 from weightd.gateway.gateway import Gateway
+from weightd.gateway.page.files import FILES, NUMBERS_HEADERS
+from weightd.gateway.page.looks import Looks
 from weightd.gateway.rest import body, form
 from weightd.gateway.rest.asking import caller_of, check_host, trace_of
 from weightd.gateway.rest.connection import Connection, Phase
@@ -20,7 +22,7 @@ from weightd.gateway.rest.infer import Inference
 from weightd.gateway.rest.reply import Refused, Reply, as_json, of_error
 from weightd.gateway.rest.routes import Verb, route
 from weightd.gateway.traces import TRACEPARENT
-from weightd.protocol.errors import InvalidArgument, WeightdError
+from weightd.protocol.errors import InvalidArgument, NotFound, WeightdError
 from weightd.protocol.schema import label
 from weightd.shared.exposition import CONTENT_TYPE, exposition
 
@@ -30,7 +32,8 @@ _log = logging.getLogger("weightd.gateway.rest")
 _MOST_ASKED_BYTES = 64 * 1024
 
 # What is asked of no model, and answered with no more than whether there is somebody: for probes, which have no token.
-_OPEN = frozenset({Verb.LIVE, Verb.READY})
+# The files of the page are the same for everybody.
+_OPEN = frozenset({Verb.LIVE, Verb.READY, Verb.PAGE})
 _PROBE = Caller(None, "probe")
 
 _SERVER_ERROR = 500
@@ -68,6 +71,7 @@ class Api:
         self._gateway = gateway
         self._service = gateway.service
         self._hosts = hosts
+        self._looks = Looks(gateway.service)
         self._handlers: dict[Verb, Handler] = {
             Verb.LIVE: self._live,
             Verb.READY: self._ready,
@@ -89,6 +93,8 @@ class Api:
             Verb.LOGGING: self._logging,
             Verb.SET: self._set,
             Verb.METRICS: self._metrics,
+            Verb.PAGE: self._page,
+            Verb.NUMBERS: self._numbers,
         }
 
     async def handle(self, request: web.BaseRequest) -> Reply:
@@ -153,6 +159,25 @@ class Api:
 
     async def _metrics(self, request: web.BaseRequest, caller: Caller, name: str) -> Reply:
         return Reply([exposition(await self._service.metrics(caller)).encode()], CONTENT_TYPE)
+
+    # --- the page ----------------------------------------------------------------------------------------------
+
+    async def _page(self, request: web.BaseRequest, caller: Caller, name: str) -> Reply:
+        self._check_page()
+        file = FILES[name]
+        if request.headers.get(hdrs.IF_NONE_MATCH) == file.etag:
+            reply = Reply([], file.content_type, 304, file.headers)
+            reply.body_length = len(file.body)  # that of what the browser has
+            return reply
+        return Reply([file.body], file.content_type, headers=file.headers)
+
+    async def _numbers(self, request: web.BaseRequest, caller: Caller, name: str) -> Reply:
+        self._check_page()
+        return Reply([await self._looks.status_json(caller)], headers=NUMBERS_HEADERS)
+
+    def _check_page(self) -> None:
+        if not self._gateway.config.page:
+            raise NotFound("there is no page: so says the gateway's configuration (page)")
 
     # --- what Triton has and weightd does otherwise ------------------------------------------------------------
 

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from urllib.parse import unquote
 
 from weightd.gateway.model_view import VERSION
+from weightd.gateway.page.files import FILES
 from weightd.protocol.errors import NotFound
 from weightd.protocol.schema import label
 
@@ -35,10 +36,12 @@ class Verb(enum.Enum):
     LOGGING = enum.auto()
     SET = enum.auto()
     METRICS = enum.auto()
+    PAGE = enum.auto()
+    NUMBERS = enum.auto()
 
 
 class Route(NamedTuple):
-    """A path: by method what is asked there, and of which model or region; "" of all."""
+    """A path: by method what is asked there, and of which model, region or file; "" of all."""
 
     methods: Mapping[str, Verb]
     name: str = ""
@@ -60,6 +63,10 @@ def route(path: str) -> Route:
             return _of_server(rest)
         case ["metrics"]:
             return Route({"GET": Verb.METRICS})
+        case ["status.json"]:
+            return Route({"GET": Verb.NUMBERS})
+        case [file] if f"/{file}" in FILES:
+            return Route({"GET": Verb.PAGE}, f"/{file}")
     raise _nothing(segments)
 
 

@@ -29,7 +29,8 @@ class Status:
 class ProcessStatus:
     """One process of a generation. Memory in bytes, latency in microseconds.
 
-    `own_bytes` is what no other process has in memory, `shared_bytes` what it shares of the model.
+    `own_bytes` is what no other process has in memory, `anonymous_bytes` what is no file's there, whoever else has it
+    after a fork; `shared_bytes` what it shares of the model.
     `origin` is how it came to be, absent while it has said nothing: by an interpreter of its own, `forked` of a fork
     server, or of the `template` that has built its model; `origin_note` why it was not forked. `device` is where it
     runs: that of its generation, or one of the sets of cores that have this copy of the weights in common. It runs
@@ -53,6 +54,7 @@ class ProcessStatus:
     device: str = field(default="", metadata=text(limits.MAX_NAME_BYTES, empty=True))
     concurrency: int = field(default=1, metadata=integer(1, limits.MAX_CONCURRENCY))
     sha256: str = field(default="", metadata=left_out(text(limits.MAX_DIGEST_BYTES, empty=True)))
+    anonymous_bytes: Optional[int] = field(default=None, metadata=_COUNT)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,517 @@
+// Takes status.json each second and draws it. Names and texts are foreign: they become text nodes, never markup.
+"use strict";
+
+const EVERY_MS = 1000;
+// An answer that takes longer is none.
+const PATIENCE_MS = 5000;
+// Older than that, a picture is told to be old.
+const FRESH_MS = 3500;
+// A bar of more pieces than that would be lines alone.
+const MOST_PIECES = 48;
+// Of a model; a browser does not become slow for a table that nobody reads to its end.
+const MOST_PROCESSES = 64;
+const MOMENTS = 60;
+// Of a bar: a narrower piece has no room for a name.
+const LEAST_LABELLED_PX = 64;
+
+const SVG = "http://www.w3.org/2000/svg";
+const byId = (id) => document.getElementById(id);
+
+// --- numbers as text ---
+
+const NONE = "–";
+const number = (value, digits) =>
+  value.toLocaleString("en", { minimumFractionDigits: digits, maximumFractionDigits: digits });
+const rate = (value) => (value === null ? NONE : number(value, value < 100 ? 1 : 0));
+const whole = (value) => number(value, 0);
+
+function size(bytes) {
+  if (bytes === null) return NONE;
+  if (bytes >= 1e9) return `${number(bytes / 1e9, 2)} GB`;
+  return `${number(bytes / 1e6, bytes < 1e8 ? 1 : 0)} MB`;
+}
+
+function time(seconds) {
+  if (seconds === null) return NONE;
+  const [value, unit] = seconds >= 1 ? [seconds, "s"] : [seconds * 1e3, "ms"];
+  return `${number(value, value < 10 ? 2 : value < 100 ? 1 : 0)} ${unit}`;
+}
+
+function duration(seconds) {
+  const units = [["d", 86400], ["h", 3600], ["min", 60], ["s", 1]];
+  let left = Math.floor(seconds);
+  const parts = [];
+  for (const [unit, length] of units) {
+    const count = Math.floor(left / length);
+    left -= count * length;
+    if (count || parts.length || unit === "s") parts.push(`${count} ${unit}`);
+  }
+  return parts.slice(0, 2).join(" ");
+}
+
+const plural = (count, noun) => `${whole(count)} ${noun}${count === 1 ? "" : noun.endsWith("s") ? "es" : "s"}`;
+
+// --- elements; only what has changed is touched, so that a selection and the focus stay ---
+
+function make(tag, className, text) {
+  const element = document.createElement(tag);
+  if (className) element.className = className;
+  if (text !== undefined) element.textContent = text;
+  return element;
+}
+
+function write(element, text) {
+  if (element.textContent !== text) element.textContent = text;
+}
+
+function mark(element, className) {
+  if (element.className !== className) element.className = className;
+}
+
+function keyed(parent, items, key, create, update) {
+  const there = parent.children_ || (parent.children_ = new Map());
+  const wanted = new Set(items.map(key));
+  for (const [name, element] of there) {
+    if (!wanted.has(name)) {
+      element.remove();
+      there.delete(name);
+    }
+  }
+  let last = null;
+  for (const item of items) {
+    const name = key(item);
+    if (!there.has(name)) there.set(name, create(item));
+    const element = there.get(name);
+    const after = last === null ? parent.firstChild : last.nextSibling;
+    if (element !== after) parent.insertBefore(element, after);
+    update(element, item);
+    last = element;
+  }
+}
+
+function spark() {
+  const svg = document.createElementNS(SVG, "svg");
+  svg.setAttribute("class", "spark");
+  svg.setAttribute("viewBox", `0 0 ${MOMENTS - 1} 24`);
+  svg.setAttribute("preserveAspectRatio", "none");
+  svg.setAttribute("aria-hidden", "true");
+  for (const part of ["area", "curve"]) {
+    const path = document.createElementNS(SVG, "path");
+    path.setAttribute("class", part);
+    svg.append(path);
+  }
+  return svg;
+}
+
+function drawSpark(svg, values) {
+  const most = Math.max(...values.map((value) => value || 0)) || 1;
+  const begin = MOMENTS - values.length;
+  let curve = "";
+  let area = "";
+  let from = null;
+  values.forEach((value, index) => {
+    if (value === null) {
+      from = null;
+      return;
+    }
+    const x = begin + index;
+    const point = `${x} ${(23 - (22 * value) / most).toFixed(2)}`;
+    curve += from === null ? `M${point}` : `L${point}`;
+    area += from === null ? `M${x} 24L${point}` : `L${point}`;
+    from = x;
+    const next = values[index + 1];
+    if (next === undefined || next === null) area += `L${x} 24Z`;
+  });
+  svg.firstChild.setAttribute("d", area);
+  svg.lastChild.setAttribute("d", curve);
+}
+
+// --- memory ---
+
+// Pieces of a bar: what, bytes, and what is written on it; `joined` to the next one.
+const piece = (kind, bytes, label = "", joined = false) => ({ kind, bytes, label, joined });
+
+function withWeightd(models) {
+  const copies = models.map(({ name, memory }) => piece("copy", memory.copy_bytes, name));
+  const beside = models.flatMap(({ memory }) => split("beside", memory.workers, memory.beside_bytes));
+  return [...copies, ...beside];
+}
+
+// The first copy is the one that is needed; all others are the same again.
+function asPlain(models) {
+  return models.flatMap(({ name, memory }) => {
+    const { workers, plain_bytes: plain } = memory;
+    if (!workers) return [piece("other", plain)];
+    const weights = Math.min(memory.copy_bytes, plain / workers);
+    const beside = plain / workers - weights;
+    if (workers > MOST_PIECES) {
+      const again = piece("again", weights * (workers - 1));
+      return [piece("copy", weights, name), again, piece("beside", beside * workers)];
+    }
+    return Array.from({ length: workers }, (_, index) => [
+      index ? piece("again", weights, "", true) : piece("copy", weights, name, true),
+      piece("beside", beside),
+    ]).flat();
+  });
+}
+
+function split(kind, count, bytes) {
+  if (!count) return [];
+  if (count > MOST_PIECES) return [piece(kind, bytes)];
+  return Array.from({ length: count }, () => piece(kind, bytes / count));
+}
+
+function drawBar(bar, pieces, scale) {
+  const wanted = pieces.filter((each) => each.bytes > 0);
+  while (bar.children.length > wanted.length) bar.lastChild.remove();
+  while (bar.children.length < wanted.length) bar.append(make("i"));
+  const width = bar.clientWidth;
+  wanted.forEach(({ kind, bytes, label, joined }, index) => {
+    const element = bar.children[index];
+    const share = bytes / scale;
+    mark(element, joined ? `${kind} joined` : kind);
+    element.style.width = `${(100 * share).toFixed(3)}%`;
+    write(element, share * width < LEAST_LABELLED_PX ? "" : label);
+  });
+}
+
+function measure(kind) {
+  const element = make("div", `measure ${kind}`);
+  const line = make("p");
+  line.append(make("span"), make("strong"));
+  const bar = make("div", "bar");
+  bar.setAttribute("role", "img");
+  element.append(line, bar);
+  return element;
+}
+
+function drawMeasure(element, [, label, bytes, pieces, scale]) {
+  const [line, bar] = element.children;
+  write(line.firstChild, label);
+  write(line.lastChild, size(bytes));
+  bar.setAttribute("aria-label", `${label}: ${size(bytes)}`);
+  drawBar(bar, pieces, scale);
+}
+
+function drawMemory(overview) {
+  const memory = overview.memory;
+  byId("memory").hidden = memory === null;
+  if (memory === null) return;
+  const models = overview.models.filter((model) => model.memory !== null);
+  const scale = Math.max(memory.now_bytes, memory.plain_bytes);
+  const shares = memory.workers > 0;
+  const label = shares
+    ? `With weightd: one copy of the weights of each model, ${plural(memory.workers, "worker")}`
+    : "With weightd: nothing is shared yet";
+  const measures = [["with", label, memory.now_bytes, [...withWeightd(models), piece("other", rest(memory, models))], scale]];
+  if (shares) {
+    const plain = `As ${plural(memory.workers, "plain process")}: each with a copy of its own`;
+    measures.push(["plain", plain, memory.plain_bytes, asPlain(models), scale]);
+  }
+  keyed(byId("bars"), measures, (each) => each[0], (each) => measure(each[0]), drawMeasure);
+}
+
+function rest(memory, models) {
+  const drawn = models.reduce((sum, each) => sum + each.memory.copy_bytes + each.memory.beside_bytes, 0);
+  return Math.max(0, memory.now_bytes - drawn);
+}
+
+// --- requests and latency ---
+
+function tile() {
+  const element = make("div", "tile");
+  const list = make("dl");
+  const value = make("dd");
+  value.append(make("span"), make("small"));
+  list.append(make("dt"), value);
+  element.append(list);
+  return element;
+}
+
+function drawTile(element, [, label, value, unit, values]) {
+  const [name, figure] = element.firstChild.children;
+  write(name, label);
+  write(figure.firstChild, value);
+  write(figure.lastChild, unit);
+  if (values === null) return;
+  if (element.children.length < 2) element.append(spark());
+  drawSpark(element.lastChild, values);
+}
+
+function drawPace(overview) {
+  const pace = overview.pace;
+  const tiles = [
+    ["rate", "Requests", rate(pace.rate), " a second", pace.rates],
+    ["latency", "99 % answered within", time(pace.p99_s), ` half within ${time(pace.p50_s)}`, pace.p99s_s],
+    ["queue", "Waiting", whole(overview.queued), ` ${whole(overview.running)} at work`, null],
+  ];
+  keyed(byId("pace"), tiles, (each) => each[0], tile, drawTile);
+}
+
+// --- tables ---
+
+// A column: [heading, fill(cell, row), class].
+function table(columns) {
+  const element = make("table");
+  const head = make("tr");
+  for (const [heading, , className] of columns) {
+    const cell = make("th", className, heading);
+    cell.scope = "col";
+    head.append(cell);
+  }
+  const top = make("thead");
+  top.append(head);
+  element.append(top, make("tbody"));
+  return element;
+}
+
+function row(columns) {
+  const element = make("tr");
+  for (const [heading, , className] of columns) {
+    const cell = make("td", className);
+    cell.dataset.label = heading;
+    element.append(cell);
+  }
+  return element;
+}
+
+const fill = (columns, element, item) => columns.forEach(([, draw], index) => draw(element.children[index], item));
+const text = (of) => (cell, item) => write(cell, of(item));
+
+function drawName(cell, model) {
+  if (!cell.firstChild) {
+    const button = make("button", "open");
+    button.type = "button";
+    button.setAttribute("aria-expanded", "false");
+    button.addEventListener("click", () => toggle(button));
+    cell.append(button, make("small"));
+  }
+  const [button, below] = cell.children;
+  button.model_ = model.name;
+  write(button, model.name);
+  write(below, [model.engine, model.device, model.generation ? `generation ${model.generation}` : ""]
+    .filter((each) => each).join(" · "));
+}
+
+function drawState(cell, model) {
+  if (!cell.firstChild) cell.append(make("span"));
+  mark(cell.firstChild, `state ${model.state === "failed" ? "bad" : model.ready ? "good" : "warn"}`);
+  write(cell.firstChild, model.state !== "serving" && model.progress ? model.progress : model.state);
+}
+
+function drawRate(cell, model) {
+  if (!cell.firstChild) cell.append(spark(), make("span", "figure"));
+  drawSpark(cell.firstChild, model.pace.rates);
+  write(cell.lastChild, rate(model.pace.rate));
+}
+
+function drawWorkers(cell, model) {
+  mark(cell, model.workers < model.wanted ? "warn" : "well");
+  write(cell, model.wanted ? `${whole(model.workers)} of ${whole(model.wanted)}` : NONE);
+}
+
+function drawModelMemory(cell, model) {
+  if (!cell.firstChild) {
+    const pair = make("span", "pair");
+    pair.append(make("div", "bar"), make("div", "bar"));
+    pair.setAttribute("aria-hidden", "true");
+    const sizes = make("span", "sizes");
+    sizes.append(make("span"), make("small"));
+    cell.append(pair, sizes);
+  }
+  const [pair, sizes] = cell.children;
+  const memory = model.memory;
+  pair.hidden = memory === null;
+  write(sizes.firstChild, memory === null ? (model.group ? `in ${model.group}` : NONE) : size(memory.now_bytes));
+  write(sizes.lastChild, memory !== null && memory.workers ? `plain ${size(memory.plain_bytes)}` : "");
+  if (memory === null) return;
+  const { copy_bytes: copy, beside_bytes: beside, other_bytes: other } = memory;
+  drawBar(pair.firstChild, [piece("copy", copy), piece("beside", beside), piece("other", other)], model.scale);
+  drawBar(pair.lastChild, memory.workers ? [piece("again", memory.plain_bytes)] : [], model.scale);
+}
+
+const MODELS = [
+  ["Model", drawName, "name left"],
+  ["State", drawState, "left"],
+  ["Workers", drawWorkers, ""],
+  ["Requests/s", drawRate, "rate"],
+  ["Waiting", text((model) => whole(model.queued)), ""],
+  ["Half within", text((model) => time(model.pace.p50_s)), ""],
+  ["99 % within", text((model) => time(model.pace.p99_s)), ""],
+  ["Memory", drawModelMemory, "memory"],
+];
+
+const PROCESSES = [
+  ["Process", text((process) => process.name.startsWith(`${process.model}.`) ? process.name.slice(process.model.length + 1) : process.name), "left"],
+  ["Role", text((process) => process.role), "left"],
+  ["State", text((process) => process.state), "left"],
+  ["Device", text((process) => process.device), "left"],
+  ["Requests/s", text((process) => rate(process.rate)), ""],
+  ["At work", text((process) => whole(process.in_flight)), ""],
+  ["99 % within", text((process) => time(process.p99_s)), ""],
+  ["Memory", text((process) => size(process.pss_bytes)), ""],
+  ["Its own", text((process) => size(process.own_bytes)), ""],
+];
+
+const TENANTS = [
+  ["Tenant", text((tenant) => tenant.name), "name left"],
+  ["Weight", text((tenant) => String(tenant.weight)), ""],
+  ["Share", text((tenant) => (tenant.share === null ? NONE : `${number(100 * tenant.share, 0)} %`)), ""],
+  ["Requests/s", text((tenant) => rate(tenant.rate)), ""],
+  ["Refused/s", text((tenant) => rate(tenant.refused_rate)), ""],
+  ["In flight", text((tenant) => whole(tenant.in_flight)), ""],
+  ["Waiting", text((tenant) => whole(tenant.queued)), ""],
+  ["Mean wait", text((tenant) => time(tenant.wait_s)), ""],
+  ["Answered", text((tenant) => whole(tenant.served)), ""],
+  ["Refused", text((tenant) => whole(tenant.refused)), ""],
+];
+
+// The models whose processes are shown.
+const opened = new Set();
+
+function toggle(button) {
+  const name = button.model_;
+  if (!opened.delete(name)) opened.add(name);
+  if (shown) draw(shown);
+}
+
+function drawModels(overview) {
+  const parent = byId("models");
+  if (!parent.firstChild) parent.append(table(MODELS));
+  const scale = Math.max(1, ...overview.models.map(({ memory }) =>
+    memory === null ? 0 : Math.max(memory.now_bytes, memory.plain_bytes)));
+  const rows = [];
+  for (const model of overview.models) {
+    rows.push({ key: `m${model.name}`, model: { ...model, scale } });
+    if (opened.has(model.name)) {
+      const processes = overview.processes.filter((each) => each.model === model.name);
+      rows.push({ key: `p${model.name}`, processes });
+    }
+  }
+  const create = (item) => (item.model ? row(MODELS) : inside());
+  const update = (element, item) => {
+    if (!item.model) return drawInside(element, item.processes);
+    fill(MODELS, element, item.model);
+    return element.firstChild.firstChild.setAttribute("aria-expanded", String(opened.has(item.model.name)));
+  };
+  keyed(parent.firstChild.tBodies[0], rows, (item) => item.key, create, update);
+}
+
+function inside() {
+  const element = make("tr", "inside");
+  const cell = make("td");
+  cell.colSpan = MODELS.length;
+  cell.append(table(PROCESSES), make("p", "more muted"));
+  element.append(cell);
+  return element;
+}
+
+function drawInside(element, processes) {
+  const [inner, more] = element.firstChild.children;
+  const some = processes.slice(0, MOST_PROCESSES);
+  const update = (line, item) => fill(PROCESSES, line, item);
+  keyed(inner.tBodies[0], some, (process) => process.name, () => row(PROCESSES), update);
+  inner.hidden = !some.length;
+  more.hidden = some.length > 0 && some.length === processes.length;
+  write(more, some.length ? `and ${plural(processes.length - some.length, "process")} more` : "no process");
+}
+
+function drawTenants(overview) {
+  const parent = byId("tenants");
+  byId("tenants-section").hidden = !overview.tenants.length;
+  if (!parent.firstChild) parent.append(table(TENANTS));
+  const update = (element, item) => fill(TENANTS, element, item);
+  keyed(parent.firstChild.tBodies[0], overview.tenants, (tenant) => tenant.name, () => row(TENANTS), update);
+}
+
+// --- the whole ---
+
+let shown = null; // the last picture
+let heard = 0; // when it came
+let age = 0; // how old it was then, in ms
+let why = ""; // why there is no newer one
+
+function draw(overview) {
+  shown = overview;
+  byId("picture").hidden = false;
+  write(byId("service"), `${overview.version}, up ${duration(overview.uptime_s)}`);
+  drawMemory(overview);
+  drawPace(overview);
+  drawModels(overview);
+  drawTenants(overview);
+}
+
+function drawHealth() {
+  const old = shown === null ? 0 : Math.max(0, performance.now() - heard + age);
+  const lost = why !== "" || (shown !== null && old > FRESH_MS);
+  byId("trouble").hidden = !lost;
+  byId("picture").classList.toggle("stale", lost && shown !== null);
+  if (lost) {
+    write(byId("why"), why || "No answer comes.");
+    write(byId("since"), shown === null ? "" : `What is below was so ${duration(old / 1000)} ago.`);
+  }
+  const health = byId("health");
+  if (lost || shown === null) {
+    mark(health, "state bad");
+    write(health, lost ? "no answer" : "");
+  } else {
+    const ready = shown.models.filter((model) => model.ready).length;
+    const all = shown.models.length;
+    const failed = shown.models.some((model) => model.state === "failed");
+    mark(health, `state ${failed ? "bad" : ready === all ? "good" : "warn"}`);
+    write(health, `${shown.state}, ${ready === all ? plural(all, "model") : `${ready} of ${plural(all, "model")}`} ready`);
+  }
+  const title = `${lost ? "no answer" : health.textContent || "waiting"} – weightd`;
+  if (document.title !== title) document.title = title;
+}
+
+function take(told) {
+  byId("access").hidden = true;
+  why = told.daemon.trouble;
+  if (told.overview !== null) {
+    heard = performance.now();
+    age = 1000 * told.daemon.age_s;
+    draw(told.overview);
+  }
+}
+
+// What the answer of the gateway means that is no picture.
+async function refused(response) {
+  byId("access").hidden = response.status !== 401;
+  const answer = await response.json().catch(() => ({}));
+  why = typeof answer.error === "string" ? answer.error : `The gateway answered with status ${response.status}.`;
+}
+
+let next = 0;
+let asking = false;
+
+async function ask() {
+  clearTimeout(next);
+  if (asking || document.hidden) return;
+  asking = true;
+  const token = sessionStorage.getItem("token");
+  try {
+    const response = await fetch("status.json", {
+      cache: "no-store",
+      headers: token ? { Authorization: `Bearer ${token}` } : {},
+      signal: AbortSignal.timeout(PATIENCE_MS),
+    });
+    if (response.ok) take(await response.json());
+    else await refused(response);
+  } catch {
+    why = "The gateway cannot be reached.";
+  }
+  asking = false;
+  drawHealth();
+  next = setTimeout(ask, EVERY_MS);
+}
+
+byId("access").addEventListener("submit", (event) => {
+  event.preventDefault();
+  sessionStorage.setItem("token", byId("token").value.trim());
+  byId("token").value = "";
+  ask();
+});
+document.addEventListener("visibilitychange", ask);
+setInterval(drawHealth, EVERY_MS);
+ask();

@@ -1,0 +1,84 @@
+"""Looks at the daemon for whoever has the page open, and at no other time."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable
+from typing import Protocol
+
+from weightd.gateway.callers import Caller
+from weightd.gateway.page.numbers import status_json
+from weightd.protocol.errors import DeadlineExceeded, Unavailable
+from weightd.protocol.messages.metrics import MetricsResponse
+from weightd.protocol.messages.status import StatusResponse
+from weightd.shared.overview.history import History
+from weightd.shared.overview.rows import Overview
+
+# A page asks each second; if nobody has for so long, nobody has it open.
+_GAP_S = 10.0
+
+
+class Daemon(Protocol):
+    """The daemon, as a caller sees it."""
+
+    def metrics(self, caller: Caller) -> Awaitable[MetricsResponse]:
+        """Return what it has counted."""
+        ...
+
+    def status(self, caller: Caller) -> Awaitable[StatusResponse]:
+        """Return what it is doing."""
+        ...
+
+
+class Looks:
+    """What the page is told, by the tenant for whom it is asked: all who look for one see the same.
+
+    Args:
+        daemon: is asked.
+    """
+
+    def __init__(self, daemon: Daemon) -> None:
+        self._daemon = daemon
+        self._looks: dict[str | None, _Look] = {}
+
+    async def status_json(self, caller: Caller) -> bytes:
+        """Return the answer to a page.
+
+        Raises:
+            RequestError: the caller may not look; a daemon that is away is no error, but told.
+        """
+        if caller.tenant not in self._looks:
+            self._looks[caller.tenant] = _Look()
+        return await self._looks[caller.tenant].told(self._daemon, caller)
+
+
+class _Look:
+    """The last picture for a tenant."""
+
+    def __init__(self) -> None:
+        self._history = History(_GAP_S)
+        self._overview: Overview | None = None
+        self._at = time.monotonic()
+        self._lock = asyncio.Lock()
+
+    async def told(self, daemon: Daemon, caller: Caller) -> bytes:
+        async with self._lock:
+            try:
+                await self._look(daemon, caller)
+            except (Unavailable, DeadlineExceeded) as error:
+                return status_json(self._overview, time.monotonic() - self._at, _TEXTS[error.code])
+            return status_json(self._overview)
+
+    async def _look(self, daemon: Daemon, caller: Caller) -> None:
+        self._history.counted(await daemon.metrics(caller))
+        if self._history.wants_status(time.monotonic()):
+            self._history.looked(await daemon.status(caller))
+        self._overview, self._at = self._history.overview(), time.monotonic()
+
+
+# The code alone is told: the daemon's text names paths of this host.
+_TEXTS = {
+    Unavailable.code: "The daemon cannot be reached: it is stopped, or restarts.",
+    DeadlineExceeded.code: "The daemon does not answer.",
+}

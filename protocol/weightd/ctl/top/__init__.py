@@ -1,0 +1,1 @@
+"""`weightctl top`: models, processes and tenants, live; printed once where nobody looks."""

@@ -1,0 +1,64 @@
+"""Lines of a screen, and what their parts are; how that looks is the terminal's."""
+
+from __future__ import annotations
+
+import enum
+import unicodedata
+from typing import List, NamedTuple, Sequence, Tuple
+
+from weightd.ctl.text import clean
+
+
+class Style(enum.Enum):
+    """What a piece of text is."""
+
+    TEXT = "text"
+    STRONG = "strong"
+    WEAK = "weak"
+    HEAD = "head"
+    GOOD = "good"
+    WARN = "warn"
+    BAD = "bad"
+    COPY = "copy"
+    BESIDE = "beside"
+    OTHER = "other"
+    PLAIN = "plain"
+
+
+Piece = Tuple[str, Style]
+
+
+class Line(NamedTuple):
+    """Pieces, one beside the other; `selected` is the line on which the cursor is."""
+
+    pieces: Sequence[Piece]
+    selected: bool = False
+
+    @property
+    def text(self) -> str:
+        """It without its styles."""
+        return "".join(text for text, _ in self.pieces)
+
+
+def line(text: str = "", style: Style = Style.TEXT) -> Line:
+    """Return a line of one piece."""
+    return Line([(text, style)])
+
+
+def cut(line: Line, width: int) -> Line:
+    """Return as much of a line as there is room for."""
+    pieces: List[Piece] = []
+    for text, style in line.pieces:
+        pieces.append((text[: max(0, width)], style))
+        width -= len(text)
+    return Line([each for each in pieces if each[0]], line.selected)
+
+
+def narrow(text: str) -> str:
+    """Return foreign text of which each character takes one column, and none plays tricks on the terminal."""
+    return "".join(each if _is_narrow(each) else ascii(each)[1:-1] for each in clean(text))
+
+
+def _is_narrow(character: str) -> bool:
+    is_wide = unicodedata.east_asian_width(character) in "WF"
+    return not is_wide and not unicodedata.combining(character) and character != "\n"

@@ -1,0 +1,186 @@
+"""The tables: models, processes, tenants; their columns, and by what they are sorted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Callable, Dict, Generic, Optional, Sequence, TypeVar
+
+from weightd.ctl.text import megabytes
+from weightd.ctl.top.lines import Style, narrow
+from weightd.shared.overview.rows import ModelRow, Overview, ProcessRow, TenantRow
+
+R = TypeVar("R")
+
+_NONE = "-"
+_ALWAYS = 9
+
+
+@dataclass(frozen=True)
+class Column(Generic[R]):
+    """One column.
+
+    Attributes:
+        heading: what stands above it.
+        text: what stands in it.
+        worth: where there is no room for all, those of least worth go first.
+        is_left: whether it is flush left.
+        style: how it is written.
+    """
+
+    heading: str
+    text: Callable[[R], str]
+    worth: int = _ALWAYS
+    is_left: bool = False
+    style: Callable[[R], Style] = lambda _: Style.TEXT
+
+
+@dataclass(frozen=True)
+class Table(Generic[R]):
+    """One table.
+
+    Attributes:
+        title: what is in it.
+        rows: of a picture.
+        key: by which a row is known again.
+        columns: the first is the name.
+        sorts: what counts, by the letters of `ORDERS` by which it can be sorted.
+        spark: what it draws of each row where there is room, if it does.
+        model: the name of a row's model, if it has one.
+    """
+
+    title: str
+    rows: Callable[[Overview], Sequence[R]]
+    key: Callable[[R], str]
+    columns: Sequence[Column[R]]
+    sorts: Dict[str, Callable[[R], Any]]
+    spark: Optional[Callable[[R], Sequence[Optional[float]]]] = None
+    model: Callable[[R], str] = field(default=lambda _: "")
+
+
+# By name in ascending order; by all else the most comes first.
+ORDERS = {"N": "name", "R": "requests/s", "Q": "queue", "L": "latency", "M": "memory"}
+
+
+def _rate(value: Optional[float]) -> str:
+    return _NONE if value is None else f"{value:,.1f}"
+
+
+def _ms(seconds: Optional[float]) -> str:
+    if seconds is None:
+        return _NONE
+    return f"{seconds * 1e3:,.2f}" if seconds < 10 else f"{seconds * 1e3:,.0f}"
+
+
+def _least_if_none(value: Optional[float]) -> float:
+    return -1.0 if value is None else value
+
+
+def _state(row: ModelRow) -> Style:
+    if row.state == "failed":
+        return Style.BAD
+    return Style.GOOD if row.ready else Style.WARN
+
+
+def _progress(row: ModelRow) -> str:
+    """The state, or how far it is: "attaching 3/8"."""
+    return narrow(row.progress if row.state != "serving" and row.progress.startswith(row.state) else row.state)
+
+
+def _process_state(row: ProcessRow) -> Style:
+    return Style.TEXT if row.state in ("ready", "holding") else Style.WARN
+
+
+def _short(row: ProcessRow) -> str:
+    """Its name without that of its model, which stands beside it."""
+    prefix = f"{row.model}."
+    return narrow(row.name[len(prefix) :] if row.name.startswith(prefix) else row.name)
+
+
+MODELS: Table[ModelRow] = Table(
+    "models",
+    lambda overview: overview.models,
+    lambda row: row.name,
+    [
+        Column("MODEL", lambda row: narrow(row.name), is_left=True, style=lambda _: Style.STRONG),
+        Column("STATE", _progress, is_left=True, style=_state),
+        Column("GEN", lambda row: str(row.generation) if row.generation else _NONE, 1),
+        Column("PROC", lambda row: f"{row.workers}/{row.wanted}" if row.wanted else _NONE, 6,
+               style=lambda row: Style.WARN if row.workers < row.wanted else Style.TEXT),
+        Column("REQ/s", lambda row: _rate(row.pace.rate)),
+        Column("ERR/s", lambda row: _rate(row.refused_rate), 4,
+               style=lambda row: Style.WARN if row.refused_rate else Style.TEXT),
+        Column("QUEUE", lambda row: f"{row.queued:,}", 8),
+        Column("RUN", lambda row: f"{row.running:,}", 2),
+        Column("P50 ms", lambda row: _ms(row.pace.p50_s), 5),
+        Column("P99 ms", lambda row: _ms(row.pace.p99_s), 8),
+        Column("MEM MB", lambda row: megabytes(row.memory.now_bytes if row.memory else None), 7),
+        Column("PLAIN MB", lambda row: megabytes(row.memory.plain_bytes if row.memory else None), 6,
+               style=lambda _: Style.WEAK),
+    ],
+    {
+        "N": lambda row: row.name,
+        "R": lambda row: _least_if_none(row.pace.rate),
+        "Q": lambda row: row.queued,
+        "L": lambda row: _least_if_none(row.pace.p99_s),
+        "M": lambda row: 0 if row.memory is None else row.memory.now_bytes,
+    },
+    spark=lambda row: [each.rate for each in row.pace.moments],
+    model=lambda row: row.name,
+)  # fmt: skip
+
+PROCESSES: Table[ProcessRow] = Table(
+    "processes",
+    lambda overview: overview.processes,
+    lambda row: row.name,
+    [
+        Column("MODEL", lambda row: narrow(row.model), is_left=True, style=lambda _: Style.STRONG),
+        Column("PROCESS", _short, is_left=True),
+        Column("ROLE", lambda row: narrow(row.role), 6, is_left=True),
+        Column("STATE", lambda row: narrow(row.state), 7, is_left=True, style=_process_state),
+        Column("DEVICE", lambda row: narrow(row.device), 1, is_left=True),
+        Column("PID", lambda row: str(row.pid), 5),
+        Column("REQ/s", lambda row: _rate(row.rate)),
+        Column("NOW", lambda row: f"{row.in_flight:,}", 4),
+        Column("P50 ms", lambda row: _ms(row.p50_s), 3),
+        Column("P99 ms", lambda row: _ms(row.p99_s), 6),
+        Column("PSS MB", lambda row: megabytes(row.pss_bytes), 7),
+        Column("OWN MB", lambda row: megabytes(row.own_bytes), 7),
+        Column("SHARED MB", lambda row: megabytes(row.shared_bytes or None), 2),
+    ],
+    {
+        "N": lambda row: (row.model, row.name),
+        "R": lambda row: _least_if_none(row.rate),
+        "Q": lambda row: row.in_flight,
+        "L": lambda row: _least_if_none(row.p99_s),
+        "M": lambda row: row.pss_bytes or 0,
+    },
+    model=lambda row: row.model,
+)
+
+TENANTS: Table[TenantRow] = Table(
+    "tenants",
+    lambda overview: overview.tenants,
+    lambda row: row.name,
+    [
+        Column("TENANT", lambda row: narrow(row.name), is_left=True, style=lambda _: Style.STRONG),
+        Column("WEIGHT", lambda row: f"{row.weight:g}", 3),
+        Column("SHARE", lambda row: _NONE if row.share is None else f"{row.share:.0%}", 7),
+        Column("REQ/s", lambda row: _rate(row.rate)),
+        Column("REF/s", lambda row: _rate(row.refused_rate), 7,
+               style=lambda row: Style.WARN if row.refused_rate else Style.TEXT),
+        Column("NOW", lambda row: f"{row.in_flight:,}", 6),
+        Column("QUEUED", lambda row: f"{row.queued:,}", 8),
+        Column("WAIT ms", lambda row: _ms(row.wait_s), 5),
+        Column("SERVED", lambda row: f"{row.served:,}", 4),
+        Column("REFUSED", lambda row: f"{row.refused:,}", 4),
+        Column("SEAT s", lambda row: f"{row.seat_seconds:,.1f}", 2),
+    ],
+    {
+        "N": lambda row: row.name,
+        "R": lambda row: _least_if_none(row.rate),
+        "Q": lambda row: row.queued,
+        "L": lambda row: _least_if_none(row.wait_s),
+    },
+)  # fmt: skip
+
+TABLES: Sequence[Table[Any]] = (MODELS, PROCESSES, TENANTS)

@@ -1,0 +1,203 @@
+"""The screen of a terminal, by curses: keys in, lines out."""
+
+from __future__ import annotations
+
+import contextlib
+import curses
+import locale
+import os
+import queue
+import select
+import signal
+import sys
+import time
+from typing import Callable, Dict, Generator, Iterable, List, Optional
+
+from weightd.ctl.top.asking import Asker, Asking, Found
+from weightd.ctl.top.bars import glyphs
+from weightd.ctl.top.lines import Line, Style
+from weightd.ctl.top.screen import Size, Standing, draw
+from weightd.ctl.top.view import View, Wish, faster, slower
+from weightd.shared.overview.rows import Overview
+
+# How long ago the last answer came is told in seconds.
+_TICK_S = 1.0
+
+# A key that is sent as several characters is whole within that; Esc alone is known after it.
+_ESCAPE_MS = 50
+
+# By code, and by the character that a terminal sends.
+_KEYS: Dict[int, str] = {
+    curses.KEY_UP: "up", curses.KEY_DOWN: "down", curses.KEY_PPAGE: "page up", curses.KEY_NPAGE: "page down",
+    curses.KEY_HOME: "home", curses.KEY_END: "end", curses.KEY_ENTER: "enter", curses.KEY_BACKSPACE: "backspace",
+}  # fmt: skip
+_CHARACTERS = {"\n": "enter", "\r": "enter", "\t": "tab", "\x1b": "escape", "\b": "backspace", "\x7f": "backspace"}
+
+_COLOURS = {
+    Style.GOOD: 2, Style.WARN: 3, Style.BAD: 1, Style.COPY: 6, Style.BESIDE: 4, Style.OTHER: 5,
+}  # fmt: skip
+
+
+def show(asker: Asker, first: Overview, delay: float, most: Optional[int]) -> None:
+    """Show pictures until `q`, or so many of them.
+
+    Args:
+        asker: asks for the next ones.
+        first: the first one.
+        delay: seconds between two.
+        most: how many; None for no end.
+    """
+    locale.setlocale(locale.LC_ALL, "")
+    # What curses would wait after Esc is a second.
+    os.environ.setdefault("ESCDELAY", str(_ESCAPE_MS))
+    with _woken() as (wake, woken):
+        screen = Screen(first, delay, most)
+
+        def found(what: Found) -> None:
+            screen.findings.put(what)
+            wake()
+
+        with Asking(asker, delay, found) as asking:
+            curses.wrapper(lambda window: screen.run(window, woken, asking.soon))
+
+
+@contextlib.contextmanager
+def _woken() -> Generator[tuple[Callable[[], None], int], None, None]:
+    """A descriptor that is readable once the function was called, or the terminal has another size."""
+    reader, writer = os.pipe()
+    os.set_blocking(reader, False)
+    os.set_blocking(writer, False)
+    before = signal.signal(signal.SIGWINCH, lambda *_: None)
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+
+    def wake() -> None:
+        with contextlib.suppress(OSError):  # full: it is awake; closed: nobody looks any more
+            os.write(writer, b"!")
+
+    try:
+        yield wake, reader
+    finally:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGWINCH, before)
+        os.close(reader)
+        os.close(writer)
+
+
+class Screen:
+    """What is shown, and until when.
+
+    Args:
+        first: the first picture.
+        delay: seconds between two.
+        most: how many there are; None for no end.
+
+    Attributes:
+        findings: what came of asking, put there by another thread.
+    """
+
+    def __init__(self, first: Overview, delay: float, most: Optional[int]) -> None:
+        self.findings: queue.Queue[Found] = queue.Queue()
+        self._view = View()
+        self._overview, self._at, self._trouble = first, time.monotonic(), ""
+        self._delay = delay
+        self._left = most
+        self._glyphs = glyphs(locale.getpreferredencoding())
+
+    def run(self, window: curses.window, woken: int, ask: Callable[[float], None]) -> None:
+        """Show, until it ends; `ask` has the daemon asked now, and then so often."""
+        styles = _styles()
+        window.nodelay(True)
+        window.keypad(True)
+        while True:
+            self._show(window, styles)
+            select.select([sys.stdin.fileno(), woken], [], [], _TICK_S)
+            with contextlib.suppress(BlockingIOError):
+                os.read(woken, 4096)
+            self._take()
+            if self._left == 0 or not self._press(_keys(window), ask):
+                return
+
+    def _take(self) -> None:
+        """Look at what came of asking."""
+        while not self.findings.empty():
+            found = self.findings.get()
+            self._trouble = found.trouble
+            if found.overview is not None:
+                self._overview, self._at = found.overview, found.at
+            if self._left is not None:
+                self._left = max(0, self._left - 1)
+
+    def _press(self, keys: Iterable[str], ask: Callable[[float], None]) -> bool:
+        """Do what keys want; return whether it goes on."""
+        for key in keys:
+            wish = self._view.press(key, self._overview)
+            if wish is Wish.QUIT:
+                return False
+            if wish is Wish.SLOWER:
+                self._delay = slower(self._delay)
+            if wish is Wish.FASTER:
+                self._delay = faster(self._delay)
+            if wish is not None:
+                ask(self._delay)
+        return True
+
+    def _show(self, window: curses.window, styles: Dict[Style, int]) -> None:
+        height, width = _fitted(window)
+        standing = Standing(self._delay, time.monotonic() - self._at, self._trouble)
+        # The last column of the last line is left alone: curses cannot write there without scrolling.
+        lines = draw(self._overview, self._view, standing, Size(height, width - 1), self._glyphs)
+        window.erase()
+        for row, line in enumerate(lines):
+            _write(window, row, line, width - 1, styles)
+        window.refresh()
+
+
+def _fitted(window: curses.window) -> tuple[int, int]:
+    """Have the window as large as the terminal; return its size."""
+    columns, lines = os.get_terminal_size(sys.stdout.fileno())
+    if window.getmaxyx() != (lines, columns) and lines > 0 and columns > 1:
+        curses.resizeterm(lines, columns)
+    return window.getmaxyx()
+
+
+def _keys(window: curses.window) -> List[str]:
+    """Return the keys that were pressed; what this screen has no use for is none."""
+    found: List[str] = []
+    while True:
+        try:
+            key = window.get_wch()
+        except curses.error:
+            return found  # there is none
+        if isinstance(key, str):
+            found.append(_CHARACTERS.get(key, key))
+        elif key in _KEYS:
+            found.append(_KEYS[key])
+
+
+def _styles() -> Dict[Style, int]:
+    """Return the attributes of each style: colours where there are any."""
+    with contextlib.suppress(curses.error):
+        curses.curs_set(0)
+    styles = {
+        Style.STRONG: curses.A_BOLD, Style.WEAK: curses.A_DIM, Style.HEAD: curses.A_REVERSE,
+        Style.WARN: curses.A_BOLD, Style.BAD: curses.A_BOLD, Style.PLAIN: curses.A_DIM,
+    }  # fmt: skip
+    if not curses.has_colors() or "NO_COLOR" in os.environ:
+        return styles
+    curses.use_default_colors()
+    for number, (style, colour) in enumerate(_COLOURS.items(), 1):
+        curses.init_pair(number, colour, -1)
+        styles[style] = styles.get(style, 0) | curses.color_pair(number)
+    return styles
+
+
+def _write(window: curses.window, row: int, line: Line, width: int, styles: Dict[Style, int]) -> None:
+    cursor = curses.A_REVERSE if line.selected else 0
+    # A terminal that has become smaller meanwhile refuses what is beyond it, and is drawn anew at once.
+    with contextlib.suppress(curses.error):
+        column = 0
+        for text, style in line.pieces:
+            window.addstr(row, column, text, styles.get(style, 0) | cursor)
+            column += len(text)
+        if line.selected:
+            window.addstr(row, column, " " * (width - column), cursor)

@@ -1,0 +1,132 @@
+"""The verb: its arguments, and whether there is a screen."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+import time
+from typing import Optional
+
+from weightd.ctl import exits
+from weightd.ctl.top.asking import Asker
+from weightd.ctl.top.screen import HELP, printed
+from weightd.ctl.top.view import LEAST_DELAY_S, MOST_DELAY_S
+from weightd.ctl.verb import Connect, NotReached, Verb
+from weightd.protocol.errors import DeadlineExceeded, Unavailable
+from weightd.shared.overview.rows import Overview
+from weightd.shared.overview.values import values
+
+# Where there is no terminal, nothing is left out for want of room.
+_WIDTH = 200
+
+_DESCRIPTION = f"""\
+Shows models, processes and tenants while they work: requests/s, what waits, latency, and memory: one
+copy of the weights and what is beside it, against what as many plain processes would take.
+
+  weightctl top
+  weightctl top -d 5
+  weightctl top | head
+  weightctl --json top -n 60 >minute.jsonl
+
+The keys:
+
+{HELP}
+
+plain is N x (private + copy): for each worker that shares weights, a copy of them, and what it has in
+memory besides that is no file's, even if after a fork it has that in common with others. Libraries do
+not count, for plain processes share them, too.
+
+When the daemon does not answer, the last picture stays, with the time since then and the reason,
+until it answers again.
+
+Where the output is no terminal, or with -b, the tables are printed after one delay, and that is all;
+with -n N, N times. --json prints an object on a line instead: {{"version", "state", "uptime_s",
+"pace", "memory", "models", "processes", "tenants"}}, in seconds, bytes, and requests/s.
+
+Exit status: 0, 69 the daemon cannot be reached, 130 Ctrl-C."""
+
+
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "-d", "--delay", default=1.0, type=_delay, metavar="S", help="seconds between two pictures (default: 1)"
+    )
+    parser.add_argument(
+        "-n",
+        "--count",
+        type=_count,
+        metavar="N",
+        help="end after so many pictures; 0 for no end (default: none on a screen, 1 where they are printed)",
+    )
+    parser.add_argument("-b", "--batch", action="store_true", help="print, even to a terminal")
+
+
+def _run(options: argparse.Namespace, connect: Connect) -> int:
+    with connect() as client:
+        asker = Asker(client)
+        first = _ask(asker)
+        if options.batch or options.json or not _has_screen():
+            _print(asker, options)
+        else:
+            from weightd.ctl.top import terminal  # noqa: PLC0415 - not every Python has curses
+
+            terminal.show(asker, first, options.delay, options.count or None)
+    return exits.OK
+
+
+def _ask(asker: Asker) -> Overview:
+    try:
+        return asker.ask()
+    except (Unavailable, DeadlineExceeded) as error:
+        raise NotReached(error) from None
+
+
+def _has_screen() -> bool:
+    """Whether somebody looks, at a terminal that can do what is needed."""
+    if not (sys.stdout.isatty() and sys.stdin.isatty()):
+        return False
+    try:
+        import curses  # noqa: PLC0415 - not every Python has it
+
+        curses.setupterm()
+    except (ImportError, curses.error):
+        return False
+    return curses.tigetstr("cup") is not None
+
+
+def _print(asker: Asker, options: argparse.Namespace) -> None:
+    """Print tables, or objects; rates are those between two looks, so the first comes after a delay."""
+    left: Optional[int] = 1 if options.count is None else options.count or None
+    is_first = True
+    while left is None or left > 0:
+        time.sleep(options.delay)
+        overview = _ask(asker)
+        if options.json:
+            print(json.dumps(values(overview)), flush=True)
+        else:
+            print(*([] if is_first else [""]), *printed(overview, _width()), sep="\n", flush=True)
+        is_first, left = False, None if left is None else left - 1
+
+
+def _width() -> int:
+    return shutil.get_terminal_size((_WIDTH, 24)).columns if sys.stdout.isatty() else _WIDTH
+
+
+def _delay(argument: str) -> float:
+    try:
+        delay = float(argument)
+    except ValueError:
+        delay = 0.0
+    if not LEAST_DELAY_S <= delay <= MOST_DELAY_S:
+        raise argparse.ArgumentTypeError(f"expected {LEAST_DELAY_S:g} to {MOST_DELAY_S:g} seconds, got {argument!r}")
+    return delay
+
+
+def _count(argument: str) -> int:
+    if not (argument.isascii() and argument.isdigit()):
+        raise argparse.ArgumentTypeError(f"expected a whole number, 0 or more, got {argument!r}")
+    return int(argument)
+
+
+VERB = Verb("show models, processes and tenants while they work", _DESCRIPTION, _add_arguments, _run)

@@ -1,0 +1,158 @@
+"""What who sits before the screen has chosen: table, order, filter, selection; and what a key does to that."""
+
+from __future__ import annotations
+
+import enum
+from typing import Any, Dict, List, Optional
+
+from weightd.ctl.top.tables import MODELS, ORDERS, PROCESSES, TABLES, Table
+from weightd.shared.overview.rows import Overview
+
+# Nobody types more, and it has room on a line.
+_MOST_FILTER = 40
+
+LEAST_DELAY_S, MOST_DELAY_S = 0.2, 3600.0
+
+
+class Wish(enum.Enum):
+    """What a key asks of who drives the screen."""
+
+    QUIT = "quit"
+    ASK = "ask"
+    SLOWER = "slower"
+    FASTER = "faster"
+
+
+_WISHES: Dict[str, Wish] = {
+    "q": Wish.QUIT, "r": Wish.ASK, " ": Wish.ASK, "+": Wish.SLOWER, "=": Wish.SLOWER, "-": Wish.FASTER,
+}  # fmt: skip
+
+
+def slower(delay: float) -> float:
+    """Return the next longer delay."""
+    return min(2 * delay, MOST_DELAY_S)
+
+
+def faster(delay: float) -> float:
+    """Return the next shorter delay."""
+    return max(delay / 2, LEAST_DELAY_S)
+
+
+class View:
+    """What is to be seen. Keys are characters, and names such as "up", "tab", "enter", "escape", "page down".
+
+    Attributes:
+        table: which one.
+        order: the letter by which it is sorted, of `ORDERS`.
+        is_reversed: whether the other way round.
+        filter: rows whose names do not have this in them are not shown.
+        is_typing: whether keys go into the filter.
+        has_help: whether the keys are explained instead.
+        model: of which model processes are shown; all where it is empty.
+        top: the first row that is seen.
+    """
+
+    def __init__(self) -> None:
+        self.table: Table[Any] = MODELS
+        self.order = "R"
+        self.is_reversed = False
+        self.filter = ""
+        self.is_typing = False
+        self.has_help = False
+        self.model = ""
+        self.top = 0
+        self._page = 1
+        self._selected: Dict[str, str] = {}
+
+    def rows(self, overview: Overview) -> List[Any]:
+        """Return what is to be seen of a picture, in order."""
+        wanted = self.filter.lower()
+        rows = [
+            row for row in self.table.rows(overview)
+            if wanted in self.table.key(row).lower() and (not self.model or self.table.model(row) == self.model)
+        ]  # fmt: skip
+        rows.sort(key=self.table.sorts["N"])
+        order = self.table.sorts.get(self.order)
+        if order is not None:
+            rows.sort(key=order, reverse=(self.order != "N") != self.is_reversed)
+        return rows
+
+    def place(self, rows: List[Any], height: int) -> int:
+        """Have the selected row among the `height` that are seen; return its index, 0 where that row has gone."""
+        keys = [self.table.key(row) for row in rows]
+        selected = self._selected.get(self.table.title)
+        index = keys.index(selected) if selected in keys else 0
+        self._page = max(1, height)
+        self.top = max(0, min(self.top, len(rows) - self._page))
+        self.top = min(max(self.top, index - self._page + 1), index)
+        return index
+
+    def press(self, key: str, overview: Overview) -> Optional[Wish]:
+        """A key was pressed; return what it asks of others."""
+        if self.is_typing:
+            self._type(key)
+        elif self.has_help:
+            self.has_help = False
+            return Wish.QUIT if key == "q" else None
+        elif key in _WISHES:
+            return _WISHES[key]
+        elif key in ORDERS:
+            self._sort(key)
+        elif key in _STEPS:
+            self._move(key, overview)
+        else:
+            self._turn(key, overview)
+        return None
+
+    def _turn(self, key: str, overview: Overview) -> None:
+        """Another table, or another part of it."""
+        if key in ("h", "?"):
+            self.has_help = True
+        elif key == "/":
+            self.is_typing = True
+        elif key == "tab":
+            self._show(TABLES[(TABLES.index(self.table) + 1) % len(TABLES)])
+        elif key == "enter":
+            self._open(overview)
+        elif key == "escape":
+            if self.model:
+                self._show(MODELS)
+            self.filter = ""
+
+    def _show(self, table: Table[Any], model: str = "") -> None:
+        self.table, self.model, self.top = table, model, 0
+
+    def _open(self, overview: Overview) -> None:
+        """From a model to its processes, and back."""
+        rows = self.rows(overview)
+        if self.table is MODELS and rows:
+            self.filter, row = "", rows[self.place(rows, self._page)]
+            self._show(PROCESSES, row.name)
+        elif self.model:
+            self._show(MODELS)
+
+    def _sort(self, key: str) -> None:
+        self.is_reversed = self.order == key and not self.is_reversed
+        self.order = key
+
+    def _type(self, key: str) -> None:
+        if key == "escape":
+            self.filter = ""
+        if key in ("escape", "enter"):
+            self.is_typing = False
+        elif key == "backspace":
+            self.filter = self.filter[:-1]
+        elif len(key) == 1 and key.isprintable() and len(self.filter) < _MOST_FILTER:
+            self.filter += key
+
+    def _move(self, key: str, overview: Overview) -> None:
+        rows = self.rows(overview)
+        if rows:
+            index = self.place(rows, self._page) + _STEPS[key] * (self._page if key.startswith("page") else 1)
+            last = len(rows) - 1
+            self._selected[self.table.title] = self.table.key(rows[max(0, min(index, last))])
+
+
+# So many rows, or pages; there are fewer rows than the last two leap.
+_FAR = 1 << 30
+_STEPS = {"up": -1, "k": -1, "down": 1, "j": 1, "page up": -1, "page down": 1, "home": -_FAR, "end": _FAR}

@@ -1,0 +1,102 @@
+"""What the processes of a model take of memory, and what as many plain processes would.
+
+A plain process has a copy of the weights of its own, and what a worker has besides that is no file's:
+
+    plain = N x (private + copy)
+
+That is more than a worker has alone: after a fork, most of its interpreter and its engine are those of all others.
+Files, such as libraries, the kernel shares among plain processes, too: they do not count.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Iterable, Iterator, Optional, Set
+
+from weightd.protocol.messages.status import GenerationStatus, ModelStatus, ProcessStatus, StatusResponse
+from weightd.shared.devices import is_cpu
+
+# Who takes requests, and has the weights in common with others.
+_WORKERS = ("worker", "spare")
+
+
+@dataclass(frozen=True)
+class Memory:
+    """In bytes.
+
+    Attributes:
+        copy_bytes: the copies of weights, each once, as much of them as is in memory.
+        workers: how many processes use them.
+        beside_bytes: what these have alone, all together.
+        other_bytes: all else: who holds the weights, libraries, processes that share nothing.
+        plain_bytes: what would be taken if each worker were a plain process, at least.
+    """
+
+    copy_bytes: int
+    workers: int
+    beside_bytes: int
+    other_bytes: int
+    plain_bytes: int
+
+    @property
+    def now_bytes(self) -> int:
+        """What is taken."""
+        return self.copy_bytes + self.beside_bytes + self.other_bytes
+
+
+def of_model(model: ModelStatus) -> Optional[Memory]:
+    """Return that of the processes of a model; None where there are none, or the kernel does not tell."""
+    generations = [each for each in model.generations if each.processes]
+    if not generations or any(each.copy_bytes is None for each in generations):
+        return None
+    return _sum(map(_of_generation, generations))
+
+
+def of_service(status: StatusResponse) -> Optional[Memory]:
+    """Return that of all there is; None where this client is not told. What several models share counts once."""
+    if not status.pid:
+        return None
+    models = _sum(_of_generation(each) for each in _once(status) if each.processes)
+    own = status.pss_bytes + sum(each.pss_bytes or 0 for each in status.fork_servers)
+    return dataclasses.replace(models, other_bytes=models.other_bytes + own)
+
+
+def _once(status: StatusResponse) -> Iterator[GenerationStatus]:
+    """All generations, but for those whose processes were told with another model."""
+    seen: Set[int] = set()
+    for model in status.models:
+        for generation in model.generations:
+            pids = {process.pid for process in generation.processes}
+            if not pids & seen:
+                yield generation
+            seen |= pids
+
+
+def _of_generation(generation: GenerationStatus) -> Memory:
+    workers = [each for each in generation.processes if each.role in _WORKERS]
+    sharing = [each for each in workers if each.shared_bytes]
+    pss = sum(each.pss_bytes or 0 for each in generation.processes)
+    copy = generation.copy_bytes or 0
+    if not sharing or not copy:
+        # Of a copy that nobody has used yet, all is on disk: that is no merit of sharing.
+        return Memory(0, 0, 0, pss, pss)
+    if not is_cpu(generation.device):
+        pss += copy  # a card's memory is in no process
+    copy = min(copy, pss)
+    beside = min(sum(each.own_bytes or 0 for each in sharing), pss - copy)
+    alone = sum(each.pss_bytes or 0 for each in workers if not each.shared_bytes)
+    plain = sum(_private(each) + (each.shared_bytes or 0) for each in sharing) + alone
+    return Memory(copy, len(sharing), beside, pss - copy - beside, plain)
+
+
+def _private(worker: ProcessStatus) -> int:
+    """What it would have for itself if nothing had been forked."""
+    # Weights that were inherited of the template are no file's, those in a page store are.
+    weights = worker.shared_bytes if worker.origin == "template" else 0
+    return max(worker.own_bytes or 0, (worker.anonymous_bytes or 0) - (weights or 0))
+
+
+def _sum(memories: Iterable[Memory]) -> Memory:
+    each = [dataclasses.astuple(memory) for memory in memories]
+    return Memory(*map(sum, zip(*each))) if each else Memory(0, 0, 0, 0, 0)

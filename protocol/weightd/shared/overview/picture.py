@@ -1,0 +1,136 @@
+"""Makes rows of what the daemon told."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Callable, Iterator, Optional, Sequence, Set, Tuple
+
+from weightd.protocol.messages.accounts import TenantStatus
+from weightd.protocol.messages.metrics import MetricsResponse, ModelMetrics
+from weightd.protocol.messages.status import GenerationStatus, ModelStatus, ProcessStatus, StatusResponse
+from weightd.shared.overview import memory
+from weightd.shared.overview.differences import rate
+from weightd.shared.overview.rows import ModelRow, Pace, ProcessRow, TenantRow
+from weightd.shared.overview.window import Window
+
+# Who answers requests; a spare does once one of these is lost.
+_ASKED = ("worker", "rank")
+
+
+def models(
+    now: MetricsResponse, status: Optional[StatusResponse], windows: Sequence[Window], pace: Callable[[str], Pace]
+) -> Iterator[ModelRow]:
+    """Yield a row for each model; `pace` tells that of one by its name."""
+    statuses = {} if status is None else {each.name: each for each in status.models}
+    groups: Set[str] = set()
+    for model in now.models:
+        row = _model(model, statuses.get(model.name), pace(model.name), _refused_rate(windows, model.name))
+        # What a group has is told with the first of it.
+        yield dataclasses.replace(row, memory=None) if row.group in groups else row
+        groups |= {row.group} - {""}
+
+
+def _model(model: ModelMetrics, status: Optional[ModelStatus], pace: Pace, refused: Optional[float]) -> ModelRow:
+    generation = None if status is None else _generation(status, model.generation)
+    return ModelRow(
+        name=model.name,
+        engine=model.engine,
+        state=model.state,
+        progress="" if generation is None else generation.progress,
+        ready=model.ready,
+        generation=model.generation,
+        sha256=model.sha256,
+        device="" if generation is None else generation.device,
+        wanted=sum(each.count for each in model.processes if each.role in _ASKED),
+        workers=sum(each.count for each in model.processes if each.role in _ASKED and each.state == "ready"),
+        queued=model.queued,
+        running=model.running,
+        refused_rate=refused,
+        deaths=model.deaths,
+        pace=pace,
+        memory=None if status is None else memory.of_model(status),
+        group="" if status is None else status.group,
+    )
+
+
+def _generation(status: ModelStatus, number: int) -> Optional[GenerationStatus]:
+    return next((each for each in status.generations if each.number == number), None)
+
+
+def _refused_rate(windows: Sequence[Window], model: str) -> Optional[float]:
+    for window in windows:
+        found = window.rate(window.before.refused(model=model), window.now.refused(model=model))
+        if found is not None:
+            return found
+    return None
+
+
+def processes(statuses: Sequence[StatusResponse]) -> Iterator[ProcessRow]:
+    """Yield a row for each process of the last status; the one before, if any, tells what it has done since."""
+    if not statuses:
+        return
+    *earlier, last = statuses
+    before = {process.name: process.served for status in earlier for _, _, process in _each(status)}
+    seconds = last.uptime_s - earlier[-1].uptime_s if earlier else 0.0
+    for model, generation, process in _each(last):
+        served = before.get(process.name)
+        pace = None if served is None else rate(served, process.served, seconds)
+        yield _process(model, generation, process, pace)
+
+
+def _each(status: StatusResponse) -> Iterator[Tuple[str, GenerationStatus, ProcessStatus]]:
+    for model in status.models:
+        for generation in model.generations:
+            for process in generation.processes:
+                yield model.name, generation, process
+
+
+def _process(model: str, generation: GenerationStatus, process: ProcessStatus, pace: Optional[float]) -> ProcessRow:
+    return ProcessRow(
+        model=model,
+        name=process.name,
+        role=process.role,
+        state=process.state,
+        device=process.device or generation.device,
+        pid=process.pid,
+        served=process.served,
+        rate=pace,
+        in_flight=process.in_flight,
+        p50_s=_seconds(process.p50_us),
+        p99_s=_seconds(process.p99_us),
+        pss_bytes=process.pss_bytes,
+        own_bytes=process.own_bytes,
+        shared_bytes=process.shared_bytes,
+    )
+
+
+def _seconds(microseconds: Optional[float]) -> Optional[float]:
+    return None if microseconds is None else microseconds / 1e6
+
+
+def tenant(told: TenantStatus, windows: Sequence[Window]) -> TenantRow:
+    """Return the row of a tenant."""
+    served = sum(each.served for each in told.accounts)
+    served_rate, refused_rate = _tenant_rates(told.name, windows)
+    return TenantRow(
+        name=told.name,
+        weight=told.weight,
+        share=told.share,
+        rate=served_rate,
+        refused_rate=refused_rate,
+        in_flight=sum(each.in_flight for each in told.accounts),
+        queued=sum(each.queued for each in told.accounts),
+        wait_s=sum(each.waited_seconds for each in told.accounts) / served if served else None,
+        served=served,
+        refused=sum(sum(each.refused.values()) for each in told.accounts),
+        seat_seconds=sum(each.seat_seconds for each in told.accounts),
+    )
+
+
+def _tenant_rates(name: str, windows: Sequence[Window]) -> Tuple[Optional[float], Optional[float]]:
+    for window in windows:
+        served = window.rate(window.before.served(name), window.now.served(name))
+        refused = window.rate(window.before.refused(name), window.now.refused(name))
+        if served is not None and refused is not None:
+            return served, refused
+    return None, None

@@ -1,0 +1,50 @@
+"""The picture as plain values, for programs and for the status page: rounded to what can be seen."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Dict, Optional
+
+from weightd.shared.overview.memory import Memory
+from weightd.shared.overview.rows import ModelRow, Overview, Pace
+
+
+def values(overview: Overview) -> Dict[str, Any]:
+    """Return what JSON can hold; seconds and bytes, as the rows have them."""
+    return {
+        **_fields(overview),
+        "uptime_s": round(overview.uptime_s, 1),
+        "pace": _pace(overview.pace),
+        "memory": _memory(overview.memory),
+        "models": [_model(each) for each in overview.models],
+        "processes": [_fields(each) for each in overview.processes],
+        "tenants": [_fields(each) for each in overview.tenants],
+    }
+
+
+def _model(row: ModelRow) -> Dict[str, Any]:
+    return {**_fields(row), "pace": _pace(row.pace), "memory": _memory(row.memory)}
+
+
+def _pace(pace: Pace) -> Dict[str, Any]:
+    """Rates and times of moments are two lists: half as long as if each had its name."""
+    return {
+        "rate": _rounded(pace.rate),
+        "p50_s": _rounded(pace.p50_s),
+        "p99_s": _rounded(pace.p99_s),
+        "rates": [_rounded(each.rate) for each in pace.moments],
+        "p99s_s": [_rounded(each.p99_s) for each in pace.moments],
+    }
+
+
+def _memory(memory: Optional[Memory]) -> Optional[Dict[str, int]]:
+    return None if memory is None else {**_fields(memory), "now_bytes": memory.now_bytes}
+
+
+def _fields(row: Any) -> Dict[str, Any]:
+    found = {field.name: getattr(row, field.name) for field in dataclasses.fields(row)}
+    return {name: _rounded(value) if isinstance(value, float) else value for name, value in found.items()}
+
+
+def _rounded(value: Optional[float]) -> Optional[float]:
+    return None if value is None else float(f"{value:.4g}")

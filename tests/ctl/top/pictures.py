@@ -1,0 +1,24 @@
+"""A picture to be shown: two models at work, and one that has failed."""
+
+from __future__ import annotations
+
+from testkit import looks
+from testkit.looks import MB
+from weightd.shared.overview.history import History
+from weightd.shared.overview.rows import Overview
+
+
+def picture(*names: str) -> Overview:
+    """Return that of these models, each asked 100 times as often in a second as the one before."""
+    history = History()
+    for second in range(4):
+        models = [
+            looks.counted(name, (second * 100**index, 0, 0, 0), workers=4, queued=len(names) - index)
+            for index, name in enumerate(names)
+        ]
+        history.counted(looks.metrics(float(second), *models, tenants=[looks.tenant("research", share=0.5)]))
+    statuses = [
+        looks.model(name, looks.processes(name, 4, private=10 * MB, weights=100 * MB), copy=100 * MB) for name in names
+    ]
+    history.looked(looks.status(1.0, *statuses))
+    return history.overview()

@@ -1,0 +1,44 @@
+"""Sparks and bars."""
+
+from __future__ import annotations
+
+from typing import List, Optional
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from weightd.ctl.top.bars import ASCII, BLOCKS, Part, bar, glyphs, spark
+from weightd.ctl.top.lines import Style
+
+
+def test_a_spark_is_as_high_as_the_share_of_the_most() -> None:
+    assert spark([0.0, None, 1.0, 50.0, 100.0], 6, BLOCKS) == "   ▁▄█"
+    assert spark([0.0, None, 1.0, 50.0, 100.0], 2, ASCII) == "=@"
+    assert spark([], 3, ASCII) == "   "
+    assert spark([1.0], 0, ASCII) == ""
+
+
+@given(st.lists(st.one_of(st.none(), st.floats(0, 1e300)), max_size=80), st.integers(0, 70))
+def test_a_spark_is_as_wide_as_it_is_to_be_and_shows_what_there_is(values: List[Optional[float]], width: int) -> None:
+    drawn = spark(values, width, ASCII)
+    assert len(drawn) == width
+    last = values[-width:] if width else []
+    assert [each != " " for each in drawn[len(drawn) - len(last) :]] == [bool(each) for each in last]
+
+
+@given(st.lists(st.integers(0, 10**15), min_size=1, max_size=5), st.integers(0, 200), st.floats(1, 3))
+def test_a_bar_fills_its_width_and_each_part_has_its_share(sizes: List[int], width: int, more: float) -> None:
+    whole = int(sum(sizes) * more)
+    parts: List[Part] = [(size, "x", Style.COPY) for size in sizes]
+    *drawn, rest = bar(parts, whole, width)
+    assert sum(len(text) for text, _ in drawn) + len(rest[0]) == width
+    for size, (text, _) in zip(sizes, drawn):
+        assert abs(len(text) - (width * size / whole if whole else 0)) <= 1
+
+
+@pytest.mark.parametrize(
+    ("encoding", "expected"), [("UTF-8", BLOCKS), ("ascii", ASCII), ("latin-1", ASCII), (None, ASCII), ("?", ASCII)]
+)
+def test_a_terminal_is_given_what_it_can_draw(encoding: Optional[str], expected: object) -> None:
+    assert glyphs(encoding) is expected

@@ -1,0 +1,173 @@
+"""Lines of a screen."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import List
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from testkit import looks
+from weightd.ctl.top.bars import ASCII, BLOCKS
+from weightd.ctl.top.lines import Style, cut, line, narrow
+from weightd.ctl.top.screen import Size, Standing, draw, printed
+from weightd.ctl.top.view import View
+from weightd.shared.overview.history import History
+
+from .pictures import picture
+
+OVERVIEW = picture("alpha", "bravo")
+ALL_IS_WELL = Standing(1.0)
+
+
+def drawn(*keys: str, standing: Standing = ALL_IS_WELL, width: int = 79) -> List[str]:
+    view = View()
+    for key in keys:
+        view.press(key, OVERVIEW)
+    return [each.text.rstrip() for each in draw(OVERVIEW, view, standing, Size(24, width), ASCII)]
+
+
+def test_on_a_small_screen_stands_what_matters_most() -> None:
+    lines = drawn()
+    assert lines[:9] == [
+        "weightd 0.1.0: running, up 3 s                                        every 1 s",
+        "requests                            @@@ 101.0/s, 3 queued, 0 running",
+        "latency                             @@@ p50 0.50 ms, p99 0.99 ms",
+        "memory   #######+++-                    330.0 MB, 200.0 MB of it weights, once",
+        "plain    .............................. 880.0 MB as 8 plain processes",
+        "",
+        "MODEL  STATE    PROC  REQ/s  ERR/s  QUEUE  P50 ms  P99 ms  MEM MB  PLAIN MB",
+        "bravo  serving   4/4  100.0    0.0      1    0.50    0.99   150.0     440.0",
+        "alpha  serving   4/4    1.0    0.0      2    0.50    0.99   150.0     440.0",
+    ]
+    assert (len(lines), lines[-1]) == (24, "models processes tenants  2 by requests/s   h help  q quit")
+
+
+def test_on_a_wide_one_a_spark_of_each_model() -> None:
+    [model] = [each for each in drawn(width=140) if each.startswith("bravo")]
+    assert " ".join(model.split()) == "bravo serving 1 4/4 100.0 0.0 1 0 0.50 0.99 150.0 440.0 @@@"
+
+
+def test_processes_of_a_model() -> None:
+    lines = drawn("enter")
+    assert _words(lines[6:9], 5) == [
+        "MODEL PROCESS ROLE STATE PID",
+        f"bravo 1.holder holder holding {OVERVIEW.processes[5].pid}",
+        f"bravo 1.w1 worker ready {OVERVIEW.processes[6].pid}",
+    ]
+    assert lines[-1] == "models processes tenants  5 by requests/s of bravo   h help  q quit"
+
+
+def test_tenants() -> None:
+    lines = drawn("tab", "tab")
+    assert _words(lines[6:8], 4) == ["TENANT WEIGHT SHARE REQ/s", "research 1 50% 0.0"]
+
+
+def _words(lines: List[str], most: int) -> List[str]:
+    return [" ".join(each.split()[:most]) for each in lines]
+
+
+def test_help_is_of_all_keys() -> None:
+    lines = drawn("h")
+    assert [each for each in lines if each.startswith("q ") and "quit" in each]
+    assert "any key: back" in lines
+    assert len(lines) <= 24
+
+
+def test_what_is_typed_is_seen() -> None:
+    assert drawn("/", "a", "l")[-1] == "/al_"
+    assert drawn("/", "a", "l", "enter")[-1] == 'models processes tenants  1 by requests/s, with "al"   h help  q quit'
+
+
+@pytest.mark.parametrize(
+    ("standing", "told"),
+    [
+        (Standing(2.0, 4.0), "every 2 s"),
+        (Standing(0.5, 3.1), "no answer for 3 s"),
+        (Standing(1.0, 75.0, "UNAVAILABLE: no daemon"), "no answer for 1 min 15 s: UNAVAILABLE: no daemon"),
+        (Standing(1.0, 1.0, "a\x1b[2Jb"), "no answer for 1 s: a\\x1b[2Jb"),
+    ],
+)  # fmt: skip
+def test_a_daemon_that_does_not_answer_is_told(standing: Standing, told: str) -> None:
+    first = drawn(standing=standing)[0]
+    assert first.endswith(told)
+    assert len(first) <= 79
+
+
+def test_the_row_that_is_selected_is_marked() -> None:
+    view = View()
+    view.press("down", OVERVIEW)
+    lines = draw(OVERVIEW, view, ALL_IS_WELL, Size(24, 79), ASCII)
+    assert [each.text.split()[0] for each in lines if each.selected] == ["alpha"]
+
+
+def test_what_has_failed_is_seen() -> None:
+    history = History()
+    history.counted(looks.metrics(1.0, looks.counted("bad", state="failed", ready=False)))
+    lines = draw(history.overview(), View(), ALL_IS_WELL, Size(24, 79), ASCII)
+    assert ("failed", Style.BAD) in [piece for each in lines for piece in each.pieces]
+
+
+def test_how_far_a_model_is_stands_for_its_state() -> None:
+    history = History()
+    history.counted(looks.metrics(1.0, looks.counted("new", state="attaching", ready=False)))
+    history.looked(looks.status(1.0, looks.model("new", progress="attaching 3/8")))
+    lines = draw(history.overview(), View(), ALL_IS_WELL, Size(24, 79), ASCII)
+    assert "new    attaching 3/8" in "\n".join(each.text for each in lines)
+
+
+def test_whoever_sees_its_own_alone_is_told_so() -> None:
+    history = History()
+    history.counted(looks.metrics(1.0, looks.counted("m", processes=())))
+    history.looked(looks.status(1.0, pid=0))
+    lines = [each.text for each in draw(history.overview(), View(), ALL_IS_WELL, Size(24, 79), ASCII)]
+    assert lines[3] == "only this tenant's own requests are shown: it may not see the status of others"
+    assert lines[6].split() == ["m", "serving", "-", "-", "-", "0", "-", "-", "-", "-"]
+
+
+def test_printed_it_has_all_tables_and_all_columns() -> None:
+    lines = printed(OVERVIEW, 200)
+    assert lines[:7] == [
+        "weightd 0.1.0: running, up 3 s",
+        "requests 101.0/s, 3 queued, 0 running",
+        "latency  p50 0.50 ms, p99 0.99 ms",
+        "memory   330.0 MB, 200.0 MB of it weights, once",
+        "plain    880.0 MB as 8 plain processes",
+        "",
+        "MODEL  STATE    GEN  PROC  REQ/s  ERR/s  QUEUE  RUN  P50 ms  P99 ms  MEM MB  PLAIN MB",
+    ]
+    assert [each.split()[0] for each in lines if each and each.split()[0].isupper()] == ["MODEL", "MODEL", "TENANT"]
+    assert max(map(len, printed(OVERVIEW, 60))) <= 60
+
+
+# --- names are hostile ------------------------------------------------------------------------------------------------
+
+
+characters = st.one_of(st.characters(), st.sampled_from("\x1b\r\n\t\u202e\u0301\u3042\x9b"))
+hostile = st.text(characters, min_size=1, max_size=40)
+
+
+@given(hostile, st.integers(1, 30), st.integers(2, 150), st.sampled_from(["", "h", "/", "enter", "tab"]))
+def test_whatever_names_are_no_line_is_too_long_and_none_moves_the_cursor(
+    name: str, height: int, width: int, key: str
+) -> None:
+    overview = replace(picture(name), version=name, state=name)
+    view = View()
+    view.press(key, overview)
+    lines = draw(overview, view, Standing(1.0, 9.0, name), Size(height, width), BLOCKS)
+    assert len(lines) <= height
+    for each in lines:
+        assert len(each.text) <= width
+        assert each.text.isprintable()
+    assert all(each.isprintable() for each in printed(overview, width))
+
+
+def test_each_character_takes_one_column() -> None:
+    assert narrow("a\x1b\u202e\u0301\u3042\n") == "a\\x1b\\u202e\\u0301\\u3042\\n"
+
+
+def test_a_line_is_cut_where_there_is_no_more_room() -> None:
+    assert cut(line("abc"), 2).text == "ab"
+    assert cut(line("abc"), 0).pieces == []

@@ -1,0 +1,126 @@
+"""What keys do."""
+
+from __future__ import annotations
+
+from typing import Any, List
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from weightd.ctl.top.tables import MODELS, PROCESSES, TENANTS
+from weightd.ctl.top.view import LEAST_DELAY_S, MOST_DELAY_S, View, Wish, faster, slower
+
+from .pictures import picture
+
+OVERVIEW = picture("charlie", "alpha", "bravo")
+
+
+def names(view: View) -> List[Any]:
+    return [row.name for row in view.rows(OVERVIEW)]
+
+
+def pressed(*keys: str) -> View:
+    view = View()
+    for key in keys:
+        view.press(key, OVERVIEW)
+        view.place(view.rows(OVERVIEW), 10)
+    return view
+
+
+def selected(view: View, height: int = 10) -> str:
+    rows = view.rows(OVERVIEW)
+    return str(rows[view.place(rows, height)].name)
+
+
+def test_rows_are_sorted_by_what_is_asked_for_and_the_other_way_round() -> None:
+    assert names(pressed()) == ["bravo", "alpha", "charlie"]  # by requests/s
+    assert names(pressed("N")) == ["alpha", "bravo", "charlie"]
+    assert names(pressed("N", "N")) == ["charlie", "bravo", "alpha"]
+    assert names(pressed("Q")) == ["charlie", "alpha", "bravo"]
+    assert names(pressed("Q", "Q")) == ["bravo", "alpha", "charlie"]
+    assert names(pressed("Q", "Q", "Q")) == names(pressed("Q"))
+    # Of equals, by name.
+    assert names(pressed("M")) == ["alpha", "bravo", "charlie"]
+
+
+def test_tab_goes_through_the_tables() -> None:
+    tables = [pressed(*["tab"] * count).table for count in range(4)]
+    assert tables == [MODELS, PROCESSES, TENANTS, MODELS]
+
+
+def test_a_filter_is_typed_and_taken_away() -> None:
+    view = pressed("/", "R", "A", "q")
+    assert (view.is_typing, view.filter, names(view)) == (True, "RAq", [])
+    view = pressed("/", "R", "A", "q", "backspace", "enter")
+    assert (view.is_typing, names(view)) == (False, ["bravo"])
+    assert names(pressed("/", "r", "a", "enter", "escape")) == names(pressed())
+    assert pressed("/", "r", "escape").filter == ""
+    assert len(pressed("/", *["x"] * 100).filter) == 40
+    assert pressed("/", "\x1b", "up").filter == ""
+
+
+def test_enter_shows_the_processes_of_a_model_and_goes_back() -> None:
+    view = pressed("down", "enter")
+    assert view.table is PROCESSES
+    assert {row.model for row in view.rows(OVERVIEW)} == {"alpha"}
+    assert len(names(view)) == 5
+    for key in ("enter", "escape"):
+        back = pressed("down", "enter", key)
+        assert (back.table, back.model, selected(back)) == (MODELS, "", "alpha")
+    assert pressed("tab", "tab", "enter").table is TENANTS
+    # Tab leaves the model.
+    assert len(names(pressed("enter", "tab", "tab", "tab"))) == 15
+    assert pressed("/", "x", "enter", "enter").table is MODELS
+
+
+def test_what_is_selected_stays_so_however_rows_are_sorted() -> None:
+    assert selected(pressed()) == "bravo"
+    assert [selected(pressed(*["j"] * count)) for count in (1, 2, 3)] == ["alpha", "charlie", "charlie"]
+    assert selected(pressed("end", "k")) == "alpha"
+    assert selected(pressed("end", "N", "home")) == "alpha"
+    assert selected(pressed("down", "N", "Q", "Q")) == "alpha"
+    # If it has gone, the first one is.
+    assert selected(pressed("end", "/", "a", "l", "enter")) == "alpha"
+
+
+def test_what_is_selected_is_seen() -> None:
+    view = View()
+    view.press("tab", OVERVIEW)
+    rows = view.rows(OVERVIEW)
+    assert (len(rows), view.place(rows, 4), view.top) == (15, 0, 0)
+    for key, top in (("page down", 1), ("down", 2), ("end", 11), ("up", 11), ("page up", 9), ("home", 0)):
+        view.press(key, OVERVIEW)
+        index = view.place(rows, 4)
+        assert view.top == top
+        assert view.top <= index < view.top + 4
+
+
+def test_some_keys_ask_others() -> None:
+    keys = {"q": Wish.QUIT, "r": Wish.ASK, " ": Wish.ASK, "+": Wish.SLOWER, "-": Wish.FASTER, "x": None, "ä": None}
+    assert {key: View().press(key, OVERVIEW) for key in keys} == keys
+
+
+def test_any_key_leaves_the_help_and_q_all() -> None:
+    for opens in ("h", "?"):
+        assert pressed(opens).has_help
+        assert not pressed(opens, "x").has_help
+        assert pressed(opens).press("q", OVERVIEW) is Wish.QUIT
+
+
+def test_a_delay_has_bounds() -> None:
+    assert (slower(1.0), faster(1.0)) == (2.0, 0.5)
+    assert (slower(MOST_DELAY_S), faster(LEAST_DELAY_S)) == (MOST_DELAY_S, LEAST_DELAY_S)
+
+
+KEYS = [*"qr +-NRQLMjkh?/x", "up", "down", "page up", "page down", "home", "end", "tab", "enter", "escape", "backspace"]
+
+
+@given(st.lists(st.sampled_from(KEYS), max_size=40), st.integers(1, 5))
+def test_whatever_is_pressed_there_is_something_to_be_seen(keys: List[str], height: int) -> None:
+    view = View()
+    for key in keys:
+        view.press(key, OVERVIEW)
+        rows = view.rows(OVERVIEW)
+        index = view.place(rows, height)
+        assert 0 <= view.top <= index < view.top + height
+        assert index < max(1, len(rows))

@@ -1,0 +1,71 @@
+"""Serves the page as a gateway does, and the numbers that a test wants."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import NamedTuple
+
+from weightd.gateway.page.files import FILES, NUMBERS_HEADERS
+
+
+class Answer(NamedTuple):
+    """To a question for status.json."""
+
+    status: int
+    body: bytes
+
+
+class PageServer:
+    """Listens on a port of its own until the end of the block.
+
+    Attributes:
+        numbers: what status.json is; may be exchanged at any time. It is given the header `Authorization`.
+    """
+
+    def __init__(self, numbers: Callable[[str], Answer]) -> None:
+        self.numbers = numbers
+        page = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                if self.path == "/status.json":
+                    status, body = page.numbers(self.headers.get("Authorization", ""))
+                    self._answer(status, body, {**NUMBERS_HEADERS, "Content-Type": "application/json"})
+                elif self.path in FILES:
+                    file = FILES[self.path]
+                    self._answer(200, file.body, {**file.headers, "Content-Type": file.content_type})
+                else:
+                    self.send_error(404)
+
+            def _answer(self, status: int, body: bytes, headers: Mapping[str, str]) -> None:
+                self.send_response(status)
+                for name, value in headers.items():
+                    self.send_header(name, value)
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, format: str, *args: object) -> None:
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True)
+
+    def __enter__(self) -> PageServer:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    @property
+    def url(self) -> str:
+        """Where the page is."""
+        return f"http://127.0.0.1:{self._server.server_address[1]}/"
+
+    def stop(self) -> None:
+        """Be gone, as a gateway that was stopped; the second time does nothing."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()

@@ -1,0 +1,236 @@
+"""The page in a real browser."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Literal
+
+import pytest
+from playwright.sync_api import Page, expect
+
+from testkit import looks
+from testkit.looks import MB
+from weightd.protocol.messages.metrics import ProcessCount
+from weightd.shared.overview.history import History
+from weightd.shared.overview.rows import Overview
+
+from .conftest import LIMIT_MS, Windows, tells
+from .pageserver import Answer, PageServer
+
+expect.set_options(timeout=LIMIT_MS)
+
+HOSTILE = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>"
+
+
+def picture(*names: str) -> Overview:
+    """Two looks at some models, four workers each; the last of them has lost one."""
+    history = History()
+    for second in range(3):
+        models = [looks.counted(name, (0, 400 * second, 0, 0), workers=4, queued=2, running=3) for name in names[:-1]]
+        lost = (ProcessCount("worker", "ready", 3), ProcessCount("worker", "attaching", 1))
+        models.append(looks.counted(names[-1], (0, 40 * second, 0, 0), processes=lost, deaths=1))
+        accounts = looks.account(names[0], 440 * second, {"max_rate": 10 * second}, in_flight=5, queued=2)
+        tenants = [looks.tenant("research", accounts, share=0.25), looks.tenant(names[-1])]
+        history.counted(looks.metrics(3600.0 + second, *models, tenants=tenants))
+    statuses = [
+        looks.model(name, looks.processes(name, 4, private=10 * MB, weights=200 * MB, served=7), copy=200 * MB)
+        for name in names
+    ]
+    history.looked(looks.status(3600.0, *statuses))
+    return history.overview()
+
+
+def row(page: Page, name: str) -> list[str]:
+    """What stands in the cells of a model or tenant."""
+    cells = page.locator("tr:not(.inside)", has=page.get_by_text(name, exact=True)).locator("> td")
+    return [" ".join(text.split()) for text in cells.all_inner_texts()]
+
+
+def width(page: Page, selector: str) -> float:
+    box = page.locator(selector).first.bounding_box()
+    assert box is not None
+    return box["width"]
+
+
+def test_it_shows_what_the_daemon_tells(server: PageServer, windows: Windows) -> None:
+    server.numbers = tells(picture("digits", "reader"))
+    page = windows.open()
+    expect(page.locator("#health")).to_have_text("running, 2 models ready")
+    assert page.title() == "running, 2 models ready – weightd"
+    assert page.locator("#service").inner_text() == "0.1.0, up 1 h 0 min"
+    assert row(page, "digits") == [
+        "digits onnxruntime · cpu · generation 1", "serving", "4 of 4", "400", "2", "5.50 ms", "9.91 ms",
+        "250 MB plain 840 MB",
+    ]  # fmt: skip
+    assert row(page, "reader")[1:5] == ["serving", "3 of 4", "40.0", "0"]
+    assert row(page, "research") == ["research", "1", "25 %", "440", "10.0", "5", "2", "2.00 ms", "880", "20"]
+    tiles = [" ".join(text.split()) for text in page.locator(".tile").all_inner_texts()]
+    assert tiles == [
+        "Requests 440 a second", "99 % answered within 9.91 ms half within 5.50 ms", "Waiting 2 3 at work",
+    ]  # fmt: skip
+    assert page.locator(".tile .spark .curve").first.get_attribute("d") == "M58 1.00L59 1.00"
+
+
+def test_the_bars_have_one_scale_and_a_copy_is_as_wide_in_both(server: PageServer, windows: Windows) -> None:
+    server.numbers = tells(picture("digits", "reader"))
+    page = windows.open()
+    texts = [" ".join(text.split()) for text in page.locator(".measure p").all_inner_texts()]
+    assert texts == [
+        "With weightd: one copy of the weights of each model, 8 workers 530 MB",
+        "As 8 plain processes: each with a copy of its own 1.68 GB",
+    ]
+    bars = page.locator("#bars .bar")
+    assert [bars.nth(index).locator("i").count() for index in range(2)] == [2 + 8 + 1, 2 * 8]
+    whole = width(page, "#bars .plain .bar")
+    copies = [width(page, f"#bars .{kind} .copy") for kind in ("with", "plain")]
+    again = width(page, "#bars .plain .again")
+    assert [*copies, again] == pytest.approx([whole * 200 / 1680] * 3, rel=0.01)
+    assert page.locator("#bars .plain .again").count() == 2 * 3
+    used = sum(box["width"] for each in bars.first.locator("i").all() if (box := each.bounding_box()))
+    assert used == pytest.approx(whole * 530 / 1680, rel=0.01)
+    assert bars.first.get_attribute("aria-label") == texts[0][: -len(" 530 MB")] + ": 530 MB"
+
+
+def test_names_and_texts_are_text_whatever_is_in_them(server: PageServer, windows: Windows) -> None:
+    server.numbers = tells(picture("digits", HOSTILE), 3.0, HOSTILE)
+    page = windows.open()
+    expect(page.locator("#why")).to_have_text(HOSTILE)
+    page.get_by_role("button", name=HOSTILE).click()
+    expect(page.locator("tr.inside tbody tr")).to_have_count(5)
+    assert page.locator("#models td.name button").all_inner_texts() == ["digits", HOSTILE]
+    assert page.locator("#tenants td.name").all_inner_texts() == ["research", HOSTILE]
+    assert page.locator("img, body script, iframe").count() == 0
+    assert "owned" not in page.title()
+
+
+def test_nothing_could_be_run_or_fetched_even_if_it_were_markup(server: PageServer, windows: Windows) -> None:
+    server.numbers = tells(picture("digits", "reader"))
+    page = windows.open()
+    expect(page.locator("#models button")).to_have_count(2)
+    told = page.evaluate(
+        """async () => {
+            const refused = [];
+            document.addEventListener("securitypolicyviolation", (event) => refused.push(event.effectiveDirective));
+            try { document.body.innerHTML = "<p>"; } catch (error) { refused.push(error.name); }
+            const image = document.createElement("img");
+            image.src = "http://127.0.0.2:1/x.png";
+            document.body.append(image);
+            await fetch("http://127.0.0.2:1/").catch(() => {});
+            await new Promise((resolve) => setTimeout(resolve, 100));
+            return refused;
+        }"""
+    )
+    assert {"TypeError", "img-src", "connect-src"} <= set(told)
+    # The browser tells of each, and of what it would have asked for.
+    windows.complaints.clear()
+    windows.asked.clear()
+
+
+def test_a_daemon_that_is_away_is_told_with_the_age_of_the_picture_until_it_is_back(
+    server: PageServer, windows: Windows
+) -> None:
+    overview = picture("digits", "reader")
+    server.numbers = tells(overview)
+    page = windows.open()
+    expect(page.locator("#health")).to_have_class("state good")
+    server.numbers = tells(overview, 75.0, "The daemon cannot be reached: it is stopped, or restarts.")
+    expect(page.locator("#why")).to_have_text("The daemon cannot be reached: it is stopped, or restarts.")
+    expect(page.locator("#since")).to_have_text(re.compile(r"What is below was so 1 min 1[5-9] s ago\."))
+    expect(page.locator("#picture")).to_have_class("stale")
+    assert (page.locator("#health").inner_text(), page.title()) == ("no answer", "no answer – weightd")
+    assert row(page, "digits")[2] == "4 of 4"
+    server.numbers = tells(overview)
+    expect(page.locator("#trouble")).to_be_hidden()
+    expect(page.locator("#picture")).not_to_have_class("stale")
+
+
+def test_a_gateway_that_is_away_is_told_too(server: PageServer, windows: Windows) -> None:
+    server.numbers = tells(picture("digits", "reader"))
+    page = windows.open()
+    expect(page.locator("#health")).to_have_class("state good")
+    server.stop()
+    expect(page.locator("#why")).to_have_text("The gateway cannot be reached.")
+    expect(page.locator("#since")).to_have_text(re.compile(r"What is below was so [1-9]\d* s ago\."))
+    # The browser itself tells of that.
+    assert all("ERR_CONNECTION_REFUSED" in each for each in windows.complaints)
+    windows.complaints.clear()
+
+
+def test_before_the_first_picture_there_is_no_empty_one(server: PageServer, windows: Windows) -> None:
+    server.numbers = tells(None, 0.0, "The daemon does not answer.")
+    page = windows.open()
+    expect(page.locator("#why")).to_have_text("The daemon does not answer.")
+    expect(page.locator("#picture")).to_be_hidden()
+    assert page.locator("#since").inner_text() == ""
+
+
+def test_whoever_has_to_say_who_he_is_can(server: PageServer, windows: Windows) -> None:
+    good = tells(picture("digits", "reader"))
+    refusal = Answer(401, json.dumps({"error": "UNAUTHENTICATED: the caller is not known"}).encode())
+    server.numbers = lambda authorization: good("") if authorization == "Bearer s3cret" else refusal
+    page = windows.open()
+    expect(page.locator("#why")).to_have_text("UNAUTHENTICATED: the caller is not known")
+    page.get_by_label("Token").fill(" s3cret ")
+    page.keyboard.press("Enter")
+    expect(page.locator("#health")).to_have_class("state good")
+    expect(page.locator("#access")).to_be_hidden()
+    # It is in no address, and kept for as long as the window is.
+    assert page.url == server.url
+    page.reload()
+    expect(page.locator("#health")).to_have_class("state good")
+    # The browser itself tells of that.
+    assert all("401" in each for each in windows.complaints)
+    windows.complaints.clear()
+
+
+def test_the_keyboard_is_enough_and_the_focus_stays_where_it_is(server: PageServer, windows: Windows) -> None:
+    server.numbers = tells(picture("digits", "reader"))
+    page = windows.open()
+    expect(page.locator("#models button")).to_have_count(2)
+    page.keyboard.press("Tab")
+    page.keyboard.press("Enter")
+    button = page.get_by_role("button", name="digits")
+    expect(button).to_have_attribute("aria-expanded", "true")
+    inside = page.locator("tr.inside tbody tr")
+    expect(inside).to_have_count(5)
+    assert " ".join(inside.nth(1).inner_text().split()) == "1.w1 worker ready cpu – 1 1.50 ms 50.0 MB 10.0 MB"
+    server.numbers = tells(picture("new", "digits", "reader"))
+    expect(page.locator("#models button")).to_have_count(3)
+    expect(button).to_be_focused()
+    page.keyboard.press("Space")
+    expect(inside).to_have_count(0)
+
+
+def test_models_that_go_leave_no_row(server: PageServer, windows: Windows) -> None:
+    server.numbers = tells(picture("a", "b", "c"))
+    page = windows.open()
+    names = page.locator("#models td.name button")
+    expect(names).to_have_text(["a", "b", "c"])
+    server.numbers = tells(picture("c", "d", "a"))
+    expect(names).to_have_text(["c", "d", "a"])
+
+
+def test_whoever_sees_its_own_alone_is_shown_no_memory(server: PageServer, windows: Windows) -> None:
+    history = History()
+    history.counted(looks.metrics(1.0, looks.counted("digits", processes=(), generation=0)))
+    history.looked(looks.status(1.0, pid=0))
+    server.numbers = tells(history.overview())
+    page = windows.open()
+    expect(page.locator("#health")).to_have_text("running, 1 model ready")
+    expect(page.locator("#memory")).to_be_hidden()
+    assert row(page, "digits") == ["digits onnxruntime", "serving", "–", "–", "0", "–", "–", "–"]
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_it_is_light_or_dark_as_the_reader_has_it_and_fits_small_screens(
+    server: PageServer, windows: Windows, scheme: Literal["light", "dark"]
+) -> None:
+    server.numbers = tells(picture("digits", "m" * 64))
+    page = windows.open(360, scheme)
+    page.get_by_role("button", name="digits").click()
+    expect(page.locator("tr.inside tbody tr")).to_have_count(5)
+    assert page.evaluate("document.documentElement.scrollWidth") == 360
+    colours = page.evaluate("[getComputedStyle(document.body).color, getComputedStyle(document.body).backgroundColor]")
+    ink, paper = (sum(map(int, re.findall(r"\d+", each)[:3])) for each in colours)
+    assert (ink < 200 and paper > 600) if scheme == "light" else (ink > 600 and paper < 200)

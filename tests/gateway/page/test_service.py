@@ -1,0 +1,63 @@
+"""The page of a real daemon, through a gateway, in a browser."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+from playwright.sync_api import Browser, expect
+
+from testkit import models
+from testkit.httpgateway import HttpGateway
+from testkit.service import Service
+from weightd.shared.overview.memory import of_service
+
+from .conftest import LIMIT_MS, Windows
+
+pytestmark = pytest.mark.e2e
+
+# As wide that its weights are worth sharing.
+WIDTH = 768
+
+
+def test_what_is_seen_is_what_the_daemon_tells(browser: Browser, tmp_path: Path) -> None:
+    path = models.mlp(tmp_path / "mlp.onnx", layers=4, width=WIDTH)
+    with Service({"mlp": {"path": path, "workers": 2}}) as service, HttpGateway(service.address) as gateway:
+        service.ready()
+        windows = Windows(browser, f"http://127.0.0.1:{gateway.port}/")
+        page = windows.open()
+        expect(page.locator("#health")).to_have_text("running, 1 model ready", timeout=LIMIT_MS)
+        cells = page.locator("#models tbody tr:first-child > td")
+        with service.client() as client:
+
+            def asked(text: str) -> bool:
+                client.infer("mlp", {"x": np.zeros((1, WIDTH), np.float32)})
+                return text not in ("–", "0.0")
+
+            while not asked(cells.nth(3).inner_text()):
+                pass
+        expect(cells.nth(2)).to_have_text("2 of 2")
+        memory = of_service(service.status())
+        assert memory is not None
+        for kind, bytes_ in (("with", memory.now_bytes), ("plain", memory.plain_bytes)):
+            [number] = re.findall(r"([\d.]+) MB", page.locator(f"#bars .{kind} strong").inner_text())
+            # A moment has passed between the two.
+            assert float(number) == pytest.approx(bytes_ / 1e6, rel=0.2)
+        copy, plain = (page.locator(f"#bars {each}").first.bounding_box() for each in (".with .copy", ".plain .bar"))
+        assert copy is not None
+        assert plain is not None
+        assert copy["width"] / plain["width"] == pytest.approx(memory.copy_bytes / memory.plain_bytes, rel=0.2)
+        worker = next(each for each in service.processes() if each.role == "worker")
+        os.kill(worker.pid, signal.SIGKILL)
+        page.get_by_role("button", name="mlp").click()
+        expect(page.locator("tr.inside")).to_contain_text("w3", timeout=LIMIT_MS)
+        service.stop()
+        expect(page.locator("#why")).to_have_text(re.compile("^The daemon "), timeout=LIMIT_MS)
+        expect(page.locator("#picture")).to_have_class("stale")
+        windows.close()
+        assert windows.complaints == []
+        assert all(each.startswith(("data:", f"http://127.0.0.1:{gateway.port}/")) for each in windows.asked)
