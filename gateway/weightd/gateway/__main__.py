@@ -46,18 +46,29 @@ def main(arguments: list[str] | None = None) -> int:
     service = Service(settings.daemon or None, settings.timeout, seats)
     gateway = Gateway(settings, identities, service, Regions(enabled=settings.shared_memory), manager.sockets)
     try:
-        asyncio.run(Server(path, config, gateway, _fronts(gateway), manager).run())
+        fronts = _fronts(gateway)
+    except ImportError as error:
+        logs.complain(f"{error}: the gateway needs `pip install 'weightd[gateway]'`")
+        return CONFIG
+    try:
+        asyncio.run(Server(path, config, gateway, fronts, manager).run())
     except OSError as error:
-        logs.complain(str(error))
+        logs.complain(error.strerror or str(error))
         return CANNOT_CREATE
     return OK
 
 
 def _fronts(gateway: Gateway) -> list[Front]:
-    """Return the protocols that are spoken; what they need is loaded only then."""
-    from weightd.gateway.rest.front import Rest  # noqa: PLC0415 - the command line is told what is wrong without it
+    """Return the protocols that are spoken; what they need is loaded only then.
 
-    fronts: list[Front] = [Rest(gateway)]
+    Raises:
+        ImportError: it is not there.
+    """
+    fronts: list[Front] = []
+    if gateway.sockets or gateway.config.http_places:
+        from weightd.gateway.rest.front import Rest  # noqa: PLC0415 - it is 20 MB
+
+        fronts.append(Rest(gateway))
     if gateway.config.grpc_places:
         from weightd.gateway.rpc.front import RpcFront  # noqa: PLC0415 - it is 20 MB
 
