@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 from weightd.gateway import logs
+from weightd.gateway.config import places
 from weightd.gateway.config.load import ConfigError, default_path, load
 from weightd.gateway.front import Front
 from weightd.gateway.gateway import Gateway
@@ -31,8 +32,9 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     logs.set_up(logging.DEBUG if options.verbose else logging.INFO)
     path = (Path(options.config) if options.config else default_path()).absolute()
+    manager = Manager(os.environ)
     try:
-        config, identities = load(path)
+        config, identities = load(path, [str(places.of_socket(each)) for each in manager.sockets])
     except ConfigError as error:
         for problem in error.problems:
             logs.complain(problem)
@@ -40,7 +42,6 @@ def main(arguments: list[str] | None = None) -> int:
     if options.check:
         print(f"{path}: good")
         return OK
-    manager = Manager(os.environ)
     settings = config.gateway
     seats = Seats(settings.max_in_flight, settings.max_memory_bytes)
     service = Service(settings.daemon or None, settings.timeout, seats)
@@ -65,7 +66,7 @@ def _fronts(gateway: Gateway) -> list[Front]:
         ImportError: it is not there.
     """
     fronts: list[Front] = []
-    if gateway.sockets or gateway.config.http_places:
+    if gateway.config.http_places:
         from weightd.gateway.rest.front import Rest  # noqa: PLC0415 - it is 20 MB
 
         fronts.append(Rest(gateway))

@@ -89,7 +89,7 @@ class Server:
         """Read the configuration again: who is who holds from now on, for who is connected, too."""
         self._manager.reloading()
         try:
-            config, identities = load(self._path)
+            config, identities = load(self._path, self._config.gateway.http if self._manager.sockets else ())
         except ConfigError as error:
             for problem in error.problems:
                 _log.error("the reload changes nothing: %s", problem)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from aiohttp import web
 
+from weightd.gateway.config import places
 from weightd.gateway.config.places import Place
 from weightd.gateway.config.table import GatewayConfig
 from weightd.gateway.gateway import Gateway
@@ -77,7 +78,7 @@ class Rest:
             self._servers.append(
                 await loop.create_server(partial(self._connection, manager), sock=listener, ssl=tls, backlog=_BACKLOG)
             )
-            told.append(f"{'https' if tls else 'http'} {_told(listener)}")
+            told.append(f"{'https' if tls else 'http'} {places.of_socket(listener)}")
         return told
 
     async def stop(self, grace: float) -> None:
@@ -159,13 +160,6 @@ def _is_dead(path: Path) -> bool:
     """Whether nobody listens there any more: a gateway was killed."""
     with socket.socket(socket.AF_UNIX) as asking:
         return asking.connect_ex(str(path)) != 0
-
-
-def _told(listener: socket.socket) -> str:
-    if listener.family == socket.AF_UNIX:
-        return f"unix:{listener.getsockname()}"
-    host, port = listener.getsockname()[:2]
-    return str(Place(host=host, port=port))
 
 
 def _tls(config: GatewayConfig) -> ssl.SSLContext:
