@@ -168,7 +168,11 @@ def test_before_the_first_picture_there_is_no_empty_one(server: PageServer, wind
 def test_whoever_has_to_say_who_he_is_can(server: PageServer, windows: Windows) -> None:
     good = tells(picture("digits", "reader"))
     refusal = Answer(401, json.dumps({"error": "UNAUTHENTICATED: the caller is not known"}).encode())
-    server.numbers = lambda authorization: good("") if authorization == "Bearer s3cret" else refusal
+
+    def numbers(authorization: str) -> Answer:
+        return good("") if authorization == "Bearer s3cret" else refusal
+
+    server.numbers = numbers
     page = windows.open()
     expect(page.locator("#why")).to_have_text("UNAUTHENTICATED: the caller is not known")
     page.get_by_label("Token").fill(" s3cret ")

@@ -67,7 +67,7 @@ def _woken() -> Generator[tuple[Callable[[], None], int], None, None]:
     reader, writer = os.pipe()
     os.set_blocking(reader, False)
     os.set_blocking(writer, False)
-    before = signal.signal(signal.SIGWINCH, lambda *_: None)
+    before = signal.signal(signal.SIGWINCH, _nothing)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
 
     def wake() -> None:
@@ -81,6 +81,10 @@ def _woken() -> Generator[tuple[Callable[[], None], int], None, None]:
         signal.signal(signal.SIGWINCH, before)
         os.close(reader)
         os.close(writer)
+
+
+def _nothing(number: int, frame: object) -> None:
+    """A handler is needed for a signal to wake anybody."""
 
 
 class Screen:

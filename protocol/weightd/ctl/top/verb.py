@@ -45,7 +45,7 @@ Where the output is no terminal, or with -b, the tables are printed after one de
 with -n N, N times. --json prints an object on a line instead: {{"version", "state", "uptime_s",
 "pace", "memory", "models", "processes", "tenants"}}, in seconds, bytes, and requests/s.
 
-Exit status: 0, 69 the daemon cannot be reached, 130 Ctrl-C."""
+Exit status: 0 it was shown, 69 the daemon cannot be reached, 130 Ctrl-C."""
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -88,9 +88,11 @@ def _has_screen() -> bool:
         return False
     try:
         import curses  # noqa: PLC0415 - not every Python has it
-
+    except ImportError:
+        return False
+    try:
         curses.setupterm()
-    except (ImportError, curses.error):
+    except curses.error:
         return False
     return curses.tigetstr("cup") is not None
 
