@@ -31,7 +31,7 @@ SHAPES = hnp.array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=4)
 @st.composite
 def arrays(draw: st.DrawFn, datatypes: list[str], *, finite: bool) -> Any:
     dtype = DTYPES[draw(st.sampled_from(datatypes))]
-    limited = {"allow_nan": False, "allow_infinity": False} if finite and dtype.kind == "f" else {}
+    limited: dict[str, Any] = {"allow_nan": False, "allow_infinity": False} if finite and dtype.kind == "f" else {}
     return draw(hnp.arrays(dtype, SHAPES, elements=hnp.from_dtype(dtype, **limited)))
 
 

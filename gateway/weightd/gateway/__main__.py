@@ -54,10 +54,15 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _fronts(gateway: Gateway) -> list[Front]:
-    """Return the protocols that are spoken."""
+    """Return the protocols that are spoken; what they need is loaded only then."""
     from weightd.gateway.rest.front import Rest  # noqa: PLC0415 - the command line is told what is wrong without it
 
-    return [Rest(gateway)]
+    fronts: list[Front] = [Rest(gateway)]
+    if gateway.config.grpc_places:
+        from weightd.gateway.rpc.front import RpcFront  # noqa: PLC0415 - it is 20 MB
+
+        fronts.append(RpcFront(gateway))
+    return fronts
 
 
 def parser() -> argparse.ArgumentParser:

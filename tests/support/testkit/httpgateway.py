@@ -14,6 +14,7 @@ from weightd.gateway.callers import Identities
 from weightd.gateway.config.load import identities_of, parse
 from weightd.gateway.gateway import Gateway
 from weightd.gateway.regions import Regions
+from weightd.gateway.rest.connection import Crowd
 from weightd.gateway.rest.front import Rest
 from weightd.gateway.seats import Seats
 from weightd.gateway.service import Service
@@ -64,6 +65,11 @@ class HttpGateway:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(LIMIT_S)
         self._loop.close()
+
+    @property
+    def crowd(self) -> Crowd:
+        """All connections."""
+        return self._rest.crowd
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine in the loop of the gateway, and return what it returns."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,6 +10,7 @@ from weightd.gateway.codes import TooLarge
 from weightd.gateway.model_view import VERSION
 from weightd.gateway.question import Answer
 from weightd.gateway.rest.form import MOST_JSON_BYTES, Form, OutputForm
+from weightd.gateway.rest.reply import to_json
 from weightd.protocol.schema import label
 from weightd.protocol.tensors import frame_of
 
@@ -52,4 +52,4 @@ def encode(model: str, form: Form, answer: Answer, place: Placing) -> tuple[byte
     header: dict[str, Any] = {"model_name": model, "model_version": VERSION, "outputs": outputs}
     if form.id:
         header["id"] = form.id
-    return json.dumps(header, separators=(",", ":")).encode(), content
+    return to_json(header).encode(), content

@@ -16,12 +16,14 @@ from weightd.gateway.gateway import Gateway
 from weightd.gateway.page.files import FILES, NUMBERS_HEADERS
 from weightd.gateway.page.looks import Looks
 from weightd.gateway.rest import body, form
-from weightd.gateway.rest.asking import TRACEPARENT, caller_of, check_host, trace_of
-from weightd.gateway.rest.connection import Connection, Late, Phase
+from weightd.gateway.rest.asking import caller_of, check_host, trace_of
+from weightd.gateway.rest.connection import Connection, Phase
 from weightd.gateway.rest.infer import Inference
-from weightd.gateway.rest.reply import Reply, as_json, of_error, refusal
+from weightd.gateway.rest.reply import Refused, Reply, as_json, of_error
 from weightd.gateway.rest.routes import Verb, route
+from weightd.gateway.traces import TRACEPARENT
 from weightd.protocol.errors import InvalidArgument, NotFound, WeightdError
+from weightd.protocol.schema import label
 from weightd.shared.exposition import CONTENT_TYPE, exposition
 
 _log = logging.getLogger("weightd.gateway.rest")
@@ -106,16 +108,15 @@ class Api:
             methods, name = route(request.raw_path.partition("?")[0])
             verb = methods.get("GET" if request.method == "HEAD" else request.method)
             if verb is None:
-                reply = _wrong_method(request.method, methods)
-            else:
-                if verb not in _OPEN:
-                    caller = caller_of(request, self._gateway.identities)
-                reply = await self._handlers[verb](request, caller, name)
+                allowed = ", ".join(methods)
+                raise Refused(405, f"expected method {allowed}, got {label(request.method)}", allowed)
+            if verb not in _OPEN:
+                caller = caller_of(request, self._gateway.identities)
+            reply = await self._handlers[verb](request, caller, name)
         except WeightdError as error:
             reply = of_error(told(error))
-        except Late:
-            reply = refusal(408, "the body of the request has not come in time (receive_timeout)")
-            reply.keep_alive = False
+        except Refused as refused:
+            reply = refused.reply()
         if trace:
             reply.headers[TRACEPARENT] = trace
         level = logging.WARNING if reply.status >= _SERVER_ERROR else logging.DEBUG
@@ -226,8 +227,3 @@ class Api:
             content = await body.read(request, seat, _MOST_ASKED_BYTES, bytearray)
             connection.enter(Phase.ANSWER)
             return form.parsed(bytes(content)) if content else {}
-
-
-def _wrong_method(method: str, methods: Mapping[str, Verb]) -> Reply:
-    allowed = ", ".join(methods)
-    return refusal(405, f"expected method {allowed}, got {method}", {hdrs.ALLOW: allowed})

@@ -10,17 +10,13 @@ from aiohttp import hdrs, web
 
 from weightd.gateway.callers import Caller, Identities, bearer
 from weightd.gateway.rest.connection import Connection
+from weightd.gateway.traces import TRACEPARENT, trace
 from weightd.protocol.errors import PermissionDenied, Unauthenticated
 from weightd.protocol.schema import label
-
-TRACEPARENT = "traceparent"
 
 ANY_HOST = "*"
 
 _PORT = re.compile(r":[0-9]*$")
-
-# W3C Trace Context: version, trace, parent, flags; version ff is forbidden, and so are ids of zeros.
-_TRACEPARENT = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
 
 
 def caller_of(request: web.BaseRequest, identities: Identities) -> Caller:
@@ -54,5 +50,4 @@ def check_host(request: web.BaseRequest, hosts: Collection[str]) -> None:
 
 def trace_of(request: web.BaseRequest) -> str:
     """Return the traceparent of a request, "" where it has none that is one."""
-    given = request.headers.get(TRACEPARENT, "")
-    return given if given and _TRACEPARENT.fullmatch(given) else ""
+    return trace(request.headers.get(TRACEPARENT, ""))

@@ -11,8 +11,10 @@ from aiohttp import StreamReader, hdrs, web
 from aiohttp.http_exceptions import PayloadEncodingError
 
 from weightd.gateway.codes import TooLarge
+from weightd.gateway.rest.reply import Refused
 from weightd.gateway.seats import Seat
 from weightd.protocol.errors import InvalidArgument
+from weightd.protocol.schema import label
 
 # Below it a body that lies elsewhere is copied in no time.
 _LEAST_ROOM = 64 * 1024
@@ -44,13 +46,16 @@ async def read(
         InvalidArgument: it is not what it says.
         TooLarge: it has more.
         ResourceExhausted: there is no memory for it now.
+        Refused: it is encoded in another way.
     """
     headers = request.headers
     encoding = headers.get(hdrs.CONTENT_ENCODING, IDENTITY).strip().lower()
+    if encoding not in ENCODINGS:
+        raise Refused(415, f"Content-Encoding: expected one of {', '.join(ENCODINGS)}, got {label(encoding)}")
     length = request.content_length
     if length is not None and length > most:
         raise TooLarge(f"expected a body of at most {most} bytes (max_body_bytes), got {length}")
-    if hdrs.EXPECT in headers and request.transport is not None:
+    if headers.get(hdrs.EXPECT, "").lower() == "100-continue" and request.transport is not None:
         request.transport.write(_CONTINUE)
     content = request.content
     try:
@@ -70,7 +75,8 @@ async def _exactly(content: StreamReader, length: int, room: Callable[[int], Any
     view = memoryview(room(offset + length))[offset:]
     done = 0
     while done < length:
-        chunk = await content.readany()
+        # Not `readany`, which joins first what is then copied to where it belongs.
+        chunk, _ = await content.readchunk()
         if not chunk:
             raise InvalidArgument(f"expected a body of {length} bytes, got {done}")
         view[done : done + len(chunk)] = chunk

@@ -11,14 +11,12 @@ from typing import Any
 from aiohttp import web
 from aiohttp.web_protocol import RequestHandler
 
-from weightd.gateway.rest.reply import Reply, refusal
+from weightd.gateway.rest.reply import Refused
+
+_LATE = "the body of the request has not come in time (receive_timeout)"
 
 # struct ucred of the kernel: pid, uid, gid.
 _CREDENTIALS = struct.Struct("3i")
-
-
-class Late(Exception):
-    """A body has not come in time."""
 
 
 class Phase(enum.Enum):
@@ -53,9 +51,12 @@ class Crowd:
 
     def comes(self, connection: Connection) -> None:
         """There is another one: where that is one too many, who has asked nothing for longest goes."""
-        self._all[connection] = None
+        self._all[connection] = self._idle[connection] = None
         if len(self._all) > self._most:
-            next(iter(self._idle), connection).abort()
+            # Many may come before the loop tells of the one that goes.
+            going = next(iter(self._idle), connection)
+            self.goes(going)
+            going.abort()
 
     def goes(self, connection: Connection) -> None:
         """It is no more."""
@@ -66,7 +67,7 @@ class Crowd:
         """Something else is waited for."""
         if connection.phase is Phase.IDLE:
             self._idle.pop(connection, None)
-        if phase is Phase.IDLE:
+        if phase is Phase.IDLE and connection in self._all:
             self._idle[connection] = None
 
     def sweep(self) -> None:
@@ -100,7 +101,6 @@ class Connection(RequestHandler):
 
     def connection_made(self, transport: Any) -> None:  # noqa: D102
         super().connection_made(transport)
-        self.enter(Phase.IDLE)
         self._crowd.comes(self)
 
     def connection_lost(self, exc: BaseException | None) -> None:  # noqa: D102
@@ -126,7 +126,7 @@ class Connection(RequestHandler):
     def late(self) -> None:
         """What is waited for has not come in time."""
         if self.phase is Phase.BODY and self._body is not None:
-            self._body.set_exception(Late())
+            self._body.set_exception(Refused(408, _LATE))
             self.enter(Phase.ANSWER)
         else:
             self.abort()
@@ -168,6 +168,6 @@ class Connection(RequestHandler):
         """Answer what aiohttp could not read, or what nobody has thought of."""
         if status >= 500:
             self.logger.error("a request fails: %s %s", request.method, request.path, exc_info=exc)
-        reply: Reply = refusal(status, message or "the gateway fails; its log says why")
+        reply = Refused(status, message or "the gateway fails; its log says why").reply()
         reply.keep_alive = False
         return reply

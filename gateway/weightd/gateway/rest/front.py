@@ -6,6 +6,7 @@ import asyncio
 import resource
 import socket
 import ssl
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -44,10 +45,14 @@ class Rest:
 
     Args:
         gateway: what all protocols share.
+
+    Attributes:
+        crowd: the connections there are.
     """
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
+        self.crowd = _crowd(gateway.config)
         self._servers: list[asyncio.Server] = []
         self._paths: list[Path] = []
 
@@ -58,9 +63,6 @@ class Rest:
             OSError: an address cannot be had.
         """
         config, loop = self._gateway.config, asyncio.get_running_loop()
-        limits = {Phase.HEADER: config.receive_timeout, Phase.BODY: config.receive_timeout}
-        limits |= {Phase.IDLE: config.idle_timeout, Phase.READING: config.receive_timeout}
-        self._crowd = Crowd(_most_connections(config), limits, loop.time)
         self._manager = web.Server(Api(self._gateway, _hosts(config)).handle, handler_cancellation=True)  # type: ignore[arg-type]
         self._sweeping = asyncio.create_task(self._sweep())
         told: list[str] = []
@@ -82,7 +84,7 @@ class Rest:
 
     def _connection(self) -> Connection:
         return Connection(
-            self._crowd,
+            self.crowd,
             self._manager,
             loop=asyncio.get_running_loop(),
             keepalive_timeout=_NEVER_S,
@@ -97,7 +99,7 @@ class Rest:
     async def _sweep(self) -> None:
         while True:
             await asyncio.sleep(_SWEEP_S)
-            self._crowd.sweep()
+            self.crowd.sweep()
 
     def _listeners(self) -> list[socket.socket]:
         if self._gateway.sockets:
@@ -162,6 +164,8 @@ def _hosts(config: GatewayConfig) -> frozenset[str]:
     return frozenset(each.lower() for each in {*config.hosts, *own})
 
 
-def _most_connections(config: GatewayConfig) -> int:
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return max(1, min(config.max_connections, limit - _OTHERS))
+def _crowd(config: GatewayConfig) -> Crowd:
+    descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = max(1, min(config.max_connections, descriptors - _OTHERS))
+    limits = dict.fromkeys((Phase.HEADER, Phase.BODY, Phase.READING), config.receive_timeout)
+    return Crowd(most, {**limits, Phase.IDLE: config.idle_timeout}, time.monotonic)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
 
-from aiohttp import web
+from aiohttp import hdrs, web
 
 from weightd.gateway.codes import retry_after, status_of
 from weightd.protocol.errors import RequestError, Unauthenticated
@@ -21,6 +21,9 @@ _COPIED_BYTES = 64 * 1024
 _PHRASES = {each.value: each.phrase for each in HTTPStatus} | {499: "Client Closed Request"}
 
 Piece = bytes | memoryview
+
+# Made once: `json.dumps` makes one each time that it is asked for anything out of the ordinary.
+to_json = json.JSONEncoder(separators=(",", ":")).encode
 
 
 class Reply:
@@ -86,7 +89,7 @@ class Reply:
 
 def as_json(content: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Reply:
     """Return an answer in JSON."""
-    return Reply([json.dumps(content, separators=(",", ":")).encode()], JSON, status, headers)
+    return Reply([to_json(content).encode()], JSON, status, headers)
 
 
 def of_error(error: RequestError, headers: Mapping[str, str] | None = None) -> Reply:
@@ -100,6 +103,22 @@ def of_error(error: RequestError, headers: Mapping[str, str] | None = None) -> R
     return as_json({"error": str(error)}, status_of(error).http, more)
 
 
-def refusal(status: int, text: str, headers: Mapping[str, str] | None = None) -> Reply:
-    """Return the answer that is an error of HTTP alone."""
-    return as_json({"error": text}, status, headers)
+class Refused(Exception):
+    """A request ends in an error that is HTTP's alone.
+
+    Args:
+        status: of it.
+        text: for people.
+        allowed: methods, where the method was wrong.
+    """
+
+    def __init__(self, status: int, text: str, allowed: str = "") -> None:
+        super().__init__(text)
+        self._status = status
+        self._headers: dict[str, str] = {hdrs.ALLOW: allowed} if allowed else {}
+
+    def reply(self) -> Reply:
+        """Return the answer; what came late may still come, where the next request is expected."""
+        reply = as_json({"error": str(self)}, self._status, self._headers)
+        reply.keep_alive = self._status != HTTPStatus.REQUEST_TIMEOUT
+        return reply

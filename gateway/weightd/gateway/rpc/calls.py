@@ -1,0 +1,205 @@
+"""What each call has in common: who makes it, one message within bounds, and an error told."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Generator
+from contextlib import contextmanager
+from typing import Any, NamedTuple, NoReturn, TypeAlias, TypeVar, cast
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from weightd.gateway.callers import Caller, Identities, bearer
+from weightd.gateway.codes import told
+from weightd.gateway.rpc.errors import ending
+from weightd.gateway.seats import Seat, Seats
+from weightd.gateway.traces import TRACEPARENT, trace
+from weightd.protocol.errors import DeadlineExceeded, Internal, InvalidArgument, Unauthenticated, WeightdError
+
+_log = logging.getLogger("weightd.gateway")
+
+T = TypeVar("T")
+
+# gRPC's classes take no parameters but in what checkers read.
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+Parse = Callable[[bytes], Any]
+
+# How gRPC writes where somebody on the same host is.
+_LOCAL = ("unix:", "ipv4:127.", "ipv6:%5B::1%5D:", "ipv6:[::1]:")
+
+PROBE = Caller(None, "probe")
+"""Who asks no more than whether there is somebody: for the gateway itself, as nobody has to say who that is."""
+
+_CODES = {code.value[0]: code for code in grpc.StatusCode}
+
+
+class Call(NamedTuple):
+    """A call of somebody who may make one.
+
+    Attributes:
+        caller: who makes it.
+        seat: of the request that is made, or will be.
+        traceparent: of W3C Trace Context; "" where there is none.
+        left: seconds until its deadline; None where it has none.
+        is_local: whether the caller is on this host.
+    """
+
+    caller: Caller
+    seat: Seat
+    traceparent: str = ""
+    left: float | None = None
+    is_local: bool = False
+
+
+class Unimplemented(WeightdError):
+    """A method whose purpose is not weightd's: the one status of gRPC that no error of a request has."""
+
+
+# From a call and its message to the bytes of the answer.
+Method = Callable[[Call, Any], Awaitable[bytes]]
+
+
+class Calls:
+    """Takes calls.
+
+    What gRPC calls a handler of one message is a stream here, of which one message is read: so who calls is known, and
+    has a seat, before a byte of the message is kept.
+
+    Args:
+        identities: who is who; asked anew at each call.
+        seats: one for each request that is received or answered.
+        patience: seconds within which a message comes that somebody has a seat for.
+        certificates: whether clients have some, which TLS has verified.
+        peers: whether it matters on which host they are.
+    """
+
+    def __init__(
+        self,
+        identities: Callable[[], Identities],
+        seats: Seats,
+        patience: float,
+        *,
+        certificates: bool = False,
+        peers: bool = False,
+    ) -> None:
+        self._identities = identities
+        self._patience = patience
+        self._certificates = certificates
+        self._peers = peers
+        self.seats = seats
+
+    def single(self, parse: Parse, method: Method, *, is_open: bool = False) -> Handler:
+        """Return what answers one message with one; `is_open`: whoever asks."""
+
+        async def handle(messages: object, context: Context) -> bytes:
+            with self.seats.one() as seat:
+                call = self.taken(context, seat, is_open=is_open)
+                message = await self._received(context)
+                seat.take(len(message))
+                return await method(call, parsed(message, parse))
+
+        return grpc.stream_unary_rpc_method_handler(guarded(handle))
+
+    def taken(self, context: Context, seat: Seat, *, is_open: bool = False) -> Call:
+        """Return the call, of somebody who may make one.
+
+        Raises:
+            Unauthenticated: nobody knows that one.
+        """
+        token, parent = None, ""
+        for key, value in context.invocation_metadata() or ():
+            if key == "authorization":
+                if token is not None:
+                    raise Unauthenticated("expected one authorization")
+                token = bearer(str(value))
+            elif key == TRACEPARENT and (parent := trace(str(value))):
+                context.set_trailing_metadata(((TRACEPARENT, parent),))
+        name = _common_name(context) if self._certificates else None
+        caller = PROBE if is_open else self._identities().of(token=token, common_name=name)
+        is_local = self._peers and context.peer().startswith(_LOCAL)
+        return Call(caller, seat, parent, context.time_remaining(), is_local)
+
+    async def _received(self, context: Context) -> Any:
+        """Return the message, as bytes.
+
+        Raises:
+            InvalidArgument: there is none.
+            DeadlineExceeded: it does not come in time.
+        """
+        with _within(self._patience):
+            message = await context.read()
+        if message is grpc.aio.EOF:
+            raise InvalidArgument("the call has no message")
+        return message
+
+
+def parsed(message: bytes, parse: Parse) -> Any:
+    """Return what the bytes of a message say.
+
+    Raises:
+        InvalidArgument: they are not what they should be.
+    """
+    try:
+        return parse(message)
+    except DecodeError:
+        raise InvalidArgument("the message is not the protobuf that it should be") from None
+
+
+def guarded(handle: Callable[[Any, Context], Awaitable[T]]) -> Callable[[Any, Context], Awaitable[T]]:
+    """Return the same handler, whose errors are told to the caller: but those that nobody has foreseen, to the log."""
+
+    async def call(messages: Any, context: Context) -> T:
+        try:
+            return await handle(messages, context)
+        except grpc.aio.BaseError:
+            raise  # gRPC's own, about a call that has ended
+        except WeightdError as error:
+            await _refuse(context, error)
+        except Exception:  # noqa: BLE001 - gRPC would tell the caller all of it
+            _log.exception("a call failed")
+            await _refuse(context, Internal("the gateway has failed; its log tells how"))
+
+    return call
+
+
+async def _refuse(context: Context, error: WeightdError) -> NoReturn:
+    """End a call in an error."""
+    if isinstance(error, Unimplemented):
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, str(error))
+    code, text, metadata = ending(told(error))
+    await context.abort(_CODES[code], text, (*context.trailing_metadata(), *metadata))
+
+
+@contextmanager
+def _within(seconds: float) -> Generator[None, None, None]:
+    """Have the block end in time, or in an error.
+
+    Raises:
+        DeadlineExceeded: it took longer.
+    """
+    task = cast("asyncio.Task[Any]", asyncio.current_task())
+    is_late = False
+
+    def end() -> None:
+        nonlocal is_late
+        is_late = True
+        task.cancel()
+
+    timer = asyncio.get_running_loop().call_later(seconds, end)
+    try:
+        yield
+    except asyncio.CancelledError:
+        if not is_late:
+            raise
+        raise DeadlineExceeded(f"the message did not come within {seconds:g} seconds (receive_timeout)") from None
+    finally:
+        timer.cancel()
+
+
+def _common_name(context: Context) -> str | None:
+    for name in context.auth_context().get("x509_common_name", ()):
+        return name.decode(errors="replace")
+    return None

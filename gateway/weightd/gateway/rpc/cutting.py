@@ -1,0 +1,68 @@
+"""A `ModelInferRequest` cut into what is the same in many requests, and what is not: nothing of tensors is copied."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+# Tags of fields of bytes: the number times eight, and 2.
+_ID = 3 << 3 | 2
+_RAW_INPUT_CONTENTS = 7 << 3 | 2
+
+# The wire types that these messages have.
+_VARINT, _BYTES = 0, 2
+
+# As many as an ordinary request has at most. Others are left to who reads them faster, and copies them.
+_MOST_FIELDS = 256
+
+# Of a length: more than a message has.
+_MOST_VARINT_BYTES = 5
+
+
+class Cut(NamedTuple):
+    """A message in pieces.
+
+    Attributes:
+        header: the message, but for what follows.
+        id: the field of that name, not decoded.
+        contents: `raw_input_contents`.
+    """
+
+    header: bytes
+    id: bytes = b""
+    contents: tuple[memoryview, ...] = ()
+
+
+def cut(message: bytes) -> Cut:
+    """Return the message in pieces. One that is unusual is its own header, with all that is in it."""
+    header, contents, request_id = bytearray(), list[memoryview](), b""
+    view = memoryview(message)
+    position, end = 0, len(message)
+    for _ in range(_MOST_FIELDS):
+        if position == end:
+            return Cut(bytes(header), request_id, tuple(contents))
+        tag = message[position]
+        value, begin = _varint(message, position + 1)
+        # A tag of two bytes is of a field that nobody knows here.
+        if begin == 0 or tag > 0x7F or tag & 7 not in (_VARINT, _BYTES):
+            break
+        after = begin if tag & 7 == _VARINT else begin + value
+        if after > end:
+            break
+        if tag == _RAW_INPUT_CONTENTS:
+            contents.append(view[begin:after])
+        elif tag == _ID:
+            request_id = message[begin:after]
+        else:
+            header += view[position:after]
+        position = after
+    return Cut(message)
+
+
+def _varint(message: bytes, position: int) -> tuple[int, int]:
+    """Return the number that is there, and where it ends; 0 where there is none."""
+    value = 0
+    for shift, byte in enumerate(message[position : position + _MOST_VARINT_BYTES]):
+        value |= (byte & 0x7F) << 7 * shift
+        if byte < 0x80:
+            return value, position + shift + 1
+    return 0, 0

@@ -1,0 +1,93 @@
+"""The health protocol of gRPC, for probes: whoever reaches the port may ask, and hears yes or no."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Collection
+from functools import partial
+
+import grpc
+
+from weightd.gateway.rpc.calls import PROBE, Context, Handler, guarded, parsed
+from weightd.gateway.rpc.messages import HEALTH
+from weightd.gateway.rpc.streams import Streams
+from weightd.gateway.service import Service
+from weightd.protocol.errors import NotFound, RequestError
+
+NAME = "grpc.health.v1.Health"
+
+SERVING, NOT_SERVING, SERVICE_UNKNOWN = 1, 2, 3
+
+# How old an answer may be, and how often those who watch look: what strangers ask costs the daemon no more than this.
+FRESH_S = 1.0
+
+_Request, _Response = HEALTH["HealthCheckRequest"], HEALTH["HealthCheckResponse"]
+
+
+class Health:
+    """Tells whether all models are ready.
+
+    Args:
+        service: the daemon.
+        names: of the services whose health that is; "" is the whole server.
+        streams: those who watch are among them.
+        clock: of seconds.
+    """
+
+    def __init__(
+        self,
+        service: Service,
+        names: Collection[str],
+        streams: Streams,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._service = service
+        self._names = names
+        self._streams = streams
+        self._clock = clock
+        self._lock = asyncio.Lock()
+        self._latest = NOT_SERVING
+        self._at = float("-inf")
+
+    def handlers(self) -> dict[str, Handler]:
+        """Return what gRPC wants for each method."""
+        return {
+            "Check": grpc.unary_unary_rpc_method_handler(guarded(self._check)),
+            "Watch": grpc.unary_stream_rpc_method_handler(guarded(self._watch)),
+        }
+
+    async def status(self, service: str) -> int:
+        """Return the status of a service, as it was a second ago at most."""
+        if service not in self._names:
+            return SERVICE_UNKNOWN
+        async with self._lock:
+            if self._clock() - self._at >= FRESH_S:
+                try:
+                    self._latest = SERVING if (await self._service.ready(PROBE)).ready else NOT_SERVING
+                except RequestError:
+                    self._latest = NOT_SERVING
+                self._at = self._clock()
+            return self._latest
+
+    async def _check(self, message: bytes, context: Context) -> bytes:
+        status = await self.status(parsed(message, _Request.FromString).service)
+        if status == SERVICE_UNKNOWN:
+            raise NotFound(f"expected one of {sorted(self._names)}")
+        return _response(status)
+
+    async def _watch(self, message: bytes, context: Context) -> None:
+        service = parsed(message, _Request.FromString).service
+        told = None
+        with self._streams.one():
+            while True:
+                status = await self.status(service)
+                if status != told:
+                    await context.write(_response(status))
+                    told = status
+                await self._streams.wait(partial(asyncio.sleep, FRESH_S))
+
+
+def _response(status: int) -> bytes:
+    content: bytes = _Response(status=status).SerializeToString()
+    return content

@@ -1,0 +1,67 @@
+"""`ModelInfer` and `ModelStreamInfer`: what a model is asked, and answers."""
+
+from __future__ import annotations
+
+import grpc
+
+from weightd.gateway.codes import told
+from weightd.gateway.rpc.calls import Call, Calls, Context, Handler, guarded
+from weightd.gateway.rpc.cutting import cut
+from weightd.gateway.rpc.requests import Memory, asked
+from weightd.gateway.rpc.responses import response, streamed, streamed_error
+from weightd.gateway.rpc.streams import Streams
+from weightd.gateway.seats import Seats
+from weightd.gateway.service import Service
+from weightd.protocol.errors import WeightdError
+
+NAME = "inference.GRPCInferenceService"
+
+
+class Inference:
+    """Has models run.
+
+    Args:
+        service: the daemon.
+        memory: where tensors may be that are not in messages.
+        streams: calls with many requests are among them.
+    """
+
+    def __init__(self, service: Service, memory: Memory, streams: Streams) -> None:
+        self._service = service
+        self._memory = memory
+        self._streams = streams
+
+    def handlers(self, calls: Calls) -> dict[str, Handler]:
+        """Return what gRPC wants for each method."""
+
+        async def stream(messages: object, context: Context) -> None:
+            with calls.seats.one() as seat:
+                call = calls.taken(context, seat)
+            with self._streams.one():
+                # What is sent ahead waits where it is: at most one message has been read.
+                while (message := await self._streams.wait(context.read)) is not grpc.aio.EOF:
+                    call = call._replace(left=context.time_remaining())
+                    await context.write(await self._of_stream(call, message, calls.seats))
+
+        return {
+            "ModelInfer": calls.single(_whole, self._single),
+            "ModelStreamInfer": grpc.stream_stream_rpc_method_handler(guarded(stream)),
+        }
+
+    async def _single(self, call: Call, message: bytes) -> bytes:
+        what = asked(message, call, self._memory)
+        return response(what, await self._service.infer(call.caller, what.question))
+
+    async def _of_stream(self, call: Call, message: bytes, seats: Seats) -> bytes:
+        """Return the answer to one request of a stream, which goes on if that is an error."""
+        try:
+            with seats.one() as seat:
+                seat.take(len(message))
+                what = asked(message, call._replace(seat=seat), self._memory)
+                return streamed(response(what, await self._service.infer(call.caller, what.question), final=True))
+        except WeightdError as error:
+            return streamed_error(cut(message).id, str(told(error)))
+
+
+def _whole(message: bytes) -> bytes:
+    return message

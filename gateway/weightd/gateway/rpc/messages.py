@@ -1,0 +1,12 @@
+"""The message classes of what is spoken here, made once."""
+
+from __future__ import annotations
+
+from weightd.gateway.rpc import tables
+from weightd.gateway.rpc.descriptors import Messages
+
+INFERENCE = Messages(tables.INFERENCE)
+HEALTH = Messages(tables.HEALTH)
+REFLECTION = Messages(tables.REFLECTION)
+OLD_REFLECTION = Messages(tables.OLD_REFLECTION)
+STATUS = Messages(tables.STATUS)

@@ -1,0 +1,97 @@
+"""What a request says beside its tensors: parameters of the protocol, as values of Python."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from weightd.gateway.regions import Place, Regions
+from weightd.gateway.rpc.calls import Call
+from weightd.protocol import limits
+from weightd.protocol.errors import DeadlineExceeded, InvalidArgument
+from weightd.protocol.schema import got
+
+REGION, OFFSET, SIZE = "shared_memory_region", "shared_memory_offset", "shared_memory_byte_size"
+
+# What only makes sense if requests know of each other. 0, false and "" are what clients send who want nothing.
+_SEQUENCE = ("sequence_id", "sequence_start", "sequence_end")
+
+
+def values(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the value of each `InferParameter`; None of one that has none."""
+    found: dict[str, Any] = {}
+    for name, each in parameters.items():
+        kind = each.WhichOneof("parameter_choice")
+        found[name] = None if kind is None else getattr(each, kind)
+    return found
+
+
+def check(given: Mapping[str, Any]) -> None:
+    """Look at the parameters of a request: those that nobody knows are let pass.
+
+    Raises:
+        InvalidArgument: one asks for what is not in weightd.
+    """
+    for name in _SEQUENCE:
+        if given.get(name):
+            raise InvalidArgument(f"parameters.{name}: weightd has no sequences of requests")
+
+
+def timeout_of(given: Mapping[str, Any]) -> float | None:
+    """Return the seconds that a request says it may take; None: it does not.
+
+    Raises:
+        InvalidArgument: it says something else.
+    """
+    asked = given.get("timeout", 0)
+    if type(asked) is not int or not 0 <= asked <= limits.MAX_TIMEOUT_US:
+        raise InvalidArgument(
+            f"parameters.timeout: expected integer, 0 to {limits.MAX_TIMEOUT_US}, in microseconds, got {got(asked)}"
+        )
+    return asked / 1e6 if asked else None
+
+
+def earlier(own: float | None, left: float | None) -> float | None:
+    """Return the seconds that a request may take, by what it says and by its call; None: as many as it takes.
+
+    Raises:
+        DeadlineExceeded: its call has none left.
+    """
+    if left is None:
+        return own
+    if left <= 0.0:
+        raise DeadlineExceeded("the deadline of the call has passed")
+    return min(left, limits.MAX_TIMEOUT_US / 1e6 if own is None else own)
+
+
+def priority_of(given: Mapping[str, Any]) -> int | None:
+    """Return the priority of a request; None: the model's default.
+
+    Raises:
+        InvalidArgument: it is none.
+    """
+    asked = given.get("priority", 0)
+    if type(asked) is not int or not 0 <= asked <= limits.MAX_PRIORITY:
+        raise InvalidArgument(f"parameters.priority: expected integer, 0 to {limits.MAX_PRIORITY}, got {got(asked)}")
+    return asked or None
+
+
+def place_of(given: Mapping[str, Any], call: Call, regions: Regions) -> Place:
+    """Return where a tensor is, by its parameters.
+
+    Raises:
+        InvalidArgument: the caller may have none there, or it is not within the region.
+        NotFound: the caller has no such region.
+    """
+    check_local(call)
+    return regions.place(call.caller, given[REGION], given.get(OFFSET, 0), given.get(SIZE))
+
+
+def check_local(call: Call) -> None:
+    """Look at where a caller is who speaks of shared memory.
+
+    Raises:
+        InvalidArgument: not on this host.
+    """
+    if not call.is_local:
+        raise InvalidArgument("shared memory is for callers on the host of the gateway")

@@ -1,0 +1,278 @@
+"""A `ModelInferRequest`, as the question that it asks; what is not exactly what it says is refused by its field."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from weightd.gateway import arrays
+from weightd.gateway.arrays import Array
+from weightd.gateway.callers import Caller
+from weightd.gateway.model_view import VERSION
+from weightd.gateway.question import Question
+from weightd.gateway.regions import Place, Regions
+from weightd.gateway.rpc import parameters
+from weightd.gateway.rpc.calls import Call, parsed
+from weightd.gateway.rpc.cutting import cut
+from weightd.gateway.rpc.messages import INFERENCE
+from weightd.protocol import limits
+from weightd.protocol.errors import InvalidArgument, NotFound
+from weightd.protocol.schema import got, label
+
+# Where the values of a datatype are that are not in `raw_input_contents`.
+_CONTENTS: Mapping[str, str] = {
+    "BOOL": "bool_contents",
+    "INT8": "int_contents",
+    "INT16": "int_contents",
+    "INT32": "int_contents",
+    "INT64": "int64_contents",
+    "UINT8": "uint_contents",
+    "UINT16": "uint_contents",
+    "UINT32": "uint_contents",
+    "UINT64": "uint64_contents",
+    "FP32": "fp32_contents",
+    "FP64": "fp64_contents",
+}
+
+
+_NOTHING = INFERENCE["InferTensorContents"]()
+
+# Of a header that is remembered with what it means: a client sends the same again and again.
+_REMEMBERED_BYTES = 2048
+_REMEMBERED = 1024
+
+
+class Memory(NamedTuple):
+    """Where tensors may be that are not in the message.
+
+    Attributes:
+        regions: what callers have registered.
+        room: returns an array of so many bytes to read a tensor into.
+    """
+
+    regions: Regions
+    room: Callable[[Caller, int], Any]
+
+
+class Target(NamedTuple):
+    """Where an output is to be.
+
+    Attributes:
+        region: what the caller calls it.
+        place: the same.
+    """
+
+    region: str
+    place: Place
+
+
+class Asked(NamedTuple):
+    """A request.
+
+    Attributes:
+        question: what it asks.
+        targets: of outputs that are not to be in the answer, by their names.
+    """
+
+    question: Question
+    targets: Mapping[str, Target]
+
+
+class Input(NamedTuple):
+    """One input, and where it is: `values`, or in a region, or else among the raw contents."""
+
+    name: str
+    datatype: str
+    shape: Sequence[int]
+    values: Array | None
+    region: Mapping[str, Any] | None
+
+
+class Form(NamedTuple):
+    """What a request says, but for its tensors: the same for many.
+
+    Attributes:
+        regions: of outputs that are to be in one: its parameters, by their names.
+        contents, id: of a message that was not cut.
+    """
+
+    model: str
+    inputs: Sequence[Input]
+    outputs: tuple[str, ...] | None
+    regions: Mapping[str, Mapping[str, Any]]
+    timeout: float | None
+    priority: int | None
+    contents: Sequence[memoryview]
+    id: str
+
+
+def asked(message: bytes, call: Call, memory: Memory) -> Asked:
+    """Return what the bytes of a request ask.
+
+    Raises:
+        InvalidArgument: they are not what the protocol says; the text names the field.
+        NotFound: the version, or a region, is none.
+    """
+    header, request_id, contents = cut(message)
+    form = _remembered(header) if len(header) <= _REMEMBERED_BYTES else _form(header)
+    question = Question(
+        form.model,
+        _inputs(form, contents or form.contents, call, memory),
+        form.outputs,
+        parameters.earlier(form.timeout, call.left),
+        form.priority,
+        call.traceparent,
+        _id(request_id) if request_id else form.id,
+    )
+    targets = {
+        name: Target(given[parameters.REGION], parameters.place_of(given, call, memory.regions))
+        for name, given in form.regions.items()
+    }
+    return Asked(question, targets)
+
+
+def _form(header: bytes) -> Form:
+    request = parsed(header, INFERENCE["ModelInferRequest"].FromString)
+    check_version(request.model_version)
+    given = parameters.values(request.parameters)
+    parameters.check(given)
+    outputs, regions = _outputs(request.outputs)
+    return Form(
+        model_of(request.model_name),
+        _described(request.inputs),
+        outputs,
+        regions,
+        parameters.timeout_of(given),
+        parameters.priority_of(given),
+        [memoryview(each) for each in request.raw_input_contents],
+        _id(request.id.encode()),
+    )
+
+
+_remembered = functools.lru_cache(_REMEMBERED)(_form)
+
+
+def model_of(name: str) -> str:
+    """Return the name of a model.
+
+    Raises:
+        InvalidArgument: it is none.
+    """
+    return _name("model_name", name)
+
+
+def check_version(version: str) -> None:
+    """Look at the version of a model that is asked for: there is one at a time.
+
+    Raises:
+        NotFound: it is another.
+    """
+    if version not in ("", VERSION):
+        raise NotFound(f"model_version: expected {VERSION!r} or none, got {got(version)}")
+
+
+def _id(given: bytes) -> str:
+    if len(given) > limits.MAX_ID_BYTES:
+        raise InvalidArgument(f"id: expected at most {limits.MAX_ID_BYTES} bytes, got {len(given)}")
+    try:
+        return given.decode()
+    except UnicodeDecodeError:
+        raise InvalidArgument("id: expected UTF-8") from None
+
+
+def _described(tensors: Sequence[Any]) -> Sequence[Input]:
+    _check_count("inputs", tensors)
+    inputs: dict[str, Input] = {}
+    for index, tensor in enumerate(tensors):
+        name = _name(f"inputs[{index}].name", tensor.name)
+        if name in inputs:
+            raise InvalidArgument(f"inputs[{index}].name: {label(name)} is there already")
+        datatype = arrays.checked_datatype(name, tensor.datatype)
+        shape = arrays.checked_shape(name, tuple(tensor.shape))
+        given = parameters.values(tensor.parameters)
+        region = given if parameters.REGION in given else None
+        values = _typed(name, datatype, shape, tensor.contents) if tensor.HasField("contents") else None
+        if values is not None and region is not None:
+            raise InvalidArgument(f"{label(name)}: contents: expected none, as it is in a region")
+        inputs[name] = Input(name, datatype, shape, values, region)
+    return tuple(inputs.values())
+
+
+def _inputs(form: Form, contents: Sequence[memoryview], call: Call, memory: Memory) -> dict[str, Array]:
+    inputs: dict[str, Array] = {}
+    taken = 0
+    for each in form.inputs:
+        if each.region is not None:
+            inputs[each.name] = _shared(each, parameters.place_of(each.region, call, memory.regions), call, memory)
+        elif each.values is not None:
+            if contents:
+                raise InvalidArgument(f"{label(each.name)}: contents: expected none beside raw_input_contents")
+            inputs[each.name] = each.values
+        elif taken < len(contents):
+            inputs[each.name] = arrays.from_bytes(each.name, each.datatype, each.shape, contents[taken])
+            taken += 1
+        elif contents:
+            raise InvalidArgument(f"raw_input_contents: expected one for {label(each.name)}, too")
+        else:
+            # One without elements is said so.
+            inputs[each.name] = _typed(each.name, each.datatype, each.shape, _NOTHING)
+    if taken != len(contents):
+        raise InvalidArgument(f"raw_input_contents: expected {taken}, one for each input that is not in a region")
+    return inputs
+
+
+def _shared(each: Input, place: Place, call: Call, memory: Memory) -> Array:
+    """Return a tensor that is in shared memory: a copy, that nobody else changes."""
+    name, datatype, shape, _, _ = each
+    expected = arrays.size_of(name, datatype, shape)
+    if place.nbytes != expected:
+        raise InvalidArgument(
+            f"{label(name)}: shared_memory_byte_size: expected {expected} for {datatype} {[*shape]}, got {place.nbytes}"
+        )
+    call.seat.take(expected)
+    content = memoryview(memory.room(call.caller, expected) if expected else b"")
+    place.region.read(place.offset, content)
+    return arrays.from_bytes(name, datatype, shape, content)
+
+
+def _typed(name: str, datatype: str, shape: Sequence[int], contents: Any) -> Array:
+    """Return the tensor whose values are in the field for its datatype, and in no other one."""
+    expected = _CONTENTS.get(datatype)
+    if expected is None:
+        raise InvalidArgument(f"{label(name)}: {datatype} has no form but its bytes, in raw_input_contents")
+    for field, _ in contents.ListFields():
+        if field.name != expected:
+            raise InvalidArgument(f"{label(name)}: contents: expected {expected} for {datatype}, got {field.name}")
+    return arrays.from_values(name, datatype, shape, list(getattr(contents, expected)))
+
+
+def _outputs(wanted: Sequence[Any]) -> tuple[tuple[str, ...] | None, Mapping[str, Mapping[str, Any]]]:
+    if not wanted:
+        return None, {}
+    _check_count("outputs", wanted)
+    names: list[str] = []
+    regions: dict[str, Mapping[str, Any]] = {}
+    for index, output in enumerate(wanted):
+        name = _name(f"outputs[{index}].name", output.name)
+        if name in names:
+            raise InvalidArgument(f"outputs[{index}].name: {label(name)} is there already")
+        given = parameters.values(output.parameters)
+        if given.get("classification"):
+            raise InvalidArgument(f"{label(name)}: weightd has no classification of outputs")
+        if parameters.REGION in given:
+            regions[name] = given
+        names.append(name)
+    return tuple(names), regions
+
+
+def _check_count(field: str, tensors: Sequence[Any]) -> None:
+    if len(tensors) > limits.MAX_TENSORS:
+        raise InvalidArgument(f"{field}: expected at most {limits.MAX_TENSORS}, got {len(tensors)}")
+
+
+def _name(field: str, name: str) -> str:
+    size = len(name.encode())
+    if not 0 < size <= limits.MAX_NAME_BYTES:
+        raise InvalidArgument(f"{field}: expected 1 to {limits.MAX_NAME_BYTES} bytes, got {size}")
+    return name

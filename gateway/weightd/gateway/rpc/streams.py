@@ -1,0 +1,64 @@
+"""Calls that last: how many there are, and that they end when the gateway does."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable, Generator
+from typing import TypeVar, cast
+
+from weightd.protocol.errors import ResourceExhausted, Unavailable
+
+T = TypeVar("T")
+
+MOST_STREAMS = 256
+"""Of all callers. Each is idle most of the time, and costs some kilobytes."""
+
+
+class Streams:
+    """Calls that wait for their caller, or for something to happen, as often as not."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._waiting: set[asyncio.Task[object]] = set()
+        self._is_ending = False
+
+    @contextlib.contextmanager
+    def one(self) -> Generator[None, None, None]:
+        """Have one within the block.
+
+        Raises:
+            ResourceExhausted: there are as many as there may be.
+        """
+        if self._count >= MOST_STREAMS:
+            raise ResourceExhausted(f"{MOST_STREAMS} streams are open at this gateway")
+        self._count += 1
+        try:
+            yield
+        finally:
+            self._count -= 1
+
+    async def wait(self, for_what: Callable[[], Awaitable[T]]) -> T:
+        """Wait for what need not happen, and return what comes of it.
+
+        Raises:
+            Unavailable: the gateway stops before it does.
+        """
+        task = cast("asyncio.Task[object]", asyncio.current_task())
+        self._waiting.add(task)
+        try:
+            if self._is_ending:
+                raise asyncio.CancelledError
+            return await for_what()
+        except asyncio.CancelledError:
+            if self._is_ending:
+                raise Unavailable("the gateway stops") from None
+            raise
+        finally:
+            self._waiting.discard(task)
+
+    def end(self) -> None:
+        """End what waits; what does something first finishes that."""
+        self._is_ending = True
+        for task in [*self._waiting]:
+            task.cancel()

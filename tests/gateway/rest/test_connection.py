@@ -1,0 +1,96 @@
+"""Connections: how long each may be silent, and who goes where there is no room for more."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+
+from weightd.gateway.rest.connection import Connection, Crowd, Phase
+
+LIMITS = {Phase.IDLE: 100.0, Phase.HEADER: 10.0, Phase.BODY: 10.0}
+
+
+class World:
+    """A crowd, and the time."""
+
+    def __init__(self, most: int = 100) -> None:
+        self.now = 0.0
+        self.crowd = Crowd(most, LIMITS, lambda: self.now)
+
+    def comes(self) -> Connection:
+        """Return a connection that has just been made, without a socket."""
+        connection = Connection.__new__(Connection)
+        connection.__dict__.update(_crowd=self.crowd, phase=Phase.IDLE, since=self.now, _body=None)
+        connection.transport = mock.Mock()
+        self.crowd.comes(connection)
+        return connection
+
+
+def gone(connection: Connection) -> bool:
+    assert isinstance(connection.transport, mock.Mock)
+    return bool(connection.transport.abort.called)
+
+
+@pytest.mark.parametrize(("phase", "limit"), [*LIMITS.items()])
+def test_who_is_waited_for_too_long_goes(phase: Phase, limit: float) -> None:
+    world = World()
+    slow, other = world.comes(), world.comes()
+    world.now = 1.0
+    slow.enter(phase)
+    world.now = 1.0 + limit
+    other.enter(Phase.ANSWER)
+    world.crowd.sweep()
+    assert not gone(slow)
+    world.now += 0.1
+    world.crowd.sweep()
+    assert gone(slow)
+    assert not gone(other)
+
+
+def test_an_answer_may_take_as_long_as_it_takes() -> None:
+    world = World()
+    busy = world.comes()
+    busy.enter(Phase.ANSWER)
+    world.now = 1e9
+    world.crowd.sweep()
+    assert not gone(busy)
+
+
+def test_a_body_that_does_not_come_is_an_error_for_who_reads_it() -> None:
+    world = World()
+    slow = world.comes()
+    body = mock.Mock()
+    slow.reads(body)
+    world.now = 11.0
+    world.crowd.sweep()
+    world.crowd.sweep()
+    body.set_exception.assert_called_once()
+    assert not gone(slow)
+
+
+def test_where_there_is_one_too_many_who_has_asked_nothing_for_longest_goes() -> None:
+    world = World(3)
+    first, second, third = (world.comes() for _ in range(3))
+    first.enter(Phase.ANSWER)
+    first.enter(Phase.IDLE)
+    world.comes()
+    assert [gone(each) for each in (first, second, third)] == [False, True, False]
+
+
+def test_where_all_are_busy_who_comes_goes() -> None:
+    world = World(2)
+    busy = [world.comes(), world.comes()]
+    for each in busy:
+        each.enter(Phase.ANSWER)
+    last = world.comes()
+    assert gone(last)
+    assert not any(map(gone, busy))
+    assert len(world.crowd) == 2
+
+
+def test_as_many_go_as_come_at_once() -> None:
+    world = World(2)
+    came = [world.comes() for _ in range(6)]
+    assert [gone(each) for each in came] == [True] * 4 + [False] * 2
+    assert len(world.crowd) == 2

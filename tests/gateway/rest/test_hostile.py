@@ -1,0 +1,177 @@
+"""Whatever comes over HTTP: nobody else notices, nothing is a 500, and who is slow goes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import select
+import socket
+import time
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from testkit.examples import examples
+from testkit.fakedaemon import FakeDaemon
+from testkit.httpgateway import HttpGateway
+from testkit.waiting import until
+
+BODY = b'{"inputs":[{"name":"x","datatype":"INT8","shape":[1],"data":[7]}]}'
+INFER = b"POST /v2/models/m/infer HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n%s" % (len(BODY), BODY)
+
+
+@pytest.fixture
+def hasty(fake: FakeDaemon) -> Iterator[HttpGateway]:
+    """A gateway that waits for nobody for long."""
+    with HttpGateway(fake.address, {"gateway": {"receive_timeout": 0.1, "idle_timeout": 0.1}}) as gateway:
+        yield gateway
+
+
+def ended(connection: socket.socket) -> bytes:
+    """Return what comes until the other side hangs up."""
+    answer = bytearray()
+    with contextlib.suppress(ConnectionResetError):
+        while chunk := connection.recv(65536):
+            answer += chunk
+    return bytes(answer)
+
+
+@pytest.mark.parametrize(
+    "begun", [b"", b"GET /v2 HTTP/1.1\r\nHost: loc", b"GET /v2 HTTP/1.1\r\nHost: localhost\r\n\r\n"]
+)
+def test_who_is_silent_goes(hasty: HttpGateway, begun: bytes) -> None:
+    with socket.create_connection(("127.0.0.1", hasty.port), timeout=30) as connection:
+        connection.sendall(begun)
+        answer = ended(connection)
+    assert answer.startswith(b"HTTP/1.1 200") if begun.endswith(b"\r\n\r\n") else answer == b""
+
+
+def test_a_header_that_comes_byte_by_byte_does_not_last_for_ever(hasty: HttpGateway) -> None:
+    with socket.create_connection(("127.0.0.1", hasty.port), timeout=30) as connection:
+        connection.sendall(b"GET /v2 HTTP/1.1\r\n")
+        end = time.monotonic() + 30
+        with contextlib.suppress(ConnectionError):
+            while not select.select([connection], [], [], 0.05)[0]:
+                connection.sendall(b"X: x\r\n")
+                assert time.monotonic() < end
+        assert ended(connection) == b""
+
+
+def test_a_body_that_does_not_come_is_told_so(hasty: HttpGateway) -> None:
+    with socket.create_connection(("127.0.0.1", hasty.port), timeout=30) as connection:
+        connection.sendall(INFER[:-1])
+        answer = ended(connection)
+    assert answer.startswith(b"HTTP/1.1 408 ")
+    assert b"receive_timeout" in answer
+    assert not hasty.gateway.service.seats.taken
+
+
+def test_who_does_not_read_goes(fake: FakeDaemon) -> None:
+    large = b'{"inputs":[{"name":"x","datatype":"INT8","shape":[4000000],"parameters":{"binary_data_size":4000000}}],'
+    large += b'"parameters":{"binary_data_output":true}}'
+    lines = (
+        f"Inference-Header-Content-Length: {len(large)}\r\nContent-Length: {len(large) + 4_000_000}\r\n\r\n".encode()
+    )
+    request = b"POST /v2/models/m/infer HTTP/1.1\r\nHost: localhost\r\n" + lines + large + bytes(4_000_000)
+    settings = {"gateway": {"receive_timeout": 0.5}}
+    with HttpGateway(fake.address, settings) as gateway, socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect(("127.0.0.1", gateway.port))
+        connection.sendall(request)
+        until(lambda: not len(gateway.crowd), "it is hung up")
+        assert not gateway.gateway.service.seats.taken
+
+
+def test_a_thousand_who_say_nothing_keep_nobody_out(fake: FakeDaemon) -> None:
+    with HttpGateway(fake.address, {"gateway": {"max_connections": 500}}) as gateway, contextlib.ExitStack() as stack:
+        asking = stack.enter_context(socket.create_connection(("127.0.0.1", gateway.port)))
+        for _ in range(10):
+            for _ in range(100):
+                idle = stack.enter_context(socket.create_connection(("127.0.0.1", gateway.port)))
+            asking.sendall(INFER)
+            assert asking.recv(65536).startswith(b"HTTP/1.1 200")
+        assert gateway.ask("GET", "/v2")[0] == 200
+        assert len(gateway.crowd) <= 500
+        # Who came last is still there.
+        idle.sendall(INFER)
+        assert idle.recv(65536).startswith(b"HTTP/1.1 200")
+
+
+def test_requests_that_come_at_once_are_answered_in_their_order(fake: FakeDaemon) -> None:
+    many = 300
+    with HttpGateway(fake.address) as gateway, socket.create_connection(("127.0.0.1", gateway.port)) as connection:
+        connection.sendall(INFER * many + INFER.replace(b"Host", b"Connection: close\r\nHost"))
+        assert ended(connection).count(b"HTTP/1.1 200 OK") == many + 1
+
+
+METHODS = st.sampled_from(["GET", "POST", "HEAD", "PUT", "DELETE", "OPTIONS", "PATCH", "X"])
+PATHS = st.sampled_from(
+    [
+        "/",
+        "/v2",
+        "/v2/models/m/infer",
+        "/v2/models/m",
+        "/v2/models/stats",
+        "/v2/health/live",
+        "/v2/repository/index",
+        "/v2/systemsharedmemory/region/r/register",
+        "/v2/logging",
+        "/v2/models/%ff%00/ready",
+        "/v2/models/m?x=1",
+    ]
+)
+HEADERS = st.dictionaries(
+    st.sampled_from(
+        [
+            "Content-Encoding",
+            "Inference-Header-Content-Length",
+            "Authorization",
+            "Expect",
+            "Accept-Encoding",
+            "Transfer-Encoding",
+            "Content-Type",
+            "traceparent",
+            "Upgrade",
+            "Connection",
+            "Host",
+        ]
+    ),
+    st.sampled_from(
+        ["gzip", "deflate", "7", "0", "-1", "Bearer x", "100-continue", "chunked", "upgrade", "\x01", "é", ""]
+    ),
+    max_size=4,
+)
+BODIES = st.one_of(
+    st.binary(max_size=100),
+    st.sampled_from(
+        [b"", BODY, BODY[:-5], b"[" * 5000, b'{"inputs":[{"name":"x","datatype":"FP32","shape":[0,99999]}]}']
+    ),
+    st.builds(
+        lambda **given: json.dumps({"inputs": [given]}).encode(),
+        name=st.sampled_from(["x", "", 1, None, "\ud800", "x" * 300]),
+        datatype=st.sampled_from(["FP32", "INT8", "BYTES", None]),
+        shape=st.lists(st.integers(-1, 2**70), max_size=3),
+        data=st.lists(st.one_of(st.integers(), st.floats(), st.text(max_size=3), st.none()), max_size=4),
+    ),
+)
+
+
+LAST = b"GET /v2/health/live HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
+
+
+@settings(max_examples=examples(300))
+@given(method=METHODS, path=PATHS, headers=HEADERS, body=BODIES)
+def test_nothing_that_is_said_in_http_is_a_fault_of_this_side(
+    echo: HttpGateway, method: str, path: str, headers: dict[str, str], body: bytes
+) -> None:
+    lines = {"Host": "localhost", "Content-Length": str(len(body)), **headers, "X": "x"}
+    head = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
+    with socket.create_connection(("127.0.0.1", echo.port), timeout=30) as connection:
+        connection.sendall(f"{method} {path} HTTP/1.1\r\n{head}\r\n".encode() + body)
+        connection.shutdown(socket.SHUT_WR)
+        answer = ended(connection)
+    status = int(answer[9:12]) if answer else 0
+    assert not 500 <= status < 600, answer
+    assert status or answer == b""

@@ -1,0 +1,131 @@
+"""The gRPC front in a thread, before a daemon whose answers the test decides."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import tempfile
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
+
+import grpc
+import numpy as np
+
+from weightd.gateway.callers import Caller, Identities
+from weightd.gateway.config import places
+from weightd.gateway.config.table import GatewayConfig
+from weightd.gateway.gateway import Gateway
+from weightd.gateway.question import Answer, Question
+from weightd.gateway.regions import Regions
+from weightd.gateway.rpc.front import RpcFront
+from weightd.gateway.seats import Seats
+from weightd.gateway.service import Service
+from weightd.protocol.messages.control import ModelMetadataResponse, ReadyResponse, ServerMetadataResponse
+from weightd.protocol.messages.data import TensorSignature
+
+LIMIT_S = 30.0
+
+ANYBODY = Identities({}, {}, {}, Caller(None, "anonymous"))
+
+Model = Callable[[Question], Awaitable[Answer]]
+
+
+async def echo(question: Question) -> Answer:
+    """A model that gives back what it takes."""
+    wanted = question.inputs if question.outputs is None else question.outputs
+    return {name: question.inputs[name] for name in wanted}
+
+
+class FakeService(Service):
+    """The daemon of a test.
+
+    Attributes:
+        model: answers all questions.
+        asked: those, with who asked.
+        is_ready: or, an error that is raised.
+    """
+
+    def __init__(self, seats: Seats) -> None:
+        super().__init__("unix:///nowhere", 30.0, seats)
+        self.model: Model = echo
+        self.asked: list[tuple[Caller, Question]] = []
+        self.is_ready: bool | Exception = True
+
+    async def infer(self, caller: Caller, question: Question) -> Answer:
+        self.asked.append((caller, question))
+        return await self.model(question)
+
+    async def ready(self, caller: Caller, model: str = "") -> ReadyResponse:
+        if isinstance(self.is_ready, Exception):
+            raise self.is_ready
+        return ReadyResponse("1", self.is_ready)
+
+    async def server(self, caller: Caller) -> ServerMetadataResponse:
+        return ServerMetadataResponse("1", "weightd", "9.9", ("echo",), ())
+
+    async def metadata(self, caller: Caller, model: str) -> ModelMetadataResponse:
+        signature = (TensorSignature("x", "FP32", (-1, 2)),)
+        return ModelMetadataResponse("1", model, "onnxruntime", signature, signature)
+
+    def room(self, caller: Caller, nbytes: int) -> Any:
+        return np.empty(nbytes, np.uint8)
+
+
+class Served:
+    """What runs.
+
+    Attributes:
+        target: where clients connect.
+        service: the daemon.
+        gateway: what the front was made of.
+    """
+
+    def __init__(self, config: GatewayConfig, identities: Identities) -> None:
+        self.service = FakeService(Seats(config.max_in_flight, config.max_memory_bytes))
+        self.gateway = Gateway(config, identities, self.service, Regions(enabled=config.shared_memory))
+        self.target = ""
+        self._front = RpcFront(self.gateway)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever)
+
+    def __enter__(self) -> Served:
+        self._thread.start()
+        self.target = str(self.call(self._front.start)[0]).partition(" ")[2]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.call(lambda: self._front.stop(0.0))
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(LIMIT_S)
+        self._loop.close()
+
+    def call(self, coroutine: Callable[[], Awaitable[Any]]) -> Any:
+        """Return what comes of something on the loop of the gateway."""
+
+        async def run() -> Any:
+            return await coroutine()
+
+        return asyncio.run_coroutine_threadsafe(run(), self._loop).result(LIMIT_S)
+
+    def stop(self, grace: float) -> None:
+        """Stop the front, as the process does."""
+        self.call(lambda: self._front.stop(grace))
+
+
+@contextlib.contextmanager
+def connected(target: str, *options: tuple[str, Any]) -> Iterator[Any]:
+    """Have a channel whose messages are bytes."""
+    with grpc.insecure_channel(target, options=options) as channel:
+        yield channel
+
+
+@contextlib.contextmanager
+def served(identities: Identities = ANYBODY, *, tcp: bool = False, **settings: Any) -> Iterator[Served]:
+    """Serve within the block, with these settings of [gateway]."""
+    with tempfile.TemporaryDirectory(prefix="weightd-", dir="/tmp") as directory:
+        address = "127.0.0.1:0" if tcp else f"unix:{directory}/grpc.sock"
+        config = dataclasses.replace(GatewayConfig(**settings), grpc_places=(places.parse(address),))
+        with Served(config, identities) as running:
+            yield running

@@ -1,0 +1,72 @@
+"""A message in pieces says what the whole one says."""
+
+from __future__ import annotations
+
+from google.protobuf.message import DecodeError
+from hypothesis import given
+from hypothesis import strategies as st
+from tritonclient.grpc.service_pb2 import ModelInferRequest
+
+from weightd.gateway.rpc.cutting import Cut, cut
+
+TEXT = st.text(max_size=20)
+MESSAGES = st.builds(
+    lambda name, request_id, names, contents: ModelInferRequest(
+        model_name=name,
+        id=request_id,
+        inputs=[{"name": each, "datatype": "FP32", "shape": [1]} for each in names],
+        raw_input_contents=contents,
+    ),
+    TEXT,
+    TEXT,
+    st.lists(TEXT, max_size=4),
+    st.lists(st.binary(max_size=300), max_size=4),
+)
+
+
+def together(pieces: Cut) -> ModelInferRequest:
+    whole = ModelInferRequest.FromString(pieces.header)
+    if pieces.id:
+        whole.id = pieces.id.decode()
+    whole.raw_input_contents.extend(map(bytes, pieces.contents))
+    return whole
+
+
+@given(MESSAGES)
+def test_tensors_and_the_id_are_cut_out(message: ModelInferRequest) -> None:
+    pieces = cut(message.SerializeToString())
+    assert together(pieces) == message
+    assert not ModelInferRequest.FromString(pieces.header).raw_input_contents
+    assert pieces.id == message.id.encode()
+
+
+def test_what_differs_in_tensors_and_id_alone_has_one_header() -> None:
+    one, other = (
+        ModelInferRequest(model_name="m", id=request_id, raw_input_contents=[content]).SerializeToString()
+        for request_id, content in (("1", b"a"), ("another", b"b"))
+    )
+    assert cut(one).header == cut(other).header
+
+
+@given(st.lists(MESSAGES.map(lambda each: each.SerializeToString()), max_size=3).map(b"".join), st.data())
+def test_whatever_it_is_no_piece_says_what_the_whole_does_not(content: bytes, data: st.DataObject) -> None:
+    # Cut short, or with a byte changed: what is no message is none in pieces, either.
+    end = data.draw(st.integers(0, len(content)))
+    position, byte = data.draw(st.integers(0, max(0, end - 1))), data.draw(st.integers(0, 255))
+    spoilt = bytearray(content[:end])
+    spoilt[position : position + 1] = bytes([byte])
+    pieces = cut(bytes(spoilt))
+    try:
+        whole = ModelInferRequest.FromString(bytes(spoilt))
+    except DecodeError:
+        whole = None
+    try:
+        in_pieces = together(pieces)
+    except (DecodeError, UnicodeDecodeError):
+        in_pieces = None
+    assert whole == in_pieces
+
+
+def test_of_many_fields_none_is_looked_at() -> None:
+    message = ModelInferRequest(raw_input_contents=[b""] * 300).SerializeToString()
+    assert cut(message) == Cut(message)

@@ -1,0 +1,342 @@
+"""The front over a real socket, spoken to by clients of others."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+import tritonclient.grpc as triton
+from tritonclient.grpc import service_pb2
+from tritonclient.utils import InferenceServerException
+
+from testkit.waiting import until
+from weightd.gateway.callers import Caller, Identities, digest
+from weightd.gateway.question import Answer, Question
+from weightd.protocol.errors import NotFound, ResourceExhausted, Unavailable
+
+from .served import LIMIT_S, Served, connected, echo, served
+
+METHOD = "/inference.GRPCInferenceService/{}".format
+TOKEN = "a secret"
+KNOWN = Identities({digest(TOKEN): Caller("research", "token 1")}, {}, {})
+BEARER = {"authorization": f"Bearer {TOKEN}"}
+
+
+def tensor(array: Any, name: str = "x", datatype: str = "FP32") -> triton.InferInput:
+    made = triton.InferInput(name, [*array.shape], datatype)
+    made.set_data_from_numpy(array)
+    return made
+
+
+X = np.arange(4, dtype="<f4").reshape(2, 2)
+
+
+def message(**fields: Any) -> bytes:
+    content: bytes = service_pb2.ModelInferRequest(**{"model_name": "echo", **fields}).SerializeToString()
+    return content
+
+
+SMALL = message(id="7", inputs=[{"name": "x", "datatype": "FP32", "shape": [2, 2]}], raw_input_contents=[X.tobytes()])
+
+
+def refusal(call: Callable[[], Any]) -> Any:
+    """Return the error that a call ends in."""
+    with pytest.raises(grpc.RpcError) as ended:
+        call()
+    return ended.value
+
+
+def code_of(call: Callable[[], Any]) -> grpc.StatusCode:
+    code: grpc.StatusCode = refusal(call).code()
+    return code
+
+
+class Held:
+    """A model that answers when it is let go."""
+
+    def __init__(self) -> None:
+        self.running = 0
+        self.cancelled = 0
+        self.go = asyncio.Event()
+
+    async def __call__(self, question: Question) -> Answer:
+        self.running += 1
+        try:
+            await self.go.wait()
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        finally:
+            self.running -= 1
+        return await echo(question)
+
+
+def test_an_unmodified_client_is_answered(server: Served, client: triton.InferenceServerClient) -> None:
+    outputs = [triton.InferRequestedOutput("x")]
+    result = client.infer("echo", [tensor(X)], outputs=outputs, request_id="42", timeout=5_000_000, priority=1)
+    np.testing.assert_array_equal(result.as_numpy("x"), X)
+    assert result.get_response().id == "42"
+    _, question = server.service.asked[-1]
+    assert (question.model, question.outputs, question.timeout, question.priority) == ("echo", ("x",), 5.0, 1)
+
+
+@pytest.mark.parametrize("algorithm", ["gzip", "deflate"])
+def test_a_message_may_be_compressed(client: triton.InferenceServerClient, algorithm: str) -> None:
+    result = client.infer("echo", [tensor(X)], compression_algorithm=algorithm)
+    np.testing.assert_array_equal(result.as_numpy("x"), X)
+
+
+def test_what_is_asked_about_models_is_answered(client: triton.InferenceServerClient) -> None:
+    assert client.is_server_live()
+    assert client.is_server_ready()
+    assert client.is_model_ready("echo")
+    assert client.get_server_metadata().version == "9.9"
+    assert client.get_model_metadata("echo").inputs[0].shape == [-1, 2]
+    config = client.get_model_config("echo").config
+    assert (config.name, config.max_batch_size, config.input[0].data_type) == ("echo", 0, 11)
+    assert not config.model_transaction_policy.decoupled
+    assert [*client.get_trace_settings("echo").settings["trace_level"].value] == ["OFF"]
+    assert client.get_log_settings().settings["log_info"].bool_param
+
+
+@pytest.mark.parametrize(
+    ("change", "code"),
+    [
+        (lambda client: client.load_model("echo"), "INVALID_ARGUMENT"),
+        (lambda client: client.unload_model("echo"), "INVALID_ARGUMENT"),
+        (lambda client: client.update_trace_settings("echo", {"trace_level": ["MAX"]}), "INVALID_ARGUMENT"),
+        (lambda client: client.update_log_settings({"log_verbose_level": 1}), "INVALID_ARGUMENT"),
+        (lambda client: client.register_cuda_shared_memory("r", b"", 0, 8), "UNIMPLEMENTED"),
+        (lambda client: client.register_system_shared_memory("r", "/r", 8), "INVALID_ARGUMENT"),
+        (lambda client: client.get_model_metadata("echo", "2"), "NOT_FOUND"),
+    ],
+)
+def test_what_is_not_here_is_refused(client: triton.InferenceServerClient, change: Any, code: str) -> None:
+    with pytest.raises(InferenceServerException) as refused:
+        change(client)
+    assert refused.value.status() == f"StatusCode.{code}"
+
+
+def test_what_there_is_none_of_in_cuda_is_forgotten(client: triton.InferenceServerClient) -> None:
+    client.unregister_cuda_shared_memory()
+    assert not client.get_cuda_shared_memory_status().regions
+
+
+def test_a_daemon_that_is_away_is_not_ready(server: Served, client: triton.InferenceServerClient) -> None:
+    server.service.is_ready = Unavailable("nobody")
+    assert client.is_server_live()
+    assert not client.is_server_ready()
+    assert not client.is_model_ready("echo")
+    server.service.is_ready = NotFound("no model")
+    with pytest.raises(InferenceServerException):
+        client.is_model_ready("no model")
+    server.service.is_ready = True
+
+
+def test_an_error_has_its_code_its_text_and_when_to_ask_again(server: Served) -> None:
+    async def refuse(question: Question) -> Answer:
+        raise ResourceExhausted("too many\n×", retry_after=0.25)
+
+    server.service.model = refuse
+    with connected(server.target) as channel:
+        error = refusal(lambda: channel.unary_unary(METHOD("ModelInfer"))(SMALL, timeout=LIMIT_S))
+    server.service.model = echo
+    assert (error.code(), error.details()) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "too many\n×")
+    assert dict(error.trailing_metadata())["grpc-retry-pushback-ms"] == "250"
+
+
+def test_what_nobody_has_foreseen_is_told_to_the_log_alone(server: Served, caplog: pytest.LogCaptureFixture) -> None:
+    async def fail(question: Question) -> Answer:
+        raise ValueError("a secret")
+
+    server.service.model = fail
+    with connected(server.target) as channel:
+        error = refusal(lambda: channel.unary_unary(METHOD("ModelInfer"))(SMALL, timeout=LIMIT_S))
+    server.service.model = echo
+    assert error.code() == grpc.StatusCode.INTERNAL
+    assert "secret" not in error.details()
+    assert "a secret" in caplog.text
+
+
+@pytest.mark.parametrize("content", [b"\xff\xff", b"\x0a\x02\xff\xff", b"\x0a\xff\xff\xff\xff\x0f"])
+def test_what_is_no_message_is_refused(server: Served, content: bytes) -> None:
+    with connected(server.target) as channel:
+        infer = channel.unary_unary(METHOD("ModelInfer"))
+        assert code_of(lambda: infer(content, timeout=LIMIT_S)) == grpc.StatusCode.INVALID_ARGUMENT
+
+
+def test_a_call_without_a_message_is_refused(server: Served) -> None:
+    with connected(server.target) as channel:
+        infer = channel.stream_unary(METHOD("ModelInfer"))
+        assert code_of(lambda: infer(iter(()), timeout=LIMIT_S)) == grpc.StatusCode.INVALID_ARGUMENT
+
+
+def test_a_method_that_there_is_not_is_unimplemented(server: Served) -> None:
+    with connected(server.target) as channel:
+        assert code_of(lambda: channel.unary_unary(METHOD("Other"))(b"")) == grpc.StatusCode.UNIMPLEMENTED
+
+
+def test_the_deadline_of_the_call_is_the_requests(server: Served, client: triton.InferenceServerClient) -> None:
+    client.infer("echo", [tensor(X)], client_timeout=20.0)
+    _, question = server.service.asked[-1]
+    assert question.timeout is not None
+    assert 2.0 < question.timeout < 21.0
+
+
+def test_a_context_of_a_trace_is_passed_on_and_comes_back(server: Served) -> None:
+    trace = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+    with connected(server.target) as channel:
+        infer = channel.unary_unary(METHOD("ModelInfer"))
+        _, call = infer.with_call(SMALL, metadata=[("traceparent", trace)], timeout=LIMIT_S)
+        infer(SMALL, metadata=[("traceparent", trace[:-1])], timeout=LIMIT_S)
+    assert [each.traceparent for _, each in server.service.asked[-2:]] == [trace, ""]
+    assert dict(call.trailing_metadata())["traceparent"] == trace
+
+
+def test_a_call_that_is_cancelled_takes_its_request_back(server: Served) -> None:
+    held = server.service.model = Held()
+    with connected(server.target) as channel:
+        calls = [channel.unary_unary(METHOD("ModelInfer")).future(SMALL) for _ in range(50)]
+        until(lambda: held.running == 50, "50 requests under way")
+        for each in calls:
+            each.cancel()
+        until(lambda: held.cancelled == 50, "none under way")
+        until(lambda: not server.service.seats.taken, "all seats free")
+    server.service.model = echo
+
+
+def test_beyond_the_seats_a_call_is_refused_at_once() -> None:
+    with served(max_in_flight=2) as server, connected(server.target) as channel:
+        held = server.service.model = Held()
+        infer = channel.unary_unary(METHOD("ModelInfer"))
+        calls = [infer.future(SMALL) for _ in range(2)]
+        until(lambda: held.running == 2, "2 requests under way")
+        assert code_of(lambda: infer(SMALL, timeout=LIMIT_S)) == grpc.StatusCode.RESOURCE_EXHAUSTED
+        server.call(lambda: _set(held.go))
+        for each in calls:
+            each.result(LIMIT_S)
+        infer(SMALL, timeout=LIMIT_S)
+
+
+async def _set(event: asyncio.Event) -> None:
+    event.set()
+
+
+def test_who_says_nothing_keeps_its_seat_for_a_while_only() -> None:
+    with served(max_in_flight=1, receive_timeout=0.2) as server, connected(server.target) as channel:
+        never = threading.Event()
+
+        def nothing() -> Any:
+            never.wait(LIMIT_S)
+            yield from ()
+
+        call = channel.stream_unary(METHOD("ModelInfer")).future(nothing())
+        assert code_of(lambda: call.result(LIMIT_S)) == grpc.StatusCode.DEADLINE_EXCEEDED
+        never.set()
+        channel.unary_unary(METHOD("ModelInfer"))(SMALL, timeout=LIMIT_S)
+
+
+@pytest.mark.parametrize("compression", [grpc.Compression.NoCompression, grpc.Compression.Gzip])
+def test_a_message_that_is_too_long_is_refused(compression: grpc.Compression) -> None:
+    with served(max_body_bytes=64 * 1024) as server, connected(server.target) as channel:
+        infer = channel.unary_unary(METHOD("ModelInfer"))
+        large = bytes(16 * 1024 * 1024)
+        assert code_of(lambda: infer(large, compression=compression)) == grpc.StatusCode.RESOURCE_EXHAUSTED
+        infer(SMALL, timeout=LIMIT_S)
+
+
+def test_each_caller_is_who_its_token_says() -> None:
+    with served(KNOWN) as server, triton.InferenceServerClient(server.target) as client:
+        client.infer("echo", [tensor(X)], headers=BEARER)
+        assert server.service.asked[-1][0] == Caller("research", "token 1")
+        for headers in ({}, {"authorization": "Bearer another"}, {"authorization": TOKEN}):
+            with pytest.raises(InferenceServerException) as refused:
+                client.infer("echo", [tensor(X)], headers=headers)
+            assert refused.value.status() == "StatusCode.UNAUTHENTICATED"
+        # Who is nobody is told so before anything is read, and hears of no method.
+        server.gateway.identities = Identities({}, {}, {})
+        with pytest.raises(InferenceServerException, match="token"):
+            client.get_server_metadata(headers=BEARER)
+        assert client.is_server_live(), "a probe has no token"
+
+
+def _asks(*numbers: str) -> list[bytes]:
+    return [SMALL.replace(b"\x1a\x017", b"\x1a\x01" + number.encode()) for number in numbers]
+
+
+def _answers(content: Any) -> list[tuple[str, str]]:
+    read = map(service_pb2.ModelStreamInferResponse.FromString, content)
+    return [(each.infer_response.id, each.error_message) for each in read]
+
+
+def test_a_stream_is_answered_in_order_and_goes_on_after_an_error(server: Served) -> None:
+    with connected(server.target) as channel:
+        stream = channel.stream_stream(METHOD("ModelStreamInfer"))
+        first, last = _asks("1", "3")
+        wrong = message(id="2", inputs=[{"name": "x", "datatype": "FP32", "shape": [1]}], raw_input_contents=[b"\0"])
+        got = _answers(stream(iter([first, wrong, b"\xff", last]), timeout=LIMIT_S))
+    assert [each for each, _ in got] == ["1", "2", "", "3"]
+    assert [bool(text) for _, text in got] == [False, True, True, False]
+    assert "x: expected 4 bytes" in got[1][1]
+
+
+def test_of_a_stream_one_request_at_a_time_is_asked(server: Served) -> None:
+    held = server.service.model = Held()
+    before = len(server.service.asked)
+    with connected(server.target) as channel:
+        answers = channel.stream_stream(METHOD("ModelStreamInfer"))(iter(_asks("1", "2", "3")), timeout=LIMIT_S)
+        until(lambda: held.running == 1, "a request under way")
+        assert len(server.service.asked) == before + 1
+        server.call(lambda: _set(held.go))
+        assert [each for each, _ in _answers(answers)] == ["1", "2", "3"]
+    server.service.model = echo
+
+
+def test_streams_of_clients_are_answered(server: Served) -> None:
+    answers: list[tuple[str, Any]] = []
+    with triton.InferenceServerClient(server.target) as client:
+        client.start_stream(lambda result, error: answers.append((result.get_response().id, error)))
+        for number in range(5):
+            client.async_stream_infer("echo", [tensor(X)], request_id=str(number))
+        client.stop_stream()
+    assert answers == [(str(number), None) for number in range(5)]
+
+
+def test_a_stop_ends_streams_and_lets_requests_end() -> None:
+    with served() as server, connected(server.target) as channel:
+        held = server.service.model = Held()
+        call = channel.unary_unary(METHOD("ModelInfer")).future(SMALL)
+        stop = threading.Event()
+
+        def until_the_end() -> Any:
+            yield SMALL
+            stop.wait(LIMIT_S)
+
+        stream = channel.stream_stream(METHOD("ModelStreamInfer"))(until_the_end(), timeout=LIMIT_S)
+        until(lambda: held.running == 2, "two requests under way")
+        stopping = threading.Thread(target=server.stop, args=(LIMIT_S,))
+        stopping.start()
+        until(lambda: code_of_new(server) == grpc.StatusCode.UNAVAILABLE, "no new calls")
+        server.call(lambda: _set(held.go))
+        call.result(LIMIT_S)
+        assert _answers([next(stream)]) == [("7", "")]
+        assert code_of(lambda: next(stream)) == grpc.StatusCode.UNAVAILABLE
+        stop.set()
+        stopping.join(LIMIT_S)
+        assert not stopping.is_alive()
+
+
+def code_of_new(server: Served) -> grpc.StatusCode | None:
+    """Return how a call over a new connection ends."""
+    with connected(server.target, ("grpc.use_local_subchannel_pool", 1)) as channel:
+        try:
+            channel.unary_unary(METHOD("ServerLive"))(b"", timeout=LIMIT_S)
+        except grpc.RpcError as error:
+            code: grpc.StatusCode = error.code()
+            return code
+    return None

@@ -1,0 +1,191 @@
+"""Requests in messages: exactly what they say, or refused by the field that is wrong."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+from tritonclient.grpc.service_pb2 import ModelInferRequest
+
+from weightd.gateway.arrays import DTYPES, datatype_of
+from weightd.gateway.callers import Caller
+from weightd.gateway.regions import Regions
+from weightd.gateway.rpc.calls import Call
+from weightd.gateway.rpc.requests import Memory, asked
+from weightd.gateway.seats import Seat, Seats
+from weightd.protocol.errors import InvalidArgument, NotFound
+
+CALL = Call(Caller(None, "test"), Seat(Seats(1, 1024)))
+MEMORY = Memory(Regions(enabled=False), lambda caller, nbytes: np.empty(nbytes, np.uint8))
+
+TYPED = {
+    "BOOL": "bool_contents",
+    "INT8": "int_contents",
+    "INT16": "int_contents",
+    "INT32": "int_contents",
+    "INT64": "int64_contents",
+    "UINT8": "uint_contents",
+    "UINT16": "uint_contents",
+    "UINT32": "uint_contents",
+    "UINT64": "uint64_contents",
+    "FP32": "fp32_contents",
+    "FP64": "fp64_contents",
+}
+
+
+def request(**fields: Any) -> ModelInferRequest:
+    return ModelInferRequest(**{"model_name": "digits", **fields})
+
+
+def tensor(name: str = "x", datatype: str = "FP32", shape: Any = (1,), **more: Any) -> dict[str, Any]:
+    return {"name": name, "datatype": datatype, "shape": shape, **more}
+
+
+def question(message: ModelInferRequest, call: Call = CALL) -> Any:
+    """Return what is made of the bytes of another's message."""
+    return asked(message.SerializeToString(), call, MEMORY).question
+
+
+DATATYPES = st.sampled_from(sorted(DTYPES))
+SHAPES = arrays.array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=4)
+
+
+@given(st.data())
+def test_raw_tensors_are_theirs_bit_for_bit(data: st.DataObject) -> None:
+    dtypes = data.draw(st.lists(DATATYPES, max_size=4))
+    inputs = {f"x{i}": data.draw(arrays.arrays(DTYPES[name], SHAPES)) for i, name in enumerate(dtypes)}
+    described = [tensor(name, datatype_of(each), each.shape) for name, each in inputs.items()]
+    got = question(request(inputs=described, raw_input_contents=[each.tobytes() for each in inputs.values()])).inputs
+    assert [*got] == [*inputs]
+    for name, array in inputs.items():
+        assert (got[name].dtype, got[name].shape, got[name].tobytes()) == (array.dtype, array.shape, array.tobytes())
+
+
+@given(st.data())
+def test_typed_tensors_are_theirs_value_for_value(data: st.DataObject) -> None:
+    datatype = data.draw(st.sampled_from(sorted(TYPED)))
+    array = data.draw(arrays.arrays(DTYPES[datatype], SHAPES))
+    contents = {TYPED[datatype]: array.ravel().tolist()}
+    got = question(request(inputs=[tensor("x", datatype, array.shape, contents=contents)])).inputs["x"]
+    assert (got.dtype, got.shape) == (array.dtype, array.shape)
+    np.testing.assert_array_equal(got, array)
+
+
+def test_a_request_says_what_else_it_wants() -> None:
+    message = request(
+        id="42",
+        model_version="1",
+        outputs=[{"name": "b"}, {"name": "a", "parameters": {"binary_data": {"bool_param": True}}}],
+        parameters={
+            "timeout": {"int64_param": 2_500_000},
+            "priority": {"uint64_param": 3},
+            "their own": {"string_param": "?"},
+            "sequence_id": {"int64_param": 0},
+        },
+    )
+    got = question(message, CALL._replace(traceparent="00-a-b-01"))
+    assert (got.model, got.id, got.outputs) == ("digits", "42", ("b", "a"))
+    assert (got.timeout, got.priority, got.traceparent) == (2.5, 3, "00-a-b-01")
+
+
+@pytest.mark.parametrize(
+    ("own", "left", "expected"),
+    [
+        (0, None, None),
+        (None, None, None),
+        (None, 4.0, 4.0),
+        (2_000_000, 4.0, 2.0),
+        (2_000_000, 1.0, 1.0),
+        (0, 9e9, 3600.0),
+    ],
+)
+def test_a_request_takes_no_longer_than_its_call(own: int | None, left: float | None, expected: float | None) -> None:
+    given_own = {} if own is None else {"timeout": {"int64_param": own}}
+    assert question(request(parameters=given_own), CALL._replace(left=left)).timeout == expected
+
+
+RAW_AND_TYPED = [tensor("a"), tensor("b", contents={"fp32_contents": [1.0]})]
+BYTE = {"bool_contents": [True]}
+
+REFUSED = {
+    "no name": (request(model_name=""), "model_name: expected 1 to 256 bytes, got 0"),
+    "mixed": (
+        request(inputs=RAW_AND_TYPED, raw_input_contents=[b"\0" * 4, b"\0" * 4]),
+        "b: contents: expected none",
+    ),
+    "fewer raw": (
+        request(inputs=[tensor("a"), tensor("b")], raw_input_contents=[b"\0" * 4]),
+        "expected one for b, too",
+    ),
+    "more raw": (
+        request(inputs=[tensor()], raw_input_contents=[b"\0" * 4, b""]),
+        "raw_input_contents: expected 1, one",
+    ),
+    "raw alone": (request(raw_input_contents=[b""]), "raw_input_contents: expected 0"),
+    "short": (request(inputs=[tensor(shape=[2])], raw_input_contents=[b"\0" * 7]), "x: expected 8 bytes for FP32 [2]"),
+    "long": (request(inputs=[tensor(shape=[2])], raw_input_contents=[b"\0" * 9]), "x: expected 8 bytes for FP32 [2]"),
+    "nothing": (request(inputs=[tensor()]), "x: data: expected 1 values, got 0"),
+    "negative": (request(inputs=[tensor(shape=[-1])]), "x: shape: expected integers"),
+    "huge": (request(inputs=[tensor(shape=[2**41])]), "x: shape: expected integers"),
+    "huge product": (
+        request(inputs=[tensor(shape=[2**40] * 16)], raw_input_contents=[b"\0" * 4]),
+        "x: shape: expected at most",
+    ),
+    "ranks": (request(inputs=[tensor(shape=[1] * 17)]), "x: shape: expected a list of at most 16"),
+    "bytes": (request(inputs=[tensor(datatype="BYTES", contents={"bytes_contents": [b"a"]})]), "x: datatype: expected"),
+    "bf16": (request(inputs=[tensor(datatype="BF16")], raw_input_contents=[b"\0\0"]), "x: datatype: expected one of"),
+    "fp16": (request(inputs=[tensor(datatype="FP16")]), "x: FP16 has no form but its bytes"),
+    "another list": (request(inputs=[tensor(contents=BYTE)]), "x: contents: expected fp32_contents for FP32, got bool"),
+    "two lists": (
+        request(inputs=[tensor(contents={"fp32_contents": [1.0], "int_contents": [1]})]),
+        "x: contents: expected fp32_contents for FP32, got int_contents",
+    ),
+    "beyond": (
+        request(inputs=[tensor(datatype="INT8", contents={"int_contents": [128]})]),
+        "x: data: expected values that INT8 can hold",
+    ),
+    "bool": (request(inputs=[tensor(datatype="BOOL")], raw_input_contents=[b"\2"]), "x: expected 0 or 1"),
+    "twice": (request(inputs=[tensor(), tensor()], raw_input_contents=[b"\0" * 4] * 2), "inputs[1].name: x is there"),
+    "unnamed": (request(inputs=[tensor("")]), "inputs[0].name: expected 1 to 256 bytes, got 0"),
+    "many": (request(inputs=[tensor(str(i)) for i in range(65)]), "inputs: expected at most 64, got 65"),
+    "many outputs": (request(outputs=[{"name": str(i)} for i in range(65)]), "outputs: expected at most 64, got 65"),
+    "output twice": (request(outputs=[{"name": "y"}] * 2), "outputs[1].name: y is there already"),
+    "output unnamed": (request(outputs=[{"name": "y" * 257}]), "outputs[0].name: expected 1 to 256 bytes, got 257"),
+    "classes": (
+        request(outputs=[{"name": "y", "parameters": {"classification": {"int64_param": 3}}}]),
+        "y: weightd has no classification",
+    ),
+    "sequence": (request(parameters={"sequence_id": {"int64_param": 7}}), "parameters.sequence_id: weightd has no"),
+    "timeout": (request(parameters={"timeout": {"string_param": "1"}}), "parameters.timeout: expected integer, 0 to"),
+    "no timeout": (request(parameters={"timeout": {"int64_param": -1}}), "parameters.timeout: expected integer, 0 to"),
+    "priority": (request(parameters={"priority": {"bool_param": True}}), "parameters.priority: expected integer"),
+    "id": (request(id="7" * 129), "id: expected at most 128 bytes, got 129"),
+    "region": (
+        request(inputs=[tensor(parameters={"shared_memory_region": {"string_param": "r"}})]),
+        "shared memory",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_what_is_not_what_it_says_is_refused_by_its_field(name: str) -> None:
+    message, text = REFUSED[name]
+    with pytest.raises(InvalidArgument) as refused:
+        question(message)
+    assert text in str(refused.value)
+
+
+def test_there_is_one_version() -> None:
+    with pytest.raises(NotFound, match="model_version"):
+        question(request(model_version="2"))
+
+
+@given(st.binary(max_size=200))
+def test_any_message_is_a_question_or_refused(content: bytes) -> None:
+    with contextlib.suppress(InvalidArgument, NotFound):
+        asked(content, CALL, MEMORY)

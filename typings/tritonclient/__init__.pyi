@@ -1,0 +1,1 @@
+# The part of Triton's clients that the tests use.
