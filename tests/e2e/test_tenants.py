@@ -182,7 +182,26 @@ def test_one_connection_too_many_is_told_so_and_ends(service: Service, ann: User
     assert ben.do(loads.with_another, "slow", SOME) == [3, 5]
 
 
+def test_memory_beyond_a_bound_is_not_shared_and_the_answer_comes_all_the_same(
+    service: Service, ann: User, ben: User
+) -> None:
+    bounded(service, max_shared_bytes=100_000)
+    large: Arrays = {"n": np.ones(50_000, np.int64)}
+    refused = {name: other_refusals(ben, name).get("max_shared_bytes", 0) for name in ("ann", "ben")}
+    for each in (ann, ben):
+        assert each.ask("infer", "slow", large)["y"].sum() == 50_000
+    after = {name: other_refusals(ben, name).get("max_shared_bytes", 0) for name in ("ann", "ben")}
+    assert after["ann"] > refused["ann"]
+    assert after["ben"] == refused["ben"]
+
+
 # --- accounts -------------------------------------------------------------------------------------------------------
+
+
+def other_refusals(user: User, name: str) -> Mapping[str, int]:
+    """Return what a user is told of a tenant's messages that were refused and are no requests of a model."""
+    [told] = [each for each in user.ask("status").tenants if each.name == name]
+    return next((each.refused for each in told.accounts if not each.model), {})
 
 
 def account(user: User, name: str) -> AccountStatus:
