@@ -201,7 +201,7 @@ def test_memory_beyond_a_bound_is_not_shared_and_the_answer_comes_all_the_same(
 def other_refusals(user: User, name: str) -> Mapping[str, int]:
     """Return what a user is told of a tenant's messages that were refused and are no requests of a model."""
     [told] = [each for each in user.ask("status").tenants if each.name == name]
-    return next((each.refused for each in told.accounts if not each.model), {})
+    return next((each for each in told.accounts if not each.model), NONE).refused
 
 
 def account(user: User, name: str) -> AccountStatus:
