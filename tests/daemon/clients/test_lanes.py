@@ -83,3 +83,17 @@ def test_who_has_gone_has_no_turn(stream: Stream) -> None:
     lanes.wait(nobody)
     lanes.forget(nobody)
     assert not lanes
+
+
+def test_who_is_hung_up_while_another_one_of_its_tenant_has_its_turn_is_no_trouble(stream: Stream) -> None:
+    a, b = Tenant("a", TenantConfig()), Tenant("b", TenantConfig())
+    first, second, other = connection(stream, a), connection(stream, a), connection(stream, b)
+    lanes = Lanes()
+    for each in (first, second, other):
+        lanes.wait(each)
+    assert lanes.take() == (a, first)
+    lanes.forget(second)
+    lanes.spent(a, 1e-4)
+    assert lanes.take() == (b, other)
+    lanes.spent(b, 1e-4)
+    assert not lanes

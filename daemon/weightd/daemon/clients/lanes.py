@@ -67,7 +67,9 @@ class Lanes:
     def spent(self, tenant: Tenant, seconds: float) -> None:
         """The one that was taken last has had so much of the loop's time, and waits again if it has to."""
         self._clock.begin({tenant: 1.0}, 0.0).settle(seconds)
-        if not self._lanes[tenant]:
+        lane = self._lanes.get(tenant)
+        # It is gone already where the others in it were hung up meanwhile.
+        if lane is not None and not lane:
             del self._lanes[tenant]
             self._clock.goes(tenant)
 
