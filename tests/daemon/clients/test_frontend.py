@@ -23,8 +23,17 @@ from weightd.protocol.codec import decode, encode
 from weightd.protocol.errors import InvalidArgument, RequestError, ResourceExhausted, Unavailable
 from weightd.protocol.framing import Message
 from weightd.protocol.messages.children import Result
-from weightd.protocol.messages.control import ModelMetadata, Update
-from weightd.protocol.messages.data import Error, Infer, Parameters, RequestDescription, ResponseDescription, TensorSpec
+from weightd.protocol.messages.control import ModelMetadata, ServerReady, Update
+from weightd.protocol.messages.data import (
+    Cancel,
+    Error,
+    Infer,
+    Parameters,
+    RequestDescription,
+    ResponseDescription,
+    TensorSpec,
+)
+from weightd.protocol.messages.regions import Unregister
 from weightd.protocol.messages.types import FROM_CLIENT, TO_CLIENT
 from weightd.shared.stream import Stream
 
@@ -264,6 +273,19 @@ def test_no_account_is_called_as_a_model_that_there_is_not_for_a_tenant() -> Non
     assert [code for _, code in world.refusals(client, 2)] == ["NOT_FOUND", "NOT_FOUND"]
     assert [model for model, _ in world.accounts.items("default")] == [""]
     assert world.accounts.of("default", "").requests == 2
+    world.close()
+
+
+@pytest.mark.parametrize("config", [TenantConfig(max_rate=1.0), None])
+def test_what_has_no_answer_has_none_where_it_is_not_heard_either(config: TenantConfig | None) -> None:
+    world = World({"default": config} if config else {"nobody": TenantConfig()})
+    client = world.client()
+    world.ask(client, "first")
+    for message in (Cancel("first"), Unregister("r", "0"), ServerReady("last")):
+        client.stream.send(encode(message))
+    ids = [request_id for request_id, _ in world.refusals(client, 1 if config else 2)]
+    assert ids == (["last"] if config else ["first", "last"])
+    assert world.model.ids == (["first"] if config else [])
     world.close()
 
 

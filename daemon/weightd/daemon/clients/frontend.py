@@ -27,7 +27,7 @@ from weightd.daemon.requests.request import Request
 from weightd.daemon.tenants.accounts import ELSEWHERE, QuotaExceeded
 from weightd.daemon.tenants.tenant import Tenant, Viewer
 from weightd.protocol import limits
-from weightd.protocol.codec import Decoder, clip, encode, id_of
+from weightd.protocol.codec import Decoder, clip, encode, id_of, type_of
 from weightd.protocol.errors import (
     Internal,
     InvalidArgument,
@@ -57,7 +57,7 @@ from weightd.protocol.messages.control import (
 from weightd.protocol.messages.data import Cancel, Error, Infer, InferResponse
 from weightd.protocol.messages.regions import Register, Registered, Released, Unregister
 from weightd.protocol.messages.status import Status, StatusResponse
-from weightd.protocol.messages.types import FROM_CLIENT, DaemonMessage
+from weightd.protocol.messages.types import FROM_CLIENT, UNANSWERED, DaemonMessage
 from weightd.protocol.version import EXTENSIONS, VERSION
 
 # Of the frames of a message.
@@ -246,13 +246,13 @@ class Frontend:
         now = monotonic()
         tenant = connection.tenant
         if tenant is None:
-            self.tell_error(connection.key, id_of(frames), connection.refusal)
+            self._turn_away(connection, frames, connection.refusal)
             return
         try:
             tenant.quota.speaks(tenant.config, now)
         except QuotaExceeded as error:
             self._accounts.of(tenant.name, ELSEWHERE).refuses(error)
-            self.tell_error(connection.key, id_of(frames), error)
+            self._turn_away(connection, frames, error)
             return
         try:
             if len(frames) < len(lengths):
@@ -267,6 +267,11 @@ class Frontend:
         except RequestError as error:
             self._count_refusal(tenant, message, error)
             self.tell_error(connection.key, message.id, error)
+
+    def _turn_away(self, connection: Connection, frames: Sequence[Any], error: RequestError) -> None:
+        """Refuse a message that is not heard, whatever it asks."""
+        if type_of(frames) not in UNANSWERED:
+            self.tell_error(connection.key, id_of(frames), error)
 
     # --- what a client may ask: each raises a RequestError where it is refused --------------------------------------
 
