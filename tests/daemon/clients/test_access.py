@@ -104,6 +104,23 @@ def test_one_connection_too_many_counts_until_it_leaves() -> None:
     comes(there, Proof(1001))
 
 
+def test_who_is_somebody_else_by_now_counts_there_alone() -> None:
+    there = access({})
+    [everyone] = there.tenants
+    before = everyone.quota.connections
+    ann, gateway = comes(there, Proof(1001)), comes(there, Proof(1002))
+    assert everyone.quota.connections == before + 2
+    there.tenants.renew({"ann": ANN})
+    for each in (ann, gateway):
+        there.introduce(each)
+    assert (ann.user, gateway.user) == ("tenant ann", "uid 1002")
+    assert everyone.quota.connections == before
+    there.tenants.renew({"gateway": GATEWAY})
+    for each in (ann, gateway):
+        there.introduce(each)
+    assert (ann.user, gateway.user) == ("uid 1001", "tenant gateway")
+
+
 def asked(there: Access, client: Connection, name: str | None = None) -> Request:
     described = SimpleNamespace(model_name="m")
     tenant = there.account(client, name)

@@ -276,6 +276,19 @@ def test_no_account_is_called_as_a_model_that_there_is_not_for_a_tenant() -> Non
     world.close()
 
 
+def test_what_is_refused_is_on_the_account_of_whom_it_was_asked_for() -> None:
+    world = World({"default": TenantConfig(acts_for=("b",)), "b": TenantConfig(models=("other",), max_rate=1.0)})
+    client = world.client()
+    for number, tenant in enumerate(("b", "b", "c")):
+        client.stream.send(encode(Infer(str(number), RequestDescription("m", ()), Parameters(tenant=tenant))))
+    codes = [code for _, code in world.refusals(client, 3)]
+    assert codes == ["NOT_FOUND", "RESOURCE_EXHAUSTED", "PERMISSION_DENIED"]
+    assert world.accounts.of("b", "").refused == {"NOT_FOUND": 1, "max_rate": 1}
+    assert world.accounts.of("b", "").requests == 2
+    assert world.accounts.total("default").refused == {"PERMISSION_DENIED": 1}
+    world.close()
+
+
 @pytest.mark.parametrize("config", [TenantConfig(max_rate=1.0), None])
 def test_what_has_no_answer_has_none_where_it_is_not_heard_either(config: TenantConfig | None) -> None:
     world = World({"default": config} if config else {"nobody": TenantConfig()})

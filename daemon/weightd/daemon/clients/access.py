@@ -47,15 +47,15 @@ class Access:
         identity = connection.identity
         tenant = self.tenants.of(identity.proof)
         admitted = self.admitted.get(identity.listener, ())
-        connection.tenant = None
+        connection.tenant, connection.origin = None, identity.origin
         if tenant is None:
             connection.refusal = Unauthenticated(_stranger(identity))
         elif admitted and tenant.name not in admitted:
             connection.refusal = PermissionDenied(f"listener {identity.listener} is not for tenant {tenant.name}")
         else:
             connection.tenant = tenant
-            told_apart = Origin(identity.origin.near, f"tenant {tenant.name}", is_tenant=True)
-            connection.origin = told_apart if self.tenants.tells_apart else identity.origin
+            if self.tenants.tells_apart:
+                connection.origin = Origin(identity.origin.near, f"tenant {tenant.name}", is_tenant=True)
             try:
                 tenant.quota.connects(tenant.config)
             except QuotaExceeded as error:

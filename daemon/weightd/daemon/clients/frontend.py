@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import socket
@@ -265,7 +266,7 @@ class Frontend:
         try:
             self._verbs[message.__class__](connection, message, frames, now)
         except RequestError as error:
-            self._count_refusal(tenant, message, error)
+            self._count_refusal(connection, tenant, message, error)
             self.tell_error(connection.key, message.id, error)
 
     def _turn_away(self, connection: Connection, frames: Sequence[Any], error: RequestError) -> None:
@@ -399,8 +400,13 @@ class Frontend:
     def _dismiss(self, connection: Connection, error: RequestError) -> None:
         self.tell_error(connection.key, "", error)
 
-    def _count_refusal(self, tenant: Tenant, message: Any, error: RequestError) -> None:
-        name = message.description.model_name if isinstance(message, Infer) else ELSEWHERE
+    def _count_refusal(self, connection: Connection, tenant: Tenant, message: Any, error: RequestError) -> None:
+        name = ELSEWHERE
+        if isinstance(message, Infer):
+            name = message.description.model_name
+            # Where it names one that it does not act for, it is its own.
+            with contextlib.suppress(RequestError):
+                tenant = self._access.account(connection, message.parameters.tenant)
         # A tenant is told its own accounts: none is called as a model that there is not for it.
         is_there = name in self._fleet.models and tenant.sees(name)
         account = self._accounts.of(tenant.name, name if is_there else ELSEWHERE)
