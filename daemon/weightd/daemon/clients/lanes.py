@@ -10,12 +10,12 @@ from __future__ import annotations
 from time import monotonic
 
 from weightd.daemon.clients.connection import Connection
-from weightd.daemon.config.tenants import TenantConfig
+from weightd.daemon.config.tenants import LEAST_WEIGHT, TenantConfig
 from weightd.daemon.requests.shares import SEVERAL_S, Clock
 from weightd.daemon.tenants.tenant import Tenant
 
-# Those whose messages are all refused are one.
-_NOBODY = Tenant("(nobody)", TenantConfig())
+# Those whose messages are all refused are one, and no tenant has less weight.
+_NOBODY = Tenant("(nobody)", TenantConfig(weight=LEAST_WEIGHT))
 
 
 class Lanes:

@@ -35,6 +35,7 @@ _MOST_COUNT = 2**31
 
 # The shares of two tenants are no further apart than its square: seconds divided by a weight stay seconds.
 _MOST_WEIGHT = 1000.0
+LEAST_WEIGHT = 1 / _MOST_WEIGHT
 
 _PATTERN = re.compile(r"[A-Za-z0-9_.*?-]+")
 _WILD = re.compile(r"[*?]")
@@ -160,8 +161,8 @@ def read_tenants(content: Any, base: Path, problems: Problems) -> dict[str, Tena
 
 
 def _of_one(tenant: TenantConfig, names: Collection[str]) -> Iterator[FieldError]:
-    if tenant.weight < 1 / _MOST_WEIGHT:
-        yield FieldError(f"expected at least {1 / _MOST_WEIGHT:g}, got {tenant.weight:g}").at(".weight")
+    if tenant.weight < LEAST_WEIGHT:
+        yield FieldError(f"expected at least {LEAST_WEIGHT:g}, got {tenant.weight:g}").at(".weight")
     for index, each in enumerate(tenant.acts_for):
         if is_name(each) and each not in names:
             yield FieldError(f"expected a tenant that has a table, got {got(each)}").at(f"[{index}]").at(".acts_for")
