@@ -108,11 +108,12 @@ class Access:
         Raises:
             PermissionDenied: it may not.
         """
-        tenant = connection.tenant
-        if not (connection.identity.proof.operates or (tenant is not None and tenant.may(OPERATE))):
+        tenant, identity = connection.tenant, connection.identity
+        # A gate's word is not enough: strangers speak to it.
+        if not (identity.proof.operates or (identity.is_near and tenant is not None and tenant.may(OPERATE))):
             raise PermissionDenied(
-                f'only a tenant that may "operate" may {what}, and on the daemon\'s unix socket the user that weightd '
-                "runs as, and root"
+                f'only a tenant that may "operate" may {what}, and the user that weightd runs as, and root; and only on '
+                "the daemon's unix socket"
                 if self.tenants.tells_apart
                 else f"only the user that weightd runs as, and root, may {what}, and only on the daemon's unix socket"
             )

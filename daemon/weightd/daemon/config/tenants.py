@@ -82,7 +82,8 @@ class TenantConfig:
     """The models that there are for it, by name or by a pattern with * and ?."""
 
     may: tuple[str, ...] = field(default=(INFER,), metadata=many(one_of(RIGHTS), len(RIGHTS)))
-    """What it may do: "infer"; "status", to see what concerns others, too; "operate", to update models and reload."""
+    """What it may do: "infer"; "status", to see what concerns others, too; "operate", to update models and reload, on
+    the daemon's unix socket."""
 
     acts_for: tuple[str, ...] = field(default=(), metadata=many(_pattern(), _MOST_EACH))
     """Tenants for which it may ask, by name or pattern: its requests say for whom they are, as those of a gateway."""
