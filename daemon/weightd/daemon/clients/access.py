@@ -112,7 +112,7 @@ class Access:
         # A gate's word is not enough: strangers speak to it.
         if not (identity.proof.operates or (identity.is_near and tenant is not None and tenant.may(OPERATE))):
             raise PermissionDenied(
-                f'only a tenant that may "operate" may {what}, and the user that weightd runs as, and root; and only on '
+                f'only a tenant that may "operate", the user that weightd runs as, and root, may {what}, and only on '
                 "the daemon's unix socket"
                 if self.tenants.tells_apart
                 else f"only the user that weightd runs as, and root, may {what}, and only on the daemon's unix socket"
