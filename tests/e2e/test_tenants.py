@@ -175,11 +175,13 @@ def test_messages_of_any_kind_have_one_rate(service: Service, ann: User, ben: Us
 
 
 def test_one_connection_too_many_is_told_so_and_ends(service: Service, ann: User, ben: User) -> None:
+    before = other_refusals(ben, "ann").get("max_connections", 0)
     bounded(service, max_connections=1)
     assert ann.ask("infer", "slow", SOME)["y"].tolist() == [3, 5]
     with pytest.raises(RemoteProtocolError, match="ends this connection: max_connections of this tenant is 1"):
         ann.do(loads.with_another, "slow", SOME)
     assert ben.do(loads.with_another, "slow", SOME) == [3, 5]
+    assert other_refusals(ben, "ann")["max_connections"] == before + 1
 
 
 def test_memory_beyond_a_bound_is_not_shared_and_the_answer_comes_all_the_same(

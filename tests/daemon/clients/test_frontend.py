@@ -16,6 +16,7 @@ from weightd.daemon.config.tenants import TenantConfig
 from weightd.daemon.host.loop import Loop
 from weightd.daemon.models.fleet import Fleet
 from weightd.daemon.requests.request import Origin, Request
+from weightd.daemon.requests.signature import Waiter
 from weightd.daemon.tenants.accounts import Accounts
 from weightd.daemon.tenants.directory import Directory, Proof
 from weightd.protocol import limits
@@ -50,6 +51,8 @@ class FakeModel:
     def __init__(self) -> None:
         self.frontend: Frontend
         self.waiting: list[Request] = []
+        self.waiters: list[Waiter] = []
+        self.turned_away: list[str] = []
 
     def infer(self, request: Request, now: float) -> None:
         if request.id == "wrong":
@@ -63,6 +66,12 @@ class FakeModel:
         for request in [each for each in self.waiting if unfit(each)]:
             self.waiting.remove(request)
             self.frontend.refuse(request, error)
+
+    def metadata(self, waiter: Waiter) -> None:
+        self.waiters.append(waiter)
+
+    def turn_away(self, unfit: Callable[[bytes], bool], error: RequestError) -> None:
+        self.turned_away = [each.request_id for each in self.waiters if unfit(each.client)]
 
     def vanished(self, client: bytes, now: float) -> None:
         self.shed(lambda each: each.client == client, InvalidArgument("it is gone"), now)
@@ -100,13 +109,14 @@ class World:
         kept = Request(1, b"", "", RequestDescription("m", ()), (), 0.0, 0.0, NBYTES).kept_bytes
         daemon = SimpleNamespace(stopping=False)
         self.accounts = Accounts()
+        self.tenants = Directory(tenants)
         self.frontend = Frontend(
             self.loop,
             cast(Fleet, fleet),
             3 * kept,
             cast(Daemon, daemon),
             max_shm_bytes=0,
-            access=Access(Directory(tenants), self.accounts, {}),
+            access=Access(self.tenants, self.accounts, {}),
         )
         self.model.frontend = self.frontend
 
@@ -319,3 +329,17 @@ def test_each_request_is_on_the_account_of_its_tenant_and_model(world: World) ->
     assert account.refused == {"INVALID_ARGUMENT": 2}
     elsewhere = world.accounts.of("default", "")
     assert (elsewhere.requests, elsewhere.refused) == (1, {"NOT_FOUND": 2})
+
+
+def test_who_may_see_a_model_no_more_is_not_told_either_what_it_takes_once_that_is_known() -> None:
+    world = World({"default": TenantConfig()})
+    try:
+        world.client().stream.send(encode(ModelMetadata("1", "m")))
+        world.until(lambda: world.model.waiters)
+        world.frontend.renew()
+        assert world.model.turned_away == []
+        world.tenants.renew({"default": TenantConfig(models=("n",))})
+        world.frontend.renew()
+        assert world.model.turned_away == ["1"]
+    finally:
+        world.close()

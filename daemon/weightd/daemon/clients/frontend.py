@@ -25,6 +25,7 @@ from weightd.daemon.models.fleet import Fleet
 from weightd.daemon.models.model import Model
 from weightd.daemon.requests.regions import NOWHERE
 from weightd.daemon.requests.request import Request
+from weightd.daemon.requests.signature import Waiter
 from weightd.daemon.tenants.accounts import ELSEWHERE, QuotaExceeded
 from weightd.daemon.tenants.tenant import Tenant, Viewer
 from weightd.protocol import limits
@@ -176,6 +177,11 @@ class Frontend:
         may_not = self._access.revoked(self._connections.get, before)
         for model in self._fleet.everyone():
             model.shed(may_not, PermissionDenied(LOST), monotonic())
+            model.turn_away(functools.partial(self._is_hidden, model.name), PermissionDenied(LOST))
+
+    def _is_hidden(self, model: str, client: bytes) -> bool:
+        connection = self._connections.get(client)
+        return connection is None or connection.tenant is None or not self._access.viewer(connection).tenant.sees(model)
 
     def close(self) -> None:
         """Let all clients go."""
@@ -340,7 +346,8 @@ class Frontend:
         self.regions.unregister(connection.key, message.region)
 
     def _tell_metadata(self, connection: Connection, message: ModelMetadata, frames: Sequence[Any], now: float) -> None:
-        self._model(message.model_name, self._access.viewer(connection).tenant).metadata(connection.key, message.id)
+        model = self._model(message.model_name, self._access.viewer(connection).tenant)
+        model.metadata(Waiter(connection.key, message.id, connection.user))
 
     def _tell_server_metadata(
         self, connection: Connection, message: ServerMetadata, frames: Sequence[Any], now: float
@@ -398,6 +405,8 @@ class Frontend:
     # --- within -------------------------------------------------------------------------------------------------
 
     def _dismiss(self, connection: Connection, error: RequestError) -> None:
+        if connection.tenant is not None and isinstance(error, QuotaExceeded):
+            self._accounts.of(connection.tenant.name, ELSEWHERE).refuses(error)
         self.tell_error(connection.key, "", error)
 
     def _count_refusal(self, connection: Connection, tenant: Tenant, message: Any, error: RequestError) -> None:
