@@ -100,8 +100,8 @@ help:  ## this list
 
 # What the tests of the status page look at it with. Without it they fail where CI=true, and say so elsewhere.
 browser:
-	@command -v chromium-headless-shell chromium >/dev/null || { apt-get update --quiet=2 && DEBIAN_FRONTEND=noninteractive \
-	apt-get install --quiet=2 --yes --no-install-recommends chromium-headless-shell >/dev/null; } || true
+	@command -v chromium-headless-shell >/dev/null || command -v chromium >/dev/null || { apt-get update --quiet=2 && \
+	DEBIAN_FRONTEND=noninteractive apt-get install --quiet=2 --yes --no-install-recommends chromium-headless-shell; } || true
 
 $(VENV): $(VENV)/.made
 $(MSLITE): $(MSLITE)/.made

@@ -175,14 +175,35 @@ def test_messages_of_any_kind_have_one_rate(service: Service, ann: User, ben: Us
 
 
 def test_one_connection_too_many_is_told_so_and_ends(service: Service, ann: User, ben: User) -> None:
+    before = other_refusals(ben, "ann").get("max_connections", 0)
     bounded(service, max_connections=1)
     assert ann.ask("infer", "slow", SOME)["y"].tolist() == [3, 5]
     with pytest.raises(RemoteProtocolError, match="ends this connection: max_connections of this tenant is 1"):
         ann.do(loads.with_another, "slow", SOME)
     assert ben.do(loads.with_another, "slow", SOME) == [3, 5]
+    assert other_refusals(ben, "ann")["max_connections"] == before + 1
+
+
+def test_memory_beyond_a_bound_is_not_shared_and_the_answer_comes_all_the_same(
+    service: Service, ann: User, ben: User
+) -> None:
+    bounded(service, max_shared_bytes=100_000)
+    large: Arrays = {"n": np.ones(50_000, np.int64)}
+    refused = {name: other_refusals(ben, name).get("max_shared_bytes", 0) for name in ("ann", "ben")}
+    for each in (ann, ben):
+        assert each.ask("infer", "slow", large)["y"].sum() == 50_000
+    after = {name: other_refusals(ben, name).get("max_shared_bytes", 0) for name in ("ann", "ben")}
+    assert after["ann"] > refused["ann"]
+    assert after["ben"] == refused["ben"]
 
 
 # --- accounts -------------------------------------------------------------------------------------------------------
+
+
+def other_refusals(user: User, name: str) -> Mapping[str, int]:
+    """Return what a user is told of a tenant's messages that were refused and are no requests of a model."""
+    [told] = [each for each in user.ask("status").tenants if each.name == name]
+    return next((each for each in told.accounts if not each.model), NONE).refused
 
 
 def account(user: User, name: str) -> AccountStatus:

@@ -36,16 +36,17 @@ class Terminal:
 
     Args:
         kind: $TERM.
+        encoding: $LC_ALL.
         arguments: of weightctl.
     """
 
-    def __init__(self, kind: str, *arguments: str) -> None:
+    def __init__(self, kind: str, encoding: str, *arguments: str) -> None:
         self._screen = pyte.Screen(80, 24)
         self._stream = pyte.ByteStream(self._screen)
         self._ours, theirs = pty.openpty()
         self.resize(80, 24)
         self._before = termios.tcgetattr(self._ours)
-        environment = {**os.environ, "TERM": kind, "LC_ALL": "C.UTF-8"}
+        environment = {**os.environ, "TERM": kind, "LC_ALL": encoding}
         self.process = subprocess.Popen(
             [sys.executable, "-c", HAVE_IT, *arguments],
             stdin=theirs, stdout=theirs, stderr=theirs, env=environment, start_new_session=True,
@@ -116,7 +117,7 @@ def test_top_shows_a_daemon_at_work_keeps_the_picture_of_one_that_is_gone_and_fi
 ) -> None:
     daemon = place.serve({"mlp": {"path": mlp, "workers": 2}})
     command = ("--socket", place.address, "top", "-d", "0.2")
-    with daemon, daemon.client(place.address) as client, Terminal("xterm-256color", *command) as top:
+    with daemon, daemon.client(place.address) as client, Terminal("xterm-256color", "C.UTF-8", *command) as top:
         top.shows(has("mlp", "serving", "2/2"), "it serves")
 
         def are_counted(lines: list[str]) -> bool:
@@ -147,10 +148,11 @@ def test_a_terminal_that_can_little_will_do_and_pictures_are_counted(zoo: Zoo, p
     command = ("--socket", place.address, "top", "-d", "0.2", "-n", "3")
     with place.serve({"sums": {"path": path}}) as daemon:
         daemon.wait_for("sums.1: serving")
-        with Terminal("vt100", *command) as top:
-            top.shows(has("sums", "serving", "1/1"), "it serves")
+        with Terminal("vt100", "C", *command) as top:
+            top.shows(has("memory", "---"), "a bar")
+            assert has("sums", "serving", "1/1")(top.lines)
             assert top.ends() == 0
             assert top.is_as_it_was
-        with Terminal("dumb", *command) as top:
+        with Terminal("dumb", "C", *command) as top:
             assert top.ends() == 0
             assert sum(line.startswith("weightd ") for line in top.lines) >= 1

@@ -206,9 +206,18 @@ def _read(frames: Sequence[Any], table: Mapping[str, Type[M]], known: Any, max_b
 
 
 def id_of(frames: Sequence[Any]) -> str:
-    """Return the id in the envelope of a message that cannot be decoded, "" if that has none that can be read."""
+    """Return the id in the envelope of a message that is not decoded, "" if that has none that can be read."""
+    return _said(frames, "id")
+
+
+def type_of(frames: Sequence[Any]) -> str:
+    """Return likewise its type."""
+    return _said(frames, "type")
+
+
+def _said(frames: Sequence[Any], field: str) -> str:
     try:
-        return _readable(_unpack(frames[0], limits.MAX_HEADER_BYTES).get("id")) if frames else ""
+        return _readable(_unpack(frames[0], limits.MAX_HEADER_BYTES).get(field)) if frames else ""
     except FieldError:
         return ""
 

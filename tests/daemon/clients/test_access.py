@@ -26,9 +26,9 @@ def access(tables: Mapping[str, TenantConfig], admitted: Mapping[str, Sequence[s
     return Access(Directory(tables), Accounts(), admitted or {})
 
 
-def comes(there: Access, proof: Proof, listener: str = "") -> Connection:
+def comes(there: Access, proof: Proof, listener: str = "", *, near: bool = True) -> Connection:
     who = f"uid {proof.uid}" if proof.uid is not None else "host 192.0.2.1"
-    connection = Connection(b"1", mock.Mock(), Identity(Origin("pid 7", who), True, proof, listener), 0.0)
+    connection = Connection(b"1", mock.Mock(), Identity(Origin("pid 7", who), near, proof, listener), 0.0)
     assert there.introduce(connection) is None
     return connection
 
@@ -98,8 +98,9 @@ def test_who_operates() -> None:
     root = Proof(0, operates=True)
     for proof in (Proof(1003), root):
         there.check_operator(comes(there, proof), "update")
-    with pytest.raises(PermissionDenied, match='only a tenant that may "operate" may update'):
-        there.check_operator(comes(there, Proof(1001)), "update")
+    for other in (comes(there, Proof(1001)), comes(there, Proof(1003), "lan", near=False)):
+        with pytest.raises(PermissionDenied, match=r'only a tenant that may "operate".* may update.*unix socket$'):
+            there.check_operator(other, "update")
     alone = access({})
     alone.check_operator(comes(alone, root), "update")
     with pytest.raises(PermissionDenied, match="only the user that weightd runs as, and root, may update"):
@@ -114,6 +115,23 @@ def test_one_connection_too_many_counts_until_it_leaves() -> None:
     there.leaves(second)
     there.leaves(first)
     comes(there, Proof(1001))
+
+
+def test_who_is_somebody_else_by_now_counts_there_alone() -> None:
+    there = access({})
+    [everyone] = there.tenants
+    before = everyone.quota.connections
+    ann, gateway = comes(there, Proof(1001)), comes(there, Proof(1002))
+    assert everyone.quota.connections == before + 2
+    there.tenants.renew({"ann": ANN})
+    for each in (ann, gateway):
+        there.introduce(each)
+    assert (ann.user, gateway.user) == ("tenant ann", "uid 1002")
+    assert everyone.quota.connections == before
+    there.tenants.renew({"gateway": GATEWAY})
+    for each in (ann, gateway):
+        there.introduce(each)
+    assert (ann.user, gateway.user) == ("uid 1001", "tenant gateway")
 
 
 def asked(there: Access, client: Connection, name: str | None = None) -> Request:

@@ -16,6 +16,7 @@ from weightd.daemon.config.tenants import TenantConfig
 from weightd.daemon.host.loop import Loop
 from weightd.daemon.models.fleet import Fleet
 from weightd.daemon.requests.request import Origin, Request
+from weightd.daemon.requests.signature import Waiter
 from weightd.daemon.tenants.accounts import Accounts
 from weightd.daemon.tenants.directory import Directory, Proof
 from weightd.protocol import limits
@@ -23,8 +24,17 @@ from weightd.protocol.codec import decode, encode
 from weightd.protocol.errors import InvalidArgument, RequestError, ResourceExhausted, Unavailable
 from weightd.protocol.framing import Message
 from weightd.protocol.messages.children import Result
-from weightd.protocol.messages.control import ModelMetadata, Update
-from weightd.protocol.messages.data import Error, Infer, Parameters, RequestDescription, ResponseDescription, TensorSpec
+from weightd.protocol.messages.control import ModelMetadata, ServerReady, Update
+from weightd.protocol.messages.data import (
+    Cancel,
+    Error,
+    Infer,
+    Parameters,
+    RequestDescription,
+    ResponseDescription,
+    TensorSpec,
+)
+from weightd.protocol.messages.regions import Unregister
 from weightd.protocol.messages.types import FROM_CLIENT, TO_CLIENT
 from weightd.shared.stream import Stream
 
@@ -41,6 +51,8 @@ class FakeModel:
     def __init__(self) -> None:
         self.frontend: Frontend
         self.waiting: list[Request] = []
+        self.waiters: list[Waiter] = []
+        self.turned_away: list[str] = []
 
     def infer(self, request: Request, now: float) -> None:
         if request.id == "wrong":
@@ -54,6 +66,12 @@ class FakeModel:
         for request in [each for each in self.waiting if unfit(each)]:
             self.waiting.remove(request)
             self.frontend.refuse(request, error)
+
+    def metadata(self, waiter: Waiter) -> None:
+        self.waiters.append(waiter)
+
+    def turn_away(self, unfit: Callable[[bytes], bool], error: RequestError) -> None:
+        self.turned_away = [each.request_id for each in self.waiters if unfit(each.client)]
 
     def vanished(self, client: bytes, now: float) -> None:
         self.shed(lambda each: each.client == client, InvalidArgument("it is gone"), now)
@@ -91,13 +109,14 @@ class World:
         kept = Request(1, b"", "", RequestDescription("m", ()), (), 0.0, 0.0, NBYTES).kept_bytes
         daemon = SimpleNamespace(stopping=False)
         self.accounts = Accounts()
+        self.tenants = Directory(tenants)
         self.frontend = Frontend(
             self.loop,
             cast(Fleet, fleet),
             3 * kept,
             cast(Daemon, daemon),
             max_shm_bytes=0,
-            access=Access(Directory(tenants), self.accounts, {}),
+            access=Access(self.tenants, self.accounts, {}),
         )
         self.model.frontend = self.frontend
 
@@ -267,6 +286,32 @@ def test_no_account_is_called_as_a_model_that_there_is_not_for_a_tenant() -> Non
     world.close()
 
 
+def test_what_is_refused_is_on_the_account_of_whom_it_was_asked_for() -> None:
+    world = World({"default": TenantConfig(acts_for=("b",)), "b": TenantConfig(models=("other",), max_rate=1.0)})
+    client = world.client()
+    for number, tenant in enumerate(("b", "b", "c")):
+        client.stream.send(encode(Infer(str(number), RequestDescription("m", ()), Parameters(tenant=tenant))))
+    codes = [code for _, code in world.refusals(client, 3)]
+    assert codes == ["NOT_FOUND", "RESOURCE_EXHAUSTED", "PERMISSION_DENIED"]
+    assert world.accounts.of("b", "").refused == {"NOT_FOUND": 1, "max_rate": 1}
+    assert world.accounts.of("b", "").requests == 2
+    assert world.accounts.total("default").refused == {"PERMISSION_DENIED": 1}
+    world.close()
+
+
+@pytest.mark.parametrize("config", [TenantConfig(max_rate=1.0), None])
+def test_what_has_no_answer_has_none_where_it_is_not_heard_either(config: TenantConfig | None) -> None:
+    world = World({"default": config} if config else {"nobody": TenantConfig()})
+    client = world.client()
+    world.ask(client, "first")
+    for message in (Cancel("first"), Unregister("r", "0"), ServerReady("last")):
+        client.stream.send(encode(message))
+    ids = [request_id for request_id, _ in world.refusals(client, 1 if config else 2)]
+    assert ids == (["last"] if config else ["first", "last"])
+    assert world.model.ids == (["first"] if config else [])
+    world.close()
+
+
 def test_each_request_is_on_the_account_of_its_tenant_and_model(world: World) -> None:
     client = world.client()
     for name in ("wrong", "answered", "refused", "waits"):
@@ -284,3 +329,17 @@ def test_each_request_is_on_the_account_of_its_tenant_and_model(world: World) ->
     assert account.refused == {"INVALID_ARGUMENT": 2}
     elsewhere = world.accounts.of("default", "")
     assert (elsewhere.requests, elsewhere.refused) == (1, {"NOT_FOUND": 2})
+
+
+def test_who_may_see_a_model_no_more_is_not_told_either_what_it_takes_once_that_is_known() -> None:
+    world = World({"default": TenantConfig()})
+    try:
+        world.client().stream.send(encode(ModelMetadata("1", "m")))
+        world.until(lambda: world.model.waiters)
+        world.frontend.renew()
+        assert world.model.turned_away == []
+        world.tenants.renew({"default": TenantConfig(models=("n",))})
+        world.frontend.renew()
+        assert world.model.turned_away == ["1"]
+    finally:
+        world.close()

@@ -51,6 +51,15 @@ def test_time_goes_by_tenants_and_their_weights_and_not_by_connections(stream: S
     assert had["b"] == pytest.approx(3 * had["a"], rel=0.01)
 
 
+def test_nobody_has_more_time_than_a_tenant(stream: Stream) -> None:
+    light, nobody = connection(stream, Tenant("light", TenantConfig(weight=0.001))), connection(stream, None)
+    lanes = Lanes()
+    for each in (light, nobody):
+        lanes.wait(each)
+    had = turns(lanes, dict.fromkeys((light, nobody), 1e-4), 100)
+    assert had["light"] == pytest.approx(had["(nobody)"])
+
+
 def test_who_comes_is_next_and_has_no_credit_for_its_silence(stream: Stream) -> None:
     a, b = Tenant("a", TenantConfig()), Tenant("b", TenantConfig())
     loud, modest = connection(stream, a), connection(stream, b)
@@ -82,4 +91,18 @@ def test_who_has_gone_has_no_turn(stream: Stream) -> None:
     nobody = connection(stream, None)
     lanes.wait(nobody)
     lanes.forget(nobody)
+    assert not lanes
+
+
+def test_who_is_hung_up_while_another_one_of_its_tenant_has_its_turn_is_no_trouble(stream: Stream) -> None:
+    a, b = Tenant("a", TenantConfig()), Tenant("b", TenantConfig())
+    first, second, other = connection(stream, a), connection(stream, a), connection(stream, b)
+    lanes = Lanes()
+    for each in (first, second, other):
+        lanes.wait(each)
+    assert lanes.take() == (a, first)
+    lanes.forget(second)
+    lanes.spent(a, 1e-4)
+    assert lanes.take() == (b, other)
+    lanes.spent(b, 1e-4)
     assert not lanes

@@ -16,7 +16,15 @@ from weightd.daemon.generations.states import GenerationState
 from weightd.daemon.host.ends import End
 from weightd.daemon.models.budget import Device, Need
 from weightd.daemon.models.rows import told
-from weightd.protocol.errors import FailedPrecondition, InvalidArgument, RequestError, ResourceExhausted, Unavailable
+from weightd.daemon.requests.signature import Waiter
+from weightd.protocol.errors import (
+    FailedPrecondition,
+    InvalidArgument,
+    PermissionDenied,
+    RequestError,
+    ResourceExhausted,
+    Unavailable,
+)
 from weightd.protocol.messages.children import Attach, Broken, Build, Built, Failed, Result, Stop
 from weightd.protocol.messages.control import ModelMetadataResponse, UpdateResponse
 from weightd.protocol.messages.data import RequestDescription, ResponseDescription, TensorSignature, TensorSpec
@@ -186,16 +194,16 @@ def test_requests_that_come_while_it_loads_wait_and_are_checked_when_it_is_known
 
 def test_who_waits_for_metadata_is_told_once_it_is_known_and_only_so_many_may_wait() -> None:
     stage = Stage(max_queue=2)
-    stage.model.metadata(b"a", "1")
-    stage.model.metadata(b"b", "2")
+    stage.model.metadata(Waiter(b"a", "1"))
+    stage.model.metadata(Waiter(b"b", "2"))
     with pytest.raises(ResourceExhausted, match="2 requests wait for the metadata already"):
-        stage.model.metadata(b"c", "3")
+        stage.model.metadata(Waiter(b"c", "3"))
     stage.some(2)
     with pytest.raises(ResourceExhausted):
         stage.some(1)
     assert stage.host.metadata == []
     stage.pinned().builds()
-    stage.model.metadata(b"c", "3")
+    stage.model.metadata(Waiter(b"c", "3"))
     assert [client for client, _ in stage.host.metadata] == [b"a", b"b", b"c"]
     assert stage.host.metadata[0][1] == ModelMetadataResponse("1", "digits", "onnxruntime", (X,), (Y,))
 
@@ -214,7 +222,7 @@ def test_a_client_is_told_whether_answers_may_depend_on_what_runs_beside_them(
 ) -> None:
     rows = None if equal is None else Rows(("x",), ("y",), equal=equal)
     stage = Stage(workers=1, batching=batching).pinned().loads(1, dataclasses.replace(BUILT, rows=rows))
-    stage.model.metadata(b"a", "1")
+    stage.model.metadata(Waiter(b"a", "1"))
     assert [told.exact for _, told in stage.host.metadata] == [exact]
 
 
@@ -428,9 +436,19 @@ def test_all_devices_take_over_together_and_if_one_cannot_none_does() -> None:
 # --- the end --------------------------------------------------------------------------------------------------------
 
 
+def test_of_those_who_wait_for_metadata_the_last_one_of_who_asks_most_gives_way() -> None:
+    stage = Stage(max_queue=2)
+    for client, user in (("a", "ann"), ("b", "ann"), ("c", "ben")):
+        stage.model.metadata(Waiter(client.encode(), client, user))
+    stage.model.turn_away(lambda client: client == b"a", PermissionDenied("not any more"))
+    assert [told[:2] for told in stage.host.errors] == [("b", "RESOURCE_EXHAUSTED"), ("a", "PERMISSION_DENIED")]
+    stage.pinned().builds()
+    assert [client for client, _ in stage.host.metadata] == [b"c"]
+
+
 def test_when_it_fails_everyone_who_waits_or_comes_is_told_why() -> None:
     stage = Stage()
-    stage.model.metadata(b"curious", "7")
+    stage.model.metadata(Waiter(b"curious", "7"))
     [number] = stage.some(1)
     stage.model.pin_failed(stage.host.pinned[0], "no such file", stage.now)
     text = "digits failed: no such file"
@@ -439,7 +457,7 @@ def test_when_it_fails_everyone_who_waits_or_comes_is_told_why() -> None:
     with pytest.raises(FailedPrecondition, match=text):
         stage.some(1)
     with pytest.raises(FailedPrecondition, match=text):
-        stage.model.metadata(b"curious", "8")
+        stage.model.metadata(Waiter(b"curious", "8"))
     with pytest.raises(FailedPrecondition, match=text):
         stage.update()
     assert (stage.model.has_failed, stage.model.unready(stage.now)) == (True, text)
@@ -468,7 +486,7 @@ def test_draining_gives_up_what_waits_and_finishes_what_runs() -> None:
 def test_draining_while_it_loads_answers_everyone() -> None:
     stage = Stage(workers=1)
     [number] = stage.some(1)
-    stage.model.metadata(b"curious", "7")
+    stage.model.metadata(Waiter(b"curious", "7"))
     stage.model.drain(stage.now)
     # The snapshot that is being taken is given up.
     assert stage.host.unpinned == stage.host.pinned
@@ -480,7 +498,7 @@ def test_what_waits_is_the_successors() -> None:
     old, new = Stage(workers=1), Stage(workers=1).serving()
     numbers = old.some(2)
     unfit = old.submit(request(BAD))
-    old.model.metadata(b"curious", "7")
+    old.model.metadata(Waiter(b"curious", "7"))
     new.model.adopt(old.model, new.now)
     assert [number for _, number in new.host.predicts()] == numbers
     assert new.host.refused() == [(*unfit, "INVALID_ARGUMENT")]

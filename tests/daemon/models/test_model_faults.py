@@ -13,6 +13,7 @@ from weightd.daemon.requests.blame.contents import SLICE_BYTES
 from weightd.daemon.requests.blame.guard import MAX_LOSSES
 from weightd.daemon.requests.blame.suspects import NEAR_DEATHS
 from weightd.daemon.requests.request import Origin, Request
+from weightd.daemon.requests.signature import Waiter
 from weightd.protocol.errors import Internal, ResourceExhausted
 from weightd.protocol.messages.children import Attached, Broken, Built, Failed, Ping, Pong, Skip
 
@@ -442,8 +443,8 @@ def test_what_a_client_asked_that_is_shed_or_gone_is_dropped() -> None:
     stage.model.shed(lambda request: request.client == b"client", ResourceExhausted("it reads nothing"), stage.now)
     assert stage.host.refused() == [(shed, "RESOURCE_EXHAUSTED")]
     stage.some(3)
-    stage.model.metadata(b"client", "q")
-    stage.model.metadata(b"another", "r")
+    stage.model.metadata(Waiter(b"client", "q"))
+    stage.model.metadata(Waiter(b"another", "r"))
     stage.model.vanished(b"client", stage.now)
     assert stage.model.desk.scheduler.idle
     stage.pinned().builds()

@@ -35,6 +35,7 @@ from weightd.daemon.requests.blame.guard import MAX_LOSSES
 from weightd.daemon.requests.blame.suspects import NEAR_DEATHS
 from weightd.daemon.requests.regions import Memory
 from weightd.daemon.requests.request import Origin, Request
+from weightd.daemon.requests.signature import Waiter
 from weightd.protocol.errors import RequestError
 from weightd.protocol.messages.children import (
     Allow,
@@ -562,7 +563,7 @@ class ModelWorld(RuleBasedStateMachine):
         name = f"q{next(self.numbers)}"
         self.questions[name] += 1
         try:
-            self.model.metadata(b"c", name)
+            self.model.metadata(Waiter(b"c", name))
         except RequestError:
             assert not self.replies[name]
             del self.questions[name]

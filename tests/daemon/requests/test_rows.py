@@ -13,6 +13,7 @@ from typing import cast
 import pytest
 
 from weightd.daemon.config.model import ModelConfig
+from weightd.daemon.config.tenants import TenantConfig
 from weightd.daemon.requests.desk import Askers, Desk
 from weightd.daemon.requests.regions import Memory, Place, Places
 from weightd.daemon.requests.request import Company, Origin, Request
@@ -22,6 +23,7 @@ from weightd.daemon.requests.rows.joining import Piece, joined
 from weightd.daemon.requests.rows.terms import Form, RowTerms
 from weightd.daemon.requests.rows.times import Times
 from weightd.daemon.requests.scheduler import AT_ONCE, Scheduler
+from weightd.daemon.tenants.tenant import EVERYONE, Tenant
 from weightd.protocol.errors import Internal, ResourceExhausted
 from weightd.protocol.messages.children import OrderMessage, Predict, Result, Together
 from weightd.protocol.messages.data import RequestDescription, ResponseDescription, TensorSpec
@@ -34,12 +36,20 @@ FAST, SLOW = "cpu:0", "cpu:1"
 _numbers = itertools.count(1)
 
 
-def request(rows: int = 1, width: int = 1, deadline: float = 1e9, level: int = 0, far: str = "") -> Request:
+def request(
+    rows: int = 1,
+    width: int = 1,
+    deadline: float = 1e9,
+    level: int = 0,
+    far: str = "",
+    tenant: Tenant = EVERYONE,
+) -> Request:
     number = next(_numbers)
     asked = RequestDescription("m", (TensorSpec("x", "FP32", (rows, width)),))
     frames = [bytes(4 * rows * width)]
+    origin = Origin(far, far)
     return Request(
-        number, b"c", f"id{number}", asked, frames, 0.0, deadline, len(frames[0]), Origin(far, far), level=level
+        number, b"c", f"id{number}", asked, frames, 0.0, deadline, len(frames[0]), origin, level=level, tenant=tenant
     )
 
 
@@ -464,3 +474,27 @@ def test_a_request_that_is_cut_has_waited_once_and_its_rows_count_once() -> None
     for end, (seat, job) in zip((3.0, 5.0), [*made.assign(1.0)], strict=True):
         made.seats.finish(seat.name, job.number, end)
     assert (cut.account.rows, cut.account.seat_seconds, cut.account.waited_seconds) == (8, 4.0, 1.0)
+
+
+# --- tenants ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("count", "whose"), [(2, "a"), (1, "b")])
+def test_what_is_to_run_in_parts_gives_way_in_a_full_line_until_some_of_it_has_begun(count: int, whose: str) -> None:
+    a, b, c = (Tenant(name, TenantConfig(weight=weight)) for name, weight in (("a", 0.001), ("b", 1.0), ("c", 1.0)))
+    made = Scheduler(6, 10**9)
+    made.seats.enlist("w", ("w",), device=FAST, terms=CUT)
+
+    def ask(tenant: Tenant, rows: int) -> Request:
+        asked = request(rows, tenant=tenant)
+        made.asks(asked, 0.0)
+        made.submit(asked, 0.0)
+        return asked
+
+    ask(c, 1)
+    of_a = [ask(a, 12) for _ in range(count)]
+    assert len(jobs(made, 2)) == 2
+    assert [*made.line.begun] == of_a
+    of_b = [ask(b, 1) for _ in range(6 - count)]
+    ask(c, 1)
+    assert [each for each, _ in made.take_evicted()] == [{"a": of_a, "b": of_b}[whose][-1]]

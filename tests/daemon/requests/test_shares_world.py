@@ -443,6 +443,20 @@ def test_a_weight_that_changes_counts_from_then_on() -> None:
     assert error(world.run(SHARES_FOR_S), {"a": 1.0, "b": 4.0}) < ERROR
 
 
+@pytest.mark.parametrize("weight", [0.01, 1.0])
+def test_who_is_given_more_does_not_wait_for_what_it_has_had_at_the_weight_before(weight: float) -> None:
+    world, a, b = World(), tenant("a", 0.01), tenant("b")
+    model = world.model("cpu")
+    world.load(model, b, always(0.01), 8)
+    job = world.ask(model, a, 1.0)
+    world.run(1.2)
+    assert job.number in world.answers
+    a.renew(TenantConfig(weight=weight))
+    first = world.ask(model, a, 1.0)
+    world.run(2.0)
+    assert (first.number in world.waited) == (weight == 1.0)
+
+
 def test_what_ran_for_long_while_only_another_asked_waits_again_beside_that() -> None:
     world, a, b = World(), tenant("a"), tenant("b")
     model = world.model("cpu")

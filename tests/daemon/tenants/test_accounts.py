@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import pytest
 
-from weightd.daemon.tenants.accounts import ELSEWHERE, REASONS, Account, Accounts, QuotaExceeded
+from weightd.daemon.tenants.accounts import ELSEWHERE, REASONS, Account, Accounts, Figures, QuotaExceeded
+from weightd.protocol import limits
 from weightd.protocol.errors import Cancelled, NotFound, RequestError
+from weightd.protocol.schema import decode, plain
 
 
 def busy(accounts: Accounts, tenant: str, model: str, seconds: float = 1.0) -> Account:
@@ -77,6 +79,22 @@ def test_what_was_written_down_is_gone_on_with() -> None:
     assert after.of("ann", "m").served == 2
     assert after.of("ann", "m").refused == {"CANCELLED": 1}
     assert (after.of("bob", "n").requests, after.of("bob", "n").in_flight) == (2, 0)
+
+
+def test_whatever_was_written_down_can_be_told_and_written_again() -> None:
+    accounts = Accounts()
+    most = limits.MAX_COUNT
+    for number in range(5):
+        unknown = {f"reason {number} {index}": 1 for index in range(17)}
+        refused = {"NOT_FOUND": most, **unknown}
+        accounts.restore([Figures("a", "m", most, most, most, 1.0, 1.0, most, most, most, refused)])
+    account = accounts.of("a", "m")
+    account.accepts(1)
+    account.ran(1.0, 1)
+    account.answers(1)
+    [figures] = accounts.figures()
+    assert decode(Figures, plain(figures)) == figures
+    assert [*figures.refused] == ["NOT_FOUND"]
 
 
 def test_shares_are_those_of_late() -> None:

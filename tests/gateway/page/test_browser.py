@@ -60,15 +60,17 @@ def test_it_shows_what_the_daemon_tells(server: PageServer, windows: Windows) ->
     assert page.title() == "running, 2 models ready – weightd"
     assert page.locator("#service").inner_text() == "0.1.0, up 1 h 0 min"
     assert row(page, "digits") == [
-        "digits onnxruntime · cpu · generation 1", "serving", "4 of 4", "400", "2", "5.50 ms", "9.91 ms",
+        "digits onnxruntime · cpu · generation 1", "serving", "4 of 4", "400 10.0 refused", "2", "5.50 ms", "9.91 ms",
         "250 MB plain 840 MB",
     ]  # fmt: skip
-    assert row(page, "reader")[1:5] == ["serving", "3 of 4", "40.0", "0"]
+    assert row(page, "reader")[1:5] == ["serving", "3 of 4 1 lost so far", "40.0", "0"]
     assert row(page, "research") == ["research", "1", "25 %", "440", "10.0", "5", "2", "2.00 ms", "880", "20"]
     tiles = [" ".join(text.split()) for text in page.locator(".tile").all_inner_texts()]
     assert tiles == [
-        "Requests 440 a second", "99 % answered within 9.91 ms half within 5.50 ms", "Waiting 2 3 at work",
-    ]  # fmt: skip
+        "Requests 440 a second, 10.0 refused",
+        "99 % answered within 9.91 ms half within 5.50 ms",
+        "Waiting 2 3 at work",
+    ]
     assert page.locator(".tile .spark .curve").first.get_attribute("d") == "M58 1.00L59 1.00"
 
 
@@ -168,7 +170,11 @@ def test_before_the_first_picture_there_is_no_empty_one(server: PageServer, wind
 def test_whoever_has_to_say_who_he_is_can(server: PageServer, windows: Windows) -> None:
     good = tells(picture("digits", "reader"))
     refusal = Answer(401, json.dumps({"error": "UNAUTHENTICATED: the caller is not known"}).encode())
-    server.numbers = lambda authorization: good("") if authorization == "Bearer s3cret" else refusal
+
+    def numbers(authorization: str) -> Answer:
+        return good("") if authorization == "Bearer s3cret" else refusal
+
+    server.numbers = numbers
     page = windows.open()
     expect(page.locator("#why")).to_have_text("UNAUTHENTICATED: the caller is not known")
     page.get_by_label("Token").fill(" s3cret ")

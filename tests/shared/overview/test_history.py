@@ -106,7 +106,7 @@ def test_a_spark_has_so_many_moments_and_those_of_models_that_go_are_forgotten()
         )
     rows = history.overview().models
     assert [len(row.pace.moments) for row in rows] == [MOMENTS, 1]
-    assert set(history._moments) == {"", "m", f"m{MOMENTS + 29}"}
+    assert set(vars(history)["_moments"]) == {"", "m", f"m{MOMENTS + 29}"}
 
 
 steps = st.lists(st.tuples(st.floats(0, 3), st.integers(-5, 50)), min_size=1, max_size=30)
@@ -192,7 +192,7 @@ def test_a_tenant_is_the_sum_of_its_accounts() -> None:
 
 def test_whoever_sees_its_own_alone_is_told_rates_of_its_account() -> None:
     nothing = Histogram((), 0.0)
-    told = []
+    told: List[MetricsResponse] = []
     for uptime, served in ((1.0, 100), (3.0, 120)):
         model = replace(looks.counted("a"), request_seconds=nothing, processes=())
         mine = looks.tenant("research", looks.account("a", served))

@@ -47,15 +47,15 @@ class Access:
         identity = connection.identity
         tenant = self.tenants.of(identity.proof)
         admitted = self.admitted.get(identity.listener, ())
-        connection.tenant = None
+        connection.tenant, connection.origin = None, identity.origin
         if tenant is None:
             connection.refusal = Unauthenticated(_stranger(identity))
         elif admitted and tenant.name not in admitted:
             connection.refusal = PermissionDenied(f"listener {identity.listener} is not for tenant {tenant.name}")
         else:
             connection.tenant = tenant
-            told_apart = Origin(identity.origin.near, f"tenant {tenant.name}", is_tenant=True)
-            connection.origin = told_apart if self.tenants.tells_apart else identity.origin
+            if self.tenants.tells_apart:
+                connection.origin = Origin(identity.origin.near, f"tenant {tenant.name}", is_tenant=True)
             try:
                 tenant.quota.connects(tenant.config)
             except QuotaExceeded as error:
@@ -110,11 +110,12 @@ class Access:
         Raises:
             PermissionDenied: it may not.
         """
-        tenant = connection.tenant
-        if not (connection.identity.proof.operates or (tenant is not None and tenant.may(OPERATE))):
+        tenant, identity = connection.tenant, connection.identity
+        # A gate's word is not enough: strangers speak to it.
+        if not (identity.proof.operates or (identity.is_near and tenant is not None and tenant.may(OPERATE))):
             raise PermissionDenied(
-                f'only a tenant that may "operate" may {what}, and on the daemon\'s unix socket the user that weightd '
-                "runs as, and root"
+                f'only a tenant that may "operate", the user that weightd runs as, and root, may {what}, and only on '
+                "the daemon's unix socket"
                 if self.tenants.tells_apart
                 else f"only the user that weightd runs as, and root, may {what}, and only on the daemon's unix socket"
             )

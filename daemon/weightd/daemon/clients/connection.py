@@ -12,7 +12,7 @@ from weightd.daemon.gate.link import PeerIdentity
 from weightd.daemon.host.credentials import credentials, groups
 from weightd.daemon.requests.request import Origin
 from weightd.daemon.tenants.directory import Proof
-from weightd.daemon.tenants.tenant import EVERYONE, Tenant
+from weightd.daemon.tenants.tenant import Tenant
 from weightd.protocol.errors import RequestError, Unauthenticated
 from weightd.protocol.framing import Message
 from weightd.shared.stream import Stream
@@ -97,7 +97,7 @@ class Connection:
         self.stream = stream
         self.identity = identity
         self.since = since
-        self.tenant: Tenant | None = EVERYONE
+        self.tenant: Tenant | None = None
         self.refusal: RequestError = Unauthenticated("nobody knows who this is")
         self.origin = identity.origin
         self.has_spoken = False

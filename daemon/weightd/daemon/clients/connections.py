@@ -18,6 +18,7 @@ from weightd.daemon.clients.connection import Connection, Identity, unix_identit
 from weightd.daemon.clients.crowd import Doorkeeper
 from weightd.daemon.clients.lanes import Lanes
 from weightd.daemon.clients.room import Room
+from weightd.daemon.clients.seldom import Seldom
 from weightd.daemon.host.accepting import Accepting
 from weightd.daemon.host.loop import Loop
 from weightd.protocol import limits
@@ -39,6 +40,9 @@ _MOST_EXPECTANT = 64
 
 # The last answers of a daemon that stops get this long to be read.
 _LINGER_S = 1.0
+
+# Between two lines of the log about connections of one user that were hung up.
+_HANG_UPS_S = 10.0
 
 _log = logging.getLogger("weightd.frontend")
 
@@ -92,6 +96,7 @@ class Connections:
         self._expectant: set[Connection] = set()
         self._behind: dict[Connection, None] = {}
         self._lanes = Lanes()
+        self._hang_ups = Seldom(_HANG_UPS_S)
         # Those to whom something is kept back; None where nothing is.
         self._held: set[Connection] | None = None
 
@@ -134,12 +139,18 @@ class Connections:
         """End a connection; what its client has asked ends with it, in a moment."""
         if not connection.leaving:
             self._skip(connection)
-            _log.warning("a connection of %s is hung up: %s", connection.origin.near, why)
+            self._log_hang_up(connection, why)
             connection.hang_up()
             self._doorkeeper.leaves(connection)
             # It is told of its end, and of nothing that it has said.
             self._loop.remove(connection.stream.fileno())
             self._loop.add(connection.stream.fileno(), functools.partial(self._leave, connection))
+
+    def _log_hang_up(self, connection: Connection, why: str) -> None:
+        untold = self._hang_ups.tell(connection.user, time.monotonic())
+        if untold is not None:
+            more = f" ({untold} more of {connection.user} since the last such line)" if untold else ""
+            _log.warning("a connection of %s is hung up: %s%s", connection.origin.near, why, more)
 
     def refuse_descriptors(self, connection: Connection) -> None:
         """Have those closed that a client has sent, and nobody wants."""

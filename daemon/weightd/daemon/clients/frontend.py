@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import socket
@@ -24,10 +25,11 @@ from weightd.daemon.models.fleet import Fleet
 from weightd.daemon.models.model import Model
 from weightd.daemon.requests.regions import NOWHERE
 from weightd.daemon.requests.request import Request
+from weightd.daemon.requests.signature import Waiter
 from weightd.daemon.tenants.accounts import ELSEWHERE, QuotaExceeded
 from weightd.daemon.tenants.tenant import Tenant, Viewer
 from weightd.protocol import limits
-from weightd.protocol.codec import Decoder, clip, encode, id_of
+from weightd.protocol.codec import Decoder, clip, encode, id_of, type_of
 from weightd.protocol.errors import (
     Internal,
     InvalidArgument,
@@ -58,7 +60,7 @@ from weightd.protocol.messages.data import Cancel, Error, Infer, InferResponse
 from weightd.protocol.messages.metrics import Metrics, MetricsResponse
 from weightd.protocol.messages.regions import Register, Registered, Released, Unregister
 from weightd.protocol.messages.status import Status, StatusResponse
-from weightd.protocol.messages.types import FROM_CLIENT, DaemonMessage
+from weightd.protocol.messages.types import FROM_CLIENT, UNANSWERED, DaemonMessage
 from weightd.protocol.version import EXTENSIONS, VERSION
 
 # Of the frames of a message.
@@ -181,6 +183,11 @@ class Frontend:
         may_not = self._access.revoked(self._connections.get, before)
         for model in self._fleet.everyone():
             model.shed(may_not, PermissionDenied(LOST), monotonic())
+            model.turn_away(functools.partial(self._is_hidden, model.name), PermissionDenied(LOST))
+
+    def _is_hidden(self, model: str, client: bytes) -> bool:
+        connection = self._connections.get(client)
+        return connection is None or connection.tenant is None or not self._access.viewer(connection).tenant.sees(model)
 
     def close(self) -> None:
         """Let all clients go."""
@@ -252,13 +259,13 @@ class Frontend:
         now = monotonic()
         tenant = connection.tenant
         if tenant is None:
-            self.tell_error(connection.key, id_of(frames), connection.refusal)
+            self._turn_away(connection, frames, connection.refusal)
             return
         try:
             tenant.quota.speaks(tenant.config, now)
         except QuotaExceeded as error:
             self._accounts.of(tenant.name, ELSEWHERE).refuses(error)
-            self.tell_error(connection.key, id_of(frames), error)
+            self._turn_away(connection, frames, error)
             return
         try:
             if len(frames) < len(lengths):
@@ -271,8 +278,13 @@ class Frontend:
         try:
             self._verbs[message.__class__](connection, message, frames, now)
         except RequestError as error:
-            self._count_refusal(tenant, message, error)
+            self._count_refusal(connection, tenant, message, error)
             self.tell_error(connection.key, message.id, error)
+
+    def _turn_away(self, connection: Connection, frames: Sequence[Any], error: RequestError) -> None:
+        """Refuse a message that is not heard, whatever it asks."""
+        if type_of(frames) not in UNANSWERED:
+            self.tell_error(connection.key, id_of(frames), error)
 
     # --- what a client may ask: each raises a RequestError where it is refused --------------------------------------
 
@@ -340,8 +352,8 @@ class Frontend:
         self.regions.unregister(connection.key, message.region)
 
     def _tell_metadata(self, connection: Connection, message: ModelMetadata, frames: Sequence[Any], now: float) -> None:
-        viewer = self._viewer(connection, message.tenant, now)
-        self._model(message.model_name, viewer.tenant).metadata(connection.key, message.id)
+        model = self._model(message.model_name, self._viewer(connection, message.tenant, now).tenant)
+        model.metadata(Waiter(connection.key, message.id, connection.user))
 
     def _tell_server_metadata(
         self, connection: Connection, message: ServerMetadata, frames: Sequence[Any], now: float
@@ -415,10 +427,17 @@ class Frontend:
     # --- within -------------------------------------------------------------------------------------------------
 
     def _dismiss(self, connection: Connection, error: RequestError) -> None:
+        if connection.tenant is not None and isinstance(error, QuotaExceeded):
+            self._accounts.of(connection.tenant.name, ELSEWHERE).refuses(error)
         self.tell_error(connection.key, "", error)
 
-    def _count_refusal(self, tenant: Tenant, message: Any, error: RequestError) -> None:
-        name = message.description.model_name if isinstance(message, Infer) else ELSEWHERE
+    def _count_refusal(self, connection: Connection, tenant: Tenant, message: Any, error: RequestError) -> None:
+        name = ELSEWHERE
+        if isinstance(message, Infer):
+            name = message.description.model_name
+            # Where it names one that it does not act for, it is its own.
+            with contextlib.suppress(RequestError):
+                tenant = self._access.account(connection, message.parameters.tenant)
         # A tenant is told its own accounts: none is called as a model that there is not for it.
         is_there = name in self._fleet.models and tenant.sees(name)
         account = self._accounts.of(tenant.name, name if is_there else ELSEWHERE)

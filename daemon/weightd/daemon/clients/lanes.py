@@ -10,12 +10,12 @@ from __future__ import annotations
 from time import monotonic
 
 from weightd.daemon.clients.connection import Connection
-from weightd.daemon.config.tenants import TenantConfig
+from weightd.daemon.config.tenants import LEAST_WEIGHT, TenantConfig
 from weightd.daemon.requests.shares import SEVERAL_S, Clock
 from weightd.daemon.tenants.tenant import Tenant
 
-# Those whose messages are all refused are one.
-_NOBODY = Tenant("(nobody)", TenantConfig())
+# Those whose messages are all refused are one, and no tenant has less weight.
+_NOBODY = Tenant("(nobody)", TenantConfig(weight=LEAST_WEIGHT))
 
 
 class Lanes:
@@ -67,7 +67,9 @@ class Lanes:
     def spent(self, tenant: Tenant, seconds: float) -> None:
         """The one that was taken last has had so much of the loop's time, and waits again if it has to."""
         self._clock.begin({tenant: 1.0}, 0.0).settle(seconds)
-        if not self._lanes[tenant]:
+        lane = self._lanes.get(tenant)
+        # It is gone already where the others in it were hung up meanwhile.
+        if lane is not None and not lane:
             del self._lanes[tenant]
             self._clock.goes(tenant)
 

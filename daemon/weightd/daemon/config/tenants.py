@@ -36,6 +36,7 @@ _MOST_COUNT = 2**31
 
 # The shares of two tenants are no further apart than its square: seconds divided by a weight stay seconds.
 _MOST_WEIGHT = 1000.0
+LEAST_WEIGHT = 1 / _MOST_WEIGHT
 
 _PATTERN = re.compile(r"[A-Za-z0-9_.*?-]+")
 _WILD = re.compile(r"[*?]")
@@ -82,7 +83,8 @@ class TenantConfig:
     """The models that there are for it, by name or by a pattern with * and ?."""
 
     may: tuple[str, ...] = field(default=(INFER,), metadata=many(one_of(RIGHTS), len(RIGHTS)))
-    """What it may do: "infer"; "status", to see what concerns others, too; "operate", to update models and reload."""
+    """What it may do: "infer"; "status", to see what concerns others, too; "operate", to update models and reload, on
+    the daemon's unix socket."""
 
     acts_for: tuple[str, ...] = field(default=(), metadata=many(_pattern(), _MOST_EACH))
     """Tenants for which it may ask, by name or pattern: its requests say for whom they are, as those of a gateway."""
@@ -161,8 +163,8 @@ def read_tenants(content: Any, base: Path, problems: Problems) -> dict[str, Tena
 
 
 def _of_one(tenant: TenantConfig, names: Collection[str]) -> Iterator[FieldError]:
-    if tenant.weight < 1 / _MOST_WEIGHT:
-        yield FieldError(f"expected at least {1 / _MOST_WEIGHT:g}, got {tenant.weight:g}").at(".weight")
+    if tenant.weight < LEAST_WEIGHT:
+        yield FieldError(f"expected at least {LEAST_WEIGHT:g}, got {tenant.weight:g}").at(".weight")
     for index, each in enumerate(tenant.acts_for):
         if is_name(each) and each not in names:
             yield FieldError(f"expected a tenant that has a table, got {got(each)}").at(f"[{index}]").at(".acts_for")

@@ -32,6 +32,7 @@ from weightd.daemon.models.standing import PHASE, Phase, PhaseEvent, Refusal
 from weightd.daemon.models.update import Updates
 from weightd.daemon.requests.desk import Desk
 from weightd.daemon.requests.request import Request
+from weightd.daemon.requests.signature import Waiter
 from weightd.protocol.errors import RequestError, Unavailable
 from weightd.shared.devices import is_cpu
 
@@ -114,15 +115,19 @@ class Model:
         """Refuse what waits and is `unfit`; what runs goes on."""
         self.desk.shed(unfit, error, now)
 
-    def metadata(self, client: bytes, request_id: str) -> None:
-        """Tell the client what the model takes and gives, at once or when it is known.
+    def turn_away(self, unfit: Callable[[bytes], bool], error: RequestError) -> None:
+        """Refuse who waits for the metadata and is `unfit`."""
+        self.desk.turn_away(unfit, error)
+
+    def metadata(self, waiter: Waiter) -> None:
+        """Tell somebody what the model takes and gives, at once or when it is known.
 
         Raises:
             RequestError: it is refused.
         """
         if self._refusal is not None:
             raise self._refusal.error()
-        self.desk.metadata(client, request_id)
+        self.desk.metadata(waiter)
 
     def update(self, client: bytes, request_id: str, now: float, *, path: str, weights: str, rollback: bool) -> None:
         """Load what is at `path` beside what serves, and let it take over; the client is told how that ends.

@@ -20,7 +20,7 @@ from weightd.daemon.requests.rows.terms import WHOLE, RowTerms
 from weightd.daemon.requests.scheduler import AT_ONCE, Scheduler
 from weightd.daemon.requests.seat import Seat
 from weightd.daemon.requests.shares import Clocks
-from weightd.daemon.requests.signature import Signature
+from weightd.daemon.requests.signature import Signature, Waiter
 from weightd.daemon.requests.turns import MemberSeat, Turns
 from weightd.daemon.requests.validation import RowBounds
 from weightd.daemon.requests.writers import Writers
@@ -138,13 +138,20 @@ class Desk:
         if self.scheduler.line.begun.count or self.scheduler.line.shared:
             self.dispatch(now)
 
-    def metadata(self, client: bytes, request_id: str) -> None:
-        """Tell the client what the model takes and gives, at once or when it is known.
+    def metadata(self, waiter: Waiter) -> None:
+        """Tell somebody what the model takes and gives, at once or when it is known.
 
         Raises:
-            RequestError: it is refused.
+            ResourceExhausted: too many wait, and most of them are this one's.
         """
-        self.signature.ask((client, request_id), self._config.max_queue)
+        refused = self.signature.ask(waiter, self._config.max_queue)
+        if refused is not None:
+            error = ResourceExhausted(
+                f"{self._config.max_queue} requests wait for the metadata already, most of them of this client's user"
+            )
+            if refused == waiter:
+                raise error
+            self._askers.tell_error(refused.client, refused.request_id, error)
         self._tell_metadata()
 
     def cancel(self, client: bytes, request_id: str, now: float) -> None:
@@ -153,12 +160,17 @@ class Desk:
 
     def vanished(self, client: bytes, now: float) -> None:
         """The client is gone: nobody waits for what it asked."""
-        self.signature.take_waiters(lambda waiter: waiter[0] == client)
+        self.signature.take_waiters(lambda waiter: waiter.client == client)
         self._end(self.scheduler.end_of(client), Cancelled("its client is gone"), now)
 
     def shed(self, unfit: Callable[[Request], bool], error: RequestError, now: float) -> None:
         """Refuse what waits and is `unfit`; what runs goes on."""
         self._end(self.scheduler.withdraw(unfit), error, now)
+
+    def turn_away(self, unfit: Callable[[bytes], bool], error: RequestError) -> None:
+        """Refuse who waits for the metadata and is `unfit`."""
+        for waiter in self.signature.take_waiters(lambda each: unfit(each.client)):
+            self._askers.tell_error(waiter.client, waiter.request_id, error)
 
     # --- from seats ---------------------------------------------------------------------------------------------
 
@@ -394,7 +406,7 @@ class Desk:
     def close(self, error: RequestError) -> None:
         """Nobody will ever answer: end what waits, metadata included."""
         self.give_up(error)
-        for client, request_id in self.signature.take_waiters():
+        for client, request_id, _ in self.signature.take_waiters():
             self._askers.tell_error(client, request_id, error)
 
     def leave(self, now: float) -> None:
@@ -551,7 +563,7 @@ class Desk:
         built = self.signature.built
         if built is None:
             return
-        for client, request_id in self.signature.take_waiters():
+        for client, request_id, _ in self.signature.take_waiters():
             self._askers.tell_metadata(
                 client,
                 ModelMetadataResponse(

@@ -182,20 +182,14 @@ class Line:
         """
         gone: list[tuple[Queued, Request]] = []
         while self.full(request, self.count):
-            is_many = self.count >= self._max_queue
-            amounts = {each: self._amount(each, is_many=is_many) for each in self.tenants}
-            amounts[request.tenant] = amounts.get(request.tenant, 0) + (1 if is_many else request.nbytes)
-            most = max(amounts, key=lambda each: (amounts[each] / each.config.weight, each is request.tenant))
-            # What has begun stays: part of it has been done.
-            newest = [(queue, queue.last_of(most)) for queue in self._apart if queue is not self.begun]
-            there = [(queue, each) for queue, each in newest if each is not None]
-            if most is request.tenant or not there:
+            newest = self._gives_way(request, is_many=self.count >= self._max_queue)
+            if newest is None:
                 for queue, each in reversed(gone):
                     queue.append(each)
                 return None
-            queue, each = max(there, key=lambda pair: pair[1].number)
+            queue, each = newest
             queue.remove(each)
-            gone.append((queue, each))
+            gone.append(newest)
         return [each for _, each in gone]
 
     # --- whose turn it is ---------------------------------------------------------------------------------------
@@ -279,6 +273,20 @@ class Line:
     def _amount(self, tenant: Tenant, *, is_many: bool) -> int:
         queues = [queue.of(tenant) for queue in self._apart]
         return sum(queue.count if is_many else queue.nbytes for queue in queues)
+
+    def _gives_way(self, request: Request, *, is_many: bool) -> tuple[Queued, Request] | None:
+        amounts = {each: self._amount(each, is_many=is_many) for each in self.tenants}
+        amounts[request.tenant] = amounts.get(request.tenant, 0) + (1 if is_many else request.nbytes)
+        of_most = sorted(amounts, key=lambda each: (amounts[each] / each.config.weight, each is request.tenant))
+        for most in reversed(of_most):
+            if most is request.tenant:
+                break
+            newest = [(queue, each) for queue in self._apart if (each := queue.last_of(most)) is not None]
+            # Of what runs in parts some may have been done.
+            there = [(queue, each) for queue, each in newest if queue is not self.begun or not each.begun]
+            if there:
+                return max(there, key=lambda pair: pair[1].number)
+        return None
 
     def _queue_of(self, request: Request) -> Queued:
         if request.company is Company.CONFINED:

@@ -30,16 +30,18 @@ _LEAST_KEPT = 16
 
 @dataclass(eq=False, slots=True)
 class _Account:
-    """What a tenant has had of a device, in seconds divided by its weight.
+    """What a tenant has had of a device.
 
     Attributes:
-        paid: for what has ended.
-        guessed: for what has not.
+        paid: for what has ended, in seconds divided by its weight.
+        weight: by which that was divided.
+        guessed: for what has not, in seconds.
         stays: the lines in which something of it waits, and the jobs of it that run.
         turn: the number of the last job that it had; of two that have had as much, the other is next.
     """
 
     paid: float
+    weight: float
     guessed: float = 0.0
     stays: int = 0
     turn: int = 0
@@ -63,7 +65,7 @@ class Clock:
         account = self._accounts.get(tenant)
         if account is None:
             self._forget()
-            account = self._accounts[tenant] = _Account(self._now)
+            account = self._accounts[tenant] = _Account(self._now, tenant.config.weight)
         if not account.stays:
             account.paid = max(account.paid, self._now)
         account.stays += 1
@@ -79,9 +81,9 @@ class Clock:
 
     def order(self, tenant: Tenant) -> tuple[float, int]:
         """Return what is less for a tenant that is next. There is an account of it."""
-        account = self._accounts[tenant]
-        owed = self._now - MOST_OWED_S / tenant.config.weight
-        return max(account.paid + account.guessed, owed), account.turn
+        account = self._of(tenant)
+        owed = self._now - MOST_OWED_S / account.weight
+        return max(account.paid + account.guessed / account.weight, owed), account.turn
 
     def begin(self, shares: Mapping[Tenant, float], guess: float) -> Bill:
         """A job begins that will take about so many seconds, of which these tenants have these shares.
@@ -92,11 +94,11 @@ class Clock:
         entries: list[tuple[Tenant, float, float]] = []
         for index, (tenant, share) in enumerate(shares.items()):
             self.comes(tenant)
-            account = self._accounts[tenant]
-            account.paid = max(account.paid, now - MOST_OWED_S / tenant.config.weight)
+            account = self._of(tenant)
+            account.paid = max(account.paid, now - MOST_OWED_S / account.weight)
             if not index:
                 self._now = max(now, account.paid)
-            guessed = guess * share / tenant.config.weight
+            guessed = guess * share
             account.guessed += guessed
             account.turn = turn
             entries.append((tenant, share, guessed))
@@ -105,11 +107,23 @@ class Clock:
     def end(self, entries: Iterable[tuple[Tenant, float, float]], seconds: float) -> None:
         """A job that had begun has ended after so many seconds."""
         for tenant, share, guessed in entries:
-            account = self._accounts[tenant]
+            account = self._of(tenant)
             account.guessed = max(0.0, account.guessed - guessed)
-            account.paid += seconds * share / tenant.config.weight
+            account.paid += seconds * share / account.weight
         for tenant, _, _ in entries:
             self.goes(tenant)
+
+    def _of(self, tenant: Tenant) -> _Account:
+        """Return the account of a tenant, of which there is one.
+
+        Where its weight has changed, it is as many seconds before the clock, or behind it, as it was: who is given more
+        does not wait for what it has had when it was given less.
+        """
+        account, weight = self._accounts[tenant], tenant.config.weight
+        if account.weight != weight:
+            account.paid = self._now + (account.paid - self._now) * account.weight / weight
+            account.weight = weight
+        return account
 
     def _forget(self) -> None:
         """Who has nothing here, and would begin at the clock's time, needs no account."""
@@ -125,7 +139,7 @@ class Bill:
 
     Args:
         clock: of the device where it runs.
-        entries: of each tenant its share of the job, and what was charged.
+        entries: of each tenant its share of the job, and the seconds that were charged.
     """
 
     __slots__ = ("_clock", "_entries")

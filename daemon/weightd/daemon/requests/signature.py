@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from weightd.daemon.requests.request import Request
 from weightd.daemon.requests.validation import (
@@ -13,7 +15,7 @@ from weightd.daemon.requests.validation import (
     check_rows,
     check_same,
 )
-from weightd.protocol.errors import InvalidArgument, ResourceExhausted
+from weightd.protocol.errors import InvalidArgument
 from weightd.protocol.messages.children import Built
 from weightd.protocol.messages.data import RequestDescription, TensorSignature
 
@@ -22,8 +24,19 @@ _MAX_FITTING = 1024
 
 ANY_ROWS = RowBounds()
 
-# A client, and the id of its question.
-Waiter = tuple[bytes, str]
+
+class Waiter(NamedTuple):
+    """Who wants to be told.
+
+    Attributes:
+        client: who asks.
+        request_id: the id of its question.
+        user: on whose account it goes.
+    """
+
+    client: bytes
+    request_id: str
+    user: str = ""
 
 
 class Signature:
@@ -89,15 +102,15 @@ class Signature:
                 refusals[request.number] = error
         return refusals
 
-    def ask(self, waiter: Waiter, most: int) -> None:
-        """Somebody wants to be told.
-
-        Raises:
-            ResourceExhausted: so many wait already.
-        """
-        if len(self._waiters) >= most:
-            raise ResourceExhausted(f"{len(self._waiters)} requests wait for the metadata already")
+    def ask(self, waiter: Waiter, most: int) -> Waiter | None:
+        """Somebody wants to be told; return who is not any more, where too many wait: the last one of who asks most."""
         self._waiters.append(waiter)
+        if len(self._waiters) <= most:
+            return None
+        counts = Counter(each.user for each in self._waiters)
+        last = max(reversed(self._waiters), key=lambda each: counts[each.user])
+        self._waiters.remove(last)
+        return last
 
     def adopt(self, old: Signature) -> None:
         """Take over who waits there."""

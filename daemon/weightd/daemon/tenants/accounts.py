@@ -32,6 +32,11 @@ REASONS = (*QUOTAS, *ERRORS)
 # The account of what is no request of a model that there is.
 ELSEWHERE = ""
 
+_KNOWN = frozenset(REASONS)
+
+# Sums end here: whatever a file said that was damaged can be told, and counted on.
+_MOST = 2**62
+
 # Of so many of the last ticks a share is taken.
 _TICKS = 6
 
@@ -161,17 +166,18 @@ class Account:
         return not (self.requests or self.refused or self.deaths or self.seat_seconds)
 
     def add(self, other: Account | Figures) -> None:
-        """Count what another one has counted, but for what is in flight there."""
-        self.requests += other.requests
-        self.served += other.served
-        self.rows += other.rows
+        """Count what another one has counted, but for what is in flight there, and reasons that there are not."""
+        self.requests = min(self.requests + other.requests, _MOST)
+        self.served = min(self.served + other.served, _MOST)
+        self.rows = min(self.rows + other.rows, _MOST)
         self.seat_seconds += other.seat_seconds
         self.waited_seconds += other.waited_seconds
-        self.bytes_in += other.bytes_in
-        self.bytes_out += other.bytes_out
-        self.deaths += other.deaths
+        self.bytes_in = min(self.bytes_in + other.bytes_in, _MOST)
+        self.bytes_out = min(self.bytes_out + other.bytes_out, _MOST)
+        self.deaths = min(self.deaths + other.deaths, _MOST)
         for reason, count in other.refused.items():
-            self.refused[reason] = self.refused.get(reason, 0) + count
+            if reason in _KNOWN:
+                self.refused[reason] = min(self.refused.get(reason, 0) + count, _MOST)
 
     def figures(self, tenant: str, model: str) -> Figures:
         """Return what it has counted, as it is written down."""

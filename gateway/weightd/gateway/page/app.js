@@ -240,8 +240,9 @@ function drawTile(element, [, label, value, unit, values]) {
 
 function drawPace(overview) {
   const pace = overview.pace;
+  const refused = overview.tenants.reduce((sum, tenant) => sum + (tenant.refused_rate || 0), 0);
   const tiles = [
-    ["rate", "Requests", rate(pace.rate), " a second", pace.rates],
+    ["rate", "Requests", rate(pace.rate), ` a second${refused ? `, ${rate(refused)} refused` : ""}`, pace.rates],
     ["latency", "99 % answered within", time(pace.p99_s), ` half within ${time(pace.p50_s)}`, pace.p99s_s],
     ["queue", "Waiting", whole(overview.queued), ` ${whole(overview.running)} at work`, null],
   ];
@@ -300,14 +301,19 @@ function drawState(cell, model) {
 }
 
 function drawRate(cell, model) {
-  if (!cell.firstChild) cell.append(spark(), make("span", "figure"));
-  drawSpark(cell.firstChild, model.pace.rates);
-  write(cell.lastChild, rate(model.pace.rate));
+  if (!cell.firstChild) cell.append(spark(), make("span", "figure"), make("small", "warn"));
+  const [curve, figure, below] = cell.children;
+  drawSpark(curve, model.pace.rates);
+  write(figure, rate(model.pace.rate));
+  write(below, model.refused_rate ? `${rate(model.refused_rate)} refused` : "");
 }
 
 function drawWorkers(cell, model) {
-  mark(cell, model.workers < model.wanted ? "warn" : "well");
-  write(cell, model.wanted ? `${whole(model.workers)} of ${whole(model.wanted)}` : NONE);
+  if (!cell.firstChild) cell.append(make("span"), make("small"));
+  const [figure, below] = cell.children;
+  mark(figure, model.workers < model.wanted ? "warn" : "well");
+  write(figure, model.wanted ? `${whole(model.workers)} of ${whole(model.wanted)}` : NONE);
+  write(below, model.deaths ? `${whole(model.deaths)} lost so far` : "");
 }
 
 function drawModelMemory(cell, model) {
@@ -418,7 +424,8 @@ function drawInside(element, processes) {
 
 function drawTenants(overview) {
   const parent = byId("tenants");
-  byId("tenants-section").hidden = !overview.tenants.length;
+  // One alone is nobody apart.
+  byId("tenants-section").hidden = overview.tenants.length < 2;
   if (!parent.firstChild) parent.append(table(TENANTS));
   const update = (element, item) => fill(TENANTS, element, item);
   keyed(parent.firstChild.tBodies[0], overview.tenants, (tenant) => tenant.name, () => row(TENANTS), update);

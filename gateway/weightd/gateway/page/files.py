@@ -52,7 +52,7 @@ class File:
 
 
 def _file(name: str, kind: str) -> File:
-    body = resources.files(__package__).joinpath(name).read_bytes()
+    body = resources.files("weightd.gateway.page").joinpath(name).read_bytes()
     etag = f'"{hashlib.sha256(body).hexdigest()[:16]}"'
     # Asked for each time, and mostly answered with 304: an upgrade is seen at once.
     return File(body, f"{kind}; charset=utf-8", etag, {**HEADERS, "Cache-Control": "no-cache", "ETag": etag})

@@ -65,7 +65,7 @@ def bar(parts: Sequence[Part], whole: int, width: int) -> List[Piece]:
     size, drawn = 0, 0
     for part, character, style in parts:
         size += part
-        end = round(width * min(1.0, size / whole)) if whole > 0 else 0
+        end = round(width * size / whole) if whole > 0 else 0
         pieces.append((character * (end - drawn), style))
         drawn = end
     return [*pieces, (" " * (width - drawn), Style.TEXT)]

@@ -14,7 +14,7 @@ import time
 from typing import Callable, Dict, Generator, Iterable, List, Optional
 
 from weightd.ctl.top.asking import Asker, Asking, Found
-from weightd.ctl.top.bars import glyphs
+from weightd.ctl.top.bars import BLOCKS, glyphs
 from weightd.ctl.top.lines import Line, Style
 from weightd.ctl.top.screen import Size, Standing, draw
 from weightd.ctl.top.view import View, Wish, faster, slower
@@ -67,7 +67,7 @@ def _woken() -> Generator[tuple[Callable[[], None], int], None, None]:
     reader, writer = os.pipe()
     os.set_blocking(reader, False)
     os.set_blocking(writer, False)
-    before = signal.signal(signal.SIGWINCH, lambda *_: None)
+    before = signal.signal(signal.SIGWINCH, _nothing)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
 
     def wake() -> None:
@@ -81,6 +81,10 @@ def _woken() -> Generator[tuple[Callable[[], None], int], None, None]:
         signal.signal(signal.SIGWINCH, before)
         os.close(reader)
         os.close(writer)
+
+
+def _nothing(number: int, frame: object) -> None:
+    """A handler is needed for a signal to wake anybody."""
 
 
 class Screen:
@@ -101,16 +105,21 @@ class Screen:
         self._overview, self._at, self._trouble = first, time.monotonic(), ""
         self._delay = delay
         self._left = most
-        self._glyphs = glyphs(locale.getpreferredencoding())
+        self._encoding = locale.nl_langinfo(locale.CODESET)
+        self._glyphs = glyphs(self._encoding)
 
     def run(self, window: curses.window, woken: int, ask: Callable[[float], None]) -> None:
         """Show, until it ends; `ask` has the daemon asked now, and then so often."""
         styles = _styles()
         window.nodelay(True)
         window.keypad(True)
+        poll = select.poll()
+        for number in (sys.stdin.fileno(), woken):
+            poll.register(number, select.POLLIN)
         while True:
             self._show(window, styles)
-            select.select([sys.stdin.fileno(), woken], [], [], _TICK_S)
+            if any(event & ~select.POLLIN for _, event in poll.poll(1000 * _TICK_S)):
+                return  # the terminal is gone
             with contextlib.suppress(BlockingIOError):
                 os.read(woken, 4096)
             self._take()
@@ -148,8 +157,15 @@ class Screen:
         lines = draw(self._overview, self._view, standing, Size(height, width - 1), self._glyphs)
         window.erase()
         for row, line in enumerate(lines):
-            _write(window, row, line, width - 1, styles)
+            _write(window, row, self._known(line), width - 1, styles)
         window.refresh()
+
+    def _known(self, line: Line) -> Line:
+        """Return a line without what this terminal has no character for."""
+        if self._glyphs is BLOCKS:
+            return line
+        known = [(text.encode(self._encoding, "replace").decode(self._encoding), style) for text, style in line.pieces]
+        return line._replace(pieces=known)
 
 
 def _fitted(window: curses.window) -> tuple[int, int]:

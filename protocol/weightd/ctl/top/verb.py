@@ -22,8 +22,8 @@ from weightd.shared.overview.values import values
 _WIDTH = 200
 
 _DESCRIPTION = f"""\
-Shows models, processes and tenants while they work: requests/s, what waits, latency, and memory: one
-copy of the weights and what is beside it, against what as many plain processes would take.
+Shows models, processes and tenants while they work: requests/s, what waits, latency, and memory:
+one copy of the weights and what is beside it, against what as many plain processes would take.
 
   weightctl top
   weightctl top -d 5
@@ -34,18 +34,18 @@ The keys:
 
 {HELP}
 
-plain is N x (private + copy): for each worker that shares weights, a copy of them, and what it has in
-memory besides that is no file's, even if after a fork it has that in common with others. Libraries do
-not count, for plain processes share them, too.
+plain is N x (private + copy): for each worker that shares weights, a copy of them, and what it has
+in memory besides that is no file's, even if after a fork it has that in common with others.
+Libraries do not count, for plain processes share them, too.
 
 When the daemon does not answer, the last picture stays, with the time since then and the reason,
 until it answers again.
 
-Where the output is no terminal, or with -b, the tables are printed after one delay, and that is all;
-with -n N, N times. --json prints an object on a line instead: {{"version", "state", "uptime_s",
+Where the output is no terminal, or with -b, the tables are printed after one delay, and that is
+all; with -n N, N times. --json prints an object on a line instead: {{"version", "state", "uptime_s",
 "pace", "memory", "models", "processes", "tenants"}}, in seconds, bytes, and requests/s.
 
-Exit status: 0, 69 the daemon cannot be reached, 130 Ctrl-C."""
+Exit status: 0 it was shown, 69 the daemon cannot be reached, 130 Ctrl-C."""
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -88,9 +88,11 @@ def _has_screen() -> bool:
         return False
     try:
         import curses  # noqa: PLC0415 - not every Python has it
-
+    except ImportError:
+        return False
+    try:
         curses.setupterm()
-    except (ImportError, curses.error):
+    except curses.error:
         return False
     return curses.tigetstr("cup") is not None
 

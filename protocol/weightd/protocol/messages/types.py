@@ -62,6 +62,9 @@ FROM_CLIENT: Dict[str, Type[ClientMessage]] = {
     "update": Update,
     "reload": Reload,
 }
+
+# Those that have no answer. Of a `cancel` that would be a second one to what it names.
+UNANSWERED = frozenset(["cancel", "unregister"])
 TO_CLIENT: Dict[str, Type[DaemonMessage]] = {
     "infer_response": InferResponse,
     "error": Error,

@@ -63,8 +63,6 @@ class History:
 
     def looked(self, status: StatusResponse) -> None:
         """The daemon has told its status."""
-        if self._statuses and status.uptime_s <= self._statuses[-1].uptime_s:
-            self._statuses.clear()
         self._statuses.append(status)
 
     def wants_status(self, now: float) -> bool:
