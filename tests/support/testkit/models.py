@@ -348,6 +348,33 @@ def negated(path: Path) -> Path:
     return save(path, [node], [a], [y], [divisor])
 
 
+# The datatypes of the wire, as ONNX has them.
+_ELEMENTS = {
+    "BOOL": TensorProto.BOOL,
+    "UINT8": TensorProto.UINT8,
+    "UINT16": TensorProto.UINT16,
+    "UINT32": TensorProto.UINT32,
+    "UINT64": TensorProto.UINT64,
+    "INT8": TensorProto.INT8,
+    "INT16": TensorProto.INT16,
+    "INT32": TensorProto.INT32,
+    "INT64": TensorProto.INT64,
+    "FP16": TensorProto.FLOAT16,
+    "FP32": TensorProto.FLOAT,
+    "FP64": TensorProto.DOUBLE,
+}
+
+
+def copied(path: Path) -> Path:
+    """For each datatype of the wire an input "x_FP32" of it, of any rank -> "y_FP32", the same. For ONNX Runtime only."""
+    nodes = [helper.make_node("Identity", [f"x_{each}"], [f"y_{each}"]) for each in _ELEMENTS]
+    inputs, outputs = (
+        [helper.make_tensor_value_info(f"{which}_{name}", element, None) for name, element in _ELEMENTS.items()]
+        for which in "xy"
+    )
+    return save(path, nodes, inputs, outputs)
+
+
 def fp32(name: str, *shape: Dim) -> ValueInfoProto:
     """An FP32 input or output; a dimension given as text is free."""
     return helper.make_tensor_value_info(name, TensorProto.FLOAT, list(shape))
