@@ -80,23 +80,28 @@ class Served:
         target: where clients connect.
         service: the daemon.
         gateway: what the front was made of.
+        front: what speaks gRPC.
     """
 
     def __init__(self, config: GatewayConfig, identities: Identities) -> None:
         self.service = FakeService(Seats(config.max_in_flight, config.max_memory_bytes))
         self.gateway = Gateway(config, identities, self.service, Regions(enabled=config.shared_memory))
         self.target = ""
-        self._front = RpcFront(self.gateway)
+        self.front = RpcFront(self.gateway)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever)
 
     def __enter__(self) -> Served:
         self._thread.start()
-        self.target = str(self.call(self._front.start)[0]).partition(" ")[2]
+        try:
+            self.target = str(self.call(self.front.start)[0]).partition(" ")[2]
+        except BaseException:
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.call(lambda: self._front.stop(0.0))
+        self.call(lambda: self.front.stop(0.0))
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(LIMIT_S)
         self._loop.close()
@@ -111,7 +116,7 @@ class Served:
 
     def stop(self, grace: float) -> None:
         """Stop the front, as the process does."""
-        self.call(lambda: self._front.stop(grace))
+        self.call(lambda: self.front.stop(grace))
 
 
 @contextlib.contextmanager

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -14,8 +17,10 @@ import tritonclient.grpc as triton
 from tritonclient.grpc import service_pb2
 from tritonclient.utils import InferenceServerException
 
+from testkit import certificates
 from testkit.waiting import until
 from weightd.gateway.callers import Caller, Identities, digest
+from weightd.gateway.config import places
 from weightd.gateway.question import Answer, Question
 from weightd.protocol.errors import NotFound, ResourceExhausted, Unavailable
 
@@ -331,6 +336,24 @@ def test_a_stop_ends_streams_and_lets_requests_end() -> None:
         assert not stopping.is_alive()
 
 
+def test_who_is_in_a_hurry_waits_for_nothing() -> None:
+    with served() as server, connected(server.target) as channel:
+        held = server.service.model = Held()
+        call = channel.unary_unary(METHOD("ModelInfer")).future(SMALL)
+        until(lambda: held.running == 1, "a request under way")
+
+        async def stop() -> None:
+            patient = asyncio.create_task(server.front.stop(LIMIT_S))
+            await asyncio.sleep(0)
+            patient.cancel()
+            await asyncio.wait([patient])
+            await server.front.stop(0.0)
+
+        server.call(stop)
+        assert held.cancelled == 1
+        assert code_of(lambda: call.result(LIMIT_S)) in {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED}
+
+
 def code_of_new(server: Served) -> grpc.StatusCode | None:
     """Return how a call over a new connection ends."""
     with connected(server.target, ("grpc.use_local_subchannel_pool", 1)) as channel:
@@ -340,3 +363,59 @@ def code_of_new(server: Served) -> grpc.StatusCode | None:
             code: grpc.StatusCode = error.code()
             return code
     return None
+
+
+@pytest.fixture
+def tls(tmp_path: Path) -> dict[str, str]:
+    """Return the settings of a gateway that speaks TLS and wants certificates."""
+    certificate, key = certificates.SERVER.write(tmp_path, "server")
+    authority = tmp_path / "ca.crt"
+    authority.write_text(certificates.AUTHORITY)
+    return {"tls_cert": str(certificate), "tls_key": str(key), "client_ca": str(authority)}
+
+
+def dialled(server: Served, own: certificates.Certificate | None) -> Any:
+    """Return a channel of somebody with this certificate."""
+    pair = (None, None) if own is None else (own.key.encode(), own.certificate.encode())
+    credentials = grpc.ssl_channel_credentials(certificates.AUTHORITY.encode(), *pair)
+    return grpc.secure_channel(server.target, credentials)
+
+
+def test_with_tls_each_caller_is_who_its_certificate_says(tls: dict[str, str]) -> None:
+    robot = Caller("factory", "certificate robot")
+    known = Identities({digest(TOKEN): Caller("research", "token 1")}, {"robot": robot}, {})
+    with served(known, tcp=True, **tls) as server:
+        with dialled(server, certificates.CLIENT) as channel:
+            infer = channel.unary_unary(METHOD("ModelInfer"))
+            infer(SMALL, timeout=LIMIT_S)
+            assert server.service.asked[-1][0] == robot
+            infer(SMALL, timeout=LIMIT_S, metadata=[*BEARER.items()])
+            assert server.service.asked[-1][0].tenant == "research"
+            server.gateway.identities = Identities({}, {}, {})
+            assert code_of(lambda: infer(SMALL, timeout=LIMIT_S)) == grpc.StatusCode.UNAUTHENTICATED
+        for own in (None, certificates.STRANGER):
+            with dialled(server, own) as channel:
+                infer = channel.unary_unary(METHOD("ModelInfer"))
+                assert code_of(lambda infer=infer: infer(SMALL, timeout=LIMIT_S)) == grpc.StatusCode.UNAVAILABLE
+
+
+def test_an_address_that_is_taken_is_told() -> None:
+    with served() as first, pytest.raises(OSError, match=first.target), Served(first.gateway.config, KNOWN):
+        pass
+    with served(tcp=True) as first:
+        taken = dataclasses.replace(first.gateway.config, grpc_places=(places.parse(first.target),))
+        with pytest.raises(OSError, match=first.target), Served(taken, KNOWN):
+            pass
+
+
+def test_beyond_the_connections_nobody_is_let_in() -> None:
+    with served(max_connections=2) as server, ExitStack() as stack:
+        options = ("grpc.use_local_subchannel_pool", 1)
+        dialled = [stack.enter_context(connected(server.target, options)) for _ in range(3)]
+        codes = []
+        for channel in dialled:
+            try:
+                channel.unary_unary(METHOD("ServerLive"))(b"", timeout=LIMIT_S)
+            except grpc.RpcError as error:
+                codes.append(error.code())
+        assert codes == [grpc.StatusCode.UNAVAILABLE]

@@ -366,7 +366,7 @@ _ELEMENTS = {
 
 
 def copied(path: Path) -> Path:
-    """For each datatype of the wire an input "x_FP32" of it, of any rank -> "y_FP32", the same. For ONNX Runtime only."""
+    """For each datatype of the wire an input "x_FP32" of any rank -> "y_FP32", the same. For ONNX Runtime only."""
     nodes = [helper.make_node("Identity", [f"x_{each}"], [f"y_{each}"]) for each in _ELEMENTS]
     inputs, outputs = (
         [helper.make_tensor_value_info(f"{which}_{name}", element, None) for name, element in _ELEMENTS.items()]
