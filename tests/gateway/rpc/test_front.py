@@ -7,6 +7,7 @@ import dataclasses
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -184,6 +185,28 @@ def test_a_call_without_a_message_is_refused(server: Served) -> None:
 def test_a_method_that_there_is_not_is_unimplemented(server: Served) -> None:
     with connected(server.target) as channel:
         assert code_of(lambda: channel.unary_unary(METHOD("Other"))(b"")) == grpc.StatusCode.UNIMPLEMENTED
+
+
+def test_what_the_service_fails_at_is_in_the_log(server: Served, caplog: pytest.LogCaptureFixture) -> None:
+    trace = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+    for model, code in ((_away, grpc.StatusCode.UNAVAILABLE), (_unknown, grpc.StatusCode.NOT_FOUND)):
+        server.service.model = model
+        with connected(server.target) as channel:
+            infer = channel.unary_unary(METHOD("ModelInfer"))
+            error = refusal(partial(infer, SMALL, metadata=[("traceparent", trace)], timeout=LIMIT_S))
+        assert (error.code(), dict(error.trailing_metadata())["traceparent"]) == (code, trace)
+    server.service.model = echo
+    (line,) = [each.getMessage() for each in caplog.records]
+    assert line.startswith("ModelInfer for anonymous: UNAVAILABLE: nobody in ")
+    assert line.endswith(trace)
+
+
+async def _away(question: Question) -> Answer:
+    raise Unavailable("nobody")
+
+
+async def _unknown(question: Question) -> Answer:
+    raise NotFound("no such model")
 
 
 def test_the_deadline_of_the_call_is_the_requests(server: Served, client: triton.InferenceServerClient) -> None:
@@ -396,7 +419,7 @@ def test_with_tls_each_caller_is_who_its_certificate_says(tls: dict[str, str]) -
         for own in (None, certificates.STRANGER):
             with dialled(server, own) as channel:
                 infer = channel.unary_unary(METHOD("ModelInfer"))
-                assert code_of(lambda infer=infer: infer(SMALL, timeout=LIMIT_S)) == grpc.StatusCode.UNAVAILABLE
+                assert code_of(partial(infer, SMALL, timeout=LIMIT_S)) == grpc.StatusCode.UNAVAILABLE
 
 
 def test_an_address_that_is_taken_is_told() -> None:
