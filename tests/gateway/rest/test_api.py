@@ -261,6 +261,8 @@ def test_which_methods_there_are_is_told(echo: HttpGateway) -> None:
 
 
 def test_settings_are_read_only(echo: HttpGateway) -> None:
+    # Triton's client sends a length of 0 where it has nothing to say.
+    assert echo.ask("POST", "/v2/logging", b"", {"Content-Length": "0"})[0] == 200
     assert echo.ask("GET", "/v2/trace/setting")[1]["trace_level"] == ["OFF"]
     assert echo.ask("POST", "/v2/logging", {})[1]["log_verbose_level"] == 0
     assert echo.ask("POST", "/v2/logging", {"log_info": False})[0] == 400

@@ -29,12 +29,11 @@ def works(message: ClientMessage, tensors: Sequence[bytes]) -> Sequence[list[Any
     return echo(message, tensors)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def gateway(fake: FakeDaemon) -> Iterator[HttpGateway]:
     fake.handle = works
     with HttpGateway(fake.address) as serving:
         yield serving
-    fake.handle = echo
 
 
 @pytest.mark.parametrize("path", FILES)

@@ -53,7 +53,6 @@ def test_each_path_has_its_verb(method: str, path: str, verb: Verb, name: str) -
 @pytest.mark.parametrize(
     "path",
     [
-        "/",
         "/v1",
         "/v2/models",
         "/v2/models//infer",

@@ -1,78 +1,80 @@
-"""A real gateway in a process of its own, started as an operator would: `weightd gateway CONFIG`."""
+"""A real gateway, started as an operator would: `weightd gateway CONFIG`."""
 
 from __future__ import annotations
 
-import json
 import re
 import signal
 import subprocess
 import sys
-import tempfile
-import threading
+import time
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Dict, List
 
-from testkit.waiting import until
+from testkit.service import Log, toml
 
-LIMIT_S = 60.0
+LIMIT_S = 30.0
 
-_SERVING = re.compile(r"serving at (\w+) (\S+)")
+_SERVING = re.compile(r"serving at (\S+) 127\.0\.0\.1:(\d+)")
 
 
 class GatewayProcess:
-    """Serves the daemon at an address within the block; `settings` are of the table [gateway].
+    """Serves within the block; it ends with status 0 at the end of it.
+
+    Args:
+        directory: where its configuration is.
+        daemon: the address of the daemon.
+        tables: of the configuration; without any, whoever is on this host may ask.
 
     Attributes:
-        places: where callers connect, by protocol, in the order of the configuration.
-        process: the gateway's.
-        log: the lines that it has logged.
+        pid: its pid.
+        config: its configuration file.
     """
 
-    def __init__(self, daemon: str, **settings: Any) -> None:
-        given = {"daemon": daemon, "http": [], "grpc": ["127.0.0.1:0"], "anonymous": "-", **settings}
-        # Texts, numbers, booleans and lists of them are the same in JSON and in TOML.
-        self._config = "[gateway]\n" + "".join(f"{key} = {json.dumps(value)}\n" for key, value in given.items())
-        self._wanted = len(given["http"]) + len(given["grpc"])
-        self.places: Dict[str, List[str]] = {}
-        self.log: List[str] = []
+    def __init__(self, directory: Path, daemon: str, tables: Mapping[str, Mapping[str, object]] | None = None) -> None:
+        given = dict(tables or {})
+        ports = {"http": ["127.0.0.1:0"], "grpc": ["127.0.0.1:0"]}
+        given["gateway"] = {"daemon": daemon, **ports, "anonymous": "-", **given.get("gateway", {})}
+        self.config = directory / "gateway.toml"
+        self.config.write_text(toml(given), "utf-8")
 
     def __enter__(self) -> GatewayProcess:
-        self._directory = tempfile.TemporaryDirectory(prefix="weightd-", dir="/tmp")
-        config = Path(self._directory.name, "gateway.toml")
-        config.write_text(self._config)
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "weightd.gateway", str(config)], stderr=subprocess.PIPE, text=True
-        )
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-        until(lambda: self._is_serving() or self.process.poll() is not None, "the gateway to serve", LIMIT_S)
-        assert self._is_serving(), self.log
+        command = [sys.executable, "-m", "weightd.daemon", "gateway", str(self.config)]
+        self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        self.pid: int = self._process.pid
+        assert self._process.stderr
+        self._log = Log(self._process.stderr)
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.stop()
-        self._directory.cleanup()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        status = self.stop()
+        if kind is not None:
+            print(f"the log of the gateway:\n{self.log}", file=sys.stderr)
+        else:
+            assert status == 0, self.log
 
-    def stop(self) -> int:
-        """End it as a service manager does; return its exit status."""
-        if self.process.poll() is None:
-            self.process.send_signal(signal.SIGTERM)
+    @property
+    def log(self) -> str:
+        """What it logged so far."""
+        return "".join(self._log.lines)
+
+    def port(self, protocol: str) -> int:
+        """Wait until it serves a protocol, and return the port."""
+        while True:
+            seen = len(self._log.lines)
+            for found, port in _SERVING.findall(self.log):
+                if found == protocol:
+                    return int(port)
+            if not self._log.wait_beyond(seen, time.monotonic() + LIMIT_S):
+                raise RuntimeError(f"the gateway does not serve {protocol}:\n{self.log}")
+
+    def stop(self, number: int = signal.SIGTERM) -> int:
+        """Ask it to end, and return its status."""
+        if self._process.poll() is None:
+            self._process.send_signal(number)
         try:
-            return self.process.wait(LIMIT_S)
+            status = self._process.wait(LIMIT_S)
         except subprocess.TimeoutExpired:
-            self.process.kill()
-            raise
-        finally:
-            self._reader.join(LIMIT_S)
-
-    def _is_serving(self) -> bool:
-        return sum(map(len, self.places.values())) == self._wanted
-
-    def _read(self) -> None:
-        assert self.process.stderr is not None
-        with self.process.stderr as lines:
-            for line in lines:
-                self.log.append(line.rstrip())
-                told = _SERVING.search(line)
-                if told is not None:
-                    self.places.setdefault(told.group(1), []).append(told.group(2))
+            self._process.kill()
+            status = self._process.wait()
+        self._log.finish()
+        return status

@@ -348,8 +348,8 @@ def negated(path: Path) -> Path:
     return save(path, [node], [a], [y], [divisor])
 
 
-# The datatypes of the wire, as ONNX has them.
-_ELEMENTS = {
+# As the wire calls them.
+_TYPES = {
     "BOOL": TensorProto.BOOL,
     "UINT8": TensorProto.UINT8,
     "UINT16": TensorProto.UINT16,
@@ -365,13 +365,14 @@ _ELEMENTS = {
 }
 
 
-def copied(path: Path) -> Path:
-    """For each datatype of the wire an input "x_FP32" of any rank -> "y_FP32", the same. For ONNX Runtime only."""
-    nodes = [helper.make_node("Identity", [f"x_{each}"], [f"y_{each}"]) for each in _ELEMENTS]
-    inputs, outputs = (
-        [helper.make_tensor_value_info(f"{which}_{name}", element, None) for name, element in _ELEMENTS.items()]
-        for which in "xy"
-    )
+def datatypes(path: Path) -> Path:
+    """Of each datatype an input [N, 2], and an output that is the same, with "_same" behind its name.
+
+    For ONNX Runtime only.
+    """
+    nodes = [helper.make_node("Identity", [name], [f"{name}_same"]) for name in _TYPES]
+    inputs = [helper.make_tensor_value_info(name, kind, ["N", 2]) for name, kind in _TYPES.items()]
+    outputs = [helper.make_tensor_value_info(f"{name}_same", kind, ["N", 2]) for name, kind in _TYPES.items()]
     return save(path, nodes, inputs, outputs)
 
 
