@@ -67,7 +67,7 @@ def test_many_tasks_ask_at_once(daemon: FakeDaemon) -> None:
             await ask(client, 3)
             await asyncio.gather(*(ask(client, number) for number in range(100)))
             assert (await client.server()).version == "9.9"
-            assert (await client.status()).state == "running"
+            assert (await client.status()).state == (await client.metrics()).state == "running"
             assert (await client.metadata("m")).platform == "echo"
 
     run(test())

@@ -55,7 +55,7 @@ def test_infer_returns_the_outputs(client: Client) -> None:
 def test_metadata_server_and_status(client: Client) -> None:
     assert client.metadata("m").platform == "echo"
     assert client.server().version == "9.9"
-    assert client.status().state == "running"
+    assert client.status().state == client.metrics().state == "running"
 
 
 def test_an_answer_may_be_longer_than_a_request(client: Client, daemon: FakeDaemon) -> None:

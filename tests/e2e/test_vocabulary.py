@@ -41,6 +41,7 @@ from weightd.protocol.messages.control import (
     UpdateResponse,
 )
 from weightd.protocol.messages.data import Cancel, Error, Infer, InferResponse, RequestDescription, TensorSpec
+from weightd.protocol.messages.metrics import Metrics, MetricsResponse
 from weightd.protocol.messages.regions import Register, Registered, Released, Unregister
 from weightd.protocol.messages.status import Status, StatusResponse
 from weightd.protocol.messages.types import FROM_CLIENT, TO_CLIENT, ClientMessage, DaemonMessage
@@ -70,6 +71,7 @@ MESSAGES: Sequence[tuple[Sequence[ClientMessage], type[DaemonMessage], str]] = (
     ([ServerMetadata("1")], ServerMetadataResponse, MODEL),
     ([ModelMetadata("1", MODEL)], ModelMetadataResponse, "FP32"),
     ([Status("1")], StatusResponse, MODEL),
+    ([Metrics("1")], MetricsResponse, MODEL),
     ([Update("1", MODEL, "{other}")], UpdateResponse, "(2,)"),
     ([Reload("1")], ReloadResponse, "changed=()"),
 )

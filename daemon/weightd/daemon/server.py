@@ -37,6 +37,7 @@ from weightd.daemon.host.crowding import allow_descriptors
 from weightd.daemon.host.loop import Loop, signals
 from weightd.daemon.host.memory import MIB, host_bytes
 from weightd.daemon.host.timers import Timer
+from weightd.daemon.meters.meters import Meters
 from weightd.daemon.models.attaching import Attaching
 from weightd.daemon.models.budget import Device
 from weightd.daemon.models.fleet import Change, Fleet
@@ -45,6 +46,7 @@ from weightd.daemon.models.model import Model
 from weightd.daemon.models.records import DeviceRecord
 from weightd.daemon.models.sources import Numbers
 from weightd.daemon.observe.accounting import Accounting
+from weightd.daemon.observe.metrics import Counted, Moment, tell
 from weightd.daemon.observe.own import own_report
 from weightd.daemon.observe.status import Subject, report
 from weightd.daemon.observe.survey import Measured, Survey, crowding
@@ -56,6 +58,7 @@ from weightd.daemon.tenants.directory import Directory
 from weightd.daemon.tenants.tenant import Viewer
 from weightd.protocol.errors import InvalidArgument, RequestError, ResourceExhausted, Unavailable
 from weightd.protocol.messages.control import ReloadResponse
+from weightd.protocol.messages.metrics import MetricsResponse
 from weightd.protocol.schema import label
 from weightd.protocol.version import VERSION
 from weightd.shared.devices import is_cpu
@@ -109,6 +112,7 @@ class Server:
         self._fleet = Fleet(self._make)
         self._tenants = Directory(config.tenants)
         self._accounts = Accounts()
+        self._meters = Meters()
         self._access = Access(self._tenants, self._accounts, _admitted(config))
         self._accounting = Accounting(self._tenants, self._accounts, lambda: self._fleet.models)
         self._ledger = Ledger(config.daemon.accounts_file, self._accounts, self._loop.soon)
@@ -215,6 +219,7 @@ class Server:
     def _make(self, name: str, config: ModelConfig, numbers: Numbers) -> Model:
         model = self._households.make(name, config, self._devices, self._backend, self._frontend, numbers)
         model.attaching = self._attaching
+        model.desk.count_with(self._meters.of(name))
         model.desk.scheduler.clocks = self._clocks
         model.desk.guard.suspects.tenants = self._suspects
         self._loop.add_timer(model.timer)
@@ -373,6 +378,20 @@ class Server:
         return ReloadResponse(request_id, *self._reload(time.monotonic()))
 
     def _reload(self, now: float) -> Change:
+        """Read the configuration file again and make it true, and count that.
+
+        Raises:
+            RequestError: nothing has changed.
+        """
+        try:
+            change = self._renew(now)
+        except RequestError:
+            self._meters.refused_reloads += 1
+            raise
+        self._meters.reloads += 1
+        return change
+
+    def _renew(self, now: float) -> Change:
         """Read the configuration file again and make it true.
 
         Raises:
@@ -435,6 +454,20 @@ class Server:
             self._surveys.remove(each)
             text = f"{_MAX_SURVEYS} status requests wait already, most of them of this client, or of its user"
             self._frontend.tell_error(each.client, each.request_id, ResourceExhausted(text))
+
+    def metrics(self, request_id: str, viewer: Viewer) -> MetricsResponse:
+        """Return what was counted, and how things stand."""
+        counted = Counted(
+            list(self._fleet.models.values()),
+            self._meters,
+            self._tenants.known if self._tenants.tells_apart else self._tenants,
+            self._accounts,
+            self._frontend.dropped,
+            self._frontend.room.held,
+            self._frontend.room.most,
+        )
+        state, uptime = self._standing()
+        return tell(request_id, Moment(state, uptime, time.monotonic()), viewer, counted)
 
     def _measure(self) -> None:
         """Look at one process more."""

@@ -23,6 +23,7 @@ from weightd.protocol.messages.control import (
     UpdateResponse,
 )
 from weightd.protocol.messages.data import InferResponse
+from weightd.protocol.messages.metrics import MetricsResponse
 from weightd.protocol.messages.status import StatusResponse
 
 
@@ -128,6 +129,11 @@ class AsyncClient:
     async def status(self, *, timeout: Optional[float] = None) -> StatusResponse:
         """Return what the daemon is doing: as `Client.status`."""
         answer: StatusResponse = await self._ask(self._core.status(), timeout)
+        return answer
+
+    async def metrics(self, *, timeout: Optional[float] = None) -> MetricsResponse:
+        """Return what the daemon has counted: as `Client.metrics`."""
+        answer: MetricsResponse = await self._ask(self._core.metrics(), timeout)
         return answer
 
     async def update(

@@ -25,6 +25,7 @@ from weightd.protocol.messages.control import (
     ServerMetadataResponse,
     UpdateResponse,
 )
+from weightd.protocol.messages.metrics import MetricsResponse
 from weightd.protocol.messages.status import StatusResponse
 
 
@@ -243,6 +244,15 @@ class Client:
             RequestError: as `infer`.
         """
         answer: StatusResponse = self._ask(self._core.status(), timeout)
+        return answer
+
+    def metrics(self, *, timeout: Optional[float] = None) -> MetricsResponse:
+        """Return what the daemon has counted, and how things stand; it is told at once, and costs little.
+
+        Raises:
+            RequestError: as `infer`.
+        """
+        answer: MetricsResponse = self._ask(self._core.metrics(), timeout)
         return answer
 
     def update(

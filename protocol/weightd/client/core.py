@@ -34,6 +34,7 @@ from weightd.protocol.messages.control import (
     UpdateResponse,
 )
 from weightd.protocol.messages.data import Cancel, Error, Infer, InferResponse, Parameters, RequestDescription
+from weightd.protocol.messages.metrics import Metrics, MetricsResponse
 from weightd.protocol.messages.regions import InputPlace, OutputPlace, Regions, Registered, Released
 from weightd.protocol.messages.status import Status, StatusResponse
 from weightd.protocol.messages.types import TO_CLIENT, DaemonMessage
@@ -256,6 +257,11 @@ class ClientCore:
         """Return a question about everything and its frames."""
         call = Call(self._next_id(), StatusResponse)
         return call, encode(Status(call.id))
+
+    def metrics(self) -> Question:
+        """Return a question about what was counted and its frames."""
+        call = Call(self._next_id(), MetricsResponse)
+        return call, encode(Metrics(call.id))
 
     def update(self, model: str, path: str, weights: str, *, rollback: bool) -> Question:
         """Return a wish for another model or other weights, and its frames.

@@ -9,7 +9,7 @@ PROTOCOL_VERSION = 1
 MAX_HEADER_BYTES = 64 * 1024
 
 # A status answer lists every process of every model (about 400 bytes each): 63 processes on each
-# of 8 devices fit several times over. Only a client that asked for status accepts such a header.
+# of 8 devices fit several times over. Only a client that asked for status, or metrics, accepts such a header.
 MAX_STATUS_BYTES = 4 * 1024 * 1024
 
 # Between the daemon and its children: the inputs of a canary name every tensor, and so do those that are left out.
@@ -87,6 +87,12 @@ MAX_GENERATIONS = 64
 
 # Processes of one generation: a holder, its workers, of which the configuration allows 1,024, and those that leave.
 MAX_PROCESSES = 2048
+
+# Of a histogram, but for what is beyond the last: from half a millisecond to half a minute there are 15.
+MAX_BUCKETS = 32
+
+# Roles of processes, and states that each can be in.
+MAX_PROCESS_COUNTS = 64
 
 # The driver keeps at most 65,535 pids to a handle, a card at most 64 processes: 1,024 is generous.
 MAX_PIDS = 1024

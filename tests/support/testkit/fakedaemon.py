@@ -24,6 +24,7 @@ from weightd.protocol.messages.control import (
     ServerMetadataResponse,
 )
 from weightd.protocol.messages.data import Error, Infer, InferResponse, ResponseDescription
+from weightd.protocol.messages.metrics import Metrics, MetricsResponse, ReloadCounts
 from weightd.protocol.messages.regions import Register
 from weightd.protocol.messages.status import Status, StatusResponse
 from weightd.protocol.messages.types import FROM_CLIENT, ClientMessage
@@ -57,6 +58,8 @@ def echo(message: ClientMessage, tensors: Sequence[bytes]) -> Sequence[List[Any]
         return [encode(ServerMetadataResponse(message.id, "fake", "9.9", ("echo",), ()))]
     if isinstance(message, Register):
         return [encode(Error(message.id, "INVALID_ARGUMENT", "all tensors come in frames"))]
+    if isinstance(message, Metrics):
+        return [encode(MetricsResponse(message.id, "9.9", "running", 1.0, (), (), (), (), 0, 0, 0, ReloadCounts(0, 0)))]
     assert isinstance(message, Status)
     return [encode(StatusResponse(message.id, "9.9", "running", 1, 1.0, 1, ()))]
 

@@ -57,6 +57,7 @@ from weightd.protocol.messages.control import (
     UpdateResponse,
 )
 from weightd.protocol.messages.data import Cancel, Error, Infer, InferResponse
+from weightd.protocol.messages.metrics import Metrics, MetricsResponse
 from weightd.protocol.messages.regions import Register, Registered, Released, Unregister
 from weightd.protocol.messages.status import Status, StatusResponse
 from weightd.protocol.messages.types import FROM_CLIENT, UNANSWERED, DaemonMessage
@@ -90,6 +91,10 @@ class Daemon(Protocol):
         Raises:
             RequestError: it will not be told.
         """
+
+    def metrics(self, request_id: str, viewer: Viewer) -> MetricsResponse:
+        """Return what was counted, and how things stand."""
+        ...
 
     def unmap(self, numbers: Sequence[int]) -> None:
         """Take regions away from the workers that were given them: no client names them any more."""
@@ -152,6 +157,7 @@ class Frontend:
             ServerReady: self._tell_ready,
             ModelReady: self._tell_ready,
             Status: self._ask_status,
+            Metrics: self._tell_metrics,
             Update: self._update,
             Reload: self._reload,
         }
@@ -369,6 +375,10 @@ class Frontend:
 
     def _ask_status(self, connection: Connection, message: Status, frames: Sequence[Any], now: float) -> None:
         self._daemon.ask_status(connection.key, message.id, self._access.viewer(connection))
+
+    def _tell_metrics(self, connection: Connection, message: Metrics, frames: Sequence[Any], now: float) -> None:
+        told = self._daemon.metrics(message.id, self._access.viewer(connection))
+        self._tell(connection.key, told, max_bytes=limits.MAX_STATUS_BYTES)
 
     def _reload(self, connection: Connection, message: Reload, frames: Sequence[Any], now: float) -> None:
         self._access.check_operator(connection, "reload the configuration")

@@ -108,6 +108,7 @@ class Generation(Life):
         built = self.built
         if built is not None and built.rows is not None and built.rows.equal:
             self.built = dataclasses.replace(built, rows=dataclasses.replace(built.rows, equal=False, note=note))
+            self.mishaps.differed()
             self._teller.tell(f"requests are not put together any more: {note}")
 
     def guard(self, holder: Child) -> None:
@@ -128,6 +129,7 @@ class Generation(Life):
         if child is None or child.state is not ChildState.ATTACHING or self.built is None:
             return
         if self.built.canary and attached.canary != self.built.canary:
+            self.mishaps.canary_failed()
             self.broken(name, Broken("the canary's answer is not the holder's: the worker would answer wrongly"), now)
             return
         child.note, child.shared_bytes = attached.note, attached.shared_bytes
@@ -160,6 +162,7 @@ class Generation(Life):
         if child is None or child.state is not ChildState.READY:
             return
         # It leaves in order and by its own word: no reason to wait with the next one.
+        self.mishaps.lost()
         self._teller.tell(f"{name} leaves: a predict failed and may have spoilt its model", name)
         self._stop(child, now)
         self._reconcile(now)
@@ -282,6 +285,7 @@ class Generation(Life):
         self._reconcile(now)
 
     def _spawn(self, role: Role, now: float, device: str = "") -> None:
+        self.mishaps.started()
         template = self._template if role is Role.WORKER else ""
         deadline = now + max(HELLO_TIMEOUT_S, self.terms.load_timeout)
         self.roster.spawn(role, deadline, device or self.device, template)
@@ -304,7 +308,9 @@ class Generation(Life):
 
     def _died(self, child: Child, loss: Loss, now: float) -> None:
         """A child has ended, or has to be, without being asked to; that a try of the holder may cost it is known."""
-        self.deaths += 0 if self._died_of_try(child, loss) else 1
+        if not self._died_of_try(child, loss):
+            self.deaths += 1
+            self.mishaps.died()
         self._lost(child, loss, now)
 
     def _died_of_try(self, child: Child, loss: Loss) -> bool:
@@ -312,6 +318,8 @@ class Generation(Life):
 
     def _lost(self, child: Child, loss: Loss, now: float) -> None:
         before = self.state
+        if before in ACTIVE:
+            self.mishaps.lost()
         if child.role is Role.HOLDER:
             self._holder_lost(child, loss, now)
         if self.state is before:  # else it has failed with this cause, which is told with what follows
@@ -367,5 +375,6 @@ class Generation(Life):
     def _fail(self, cause: Cause, now: float) -> None:
         if self.state in ACTIVE:
             self._cause = cause
+            self.mishaps.lost(sum(child.state in COUNTED for child in self.children.values()))
             self._machine.advance(GenerationEvent.FAIL)
             self._reconcile(now)

@@ -23,6 +23,7 @@ from weightd.daemon.generations.states import (
 )
 from weightd.daemon.generations.tries import Tries, described
 from weightd.daemon.host.logs import about
+from weightd.daemon.meters.meter import Mishaps
 from weightd.protocol.messages.children import Attached, Built
 from weightd.shared.devices import CPU
 
@@ -155,6 +156,7 @@ class Standing:
         footprint: what one process takes on the card beside the weights.
         deaths: processes that ended, or had to be ended, without being asked to.
         tries: what is known of its canary.
+        mishaps: of its processes are counted there.
         at_once: returns how many workers may attach at the same time; at least one.
     """
 
@@ -171,6 +173,7 @@ class Standing:
         self.sha256 = ""
         self.built: Built | None = None
         self.deaths: int = 0
+        self.mishaps = Mishaps()
         self.tries = Tries(terms.canary, terms.rows)
         self.at_once: Callable[[], int] = one_after_another
         self.footprint = Footprint()

@@ -77,8 +77,10 @@ class Unit(Life):
         self._machine.advance(GenerationEvent.PINNED)
         deadline = now + max(HELLO_TIMEOUT_S, self.terms.load_timeout)
         if self.ranks.has_broker:
+            self.mishaps.started()
             self.roster.begin(Role.BROKER, broker_name(self.label), CPU, deadline)
         for name, device in zip(self._names, self.ranks.devices, strict=True):
+            self.mishaps.started()
             self.roster.begin(Role.RANK, name, device, deadline)
         self._tell_progress()
 
@@ -333,7 +335,9 @@ class Unit(Life):
 
     def _lost(self, child: Child, loss: Loss, *, is_symptom: bool = False) -> None:
         """One is of no use any more: all end."""
-        self.deaths += loss.was in COUNTED
+        if loss.was in COUNTED:
+            self.deaths += 1
+            self.mishaps.died()
         cause = Cause(loss.why, child.name, outlook=self._outlook(loss, is_symptom=is_symptom))
         if self.state in ACTIVE:
             self._is_symptom = is_symptom
@@ -366,6 +370,8 @@ class Unit(Life):
         if self.state not in ACTIVE:
             return
         self._cause = cause
+        if self.state is not GenerationState.PINNING:
+            self.mishaps.lost(self.ranks.size + self.ranks.has_broker)
         self.access.invalidate()
         self._machine.advance(GenerationEvent.FAIL)
         self.roster.kill_all()

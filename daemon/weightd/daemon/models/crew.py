@@ -294,6 +294,7 @@ class Crew:
         self._desk.guard.watchdog.pong(child, now)
         built = generation.built
         if built is not None and pong.canary and built.canary and pong.canary != built.canary:
+            generation.mishaps.canary_failed()
             self.drop(child, "the canary's answer is not the holder's any more: it would answer wrongly", now)
 
     def _watch_if_ready(self, child: str, generation: Life, now: float) -> None:

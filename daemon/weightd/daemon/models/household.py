@@ -19,6 +19,7 @@ from weightd.daemon.generations.plan import RankTerms, Source, Terms
 from weightd.daemon.generations.states import ACTIVE, advance
 from weightd.daemon.generations.unit import Unit
 from weightd.daemon.host.memory import MIB
+from weightd.daemon.meters.meter import Mishaps
 from weightd.daemon.models import standing
 from weightd.daemon.models.budget import Device, Room
 from weightd.daemon.models.deployment import Deployment
@@ -164,7 +165,9 @@ class Household:
 
     def _make(self, device: Room, source: Source, terms: Terms) -> Life:
         number = self._numbers.generation()
-        return Unit(f"{self.group.name}@group.{number}", terms, device.name, source, number=number)
+        unit = Unit(f"{self.group.name}@group.{number}", terms, device.name, source, number=number)
+        unit.mishaps = Mishaps(*(each.desk.meter for each in self.members))
+        return unit
 
     def _wake(self) -> None:
         for member in self.members:

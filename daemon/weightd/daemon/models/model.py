@@ -17,6 +17,7 @@ from weightd.daemon.generations.resume import record as record_generation
 from weightd.daemon.generations.states import GenerationState, advance
 from weightd.daemon.generations.unit import Unit
 from weightd.daemon.host.timers import Timer
+from weightd.daemon.meters.meter import Mishaps
 from weightd.daemon.models import standing
 from weightd.daemon.models.attaching import Attaching
 from weightd.daemon.models.budget import Device, Room
@@ -387,6 +388,7 @@ class Model:
         return True
 
     def _bound(self, generation: Life) -> None:
+        generation.mishaps = Mishaps(self.desk.meter)
         # On a card an attach may write what others compute on, and what it takes is told by what is free after it.
         if self.attaching is not None and is_cpu(generation.device):
             nbytes = functools.partial(self._nbytes, generation.source)

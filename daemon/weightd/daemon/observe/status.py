@@ -15,7 +15,6 @@ from weightd.daemon.generations.actions import Role
 from weightd.daemon.generations.child import Child
 from weightd.daemon.generations.life import Life
 from weightd.daemon.generations.progress import proved
-from weightd.daemon.generations.states import ChildState
 from weightd.daemon.generations.unit import Unit
 from weightd.daemon.host import cgroup
 from weightd.daemon.host.memory import resident_bytes
@@ -23,6 +22,7 @@ from weightd.daemon.host.processes import Process
 from weightd.daemon.models import rows
 from weightd.daemon.models.budget import Device
 from weightd.daemon.models.model import Model
+from weightd.daemon.observe.metrics import role_of
 from weightd.daemon.observe.survey import Survey
 from weightd.daemon.observe.tenants import told, waiting
 from weightd.daemon.requests.tally import Tally
@@ -194,10 +194,9 @@ def _built(model: Model, generation: Life) -> Built | None:
 def _process(model: Model, generation: Life, child: Child, pid: int, survey: Survey) -> ProcessStatus:
     latencies = model.desk.by_process.get(child.name)
     hello = child.hello
-    is_worker, is_ready = child.role is Role.WORKER, child.state is ChildState.READY
     return ProcessStatus(
         name=child.name,
-        role="spare" if is_worker and is_ready and child.name not in generation.enlisted else child.role.value,
+        role=role_of(generation, child),
         state=child.state.told,
         pid=pid,
         served=latencies.count if latencies else 0,

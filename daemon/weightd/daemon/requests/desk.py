@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from weightd.daemon.config.model import ModelConfig
 from weightd.daemon.host.ends import End
+from weightd.daemon.meters.meter import Meter
 from weightd.daemon.requests.blame.guard import Guard
 from weightd.daemon.requests.job import Job
 from weightd.daemon.requests.latency import Latencies
@@ -75,6 +76,7 @@ class Desk:
         latencies: from a request's arrival to its answer, in the daemon.
         by_process: the same for each process's answers, by its name.
         failed: requests that ended in an error after they were accepted.
+        meter: of the model, whichever desk it has.
     """
 
     def __init__(
@@ -94,6 +96,7 @@ class Desk:
         self.latencies = Latencies()
         self.by_process: dict[str, Latencies] = {}
         self.failed = 0
+        self.meter = Meter()
         # Whether there is, or was, a seat whose processes compute together.
         self._in_step = False
         # Requests wait for those that have come with them, and there is news since that was last looked at.
@@ -105,6 +108,10 @@ class Desk:
         self._config = config
         self._askers = askers
         self._order = order
+
+    def count_with(self, meter: Meter) -> None:
+        """From now on what becomes of requests is counted there."""
+        self.meter = self.scheduler.seats.meter = meter
 
     # --- from clients -------------------------------------------------------------------------------------------
 
@@ -543,6 +550,7 @@ class Desk:
         self._askers.answer(request, result, frames)
         latency = now - request.arrived
         self.latencies.add(latency)
+        self.meter.requests.add(latency)
         self.by_process[process].add(latency)
         if request.origin.is_tenant or self.guard.quarantine.suspects:
             self.guard.answered(request, now)

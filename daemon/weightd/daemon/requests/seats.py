@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
+from weightd.daemon.meters.meter import Meter
 from weightd.daemon.requests.job import Job
 from weightd.daemon.requests.lockstep import Lockstep
 from weightd.daemon.requests.part import Part
@@ -72,6 +73,7 @@ class Seats:
         look: no seat has computed for too long before this.
         times: of what has run.
         everywhere: the devices on which there are seats, or were: the next one may be there.
+        meter: of the model.
     """
 
     def __init__(
@@ -97,6 +99,7 @@ class Seats:
         self.merging: dict[str, Seat] = {}
         self.look = float("inf")
         self.times = Times()
+        self.meter = Meter()
         self._peak = Peak(_PEAK_S)
         self._recalled: list[tuple[Seat, int]] = []
         # For how long the jobs of the last answers ran.
@@ -229,7 +232,9 @@ class Seats:
             request = part.request
             if not request.begun:
                 request.begun = True
-                request.account.waited(now - request.arrived)
+                waited = now - request.arrived
+                request.account.waited(waited)
+                self.meter.queue.add(waited)
                 request.tenant.quota.begins(request.nbytes)
         look = now + self._predict_timeout if seat.give(job, now) else seat.since + QUICK_S
         if look < self.look:
@@ -250,8 +255,10 @@ class Seats:
             job.settle(took, part)
             self._ran.append(took / job.count)
             self._tally.executions += 1
+            self.meter.compute.add(took)
             if job.form is not None:
                 self._tally.ran_rows(job.rows, seat.terms.padded(job.rows))
+                self.meter.rows.add(job.rows)
                 self.times.add(seat.device, job.form.kind, job.rows, took)
         return part if part.is_awaited else None
 
@@ -319,6 +326,13 @@ class Seats:
 
     def __iter__(self) -> Iterator[Seat]:
         return iter(self._seats.values())
+
+    @property
+    def running(self) -> int:
+        """Requests of which they have something that somebody waits for."""
+        return len(
+            {part.request for seat in self._seats.values() for job in seat.jobs.values() for part in job.awaited}
+        )
 
     def devices(self, terms: RowTerms) -> list[str]:
         """Return where those are that take jobs on these terms."""

@@ -12,6 +12,9 @@ from weightd.protocol.schema import integer, left_out, many, number, one_of, rec
 
 _COUNT = integer(0, limits.MAX_COUNT)
 
+# Of a process.
+ROLES = ("holder", "worker", "spare", "rank", "broker")
+
 
 @dataclass(frozen=True)
 class Status:
@@ -32,7 +35,7 @@ class ProcessStatus:
     """
 
     name: str = field(metadata=text(limits.MAX_NAME_BYTES))
-    role: str = field(metadata=one_of(["holder", "worker", "spare", "rank", "broker"]))
+    role: str = field(metadata=one_of(ROLES))
     state: str = field(metadata=text(limits.MAX_NAME_BYTES))
     pid: int = field(metadata=_COUNT)
     served: int = field(metadata=_COUNT)

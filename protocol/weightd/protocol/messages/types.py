@@ -16,6 +16,7 @@ from weightd.protocol.messages.control import (
     UpdateResponse,
 )
 from weightd.protocol.messages.data import Cancel, Error, Infer, InferResponse
+from weightd.protocol.messages.metrics import Metrics, MetricsResponse
 from weightd.protocol.messages.regions import Register, Registered, Released, Unregister
 from weightd.protocol.messages.status import Status, StatusResponse
 
@@ -29,6 +30,7 @@ ClientMessage = Union[
     ServerMetadata,
     ModelMetadata,
     Status,
+    Metrics,
     Update,
     Reload,
 ]
@@ -41,6 +43,7 @@ DaemonMessage = Union[
     ServerMetadataResponse,
     ModelMetadataResponse,
     StatusResponse,
+    MetricsResponse,
     UpdateResponse,
     ReloadResponse,
 ]
@@ -55,6 +58,7 @@ FROM_CLIENT: Dict[str, Type[ClientMessage]] = {
     "server_metadata": ServerMetadata,
     "model_metadata": ModelMetadata,
     "status": Status,
+    "metrics": Metrics,
     "update": Update,
     "reload": Reload,
 }
@@ -70,6 +74,7 @@ TO_CLIENT: Dict[str, Type[DaemonMessage]] = {
     "server_metadata_response": ServerMetadataResponse,
     "model_metadata_response": ModelMetadataResponse,
     "status_response": StatusResponse,
+    "metrics_response": MetricsResponse,
     "update_response": UpdateResponse,
     "reload_response": ReloadResponse,
 }

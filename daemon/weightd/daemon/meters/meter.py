@@ -1,0 +1,92 @@
+"""What is counted of one model, whichever generation of it serves: plain counters."""
+
+from __future__ import annotations
+
+from weightd.daemon.meters.buckets import ROWS, SECONDS, Buckets
+
+
+class Meter:
+    """Counts what becomes of the requests for one model, and of its processes.
+
+    Attributes:
+        requests: seconds from the arrival of each to its answer, of those that were answered.
+        queue: seconds from the arrival of each to when a seat was given it, or the first of it.
+        compute: seconds for which jobs ran.
+        rows: of jobs, as far as those of the model are known.
+        deaths: processes that ended without being asked to.
+        restarts: processes that were started in the place of lost ones.
+        canary_failures: workers that did not reproduce the known answer.
+        mismatches: generations of which rows together were found not to be what each is alone.
+    """
+
+    __slots__ = (
+        "_missing",
+        "canary_failures",
+        "compute",
+        "deaths",
+        "mismatches",
+        "queue",
+        "requests",
+        "restarts",
+        "rows",
+    )
+
+    def __init__(self) -> None:
+        self.requests = Buckets(SECONDS)
+        self.queue = Buckets(SECONDS)
+        self.compute = Buckets(SECONDS)
+        self.rows = Buckets(ROWS)
+        self.deaths = 0
+        self.restarts = 0
+        self.canary_failures = 0
+        self.mismatches = 0
+        # Processes that were lost, in whose place none has been started yet.
+        self._missing = 0
+
+    def lost(self, processes: int) -> None:
+        """So many are of no use any more, without having been asked to leave for another model."""
+        self._missing += processes
+
+    def started(self) -> None:
+        """One is started."""
+        if self._missing:
+            self._missing -= 1
+            self.restarts += 1
+
+
+class Mishaps:
+    """Counts what befalls processes, of each model that these serve.
+
+    Args:
+        meters: of the models.
+    """
+
+    __slots__ = ("_meters",)
+
+    def __init__(self, *meters: Meter) -> None:
+        self._meters = meters
+
+    def died(self) -> None:
+        """One has ended, or had to be ended, without being asked to."""
+        for each in self._meters:
+            each.deaths += 1
+
+    def lost(self, processes: int = 1) -> None:
+        """So many are of no use any more, be it that they said so: others may be started in their place."""
+        for each in self._meters:
+            each.lost(processes)
+
+    def started(self) -> None:
+        """One is started."""
+        for each in self._meters:
+            each.started()
+
+    def canary_failed(self) -> None:
+        """A worker's answer to the canary is not the holder's."""
+        for each in self._meters:
+            each.canary_failures += 1
+
+    def differed(self) -> None:
+        """Rows together were found not to be what each is alone."""
+        for each in self._meters:
+            each.mismatches += 1
