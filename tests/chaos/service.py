@@ -263,9 +263,9 @@ class Service:
         return found
 
     def left_behind(self) -> list[str]:
-        """Return the files that a daemon has in its directories, but for its configuration."""
+        """Return the files that a daemon has in its directories, but for its configuration and its counters."""
         paths = [*self._runtime.rglob("*"), *self.cache.rglob("*")]
-        return sorted(str(path) for path in paths if path != self._config)
+        return sorted(str(path) for path in paths if path != self._config and path.suffix != ".counters")
 
     def store(self, generation: str) -> Path | None:
         """Return the page store of a generation."""

@@ -362,8 +362,8 @@ def cause_of_failure(service: Service, name: str) -> str:
 
 
 def left_behind(runtime: Path, cache: Path) -> list[str]:
-    """Return the files that a daemon has in its directories, but for its configuration and its own log."""
-    paths = [*runtime.rglob("*"), *cache.rglob("*")]
+    """Return the files that a daemon has in its directories, but for its configuration, its log and its counters."""
+    paths = [path for path in [*runtime.rglob("*"), *cache.rglob("*")] if path.suffix != ".counters"]
     return sorted(str(path) for path in paths if path.name not in ("weightd.toml", "weightd.log"))
 
 

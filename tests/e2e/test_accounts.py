@@ -43,7 +43,7 @@ def test_accounts_survive_a_restart(mlp: Path, bare: Bare, place: Place, tmp_pat
         assert before.bytes_in == sum(each.nbytes for question in questions for each in question.inputs.values())
         daemon.wait_for("tenant research: 2 requests in 1 s, 2 served, none refused, ")
         if number == signal.SIGKILL:
-            until(lambda: [*place.cache.glob("*.accounts")], "the accounts are written", limit=90)
+            until(lambda: [*place.cache.glob("*.counters")], "the accounts are written", limit=90)
         daemon.end(number)
     with Weightd(tmp_path / "two.log", "serve", config) as daemon, daemon.client(place.address) as client:
         assert accounts(client)["mlp"] == before
@@ -55,4 +55,5 @@ def test_accounts_survive_a_restart(mlp: Path, bare: Bare, place: Place, tmp_pat
         told = subprocess.run([*command, "--json"], capture_output=True, text=True, timeout=60, check=False).stdout
         assert [each["name"] for each in json.loads(told)["tenants"]] == ["research", "(operators)"]
         assert daemon.end() == 0
-    assert [Path(each).suffix for each in place.left] == [".accounts"]
+    assert [each.suffix for each in place.cache.iterdir()] == [".counters"]
+    assert place.left == []

@@ -28,16 +28,18 @@ from weightd.daemon.continuity.config_file import ConfigFile
 from weightd.daemon.continuity.handover import Handover
 from weightd.daemon.continuity.herald import Herald
 from weightd.daemon.continuity.keeping import Keeping
-from weightd.daemon.continuity.ledger import Ledger
+from weightd.daemon.continuity.ledger import Entry, Ledger
 from weightd.daemon.continuity.listening import Listening, listen
 from weightd.daemon.continuity.service import CLIENTS, KEEPER, Manager
 from weightd.daemon.gate.link import PeerIdentity
 from weightd.daemon.gate.zygote import Zygote
 from weightd.daemon.host.crowding import allow_descriptors
+from weightd.daemon.host.listening import listens_near
 from weightd.daemon.host.loop import Loop, signals
 from weightd.daemon.host.memory import MIB, host_bytes
 from weightd.daemon.host.timers import Timer
-from weightd.daemon.meters.meters import Meters
+from weightd.daemon.meters.meters import MeterFigures, Meters
+from weightd.daemon.meters.totals import TotalFigures, Totals
 from weightd.daemon.models.attaching import Attaching
 from weightd.daemon.models.budget import Device
 from weightd.daemon.models.fleet import Change, Fleet
@@ -52,10 +54,12 @@ from weightd.daemon.observe.status import Subject, report
 from weightd.daemon.observe.survey import Measured, Survey, crowding
 from weightd.daemon.requests.blame.suspects import Known
 from weightd.daemon.requests.shares import Clocks
+from weightd.daemon.scrapes.page import Page
+from weightd.daemon.scrapes.scrapes import Scrapes
 from weightd.daemon.shutdown import Event, Shutdown
-from weightd.daemon.tenants.accounts import Accounts
+from weightd.daemon.tenants.accounts import Accounts, Figures
 from weightd.daemon.tenants.directory import Directory
-from weightd.daemon.tenants.tenant import Viewer
+from weightd.daemon.tenants.tenant import EVERYONE, Viewer
 from weightd.protocol.errors import InvalidArgument, RequestError, ResourceExhausted, Unavailable
 from weightd.protocol.messages.control import ReloadResponse
 from weightd.protocol.messages.metrics import MetricsResponse
@@ -113,13 +117,20 @@ class Server:
         self._tenants = Directory(config.tenants)
         self._accounts = Accounts()
         self._meters = Meters()
+        self._totals = Totals(lambda: self._frontend.dropped)
         self._access = Access(self._tenants, self._accounts, _admitted(config))
         self._accounting = Accounting(self._tenants, self._accounts, lambda: self._fleet.models)
-        self._ledger = Ledger(config.daemon.accounts_file, self._accounts, self._loop.soon)
+        books = {
+            "account": Entry(self._accounts, Figures),
+            "model": Entry(self._meters, MeterFigures),
+            "daemon": Entry(self._totals, TotalFigures),
+        }
+        self._ledger = Ledger(config.daemon.counters_file, books, self._loop.soon)
         self._surveys: list[Survey] = []
         self._measured = Measured()
         self._started = time.monotonic()
         self._shutdown = Shutdown()
+        self._scrapes: Scrapes | None = None
         self._patience = Timer(self._end)
         self._sign = Timer(self._tell_manager)
 
@@ -172,6 +183,7 @@ class Server:
             self._frontend.listen(listener)
         listeners = {name: (each, self._lock(name)) for name, each in sockets.listeners.items()}
         self._gates = Gates(listeners, self._loop, self._adopt, most, self._zygote)
+        self._scrapes = self._tell_scrapes(sockets.metrics)
         self._loop.add(wakeups, lambda: self._on_signals(os.read(wakeups, 64)))
         self._loop.add_timer(self._patience)
         self._loop.add_timer(self._sign)
@@ -191,7 +203,20 @@ class Server:
             # They load while snapshots are taken.
             self._backend.prepare(self._config.models.values())
             self._fleet.start(self._config.models, time.monotonic())
+        if self._file is not None:
+            self._ledger.open(time.monotonic())
         self._account(time.monotonic())
+
+    def _tell_scrapes(self, listener: socket.socket | None) -> Scrapes | None:
+        """Answer who connects there with all that is counted: who reads it is the operator's choice."""
+        if listener is None:
+            return None
+        page = Page(lambda: self.metrics("scrape", Viewer(EVERYONE, sees_all=True)), self._loop.soon)
+        near = listens_near(listener)
+        _log.info("metrics are told at %s", self._config.daemon.metrics)
+        if not near:
+            _log.warning("metrics at %s: whoever reaches it sees them", self._config.daemon.metrics)
+        return Scrapes(listener, self._loop, page, near=near)
 
     def _lock(self, listener: str) -> Lock:
         config = self._config.listeners[listener]
@@ -227,14 +252,15 @@ class Server:
 
     def _account(self, now: float) -> None:
         """The tables of tenants are in force."""
-        if self._tenants.tells_apart:
-            self._ledger.open(now)
+        self._meters.keep(self._fleet.models)
         self._clocks.max_job_s = self._config.daemon.max_job_s
         self._accounting.renew(self._config.daemon.accounting_interval, now)
 
     def _close(self) -> None:
         """Let clients go, those of the gates first: they still have to be passed on what was said to them."""
         self._ledger.close()
+        if self._scrapes is not None:
+            self._scrapes.close()
         self._frontend.close()
         self._gates.close()
 
@@ -386,9 +412,9 @@ class Server:
         try:
             change = self._renew(now)
         except RequestError:
-            self._meters.refused_reloads += 1
+            self._totals.refused_reloads += 1
             raise
-        self._meters.reloads += 1
+        self._totals.reloads += 1
         return change
 
     def _renew(self, now: float) -> Change:
@@ -460,9 +486,9 @@ class Server:
         counted = Counted(
             list(self._fleet.models.values()),
             self._meters,
+            self._totals,
             self._tenants.known if self._tenants.tells_apart else self._tenants,
             self._accounts,
-            self._frontend.dropped,
             self._frontend.room.held,
             self._frontend.room.most,
         )

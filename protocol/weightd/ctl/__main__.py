@@ -12,7 +12,7 @@ from typing import Dict, List, Optional
 from weightd.client.address import default_address
 from weightd.client.client import Client
 from weightd.client.session import DEFAULT_TIMEOUT_S
-from weightd.ctl import exits, health, keygen, predict, reload, update
+from weightd.ctl import exits, health, keygen, metrics, predict, reload, update
 from weightd.ctl.advise import verb as advise
 from weightd.ctl.bench import verb as bench
 from weightd.ctl.install import verb as install
@@ -27,6 +27,7 @@ from weightd.shared.journal import prefixed, to_journal
 
 VERBS: Dict[str, Verb] = {
     "status": status.VERB,
+    "metrics": metrics.VERB,
     "health": health.VERB,
     "predict": predict.VERB,
     "bench": bench.VERB,

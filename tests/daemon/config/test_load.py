@@ -321,6 +321,8 @@ DAEMON_KEYS["max_memory_bytes"] = ["1", "16_777_215", *COUNTS[1:]]
 DAEMON_KEYS["max_shm_bytes"] = COUNTS[1:]
 DAEMON_KEYS["accounting_interval"] = [*SECONDS, "0.5"]
 DAEMON_KEYS["max_job_s"] = [*SECONDS, "0", "0.0009"]
+DAEMON_KEYS["metrics"] = [*TEXTS, '"9464"', '":9464"', '"127.0.0.1:0"', '"tcp://127.0.0.1:9464"', '"unix:relative"']
+DAEMON_KEYS["metrics"] += ['"unix:/directory/"', '"unix:/' + "x" * 107 + '"', '"localhost:http"']
 MODEL_KEYS = {
     "path": [*TEXTS, '""'],
     "engine": ["3", '"tensorflow"'],

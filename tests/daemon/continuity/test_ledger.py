@@ -10,20 +10,45 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from weightd.daemon.config.tenants import TenantConfig
 from weightd.daemon.continuity import ledger
-from weightd.daemon.continuity.ledger import INTERVAL_S, Ledger, LedgerError, read
-from weightd.daemon.tenants.accounts import ELSEWHERE, Accounts
+from weightd.daemon.continuity.ledger import INTERVAL_S, Book, Entry, Ledger, LedgerError
+from weightd.daemon.meters.meters import MeterFigures, Meters
+from weightd.daemon.meters.totals import TotalFigures, Totals
+from weightd.daemon.observe.tenants import told
+from weightd.daemon.tenants.accounts import ELSEWHERE, Accounts, Figures
+from weightd.daemon.tenants.tenant import Tenant
+from weightd.protocol import limits
 from weightd.protocol.errors import NotFound
+from weightd.protocol.schema import plain
+
+RECORDS = {"account": Figures, "model": MeterFigures, "daemon": TotalFigures}
+
+
+def read(path: Path) -> list[Figures]:
+    """The accounts that are written there."""
+    return ledger.read(path, RECORDS)["account"]
 
 
 class Daemon:
-    """What keeps accounts, on a file; and what it has to do soon."""
+    """What counts, on a file; and what it has to do soon."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, opened: bool = True) -> None:
         self.accounts = Accounts()
+        self.meters = Meters()
+        self.dropped = 0
+        self.totals = Totals(lambda: self.dropped)
         self.soon: list[Callable[[], object]] = []
-        self.ledger = Ledger(path, self.accounts, self.soon.append)
-        self.ledger.open(0.0)
+        books: tuple[Book, ...] = (self.accounts, self.meters, self.totals)
+        entries = {word: Entry(book, RECORDS[word]) for word, book in zip(RECORDS, books, strict=True)}
+        self.ledger = Ledger(path, entries, self.soon.append)
+        if opened:
+            self.ledger.open(0.0)
+
+    @property
+    def counted(self) -> list[object]:
+        """All that would be written."""
+        return [*self.accounts.figures(), *self.meters.figures(), *self.totals.figures()]
 
     def turns(self) -> int:
         """Do it; return how many turns that took."""
@@ -36,7 +61,7 @@ class Daemon:
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    return tmp_path / "w.accounts"
+    return tmp_path / "w.counters"
 
 
 def ask(accounts: Accounts, tenant: str, model: str) -> None:
@@ -54,9 +79,17 @@ def test_the_next_daemon_goes_on_with_what_was_counted(path: Path) -> None:
     first.accounts.of("bob", ELSEWHERE).refuses(NotFound("no"), requests=1)
     running = first.accounts.of("ann", "m")
     running.accepts(5)
+    meter = first.meters.of("m")
+    for buckets in (meter.requests, meter.queue, meter.compute, meter.rows):
+        buckets.add(0.25)
+        buckets.add(1e6)
+    meter.deaths, meter.restarts, meter.canary_failures, meter.mismatches = 1, 2, 3, 4
+    first.totals.reloads, first.totals.refused_reloads, first.dropped = 5, 6, 7
     first.ledger.close()
     second = Daemon(path)
-    assert [*second.accounts.figures()] == [*first.accounts.figures()]
+    assert second.counted == first.counted
+    assert second.totals.dropped == 7
+    assert second.meters.of("m").requests.counts == meter.requests.counts
     # What was under way has ended with the daemon.
     assert second.accounts.of("ann", "m").in_flight == 0
     ask(second.accounts, "ann", "m")
@@ -74,6 +107,7 @@ def test_it_is_written_now_and_then_and_others_have_their_turns(path: Path, monk
     assert daemon.ledger.timer.due == INTERVAL_S
     daemon.ledger.timer.fire(INTERVAL_S)
     assert not path.exists()
+    # And the daemon itself.
     assert daemon.turns() == 3
     assert len(read(path)) == 25
     assert daemon.ledger.timer.due == 2 * INTERVAL_S
@@ -92,8 +126,8 @@ def test_what_is_written_at_the_end_is_whole_whatever_was_begun(path: Path, monk
     assert len(read(path)) == 25
 
 
-def test_where_there_are_no_tenants_there_is_no_file(path: Path) -> None:
-    unused = Ledger(path, Accounts(), lambda _: None)
+def test_what_was_not_opened_writes_nothing(path: Path) -> None:
+    unused = Daemon(path, opened=False).ledger
     unused.close()
     assert unused.timer.due == float("inf")
     assert not path.exists()
@@ -111,25 +145,31 @@ def test_what_is_there_already_is_not_written_again(path: Path) -> None:
     assert read(path)[0].served == 2
 
 
-def test_it_is_opened_once(path: Path) -> None:
-    daemon = Daemon(path)
-    ask(daemon.accounts, "ann", "m")
-    daemon.ledger.close()
-    daemon.ledger.open(5.0)
-    assert daemon.accounts.of("ann", "m").served == 1
-    assert daemon.ledger.timer.due == INTERVAL_S
-
-
 @pytest.mark.parametrize(
     "content",
-    [b"", b"\n", b"{", b"[]", b"\xff", b'{"accounts": 1}\n', b'{"tenant": "ann"}\n{"accounts": 1}\n', b"[" * 100_000],
+    [
+        b"",
+        b"\n",
+        b"{",
+        b"[]",
+        b"\xff",
+        b'{"lines": 1}\n',
+        b'{"account": {"tenant": "ann"}}\n{"lines": 1}\n',
+        b'{"account": 1, "model": 1}\n{"lines": 1}\n',
+        b'{"shoe": {}}\n{"lines": 1}\n',
+        b'{"daemon": {"reloads": 1, "refused_reloads": 1, "dropped": -1}}\n{"lines": 1}\n',
+        b'{"daemon": {"reloads": 1, "refused_reloads": 1, "dropped": NaN}}\n{"lines": 1}\n',
+        2 * b'{"daemon": {"reloads": 1, "refused_reloads": 1, "dropped": 1}}\n' + b'{"lines": 2}\n',
+        b"[" * 100_000,
+    ],
 )
 def test_what_is_no_such_file_is_as_good_as_none(path: Path, content: bytes, caplog: pytest.LogCaptureFixture) -> None:
     path.write_bytes(content)
     daemon = Daemon(path)
     assert [*daemon.accounts.figures()] == []
+    assert daemon.totals.reloads == 0
     [record] = caplog.records
-    assert record.getMessage().startswith(f"the accounts of tenants begin anew: {path}: ")
+    assert record.getMessage().startswith(f"all counters begin anew: {path}: ")
     daemon.ledger.close()
     assert read(path) == []
 
@@ -166,11 +206,34 @@ def test_what_cannot_be_written_is_said_once(path: Path, caplog: pytest.LogCaptu
     for _ in range(3):
         daemon.ledger.close()
     assert [record.getMessage() for record in caplog.records] == [
-        f"the accounts of tenants are not written: {path}/missing: No such file or directory"
+        f"the counters are not written: {path}/missing: No such file or directory"
     ]
 
 
-COUNTS = st.integers(0, 2**62)
+def test_however_much_is_in_the_file_it_is_written_again_and_can_be_told(path: Path) -> None:
+    """The largest counts of a file, of models that are gone, come together in one account, and others on top."""
+    most = 2**55
+    daemon = Daemon(path)
+    for number in range(limits.MAX_MODELS):
+        account = daemon.accounts.of("ann", f"{number}")
+        account.requests, account.seat_seconds, account.refused = 2 * most, 1e300, {"NOT_FOUND": 2 * most}
+    meter = daemon.meters.of("m")
+    meter.requests.counts, meter.requests.sum = [2 * most] * len(meter.requests.counts), 1e300
+    meter.deaths, daemon.totals.reloads = 2 * most, 2 * most
+    daemon.ledger.close()
+    for _ in range(2):
+        daemon = Daemon(path)
+        daemon.accounts.keep(["ann"], [])
+        ask(daemon.accounts, "ann", ELSEWHERE)
+        daemon.meters.of("m").requests.add(1.0)
+        [ann] = told([Tenant("ann", TenantConfig())], daemon.accounts, {})
+        assert plain(ann)
+        assert plain(daemon.meters.of("m").requests.told())
+        daemon.ledger.close()
+    assert daemon.totals.reloads == most
+
+
+COUNTS = st.integers(0, 2**55)
 
 
 @given(

@@ -18,6 +18,7 @@ FORM = f"ipc:///ABSOLUTE/PATH or {tcp.FORM}"
 
 _IPC = "ipc://"
 _UNIX = "unix://"
+_PATH = "unix:"
 _SOCKET_PATH = re.compile(r"ipc:///.*[^/]")
 
 
@@ -34,6 +35,21 @@ def of_address(address: str, suffix: str = "") -> Iterator[FieldError]:
         yield FieldError(f"expected a path without {paths.UNIX_SUFFIX}, the end of unix sockets', got {address!r}")
     elif address.startswith(_IPC):
         yield from of_path(address.removeprefix(_IPC) + suffix)
+
+
+def of_metrics(address: str) -> Iterator[FieldError]:
+    """Say what is wrong with where metrics are told: HOST:PORT, or unix:/ABSOLUTE/PATH."""
+    path = address.removeprefix(_PATH)
+    if path != address and path.startswith("/") and not path.endswith("/"):
+        yield from of_path(path)
+    elif path != address or not tcp.is_address(f"tcp://{address}"):
+        yield FieldError(f"expected HOST:PORT or unix:/ABSOLUTE/PATH, got {address!r}")
+
+
+def metrics(address: str) -> str:
+    """Return the same as `listening` takes it: tcp://HOST:PORT or unix://PATH."""
+    path = address.removeprefix(_PATH)
+    return f"tcp://{address}" if path == address else _UNIX + path
 
 
 def of_path(path: str) -> Iterator[FieldError]:

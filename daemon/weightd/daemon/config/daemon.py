@@ -56,6 +56,10 @@ class DaemonConfig:
     """Seconds that one predict of many rows may take, about, while another tenant asks: less has nobody wait for long,
     more makes better use of a device. A request whose rows cannot be told apart takes as long as it takes."""
 
+    metrics: str = field(default="", metadata=user_path(limits.MAX_PATH_BYTES, empty=True))
+    """Where metrics are told to Prometheus, by HTTP at /metrics: HOST:PORT, as 127.0.0.1:9464, or unix:/ABSOLUTE/PATH.
+    Whoever reaches it sees those of all tenants; over TCP that is everybody on the host. Default: nowhere."""
+
     @property
     def key(self) -> str:
         """A short name for this daemon, made from its socket: two daemons never share a file."""
@@ -67,9 +71,9 @@ class DaemonConfig:
         return Path(self.cache_dir, self.key)
 
     @property
-    def accounts_file(self) -> Path:
-        """The file with the accounts of tenants, which stays when the daemon ends."""
-        return Path(self.cache_dir, f"{self.key}.accounts")
+    def counters_file(self) -> Path:
+        """The file with what was counted, which stays when the daemon ends."""
+        return Path(self.cache_dir, f"{self.key}.counters")
 
     @property
     def children_socket(self) -> Path:
@@ -109,6 +113,7 @@ def complete_daemon(config: DaemonConfig, base: Path, listening: Sequence[str], 
     problems.note(_too_little(config.max_memory_bytes), "max_memory_bytes")
     problems.note(_too_often(config.accounting_interval), "accounting_interval")
     problems.note(_too_short(config.max_job_s), "max_job_s")
+    problems.note(_of_metrics(config.metrics), "metrics")
     return complete
 
 
@@ -118,6 +123,11 @@ def _of_socket(socket: str, expected: Sequence[str]) -> Iterator[FieldError]:
     elif socket not in expected:
         text = f"expected {' or '.join(expected)}, where the service manager listens (weightd.socket), got {socket!r}"
         yield FieldError(text).at(".socket")
+
+
+def _of_metrics(address: str) -> Iterator[FieldError]:
+    if address:
+        yield from (each.at(".metrics") for each in addresses.of_metrics(address))
 
 
 def _too_little(max_memory_bytes: int) -> Iterator[FieldError]:

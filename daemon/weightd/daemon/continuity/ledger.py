@@ -1,7 +1,8 @@
-"""The accounts of tenants in a file, from which the next daemon goes on, whoever it is that has its processes.
+"""What was counted, in a file from which the next daemon goes on, whoever it is that has its processes.
 
-A line of JSON for each account, the last one says how many there are. It is written anew now and then, and at the end:
-what was counted after that is lost with a daemon that is killed. What is no such file is as good as none.
+A line of JSON for each account of a tenant, each model, and the daemon; the last one says how many there are. It is
+written anew now and then, and at the end: what was counted after that is lost with a daemon that is killed. What is no
+such file is as good as none.
 """
 
 from __future__ import annotations
@@ -11,29 +12,56 @@ import json
 import logging
 import os
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 from weightd.daemon.host.timers import Timer
-from weightd.daemon.tenants.accounts import Accounts, Figures
 from weightd.protocol import limits
-from weightd.protocol.schema import FieldError, decode, plain
+from weightd.protocol.schema import FieldError, decode, label, plain
 
-_log = logging.getLogger("weightd.accounts")
+_log = logging.getLogger("weightd.counters")
 
 INTERVAL_S = 10.0
 
 # At once, before the loop has its turn: a millisecond or two.
 _MOST_AT_ONCE = 128
 
-# One more than there are tenants operates, and one more than there are models is what is no model's.
-_MOST_ACCOUNTS = (limits.MAX_TENANTS + 1) * (limits.MAX_MODELS + 1)
-_MOST_BYTES = 2048 * _MOST_ACCOUNTS
+# Accounts: one more than there are tenants operates, and one more than there are models is what is no model's. Beside
+# them each model, and the daemon.
+_MOST_LINES = (limits.MAX_TENANTS + 1) * (limits.MAX_MODELS + 1) + limits.MAX_MODELS + 1
+_MOST_BYTES = 2048 * _MOST_LINES
 
 
 class LedgerError(Exception):
     """What is in the file is not what one writes there."""
+
+
+class Figures(Protocol):
+    """What is written down of one thing: a record."""
+
+    @property
+    def key(self) -> str:
+        """What tells it from all others of its kind."""
+        ...
+
+
+class Book(Protocol):
+    """Things of one kind of which something is counted."""
+
+    def figures(self) -> Iterator[Any]:
+        """Yield what is to be written down, a record of each thing. What is counted meanwhile may be in it, or not."""
+        ...
+
+    def restore(self, written: Sequence[Any]) -> object:
+        """Go on from the records that were written down."""
+
+
+class Entry(NamedTuple):
+    """A book, and of which type its records are."""
+
+    book: Book
+    record: type[Any]
 
 
 class Ledger:
@@ -41,39 +69,40 @@ class Ledger:
 
     Args:
         path: in a directory that is the daemon's own.
-        accounts: that are written, and go on from what is there.
+        books: that are written, and go on from what is there; by the word that begins their lines.
         soon: has something called when all others have had their turn.
 
     Attributes:
         timer: call it when it is due.
     """
 
-    def __init__(self, path: Path, accounts: Accounts, soon: Callable[[Callable[[], object]], object]) -> None:
+    def __init__(self, path: Path, books: Mapping[str, Entry], soon: Callable[[Callable[[], object]], object]) -> None:
         self.path = path
         self.timer = Timer(self._on_timer)
-        self._accounts = accounts
+        self._books = books
         self._soon = soon
         self._is_open = False
         self._complained = False
         self._written = ""
         self._lines: list[str] = []
-        self._left: Iterator[Figures] = iter(())
+        self._left: Iterator[tuple[str, Any]] = iter(())
 
     def open(self, now: float) -> None:
-        """There are tenants: go on with their accounts, if that was not done, and write them from now on."""
-        if self._is_open:
-            return
+        """Go on with what is there, and write from now on."""
         self._is_open = True
         self.timer.set(now + INTERVAL_S)
         try:
-            self._accounts.restore(read(self.path))
+            written = read(self.path, {word: each.record for word, each in self._books.items()})
         except FileNotFoundError:
-            pass
+            return
         except (OSError, LedgerError) as error:
-            _log.warning("the accounts of tenants begin anew: %s: %s", self.path, getattr(error, "strerror", error))
+            _log.warning("all counters begin anew: %s: %s", self.path, getattr(error, "strerror", error))
+            return
+        for word, each in self._books.items():
+            each.book.restore(written[word])
 
     def close(self) -> None:
-        """Write them for the last time."""
+        """Write for the last time."""
         if self._is_open:
             self._begin()
             while not self._go_on():
@@ -86,7 +115,7 @@ class Ledger:
 
     def _begin(self) -> None:
         self._lines = []
-        self._left = self._accounts.figures()
+        self._left = ((word, figures) for word, each in self._books.items() for figures in each.book.figures())
 
     def _step(self) -> None:
         if not self._go_on():
@@ -94,12 +123,12 @@ class Ledger:
 
     def _go_on(self) -> bool:
         """Return whether all is written."""
-        for number, each in enumerate(self._left, 1):
-            self._lines.append(json.dumps(plain(each)))
+        for number, (word, figures) in enumerate(self._left, 1):
+            self._lines.append(json.dumps({word: plain(figures)}))
             if number == _MOST_AT_ONCE:
                 return False
         lines, self._lines = self._lines, []
-        content = "".join(f"{line}\n" for line in [*lines, json.dumps({"accounts": len(lines)})])
+        content = "".join(f"{line}\n" for line in [*lines, json.dumps({"lines": len(lines)})])
         # A disk that sleeps may sleep on.
         if content != self._written:
             self._write(content)
@@ -116,15 +145,15 @@ class Ledger:
             new.replace(self.path)
         except OSError as error:
             if not self._complained:
-                _log.warning("the accounts of tenants are not written: %s: %s", self.path, error.strerror)
+                _log.warning("the counters are not written: %s: %s", self.path, error.strerror)
             self._complained = True
         else:
             self._complained = False
             self._written = content
 
 
-def read(path: Path) -> list[Figures]:
-    """Return what was written at `path`.
+def read(path: Path, records: Mapping[str, type[Any]]) -> dict[str, list[Any]]:
+    """Return the records that were written at `path`, by the word that begins their lines.
 
     Raises:
         OSError: it cannot be read.
@@ -136,13 +165,27 @@ def read(path: Path) -> list[Figures]:
         if not stat.S_ISREG(found.st_mode) or found.st_size > _MOST_BYTES:
             raise LedgerError(f"expected a file of at most {_MOST_BYTES} bytes")
         lines = file.read(_MOST_BYTES).splitlines()
-    *accounts, last = [*map(_value, lines)] or [None]
-    if last != {"accounts": len(accounts)}:
-        raise LedgerError(f"expected a last line that tells of {len(accounts)} accounts")
+    *values, last = [*map(_value, lines)] or [None]
+    if last != {"lines": len(values)}:
+        raise LedgerError(f"expected a last line that tells of {len(values)} lines")
+    written: dict[str, dict[str, Any]] = {word: {} for word in records}
+    for value in values:
+        word, figures = _figures(value, records)
+        # Twice the same would be counted twice.
+        if figures.key in written[word]:
+            raise LedgerError(f"expected each {word} once, got {figures.key!r} twice")
+        written[word][figures.key] = figures
+    return {word: [*each.values()] for word, each in written.items()}
+
+
+def _figures(value: Any, records: Mapping[str, type[Any]]) -> tuple[str, Figures]:
+    [(word, raw)] = value.items() if type(value) is dict and len(value) == 1 else [("", None)]
+    if word not in records:
+        raise LedgerError(f"expected a line with one of {', '.join(records)}, got {label(word)}")
     try:
-        return [decode(Figures, each) for each in accounts]
+        return word, decode(records[word], raw)
     except FieldError as error:
-        raise LedgerError(str(error)) from None
+        raise LedgerError(f"{word}{error}") from None
 
 
 def _value(line: str) -> Any:

@@ -8,6 +8,7 @@ import socket
 from collections.abc import Generator, Mapping, Sequence
 from typing import NamedTuple
 
+from weightd.daemon.config import addresses as forms
 from weightd.daemon.config.load import Config
 from weightd.daemon.host.directories import ClaimError
 from weightd.daemon.host.listening import addresses, listening
@@ -22,11 +23,13 @@ class Listening(NamedTuple):
         unix: for clients of this host; none where that could not be had.
         listeners: for clients that speak ZeroMQ, by the names of their listeners.
         addresses: of all of them.
+        metrics: for those who want metrics; None where there is to be none.
     """
 
     unix: Sequence[socket.socket]
     listeners: Mapping[str, socket.socket]
     addresses: Sequence[str]
+    metrics: socket.socket | None = None
 
 
 @contextlib.contextmanager
@@ -50,8 +53,10 @@ def listen(config: Config, passed: Sequence[int], *, unix: bool = True) -> Gener
             name: open_already.get(each.address) or stack.enter_context(listening(each.address))
             for name, each in config.listeners.items()
         }
+        metrics = config.daemon.metrics
+        told = stack.enter_context(listening(forms.metrics(metrics))) if metrics else None
         where = [*own, *(each.address for each in config.listeners.values())]
-        yield Listening([*own.values()], listeners, where)
+        yield Listening([*own.values()], listeners, where, told)
 
 
 def _adopted(passed: Sequence[int], stack: contextlib.ExitStack) -> dict[str, socket.socket]:

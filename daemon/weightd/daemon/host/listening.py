@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import os
 import socket
 import stat
@@ -88,6 +89,12 @@ def claimed(path: Path) -> Generator[None, None, None]:
     finally:
         with contextlib.suppress(ClaimError):
             _remove_socket(path)
+
+
+def listens_near(listener: socket.socket) -> bool:
+    """Return whether only programs of this host can connect to it."""
+    name: Any = listener.getsockname()
+    return listener.family == socket.AF_UNIX or ipaddress.ip_address(name[0].partition("%")[0]).is_loopback
 
 
 def _path(address: str) -> Path | None:

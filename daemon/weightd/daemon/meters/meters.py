@@ -1,23 +1,42 @@
-"""The meters of all models, by name; and what is counted of the daemon itself."""
+"""The meters of all models, by name; they go on over restarts of the daemon."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, field
 
+from weightd.daemon.meters.buckets import MOST_COUNT, BucketFigures
 from weightd.daemon.meters.meter import Meter
+from weightd.protocol import limits
+from weightd.protocol.schema import integer, record, text
+
+_COUNT = integer(0, MOST_COUNT)
+
+
+@dataclass(frozen=True)
+class MeterFigures:
+    """A meter as it is written down; the fields are those of `Meter`."""
+
+    model: str = field(metadata=text(limits.MAX_MODEL_NAME_BYTES))
+    requests: BucketFigures = field(metadata=record(BucketFigures))
+    queue: BucketFigures = field(metadata=record(BucketFigures))
+    compute: BucketFigures = field(metadata=record(BucketFigures))
+    rows: BucketFigures = field(metadata=record(BucketFigures))
+    deaths: int = field(metadata=_COUNT)
+    restarts: int = field(metadata=_COUNT)
+    canary_failures: int = field(metadata=_COUNT)
+    mismatches: int = field(metadata=_COUNT)
+
+    @property
+    def key(self) -> str:
+        """What tells it from all others."""
+        return self.model
 
 
 class Meters:
-    """There are as many as models are configured; a model that is gone takes its own with it.
-
-    Attributes:
-        reloads: how often another configuration was put in force.
-        refused_reloads: how often that was refused.
-    """
+    """There are as many as models are configured; a model that is gone takes its own with it."""
 
     def __init__(self) -> None:
-        self.reloads = 0
-        self.refused_reloads = 0
         self._models: dict[str, Meter] = {}
 
     def of(self, model: str) -> Meter:
@@ -30,3 +49,31 @@ class Meters:
     def keep(self, models: Collection[str]) -> None:
         """These are all there are: forget the others."""
         self._models = {name: meter for name, meter in self._models.items() if name in models}
+
+    def figures(self) -> Iterator[MeterFigures]:
+        """Yield what is to be written down."""
+        for model, meter in list(self._models.items()):
+            yield MeterFigures(
+                model,
+                meter.requests.figures(),
+                meter.queue.figures(),
+                meter.compute.figures(),
+                meter.rows.figures(),
+                min(meter.deaths, MOST_COUNT),
+                min(meter.restarts, MOST_COUNT),
+                min(meter.canary_failures, MOST_COUNT),
+                min(meter.mismatches, MOST_COUNT),
+            )
+
+    def restore(self, written: Iterable[MeterFigures]) -> None:
+        """Go on from what was written down."""
+        for each in written:
+            meter = self.of(each.model)
+            meter.requests.restore(each.requests)
+            meter.queue.restore(each.queue)
+            meter.compute.restore(each.compute)
+            meter.rows.restore(each.rows)
+            meter.deaths += each.deaths
+            meter.restarts += each.restarts
+            meter.canary_failures += each.canary_failures
+            meter.mismatches += each.mismatches

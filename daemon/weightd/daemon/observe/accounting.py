@@ -46,6 +46,8 @@ class Accounting:
     def renew(self, interval: float, now: float) -> None:
         """Another configuration is in force; `interval`: the seconds between lines of the log, 0 for none."""
         if not self._tenants.tells_apart:
+            # What a reload has taken away is forgotten all the same.
+            self._accounts.keep(self._names(), self._models())
             self._interval = 0.0
             return
         self._on_tick(now)

@@ -12,6 +12,7 @@ from weightd.daemon.generations.life import Life
 from weightd.daemon.generations.states import ChildState
 from weightd.daemon.meters.buckets import ROWS, SECONDS
 from weightd.daemon.meters.meters import Meters
+from weightd.daemon.meters.totals import Totals
 from weightd.daemon.models.model import Model
 from weightd.daemon.observe.tenants import Queued, told, waiting
 from weightd.daemon.tenants.accounts import Accounts
@@ -41,9 +42,9 @@ class Counted(NamedTuple):
     Attributes:
         models: those that are served.
         meters: of all of them.
+        totals: of the daemon.
         tenants: those of the configuration, and who is none of them but asks; or everyone.
         accounts: of all.
-        dropped: answers that could not be sent.
         held_bytes: that are kept for clients.
         max_memory_bytes: that may be.
         footings: of models, by name, as far as that was measured.
@@ -52,9 +53,9 @@ class Counted(NamedTuple):
 
     models: Sequence[Model]
     meters: Meters
+    totals: Totals
     tenants: Iterable[Tenant]
     accounts: Accounts
-    dropped: int
     held_bytes: int
     max_memory_bytes: int
     footings: Mapping[str, Footing] = {}
@@ -89,8 +90,8 @@ def _everything(request_id: str, moment: Moment, counted: Counted) -> MetricsRes
         tenants=told(counted.tenants, counted.accounts, waiting(counted.models)),
         held_bytes=counted.held_bytes,
         max_memory_bytes=counted.max_memory_bytes,
-        dropped=counted.dropped,
-        reloads=ReloadCounts(counted.meters.reloads, counted.meters.refused_reloads),
+        dropped=counted.totals.dropped,
+        reloads=ReloadCounts(counted.totals.reloads, counted.totals.refused_reloads),
         pss_bytes=counted.pss_bytes,
     )
 
@@ -121,6 +122,7 @@ def _model(model: Model, meters: Meters, footing: Footing, moment: Moment) -> Mo
         shared_bytes=footing.shared,
         saved_bytes=footing.saved,
         copy_bytes=footing.copy,
+        max_queue=model.config.max_queue,
     )
 
 

@@ -96,7 +96,7 @@ class Desk:
         self.latencies = Latencies()
         self.by_process: dict[str, Latencies] = {}
         self.failed = 0
-        self.meter = Meter()
+        self.meter = self.scheduler.seats.meter
         # Whether there is, or was, a seat whose processes compute together.
         self._in_step = False
         # Requests wait for those that have come with them, and there is news since that was last looked at.

@@ -40,8 +40,12 @@ _MOST = 2**62
 # Of so many of the last ticks a share is taken.
 _TICKS = 6
 
-_COUNT = integer(0, limits.MAX_COUNT)
-_SECONDS = number(1e15)
+# Of each figure in the file: however many of them go into one sum, that is a number of the wire.
+_MOST_COUNT = 2**55
+_MOST_SECONDS = 1e15
+
+_COUNT = integer(0, _MOST_COUNT)
+_SECONDS = number(_MOST_SECONDS)
 
 
 class QuotaExceeded(ResourceExhausted):
@@ -71,6 +75,11 @@ class Figures:
     bytes_out: int = field(metadata=_COUNT)
     deaths: int = field(metadata=_COUNT)
     refused: dict[str, int] = field(metadata=mapping(_COUNT, len(REASONS)))
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """What tells it from all others."""
+        return self.tenant, self.model
 
 
 class Account:
@@ -175,15 +184,15 @@ class Account:
         return Figures(
             tenant,
             model,
-            self.requests,
-            self.served,
-            self.rows,
-            self.seat_seconds,
-            self.waited_seconds,
-            self.bytes_in,
-            self.bytes_out,
-            self.deaths,
-            dict(self.refused),
+            min(self.requests, _MOST_COUNT),
+            min(self.served, _MOST_COUNT),
+            min(self.rows, _MOST_COUNT),
+            min(self.seat_seconds, _MOST_SECONDS),
+            min(self.waited_seconds, _MOST_SECONDS),
+            min(self.bytes_in, _MOST_COUNT),
+            min(self.bytes_out, _MOST_COUNT),
+            min(self.deaths, _MOST_COUNT),
+            {reason: min(count, _MOST_COUNT) for reason, count in self.refused.items()},
         )
 
 

@@ -8,7 +8,7 @@ from typing import Optional, Tuple
 from weightd.protocol import limits
 from weightd.protocol.messages.accounts import TenantStatus
 from weightd.protocol.messages.status import ROLES
-from weightd.protocol.schema import boolean, integer, many, number, one_of, record, text
+from weightd.protocol.schema import boolean, integer, left_out, many, number, one_of, record, text
 
 _COUNT = integer(0, limits.MAX_COUNT)
 
@@ -50,7 +50,8 @@ class ModelMetrics:
     those that were started in the place of lost ones; `canary_failures` are workers that did not reproduce the known
     answer, `mismatches` generations of which rows together were found not to be what each is alone. `request_seconds`
     are from the arrival of each answered request to its answer, `queue_seconds` until a worker was given it;
-    `compute_seconds` are those of executions, `job_rows` their rows, as far as those are known. Memory was measured a
+    `compute_seconds` are those of executions, `job_rows` their rows, as far as those are known. `max_queue` is how many
+    may wait. Memory was measured a
     minute ago, or a little more; it is absent before, and where the kernel does not tell.
     """
 
@@ -77,6 +78,7 @@ class ModelMetrics:
     shared_bytes: Optional[int] = field(default=None, metadata=_COUNT)
     saved_bytes: Optional[int] = field(default=None, metadata=_COUNT)
     copy_bytes: Optional[int] = field(default=None, metadata=_COUNT)
+    max_queue: int = field(default=0, metadata=left_out(_COUNT))
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,60 @@
+"""What is counted of the daemon as a whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+
+from weightd.daemon.meters.buckets import MOST_COUNT
+from weightd.protocol.schema import integer
+
+_COUNT = integer(0, MOST_COUNT)
+
+
+@dataclass(frozen=True)
+class TotalFigures:
+    """The totals as they are written down; the fields are those of `Totals`."""
+
+    reloads: int = field(metadata=_COUNT)
+    refused_reloads: int = field(metadata=_COUNT)
+    dropped: int = field(metadata=_COUNT)
+
+    @property
+    def key(self) -> str:
+        """There is one."""
+        return ""
+
+
+class Totals:
+    """Counts what concerns no single model.
+
+    Args:
+        dropped: returns how many answers could not be sent by this daemon.
+
+    Attributes:
+        reloads: how often another configuration was put in force.
+        refused_reloads: how often that was refused.
+    """
+
+    def __init__(self, dropped: Callable[[], int]) -> None:
+        self.reloads = 0
+        self.refused_reloads = 0
+        self._dropped_before = 0
+        self._dropped = dropped
+
+    @property
+    def dropped(self) -> int:
+        """Answers that could not be sent, by this daemon and those before it."""
+        return self._dropped_before + self._dropped()
+
+    def figures(self) -> Iterator[TotalFigures]:
+        """Yield what is to be written down."""
+        counted = self.reloads, self.refused_reloads, self.dropped
+        yield TotalFigures(*(min(each, MOST_COUNT) for each in counted))
+
+    def restore(self, written: Iterable[TotalFigures]) -> None:
+        """Go on from what was written down."""
+        for each in written:
+            self.reloads += each.reloads
+            self.refused_reloads += each.refused_reloads
+            self._dropped_before += each.dropped

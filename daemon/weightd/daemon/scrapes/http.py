@@ -1,0 +1,112 @@
+"""As much of HTTP/1.1 as it takes to answer one request for one text: bytes in, bytes out."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+
+from weightd.shared.exposition import CONTENT_TYPE
+
+PATH = "/metrics"
+
+# Prometheus sends less than a kilobyte; a proxy in front adds as much.
+MAX_HEAD_BYTES = 8192
+
+_ENDS = (b"\r\n\r\n", b"\n\n")
+
+_REQUEST = re.compile(rb"([!-~]+) ([!-~]+) HTTP/1\.[0-9]")
+
+_PLAIN = "text/plain; charset=utf-8"
+
+_REASONS = {
+    200: "OK",
+    400: "Bad Request",
+    404: "Not Found",
+    405: "Method Not Allowed",
+    421: "Misdirected Request",
+    431: "Request Header Fields Too Large",
+}
+
+
+class Head:
+    """The head of a request, as it comes in.
+
+    Attributes:
+        content: what has come of it; some of what follows it may be there, too.
+    """
+
+    def __init__(self) -> None:
+        self.content = bytearray()
+
+    def feed(self, data: bytes) -> bool:
+        """Take in what has come next; return whether nothing more is needed: it is whole, or too long."""
+        searched = max(0, len(self.content) - 3)
+        self.content += data
+        return self.is_too_long or any(end in self.content[searched:] for end in _ENDS)
+
+    @property
+    def is_too_long(self) -> bool:
+        """Whether it will not be read any further."""
+        return len(self.content) > MAX_HEAD_BYTES
+
+
+def refusal(head: Head, *, near: bool) -> bytes:
+    """Return the answer to what is no request for the metrics; nothing if it is one.
+
+    Args:
+        head: of the request.
+        near: whether only programs of this host can connect. A page in a browser of this host can, too, by a name that
+            it has that mean this host: so the request has to call it by an address, or localhost.
+    """
+    if head.is_too_long:
+        return answer(431, f"expected a head of at most {MAX_HEAD_BYTES} bytes\n".encode())
+    line, *fields = [each.rstrip(b"\r") for each in bytes(head.content).split(b"\n")]
+    request = _REQUEST.fullmatch(line)
+    if request is None:
+        return answer(400, b"expected a request of HTTP/1.1\n")
+    method, target = request.groups()
+    if target.partition(b"?")[0] != PATH.encode():
+        return answer(404, f"there is only {PATH}\n".encode())
+    if method != b"GET":
+        return answer(405, b"expected GET\n", ["Allow: GET"])
+    if near and not _means_this_host(_host(fields)):
+        return answer(421, b"expected this host's address, or localhost, as its name\n")
+    return b""
+
+
+def answer(status: int, body: bytes, fields: list[str] | None = None) -> bytes:
+    """Return an answer; the connection ends after it."""
+    return head_of(status, len(body), fields) + body
+
+
+def head_of(status: int, length: int, fields: list[str] | None = None) -> bytes:
+    """Return the head of an answer whose body has so many bytes."""
+    lines = [
+        f"HTTP/1.1 {status} {_REASONS[status]}",
+        f"Content-Type: {CONTENT_TYPE if status == 200 else _PLAIN}",
+        f"Content-Length: {length}",
+        "X-Content-Type-Options: nosniff",
+        "Connection: close",
+        *(fields or ()),
+    ]
+    return "".join(f"{line}\r\n" for line in [*lines, ""]).encode()
+
+
+def _host(fields: list[bytes]) -> str:
+    """What the request calls this host; "" if nothing."""
+    for field in fields:
+        name, _, value = field.partition(b":")
+        if name.lower() == b"host":
+            return value.strip().decode("latin-1")
+        if not field:
+            break
+    return ""
+
+
+def _means_this_host(name: str) -> bool:
+    host = name[1:].partition("]")[0] if name.startswith("[") else name.partition(":")[0]
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return host.lower().rstrip(".") in ("", "localhost")
+    return True

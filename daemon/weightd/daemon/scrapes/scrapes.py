@@ -1,0 +1,159 @@
+"""Answers scrapes: each connection has one request and one answer, a bound of bytes, and a few seconds."""
+
+from __future__ import annotations
+
+import functools
+import socket
+import time
+from collections.abc import Callable
+
+from weightd.daemon.host.accepting import Accepting
+from weightd.daemon.host.loop import Loop
+from weightd.daemon.host.timers import Timer
+from weightd.daemon.scrapes.http import Head, head_of, refusal
+from weightd.daemon.scrapes.page import Page
+
+# Prometheus gives up after ten seconds; what takes longer here than that is no scrape.
+MOST_S = 10.0
+
+# At once: a monitoring system has two, and somebody looks with a browser. Past it the one goes that came first.
+MOST_CONNECTIONS = 32
+
+# With one wake-up: who comes in crowds has the loop no longer than one who asks a model.
+_MOST_ACCEPTED = 1
+
+_READ_BYTES = 4096
+
+
+class _Peer:
+    """Somebody who has connected.
+
+    Attributes:
+        connection: does not block.
+        until: when it ends, whatever has become of it.
+        head: of its request.
+        is_heard: whether that is whole.
+        unsent: what has not been sent of the answer.
+    """
+
+    def __init__(self, connection: socket.socket, until: float) -> None:
+        self.connection = connection
+        self.until = until
+        self.head = Head()
+        self.is_heard = False
+        self.unsent: list[memoryview] = []
+
+
+class Scrapes:
+    """Whoever connects to `listener` is answered.
+
+    Args:
+        listener: listens, and does not block.
+        loop: calls when there is something to do.
+        page: what is told.
+        near: whether only programs of this host can connect, see `refusal`.
+        clock: monotonic seconds.
+
+    Attributes:
+        timer: call it when it is due.
+    """
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        loop: Loop,
+        page: Page,
+        *,
+        near: bool,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._loop = loop
+        self._page = page
+        self._near = near
+        self._clock = clock
+        # In the order in which they came.
+        self._peers: dict[int, _Peer] = {}
+        self.timer = Timer(self._on_timer)
+        loop.add_timer(self.timer)
+        Accepting(listener, loop, self._let_in, most=_MOST_ACCEPTED)
+
+    def __len__(self) -> int:
+        return len(self._peers)
+
+    def close(self) -> None:
+        """Let all go."""
+        for peer in list(self._peers.values()):
+            self._let_go(peer)
+
+    def _let_in(self, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        if len(self._peers) >= MOST_CONNECTIONS:
+            # Who is being answered is not the one who is in the way.
+            self._let_go(next((each for each in self._peers.values() if not each.is_heard), self._first))
+        peer = _Peer(connection, self._clock() + MOST_S)
+        self._peers[connection.fileno()] = peer
+        self._loop.add(connection.fileno(), functools.partial(self._on_readable, peer))
+        self.timer.due_by(peer.until)
+
+    @property
+    def _first(self) -> _Peer:
+        return next(iter(self._peers.values()))
+
+    def _on_readable(self, peer: _Peer) -> None:
+        if peer.is_heard:
+            # Nothing more is read: it has gone.
+            self._let_go(peer)
+            return
+        try:
+            data = peer.connection.recv(_READ_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self._let_go(peer)
+        elif peer.head.feed(data):
+            peer.is_heard = True
+            self._loop.pause(peer.connection.fileno())
+            refused = refusal(peer.head, near=self._near)
+            if refused:
+                self._send(peer, refused)
+            else:
+                self._page.want(functools.partial(self._give, peer))
+
+    def _give(self, peer: _Peer, text: bytes) -> None:
+        """The text is there; it is the same for all who want it now, and each has its own place in it."""
+        if self._is_there(peer):
+            self._send(peer, head_of(200, len(text)), text)
+
+    def _send(self, peer: _Peer, *parts: bytes) -> None:
+        peer.unsent = [memoryview(part) for part in parts]
+        self._flush(peer)
+        if self._is_there(peer):
+            self._loop.watch_writes(peer.connection.fileno(), functools.partial(self._flush, peer))
+
+    def _flush(self, peer: _Peer) -> None:
+        try:
+            while peer.unsent:
+                sent = peer.connection.send(peer.unsent[0])
+                peer.unsent[:1] = [peer.unsent[0][sent:]] if sent < len(peer.unsent[0]) else []
+        except BlockingIOError:
+            return
+        except OSError:
+            peer.unsent = []
+        self._let_go(peer)
+
+    def _is_there(self, peer: _Peer) -> bool:
+        return self._peers.get(peer.connection.fileno()) is peer
+
+    def _let_go(self, peer: _Peer) -> None:
+        self._loop.remove(peer.connection.fileno())
+        del self._peers[peer.connection.fileno()]
+        peer.connection.close()
+
+    def _on_timer(self, now: float) -> None:
+        for peer in list(self._peers.values()):
+            if peer.until > now:
+                self.timer.set(peer.until)
+                return
+            self._let_go(peer)

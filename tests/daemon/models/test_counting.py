@@ -1,0 +1,140 @@
+"""What is counted of a model, whatever becomes of its generations: durations, rows, and mishaps of its processes."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import replace
+
+import pytest
+
+from weightd.daemon.config.batching import Batching
+from weightd.daemon.host.ends import End
+from weightd.daemon.meters.meter import Meter
+from weightd.protocol.messages.children import Attached, Broken, Failed, Ping, Pong, Unequal
+from weightd.protocol.messages.findings import Rows
+
+from .fakehost import ATTACHED, BUILT, CARD, HOLDER, W1, W2, W3, Stage
+from .test_household import P1, P2, Home
+from .test_ranks import Cut
+
+EQUAL = Rows(("x",), ("y",), equal=True)
+
+
+def counted(meter: Meter) -> tuple[int, int, int, int]:
+    return meter.deaths, meter.restarts, meter.canary_failures, meter.mismatches
+
+
+def test_how_long_requests_take_wait_and_run() -> None:
+    stage = Stage(workers=1)
+    meter = stage.model.desk.meter
+    stage.serving()
+    first, second = stage.some(2)
+    stage.now += 0.3
+    stage.answers(W1, first)
+    stage.now += 0.2
+    stage.answers(W1, second)
+    assert [each.count for each in (meter.requests, meter.queue, meter.compute)] == [2, 2, 2]
+    assert meter.requests.sum == pytest.approx(0.3 + 0.5)
+    assert (meter.queue.sum, meter.compute.sum) == (0.0, pytest.approx(0.5))
+    # Of this model nobody knows them.
+    assert meter.rows.count == 0
+    # One that fails is no answer.
+    [third] = stage.some(1)
+    stage.says(W1, Failed(third, "INTERNAL", "predict failed", leaving=False))
+    assert (meter.requests.count, meter.compute.count) == (2, 3)
+
+
+def test_what_waits_is_counted_when_its_turn_comes_and_jobs_by_their_rows() -> None:
+    stage = Stage(workers=1, batching=Batching(64))
+    meter = stage.model.desk.meter
+    stage.pinned().loads(built=replace(BUILT, rows=EQUAL))
+    first, second, third = stage.some(3)
+    # Once all that comes with them has been taken in.
+    for _ in range(2):
+        stage.model.tick(stage.now)
+    stage.now += 0.5
+    stage.answers(W1, first, second, third)
+    assert meter.queue.count == 3
+    # Of five rows each.
+    assert (meter.rows.count, meter.rows.sum) == (1, 15)
+
+
+def test_deaths_and_what_is_started_in_the_place_of_the_dead() -> None:
+    stage = Stage()
+    meter = stage.model.desk.meter
+    stage.serving()
+    assert counted(meter) == (0, 0, 0, 0)
+    stage.dies(W1)
+    stage.passes(1.0)
+    assert W3 in stage.host.spawned
+    assert counted(meter) == (1, 1, 0, 0)
+    # One that goes by its own word is no death, and is replaced.
+    [asked] = stage.some(1)
+    stage.says(W2, Failed(asked, "INTERNAL", "predict failed", leaving=True))
+    stage.passes(1.0)
+    assert counted(meter) == (1, 2, 0, 0)
+
+
+def test_another_generation_is_no_restart() -> None:
+    stage = Stage()
+    meter = stage.model.desk.meter
+    stage.serving().updated(2)
+    assert counted(meter) == (0, 0, 0, 0)
+
+
+def test_a_generation_that_follows_one_that_was_lost_is() -> None:
+    stage = Stage(CARD)
+    meter = stage.model.desk.meter
+    stage.serving()
+    stage.dies(HOLDER)
+    for name in (W1, W2):
+        stage.model.exited(name, End(0), stage.now)
+    stage.passes(60.0)
+    assert counted(meter) == (1, len(stage.of(2)), 0, 0) == (1, 3, 0, 0)
+
+
+def test_a_worker_that_does_not_reproduce_the_canary() -> None:
+    stage = Stage()
+    meter = stage.model.desk.meter
+    stage.pinned().builds()
+    stage.says(W1, Attached("another", 0))
+    assert counted(meter)[2] == 1
+    stage.says(W2, ATTACHED)
+    stage.passes(100.0)
+    assert W2 in [name for name, _ in stage.host.told(Ping)]
+    stage.says(W2, Pong(canary="another"))
+    assert counted(meter)[2] == 2
+
+
+def test_a_generation_whose_rows_were_found_to_differ_is_counted_once() -> None:
+    stage = Stage(batching=Batching(8))
+    meter = stage.model.desk.meter
+    stage.pinned().loads(built=replace(BUILT, rows=EQUAL))
+    for name in (W1, W2):
+        stage.says(name, Unequal("they differ"))
+    assert counted(meter)[3] == 1
+
+
+def test_ranks_are_lost_together_and_started_together() -> None:
+    stage = Cut()
+    meter = stage.model.desk.meter
+    stage.serving()
+    ranks = stage.of(1)
+    assert counted(meter) == (0, 0, 0, 0)
+    stage.model.exited(ranks[-1], End(-signal.SIGSEGV), stage.now)
+    for name in ranks[:-1]:
+        stage.model.exited(name, End(-signal.SIGKILL), stage.now)
+    stage.now += 60.0
+    stage.model.tick(stage.now)
+    stage.pinned()
+    assert len(stage.of(2)) == len(ranks)
+    assert counted(meter) == (1, len(ranks), 0, 0)
+
+
+def test_a_process_that_serves_several_models_is_lost_to_each() -> None:
+    home = Home().serving()
+    meters = [model.desk.meter for model in home.models.values()]
+    home.says(P1, Broken("it cannot go on"))
+    home.ends(P1, End(1)).later()
+    assert P2 in home.host.spawned
+    assert [counted(meter) for meter in meters] == 2 * [(1, 1, 0, 0)]

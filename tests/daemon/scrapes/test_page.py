@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from weightd.daemon.scrapes import page
+from weightd.daemon.scrapes.page import MAX_AGE_S, Page
+from weightd.protocol.messages.metrics import MetricsResponse, ReloadCounts
+from weightd.shared.exposition import exposition
+
+
+class Desk:
+    """Who makes the page; its clock passes a millisecond with each look at it."""
+
+    def __init__(self) -> None:
+        self.now, self.told = 0.0, 0
+        self.soon: list[Callable[[], object]] = []
+        self.page = Page(self.tell, self.soon.append, self.clock)
+
+    def clock(self) -> float:
+        self.now += 0.001
+        return self.now
+
+    def tell(self) -> MetricsResponse:
+        self.told += 1
+        return response(self.told)
+
+    def turns(self) -> int:
+        count = 0
+        while self.soon:
+            self.soon.pop(0)()
+            count += 1
+        return count
+
+
+def response(uptime: float) -> MetricsResponse:
+    return MetricsResponse("7", "1", "running", uptime, (1.0,), (1,), (), (), 0, 0, 0, ReloadCounts(0, 0))
+
+
+def test_all_who_want_it_at_a_time_are_given_the_same_text() -> None:
+    desk, given = Desk(), list[bytes]()
+    for _ in range(3):
+        desk.page.want(given.append)
+    assert (desk.told, given) == (1, [])
+    desk.turns()
+    assert given == 3 * [exposition(response(1)).encode()]
+    desk.page.want(given.append)
+    assert (desk.told, len(given)) == (1, 4)
+    desk.now += MAX_AGE_S
+    desk.page.want(given.append)
+    assert desk.turns() > 0
+    assert (desk.told, given[-1]) == (2, exposition(response(2)).encode())
+
+
+def test_others_have_their_turn_while_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    # This text has few pieces: one each turn.
+    monkeypatch.setattr(page, "_PIECES", 1)
+    desk, given = Desk(), list[bytes]()
+    desk.page.want(given.append)
+    desk.soon.pop(0)()
+    assert given == []
+    assert desk.turns() > 2
+    assert given == [exposition(response(1)).encode()]

@@ -1,0 +1,184 @@
+"""Scrapes by strangers: what each is answered, and that nobody is in anybody's way."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from weightd.daemon.host.listening import listening, listens_near
+from weightd.daemon.host.loop import Loop
+from weightd.daemon.scrapes.http import MAX_HEAD_BYTES
+from weightd.daemon.scrapes.page import Page
+from weightd.daemon.scrapes.scrapes import MOST_CONNECTIONS, MOST_S, Scrapes
+from weightd.protocol.messages.metrics import MetricsResponse, ReloadCounts
+
+GET = b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n"
+LIMIT_S = 30.0
+
+
+class World:
+    """Somebody who is scraped, over a unix socket; its text has so many bytes, about."""
+
+    def __init__(self, path: Path, version: str = "1") -> None:
+        # Later than the clock of the loop, which calls no timer so.
+        self.now, self.told = 1e9, 0
+        self.version = version
+        self.loop = Loop()
+        self._path = path
+        self._stack = contextlib.ExitStack()
+        listener = self._stack.enter_context(listening(f"unix://{path}"))
+        page = Page(self.tell, self.loop.soon, lambda: self.now)
+        self.scrapes = Scrapes(listener, self.loop, page, near=True, clock=lambda: self.now)
+
+    def tell(self) -> MetricsResponse:
+        self.told += 1
+        return MetricsResponse("7", self.version, "running", 1.0, (1.0,), (1,), (), (), 0, 0, 0, ReloadCounts(0, 0))
+
+    def peer(self, said: bytes = b"") -> socket.socket:
+        """Somebody who has connected, and been let in."""
+        made = self._stack.enter_context(socket.socket(socket.AF_UNIX))
+        made.connect(str(self._path))
+        made.sendall(said)
+        made.setblocking(False)
+        self.loop.wait(LIMIT_S)
+        return made
+
+    def answer(self, peer: socket.socket) -> bytes:
+        """What one is answered, until the end."""
+        answer = b""
+        while True:
+            try:
+                data = peer.recv(65536)
+            except BlockingIOError:
+                self.loop.wait(LIMIT_S)
+                continue
+            if not data:
+                return answer
+            answer += data
+
+    def passes(self, seconds: float) -> None:
+        self.now += seconds
+        self.scrapes.timer.fire(self.now)
+
+    def close(self) -> None:
+        self.scrapes.close()
+        self.loop.close()
+        self._stack.close()
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    made = World(tmp_path / "m.sock")
+    yield made
+    made.close()
+
+
+def is_open(peer: socket.socket) -> bool:
+    try:
+        return bool(peer.recv(1))
+    except BlockingIOError:
+        return True
+    except ConnectionError:
+        return False
+
+
+def test_a_scrape_is_answered_and_the_connection_ends(world: World) -> None:
+    head, _, body = world.answer(world.peer(GET)).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200 OK\r\nContent-Type: text/plain; version=0.0.4; charset=utf-8\r\n")
+    assert f"Content-Length: {len(body)}\r\n".encode() in head
+    assert body.startswith(b"# HELP weightd_build_info ")
+    assert len(world.scrapes) == 0
+
+
+def test_however_many_ask_the_text_is_made_once(world: World) -> None:
+    peers = [world.peer(GET) for _ in range(MOST_CONNECTIONS)]
+    answers = {world.answer(peer) for peer in peers}
+    assert (len(answers), world.told) == (1, 1)
+
+
+def test_what_is_no_scrape_is_refused_and_makes_no_text(world: World) -> None:
+    assert world.answer(world.peer(b"GET / HTTP/1.1\r\n\r\n")).startswith(b"HTTP/1.1 404 ")
+    assert world.answer(world.peer(b"\x16\x03\x01\n\n")).startswith(b"HTTP/1.1 400 ")
+    assert world.told == 0
+
+
+def test_a_text_that_does_not_fit_into_the_kernels_buffer_comes_in_parts(tmp_path: Path) -> None:
+    world = World(tmp_path / "m.sock", version="x" * 2_000_000)
+    peer = world.peer(GET)
+    for _ in range(3):
+        world.loop.wait(0.0)
+    # Who does not read keeps nobody; the text is there once.
+    assert len(world.scrapes) == 1
+    assert world.answer(world.peer(GET)) == world.answer(peer)
+    assert len(world.scrapes) == 0
+    world.close()
+
+
+def test_an_endless_head_is_not_kept(world: World) -> None:
+    peer = world.peer(b"GET /metrics HTTP/1.1\r\n")
+    peer.setblocking(True)
+    for _ in range(MAX_HEAD_BYTES // 1024):
+        peer.sendall(b"x" * 1024)
+        world.loop.wait(1.0)
+    peer.setblocking(False)
+    assert world.answer(peer).startswith(b"HTTP/1.1 431 ")
+
+
+def test_who_is_slow_or_silent_goes_after_a_while(world: World) -> None:
+    silent, slow = world.peer(), world.peer(b"GET /met")
+    world.passes(MOST_S - 1.0)
+    slow.sendall(b"rics HTTP/1.1\r\n")
+    world.loop.wait(LIMIT_S)
+    late = world.peer()
+    assert len(world.scrapes) == 3
+    world.passes(1.0)
+    assert not is_open(silent)
+    assert not is_open(slow)
+    assert len(world.scrapes) == 1
+    assert world.scrapes.timer.due == world.now + MOST_S - 1.0
+    world.passes(MOST_S)
+    assert not is_open(late)
+
+
+def test_requests_after_the_first_are_not_answered(world: World) -> None:
+    peer = world.peer(GET * 100)
+    with contextlib.suppress(ConnectionError):
+        assert world.answer(peer).count(b"HTTP/1.1 200 OK") == 1
+    assert len(world.scrapes) == 0
+
+
+def test_a_thousand_that_say_nothing_keep_no_scrape_from_its_answer(world: World) -> None:
+    silent = [world.peer() for _ in range(200)]
+    assert len(world.scrapes) == MOST_CONNECTIONS
+    assert sum(map(is_open, silent)) == MOST_CONNECTIONS
+    assert world.answer(world.peer(GET)).startswith(b"HTTP/1.1 200 ")
+
+
+def test_who_goes_is_forgotten_whatever_it_was_to_be_told(world: World) -> None:
+    for said in (b"", b"GET /metr", GET):
+        world.peer(said).close()
+        for _ in range(5):
+            world.loop.wait(0.01)
+        assert len(world.scrapes) == 0
+
+
+def test_one_at_a_time_is_let_in(world: World, tmp_path: Path) -> None:
+    with contextlib.ExitStack() as stack:
+        for _ in range(3):
+            stack.enter_context(socket.socket(socket.AF_UNIX)).connect(str(tmp_path / "m.sock"))
+        for count in (1, 2, 3):
+            world.loop.wait(LIMIT_S)
+            assert len(world.scrapes) == count
+
+
+@pytest.mark.parametrize(("address", "near"), [("127.0.0.1", True), ("0.0.0.0", False)])
+def test_where_others_can_connect_is_known(address: str, near: bool, tmp_path: Path) -> None:
+    with socket.socket() as listener:
+        listener.bind((address, 0))
+        assert listens_near(listener) == near
+    with listening(f"unix://{tmp_path}/x") as listener:
+        assert listens_near(listener)
