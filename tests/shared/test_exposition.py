@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Dict, List, Tuple
 
 import pytest
@@ -220,3 +221,15 @@ def test_requests_are_told_apart_by_codes_alone() -> None:
 def test_the_text_comes_in_small_pieces() -> None:
     assert max(map(len, pieces(RESPONSE))) < 512
     assert [each for each in FAMILIES if each.kind == HISTOGRAM]
+
+
+def test_the_documents_have_each_metric_with_its_kind_its_labels_and_its_text() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "operations.md").read_text("utf-8")
+    section = page.partition("\n## Metrics\n")[2].partition("\n## ")[0]
+    lines = [line for line in section.splitlines() if line.startswith("| `weightd_")]
+    labels = {
+        each.name: [*dict.fromkeys(label for sample in each.samples(RESPONSE) for label, _ in sample.labels)]
+        for each in FAMILIES
+    }
+    told = {name: ", ".join(label for label in listed if label != "le") for name, listed in labels.items()}
+    assert lines == [f"| `{each.name}` | {each.kind} | {told[each.name]} | {each.text} |" for each in FAMILIES]
