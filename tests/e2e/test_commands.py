@@ -80,4 +80,5 @@ def test_run_serves_one_model_without_a_configuration(
             assert sum(each.role == "worker" for each in model.generations[0].processes) == 2
         assert daemon.end(signal.SIGINT) == 0
     # Nor what it has counted: nobody goes on with that.
-    assert [*place.cache.iterdir()] == place.left == []
+    assert [*place.cache.iterdir()] == []
+    assert place.left == []

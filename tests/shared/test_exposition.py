@@ -204,11 +204,11 @@ def test_any_number_is_read_as_it_is(counts: List[int], total: float, deaths: in
     model = replace(DIGITS, request_seconds=Histogram(tuple(counts), total), deaths=deaths)
     read = samples(exposition(replace(RESPONSE, models=(model,))))
     buckets = [
-        value
+        float(value)
         for (name, labels), value in read.items()
         if name == "weightd_request_duration_seconds_bucket" and ("model", "digits") in labels
     ]
-    assert buckets == [sum(counts[: index + 1]) for index in range(5)]
+    assert buckets == [float(sum(counts[: index + 1])) for index in range(5)]
     assert read["weightd_request_duration_seconds_sum", (("model", "digits"),)] == total
     assert math.isclose(read["weightd_deaths_total", (("model", "digits"),)], deaths)
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -23,7 +24,10 @@ class Kernel:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.asked: list[int] = []
         monkeypatch.setattr(memory, "held", self.held)
-        monkeypatch.setattr(memory, "resident_bytes", lambda path: int(path.name) if path.name != "none" else None)
+        monkeypatch.setattr(memory, "resident_bytes", self.resident_bytes)
+
+    def resident_bytes(self, path: Path) -> int | None:
+        return int(path.name) if path.name != "none" else None
 
     def held(self, pid: int) -> Held | None:
         self.asked.append(pid)
@@ -81,7 +85,7 @@ def test_a_measurement_that_fails_is_not_the_last_one(monkeypatch: pytest.Monkey
     begun: list[Callable[[], None]] = []
     knows = Memory(begun.append, lambda: 100.0 * len(begun))
     knows.look([7], dict)
-    monkeypatch.setattr(memory, "held", lambda _: 1 / 0)
+    monkeypatch.setattr(memory, "held", mock.Mock(side_effect=ZeroDivisionError))
     with pytest.raises(ZeroDivisionError):
         begun[0]()
     knows.look([7], dict)
