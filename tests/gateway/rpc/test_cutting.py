@@ -9,7 +9,7 @@ from tritonclient.grpc.service_pb2 import ModelInferRequest
 
 from weightd.gateway.rpc.cutting import Cut, cut
 
-TEXT = st.text(max_size=20)
+TEXT = st.text(max_size=8)
 
 
 def message(name: str, request_id: str, names: list[str], contents: list[bytes]) -> ModelInferRequest:
@@ -17,7 +17,7 @@ def message(name: str, request_id: str, names: list[str], contents: list[bytes])
     return ModelInferRequest(model_name=name, id=request_id, inputs=inputs, raw_input_contents=contents)
 
 
-MESSAGES = st.builds(message, TEXT, TEXT, st.lists(TEXT, max_size=4), st.lists(st.binary(max_size=300), max_size=4))
+MESSAGES = st.builds(message, TEXT, TEXT, st.lists(TEXT, max_size=2), st.lists(st.binary(max_size=200), max_size=2))
 
 
 def together(pieces: Cut) -> ModelInferRequest:
@@ -48,7 +48,7 @@ def test_of_two_ids_the_last_one_is_meant_as_protobuf_has_it() -> None:
     assert cut(ModelInferRequest(id="1").SerializeToString() + ModelInferRequest(id="2").SerializeToString()).id == b"2"
 
 
-@given(st.lists(MESSAGES.map(lambda each: each.SerializeToString()), max_size=3).map(b"".join), st.data())
+@given(st.lists(MESSAGES.map(lambda each: each.SerializeToString()), max_size=2).map(b"".join), st.data())
 def test_whatever_it_is_no_piece_says_what_the_whole_does_not(content: bytes, data: st.DataObject) -> None:
     # Cut short, or with a byte changed: what is no message is none in pieces, either.
     end = data.draw(st.integers(0, len(content)))

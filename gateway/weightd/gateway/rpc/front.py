@@ -25,21 +25,21 @@ from weightd.gateway.rpc.requests import Memory
 from weightd.gateway.rpc.streams import MOST_STREAMS, Streams
 
 # Calls beyond those that have a seat, or are streams: such as are told that there is none.
-_SPARE_CALLS = 256
+SPARE_CALLS = 256
 
 # Of one connection. HTTP/2 asks for no fewer than 100.
-_MOST_CALLS_OF_CONNECTION = 256
+MOST_CALLS_OF_CONNECTION = 256
 
 # A client that is stopped, or behind a net that is gone, answers no ping: after both it is hung up.
-_KEEPALIVE_S = 60
-_KEEPALIVE_TIMEOUT_S = 20
+KEEPALIVE_S = 60
+KEEPALIVE_TIMEOUT_S = 20
 
 # Clients that ping more often are hung up: the tenth of a minute is what cautious ones are set to.
-_LEAST_PING_S = 5
+LEAST_PING_S = 5
 
 # A token, a context of a trace, and what libraries add; what is longer than the first is refused more and more often.
 _METADATA_BYTES = 8 * 1024
-_MOST_METADATA_BYTES = 16 * 1024
+MOST_METADATA_BYTES = 16 * 1024
 
 # Of a socket in a directory that others may enter: its owner and group may connect.
 _MODE = 0o660
@@ -66,7 +66,7 @@ class RpcFront:
             OSError: an address cannot be had; the text names it.
         """
         config = self._gateway.config
-        most = config.max_in_flight + MOST_STREAMS + _SPARE_CALLS
+        most = config.max_in_flight + MOST_STREAMS + SPARE_CALLS
         self._server = grpc.aio.server(options=_options(config), maximum_concurrent_rpcs=most)
         for name, handlers in self._services().items():
             self._server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(name, handlers)])
@@ -136,15 +136,15 @@ def _options(config: GatewayConfig) -> list[tuple[str, Any]]:
         ("grpc.max_receive_message_length", config.max_body_bytes),
         ("grpc.max_send_message_length", -1),
         ("grpc.max_metadata_size", _METADATA_BYTES),
-        ("grpc.absolute_max_metadata_size", _MOST_METADATA_BYTES),
-        ("grpc.max_concurrent_streams", _MOST_CALLS_OF_CONNECTION),
+        ("grpc.absolute_max_metadata_size", MOST_METADATA_BYTES),
+        ("grpc.max_concurrent_streams", MOST_CALLS_OF_CONNECTION),
         ("grpc.max_allowed_incoming_connections", config.max_connections),
         ("grpc.server_handshake_timeout_ms", _ms(config.receive_timeout)),
         ("grpc.max_connection_idle_ms", _ms(config.idle_timeout)),
-        ("grpc.keepalive_time_ms", _ms(_KEEPALIVE_S)),
-        ("grpc.keepalive_timeout_ms", _ms(_KEEPALIVE_TIMEOUT_S)),
+        ("grpc.keepalive_time_ms", _ms(KEEPALIVE_S)),
+        ("grpc.keepalive_timeout_ms", _ms(KEEPALIVE_TIMEOUT_S)),
         ("grpc.keepalive_permit_without_calls", 1),
-        ("grpc.http2.min_ping_interval_without_data_ms", _ms(_LEAST_PING_S)),
+        ("grpc.http2.min_ping_interval_without_data_ms", _ms(LEAST_PING_S)),
         # Two gateways at one address would have half of the calls each, and nobody would know.
         ("grpc.so_reuseport", 0),
     ]

@@ -1,0 +1,31 @@
+"""What docs/gateway.md says of gRPC is held to the code: its methods and its bounds."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from weightd.gateway.rpc import errors, front, streams
+from weightd.gateway.rpc.messages import INFERENCE
+
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "gateway.md"
+SECTION = PAGE.read_text("utf-8").partition("\n## gRPC\n")[2].partition("\n## ")[0]
+
+
+def test_each_method_is_there_once() -> None:
+    rows = [line.split("|")[1] for line in SECTION.splitlines() if line.startswith("| `")]
+    assert sorted(re.findall(r"`(\w+)`", "".join(rows))) == sorted(INFERENCE.requests)
+
+
+def test_each_bound_is_there() -> None:
+    text = " ".join(SECTION.split())
+    pings = front.KEEPALIVE_S + front.KEEPALIVE_TIMEOUT_S
+    for sentence in (
+        f"{streams.MOST_STREAMS} streams, of all callers, may be open",
+        f"{front.MOST_CALLS_OF_CONNECTION} calls of one connection",
+        f"metadata of a call is {front.MOST_METADATA_BYTES // 1024} KiB at most",
+        f"more often than every {front.LEAST_PING_S} s is hung up, and so is who answers no ping for {pings} s",
+        f"those of `max_in_flight` + {streams.MOST_STREAMS + front.SPARE_CALLS} calls",
+        f"a text of {errors.MAX_TEXT_BYTES:,} bytes at most",
+    ):
+        assert sentence in text
