@@ -189,7 +189,8 @@ def test_the_units_of_the_repository_are_found_and_start_the_program(manual: Pat
     starting = [each for each in planned if b"\nExecStart=" in each.content]
     assert "weightd.service" in [each.path.name for each in starting]
     for each in starting:
-        assert b"\nExecStart=/opt/weightd/bin/weightd serve" in each.content
+        verb = b"gateway" if each.path.name == "weightd-gateway.service" else b"serve"
+        assert b"\nExecStart=/opt/weightd/bin/weightd " + verb in each.content
 
 
 # --- files ----------------------------------------------------------------------------------------------------------
@@ -285,13 +286,19 @@ def test_again_changes_what_is_another_and_keeps_what_is_the_operators(install: 
     write(root, {UNIT: content.replace("ExecStart=", "ExecStart=/old"), **own})
     status, out, err = install("--dry-run")
     assert status == exits.ERROR
-    assert "  systemctl try-restart weightd.service\n" in out
+    assert "  systemctl try-restart weightd.service weightd-gateway.service\n" in out
     assert "install -D" not in out, "there is a configuration"
     assert f"weightctl: {root}/etc/systemd/system/weightd.slice was kept" in err
     assert install.states() == {**states, UNIT: "changed", "etc/systemd/system/weightd.slice": "kept"}
     assert (root / UNIT).read_text() == content
     assert {name: (root / name).read_text() for name in own} == own
     assert "try-restart" not in install()[1]
+
+
+def test_the_gateway_is_enabled_where_it_has_a_configuration(install: Install, root: Path) -> None:
+    assert "weightd-gateway" not in install()[1].partition("\nNext")[2]
+    write(root, {"etc/weightd/gateway.toml": "mine"})
+    assert "  systemctl enable --now weightd-gateway.socket weightd-gateway.service\n" in install()[1]
 
 
 def test_a_dry_run_tells_the_same_and_writes_nothing(install: Install, root: Path) -> None:
@@ -316,7 +323,7 @@ def test_without_permission(install: Install, root: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(Path, "mkdir", refuse)
     status, out, err = install()
     assert (status, out) == (exits.NO_PERMISSION, "")
-    path = f"{root}/etc/systemd/system/weightd.service"
+    path = f"{root}/etc/systemd/system/weightd-gateway.service"
     assert err == f"PERMISSION_DENIED: {path}: Permission denied; run this as root, with sudo\n"
 
 

@@ -16,6 +16,7 @@ from weightd.daemon.continuity import handover
 from weightd.daemon.continuity.config_file import ConfigFile
 from weightd.daemon.continuity.service import Manager
 from weightd.daemon.models.budget import Device
+from weightd.daemon.observe.memory import Memory
 from weightd.daemon.server import Server
 from weightd.daemon.tenants.tenant import EVERYONE, Viewer
 from weightd.protocol.errors import RequestError, Unavailable
@@ -187,3 +188,38 @@ def test_a_reload_puts_tenants_and_their_accounting_in_force(tmp_path: Path) -> 
             server._reload(1.0)
         assert server._tenants.get("ann") is ann
         assert ann.config.user_ids == (1, 1001)
+
+
+def test_reloads_are_counted_by_how_they_end_and_meters_go_with_their_models(tmp_path: Path) -> None:
+    path = tmp_path / "weightd.toml"
+    model = '[models.%s]\npath = "/models/m.onnx"\npython = "python3"\n'
+    path.write_text(model % "m")
+    server = begun(path)
+    server._fleet, server._backend, server._frontend = mock.MagicMock(models=["n"]), mock.MagicMock(), mock.Mock()
+    server._gates = mock.Mock()
+    meter = server._meters.of("n")
+    server._meters.of("m")
+    path.write_text(model % "n")
+    server._reload(0.0)
+    path.write_text("[models")
+    with pytest.raises(RequestError):
+        server._reload(1.0)
+    assert (server._totals.reloads, server._totals.refused_reloads) == (1, 1)
+    assert [each.model for each in server._meters.figures()] == ["n"]
+    assert server._meters.of("n") is meter
+
+
+def test_only_for_who_sees_all_is_memory_measured(tmp_path: Path) -> None:
+    path = tmp_path / "weightd.toml"
+    path.write_text('[tenants.ann]\nuids = [1]\n[models.m]\npath = "/models/m.onnx"\npython = "python3"\n')
+    server = begun(path)
+    server._backend, server._gates = SimpleNamespace(processes={}, files={}), SimpleNamespace(pids=[])
+    server._frontend = SimpleNamespace(room=SimpleNamespace(held=1, most=2), dropped=3)
+    begun_to: list[object] = []
+    server._memory = Memory(begun_to.append)
+    ann = server._tenants.get("ann")
+    own = server.metrics("7", Viewer(ann, sees_all=False))
+    assert ([each.name for each in own.tenants], own.dropped, begun_to) == (["ann"], 0, [])
+    told = server.metrics("8", Viewer(ann, sees_all=True))
+    assert ([each.name for each in told.tenants], told.dropped, len(begun_to)) == (["ann", "(operators)"], 3, 1)
+    assert (told.id, told.state, told.held_bytes, told.max_memory_bytes) == ("8", "running", 1, 2)

@@ -36,6 +36,8 @@ def test_accounts_survive_a_restart(mlp: Path, bare: Bare, place: Place, tmp_pat
         file.write(TABLES)
     questions = bare.questions(mlp, mlp_inputs((1, 2)))
     with Weightd(tmp_path / "one.log", "serve", config) as daemon, daemon.client(place.address) as client:
+        # Else they come in one second, and are answered in another one.
+        daemon.wait_for("mlp.1: serving")
         ask_all(client, "mlp", questions)
         before = accounts(client)["mlp"]
         assert (before.served, before.in_flight, dict(before.refused)) == (2, 0, {})

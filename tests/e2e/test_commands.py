@@ -79,4 +79,6 @@ def test_run_serves_one_model_without_a_configuration(
             [model] = client.status().models
             assert sum(each.role == "worker" for each in model.generations[0].processes) == 2
         assert daemon.end(signal.SIGINT) == 0
+    # Nor what it has counted: nobody goes on with that.
+    assert [*place.cache.iterdir()] == []
     assert place.left == []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Dict, List, Tuple
 
 import pytest
@@ -203,11 +204,11 @@ def test_any_number_is_read_as_it_is(counts: List[int], total: float, deaths: in
     model = replace(DIGITS, request_seconds=Histogram(tuple(counts), total), deaths=deaths)
     read = samples(exposition(replace(RESPONSE, models=(model,))))
     buckets = [
-        value
+        float(value)
         for (name, labels), value in read.items()
         if name == "weightd_request_duration_seconds_bucket" and ("model", "digits") in labels
     ]
-    assert buckets == [sum(counts[: index + 1]) for index in range(5)]
+    assert buckets == [float(sum(counts[: index + 1])) for index in range(5)]
     assert read["weightd_request_duration_seconds_sum", (("model", "digits"),)] == total
     assert math.isclose(read["weightd_deaths_total", (("model", "digits"),)], deaths)
 
@@ -220,3 +221,15 @@ def test_requests_are_told_apart_by_codes_alone() -> None:
 def test_the_text_comes_in_small_pieces() -> None:
     assert max(map(len, pieces(RESPONSE))) < 512
     assert [each for each in FAMILIES if each.kind == HISTOGRAM]
+
+
+def test_the_documents_have_each_metric_with_its_kind_its_labels_and_its_text() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "operations.md").read_text("utf-8")
+    section = page.partition("\n## Metrics\n")[2].partition("\n## ")[0]
+    lines = [line for line in section.splitlines() if line.startswith("| `weightd_")]
+    labels = {
+        each.name: [*dict.fromkeys(label for sample in each.samples(RESPONSE) for label, _ in sample.labels)]
+        for each in FAMILIES
+    }
+    told = {name: ", ".join(label for label in listed if label != "le") for name, listed in labels.items()}
+    assert lines == [f"| `{each.name}` | {each.kind} | {told[each.name]} | {each.text} |" for each in FAMILIES]

@@ -40,14 +40,14 @@ def test_systemd_has_nothing_to_say_about_a_unit(manager: Manager, unit: str) ->
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
-@pytest.mark.parametrize("unit", ["weightd.service", "weightd@.service"])
+@pytest.mark.parametrize("unit", ["weightd.service", "weightd@.service", "weightd-gateway.service"])
 def test_little_is_exposed(manager: Manager, unit: str) -> None:
     command = [*ANALYZE, "security", "--offline=true", f"--threshold={MAX_EXPOSURE * 10:.0f}"]
     done = manager.try_run([*command, f"{units.INSTALLED}/{unit}"])
     assert done.returncode == 0, [line for line in done.stdout.splitlines() if line.startswith(("✗", "→"))]
 
 
-@pytest.mark.parametrize("unit", ["weightd.service", "weightd@.service"])
+@pytest.mark.parametrize("unit", ["weightd.service", "weightd@.service", "weightd-gateway.service"])
 def test_nothing_is_exposed_without_a_reason(manager: Manager, unit: str) -> None:
     found = manager.run([*ANALYZE, "security", "--offline=true", "--json=short", f"{units.INSTALLED}/{unit}"])
     exposed = {each["json_field"] for each in json.loads(found) if float(each["exposure"] or 0)}
@@ -115,3 +115,5 @@ def test_user_and_group_are_static_and_may_not_log_in(manager: Manager) -> None:
     assert user[6].endswith("nologin")
     assert manager.run(["getent", "group", "weightd-clients"])
     assert manager.run(["id", "--groups", "--name", "weightd"]).split() == ["weightd"]
+    groups = manager.run(["id", "--groups", "--name", "weightd-gateway"]).split()
+    assert groups == ["weightd-gateway", "weightd-clients"]

@@ -7,7 +7,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import zmq
@@ -48,6 +48,7 @@ from weightd.daemon.models.model import Model
 from weightd.daemon.models.records import DeviceRecord
 from weightd.daemon.models.sources import Numbers
 from weightd.daemon.observe.accounting import Accounting
+from weightd.daemon.observe.memory import Copy, Found, Memory, copies
 from weightd.daemon.observe.metrics import Counted, Moment, tell
 from weightd.daemon.observe.own import own_report
 from weightd.daemon.observe.status import Subject, report
@@ -128,6 +129,7 @@ class Server:
         self._ledger = Ledger(config.daemon.counters_file, books, self._loop.soon)
         self._surveys: list[Survey] = []
         self._measured = Measured()
+        self._memory = Memory()
         self._started = time.monotonic()
         self._shutdown = Shutdown()
         self._scrapes: Scrapes | None = None
@@ -483,17 +485,24 @@ class Server:
 
     def metrics(self, request_id: str, viewer: Viewer) -> MetricsResponse:
         """Return what was counted, and how things stand."""
+        models = list(self._fleet.models.values())
+        found = self._memory.look(self._own_pids(), lambda: self._copies(models)) if viewer.sees_all else Found()
         counted = Counted(
-            list(self._fleet.models.values()),
+            models,
             self._meters,
             self._totals,
             self._tenants.known if self._tenants.tells_apart else self._tenants,
             self._accounts,
             self._frontend.room.held,
             self._frontend.room.most,
+            found.footings,
+            found.pss,
         )
         state, uptime = self._standing()
         return tell(request_id, Moment(state, uptime, time.monotonic()), viewer, counted)
+
+    def _copies(self, models: Sequence[Model]) -> Mapping[str, Sequence[Copy]]:
+        return copies(models, self._backend.processes, self._backend.files)
 
     def _measure(self) -> None:
         """Look at one process more."""

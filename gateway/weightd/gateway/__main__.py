@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 from weightd.gateway import logs
+from weightd.gateway.config import places
 from weightd.gateway.config.load import ConfigError, default_path, load
 from weightd.gateway.front import Front
 from weightd.gateway.gateway import Gateway
@@ -31,8 +32,9 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     logs.set_up(logging.DEBUG if options.verbose else logging.INFO)
     path = (Path(options.config) if options.config else default_path()).absolute()
+    manager = Manager(os.environ)
     try:
-        config, identities = load(path)
+        config, identities = load(path, [str(places.of_socket(each)) for each in manager.sockets])
     except ConfigError as error:
         for problem in error.problems:
             logs.complain(problem)
@@ -40,24 +42,34 @@ def main(arguments: list[str] | None = None) -> int:
     if options.check:
         print(f"{path}: good")
         return OK
-    manager = Manager(os.environ)
     settings = config.gateway
     seats = Seats(settings.max_in_flight, settings.max_memory_bytes)
     service = Service(settings.daemon or None, settings.timeout, seats)
     gateway = Gateway(settings, identities, service, Regions(enabled=settings.shared_memory), manager.sockets)
     try:
-        asyncio.run(Server(path, config, gateway, _fronts(gateway), manager).run())
+        fronts = _fronts(gateway)
+    except ImportError as error:
+        logs.complain(f"{error}: the gateway needs `pip install 'weightd[gateway]'`")
+        return CONFIG
+    try:
+        asyncio.run(Server(path, config, gateway, fronts, manager).run())
     except OSError as error:
-        logs.complain(str(error))
+        logs.complain(error.strerror or str(error))
         return CANNOT_CREATE
     return OK
 
 
 def _fronts(gateway: Gateway) -> list[Front]:
-    """Return the protocols that are spoken; what they need is loaded only then."""
-    from weightd.gateway.rest.front import Rest  # noqa: PLC0415 - the command line is told what is wrong without it
+    """Return the protocols that are spoken; what they need is loaded only then.
 
-    fronts: list[Front] = [Rest(gateway)]
+    Raises:
+        ImportError: it is not there.
+    """
+    fronts: list[Front] = []
+    if gateway.config.http_places:
+        from weightd.gateway.rest.front import Rest  # noqa: PLC0415 - it is 20 MB
+
+        fronts.append(Rest(gateway))
     if gateway.config.grpc_places:
         from weightd.gateway.rpc.front import RpcFront  # noqa: PLC0415 - it is 20 MB
 

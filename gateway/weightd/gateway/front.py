@@ -18,4 +18,7 @@ class Front(Protocol):
         ...
 
     async def stop(self, grace: float) -> None:
-        """Take nothing new, and return when what is under way has been answered, or after so many seconds."""
+        """Take nothing new, and return when what is under way has been answered, or after so many seconds.
+
+        It may not have been started, or only in part.
+        """

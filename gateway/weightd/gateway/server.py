@@ -54,15 +54,23 @@ class Server:
         loop.add_signal_handler(signal.SIGHUP, self._reload)
         _raise_limit()
         try:
-            for front in self._fronts:
-                for place in await front.start():
-                    _log.info("serving at %s", place)
+            await self._start()
             self._manager.notify("READY=1", "STATUS=serving")
             await stopped.wait()
             self._manager.notify("STOPPING=1", "STATUS=finishing what is under way")
             await self._drain(hurried)
         finally:
             await self._gateway.service.close()
+
+    async def _start(self) -> None:
+        for front in self._fronts:
+            try:
+                places = await front.start()
+            except OSError:
+                await self._stop(0.0)
+                raise
+            for place in places:
+                _log.info("serving at %s", place)
 
     async def _drain(self, hurried: asyncio.Event) -> None:
         stopping = asyncio.create_task(self._stop(self._gateway.config.drain_timeout))
@@ -81,7 +89,7 @@ class Server:
         """Read the configuration again: who is who holds from now on, for who is connected, too."""
         self._manager.reloading()
         try:
-            config, identities = load(self._path)
+            config, identities = load(self._path, self._config.gateway.http if self._manager.sockets else ())
         except ConfigError as error:
             for problem in error.problems:
                 _log.error("the reload changes nothing: %s", problem)

@@ -24,9 +24,11 @@ exporter:
     weightctl metrics >/var/lib/node_exporter/weightd.prom.new &&
         mv /var/lib/node_exporter/weightd.prom.new /var/lib/node_exporter/weightd.prom
 
-A tenant that may not see the "status" of others is told of its own requests alone.
+A tenant that may not see the "status" of others is told its own requests alone.
 
---json prints one object: the daemon's answer."""
+--json prints one object: the daemon's answer.
+
+Exit status: 0 good, whatever the metrics say, 69 the daemon cannot be reached or does not answer."""
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:

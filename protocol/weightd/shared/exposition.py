@@ -213,7 +213,7 @@ FAMILIES: Sequence[Family] = (
     Family("weightd_build_info", GAUGE, "Always 1: the version of the daemon.", _build),
     Family("weightd_uptime_seconds", GAUGE, "Since the daemon has started.", _daemon(lambda each: each.uptime_s)),
     Family("weightd_pss_bytes", GAUGE, "Memory of the daemon, its gates and its keeper, each page divided among "
-           "those that have it, as measured a minute ago or a little more.", _daemon(lambda each: each.pss_bytes)),
+           "those that have it, as measured when metrics were asked for before.", _daemon(lambda each: each.pss_bytes)),
     Family("weightd_held_bytes", GAUGE, "What the daemon keeps for clients: requests under way, and answers that they "
            "have not read.", _daemon(lambda each: each.held_bytes)),
     Family("weightd_held_limit_bytes", GAUGE, "The bound for that.", _daemon(lambda each: each.max_memory_bytes)),
@@ -255,7 +255,7 @@ FAMILIES: Sequence[Family] = (
            _model(lambda each: each.queued, is_everyones=True)),
     Family("weightd_queue_limit", GAUGE, "How many may.", _model(lambda each: each.max_queue)),
     Family("weightd_model_pss_bytes", GAUGE, "Memory of the model's processes, each page divided among those that have "
-           "it, as measured a minute ago or a little more.", _model(lambda each: each.pss_bytes)),
+           "it, as measured when metrics were asked for before.", _model(lambda each: each.pss_bytes)),
     Family("weightd_model_shared_bytes", GAUGE, "What the workers share of the model, of each of them.",
            _model(lambda each: each.shared_bytes)),
     Family("weightd_model_copy_bytes", GAUGE, "What the copies of its weights take in memory.",

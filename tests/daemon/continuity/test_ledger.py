@@ -211,12 +211,12 @@ def test_what_cannot_be_written_is_said_once(path: Path, caplog: pytest.LogCaptu
 
 
 def test_however_much_is_in_the_file_it_is_written_again_and_can_be_told(path: Path) -> None:
-    """The largest counts of a file, of models that are gone, come together in one account, and others on top."""
+    """The largest numbers of a file, of models that are gone, come together in one account, and others on top."""
     most = 2**55
     daemon = Daemon(path)
     for number in range(limits.MAX_MODELS):
         account = daemon.accounts.of("ann", f"{number}")
-        account.requests, account.seat_seconds, account.refused = 2 * most, 1e300, {"NOT_FOUND": 2 * most}
+        account.requests, account.seat_seconds, account.refused = 2**62, 1e300, {"NOT_FOUND": 2**62}
     meter = daemon.meters.of("m")
     meter.requests.counts, meter.requests.sum = [2 * most] * len(meter.requests.counts), 1e300
     meter.deaths, daemon.totals.reloads = 2 * most, 2 * most

@@ -111,13 +111,13 @@ def test_the_largest_answer_fits() -> None:
     model, accounts, meters = World().stage.model, Accounts(), Meters()
     tenants = [Tenant(f"{number:064d}", TenantConfig()) for number in range(limits.MAX_TENANTS + 1)]
     names = [f"{number:064d}" for number in range(limits.MAX_MODELS)]
+    refused: dict[str, int] = dict.fromkeys(ERRORS, 2**55)
     for name in names:
         meter = meters.of(name)
         for buckets in (meter.requests, meter.queue, meter.compute, meter.rows):
             buckets.counts = [2**55] * len(buckets.counts)
         for tenant in tenants:
-            account = busy(accounts, tenant.name, name)
-            account.refused = dict.fromkeys(ERRORS, 2**55)
+            busy(accounts, tenant.name, name).refused = {**refused}
     models: list[Any] = [SimpleNamespace(**{**vars(model), "name": name}) for name in names]
     for each in models:
         each.main, each.state, each.generations, each.unready = (

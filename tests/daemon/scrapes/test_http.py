@@ -65,6 +65,8 @@ def test_there_is_one_thing_to_be_had_and_one_way(content: bytes, expected: int)
 def test_a_page_whose_name_was_made_to_mean_this_host_is_told_nothing(name: bytes, expected: int) -> None:
     request = b"GET /metrics HTTP/1.1\r\nAccept: */*\r\nhost:  " + name + b"\r\n\r\nHost: localhost\r\n"
     assert status(request) == expected
+    # What follows the head says nothing.
+    assert status(b"GET /metrics HTTP/1.1\r\n\r\nHost: evil.example\r\n") == 200
     # Where others can connect, its name is anything.
     assert status(request, near=False) == 200
 

@@ -14,7 +14,7 @@ class Desk:
     """Who makes the page; its clock passes a millisecond with each look at it."""
 
     def __init__(self) -> None:
-        self.now, self.told = 0.0, 0
+        self.now, self.told, self.takes = 0.0, 0, 0.0
         self.soon: list[Callable[[], object]] = []
         self.page = Page(self.tell, self.soon.append, self.clock)
 
@@ -24,6 +24,7 @@ class Desk:
 
     def tell(self) -> MetricsResponse:
         self.told += 1
+        self.now += self.takes
         return response(self.told)
 
     def turns(self) -> int:
@@ -51,6 +52,17 @@ def test_all_who_want_it_at_a_time_are_given_the_same_text() -> None:
     desk.page.want(given.append)
     assert desk.turns() > 0
     assert (desk.told, given[-1]) == (2, exposition(response(2)).encode())
+
+
+def test_what_takes_the_loop_long_is_told_the_more_seldom() -> None:
+    desk, given = Desk(), list[bytes]()
+    desk.takes = 0.1
+    for count, seconds in ((1, 0.0), (1, 9.0), (2, 2.0)):
+        desk.now += seconds
+        desk.page.want(given.append)
+        desk.turns()
+        assert desk.told == count
+    assert len(given) == 3
 
 
 def test_others_have_their_turn_while_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:

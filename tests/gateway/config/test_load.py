@@ -112,6 +112,16 @@ def test_addresses_that_others_reach_have_tls_and_know_who_asks_unless_said_othe
     assert parsed({"gateway": {"http": ["0.0.0.0:8000"], "anonymous": "guests", "insecure": True}})[1] == []
 
 
+def test_where_a_service_manager_listens_others_may_reach_it_too() -> None:
+    problems = Problems()
+    content = {"gateway": {"http": ["127.0.0.1:1"], "anonymous": "-"}, "users": {"root": "-"}}
+    config = parse(content, Path("/"), problems, ["127.0.0.1:8000", "unix:/run/http.sock"])
+    assert config.gateway.http_places == (Place(host="127.0.0.1", port=8000), Place(path="/run/http.sock"))
+    assert not problems.errors
+    parse(content, Path("/"), problems, ["0.0.0.0:8000", "unix:/run/http.sock"])
+    assert str(problems.errors[0]).startswith("gateway.http[0]: 0.0.0.0:8000: other hosts reach it")
+
+
 def test_all_mistakes_are_told_at_once_and_name_the_file(tmp_path: Path) -> None:
     path = tmp_path / "gateway.toml"
     path.write_text("[gateway]\nhttp = 1\nmax_in_flight = 0\ntokens = '/nowhere'\n", "utf-8")

@@ -151,10 +151,10 @@ def test_compressed_bodies_whose_header_is_as_long_as_uncompressed(
 @pytest.mark.parametrize(
     ("encoding", "content", "status", "problem"),
     [
-        ("gzip", gzip.compress(bytes(2**26)), 413, "expected a body of at most 1048576 bytes"),
+        ("gzip", gzip.compress(bytes(2**26), mtime=0), 413, "expected a body of at most 1048576 bytes"),
         ("deflate", zlib.compress(bytes(2**26)), 413, "expected a body of at most 1048576 bytes"),
-        ("gzip", gzip.compress(b"{}")[:-4], 400, "the body ends before what is compressed does"),
-        ("gzip", gzip.compress(b"{}") + b"more", 400, "there is more after the end"),
+        ("gzip", gzip.compress(b"{}", mtime=0)[:-4], 400, "the body ends before what is compressed does"),
+        ("gzip", gzip.compress(b"{}", mtime=0) + b"more", 400, "there is more after the end"),
         ("gzip", b"nonsense", 400, "expected a body in gzip"),
         ("deflate", b"nonsense", 400, "expected a body in deflate"),
         ("gzip", b"", 400, "expected a map in JSON"),
@@ -261,6 +261,8 @@ def test_which_methods_there_are_is_told(echo: HttpGateway) -> None:
 
 
 def test_settings_are_read_only(echo: HttpGateway) -> None:
+    # Triton's client sends a length of 0 where it has nothing to say.
+    assert echo.ask("POST", "/v2/logging", b"", {"Content-Length": "0"})[0] == 200
     assert echo.ask("GET", "/v2/trace/setting")[1]["trace_level"] == ["OFF"]
     assert echo.ask("POST", "/v2/logging", {})[1]["log_verbose_level"] == 0
     assert echo.ask("POST", "/v2/logging", {"log_info": False})[0] == 400

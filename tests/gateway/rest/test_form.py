@@ -52,6 +52,13 @@ def test_no_outputs_are_all_of_them_and_no_timeout_is_none() -> None:
     assert (found.wanted, found.timeout, found.priority) == (None, None, None)
 
 
+def test_what_is_null_is_not_said() -> None:
+    nothing = dict.fromkeys(("id", "parameters", "outputs", "model_name", "model_version"))
+    assert form({"inputs": [{**X, "parameters": None}], **nothing}) == form({"inputs": [X]})
+    assert form({"inputs": [{**RAW, "data": None}]}) == form({"inputs": [RAW]})
+    assert form({"inputs": [X], "parameters": {"timeout": None}}).timeout is None
+
+
 @pytest.mark.parametrize(
     ("content", "problem"),
     [

@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import tempfile
 import threading
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Generator
 from typing import Any
 
 import grpc
@@ -44,7 +44,8 @@ class FakeService(Service):
     Attributes:
         model: answers all questions.
         asked: those, with who asked.
-        is_ready: or, an error that is raised.
+        is_ready: what it says of that, or the error that it raises.
+        probed: how often it was asked that.
     """
 
     def __init__(self, seats: Seats) -> None:
@@ -52,12 +53,14 @@ class FakeService(Service):
         self.model: Model = echo
         self.asked: list[tuple[Caller, Question]] = []
         self.is_ready: bool | Exception = True
+        self.probed = 0
 
     async def infer(self, caller: Caller, question: Question) -> Answer:
         self.asked.append((caller, question))
         return await self.model(question)
 
     async def ready(self, caller: Caller, model: str = "") -> ReadyResponse:
+        self.probed += 1
         if isinstance(self.is_ready, Exception):
             raise self.is_ready
         return ReadyResponse("1", self.is_ready)
@@ -80,23 +83,28 @@ class Served:
         target: where clients connect.
         service: the daemon.
         gateway: what the front was made of.
+        front: what speaks gRPC.
     """
 
     def __init__(self, config: GatewayConfig, identities: Identities) -> None:
         self.service = FakeService(Seats(config.max_in_flight, config.max_memory_bytes))
         self.gateway = Gateway(config, identities, self.service, Regions(enabled=config.shared_memory))
         self.target = ""
-        self._front = RpcFront(self.gateway)
+        self.front = RpcFront(self.gateway)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever)
 
     def __enter__(self) -> Served:
         self._thread.start()
-        self.target = str(self.call(self._front.start)[0]).partition(" ")[2]
+        try:
+            self.target = str(self.call(self.front.start)[0]).partition(" ")[2]
+        except BaseException:
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.call(lambda: self._front.stop(0.0))
+        self.call(lambda: self.front.stop(0.0))
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(LIMIT_S)
         self._loop.close()
@@ -111,18 +119,18 @@ class Served:
 
     def stop(self, grace: float) -> None:
         """Stop the front, as the process does."""
-        self.call(lambda: self._front.stop(grace))
+        self.call(lambda: self.front.stop(grace))
 
 
 @contextlib.contextmanager
-def connected(target: str, *options: tuple[str, Any]) -> Iterator[Any]:
+def connected(target: str, *options: tuple[str, Any]) -> Generator[Any, None, None]:
     """Have a channel whose messages are bytes."""
     with grpc.insecure_channel(target, options=options) as channel:
         yield channel
 
 
 @contextlib.contextmanager
-def served(identities: Identities = ANYBODY, *, tcp: bool = False, **settings: Any) -> Iterator[Served]:
+def served(identities: Identities = ANYBODY, *, tcp: bool = False, **settings: Any) -> Generator[Served, None, None]:
     """Serve within the block, with these settings of [gateway]."""
     with tempfile.TemporaryDirectory(prefix="weightd-", dir="/tmp") as directory:
         address = "127.0.0.1:0" if tcp else f"unix:{directory}/grpc.sock"

@@ -10,18 +10,14 @@ from tritonclient.grpc.service_pb2 import ModelInferRequest
 from weightd.gateway.rpc.cutting import Cut, cut
 
 TEXT = st.text(max_size=20)
-MESSAGES = st.builds(
-    lambda name, request_id, names, contents: ModelInferRequest(
-        model_name=name,
-        id=request_id,
-        inputs=[{"name": each, "datatype": "FP32", "shape": [1]} for each in names],
-        raw_input_contents=contents,
-    ),
-    TEXT,
-    TEXT,
-    st.lists(TEXT, max_size=4),
-    st.lists(st.binary(max_size=300), max_size=4),
-)
+
+
+def message(name: str, request_id: str, names: list[str], contents: list[bytes]) -> ModelInferRequest:
+    inputs = [{"name": each, "datatype": "FP32", "shape": [1]} for each in names]
+    return ModelInferRequest(model_name=name, id=request_id, inputs=inputs, raw_input_contents=contents)
+
+
+MESSAGES = st.builds(message, TEXT, TEXT, st.lists(TEXT, max_size=4), st.lists(st.binary(max_size=300), max_size=4))
 
 
 def together(pieces: Cut) -> ModelInferRequest:
@@ -33,11 +29,11 @@ def together(pieces: Cut) -> ModelInferRequest:
 
 
 @given(MESSAGES)
-def test_tensors_and_the_id_are_cut_out(message: ModelInferRequest) -> None:
-    pieces = cut(message.SerializeToString())
-    assert together(pieces) == message
+def test_tensors_and_the_id_are_cut_out(whole: ModelInferRequest) -> None:
+    pieces = cut(whole.SerializeToString())
+    assert together(pieces) == whole
     assert not ModelInferRequest.FromString(pieces.header).raw_input_contents
-    assert pieces.id == message.id.encode()
+    assert pieces.id == whole.id.encode()
 
 
 def test_what_differs_in_tensors_and_id_alone_has_one_header() -> None:
@@ -46,6 +42,10 @@ def test_what_differs_in_tensors_and_id_alone_has_one_header() -> None:
         for request_id, content in (("1", b"a"), ("another", b"b"))
     )
     assert cut(one).header == cut(other).header
+
+
+def test_of_two_ids_the_last_one_is_meant_as_protobuf_has_it() -> None:
+    assert cut(ModelInferRequest(id="1").SerializeToString() + ModelInferRequest(id="2").SerializeToString()).id == b"2"
 
 
 @given(st.lists(MESSAGES.map(lambda each: each.SerializeToString()), max_size=3).map(b"".join), st.data())
@@ -68,5 +68,5 @@ def test_whatever_it_is_no_piece_says_what_the_whole_does_not(content: bytes, da
 
 
 def test_of_many_fields_none_is_looked_at() -> None:
-    message = ModelInferRequest(raw_input_contents=[b""] * 300).SerializeToString()
-    assert cut(message) == Cut(message)
+    content = ModelInferRequest(raw_input_contents=[b""] * 300).SerializeToString()
+    assert cut(content) == Cut(content)

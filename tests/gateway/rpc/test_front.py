@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import threading
+import time
 from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -14,13 +19,16 @@ import tritonclient.grpc as triton
 from tritonclient.grpc import service_pb2
 from tritonclient.utils import InferenceServerException
 
+from testkit import certificates
 from testkit.waiting import until
 from weightd.gateway.callers import Caller, Identities, digest
+from weightd.gateway.config import places
 from weightd.gateway.question import Answer, Question
 from weightd.protocol.errors import NotFound, ResourceExhausted, Unavailable
 
 from .served import LIMIT_S, Served, connected, echo, served
 
+TRACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 METHOD = "/inference.GRPCInferenceService/{}".format
 TOKEN = "a secret"
 KNOWN = Identities({digest(TOKEN): Caller("research", "token 1")}, {}, {})
@@ -105,20 +113,22 @@ def test_what_is_asked_about_models_is_answered(client: triton.InferenceServerCl
 
 
 @pytest.mark.parametrize(
-    ("change", "code"),
+    ("method", "arguments", "code"),
     [
-        (lambda client: client.load_model("echo"), "INVALID_ARGUMENT"),
-        (lambda client: client.unload_model("echo"), "INVALID_ARGUMENT"),
-        (lambda client: client.update_trace_settings("echo", {"trace_level": ["MAX"]}), "INVALID_ARGUMENT"),
-        (lambda client: client.update_log_settings({"log_verbose_level": 1}), "INVALID_ARGUMENT"),
-        (lambda client: client.register_cuda_shared_memory("r", b"", 0, 8), "UNIMPLEMENTED"),
-        (lambda client: client.register_system_shared_memory("r", "/r", 8), "INVALID_ARGUMENT"),
-        (lambda client: client.get_model_metadata("echo", "2"), "NOT_FOUND"),
+        ("load_model", ("echo",), "INVALID_ARGUMENT"),
+        ("unload_model", ("echo",), "INVALID_ARGUMENT"),
+        ("update_trace_settings", ("echo", {"trace_level": ["MAX"]}), "INVALID_ARGUMENT"),
+        ("update_log_settings", ({"log_verbose_level": 1},), "INVALID_ARGUMENT"),
+        ("register_cuda_shared_memory", ("r", b"", 0, 8), "UNIMPLEMENTED"),
+        ("register_system_shared_memory", ("r", "/r", 8), "INVALID_ARGUMENT"),
+        ("get_model_metadata", ("echo", "2"), "NOT_FOUND"),
     ],
 )
-def test_what_is_not_here_is_refused(client: triton.InferenceServerClient, change: Any, code: str) -> None:
+def test_what_is_not_here_is_refused(
+    client: triton.InferenceServerClient, method: str, arguments: tuple[Any, ...], code: str
+) -> None:
     with pytest.raises(InferenceServerException) as refused:
-        change(client)
+        getattr(client, method)(*arguments)
     assert refused.value.status() == f"StatusCode.{code}"
 
 
@@ -144,10 +154,12 @@ def test_an_error_has_its_code_its_text_and_when_to_ask_again(server: Served) ->
 
     server.service.model = refuse
     with connected(server.target) as channel:
-        error = refusal(lambda: channel.unary_unary(METHOD("ModelInfer"))(SMALL, timeout=LIMIT_S))
+        infer = channel.unary_unary(METHOD("ModelInfer"))
+        error = refusal(partial(infer, SMALL, metadata=[("traceparent", TRACE)], timeout=LIMIT_S))
     server.service.model = echo
     assert (error.code(), error.details()) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "too many\n×")
-    assert dict(error.trailing_metadata())["grpc-retry-pushback-ms"] == "250"
+    metadata = dict(error.trailing_metadata())
+    assert (metadata["grpc-retry-pushback-ms"], metadata["traceparent"]) == ("250", TRACE)
 
 
 def test_what_nobody_has_foreseen_is_told_to_the_log_alone(server: Served, caplog: pytest.LogCaptureFixture) -> None:
@@ -181,6 +193,27 @@ def test_a_method_that_there_is_not_is_unimplemented(server: Served) -> None:
         assert code_of(lambda: channel.unary_unary(METHOD("Other"))(b"")) == grpc.StatusCode.UNIMPLEMENTED
 
 
+def test_what_the_service_fails_at_is_in_the_log(server: Served, caplog: pytest.LogCaptureFixture) -> None:
+    for model, code in ((_away, grpc.StatusCode.UNAVAILABLE), (_unknown, grpc.StatusCode.NOT_FOUND)):
+        server.service.model = model
+        with connected(server.target) as channel:
+            infer = channel.unary_unary(METHOD("ModelInfer"))
+            error = refusal(partial(infer, SMALL, metadata=[("traceparent", TRACE)], timeout=LIMIT_S))
+        assert (error.code(), dict(error.trailing_metadata())["traceparent"]) == (code, TRACE)
+    server.service.model = echo
+    (line,) = [each.getMessage() for each in caplog.records]
+    assert line.startswith("ModelInfer for anonymous: UNAVAILABLE: nobody in ")
+    assert line.endswith(TRACE)
+
+
+async def _away(question: Question) -> Answer:
+    raise Unavailable("nobody")
+
+
+async def _unknown(question: Question) -> Answer:
+    raise NotFound("no such model")
+
+
 def test_the_deadline_of_the_call_is_the_requests(server: Served, client: triton.InferenceServerClient) -> None:
     client.infer("echo", [tensor(X)], client_timeout=20.0)
     _, question = server.service.asked[-1]
@@ -189,13 +222,12 @@ def test_the_deadline_of_the_call_is_the_requests(server: Served, client: triton
 
 
 def test_a_context_of_a_trace_is_passed_on_and_comes_back(server: Served) -> None:
-    trace = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
     with connected(server.target) as channel:
         infer = channel.unary_unary(METHOD("ModelInfer"))
-        _, call = infer.with_call(SMALL, metadata=[("traceparent", trace)], timeout=LIMIT_S)
-        infer(SMALL, metadata=[("traceparent", trace[:-1])], timeout=LIMIT_S)
-    assert [each.traceparent for _, each in server.service.asked[-2:]] == [trace, ""]
-    assert dict(call.trailing_metadata())["traceparent"] == trace
+        _, call = infer.with_call(SMALL, metadata=[("traceparent", TRACE)], timeout=LIMIT_S)
+        infer(SMALL, metadata=[("traceparent", TRACE[:-1])], timeout=LIMIT_S)
+    assert [each.traceparent for _, each in server.service.asked[-2:]] == [TRACE, ""]
+    assert dict(call.trailing_metadata())["traceparent"] == TRACE
 
 
 def test_a_call_that_is_cancelled_takes_its_request_back(server: Served) -> None:
@@ -258,6 +290,10 @@ def test_each_caller_is_who_its_token_says() -> None:
             with pytest.raises(InferenceServerException) as refused:
                 client.infer("echo", [tensor(X)], headers=headers)
             assert refused.value.status() == "StatusCode.UNAUTHENTICATED"
+        with connected(server.target) as channel:
+            twice = [*BEARER.items(), *BEARER.items()]
+            error = refusal(partial(channel.unary_unary(METHOD("ModelInfer")), SMALL, metadata=twice, timeout=LIMIT_S))
+        assert error.code() == grpc.StatusCode.UNAUTHENTICATED
         # Who is nobody is told so before anything is read, and hears of no method.
         server.gateway.identities = Identities({}, {}, {})
         with pytest.raises(InferenceServerException, match="token"):
@@ -331,6 +367,41 @@ def test_a_stop_ends_streams_and_lets_requests_end() -> None:
         assert not stopping.is_alive()
 
 
+def test_a_stop_does_not_wait_for_a_stream_that_is_idle() -> None:
+    with served() as server, connected(server.target) as channel:
+        idle = threading.Event()
+
+        def one_and_no_more() -> Any:
+            yield SMALL
+            idle.wait(LIMIT_S)
+
+        stream = channel.stream_stream(METHOD("ModelStreamInfer"))(one_and_no_more(), timeout=LIMIT_S)
+        next(stream)
+        begin = time.monotonic()
+        server.stop(LIMIT_S)
+        assert time.monotonic() - begin < LIMIT_S / 2
+        assert code_of(lambda: next(stream)) == grpc.StatusCode.UNAVAILABLE
+        idle.set()
+
+
+def test_who_is_in_a_hurry_waits_for_nothing() -> None:
+    with served() as server, connected(server.target) as channel:
+        held = server.service.model = Held()
+        call = channel.unary_unary(METHOD("ModelInfer")).future(SMALL)
+        until(lambda: held.running == 1, "a request under way")
+
+        async def stop() -> None:
+            patient = asyncio.create_task(server.front.stop(LIMIT_S))
+            await asyncio.sleep(0)
+            patient.cancel()
+            await asyncio.wait([patient])
+            await server.front.stop(0.0)
+
+        server.call(stop)
+        assert held.cancelled == 1
+        assert code_of(lambda: call.result(LIMIT_S)) in {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED}
+
+
 def code_of_new(server: Served) -> grpc.StatusCode | None:
     """Return how a call over a new connection ends."""
     with connected(server.target, ("grpc.use_local_subchannel_pool", 1)) as channel:
@@ -340,3 +411,59 @@ def code_of_new(server: Served) -> grpc.StatusCode | None:
             code: grpc.StatusCode = error.code()
             return code
     return None
+
+
+@pytest.fixture
+def tls(tmp_path: Path) -> dict[str, str]:
+    """Return the settings of a gateway that speaks TLS and wants certificates."""
+    certificate, key = certificates.SERVER.write(tmp_path, "server")
+    authority = tmp_path / "ca.crt"
+    authority.write_text(certificates.AUTHORITY)
+    return {"tls_cert": str(certificate), "tls_key": str(key), "client_ca": str(authority)}
+
+
+def dialled(server: Served, own: certificates.Certificate | None) -> Any:
+    """Return a channel of somebody with this certificate."""
+    pair = (None, None) if own is None else (own.key.encode(), own.certificate.encode())
+    credentials = grpc.ssl_channel_credentials(certificates.AUTHORITY.encode(), *pair)
+    return grpc.secure_channel(server.target, credentials)
+
+
+def test_with_tls_each_caller_is_who_its_certificate_says(tls: dict[str, str]) -> None:
+    robot = Caller("factory", "certificate robot")
+    known = Identities({digest(TOKEN): Caller("research", "token 1")}, {"robot": robot}, {})
+    with served(known, tcp=True, **tls) as server:
+        with dialled(server, certificates.CLIENT) as channel:
+            infer = channel.unary_unary(METHOD("ModelInfer"))
+            infer(SMALL, timeout=LIMIT_S)
+            assert server.service.asked[-1][0] == robot
+            infer(SMALL, timeout=LIMIT_S, metadata=[*BEARER.items()])
+            assert server.service.asked[-1][0].tenant == "research"
+            server.gateway.identities = Identities({}, {}, {})
+            assert code_of(lambda: infer(SMALL, timeout=LIMIT_S)) == grpc.StatusCode.UNAUTHENTICATED
+        for own in (None, certificates.STRANGER):
+            with dialled(server, own) as channel:
+                infer = channel.unary_unary(METHOD("ModelInfer"))
+                assert code_of(partial(infer, SMALL, timeout=LIMIT_S)) == grpc.StatusCode.UNAVAILABLE
+
+
+def test_an_address_that_is_taken_is_told() -> None:
+    with served() as first, pytest.raises(OSError, match=first.target), Served(first.gateway.config, KNOWN):
+        pass
+    with served(tcp=True) as first:
+        taken = dataclasses.replace(first.gateway.config, grpc_places=(places.parse(first.target),))
+        with pytest.raises(OSError, match=first.target), Served(taken, KNOWN):
+            pass
+
+
+def test_beyond_the_connections_nobody_is_let_in() -> None:
+    with served(max_connections=2) as server, ExitStack() as stack:
+        options = ("grpc.use_local_subchannel_pool", 1)
+        dialled = [stack.enter_context(connected(server.target, options)) for _ in range(3)]
+        codes: list[Any] = []
+        for channel in dialled:
+            try:
+                channel.unary_unary(METHOD("ServerLive"))(b"", timeout=LIMIT_S)
+            except grpc.RpcError as error:
+                codes.append(error.code())
+        assert codes == [grpc.StatusCode.UNAVAILABLE]

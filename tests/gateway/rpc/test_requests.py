@@ -21,7 +21,13 @@ from weightd.gateway.seats import Seat, Seats
 from weightd.protocol.errors import InvalidArgument, NotFound
 
 CALL = Call(Caller(None, "test"), Seat(Seats(1, 1024)))
-MEMORY = Memory(Regions(enabled=False), lambda caller, nbytes: np.empty(nbytes, np.uint8))
+
+
+def room(caller: Caller, nbytes: int) -> Any:
+    return np.empty(nbytes, np.uint8)
+
+
+MEMORY = Memory(Regions(enabled=False), room)
 
 TYPED = {
     "BOOL": "bool_contents",

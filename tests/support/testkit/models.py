@@ -348,6 +348,34 @@ def negated(path: Path) -> Path:
     return save(path, [node], [a], [y], [divisor])
 
 
+# As the wire calls them.
+_TYPES = {
+    "BOOL": TensorProto.BOOL,
+    "UINT8": TensorProto.UINT8,
+    "UINT16": TensorProto.UINT16,
+    "UINT32": TensorProto.UINT32,
+    "UINT64": TensorProto.UINT64,
+    "INT8": TensorProto.INT8,
+    "INT16": TensorProto.INT16,
+    "INT32": TensorProto.INT32,
+    "INT64": TensorProto.INT64,
+    "FP16": TensorProto.FLOAT16,
+    "FP32": TensorProto.FLOAT,
+    "FP64": TensorProto.DOUBLE,
+}
+
+
+def datatypes(path: Path) -> Path:
+    """Of each datatype an input [N, 2], and an output that is the same, with "_same" behind its name.
+
+    For ONNX Runtime only.
+    """
+    nodes = [helper.make_node("Identity", [name], [f"{name}_same"]) for name in _TYPES]
+    inputs = [helper.make_tensor_value_info(name, kind, ["N", 2]) for name, kind in _TYPES.items()]
+    outputs = [helper.make_tensor_value_info(f"{name}_same", kind, ["N", 2]) for name, kind in _TYPES.items()]
+    return save(path, nodes, inputs, outputs)
+
+
 def fp32(name: str, *shape: Dim) -> ValueInfoProto:
     """An FP32 input or output; a dimension given as text is free."""
     return helper.make_tensor_value_info(name, TensorProto.FLOAT, list(shape))

@@ -204,7 +204,7 @@ class Service:
         tables.update((f"groups.{name}", dict(table)) for name, table in self._groups.items())
         tables.update((f"listeners.{name}", dict(table)) for name, table in self._listeners.items())
         tables.update((f"tenants.{name}", dict(table)) for name, table in self._tenants.items())
-        self.config.write_text(_toml(tables), encoding="utf-8")
+        self.config.write_text(toml(tables), encoding="utf-8")
 
     def _launch(self, config: Path) -> None:
         command = [sys.executable, "-m", "weightd.daemon", *(["--verbose"] if self._verbose else [])]
@@ -212,7 +212,7 @@ class Service:
         self._process = self._popen([*command, "serve", str(config)])
         self.pid: int = self._process.pid
         assert self._process.stderr
-        self._log = _Log(self._process.stderr)
+        self._log = Log(self._process.stderr)
 
     def _popen(self, command: list[str]) -> subprocess.Popen[str]:
         return subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=self._env)
@@ -262,7 +262,7 @@ class Service:
         return "".join(self._log.lines[-TAIL_LINES:])
 
 
-class _Log:
+class Log:
     """The lines of a stream, read by a thread; others can wait for the next one."""
 
     def __init__(self, stream: IO[str]) -> None:
@@ -317,7 +317,7 @@ def _model(table: Mapping[str, object]) -> dict[str, object]:
     return table
 
 
-def _toml(tables: Mapping[str, Mapping[str, object]]) -> str:
+def toml(tables: Mapping[str, Mapping[str, object]]) -> str:
     """Text, numbers, booleans and lists are written in TOML as in JSON; a table in a table is an inline one."""
     lines: list[str] = []
     for name, table in tables.items():

@@ -14,7 +14,7 @@ import os
 import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 from weightd.daemon.host.timers import Timer
 from weightd.protocol import limits
@@ -179,11 +179,12 @@ def read(path: Path, records: Mapping[str, type[Any]]) -> dict[str, list[Any]]:
 
 
 def _figures(value: Any, records: Mapping[str, type[Any]]) -> tuple[str, Figures]:
-    [(word, raw)] = value.items() if type(value) is dict and len(value) == 1 else [("", None)]
-    if word not in records:
+    given = cast("dict[str, Any]", value) if type(value) is dict else {}
+    word = next(iter(given), "")
+    if len(given) != 1 or word not in records:
         raise LedgerError(f"expected a line with one of {', '.join(records)}, got {label(word)}")
     try:
-        return word, decode(records[word], raw)
+        return word, decode(records[word], given[word])
     except FieldError as error:
         raise LedgerError(f"{word}{error}") from None
 

@@ -369,6 +369,8 @@ class Unit(Life):
         """It cannot go on: no rank is of use without the others, and what they still say is of no worth."""
         if self.state not in ACTIVE:
             return
+        if self.state is not GenerationState.PINNING:
+            self.mishaps.lost(self.ranks.size + self.ranks.has_broker)
         self._cause = cause
         if self.state is not GenerationState.PINNING:
             self.mishaps.lost(self.ranks.size + self.ranks.has_broker)

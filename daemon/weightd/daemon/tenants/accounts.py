@@ -40,11 +40,10 @@ _MOST = 2**62
 # Of so many of the last ticks a share is taken.
 _TICKS = 6
 
-# Of each figure in the file: however many of them go into one sum, that is a number of the wire.
-_MOST_COUNT = 2**55
+# Of each number of seconds in the file.
 _MOST_SECONDS = 1e15
 
-_COUNT = integer(0, _MOST_COUNT)
+_COUNT = integer(0, limits.MAX_COUNT)
 _SECONDS = number(_MOST_SECONDS)
 
 
@@ -184,15 +183,15 @@ class Account:
         return Figures(
             tenant,
             model,
-            min(self.requests, _MOST_COUNT),
-            min(self.served, _MOST_COUNT),
-            min(self.rows, _MOST_COUNT),
+            self.requests,
+            self.served,
+            self.rows,
             min(self.seat_seconds, _MOST_SECONDS),
             min(self.waited_seconds, _MOST_SECONDS),
-            min(self.bytes_in, _MOST_COUNT),
-            min(self.bytes_out, _MOST_COUNT),
-            min(self.deaths, _MOST_COUNT),
-            {reason: min(count, _MOST_COUNT) for reason, count in self.refused.items()},
+            self.bytes_in,
+            self.bytes_out,
+            self.deaths,
+            dict(self.refused),
         )
 
 

@@ -6,7 +6,7 @@ import dataclasses
 import os
 import pwd
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -58,8 +58,12 @@ def default_path() -> Path:
     return Path(directory, DEFAULT.name) if directory else DEFAULT
 
 
-def load(path: Path) -> tuple[Config, Identities]:
+def load(path: Path, listening: Sequence[str] = ()) -> tuple[Config, Identities]:
     """Return what a file says, and who is who by it and its file of tokens.
+
+    Args:
+        path: of the TOML file.
+        listening: where a service manager listens for HTTP: these take the place of `http`.
 
     Raises:
         ConfigError: it is unreadable, not TOML, or says something that it must not.
@@ -72,7 +76,7 @@ def load(path: Path) -> tuple[Config, Identities]:
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: not TOML: {error}") from None
     problems = Problems()
-    config = parse(content, path.resolve().parent, problems)
+    config = parse(content, path.resolve().parent, problems, listening)
     found = [f"{path}: {error}" for error in problems.errors]
     try:
         identities = identities_of(config)
@@ -83,8 +87,8 @@ def load(path: Path) -> tuple[Config, Identities]:
     return config, identities
 
 
-def parse(content: Mapping[str, Any], base: Path, problems: Problems) -> Config:
-    """Return the configuration that parsed TOML is; relative paths are relative to `base`.
+def parse(content: Mapping[str, Any], base: Path, problems: Problems, listening: Sequence[str] = ()) -> Config:
+    """Return the configuration that parsed TOML is; relative paths are relative to `base`. `listening`: see `load`.
 
     What is wrong is added to `problems`; what is returned is of use if there is nothing.
     """
@@ -94,6 +98,7 @@ def parse(content: Mapping[str, Any], base: Path, problems: Problems) -> Config:
             problems.note([FieldError(tables.unknown("table", key, _TABLES)).at(f".{label(key)}")])
     with problems.at(".gateway"):
         gateway = tables.read(GatewayConfig, content.get("gateway", {}), problems)
+        gateway = dataclasses.replace(gateway, http=tuple(listening) or gateway.http)
         gateway = _complete(gateway, base, problems)
     with problems.at(".certificates"):
         certificates = _NAMED.check(content.get("certificates", {}))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import os
 import re
+import socket
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -63,6 +64,12 @@ def parse(address: str) -> Place:
     if match is None or int(match.group(2)) > MAX_PORT:
         raise FieldError(f"expected {FORM}, got {address!r}")
     return Place(host=match.group(1).strip("[]"), port=int(match.group(2)))
+
+
+def of_socket(listener: socket.socket) -> Place:
+    """Return where a socket listens."""
+    name = listener.getsockname()
+    return Place(path=name) if listener.family == socket.AF_UNIX else Place(host=name[0], port=name[1])
 
 
 def problems(addresses: tuple[str, ...]) -> Iterator[FieldError]:

@@ -17,6 +17,8 @@ _MOST_PLACES = 16
 # As many as a name of a host in DNS may have.
 _MOST_HOST_BYTES = 253
 
+_MOST_HOSTS = 256
+
 _MOST_COUNT = 2**20
 
 # An hour: whoever may be silent longer may be gone.
@@ -61,7 +63,7 @@ class GatewayConfig:
     """The file with the authorities whose certificates callers have to have, in PEM. Default: callers need none."""
 
     hosts: tuple[str, ...] = field(
-        default=("localhost", "127.0.0.1", "[::1]"), metadata=many(text(_MOST_HOST_BYTES), _MOST_COUNT)
+        default=("localhost", "127.0.0.1", "[::1]"), metadata=many(text(_MOST_HOST_BYTES), _MOST_HOSTS)
     )
     """The names, without a port, under which HTTP callers may know this host: what comes for another one is refused,
     for it may come from a page in somebody's browser. "*" is any."""

@@ -60,6 +60,8 @@ async def read(
     content = request.content
     try:
         if encoding == IDENTITY and length is not None:
+            if not length:
+                return memoryview(b"")
             seat.take(length)
             # What has come already, and is all of it, is one piece mostly.
             if length < _LEAST_ROOM:

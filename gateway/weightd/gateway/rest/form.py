@@ -113,14 +113,15 @@ def _no_constant(name: str) -> NoReturn:
     raise ValueError(f"JSON has no {name}: send it as binary data")
 
 
-def _form(content: Mapping[str, Any], model: str) -> Form:
+def _form(given: Mapping[str, Any], model: str) -> Form:
+    content = _told(given)
     unknown = content.keys() - _FIELDS
     if unknown:
         raise InvalidArgument(f"{label(min(unknown))}: unknown field; expected one of {', '.join(sorted(_FIELDS))}")
     for field, expected in (("model_name", model), ("model_version", VERSION)):
         if content.get(field, expected) not in (expected, ""):
             raise InvalidArgument(f"{field}: expected {expected!r}, as in the path, got {got(content[field])}")
-    parameters = _a_map("parameters", content.get("parameters", {}))
+    parameters = _told(_a_map("parameters", content.get("parameters", {})))
     for key in _SEQUENCE:
         if parameters.get(key):
             raise InvalidArgument(f"parameters.{key}: weightd has no sequences of requests")
@@ -137,6 +138,11 @@ def _form(content: Mapping[str, Any], model: str) -> Form:
         _timeout(parameters.get("timeout", 0)),
         _priority(parameters.get("priority", 0)),
     )
+
+
+def _told(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Without what is null: many clients write so what they do not say."""
+    return {name: value for name, value in content.items() if value is not None}
 
 
 def _timeout(microseconds: object) -> float | None:
@@ -164,7 +170,7 @@ def _input(content: Mapping[str, Any]) -> InputForm:
     datatype = arrays.checked_datatype(name, content.get("datatype"))
     shape = arrays.checked_shape(name, content.get("shape"))
     size = arrays.size_of(name, datatype, shape)
-    parameters = _a_map(f"{label(name)}: parameters", content.get("parameters", {}))
+    parameters = _told(_a_map(f"{label(name)}: parameters", content.get("parameters", {})))
     nbytes = parameters.get("binary_data_size")
     region = parameters if _REGION in parameters else None
     ways = (("data", "data" in content), ("binary_data_size", nbytes is not None), (_REGION, region is not None))
@@ -183,7 +189,7 @@ def _outputs(content: object, *, binary: bool) -> list[OutputForm]:
     outputs: list[OutputForm] = []
     for each in _maps("outputs", content):
         name = _a_name("outputs", each.get("name"))
-        parameters = _a_map(f"{label(name)}: parameters", each.get("parameters", {}))
+        parameters = _told(_a_map(f"{label(name)}: parameters", each.get("parameters", {})))
         if parameters.get("classification"):
             raise InvalidArgument(f"{label(name)}: weightd has no classification of outputs")
         is_binary = _a_boolean(f"{label(name)}: binary_data", parameters.get("binary_data", binary))
@@ -196,7 +202,7 @@ def _outputs(content: object, *, binary: bool) -> list[OutputForm]:
 def _maps(what: str, content: object) -> list[Mapping[str, Any]]:
     if not isinstance(content, list) or len(content) > limits.MAX_TENSORS:
         raise InvalidArgument(f"{what}: expected a list of at most {limits.MAX_TENSORS} tensors, got {got(content)}")
-    return [_a_map(f"{what}[{index}]", each) for index, each in enumerate(content)]
+    return [_told(_a_map(f"{what}[{index}]", each)) for index, each in enumerate(content)]
 
 
 def _a_map(what: str, content: object) -> dict[str, Any]:

@@ -8,10 +8,12 @@ import socket
 import ssl
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from aiohttp import web
 
+from weightd.gateway.config import places
 from weightd.gateway.config.places import Place
 from weightd.gateway.config.table import GatewayConfig
 from weightd.gateway.gateway import Gateway
@@ -53,8 +55,11 @@ class Rest:
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
         self.crowd = _crowd(gateway.config)
+        self._api = Api(gateway, _hosts(gateway.config))
+        self._managers: list[web.Server] = []
         self._servers: list[asyncio.Server] = []
         self._paths: list[Path] = []
+        self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> Sequence[str]:
         """Listen; return where, for people.
@@ -63,29 +68,35 @@ class Rest:
             OSError: an address cannot be had.
         """
         config, loop = self._gateway.config, asyncio.get_running_loop()
-        self._manager = web.Server(Api(self._gateway, _hosts(config)).handle, handler_cancellation=True)  # type: ignore[arg-type]
-        self._sweeping = asyncio.create_task(self._sweep())
+        # It wants to be made in the loop.
+        manager = web.Server(self._api.handle, handler_cancellation=True)  # type: ignore[arg-type]
+        self._managers.append(manager)
+        self._tasks.append(asyncio.create_task(self._sweep()))
         told: list[str] = []
         for listener in self._listeners():
             tls = _tls(config) if config.tls_cert and listener.family != socket.AF_UNIX else None
-            self._servers.append(await loop.create_server(self._connection, sock=listener, ssl=tls, backlog=_BACKLOG))
-            told.append(f"{'https' if tls else 'http'} {_told(listener)}")
+            self._servers.append(
+                await loop.create_server(partial(self._connection, manager), sock=listener, ssl=tls, backlog=_BACKLOG)
+            )
+            told.append(f"{'https' if tls else 'http'} {places.of_socket(listener)}")
         return told
 
     async def stop(self, grace: float) -> None:
         """Take nothing new, and return when what is under way has been answered, or after so many seconds."""
         for server in self._servers:
             server.close()
-        self._manager.pre_shutdown()
-        await self._manager.shutdown(grace)
-        self._sweeping.cancel()
+        for manager in self._managers:
+            manager.pre_shutdown()
+            await manager.shutdown(grace)
+        for task in self._tasks:
+            task.cancel()
         for path in self._paths:
             path.unlink(missing_ok=True)
 
-    def _connection(self) -> Connection:
+    def _connection(self, manager: web.Server) -> Connection:
         return Connection(
             self.crowd,
-            self._manager,
+            manager,
             loop=asyncio.get_running_loop(),
             keepalive_timeout=_NEVER_S,
             access_log=None,
@@ -121,19 +132,27 @@ class Rest:
 def _tcp(place: Place) -> socket.socket:
     family, kind, protocol, _, address = socket.getaddrinfo(place.host, place.port, type=socket.SOCK_STREAM)[0]
     listener = socket.socket(family, kind, protocol)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    if family == socket.AF_INET6:
-        listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-    listener.bind(address)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        listener.bind(address)
+    except OSError:
+        listener.close()
+        raise
     return listener
 
 
 def _unix(path: Path) -> socket.socket:
     listener = socket.socket(socket.AF_UNIX)
-    if path.is_socket() and _is_dead(path):
-        path.unlink()
-    listener.bind(str(path))
-    path.chmod(_MODE)
+    try:
+        if path.is_socket() and _is_dead(path):
+            path.unlink()
+        listener.bind(str(path))
+        path.chmod(_MODE)
+    except OSError:
+        listener.close()
+        raise
     return listener
 
 
@@ -143,16 +162,12 @@ def _is_dead(path: Path) -> bool:
         return asking.connect_ex(str(path)) != 0
 
 
-def _told(listener: socket.socket) -> str:
-    if listener.family == socket.AF_UNIX:
-        return f"unix:{listener.getsockname()}"
-    host, port = listener.getsockname()[:2]
-    return str(Place(host=host, port=port))
-
-
 def _tls(config: GatewayConfig) -> ssl.SSLContext:
-    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=config.client_ca or None)
-    context.load_cert_chain(config.tls_cert, config.tls_key)
+    try:
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=config.client_ca or None)
+        context.load_cert_chain(config.tls_cert, config.tls_key)
+    except OSError as error:
+        raise OSError(error.errno, f"tls_cert, tls_key or client_ca: {error}") from None
     if config.client_ca:
         context.verify_mode = ssl.CERT_REQUIRED
     return context

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable, Generator
 from contextlib import contextmanager
 from typing import Any, NamedTuple, NoReturn, TypeAlias, TypeVar, cast
@@ -12,13 +13,20 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from weightd.gateway.callers import Caller, Identities, bearer
-from weightd.gateway.codes import told
+from weightd.gateway.codes import status_of, told
 from weightd.gateway.rpc.errors import ending
 from weightd.gateway.seats import Seat, Seats
 from weightd.gateway.traces import TRACEPARENT, trace
-from weightd.protocol.errors import DeadlineExceeded, Internal, InvalidArgument, Unauthenticated, WeightdError
+from weightd.protocol.errors import (
+    DeadlineExceeded,
+    Internal,
+    InvalidArgument,
+    RequestError,
+    Unauthenticated,
+    WeightdError,
+)
 
-_log = logging.getLogger("weightd.gateway")
+_log = logging.getLogger("weightd.gateway.rpc")
 
 T = TypeVar("T")
 
@@ -29,6 +37,9 @@ Parse = Callable[[bytes], Any]
 
 # How gRPC writes where somebody on the same host is.
 _LOCAL = ("unix:", "ipv4:127.", "ipv6:%5B::1%5D:", "ipv6:[::1]:")
+
+# Of HTTP: from here on it is not the caller who has erred.
+_SERVER_ERROR = 500
 
 PROBE = Caller(None, "probe")
 """Who asks no more than whether there is somebody: for the gateway itself, as nobody has to say who that is."""
@@ -54,8 +65,8 @@ class Call(NamedTuple):
     is_local: bool = False
 
 
-class Unimplemented(WeightdError):
-    """A method whose purpose is not weightd's: the one status of gRPC that no error of a request has."""
+class Unimplemented(InvalidArgument):
+    """A method whose purpose is not weightd's: gRPC has a status for that, which nothing else here has."""
 
 
 # From a call and its message to the bytes of the answer.
@@ -91,15 +102,22 @@ class Calls:
         self._peers = peers
         self.seats = seats
 
-    def single(self, parse: Parse, method: Method, *, is_open: bool = False) -> Handler:
+    def single(self, name: str, parse: Parse, method: Method, *, is_open: bool = False) -> Handler:
         """Return what answers one message with one; `is_open`: whoever asks."""
 
         async def handle(messages: object, context: Context) -> bytes:
-            with self.seats.one() as seat:
-                call = self.taken(context, seat, is_open=is_open)
-                message = await self._received(context)
-                seat.take(len(message))
-                return await method(call, parsed(message, parse))
+            begun, call = time.monotonic(), None
+            try:
+                with self.seats.one() as seat:
+                    call = self.taken(context, seat, is_open=is_open)
+                    message = await self._received(context)
+                    seat.take(len(message))
+                    answer = await method(call, parsed(message, parse))
+            except WeightdError as error:
+                note(name, call, begun, told(error))
+                raise
+            note(name, call, begun)
+            return answer
 
         return grpc.stream_unary_rpc_method_handler(guarded(handle))
 
@@ -163,6 +181,15 @@ def guarded(handle: Callable[[Any, Context], Awaitable[T]]) -> Callable[[Any, Co
             await _refuse(context, Internal("the gateway has failed; its log tells how"))
 
     return call
+
+
+def note(name: str, call: Call | None, begun: float, error: RequestError | None = None) -> None:
+    """Tell the log of a request that has ended: as a warning, if it is the service that has failed."""
+    level = logging.WARNING if error is not None and status_of(error).http >= _SERVER_ERROR else logging.DEBUG
+    if _log.isEnabledFor(level):
+        caller, parent = ("nobody", "") if call is None else (call.caller.name, call.traceparent)
+        code = "OK" if error is None else f"{error.code}: {error}"
+        _log.log(level, "%s for %s: %s in %.1f ms %s", name, caller, code, 1000 * (time.monotonic() - begun), parent)
 
 
 async def _refuse(context: Context, error: WeightdError) -> NoReturn:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
+
 import grpc
 
 from weightd.gateway.codes import told
-from weightd.gateway.rpc.calls import Call, Calls, Context, Handler, guarded
+from weightd.gateway.rpc.calls import Call, Calls, Context, Handler, guarded, note
 from weightd.gateway.rpc.cutting import cut
 from weightd.gateway.rpc.requests import Memory, asked
 from weightd.gateway.rpc.responses import response, streamed, streamed_error
@@ -44,7 +46,7 @@ class Inference:
                     await context.write(await self._of_stream(call, message, calls.seats))
 
         return {
-            "ModelInfer": calls.single(_whole, self._single),
+            "ModelInfer": calls.single("ModelInfer", _whole, self._single),
             "ModelStreamInfer": grpc.stream_stream_rpc_method_handler(guarded(stream)),
         }
 
@@ -54,13 +56,17 @@ class Inference:
 
     async def _of_stream(self, call: Call, message: bytes, seats: Seats) -> bytes:
         """Return the answer to one request of a stream, which goes on if that is an error."""
+        begun = time.monotonic()
         try:
             with seats.one() as seat:
                 seat.take(len(message))
                 what = asked(message, call._replace(seat=seat), self._memory)
-                return streamed(response(what, await self._service.infer(call.caller, what.question), final=True))
+                answer = response(what, await self._service.infer(call.caller, what.question), final=True)
         except WeightdError as error:
+            note("ModelStreamInfer", call, begun, told(error))
             return streamed_error(cut(message).id, str(told(error)))
+        note("ModelStreamInfer", call, begun)
+        return streamed(answer)
 
 
 def _whole(message: bytes) -> bytes:

@@ -76,7 +76,7 @@ class Methods:
             "LogSettings": self._log_settings,
         }
         return {
-            name: calls.single(INFERENCE.requests[name].FromString, method, is_open=name in _OPEN)
+            name: calls.single(name, INFERENCE.requests[name].FromString, method, is_open=name in _OPEN)
             for name, method in methods.items()
         }
 

@@ -26,8 +26,8 @@ class Table:
     file: str
     package: str
     messages: Mapping[str, str]
-    enums: Mapping[str, str] = field(default_factory=dict)
-    services: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    enums: Mapping[str, str] = field(default_factory=dict[str, str])
+    services: Mapping[str, Mapping[str, str]] = field(default_factory=dict[str, Mapping[str, str]])
 
 
 _TENSOR = "1 name string, 2 datatype string, 3 shape int64*"

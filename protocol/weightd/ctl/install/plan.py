@@ -11,6 +11,7 @@ UNIT_DIRECTORY = Path("etc/systemd/system")
 _EXAMPLES = Path("usr/local/share/doc/weightd/examples")
 
 CONFIGURATION = Path("/etc/weightd/weightd.toml")
+GATEWAY_CONFIGURATION = Path("/etc/weightd/gateway.toml")
 
 # What a line that starts something calls, in a unit as it is kept.
 _PROGRAM = re.compile(rb"(?m)^(Exec\w+=.*?)/usr/bin/(weightd|weightctl)(?![\w-])")

@@ -57,12 +57,17 @@ def find() -> Path:
 
 
 def write_manual(directory: str) -> None:
-    """Have the daemon of this installation write its manual; it shows at the same time that it can run.
+    """Have daemon and gateway of this installation write their manuals; it shows at the same time that they can run.
 
     Raises:
-        NoProgram: it cannot; the text is its last word.
+        NoProgram: they cannot; the text is the last word of the one that cannot.
     """
-    command = [sys.executable, "-m", "weightd.daemon.manual", directory]
+    for package in ("weightd.daemon.manual", "weightd.gateway.manual"):
+        _write_manual(package, directory)
+
+
+def _write_manual(package: str, directory: str) -> None:
+    command = [sys.executable, "-m", package, directory]
     try:
         # Elsewhere Python would import what lies in the working directory, with root's rights.
         done = subprocess.run(

@@ -11,13 +11,16 @@ from weightd.ctl.install.files import State, remove, unlink
 from weightd.ctl.install.plan import UNIT_DIRECTORY, Planned
 
 STEPS = (
-    ("systemctl stop weightd.socket weightd.service 'weightd@*'", "what runs goes on until then"),
+    (
+        "systemctl stop weightd-gateway.socket weightd-gateway.service weightd.socket weightd.service 'weightd@*'",
+        "what runs goes on until then",
+    ),
     ("systemctl daemon-reload", ""),
 )
 
 REMAINS = (
-    "what is yours remains: /etc/weightd, drop-ins, /var/cache/weightd, /var/lib/weightd, the user weightd, the group "
-    "weightd-clients, and the environment that weightd is installed in."
+    "what is yours remains: /etc/weightd, drop-ins, /var/cache/weightd, /var/lib/weightd, the users weightd and "
+    "weightd-gateway, the group weightd-clients, and the environment that weightd is installed in."
 )
 
 

@@ -12,7 +12,7 @@ from typing import Iterator, List, NamedTuple, Sequence, Tuple
 from weightd.ctl import exits, manual
 from weightd.ctl.install import program
 from weightd.ctl.install.files import Refused, State, compare, put
-from weightd.ctl.install.plan import CONFIGURATION, Planned, enabled, plan, source
+from weightd.ctl.install.plan import CONFIGURATION, GATEWAY_CONFIGURATION, Planned, enabled, plan, source
 from weightd.ctl.install.removal import REMAINS, STEPS, removed
 from weightd.ctl.text import clean
 from weightd.ctl.verb import Connect, Verb
@@ -115,9 +115,14 @@ def _steps(planned: Sequence[Planned], prefix: Path, *, changed: bool) -> Iterat
             f"install -D -m 644 {_EXAMPLE} {CONFIGURATION}",
             "there is none yet: then name your models in it, and see `weightd check`",
         )
-    yield _Step(f"systemctl enable --now {' '.join(enabled(planned))}", "")
+    units = enabled(planned)
+    gateway = [unit for unit in units if unit.startswith("weightd-gateway.")]
+    yield _Step(f"systemctl enable --now {' '.join(unit for unit in units if unit not in gateway)}", "")
+    # It speaks with other programs: nobody gets it unasked.
+    if gateway and (prefix / GATEWAY_CONFIGURATION.relative_to("/")).exists():
+        yield _Step(f"systemctl enable --now {' '.join(gateway)}", f"HTTP and gRPC, by {GATEWAY_CONFIGURATION}")
     if changed:
-        yield _Step("systemctl try-restart weightd.service", "where it runs already")
+        yield _Step("systemctl try-restart weightd.service weightd-gateway.service", "where they run already")
 
 
 def _notes(done: Sequence[Tuple[State, Path]], weightd: Path, options: argparse.Namespace) -> Iterator[str]:

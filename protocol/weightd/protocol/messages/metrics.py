@@ -53,8 +53,8 @@ class ModelMetrics:
     answer, `mismatches` generations of which rows together were found not to be what each is alone. `request_seconds`
     are from the arrival of each answered request to its answer, `queue_seconds` until a worker was given it;
     `compute_seconds` are those of executions, `job_rows` their rows, as far as those are known. `max_queue` is how many
-    may wait. Memory was measured a
-    minute ago, or a little more; it is absent before, and where the kernel does not tell.
+    may wait. Memory is what was measured when somebody asked before, once a minute at most; it is absent before that,
+    and where the kernel does not tell.
     """
 
     name: str = field(metadata=text(limits.MAX_NAME_BYTES))

@@ -1,0 +1,126 @@
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from weightd.daemon.host.memory import Held
+from weightd.daemon.observe import memory
+from weightd.daemon.observe.memory import INTERVAL_S, Copy, Memory, copies, footing
+from weightd.daemon.observe.metrics import Footing
+
+from ..models.fakehost import ATTACHED, BUILT, CARD, HOLDER, W1, Stage
+
+
+class Kernel:
+    """Says of process N that it has N bytes, and of a file that as many of it are in memory as its name says."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.asked: list[int] = []
+        monkeypatch.setattr(memory, "held", self.held)
+        monkeypatch.setattr(memory, "resident_bytes", self.resident_bytes)
+
+    def resident_bytes(self, path: Path) -> int | None:
+        return int(path.name) if path.name != "none" else None
+
+    def held(self, pid: int) -> Held | None:
+        self.asked.append(pid)
+        return Held(pid, pid) if pid != 13 else None
+
+
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
+    return Kernel(monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("measured", "expected"),
+    [
+        ([], Footing(0, 0, 0, 0)),
+        # One that is gone meanwhile takes nothing.
+        ([Copy((1, 2, 13), 400, 0, Path("100"))], Footing(3, 400, 300, 100)),
+        # A copy of which nothing is in memory saves nothing; and no copy is ever a loss.
+        ([Copy((1,), 400, 0, Path("0")), Copy((2,), 50, 0, Path("60"))], Footing(3, 450, 0, 60)),
+        ([Copy((1,), 400, 100, None), Copy((2,), 30, 10, None)], Footing(3, 430, 320, 110)),
+        ([Copy((1,), 400, 100, None), Copy((2,), 30, 0, Path("none"))], Footing(3, 430, None, None)),
+    ],
+)
+@pytest.mark.usefixtures("kernel")
+def test_what_a_model_takes(measured: list[Copy], expected: Footing) -> None:
+    assert footing(measured) == expected
+
+
+def test_it_is_measured_once_a_minute_at_most_and_who_asks_is_told_what_is_known(kernel: Kernel) -> None:
+    now = 0.0
+    begun: list[Callable[[], None]] = []
+    knows = Memory(begun.append, lambda: now)
+    subject = {"m": [Copy((1,), 400, 100, None)]}
+    assert knows.look([7], lambda: subject).pss is None
+    # It takes as long as it takes, and nobody begins again meanwhile.
+    now = 10 * INTERVAL_S
+    assert knows.look([7], lambda: subject).footings == {}
+    assert (len(begun), kernel.asked) == (1, [])
+    begun[0]()
+    assert kernel.asked == [7, 1]
+    found = knows.look([7, 13], dict)
+    assert (found.pss, found.footings) == (7, {"m": Footing(1, 400, 300, 100)})
+    assert len(begun) == 2
+    begun[1]()
+    now += INTERVAL_S - 1.0
+    assert knows.look([13], lambda: subject).footings == {}
+    now += 1.0
+    knows.look([13], lambda: subject)
+    assert len(begun) == 3
+    begun[2]()
+    assert knows.look([], lambda: subject).pss is None
+
+
+def test_a_measurement_that_fails_is_not_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[Callable[[], None]] = []
+    knows = Memory(begun.append, lambda: 100.0 * len(begun))
+    knows.look([7], dict)
+    monkeypatch.setattr(memory, "held", mock.Mock(side_effect=ZeroDivisionError))
+    with pytest.raises(ZeroDivisionError):
+        begun[0]()
+    knows.look([7], dict)
+    assert len(begun) == 2
+
+
+def test_whoever_asks_does_not_wait_for_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is another thread that reads."""
+    said, go_on = threading.Event(), threading.Event()
+    readers: list[int] = []
+
+    def slow(pid: int) -> Held:
+        readers.append(threading.get_ident())
+        said.set()
+        assert go_on.wait(60.0)
+        return Held(pid, pid)
+
+    monkeypatch.setattr(memory, "held", slow)
+    knows = Memory()
+    assert knows.look([os.getpid()], dict).pss is None
+    assert said.wait(60.0)
+    assert knows.look([os.getpid()], dict).pss is None
+    assert readers != [threading.get_ident()]
+    [thread] = [each for each in threading.enumerate() if each.name == "memory"]
+    go_on.set()
+    thread.join(60.0)
+    assert knows.look([], dict).pss == os.getpid()
+
+
+def test_which_processes_and_which_copies_there_are() -> None:
+    stage, card = Stage().serving(), Stage(CARD, devices=("ascend:0",)).serving()
+    processes: dict[str, Any] = {name: SimpleNamespace(pid=pid) for pid, name in enumerate((HOLDER, W1), 10)}
+    files: dict[str, Any] = {"digits.1": SimpleNamespace(store=Path("/store"))}
+    shared = ATTACHED.shared_bytes
+    # The other worker has just gone.
+    assert copies([stage.model], processes, files) == {"digits": [Copy((10, 11), shared, 0, Path("/store"))]}
+    # On a card there is no file: what the copy takes is what the holder says.
+    assert copies([card.model], processes, files) == {"digits": [Copy((10, 11), shared, BUILT.shared_bytes, None)]}

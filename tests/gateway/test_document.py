@@ -1,0 +1,67 @@
+"""docs/gateway.md is held to the code: its paths, its codes, its bounds, its configurations."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from weightd.gateway.codes import STATUSES
+from weightd.gateway.config.load import parse
+from weightd.gateway.config.table import GatewayConfig
+from weightd.gateway.rest.routes import Verb, route
+from weightd.shared import tables
+from weightd.shared.tables import Problems
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+TEXT = (DOCS / "gateway.md").read_text("utf-8")
+
+
+def rows(heading: str) -> list[list[str]]:
+    section = TEXT.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+    lines = [line for line in section.splitlines() if line.startswith("|")][2:]
+    return [[cell.strip(" `") for cell in line.strip("|").split(" |")] for line in lines]
+
+
+def test_each_path_is_there_and_is_answered() -> None:
+    told = {
+        route(path.replace("{model}", "m").replace("{region}", "r")).methods[method] for method, path, _ in rows("HTTP")
+    }
+    assert told == {*Verb} - {Verb.SET, Verb.CUDA_REGISTER}
+
+
+def test_each_code_is_there_with_its_status() -> None:
+    told = {code: (int(http), int(grpc)) for code, http, grpc, _ in rows("Errors") if not code.startswith("…")}
+    assert told == {code: tuple(status) for code, status in STATUSES.items()}
+
+
+def test_the_bounds_are_those_of_the_configuration() -> None:
+    defaults = {field.name: field.default for field in tables.keys(GatewayConfig)}
+    for key, by_default, _ in rows("Bounds"):
+        number = int(re.sub(r"\D.*", "", by_default.replace(",", "")))
+        unit = {"MiB": 2**20, "GiB": 2**30}.get(by_default.split()[1], 1)
+        assert defaults[key] == number * unit, key
+
+
+@pytest.mark.parametrize("block", re.findall(r"```toml\n(.*?)```", TEXT, re.DOTALL))
+def test_the_configurations_are_good(block: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.access", lambda *_: True)
+    monkeypatch.setattr("weightd.gateway.config.load._user_id", hash)
+    problems = Problems()
+    parse(tomllib.loads(block), Path("/"), problems)
+    assert problems.errors == []
+
+
+def test_lines_are_short_but_for_tables_and_links_lead_somewhere() -> None:
+    assert [line for line in TEXT.splitlines() if len(line) > 120 and not line.startswith("|")] == []
+    for name, anchor in re.findall(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)", TEXT):
+        text = (DOCS / name).read_text("utf-8") if name else TEXT
+        headings = {re.sub(r"[^\w -]", "", line.lstrip("# ").lower()).replace(" ", "-") for line in text.splitlines()}
+        assert not anchor or anchor in headings, f"{name}#{anchor}"

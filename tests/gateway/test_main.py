@@ -1,0 +1,61 @@
+"""The command line, and how it ends."""
+
+from __future__ import annotations
+
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+
+from weightd.gateway.__main__ import main
+from weightd.gateway.server import Server
+
+ANYBODY = "[gateway]\nanonymous = '-'\n"
+
+
+def test_a_good_file_is_said_to_be_and_nothing_is_served(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tmp_path / "gateway.toml"
+    config.write_text(ANYBODY)
+    assert main(["--check", str(config)]) == 0
+    assert capsys.readouterr().out == f"{config}: good\n"
+
+
+def test_a_wrong_file_is_told_in_full(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tmp_path / "gateway.toml"
+    config.write_text("[gateway]\nhtpp = []\nmax_in_flight = 0\n")
+    for arguments in ([str(config)], ["--check", str(config)]):
+        assert main(arguments) == 78
+        first, second = capsys.readouterr().err.splitlines()
+        assert first == f"weightd gateway: {config}: gateway.htpp: unknown key; did you mean http?"
+        assert "gateway.max_in_flight: expected" in second
+
+
+def test_an_address_that_another_has(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tmp_path / "gateway.toml"
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        place = f"127.0.0.1:{taken.getsockname()[1]}"
+        config.write_text(f"{ANYBODY}http = ['{place}']\ngrpc = []\n")
+        assert main([str(config)]) == 73
+    assert f"http: {place}: Address already in use" in capsys.readouterr().err
+
+
+def test_an_extra_that_is_missing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tmp_path / "gateway.toml"
+    config.write_text(ANYBODY)
+
+    def run(self: Server) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(Server, "run", run)
+    monkeypatch.setitem(sys.modules, "weightd.gateway.rest.front", None)
+    assert main([str(config)]) == 78
+    assert "pip install 'weightd[gateway]'" in capsys.readouterr().err
+
+
+def test_a_wrong_command_line() -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--none"])
+    assert ended.value.code == 64

@@ -1,0 +1,97 @@
+"""weightd-gateway.service: started by who connects, known by the kernel, shut off, and gone in order."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Iterator
+
+import pytest
+
+from testkit.waiting import until
+
+from .manager import Manager
+from .service import CLIENT_UID, STRANGER_UID, Weightd
+
+pytestmark = pytest.mark.e2e
+
+SERVICE = "weightd-gateway.service"
+SOCKET = "weightd-gateway.socket"
+UNIX = "/run/weightd-gateway/http.sock"
+CONFIG = "/etc/weightd/gateway.toml"
+USERS = f"[gateway]\n[users]\n{CLIENT_UID} = '-'\n"
+
+# Asks over HTTP, by TCP or at the path of a socket, and prints status and content of the answer.
+_ASK = """
+import http.client, json, socket, sys
+class Unix(http.client.HTTPConnection):
+    def connect(self):
+        self.sock = socket.socket(socket.AF_UNIX)
+        self.sock.connect(sys.argv[2])
+connection = (Unix if sys.argv[2] else http.client.HTTPConnection)("127.0.0.1:8000", timeout=60)
+connection.request("GET", sys.argv[1])
+response = connection.getresponse()
+print(json.dumps([response.status, json.loads(response.read())]))
+"""
+
+
+@pytest.fixture
+def gateway(weightd: Weightd) -> Iterator[Manager]:
+    """Its sockets are open; one user of this host may ask, by the unix socket."""
+    manager = weightd.manager
+    manager.write(CONFIG, USERS)
+    manager.systemctl("start", SOCKET)
+    yield manager
+    manager.try_run(["systemctl", "stop", SERVICE, SOCKET])
+    manager.try_run(["systemctl", "reset-failed", SERVICE, SOCKET])
+
+
+def ask(weightd: Weightd, path: str, unix: str = "", uid: int = CLIENT_UID) -> tuple[int, dict[str, object]]:
+    command = [weightd.manager.python, "-c", _ASK, path, unix]
+    process = weightd.manager.popen(command, uid, uid, [weightd.clients_gid] if uid == CLIENT_UID else [])
+    out, err = process.communicate(timeout=90)
+    assert process.returncode == 0, f"{err}\n{weightd.manager.journal(SERVICE)}"
+    status, content = json.loads(out)
+    return status, content
+
+
+def test_who_connects_starts_it_and_is_known(weightd: Weightd, gateway: Manager) -> None:
+    weightd.start()
+    assert ask(weightd, "/v2", UNIX) == (200, {**ask(weightd, "/v2", UNIX)[1], "name": "weightd"})
+    assert ask(weightd, "/v2")[0] == 401
+    assert ask(weightd, "/v2/health/ready") == (200, {"ready": True})
+    assert gateway.show(SERVICE, "ActiveState") == "active"
+    # It asks weightd as its own user, of whom weightd knows no more than that.
+    pid = int(gateway.show(SERVICE, "MainPID"))
+    assert gateway.run(["ps", "-o", "user:20=", "-p", str(pid)]).strip() == "weightd-gateway"
+
+
+def test_a_stranger_does_not_reach_its_socket(weightd: Weightd, gateway: Manager) -> None:
+    command = [gateway.python, "-c", f"import socket; socket.socket(socket.AF_UNIX).connect({UNIX!r})"]
+    done = gateway.try_run(command, STRANGER_UID, STRANGER_UID)
+    assert "PermissionError" in done.stderr
+
+
+def test_a_reload_has_other_callers_and_a_stop_is_clean(weightd: Weightd, gateway: Manager) -> None:
+    weightd.start()
+    assert ask(weightd, "/v2", UNIX)[0] == 200
+    gateway.write(CONFIG, "[gateway]\n[users]\n0 = '-'\n")
+    gateway.systemctl("reload", SERVICE)
+    until(lambda: ask(weightd, "/v2", UNIX)[0] == 401, "it knows others")
+    # It goes on while weightd is away, and with the next one.
+    weightd.stop()
+    gateway.write(CONFIG, USERS)
+    gateway.systemctl("reload", SERVICE)
+    until(lambda: ask(weightd, "/v2/health/ready", UNIX)[0] in (503, 200), "it answers")
+    gateway.systemctl("stop", SERVICE)
+    shown = gateway.shows(SERVICE, "Result", "ExecMainStatus", "NRestarts")
+    assert shown == {"Result": "success", "ExecMainStatus": "0", "NRestarts": "0"}
+
+
+def test_a_wrong_file_is_not_tried_again(weightd: Weightd, gateway: Manager) -> None:
+    gateway.write(CONFIG, "[gateway]\nhtpp = []\n")
+    done: subprocess.CompletedProcess[str] = gateway.try_run(["systemctl", "start", SERVICE])
+    assert done.returncode != 0
+    shown = gateway.shows(SERVICE, "ExecMainStatus", "NRestarts")
+    assert shown == {"ExecMainStatus": "78", "NRestarts": "0"}
+    assert "gateway.htpp: unknown key; did you mean http?" in gateway.journal(SERVICE)
