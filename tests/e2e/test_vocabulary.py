@@ -94,6 +94,7 @@ WEIGHTD = {
 WEIGHTCTL = {
     "status": Use("", 75, "tiny: SERVING"),
     "metrics": Use("", 0, 'weightd_ready{model="tiny"} 1'),
+    "top": Use("-d 0.2", 0, "MODEL "),
     "health": Use("tiny", 0, "ready"),
     "predict": Use("tiny --input x={row}", 0, "y: FP32 [1, 64]"),
     "bench": Use("tiny --in-flight 1,8 --seconds 1", 0, "REQUESTS/s"),

@@ -646,7 +646,7 @@ SCRAPES = [
     *mutants("scrapes", "daemon/scrapes",
         ("return len(self.content) > MAX_HEAD_BYTES", "return False"),
         ("searched = max(0, len(self.content) - 3)", "searched = len(self.content)"),
-        ("if near and not _means_this_host(_host(fields)):", "if False:"),
+        ("if is_loopback and not _means_this_host(_host(fields)):", "if False:"),
         ("        if not field:\n            break\n", ""),
         ('if method != b"GET":', "if False:"),
         ("if now < self._until:\n            give", "if False:\n            give"),

@@ -34,7 +34,7 @@ from weightd.daemon.continuity.service import CLIENTS, KEEPER, Manager
 from weightd.daemon.gate.link import PeerIdentity
 from weightd.daemon.gate.zygote import Zygote
 from weightd.daemon.host.crowding import allow_descriptors
-from weightd.daemon.host.listening import listens_near
+from weightd.daemon.host.listening import listens_on_loopback
 from weightd.daemon.host.loop import Loop, signals
 from weightd.daemon.host.memory import MIB, host_bytes
 from weightd.daemon.host.timers import Timer
@@ -214,11 +214,11 @@ class Server:
         if listener is None:
             return None
         page = Page(lambda: self.metrics("scrape", Viewer(EVERYONE, sees_all=True)), self._loop.soon)
-        near = listens_near(listener)
+        is_loopback = listens_on_loopback(listener)
         _log.info("metrics are told at %s", self._config.daemon.metrics)
-        if not near:
+        if not is_loopback and listener.family != socket.AF_UNIX:
             _log.warning("metrics at %s: whoever reaches it sees them", self._config.daemon.metrics)
-        return Scrapes(listener, self._loop, page, near=near)
+        return Scrapes(listener, self._loop, page, is_loopback=is_loopback)
 
     def _lock(self, listener: str) -> Lock:
         config = self._config.listeners[listener]

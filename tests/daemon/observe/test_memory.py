@@ -31,7 +31,7 @@ class Kernel:
 
     def held(self, pid: int) -> Held | None:
         self.asked.append(pid)
-        return Held(pid, pid) if pid != 13 else None
+        return Held(pid, pid, 0) if pid != 13 else None
 
 
 @pytest.fixture
@@ -101,7 +101,7 @@ def test_whoever_asks_does_not_wait_for_the_kernel(monkeypatch: pytest.MonkeyPat
         readers.append(threading.get_ident())
         said.set()
         assert go_on.wait(60.0)
-        return Held(pid, pid)
+        return Held(pid, pid, 0)
 
     monkeypatch.setattr(memory, "held", slow)
     knows = Memory()

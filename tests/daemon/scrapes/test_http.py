@@ -13,9 +13,9 @@ def head(content: bytes) -> Head:
     return made
 
 
-def status(content: bytes, *, near: bool = True) -> int:
+def status(content: bytes, *, is_loopback: bool = True) -> int:
     """What it is answered with; 200: with the metrics."""
-    refused = refusal(head(content), near=near)
+    refused = refusal(head(content), is_loopback=is_loopback)
     return int(refused.split(b" ", 2)[1]) if refused else 200
 
 
@@ -68,7 +68,7 @@ def test_a_page_whose_name_was_made_to_mean_this_host_is_told_nothing(name: byte
     # What follows the head says nothing.
     assert status(b"GET /metrics HTTP/1.1\r\n\r\nHost: evil.example\r\n") == 200
     # Where others can connect, its name is anything.
-    assert status(request, near=False) == 200
+    assert status(request, is_loopback=False) == 200
 
 
 @given(st.binary(max_size=60), st.data())
@@ -78,7 +78,7 @@ def test_in_how_many_pieces_it_comes_makes_no_difference(rest: bytes, data: st.D
     while not (whole := made.feed(content[at : (end := at + data.draw(st.integers(1, 7)))])) and end < len(content):
         at = end
     assert whole
-    assert refusal(made, near=True) == b""
+    assert refusal(made, is_loopback=True) == b""
 
 
 @given(st.binary(max_size=200))

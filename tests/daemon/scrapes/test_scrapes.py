@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from weightd.daemon.host.listening import listening, listens_near
+from weightd.daemon.host.listening import listening, listens_on_loopback
 from weightd.daemon.host.loop import Loop
 from weightd.daemon.scrapes.http import MAX_HEAD_BYTES
 from weightd.daemon.scrapes.page import Page
@@ -32,7 +32,7 @@ class World:
         self._stack = contextlib.ExitStack()
         listener = self._stack.enter_context(listening(f"unix://{path}"))
         page = Page(self.tell, self.loop.soon, lambda: self.now)
-        self.scrapes = Scrapes(listener, self.loop, page, near=True, clock=lambda: self.now)
+        self.scrapes = Scrapes(listener, self.loop, page, is_loopback=True, clock=lambda: self.now)
 
     def tell(self) -> MetricsResponse:
         self.told += 1
@@ -189,10 +189,10 @@ def test_one_at_a_time_is_let_in(world: World, tmp_path: Path) -> None:
             assert len(world.scrapes) == count
 
 
-@pytest.mark.parametrize(("address", "near"), [("127.0.0.1", True), ("0.0.0.0", False)])
-def test_where_others_can_connect_is_known(address: str, near: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("address", "expected"), [("127.0.0.1", True), ("0.0.0.0", False)])
+def test_where_a_page_in_a_browser_could_connect_is_known(address: str, expected: bool, tmp_path: Path) -> None:
     with socket.socket() as listener:
         listener.bind((address, 0))
-        assert listens_near(listener) == near
+        assert listens_on_loopback(listener) == expected
     with listening(f"unix://{tmp_path}/x") as listener:
-        assert listens_near(listener)
+        assert not listens_on_loopback(listener)

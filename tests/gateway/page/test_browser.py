@@ -57,6 +57,7 @@ def test_it_shows_what_the_daemon_tells(server: PageServer, windows: Windows) ->
     server.numbers = tells(picture("digits", "reader"))
     page = windows.open()
     expect(page.locator("#health")).to_have_text("running, 2 models ready")
+    expect(page.locator("#own")).to_be_hidden()
     assert page.title() == "running, 2 models ready – weightd"
     assert page.locator("#service").inner_text() == "0.1.0, up 1 h 0 min"
     assert row(page, "digits") == [
@@ -225,6 +226,7 @@ def test_whoever_sees_its_own_alone_is_shown_no_memory(server: PageServer, windo
     page = windows.open()
     expect(page.locator("#health")).to_have_text("running, 1 model ready")
     expect(page.locator("#memory")).to_be_hidden()
+    expect(page.locator("#own")).to_be_visible()
     assert row(page, "digits") == ["digits onnxruntime", "serving", "–", "–", "0", "–", "–", "–"]
 
 

@@ -91,10 +91,10 @@ def claimed(path: Path) -> Generator[None, None, None]:
             _remove_socket(path)
 
 
-def listens_near(listener: socket.socket) -> bool:
-    """Return whether only programs of this host can connect to it."""
+def listens_on_loopback(listener: socket.socket) -> bool:
+    """Return whether it listens over TCP where only programs of this host can connect."""
     name: Any = listener.getsockname()
-    return listener.family == socket.AF_UNIX or ipaddress.ip_address(name[0].partition("%")[0]).is_loopback
+    return listener.family != socket.AF_UNIX and ipaddress.ip_address(name[0].partition("%")[0]).is_loopback
 
 
 def _path(address: str) -> Path | None:

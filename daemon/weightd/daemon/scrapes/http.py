@@ -50,13 +50,13 @@ class Head:
         return len(self.content) > MAX_HEAD_BYTES
 
 
-def refusal(head: Head, *, near: bool) -> bytes:
+def refusal(head: Head, *, is_loopback: bool) -> bytes:
     """Return the answer to what is no request for the metrics; nothing if it is one.
 
     Args:
         head: of the request.
-        near: whether only programs of this host can connect. A page in a browser of this host can, too, by a name that
-            it has that mean this host: so the request has to call it by an address, or localhost.
+        is_loopback: whether it has come over the loopback interface. A page in a browser of this host can do that, by a
+            name that was made to mean this host: so the request has to call it by an address, or localhost.
     """
     if head.is_too_long:
         return answer(431, f"expected a head of at most {MAX_HEAD_BYTES} bytes\n".encode())
@@ -69,7 +69,7 @@ def refusal(head: Head, *, near: bool) -> bytes:
         return answer(404, f"there is only {PATH}\n".encode())
     if method != b"GET":
         return answer(405, b"expected GET\n", ["Allow: GET"])
-    if near and not _means_this_host(_host(fields)):
+    if is_loopback and not _means_this_host(_host(fields)):
         return answer(421, b"expected this host's address, or localhost, as its name\n")
     return b""
 

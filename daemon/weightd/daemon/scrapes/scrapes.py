@@ -51,7 +51,7 @@ class Scrapes:
         listener: listens, and does not block.
         loop: calls when there is something to do.
         page: what is told.
-        near: whether only programs of this host can connect, see `refusal`.
+        is_loopback: whether it listens on the loopback interface, see `refusal`.
         clock: monotonic seconds.
 
     Attributes:
@@ -64,12 +64,12 @@ class Scrapes:
         loop: Loop,
         page: Page,
         *,
-        near: bool,
+        is_loopback: bool,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._loop = loop
         self._page = page
-        self._near = near
+        self._is_loopback = is_loopback
         self._clock = clock
         # In the order in which they came.
         self._peers: dict[int, _Peer] = {}
@@ -115,7 +115,7 @@ class Scrapes:
         elif peer.head.feed(data):
             peer.is_heard = True
             self._loop.pause(peer.connection.fileno())
-            refused = refusal(peer.head, near=self._near)
+            refused = refusal(peer.head, is_loopback=self._is_loopback)
             if refused:
                 self._send(peer, refused)
             else:

@@ -442,6 +442,7 @@ function draw(overview) {
   shown = overview;
   byId("picture").hidden = false;
   write(byId("service"), `${overview.version}, up ${duration(overview.uptime_s)}`);
+  byId("own").hidden = overview.whole;
   drawMemory(overview);
   drawPace(overview);
   drawModels(overview);

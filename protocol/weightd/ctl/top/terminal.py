@@ -9,9 +9,10 @@ import os
 import queue
 import select
 import signal
+import socket
 import sys
 import time
-from typing import Callable, Dict, Generator, Iterable, List, Optional
+from typing import Callable, Dict, Generator, Iterable, List, Optional, Tuple
 
 from weightd.ctl.top.asking import Asker, Asking, Found
 from weightd.ctl.top.bars import BLOCKS, glyphs
@@ -47,7 +48,8 @@ def show(asker: Asker, first: Overview, delay: float, most: Optional[int]) -> No
         delay: seconds between two.
         most: how many; None for no end.
     """
-    locale.setlocale(locale.LC_ALL, "")
+    with contextlib.suppress(locale.Error):  # the environment names one that this host has not
+        locale.setlocale(locale.LC_ALL, "")
     # What curses would wait after Esc is a second.
     os.environ.setdefault("ESCDELAY", str(_ESCAPE_MS))
     with _woken() as (wake, woken):
@@ -62,25 +64,25 @@ def show(asker: Asker, first: Overview, delay: float, most: Optional[int]) -> No
 
 
 @contextlib.contextmanager
-def _woken() -> Generator[tuple[Callable[[], None], int], None, None]:
-    """A descriptor that is readable once the function was called, or the terminal has another size."""
-    reader, writer = os.pipe()
-    os.set_blocking(reader, False)
-    os.set_blocking(writer, False)
+def _woken() -> Generator[Tuple[Callable[[], None], socket.socket], None, None]:
+    """A socket that is readable once the function was called, or the terminal has another size."""
+    reader, writer = socket.socketpair()
+    reader.setblocking(False)
+    writer.setblocking(False)
     before = signal.signal(signal.SIGWINCH, _nothing)
-    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
 
     def wake() -> None:
         with contextlib.suppress(OSError):  # full: it is awake; closed: nobody looks any more
-            os.write(writer, b"!")
+            writer.send(b"!")
 
     try:
         yield wake, reader
     finally:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGWINCH, before)
-        os.close(reader)
-        os.close(writer)
+        reader.close()
+        writer.close()
 
 
 def _nothing(number: int, frame: object) -> None:
@@ -108,20 +110,20 @@ class Screen:
         self._encoding = locale.nl_langinfo(locale.CODESET)
         self._glyphs = glyphs(self._encoding)
 
-    def run(self, window: curses.window, woken: int, ask: Callable[[float], None]) -> None:
+    def run(self, window: curses.window, woken: socket.socket, ask: Callable[[float], None]) -> None:
         """Show, until it ends; `ask` has the daemon asked now, and then so often."""
         styles = _styles()
         window.nodelay(True)
         window.keypad(True)
         poll = select.poll()
-        for number in (sys.stdin.fileno(), woken):
-            poll.register(number, select.POLLIN)
+        for each in (sys.stdin, woken):
+            poll.register(each, select.POLLIN)
         while True:
             self._show(window, styles)
             if any(event & ~select.POLLIN for _, event in poll.poll(1000 * _TICK_S)):
                 return  # the terminal is gone
             with contextlib.suppress(BlockingIOError):
-                os.read(woken, 4096)
+                woken.recv(4096)
             self._take()
             if self._left == 0 or not self._press(_keys(window), ask):
                 return
@@ -168,7 +170,7 @@ class Screen:
         return line._replace(pieces=known)
 
 
-def _fitted(window: curses.window) -> tuple[int, int]:
+def _fitted(window: curses.window) -> Tuple[int, int]:
     """Have the window as large as the terminal; return its size."""
     columns, lines = os.get_terminal_size(sys.stdout.fileno())
     if window.getmaxyx() != (lines, columns) and lines > 0 and columns > 1:
