@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import numpy as np
@@ -186,6 +186,7 @@ def test_what_perf_analyzer_asks_before_and_after(client: triton.InferenceServer
 
 def test_errors_are_those_of_the_daemon(client: triton.InferenceServerClient) -> None:
     ones = np.ones((1, 64), np.float32)
+    more: dict[str, Any]
     for model, arrays, more, status, text in (
         ("none", {"x": ones}, {}, "404", "no model 'none'"),
         ("tiny", {"y": ones}, {}, "400", "x"),
@@ -257,10 +258,12 @@ def test_a_client_made_from_the_protocol_s_own_description(service: Service, add
         client.check_server_readiness()
         client.check_model_readiness("tiny")
         assert client.read_server_metadata().name == "weightd"
-        assert client.read_model_metadata("tiny").inputs[0].shape == [-1, 64]
+        inputs = client.read_model_metadata("tiny").inputs
+        assert inputs
+        assert inputs[0].shape == [-1, 64]
         array = np.random.default_rng(4).standard_normal((2, 64)).astype(np.float32)
         values = array.ravel().tolist()
-        question = InferenceRequest.parse_obj(
+        question = cast(Any, InferenceRequest).parse_obj(
             {"inputs": [{"name": "x", "datatype": "FP32", "shape": [2, 64], "data": values}]}
         )
         answer = client.model_infer("tiny", request=question)
@@ -351,7 +354,7 @@ def test_a_restart_of_the_daemon_under_load(tmp_path: Path) -> None:
             until(lambda: "200" in statuses, "it is answered")
             service.kill()
             until(lambda: "503" in statuses, "it is told that nobody can answer")
-            service._start()
+            service.start_again()
             begun = len(statuses)
             until(lambda: "200" in statuses[begun:], "it is answered again")
         finally:
@@ -369,7 +372,7 @@ def test_each_token_asks_for_its_tenant_and_a_reload_takes_it_away(tmp_path: Pat
     tokens = tmp_path / "tokens"
     tokens.write_text("".join(f"{each} {name}\n" for each, name in zip(digests, ("ann", "ben", "eve"), strict=True)))
     tables = {name: {"path": models.tiny(tmp_path / f"{name}.onnx")} for name in ("seen", "hidden")}
-    tenants = {
+    tenants: dict[str, dict[str, object]] = {
         "gateway": {"uids": [str(os.geteuid())], "acts_for": ["ann", "ben"]},
         "ann": {"models": ["seen"]},
         "ben": {"max_rate": 1000},

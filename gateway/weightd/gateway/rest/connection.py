@@ -147,12 +147,9 @@ class Connection(RequestHandler):
 
     def common_name(self) -> str | None:
         """Return the common name of the certificate that the other end has, which TLS has verified."""
-        certificate = None if self.transport is None else self.transport.get_extra_info("peercert")
-        for part in (certificate or {}).get("subject", ()):
-            for key, value in part:
-                if key == "commonName":
-                    return str(value)
-        return None
+        certificate: dict[str, Any] = (self.transport and self.transport.get_extra_info("peercert")) or {}
+        names = [value for part in certificate.get("subject", ()) for key, value in part if key == "commonName"]
+        return str(names[0]) if names else None
 
     async def finish_response(self, request: web.BaseRequest, resp: Any, start_time: float | None) -> tuple[Any, bool]:
         """Send an answer; then the next request is waited for."""
