@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import socket
 import subprocess
 import sys
 import uuid
 from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, closing, suppress
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
+import grpc
 import numpy as np
 import pytest
 import tritonclient.grpc as triton
@@ -141,6 +144,21 @@ def test_a_message_beyond_the_bound_is_refused_and_the_connection_lives(client: 
         client.infer("tiny", [tensor("x", large)])
     assert refused.value.status() == "StatusCode.RESOURCE_EXHAUSTED"
     assert client.infer("tiny", [tensor("x", X)]).as_numpy("y").shape == X.shape
+
+
+def test_what_a_compressed_message_becomes_is_bounded_before_it_is_kept(gateway: GatewayProcess, address: str) -> None:
+    def most_bytes() -> int:
+        (line,) = re.findall(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{gateway.pid}/status").read_text())
+        return int(line) * 1024
+
+    before = most_bytes()
+    for compression in (grpc.Compression.Gzip, grpc.Compression.Deflate):
+        with grpc.insecure_channel(address) as channel:
+            infer: Any = channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
+            with pytest.raises(grpc.RpcError) as refused:
+                infer(bytes(96 * 1024 * 1024), compression=compression, timeout=LIMIT_S)
+        assert refused.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert most_bytes() < before + 48 * 1024 * 1024
 
 
 def test_many_at_once_are_each_answered_with_their_own(service: Service, client: triton.InferenceServerClient) -> None:

@@ -39,3 +39,13 @@ def test_bytes_are_kept_until_the_end_of_their_request() -> None:
             assert seats.taken_bytes == 100
         one.take(40)
     assert seats.taken_bytes == 0
+
+
+def test_an_answer_is_kept_until_it_has_been_sent() -> None:
+    seats = Seats(1, 100)
+    sent = seats.keep(60)
+    with pytest.raises(ResourceExhausted, match="max_memory_bytes"):
+        seats.keep(41)
+    sent.leave()
+    sent.leave()
+    assert (seats.taken, seats.taken_bytes) == (0, 0)

@@ -46,7 +46,17 @@ class Seats:
             yield seat
         finally:
             self.taken -= 1
-            self.taken_bytes -= seat.nbytes
+            seat.leave()
+
+    def keep(self, nbytes: int) -> Seat:
+        """Return a seat of an answer with so many bytes, which outlasts that of its request: until `Seat.leave`.
+
+        Raises:
+            ResourceExhausted: there is no room for them.
+        """
+        seat = Seat(self)
+        seat.take(nbytes)
+        return seat
 
     def take(self, seat: Seat, nbytes: int) -> None:
         """Have so many more bytes of a request; see `Seat.take`."""
@@ -77,3 +87,8 @@ class Seat:
             ResourceExhausted: there is no room for them.
         """
         self._seats.take(self, nbytes)
+
+    def leave(self) -> None:
+        """Nothing is kept of it any more."""
+        self._seats.taken_bytes -= self.nbytes
+        self.nbytes = 0

@@ -273,6 +273,28 @@ def test_who_says_nothing_keeps_its_seat_for_a_while_only() -> None:
         channel.unary_unary(METHOD("ModelInfer"))(SMALL, timeout=LIMIT_S)
 
 
+LARGE = message(
+    inputs=[{"name": "x", "datatype": "UINT8", "shape": [6_000_000]}], raw_input_contents=[bytes(6_000_000)]
+)
+
+
+def test_what_nobody_reads_counts_as_what_is_under_way_until_its_caller_goes(caplog: pytest.LogCaptureFixture) -> None:
+    with served(max_memory_bytes=16_000_000, max_body_bytes=8_000_000) as server, ExitStack() as stack:
+        options = (("grpc.use_local_subchannel_pool", 1), ("grpc.max_receive_message_length", -1))
+        first, other = (stack.enter_context(connected(server.target, *options)) for _ in range(2))
+        # As streams: so much of the answer as fits into the window of HTTP/2 is taken, and no more is read.
+        unread = [first.unary_stream(METHOD("ModelInfer"))(LARGE) for _ in range(2)]
+        until(lambda: server.service.seats.taken_bytes >= 12_000_000 and not server.service.seats.taken, "two answers")
+        infer = other.unary_unary(METHOD("ModelInfer"), response_deserializer=len)
+        assert code_of(partial(infer, LARGE, timeout=LIMIT_S)) == grpc.StatusCode.RESOURCE_EXHAUSTED
+        infer(SMALL, timeout=LIMIT_S)
+        for each in unread:
+            each.cancel()
+        until(lambda: server.service.seats.taken_bytes == 0, "nothing that is kept")
+        infer(LARGE, timeout=LIMIT_S)
+    assert not caplog.records
+
+
 @pytest.mark.parametrize("compression", [grpc.Compression.NoCompression, grpc.Compression.Gzip])
 def test_a_message_that_is_too_long_is_refused(compression: grpc.Compression) -> None:
     with served(max_body_bytes=64 * 1024) as server, connected(server.target) as channel:

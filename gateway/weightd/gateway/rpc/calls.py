@@ -38,6 +38,9 @@ Parse = Callable[[bytes], Any]
 # How gRPC writes where somebody on the same host is.
 _LOCAL = ("unix:", "ipv4:127.", "ipv6:%5B::1%5D:", "ipv6:[::1]:")
 
+# An answer that is shorter is gone at once, and else no great loss: there are no more of them than calls.
+LEAST_KEPT = 64 * 1024
+
 # Of HTTP: from here on it is not the caller who has erred.
 _SERVER_ERROR = 500
 
@@ -113,6 +116,9 @@ class Calls:
                     message = await self._received(context)
                     seat.take(len(message))
                     answer = await method(call, parsed(message, parse))
+                if len(answer) >= LEAST_KEPT:
+                    sent = self.seats.keep(len(answer))
+                    context.add_done_callback(lambda _: sent.leave())
             except WeightdError as error:
                 note(name, call, begun, told(error))
                 raise

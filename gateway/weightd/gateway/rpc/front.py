@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import socket
 from collections.abc import Mapping, Sequence
@@ -44,8 +45,10 @@ MOST_METADATA_BYTES = 16 * 1024
 # Of a socket in a directory that others may enter: its owner and group may connect.
 _MODE = 0o660
 
-# gRPC's library writes to stderr what it thinks of its peers, past every log.
+# gRPC's library has much to say of its peers, to stderr past every log, and to the log whenever one leaves while it is
+# answered. What goes wrong in handlers is told by themselves.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+logging.getLogger("grpc").setLevel(logging.CRITICAL)
 
 
 class RpcFront:

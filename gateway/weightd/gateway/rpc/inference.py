@@ -43,7 +43,12 @@ class Inference:
                 # What is sent ahead waits where it is: at most one message has been read.
                 while (message := await self._streams.wait(context.read)) is not grpc.aio.EOF:
                     call = call._replace(left=context.time_remaining())
-                    await context.write(await self._of_stream(call, message, calls.seats))
+                    answer = await self._of_stream(call, message, calls.seats)
+                    sent = calls.seats.keep(len(answer))
+                    try:
+                        await context.write(answer)
+                    finally:
+                        sent.leave()
 
         return {
             "ModelInfer": calls.single("ModelInfer", _whole, self._single),
