@@ -158,10 +158,21 @@ class AsyncClient:
 
         The arrays must not be changed before the answer has come: large ones are not copied.
         """
-        wanted = (outputs, out, priority)
-        if self._retry is not None and not out:
-            return await self._retrying(partial(self._infer, model, inputs, wanted), timeout)
-        return await self._infer(model, inputs, wanted, timeout)
+        if self._retry is not None and out is None:
+            # An `out`, be it an empty one, is for one attempt.
+            once = partial(self.infer, model, inputs, outputs=outputs, out={}, priority=priority)
+            return await self._retrying(lambda left: once(timeout=left), timeout)
+        seconds, more = self._begin(timeout)
+        deadline = time.monotonic() + seconds
+        try:
+            question = self._core.infer(model, inputs, seconds, outputs, out, priority)
+        except Untyped:
+            question = None
+        if question is None:
+            named, seconds = await self._typed(model, inputs, deadline, more)
+            question = self._core.infer(model, named, seconds, outputs, out, priority)
+        answer: Dict[str, Any] = await self._answer(question, deadline, deadline + more)
+        return answer
 
     def map(
         self,
@@ -265,21 +276,6 @@ class AsyncClient:
 
     async def _open(self, timeout: Optional[float]) -> None:
         await self._make_ready(time.monotonic() + self._begin(timeout)[0])
-
-    async def _infer(
-        self, model: str, inputs: Inputs, wanted: Tuple[Any, Any, Any], timeout: Optional[float]
-    ) -> Dict[str, Any]:
-        seconds, more = self._begin(timeout)
-        deadline = time.monotonic() + seconds
-        try:
-            question = self._core.infer(model, inputs, seconds, *wanted)
-        except Untyped:
-            question = None
-        if question is None:
-            named, seconds = await self._typed(model, inputs, deadline, more)
-            question = self._core.infer(model, named, seconds, *wanted)
-        answer: Dict[str, Any] = await self._answer(question, deadline, deadline + more)
-        return answer
 
     async def _ask(self, question: Callable[[], Question], timeout: Optional[float]) -> Any:
         return await self._retrying(partial(self._once, question), timeout)

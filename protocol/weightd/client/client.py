@@ -182,9 +182,10 @@ class Client:
             ProtocolError: one side broke the protocol: versions that do not fit.
             WrongProcess, ClientClosed: the client must not be used here, or no longer.
         """
-        if self._retry is not None and not out:
-            options: Dict[str, Any] = {"outputs": outputs, "timeout": timeout, "priority": priority}
-            return self._submit_again(self._retry, model, inputs, **options).result()
+        if self._retry is not None and out is None:
+            # An `out`, be it an empty one, is for one attempt.
+            once = partial(self.infer, model, inputs, outputs=outputs, out={}, priority=priority)
+            return self._retrying(lambda left: once(timeout=left), timeout)
         seconds, more = self._begin(timeout)
         deadline = monotonic() + seconds
         try:
