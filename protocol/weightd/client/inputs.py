@@ -20,7 +20,9 @@ from weightd.protocol.tensors import NUMPY_DTYPE
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
 
-    Inputs = Union[Mapping[str, ArrayLike], ArrayLike]
+    # mypy finds the type of a nested list of integers and fractions to be one of objects.
+    Value = Union[ArrayLike, Sequence[Any]]
+    Inputs = Union[Mapping[str, Value], Value]
     """Of a request: an array, list or number for each input by its name, or one alone where the model has one input."""
 
 # numpy's own numbers are values, too, as `list(array)` has them.

@@ -24,9 +24,9 @@ from weightd.protocol.errors import InvalidArgument
 from weightd.protocol.messages.control import ModelMetadataResponse
 
 if TYPE_CHECKING:
-    from numpy.typing import ArrayLike, NDArray
+    from numpy.typing import NDArray
 
-    from weightd.client.inputs import Inputs
+    from weightd.client.inputs import Inputs, Value
 
 DEFAULT_IN_FLIGHT = 32
 
@@ -71,7 +71,7 @@ class Model:
     def __call__(self, __inputs: Inputs) -> Any: ...
 
     @overload
-    def __call__(self, **inputs: ArrayLike) -> Any: ...
+    def __call__(self, **inputs: Value) -> Any: ...
 
     def __call__(self, *alone: Any, **named: Any) -> Any:
         """Run the model on inputs that are given by name, or on what `Client.infer` takes as `inputs`.
@@ -88,7 +88,7 @@ class Model:
     def submit(self, __inputs: Inputs) -> PendingOutput: ...
 
     @overload
-    def submit(self, **inputs: ArrayLike) -> PendingOutput: ...
+    def submit(self, **inputs: Value) -> PendingOutput: ...
 
     def submit(self, *alone: Any, **named: Any) -> PendingOutput:
         """Send a request without waiting, as `Client.submit`; inputs are given as in a call."""
@@ -127,7 +127,7 @@ class AsyncModel:
     async def __call__(self, __inputs: Inputs) -> Any: ...
 
     @overload
-    async def __call__(self, **inputs: ArrayLike) -> Any: ...
+    async def __call__(self, **inputs: Value) -> Any: ...
 
     async def __call__(self, *alone: Any, **named: Any) -> Any:
         """Run the model: as `Model.__call__`."""
