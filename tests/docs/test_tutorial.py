@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +64,7 @@ def shell(command: str, directory: Path, env: dict[str, str]) -> str:
 
 
 @contextlib.contextmanager
-def served(command: str, directory: Path, env: dict[str, str]) -> Iterator[None]:
+def served(command: str, directory: Path, env: dict[str, str]) -> Generator[None, None, None]:
     """What the page has in a terminal of its own, until Ctrl-C."""
     with subprocess.Popen(
         ["bash", "-ec", f"exec {command}"], cwd=directory, env={**os.environ, **env}, stderr=subprocess.PIPE, text=True
