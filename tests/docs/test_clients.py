@@ -136,7 +136,16 @@ def test_the_client_in_c_needs_libc_alone_and_prints_the_answer(tmp_path: Path, 
 
 def test_a_users_program_passes_mypy(tmp_path: Path) -> None:
     shutil.copy(DOCS / "examples" / "typed.py", tmp_path)
-    command = [sys.executable, "-m", "mypy", "--strict", "--config-file=", "--no-error-summary", "typed.py"]
+    command = [
+        sys.executable,
+        "-m",
+        "mypy",
+        "--strict",
+        "--config-file=",
+        "--cache-dir=/dev/null",
+        "--no-error-summary",
+        "typed.py",
+    ]
     assert output(command, tmp_path, {}) == []
 
 
