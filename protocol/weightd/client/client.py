@@ -408,6 +408,8 @@ class Client:
                 takes: ModelMetadataResponse = self._wait(call, deadline + more)
             except BaseException as error:
                 self._core.not_asked(question, error)
+                # Who reads may be one of those who wait for it.
+                self._waker.set()
                 raise
             named = typed(inputs, model, takes.inputs)
         return named, deadline - monotonic()

@@ -57,7 +57,7 @@ _LEAST_SWEEP = 256
 # Models of which it is known what they take, before all are forgotten: as many as a daemon has.
 _MAX_KNOWN = limits.MAX_MODELS
 
-# To look it up takes longer than to compare with it.
+# Of each input it is asked whether it is one: to look it up in its module would take longer than to compare.
 _ndarray = np.ndarray
 
 # Where the tensors of a message are.
