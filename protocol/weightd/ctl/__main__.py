@@ -12,10 +12,11 @@ from typing import Dict, List, Optional
 from weightd.client.address import default_address
 from weightd.client.client import Client
 from weightd.client.session import DEFAULT_TIMEOUT_S
-from weightd.ctl import exits, health, keygen, metrics, predict, reload, update
+from weightd.ctl import exits, health, keygen, metadata, metrics, models, reload, update
 from weightd.ctl.advise import verb as advise
 from weightd.ctl.bench import verb as bench
 from weightd.ctl.install import verb as install
+from weightd.ctl.predict import verb as predict
 from weightd.ctl.status import verb as status
 from weightd.ctl.text import clean
 from weightd.ctl.verb import Ended, NotReached, Verb
@@ -28,6 +29,8 @@ from weightd.shared.journal import prefixed, to_journal
 VERBS: Dict[str, Verb] = {
     "status": status.VERB,
     "metrics": metrics.VERB,
+    "models": models.VERB,
+    "metadata": metadata.VERB,
     "health": health.VERB,
     "predict": predict.VERB,
     "bench": bench.VERB,
