@@ -94,6 +94,8 @@ WEIGHTD = {
 WEIGHTCTL = {
     "status": Use("", 75, "tiny: SERVING"),
     "metrics": Use("", 0, 'weightd_ready{model="tiny"} 1'),
+    "models": Use("", 0, "tiny    serving"),
+    "metadata": Use("tiny", 0, "predict tiny --random"),
     "health": Use("tiny", 0, "ready"),
     "predict": Use("tiny --input x={row}", 0, "y: FP32 [1, 64]"),
     "bench": Use("tiny --in-flight 1,8 --seconds 1", 0, "REQUESTS/s"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import shlex
 import signal
 import sys
 from pathlib import Path
@@ -82,7 +83,18 @@ def _run(options: argparse.Namespace) -> int:
         for problem in error.problems:
             logs.complain(_of_argument(problem, name))
         return exits.USAGE
-    return Server(config, one_shot=True, zygote=options.zygote).run()
+    return Server(config, one_shot=_command(config.daemon.socket, name), zygote=options.zygote).run()
+
+
+def _command(socket: str, model: str) -> str:
+    """Return what asks a model, for who copies it into another terminal."""
+    where = [] if socket == paths.socket_address(paths.runtime_dir()) else ["--socket", _for_clients(socket)]
+    return shlex.join(["weightctl", *where, "predict", model, "--random"])
+
+
+def _for_clients(socket: str) -> str:
+    """How clients call it: with a path they take the unix socket beside it, if they can."""
+    return socket.removeprefix("ipc://")
 
 
 def _of_argument(problem: str, name: str) -> str:
@@ -162,7 +174,8 @@ def parser() -> argparse.ArgumentParser:
         "run",
         help="serve one model, without a configuration file",
         description=(
-            "Serves one model until Ctrl-C, for a first look. Ends with status 1 if the model cannot be served."
+            "Serves one model until Ctrl-C, for a first look, and says how to ask it once it serves. Ends with status "
+            "1 if the model cannot be served."
         ),
     )
     run.add_argument("model", metavar="MODEL", help="an .onnx or .mindir file")

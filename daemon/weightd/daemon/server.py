@@ -87,7 +87,8 @@ class Server:
         config: what to serve, and where.
         file: that it comes from, to be read again on SIGHUP.
         manager: who is told how it goes, and passes sockets and the keeper on from one daemon to the next.
-        one_shot: end when a model fails instead of serving the others (`weightd run`).
+        one_shot: end when a model fails instead of serving the others (`weightd run`); it is what asks the model, to be
+            told once that serves. "": go on.
         zygote: makes its gates; None to start one then.
     """
 
@@ -97,7 +98,7 @@ class Server:
         file: ConfigFile | None = None,
         manager: Manager | None = None,
         *,
-        one_shot: bool = False,
+        one_shot: str = "",
         zygote: Zygote | None = None,
     ) -> None:
         self._config = config
@@ -111,6 +112,7 @@ class Server:
         self._suspects = Known()
         self._clocks = Clocks()
         self._one_shot = one_shot
+        self._has_told = False
         self._zygote = zygote
         self._loop = Loop()
         self._households = Households()
@@ -295,13 +297,25 @@ class Server:
             self._announce(now)
         # The next daemon knows of it now, too.
         self._frontend.tell_recorded()
-        if self._one_shot and self._any_failed():
-            self._stop(now)
+        if self._one_shot:
+            self._look_once(now)
         if self._shutdown.finishing and self._idle():
             self._end(now)
         if self._finished():
             self._loop.stop()
         self._loop.each_turn(self._look if self._fleet.changing or self._shutdown.begun else None)
+
+    def _look_once(self, now: float) -> None:
+        """There is one model, for a first look at it."""
+        if self._any_failed():
+            self._stop(now)
+        if (
+            not self._shutdown.begun
+            and not self._has_told
+            and all(each.complete for each in self._fleet.models.values())
+        ):
+            self._has_told = True
+            _log.info("it serves; to ask it: %s", self._one_shot)
 
     def _tell_manager(self, now: float) -> None:
         """It is time for a sign of life; the next daemon comes first."""
