@@ -34,6 +34,7 @@ from weightd.daemon.continuity.service import CLIENTS, KEEPER, Manager
 from weightd.daemon.gate.link import PeerIdentity
 from weightd.daemon.gate.zygote import Zygote
 from weightd.daemon.host.crowding import allow_descriptors
+from weightd.daemon.host.happened import Happened
 from weightd.daemon.host.listening import listens_on_loopback
 from weightd.daemon.host.loop import Loop, signals
 from weightd.daemon.host.memory import MIB, host_bytes
@@ -53,6 +54,7 @@ from weightd.daemon.observe.metrics import Counted, Moment, tell
 from weightd.daemon.observe.own import own_report
 from weightd.daemon.observe.status import Subject, report
 from weightd.daemon.observe.survey import Measured, Survey, crowding
+from weightd.daemon.observe.tails import Tails
 from weightd.daemon.requests.blame.suspects import Known
 from weightd.daemon.requests.shares import Clocks
 from weightd.daemon.scrapes.page import Page
@@ -63,6 +65,7 @@ from weightd.daemon.tenants.directory import Directory
 from weightd.daemon.tenants.tenant import EVERYONE, Viewer
 from weightd.protocol.errors import InvalidArgument, RequestError, ResourceExhausted, Unavailable
 from weightd.protocol.messages.control import ReloadResponse
+from weightd.protocol.messages.journal import Events, EventsResponse, Logs
 from weightd.protocol.messages.metrics import MetricsResponse
 from weightd.protocol.schema import label
 from weightd.protocol.version import VERSION
@@ -78,6 +81,9 @@ _SHARE_OF_MEMORY = 4
 
 # A status answer costs the kernel milliseconds a process: nobody needs more of them at once.
 _MAX_SURVEYS = 16
+
+# Few may ask for logs, and each question may read a megabyte.
+_MAX_TAILS = 4
 
 
 class Server:
@@ -132,6 +138,8 @@ class Server:
         self._surveys: list[Survey] = []
         self._measured = Measured()
         self._memory = Memory()
+        self._tails: list[Tails] = []
+        self._happened = Happened()
         self._started = time.monotonic()
         self._shutdown = Shutdown()
         self._scrapes: Scrapes | None = None
@@ -150,6 +158,7 @@ class Server:
             claim(self._config.daemon, kept=kept),
             listen(self._config, self._manager.inherited.get(CLIENTS, [])) as sockets,
             signals([signal.SIGTERM, signal.SIGINT, signal.SIGHUP]) as wakeups,
+            self._happened.listening(),
         ):
             if kept:
                 self._keeping = Keeping(self._manager, self._config.daemon)
@@ -524,6 +533,28 @@ class Server:
             self._answer_status(self._surveys.pop(0))
         if self._surveys:
             self._loop.soon(self._measure)
+
+    def events(self, question: Events) -> EventsResponse:
+        """Return what has happened."""
+        return self._happened.answer(question)
+
+    def ask_logs(self, client: bytes, question: Logs) -> None:
+        """A client wants to know what the processes of a model have said: it is told once that has been read."""
+        if len(self._tails) == _MAX_TAILS:
+            raise ResourceExhausted(f"{_MAX_TAILS} questions for logs are being answered")
+        generations = self._fleet.models[question.model_name].generations
+        files = self._backend.files
+        there = {each.number: files[each.label] for each in generations if each.label in files}
+        self._tails.append(Tails(client, question, there))
+        self._loop.soon(self._read_log)
+
+    def _read_log(self) -> None:
+        """Read one file more."""
+        if self._tails[0].step():
+            tails = self._tails.pop(0)
+            self._frontend.tell_logs(tails.client, tails.answer)
+        if self._tails:
+            self._loop.soon(self._read_log)
 
     def _own_pids(self) -> list[int]:
         keeper = [] if self._keeping is None else [self._keeping.pid]

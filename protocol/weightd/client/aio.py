@@ -45,6 +45,7 @@ from weightd.protocol.messages.control import (
     UpdateResponse,
 )
 from weightd.protocol.messages.data import InferResponse
+from weightd.protocol.messages.journal import EventsResponse, LogsResponse
 from weightd.protocol.messages.metrics import MetricsResponse
 from weightd.protocol.messages.status import StatusResponse
 
@@ -215,6 +216,37 @@ class AsyncClient:
     async def metrics(self, *, timeout: Optional[float] = None) -> MetricsResponse:
         """Return what the daemon has counted: as `Client.metrics`."""
         answer: MetricsResponse = await self._ask(self._core.metrics, timeout)
+        return answer
+
+    async def events(self, after: int = 0, model: str = "", *, timeout: Optional[float] = None) -> EventsResponse:
+        """Return what has happened after the event of this number, as much as fits: ask again after its `last`.
+
+        Args:
+            after: 0 for all that the daemon still knows.
+            model: its name; "" for whatever has happened.
+            timeout: seconds to wait for this answer.
+
+        Raises:
+            RequestError: as `infer`.
+        """
+        answer: EventsResponse = await self._ask(partial(self._core.events, after, model), timeout)
+        return answer
+
+    async def logs(
+        self, model: str, process: str = "", *, lines: int = 100, timeout: Optional[float] = None
+    ) -> LogsResponse:
+        """Return the ends of what the processes of a model have written. Only who may operate is told.
+
+        Args:
+            model: the model's name.
+            process: the name of one of them, as the status has it; "" for all.
+            lines: the most of each.
+            timeout: seconds to wait for this answer.
+
+        Raises:
+            RequestError: as `infer`.
+        """
+        answer: LogsResponse = await self._ask(partial(self._core.logs, model, process, lines), timeout)
         return answer
 
     async def update(

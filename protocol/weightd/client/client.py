@@ -44,6 +44,7 @@ from weightd.protocol.messages.control import (
     ServerMetadataResponse,
     UpdateResponse,
 )
+from weightd.protocol.messages.journal import EventsResponse, LogsResponse
 from weightd.protocol.messages.metrics import MetricsResponse
 from weightd.protocol.messages.status import StatusResponse
 
@@ -310,6 +311,35 @@ class Client:
             RequestError: as `infer`.
         """
         answer: MetricsResponse = self._ask(self._core.metrics, timeout)
+        return answer
+
+    def events(self, after: int = 0, model: str = "", *, timeout: Optional[float] = None) -> EventsResponse:
+        """Return what has happened after the event of this number, as much as fits: ask again after its `last`.
+
+        Args:
+            after: 0 for all that the daemon still knows.
+            model: its name; "" for whatever has happened.
+            timeout: seconds to wait for this answer.
+
+        Raises:
+            RequestError: as `infer`.
+        """
+        answer: EventsResponse = self._ask(partial(self._core.events, after, model), timeout)
+        return answer
+
+    def logs(self, model: str, process: str = "", *, lines: int = 100, timeout: Optional[float] = None) -> LogsResponse:
+        """Return the ends of what the processes of a model have written. Only who may operate is told.
+
+        Args:
+            model: the model's name.
+            process: the name of one of them, as the status has it; "" for all.
+            lines: the most of each.
+            timeout: seconds to wait for this answer.
+
+        Raises:
+            RequestError: as `infer`.
+        """
+        answer: LogsResponse = self._ask(partial(self._core.logs, model, process, lines), timeout)
         return answer
 
     def update(

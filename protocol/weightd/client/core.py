@@ -42,6 +42,7 @@ from weightd.protocol.messages.control import (
     UpdateResponse,
 )
 from weightd.protocol.messages.data import Cancel, Error, Infer, InferResponse, Parameters, RequestDescription
+from weightd.protocol.messages.journal import Events, EventsResponse, Logs, LogsResponse
 from weightd.protocol.messages.metrics import Metrics, MetricsResponse
 from weightd.protocol.messages.regions import InputPlace, OutputPlace, Regions, Registered, Released
 from weightd.protocol.messages.status import Status, StatusResponse
@@ -314,6 +315,16 @@ class ClientCore:
         """Return a question about what was counted and its frames."""
         call = Call(self._next_id(), MetricsResponse)
         return call, encode(Metrics(call.id))
+
+    def events(self, after: int, model: str) -> Question:
+        """Return the question what has happened, and its frames."""
+        call = Call(self._next_id(), EventsResponse)
+        return call, encode(Events(call.id, after, model))
+
+    def logs(self, model: str, process: str, lines: int) -> Question:
+        """Return the question what the processes of a model have said, and its frames."""
+        call = Call(self._next_id(), LogsResponse)
+        return call, encode(Logs(call.id, model, process, lines))
 
     def update(self, model: str, path: str, weights: str, *, rollback: bool) -> Question:
         """Return a wish for another model or other weights, and its frames.

@@ -12,7 +12,7 @@ from typing import Dict, List, Optional
 from weightd.client.address import default_address
 from weightd.client.client import Client
 from weightd.client.session import DEFAULT_TIMEOUT_S
-from weightd.ctl import exits, health, keygen, metadata, metrics, models, reload, update
+from weightd.ctl import events, exits, health, keygen, logs, metadata, metrics, models, reload, update
 from weightd.ctl.advise import verb as advise
 from weightd.ctl.bench import verb as bench
 from weightd.ctl.install import verb as install
@@ -33,6 +33,8 @@ VERBS: Dict[str, Verb] = {
     "metadata": metadata.VERB,
     "health": health.VERB,
     "predict": predict.VERB,
+    "events": events.VERB,
+    "logs": logs.VERB,
     "bench": bench.VERB,
     "advise": advise.VERB,
     "update": update.VERB,

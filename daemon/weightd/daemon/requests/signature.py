@@ -27,6 +27,7 @@ ANY_ROWS = RowBounds()
 # Dimensions of all inputs together: beside names as long as they may be, no more have room in a header.
 _MOST_DIMS = 256
 
+
 class Waiter(NamedTuple):
     """Who wants to be told.
 
