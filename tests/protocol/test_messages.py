@@ -117,6 +117,12 @@ def a_number() -> Domain:
     return Domain([0, 0.0, 5e-324, 1.7e308, 2**64 - 1], bad, st.floats(0, 1e308) | st.integers(0, 2**53))
 
 
+def a_number_up_to(high: str) -> Domain:
+    most = float(high)
+    bad = [-1, -1e-300, most + 1e-9, float("nan"), float("inf"), True, "0", None]
+    return Domain([0, 0.0, 5e-324, most, int(most)], bad, st.floats(0, most) | st.integers(0, int(most)))
+
+
 def a_record(name: str) -> Domain:
     required: Dict[str, SearchStrategy[Any]] = {}
     optional: Dict[str, SearchStrategy[Any]] = {}
@@ -146,6 +152,7 @@ MAKERS: Sequence[Tuple[Pattern[str], Callable[..., Domain]]] = (
     (re.compile(r"one of (.*)"), one_of),
     (re.compile(r"boolean"), a_boolean),
     (re.compile(r"number of at least 0"), a_number),
+    (re.compile(r"number of at least 0 and at most (\d+)"), a_number_up_to),
     (re.compile(r"(\w+)"), a_record),
 )
 

@@ -14,6 +14,7 @@ import zmq
 
 from weightd.daemon import exits
 from weightd.daemon.children.backend import Backend
+from weightd.daemon.children.meter import Copied
 from weightd.daemon.clients.access import Access
 from weightd.daemon.clients.connection import foreign_identity
 from weightd.daemon.clients.frontend import Frontend
@@ -33,6 +34,7 @@ from weightd.daemon.continuity.listening import Listening, listen
 from weightd.daemon.continuity.service import CLIENTS, KEEPER, Manager
 from weightd.daemon.gate.link import PeerIdentity
 from weightd.daemon.gate.zygote import Zygote
+from weightd.daemon.generations.plan import Source
 from weightd.daemon.host.crowding import allow_descriptors
 from weightd.daemon.host.happened import Happened
 from weightd.daemon.host.listening import listens_on_loopback
@@ -49,6 +51,7 @@ from weightd.daemon.models.model import Model
 from weightd.daemon.models.records import DeviceRecord
 from weightd.daemon.models.sources import Numbers
 from weightd.daemon.observe.accounting import Accounting
+from weightd.daemon.observe.loading import Loading
 from weightd.daemon.observe.memory import Copy, Found, Memory, copies
 from weightd.daemon.observe.metrics import Counted, Moment, tell
 from weightd.daemon.observe.own import own_report
@@ -140,6 +143,8 @@ class Server:
         self._memory = Memory()
         self._tails: list[Tails] = []
         self._happened = Happened()
+        self._loading = Loading(self._copied)
+        self._has_changed = True
         self._started = time.monotonic()
         self._shutdown = Shutdown()
         self._scrapes: Scrapes | None = None
@@ -187,7 +192,7 @@ class Server:
     def _open(self, context: zmq.Context[zmq.Socket[bytes]], wakeups: int, sockets: Listening) -> None:
         daemon = self._config.daemon
         _update_devices(self._devices, self._config)
-        self._backend = Backend(context, daemon, self._loop, self._devices, self._keeping, self._look_soon)
+        self._backend = Backend(context, daemon, self._loop, self._devices, self._keeping, self._on_change)
         most = daemon.max_memory_bytes or host_bytes() // _SHARE_OF_MEMORY
         shared = daemon.max_shm_bytes or host_bytes() // _SHARE_OF_MEMORY
         self._frontend = Frontend(self._loop, self._fleet, most, self, max_shm_bytes=shared, access=self._access)
@@ -292,6 +297,11 @@ class Server:
     def _finished(self) -> bool:
         return self._shutdown.ending and (self._keeping is not None or self._backend.is_empty)
 
+    def _on_change(self) -> None:
+        """A generation, or a child, is not what it was."""
+        self._has_changed = True
+        self._look_soon()
+
     def _look_soon(self) -> None:
         """Something has changed, and that is more than a request."""
         self._loop.soon(self._look)
@@ -301,6 +311,8 @@ class Server:
         now = time.monotonic()
         if self._fleet.changing:
             self._fleet.settle(now)
+        if self._has_changed:
+            self._look_at_loads(now)
         if self._manager.there and self._backend.take_changed():
             self._record()
             self._announce(now)
@@ -313,6 +325,13 @@ class Server:
         if self._finished():
             self._loop.stop()
         self._loop.each_turn(self._look if self._fleet.changing or self._shutdown.begun else None)
+
+    def _copied(self, model: str, source: Source) -> Copied | None:
+        return self._backend.copied(model, source)
+
+    def _look_at_loads(self, now: float) -> None:
+        self._has_changed = False
+        self._loading.look(self._fleet.everyone(), now)
 
     def _look_once(self, now: float) -> None:
         """There is one model, for a first look at it."""
@@ -340,7 +359,11 @@ class Server:
     def _announce(self, now: float) -> None:
         if self._shutdown.begun:
             return
-        self._manager.notify(*self._herald.look(self._fleet.models.values(), now, self._note))
+        self._look_at_loads(now)
+        models = self._fleet.models.values()
+        self._manager.notify(
+            *self._herald.look(models, now, self._note, lambda each: self._loading.told(each.label, now))
+        )
         self._sign.set(self._herald.next_event)
         if self._herald.failed(self._fleet.models.values()):
             _log.error("a required model has failed")
@@ -564,7 +587,8 @@ class Server:
         return "stopping" if self._shutdown.begun else "running", time.monotonic() - self._started
 
     def _answer_status(self, survey: Survey) -> None:
-        backend = self._backend
+        backend, now = self._backend, time.monotonic()
+        self._look_at_loads(now)
         subject = Subject(
             self._fleet.models.values(),
             self._devices.values(),
@@ -579,6 +603,7 @@ class Server:
             backend.fork_servers,
             self._tenants.known if self._tenants.tells_apart else (),
             self._accounts,
+            lambda label: self._loading.share(label, now),
         )
         self._frontend.tell_status(survey.client, report(survey, *self._standing(), subject))
 

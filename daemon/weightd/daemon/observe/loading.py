@@ -1,0 +1,102 @@
+"""How far the generations are that load. Nobody tells: it is looked at when something has changed, or is asked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+from weightd.daemon.children.meter import Copied
+from weightd.daemon.generations.life import Life
+from weightd.daemon.generations.plan import Source
+from weightd.daemon.generations.states import LOADING, GenerationState
+from weightd.daemon.models.model import Model
+from weightd.daemon.models.pace import Load, Pace, Share
+from weightd.shared import loading
+
+# Of models that are gone, too: one that comes again has a name that it had.
+MOST_PACES = 256
+
+NOTHING = Share()
+
+
+class Loading:
+    """Looks after the generations that load.
+
+    Args:
+        copied: called with a model and a source whose snapshot is being taken; returns how far that is, if it is known.
+
+    Attributes:
+        paces: how long each model took the last time, by name: the one that was seen last is the last.
+        has_learned: whether that has changed; who has written it down says that it has not.
+    """
+
+    def __init__(self, copied: Callable[[str, Source], Copied | None]) -> None:
+        self.paces: dict[str, Pace] = {}
+        self.has_learned = False
+        self._copied = copied
+        # By the label of the generation.
+        self._loads: dict[str, Load] = {}
+
+    def restore(self, paces: Mapping[str, Pace]) -> None:
+        """A daemon before this one has seen this."""
+        self.paces = {**paces, **self.paces}
+
+    def look(self, models: Iterable[Model], now: float) -> None:
+        """See how far they are."""
+        there = {
+            generation.label: (model, generation)
+            for model in models
+            # Of several models in one process each is copied for itself.
+            if model.config.group is None
+            for deployment in model.deployments
+            for generation in deployment.generations
+        }
+        for label, (model, generation) in there.items():
+            if generation.state in LOADING and generation.state is not GenerationState.RESUMING:
+                self._look(label, model, generation, now)
+            elif label in self._loads:
+                self._ended(label, generation, now)
+        self._loads = {label: load for label, load in self._loads.items() if label in there}
+
+    def share(self, label: str, now: float) -> Share:
+        """Return how far a generation is; nothing of one that does not load."""
+        load = self._loads.get(label)
+        return NOTHING if load is None else load.share(now)
+
+    def told(self, label: str, now: float) -> str:
+        """Return the same for people, "" where nothing is known."""
+        share = self.share(label, now)
+        if share.done is None and share.copied is not None:
+            return f"{loading.percent(share.copied)} % copied"
+        return loading.told(share.done, share.left_s)
+
+    def _look(self, label: str, model: Model, generation: Life, now: float) -> None:
+        load = self._loads.get(label)
+        if load is None:
+            load = self._loads[label] = Load(self.paces.get(_name(label)), now)
+        nbytes = model.pinned_bytes(generation)
+        if generation.state is not GenerationState.PINNING:
+            load.pinned(nbytes or 0, now)
+            load.loads(now)
+        elif nbytes is not None:
+            load.pinned(nbytes, now)
+        else:
+            copied = self._copied(model.name, generation.source)
+            if copied is not None:
+                load.copying(*copied)
+
+    def _ended(self, label: str, generation: Life, now: float) -> None:
+        """It loads no more: if it serves, the next one is known better."""
+        load = self._loads.pop(label)
+        pace = load.serves(now) if generation.state is GenerationState.SERVING else None
+        if pace is not None:
+            name = _name(label)
+            self.paces.pop(name, None)
+            self.paces[name] = pace
+            while len(self.paces) > MOST_PACES:
+                del self.paces[next(iter(self.paces))]
+            self.has_learned = True
+
+
+def _name(label: str) -> str:
+    """The model's."""
+    return label.rpartition(".")[0]
