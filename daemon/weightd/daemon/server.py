@@ -23,7 +23,7 @@ from weightd.daemon.config.devices import DeviceConfig
 from weightd.daemon.config.listeners import NONE, keys_of
 from weightd.daemon.config.load import Config, ConfigError
 from weightd.daemon.config.model import ModelConfig
-from weightd.daemon.continuity import handover
+from weightd.daemon.continuity import handover, paces
 from weightd.daemon.continuity.claim import claim
 from weightd.daemon.continuity.config_file import ConfigFile
 from weightd.daemon.continuity.handover import Handover
@@ -209,6 +209,7 @@ class Server:
             self._loop.add_timer(timer)
         if self._manager.there:
             self._sign.set(0.0)
+            self._loading.restore(paces.read(daemon.paces_file))
         _log.info("weightd %s, pid %d, listens on %s", VERSION, os.getpid(), ", ".join(sockets.addresses))
         for name, each in self._config.listeners.items():
             if each.insecure:
@@ -332,6 +333,9 @@ class Server:
     def _look_at_loads(self, now: float) -> None:
         self._has_changed = False
         self._loading.look(self._fleet.everyone(), now)
+        if self._loading.has_learned and self._manager.there:
+            self._loading.has_learned = False
+            paces.write(self._config.daemon.paces_file, self._loading.paces)
 
     def _look_once(self, now: float) -> None:
         """There is one model, for a first look at it."""
