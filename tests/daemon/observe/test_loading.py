@@ -66,6 +66,19 @@ def test_the_first_load_is_told_as_far_as_its_copy_and_the_next_one_in_all() -> 
     assert stage.loading.told("m.2", 80.0) == "50 %, about 10 s left"
 
 
+def test_a_copy_that_nobody_has_looked_at_is_one_and_one_for_another_generation_is_none() -> None:
+    stage = Stage()
+    stage.look(0.0)
+    stage.copied = (100, 100)
+    stage.bytes, stage.generation.state = 100, GenerationState.SPAWNING
+    stage.look(40.0)
+    stage.generation.state = GenerationState.SERVING
+    stage.look(50.0)
+    assert stage.loading.paces == {"m": Pace(100, 10.0, 40.0)}
+    stage.loads("m.2", 60.0, 10.0)
+    assert stage.loading.paces == {"m": Pace(100, 10.0, 40.0)}
+
+
 @pytest.mark.parametrize("state", [GenerationState.FAILED, GenerationState.DRAINING])
 def test_what_did_not_serve_teaches_nothing(state: GenerationState) -> None:
     stage = Stage()

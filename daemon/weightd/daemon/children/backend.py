@@ -219,7 +219,7 @@ class Backend:
         self._pinning.unpin(model, source)
 
     def copied(self, model: str, source: Source) -> Copied | None:
-        """Return how far the copy is of a source whose snapshot is being taken; None where that is not known."""
+        """Return how much of a source's snapshot was copied; None where nothing was, or it is not known."""
         return self._pinning.copied(model, source)
 
     def forget(self, generation: Life) -> None:

@@ -64,9 +64,8 @@ class Pinning:
             self._later(functools.partial(owner.pin_failed, source, f"cannot take a snapshot: {error}"))
 
     def copied(self, model: str, source: Source) -> Copied | None:
-        """Return how far the copy is of a source whose snapshot is being taken; None where that is not known."""
-        files = self._files(model, source)
-        return meter.read(files.meter) if files.directory.name in self._running.processes else None
+        """Return how much of a source's snapshot was copied; None where nothing was, or it is not known."""
+        return meter.read(self._files(model, source).meter)
 
     def unpin(self, model: str, source: Source) -> None:
         """Remove the snapshot, or stop taking it."""

@@ -72,6 +72,11 @@ class Load:
         self._loads_at: float | None = None
         self._told = 0.0
 
+    @property
+    def is_pinned(self) -> bool:
+        """Whether all its files are there."""
+        return self._copy_s is not None
+
     def copying(self, copied: int, nbytes: int) -> None:
         """So many bytes of so many were copied."""
         if self._copy_s is None:

@@ -22,7 +22,7 @@ class Loading:
     """Looks after the generations that load.
 
     Args:
-        copied: called with a model and a source whose snapshot is being taken; returns how far that is, if it is known.
+        copied: called with a model and a source; returns how much of its snapshot was copied, if that is known.
 
     Attributes:
         paces: how long each model took the last time, by name: the one that was seen last is the last.
@@ -70,19 +70,20 @@ class Loading:
         return loading.told(share.done, share.left_s)
 
     def _look(self, label: str, model: Model, generation: Life, now: float) -> None:
-        load = self._loads.get(label)
+        load, nbytes = self._loads.get(label), model.pinned_bytes(generation)
         if load is None:
             load = self._loads[label] = Load(self.paces.get(_name(label)), now)
-        nbytes = model.pinned_bytes(generation)
-        if generation.state is not GenerationState.PINNING:
-            load.pinned(nbytes or 0, now)
-            load.loads(now)
-        elif nbytes is not None:
-            load.pinned(nbytes, now)
-        else:
+            if nbytes is not None:
+                # It was copied for another one.
+                load.pinned(nbytes, now)
+        if not load.is_pinned:
             copied = self._copied(model.name, generation.source)
             if copied is not None:
                 load.copying(*copied)
+        if nbytes is not None:
+            load.pinned(nbytes, now)
+        if generation.state is not GenerationState.PINNING:
+            load.loads(now)
 
     def _ended(self, label: str, generation: Life, now: float) -> None:
         """It loads no more: if it serves, the next one is known better."""
