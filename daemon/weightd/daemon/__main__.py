@@ -152,8 +152,8 @@ def parser() -> argparse.ArgumentParser:
         "serve",
         help="serve the models of a configuration file",
         description=(
-            "Serves until SIGTERM or SIGINT: then it finishes what it has accepted, and leaves no process and no file"
-            " but the accounts of tenants and, under a service manager, how long models took to load, unless that is "
+            "Serves until SIGTERM or SIGINT: then it finishes what it has accepted, and leaves no process and no file "
+            "but the accounts of tenants and, under a service manager, how long models took to load, unless that is "
             "to restart it: then its processes wait for the next one. A second signal waits for no request. SIGHUP "
             "reads the configuration again: new models load, changed ones are loaded beside what serves and take "
             "over, removed ones finish and leave; a file that is wrong changes nothing. Exit status: 0 clean, 1 a "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import signal
@@ -607,7 +608,7 @@ class Server:
             backend.fork_servers,
             self._tenants.known if self._tenants.tells_apart else (),
             self._accounts,
-            lambda label: self._loading.share(label, now),
+            functools.partial(self._loading.share, now=now),
         )
         self._frontend.tell_status(survey.client, report(survey, *self._standing(), subject))
 

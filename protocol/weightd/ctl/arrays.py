@@ -117,10 +117,10 @@ def _archive(path: str, file: BinaryIO) -> Any:
 
 def _member(path: str, archive: Any, name: str) -> Any:
     try:
-        array = archive[name]
+        array: Any = archive[name]
     except Exception as error:  # noqa: BLE001 - as below
         raise BadInput(f"{path}: {clean(name)} is damaged, or no array of numbers: {clean(str(error))}") from None
-    if not isinstance(array, np.ndarray):
+    if type(array) is not np.ndarray:
         raise BadInput(f"{path}: {clean(name)}: expected an array, as numpy.savez writes it")
     return array
 

@@ -9,7 +9,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Iterator, List, Sequence
+from typing import Any, List, Sequence
 
 import numpy as np
 import pytest
@@ -64,7 +64,7 @@ def sent(daemon: FakeDaemon) -> Any:
 
 
 @pytest.fixture
-def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     np.save("ids.npy", np.array([[1, 2]]))
     np.savez("both.npz", ids=np.array([[3, 4]]), mask=np.ones(2, np.float32), more=np.zeros(2, np.float32))
@@ -120,8 +120,10 @@ def test_stdin_may_be_any_of_these(
     ctl: Ctl, one: Model, daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch, content: Any
 ) -> None:
     file = io.BytesIO(b"" if isinstance(content, str) else content)
-    if isinstance(content, str):
-        {"npy": np.save, "npz": lambda file, array: np.savez(file, ids=array)}[content](file, np.array([[11, 12]]))
+    if content == "npy":
+        np.save(file, np.array([[11, 12]]))
+    elif content == "npz":
+        np.savez(file, ids=np.array([[11, 12]]))
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(file.getvalue())))
     assert ctl("predict", "m", "--input", "-")[::2] == (exits.OK, "")
     assert sent(daemon)["ids"].tolist() == [[11, 12]]

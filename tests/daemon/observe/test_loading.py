@@ -26,12 +26,15 @@ class Stage:
         self.generation: Any = SimpleNamespace(label="m.1", state=GenerationState.PINNING, source=SOURCE)
         self.deployment = SimpleNamespace(generations=[self.generation])
         self.model: Any = SimpleNamespace(name="m", config=SimpleNamespace(group=None), deployments=[self.deployment])
-        self.model.pinned_bytes = lambda _: self.bytes
+        self.model.pinned_bytes = self._pinned_bytes
         self.loading = Loading(self._copied)
 
     def _copied(self, model: str, source: Source) -> Any:
         self.asked.add((model, source))
         return self.copied
+
+    def _pinned_bytes(self, _: object) -> int | None:
+        return self.bytes
 
     def look(self, now: float) -> Share:
         self.loading.look([self.model], now)

@@ -64,7 +64,7 @@ def layout(signature: TensorSignature) -> Layout:
     Raises:
         WrongImage: it has none, or nobody can tell.
     """
-    shape = signature.shape or ()
+    shape: Tuple[int, ...] = signature.shape or ()
     has_batch = len(shape) == 4
     dims = shape[1:] if has_batch else shape
     is_first, is_last = (len(dims) == 3 and dims[index] in _MODES for index in (0, -1))
@@ -72,7 +72,7 @@ def layout(signature: TensorSignature) -> Layout:
         raise WrongImage(
             f"it is a picture, and the input is {signature.form}: expected [1, C, H, W] or [1, H, W, C], C 1, 3 or 4"
         )
-    channels, height, width = (dims[2], dims[0], dims[1]) if is_last else dims
+    channels, height, width = (dims[each] for each in ((2, 0, 1) if is_last else (0, 1, 2)))
     return Layout(channels, (_fixed(width), _fixed(height)), is_last, has_batch)
 
 
@@ -110,7 +110,7 @@ def _read(file: BinaryIO, form: Layout) -> Any:
         with Image.open(file, formats=_FORMATS) as image:
             if image.width * image.height > _MOST_PIXELS:
                 raise WrongImage(f"expected at most {_MOST_PIXELS:,} pixels, got {image.width:,} x {image.height:,}")
-            upright = ImageOps.exif_transpose(image) or image
+            upright = ImageOps.exif_transpose(image)
             size = form.size[0] or upright.width, form.size[1] or upright.height
             picture = upright.convert(_MODES[form.channels]).resize(size, Image.Resampling.BILINEAR)
     except WrongImage:

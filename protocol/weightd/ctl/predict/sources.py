@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any, BinaryIO, Callable, Dict, Iterator, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, BinaryIO, Callable, Iterator, NamedTuple, Optional, Sequence, Tuple, Type
 
 from weightd.ctl import arrays, exits
 from weightd.ctl.measuring.shapes import told
@@ -18,6 +18,9 @@ from weightd.protocol.messages.data import TensorSignature
 _MOST_TEXT_BYTES = 64 * 2**20
 
 _START_BYTES = 16
+
+# As in the schema.
+_MAP: Type[Any] = dict
 
 # How a number begins.
 _NUMBERS = tuple(bytes([each]) for each in b"+-.0123456789")
@@ -122,14 +125,13 @@ class Reader:
             yield given.name or self._signature(given).name, array
 
     def _of_json(self, given: Given, value: Any) -> Arrays:
-        if not isinstance(value, dict):
+        if type(value) is not _MAP:
             signature = self._signature(given)
             yield signature.name, numbers.of_lists(value, signature)
             return
         if given.name:
             raise WrongNumbers("expected a list or a number, got an object; FILE alone takes inputs by their names")
-        several: Dict[str, Any] = value
-        for name, each in several.items():
+        for name, each in value.items():
             try:
                 yield name, numbers.of_lists(each, self._named(name))
             except WrongNumbers as error:
