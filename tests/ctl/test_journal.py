@@ -48,7 +48,7 @@ def test_events_are_a_line_each_page_after_page(ctl: Ctl, daemon: FakeDaemon) ->
     assert [(each.after, each.model_name) for each in asked if isinstance(each, Events)] == [(0, "m"), (5, "m")]
 
 
-@pytest.mark.parametrize("more", [["--since", "1h"], ["--since=90"], ["-n", "1"]])
+@pytest.mark.parametrize("more", [["--since", "1h"], ["--since=4000"], ["-n", "1"]])
 def test_events_of_late(ctl: Ctl, daemon: FakeDaemon, more: List[str]) -> None:
     daemon.handle = happened(((OLD, NEW), 0, 0))
     told = json.loads(ctl("events", "--json", *more).out)

@@ -85,6 +85,7 @@ def test_a_copy_that_nobody_has_looked_at_is_one_and_one_for_another_generation_
 @pytest.mark.parametrize("state", [GenerationState.FAILED, GenerationState.DRAINING])
 def test_what_did_not_serve_teaches_nothing(state: GenerationState) -> None:
     stage = Stage()
+    stage.generation.state = GenerationState.BUILDING
     stage.look(0.0)
     stage.generation.state = state
     stage.look(1.0)

@@ -108,9 +108,9 @@ class Access:
         Raises:
             PermissionDenied: it may not.
         """
-        viewer = self.viewer(connection)
-        if not viewer.sees_all:
-            raise PermissionDenied(f'tenant {viewer.tenant.name} may not see {what}: "{STATUS}" is not in its `may`')
+        tenant, sees_all = self.viewer(connection)
+        if not sees_all:
+            raise PermissionDenied(f'tenant {tenant.name} may not see {what}: "{STATUS}" is not in its `may`')
 
     def check_operator(self, connection: Connection, what: str) -> None:
         """See to it that who asks for a change may.
