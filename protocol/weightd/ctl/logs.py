@@ -24,7 +24,7 @@ comes last; of more than {limits.MAX_LOGS} the others are counted, and --process
 What the daemon says of them is in its own log: weightctl events MODEL.
 
 Logs may tell of inputs. Only the daemon's own user and root, and tenants that may "operate", are
-shown them.
+shown them, over its unix socket: not over ipc:// or tcp://.
 
 --json prints one object, {{"logs": [{{"process", "generation", "size", "changed", "text"}}],
 "left_out"}}.

@@ -122,10 +122,10 @@ class World:
         )
         self.model.frontend = self.frontend
 
-    def client(self, *, may_operate: bool = False) -> Peer:
+    def client(self, *, may_operate: bool = False, is_near: bool = False) -> Peer:
         ours, theirs = socket.socketpair()
         near = f"process {len(self._peers)}"
-        self.frontend.adopt(ours, Identity(Origin(near, near), proof=Proof(operates=may_operate)))
+        self.frontend.adopt(ours, Identity(Origin(near, near), is_near=is_near, proof=Proof(operates=may_operate)))
         self._peers.append(Peer(theirs))
         return self._peers[-1]
 
@@ -237,20 +237,21 @@ def test_who_may_update_a_model_and_to_what(world: World, may_operate: bool, pat
 
 
 @pytest.mark.parametrize(
-    ("message", "rights", "may_operate", "code"),
+    ("message", "rights", "may_operate", "is_near", "code"),
     [
-        (Events("e"), ("infer", "operate"), False, "PERMISSION_DENIED"),
-        (Events("e"), ("status",), False, "UNAVAILABLE"),
-        (Events("e"), ("infer",), True, "UNAVAILABLE"),
-        (Logs("e", "m"), ("infer", "status"), False, "PERMISSION_DENIED"),
-        (Logs("e", "m"), ("operate",), False, "UNAVAILABLE"),
-        (Logs("e", "m"), ("infer",), True, "UNAVAILABLE"),
-        (Logs("e", "other"), ("operate",), False, "NOT_FOUND"),
-        (Logs("e", "hidden"), ("operate",), False, "NOT_FOUND"),
+        (Events("e"), ("infer", "operate"), False, False, "PERMISSION_DENIED"),
+        (Events("e"), ("status",), False, False, "UNAVAILABLE"),
+        (Events("e"), ("infer",), True, False, "UNAVAILABLE"),
+        (Logs("e", "m"), ("infer", "status"), False, True, "PERMISSION_DENIED"),
+        (Logs("e", "m"), ("operate",), False, True, "UNAVAILABLE"),
+        (Logs("e", "m"), ("infer",), True, True, "UNAVAILABLE"),
+        (Logs("e", "m"), ("operate",), False, False, "PERMISSION_DENIED"),
+        (Logs("e", "other"), ("operate",), False, True, "NOT_FOUND"),
+        (Logs("e", "hidden"), ("operate",), False, True, "NOT_FOUND"),
     ],
 )
 def test_who_is_told_what_has_happened_and_what_processes_say(
-    message: ClientMessage, rights: tuple[str, ...], may_operate: bool, code: str
+    message: ClientMessage, rights: tuple[str, ...], may_operate: bool, is_near: bool, code: str
 ) -> None:
     def asked(*_: object) -> NoReturn:
         raise Unavailable("it was asked")
@@ -258,7 +259,7 @@ def test_who_is_told_what_has_happened_and_what_processes_say(
     world = World({"default": TenantConfig(may=rights, models=("m", "other"))})
     world.daemon.events = world.daemon.ask_logs = asked
     world.models["hidden"] = world.model
-    client = world.client(may_operate=may_operate)
+    client = world.client(may_operate=may_operate, is_near=is_near)
     client.stream.send(encode(message))
     assert world.refusals(client, 1) == [("e", code)]
     world.close()
