@@ -225,12 +225,12 @@ class Shown:
 
     def json(self, name: str, array: Any) -> Dict[str, Any]:
         """Return an output for JSON."""
-        shown = arrays.describe(name, array)
+        instead: Dict[str, Any] = {}
         if name in self._paths:
-            shown["file"] = self._paths[name]
+            instead["file"] = self._paths[name]
         if self._most is not None and scores.are_scores(array):
-            shown["top"] = [_json(row) for row in scores.top(array, self._most, self._labels)]
-        return shown if len(shown) > len(arrays.describe(name, array)) else arrays.as_json(name, array)
+            instead["top"] = [_json(row) for row in scores.top(array, self._most, self._labels)]
+        return {**arrays.describe(name, array), **instead} if instead else arrays.as_json(name, array)
 
 
 def _json(row: List[Dict[str, Any]]) -> List[Dict[str, Any]]:
