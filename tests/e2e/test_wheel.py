@@ -61,16 +61,18 @@ def metadata(wheel: Path) -> email.message.Message:
         return email.message_from_bytes(archive.read(name))
 
 
-def test_it_needs_python_37_and_three_packages_and_has_four_extras(wheel: Path) -> None:
+def test_it_needs_python_37_and_three_packages_and_has_five_extras(wheel: Path) -> None:
     fields = metadata(wheel)
     assert (fields["Name"], fields["Version"], fields["Requires-Python"]) == ("weightd", VERSION, ">=3.7")
     assert fields["License-Expression"] == "Apache-2.0"
     requirements = [str(each) for each in fields.get_all("Requires-Dist", [])]
     core = sorted(each.partition(">")[0].strip() for each in requirements if "extra ==" not in each)
     assert core == ["msgpack", "numpy", "pyzmq"]
-    assert sorted(fields.get_all("Provides-Extra", [])) == ["daemon", "mindspore", "mindspore-lite", "onnxruntime"]
+    named = ["daemon", "images", "mindspore", "mindspore-lite", "onnxruntime"]
+    assert sorted(fields.get_all("Provides-Extra", [])) == named
     extras = [each for each in requirements if "extra ==" in each]
-    assert sorted(each.partition(">")[0] for each in extras) == ["mindspore", "mindspore-lite", "onnxruntime", "tomli"]
+    packages = ["mindspore", "mindspore-lite", "onnxruntime", "pillow", "tomli"]
+    assert sorted(each.partition(">")[0] for each in extras) == packages
     assert wheel.name == f"weightd-{VERSION}-py3-none-any.whl"
 
 
