@@ -152,13 +152,13 @@ def parser() -> argparse.ArgumentParser:
         "serve",
         help="serve the models of a configuration file",
         description=(
-            "Serves until SIGTERM or SIGINT: then it finishes what it has accepted, and leaves no process and no file "
-            "but the accounts of tenants and, under a service manager, how long models took to load, unless that is "
-            "to restart it: then its processes wait for the next one. A second signal waits for no request. SIGHUP "
-            "reads the configuration again: new models load, changed ones are loaded beside what serves and take "
-            "over, removed ones finish and leave; a file that is wrong changes nothing. Exit status: 0 clean, 1 a "
-            "model could not be served, 2 a process ended that was not asked to, 64 the command line is wrong, 73 a "
-            "socket or directory cannot be had, 78 the configuration is wrong."
+            "Serves until SIGTERM or SIGINT: then it finishes what it has accepted, and leaves no process and no "
+            "file but what was counted, unless a service manager is to restart it: then its processes wait for "
+            "the next one. A second signal waits for no request. SIGHUP reads the configuration again: new models "
+            "load, changed ones are loaded beside what serves and take over, removed ones finish and leave; a file "
+            "that is wrong changes nothing. Exit status: 0 clean, 1 a model could not be served, 2 a process ended "
+            "that was not asked to, 64 the command line is wrong, 73 a socket or directory cannot be had, 78 the "
+            "configuration is wrong."
         ),
     )
     serve.add_argument(

@@ -24,7 +24,7 @@ from weightd.daemon.config.devices import DeviceConfig
 from weightd.daemon.config.listeners import NONE, keys_of
 from weightd.daemon.config.load import Config, ConfigError
 from weightd.daemon.config.model import ModelConfig
-from weightd.daemon.continuity import handover, paces
+from weightd.daemon.continuity import handover
 from weightd.daemon.continuity.claim import claim
 from weightd.daemon.continuity.config_file import ConfigFile
 from weightd.daemon.continuity.handover import Handover
@@ -49,6 +49,7 @@ from weightd.daemon.models.budget import Device
 from weightd.daemon.models.fleet import Change, Fleet
 from weightd.daemon.models.household import Households
 from weightd.daemon.models.model import Model
+from weightd.daemon.models.pace import PaceFigures
 from weightd.daemon.models.records import DeviceRecord
 from weightd.daemon.models.sources import Numbers
 from weightd.daemon.observe.accounting import Accounting
@@ -133,10 +134,12 @@ class Server:
         self._totals = Totals(lambda: self._frontend.dropped)
         self._access = Access(self._tenants, self._accounts, _admitted(config))
         self._accounting = Accounting(self._tenants, self._accounts, lambda: self._fleet.models)
+        self._loading = Loading(self._copied)
         books = {
             "account": Entry(self._accounts, Figures),
             "model": Entry(self._meters, MeterFigures),
             "daemon": Entry(self._totals, TotalFigures),
+            "load": Entry(self._loading, PaceFigures),
         }
         self._ledger = Ledger(config.daemon.counters_file, books, self._loop.soon)
         self._surveys: list[Survey] = []
@@ -144,7 +147,6 @@ class Server:
         self._memory = Memory()
         self._tails: list[Tails] = []
         self._happened = Happened()
-        self._loading = Loading(self._copied)
         self._has_changed = True
         self._started = time.monotonic()
         self._shutdown = Shutdown()
@@ -210,7 +212,6 @@ class Server:
             self._loop.add_timer(timer)
         if self._manager.there:
             self._sign.set(0.0)
-            self._loading.restore(paces.read(daemon.paces_file))
         _log.info("weightd %s, pid %d, listens on %s", VERSION, os.getpid(), ", ".join(sockets.addresses))
         for name, each in self._config.listeners.items():
             if each.insecure:
@@ -334,9 +335,6 @@ class Server:
     def _look_at_loads(self, now: float) -> None:
         self._has_changed = False
         self._loading.look(self._fleet.everyone(), now)
-        if self._loading.has_learned and self._manager.there:
-            self._loading.has_learned = False
-            paces.write(self._config.daemon.paces_file, self._loading.paces)
 
     def _look_once(self, now: float) -> None:
         """There is one model, for a first look at it."""

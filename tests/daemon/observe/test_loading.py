@@ -9,9 +9,10 @@ import pytest
 
 from weightd.daemon.generations.plan import Source
 from weightd.daemon.generations.states import GenerationState
-from weightd.daemon.models.pace import Pace, Share
+from weightd.daemon.models.pace import Pace, PaceFigures, Share
 from weightd.daemon.observe import loading
 from weightd.daemon.observe.loading import Loading
+from weightd.protocol.schema import decode, plain
 
 SOURCE = Source("/m.onnx", number=7)
 
@@ -61,7 +62,6 @@ def test_the_first_load_is_told_as_far_as_its_copy_and_the_next_one_in_all() -> 
     stage.generation.state = GenerationState.SERVING
     assert stage.look(60.0) == Share()
     assert stage.loading.paces == {"m": Pace(100, 20.0, 40.0)}
-    assert stage.loading.has_learned
     # The next one of the same snapshot.
     stage.generation.label, stage.generation.state = "m.2", GenerationState.BUILDING
     assert stage.look(70.0).left_s == 20.0
@@ -89,27 +89,29 @@ def test_what_did_not_serve_teaches_nothing(state: GenerationState) -> None:
     stage.look(0.0)
     stage.generation.state = state
     stage.look(1.0)
-    assert not stage.loading.has_learned
+    assert stage.loading.paces == {}
     assert stage.loading.share("m.1", 1.0) == Share()
 
 
 def test_what_is_taken_over_and_what_shares_a_process_is_not_looked_at() -> None:
     for is_grouped, state in ((False, GenerationState.RESUMING), (True, GenerationState.BUILDING)):
         stage = Stage()
-        stage.loading.restore({"m": Pace(1, 1.0)})
+        stage.loading.restore([PaceFigures("m", Pace(1, 1.0))])
         stage.model.config.group = "g" if is_grouped else None
         stage.generation.state = state
         assert stage.look(0.5) == Share()
 
 
-def test_what_is_remembered_is_bounded_and_that_of_now_comes_before_that_of_a_daemon_before(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_is_remembered_is_bounded_and_passed_on_to_the_next_daemon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loading, "MOST_PACES", 2)
     stage = Stage()
     for label in ("a.1", "b.1", "a.2", "c.1"):
         stage.loads(label, 0.0, 5.0)
     assert [*stage.loading.paces] == ["a", "c"]
-    stage.loading.restore({"a": Pace(1, 99.0), "d": Pace(1, 99.0)})
-    assert stage.loading.paces["a"].load_s == 5.0
-    assert stage.loading.paces["d"].load_s == 99.0
+    written = [*stage.loading.figures()]
+    assert [each.key for each in written] == ["a", "c"]
+    following = Stage()
+    following.loading.restore(
+        [PaceFigures("d", Pace(1, 99.0)), *(decode(PaceFigures, plain(each)) for each in written)]
+    )
+    assert following.loading.paces == stage.loading.paces

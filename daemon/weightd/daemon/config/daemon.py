@@ -76,11 +76,6 @@ class DaemonConfig:
         return Path(self.cache_dir, f"{self.key}.counters")
 
     @property
-    def paces_file(self) -> Path:
-        """The file that tells how long models took to load, which stays under a service manager."""
-        return Path(self.cache_dir, f"{self.key}.paces")
-
-    @property
     def children_socket(self) -> Path:
         """The socket of this daemon's children."""
         return Path(self.runtime_dir, f"{self.key}.sock")

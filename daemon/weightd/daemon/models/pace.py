@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from weightd.protocol import limits
-from weightd.protocol.schema import integer, number
+from weightd.protocol.schema import integer, number, record, text
 
 # What takes longer than the last time is told by no number that reaches the end: it comes nearer and nearer.
 _KNOWN = 0.9
@@ -38,6 +38,19 @@ class Pace:
 
     def _times(self, nbytes: int) -> float:
         return nbytes / self.nbytes if nbytes and self.nbytes else 1.0
+
+
+@dataclass(frozen=True)
+class PaceFigures:
+    """What is written down of a model's pace, for the next daemon."""
+
+    model: str = field(metadata=text(limits.MAX_MODEL_NAME_BYTES))
+    pace: Pace = field(metadata=record(Pace))
+
+    @property
+    def key(self) -> str:
+        """Whose it is."""
+        return self.model
 
 
 class Share(NamedTuple):

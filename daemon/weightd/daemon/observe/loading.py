@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from weightd.daemon.children.meter import Copied
 from weightd.daemon.generations.life import Life
 from weightd.daemon.generations.plan import Source
 from weightd.daemon.generations.states import LOADING, GenerationState
 from weightd.daemon.models.model import Model
-from weightd.daemon.models.pace import Load, Pace, Share
+from weightd.daemon.models.pace import Load, Pace, PaceFigures, Share
 from weightd.shared import loading
 
 # Of models that are gone, too: one that comes again has a name that it had.
@@ -26,19 +26,22 @@ class Loading:
 
     Attributes:
         paces: how long each model took the last time, by name: the one that was seen last is the last.
-        has_learned: whether that has changed; who has written it down says that it has not.
     """
 
     def __init__(self, copied: Callable[[str, Source], Copied | None]) -> None:
         self.paces: dict[str, Pace] = {}
-        self.has_learned = False
         self._copied = copied
         # By the label of the generation.
         self._loads: dict[str, Load] = {}
 
-    def restore(self, paces: Mapping[str, Pace]) -> None:
+    def figures(self) -> Iterator[PaceFigures]:
+        """Yield what is to be written down for the next daemon."""
+        yield from [PaceFigures(model, pace) for model, pace in self.paces.items()]
+
+    def restore(self, written: Sequence[PaceFigures]) -> None:
         """A daemon before this one has seen this."""
-        self.paces = {**paces, **self.paces}
+        for each in written:
+            self._remember(each.model, each.pace)
 
     def look(self, models: Iterable[Model], now: float) -> None:
         """See how far they are."""
@@ -90,12 +93,13 @@ class Loading:
         load = self._loads.pop(label)
         pace = load.serves(now) if generation.state is GenerationState.SERVING else None
         if pace is not None:
-            name = _name(label)
-            self.paces.pop(name, None)
-            self.paces[name] = pace
-            while len(self.paces) > MOST_PACES:
-                del self.paces[next(iter(self.paces))]
-            self.has_learned = True
+            self._remember(_name(label), pace)
+
+    def _remember(self, model: str, pace: Pace) -> None:
+        self.paces.pop(model, None)
+        self.paces[model] = pace
+        while len(self.paces) > MOST_PACES:
+            del self.paces[next(iter(self.paces))]
 
 
 def _name(label: str) -> str:
