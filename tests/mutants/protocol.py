@@ -170,8 +170,7 @@ CLIENT = [
 
 CTL = [
     *mutants("ctl", "ctl/predict",
-        ("if type(value) is not int or not low <= value <= high:\n        raise _Unfit",
-         "if type(value) is not int:\n        raise _Unfit"),
+        ("if not (type(value) is int and low <= value <= high):", "if type(value) is not int:"),
         ("if type(value) is float and value.is_integer():", "if type(value) is float:"),
         ("if abs(value) > most and", "if False and"),
         ("if name in values:\n            raise Wrong", "if False:\n            raise Wrong"),

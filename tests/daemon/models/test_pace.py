@@ -61,6 +61,13 @@ def test_one_that_goes_as_the_last_one_is_told_to_the_second() -> None:
     assert load.serves(110.0) == Pace(100 * MB, 60.0, 40.0)
 
 
+def test_a_copy_that_is_slower_than_the_last_one_takes_back_nothing_that_was_told() -> None:
+    load = Load(Pace(100 * MB, 60.0, 40.0), 0.0)
+    assert load.share(20.0).done == 0.2
+    load.copying(5 * MB, 100 * MB)
+    assert load.share(20.0) == Share(0.2, 440.0, 0.05)
+
+
 def test_a_larger_file_takes_longer_and_its_copy_as_long_as_it_does() -> None:
     load = Load(Pace(100 * MB, 10.0, 1.0), 0.0)
     load.copying(10 * MB, 200 * MB)

@@ -213,7 +213,7 @@ def _int(value: Any, dtype: Any) -> int:
     low, high = int(np.iinfo(dtype).min), int(np.iinfo(dtype).max)
     if type(value) is float and value.is_integer():
         value = int(value)
-    if type(value) is not int or not low <= value <= high:
+    if not (type(value) is int and low <= value <= high):
         raise _Unfit(f"an integer from {low} to {high}")
     return value
 
