@@ -93,6 +93,7 @@ WEIGHTD = {
     "run": Use("model.bin", 64, "expected a file that ends in"),
     "check": Use("{config}", 0, "good; clients connect to"),
     "doctor": Use("--device ascend:99", 69, "not testable"),
+    "gateway": Use("--check {none}", 78, "No such file"),
 }
 WEIGHTCTL = {
     "status": Use("", 75, "tiny: SERVING"),

@@ -124,7 +124,7 @@ def from_values(name: str, datatype: str, shape: Sequence[int], values: object) 
         raise InvalidArgument(f"{label(name)}: {datatype} has no form but its bytes: send it as binary data")
     if type(values) is not list:
         raise InvalidArgument(f"{label(name)}: data: expected a list, got {got(values)}")
-    given = cast("list[Any]", values)
+    given: Sequence[Any] = cast("list[object]", values)
     flat = _flat(name, shape, given) if given and type(given[0]) is list else given
     if len(flat) != math.prod(shape):
         raise InvalidArgument(f"{label(name)}: data: expected {math.prod(shape)} values, got {len(flat)}")
