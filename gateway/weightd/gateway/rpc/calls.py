@@ -117,8 +117,7 @@ class Calls:
                     seat.take(len(message))
                     answer = await method(call, parsed(message, parse))
                 if len(answer) >= LEAST_KEPT:
-                    sent = self.seats.keep(len(answer))
-                    context.add_done_callback(lambda _: sent.leave())
+                    _until_sent(context, self.seats.keep(len(answer)))
             except WeightdError as error:
                 note(name, call, begun, told(error))
                 raise
@@ -230,6 +229,15 @@ def _within(seconds: float) -> Generator[None, None, None]:
         raise DeadlineExceeded(f"the message did not come within {seconds:g} seconds (receive_timeout)") from None
     finally:
         timer.cancel()
+
+
+def _until_sent(context: Any, seat: Seat) -> None:
+    """Keep a seat until the call has ended, in whatever way."""
+
+    def leave(_: object) -> None:
+        seat.leave()
+
+    context.add_done_callback(leave)
 
 
 def _common_name(context: Context) -> str | None:
