@@ -8,6 +8,7 @@ import hashlib
 import http.client
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -16,7 +17,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import numpy as np
@@ -41,7 +42,7 @@ pytestmark = [pytest.mark.e2e, ONE_ENGINE]
 Arrays = dict[str, NDArray[Any]]
 
 # A request of the patient model that takes a while.
-LONG = {"inputs": [{"name": "n", "datatype": "INT64", "shape": [1], "data": [2_000_000]}]}
+LONG = {"inputs": [{"name": "n", "datatype": "INT64", "shape": [1], "data": [1_000_000]}]}
 
 
 @pytest.fixture(scope="module")
@@ -186,6 +187,7 @@ def test_what_perf_analyzer_asks_before_and_after(client: triton.InferenceServer
 
 def test_errors_are_those_of_the_daemon(client: triton.InferenceServerClient) -> None:
     ones = np.ones((1, 64), np.float32)
+    more: dict[str, Any]
     for model, arrays, more, status, text in (
         ("none", {"x": ones}, {}, "404", "no model 'none'"),
         ("tiny", {"y": ones}, {}, "400", "x"),
@@ -193,7 +195,7 @@ def test_errors_are_those_of_the_daemon(client: triton.InferenceServerClient) ->
         ("tiny", {"x": ones, "y": ones}, {}, "400", "y"),
         ("tiny", {"x": ones}, {"outputs": [triton.InferRequestedOutput("z")]}, "400", "z"),
         ("tiny", {"x": ones}, {"model_version": "2"}, "404", "version"),
-        ("slow", {"n": np.array([2_000_000])}, {"timeout": 20_000}, "504", ""),
+        ("slow", {"n": np.array([300_000])}, {"timeout": 20_000}, "504", ""),
     ):
         with pytest.raises(InferenceServerException) as caught:
             client.infer(model, asked(arrays), **more)
@@ -257,10 +259,12 @@ def test_a_client_made_from_the_protocol_s_own_description(service: Service, add
         client.check_server_readiness()
         client.check_model_readiness("tiny")
         assert client.read_server_metadata().name == "weightd"
-        assert client.read_model_metadata("tiny").inputs[0].shape == [-1, 64]
+        inputs = client.read_model_metadata("tiny").inputs
+        assert inputs
+        assert inputs[0].shape == [-1, 64]
         array = np.random.default_rng(4).standard_normal((2, 64)).astype(np.float32)
         values = array.ravel().tolist()
-        question = InferenceRequest.parse_obj(
+        question = cast(Any, InferenceRequest).parse_obj(
             {"inputs": [{"name": "x", "datatype": "FP32", "shape": [2, 64], "data": values}]}
         )
         answer = client.model_infer("tiny", request=question)
@@ -286,6 +290,7 @@ def test_what_kserve_s_client_sends(service: Service, address: str) -> None:
     assert np.array(answer["outputs"][0]["data"], np.float32).tobytes() == expected.tobytes()
 
 
+@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
 def test_curl(address: str) -> None:
     question = json.dumps({"inputs": [{"name": "n", "datatype": "INT64", "shape": [2], "data": [3, 1]}]})
     command = ["curl", "--silent", "--fail", "--data", question, f"http://{address}/v2/models/slow/infer"]
@@ -343,7 +348,7 @@ def test_a_restart_of_the_daemon_under_load(tmp_path: Path) -> None:
                         statuses.append("200")
                     except InferenceServerException as error:
                         statuses.append(str(error.status()))
-                        time.sleep(0.01)
+                    time.sleep(0.01)
 
         thread = threading.Thread(target=load)
         thread.start()
@@ -351,7 +356,7 @@ def test_a_restart_of_the_daemon_under_load(tmp_path: Path) -> None:
             until(lambda: "200" in statuses, "it is answered")
             service.kill()
             until(lambda: "503" in statuses, "it is told that nobody can answer")
-            service._start()
+            service.start_again()
             begun = len(statuses)
             until(lambda: "200" in statuses[begun:], "it is answered again")
         finally:
@@ -369,7 +374,7 @@ def test_each_token_asks_for_its_tenant_and_a_reload_takes_it_away(tmp_path: Pat
     tokens = tmp_path / "tokens"
     tokens.write_text("".join(f"{each} {name}\n" for each, name in zip(digests, ("ann", "ben", "eve"), strict=True)))
     tables = {name: {"path": models.tiny(tmp_path / f"{name}.onnx")} for name in ("seen", "hidden")}
-    tenants = {
+    tenants: dict[str, dict[str, object]] = {
         "gateway": {"uids": [str(os.geteuid())], "acts_for": ["ann", "ben"]},
         "ann": {"models": ["seen"]},
         "ben": {"max_rate": 1000},

@@ -15,6 +15,8 @@ import pytest
 from testkit import mindir
 from weightd.protocol.version import VERSION
 
+ENGINES = ["mindspore", "mindspore-lite", "onnxruntime"]
+
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
 
@@ -61,24 +63,27 @@ def metadata(wheel: Path) -> email.message.Message:
         return email.message_from_bytes(archive.read(name))
 
 
-def test_it_needs_python_37_and_three_packages_and_has_four_extras(wheel: Path) -> None:
+def test_it_needs_python_37_and_three_packages_and_has_five_extras(wheel: Path) -> None:
     fields = metadata(wheel)
     assert (fields["Name"], fields["Version"], fields["Requires-Python"]) == ("weightd", VERSION, ">=3.7")
     assert fields["License-Expression"] == "Apache-2.0"
     requirements = [str(each) for each in fields.get_all("Requires-Dist", [])]
     core = sorted(each.partition(">")[0].strip() for each in requirements if "extra ==" not in each)
     assert core == ["msgpack", "numpy", "pyzmq"]
-    assert sorted(fields.get_all("Provides-Extra", [])) == ["daemon", "mindspore", "mindspore-lite", "onnxruntime"]
+    assert sorted(fields.get_all("Provides-Extra", [])) == ["daemon", "gateway", *ENGINES]
     extras = [each for each in requirements if "extra ==" in each]
-    assert sorted(each.partition(">")[0] for each in extras) == ["mindspore", "mindspore-lite", "onnxruntime", "tomli"]
+    needed = {"aiohttp", "grpcio", "protobuf", "tomli", *ENGINES}
+    assert {each.partition(">")[0] for each in extras} == needed
     assert wheel.name == f"weightd-{VERSION}-py3-none-any.whl"
 
 
-def test_it_holds_the_four_packages_with_their_types_and_nothing_else(wheel: Path) -> None:
+def test_it_holds_the_packages_with_their_types_and_nothing_else(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
     packages = {"/".join(name.split("/")[:2]) for name in names if name.startswith("weightd/")}
-    assert packages == {f"weightd/{each}" for each in ("client", "ctl", "daemon", "protocol", "shared", "worker")}
+    assert packages == {
+        f"weightd/{each}" for each in ("client", "ctl", "daemon", "gateway", "protocol", "shared", "worker")
+    }
     for package in packages:
         assert f"{package}/py.typed" in names
     assert {name.split("/")[0] for name in names} == {"weightd", f"weightd-{VERSION}.dist-info"}
@@ -122,6 +127,7 @@ def test_it_brings_the_units_and_installs_them(installed: Path, tmp_path: Path) 
         "weightctl.1",
         "weightd.toml.5",
         "weightd.8",
+        "weightd-gateway.toml.5",
     }
 
 

@@ -16,7 +16,7 @@ from weightd.gateway.question import Question
 from weightd.gateway.seats import Seats
 from weightd.gateway.service import Service
 from weightd.protocol.codec import encode
-from weightd.protocol.errors import DeadlineExceeded, InvalidArgument, RequestError, Unavailable
+from weightd.protocol.errors import DeadlineExceeded, InvalidArgument, Unavailable
 from weightd.protocol.messages.data import Cancel
 from weightd.protocol.messages.status import Status, StatusResponse
 
@@ -95,18 +95,18 @@ def test_an_answer_is_the_arrays_that_were_asked_with(fake: FakeDaemon) -> None:
     assert asked(fake, infer)["x"].tobytes() == array.tobytes()
 
 
-@pytest.mark.parametrize(
-    ("what", "kind"),
-    [
-        (lambda service: service.metadata(ITSELF, "m" * 300), InvalidArgument),
-        (lambda service: service.infer(ITSELF, Question("m", {"x": np.array(["text"])})), InvalidArgument),
-        (lambda service: service.infer(ITSELF, Question("m", {"x" * 300: np.zeros(1)})), InvalidArgument),
-        (lambda service: service.infer(ITSELF, Question("m", {}, timeout=-1.0)), InvalidArgument),
-        (lambda service: service.infer(ITSELF, Question("m", {}, priority=99)), InvalidArgument),
-    ],
-)
-def test_what_cannot_be_sent_is_an_error_with_a_code(fake: FakeDaemon, what: Told, kind: type[RequestError]) -> None:
-    with pytest.raises(kind):
+NOTHING_TO_SEND: list[Told] = [
+    lambda service: service.metadata(ITSELF, "m" * 300),
+    lambda service: service.infer(ITSELF, Question("m", {"x": np.array(["text"])})),
+    lambda service: service.infer(ITSELF, Question("m", {"x" * 300: np.zeros(1)})),
+    lambda service: service.infer(ITSELF, Question("m", {}, timeout=-1.0)),
+    lambda service: service.infer(ITSELF, Question("m", {}, priority=99)),
+]
+
+
+@pytest.mark.parametrize("what", NOTHING_TO_SEND)
+def test_what_cannot_be_sent_is_an_error_with_a_code(fake: FakeDaemon, what: Told) -> None:
+    with pytest.raises(InvalidArgument):
         asked(fake, what)
     assert fake.seen.empty()
 

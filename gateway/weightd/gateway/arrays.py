@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -72,16 +72,23 @@ def checked_shape(name: str, shape: object) -> Sequence[int]:
     Raises:
         InvalidArgument: it is none.
     """
-    if not isinstance(shape, (list, tuple)) or len(shape) > limits.MAX_RANK:
+    dims = _sequence(shape)
+    if dims is None or len(dims) > limits.MAX_RANK:
         raise InvalidArgument(
             f"{label(name)}: shape: expected a list of at most {limits.MAX_RANK} integers, got {got(shape)}"
         )
-    for dim in shape:
+    checked: list[int] = []
+    for dim in dims:
         if type(dim) is not int or not 0 <= dim <= limits.MAX_DIM:
             raise InvalidArgument(f"{label(name)}: shape: expected integers, 0 to {limits.MAX_DIM}, got {got(dim)}")
-    if math.prod(dim for dim in shape if dim) > _MOST_ELEMENTS:
-        raise InvalidArgument(f"{label(name)}: shape: expected at most {_MOST_ELEMENTS} elements, got {list(shape)}")
-    return shape
+        checked.append(dim)
+    if math.prod(dim for dim in checked if dim) > _MOST_ELEMENTS:
+        raise InvalidArgument(f"{label(name)}: shape: expected at most {_MOST_ELEMENTS} elements, got {checked}")
+    return checked
+
+
+def _sequence(value: object) -> Sequence[object] | None:
+    return cast("Sequence[object]", value) if isinstance(value, (list, tuple)) else None
 
 
 def from_bytes(name: str, datatype: str, shape: Sequence[int], content: memoryview) -> Array:
@@ -117,7 +124,8 @@ def from_values(name: str, datatype: str, shape: Sequence[int], values: object) 
         raise InvalidArgument(f"{label(name)}: {datatype} has no form but its bytes: send it as binary data")
     if type(values) is not list:
         raise InvalidArgument(f"{label(name)}: data: expected a list, got {got(values)}")
-    flat = _flat(name, shape, values) if values and type(values[0]) is list else values
+    given = cast("list[Any]", values)
+    flat = _flat(name, shape, given) if given and type(given[0]) is list else given
     if len(flat) != math.prod(shape):
         raise InvalidArgument(f"{label(name)}: data: expected {math.prod(shape)} values, got {len(flat)}")
     return _array(name, datatype, flat).reshape(shape)

@@ -439,3 +439,16 @@ def test_tensors_in_a_file_of_the_caller(fake: FakeDaemon, directory: Path) -> N
         assert "expected room for 24 bytes" in gateway.ask("POST", INFER, wrong)[1]["error"]
         assert gateway.ask("POST", "/v2/systemsharedmemory/unregister")[0] == 200
         assert gateway.ask("POST", INFER, asked)[0] == 404
+
+
+def test_who_asks_again_and_again_for_what_fails_fills_no_log(
+    fake: FakeDaemon, caplog: pytest.LogCaptureFixture
+) -> None:
+    fake.stop()
+    caplog.set_level("WARNING", "weightd.gateway.rest")
+    with HttpGateway(fake.address) as gateway:
+        for _ in range(20):
+            assert gateway.ask("POST", INFER, ONE, {"traceparent": TRACE})[0] == 503
+    [record] = caplog.records
+    assert f"POST {INFER} for anonymous: 503 in " in record.getMessage()
+    assert record.getMessage().endswith(f"traceparent {TRACE}")

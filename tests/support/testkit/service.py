@@ -181,6 +181,10 @@ class Service:
         """Ask the daemon to stop and return its exit status; one that takes longer than `limit` seconds is killed."""
         return self._end(signal.SIGTERM, limit)
 
+    def start_again(self) -> None:
+        """Start the daemon again, after it has ended."""
+        self._start()
+
     def kill(self) -> int:
         """Kill the daemon without a warning; the kernel takes its children along, a moment later."""
         return self._end(signal.SIGKILL, STOP_LIMIT_S)

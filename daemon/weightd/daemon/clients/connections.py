@@ -18,12 +18,12 @@ from weightd.daemon.clients.connection import Connection, Identity, unix_identit
 from weightd.daemon.clients.crowd import Doorkeeper
 from weightd.daemon.clients.lanes import Lanes
 from weightd.daemon.clients.room import Room
-from weightd.daemon.clients.seldom import Seldom
 from weightd.daemon.host.accepting import Accepting
 from weightd.daemon.host.loop import Loop
 from weightd.protocol import limits
 from weightd.protocol.errors import InvalidArgument, RemoteProtocolError, RequestError
 from weightd.protocol.framing import Incoming, Message
+from weightd.shared.seldom import Seldom
 from weightd.shared.stream import Stream
 
 # What may wait for one client: an answer of whatever size is let through if nothing else waits.

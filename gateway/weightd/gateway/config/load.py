@@ -81,7 +81,7 @@ def load(path: Path, listening: Sequence[str] = ()) -> tuple[Config, Identities]
     try:
         identities = identities_of(config)
     except tokens.TokenFileError as error:
-        found += error.problems
+        raise ConfigError(*found, *error.problems) from None
     if found:
         raise ConfigError(*found)
     return config, identities

@@ -25,6 +25,7 @@ from weightd.gateway.traces import TRACEPARENT
 from weightd.protocol.errors import InvalidArgument, NotFound, WeightdError
 from weightd.protocol.schema import label
 from weightd.shared.exposition import CONTENT_TYPE, exposition
+from weightd.shared.seldom import Seldom
 
 _log = logging.getLogger("weightd.gateway.rest")
 
@@ -37,6 +38,9 @@ _OPEN = frozenset({Verb.LIVE, Verb.READY, Verb.PAGE})
 _PROBE = Caller(None, "probe")
 
 _SERVER_ERROR = 500
+
+# Between two lines of the log about errors of one status to one caller: who asks again and again fills no log.
+_QUIET_S = 10.0
 
 # What Triton would say that traces nothing.
 _TRACE_SETTINGS: Mapping[str, Any] = {
@@ -71,6 +75,7 @@ class Api:
         self._gateway = gateway
         self._service = gateway.service
         self._hosts = hosts
+        self._seldom = Seldom(_QUIET_S)
         self._looks = Looks(gateway.service)
         self._handlers: dict[Verb, Handler] = {
             Verb.LIVE: self._live,
@@ -119,12 +124,19 @@ class Api:
             reply = refused.reply()
         if trace:
             reply.headers[TRACEPARENT] = trace
-        level = logging.WARNING if reply.status >= _SERVER_ERROR else logging.DEBUG
-        if _log.isEnabledFor(level):
-            took = 1000 * (time.monotonic() - begun)
-            what = f"{request.method} {request.raw_path}"
-            _log.log(level, "%s for %s: %d in %.1f ms %s", what, caller.name, reply.status, took, trace)
+        self._log(request, reply, caller, time.monotonic() - begun, trace)
         return reply
+
+    def _log(self, request: web.BaseRequest, reply: Reply, caller: Caller, seconds: float, trace: str) -> None:
+        more = ""
+        level = logging.DEBUG
+        if reply.status >= _SERVER_ERROR:
+            untold = self._seldom.tell(f"{caller.name} {reply.status}", time.monotonic())
+            if untold is not None:
+                level, more = logging.WARNING, f", and {untold} more since the last line of this" if untold else ""
+        if _log.isEnabledFor(level):
+            what = f"{request.method} {request.raw_path} for {caller.name}: {reply.status} in {1000 * seconds:.1f} ms"
+            _log.log(level, "%s%s%s", what, f", traceparent {trace}" if trace else "", more)
 
     # --- health, metadata --------------------------------------------------------------------------------------
 

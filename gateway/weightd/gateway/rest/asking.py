@@ -31,8 +31,8 @@ def caller_of(request: web.BaseRequest, identities: Identities) -> Caller:
         raise Unauthenticated("expected one authorization")
     return identities.of(
         token=bearer(authorization[0]) if authorization else None,
-        common_name=connection.common_name(),
-        uid=connection.uid(),
+        common_name=connection.common_name,
+        uid=connection.uid,
     )
 
 
@@ -43,7 +43,7 @@ def check_host(request: web.BaseRequest, hosts: Collection[str]) -> None:
         PermissionDenied: it is for another one.
     """
     host = _PORT.sub("", request.headers.get(hdrs.HOST, "")).lower()
-    if host in hosts or ANY_HOST in hosts or cast(Connection, request.protocol).uid() is not None:
+    if host in hosts or ANY_HOST in hosts or cast(Connection, request.protocol).uid is not None:
         return
     raise PermissionDenied(f"expected a host that is among `hosts` of the gateway's configuration, got {label(host)}")
 

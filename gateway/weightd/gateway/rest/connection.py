@@ -90,6 +90,8 @@ class Connection(RequestHandler):
     Attributes:
         phase: what is waited for.
         since: when that began.
+        uid: the number of the user at the other end, which the kernel tells of a unix socket; None of any other.
+        common_name: that of the certificate of the other end, which TLS has verified; None where there is none.
     """
 
     def __init__(self, crowd: Crowd, manager: web.Server, **options: Any) -> None:
@@ -97,9 +99,12 @@ class Connection(RequestHandler):
         self._crowd = crowd
         self.phase = Phase.IDLE
         self.since = crowd.clock()
+        self.uid: int | None = None
+        self.common_name: str | None = None
         self._body: Any = None
 
     def connection_made(self, transport: Any) -> None:  # noqa: D102
+        self.uid, self.common_name = _uid(transport), _common_name(transport)
         super().connection_made(transport)
         self._crowd.comes(self)
 
@@ -136,24 +141,6 @@ class Connection(RequestHandler):
         if self.transport is not None:
             self.transport.abort()
 
-    def uid(self) -> int | None:
-        """Return the number of the user at the other end, which the kernel tells of a unix socket."""
-        connection = None if self.transport is None else self.transport.get_extra_info("socket")
-        if connection is None or connection.family != socket.AF_UNIX:
-            return None
-        credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-        uid: int = _CREDENTIALS.unpack(credentials)[1]
-        return uid
-
-    def common_name(self) -> str | None:
-        """Return the common name of the certificate that the other end has, which TLS has verified."""
-        certificate = None if self.transport is None else self.transport.get_extra_info("peercert")
-        for part in (certificate or {}).get("subject", ()):
-            for key, value in part:
-                if key == "commonName":
-                    return str(value)
-        return None
-
     async def finish_response(self, request: web.BaseRequest, resp: Any, start_time: float | None) -> tuple[Any, bool]:
         """Send an answer; then the next request is waited for."""
         self.enter(Phase.READING)
@@ -171,3 +158,18 @@ class Connection(RequestHandler):
         reply = Refused(status, message or "the gateway fails; its log says why").reply()
         reply.keep_alive = False
         return reply
+
+
+def _uid(transport: Any) -> int | None:
+    connection = transport.get_extra_info("socket")
+    if connection is None or connection.family != socket.AF_UNIX:
+        return None
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    uid: int = _CREDENTIALS.unpack(credentials)[1]
+    return uid
+
+
+def _common_name(transport: Any) -> str | None:
+    certificate: dict[str, Any] = transport.get_extra_info("peercert") or {}
+    names = [value for part in certificate.get("subject", ()) for key, value in part if key == "commonName"]
+    return str(names[0]) if names else None

@@ -6,7 +6,7 @@ import functools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 from weightd.gateway import arrays
 from weightd.gateway.codes import TooLarge
@@ -200,15 +200,20 @@ def _outputs(content: object, *, binary: bool) -> list[OutputForm]:
 
 
 def _maps(what: str, content: object) -> list[Mapping[str, Any]]:
-    if not isinstance(content, list) or len(content) > limits.MAX_TENSORS:
+    given = _a_list(content)
+    if given is None or len(given) > limits.MAX_TENSORS:
         raise InvalidArgument(f"{what}: expected a list of at most {limits.MAX_TENSORS} tensors, got {got(content)}")
-    return [_told(_a_map(f"{what}[{index}]", each)) for index, each in enumerate(content)]
+    return [_told(_a_map(f"{what}[{index}]", each)) for index, each in enumerate(given)]
+
+
+def _a_list(content: object) -> list[object] | None:
+    return cast("list[object]", content) if isinstance(content, list) else None
 
 
 def _a_map(what: str, content: object) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise InvalidArgument(f"{what}{': ' if what else ''}expected a map, got {got(content)}")
-    return content
+    return cast("dict[str, Any]", content)
 
 
 def _a_name(what: str, name: object) -> str:

@@ -67,7 +67,8 @@ def route(path: str) -> Route:
             return Route({"GET": Verb.NUMBERS})
         case [file] if f"/{file}" in FILES:
             return Route({"GET": Verb.PAGE}, f"/{file}")
-    raise _nothing(segments)
+        case _:
+            raise _nothing(segments)
 
 
 _OF_SERVER: Mapping[tuple[str, ...], Mapping[str, Verb]] = {
@@ -111,7 +112,8 @@ def _of_server(rest: list[str]) -> Route:
             return Route({"POST": Verb.LOAD}, name)
         case [kind, "region", name, act] if name and (kind, act) in _OF_REGION:
             return Route(_OF_REGION[kind, act], name)
-    raise _nothing(["v2", *rest])
+        case _:
+            raise _nothing(["v2", *rest])
 
 
 def _of_model(name: str, rest: list[str]) -> Route:

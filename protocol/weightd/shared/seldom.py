@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Dict, Optional, Tuple
+
 # Who is told apart. Of more than these all others are one.
 _MOST_TOLD_APART = 256
 
@@ -18,9 +20,9 @@ class Seldom:
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
         # When it may be told again, and how often it has happened meanwhile.
-        self._told: dict[str, tuple[float, int]] = {}
+        self._told: Dict[str, Tuple[float, int]] = {}
 
-    def tell(self, who: str, now: float) -> int | None:
+    def tell(self, who: str, now: float) -> Optional[int]:
         """It has happened once more; return how often it was not told since the last time, None if it is not to be."""
         if who not in self._told and len(self._told) >= _MOST_TOLD_APART:
             self._forget(now)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from weightd.daemon.clients.seldom import Seldom
+from weightd.shared.seldom import Seldom
 
 
 def test_one_line_in_so_many_seconds_tells_how_often_it_was_since() -> None:
